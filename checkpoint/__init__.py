@@ -1,0 +1,1 @@
+"""The run store: what outlives a machine."""

@@ -1,0 +1,44 @@
+"""How documents are written: JSON, decoded into the types of `policies`, never into bare dictionaries."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from checkpoint.errors import Corrupt
+from policies.events import EVENT_TYPES, Event
+
+T = TypeVar("T")
+
+
+def to_json(document: object) -> bytes:
+    """Encode a dataclass, a msgspec struct or plain data."""
+    return msgspec.json.encode(document)
+
+
+def from_json(data: bytes, cls: type[T], where: str) -> T:
+    """Decode and check against `cls`. Raises Corrupt naming `where`."""
+    try:
+        return msgspec.json.decode(data, type=cls)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Corrupt(f"{where}: {error}", "it was not written by this version of grpo-orch") from error
+
+
+def event_to_plain(event: Event) -> dict[str, Any]:
+    """An event as JSON data, its type's name under `type`."""
+    return {"type": type(event).__name__, **msgspec.to_builtins(event)}
+
+
+def event_from_plain(data: dict[str, Any], where: str) -> Event:
+    """The inverse of `event_to_plain`. Raises Corrupt for an event of a newer version."""
+    fields = dict(data)
+    cls = EVENT_TYPES.get(fields.pop("type", ""))
+    if cls is None:
+        raise Corrupt(
+            f"{where}: unknown event {data.get('type')!r}", "use the grpo-orch that wrote it, or a newer one"
+        )
+    try:
+        return msgspec.convert(fields, cls)
+    except msgspec.ValidationError as error:
+        raise Corrupt(f"{where}: {error}", "use the grpo-orch that wrote it, or a newer one") from error

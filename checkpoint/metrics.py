@@ -1,0 +1,53 @@
+"""What the trainer logs, step by step. Names are TRL's, word for word; ours begin with `orch/`.
+
+A hundred steps share one object that is rewritten at each step, so that reading ten thousand steps is a hundred
+reads. One trainer writes a timeline; a restarted one reads the present object and goes on, and a step logged again
+replaces the earlier row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from checkpoint import layout
+from checkpoint.codec import from_json, to_json
+from checkpoint.store import Store
+
+# Ours, beside TRL's names.
+TOKENS = "orch/tokens"  # completion tokens that this step trained on
+TOKENS_DISCARDED = "orch/tokens_discarded"  # tokens generated for this step and lost with their node
+REPLAYED = "orch/replayed"  # 1 where the completions came from the rollout journal
+WAIT_S = "orch/wait_s"  # seconds in which no node could serve
+REWARD_MIN = "orch/reward_min"
+REWARD_MAX = "orch/reward_max"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One logged step. `time_s` is the wall clock at the end of the step, seconds since the epoch."""
+
+    timeline: int
+    step: int
+    time_s: float
+    attempt: int
+    values: dict[str, float]
+
+
+def read_metrics(store: Store, timeline: int | None = None) -> list[Row]:
+    """Return the rows in (timeline, step) order; a step that was logged twice appears as last logged."""
+    prefix = layout.METRICS if timeline is None else f"{layout.METRICS}/{timeline:04d}"
+    rows = [row for entry in store.entries(prefix) for row in _rows(store, entry.key)]
+    return sorted({(row.timeline, row.step): row for row in rows}.values(), key=lambda r: (r.timeline, r.step))
+
+
+def append_metrics(store: Store, row: Row) -> None:
+    """Add a row to its object. The caller is the timeline's only writer."""
+    key = layout.metrics_chunk(row.timeline, row.step)
+    rows = [old for old in _rows(store, key) if old.step != row.step]
+    rows.append(row)
+    store.put(key, b"".join(to_json(one) + b"\n" for one in sorted(rows, key=lambda r: r.step)))
+
+
+def _rows(store: Store, key: str) -> list[Row]:
+    data = store.get_or_none(key)
+    return [] if data is None else [from_json(line, Row, key) for line in data.splitlines()]

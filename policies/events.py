@@ -1,0 +1,131 @@
+"""What is journalled. A run's state is the fold of these and of nothing else.
+
+Fields hold JSON's own types and the enums of `vocabulary`; a new field needs a default, so that older journals
+still read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from policies.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
+
+
+@dataclass(frozen=True, slots=True)
+class RunCreated:
+    """The first entry: the run exists and its spec is in the store."""
+
+    name: str
+    spec_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class TookOver:
+    """A controller took the run; the entry's number is its epoch."""
+
+    host: str
+    pid: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunMoved:
+    """The run changed its phase."""
+
+    phase: RunPhase
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRequested:
+    """The intent to have a machine, written before it is asked for."""
+
+    node: str
+    role: Role
+    slot: str
+    incarnation: int
+    market: Market
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMoved:
+    """A node changed its phase. `refusal` is set when the move is to REFUSED."""
+
+    node: str
+    phase: NodePhase
+    reason: str
+    refusal: Refusal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobExited:
+    """The work of a node ended while its machine is up. `attempt` says which run of the work."""
+
+    node: str
+    attempt: int
+    exit_code: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobRestarted:
+    """The intent to run a node's work again on the same machine, as `attempt`."""
+
+    node: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayRestarted:
+    """The gateway came back as another process."""
+
+    boot_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommandTaken:
+    """A user's command was read from the store and will not be read again."""
+
+    command_id: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class KlExceeded:
+    """The logged KL went above the limit of `policies.kl`."""
+
+    step: int
+    kl: float
+    limit: float
+
+
+Event = (
+    RunCreated
+    | TookOver
+    | RunMoved
+    | NodeRequested
+    | NodeMoved
+    | JobExited
+    | JobRestarted
+    | GatewayRestarted
+    | CommandTaken
+    | KlExceeded
+)
+
+EVENT_TYPES: dict[str, type[Event]] = {
+    cls.__name__: cls
+    for cls in (
+        RunCreated,
+        TookOver,
+        RunMoved,
+        NodeRequested,
+        NodeMoved,
+        JobExited,
+        JobRestarted,
+        GatewayRestarted,
+        CommandTaken,
+        KlExceeded,
+    )
+}

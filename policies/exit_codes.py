@@ -1,0 +1,11 @@
+"""Exit codes that cross a process boundary, so that no one has to read a log to know what happened."""
+
+OK = 0
+FAILED = 1
+USAGE = 2
+# sysexits.h: the configuration is wrong, and running it again will not help.
+BAD_SPEC = 78
+# sysexits.h EX_TEMPFAIL: somebody else holds the run.
+HELD = 75
+# The trainer met a newer trainer of its own run and stopped.
+FENCED = 76

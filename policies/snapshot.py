@@ -1,0 +1,108 @@
+"""What one look at the world found, and what a decision may ask to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from policies.vocabulary import MachineState, Market, Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine as its cloud describes it. `exit_code` is set once the work of `attempt` has ended."""
+
+    node: str
+    state: MachineState
+    attempt: int = 1
+    exit_code: int | None = None
+    why: str = ""
+    notice: bool = False  # the cloud has said that it will take this machine back
+    market: Market = Market.ON_DEMAND
+    price_usd_per_h: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rollout node as the gateway describes it. `policy` is None until it holds a published version."""
+
+    node: str
+    boot_id: str
+    policy: str | None
+    serving: bool
+    requests_running: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """The trainer's last heartbeat in the store."""
+
+    node: str
+    attempt: int
+    timeline: int
+    step: int
+    max_steps: int
+    activity: str  # starting, waiting, generating, training, saving, done
+    beat_at_s: float
+    kl: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchRefused:
+    """A launch that failed since the last look."""
+
+    node: str
+    refusal: Refusal
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What a user asked for through the store: `down`."""
+
+    command_id: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One look at the world. `machines` or `members` is None when that party did not answer: then nothing
+    may be concluded from an absence."""
+
+    now_s: float
+    machines: Mapping[str, Machine] | None = None
+    members: Mapping[str, Member] | None = None
+    gateway_boot_id: str | None = None
+    trainer: Trainer | None = None
+    refused: tuple[LaunchRefused, ...] = ()
+    commands: tuple[Command, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """See that the machine exists and that attempt `attempt` of its work was started. Idempotent."""
+
+    node: str
+    slot: str
+    market: Market
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    """See that the machine is gone. Idempotent."""
+
+    node: str
+
+
+Action = Launch | Terminate
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What one tick decided: events to journal first, then actions, and a sentence that says why."""
+
+    events: tuple[object, ...] = field(default=())
+    actions: tuple[Action, ...] = ()
+    requeue_after_s: float = 1.0
+    reason: str = ""

@@ -1,0 +1,114 @@
+"""The run's specification as every room sees it: run.yaml after validation, run.json in the store.
+
+Only data and its defaults. Reading YAML, naming lines and checking keys against TRL and vLLM is done in
+`orchestrator.config`. Keys of other projects (`grpo`, `peft`, `vllm`, `resources`) keep those projects' names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """Arguments of `datasets.load_dataset`: a hub name or a folder or file, and which part of it."""
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSpec:
+    """The machine that trains: what it is, what it trains, on what, for what reward."""
+
+    model: str  # hub name or folder
+    dataset: Dataset
+    reward_funcs: tuple[str, ...]  # import paths, `package.module.function`, in TRL's signature
+    eval_dataset: Dataset | None = None  # scored every `grpo.eval_steps`; the reward never trains on it
+    resources: dict[str, Any] = field(default_factory=dict)  # SkyPilot's keys
+    setup: str = ""  # shell, run once on the machine before the trainer
+    peft: dict[str, Any] | None = None  # LoraConfig keys
+    accelerate: dict[str, Any] | None = None  # an accelerate config file's keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """How many rollout nodes: never more than `max`; below `min` the fleet asks at once."""
+
+    min: int = 1
+    max: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSpec:
+    """The machines that generate."""
+
+    replicas: Replicas = field(default_factory=Replicas)
+    resources: dict[str, Any] = field(default_factory=dict)  # SkyPilot's keys; use_spot defaults to true
+    setup: str = ""
+    vllm: dict[str, Any] = field(default_factory=dict)  # flags of `vllm serve` without their dashes
+    env: dict[str, str] = field(default_factory=dict)  # environment of the vLLM process
+    deadline_s: float = 3600.0  # how long a generation request may wait, an empty fleet included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlPolicy:
+    """What counts as too much KL, and what then. `alert` journals it and goes on."""
+
+    limit: float
+    action: Literal["alert"] = "alert"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoliciesSpec:
+    """What the controller watches and how far it may go."""
+
+    kl: KlPolicy | None = None
+    resume_state_steps: int = 25  # how often the light resume state is stored
+    boot_timeout_s: float = 900.0  # from the request to the first work; then the machine is replaced
+    trainer_restarts: int = 5  # trainer exits in a row without one step of progress; then the run fails
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """One fault for the local cloud. `target` is a node's slot, `rollouts`, `gateway`, `trainer` or `daemon`."""
+
+    fault: Literal["kill", "preempt", "no_capacity"]
+    at_step: int
+    target: str = "rollouts"
+    notice_s: float = 0.0  # preempt: how long before the machine goes its notice comes
+    for_s: float = 3.0  # no_capacity: how long; kill daemon: after how long `resume` is called
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """USD an hour for the rehearsal's bill; the local cloud itself costs nothing."""
+
+    on_demand_usd_per_h: float = 0.0
+    spot_usd_per_h: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """Faults and prices with which the local cloud plays a real one."""
+
+    faults: tuple[Rehearsed, ...] = ()
+    trainer_prices: Prices = field(default_factory=Prices)
+    rollout_prices: Prices = field(default_factory=Prices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """A whole run."""
+
+    name: str
+    storage: str  # the store's URL; the run is this prefix
+    trainer: TrainerSpec
+    grpo: dict[str, Any]  # GRPOConfig keys
+    rollout: RolloutSpec = field(default_factory=RolloutSpec)
+    policies: PoliciesSpec = field(default_factory=PoliciesSpec)
+    cloud: Literal["local", "sky"] = "local"
+    rehearse: Rehearsal | None = None
+    workdir: str = ""  # the folder of run.yaml: relative paths and reward modules are found from here

@@ -1,0 +1,99 @@
+"""The nouns of the project, shared by every room.
+
+Plain frozen data, no behaviour beyond parsing and printing. Events are in `events`, phase tables in
+`phases`, the run's specification in `spec`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+_VERSION = re.compile(r"^(\d+)-(\d+)$")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PolicyVersion:
+    """The weights after `step` optimizer steps on `timeline`; printed `timeline-step`, as in `0-120`.
+
+    A rollback forks a new timeline, so two versions of one step never share a name.
+    """
+
+    timeline: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.timeline}-{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> PolicyVersion:
+        """Read what `str()` printed. Raises ValueError for anything else."""
+        found = _VERSION.match(text)
+        if found is None:
+            raise ValueError(f"not a policy version: {text!r} (expected TIMELINE-STEP, as in 0-120)")
+        return cls(int(found[1]), int(found[2]))
+
+
+class Role(StrEnum):
+    """What a node is for."""
+
+    TRAINER = "trainer"
+    ROLLOUT = "rollout"
+
+
+class Market(StrEnum):
+    """How a machine is bought."""
+
+    SPOT = "spot"
+    ON_DEMAND = "on_demand"
+
+
+class NodePhase(StrEnum):
+    """Where a node is in its life; the legal moves are in `phases.NODE_EDGES`."""
+
+    REQUESTED = "requested"  # journalled, not yet seen at the cloud
+    BOOTING = "booting"  # the machine is there, its work is not
+    SERVING = "serving"  # a rollout node in the gateway's membership, or a trainer with a heartbeat
+    DRAINING = "draining"  # told to leave, finishing what it holds
+    TERMINATING = "terminating"  # to be taken down
+    GONE = "gone"  # lost or taken down; never comes back under this id
+    REFUSED = "refused"  # the cloud would not give it
+
+
+class RunPhase(StrEnum):
+    """Where the run is; the legal moves are in `phases.RUN_EDGES`."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    FINISHED = "finished"  # the trainer reached its last step
+    STOPPING = "stopping"  # asked to stop, machines going down
+    STOPPED = "stopped"
+    FAILED = "failed"  # gave up; everything stored is kept
+
+
+class MachineState(StrEnum):
+    """A machine as its cloud describes it."""
+
+    STARTING = "starting"
+    UP = "up"
+    GONE = "gone"
+
+
+class Refusal(StrEnum):
+    """Why a cloud did not give a machine, by what the caller can do about it."""
+
+    NO_CAPACITY = "no_capacity"  # wait, or look elsewhere
+    QUOTA = "quota"  # ask for a smaller or another machine
+    CREDENTIALS = "credentials"  # nothing helps but the user
+    UNKNOWN = "unknown"  # try again
+
+
+def slot_of(role: Role, index: int) -> str:
+    """`rollout-0`: the place that incarnations of a node fill one after another."""
+    return f"{role}-{index}"
+
+
+def node_id_of(slot: str, incarnation: int) -> str:
+    """`rollout-0-i2`: one machine in one slot. Deterministic, so that launching twice is launching once."""
+    return f"{slot}-i{incarnation}"

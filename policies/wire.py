@@ -1,0 +1,139 @@
+"""What trainer, gateway and rollout nodes say to each other over HTTP. JSON bodies, decoded into these types.
+
+| who asks whom | request | body | answer |
+|---|---|---|---|
+| node agent, gateway | `POST /members/{node}` | Announce | AnnounceReply, held until it changes or `HOLD_S` |
+| node agent, gateway | `DELETE /members/{node}?boot=ID` | | 204 |
+| trainer, gateway | `POST /v1/rollouts` | Batch | newline-delimited BatchLine, a completion as each is done |
+| anyone, gateway | `GET /status` | | GatewayStatus |
+| controller, gateway | `POST /members/{node}/drain` | | 204 |
+| gateway, node | `POST /v1/completions` | vLLM's | vLLM's events |
+| node agent, its own vLLM | `PUT /grpo/policy` | LoadPolicy | 204 |
+
+Every request carries `Authorization: Bearer TOKEN`, the run's secret. What the gateway asks of a node also carries
+`X-Grpo-Boot` and `X-Grpo-Policy`; a node that is not that boot or does not hold that policy answers 409, so that a
+node which came back with other weights on the same address can never answer for the one that was asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+HEADER_BOOT = "X-Grpo-Boot"
+HEADER_POLICY = "X-Grpo-Policy"
+HOLD_S = 1.0  # how long the gateway holds an announcement; also the heartbeat
+SILENT_S = 3.0  # a member that has said nothing for so long is out
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRef:
+    """Where a policy version's weights are: a manifest's folder in the run's store."""
+
+    version: str  # PolicyVersion as text
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """A rollout node says what it is. A new `boot_id` is a new process: what was known of the old one is void."""
+
+    boot_id: str
+    address: str  # host:port of its vLLM
+    policy: str | None  # the version it holds; None while on base weights
+    max_requests: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceReply:
+    """What the gateway wants of the node: the policy to hold, and whether to finish and leave."""
+
+    policy: PolicyRef | None = None
+    drain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPolicy:
+    """Weights that the agent has fetched and verified, to be loaded by the vLLM beside it."""
+
+    version: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """One completion of one prompt; `index` names it within the batch."""
+
+    index: int
+    prompt_token_ids: list[int]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a trainer wants generated, at one policy version. `sampling` holds vLLM's completion parameters."""
+
+    policy: PolicyRef
+    sampling: dict[str, Any]
+    requests: list[CompletionRequest]
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished completion: token ids with the log-probability of each, in natural logarithms."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    policy: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where the batch is, a few times a second: tokens arrived at the gateway so far, finished or not, and
+    tokens thrown away because their node was lost."""
+
+    tokens: int
+    discarded: int
+    members: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One line of a batch's answer: exactly one field is set. `error` ends the batch; `end` too."""
+
+    completion: Completion | None = None
+    progress: Progress | None = None
+    end: Progress | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStatus:
+    """One node in the gateway's table."""
+
+    node: str
+    boot_id: str
+    address: str
+    policy: str | None
+    serving: bool  # holds the wanted policy and is not leaving
+    draining: bool
+    requests_running: int
+    seen_s_ago: float
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStatus:
+    """The gateway's answer to `GET /status`. Counters are since its own start."""
+
+    boot_id: str
+    policy: str | None
+    members: list[MemberStatus] = field(default_factory=list)
+    requests_waiting: int = 0
+    tokens_delivered: int = 0
+    tokens_discarded: int = 0
+    handovers: int = 0
