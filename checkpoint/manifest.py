@@ -108,10 +108,13 @@ def fetch(store: Store, prefix: str, folder: Path) -> Manifest:
     return manifest
 
 
-def committed(store: Store, root: str) -> list[PolicyVersion]:
-    """Return the versions below `root` (layout.CHECKPOINTS or layout.POLICIES) that have a manifest, in order."""
+def committed(store: Store, root: str, *, after: str | None = None) -> list[PolicyVersion]:
+    """Return the versions below `root` (layout.CHECKPOINTS or layout.POLICIES) that have a manifest, in order.
+
+    With `after`, a manifest's key, only versions beyond that one are listed.
+    """
     found = []
-    for entry in store.entries(root):
+    for entry in store.entries(root, after=after):
         if entry.key.endswith(f"/{layout.MANIFEST}"):
             try:
                 found.append(layout.version_of(entry.key))

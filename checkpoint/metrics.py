@@ -7,6 +7,7 @@ replaces the earlier row.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from checkpoint import layout
@@ -20,6 +21,8 @@ REPLAYED = "orch/replayed"  # 1 where the completions came from the rollout jour
 WAIT_S = "orch/wait_s"  # seconds in which no node could serve
 REWARD_MIN = "orch/reward_min"
 REWARD_MAX = "orch/reward_max"
+# JSON has no NaN: a value that was logged as NaN, infinite or None is left out, and `orch/nonfinite/ITS-NAME` is 1.
+NONFINITE = "orch/nonfinite/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +39,23 @@ class Row:
 def read_metrics(store: Store, timeline: int | None = None) -> list[Row]:
     """Return the rows in (timeline, step) order; a step that was logged twice appears as last logged."""
     prefix = layout.METRICS if timeline is None else f"{layout.METRICS}/{timeline:04d}"
-    rows = [row for entry in store.entries(prefix) for row in _rows(store, entry.key)]
+    return in_order(row for entry in store.entries(prefix) for row in read_chunk(store, entry.key))
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows in (timeline, step) order, each step once: the last one given."""
     return sorted({(row.timeline, row.step): row for row in rows}.values(), key=lambda r: (r.timeline, r.step))
+
+
+def read_chunk(store: Store, key: str) -> list[Row]:
+    """Return the rows of one metrics object, none where there is no such object."""
+    data = store.get_or_none(key)
+    return [] if data is None else [from_json(line, Row, key) for line in data.splitlines()]
 
 
 def append_metrics(store: Store, row: Row) -> None:
     """Add a row to its object. The caller is the timeline's only writer."""
     key = layout.metrics_chunk(row.timeline, row.step)
-    rows = [old for old in _rows(store, key) if old.step != row.step]
+    rows = [old for old in read_chunk(store, key) if old.step != row.step]
     rows.append(row)
     store.put(key, b"".join(to_json(one) + b"\n" for one in sorted(rows, key=lambda r: r.step)))
-
-
-def _rows(store: Store, key: str) -> list[Row]:
-    data = store.get_or_none(key)
-    return [] if data is None else [from_json(line, Row, key) for line in data.splitlines()]

@@ -16,7 +16,7 @@ class RunCreated:
     """The first entry: the run exists and its spec is in the store."""
 
     name: str
-    spec_digest: str
+    run_id: str
 
 
 @dataclass(frozen=True, slots=True)

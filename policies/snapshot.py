@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from policies.events import Event
 from policies.vocabulary import MachineState, Market, Refusal
 
 
@@ -73,6 +74,7 @@ class Snapshot:
     machines: Mapping[str, Machine] | None = None
     members: Mapping[str, Member] | None = None
     gateway_boot_id: str | None = None
+    gateway_age_s: float = 0.0
     trainer: Trainer | None = None
     refused: tuple[LaunchRefused, ...] = ()
     commands: tuple[Command, ...] = ()
@@ -102,7 +104,7 @@ Action = Launch | Terminate
 class Decision:
     """What one tick decided: events to journal first, then actions, and a sentence that says why."""
 
-    events: tuple[object, ...] = field(default=())
+    events: tuple[Event, ...] = ()
     actions: tuple[Action, ...] = ()
     requeue_after_s: float = 1.0
     reason: str = ""

@@ -1,0 +1,48 @@
+"""The light resume state: what a detector needs to know of the steps before a restart, in a few kilobytes.
+
+It is stored more often than checkpoints, which hold everything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from checkpoint import layout
+from checkpoint.codec import from_json, to_json
+from checkpoint.errors import Corrupt
+from checkpoint.store import Store
+from policies.vocabulary import PolicyVersion
+
+SCHEMA = 1
+KL_KEPT = 100  # logged KL values kept, the newest last
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeState:
+    """The run as of one step. A KL that was logged as NaN or infinite is None; `best_*` are None before any reward."""
+
+    schema: int
+    policy: str  # PolicyVersion as text
+    saved_at_s: float
+    kl: list[float | None] = field(default_factory=list)
+    best_reward: float | None = None
+    best_step: int | None = None
+
+
+def write_resume_state(store: Store, state: ResumeState) -> None:
+    store.put(layout.resume_state(PolicyVersion.parse(state.policy)), to_json(state))
+
+
+def newest_resume_state(store: Store, at_most: PolicyVersion) -> ResumeState | None:
+    """Return the newest state of the timeline of `at_most`, not after its step; None where there is none.
+
+    Raises Corrupt.
+    """
+    prefix = f"{layout.RESUME}/{at_most.timeline:04d}"
+    keys = [entry.key for entry in store.entries(prefix) if layout.version_of(entry.key) <= at_most]
+    if not keys:
+        return None
+    state = from_json(store.get(keys[-1]), ResumeState, keys[-1])
+    if state.schema > SCHEMA:
+        raise Corrupt(f"{keys[-1]}: schema {state.schema}", f"this grpo-orch reads up to {SCHEMA}; use a newer one")
+    return state

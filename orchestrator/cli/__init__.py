@@ -1,0 +1,44 @@
+"""The command line. Each command is a thin function; what it does lives in the rooms behind it."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from checkpoint.errors import StoreError
+from orchestrator.cli.console import Stop, console, errors
+from orchestrator.cli.look import events, logs, plot, report, status
+from orchestrator.cli.start import down, resume, up
+from orchestrator.cli.target import NoSuchRun
+from orchestrator.cli.write import init, validate
+from orchestrator.clouds import CloudMissing
+from orchestrator.clouds.protocol import CloudRefused
+from orchestrator.config.load import ConfigError
+from orchestrator.launcher import DaemonFailed
+from policies import exit_codes
+
+app = typer.Typer(
+    name="grpo-orch",
+    help="GRPO post-training on spot machines that die, without losing a step or a token.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (init, validate, up, status, logs, events, resume, down, report, plot):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line. A user's mistake is one line and an exit code, never a traceback."""
+    try:
+        app()
+    except Stop as stop:
+        (console if stop.exit_code == exit_codes.OK else errors).print(str(stop), highlight=False, soft_wrap=True)
+        sys.exit(stop.exit_code)
+    except (ConfigError, NoSuchRun) as error:
+        errors.print(str(error), highlight=False, markup=False, soft_wrap=True)
+        sys.exit(exit_codes.USAGE)
+    except (StoreError, CloudRefused, CloudMissing, DaemonFailed) as error:
+        errors.print(str(error), highlight=False, markup=False, soft_wrap=True)
+        sys.exit(exit_codes.FAILED)

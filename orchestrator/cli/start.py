@@ -1,0 +1,134 @@
+"""Commands that change a run: up, resume, down."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from checkpoint import documents, journal
+from checkpoint.documents import Lease, RunRecord
+from checkpoint.errors import AlreadyExists
+from checkpoint.store import Store
+from orchestrator.cli.console import Stop, console
+from orchestrator.cli.look import attach
+from orchestrator.cli.target import PATIENCE_S, open_run
+from orchestrator.clouds import open_cloud
+from orchestrator.clouds.local import node_python
+from orchestrator.config.load import load_spec
+from orchestrator.home import remember_run, run_id_of, run_token
+from orchestrator.launcher import start_daemon, start_rehearsal
+from orchestrator.lease import is_alive
+from policies import exit_codes
+from policies.spec import RunSpec
+from policies.state import RunState, fold
+from policies.vocabulary import RunPhase
+
+Detach = Annotated[bool, typer.Option("-d", "--detach", help="Do not attach the live view.")]
+Target = Annotated[str | None, typer.Argument(help="Store URL or run.yaml; default: ./run.yaml, else the latest run.")]
+
+
+def up(
+    run_yaml: Annotated[Path, typer.Argument(help="The run's specification.")] = Path("run.yaml"),
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Start without asking.")] = False,
+    detach: Detach = False,
+) -> None:
+    """Start a run: check it, show what will be started, start its daemon, watch."""
+    spec = load_spec(run_yaml)
+    store = Store(spec.storage, patience_s=PATIENCE_S)
+    record = RunRecord(documents.SCHEMA, run_id_of(spec.name, store.url), time.time(), spec)
+    _refuse_existing(store)
+    if spec.cloud == "local":
+        node_python()
+    _show_plan(record)
+    if not yes and not typer.confirm("Start?", default=True):
+        raise Stop("nothing was started", exit_codes.OK)
+    try:
+        documents.create_run(store, record)
+    except AlreadyExists:
+        _refuse_existing(store)
+        raise
+    _start(store, record, "up", detach)
+
+
+def resume(target: Target = None, detach: Detach = False) -> None:
+    """Take a run up again after anything: its daemon gone, its machines gone, stopped by hand."""
+    store, record = open_run(target)
+    _refuse_held(store)
+    state = _state(store)
+    if state.phase is RunPhase.FINISHED and not state.nodes:
+        raise Stop(f"{record.spec.name} is finished; `grpo-orch report {store.url}` tells how it went", exit_codes.OK)
+    _start(store, record, "resume", detach)
+
+
+def down(target: Target = None) -> None:
+    """Stop a run and return its machines. What is stored stays; `resume` continues it."""
+    store, record = open_run(target)
+    cloud = open_cloud(record)
+    documents.send_command(store, "down", time.time())
+    lease = documents.read_lease(store)
+    if lease is None or not is_alive(lease, time.time()):
+        start_daemon(store, record, "down")
+    with console.status("returning the machines"):
+        while (lease := documents.read_lease(store)) is not None and is_alive(lease, time.time()):
+            time.sleep(0.2)
+    left = cloud.machines()
+    if left:
+        raise Stop(f"still there: {', '.join(left)}; run `grpo-orch down {store.url}` again", exit_codes.FAILED)
+    console.print(f"{record.spec.name} is {_state(store).phase}; no machine of it is left.", highlight=False)
+    console.print(f"Continue with: grpo-orch resume {store.url}", highlight=False, soft_wrap=True)
+
+
+def _start(store: Store, record: RunRecord, reason: str, detach: bool) -> None:
+    run_token(record.run_id)
+    pid = start_daemon(store, record, reason)
+    start_rehearsal(store, record)
+    remember_run(store.url)
+    console.print(f"{record.spec.name} is steered by pid {pid}.", highlight=False)
+    if detach:
+        console.print(f"Watch it with: grpo-orch status -w {store.url}", highlight=False, soft_wrap=True)
+        return
+    attach(store, record)
+
+
+def _refuse_existing(store: Store) -> None:
+    """Raise Stop when the store holds a run already."""
+    _refuse_held(store)
+    if store.get_or_none("run.json") is not None:
+        raise Stop(
+            f"{store.url} holds a run already; continue it with `grpo-orch resume {store.url}`, "
+            "or name another `storage:`",
+            exit_codes.USAGE,
+        )
+
+
+def _refuse_held(store: Store) -> None:
+    lease = documents.read_lease(store)
+    if lease is not None and is_alive(lease, time.time()):
+        raise Stop(_held(store, lease), exit_codes.HELD)
+
+
+def _held(store: Store, lease: Lease) -> str:
+    return (
+        f"{store.url} is steered by pid {lease.pid} on {lease.host} (epoch {lease.epoch}); "
+        f"watch it with `grpo-orch status -w {store.url}`, stop it with `grpo-orch down {store.url}`"
+    )
+
+
+def _state(store: Store) -> RunState:
+    return fold((r.number, r.time_s, r.decoded()) for r in journal.read(store))
+
+
+def _show_plan(record: RunRecord) -> None:
+    spec: RunSpec = record.spec
+    table = Table("node", "market", "what", "USD/h", title=f"{spec.name} on {spec.cloud}", title_justify="left")
+    total = 0.0
+    for offer in open_cloud(record).offers():
+        table.add_row(offer.role, offer.market, offer.description, f"{offer.price_usd_per_h:.2f}")
+        total += offer.price_usd_per_h
+    table.add_section()
+    table.add_row("all", "", f"store {spec.storage}", f"{total:.2f}")
+    console.print(table)

@@ -1,0 +1,65 @@
+"""What a cloud is to the controller. Every cloud passes the same conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from policies.snapshot import Machine
+from policies.vocabulary import Market, Refusal, Role
+
+
+class CloudRefused(Exception):
+    """A launch was refused. `refusal` says what the caller can do."""
+
+    def __init__(self, refusal: Refusal, message: str) -> None:
+        super().__init__(message)
+        self.refusal = refusal
+
+
+class CloudUnavailable(Exception):
+    """The cloud did not answer: nothing is known, try again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One machine and the work to run on it. `environment` may hold secrets and is never written down."""
+
+    node: str
+    role: Role
+    market: Market
+    attempt: int
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one machine of a role would be and cost."""
+
+    role: Role
+    market: Market
+    description: str
+    price_usd_per_h: float
+
+
+class Cloud(Protocol):
+    """Machines of one run, by node id. All calls may block; the controller makes them outside its loop."""
+
+    def machines(self) -> dict[str, Machine]:
+        """Every machine of this run that exists or is still on record as lost. Raises CloudUnavailable."""
+
+    def launch(self, order: Order) -> None:
+        """See that the machine exists and that attempt `order.attempt` of its work was started.
+
+        Launching twice is launching once. Raises CloudRefused, CloudUnavailable.
+        """
+
+    def terminate(self, node: str) -> None:
+        """See that the machine is gone and its record cleared. No error when there is none."""
+
+    def offers(self) -> list[Offer]:
+        """What the run's machines would be, the trainer first."""
+
+    def log(self, node: str, *, follow: bool) -> Iterator[str]:
+        """Lines of the node's log, the oldest first; with `follow`, on as they come. Raises KeyError."""

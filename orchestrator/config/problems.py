@@ -1,0 +1,99 @@
+"""What is wrong with a run.yaml, one line each, and where to look.
+
+Every room of `orchestrator.config` reports to one `Findings` and goes on, so that a user sees all problems of a
+file at once. Only `load_spec` raises, and only ConfigError.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+Path = tuple[str | int, ...]  # ("rehearse", "faults", 0, "kill")
+
+LISTED_MAX = 12  # a longer list of keys helps nobody: then only the nearest is named
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem. `line` counts from 1; 0 where the file as a whole is meant. `key` may be empty."""
+
+    file: str
+    line: int
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        """`run.yaml:12: rollout.replica: unknown key; ...`, always on one line."""
+        where = f"{self.file}:{self.line}" if self.line else self.file
+        return _on_one_line(": ".join(part for part in (where, self.key, self.message) if part))
+
+
+class ConfigError(Exception):
+    """A run.yaml that cannot be run. `problems` is never empty and is in the order of the file's lines."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = sorted(problems, key=lambda problem: problem.line)
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+
+@dataclass(slots=True)
+class Findings:
+    """Collects problems of one file; `lines` says on which line each key of it stands."""
+
+    file: str
+    lines: Mapping[Path, int]
+    problems: list[Problem] = field(default_factory=list)
+    refused: set[Path] = field(default_factory=set)  # keys whose value nobody may rely on
+
+    def add(self, path: Path, message: str) -> None:
+        """Report a value. A path below a shorthand (`replicas: 2`) is reported as the key that the file has."""
+        known = self._known(path)
+        self.problems.append(Problem(self.file, self.lines[known], dotted(known), message))
+        self.refused.add(path)
+
+    def missing(self, path: Path, message: str) -> None:
+        """Report a key that ought to be there, on the line of what ought to hold it."""
+        self.problems.append(Problem(self.file, self.lines[self._known(path)], dotted(path), message))
+        self.refused.add(path)
+
+    def doubtful(self, path: Path) -> bool:
+        """Tell whether the value at `path`, or one that holds it or lies within it, was reported."""
+        return any(bad[: len(path)] == path or path[: len(bad)] == bad for bad in self.refused)
+
+    def _known(self, path: Path) -> Path:
+        while path and path not in self.lines:
+            path = path[:-1]
+        return path
+
+
+def unknown_key(name: str, allowed: Iterable[str], whose: str = "") -> str:
+    """The message for a key that is none of `allowed`; `whose` names the vocabulary where it is not ours."""
+    keys = sorted(allowed)
+    message = f"unknown key, not one of {whose}" if whose else "unknown key"
+    if not whose and len(keys) <= LISTED_MAX:
+        message += "; expected one of " + ", ".join(keys)
+    return message + did_you_mean(name, keys)
+
+
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+    """`; did you mean "replicas"?`, or nothing where no candidate is near."""
+    candidates = {candidate.lower().replace("_", "-"): candidate for candidate in allowed}
+    near = difflib.get_close_matches(name.lower().replace("_", "-"), candidates, n=1)
+    return f'; did you mean "{candidates[near[0]]}"?' if near else ""
+
+
+def dotted(path: Path) -> str:
+    """`rehearse.faults[0].kill`"""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def _on_one_line(text: str) -> str:
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -1,0 +1,115 @@
+"""The daemon: one process that steers one run, `python -m orchestrator.daemon STORE-URL REASON`.
+
+It takes the run over, ticks until nothing is left to steer, and may die at any point: training goes on without it,
+and the next one continues from the journal. SIGTERM ends it and leaves every machine as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+import structlog
+
+from checkpoint import documents
+from checkpoint.documents import RunRecord
+from checkpoint.errors import StoreError
+from checkpoint.journal import Fenced, Journal
+from checkpoint.store import Store
+from orchestrator.actuate import Actuator
+from orchestrator.clouds import open_cloud
+from orchestrator.controller import Controller
+from orchestrator.home import run_token
+from orchestrator.lease import RENEW_S, own_lease
+from orchestrator.observe import Observer
+from policies import exit_codes
+from policies.events import Event, RunCreated, RunMoved
+from policies.snapshot import Launch
+from policies.vocabulary import RunPhase
+
+log = structlog.get_logger()
+
+STORE_PATIENCE_S = 10.0  # within one tick; a store that is away for longer is met again at the next
+TROUBLE_WAIT_S = 5.0
+
+
+def main() -> int:
+    structlog.configure(processors=[*structlog.get_config()["processors"][:-1], structlog.processors.JSONRenderer()])
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for whoever watches
+    try:
+        return steer(Store(sys.argv[1], patience_s=STORE_PATIENCE_S), sys.argv[2], stop)
+    except Fenced as error:
+        log.warning("fenced", error=str(error))
+        return exit_codes.HELD
+    except StoreError as error:
+        log.error("store", error=str(error))
+        return exit_codes.FAILED
+
+
+def steer(store: Store, reason: str, stop: threading.Event) -> int:
+    """Take the run over and steer it to its end, or until `stop`. Raises Fenced, StoreError."""
+    record = documents.read_run(store)
+    host, pid = socket.gethostname(), os.getpid()
+    journal = Journal(store, f"{host}/{pid}")
+    records = journal.take_over(time.time(), host, pid, reason)
+    token = run_token(record.run_id)
+    cloud = open_cloud(record)
+
+    def environment_of(launch: Launch) -> dict[str, str]:
+        return {
+            "GRPO_ORCH_RUN": store.url,
+            "GRPO_ORCH_NODE": launch.node,
+            "GRPO_ORCH_ATTEMPT": str(launch.attempt),
+            "GRPO_ORCH_TIMELINE": "0",
+            "GRPO_ORCH_TOKEN": token,
+        }
+
+    actuator = Actuator(cloud, environment_of)
+    controller = Controller(store, record.spec, journal, records, Observer(store, cloud, token), actuator)
+    opening = _opening(controller, len(records) == 1, record, reason)
+    if opening:
+        controller.record(time.time(), opening)
+    documents.write_lease(store, own_lease(journal.epoch, time.time()))
+    try:
+        _loop(store, controller, journal.epoch, stop)
+    finally:
+        actuator.close()
+    documents.drop_lease(store)
+    return exit_codes.OK
+
+
+def _opening(controller: Controller, first: bool, record: RunRecord, reason: str) -> tuple[Event, ...]:
+    """What the taking over itself changes: the run begins, or one that was stopped goes on."""
+    if first:
+        return (RunCreated(record.spec.name, record.run_id),)
+    ended = controller.state.phase in (RunPhase.STOPPED, RunPhase.STOPPING, RunPhase.FAILED)
+    return (RunMoved(RunPhase.STARTING, "resumed"),) if ended and reason == "resume" else ()
+
+
+def _loop(store: Store, controller: Controller, epoch: int, stop: threading.Event) -> None:
+    renewed_at_s = 0.0
+    while not (stop.is_set() or controller.finished):
+        now_s = time.time()
+        wait_s = TROUBLE_WAIT_S
+        try:
+            if now_s - renewed_at_s > RENEW_S:
+                documents.write_lease(store, own_lease(epoch, now_s))
+                renewed_at_s = now_s
+            wait_s = controller.tick(now_s).requeue_after_s
+        except Fenced:
+            raise
+        except StoreError as error:
+            log.warning("store_away", error=str(error))
+        except Exception:  # noqa: BLE001  # the daemon's loop: a bug in one tick must not end the watching
+            log.exception("tick_failed")
+        stop.wait(wait_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

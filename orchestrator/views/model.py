@@ -1,0 +1,203 @@
+"""What there is to see of a run at one moment: the model that every view draws, and its JSON twin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from checkpoint.metrics import TOKENS, Row
+from checkpoint.store import Store
+from orchestrator.lease import is_alive
+from orchestrator.views.events import EventLine, event_json
+from orchestrator.views.reader import Reader
+from policies.accounting import price_usd_per_h
+from policies.phases import TERMINAL_RUN
+from policies.state import Node
+from policies.vocabulary import Market, NodePhase, PolicyVersion, Role, RunPhase
+from policies.wire import GatewayStatus
+
+RECENT_STEPS = 120  # what the sparklines show
+PACE_STEPS = 20  # steps that tell how fast the run is now
+EVENTS_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One logged step; a value that was not logged is None."""
+
+    step: int
+    reward: float | None
+    kl: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One slot and the newest machine in it. `policy` is None where it is not known, or base weights."""
+
+    slot: str
+    node: str
+    role: Role
+    phase: NodePhase
+    reason: str
+    market: Market
+    policy: str | None
+    restarts: int  # of the machine and of its work
+    since_s: float  # when it came into its phase, seconds since the epoch
+    price_usd_per_h: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointView:
+    """The newest checkpoint."""
+
+    version: str
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonView:
+    """Who steers, by its lease; all None when nobody does."""
+
+    alive: bool
+    host: str | None = None
+    pid: int | None = None
+    renewed_s_ago: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A run at one moment. What is not known yet is None."""
+
+    name: str
+    store: str
+    now_s: float
+    phase: RunPhase
+    reason: str
+    timeline: int
+    step: int
+    max_steps: int | None
+    activity: str | None  # the trainer's own word
+    reward: float | None
+    kl: float | None
+    kl_limit: float | None
+    step_s: float | None  # median of the last steps
+    tokens_per_s: float | None
+    eta_s: float | None
+    requests_waiting: int | None  # None when the gateway does not answer
+    nodes: tuple[NodeView, ...]
+    checkpoint: CheckpointView | None
+    daemon: DaemonView
+    recent: tuple[Point, ...]
+    events: tuple[EventLine, ...]  # the newest last
+
+    @property
+    def over(self) -> bool:
+        """The run has ended and nobody steers it any more: its machines are gone, or need a `resume` or `down`."""
+        return self.phase in TERMINAL_RUN and not self.daemon.alive
+
+
+def run_view(store: Store, now_s: float, gateway: GatewayStatus | None) -> RunView:
+    """Look once. Who looks again keeps a Reader and calls `view_of`. Raises NotFound when there is no run."""
+    return view_of(Reader(store), now_s, gateway)
+
+
+def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunView:
+    """Refresh `reader` and describe the run at `now_s`. `gateway` is None when it did not answer."""
+    reader.refresh()
+    beat, rows, kl = reader.trainer, reader.path, reader.spec.policies.kl
+    pace = rows[-PACE_STEPS - 1 :]
+    step_s = _step_s(pace)
+    step = beat.step if beat else (rows[-1].step if rows else 0)
+    left = beat.max_steps - step if beat else 0
+    running = reader.state.phase not in TERMINAL_RUN
+    return RunView(
+        name=reader.spec.name,
+        store=reader.store.url,
+        now_s=now_s,
+        phase=reader.state.phase,
+        reason=reader.state.reason,
+        timeline=beat.timeline if beat else 0,
+        step=step,
+        max_steps=beat.max_steps if beat else None,
+        activity=beat.activity if beat else None,
+        reward=_last(rows, "reward"),
+        kl=_last(rows, "kl"),
+        kl_limit=kl.limit if kl else None,
+        step_s=step_s,
+        tokens_per_s=_tokens_per_s(pace),
+        eta_s=left * step_s if step_s is not None and beat and running else None,
+        requests_waiting=gateway.requests_waiting if gateway else None,
+        nodes=_nodes(reader, gateway),
+        checkpoint=_checkpoint(reader, now_s),
+        daemon=_daemon(reader, now_s),
+        recent=tuple(Point(r.step, r.values.get("reward"), r.values.get("kl")) for r in rows[-RECENT_STEPS:]),
+        events=tuple(reader.events)[-EVENTS_SHOWN:],
+    )
+
+
+def to_json(view: RunView) -> dict[str, Any]:
+    """The view as JSON data. Every key is always there; a value that is not known is null."""
+    plain = asdict(view)
+    plain["events"] = [event_json(line) for line in view.events]
+    return plain
+
+
+def _nodes(reader: Reader, gateway: GatewayStatus | None) -> tuple[NodeView, ...]:
+    """One line a slot, the trainer first, `rollout-10` behind `rollout-9`."""
+    holds = {member.node: member.policy for member in gateway.members} if gateway else {}
+    beat = reader.trainer
+    if beat is not None:
+        holds[beat.node] = str(PolicyVersion(beat.timeline, beat.step))
+    newest = sorted(reader.newest_node.values(), key=lambda n: (n.role is not Role.TRAINER, len(n.slot), n.slot))
+    return tuple(_node(reader, node, holds.get(node.id)) for node in newest)
+
+
+def _node(reader: Reader, node: Node, policy: str | None) -> NodeView:
+    slot = reader.state.slots[node.slot]
+    left = node.phase in (NodePhase.GONE, NodePhase.REFUSED)
+    return NodeView(
+        slot=node.slot,
+        node=node.id,
+        role=node.role,
+        phase=node.phase,
+        reason=node.reason,
+        market=node.market,
+        policy=None if left else policy,
+        restarts=slot.incarnations - 1 + slot.job_restarts,
+        since_s=node.since_s,
+        price_usd_per_h=price_usd_per_h(reader.spec.rehearse, node.role, node.market),
+    )
+
+
+def _checkpoint(reader: Reader, now_s: float) -> CheckpointView | None:
+    if reader.checkpoint is None:
+        return None
+    version, made_at_s = reader.checkpoint
+    return CheckpointView(str(version), max(0.0, now_s - made_at_s))
+
+
+def _daemon(reader: Reader, now_s: float) -> DaemonView:
+    lease = reader.lease
+    if lease is None:
+        return DaemonView(alive=False)
+    ago_s = max(0.0, now_s - lease.renewed_at_s)
+    return DaemonView(is_alive(lease, now_s), lease.host, lease.pid, ago_s)
+
+
+def _last(rows: Sequence[Row], metric: str) -> float | None:
+    return next((row.values[metric] for row in reversed(rows) if metric in row.values), None)
+
+
+def _step_s(rows: Sequence[Row]) -> float | None:
+    """The usual time of a step; None before there are two."""
+    gaps = [b.time_s - a.time_s for a, b in pairwise(rows)]
+    return median(gaps) if gaps else None
+
+
+def _tokens_per_s(rows: Sequence[Row]) -> float | None:
+    if len(rows) < 2 or rows[-1].time_s <= rows[0].time_s:
+        return None
+    return sum(row.values.get(TOKENS, 0.0) for row in rows[1:]) / (rows[-1].time_s - rows[0].time_s)

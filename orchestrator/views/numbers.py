@@ -1,0 +1,52 @@
+"""How numbers and times are written for people, the same in every view."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+NOT_KNOWN = "–"
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def clock(time_s: float) -> str:
+    """Local time of day, `14:03:59`."""
+    return time.strftime("%H:%M:%S", time.localtime(time_s))
+
+
+def duration(seconds: float) -> str:
+    """`8 s`, `3:07 min`, `2:03 h`, `4.0 d`: two figures that matter, and the unit."""
+    whole = round(max(0.0, seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    if whole < 48 * 3600:
+        return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+    return f"{seconds / 86400:.1f} d"
+
+
+def short(value: float | None) -> str:
+    """Three significant figures, or a dash for what is not known."""
+    if value is None:
+        return NOT_KNOWN
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def usd(value: float) -> str:
+    """Cents where they matter, four figures behind the point below ten cents."""
+    return f"${value:,.2f}" if value >= 0.1 or value == 0 else f"${value:.4f}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """At most `width` characters from the lowest to the highest value; neighbours share one by their mean."""
+    if not values:
+        return ""
+    size = max(1.0, len(values) / width)
+    count = min(width, len(values))
+    bounds = [round(place * size) for place in range(count)] + [len(values)]
+    means = [sum(values[a:b]) / (b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+    low, high = min(means), max(means)
+    if high == low:
+        return _BARS[3] * count
+    return "".join(_BARS[round((mean - low) / (high - low) * (len(_BARS) - 1))] for mean in means)

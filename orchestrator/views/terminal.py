@@ -1,0 +1,217 @@
+"""The live view in a terminal, and plain lines where the output is none.
+
+Drawn for 80 x 24: what the run is doing, whether it learns, who works, what happened last. Colour repeats what a
+word says already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.views.model import NodeView, RunView
+from orchestrator.views.numbers import NOT_KNOWN, clock, duration, short, sparkline
+from policies.vocabulary import NodePhase, RunPhase
+
+REFRESH_S = 0.5
+SPARK_WIDTH = 22
+NODES_SHOWN = 8
+LINES_BESIDE = 12  # of 24: everything but nodes and events
+
+RUN_STYLES = {
+    RunPhase.STARTING: "yellow",
+    RunPhase.TRAINING: "green",
+    RunPhase.FINISHED: "bold green",
+    RunPhase.STOPPING: "yellow",
+    RunPhase.STOPPED: "magenta",
+    RunPhase.FAILED: "bold red",
+}
+NODE_STYLES = {
+    NodePhase.REQUESTED: "cyan",
+    NodePhase.BOOTING: "yellow",
+    NodePhase.SERVING: "green",
+    NodePhase.DRAINING: "magenta",
+    NodePhase.TERMINATING: "magenta",
+    NodePhase.GONE: "red",
+    NodePhase.REFUSED: "red",
+}
+_TROUBLE_FIRST = [p for p in NodePhase if p is not NodePhase.SERVING] + [NodePhase.SERVING]
+
+
+def render(view: RunView, height: int = 24) -> RenderableType:
+    """Draw the view in at most `height` lines of at least 80 columns."""
+    nodes = min(len(view.nodes), NODES_SHOWN) + (len(view.nodes) > NODES_SHOWN)
+    blank = Text("")
+    parts: list[RenderableType] = [_header(view), _progress(view), blank, _figures(view), blank]
+    parts += [_nodes(view), blank, _events(view, max(3, height - LINES_BESIDE - nodes))]
+    return Group(*parts)
+
+
+def watch(
+    get_view: Callable[[], RunView],
+    wait: Callable[[float], bool],
+    console: Console | None = None,
+) -> RunView:
+    """Show the run until it is over, and return the last view.
+
+    Args:
+        get_view: looks at the run.
+        wait: waits for so many seconds, and returns True to stop watching: `threading.Event().wait`.
+        console: where to; on anything but a terminal one plain line for each change is printed.
+
+    Ctrl-C is the caller's: KeyboardInterrupt passes, the terminal restored.
+    """
+    console = console or Console()
+    if not console.is_terminal:
+        return _follow(get_view, wait, console)
+    view = get_view()
+    with Live(render(view, console.height), console=console, auto_refresh=False) as live:
+        while not view.over and not wait(REFRESH_S):
+            view = get_view()
+            live.update(render(view, console.height), refresh=True)
+        live.update(render(view, console.height), refresh=True)
+    return view
+
+
+def changes(before: RunView | None, view: RunView) -> list[str]:
+    """Return a plain line for each event and the step that are new since `before`."""
+    known = {(line.type, line.number, line.index) for line in before.events} if before else set()
+    fresh = [line for line in view.events if (line.type, line.number, line.index) not in known]
+    told = [f"{clock(line.time_s)} {line.text}" for line in fresh]
+    if view.recent and (before is None or not before.recent or before.recent[-1] != view.recent[-1]):
+        last = view.recent[-1]
+        of = f"/{view.max_steps}" if view.max_steps else ""
+        told.append(f"{clock(view.now_s)} step {last.step}{of} reward {short(last.reward)} kl {short(last.kl)}")
+    return told
+
+
+def _follow(get_view: Callable[[], RunView], wait: Callable[[float], bool], console: Console) -> RunView:
+    before: RunView | None = None
+    while True:
+        view = get_view()
+        for line in changes(before, view):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if view.over or wait(REFRESH_S):
+            return view
+        before = view
+
+
+def _header(view: RunView) -> RenderableType:
+    line = Table.grid(padding=(0, 2), expand=True)
+    line.add_column(no_wrap=True)
+    line.add_column(no_wrap=True)
+    line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    phase = Text(f" {view.phase.upper()} ", style=f"{RUN_STYLES[view.phase]} reverse")
+    line.add_row(Text(view.name, style="bold"), phase, Text(_headline(view), style="dim"))
+    return line
+
+
+def _headline(view: RunView) -> str:
+    """What matters most right now, in a few words."""
+    if view.over or view.phase in (RunPhase.FINISHED, RunPhase.STOPPING, RunPhase.FAILED):
+        return view.reason
+    if not view.daemon.alive:
+        return f"no controller; `grpo-orch resume {view.store}`"
+    if view.phase is RunPhase.TRAINING and view.activity:
+        waiting = f", {view.requests_waiting} requests wait" if view.requests_waiting else ""
+        return f"trainer is {view.activity}{waiting}"
+    return view.reason or "waiting for the trainer's first heartbeat"
+
+
+def _progress(view: RunView) -> RenderableType:
+    line = Table.grid(padding=(0, 2), expand=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True, justify="right")
+    total = view.max_steps or 1
+    bar = ProgressBar(total=total, completed=view.step, complete_style=RUN_STYLES[view.phase], style="grey30")
+    words = [f"step {view.step} of {view.max_steps}" if view.max_steps else "no step yet"]
+    if view.timeline:
+        words.append(f"timeline {view.timeline}")
+    if view.step_s is not None:
+        words.append(f"{view.step_s:.1f} s a step")
+    if view.eta_s:
+        words.append(f"{duration(view.eta_s)} to go")
+    line.add_row(bar, " · ".join(words))
+    return line
+
+
+def _figures(view: RunView) -> RenderableType:
+    grid = Table.grid(padding=(0, 1), expand=True)
+    for width in (6, 7):
+        grid.add_column(width=width, no_wrap=True)
+    grid.add_column(width=SPARK_WIDTH, no_wrap=True)
+    grid.add_column(width=11, no_wrap=True, style="dim")
+    grid.add_column(width=10, no_wrap=True)
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    rewards = [point.reward for point in view.recent if point.reward is not None]
+    kls = [point.kl for point in view.recent if point.kl is not None]
+    above = view.kl is not None and view.kl_limit is not None and view.kl > view.kl_limit
+    hot = "bold red" if above else "yellow"
+    limit = f"limit {view.kl_limit:g}" if view.kl_limit is not None else ""
+    daemon = view.daemon
+    steered = (
+        f"{daemon.host}/{daemon.pid}" if daemon.alive else Text("none", style="" if view.over else "bold red")
+    )
+    saved = f"{view.checkpoint.version}, {duration(view.checkpoint.age_s)} ago" if view.checkpoint else "none yet"
+    spark = Text(sparkline(rewards, SPARK_WIDTH), "green")
+    grid.add_row("reward", Text(short(view.reward), "bold"), spark, "", "checkpoint", saved)
+    spark = Text(sparkline(kls, SPARK_WIDTH), hot)
+    grid.add_row("kl", Text(short(view.kl), "bold red" if above else "bold"), spark, limit, "controller", steered)
+    waiting = "" if view.requests_waiting is None else f"{view.requests_waiting} waiting"
+    grid.add_row("tokens", Text(short(view.tokens_per_s), "bold"), "a second", waiting, "price", _price(view))
+    return grid
+
+
+def _price(view: RunView) -> str:
+    there = (NodePhase.BOOTING, NodePhase.SERVING, NodePhase.DRAINING, NodePhase.TERMINATING)
+    total = sum(node.price_usd_per_h for node in view.nodes if node.phase in there)
+    return f"${total:.2f} an hour"
+
+
+def _nodes(view: RunView) -> RenderableType:
+    table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("node", ratio=1, no_wrap=True)
+    for title in ("phase", "for", "market", "policy"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("restarts", no_wrap=True, justify="right")
+    table.add_column("$/h", no_wrap=True, justify="right")
+    if not view.nodes:
+        table.add_row(Text("none yet", style="dim"))
+    shown = _worth_showing(view.nodes)
+    for node in shown:
+        table.add_row(*_node_cells(view, node))
+    if len(view.nodes) > len(shown):
+        table.add_row(Text(f"and {len(view.nodes) - len(shown)} more", style="dim"))
+    return table
+
+
+def _worth_showing(nodes: Sequence[NodeView]) -> list[NodeView]:
+    """All where there is room, else those in trouble first; in the view's own order."""
+    first = sorted(nodes, key=lambda node: _TROUBLE_FIRST.index(node.phase))[:NODES_SHOWN]
+    return [node for node in nodes if node in first]
+
+
+def _node_cells(view: RunView, node: NodeView) -> list[RenderableType]:
+    return [
+        node.node,
+        Text(node.phase, style=NODE_STYLES[node.phase]),
+        duration(view.now_s - node.since_s),
+        node.market.replace("_", " "),
+        node.policy or NOT_KNOWN,
+        Text(str(node.restarts), style="yellow" if node.restarts else "dim"),
+        f"{node.price_usd_per_h:.2f}",
+    ]
+
+
+def _events(view: RunView, count: int) -> RenderableType:
+    table = Table.grid(padding=(0, 2), expand=True)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    for line in view.events[-count:]:
+        table.add_row(clock(line.time_s), Text(line.text))
+    return table

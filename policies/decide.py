@@ -1,0 +1,79 @@
+"""The decision: what is known, what was seen and what is wanted, in; events, actions and a reason, out.
+
+Pure, and level-triggered: actions follow from the state after this tick's events and from what the cloud shows, so
+an action that was lost with a daemon is simply asked for again by the next one.
+"""
+
+from __future__ import annotations
+
+from policies.fleet import fill_slots
+from policies.lifecycle import run_lifecycle
+from policies.mirror import mirror
+from policies.phases import LIVE_NODE, TERMINAL_RUN
+from policies.snapshot import Action, Decision, Launch, Machine, Snapshot, Terminate
+from policies.spec import RunSpec
+from policies.state import Node, RunState
+from policies.tick import Tick
+from policies.vocabulary import MachineState, NodePhase, Role
+
+BUSY_TICK_S = 0.25  # while something is on its way
+STEADY_TICK_S = 1.0
+
+
+def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
+    """Return what to journal and what to do now.
+
+    Raises:
+        IllegalMove: the phase tables forbid a move that the rules made; a bug.
+    """
+    tick = Tick(state, snapshot, spec)
+    mirror(tick)
+    run_lifecycle(tick)
+    fill_slots(tick)
+    actions = actions_for(tick.state, snapshot)
+    settled = not tick.events and not actions and not _in_motion(tick.state)
+    return Decision(
+        events=tuple(tick.events),
+        actions=actions,
+        requeue_after_s=STEADY_TICK_S if settled else BUSY_TICK_S,
+        reason="; ".join(tick.reasons) or _steady(tick.state, snapshot),
+    )
+
+
+def done(state: RunState, snapshot: Snapshot) -> bool:
+    """Whether nothing is left to steer: the run has ended and the cloud shows no machine of it."""
+    return (
+        state.phase in TERMINAL_RUN and not state.nodes and snapshot.machines is not None and not snapshot.machines
+    )
+
+
+def actions_for(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
+    """Every difference between the state and the cloud, as an action. Empty when the cloud did not answer."""
+    if snapshot.machines is None:
+        return ()
+    actions: list[Action] = []
+    for node in state.nodes.values():
+        machine = snapshot.machines.get(node.id)
+        if _launch_due(node, machine):
+            actions.append(Launch(node.id, node.slot, node.market, node.attempt))
+        elif node.phase is NodePhase.TERMINATING and machine is not None:
+            actions.append(Terminate(node.id))
+    # No intent explains these: machines of a lost race, or remains of nodes that are gone.
+    actions += [Terminate(name) for name in snapshot.machines if name not in state.nodes]
+    return tuple(actions)
+
+
+def _launch_due(node: Node, machine: Machine | None) -> bool:
+    if node.phase not in LIVE_NODE or node.phase is NodePhase.DRAINING:
+        return False
+    return machine is None or (machine.state is not MachineState.GONE and machine.attempt < node.attempt)
+
+
+def _in_motion(state: RunState) -> bool:
+    return any(node.phase is not NodePhase.SERVING for node in state.nodes.values())
+
+
+def _steady(state: RunState, snapshot: Snapshot) -> str:
+    serving = sum(1 for node in state.live(Role.ROLLOUT) if node.phase is NodePhase.SERVING)
+    where = f"step {snapshot.trainer.step} of {snapshot.trainer.max_steps}" if snapshot.trainer else "no step yet"
+    return f"run {state.phase}, {where}, {serving} rollout nodes serving"

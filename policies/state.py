@@ -1,0 +1,171 @@
+"""The run's state: a fold of the journal, and of nothing else.
+
+`apply` is the only way state changes, here in the controller as on `resume`, so what a daemon knew when it died is
+what the next one knows when it has read the journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import assert_never
+
+from policies.events import (
+    CommandTaken,
+    Event,
+    GatewayRestarted,
+    JobExited,
+    JobRestarted,
+    KlExceeded,
+    NodeMoved,
+    NodeRequested,
+    RunCreated,
+    RunMoved,
+    TookOver,
+)
+from policies.phases import check_node_move, check_run_move
+from policies.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine in one slot. `attempt` counts the runs of its work on that machine, from 1."""
+
+    id: str
+    role: Role
+    slot: str
+    incarnation: int
+    market: Market
+    phase: NodePhase
+    since_s: float  # when it came into this phase
+    requested_at_s: float
+    reason: str = ""
+    attempt: int = 1
+    attempt_ended_at_s: float | None = None  # when this attempt's work ended, until it is restarted
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What outlives the incarnations of a place: how many there were, and how launching it has gone lately."""
+
+    incarnations: int = 0
+    job_restarts: int = 0
+    refusals_in_a_row: int = 0
+    refused_at_s: float = 0.0
+    last_refusal: Refusal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Everything the controller knows that it must not forget."""
+
+    name: str = ""
+    phase: RunPhase = RunPhase.STARTING
+    reason: str = ""
+    epoch: int = 0
+    nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
+    slots: Mapping[str, Slot] = field(default_factory=lambda: MappingProxyType({}))
+    commands_taken: frozenset[str] = frozenset()
+    gateway_boot_id: str | None = None
+    trainer_failures: int = 0  # exits in a row without one step of progress between them
+    trainer_failed_step: int = -1
+    kl_exceeded_step: int | None = None
+
+    def live(self, role: Role) -> list[Node]:
+        """Nodes of a role that are wanted or working, in slot order."""
+        wanted = (NodePhase.REQUESTED, NodePhase.BOOTING, NodePhase.SERVING, NodePhase.DRAINING)
+        return sorted((n for n in self.nodes.values() if n.role is role and n.phase in wanted), key=lambda n: n.id)
+
+
+def fold(history: Iterable[tuple[int, float, Iterable[Event]]]) -> RunState:
+    """Fold `(entry number, time_s, events)` in order. Raises IllegalMove for a history that cannot have been."""
+    state = RunState()
+    for number, time_s, events in history:
+        for event in events:
+            state = apply(state, event, time_s, number)
+    return state
+
+
+def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState:
+    """Return the state after one event. Raises IllegalMove when the phase tables do not know the move."""
+    match event:
+        case RunCreated():
+            return replace(state, name=event.name)
+        case TookOver():
+            return replace(state, epoch=number)
+        case RunMoved():
+            check_run_move(state.phase, event.phase)
+            failures = 0 if event.phase is RunPhase.STARTING else state.trainer_failures
+            return replace(state, phase=event.phase, reason=event.reason, trainer_failures=failures)
+        case NodeRequested():
+            return _requested(state, event, time_s)
+        case NodeMoved():
+            return _moved(state, event, time_s)
+        case JobExited():
+            return _exited(state, event, time_s)
+        case JobRestarted():
+            node = replace(state.nodes[event.node], attempt=event.attempt, attempt_ended_at_s=None)
+            slot = state.slots.get(node.slot, Slot())
+            state = _with_slot(state, node.slot, replace(slot, job_restarts=slot.job_restarts + 1))
+            return _with_node(state, node)
+        case GatewayRestarted():
+            return replace(state, gateway_boot_id=event.boot_id)
+        case CommandTaken():
+            return replace(state, commands_taken=state.commands_taken | {event.command_id})
+        case KlExceeded():
+            return replace(state, kl_exceeded_step=event.step)
+        case _:
+            assert_never(event)
+
+
+def _requested(state: RunState, event: NodeRequested, time_s: float) -> RunState:
+    node = Node(
+        id=event.node,
+        role=event.role,
+        slot=event.slot,
+        incarnation=event.incarnation,
+        market=event.market,
+        phase=NodePhase.REQUESTED,
+        since_s=time_s,
+        requested_at_s=time_s,
+        reason=event.reason,
+    )
+    slot = state.slots.get(event.slot, Slot())
+    return _with_node(_with_slot(state, event.slot, replace(slot, incarnations=event.incarnation)), node)
+
+
+def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
+    node = state.nodes[event.node]
+    check_node_move(node.phase, event.phase)
+    slot = state.slots.get(node.slot, Slot())
+    never_served = event.phase is NodePhase.GONE and node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING)
+    if event.phase is NodePhase.REFUSED or never_served:
+        refusals = slot.refusals_in_a_row + 1
+        slot = replace(slot, refusals_in_a_row=refusals, refused_at_s=time_s, last_refusal=event.refusal)
+    elif event.phase is NodePhase.SERVING:
+        slot = replace(slot, refusals_in_a_row=0, last_refusal=None)
+    state = _with_slot(state, node.slot, slot)
+    if event.phase in (NodePhase.GONE, NodePhase.REFUSED):
+        return replace(state, nodes=MappingProxyType({k: n for k, n in state.nodes.items() if k != node.id}))
+    return _with_node(state, replace(node, phase=event.phase, since_s=time_s, reason=event.reason))
+
+
+def _exited(state: RunState, event: JobExited, time_s: float) -> RunState:
+    node = state.nodes[event.node]
+    state = _with_node(state, replace(node, attempt_ended_at_s=time_s))
+    if node.role is not Role.TRAINER or event.exit_code == 0:
+        return state
+    progressed = event.step > state.trainer_failed_step
+    failures = 1 if progressed else state.trainer_failures + 1
+    return replace(
+        state, trainer_failures=failures, trainer_failed_step=max(event.step, state.trainer_failed_step)
+    )
+
+
+def _with_node(state: RunState, node: Node) -> RunState:
+    return replace(state, nodes=MappingProxyType({**state.nodes, node.id: node}))
+
+
+def _with_slot(state: RunState, name: str, slot: Slot) -> RunState:
+    return replace(state, slots=MappingProxyType({**state.slots, name: slot}))

@@ -1,0 +1,45 @@
+"""One tick of the controller, in the making: events are folded as they are decided, so that each later decision of
+the tick sees what the earlier ones did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from policies.events import Event, JobExited, JobRestarted, NodeMoved, RunMoved
+from policies.snapshot import Snapshot
+from policies.spec import RunSpec
+from policies.state import Node, RunState, apply
+from policies.vocabulary import NodePhase, Refusal, RunPhase
+
+
+@dataclass(slots=True)
+class Tick:
+    """State and events of one tick. Mutable, and alive for that tick only."""
+
+    state: RunState
+    snapshot: Snapshot
+    spec: RunSpec
+    events: list[Event] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    def emit(self, event: Event, reason: str) -> None:
+        """Decide `event`, because of `reason`. Raises IllegalMove when the tables forbid it."""
+        self.state = apply(self.state, event, self.snapshot.now_s, self.state.epoch)
+        self.events.append(event)
+        self.reasons.append(reason)
+
+    def move(self, node: Node, phase: NodePhase, reason: str, refusal: Refusal | None = None) -> None:
+        self.emit(NodeMoved(node.id, phase, reason, refusal), f"{node.id} {phase}: {reason}")
+
+    def move_run(self, phase: RunPhase, reason: str) -> None:
+        self.emit(RunMoved(phase, reason), f"run {phase}: {reason}")
+
+    def exited(self, node: Node, exit_code: int) -> None:
+        step = self.snapshot.trainer.step if self.snapshot.trainer else 0
+        self.emit(JobExited(node.id, node.attempt, exit_code, step), f"{node.id}: its work ended with {exit_code}")
+
+    def restart(self, node: Node, reason: str) -> None:
+        self.emit(JobRestarted(node.id, node.attempt + 1, reason), f"{node.id}: {reason}")
+
+    def node(self, node_id: str) -> Node | None:
+        return self.state.nodes.get(node_id)

@@ -1,0 +1,125 @@
+"""Where a step's completions come from: the rollout journal where it has them, the fleet where it has not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from checkpoint import rollouts
+from checkpoint.errors import Corrupt
+from checkpoint.rollouts import Rollout
+from checkpoint.store import Store
+from policies.seeds import request_seed
+from policies.vocabulary import PolicyVersion
+from policies.wire import Batch, CompletionRequest, PolicyRef
+from tasks.gateway_client import GatewayClient
+from tasks.heartbeat import Heartbeat
+from tasks.step_costs import StepCosts
+
+log = structlog.get_logger()
+
+# Evaluation counts its calls from here: whether a step was evaluated must not move its training seeds, and a
+# restart behind an evaluation must number the training calls as before.
+EVALUATION_CALLS = 1000
+
+
+class RolloutSource:
+    """Answers generate calls, each at one policy version.
+
+    Args:
+        store: the run's store, for the journal.
+        gateway: completes what the journal does not hold.
+        heartbeat: told when generation is over.
+        costs: charged for each call.
+        run_seed: GRPOConfig's `seed`.
+        deadline_s: how long a call may go without a token.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        gateway: GatewayClient,
+        heartbeat: Heartbeat,
+        costs: StepCosts,
+        *,
+        run_seed: int,
+        deadline_s: float,
+    ) -> None:
+        self._store = store
+        self._gateway = gateway
+        self._heartbeat = heartbeat
+        self._costs = costs
+        self._run_seed = run_seed
+        self._deadline_s = deadline_s
+        self._version = PolicyVersion(-1, -1)
+        self._calls = {True: 0, False: 0}  # made at that version, training and evaluation
+
+    def complete(
+        self,
+        version: PolicyVersion,
+        prompts: list[list[int]],
+        samples: int,
+        sampling: dict[str, Any],
+        *,
+        training: bool,
+        publish: Callable[[], PolicyRef],
+    ) -> Rollout:
+        """Return `samples` completions of each prompt, prompt by prompt.
+
+        `publish` is called only if something has to be generated, and must return once `version` can be pulled.
+        Raises GenerationFailed, Fenced, StoreError.
+        """
+        self._heartbeat.check()
+        call = self._next_call(version, training)
+        requests = self._requests(version, call, prompts, samples)
+        digest = rollouts.digest_of(requests, sampling)
+        rollout = self._journalled(version, call, digest)
+        replayed = rollout is not None
+        if rollout is None:
+            batch = Batch(publish(), sampling, requests, self._deadline_s)
+            got = self._gateway.complete(batch)
+            rollout = Rollout(
+                rollouts.SCHEMA, str(version), call, digest, got.completions, got.discarded, got.wait_s
+            )
+            rollouts.write_rollout(self._store, rollout)
+        self._costs.add(rollout, training=training, replayed=replayed)
+        self._heartbeat.say("training")
+        return rollout
+
+    def _next_call(self, version: PolicyVersion, training: bool) -> int:
+        if version != self._version:
+            self._version = version
+            self._calls = {True: 0, False: EVALUATION_CALLS}
+        call = self._calls[training]
+        self._calls[training] += 1
+        return call
+
+    def _requests(
+        self, version: PolicyVersion, call: int, prompts: list[list[int]], samples: int
+    ) -> list[CompletionRequest]:
+        return [
+            CompletionRequest(
+                index=number * samples + sample,
+                prompt_token_ids=list(prompt),
+                seed=request_seed(self._run_seed, version.timeline, version.step, call, number, sample),
+            )
+            for number, prompt in enumerate(prompts)
+            for sample in range(samples)
+        ]
+
+    def _journalled(self, version: PolicyVersion, call: int, digest: str) -> Rollout | None:
+        """The journal's record of the call, if it is whole and of the same requests."""
+        try:
+            rollout = rollouts.read_rollout(self._store, version, call)
+        except Corrupt as error:
+            log.warning("rollout_unreadable", policy=str(version), call=call, error=str(error))
+            return None
+        if rollout is None:
+            return None
+        if rollout.requests_digest != digest:
+            log.warning("rollout_of_other_requests", policy=str(version), call=call)
+            return None
+        log.info("rollout_replayed", policy=str(version), call=call)
+        return rollout

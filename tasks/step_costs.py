@@ -1,0 +1,43 @@
+"""What the steps since the last log cost and earned, gathered where it happens, read where it is logged."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from checkpoint import metrics
+from checkpoint.rollouts import Rollout
+
+
+@dataclass(slots=True)
+class StepCosts:
+    """Sums since they were last taken. Evaluation adds what it lost and waited, not the tokens trained on."""
+
+    tokens: int = 0
+    discarded: int = 0
+    wait_s: float = 0.0
+    replayed: list[bool] = field(default_factory=list)  # of each training call
+    rewards: list[float] = field(default_factory=list)  # of each completion trained on
+
+    def add(self, rollout: Rollout, *, training: bool, replayed: bool) -> None:
+        self.discarded += rollout.discarded
+        self.wait_s += rollout.wait_s
+        if training:
+            self.tokens += sum(len(one.token_ids) for one in rollout.completions)
+            self.replayed.append(replayed)
+
+    def take(self) -> dict[str, float]:
+        """Return the sums under their names in `checkpoint.metrics` and begin anew."""
+        values: dict[str, float] = {
+            metrics.TOKENS: self.tokens,
+            metrics.TOKENS_DISCARDED: self.discarded,
+            metrics.WAIT_S: round(self.wait_s, 3),
+        }
+        if self.replayed:
+            values[metrics.REPLAYED] = float(all(self.replayed))
+        if finite := [reward for reward in self.rewards if math.isfinite(reward)]:
+            values[metrics.REWARD_MIN], values[metrics.REWARD_MAX] = min(finite), max(finite)
+        self.tokens, self.discarded, self.wait_s = 0, 0, 0.0
+        self.replayed.clear()
+        self.rewards.clear()
+        return values
