@@ -138,7 +138,7 @@ class Store:
         retrying = Retrying(
             retry=retry_if_exception_type(StoreUnavailable),
             stop=stop_after_delay(self.patience_s),
-            wait=wait_exponential_jitter(initial=0.1, max=10.0),
+            wait=wait_exponential_jitter(multiplier=0.1, max=10.0),
             before_sleep=warn,
             reraise=True,
         )

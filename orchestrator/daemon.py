@@ -38,7 +38,9 @@ TROUBLE_WAIT_S = 5.0
 
 
 def main() -> int:
-    structlog.configure(processors=[*structlog.get_config()["processors"][:-1], structlog.processors.JSONRenderer()])
+    structlog.configure(
+        processors=[*structlog.get_config()["processors"][:-1], structlog.processors.JSONRenderer()]
+    )
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for whoever watches
@@ -106,7 +108,7 @@ def _loop(store: Store, controller: Controller, epoch: int, stop: threading.Even
             raise
         except StoreError as error:
             log.warning("store_away", error=str(error))
-        except Exception:  # noqa: BLE001  # the daemon's loop: a bug in one tick must not end the watching
+        except Exception:  # the daemon's loop: a bug in one tick must not end the watching
             log.exception("tick_failed")
         stop.wait(wait_s)
 

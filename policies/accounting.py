@@ -56,7 +56,6 @@ class Step:
     timeline: int
     step: int
     time_s: float
-    tokens: int = 0
     tokens_discarded: int = 0
 
 

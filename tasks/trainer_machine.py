@@ -16,10 +16,12 @@ from pathlib import Path
 import structlog
 
 from checkpoint import documents
+from checkpoint.codec import to_json
 from checkpoint.store import Store
 from policies import exit_codes
 from policies.spec import TrainerSpec
 from tasks.children import start_child
+from tasks.machine_setup import set_up
 from tasks.node_env import NodeEnv, read_node_env
 
 log = structlog.get_logger()
@@ -32,7 +34,7 @@ GATEWAY_STEADY_S = 10.0
 def main() -> int:
     env = read_node_env()
     spec = documents.read_run(Store(env.run)).spec
-    if not set_up(env, spec.trainer.setup):
+    if not set_up(Path(env.workdir), spec.trainer.setup):
         return exit_codes.BAD_SPEC
     trainer = start_child(trainer_argv(env, spec.trainer), dict(os.environ))
     signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
@@ -53,25 +55,12 @@ def main() -> int:
             gateway, started_at_s = _start_gateway(), time.monotonic()
 
 
-def set_up(env: NodeEnv, script: str) -> bool:
-    """Run the user's set-up script once on this machine. Returns whether it succeeded."""
-    done = Path(env.workdir) / "setup.done"
-    if not script or done.exists():
-        return True
-    code = subprocess.run(["bash", "-euo", "pipefail", "-c", script], check=False).returncode
-    if code != 0:
-        log.error("setup_failed", exit_code=code, hint="see the lines above; it is `setup` of run.yaml")
-        return False
-    done.touch()
-    return True
-
-
 def trainer_argv(env: NodeEnv, trainer: TrainerSpec) -> list[str]:
     """The trainer's command line: plain Python, or accelerate's launcher when run.yaml configures it."""
     if trainer.accelerate is None:
         return [sys.executable, "-m", "tasks.trainer"]
     config = Path(env.workdir) / "accelerate.json"  # accelerate reads .json as well as .yaml
-    config.write_bytes(documents.to_json(trainer.accelerate))
+    config.write_bytes(to_json(trainer.accelerate))
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     return [*launcher, "-m", "tasks.trainer"]
 

@@ -28,7 +28,9 @@ from policies.state import RunState, fold
 from policies.vocabulary import RunPhase
 
 Detach = Annotated[bool, typer.Option("-d", "--detach", help="Do not attach the live view.")]
-Target = Annotated[str | None, typer.Argument(help="Store URL or run.yaml; default: ./run.yaml, else the latest run.")]
+Target = Annotated[
+    str | None, typer.Argument(help="Store URL or run.yaml; default: ./run.yaml, else the latest run.")
+]
 
 
 def up(
@@ -60,7 +62,9 @@ def resume(target: Target = None, detach: Detach = False) -> None:
     _refuse_held(store)
     state = _state(store)
     if state.phase is RunPhase.FINISHED and not state.nodes:
-        raise Stop(f"{record.spec.name} is finished; `grpo-orch report {store.url}` tells how it went", exit_codes.OK)
+        raise Stop(
+            f"{record.spec.name} is finished; `grpo-orch report {store.url}` tells how it went", exit_codes.OK
+        )
     _start(store, record, "resume", detach)
 
 

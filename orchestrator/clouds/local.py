@@ -59,18 +59,23 @@ class LocalCloud:
             "GRPO_ORCH_WORKDIR": str(folder / "work"),
             "PYTHONUNBUFFERED": "1",
         }
-        argv = [sys.executable, "-m", "orchestrator.clouds.local_machine", str(folder), str(order.attempt)]
         (folder / "market").write_text(order.market)
+        registered, registers = os.pipe()
+        machine = [sys.executable, "-m", "orchestrator.clouds.local_machine"]
         with (folder / "log").open("ab") as log:
             subprocess.Popen(
-                [*argv, python, "-m", _WORK[order.role]],
+                [*machine, str(registers), str(folder), str(order.attempt), python, "-m", _WORK[order.role]],
                 env=environment,
                 cwd=self._spec.workdir or None,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=(registers,),
             )
+        os.close(registers)
+        os.read(registered, 1)  # returns when the machine is on record, or has ended
+        os.close(registered)
 
     def terminate(self, node: str) -> None:
         """See `Cloud.terminate`. At once and without mercy, as a real cloud does it in the end."""
@@ -105,10 +110,18 @@ class LocalCloud:
 
     def log(self, node: str, *, follow: bool) -> Iterator[str]:
         """See `Cloud.log`."""
-        path = self._folder / node / "log"
-        if not path.exists():
-            raise KeyError(node)
-        return _lines(path, follow)
+        return _lines(self._logs()[node], follow)
+
+    def logged_nodes(self) -> list[str]:
+        """See `Cloud.logged_nodes`."""
+        return sorted(self._logs())
+
+    def _logs(self) -> dict[str, Path]:
+        """Log files by node, by slot (its newest node's) and, for the daemon, by its name."""
+        found = {"daemon": self._folder.parent / "daemon.log"}
+        for path in sorted(self._folder.glob("*/log"), key=lambda path: (len(path.parent.name), path.parent.name)):
+            found[path.parent.name] = found[path.parent.name.rsplit("-i", 1)[0]] = path
+        return {name: path for name, path in found.items() if path.exists()}
 
     def _machine(self, folder: Path) -> Machine:
         record = json.loads((folder / "machine.json").read_text())
@@ -158,6 +171,8 @@ def node_python() -> str:
         CloudRefused: there is none; says how to make it.
     """
     named = os.environ.get("GRPO_ORCH_NODE_PYTHON")
+    if named is not None and not Path(named).exists():
+        raise CloudRefused(Refusal.CREDENTIALS, f"GRPO_ORCH_NODE_PYTHON={named}: no such file")
     beside = Path(sys.prefix).parent / ".venv-node" / "bin" / "python"
     here = Path.cwd() / ".venv-node" / "bin" / "python"
     for candidate in (Path(named) if named else None, beside, here):

@@ -1,8 +1,9 @@
-"""The process that is a machine of the local cloud: `... local_machine FOLDER ATTEMPT ARGV...`.
+"""The process that is a machine of the local cloud: `... local_machine FD FOLDER ATTEMPT ARGV...`.
 
 It holds a lock on its folder for as long as the machine is up, runs the work as its child, and writes the exit
 code when the work has ended. The lock is what makes launching twice launch once: the second process finds it taken
-and leaves. When the process is gone and there is no exit code, the machine died.
+and leaves. Closing FD tells the launcher that the machine is on record. When the process is gone and there is no
+exit code, the machine died.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> int:
-    folder, attempt, argv = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    registers, folder, attempt, argv = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
     lock = (folder / "lock").open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -31,6 +32,7 @@ def main() -> int:
     if before["attempt"] >= attempt:
         return 0  # that attempt was already started, by a launch that overtook this one
     write(record, {"attempt": attempt, "pid": os.getpid()})
+    os.close(registers)
     libc = ctypes.CDLL(None, use_errno=True)
     work = subprocess.Popen(argv, preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
     signal.signal(signal.SIGTERM, lambda *_: work.terminate())

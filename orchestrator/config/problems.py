@@ -7,10 +7,10 @@ file at once. Only `load_spec` raises, and only ConfigError.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-Path = tuple[str | int, ...]  # ("rehearse", "faults", 0, "kill")
+KeyPath = tuple[str | int, ...]  # ("rehearse", "faults", 0, "kill")
 
 LISTED_MAX = 12  # a longer list of keys helps nobody: then only the nearest is named
 
@@ -46,26 +46,34 @@ class Findings:
     """Collects problems of one file; `lines` says on which line each key of it stands."""
 
     file: str
-    lines: Mapping[Path, int]
+    lines: dict[KeyPath, int]
     problems: list[Problem] = field(default_factory=list)
-    refused: set[Path] = field(default_factory=set)  # keys whose value nobody may rely on
+    refused: set[KeyPath] = field(default_factory=set)  # keys whose value nobody may rely on
+    spelled: dict[KeyPath, KeyPath] = field(default_factory=dict)  # how the file itself calls a key
 
-    def add(self, path: Path, message: str) -> None:
+    def add(self, path: KeyPath, message: str) -> None:
         """Report a value. A path below a shorthand (`replicas: 2`) is reported as the key that the file has."""
         known = self._known(path)
-        self.problems.append(Problem(self.file, self.lines[known], dotted(known), message))
+        shown = dotted(self.spelled.get(known, known))
+        self.problems.append(Problem(self.file, self.lines[known], shown, message))
         self.refused.add(path)
 
-    def missing(self, path: Path, message: str) -> None:
+    def rename(self, path: KeyPath, better: KeyPath) -> None:
+        """Know a key of the file by another name from now on; reports still show the file's own."""
+        if path in self.lines and path != better:
+            self.lines[better] = self.lines[path]
+            self.spelled[better] = path
+
+    def missing(self, path: KeyPath, message: str) -> None:
         """Report a key that ought to be there, on the line of what ought to hold it."""
         self.problems.append(Problem(self.file, self.lines[self._known(path)], dotted(path), message))
         self.refused.add(path)
 
-    def doubtful(self, path: Path) -> bool:
+    def doubtful(self, path: KeyPath) -> bool:
         """Tell whether the value at `path`, or one that holds it or lies within it, was reported."""
         return any(bad[: len(path)] == path or path[: len(bad)] == bad for bad in self.refused)
 
-    def _known(self, path: Path) -> Path:
+    def _known(self, path: KeyPath) -> KeyPath:
         while path and path not in self.lines:
             path = path[:-1]
         return path
@@ -87,7 +95,7 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     return f'; did you mean "{candidates[near[0]]}"?' if near else ""
 
 
-def dotted(path: Path) -> str:
+def dotted(path: KeyPath) -> str:
     """`rehearse.faults[0].kill`"""
     text = ""
     for part in path:

@@ -88,7 +88,7 @@ def sentence(event: Event) -> str:
         case JobRestarted():
             return f"{event.node} starts its work again (attempt {event.attempt}): {event.reason}"
         case GatewayRestarted():
-            return f"The gateway is a new process ({event.boot_id[:8]})"
+            return f"The gateway answers as a new process ({event.boot_id[:8]})"
         case CommandTaken():
             return f"The command '{event.kind}' was taken"
         case KlExceeded():

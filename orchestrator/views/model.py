@@ -134,7 +134,7 @@ def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunV
         checkpoint=_checkpoint(reader, now_s),
         daemon=_daemon(reader, now_s),
         recent=tuple(Point(r.step, r.values.get("reward"), r.values.get("kl")) for r in rows[-RECENT_STEPS:]),
-        events=tuple(reader.events)[-EVENTS_SHOWN:],
+        events=tuple(sorted(reader.events, key=lambda line: line.time_s))[-EVENTS_SHOWN:],
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 NOT_KNOWN = "–"
 _BARS = "▁▂▃▄▅▆▇█"
@@ -45,7 +46,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     size = max(1.0, len(values) / width)
     count = min(width, len(values))
     bounds = [round(place * size) for place in range(count)] + [len(values)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
     low, high = min(means), max(means)
     if high == low:
         return _BARS[3] * count

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from orchestrator.views.model import NodeView, RunView
 from orchestrator.views.numbers import NOT_KNOWN, clock, duration, short, sparkline
+from policies.phases import TERMINAL_RUN
 from policies.vocabulary import NodePhase, RunPhase
 
 REFRESH_S = 0.5
@@ -113,7 +114,7 @@ def _header(view: RunView) -> RenderableType:
 
 def _headline(view: RunView) -> str:
     """What matters most right now, in a few words."""
-    if view.over or view.phase in (RunPhase.FINISHED, RunPhase.STOPPING, RunPhase.FAILED):
+    if view.phase in TERMINAL_RUN or view.phase is RunPhase.STOPPING:
         return view.reason
     if not view.daemon.alive:
         return f"no controller; `grpo-orch resume {view.store}`"
@@ -162,7 +163,7 @@ def _figures(view: RunView) -> RenderableType:
     grid.add_row("reward", Text(short(view.reward), "bold"), spark, "", "checkpoint", saved)
     spark = Text(sparkline(kls, SPARK_WIDTH), hot)
     grid.add_row("kl", Text(short(view.kl), "bold red" if above else "bold"), spark, limit, "controller", steered)
-    waiting = "" if view.requests_waiting is None else f"{view.requests_waiting} waiting"
+    waiting = "no gateway" if view.requests_waiting is None else f"{view.requests_waiting} waiting"
     grid.add_row("tokens", Text(short(view.tokens_per_s), "bold"), "a second", waiting, "price", _price(view))
     return grid
 
@@ -176,8 +177,8 @@ def _price(view: RunView) -> str:
 def _nodes(view: RunView) -> RenderableType:
     table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("node", ratio=1, no_wrap=True)
-    for title in ("phase", "for", "market", "policy"):
-        table.add_column(title, no_wrap=True)
+    for title, width in (("phase", 11), ("for", 9), ("market", 9), ("policy", 7)):
+        table.add_column(title, no_wrap=True, min_width=width)  # so that nothing jumps when a word gets longer
     table.add_column("restarts", no_wrap=True, justify="right")
     table.add_column("$/h", no_wrap=True, justify="right")
     if not view.nodes:

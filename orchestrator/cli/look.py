@@ -1,0 +1,171 @@
+"""Commands that look at a run and change nothing: status, logs, events, report, plot."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from checkpoint import documents, journal
+from checkpoint.documents import RunRecord
+from checkpoint.store import Store
+from orchestrator.cli.console import Stop, console
+from orchestrator.cli.target import open_run
+from orchestrator.clouds import open_cloud
+from orchestrator.home import known_token
+from orchestrator.observe import GATEWAY_TIMEOUT_S, ask_gateway
+from orchestrator.views import model, terminal
+from orchestrator.views import report as reports
+from orchestrator.views.events import EventLine, event_json, lines
+from orchestrator.views.model import RunView
+from orchestrator.views.numbers import clock
+from orchestrator.views.reader import Reader
+from policies import exit_codes
+from policies.vocabulary import RunPhase
+
+FOLLOW_EVERY_S = 0.5
+
+
+class Output(StrEnum):
+    """How a command prints."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+Target = Annotated[
+    str | None, typer.Argument(help="Store URL or run.yaml; default: ./run.yaml, else the latest run.")
+]
+AsJson = Annotated[Output, typer.Option("-o", "--output", help="text, or json for programs.")]
+Follow = Annotated[bool, typer.Option("-f", "--follow", help="Go on as more comes.")]
+
+
+def status(
+    target: Target = None,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Keep watching.")] = False,
+    output: AsJson = Output.TEXT,
+) -> None:
+    """Show a run as it is now, from wherever its store can be read."""
+    store, record = open_run(target)
+    if watch and output is Output.TEXT:
+        attach(store, record)
+        return
+    look = _looker(store, record)
+    while True:
+        view = look()
+        if output is Output.TEXT:
+            console.print(terminal.render(view))
+        else:
+            _print_json(model.to_json(view))
+        if not watch or view.over:
+            return
+        time.sleep(FOLLOW_EVERY_S)
+
+
+def logs(
+    node: Annotated[str, typer.Argument(help="A node (rollout-0-i2), its slot (rollout-0), or `daemon`.")],
+    target: Target = None,
+    follow: Follow = False,
+) -> None:
+    """Print a node's log."""
+    _, record = open_run(target)
+    cloud = open_cloud(record)
+    try:
+        for line in cloud.log(node, follow=follow):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    except KeyError:
+        known = ", ".join(cloud.logged_nodes()) or "none yet"
+        raise Stop(f"no log of {node!r}; there are logs of: {known}", exit_codes.USAGE) from None
+    except KeyboardInterrupt:
+        return
+
+
+def events(target: Target = None, follow: Follow = False, output: AsJson = Output.TEXT) -> None:
+    """Print what happened, from the journal."""
+    store, _ = open_run(target)
+    try:
+        for line in _event_lines(store, follow):
+            if output is Output.JSON:
+                _print_json(event_json(line))
+            else:
+                text = f"{clock(line.time_s)} {line.text}"
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        return
+
+
+def report(target: Target = None, output: AsJson = Output.TEXT) -> None:
+    """Sum a run up: steps, rewards, faults survived, and what was lost and paid."""
+    store, _ = open_run(target)
+    built = reports.build_report(store, time.time())
+    if output is Output.JSON:
+        _print_json(reports.to_json(built))
+    else:
+        console.print(reports.render(built))
+
+
+def plot(
+    target: Target = None,
+    out: Annotated[Path, typer.Option("--out", help="The PNG to write.")] = Path("plot.png"),
+) -> None:
+    """Draw reward, held-out score, loss, reward band and KL as a PNG."""
+    from orchestrator.views import plots  # matplotlib takes half a second to import; only this command needs it
+
+    store, _ = open_run(target)
+    try:
+        plots.plot_run(store, out)
+    except OSError as error:
+        raise Stop(f"{out}: {error.strerror}", exit_codes.USAGE) from None
+    console.print(f"Wrote {out}", highlight=False)
+
+
+def attach(store: Store, record: RunRecord) -> None:
+    """Watch until the run is over, then sum it up; Ctrl-C detaches. Raises Stop when the run has failed."""
+    try:
+        view = terminal.watch(_looker(store, record), threading.Event().wait, console)
+    except KeyboardInterrupt:
+        console.print(
+            f"\nDetached; the run goes on. Come back with: grpo-orch status -w {store.url}\n"
+            f"Stop it with: grpo-orch down {store.url}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return
+    console.print(reports.render(reports.build_report(store, time.time())))
+    if view.phase is RunPhase.FAILED:
+        hint = f"when it is mended, continue with: grpo-orch resume {store.url}"
+        raise Stop(f"{view.name} failed: {view.reason}; {hint}", exit_codes.FAILED)
+
+
+def _looker(store: Store, record: RunRecord) -> Callable[[], RunView]:
+    reader, token = Reader(store), known_token(record.run_id)
+    http = httpx.Client(timeout=GATEWAY_TIMEOUT_S, headers={"Authorization": f"Bearer {token}"})
+
+    def look() -> RunView:
+        address = documents.read_gateway(store) if token else None
+        gateway = ask_gateway(http, address.url) if address else None
+        return model.view_of(reader, time.time(), gateway)
+
+    return look
+
+
+def _event_lines(store: Store, follow: bool) -> Iterator[EventLine]:
+    after = 0
+    while True:
+        for entry in journal.read(store, after):
+            after = entry.number
+            yield from lines(entry)
+        if not follow:
+            return
+        time.sleep(FOLLOW_EVERY_S)
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(json.dumps(document), flush=True)

@@ -1,0 +1,257 @@
+"""What single keys cannot tell: rules between keys, most of them TRL's own, found here and not on a paid machine.
+
+Each check is one function. It reads values through `Given`; where a value it needs was reported already it is
+skipped, for it could only say the same again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from orchestrator.config.given import Doubtful, Given
+from orchestrator.config.problems import Findings, KeyPath
+
+NAME = re.compile(r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")  # it becomes part of machine names
+SAVE_STEPS = 50
+LOGGING_STEPS = 1
+
+# The least that a number may be; strictly more where the flag is set.
+_LEAST: dict[KeyPath, tuple[float, bool]] = {
+    ("rollout", "replicas", "min"): (1, False),
+    ("rollout", "replicas", "max"): (1, False),
+    ("rollout", "deadline_s"): (0, True),
+    ("policies", "kl", "limit"): (0, True),
+    ("policies", "resume_state_steps"): (1, False),
+    ("policies", "boot_timeout_s"): (0, True),
+    ("policies", "trainer_restarts"): (0, False),
+    ("rehearse", "trainer_prices", "on_demand_usd_per_h"): (0, False),
+    ("rehearse", "trainer_prices", "spot_usd_per_h"): (0, False),
+    ("rehearse", "rollout_prices", "on_demand_usd_per_h"): (0, False),
+    ("rehearse", "rollout_prices", "spot_usd_per_h"): (0, False),
+    ("grpo", "per_device_train_batch_size"): (1, False),
+    ("grpo", "per_device_eval_batch_size"): (1, False),
+    ("grpo", "gradient_accumulation_steps"): (1, False),
+    ("grpo", "generation_batch_size"): (1, False),
+    ("grpo", "steps_per_generation"): (1, False),
+    ("grpo", "num_iterations"): (1, False),
+    ("grpo", "num_generations"): (2, False),
+    ("grpo", "num_generations_eval"): (1, False),
+    ("grpo", "max_completion_length"): (1, False),
+    ("grpo", "temperature"): (0, True),
+    ("grpo", "beta"): (0, False),
+    ("grpo", "save_steps"): (1, False),
+    ("grpo", "logging_steps"): (0, True),
+    ("grpo", "eval_steps"): (0, True),
+    ("trainer", "peft", "r"): (1, False),
+}
+
+
+def _name(given: Given, findings: Findings) -> None:
+    name = given.at("name")
+    if name is not None and not NAME.match(name):
+        expected = "expected 1 to 40 lower-case letters, digits and dashes, no dash at either end"
+        findings.add(("name",), f"{name!r} cannot be part of a machine's name; {expected}")
+
+
+def _replicas(given: Given, findings: Findings) -> None:
+    replicas = given.at("rollout", "replicas") or {}
+    least, most = replicas.get("min", 1), replicas.get("max", 1)
+    if least > most:
+        findings.add(("rollout", "replicas", "min"), f"{least} is more than max, {most}; expected min <= max")
+
+
+def _both_batch_keys(given: Given, findings: Findings) -> None:
+    if given.at("grpo", "generation_batch_size") and given.at("grpo", "steps_per_generation"):
+        message = "TRL takes this or generation_batch_size, not both; remove one"
+        findings.add(("grpo", "steps_per_generation"), message)
+
+
+def _batch_holds_groups(given: Given, findings: Findings) -> None:
+    group = given.grpo("num_generations")
+    explicit = given.at("grpo", "generation_batch_size")
+    each = given.grpo("per_device_train_batch_size") * given.processes
+    if explicit and explicit % each:
+        message = f"{explicit} is not divisible by per_device_train_batch_size x processes, {each}"
+        findings.add(("grpo", "generation_batch_size"), f"{message}; expected a multiple of {each}")
+    elif given.generation_batch % group:
+        here = next(
+            key
+            for key in ("generation_batch_size", "num_generations", "per_device_train_batch_size", "")
+            if not key or given.at("grpo", key)
+        )
+        sum_up = "" if explicit else f" = {each} x {given.steps_per_generation}"
+        findings.add(
+            ("grpo", here) if here else ("grpo",),
+            f"the generation batch, {given.generation_batch}{sum_up}, is not divisible by num_generations, {group}"
+            "; expected per_device_train_batch_size x steps_per_generation (default gradient_accumulation_steps) "
+            f"to be a multiple of {group}",
+        )
+
+
+def _length_of_training(given: Given, findings: Findings) -> None:
+    steps, epochs = given.grpo("max_steps"), given.grpo("num_train_epochs")
+    if steps != -1 and steps < 1:
+        findings.add(("grpo", "max_steps"), f"expected at least 1, or -1 to train num_train_epochs; got {steps}")
+    elif steps == -1 and epochs <= 0:
+        findings.add(("grpo", "num_train_epochs"), f"expected more than 0, or max_steps; got {epochs:g}")
+
+
+def _kl_needs_beta(given: Given, findings: Findings) -> None:
+    if given.at("policies", "kl") is None or given.grpo("beta") > 0:
+        return
+    if given.at("grpo", "beta") is None:
+        message = "needs grpo.beta above 0: at TRL's default of 0.0 no kl is computed; set e.g. grpo.beta: 0.02"
+        findings.add(("policies", "kl"), message)
+    else:
+        message = "expected more than 0, as policies.kl is set and TRL computes no kl at 0; remove one of the two"
+        findings.add(("grpo", "beta"), message)
+
+
+def _save_steps(given: Given, findings: Findings) -> None:
+    steps = given.at("grpo", "save_steps")
+    if steps is None:
+        return
+    if steps != int(steps):
+        findings.add(("grpo", "save_steps"), f"expected a whole number of steps, got {steps:g}")
+    elif steps % given.window:
+        findings.add(
+            ("grpo", "save_steps"),
+            f"{steps:g} is no multiple of {given.window}, the optimizer steps that share one generation: between "
+            f"them no checkpoint resumes exactly; expected e.g. {_next_multiple(steps, given.window)}",
+        )
+
+
+def _logging_steps(given: Given, findings: Findings) -> None:
+    steps = given.at("grpo", "logging_steps")
+    if steps is not None and steps != int(steps):
+        findings.add(("grpo", "logging_steps"), f"expected a whole number of steps, got {steps:g}")
+
+
+def _evaluation(given: Given, findings: Findings) -> None:
+    has_data = given.at("trainer", "eval_dataset") is not None
+    strategy = given.at("grpo", "eval_strategy")
+    asked = [key for key in ("eval_steps", "eval_strategy", "eval_on_start", "do_eval") if given.at("grpo", key)]
+    asked = [key for key in asked if key != "eval_strategy" or strategy != "no"]
+    if asked and not has_data:
+        message = "set, but there is nothing to score; set trainer.eval_dataset or remove this key"
+        findings.add(("grpo", asked[0]), message)
+    elif has_data and not asked and strategy is None:
+        findings.add(("trainer", "eval_dataset"), "set, but not when to score it; set e.g. grpo.eval_steps: 50")
+    elif has_data and strategy == "steps" and given.at("grpo", "eval_steps") is None:
+        findings.add(("grpo", "eval_strategy"), "steps, but not how many; set e.g. grpo.eval_steps: 50")
+
+
+def _eval_batch_holds_groups(given: Given, findings: Findings) -> None:
+    if given.at("trainer", "eval_dataset") is None or given.at("grpo", "eval_strategy") == "no":
+        return
+    group = given.grpo("num_generations_eval") or given.grpo("num_generations")
+    batch = given.grpo("per_device_eval_batch_size") * given.processes
+    if batch % group:
+        key = "per_device_eval_batch_size" if given.at("grpo", "per_device_eval_batch_size") else ""
+        named = "num_generations_eval" if given.grpo("num_generations_eval") else "num_generations"
+        findings.add(
+            ("grpo", key) if key else ("trainer", "eval_dataset"),
+            f"the evaluation batch, {batch} (grpo.per_device_eval_batch_size), is not divisible by {named}, "
+            f"{group}; expected a multiple of {group}",
+        )
+
+
+def _reward_weights(given: Given, findings: Findings) -> None:
+    weights, functions = given.at("grpo", "reward_weights"), given.at("trainer", "reward_funcs")
+    if functions == []:
+        findings.add(("trainer", "reward_funcs"), "expected at least one import path, as in rewards.my_reward")
+    elif functions is not None and weights is not None and len(weights) != len(functions):
+        message = f"expected one weight for each of {len(functions)} reward_funcs, got {len(weights)}"
+        findings.add(("grpo", "reward_weights"), message)
+
+
+def _room_for_completions(given: Given, findings: Findings) -> None:
+    room, length = given.at("rollout", "vllm", "max-model-len"), given.grpo("max_completion_length")
+    if isinstance(room, int) and 0 < room <= length:
+        findings.add(
+            ("rollout", "vllm", "max-model-len"),
+            f"{room} leaves no room for a prompt: grpo.max_completion_length is {length}; expected more than that",
+        )
+
+
+def _precision(given: Given, findings: Findings) -> None:
+    if given.at("grpo", "fp16") and given.at("grpo", "bf16"):
+        findings.add(("grpo", "fp16"), "TRL takes fp16 or bf16, not both; remove one")
+
+
+def _sync_needs_beta(given: Given, findings: Findings) -> None:
+    if given.at("grpo", "sync_ref_model") and given.grpo("beta") == 0:
+        findings.add(("grpo", "sync_ref_model"), "needs grpo.beta above 0: without it there is no reference model")
+
+
+def _faults_come_in_time(given: Given, findings: Findings) -> None:
+    steps = given.grpo("max_steps")
+    for index, fault in enumerate(given.at("rehearse", "faults") or ()):
+        here: KeyPath = ("rehearse", "faults", index)
+        for key in ("at_step", "notice_s", "for_s"):
+            if findings.doubtful((*here, key)):
+                return
+            if fault.get(key, 0) < 0:
+                findings.add((*here, key), f"expected at least 0, got {fault[key]:g}")
+        if 0 < steps <= fault.get("at_step", 0):
+            message = f"never comes: the run ends with step {steps} (grpo.max_steps); expected at most {steps - 1}"
+            findings.add((*here, "at_step"), message)
+
+
+CHECKS: tuple[Callable[[Given, Findings], None], ...] = (
+    _name,
+    _replicas,
+    _both_batch_keys,
+    _batch_holds_groups,
+    _length_of_training,
+    _kl_needs_beta,
+    _save_steps,
+    _logging_steps,
+    _evaluation,
+    _eval_batch_holds_groups,
+    _reward_weights,
+    _room_for_completions,
+    _precision,
+    _sync_needs_beta,
+    _faults_come_in_time,
+)
+
+
+def cross_check(data: Mapping[str, Any], findings: Findings) -> None:
+    """Run every check on data whose structure was checked."""
+    given = Given(data, findings)
+    for path, (least, strictly) in _LEAST.items():
+        _check_least(given, path, least, strictly, findings)
+    for check in CHECKS:
+        try:
+            check(given, findings)
+        except Doubtful:
+            continue
+
+
+def grpo_defaults(data: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
+    """GRPOConfig keys that a run sets where the file does not. To be asked for once nothing is wrong."""
+    given = Given(data, findings)
+    defaults: dict[str, Any] = {
+        "save_steps": _next_multiple(SAVE_STEPS, given.window),
+        "logging_steps": LOGGING_STEPS,
+    }
+    if given.at("grpo", "eval_steps") is not None:
+        defaults["eval_strategy"] = "steps"
+    return {key: value for key, value in defaults.items() if given.at("grpo", key) is None}
+
+
+def _check_least(given: Given, path: KeyPath, least: float, strictly: bool, findings: Findings) -> None:
+    try:
+        value = given.at(*cast("tuple[str, ...]", path))
+    except Doubtful:
+        return
+    if value is not None and (value <= least if strictly else value < least):
+        findings.add(path, f"expected {'more than' if strictly else 'at least'} {least:g}, got {value:g}")
+
+
+def _next_multiple(steps: float, window: int) -> int:
+    return math.ceil(steps / window) * window

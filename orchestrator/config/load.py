@@ -1,0 +1,104 @@
+"""`load_spec`: a run.yaml in, a RunSpec out, or every problem of the file at once.
+
+The order matters: parse, write out what is in short, check keys and types, then the rules between keys, each room
+going on where the one before found nothing wrong. Nothing is imported, started or written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from orchestrator.config.checks import cross_check, grpo_defaults
+from orchestrator.config.foreign_keys import (
+    accelerate_table,
+    as_vllm_spells,
+    check_keys,
+    grpo_table,
+    lora_table,
+    vllm_table,
+    without_idle_switches,
+)
+from orchestrator.config.kinds import Kind, mismatch
+from orchestrator.config.lines import Document, parse
+from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem
+from orchestrator.config.rehearsal import write_out_rehearsal
+from orchestrator.config.resources import check_resources
+from orchestrator.config.rewards import reward_problem
+from orchestrator.config.shorthand import write_out
+from orchestrator.config.structure import check_structure
+from policies.spec import RunSpec
+
+__all__ = ["ConfigError", "Problem", "load_spec"]
+
+
+def load_spec(path: Path) -> RunSpec:
+    """Read and check a run.yaml.
+
+    Raises:
+        ConfigError: the file cannot be run; `problems` has all of it, in the order of the lines.
+    """
+    file = str(path)
+    try:
+        source = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError([Problem(file, 0, "", "no such file; `grpo-orch init` writes one")]) from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", error)
+        raise ConfigError([Problem(file, 0, "", f"cannot be read: {why}")]) from error
+    document, findings = parse(source, file)
+    workdir = path.absolute().parent
+    if not isinstance(document.data, dict):
+        what = "is empty" if document.data is None else "is not a mapping"
+        expected = "expected name, storage, trainer, grpo; `grpo-orch init` writes a file to start from"
+        raise ConfigError([*findings.problems, Problem(file, 1, "", f"the file {what}; {expected}")])
+    data = _checked(document, workdir, findings)
+    if findings.problems:
+        raise ConfigError(findings.problems)
+    data["grpo"] |= grpo_defaults(data, findings)
+    return msgspec.convert({**data, "workdir": str(workdir)}, RunSpec)
+
+
+def _checked(document: Document, workdir: Path, findings: Findings) -> dict[str, Any]:
+    """The document in RunSpec's shape, as far as it is sound; what is not is in `findings`."""
+    write_out(document, workdir, findings)
+    write_out_rehearsal(document.data, _replicas_max(document.data), findings)
+    data = check_structure(RunSpec, document.data, (), findings)
+    _check_foreign(data, findings)
+    cross_check(data, findings)
+    _check_rewards(data, workdir, findings)
+    return data
+
+
+def _check_foreign(data: dict[str, Any], findings: Findings) -> None:
+    trainer, rollout = data.get("trainer", {}), data.get("rollout", {})
+    for path, keys, table in (
+        (("grpo",), data.get("grpo"), grpo_table()),
+        (("trainer", "peft"), trainer.get("peft"), lora_table()),
+        (("trainer", "accelerate"), trainer.get("accelerate"), accelerate_table()),
+    ):
+        check_keys(keys or {}, path, table, findings)
+    for path, section in ((("trainer", "resources"), trainer), (("rollout", "resources"), rollout)):
+        check_resources(section.get("resources", {}), path, findings)
+    if "vllm" in rollout:
+        here: KeyPath = ("rollout", "vllm")
+        flags = as_vllm_spells(rollout["vllm"], here, findings)
+        check_keys(flags, here, vllm_table(), findings)
+        rollout["vllm"] = without_idle_switches(flags)
+
+
+def _check_rewards(data: dict[str, Any], workdir: Path, findings: Findings) -> None:
+    trainer = data.get("trainer", {})
+    for index, name in enumerate(trainer.get("reward_funcs", ())):
+        if problem := reward_problem(name, workdir, has_setup=bool(trainer.get("setup"))):
+            findings.add(("trainer", "reward_funcs", index), problem)
+
+
+def _replicas_max(data: dict[str, Any]) -> int | None:
+    """How many rollout nodes there can be; None where the file does not say it soundly."""
+    rollout = data.get("rollout")
+    replicas = rollout.get("replicas") if isinstance(rollout, dict) else None
+    most = replicas.get("max", 1) if isinstance(replicas, dict) else 1 if replicas is None else None
+    return most if not mismatch(most, Kind("int")) else None

@@ -1,0 +1,110 @@
+"""What a run.yaml may say in short, written out: `replicas: 2`, a dataset's bare name, a plain folder as storage.
+
+Also paths: what is relative in the file is relative to the folder of the file, whoever reads it and from where.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.lines import Document
+from orchestrator.config.problems import Findings, KeyPath, did_you_mean
+
+STORE_SCHEMES = ("file", "s3", "gs", "az")
+DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt", ".arrow")
+
+
+def write_out(document: Document, workdir: Path, findings: Findings) -> None:
+    """Bring the document's data to the shape of `policies.spec.RunSpec`, in place."""
+    data = document.data
+    is_sky = data.get("cloud") == "sky"
+    if isinstance(data.get("storage"), str):
+        data["storage"] = _store_url(data["storage"], workdir, findings, is_sky=is_sky)
+    trainer = data.get("trainer")
+    if isinstance(trainer, dict):
+        _trainer(trainer, workdir, findings, is_sky=is_sky)
+    rollout = data.get("rollout")
+    if isinstance(rollout, dict):
+        _rollout(rollout, document.texts)
+
+
+def _trainer(trainer: dict[str, Any], workdir: Path, findings: Findings, *, is_sky: bool) -> None:
+    if isinstance(trainer.get("reward_funcs"), str):
+        trainer["reward_funcs"] = [trainer["reward_funcs"]]
+    if isinstance(trainer.get("model"), str):
+        trainer["model"] = _local(trainer["model"], workdir, ("trainer", "model"), findings, is_sky=is_sky)
+    for key in ("dataset", "eval_dataset"):
+        if isinstance(trainer.get(key), str):
+            trainer[key] = {"path": trainer[key]}
+        dataset = trainer.get(key)
+        if isinstance(dataset, dict) and isinstance(dataset.get("path"), str):
+            where = ("trainer", key, "path")
+            dataset["path"] = _local(dataset["path"], workdir, where, findings, is_sky=is_sky)
+
+
+def _rollout(rollout: dict[str, Any], texts: dict[KeyPath, str]) -> None:
+    replicas = rollout.get("replicas")
+    if isinstance(replicas, int) and not isinstance(replicas, bool):
+        rollout["replicas"] = {"min": replicas, "max": replicas}
+    elif isinstance(replicas, dict) and "min" in replicas and "max" not in replicas:
+        replicas["max"] = replicas["min"]
+    env = rollout.get("env")
+    if isinstance(env, dict):
+        # An environment holds texts: `OMP_NUM_THREADS: 1` means the text as it stands in the file.
+        for name, value in env.items():
+            if isinstance(value, bool | int | float):
+                env[name] = texts[("rollout", "env", name)]
+
+
+def _store_url(url: str, workdir: Path, findings: Findings, *, is_sky: bool) -> str:
+    """`./run`, `/data/run` and `file://./run` become `file:///...`; other URLs stay as they are."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        scheme, rest = "file", url
+    here: KeyPath = ("storage",)
+    expected = "expected a folder or a URL that starts with " + ", ".join(f"{one}://" for one in STORE_SCHEMES)
+    if scheme == "memory":
+        findings.add(here, f"memory:// ends with its process; {expected}")
+    elif scheme not in STORE_SCHEMES:
+        findings.add(here, f"no store of kind {scheme}://; {expected}{did_you_mean(scheme, STORE_SCHEMES)}")
+    elif not rest.strip("/ "):
+        findings.add(here, f"names no folder or bucket; {expected}")
+    elif unusual := [char for char in "?#%\\" if char in rest]:
+        findings.add(here, f"{unusual[0]!r} means something else in a URL; expected a path without it")
+    elif scheme != "file":
+        return url.rstrip("/")
+    elif is_sky:
+        findings.add(here, "a folder is on this machine only; with cloud: sky, expected s3://, gs:// or az://")
+    else:
+        return f"file://{_absolute(rest, workdir)}"
+    return url
+
+
+def _local(text: str, workdir: Path, path: KeyPath, findings: Findings, *, is_sky: bool) -> str:
+    """A hub name stays; a file or folder becomes absolute. On other machines paths are theirs, and stay."""
+    found = _absolute(text, workdir)
+    if is_sky and text.startswith(("/", "~")):
+        return text
+    if _exists(found):
+        return text if is_sky else str(found)
+    if text.startswith(("/", "./", "../", "~")) or text.endswith(DATA_SUFFIXES):
+        findings.add(path, f"no such file or folder: {found}; relative paths start at the folder of this file")
+    return text
+
+
+def _absolute(text: str, workdir: Path) -> Path:
+    """Raises nothing: `~` alone is expanded, not the home of another user."""
+    path = Path(text)
+    if path.parts[:1] == ("~",):
+        path = Path.home().joinpath(*path.parts[1:])
+    # Not `resolve`: where a link leads may change, and the user knows the path by this name.
+    return Path(os.path.normpath(workdir / path))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file system takes
+        return False

@@ -1,0 +1,100 @@
+"""The gateway's process: `python -m orchestrator.gateway`.
+
+Environment: GRPO_ORCH_RUN (the store's URL), GRPO_ORCH_TOKEN (the run's secret), GRPO_ORCH_GATEWAY_HOST (the
+address to listen on and to be reached at, 127.0.0.1 by default). It takes the port of its predecessor if that is
+free, so that who knew the old one need not look again, and writes its address to the store once it listens.
+SIGTERM ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from urllib.parse import urlsplit
+
+import structlog
+from aiohttp import web
+
+from checkpoint import documents
+from checkpoint.documents import GatewayAddress
+from checkpoint.errors import Corrupt
+from checkpoint.store import Store
+from orchestrator.gateway.app import Gateway
+from policies import exit_codes
+
+log = structlog.get_logger()
+
+BACKLOG = 4096
+SHUTDOWN_S = 1.0  # held announcements and batches are cut after this: both sides try again elsewhere
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """Return a listening socket on the port if it is given and free, else on any free one. Raises OSError."""
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    for candidate in [port, 0] if port else [0]:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, candidate))
+            sock.listen(BACKLOG)
+        except OSError:
+            sock.close()
+            if candidate == 0:
+                raise
+        else:
+            return sock
+    raise AssertionError("the loop returns or raises")
+
+
+def former_port(store: Store, host: str) -> int | None:
+    """The port of the gateway before, if it was on this host."""
+    try:
+        before = documents.read_gateway(store)
+    except Corrupt:
+        return None
+    parts = urlsplit(before.url) if before else None
+    return parts.port if parts and parts.hostname == host else None
+
+
+async def serve(sock: socket.socket, gateway: Gateway) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    runner = web.AppRunner(gateway.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+    await runner.setup()
+    await web.SockSite(runner, sock, backlog=BACKLOG).start()
+    sweeping = asyncio.ensure_future(gateway.members.sweep())
+    await asyncio.wait({sweeping, asyncio.ensure_future(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    if sweeping.done():
+        sweeping.result()  # it ends by an error alone
+    sweeping.cancel()
+    await runner.cleanup()
+    await gateway.members.close()
+
+
+def main() -> int:
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    store = Store(os.environ["GRPO_ORCH_RUN"])
+    host = os.environ.get("GRPO_ORCH_GATEWAY_HOST", "127.0.0.1")
+    sock = listen(host, former_port(store, host))
+    boot_id = secrets.token_hex(8)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+    gateway = Gateway(boot_id, os.environ["GRPO_ORCH_TOKEN"])
+    documents.write_gateway(store, GatewayAddress(url, boot_id, time.time()))
+    log.info("gateway_up", url=url, boot_id=boot_id)
+    if importlib.util.find_spec("uvloop"):  # where vLLM is, it is; half the CPU time per event
+        importlib.import_module("uvloop").install()
+    asyncio.run(serve(sock, gateway))
+    log.info("gateway_down")
+    return exit_codes.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

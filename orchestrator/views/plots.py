@@ -1,0 +1,175 @@
+"""A run as a picture: the four panels people know, and KL against its limit, as PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from checkpoint.metrics import REWARD_MAX, REWARD_MIN, Row
+from checkpoint.store import Store
+from orchestrator.views.reader import Reader
+from orchestrator.views.report import HELD_OUT, REWARD, run_faults
+from policies.accounting import Step, fault_costs
+
+BLUE, ORANGE, GREEN, PURPLE, RED = "#3366cc", "#e07b39", "#2e8b6f", "#7a5ba8", "#c0392b"
+INK, GRID = "#333a45", "#e3e6ea"
+SMOOTHED_OVER = 0.08  # of the steps: the thick line is a running mean over so many of the thin one's
+
+Series = tuple[list[int], list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class FaultMark:
+    """A thin vertical line at a step, for something that went wrong there."""
+
+    step: int
+    name: str
+
+
+def plot_run(store: Store, path: Path) -> None:
+    """Plot the run in `store` to `path`. Raises NotFound when there is no run."""
+    reader = Reader(store)
+    reader.refresh()
+    steps = [Step(row.timeline, row.step, row.time_s) for row in reader.rows]
+    marks = [FaultMark(cost.at_step, cost.name) for cost in fault_costs(steps, run_faults(reader))]
+    kl = reader.spec.policies.kl
+    plot(reader.path, kl.limit if kl else None, path, title=reader.spec.name, faults=marks)
+
+
+def plot(
+    rows: Sequence[Row],
+    kl_limit: float | None,
+    path: Path,
+    *,
+    title: str = "",
+    faults: Sequence[FaultMark] = (),
+) -> None:
+    """Draw the rows to a PNG at `path`. A panel whose metric was never logged says so."""
+    figure = Figure(figsize=(12, 11), dpi=130, facecolor="white")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(3, 2, hspace=0.42, wspace=0.22, left=0.08, right=0.97, top=0.915, bottom=0.06)
+    panels = [figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])]
+    panels += [figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1]), figure.add_subplot(grid[2, :])]
+    _reward(panels[0], rows)
+    _train_and_held_out(panels[1], rows)
+    _loss(panels[2], rows)
+    _band(panels[3], rows)
+    _kl(panels[4], rows, kl_limit)
+    for panel in panels:
+        _finish(panel, rows, faults)
+    figure.align_ylabels([panels[0], panels[2], panels[4]])
+    figure.align_ylabels([panels[1], panels[3]])
+    figure.text(0.08, 0.962, title, fontsize=17, fontweight="bold", color=INK)
+    figure.text(0.97, 0.962, _subtitle(rows, faults), fontsize=11, color="#7a8290", ha="right")
+    figure.savefig(path, format="png")
+
+
+def _reward(panel: Axes, rows: Sequence[Row]) -> None:
+    _title(panel, "Mean reward", "reward")
+    _thin_and_thick(panel, _series(rows, REWARD), BLUE, "reward")
+
+
+def _train_and_held_out(panel: Axes, rows: Sequence[Row]) -> None:
+    _title(panel, "Train and held-out score", "score")
+    train, held_out = _series(rows, REWARD), _series(rows, HELD_OUT)
+    alone = "o" if len(train[0]) == 1 else None
+    if train[0]:
+        panel.plot(train[0], _smooth(train[1]), color=BLUE, linewidth=2, marker=alone, label="train")
+    if held_out[0]:
+        panel.plot(*held_out, color=ORANGE, linewidth=2, marker="o", markersize=4.5, label="held out")
+    elif train[0]:
+        panel.plot([], [], color=ORANGE, linewidth=2, label="held out: not logged")
+
+
+def _loss(panel: Axes, rows: Sequence[Row]) -> None:
+    _title(panel, "Policy loss", "loss")
+    _thin_and_thick(panel, _series(rows, "loss"), PURPLE, "loss")
+
+
+def _band(panel: Axes, rows: Sequence[Row]) -> None:
+    _title(panel, "Reward band", "reward")
+    whole = [row for row in rows if {REWARD, REWARD_MIN, REWARD_MAX} <= row.values.keys()]
+    if not whole:
+        return
+    steps, low = _series(whole, REWARD_MIN)
+    high, middle = _series(whole, REWARD_MAX)[1], _series(whole, REWARD)[1]
+    panel.fill_between(steps, low, high, color=GREEN, alpha=0.18, linewidth=0, label="min to max")
+    panel.plot(steps, low, color=GREEN, linewidth=0.8, alpha=0.6)
+    panel.plot(steps, high, color=GREEN, linewidth=0.8, alpha=0.6)
+    panel.plot(steps, middle, color=GREEN, linewidth=2, marker="o" if len(steps) == 1 else None, label="mean")
+
+
+def _kl(panel: Axes, rows: Sequence[Row], limit: float | None) -> None:
+    _title(panel, "KL to the reference", "KL, nats")
+    series = _series(rows, "kl")
+    if not series[0]:
+        return
+    _thin_and_thick(panel, series, BLUE, "KL")
+    if limit is not None:
+        panel.axhline(limit, color=RED, linewidth=1.5, linestyle="--", label=f"limit {limit:g}")
+        above = [(step, value) for step, value in zip(*series, strict=True) if value > limit]
+        if above:
+            steps, values = zip(*above, strict=True)
+            panel.scatter(steps, values, color=RED, s=16, zorder=4, label="above the limit")
+
+
+def _thin_and_thick(panel: Axes, series: Series, colour: str, label: str) -> None:
+    """Every value as a thin line, their running mean as a thick one."""
+    if not series[0]:
+        return
+    alone = "o" if len(series[0]) == 1 else None  # one point makes no line
+    panel.plot(*series, color=colour, linewidth=0.9, alpha=0.4, marker=alone, label=label)
+    panel.plot(series[0], _smooth(series[1]), color=colour, linewidth=2.2, label="running mean")
+
+
+def _title(panel: Axes, title: str, unit: str) -> None:
+    panel.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=INK, pad=8)
+    panel.set_ylabel(unit, color=INK, fontsize=10)
+    panel.set_xlabel("step", color=INK, fontsize=10)
+
+
+def _finish(panel: Axes, rows: Sequence[Row], faults: Sequence[FaultMark]) -> None:
+    """What all panels share: the same steps, a quiet grid, fault marks, a legend or the lack of data."""
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.spines[["left", "bottom"]].set_color("#b5bbc4")
+    panel.tick_params(colors=INK, labelsize=9, length=3)
+    if not panel.has_data():
+        panel.set(xticks=[], yticks=[])
+        panel.text(0.5, 0.5, "not logged", transform=panel.transAxes, ha="center", color="#9aa2ad", fontsize=13)
+        return
+    panel.grid(color=GRID, linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True))
+    panel.yaxis.set_major_locator(MaxNLocator(nbins=6))
+    first, last = rows[0].step, max(row.step for row in rows)
+    panel.set_xlim(first - 0.5, max(last, first + 1) + 0.5)
+    for place, step in enumerate(sorted({mark.step for mark in faults})):
+        label = "fault" if place == 0 else None
+        panel.axvline(step, color="#8a929e", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1, label=label)
+    panel.margins(y=0.12)
+    panel.legend(frameon=True, framealpha=0.8, edgecolor="none", fontsize=9, labelcolor=INK, loc="best")
+
+
+def _subtitle(rows: Sequence[Row], faults: Sequence[FaultMark]) -> str:
+    if not rows:
+        return "nothing logged yet"
+    words = f"{rows[-1].step} {'step' if rows[-1].step == 1 else 'steps'}"
+    return f"{words}, {len(faults)} {'fault' if len(faults) == 1 else 'faults'}" if faults else words
+
+
+def _series(rows: Sequence[Row], metric: str) -> Series:
+    logged = [(row.step, row.values[metric]) for row in rows if metric in row.values]
+    return [step for step, _ in logged], [value for _, value in logged]
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """The mean of each value and its neighbours, fewer of them at the ends."""
+    reach = max(1, round(len(values) * SMOOTHED_OVER / 2))
+    windows = (values[max(0, at - reach) : at + reach + 1] for at in range(len(values)))
+    return [sum(window) / len(window) for window in windows]

@@ -1,0 +1,160 @@
+"""What a run came to: whether it learned, what went wrong, what it cost. At its end or at any time before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from checkpoint import layout, manifest
+from checkpoint.metrics import TOKENS, TOKENS_DISCARDED, Row
+from checkpoint.rehearsals import RehearsedFault, read_faults
+from checkpoint.store import Store
+from orchestrator.views.numbers import NOT_KNOWN, duration, short, usd
+from orchestrator.views.reader import Reader
+from policies.accounting import Fault, FaultCost, Step, bill, fault_costs, journalled_faults, merged, rentals
+from policies.phases import TERMINAL_RUN
+from policies.vocabulary import RunPhase
+
+ENDS = 5  # logged values averaged at either end of the run
+REWARD = "reward"
+HELD_OUT = "eval_reward"
+LOGP_DIFFERENCE = "sampling/sampling_logp_difference/max"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The summary. What was never logged is None. On the local cloud, costs are at the rehearsal's prices."""
+
+    name: str
+    store: str
+    phase: RunPhase
+    steps: int
+    reward_first: float | None  # mean of the first ENDS logged
+    reward_last: float | None  # mean of the last ENDS logged
+    held_out_first: float | None  # the first and the last logged
+    held_out_last: float | None
+    kl_last: float | None
+    sampling_logp_difference_max: float | None
+    checkpoints: int  # kept in the store now
+    wall_s: float
+    seconds_lost: float
+    tokens_generated: int
+    tokens_regenerated: int
+    cost_usd: float
+    cost_all_on_demand_usd: float
+    faults_survived: int
+    faults: tuple[FaultCost, ...]
+    restarts: dict[str, int]  # by slot, of the machine and of its work
+
+
+def build_report(store: Store, now_s: float) -> Report:
+    """Read the run and sum it up as of `now_s`. Raises NotFound when there is no run, Corrupt."""
+    reader = Reader(store)
+    reader.refresh()
+    rows, state = reader.path, reader.state
+    end_s = _end_s(reader, now_s)
+    # Lost steps that were made again are replaced in the log, so that what they cost is in the gap before them.
+    costs = tuple(fault_costs(_steps(reader.rows), run_faults(reader)))
+    money = bill(rentals(reader.history, end_s), reader.spec.rehearse)
+    rewards, held_out = _logged(rows, REWARD), _logged(rows, HELD_OUT)
+    return Report(
+        name=reader.spec.name,
+        store=store.url,
+        phase=state.phase,
+        steps=rows[-1].step if rows else 0,
+        reward_first=mean(rewards[:ENDS]) if rewards else None,
+        reward_last=mean(rewards[-ENDS:]) if rewards else None,
+        held_out_first=held_out[0] if held_out else None,
+        held_out_last=held_out[-1] if held_out else None,
+        kl_last=next(reversed(_logged(rows, "kl")), None),
+        sampling_logp_difference_max=max(_logged(reader.rows, LOGP_DIFFERENCE), default=None),
+        checkpoints=len(manifest.committed(store, layout.CHECKPOINTS)),
+        wall_s=max(0.0, end_s - reader.record.created_at_s),
+        seconds_lost=sum(cost.seconds_lost for cost in costs),
+        tokens_generated=round(sum(_logged(reader.rows, TOKENS))),
+        tokens_regenerated=round(sum(_logged(reader.rows, TOKENS_DISCARDED))),
+        cost_usd=money.cost_usd,
+        cost_all_on_demand_usd=money.cost_all_on_demand_usd,
+        faults_survived=sum(cost.survived for cost in costs),
+        faults=costs,
+        restarts={name: slot.incarnations - 1 + slot.job_restarts for name, slot in sorted(state.slots.items())},
+    )
+
+
+def run_faults(reader: Reader) -> list[Fault]:
+    """Every fault of the run, rehearsed or not, each once, in order."""
+    done = [_rehearsed(fault) for fault in read_faults(reader.store)]
+    return merged(done, journalled_faults(reader.history))
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """The report as JSON data. Every key is always there; what was never logged is null."""
+    return asdict(report)
+
+
+def render(report: Report) -> RenderableType:
+    """Draw the report for a terminal."""
+    parts: list[RenderableType] = [Text(f"{report.name}: {report.phase}", style="bold"), _figures(report)]
+    if report.faults:
+        parts.append(_faults(report))
+    return Group(*parts)
+
+
+def _end_s(reader: Reader, now_s: float) -> float:
+    """Now while the run goes on; the journal's last word once it has ended, so that old runs don't grow dearer."""
+    if reader.state.phase in TERMINAL_RUN and reader.history:
+        return reader.history[-1][1]
+    return now_s
+
+
+def _rehearsed(fault: RehearsedFault) -> Fault:
+    name = f"{fault.fault.replace('_', ' ')} {fault.target}"
+    return Fault(name, fault.target, fault.time_s, fault.time_s, fault.at_step)
+
+
+def _steps(rows: Sequence[Row]) -> list[Step]:
+    return [Step(row.timeline, row.step, row.time_s, round(row.values.get(TOKENS_DISCARDED, 0.0))) for row in rows]
+
+
+def _logged(rows: Sequence[Row], metric: str) -> list[float]:
+    return [row.values[metric] for row in rows if metric in row.values]
+
+
+def _figures(report: Report) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    moved = [slot for slot in report.restarts.items() if slot[1]]
+    restarts = ", ".join(f"{slot} {count}" for slot, count in moved) or "none"
+    table.add_row("steps", f"{report.steps} in {duration(report.wall_s)}, {report.checkpoints} checkpoint(s) kept")
+    table.add_row("reward", f"{short(report.reward_first)} → {short(report.reward_last)}")
+    if report.held_out_first is not None:
+        table.add_row("held-out score", f"{short(report.held_out_first)} → {short(report.held_out_last)}")
+    table.add_row("last KL", short(report.kl_last))
+    table.add_row("faults survived", f"{report.faults_survived} of {len(report.faults)}")
+    table.add_row("restarts", restarts)
+    table.add_row("time lost", duration(report.seconds_lost))
+    again = report.tokens_regenerated
+    table.add_row("tokens", f"{report.tokens_generated:,} generated, {again:,} made again after a loss")
+    table.add_row("cost", f"{usd(report.cost_usd)}; all on demand {usd(report.cost_all_on_demand_usd)}")
+    table.add_row("largest sampling log-probability difference", short(report.sampling_logp_difference_max))
+    return table
+
+
+def _faults(report: Report) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("\nfault")
+    for title in ("\nat step", "seconds\nlost", "tokens made\nagain"):
+        table.add_column(title, justify="right")
+    table.add_column("\nsurvived")
+    for cost in report.faults:
+        survived = "yes" if cost.survived else NOT_KNOWN
+        lost = f"{cost.seconds_lost:.1f}"
+        table.add_row(cost.name, str(cost.at_step), lost, f"{cost.tokens_regenerated:,}", survived)
+    return table

@@ -1,0 +1,23 @@
+"""`setup` of run.yaml: the user's shell script that makes a machine ready, run once on each."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import structlog
+
+log = structlog.get_logger()
+
+
+def set_up(workdir: Path, script: str) -> bool:
+    """Run the user's set-up script once on this machine. Returns whether it succeeded."""
+    done = workdir / "setup.done"
+    if not script or done.exists():
+        return True
+    code = subprocess.run(["bash", "-euo", "pipefail", "-c", script], check=False).returncode
+    if code != 0:
+        log.error("setup_failed", exit_code=code, hint="see the lines above; it is `setup` of run.yaml")
+        return False
+    done.touch()
+    return True

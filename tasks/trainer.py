@@ -1,0 +1,101 @@
+"""The trainer's process: `python -m tasks.trainer`.
+
+It reads the run from the store, takes up the newest checkpoint of its timeline, and trains to the last step. All that
+outlives it is in the store. It ends with one of `policies.exit_codes`, and what it says last on standard error is why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from checkpoint import documents
+from checkpoint.errors import StoreError
+from checkpoint.store import Store
+from policies import exit_codes
+from policies.snapshot import Trainer
+from policies.spec import RunSpec
+from policies.vocabulary import PolicyVersion
+from tasks.gateway_client import GenerationFailed
+from tasks.heartbeat import Fenced, Heartbeat
+from tasks.node_env import NodeEnv, read_node_env
+
+log = structlog.get_logger()
+
+STORE_PATIENCE_S = 600.0  # what is trained is not thrown away for a store that is away for minutes
+BEAT_PATIENCE_S = 5.0
+RANK = int(os.environ.get("RANK", "0"))  # set by accelerate's launcher; the first process speaks for all
+
+
+def main() -> int:
+    """Train the run that the environment names. Returns the exit code."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    env = read_node_env()
+    store = Store(env.run, patience_s=STORE_PATIENCE_S)
+    beat = Trainer(env.node, env.attempt, env.timeline, 0, 0, "starting", time.time())
+    heartbeat = Heartbeat(Store(env.run, patience_s=BEAT_PATIENCE_S), beat)
+    try:
+        spec = documents.read_run(store).spec
+        if RANK == 0:
+            heartbeat.start()
+        return _train(env, spec, store, heartbeat)
+    except Fenced as error:
+        return _end(exit_codes.FENCED, f"stopped: {error}")
+    except GenerationFailed as error:
+        return _end(exit_codes.FAILED, f"generation failed: {error}")
+    except StoreError as error:
+        return _end(exit_codes.FAILED, f"the run store failed: {error}")
+
+
+def _train(env: NodeEnv, spec: RunSpec, store: Store, heartbeat: Heartbeat) -> int:
+    # Behind the first heartbeat: these imports take seconds.
+    import torch
+
+    from tasks.assemble import assemble
+    from tasks.checkpoints import restore_newest
+    from tasks.user_objects import BadSpec
+
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    warnings.filterwarnings("ignore", message=".*pin_memory.*")
+    output_dir = Path(env.workdir) / "checkpoints"
+    if RANK == 0:
+        shutil.rmtree(output_dir, ignore_errors=True)  # the store has the ones that count
+    restored = restore_newest(store, env.timeline, Path(env.workdir) / f"restored-{RANK}")
+    resumed_at = PolicyVersion(env.timeline, 0) if restored is None else restored[0]
+    heartbeat.say(step=resumed_at.step)
+    if restored is not None and _is_last(restored[1]):
+        if RANK == 0:
+            heartbeat.stop("done")
+        return _end(exit_codes.OK, f"nothing left to train: the run is complete at step {resumed_at.step}")
+    try:
+        trainer = assemble(env, spec, store, heartbeat, output_dir)
+    except BadSpec as error:
+        return _end(exit_codes.BAD_SPEC, str(error))
+    log.info("training", from_policy=str(resumed_at), attempt=env.attempt)
+    trainer.train(resume_from_checkpoint=None if restored is None else str(restored[1]))
+    if RANK == 0:
+        heartbeat.stop("done")
+    return _end(exit_codes.OK, f"complete at step {trainer.state.global_step}")
+
+
+def _is_last(checkpoint: Path) -> bool:
+    state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text())
+    return bool(state["global_step"] >= state["max_steps"])
+
+
+def _end(code: int, why: str) -> int:
+    print(f"grpo-orch trainer: {why}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""The one module that knows TRL: its GRPOTrainer in server mode, with this project's fleet as the server.
+
+TRL asks a `VLLMClient` for completions and hands it new weights. `FleetClient` stands in that place, so that all of
+TRL's own behaviour behind it stays, importance-sampling correction and its metrics included. The rest of this module
+makes a restart exact: what TRL keeps in memory only is saved with the checkpoint or made a function of the epoch.
+
+Every name of TRL that is not public is used here and nowhere else; `tests/node/test_trl_contract.py` says when a
+release has changed one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+import trl.import_utils as trl_imports
+from safetensors.torch import load_model, save_model
+from transformers.core_model_loading import revert_weight_conversion
+
+from policies.vocabulary import PolicyVersion
+from policies.wire import PolicyRef
+from tasks.publish import PolicyPublisher
+from tasks.rollout_source import RolloutSource
+from tasks.step_costs import StepCosts
+
+# The trainer generates nothing itself, and importing vLLM takes longer than all else that a restart does. TRL
+# imports it wherever it is installed, unless it believes that it is not.
+trl_imports.is_vllm_available = lambda min_version=None: False
+
+import trl.trainer.grpo_trainer as grpo_trainer_module  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl.generation.vllm_generation import VLLMGeneration  # noqa: E402
+from trl.trainer.utils import RepeatSampler  # noqa: E402
+
+log = structlog.get_logger()
+
+WINDOW_FILE = "grpo_window_{rank}.pt"
+REF_MODEL_FILE = "ref_model.safetensors"
+
+# Where run.yaml says nothing.
+DEFAULTS: dict[str, Any] = {
+    "save_strategy": "steps",
+    "save_steps": 50,
+    "save_total_limit": 1,  # the run store keeps them, the machine's disk does not
+    "logging_steps": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+EVALUATION_DEFAULTS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 50}
+# What makes it this project's trainer; run.yaml cannot change it.
+OURS: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "save_only_model": False}
+
+
+def build_config(values: dict[str, Any], output_dir: Path, *, evaluates: bool) -> Any:
+    """Return a GRPOConfig of run.yaml's `grpo`, word for word. Raises ValueError, TypeError as GRPOConfig does."""
+    for name in OURS.keys() & values.keys():
+        if values[name] != OURS[name]:
+            raise ValueError(f"{name}: must be {OURS[name]!r} here, or left out")
+    if "seed" in (values.get("generation_kwargs") or {}):
+        raise ValueError("generation_kwargs: `seed` must go, as each completion has a seed of its own (see `seed`)")
+    defaults = {**DEFAULTS, **(EVALUATION_DEFAULTS if evaluates else {})}
+    return GRPOConfig(**{**defaults, **values, **OURS, "output_dir": str(output_dir)})
+
+
+class FleetClient:
+    """What TRL takes for its VLLMClient.
+
+    Args:
+        rollouts: answers generate calls.
+        logprobs_mode: vLLM's setting on the rollout nodes; TRL warns of one that biases its correction.
+    """
+
+    def __init__(self, rollouts: RolloutSource, logprobs_mode: str) -> None:
+        self._rollouts = rollouts
+        self._logprobs_mode = logprobs_mode
+        self._trainer: Any = None
+        self._publisher: PolicyPublisher | None = None
+        self._timeline = 0
+        self._weights: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._published: PolicyRef | None = None
+
+    def attach(self, trainer: Any, publisher: PolicyPublisher, timeline: int) -> None:
+        """Name the trainer whose steps these are, before its first generate call."""
+        self._trainer, self._publisher, self._timeline = trainer, publisher, timeline
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": self._logprobs_mode}}
+
+    def init_communicator(self, device: Any = 0) -> None:
+        """Nothing: nodes pull weights from the run store, and no collective joins them to the trainer."""
+
+    def close_communicator(self) -> None:
+        """Nothing, as above."""
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing: a node does so itself when it loads a policy."""
+
+    def image_features(self, images: Any, **_: Any) -> Any:
+        raise NotImplementedError("prompts with images are not supported by the rollout fleet")
+
+    def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Take the weights of the present step.
+
+        They are published when the first completion of the step has to be generated: a replayed step needs none.
+        With several processes reading them is a collective, so it is done at once.
+        """
+        self._weights, self._published = named_params, None
+        if self._trainer.accelerator.num_processes > 1:
+            self._publish()
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        features: list[Any] | None = None,
+        n: int = 1,
+        repetition_penalty: float = 1.0,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        max_tokens: int = 16,
+        logprobs: int | None = 0,
+        structured_outputs_regex: str | None = None,
+        generation_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return `n` completions of each prompt in TRL's shapes, prompt by prompt."""
+        if features is not None or logprobs != 0:
+            raise NotImplementedError("the rollout fleet serves text prompts, and the sampled tokens' logprobs alone")
+        sampling: dict[str, Any] = {
+            "repetition_penalty": repetition_penalty,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "max_tokens": max_tokens,
+        }  # the gateway always returns the log-probability of each sampled token, which is what `logprobs=0` asks
+        if structured_outputs_regex is not None:
+            sampling["structured_outputs"] = {"regex": structured_outputs_regex}
+        sampling.update(generation_kwargs or {})
+        rollout = self._rollouts.complete(
+            self._version(),
+            prompts,
+            n,
+            sampling,
+            training=bool(self._trainer.model.training),
+            publish=self._publish,
+        )
+        return {
+            "prompt_ids": prompts,
+            "completion_ids": [one.token_ids for one in rollout.completions],
+            "logprobs": [[[logprob] for logprob in one.logprobs] for one in rollout.completions],
+            "logprob_token_ids": [[[token] for token in one.token_ids] for one in rollout.completions],
+        }
+
+    def _version(self) -> PolicyVersion:
+        return PolicyVersion(self._timeline, self._trainer.state.global_step)
+
+    def _publish(self) -> PolicyRef:
+        """Publish the weights of this step, once. Raises StoreError."""
+        if self._published is None:
+            if self._weights is None or self._publisher is None:
+                raise RuntimeError("TRL generates before it has synchronized its weights")
+            self._published = self._publisher.publish(self._version(), self._weights)
+            self._weights = None
+        return self._published
+
+
+class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
+    """TRL's generation backend with a given client, and weights that a synchronization leaves untouched."""
+
+    def __init__(self, client: FleetClient, *args: Any, **kwargs: Any) -> None:
+        self._fleet_client = client
+        super().__init__(*args, **kwargs)
+
+    def _init_vllm(self) -> None:
+        self.vllm_client = self._fleet_client
+        self._weight_metadata: list[Any] = []  # what to announce to a collective: there is none
+        self.accelerator.wait_for_everyone()
+
+    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """TRL's weights, adapters merged, under the names of the model's own checkpoint.
+
+        Merging adapters and taking them out again does not give back the same bits, and a restart has not done it as
+        often: so the base weights are put back.
+        """
+        if self._dist.is_fsdp or self._dist.is_zero3:
+            yield from super()._iter_named_params()
+            return
+        base = [(weight, weight.detach().clone()) for weight in _adapted_weights(self.model)]
+        # TRL takes the adapters out again when it has yielded its last weight: with adapters, copies are needed.
+        named = {
+            name: weight.detach().to("cpu", copy=bool(base)) for name, weight in super()._iter_named_params()
+        }
+        for weight, kept in base:
+            weight.data.copy_(kept)
+        yield from revert_weight_conversion(plain_model(self.model), named).items()
+
+
+class EpochSampler(RepeatSampler):  # type: ignore[misc]  # TRL has no types
+    """TRL's sampler with its order a function of seed and epoch alone, the same order that TRL would draw.
+
+    TRL draws each epoch's permutation from one generator whose state no checkpoint holds.
+    """
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator.manual_seed(self.seed)
+            for _ in range(self.epoch):
+                torch.randperm(self.num_samples, generator=self.generator)
+        indexes: Iterator[int] = super().__iter__()
+        return indexes
+
+
+class FleetGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
+    """GRPOTrainer whose completions come from the fleet and whose restarts are exact."""
+
+    def __init__(self, client: FleetClient, costs: StepCosts, **kwargs: Any) -> None:
+        self._costs = costs
+        with _generation_through(client):
+            super().__init__(**kwargs)
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        theirs = super()._get_train_sampler(dataset)
+        return EpochSampler(
+            data_source=theirs.data_source,
+            mini_repeat_count=theirs.mini_repeat_count,
+            batch_size=theirs.batch_size,
+            repeat_count=theirs.repeat_count,
+            shuffle=theirs.shuffle,
+            seed=theirs.seed,
+        )
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        per_function: torch.Tensor = super()._calculate_rewards(*args, **kwargs)
+        if self.model.training:
+            rewards = (per_function * self.reward_weights.to(per_function.device)).nansum(dim=1)
+            scored = ~torch.isnan(per_function).all(dim=1)
+            self._costs.rewards.extend(rewards[scored].tolist())
+        return per_function
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        window = self.args.steps_per_generation * self.num_iterations
+        # Behind a whole window the next step generates anew and the buffer is spent.
+        buffered = self._buffered_inputs if self._step % window else None
+        torch.save({"step": self._step, "buffered": buffered}, folder / self._window_file())
+        if self.args.sync_ref_model and self.accelerator.is_main_process:
+            save_model(self.accelerator.unwrap_model(self.ref_model), str(folder / REF_MODEL_FILE))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        path = Path(checkpoint) / self._window_file()
+        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        self._step, self._buffered_inputs = state["step"], state["buffered"]
+        if self.args.sync_ref_model:
+            load_model(self.accelerator.unwrap_model(self.ref_model), str(Path(checkpoint) / REF_MODEL_FILE))
+
+    def _window_file(self) -> str:
+        return WINDOW_FILE.format(rank=self.args.process_index)
+
+
+@contextlib.contextmanager
+def _generation_through(client: FleetClient) -> Iterator[None]:
+    """While a trainer is made, the class that it takes for its generation backend is FleetGeneration."""
+    theirs: Callable[..., Any] = grpo_trainer_module.VLLMGeneration
+    grpo_trainer_module.VLLMGeneration = functools.partial(FleetGeneration, client)
+    try:
+        yield
+    finally:
+        grpo_trainer_module.VLLMGeneration = theirs
+
+
+def plain_model(model: Any) -> Any:
+    """The model itself, without the adapters around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _adapted_weights(model: Any) -> list[torch.Tensor]:
+    """The weights that merging adapters would change; none without PEFT."""
+    if not hasattr(model, "merge_adapter"):
+        return []
+    layers = [module for module in model.modules() if hasattr(module, "get_base_layer") and hasattr(module, "merge")]
+    return [weight for layer in layers for weight in layer.get_base_layer().parameters(recurse=False)]

@@ -1,0 +1,113 @@
+"""A run as its user has it: the real command line, a real daemon, real processes; only the folder is a test's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from checkpoint import documents, journal
+from checkpoint.store import Store
+from orchestrator.clouds.local import marked_processes
+from policies.state import RunState, fold
+
+ROOT = Path(__file__).parents[2]
+
+
+class Run:
+    """One run.yaml in a folder of its own, with a home of its own."""
+
+    def __init__(self, folder: Path, spec: dict[str, Any], node_python: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.yaml = folder / "run.yaml"
+        self.url = (folder / "store").as_uri()
+        self.yaml.write_text(yaml.safe_dump({**spec, "storage": self.url}))
+        self.env = {
+            **os.environ,
+            "GRPO_ORCH_HOME": str(folder / "home"),
+            "GRPO_ORCH_NODE_PYTHON": str(node_python),
+            "COLUMNS": "200",
+        }
+
+    @property
+    def store(self) -> Store:
+        return Store(self.url, patience_s=1.0)
+
+    @property
+    def state(self) -> RunState:
+        return fold((r.number, r.time_s, r.decoded()) for r in journal.read(self.store))
+
+    @property
+    def daemon_pid(self) -> int:
+        lease = documents.read_lease(self.store)
+        assert lease is not None
+        return lease.pid
+
+    def cli(
+        self, *arguments: str, code: int | None = 0, timeout_s: float = 120.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the command line; with `code`, its exit code must be that one."""
+        done = subprocess.run(
+            [sys.executable, "-m", "orchestrator", *arguments],
+            env=self.env,
+            cwd=self.yaml.parent,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        assert code is None or done.returncode == code, (
+            f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        return done
+
+    def json(self, *arguments: str) -> Any:
+        return json.loads(self.cli(*arguments, "-o", "json").stdout)
+
+    def machine(self, node: str) -> Path:
+        (found,) = (Path(self.env["GRPO_ORCH_HOME"])).glob(f"*/machines/{node}")
+        return found
+
+    def pids(self, node: str, module: str = "") -> list[int]:
+        """The processes of a node's machine; with `module`, those whose command line names it."""
+        pids = marked_processes(self.machine(node))
+        return sorted(pid for pid in pids if module in _command(pid))
+
+    def until(self, what: str, wanted: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Wait until `wanted()`; on time-out, fail with what the daemon's log says last."""
+        deadline_s = time.monotonic() + timeout_s
+        while not wanted():
+            if time.monotonic() > deadline_s:
+                raise AssertionError(f"{what}: not within {timeout_s} s\n{self.last_words()}")
+            time.sleep(0.05)
+
+    def last_words(self) -> str:
+        logs = sorted(Path(self.env["GRPO_ORCH_HOME"]).glob("*/**/*log"))
+        return "\n".join(f"--- {log}\n" + "\n".join(log.read_text().splitlines()[-15:]) for log in logs)
+
+    def end(self) -> None:
+        """Take everything down, however far the test came."""
+        for pid in self._own_daemons():
+            os.kill(pid, 9)
+        for folder in Path(self.env["GRPO_ORCH_HOME"]).glob("*/machines/*"):
+            for pid in marked_processes(folder):
+                os.kill(pid, 9)
+
+    def _own_daemons(self) -> list[int]:
+        pids = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()]
+        return [pid for pid in pids if self.url in _command(pid) and pid != os.getpid()]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""

@@ -1,0 +1,146 @@
+"""up, status, resume, down, with a real daemon and real machines whose work is a stand-in that only sleeps."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint import journal
+from policies import exit_codes
+from policies.events import NodeRequested
+from policies.vocabulary import NodePhase, RunPhase
+from tests.e2e.harness import Run
+
+STAND_IN = Path(__file__).parents[1] / "stand_in_node.sh"
+
+
+def small_spec() -> dict[str, Any]:
+    return {
+        "name": "control",
+        "trainer": {"model": "some/model", "dataset": "some/data", "reward_funcs": ["rewards.one"]},
+        "grpo": {"max_steps": 10, "per_device_train_batch_size": 8, "num_generations": 8},
+        "rollout": {"replicas": 2},
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    (tmp_path / "rewards.py").write_text("def one(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    made = Run(tmp_path, small_spec(), STAND_IN)
+    yield made
+    made.end()
+
+
+def booted(run: Run) -> bool:
+    nodes = run.state.nodes.values()
+    return len(nodes) == 3 and all(n.phase is NodePhase.BOOTING for n in nodes)
+
+
+def start(run: Run) -> None:
+    run.cli("up", str(run.yaml), "-y", "-d")
+    run.until("three machines", lambda: booted(run))
+    run.until("their work and its child", lambda: all(len(run.pids(node)) == 3 for node in run.state.nodes))
+
+
+def requested(run: Run) -> list[str]:
+    return [e.node for r in journal.read(run.store) for e in r.decoded() if isinstance(e, NodeRequested)]
+
+
+def test_up_shows_the_plan_and_starts_nothing_when_the_answer_is_no(run: Run):
+    done = run.cli("up", str(run.yaml), "-d", code=None)  # no terminal: the question gets no answer
+    assert "rollout" in done.stdout
+    assert "USD/h" in done.stdout
+    assert done.returncode != 0
+    assert not (run.yaml.parent / "store" / "run.json").exists()
+
+
+def test_a_second_up_or_resume_says_who_holds_the_run(run: Run):
+    start(run)
+    pid = run.daemon_pid
+    for command in (["up", str(run.yaml), "-y", "-d"], ["resume", run.url, "-d"], ["resume", str(run.yaml), "-d"]):
+        done = run.cli(*command, code=exit_codes.HELD)
+        assert f"steered by pid {pid}" in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_resume_adopts_what_runs_after_the_daemon_was_killed(run: Run):
+    start(run)
+    pids = {node: run.pids(node) for node in run.state.nodes}
+    os.kill(run.daemon_pid, signal.SIGKILL)
+    assert run.json("status", run.url)["daemon"]["alive"] is False
+    assert {node: run.pids(node) for node in pids} == pids
+    run.cli("resume", run.url, "-d")
+    before = len(journal.read(run.store))
+    run.until("the new daemon ticks", lambda: run.json("status", run.url)["daemon"]["alive"])
+    assert {node: run.pids(node) for node in pids} == pids, "nothing was killed, nothing was started"
+    assert requested(run) == ["trainer-0-i1", "rollout-0-i1", "rollout-1-i1"]
+    assert run.state.epoch > 1
+    assert len(journal.read(run.store)) >= before
+
+
+def test_down_leaves_no_process_and_resume_goes_on(run: Run):
+    start(run)
+    done = run.cli("down", run.url)
+    assert "no machine of it is left" in done.stdout
+    assert run.state.phase is RunPhase.STOPPED
+    for node in ("trainer-0-i1", "rollout-0-i1", "rollout-1-i1"):
+        assert run.pids(node) == []
+    run.cli("down", run.url)  # again is no error
+    run.cli("resume", run.url, "-d")
+    run.until("three machines again", lambda: booted(run))
+    assert set(run.state.nodes) == {"trainer-0-i2", "rollout-0-i2", "rollout-1-i2"}
+
+
+def test_down_without_a_daemon_takes_everything_down(run: Run):
+    start(run)
+    os.kill(run.daemon_pid, signal.SIGKILL)
+    run.cli("down", run.url)
+    assert run.state.phase is RunPhase.STOPPED
+    assert run.pids("rollout-0-i1") == []
+
+
+def test_a_killed_machine_is_replaced(run: Run):
+    start(run)
+    os.kill(run.pids("rollout-1-i1")[0], signal.SIGKILL)
+    run.until("its replacement", lambda: "rollout-1-i2" in run.state.nodes and booted(run))
+    assert run.pids("rollout-1-i1") == []
+    events = run.cli("events", run.url).stdout
+    assert "its processes died" in events
+
+
+def test_sigterm_ends_the_daemon_and_leaves_the_machines(run: Run):
+    start(run)
+    pids = run.pids("rollout-0-i1")
+    os.kill(run.daemon_pid, signal.SIGTERM)
+    run.until("the lease is dropped", lambda: run.json("status", run.url)["daemon"]["alive"] is False)
+    assert run.pids("rollout-0-i1") == pids
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["status", "s3-bucket/typo"], "expected a store URL"),
+        (["status", "ftp://x/y"], "expected a URL that starts with"),
+        (["resume", "file:///tmp/there-is-no-run-here"], "no run in file:///tmp/there-is-no-run-here"),
+        (["logs", "rollout-9"], "no log of 'rollout-9'; there are logs of: "),
+        (["up", "missing.yaml"], "missing.yaml"),
+    ],
+)
+def test_mistakes_are_one_clear_line(run: Run, arguments: list[str], message: str):
+    start(run)
+    done = run.cli(*arguments, code=None)
+    assert done.returncode in (exit_codes.USAGE, exit_codes.FAILED)
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_missing_node_environment_is_one_clear_line(run: Run, tmp_path: Path):
+    run.env["GRPO_ORCH_NODE_PYTHON"] = str(tmp_path / "nowhere")
+    done = run.cli("up", str(run.yaml), "-y", "-d", code=None)
+    assert done.returncode == exit_codes.FAILED
+    assert f"GRPO_ORCH_NODE_PYTHON={tmp_path / 'nowhere'}: no such file" in done.stderr

@@ -1,0 +1,163 @@
+"""A stand-in for the gateway and its nodes: one HTTP server in the test's process that samples with transformers.
+
+It loads the policy that a batch names from the run's store, so a trainer that published other weights than it trains
+shows in TRL's own `sampling/` metrics. Each completion is sampled alone from its seed: what it is does not depend on
+what else was asked.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import msgspec
+import torch
+from transformers import AutoModelForCausalLM
+
+from checkpoint import documents, manifest
+from checkpoint.codec import to_json
+from checkpoint.documents import GatewayAddress
+from checkpoint.store import Store
+from policies.wire import Batch, BatchLine, Completion, Progress
+
+TOKEN = "run-secret"
+
+
+class StandInGateway:
+    """Serves `POST /v1/rollouts` until closed. Its attributes are the tests' levers and records.
+
+    Attributes:
+        cut_after: close the connection without a word after so many completions; counts down over batches.
+        members: what progress lines say; at 0 nothing is generated until it is raised.
+        asked: every request seen, as (policy, seed).
+        made: completions sent.
+        on_completion: called after each completion that was sent.
+    """
+
+    def __init__(self, store: Store, scratch: Path, *, model: bool = True) -> None:
+        self.store = store
+        self.scratch = scratch
+        self.samples_with_model = model
+        self.members = 1
+        self.cut_after: int | None = None
+        self.asked: list[tuple[str, int]] = []
+        self.made = 0
+        self.policy_of: dict[str, torch.nn.Module] = {}
+        self._lock = threading.Lock()
+        self._server: ThreadingHTTPServer | None = None
+
+    def open(self) -> None:
+        """Listen on a free port and write the address to the store."""
+        gateway = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                gateway._answer(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        url = f"http://127.0.0.1:{self._server.server_port}"
+        documents.write_gateway(self.store, GatewayAddress(url, "stand-in", time.time()))
+
+    def close(self) -> None:
+        """Stop listening: the next connection is refused."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def _answer(self, handler: BaseHTTPRequestHandler) -> None:
+        body = handler.rfile.read(int(handler.headers["Content-Length"]))
+        if handler.headers["Authorization"] != f"Bearer {TOKEN}":
+            handler.send_error(401, "who are you?")
+            return
+        batch = msgspec.json.decode(body, type=Batch)
+        self.asked += [(batch.policy.version, one.seed) for one in batch.requests]
+        handler.send_response(200)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        try:
+            self._stream(handler, batch)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the trainer was killed
+
+    def _stream(self, handler: BaseHTTPRequestHandler, batch: Batch) -> None:
+        tokens = 0
+        while self.members == 0:
+            _line(handler, BatchLine(progress=Progress(0, 0, 0, len(batch.requests))))
+            time.sleep(0.05)
+        for request in batch.requests:
+            with self._lock:
+                completion = self._complete(batch, request.index, request.prompt_token_ids, request.seed)
+            tokens += len(completion.token_ids)
+            if self.cut_after is not None:
+                if self.cut_after == 0:
+                    # These tokens were on their way: they arrived at the gateway, their completion never left it.
+                    _line(handler, BatchLine(progress=Progress(tokens, 0, self.members, 0)))
+                    self.cut_after = None
+                    handler.close_connection = True
+                    handler.connection.close()
+                    return
+                self.cut_after -= 1
+            _line(handler, BatchLine(completion=completion))
+            self.made += 1
+        _line(handler, BatchLine(end=Progress(tokens, 0, self.members, 0)))
+        handler.wfile.write(b"0\r\n\r\n")
+
+    def _complete(self, batch: Batch, index: int, prompt: list[int], seed: int) -> Completion:
+        if self.samples_with_model:
+            token_ids, logprobs = _sample(self._policy(batch), prompt, seed, batch.sampling)
+        else:
+            token_ids = [4 + (seed >> shift) % 80 for shift in range(batch.sampling["max_tokens"])]
+            logprobs = [-1.0] * len(token_ids)
+        return Completion(index, token_ids, logprobs, "length", batch.policy.version, "stand-in")
+
+    def _policy(self, batch: Batch) -> torch.nn.Module:
+        version = batch.policy.version
+        if version not in self.policy_of:
+            folder = self.scratch / f"policy-{version}"
+            manifest.fetch(self.store, batch.policy.prefix, folder)
+            self.policy_of = {version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()}
+        return self.policy_of[version]
+
+
+@torch.no_grad()
+def _sample(
+    model: torch.nn.Module, prompt: list[int], seed: int, sampling: dict[str, float]
+) -> tuple[list[int], list[float]]:
+    generator = torch.Generator().manual_seed(seed)
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    inputs, cache = torch.tensor([prompt]), None
+    while len(token_ids) < sampling["max_tokens"]:
+        out = model(input_ids=inputs, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        row = torch.log_softmax(out.logits[0, -1].float() / sampling["temperature"], dim=-1)
+        token = int(torch.multinomial(row.exp(), 1, generator=generator))
+        token_ids.append(token)
+        logprobs.append(float(row[token]))
+        if token == model.config.eos_token_id:
+            break
+        inputs = torch.tensor([[token]])
+    return token_ids, logprobs
+
+
+def _line(handler: BaseHTTPRequestHandler, line: BatchLine) -> None:
+    data = to_json(line) + b"\n"
+    handler.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+    handler.wfile.flush()
+
+
+def published(path: Path) -> dict[str, object]:
+    """The config.json of a fetched policy."""
+    config: dict[str, object] = json.loads((path / "config.json").read_text())
+    return config

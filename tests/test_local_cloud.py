@@ -1,0 +1,143 @@
+"""What every cloud must do, done with real processes on the local one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.clouds.local import LocalCloud, marked_processes
+from orchestrator.clouds.protocol import CloudRefused, Order
+from policies.snapshot import Machine
+from policies.spec import Prices, Rehearsal
+from policies.vocabulary import MachineState, Market, Refusal, Role
+from tests.world import spec
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCloud]:
+    monkeypatch.setenv("GRPO_ORCH_NODE_PYTHON", str(Path(__file__).parent / "stand_in_node.sh"))
+    made = LocalCloud(tmp_path / "machines", spec())
+    yield made
+    for node in made.machines():
+        made.terminate(node)
+
+
+def order(node: str = "rollout-0-i1", attempt: int = 1, **environment: str) -> Order:
+    return Order(node, Role(node.split("-")[0]), Market.SPOT, attempt, environment)
+
+
+def until(cloud: LocalCloud, node: str, wanted: Callable[[Machine | None], bool]) -> Machine:
+    """Look until the machine is as wanted: what the controller does, too."""
+    deadline_s = time.monotonic() + 20
+    while time.monotonic() < deadline_s:
+        machine = cloud.machines().get(node)
+        if wanted(machine):
+            assert machine is not None
+            return machine
+        time.sleep(0.02)
+    raise AssertionError(f"{node}: {cloud.machines()}")
+
+
+def up(machine: Machine | None) -> bool:
+    return machine is not None and machine.state is MachineState.UP
+
+
+def gone(machine: Machine | None) -> bool:
+    return machine is not None and machine.state is MachineState.GONE
+
+
+def processes(cloud: LocalCloud, node: str) -> list[int]:
+    return marked_processes(cloud._folder / node)
+
+
+def test_launching_twice_is_launching_once(cloud: LocalCloud):
+    for _ in range(3):
+        cloud.launch(order())
+    until(cloud, "rollout-0-i1", up)
+    deadline_s = time.monotonic() + 20
+    while len(processes(cloud, "rollout-0-i1")) != 3 and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert len(processes(cloud, "rollout-0-i1")) == 3  # the machine, its work, and the work's child
+    cloud.launch(order())
+    time.sleep(0.3)  # nothing may happen: there is no event to wait for
+    assert len(processes(cloud, "rollout-0-i1")) == 3
+
+
+def test_terminate_leaves_no_process_and_no_record(cloud: LocalCloud):
+    cloud.launch(order())
+    until(cloud, "rollout-0-i1", up)
+    cloud.terminate("rollout-0-i1")
+    assert processes(cloud, "rollout-0-i1") == []
+    assert cloud.machines() == {}
+    cloud.terminate("rollout-0-i1")
+    cloud.terminate("never-was")
+
+
+def test_a_killed_machine_is_gone_with_everything_on_it(cloud: LocalCloud):
+    cloud.launch(order())
+    until(cloud, "rollout-0-i1", up)
+    pid = min(processes(cloud, "rollout-0-i1"))
+    os.kill(pid, signal.SIGKILL)
+    machine = until(cloud, "rollout-0-i1", gone)
+    assert machine.why == "its processes died"
+    assert processes(cloud, "rollout-0-i1") == []
+
+
+def test_the_exit_code_of_the_work_is_kept_while_the_machine_is_up(cloud: LocalCloud):
+    cloud.launch(order("trainer-0-i1", STAND_IN_EXIT="7"))
+    machine = until(cloud, "trainer-0-i1", lambda m: m is not None and m.exit_code is not None)
+    assert (machine.state, machine.exit_code, machine.attempt) == (MachineState.UP, 7, 1)
+    cloud.launch(order("trainer-0-i1", attempt=2))
+    machine = until(cloud, "trainer-0-i1", lambda m: m is not None and m.attempt == 2)
+    assert (machine.state, machine.exit_code) == (MachineState.UP, None)
+
+
+def test_preemption_with_and_without_notice(cloud: LocalCloud):
+    cloud.launch(order())
+    until(cloud, "rollout-0-i1", up)
+    cloud.notify("rollout-0-i1")
+    assert cloud.machines()["rollout-0-i1"].notice
+    cloud.preempt("rollout-0-i1", "preempted")
+    machine = cloud.machines()["rollout-0-i1"]
+    assert (machine.state, machine.why) == (MachineState.GONE, "preempted")
+    assert processes(cloud, "rollout-0-i1") == []
+
+
+def test_no_capacity_is_a_typed_refusal_for_a_while(cloud: LocalCloud):
+    cloud.refuse(["rollout-0"], 0.3)
+    with pytest.raises(CloudRefused, match="no spot capacity for rollout-0") as caught:
+        cloud.launch(order())
+    assert caught.value.refusal is Refusal.NO_CAPACITY
+    cloud.launch(order("rollout-1-i1"))
+    time.sleep(0.35)
+    cloud.launch(order())
+    until(cloud, "rollout-0-i1", up)
+
+
+def test_another_daemon_sees_the_same_machines(cloud: LocalCloud):
+    cloud.launch(order())
+    until(cloud, "rollout-0-i1", up)
+    assert LocalCloud(cloud._folder, spec()).machines().keys() == {"rollout-0-i1"}
+
+
+def test_logs_and_prices(cloud: LocalCloud):
+    priced = replace(
+        spec(),
+        rehearse=Rehearsal(
+            rollout_prices=Prices(spot_usd_per_h=1.5), trainer_prices=Prices(on_demand_usd_per_h=4)
+        ),
+    )
+    offers = LocalCloud(cloud._folder, priced).offers()
+    assert [(o.role, o.market, o.price_usd_per_h) for o in offers] == [
+        (Role.TRAINER, Market.ON_DEMAND, 4),
+        (Role.ROLLOUT, Market.SPOT, 1.5),
+        (Role.ROLLOUT, Market.SPOT, 1.5),
+    ]
+    with pytest.raises(KeyError):
+        cloud.log("never-was", follow=False)

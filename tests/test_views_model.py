@@ -1,0 +1,205 @@
+"""What is seen of a run, from its store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from checkpoint.errors import NotFound
+from checkpoint.store import Store
+from orchestrator.views.model import RunView, run_view, to_json, view_of
+from orchestrator.views.reader import Reader
+from policies.events import JobExited, JobRestarted, NodeMoved, RunMoved
+from policies.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
+from policies.wire import GatewayStatus, MemberStatus
+from tests.views_world import T0, World
+
+
+class CountingStore(Store):
+    """Remembers which objects were fetched."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.fetched: list[str] = []
+
+    def get(self, key: str) -> bytes:
+        self.fetched.append(key)
+        return super().get(key)
+
+
+def look(world: World, at_s: float, gateway: GatewayStatus | None = None) -> RunView:
+    return run_view(world.store, T0 + at_s, gateway)
+
+
+def member(node: str, policy: str | None) -> MemberStatus:
+    return MemberStatus(node, "boot", "127.0.0.1:1", policy, policy is not None, False, 0, 0.1)
+
+
+def test_a_store_without_a_run_is_an_error_that_says_so() -> None:
+    with pytest.raises(NotFound, match="no run in"):
+        run_view(Store("memory://views-nothing-here"), T0, None)
+
+
+def test_a_run_that_has_only_been_created_can_be_seen() -> None:
+    view = look(World(), 1)
+    assert (view.phase, view.step, view.max_steps, view.nodes, view.events) == (RunPhase.STARTING, 0, None, (), ())
+    assert (view.reward, view.kl, view.eta_s, view.step_s, view.checkpoint) == (None,) * 5
+    assert not view.daemon.alive
+    assert not view.over
+    json.dumps(to_json(view))
+
+
+def test_a_training_run_is_seen_whole(tmp_path: Path) -> None:
+    world = World()
+    world.starts()
+    for step in range(1, 11):
+        world.logs(20 + 2 * step, step, reward=step / 10, kl=step / 100, orch__tokens=100.0)
+    world.beats(41, 10)
+    world.is_steered(40)
+    world.saves(35, 5, tmp_path)
+    members = [member("rollout-0-i1", "0-10"), member("rollout-1-i1", None)]
+    view = look(world, 42, GatewayStatus("boot", "0-10", members, requests_waiting=3))
+
+    assert (view.name, view.phase, view.step, view.max_steps) == ("digits", RunPhase.TRAINING, 10, 40)
+    assert (view.reward, view.kl, view.kl_limit, view.activity) == (1.0, 0.1, 0.5, "generating")
+    assert (view.step_s, view.tokens_per_s, view.eta_s, view.requests_waiting) == (2.0, 50.0, 60.0, 3)
+    assert view.checkpoint is not None
+    assert (view.checkpoint.version, view.checkpoint.age_s) == ("0-5", 7.0)
+    assert (view.daemon.alive, view.daemon.host, view.daemon.pid) == (True, "another-host.invalid", 42)
+    assert view.daemon.renewed_s_ago == 2.0
+    assert [(node.slot, node.policy) for node in view.nodes] == [
+        ("trainer-0", "0-10"),
+        ("rollout-0", "0-10"),
+        ("rollout-1", None),
+    ]
+    trainer = view.nodes[0]
+    assert (trainer.role, trainer.market, trainer.price_usd_per_h) == (Role.TRAINER, Market.ON_DEMAND, 7.2)
+    assert (trainer.phase, trainer.since_s, trainer.restarts) == (NodePhase.SERVING, T0 + 10, 0)
+    assert view.events[-1].text == "Run is training: the trainer has its first heartbeat"
+
+
+def test_a_daemon_that_no_longer_renews_is_not_alive() -> None:
+    world = World()
+    world.is_steered(0)
+    assert look(world, 14).daemon.alive
+    assert not look(world, 16).daemon.alive
+
+
+def test_a_node_that_left_is_shown_until_another_takes_its_slot() -> None:
+    world = World()
+    world.starts()
+    world.moves(20, "rollout-0-i1", NodePhase.GONE, "preempted")
+    gone = next(node for node in look(world, 21).nodes if node.slot == "rollout-0")
+    assert (gone.node, gone.phase, gone.reason, gone.since_s) == (
+        "rollout-0-i1",
+        NodePhase.GONE,
+        "preempted",
+        T0 + 20,
+    )
+    world.asks_for(22, "rollout-0-i2")
+    world.happens(23, NodeMoved("rollout-0-i2", NodePhase.REFUSED, "none left", Refusal.NO_CAPACITY))
+    refused = next(node for node in look(world, 24).nodes if node.slot == "rollout-0")
+    assert (refused.node, refused.phase, refused.restarts) == ("rollout-0-i2", NodePhase.REFUSED, 1)
+
+
+def test_restarts_are_of_machines_and_of_work() -> None:
+    world = World()
+    world.starts()
+    world.happens(20, JobExited("trainer-0-i1", 1, -9, 3), JobRestarted("trainer-0-i1", 2, "again"))
+    world.moves(30, "trainer-0-i1", NodePhase.GONE)
+    world.asks_for(31, "trainer-0-i2")
+    assert [node.restarts for node in look(world, 32).nodes] == [2, 0, 0]
+
+
+def test_ten_slots_are_in_the_order_of_their_numbers() -> None:
+    world = World()
+    for index in (10, 9, 0):
+        world.asks_for(1, f"rollout-{index}-i1")
+    assert [node.slot for node in look(world, 2).nodes] == ["rollout-0", "rollout-9", "rollout-10"]
+
+
+def test_what_a_restarted_trainer_has_yet_to_make_again_is_not_the_last_value() -> None:
+    world = World()
+    for step in range(1, 5):
+        world.logs(10.0 * step, step, reward=float(step))
+    world.logs(100, 2, reward=22.0)  # killed after step 4, and back at step 1
+    view = look(world, 101)
+    assert (view.reward, [point.step for point in view.recent]) == (22.0, [1, 2])
+
+
+def test_a_finished_run_is_over_when_nobody_steers_it_any_more() -> None:
+    world = World()
+    world.starts()
+    world.happens(20, RunMoved(RunPhase.FINISHED, "the trainer reached its last step"))
+    world.is_steered(20)
+    assert not look(world, 21).over
+    assert look(world, 40).over
+
+
+def test_rehearsed_faults_are_among_the_events_in_the_order_of_time() -> None:
+    world = World()
+    world.starts()
+    world.moves(20.5, "rollout-1-i1", NodePhase.GONE, "preempted")
+    reader = Reader(world.store)
+    view_of(reader, T0 + 21, None)
+    world.rehearses(20, 2, "rollout-1", at_step=3)
+    world.rehearses(25, 1, "gateway", at_step=5)
+    told = [event.text for event in view_of(reader, T0 + 26, None).events[-3:]]
+    assert told == [
+        "Rehearsal: kill rollout-1 at step 3 (took rollout-1)",
+        "rollout-1-i1 is gone: preempted",
+        "Rehearsal: kill gateway at step 5 (took gateway)",
+    ]
+
+
+def test_a_second_look_fetches_only_what_can_have_changed(tmp_path: Path) -> None:
+    world = World()
+    world.starts()
+    for step in range(1, 251):
+        world.logs(20.0 + step, step, reward=float(step))
+    world.saves(35, 50, tmp_path)
+    world.beats(271, 250)
+    store = CountingStore(world.store.url)
+    reader = Reader(store)
+    first = view_of(reader, T0 + 300, None)
+    store.fetched.clear()
+    second = view_of(reader, T0 + 300, None)
+    assert second == first
+    documents = {"lease.json", "trainer.json"}
+    assert set(store.fetched) - documents <= {"metrics/0000/00000002.jsonl"}
+
+    world.logs(280, 251, reward=-1.0)
+    world.moves(281, "rollout-0-i1", NodePhase.GONE)
+    world.saves(282, 100, tmp_path)
+    third = view_of(reader, T0 + 300, None)
+    assert third.reward == -1.0
+    assert third.nodes[1].phase is NodePhase.GONE
+    assert third.checkpoint is not None
+    assert third.checkpoint.version == "0-100"
+    assert third == run_view(world.store, T0 + 300, None)
+
+
+def test_a_step_made_again_in_an_older_object_is_seen() -> None:
+    world = World()
+    for step in range(98, 103):
+        world.logs(step, step, reward=float(step))
+    reader = Reader(world.store)
+    assert view_of(reader, T0 + 200, None).reward == 102.0
+    world.logs(150, 98, reward=-98.0)
+    view = view_of(reader, T0 + 200, None)
+    assert (view.reward, len(view.recent)) == (-98.0, 1)
+
+
+def test_json_always_has_the_same_keys() -> None:
+    empty, world = to_json(look(World(), 1)), World()
+    world.starts()
+    world.logs(20, 1, reward=1.0)
+    full = to_json(look(world, 21))
+    assert list(empty) == list(full)
+    assert set(full) >= {"name", "phase", "step", "max_steps", "reward", "kl", "nodes", "checkpoint", "daemon"}
+    again = json.loads(json.dumps(full))
+    assert again["nodes"][1]["slot"] == "rollout-0"
+    assert again["phase"] == "training"
+    assert again["events"][-1]["type"] == "RunMoved"

@@ -1,0 +1,98 @@
+"""A run in a memory store, written as daemon, trainer and rehearsal would write it, at chosen times."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from checkpoint import documents, layout, manifest, metrics
+from checkpoint.journal import Journal
+from checkpoint.metrics import Row
+from checkpoint.rehearsals import RehearsedFault, write_fault
+from checkpoint.store import Store
+from policies.events import Event, NodeMoved, NodeRequested, RunMoved
+from policies.snapshot import Trainer
+from policies.spec import (
+    Dataset,
+    KlPolicy,
+    PoliciesSpec,
+    Prices,
+    Rehearsal,
+    RunSpec,
+    TrainerSpec,
+)
+from policies.vocabulary import Market, NodePhase, PolicyVersion, Role, RunPhase
+
+T0 = 1_700_000_000.0
+_names = itertools.count()
+REHEARSAL = Rehearsal(
+    trainer_prices=Prices(on_demand_usd_per_h=7.2, spot_usd_per_h=3.6),
+    rollout_prices=Prices(on_demand_usd_per_h=3.6, spot_usd_per_h=0.9),
+)
+
+
+class World:
+    """One run. Times are seconds after T0."""
+
+    def __init__(self, rehearse: Rehearsal | None = REHEARSAL, kl_limit: float | None = 0.5) -> None:
+        self.store = Store(f"memory://views-{next(_names)}")
+        spec = RunSpec(
+            name="digits",
+            storage=self.store.url,
+            trainer=TrainerSpec(model="m", dataset=Dataset(path="d"), reward_funcs=("rewards.digits",)),
+            grpo={},
+            policies=PoliciesSpec(kl=None if kl_limit is None else KlPolicy(limit=kl_limit)),
+            rehearse=rehearse,
+        )
+        documents.create_run(self.store, documents.RunRecord(1, "id", T0, spec))
+        self._journal = Journal(self.store, "build-7/42")
+
+    def take_over(self, at_s: float, pid: int = 42) -> None:
+        self._journal.take_over(T0 + at_s, "build-7", pid, "up")
+
+    def happens(self, at_s: float, *events: Event) -> None:
+        self._journal.append(T0 + at_s, events)
+
+    def moves(self, at_s: float, node: str, phase: NodePhase, reason: str = "because") -> None:
+        self.happens(at_s, NodeMoved(node, phase, reason))
+
+    def asks_for(self, at_s: float, node: str) -> None:
+        self.happens(at_s, requested(node))
+
+    def starts(self) -> None:
+        """A trainer and two rollout nodes, all at work after 10 s."""
+        self.take_over(0)
+        for node in ("trainer-0-i1", "rollout-0-i1", "rollout-1-i1"):
+            self.asks_for(1, node)
+            self.moves(4, node, NodePhase.BOOTING)
+            self.moves(10, node, NodePhase.SERVING)
+        self.happens(10, RunMoved(RunPhase.TRAINING, "the trainer has its first heartbeat"))
+
+    def logs(self, at_s: float, step: int, **values: float) -> None:
+        named = {name.replace("__", "/"): value for name, value in values.items()}
+        metrics.append_metrics(self.store, Row(0, step, T0 + at_s, 1, named))
+
+    def beats(self, at_s: float, step: int, max_steps: int = 40) -> None:
+        beat = Trainer("trainer-0-i1", 1, 0, step, max_steps, "generating", T0 + at_s)
+        documents.write_trainer(self.store, beat)
+
+    def is_steered(self, at_s: float) -> None:
+        lease = documents.Lease("build-7/42", "another-host.invalid", 42, "1", 1, T0 + at_s, 15.0)
+        documents.write_lease(self.store, lease)
+
+    def saves(self, at_s: float, step: int, folder: Path) -> None:
+        """A checkpoint with a file whose name comes after its manifest's."""
+        (folder / "weights.safetensors").write_bytes(b"w")
+        version = PolicyVersion(0, step)
+        manifest.publish(self.store, layout.checkpoint(version), folder, version, T0 + at_s)
+
+    def rehearses(self, at_s: float, number: int, target: str, at_step: int, fault: str = "kill") -> None:
+        write_fault(self.store, RehearsedFault(number, fault, target, at_step, T0 + at_s, f"took {target}"))
+
+
+def requested(node: str) -> NodeRequested:
+    """`rollout-0-i2`: on spot; a trainer: on demand."""
+    slot, incarnation = node.rsplit("-i", 1)
+    role = Role(slot.split("-", maxsplit=1)[0])
+    market = Market.ON_DEMAND if role is Role.TRAINER else Market.SPOT
+    return NodeRequested(node, role, slot, int(incarnation), market, "first")
