@@ -68,16 +68,10 @@ def build_config(values: dict[str, Any], output_dir: Path, *, evaluates: bool) -
 
 
 class FleetClient:
-    """What TRL takes for its VLLMClient.
+    """What TRL takes for its VLLMClient. `rollouts` answers its generate calls."""
 
-    Args:
-        rollouts: answers generate calls.
-        logprobs_mode: vLLM's setting on the rollout nodes; TRL warns of one that biases its correction.
-    """
-
-    def __init__(self, rollouts: RolloutSource, logprobs_mode: str) -> None:
+    def __init__(self, rollouts: RolloutSource) -> None:
         self._rollouts = rollouts
-        self._logprobs_mode = logprobs_mode
         self._trainer: Any = None
         self._publisher: PolicyPublisher | None = None
         self._timeline = 0
@@ -89,7 +83,8 @@ class FleetClient:
         self._trainer, self._publisher, self._timeline = trainer, publisher, timeline
 
     def get_server_info(self) -> dict[str, Any]:
-        return {"model_config": {"logprobs_mode": self._logprobs_mode}}
+        """What TRL asks of a server: every rollout node is started so, and run.yaml cannot change it."""
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     def init_communicator(self, device: Any = 0) -> None:
         """Nothing: nodes pull weights from the run store, and no collective joins them to the trainer."""

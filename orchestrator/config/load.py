@@ -21,7 +21,6 @@ from orchestrator.config.foreign_keys import (
     vllm_table,
     without_idle_switches,
 )
-from orchestrator.config.kinds import Kind, mismatch
 from orchestrator.config.lines import Document, parse
 from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem
 from orchestrator.config.rehearsal import write_out_rehearsal
@@ -29,7 +28,7 @@ from orchestrator.config.resources import check_resources
 from orchestrator.config.rewards import reward_problem
 from orchestrator.config.shorthand import write_out
 from orchestrator.config.structure import check_structure
-from policies.spec import RunSpec
+from policies.spec import Replicas, RunSpec
 
 __all__ = ["ConfigError", "Problem", "load_spec"]
 
@@ -100,5 +99,7 @@ def _replicas_max(data: dict[str, Any]) -> int | None:
     """How many rollout nodes there can be; None where the file does not say it soundly."""
     rollout = data.get("rollout")
     replicas = rollout.get("replicas") if isinstance(rollout, dict) else None
-    most = replicas.get("max", 1) if isinstance(replicas, dict) else 1 if replicas is None else None
-    return most if not mismatch(most, Kind("int")) else None
+    if replicas is None:
+        return Replicas().max
+    most = replicas.get("max", Replicas().max) if isinstance(replicas, dict) else None
+    return most if isinstance(most, int) and most >= 1 else None

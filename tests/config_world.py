@@ -1,0 +1,73 @@
+"""A valid run.yaml with the files it names, and how to break it one piece at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+VALID = """\
+name: demo
+storage: ./run
+trainer:
+  model: ./model
+  dataset: prompts.jsonl
+  reward_funcs: [rewards.digit_share]
+grpo:
+  max_steps: 40
+  per_device_train_batch_size: 32
+  num_generations: 8
+  max_completion_length: 16
+  learning_rate: 2e-3
+  lr_scheduler_type: constant
+  beta: 0.02
+rollout:
+  replicas: 2
+  vllm: {dtype: float32, enforce-eager: true, kv-cache-memory-bytes: 67108864, max-model-len: 256}
+  env: {VLLM_CPU_OMP_THREADS_BIND: nobind, OMP_NUM_THREADS: 1}
+policies:
+  kl: {limit: 0.5}
+rehearse:
+  faults:
+    - {at_step: 5, kill: rollout-0}
+    - {at_step: 9, preempt: rollout-1, notice_s: 5}
+    - {at_step: 12, kill: daemon, for_s: 3}
+    - {at_step: 14, no_capacity: rollouts, for_s: 10}
+  prices:
+    trainer: {on_demand_usd_per_h: 4.1}
+    rollout: {on_demand_usd_per_h: 1.2, spot_usd_per_h: 0.4}
+"""
+
+REWARDS = """\
+def digit_share(completions, **kwargs):
+    return [0.0 for _ in completions]
+
+
+def no_room(prompts, completions):
+    return [0.0 for _ in completions]
+
+
+async def judged(completions, **kwargs):
+    return [0.0 for _ in completions]
+
+
+named = digit_share
+raise RuntimeError("a reward module must not be run to be checked")
+"""
+
+
+def furnish(folder: Path) -> Path:
+    """Write the valid file and all it names; return its path."""
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "prompts.jsonl").write_text('{"prompt": "1"}\n')
+    (folder / "rewards.py").write_text(REWARDS)
+    run_yaml = folder / "run.yaml"
+    run_yaml.write_text(VALID)
+    return run_yaml
+
+
+def changed(*changes: tuple[str, str]) -> str:
+    """VALID with pieces replaced; each piece must be there exactly once."""
+    text = VALID
+    for old, new in changes:
+        assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in the file"
+        text = text.replace(old, new)
+    return text

@@ -1,0 +1,148 @@
+"""The main job with real parts: TRL, vLLM servers on CPU, the gateway, and processes that are really killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from checkpoint import layout, manifest
+from checkpoint.documents import read_trainer
+from checkpoint.metrics import REPLAYED, read_metrics
+from policies.vocabulary import RunPhase
+from tests.e2e.harness import ROOT, Run
+
+NODE_PYTHON = ROOT / ".venv-node" / "bin" / "python"
+TINY = ROOT / "examples" / "tiny"
+STEPS = 30
+RUN_TIMEOUT_S = 420.0
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    subprocess.run([NODE_PYTHON, TINY / "make_model.py", "--out", folder], check=True)
+    return folder
+
+
+def tiny_run(folder: Path, tiny: Path, replicas: int, **changes: Any) -> Run:
+    spec = yaml.safe_load((TINY / "run.yaml").read_text())
+    spec.pop("rehearse", None)
+    spec["trainer"]["model"] = str(tiny / "model")
+    spec["trainer"]["dataset"] = str(tiny / "prompts.jsonl")
+    spec["trainer"]["eval_dataset"] = str(tiny / "held_out.jsonl")
+    spec["grpo"] = {**spec["grpo"], "max_steps": STEPS, "save_steps": 10, "eval_steps": 10, **changes}
+    spec["rollout"]["replicas"] = replicas
+    folder.mkdir(exist_ok=True)
+    (folder / "rewards.py").write_text((TINY / "rewards.py").read_text())
+    return Run(folder, spec, NODE_PYTHON)
+
+
+def final_weights(run: Run) -> str:
+    """The digest of the last checkpoint's weights."""
+    newest = manifest.committed(run.store, layout.CHECKPOINTS)[-1]
+    assert newest.step == STEPS
+    files = manifest.load(run.store, layout.checkpoint(newest)).files
+    return next(f.digest for f in files if f.name == "model.safetensors")
+
+
+def step(run: Run) -> int:
+    beat = read_trainer(run.store)
+    return beat.step if beat else 0
+
+
+def reach(run: Run, wanted: int) -> None:
+    run.until(f"step {wanted}", lambda: step(run) >= wanted, RUN_TIMEOUT_S)
+
+
+def finish(run: Run) -> None:
+    run.until("the end", lambda: run.state.phase is RunPhase.FINISHED and not run.state.nodes, RUN_TIMEOUT_S)
+
+
+def check_healthy(run: Run) -> dict[str, Any]:
+    """What must hold at the end of every run, however it went."""
+    rows = read_metrics(run.store)
+    assert [row.step for row in rows if "reward" in row.values] == list(range(1, STEPS + 1))
+    report: dict[str, Any] = run.json("report", run.url)
+    assert report["steps"] == STEPS
+    assert report["reward_last"] > report["reward_first"] + 0.2
+    assert report["sampling_logp_difference_max"] < 1e-4, (
+        "a token was sampled from other weights than the trainer's"
+    )
+    return report
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights after a run with one node that nobody disturbs."""
+    run = tiny_run(tmp_path_factory.mktemp("one") / "run", tiny, replicas=1)
+    try:
+        run.cli("up", str(run.yaml), "-y", "-d")
+        finish(run)
+        report = check_healthy(run)
+        assert (report["faults_survived"], report["tokens_regenerated"]) == (0, 0)
+        return final_weights(run)
+    finally:
+        run.end()
+
+
+def test_two_nodes_give_the_same_weights_as_one(undisturbed: str, tiny: Path, tmp_path: Path):
+    run = tiny_run(tmp_path / "run", tiny, replicas=2)
+    try:
+        run.cli("up", str(run.yaml), "-y", "-d")
+        finish(run)
+        check_healthy(run)
+        assert final_weights(run) == undisturbed
+        run.cli("plot", run.url, "--out", str(tmp_path / "plot.png"))
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    finally:
+        run.end()
+
+
+def test_every_fault_is_survived_and_changes_no_weight(undisturbed: str, tiny: Path, tmp_path: Path):
+    run = tiny_run(tmp_path / "run", tiny, replicas=2)
+    try:
+        run.cli("up", str(run.yaml), "-y", "-d")
+        reach(run, 3)
+
+        for pid in run.pids("rollout-0-i1"):  # a whole machine, without a word
+            os.kill(pid, signal.SIGKILL)
+        reach(run, step(run) + 2)
+
+        (gateway,) = run.pids("trainer-0-i1", "orchestrator.gateway")
+        os.kill(gateway, signal.SIGKILL)
+        reach(run, step(run) + 2)
+
+        before = {node: run.pids(node) for node in run.state.nodes}
+        os.kill(run.daemon_pid, signal.SIGKILL)
+        reach(run, step(run) + 2)  # training goes on without it
+        run.cli("resume", run.url, "-d")
+        after = {node: run.pids(node) for node in before}
+        assert after == before, "resume adopts what runs"
+
+        reach(run, 13)
+        (trainer,) = run.pids("trainer-0-i1", "tasks.trainer\0".rstrip("\0"))[-1:]
+        os.kill(trainer, signal.SIGKILL)
+        run.until(
+            "the restarted trainer", lambda: (beat := read_trainer(run.store)) is not None and beat.attempt == 2
+        )
+        reach(run, 17)
+
+        for node in list(run.state.nodes):  # nobody home
+            if node.startswith("rollout"):
+                for pid in run.pids(node):
+                    os.kill(pid, signal.SIGKILL)
+        finish(run)
+
+        report = check_healthy(run)
+        assert report["faults_survived"] >= 5
+        assert sum(row.values.get(REPLAYED, 0) for row in read_metrics(run.store)) >= 1
+        assert report["restarts"]["trainer-0"] == 1
+        assert final_weights(run) == undisturbed
+    finally:
+        run.end()

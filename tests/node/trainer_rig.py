@@ -1,0 +1,131 @@
+"""A run for the trainer's tests: a tiny model, a store in a folder, a stand-in gateway, trainers as real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from checkpoint import documents
+from checkpoint.documents import RunRecord
+from checkpoint.store import Store
+from policies.snapshot import Trainer
+from policies.spec import Dataset, PoliciesSpec, RolloutSpec, RunSpec, TrainerSpec
+from tests.node.stand_in_gateway import TOKEN, StandInGateway
+
+REPOSITORY = Path(__file__).parents[2]
+TINY = REPOSITORY / "examples" / "tiny"
+PROMPTS = 6
+
+# Two prompts a step, so three steps are an epoch.
+GRPO: dict[str, Any] = {
+    "max_steps": 8,
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "learning_rate": 0.003,
+    "lr_scheduler_type": "cosine",
+    "beta": 0.02,
+    "bf16": False,
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "save_steps": 2,
+}
+
+
+def make_tiny(folder: Path) -> Path:
+    """Build the example's model and prompts once; returns the folder."""
+    command = [sys.executable, str(TINY / "make_model.py"), "--out", str(folder)]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    lines = (folder / "prompts.jsonl").read_text().splitlines()
+    (folder / "few.jsonl").write_text("\n".join(lines[:PROMPTS]) + "\n")
+    return folder
+
+
+def run_spec(
+    storage: str, tiny: Path, *, grpo: dict[str, Any], peft: dict[str, Any] | None = None, evaluates: bool = False
+) -> RunSpec:
+    """A spec over the tiny model, with `grpo` over GRPO."""
+    return RunSpec(
+        name="test",
+        storage=storage,
+        workdir=str(TINY),
+        grpo={**GRPO, **grpo},
+        rollout=RolloutSpec(deadline_s=60.0),
+        policies=PoliciesSpec(resume_state_steps=3),
+        trainer=TrainerSpec(
+            model=str(tiny / "model"),
+            dataset=Dataset(path=str(tiny / "few.jsonl")),
+            eval_dataset=Dataset(path=str(tiny / "held_out.jsonl")) if evaluates else None,
+            reward_funcs=("rewards.digit_share",),
+            peft=peft,
+        ),
+    )
+
+
+class Rig:
+    """One run and its stand-in gateway."""
+
+    def __init__(self, folder: Path, tiny: Path, **spec: Any) -> None:
+        self.folder = folder
+        self.store = Store(f"file://{folder}/store")
+        self.spec = run_spec(self.store.url, tiny, **spec)
+        documents.create_run(self.store, RunRecord(documents.SCHEMA, "id", time.time(), self.spec))
+        self.gateway = StandInGateway(self.store, folder / "scratch")
+
+    def start_trainer(self, attempt: int = 1) -> subprocess.Popen[bytes]:
+        """`python -m tasks.trainer`, its output in trainer-ATTEMPT.log."""
+        told = {
+            "GRPO_ORCH_RUN": self.store.url,
+            "GRPO_ORCH_NODE": "trainer-0-i1",
+            "GRPO_ORCH_TOKEN": TOKEN,
+            "GRPO_ORCH_ATTEMPT": str(attempt),
+            "GRPO_ORCH_WORKDIR": str(self.folder / f"work-{attempt}"),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        with self.log(attempt).open("wb") as out:
+            return subprocess.Popen(
+                [sys.executable, "-m", "tasks.trainer"],
+                cwd=REPOSITORY,
+                env={**os.environ, **told},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    def log(self, attempt: int = 1) -> Path:
+        return self.folder / f"trainer-{attempt}.log"
+
+    def wait(self, trainer: subprocess.Popen[bytes], attempt: int = 1, timeout_s: float = 120.0) -> int:
+        """The trainer's exit code; shows its output when it was not 0."""
+        try:
+            code = trainer.wait(timeout_s)
+        finally:
+            trainer.kill()
+        if code != 0:
+            print(self.log(attempt).read_text()[-4000:])
+        return code
+
+    def beat(self) -> Trainer | None:
+        return documents.read_trainer(self.store)
+
+
+@contextmanager
+def open_rig(folder: Path, tiny: Path, **spec: Any) -> Iterator[Rig]:
+    rig = Rig(folder, tiny, **spec)
+    rig.gateway.open()
+    try:
+        yield rig
+    finally:
+        rig.gateway.close()
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((folder / "trainer_state.json").read_text())
+    return state

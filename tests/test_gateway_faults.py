@@ -1,0 +1,139 @@
+"""Nodes, gateway and trainer killed with requests in flight: nothing fails, and the tokens are the same."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from policies.wire import BatchLine
+from tests.gateway_rig import Rig, check_complete, hear, kill, make_batch, until
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    rig.gateway()
+    yield rig
+    rig.stop()
+
+
+def until_tokens(lines: Iterator[BatchLine]) -> list[BatchLine]:
+    """Read on until tokens have arrived, and return what was read."""
+    read = []
+    for line in lines:
+        read.append(line)
+        if line.progress is not None and line.progress.tokens > 0:
+            return read
+    raise AssertionError("the batch ended before a progress line with tokens in it")
+
+
+def test_one_of_two_nodes_is_killed_with_requests_in_flight(rig: Rig) -> None:
+    victim = rig.node("rollout-0", event_s=0.2)
+    rig.node("rollout-1", event_s=0.2)
+    rig.until_members("rollout-0", "rollout-1")
+    rig.complete(make_batch("0-0", requests=2, max_tokens=1))
+    until("both serving", lambda: all(one.serving for one in rig.status().members))
+    batch = make_batch("0-0")
+    lines = rig.ask(batch)
+    read = until_tokens(lines)
+    kill(victim)
+    heard = hear(iter([*read, *lines]))
+    check_complete(batch, heard)
+    assert {one.node for one in heard.completions} == {"rollout-1"}
+    assert heard.end is not None
+    assert heard.end.discarded > 0
+    assert rig.status().handovers == 16
+    assert rig.status().tokens_discarded == heard.end.discarded
+
+
+def test_all_nodes_are_killed_and_the_batch_waits_for_their_successors(rig: Rig) -> None:
+    victims = [rig.node(name, event_s=0.2) for name in ("rollout-0", "rollout-1")]
+    rig.until_members("rollout-0", "rollout-1")
+    batch = make_batch("0-0")
+    lines = rig.ask(batch)
+    read = until_tokens(lines)
+    for victim in victims:
+        kill(victim)
+    read += [waiting := next(line for line in lines if line.progress is not None and line.progress.waiting == 32)]
+    assert waiting.progress is not None
+    assert waiting.progress.members == 0
+    rig.node("rollout-2")
+    rig.node("rollout-3")
+    heard = hear(iter([*read, *lines]))
+    check_complete(batch, heard)
+    assert {one.node for one in heard.completions} <= {"rollout-2", "rollout-3"}
+
+
+def test_a_silent_node_is_out_and_its_requests_move(rig: Rig) -> None:
+    frozen = rig.node("rollout-0", event_s=0.2)
+    rig.until_members("rollout-0")
+    batch = make_batch("0-0", requests=4)
+    lines = rig.ask(batch)
+    read = until_tokens(lines)
+    frozen.send_signal(signal.SIGSTOP)  # as a machine that vanished: no connection breaks
+    rig.node("rollout-1")
+    heard = hear(iter([*read, *lines]))
+    check_complete(batch, heard)
+    assert {one.node for one in heard.completions} == {"rollout-1"}
+    rig.until_members("rollout-1")
+    frozen.send_signal(signal.SIGCONT)  # the same boot, with its policy: it simply goes on
+    rig.until_members("rollout-0", "rollout-1")
+
+
+def test_a_node_that_restarts_on_base_weights_gets_no_request(rig: Rig) -> None:
+    victim = rig.node("rollout-0", event_s=0.2)
+    rig.until_members("rollout-0")
+    before = rig.member("rollout-0")
+    assert before is not None
+    batch = make_batch("0-0")
+    lines = rig.ask(batch)
+    read = until_tokens(lines)
+    kill(victim)
+    seen = len(rig.seen("rollout-0"))
+    rig.node("rollout-0", port=before.address.rpartition(":")[2], never_load=True)
+    after = until("the new boot", lambda: rig.member("rollout-0"))
+    assert after.address == before.address
+    assert after.boot_id != before.boot_id
+    rig.node("rollout-1")
+    heard = hear(iter([*read, *lines]))
+    check_complete(batch, heard)
+    assert len(rig.seen("rollout-0")) == seen
+    assert {one.node for one in heard.completions} == {"rollout-1"}
+
+
+def test_a_killed_gateway_comes_back_on_its_port_and_members_return_by_themselves(rig: Rig) -> None:
+    rig.node("rollout-0")
+    rig.node("rollout-1")
+    rig.until_members("rollout-0", "rollout-1")
+    rig.complete(make_batch("0-0"))
+    url, boot_id = rig.url, rig.status().boot_id
+    kill(rig.processes[0])
+    with pytest.raises(httpx.TransportError):
+        rig.status()
+    rig.gateway()
+    assert rig.url == url
+    assert rig.status().boot_id != boot_id
+    rig.until_members("rollout-0", "rollout-1")
+    batch = make_batch("0-0")
+    check_complete(batch, rig.complete(batch))
+
+
+def test_a_trainer_that_goes_away_frees_the_nodes_and_its_tokens_are_told_to_the_next(rig: Rig) -> None:
+    rig.node("rollout-0", event_s=0.2)
+    lines = rig.ask(make_batch("0-0"))
+    abandoned = until_tokens(lines)[-1].progress
+    assert abandoned is not None
+    lines.close()  # type: ignore[attr-defined]  # it is a generator; closing it closes the connection
+    until("an idle node", lambda: (one := rig.member("rollout-0")) and one.requests_running == 0)
+    batch = make_batch("0-0", requests=1)
+    heard = rig.complete(batch)
+    check_complete(batch, heard)
+    assert heard.end is not None
+    assert heard.end.discarded >= abandoned.tokens
+    again = rig.complete(batch)
+    assert again.end is not None
+    assert again.end.discarded == 0  # told once
