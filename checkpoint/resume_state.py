@@ -44,5 +44,7 @@ def newest_resume_state(store: Store, at_most: PolicyVersion) -> ResumeState | N
         return None
     state = from_json(store.get(keys[-1]), ResumeState, keys[-1])
     if state.schema > SCHEMA:
-        raise Corrupt(f"{keys[-1]}: schema {state.schema}", f"this grpo-orch reads up to {SCHEMA}; use a newer one")
+        raise Corrupt(
+            f"{keys[-1]}: schema {state.schema}", f"this grpo-orch reads up to {SCHEMA}; use a newer one"
+        )
     return state

@@ -119,8 +119,12 @@ class Membership:
         return Change(f"{names}: nothing heard for {SILENT_S:g} s", tuple(row.term for row in silent))
 
     def serving(self, policy: str) -> tuple[Row, ...]:
-        """The members that hold the policy and are not leaving, with room or without."""
-        return tuple(row for row in self._rows.values() if row.policy == policy and row.node not in self._draining)
+        """The members that hold the policy, are not leaving and not in doubt, with room or without."""
+        return tuple(
+            row
+            for row in self._rows.values()
+            if row.policy == policy and not row.doubted and row.node not in self._draining
+        )
 
     def choose(self, policy: str, group: Hashable, avoid: str | None = None) -> Row | None:
         """Return the member for one more request, or None when there is none with room.
@@ -130,7 +134,7 @@ class Membership:
             group: what the requests of one prompt have in common.
             avoid: the node where the request failed last; taken only when there is no other.
         """
-        able = [row for row in self.serving(policy) if not row.doubted and row.running < row.max_requests]
+        able = [row for row in self.serving(policy) if row.running < row.max_requests]
         able = [row for row in able if row.node != avoid] or able
         if not able:
             return None

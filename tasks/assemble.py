@@ -19,7 +19,6 @@ from tasks.step_costs import StepCosts
 from tasks.user_objects import BadSpec, first_line, load_dataset, load_reward_functions, model_path
 
 
-
 def assemble(env: NodeEnv, spec: RunSpec, store: Store, heartbeat: Heartbeat, output_dir: Path) -> Any:
     """Return a trainer that is ready to train. Raises BadSpec for what only the user can repair."""
     workdir = Path(spec.workdir)

@@ -23,7 +23,9 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "n
 def upload_checkpoint(store: Store, folder: Path, at: PolicyVersion, meta: dict[str, str]) -> None:
     """Store a checkpoint folder; it exists once its manifest does. Raises StoreError."""
     began_s = time.monotonic()
-    stored = manifest.publish(store, layout.checkpoint(at), folder, at, time.time(), {**package_versions(), **meta})
+    stored = manifest.publish(
+        store, layout.checkpoint(at), folder, at, time.time(), {**package_versions(), **meta}
+    )
     log.info(
         "checkpoint_stored",
         checkpoint=str(at),

@@ -107,7 +107,9 @@ class GatewayClient:
             ) as answer,
         ):
             if answer.status_code in FATAL_STATUS:
-                raise GenerationFailed(f"the gateway answered {answer.status_code}: {answer.read().decode()[:500]}")
+                raise GenerationFailed(
+                    f"the gateway answered {answer.status_code}: {answer.read().decode()[:500]}"
+                )
             if answer.status_code != 200:
                 raise GatewayLost(f"it answered {answer.status_code}")
             for line in _split(answer.iter_bytes()):

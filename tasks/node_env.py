@@ -1,42 +1,37 @@
-"""What a node is told by whoever started it: environment variables, read once at the start of each process."""
+"""What a machine of the run is told when its work is started: its environment, read once and checked."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-RUN = "GRPO_ORCH_RUN"
-NODE = "GRPO_ORCH_NODE"
-TOKEN = "GRPO_ORCH_TOKEN"
-ATTEMPT = "GRPO_ORCH_ATTEMPT"
-TIMELINE = "GRPO_ORCH_TIMELINE"
-WORKDIR = "GRPO_ORCH_WORKDIR"
 
-
-class BadNodeEnv(Exception):
-    """A variable is missing or of the wrong form: whoever started this process left it out."""
+class NotANode(Exception):
+    """The environment lacks what every node of a run is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeEnv:
-    """Who this process is, and for which run."""
+    """One node's environment."""
 
-    run: str  # the store's URL
-    node: str
-    token: str  # the run's secret
-    attempt: int
-    timeline: int
-    workdir: str  # scratch folder of this node
+    run: str  # GRPO_ORCH_RUN: the store's URL
+    node: str  # GRPO_ORCH_NODE
+    token: str  # GRPO_ORCH_TOKEN: the run's secret
+    attempt: int  # GRPO_ORCH_ATTEMPT: which run of the node's work this is
+    workdir: str  # GRPO_ORCH_WORKDIR: a folder of this machine alone, gone with it
+    host: str  # GRPO_ORCH_NODE_HOST: the address at which other machines reach this one
 
 
-def read_node_env(environ: Mapping[str, str] = os.environ) -> NodeEnv:
-    """Raises BadNodeEnv naming the variable."""
-    missing = [name for name in (RUN, NODE, TOKEN, WORKDIR) if not environ.get(name)]
-    if missing:
-        raise BadNodeEnv(f"{', '.join(missing)} must be set; `grpo-orch up` does so")
+def read_node_env() -> NodeEnv:
+    """Read it. Raises NotANode naming the variable that is missing."""
     try:
-        attempt, timeline = int(environ.get(ATTEMPT, "1")), int(environ.get(TIMELINE, "0"))
-    except ValueError as error:
-        raise BadNodeEnv(f"{ATTEMPT} and {TIMELINE} must be whole numbers") from error
-    return NodeEnv(environ[RUN], environ[NODE], environ[TOKEN], attempt, timeline, environ[WORKDIR])
+        return NodeEnv(
+            run=os.environ["GRPO_ORCH_RUN"],
+            node=os.environ["GRPO_ORCH_NODE"],
+            token=os.environ["GRPO_ORCH_TOKEN"],
+            attempt=int(os.environ["GRPO_ORCH_ATTEMPT"]),
+            workdir=os.environ["GRPO_ORCH_WORKDIR"],
+            host=os.environ.get("GRPO_ORCH_NODE_HOST", "127.0.0.1"),
+        )
+    except KeyError as error:
+        raise NotANode(f"{error.args[0]} is not set; a node's work is started by the controller") from error

@@ -62,7 +62,9 @@ def build_config(values: dict[str, Any], output_dir: Path, *, evaluates: bool) -
         if values[name] != OURS[name]:
             raise ValueError(f"{name}: must be {OURS[name]!r} here, or left out")
     if "seed" in (values.get("generation_kwargs") or {}):
-        raise ValueError("generation_kwargs: `seed` must go, as each completion has a seed of its own (see `seed`)")
+        raise ValueError(
+            "generation_kwargs: `seed` must go, as each completion has a seed of its own (see `seed`)"
+        )
     defaults = {**DEFAULTS, **(EVALUATION_DEFAULTS if evaluates else {})}
     return GRPOConfig(**{**defaults, **values, **OURS, "output_dir": str(output_dir)})
 
@@ -125,7 +127,9 @@ class FleetClient:
     ) -> dict[str, Any]:
         """Return `n` completions of each prompt in TRL's shapes, prompt by prompt."""
         if features is not None or logprobs != 0:
-            raise NotImplementedError("the rollout fleet serves text prompts, and the sampled tokens' logprobs alone")
+            raise NotImplementedError(
+                "the rollout fleet serves text prompts, and the sampled tokens' logprobs alone"
+            )
         sampling: dict[str, Any] = {
             "repetition_penalty": repetition_penalty,
             "temperature": temperature,
@@ -188,9 +192,7 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
             return
         base = [(weight, weight.detach().clone()) for weight in _adapted_weights(self.model)]
         # TRL takes the adapters out again when it has yielded its last weight: with adapters, copies are needed.
-        named = {
-            name: weight.detach().to("cpu", copy=bool(base)) for name, weight in super()._iter_named_params()
-        }
+        named = {name: weight.detach().to("cpu", copy=bool(base)) for name, weight in super()._iter_named_params()}
         for weight, kept in base:
             weight.data.copy_(kept)
         yield from revert_weight_conversion(plain_model(self.model), named).items()
@@ -287,5 +289,7 @@ def _adapted_weights(model: Any) -> list[torch.Tensor]:
     """The weights that merging adapters would change; none without PEFT."""
     if not hasattr(model, "merge_adapter"):
         return []
-    layers = [module for module in model.modules() if hasattr(module, "get_base_layer") and hasattr(module, "merge")]
+    layers = [
+        module for module in model.modules() if hasattr(module, "get_base_layer") and hasattr(module, "merge")
+    ]
     return [weight for layer in layers for weight in layer.get_base_layer().parameters(recurse=False)]

@@ -151,9 +151,9 @@ def test_a_fault_explains_one_loss_of_each_node_and_only_soon_after() -> None:
 
 
 def test_of_two_faults_the_later_one_explains_a_trace() -> None:
-    first, second = fault(100, target="rollout-0", name="first"), fault(120, target="rollout-0", name="second")
-    found = merged([first, second], [fault(121, target="rollout-0"), fault(101, target="rollout-0")])
-    assert [(one.name, one.seen_s) for one in found] == [("first", 101), ("second", 121)]
+    first, second = fault(100, target="rollout-0", name="first"), fault(120, target="rollouts", name="second")
+    found = merged([first, second], [fault(121, target="rollout-0")])
+    assert [(one.name, one.seen_s) for one in found] == [("first", 100), ("second", 121)]
 
 
 def test_a_lost_trainer_machine_takes_its_gateway_along_once() -> None:
@@ -165,6 +165,11 @@ def test_seconds_lost_are_what_a_disturbed_gap_is_longer_than_usual() -> None:
     # Usual gap 10; the first long gap has no fault in it, and is nobody's.
     log = steps(100, 110, 120, 145, 155, 190, 200)
     assert fault_costs(log, [fault(160)]) == [FaultCost("kill", 4 + 1, 25.0, 0, True)]
+
+
+def test_usual_is_what_gaps_without_faults_are_even_where_most_have_one() -> None:
+    log = steps(0, 10, 40, 70, 100)
+    assert [cost.seconds_lost for cost in fault_costs(log, [fault(11), fault(41), fault(71)])] == [20.0] * 3
 
 
 def test_faults_in_one_gap_share_its_seconds_and_tokens_and_nothing_gets_lost() -> None:
@@ -195,6 +200,7 @@ def test_the_gap_before_the_first_step_made_again_holds_all_that_a_restart_cost(
 def test_steps_still_to_be_made_again_are_not_part_of_the_run() -> None:
     log = steps(10, 20, 75, 40, 50)
     assert [step.step for step in lived(log)] == [1, 2, 3]
+    assert [cost.seconds_lost for cost in fault_costs(log, [fault(41)])] == [45.0]
     assert [step.step for step in lived([*steps(10, 20, 30), Step(1, 2, 40)])] == [1, 2, 3, 2]
 
 

@@ -102,7 +102,9 @@ def test_storage(folder: Path, written: str, meant: str) -> None:
     ],
 )
 def test_numbers_are_read_as_people_write_them(folder: Path, written: str, value: float) -> None:
-    assert load(folder, changed(("learning_rate: 2e-3", f"learning_rate: {written}"))).grpo["learning_rate"] == value
+    assert (
+        load(folder, changed(("learning_rate: 2e-3", f"learning_rate: {written}"))).grpo["learning_rate"] == value
+    )
 
 
 def test_no_and_off_are_texts(folder: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from checkpoint.errors import NotFound
-from checkpoint.store import Store
+from checkpoint.store import Entry, Store
 from orchestrator.views.model import RunView, run_view, to_json, view_of
 from orchestrator.views.reader import Reader
 from policies.events import JobExited, JobRestarted, NodeMoved, RunMoved
@@ -27,6 +29,14 @@ class CountingStore(Store):
     def get(self, key: str) -> bytes:
         self.fetched.append(key)
         return super().get(key)
+
+
+class CoarseStore(Store):
+    """Its clock stands still, as a clock of whole seconds does for most of one."""
+
+    def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
+        now = datetime(2026, 1, 1, tzinfo=UTC)
+        return [replace(entry, modified_at=now) for entry in super().entries(prefix, after=after)]
 
 
 def look(world: World, at_s: float, gateway: GatewayStatus | None = None) -> RunView:
@@ -152,6 +162,8 @@ def test_rehearsed_faults_are_among_the_events_in_the_order_of_time() -> None:
         "rollout-1-i1 is gone: preempted",
         "Rehearsal: kill gateway at step 5 (took gateway)",
     ]
+    again = [event.text for event in view_of(reader, T0 + 27, None).events[-3:]]
+    assert again == told
 
 
 def test_a_second_look_fetches_only_what_can_have_changed(tmp_path: Path) -> None:
@@ -167,6 +179,7 @@ def test_a_second_look_fetches_only_what_can_have_changed(tmp_path: Path) -> Non
     store.fetched.clear()
     second = view_of(reader, T0 + 300, None)
     assert second == first
+    assert [point.step for point in second.recent] == list(range(131, 251))
     documents = {"lease.json", "trainer.json"}
     assert set(store.fetched) - documents <= {"metrics/0000/00000002.jsonl"}
 
@@ -190,6 +203,25 @@ def test_a_step_made_again_in_an_older_object_is_seen() -> None:
     world.logs(150, 98, reward=-98.0)
     view = view_of(reader, T0 + 200, None)
     assert (view.reward, len(view.recent)) == (-98.0, 1)
+
+
+def test_rows_of_two_objects_between_two_looks_are_seen() -> None:
+    world = World()
+    world.logs(98, 98, reward=98.0)
+    reader = Reader(world.store)
+    view_of(reader, T0 + 200, None)
+    for step in range(99, 102):
+        world.logs(step, step, reward=float(step))
+    assert [point.step for point in view_of(reader, T0 + 200, None).recent] == [98, 99, 100, 101]
+
+
+def test_a_row_of_the_same_size_in_the_same_second_is_seen() -> None:
+    world = World()
+    world.logs(20, 1, reward=1.5)
+    reader = Reader(CoarseStore(world.store.url))
+    assert view_of(reader, T0 + 30, None).reward == 1.5
+    world.logs(20, 1, reward=2.5)
+    assert view_of(reader, T0 + 30, None).reward == 2.5
 
 
 def test_json_always_has_the_same_keys() -> None:

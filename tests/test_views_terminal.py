@@ -97,7 +97,10 @@ def test_of_a_large_fleet_the_nodes_in_trouble_are_shown(view: RunView) -> None:
 def test_markup_in_what_others_wrote_is_only_text(view: RunView) -> None:
     wild = replace(view.events[-1], text="took [red]node[/blue]")
     assert any("took [red]node[/blue]" in line for line in drawn(replace(view, events=(wild,))))
-    assert changes(None, replace(view, events=(wild,), recent=()))[0].endswith("took [red]node[/blue]")
+    out = io.StringIO()
+    last = replace(view, events=(wild,), recent=())
+    watch(showing([last]), lambda _: True, Console(width=80, file=out))
+    assert out.getvalue().endswith("took [red]node[/blue]\n")
 
 
 def test_only_what_is_new_is_printed(view: RunView) -> None:

@@ -117,16 +117,16 @@ class _Reader:
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
-                self._report(line, path, "only plain keys are read, no merge (<<); write the keys out")
+                self._findings.add(path, "only plain keys are read, no merge (<<); write the keys out", line)
                 continue
             key = str(key_node.value)
             below = (*path, key)
             if key in found:
                 first = self._document.lines[below]
-                self._report(line, below, f"given twice, first on line {first}; remove one of the two")
+                self._findings.add(below, f"given twice, first on line {first}; remove one of the two", line)
                 continue
             if _lone_surrogate(key):
-                self._report(line, path, "a key that is no valid Unicode")
+                self._findings.add(path, "a key that is no valid Unicode", line)
                 continue
             self._document.lines[below] = line
             found[key] = self.value(value_node, below)
@@ -149,12 +149,6 @@ class _Reader:
         except ValueError as error:
             self._findings.add(path, str(error))
             return None
-
-    def _report(self, line: int, path: KeyPath, message: str) -> None:
-        """Report a key that cannot have an entry in `lines`, or has one already."""
-        self._findings.add(path, message)
-        problem = self._findings.problems[-1]
-        self._findings.problems[-1] = Problem(problem.file, line, problem.key, problem.message)
 
 
 def _plain(tag: str, text: str) -> bool | int | float | str | None:

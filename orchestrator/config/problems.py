@@ -51,12 +51,17 @@ class Findings:
     refused: set[KeyPath] = field(default_factory=set)  # keys whose value nobody may rely on
     spelled: dict[KeyPath, KeyPath] = field(default_factory=dict)  # how the file itself calls a key
 
-    def add(self, path: KeyPath, message: str) -> None:
-        """Report a value. A path below a shorthand (`replicas: 2`) is reported as the key that the file has."""
+    def add(self, path: KeyPath, message: str, line: int = 0) -> None:
+        """Report a value, on the line of its key unless another is given.
+
+        A path below a shorthand (`replicas: 2`) is reported as the key that the file has. A key is reported once:
+        what comes later follows from what came first.
+        """
         known = self._known(path)
         shown = dotted(self.spelled.get(known, known))
-        self.problems.append(Problem(self.file, self.lines[known], shown, message))
         self.refused.add(path)
+        if not any(problem.key == shown for problem in self.problems):
+            self.problems.append(Problem(self.file, line or self.lines[known], shown, message))
 
     def rename(self, path: KeyPath, better: KeyPath) -> None:
         """Know a key of the file by another name from now on; reports still show the file's own."""
@@ -70,8 +75,8 @@ class Findings:
         self.refused.add(path)
 
     def doubtful(self, path: KeyPath) -> bool:
-        """Tell whether the value at `path`, or one that holds it or lies within it, was reported."""
-        return any(bad[: len(path)] == path or path[: len(bad)] == bad for bad in self.refused)
+        """Tell whether the value at `path`, or one that holds it, was reported."""
+        return any(path[:length] in self.refused for length in range(len(path) + 1))
 
     def _known(self, path: KeyPath) -> KeyPath:
         while path and path not in self.lines:

@@ -121,7 +121,7 @@ class BatchRun:
                 self._lines.put_nowait(BatchLine(error=f"request {request.index}: {error}"))
                 return
             except NodeFailed as error:
-                self._note_failure(place, request, error)
+                self._note_failure(place, error)
                 avoid = place.node
             else:
                 self._lines.put_nowait(BatchLine(completion=self._completion(request, answer, place)))
@@ -150,10 +150,9 @@ class BatchRun:
         finally:
             self._members.give_back(place)
 
-    def _note_failure(self, place: Place, request: CompletionRequest, error: NodeFailed) -> None:
+    def _note_failure(self, place: Place, error: NodeFailed) -> None:
         self._ledger.handovers += 1
         self._last_failure = f"{place.node}: {error}"
-        log.warning("request_moves", request=request.index, node=place.node, boot_id=place.boot_id, why=str(error))
         self._members.doubt(place, str(error))
 
     def _completion(self, request: CompletionRequest, answer: Answer, place: Place) -> Completion:

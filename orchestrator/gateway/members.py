@@ -120,8 +120,11 @@ class Members:
 
     def doubt(self, place: Place, why: str) -> None:
         """A request failed there: wait for the next announcement, which is asked for at once."""
-        self._apply(self.table.doubt(place.node, place.term, why))
-        self._answer(place.node)
+        row = self.table.row(place.node)
+        if row is not None and row.term == place.term and not row.doubted:
+            change = self.table.doubt(place.node, place.term, why)
+            log.warning("membership", change=change.reason)
+            self._answer(place.node)
 
     async def place(self, policy: str, group: Hashable, avoid: str | None) -> Place:
         """Return a place on a member that holds the policy, waiting for as long as there is none."""
@@ -149,7 +152,8 @@ class Members:
     def status(self) -> list[MemberStatus]:
         """Every member, for `GET /status`."""
         now_s = time.monotonic()
-        return [self._describe(row, now_s) for row in self.table.rows]
+        serving = () if self.wanted is None else self.table.serving(self.wanted.version)
+        return [self._describe(row, row in serving, now_s) for row in self.table.rows]
 
     async def sweep(self) -> None:
         """Take out silent members, for ever."""
@@ -231,15 +235,14 @@ class Members:
             link = self._links[row.term] = Link(_session())
         return Place(row.node, row.boot_id, row.term, f"http://{row.address}/v1/completions", link)
 
-    def _describe(self, row: Row, now_s: float) -> MemberStatus:
-        draining = self.table.draining(row.node)
+    def _describe(self, row: Row, serving: bool, now_s: float) -> MemberStatus:
         return MemberStatus(
             node=row.node,
             boot_id=row.boot_id,
             address=row.address,
             policy=row.policy,
-            serving=self.wanted is not None and row.policy == self.wanted.version and not draining,
-            draining=draining,
+            serving=serving,
+            draining=self.table.draining(row.node),
             requests_running=row.running,
             seen_s_ago=now_s - row.seen_at_s,
         )

@@ -97,7 +97,7 @@ def _follow(get_view: Callable[[], RunView], wait: Callable[[float], bool], cons
         view = get_view()
         for line in changes(before, view):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-        if wait(REFRESH_S):
+        if view.over or wait(REFRESH_S):
             return view
         before = view
 

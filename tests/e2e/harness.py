@@ -77,9 +77,9 @@ class Run:
         return found
 
     def pids(self, node: str, module: str = "") -> list[int]:
-        """The processes of a node's machine; with `module`, those whose command line names it."""
+        """The processes of a node's machine; with `module`, those that were started to run it."""
         pids = marked_processes(self.machine(node))
-        return sorted(pid for pid in pids if module in _command(pid))
+        return sorted(pid for pid in pids if not module or module in _command(pid))
 
     def until(self, what: str, wanted: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Wait until `wanted()`; on time-out, fail with what the daemon's log says last."""
@@ -106,8 +106,8 @@ class Run:
         return [pid for pid in pids if self.url in _command(pid) and pid != os.getpid()]
 
 
-def _command(pid: int) -> str:
+def _command(pid: int) -> list[str]:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:
-        return ""
+        return []

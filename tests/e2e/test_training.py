@@ -126,7 +126,7 @@ def test_every_fault_is_survived_and_changes_no_weight(undisturbed: str, tiny: P
         assert after == before, "resume adopts what runs"
 
         reach(run, 13)
-        (trainer,) = run.pids("trainer-0-i1", "tasks.trainer\0".rstrip("\0"))[-1:]
+        (trainer,) = run.pids("trainer-0-i1", "tasks.trainer")
         os.kill(trainer, signal.SIGKILL)
         run.until(
             "the restarted trainer", lambda: (beat := read_trainer(run.store)) is not None and beat.attempt == 2

@@ -7,6 +7,7 @@ what else was asked.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -63,8 +64,7 @@ class StandInGateway:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         url = f"http://127.0.0.1:{self._server.server_port}"
         documents.write_gateway(self.store, GatewayAddress(url, "stand-in", time.time()))
@@ -132,6 +132,14 @@ class StandInGateway:
         return self.policy_of[version]
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a trainer that was killed
+            super().handle_error(*_)  # type: ignore[arg-type]  # handed on as they came
+
+
 @torch.no_grad()
 def _sample(
     model: torch.nn.Module, prompt: list[int], seed: int, sampling: dict[str, float]
@@ -157,4 +165,3 @@ def _line(handler: BaseHTTPRequestHandler, line: BatchLine) -> None:
     data = to_json(line) + b"\n"
     handler.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
     handler.wfile.flush()
-

@@ -6,6 +6,7 @@ import random
 import subprocess
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,24 @@ from tests.node.trainer_rig import GRPO, Rig, make_tiny, open_rig
 
 STEPS = GRPO["max_steps"]
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {"grpo": {"eval_steps": 3, "per_device_eval_batch_size": 8}, "evaluates": True},
-    # A checkpoint in the middle of a generation window, whose other half is used after the restart.
-    "window": {"grpo": {"steps_per_generation": 2, "num_iterations": 2, "save_steps": 1}},
-    "lora": {"grpo": {"save_steps": 3}, "peft": LORA},
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, and after how many completions its first kill comes: behind a checkpoint and a later, journalled step."""
+
+    spec: dict[str, Any]
+    first_kill: range
+    replays: int  # steps that the first restart has in the journal
+
+
+CASES = {
+    "plain": Case(
+        {"grpo": {"eval_steps": 3, "per_device_eval_batch_size": 8}, "evaluates": True}, range(41, 48), 1
+    ),
+    # Its checkpoints are in the middle of a generation window, whose rest is used after the restart.
+    "window": Case({"grpo": {"steps_per_generation": 2, "num_iterations": 2, "save_steps": 3}}, range(17, 32), 0),
+    "lora": Case({"grpo": {"save_steps": 3}, "peft": LORA}, range(33, 40), 1),
 }
 
 
@@ -31,29 +45,28 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_killed_trainer_ends_in_the_same_weights(case: str, tiny: Path, tmp_path: Path) -> None:
-    seed = random.SystemRandom().randrange(10**6)
+@pytest.mark.parametrize("name", CASES)
+def test_killed_trainer_ends_in_the_same_weights(name: str, tiny: Path, tmp_path: Path) -> None:
+    case, seed = CASES[name], random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     dice = random.Random(seed)
-    with open_rig(tmp_path / "calm", tiny, **CASES[case]) as calm:
+    with open_rig(tmp_path / "calm", tiny, **case.spec) as calm:
         assert calm.wait(calm.start_trainer()) == 0
-        completions = calm.gateway.made
-    with open_rig(tmp_path / "killed", tiny, **CASES[case]) as killed:
+    with open_rig(tmp_path / "killed", tiny, **case.spec) as killed:
         # In the middle of a batch; then at any moment of a later step, generating, training or saving.
-        kill_after_completion(killed, 1, dice.randrange(completions // 4, completions // 2))
-        kill_at_step(killed, 2, dice.randrange(STEPS // 2, STEPS), delay_s=dice.random() * 0.3)
-        journalled = {entry.key for entry in killed.store.entries(layout.ROLLOUTS)}
+        kill_after_completion(killed, 1, dice.choice(case.first_kill))
+        assert len(to_replay(killed.store)) == case.replays
+        kill_at_step(killed, 2, dice.randrange(STEPS - 3, STEPS), delay_s=dice.random() * 0.3)
+        replayed, journalled = to_replay(killed.store), journalled_steps(killed.store)
         asked_before = len(killed.gateway.asked)
         assert killed.wait(killed.start_trainer(3), 3) == 0
-        assert not {
-            key for key in journalled for policy, _ in killed.gateway.asked[asked_before:] if key_of(policy, key)
-        }, "completions that the journal holds were asked for again"
+    again = {PolicyVersion.parse(policy).step for policy, _ in killed.gateway.asked[asked_before:]}
+    assert not again & journalled, "completions that the journal holds were asked for again"
+    rows = {row.step: row.values for row in metrics.read_metrics(killed.store)}
+    assert all(rows[step + 1][metrics.REPLAYED] == 1 for step in replayed)
     assert final_files(killed.store) == final_files(calm.store)
-    assert rewards(killed.store) == rewards(calm.store)
-    assert any(row.values.get(metrics.REPLAYED) == 1 for row in metrics.read_metrics(killed.store))
-    moved = {row.values["reward"] for row in metrics.read_metrics(calm.store)}
-    assert len(moved) > 2, "the run learned nothing, so equal weights would prove nothing"
+    assert results(killed.store) == results(calm.store)
+    assert len({loss for *_, loss in results(calm.store)}) == STEPS, "nothing was learned, so this proves nothing"
 
 
 def kill_after_completion(rig: Rig, attempt: int, count: int) -> None:
@@ -87,9 +100,16 @@ def kill_at_step(rig: Rig, attempt: int, step: int, delay_s: float) -> None:
         trainer.wait(10)
 
 
-def key_of(policy: str, key: str) -> bool:
-    """Whether the journal's key is a record of that policy."""
-    return layout.version_of(key) == PolicyVersion.parse(policy) and not key.endswith("-1000.json")
+def journalled_steps(store: Store) -> set[int]:
+    """The steps whose training completions the journal holds."""
+    keys = [entry.key for entry in store.entries(layout.ROLLOUTS)]
+    return {layout.version_of(key).step for key in keys if key.endswith("-00.json")}
+
+
+def to_replay(store: Store) -> set[int]:
+    """The journalled steps that a trainer which starts now has to take again."""
+    newest = max((at.step for at in manifest.committed(store, layout.CHECKPOINTS)), default=0)
+    return {step for step in journalled_steps(store) if step >= newest}
 
 
 def final_files(store: Store) -> dict[str, str]:
@@ -101,6 +121,7 @@ def final_files(store: Store) -> dict[str, str]:
     return {name: digests[name] for name in [*weights, "optimizer.pt", "scheduler.pt", "rng_state.pth"]}
 
 
-def rewards(store: Store) -> list[tuple[int, float, float]]:
+def results(store: Store) -> list[tuple[int, float | None, float]]:
+    """What each step earned and lost; a step that generated nothing has no reward."""
     rows = metrics.read_metrics(store)
-    return [(row.step, row.values["reward"], row.values["loss"]) for row in rows]
+    return [(row.step, row.values.get("reward"), row.values["loss"]) for row in rows]

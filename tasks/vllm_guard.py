@@ -1,0 +1,161 @@
+"""The door of a rollout node: an ASGI middleware in vLLM's own server, `--middleware tasks.vllm_guard.Guard`.
+
+It answers for what the node may be asked: a completion is let through only if it is meant for this boot and for the
+policy that is loaded at that moment, and a change of weights first ends every completion that runs, so that none is
+ever made of two policies. Changing weights is for the agent beside it alone. vLLM's development endpoints, which do
+the same for anyone, are not needed, and every path that is not named here does not exist.
+
+The engine is reached as vLLM's own endpoints reach it, through `app.state.engine_client`; nothing of vLLM is
+imported. With more than one API server process (`--api-server-count`) only one of them would learn of new weights;
+the others go on refusing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from policies.wire import HEADER_BOOT, HEADER_POLICY, LoadPolicy
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+BODY_SIZE_MAX = 64 * 1024
+_LOOPBACK = ("127.0.0.1", "::1")
+
+
+class Guard:
+    """The middleware. Its secrets are in the environment: GRPO_ORCH_TOKEN, which the run's parties share,
+    GRPO_ORCH_NODE_SECRET, which only the agent has, and GRPO_ORCH_BOOT, which names this life of the server."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._token = os.environ["GRPO_ORCH_TOKEN"]
+        self._secret = os.environ["GRPO_ORCH_NODE_SECRET"]
+        self._boot_id = os.environ["GRPO_ORCH_BOOT"]
+        self._policy: str | None = None  # what the engine holds; None while it is base weights or changing
+        self._running: set[asyncio.Task[None]] = set()
+        self._changing = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        match scope["type"]:
+            case "lifespan":
+                await self._app(scope, receive, send)
+            case "http":
+                await self._http(scope, receive, send)
+            case _:
+                return  # the server closes a websocket that nobody accepts
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
+        agent = _is_local(scope) and _bears(headers, self._secret)
+        match (scope["method"], scope["path"]):
+            case ("PUT", "/grpo/policy") if agent:
+                await self._load(scope, receive, send)
+            case ("POST", "/v1/completions") if agent:  # the agent's trial, before anybody is let in
+                await self._app(scope, receive, send)
+            case _ if not _bears(headers, self._token):
+                await _answer(send, 401, "")
+            case ("GET", "/health"):
+                await self._app(scope, receive, send)
+            case ("POST", "/v1/completions"):
+                await self._complete(scope, receive, send, headers)
+            case _:
+                await _answer(send, 404, "not an endpoint of a rollout node")
+
+    async def _complete(self, scope: Scope, receive: Receive, send: Send, headers: dict[str, bytes]) -> None:
+        asked = [headers.get(name.lower(), b"").decode("latin-1") for name in (HEADER_BOOT, HEADER_POLICY)]
+        if asked != [self._boot_id, self._policy]:
+            await _answer(send, 409, f"this is boot {self._boot_id} with policy {self._policy}")
+            return
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        task = asyncio.ensure_future(self._app(scope, receive, watched))
+        self._running.add(task)
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        finally:
+            self._running.discard(task)
+        if not task.cancelled():
+            task.result()
+        elif started:
+            event = {"error": {"message": "the weights change", "code": 409}}
+            body = f"data: {json.dumps(event)}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+        else:
+            await _answer(send, 409, "the weights change")
+
+    async def _load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Load a policy that the agent has verified. Any failure leaves the node without a policy: the error goes
+        to vLLM's log, the agent sees 500 and starts the server anew."""
+        try:
+            wanted = msgspec.json.decode(await _body(receive), type=LoadPolicy)
+        except msgspec.DecodeError as error:
+            await _answer(send, 400, str(error))
+            return
+        async with self._changing:
+            if wanted.version != self._policy:
+                self._policy = None  # from here on nobody is let in
+                await self._end_running()
+                await _change_weights(scope["app"].state.engine_client, wanted.path)
+                self._policy = wanted.version
+        await _answer(send, 204, "")
+
+    async def _end_running(self) -> None:
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(set(self._running))
+
+
+async def _change_weights(engine: Any, path: str) -> None:
+    # Nothing runs by now; should anything be left in the engine, it is aborted here and not continued.
+    await engine.pause_generation(mode="abort")
+    await engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
+    # What was computed from a prompt with the old weights is worthless.
+    if not await engine.reset_prefix_cache():
+        raise RuntimeError("vLLM did not reset its prefix cache: blocks are still in use")
+    await engine.resume_generation()
+
+
+def _is_local(scope: Scope) -> bool:
+    """Whether the peer is on this machine: it came over loopback, or from the address that it went to."""
+    client, server = scope.get("client"), scope.get("server")
+    return bool(client) and (client[0] in _LOOPBACK or bool(server and client[0] == server[0]))
+
+
+def _bears(headers: dict[str, bytes], secret: str) -> bool:
+    return hmac.compare_digest(headers.get("authorization", b""), f"Bearer {secret}".encode())
+
+
+async def _body(receive: Receive) -> bytes:
+    body = b""
+    while len(body) <= BODY_SIZE_MAX:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            break
+    return body
+
+
+async def _answer(send: Send, status: int, text: str) -> None:
+    headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(text.encode())).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [] if status == 204 else headers})
+    await send({"type": "http.response.body", "body": text.encode()})
