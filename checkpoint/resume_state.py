@@ -19,7 +19,7 @@ KL_KEPT = 100  # logged KL values kept, the newest last
 
 @dataclass(frozen=True, slots=True)
 class ResumeState:
-    """The run as of one step. A KL that was logged as NaN or infinite is None; `best_*` are None before any reward."""
+    """The run as of one step. A KL that was not a finite number is None; `best_*` are None before any reward."""
 
     schema: int
     policy: str  # PolicyVersion as text

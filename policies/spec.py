@@ -73,7 +73,8 @@ class PoliciesSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
-    """One fault for the local cloud. `target` is a node's slot, `rollouts`, `gateway`, `trainer` or `daemon`."""
+    """One fault for the local cloud. `target` is a slot (`rollout-0`, `trainer-0`: its machine), `rollouts`, or,
+    for kill alone, one process: `gateway`, `trainer`, `daemon`."""
 
     fault: Literal["kill", "preempt", "no_capacity"]
     at_step: int

@@ -60,9 +60,7 @@ def assemble(env: NodeEnv, spec: RunSpec, store: Store, heartbeat: Heartbeat, ou
     return trainer
 
 
-def _callbacks(
-    env: NodeEnv, spec: RunSpec, store: Store, heartbeat: Heartbeat, costs: StepCosts
-) -> list[callbacks.TrainerCallback]:
+def _callbacks(env: NodeEnv, spec: RunSpec, store: Store, heartbeat: Heartbeat, costs: StepCosts) -> list[Any]:
     meta = {"node": env.node, "attempt": str(env.attempt)}
     return [
         callbacks.HeartbeatCallback(heartbeat),

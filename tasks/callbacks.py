@@ -23,28 +23,28 @@ from tasks.heartbeat import Heartbeat
 from tasks.step_costs import StepCosts
 
 
-class HeartbeatCallback(TrainerCallback):
+class HeartbeatCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
     """Keeps the heartbeat true, and stops a trainer that was replaced at its next step."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         self._heartbeat.say("training", step=state.global_step, max_steps=state.max_steps)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
         self._heartbeat.check()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         self._heartbeat.say(step=state.global_step)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+    def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         kl = logs.get("kl")
         if kl is not None and math.isfinite(kl):
             self._heartbeat.say(kl=kl)
 
 
-class MetricsCallback(TrainerCallback):
+class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
     """Stores what TRL logs, a row a step. What is logged twice at one step, as evaluation is, shares the row."""
 
     def __init__(self, store: Store, costs: StepCosts, timeline: int, attempt: int) -> None:
@@ -55,12 +55,12 @@ class MetricsCallback(TrainerCallback):
         self._step = -1
         self._values: dict[str, float] = {}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         self._step = state.global_step
         rows = metrics.read_metrics(self._store, self._timeline)
         self._values = next((dict(row.values) for row in rows if row.step == self._step), {})
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+    def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         if state.global_step != self._step:
             self._step, self._values = state.global_step, {}
         for name, value in self._costs.take().items():
@@ -72,7 +72,7 @@ class MetricsCallback(TrainerCallback):
         )
 
 
-class ResumeStateCallback(TrainerCallback):
+class ResumeStateCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
     """Stores the light resume state every so many steps, and takes it up again after a restart."""
 
     def __init__(self, store: Store, timeline: int, every_steps: int) -> None:
@@ -83,7 +83,7 @@ class ResumeStateCallback(TrainerCallback):
         self._kl: deque[float | None] = deque(maxlen=resume_state.KL_KEPT)
         self._best: tuple[float, int] | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         at = PolicyVersion(self._timeline, state.global_step)
         kept = resume_state.newest_resume_state(self._store, at)
         self._stored_step = 0 if kept is None else PolicyVersion.parse(kept.policy).step
@@ -96,7 +96,7 @@ class ResumeStateCallback(TrainerCallback):
             if self._stored_step < row.step <= state.global_step:
                 self._take(row.values, row.step)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+    def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         self._take(storable(logs), state.global_step)
         if state.global_step // self._every_steps > self._stored_step // self._every_steps:
             self._stored_step = state.global_step
@@ -123,7 +123,7 @@ class ResumeStateCallback(TrainerCallback):
             self._best = (reward, step)
 
 
-class CheckpointCallback(TrainerCallback):
+class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
     """Uploads each checkpoint that the trainer saves, and sees that the last step is saved."""
 
     def __init__(self, store: Store, heartbeat: Heartbeat, timeline: int, meta: dict[str, str]) -> None:
@@ -132,11 +132,11 @@ class CheckpointCallback(TrainerCallback):
         self._timeline = timeline
         self._meta = meta
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step >= state.max_steps:
             control.should_save = True
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_save(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
         self._heartbeat.check()
         self._heartbeat.say("saving")
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"

@@ -97,7 +97,10 @@ class GatewayClient:
         return address.url
 
     def _lines(self, url: str, batch: Batch) -> Iterator[BatchLine]:
-        """Send the batch and yield the answer's lines. Raises GatewayLost, GenerationFailed, httpx.TransportError."""
+        """Yield the lines of the answer to a batch.
+
+        Raises GatewayLost, GenerationFailed, httpx.TransportError.
+        """
         timeout = httpx.Timeout(SILENT_S, connect=5.0)
         # The gateway stands beside the trainer: proxies that the environment names are not for it.
         with (
@@ -199,9 +202,10 @@ class _Call:
         self._heard_s = now_s
 
     def _accept(self, completion: Completion) -> None:
-        if completion.policy != self.batch.policy.version:
+        wanted = self.batch.policy.version
+        if completion.policy != wanted:
             raise GenerationFailed(
-                f"node {completion.node} answered from policy {completion.policy}, asked was {self.batch.policy.version}"
+                f"node {completion.node} answered from policy {completion.policy}, not {wanted}"
             )
         if len(completion.logprobs) != len(completion.token_ids):
             raise GenerationFailed(f"node {completion.node} sent tokens without their log-probabilities")

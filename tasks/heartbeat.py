@@ -65,10 +65,15 @@ class Heartbeat:
         kl: float | None = None,
     ) -> None:
         """Change what the beat says; None leaves a field as it is. Never waits for the store."""
-        new = {"activity": activity, "step": step, "max_steps": max_steps, "kl": kl}
-        changed = replace(self._beat, **{name: value for name, value in new.items() if value is not None})
-        if changed != self._beat:
-            self._beat = changed
+        old = self._beat
+        self._beat = replace(
+            old,
+            activity=old.activity if activity is None else activity,
+            step=old.step if step is None else step,
+            max_steps=old.max_steps if max_steps is None else max_steps,
+            kl=old.kl if kl is None else kl,
+        )
+        if self._beat != old:
             self._changed.set()
 
     def check(self) -> None:

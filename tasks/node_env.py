@@ -18,6 +18,7 @@ class NodeEnv:
     node: str  # GRPO_ORCH_NODE
     token: str  # GRPO_ORCH_TOKEN: the run's secret
     attempt: int  # GRPO_ORCH_ATTEMPT: which run of the node's work this is
+    timeline: int  # GRPO_ORCH_TIMELINE: the timeline that the trainer goes on with
     workdir: str  # GRPO_ORCH_WORKDIR: a folder of this machine alone, gone with it
     host: str  # GRPO_ORCH_NODE_HOST: the address at which other machines reach this one
 
@@ -30,6 +31,7 @@ def read_node_env() -> NodeEnv:
             node=os.environ["GRPO_ORCH_NODE"],
             token=os.environ["GRPO_ORCH_TOKEN"],
             attempt=int(os.environ["GRPO_ORCH_ATTEMPT"]),
+            timeline=int(os.environ.get("GRPO_ORCH_TIMELINE", "0")),
             workdir=os.environ["GRPO_ORCH_WORKDIR"],
             host=os.environ.get("GRPO_ORCH_NODE_HOST", "127.0.0.1"),
         )

@@ -1,8 +1,8 @@
 """The one module that knows TRL: its GRPOTrainer in server mode, with this project's fleet as the server.
 
-TRL asks a `VLLMClient` for completions and hands it new weights. `FleetClient` stands in that place, so that all of
-TRL's own behaviour behind it stays, importance-sampling correction and its metrics included. The rest of this module
-makes a restart exact: what TRL keeps in memory only is saved with the checkpoint or made a function of the epoch.
+TRL asks a `VLLMClient` for completions and hands it new weights. `FleetClient` stands in that place, so that TRL's
+own behaviour behind it stays, importance-sampling correction and its metrics included. The rest makes a restart
+exact: what TRL keeps in memory only is saved with the checkpoint, or made a function of the epoch.
 
 Every name of TRL that is not public is used here and nowhere else; `tests/node/test_trl_contract.py` says when a
 release has changed one.
@@ -30,7 +30,7 @@ from tasks.step_costs import StepCosts
 
 # The trainer generates nothing itself, and importing vLLM takes longer than all else that a restart does. TRL
 # imports it wherever it is installed, unless it believes that it is not.
-trl_imports.is_vllm_available = lambda min_version=None: False
+trl_imports.is_vllm_available = lambda **_: False
 
 import trl.trainer.grpo_trainer as grpo_trainer_module  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
@@ -88,7 +88,7 @@ class FleetClient:
         """What TRL asks of a server: every rollout node is started so, and run.yaml cannot change it."""
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
-    def init_communicator(self, device: Any = 0) -> None:
+    def init_communicator(self, **_: Any) -> None:
         """Nothing: nodes pull weights from the run store, and no collective joins them to the trainer."""
 
     def close_communicator(self) -> None:
@@ -97,10 +97,10 @@ class FleetClient:
     def reset_prefix_cache(self) -> None:
         """Nothing: a node does so itself when it loads a policy."""
 
-    def image_features(self, images: Any, **_: Any) -> Any:
+    def image_features(self, *_: Any) -> Any:
         raise NotImplementedError("prompts with images are not supported by the rollout fleet")
 
-    def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def update_named_params(self, _metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Take the weights of the present step.
 
         They are published when the first completion of the step has to be generated: a replayed step needs none.
@@ -184,8 +184,8 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """TRL's weights, adapters merged, under the names of the model's own checkpoint.
 
-        Merging adapters and taking them out again does not give back the same bits, and a restart has not done it as
-        often: so the base weights are put back.
+        Merging adapters and taking them out again does not give back the same bits, and a restart has not done it
+        as often: so the base weights are put back.
         """
         if self._dist.is_fsdp or self._dist.is_zero3:
             yield from super()._iter_named_params()

@@ -1,9 +1,9 @@
 """The door of a rollout node: an ASGI middleware in vLLM's own server, `--middleware tasks.vllm_guard.Guard`.
 
-It answers for what the node may be asked: a completion is let through only if it is meant for this boot and for the
-policy that is loaded at that moment, and a change of weights first ends every completion that runs, so that none is
-ever made of two policies. Changing weights is for the agent beside it alone. vLLM's development endpoints, which do
-the same for anyone, are not needed, and every path that is not named here does not exist.
+It answers for what the node may be asked: a completion is let through only if it is meant for this boot and for
+the policy that is loaded at that moment, and a change of weights first ends every completion that runs, so that
+none is ever made of two policies. Changing weights is for the agent beside it alone. vLLM's development endpoints,
+which do the same for anyone, are not needed, and every path that is not named here does not exist.
 
 The engine is reached as vLLM's own endpoints reach it, through `app.state.engine_client`; nothing of vLLM is
 imported. With more than one API server process (`--api-server-count`) only one of them would learn of new weights;
@@ -77,12 +77,13 @@ class Guard:
         if asked != [self._boot_id, self._policy]:
             await _answer(send, 409, f"this is boot {self._boot_id} with policy {self._policy}")
             return
-        started = False
+        started = complete = False
 
         async def watched(message: Message) -> None:
-            nonlocal started
+            nonlocal started, complete
             started = True
             await send(message)
+            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         task = asyncio.ensure_future(self._app(scope, receive, watched))
         self._running.add(task)
@@ -95,7 +96,9 @@ class Guard:
             self._running.discard(task)
         if not task.cancelled():
             task.result()
-        elif started:
+        if complete:
+            return
+        if started:
             event = {"error": {"message": "the weights change", "code": 409}}
             body = f"data: {json.dumps(event)}\n\n".encode()
             await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -137,8 +140,9 @@ async def _change_weights(engine: Any, path: str) -> None:
 
 def _is_local(scope: Scope) -> bool:
     """Whether the peer is on this machine: it came over loopback, or from the address that it went to."""
-    client, server = scope.get("client"), scope.get("server")
-    return bool(client) and (client[0] in _LOOPBACK or bool(server and client[0] == server[0]))
+    client = (scope.get("client") or [None])[0]
+    server = (scope.get("server") or [None])[0]
+    return client is not None and (client in _LOOPBACK or client == server)
 
 
 def _bears(headers: dict[str, bytes], secret: str) -> bool:

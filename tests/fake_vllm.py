@@ -1,8 +1,8 @@
 """A stand-in for a rollout node: `python -m tests.fake_vllm`, vLLM and its agent in one small process.
 
-It answers `/v1/completions` with vLLM's events, from a function of seed, prompt and position, checks boot and policy
-as `tasks.vllm_guard` does, and announces itself to the gateway as `tasks.rollout` does. Its "weights" are a version's
-name, and like a real node it starts on base weights. Every request it gets is noted in a file, with the answer.
+It answers `/v1/completions` with vLLM's events, from a function of seed, prompt and position, checks boot and
+policy as `tasks.vllm_guard` does, and announces itself to the gateway as `tasks.rollout` does. Its "weights" are a
+version's name, and like a real node it starts on base weights. Every request it gets is noted in a file.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,9 @@ class FakeNode:
             status = 401
         self.note(status, body["seed"], asked)
         if status != 200:
-            return web.json_response({"error": {"message": "refused by the stand-in", "code": status}}, status=status)
+            return web.json_response(
+                {"error": {"message": "refused by the stand-in", "code": status}}, status=status
+            )
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for event in events(body):
@@ -104,7 +107,7 @@ def events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     count = body["max_tokens"]
     tokens, logprobs = expected(body["seed"], body["prompt"], count)
     cuts = [0, *range(1, count, STREAM_INTERVAL), count]
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in pairwise(cuts):
         yield {
             "id": "cmpl-0",
             "choices": [

@@ -81,11 +81,10 @@ class Rig:
 
     def node(self, name: str, **options: float | str | bool) -> subprocess.Popen[bytes]:
         """Start a stand-in; options are those of `tests.fake_vllm`."""
-        flags = [
-            part
-            for key, value in options.items()
-            for part in ([f"--{key.replace('_', '-')}"] if value is True else [f"--{key.replace('_', '-')}", str(value)])
-        ]
+        flags: list[str] = []
+        for key, value in options.items():
+            flags.append(f"--{key.replace('_', '-')}")
+            flags += [] if value is True else [str(value)]
         return self.spawn("-m", "tests.fake_vllm", "--node", name, "--seen", str(self.seen_path(name)), *flags)
 
     @property

@@ -196,9 +196,19 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         ],
     ),
     (
-        "data without evaluation",
-        [("  reward_funcs:", "  eval_dataset: prompts.jsonl\n  reward_funcs:")],
-        ["run.yaml:6: trainer.eval_dataset: set, but not when to score it; set e.g. grpo.eval_steps: 50"],
+        "one seed for all completions",
+        [(GRPO, "  beta: 0.02\n  generation_kwargs:\n    seed: 1")],
+        [
+            "run.yaml:16: grpo.generation_kwargs.seed: each completion has a seed of its own, derived from grpo.seed; remove this one"
+        ],
+    ),
+    (
+        "files of the wrong kind",
+        [("./model", "rewards.py"), ("dataset: prompts.jsonl", "dataset: {path: rewards.py}")],
+        [
+            "run.yaml:4: trainer.model: {folder}/rewards.py is a file; expected a folder",
+            "run.yaml:5: trainer.dataset.path: {folder}/rewards.py is a file; expected a folder or a file that ends in .json, .jsonl, .csv, .parquet",
+        ],
     ),
     (
         "evaluation in batches that hold no groups",
@@ -284,7 +294,7 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         ],
         [
             'run.yaml:7: trainer.reward_funcs[0]: rewards.py defines no digit_shar; expected a function of that name; did you mean "digit_share"?',
-            "run.yaml:8: trainer.reward_funcs[1]: no module reward in {folder}, the current folder and the installed packages; expected a file reward.py",
+            "run.yaml:8: trainer.reward_funcs[1]: no module reward in {folder} or the installed packages; expected a file reward.py",
             "run.yaml:9: trainer.reward_funcs[2]: expected an import path, module.function, got 'digit_share'",
             "run.yaml:10: trainer.reward_funcs[3]: no_room cannot be called by TRL, which passes completion_ids too; give it a **kwargs parameter",
             'run.yaml:11: trainer.reward_funcs[4]: TRL ships no such reward function; did you mean "trl.rewards.accuracy_reward"?',
@@ -294,6 +304,11 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         "no reward function",
         [("[rewards.digit_share]", "[]")],
         ["run.yaml:6: trainer.reward_funcs: expected at least one import path, as in rewards.my_reward"],
+    ),
+    (
+        "an item of a list",
+        [("[rewards.digit_share]", "[rewards.digit_share, 5]")],
+        ["run.yaml:6: trainer.reward_funcs: expected a list of texts, got a list with 5"],
     ),
     (
         "weights of another number",

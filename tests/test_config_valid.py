@@ -64,12 +64,17 @@ def test_the_default_save_steps_fall_on_the_ends_of_generation_windows(folder: P
     assert load(folder, text).grpo["save_steps"] == 51, "6 micro-batches, 4 a step: steps 3, 6, ... begin with one"
 
 
-def test_eval_steps_mean_evaluation_by_steps(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("written", "strategy", "steps"),
+    [("", "steps", 50), ("eval_steps: 10", "steps", 10), ("eval_strategy: epoch", "epoch", None)],
+)
+def test_held_out_prompts_are_scored(folder: Path, written: str, strategy: str, steps: int | None) -> None:
     text = changed(
         ("  dataset: prompts.jsonl", "  dataset: prompts.jsonl\n  eval_dataset: prompts.jsonl"),
-        ("beta: 0.02", "beta: 0.02\n  eval_steps: 10"),
+        ("  beta: 0.02", f"  beta: 0.02\n  {written}"),
     )
-    assert load(folder, text).grpo["eval_strategy"] == "steps"
+    grpo = load(folder, text).grpo
+    assert (grpo["eval_strategy"], grpo.get("eval_steps")) == (strategy, steps)
 
 
 @pytest.mark.parametrize(

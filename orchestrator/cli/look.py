@@ -15,6 +15,7 @@ import typer
 
 from checkpoint import documents, journal
 from checkpoint.documents import RunRecord
+from checkpoint.rehearsals import read_faults
 from checkpoint.store import Store
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.target import open_run
@@ -23,7 +24,7 @@ from orchestrator.home import known_token
 from orchestrator.observe import GATEWAY_TIMEOUT_S, ask_gateway
 from orchestrator.views import model, terminal
 from orchestrator.views import report as reports
-from orchestrator.views.events import EventLine, event_json, lines
+from orchestrator.views.events import EventLine, event_json, lines, rehearsed_line
 from orchestrator.views.model import RunView
 from orchestrator.views.numbers import clock
 from orchestrator.views.reader import Reader
@@ -157,11 +158,17 @@ def _looker(store: Store, record: RunRecord) -> Callable[[], RunView]:
 
 
 def _event_lines(store: Store, follow: bool) -> Iterator[EventLine]:
-    after = 0
+    """Journal and rehearsed faults, in the order of time as far as they are read together."""
+    entry, faults = 0, set[int]()
     while True:
-        for entry in journal.read(store, after):
-            after = entry.number
-            yield from lines(entry)
+        told: list[EventLine] = []
+        for record in journal.read(store, entry):
+            entry = record.number
+            told += lines(record)
+        for fault in read_faults(store, known=faults):
+            faults.add(fault.number)
+            told.append(rehearsed_line(fault))
+        yield from sorted(told, key=lambda line: line.time_s)
         if not follow:
             return
         time.sleep(FOLLOW_EVERY_S)

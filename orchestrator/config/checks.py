@@ -17,6 +17,7 @@ from orchestrator.config.problems import Findings, KeyPath
 NAME = re.compile(r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")  # it becomes part of machine names
 SAVE_STEPS = 50
 LOGGING_STEPS = 1
+EVAL_STEPS = 50
 
 # The least that a number may be; strictly more where the flag is set.
 _LEAST: dict[KeyPath, tuple[float, bool]] = {
@@ -137,10 +138,6 @@ def _evaluation(given: Given, findings: Findings) -> None:
     if asked and not has_data:
         message = "set, but there is nothing to score; set trainer.eval_dataset or remove this key"
         findings.add(("grpo", asked[0]), message)
-    elif has_data and not asked and strategy is None:
-        findings.add(("trainer", "eval_dataset"), "set, but not when to score it; set e.g. grpo.eval_steps: 50")
-    elif has_data and strategy == "steps" and given.at("grpo", "eval_steps") is None:
-        findings.add(("grpo", "eval_strategy"), "steps, but not how many; set e.g. grpo.eval_steps: 50")
 
 
 def _eval_batch_holds_groups(given: Given, findings: Findings) -> None:
@@ -174,6 +171,13 @@ def _room_for_completions(given: Given, findings: Findings) -> None:
             ("rollout", "vllm", "max-model-len"),
             f"{room} leaves no room for a prompt: grpo.max_completion_length is {length}; expected more than that",
         )
+
+
+def _no_seed_for_all(given: Given, findings: Findings) -> None:
+    extra = given.at("grpo", "generation_kwargs")
+    if isinstance(extra, dict) and "seed" in extra:
+        message = "each completion has a seed of its own, derived from grpo.seed; remove this one"
+        findings.add(("grpo", "generation_kwargs", "seed"), message)
 
 
 def _precision(given: Given, findings: Findings) -> None:
@@ -211,6 +215,7 @@ CHECKS: tuple[Callable[[Given, Findings], None], ...] = (
     _eval_batch_holds_groups,
     _reward_weights,
     _room_for_completions,
+    _no_seed_for_all,
     _precision,
     _sync_needs_beta,
     _faults_come_in_time,
@@ -236,8 +241,10 @@ def grpo_defaults(data: Mapping[str, Any], findings: Findings) -> dict[str, Any]
         "save_steps": _next_multiple(SAVE_STEPS, given.window),
         "logging_steps": LOGGING_STEPS,
     }
-    if given.at("grpo", "eval_steps") is not None:
+    if given.at("trainer", "eval_dataset") is not None:
         defaults["eval_strategy"] = "steps"
+        if given.at("grpo", "eval_strategy") in (None, "steps"):
+            defaults["eval_steps"] = EVAL_STEPS
     return {key: value for key, value in defaults.items() if given.at("grpo", key) is None}
 
 

@@ -55,7 +55,7 @@ def mismatch(value: Any, kind: Kind) -> str:
     if "Any" in allowed:
         return ""
     if not any(_fits(value, one) for one in allowed):
-        return f"expected {_spoken(allowed, kind.choices)}, got {shown(value)}{_hint(value, allowed)}"
+        return f"expected {_spoken(allowed, kind.choices)}, got {_got(value, allowed)}{_hint(value, allowed)}"
     if kind.choices and isinstance(value, str) and value not in kind.choices:
         return f"expected {_listed(kind.choices)}, got {shown(value)}{did_you_mean(value, kind.choices)}"
     return ""
@@ -97,6 +97,14 @@ def _fits(value: Any, one: str) -> bool:
             return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
     item_type = one.removeprefix("list[").removesuffix("]")
     return isinstance(value, list) and all(_fits(item, item_type) for item in value)
+
+
+def _got(value: Any, allowed: Sequence[str]) -> str:
+    """The value, or the item of a list that does not belong there."""
+    items = [one.removeprefix("list[").removesuffix("]") for one in allowed if one.startswith("list[")]
+    if not isinstance(value, list) or not items:
+        return shown(value)
+    return "a list with " + next(shown(item) for item in value if not any(_fits(item, one) for one in items))
 
 
 def _spoken(allowed: Sequence[str], choices: tuple[str, ...]) -> str:

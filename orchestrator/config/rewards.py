@@ -1,7 +1,7 @@
 """Finds reward functions without importing them: a controller has no torch, and importing runs their code.
 
-A module is looked for in the folder of run.yaml, in the current folder, and where Python itself would look; its
-source is parsed, not run.
+A module is looked for where the trainer will import it from, the folder of run.yaml first, then where Python
+itself would look. Its source is parsed, not run.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def reward_problem(path: str, workdir: Path, *, has_setup: bool) -> str:
             return ""
         if known:
             return f"no module {module}, though there is {known}; expected a file {_file_of(module)}"
-        looked = f"{workdir}, the current folder and the installed packages"
-        return f"no module {module} in {looked}; expected a file {_file_of(module)}"
+        return f"no module {module} in {workdir} or the installed packages; expected a file {_file_of(module)}"
     if spec.origin is None:
         return f"{module} is a folder, not a module; expected module.function"
     if not spec.origin.endswith(".py"):
@@ -57,7 +56,7 @@ def _find(module: str, workdir: Path) -> tuple[ModuleSpec | None, str]:
     for length in range(1, len(parts) + 1):
         name = ".".join(parts[:length])
         if length == 1:
-            spec = PathFinder.find_spec(name, [str(workdir), str(Path.cwd())]) or _installed(name)
+            spec = PathFinder.find_spec(name, [str(workdir)]) or _installed(name)
         else:
             spec = PathFinder.find_spec(name, search)
         if spec is None:

@@ -6,6 +6,7 @@ Also paths: what is relative in the file is relative to the folder of the file, 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from orchestrator.config.lines import Document
 from orchestrator.config.problems import Findings, KeyPath, did_you_mean
 
 STORE_SCHEMES = ("file", "s3", "gs", "az")
-DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt", ".arrow")
+DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")  # what the trainer reads; anything else must be a folder
 
 
 def write_out(document: Document, workdir: Path, findings: Findings) -> None:
@@ -34,14 +35,14 @@ def _trainer(trainer: dict[str, Any], workdir: Path, findings: Findings, *, is_s
     if isinstance(trainer.get("reward_funcs"), str):
         trainer["reward_funcs"] = [trainer["reward_funcs"]]
     if isinstance(trainer.get("model"), str):
-        trainer["model"] = _local(trainer["model"], workdir, ("trainer", "model"), findings, is_sky=is_sky)
+        trainer["model"] = _local(trainer["model"], workdir, ("trainer", "model"), (), findings, is_sky=is_sky)
     for key in ("dataset", "eval_dataset"):
         if isinstance(trainer.get(key), str):
             trainer[key] = {"path": trainer[key]}
         dataset = trainer.get(key)
         if isinstance(dataset, dict) and isinstance(dataset.get("path"), str):
             where = ("trainer", key, "path")
-            dataset["path"] = _local(dataset["path"], workdir, where, findings, is_sky=is_sky)
+            dataset["path"] = _local(dataset["path"], workdir, where, DATA_FILES, findings, is_sky=is_sky)
 
 
 def _rollout(rollout: dict[str, Any], texts: dict[KeyPath, str]) -> None:
@@ -82,14 +83,22 @@ def _store_url(url: str, workdir: Path, findings: Findings, *, is_sky: bool) -> 
     return url
 
 
-def _local(text: str, workdir: Path, path: KeyPath, findings: Findings, *, is_sky: bool) -> str:
-    """A hub name stays; a file or folder becomes absolute. On other machines paths are theirs, and stay."""
+def _local(
+    text: str, workdir: Path, path: KeyPath, files: tuple[str, ...], findings: Findings, *, is_sky: bool
+) -> str:
+    """A hub name stays; a folder, or a file of one of the kinds `files`, becomes absolute. On other machines paths
+    are theirs, and stay."""
     found = _absolute(text, workdir)
     if is_sky and text.startswith(("/", "~")):
+        if text.startswith("~"):
+            findings.add(path, "~ is not known on other machines; expected the whole path, or a relative one")
         return text
-    if _exists(found):
+    if _is(found, Path.is_dir) or (_is(found, Path.is_file) and found.suffix in files):
         return text if is_sky else str(found)
-    if text.startswith(("/", "./", "../", "~")) or text.endswith(DATA_SUFFIXES):
+    if _is(found, Path.is_file):
+        expected = f"a folder or a file that ends in {', '.join(files)}" if files else "a folder"
+        findings.add(path, f"{found} is a file; expected {expected}")
+    elif text.startswith(("/", "./", "../", "~")) or (files and text.endswith(files)):
         findings.add(path, f"no such file or folder: {found}; relative paths start at the folder of this file")
     return text
 
@@ -103,8 +112,8 @@ def _absolute(text: str, workdir: Path) -> Path:
     return Path(os.path.normpath(workdir / path))
 
 
-def _exists(path: Path) -> bool:
+def _is(path: Path, kind: Callable[[Path], bool]) -> bool:
     try:
-        return path.exists()
+        return kind(path)
     except (OSError, ValueError):  # a name that no file system takes
         return False

@@ -1,12 +1,13 @@
 """A stand-in for the gateway and its nodes: one HTTP server in the test's process that samples with transformers.
 
-It loads the policy that a batch names from the run's store, so a trainer that published other weights than it trains
-shows in TRL's own `sampling/` metrics. Each completion is sampled alone from its seed: what it is does not depend on
-what else was asked.
+It loads the policy that a batch names from the run's store, so a trainer that published other weights than it
+trains shows in TRL's own `sampling/` metrics. Each completion is sampled alone from its seed: what it is does not
+depend on what else was asked.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -86,10 +87,8 @@ class StandInGateway:
         handler.send_response(200)
         handler.send_header("Transfer-Encoding", "chunked")
         handler.end_headers()
-        try:
+        with contextlib.suppress(ConnectionError):  # the trainer was killed
             self._stream(handler, batch)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the trainer was killed
 
     def _stream(self, handler: BaseHTTPRequestHandler, batch: Batch) -> None:
         tokens = 0

@@ -1,8 +1,7 @@
-"""A run for the trainer's tests: a tiny model, a store in a folder, a stand-in gateway, trainers as real processes."""
+"""A run for the trainer's tests: a tiny model, a store in a folder, a stand-in gateway, real trainer processes."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -55,7 +54,7 @@ def run_spec(
     return RunSpec(
         name="test",
         storage=storage,
-        workdir=str(TINY),
+        workdir=str(Path(__file__).parent),
         grpo={**GRPO, **grpo},
         rollout=RolloutSpec(deadline_s=60.0),
         policies=PoliciesSpec(resume_state_steps=3),
@@ -63,7 +62,7 @@ def run_spec(
             model=str(tiny / "model"),
             dataset=Dataset(path=str(tiny / "few.jsonl")),
             eval_dataset=Dataset(path=str(tiny / "held_out.jsonl")) if evaluates else None,
-            reward_funcs=("rewards.digit_share",),
+            reward_funcs=("rig_rewards.lower_share",),
             peft=peft,
         ),
     )
@@ -124,8 +123,3 @@ def open_rig(folder: Path, tiny: Path, **spec: Any) -> Iterator[Rig]:
         yield rig
     finally:
         rig.gateway.close()
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((folder / "trainer_state.json").read_text())
-    return state

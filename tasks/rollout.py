@@ -1,0 +1,222 @@
+"""A rollout node's agent, `python -m tasks.rollout`: keeps vLLM up, says what it holds, loads what is wanted.
+
+Three loops share one state: `serve` starts vLLM again whenever it ends, `announce` tells the gateway what the node
+is and hears what it should be, `follow` fetches and loads the wanted policy. A version is announced only after its
+files' digests were verified and vLLM has loaded it; vLLM is told of no others, because one bad file kills its
+engine. On a preemption notice the node leaves the gateway once its requests are done, and waits for its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import aiohttp
+import structlog
+
+from checkpoint import documents, manifest
+from checkpoint.errors import Corrupt, StoreError
+from checkpoint.store import Store
+from policies import exit_codes
+from policies.spec import RunSpec
+from policies.wire import Announce, PolicyRef
+from tasks import vllm_server
+from tasks.children import adopt_orphans
+from tasks.gateway_link import GatewayLink, GatewayUnreachable
+from tasks.machine_setup import set_up
+from tasks.node_env import NodeEnv, read_node_env
+from tasks.vllm_server import Server, ServerFailed
+
+log = structlog.get_logger()
+
+STARTS_MAX = 3  # in a row that did not come up: the node says so by ending, and the controller decides
+RESTART_WAIT_S = 0.5  # doubled for each such start
+RETRY_S = 0.5  # before the gateway or the store is tried again
+NOTICE_POLL_S = 0.25
+
+
+class GaveUp(Exception):
+    """vLLM does not come up here."""
+
+
+class Agent:
+    """One node's agent."""
+
+    def __init__(self, env: NodeEnv, spec: RunSpec, store: Store, http: aiohttp.ClientSession) -> None:
+        self._env = env
+        self._spec = spec
+        self._store = store
+        self._http = http
+        self._gateway = GatewayLink(store, env, http)
+        self._policies = Path(env.workdir) / "policies"
+        self._server: Server | None = None
+        self._policy: str | None = None  # what the server holds
+        self._wanted: PolicyRef | None = None
+        self._leaving = False
+        self._changed = asyncio.Event()  # what is announced is no longer what is
+        self._work = asyncio.Event()  # a server or a wanted policy is new
+
+    async def run(self) -> None:
+        """Work until cancelled, then leave the gateway and stop vLLM. Raises GaveUp."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._serve())
+                group.create_task(self._announce())
+                group.create_task(self._follow())
+                group.create_task(self._watch_for_notice())
+        finally:
+            if self._server is not None:
+                await self._gateway.leave(self._server.boot_id)
+                await self._server.stop()
+
+    async def _serve(self) -> None:
+        """Keep a server up. Each one is a new boot, on base weights."""
+        failed = 0
+        while True:
+            try:
+                server = await vllm_server.start(self._spec, self._env.host, self._env.token, self._http)
+            except ServerFailed as error:
+                failed += 1
+                log.error("vllm_did_not_start", start=failed, of=STARTS_MAX, why=str(error))
+                if failed == STARTS_MAX:
+                    raise GaveUp(str(error)) from error
+                await asyncio.sleep(RESTART_WAIT_S * 2**failed)
+                continue
+            failed = 0
+            log.info("vllm_up", boot_id=server.boot_id, address=server.address)
+            self._server = server
+            self._say()
+            self._work.set()
+            code = await server.ended()
+            log.warning("vllm_ended", boot_id=server.boot_id, exit_code=code)
+            self._server = self._policy = None
+            self._say()
+            await self._gateway.leave(server.boot_id)
+            await server.stop()
+
+    async def _announce(self) -> None:
+        """Tell the gateway what this node is, at every change and as a heartbeat."""
+        while True:
+            self._changed.clear()
+            if self._server is None:
+                await self._changed.wait()
+                continue
+            said = self._announcement(self._server)
+            try:
+                if self._leaving:
+                    await self._gateway.drain()
+                reply = await self._gateway.announce(said, self._changed)
+            except GatewayUnreachable as error:
+                log.warning("gateway_unreachable", why=str(error))
+                await asyncio.sleep(RETRY_S)
+                continue
+            if reply is None:  # overtaken by a change
+                continue
+            if reply.drain and self._server is not None and said.boot_id == self._server.boot_id:
+                log.info("left_the_gateway", boot_id=said.boot_id)
+                await self._gateway.leave(said.boot_id)
+                return
+            if reply.policy is not None and reply.policy != self._wanted:
+                self._wanted = reply.policy
+                self._work.set()
+
+    async def _follow(self) -> None:
+        """Load what is wanted, for as long as that is not what the server holds."""
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            server, wanted = self._server, self._wanted
+            if server is None or wanted is None or wanted.version == self._policy:
+                continue
+            try:
+                folder = await asyncio.to_thread(self._fetched, wanted)
+                await self._load(server, wanted, folder)
+            except StoreError as error:
+                log.error("policy_not_fetched", policy=wanted.version, why=str(error))
+                await asyncio.sleep(RETRY_S)
+                self._work.set()
+            except ServerFailed as error:
+                log.error("policy_not_loaded", policy=wanted.version, why=str(error))
+                await server.stop()  # what it holds now is unknown
+
+    def _fetched(self, wanted: PolicyRef) -> Path:
+        """Return the folder with that policy's verified files. Raises StoreError."""
+        folder = self._policies / wanted.version
+        if not folder.exists():
+            found = manifest.fetch(self._store, wanted.prefix, folder)
+            if found.version != wanted.version:
+                shutil.rmtree(folder)
+                raise Corrupt(f"{wanted.prefix} holds policy {found.version}, not {wanted.version}")
+        return folder
+
+    async def _load(self, server: Server, wanted: PolicyRef, folder: Path) -> None:
+        if server is not self._server or wanted != self._wanted:
+            self._work.set()  # overtaken while it was fetched
+            return
+        self._policy = None
+        self._say()
+        await server.load(wanted.version, folder)
+        if server is self._server:
+            self._policy = wanted.version
+            self._say()
+            log.info("policy_loaded", policy=wanted.version, boot_id=server.boot_id)
+        await asyncio.to_thread(_keep_only, folder)
+
+    async def _watch_for_notice(self) -> None:
+        """Wait for the word that this machine will be taken back: a file, where a cloud has a metadata service."""
+        notice = Path(self._env.workdir) / "notice"
+        while not notice.exists():
+            await asyncio.sleep(NOTICE_POLL_S)
+        log.warning("preemption_notice")
+        self._leaving = True
+        self._say()
+
+    def _announcement(self, server: Server) -> Announce:
+        return Announce(server.boot_id, server.address, self._policy, vllm_server.max_requests_of(self._spec))
+
+    def _say(self) -> None:
+        self._changed.set()
+
+
+def _keep_only(folder: Path) -> None:
+    for other in folder.parent.iterdir():
+        if other != folder:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+async def serve(env: NodeEnv, spec: RunSpec, store: Store) -> int:
+    """Run the agent until SIGTERM. Returns the exit code."""
+    async with aiohttp.ClientSession() as http:
+        work = asyncio.ensure_future(Agent(env, spec, store, http).run())
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, work.cancel)
+        await asyncio.wait({work})
+    if work.cancelled():
+        log.info("stopped")
+        return exit_codes.OK
+    error = work.exception()
+    if isinstance(error, ExceptionGroup) and error.subgroup(GaveUp) is not None:
+        log.error("gave_up", hint="vLLM's own log is above")
+        return exit_codes.FAILED
+    work.result()
+    raise AssertionError("the agent works until it is cancelled or fails")
+
+
+def main() -> int:
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    env = read_node_env()
+    store = Store(env.run)
+    spec = documents.read_run(store).spec
+    if not set_up(Path(env.workdir), spec.rollout.setup):
+        return exit_codes.BAD_SPEC
+    shutil.rmtree(Path(env.workdir) / "policies", ignore_errors=True)
+    adopt_orphans()
+    return asyncio.run(serve(env, spec, store))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""The vLLM server beside a rollout node's agent: its command line, its start, its weights, its end.
+
+Each start is a boot with an id and a secret of its own, which `tasks.vllm_guard` checks inside that server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from policies.spec import RunSpec
+from policies.wire import LoadPolicy
+from tasks.children import end_descendants, start_child
+
+HEALTH_POLL_S = 0.25
+# The first request compiles kernels, which took 25 s on a cold machine; on a large model it may take longer.
+TRIAL_TIMEOUT_S = 600.0
+LOAD_TIMEOUT_S = 600.0
+STOP_S = 10.0
+# vLLM's own default, 5 s, closes connections that the gateway holds ready between two steps. Longer than the
+# gateway's limit, so that it is never the node that closes an idle one.
+KEEPALIVE_S = 75
+MAX_REQUESTS = 256  # vLLM's `max_num_seqs`, where run.yaml does not set it
+
+# What run.yaml may change ...
+DEFAULTS: dict[str, Any] = {
+    # Tokens an event: one costs the gateway 6 us a token, eight 1.6; a lost node loses half as many a request.
+    "stream-interval": 8,
+    # Else the model's generation_config.json would set top_k and others that run.yaml does not name.
+    "generation-config": "vllm",
+    "disable-uvicorn-access-log": True,
+}
+# ... and what it may not: the rest of the run depends on it.
+FIXED: dict[str, Any] = {
+    "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
+    "served-model-name": "policy",
+    "middleware": "tasks.vllm_guard.Guard",
+}
+
+
+class ServerFailed(Exception):
+    """The server ended, or did not do what was asked: start another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One boot of vLLM that is up."""
+
+    boot_id: str
+    address: str
+    process: subprocess.Popen[bytes]
+    _secret: str
+    _http: aiohttp.ClientSession
+
+    async def load(self, version: str, folder: Path) -> None:
+        """Have it load the weights in `folder`, which were verified. Raises ServerFailed."""
+        body = msgspec.json.encode(LoadPolicy(version, str(folder)))
+        await self._ask("PUT", "/grpo/policy", body, 204, LOAD_TIMEOUT_S)
+
+    async def try_out(self) -> None:
+        """Have it make a few tokens from its base weights, for nobody. Raises ServerFailed."""
+        body = {"model": "policy", "prompt": [0, 0], "max_tokens": 4, "seed": 0, "logprobs": 0, "temperature": 1.0}
+        await self._ask("POST", "/v1/completions", json.dumps(body).encode(), 200, TRIAL_TIMEOUT_S)
+
+    async def ended(self) -> int:
+        """Return its exit code once it has ended."""
+        return await asyncio.to_thread(self.process.wait)
+
+    async def stop(self) -> None:
+        """End it and all that it started."""
+        await asyncio.to_thread(stop, self.process)
+
+    async def _ask(self, method: str, path: str, body: bytes, status: int, timeout_s: float) -> None:
+        headers = {"Authorization": f"Bearer {self._secret}", "Content-Type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        url = f"http://{self.address}{path}"
+        try:
+            async with self._http.request(method, url, data=body, headers=headers, timeout=timeout) as answer:
+                said = (await answer.read())[:500]
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ServerFailed(f"{method} {path}: {str(error) or type(error).__name__}") from error
+        if answer.status != status:
+            raise ServerFailed(f"{method} {path}: {answer.status} {said.decode(errors='replace')}")
+
+
+async def start(spec: RunSpec, host: str, token: str, http: aiohttp.ClientSession) -> Server:
+    """Start a server and return once it has made its first tokens. Raises ServerFailed."""
+    boot_id, secret, port = secrets.token_hex(8), secrets.token_hex(32), _free_port(host)
+    env = {
+        **os.environ,
+        **spec.rollout.env,
+        "GRPO_ORCH_TOKEN": token,
+        "GRPO_ORCH_BOOT": boot_id,
+        "GRPO_ORCH_NODE_SECRET": secret,
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEPALIVE_S),
+        "SPT_NOENV": "1",  # vLLM's engine renames itself; without this it would overwrite its environment
+    }
+    argv = [sys.executable, "-m", "tasks.leash", sys.executable, *argv_of(spec, host, port)]
+    # The leash needs a signal that it can act upon: it ends vLLM's processes, then itself.
+    process = start_child(argv, env, death_signal=signal.SIGTERM)
+    server = Server(boot_id, f"{_in_url(host)}:{port}", process, secret, http)
+    try:
+        await _until_healthy(server, token, http)
+        await server.try_out()
+    except BaseException:
+        await server.stop()
+        raise
+    return server
+
+
+def argv_of(spec: RunSpec, host: str, port: int) -> list[str]:
+    """The interpreter's arguments that start vLLM for this run."""
+    user = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items()}
+    flags = {**DEFAULTS, **user, **FIXED, "model": model_of(spec), "host": host, "port": port}
+    return ["-m", "vllm.entrypoints.openai.api_server", *flags_of(flags)]
+
+
+def flags_of(flags: dict[str, Any]) -> list[str]:
+    """Command line flags as vLLM reads them: true and false are --x and --no-x, a list is its items, a mapping is
+    JSON, null leaves the flag out."""
+    argv: list[str] = []
+    for name, value in flags.items():
+        match value:
+            case None:
+                continue
+            case bool():
+                argv.append(f"--{name}" if value else f"--no-{name}")
+            case list() | tuple():
+                argv += [f"--{name}", *(str(item) for item in value)]
+            case dict():
+                argv += [f"--{name}", json.dumps(value)]
+            case _:
+                argv += [f"--{name}", str(value)]
+    return argv
+
+
+def model_of(spec: RunSpec) -> str:
+    """The model's folder, found from the folder of run.yaml, or its name on the hub."""
+    folder = Path(spec.workdir) / spec.trainer.model
+    return str(folder) if folder.is_dir() else spec.trainer.model
+
+
+def max_requests_of(spec: RunSpec) -> int:
+    """How many requests the server takes at a time."""
+    flags = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items()}
+    return int(flags.get("max-num-seqs") or MAX_REQUESTS)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a leash and what it holds; what a killed leash left behind as well."""
+    process.terminate()
+    try:
+        process.wait(timeout=STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    end_descendants(patience_s=0.0)
+
+
+async def _until_healthy(server: Server, token: str, http: aiohttp.ClientSession) -> None:
+    headers = {"Authorization": f"Bearer {token}"}
+    while server.process.poll() is None:
+        try:
+            async with http.get(f"http://{server.address}/health", headers=headers) as answer:
+                if answer.status == 200:
+                    return
+        except (aiohttp.ClientError, OSError):
+            pass  # not listening yet
+        await asyncio.sleep(HEALTH_POLL_S)
+    raise ServerFailed(f"vLLM ended with exit code {server.process.returncode} before it was up; its log is above")
+
+
+def _free_port(host: str) -> int:
+    """A port that was free a moment ago; should another take it, vLLM ends and the next start takes another."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        sock.bind((host, 0))
+        return int(sock.getsockname()[1])
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

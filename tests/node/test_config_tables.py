@@ -1,0 +1,146 @@
+"""The shipped key tables against the installed packages, and our checks against TRL's own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config import make_key_tables
+from orchestrator.config.foreign_keys import grpo_table, vllm_table
+from orchestrator.config.load import ConfigError, load_spec
+
+FILES = [*(source[0] for source in make_key_tables.SOURCES), make_key_tables.VLLM_FILE]
+
+
+@pytest.fixture(scope="module")
+def installed() -> dict[str, dict[str, Any]]:
+    return make_key_tables.tables()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_shipped_table_is_what_the_installed_package_says(
+    installed: dict[str, dict[str, Any]], file: str
+) -> None:
+    shipped = json.loads((make_key_tables.FOLDER / file).read_text())
+    assert shipped == json.loads(json.dumps(installed[file])), "run python -m orchestrator.config.make_key_tables"
+
+
+def test_every_key_that_we_refuse_exists() -> None:
+    from orchestrator.config import foreign_keys as keys
+
+    for table in (keys.grpo_table(), keys.vllm_table(), keys.lora_table()):
+        assert set(table.refused) <= set(table.keys)
+        assert not set(table.gone) & set(table.keys)
+
+
+def run_yaml(folder: Path, grpo: dict[str, Any]) -> Path:
+    (folder / "rewards.py").write_text("def score(completions, **kwargs):\n    return [0.0] * len(completions)\n")
+    evaluated = {"eval_dataset": "some/dataset"} if "eval_strategy" in grpo else {}
+    document = {
+        "name": "oracle",
+        "storage": "./run",
+        "trainer": {"model": "some/model", "dataset": "some/data", "reward_funcs": "rewards.score", **evaluated},
+        "grpo": grpo,
+    }
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(document))  # JSON is YAML
+    return path
+
+
+def accepted_by_us(path: Path) -> bool:
+    try:
+        load_spec(path)
+    except ConfigError:
+        return False
+    return True
+
+
+BATCHES = [
+    {key: value for key, value in zip(keys, values, strict=True) if value is not None}
+    for keys in [
+        (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "steps_per_generation",
+            "generation_batch_size",
+            "num_generations",
+        )
+    ]
+    for values in itertools.product((None, 1, 4, 6), (None, 4), (None, 3), (None, 8, 12), (None, 1, 2, 4))
+]
+EVALUATIONS = [
+    {"eval_strategy": "steps", "eval_steps": 5, "num_generations": 4, "per_device_eval_batch_size": batch} | more
+    for batch in (1, 4, 6, 8)
+    for more in ({}, {"num_generations_eval": 1}, {"num_generations_eval": 3}, {"num_generations_eval": 8})
+]
+OTHERS: list[dict[str, Any]] = [
+    {"fp16": True},
+    {"scale_rewards": False},
+    {"scale_rewards": "batch"},
+    {"auto_find_batch_size": True},
+    {"loss_type": "grpo", "lr_scheduler_type": "constant", "optim": "adamw_torch"},
+    {"lr_scheduler_type": "constnat"},
+    {"optim": "adam"},
+    {"eval_strategy": "sometimes", "eval_steps": 5},
+]
+
+
+@pytest.mark.parametrize("grpo", [*BATCHES, *EVALUATIONS, *OTHERS], ids=json.dumps)
+def test_trl_accepts_what_we_accept(tmp_path: Path, grpo: dict[str, Any]) -> None:
+    from trl import GRPOConfig
+
+    try:
+        GRPOConfig(output_dir=str(tmp_path / "out"), **({"use_cpu": True, "bf16": False} | grpo))
+        accepted_by_trl = True
+    except ValueError:
+        accepted_by_trl = False
+    assert accepted_by_us(run_yaml(tmp_path, grpo)) == accepted_by_trl
+
+
+def test_the_generation_window_is_trl_s(tmp_path: Path) -> None:
+    """Steps at which TRL generates anew, by its own rule, are the multiples of our window."""
+    from trl import GRPOConfig
+
+    from orchestrator.config.given import Given
+    from orchestrator.config.problems import Findings
+
+    for accumulation, per_generation, iterations in itertools.product((1, 2, 4, 6), (None, 1, 4, 6), (1, 2, 3)):
+        grpo = {
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": accumulation,
+            "num_iterations": iterations,
+        }
+        if per_generation is not None:
+            grpo["steps_per_generation"] = per_generation
+        config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **grpo)
+        every = config.steps_per_generation * config.num_iterations  # GRPOTrainer._prepare_inputs
+        generating = [step for step in range(1, 40) if step * accumulation % every == 0]
+        window = Given({"grpo": grpo}, Findings("run.yaml", {(): 1})).window
+        assert generating == list(range(window, 40, window)), grpo
+
+
+def test_the_nodes_set_what_the_documentation_says() -> None:
+    from tasks import trl_grpo, vllm_server
+
+    text = (Path(__file__).parents[2] / "docs" / "run-yaml.md").read_text()
+    table = grpo_table()
+    trainer = {**trl_grpo.DEFAULTS, **trl_grpo.EVALUATION_DEFAULTS}
+    said = {
+        key: value for key, value in trainer.items() if key not in table.refused and value != table.default(key)
+    }
+    for key, value in {**said, **vllm_server.DEFAULTS}.items():
+        assert f"| `{key}` | {value} |" in text
+    assert set(vllm_server.FIXED) <= set(vllm_table().refused)
+    assert set(trl_grpo.OURS) <= set(table.refused)
+
+
+def test_trl_keeps_the_defaults_that_we_compute_with() -> None:
+    from trl import GRPOConfig
+
+    config = GRPOConfig(output_dir="unused", use_cpu=True, bf16=False)
+    assert config.num_generations == grpo_table().default("num_generations")
+    assert config.beta == grpo_table().default("beta") == 0.0
