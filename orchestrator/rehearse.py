@@ -1,7 +1,7 @@
 """The rehearsal: does the faults that run.yaml schedules, to real processes.
 
-`python -m orchestrator.rehearse STORE-URL`, a process of its own, since the daemon is among its victims. Each fault is
-done once; what was done is in the store.
+`python -m orchestrator.rehearse STORE-URL`, a process of its own, since the daemon is among its victims. Each fault
+is done once; what was done is in the store.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from orchestrator.lease import is_alive
 from policies.phases import TERMINAL_RUN
 from policies.spec import Rehearsed
 from policies.state import fold
-from policies.vocabulary import MachineState
+from policies.vocabulary import MachineState, slot_and_incarnation
 
 log = structlog.get_logger()
 
@@ -135,7 +135,7 @@ class Rehearser:
     def _machines(self, target: str) -> list[str]:
         slots = self._slots(target)
         up = [name for name, machine in self._cloud.machines().items() if machine.state is MachineState.UP]
-        return [name for name in up if name.rsplit("-i", 1)[0] in slots]
+        return [name for name in up if slot_and_incarnation(name)[0] in slots]
 
     def _slots(self, target: str) -> list[str]:
         if target == "rollouts":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from policies import exit_codes
 from policies.snapshot import Machine
 from policies.state import Node
 from policies.tick import Tick
@@ -49,7 +50,7 @@ def _present(tick: Tick, node: Node, machine: Machine) -> None:
     node = tick.state.nodes[node.id]
     if machine.attempt == node.attempt and machine.exit_code is not None and node.attempt_ended_at_s is None:
         tick.exited(node, machine.exit_code)
-        if node.phase is NodePhase.SERVING:
+        if node.phase is NodePhase.SERVING and machine.exit_code != exit_codes.OK:
             tick.move(node, NodePhase.BOOTING, f"its work ended with exit code {machine.exit_code}")
         return
     working = _working(tick, node)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from policies.events import Event
-from policies.vocabulary import MachineState, Market, Refusal
+from policies.vocabulary import MachineState, Market, Refusal, slot_and_incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,11 @@ class Trainer:
     activity: str  # starting, waiting, generating, training, saving, done
     beat_at_s: float
     kl: float | None = None
+
+    @property
+    def precedence(self) -> tuple[int, int, int]:
+        """Of two trainers of a run the one with the higher precedence is the newer, and the other one stops."""
+        return self.timeline, slot_and_incarnation(self.node)[1], self.attempt
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,3 +97,11 @@ def slot_of(role: Role, index: int) -> str:
 def node_id_of(slot: str, incarnation: int) -> str:
     """`rollout-0-i2`: one machine in one slot. Deterministic, so that launching twice is launching once."""
     return f"{slot}-i{incarnation}"
+
+
+def slot_and_incarnation(node_id: str) -> tuple[str, int]:
+    """The inverse of `node_id_of`. Raises ValueError for another name."""
+    slot, _, incarnation = node_id.rpartition("-i")
+    if not slot:
+        raise ValueError(f"not a node id: {node_id!r} (expected SLOT-iNUMBER, as in rollout-0-i2)")
+    return slot, int(incarnation)

@@ -46,7 +46,8 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceReply:
-    """What the gateway wants of the node: the policy to hold, and whether to finish and leave."""
+    """What the gateway wants of the node: the policy to hold, and with `drain` that it leaves, because it was
+    drained and nothing runs on it any more, or because a newer boot of it took its place."""
 
     policy: PolicyRef | None = None
     drain: bool = False
@@ -93,8 +94,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where the batch is, a few times a second: tokens arrived at the gateway so far, finished or not, and
-    tokens thrown away because their node was lost."""
+    """Where the batch is, a few times a second: tokens arrived at the gateway and kept so far, finished or not;
+    tokens thrown away because their node was lost, or before that with an asker who went away in mid batch;
+    members that hold the policy; requests that no member has taken."""
 
     tokens: int
     discarded: int

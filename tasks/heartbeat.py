@@ -98,7 +98,7 @@ class Heartbeat:
 
     def _write(self) -> None:
         seen, own = documents.read_trainer(self._store), self._beat
-        if seen is not None and (seen.timeline, seen.attempt) > (own.timeline, own.attempt):
+        if seen is not None and seen.precedence > own.precedence:
             self._newer = seen
             self._fenced.set()
             return

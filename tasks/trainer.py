@@ -1,7 +1,7 @@
 """The trainer's process: `python -m tasks.trainer`.
 
 It reads the run from the store, takes up the newest checkpoint of its timeline, and trains to the last step. All
-that outlives it is in the store. It ends with one of `policies.exit_codes`; its last line on standard error is why.
+that outlives it is in the store. It ends with one of `policies.exit_codes`; its last line on stderr is why.
 """
 
 from __future__ import annotations

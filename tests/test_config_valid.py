@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.config.load import load_spec
+from orchestrator.config.load import ConfigError, load_spec, load_storage
 from orchestrator.config.template import init_text
 from policies.spec import Dataset, KlPolicy, Prices, Rehearsal, Rehearsed, Replicas, RunSpec
 from tests.config_world import VALID, changed, furnish
@@ -159,6 +159,10 @@ def test_a_hub_name_stays_and_so_do_paths_on_other_machines(folder: Path) -> Non
     assert spec.trainer.dataset == Dataset(path="prompts.jsonl", split="train[:8]")
 
 
+def test_a_name_that_no_file_system_takes_is_no_path(folder: Path) -> None:
+    assert load(folder, changed(("./model", "m" * 5000))).trainer.model == "m" * 5000
+
+
 def test_an_alias_repeats_a_section(folder: Path) -> None:
     text = changed(
         ("  reward_funcs:", "  resources: &machine {accelerators: 'L4:1', use_spot: true}\n  reward_funcs:"),
@@ -187,3 +191,13 @@ def test_the_template_is_valid_with_everything_that_it_comments_out(tmp_path: Pa
     assert spec.trainer.peft is not None
     assert spec.trainer.setup
     assert spec.grpo["bf16"] is False
+
+
+def test_the_store_is_found_however_the_rest_of_the_file_is(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text("name: 7\nstorage: ./run\ntrainer: {model: ./moved-away}\nnonsense: true\n")
+    assert load_storage(path) == f"file://{tmp_path}/run"
+    for text in ("name: x\n", "storage: [1]\n", "storage: ftp://x\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="storage"):
+            load_storage(path)

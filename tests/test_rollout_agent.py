@@ -18,7 +18,7 @@ from tests.gateway_rig import until
 TREE = """
 import os, signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c",
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"],
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"],
     stdout=subprocess.PIPE, start_new_session=True)
 child.stdout.readline()
 open(sys.argv[1], "w").write(f"{os.getpid()} {child.pid}")
@@ -81,18 +81,17 @@ def test_flags_are_written_as_vllm_reads_them() -> None:
 
 def test_run_yaml_decides_on_flags_except_those_that_the_run_depends_on(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
+    flags = {"stream_interval": 2, "logprobs-mode": "raw_logprobs", "middleware": "mine.Open"}
     spec = RunSpec(
         name="t",
         storage="memory://t",
         trainer=TrainerSpec(model="model", dataset=Dataset(path="json"), reward_funcs=()),
         grpo={},
         workdir=str(tmp_path),
-        rollout=RolloutSpec(
-            vllm={"stream_interval": 2, "logprobs-mode": "raw_logprobs", "middleware": "mine.Open"}
-        ),
+        rollout=RolloutSpec(vllm=flags),
     )
     argv = argv_of(spec, "127.0.0.1", 1234)
-    given = dict(zip(argv, argv[1:] + [""], strict=True))
+    given = dict(zip(argv, [*argv[1:], ""], strict=True))
     assert given["--stream-interval"] == "2"
     assert given["--logprobs-mode"] == "processed_logprobs"
     assert given["--middleware"] == "tasks.vllm_guard.Guard"

@@ -8,7 +8,7 @@ from checkpoint import documents, layout
 from checkpoint.documents import RunRecord
 from checkpoint.errors import NotFound
 from checkpoint.store import Store
-from orchestrator.config.load import load_spec
+from orchestrator.config.load import load_storage
 from orchestrator.home import latest_run
 
 PATIENCE_S = 5.0  # a person waits
@@ -27,7 +27,7 @@ def store_url_of(target: str | None) -> str:
     if target is None:
         latest = latest_run()
         if Path("run.yaml").exists():
-            return load_spec(Path("run.yaml")).storage
+            return load_storage(Path("run.yaml"))
         if latest is None:
             raise NoSuchRun("which run? name its store URL or its run.yaml (there is no ./run.yaml here)")
         return latest
@@ -37,7 +37,7 @@ def store_url_of(target: str | None) -> str:
     if (path / layout.RUN).is_file():
         return path.absolute().as_uri()
     if path.is_file():
-        return load_spec(path).storage
+        return load_storage(path)
     raise NoSuchRun(f"{target}: expected a store URL (s3://..., file://...), a run.yaml, or the folder of a run")
 
 

@@ -25,7 +25,7 @@ from orchestrator.clouds.protocol import CloudRefused, Offer, Order
 from policies.fleet import market_of, wanted_slots
 from policies.snapshot import Machine
 from policies.spec import Prices, RunSpec
-from policies.vocabulary import MachineState, Market, Refusal, Role
+from policies.vocabulary import MachineState, Market, Refusal, Role, slot_and_incarnation
 
 MARK = "GRPO_ORCH_MACHINE"  # in the environment of every process of a machine: its folder
 _WORK = {Role.TRAINER: "tasks.trainer_machine", Role.ROLLOUT: "tasks.rollout"}
@@ -120,7 +120,8 @@ class LocalCloud:
         """Log files by node, by slot (its newest node's) and, for the daemon, by its name."""
         found = {"daemon": self._folder.parent / "daemon.log"}
         for path in sorted(self._folder.glob("*/log"), key=lambda path: (len(path.parent.name), path.parent.name)):
-            found[path.parent.name] = found[path.parent.name.rsplit("-i", 1)[0]] = path
+            slot, _ = slot_and_incarnation(path.parent.name)
+            found[path.parent.name] = found[slot] = path
         return {name: path for name, path in found.items() if path.exists()}
 
     def _machine(self, folder: Path) -> Machine:
@@ -158,7 +159,7 @@ class LocalCloud:
         if not path.exists():
             return
         document: dict[str, Any] = json.loads(path.read_text())
-        slot = order.node.rsplit("-i", 1)[0]
+        slot, _ = slot_and_incarnation(order.node)
         if slot in document["slots"] and time.time() < document["until_s"]:
             raise CloudRefused(Refusal.NO_CAPACITY, f"no {order.market} capacity for {slot} (rehearsed)")
 

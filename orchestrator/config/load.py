@@ -30,7 +30,7 @@ from orchestrator.config.shorthand import write_out
 from orchestrator.config.structure import check_structure
 from policies.spec import Replicas, RunSpec
 
-__all__ = ["ConfigError", "Problem", "load_spec"]
+__all__ = ["ConfigError", "Problem", "load_spec", "load_storage"]
 
 
 def load_spec(path: Path) -> RunSpec:
@@ -39,6 +39,33 @@ def load_spec(path: Path) -> RunSpec:
     Raises:
         ConfigError: the file cannot be run; `problems` has all of it, in the order of the lines.
     """
+    document, findings, workdir = _read(path)
+    data = _checked(document, workdir, findings)
+    if findings.problems:
+        raise ConfigError(findings.problems)
+    data["grpo"] |= grpo_defaults(data, findings)
+    return msgspec.convert({**data, "workdir": str(workdir)}, RunSpec)
+
+
+def load_storage(path: Path) -> str:
+    """Return only the URL of the store that a run.yaml names, however the rest of the file is by now.
+
+    Raises:
+        ConfigError: the file cannot be read, or names no store.
+    """
+    document, findings, workdir = _read(path)
+    write_out(document, workdir, findings)
+    storage = document.data.get("storage")
+    problems = [problem for problem in findings.problems if problem.key == "storage"]
+    if not isinstance(storage, str) and not problems:
+        problems = [Problem(str(path), 1, "storage", "names no store; expected a folder or a URL")]
+    if problems:
+        raise ConfigError(problems)
+    return str(storage)
+
+
+def _read(path: Path) -> tuple[Document, Findings, Path]:
+    """The file as a mapping, and its folder. Raises ConfigError."""
     file = str(path)
     try:
         source = path.read_bytes()
@@ -53,11 +80,7 @@ def load_spec(path: Path) -> RunSpec:
         what = "is empty" if document.data is None else "is not a mapping"
         expected = "expected name, storage, trainer, grpo; `grpo-orch init` writes a file to start from"
         raise ConfigError([*findings.problems, Problem(file, 1, "", f"the file {what}; {expected}")])
-    data = _checked(document, workdir, findings)
-    if findings.problems:
-        raise ConfigError(findings.problems)
-    data["grpo"] |= grpo_defaults(data, findings)
-    return msgspec.convert({**data, "workdir": str(workdir)}, RunSpec)
+    return document, findings, workdir
 
 
 def _checked(document: Document, workdir: Path, findings: Findings) -> dict[str, Any]:
