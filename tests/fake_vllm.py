@@ -27,6 +27,15 @@ from checkpoint.store import Store
 from policies.wire import HEADER_BOOT, HEADER_POLICY, Announce, AnnounceReply
 
 STREAM_INTERVAL = 4
+# How a stream may end after its first event without being complete.
+BREAKS = {
+    "nothing": b"",
+    "done": b"data: [DONE]\n\n",
+    "abort": b'data: {"choices": [{"index": 0, "token_ids": [], "finish_reason": "abort"}]}\n\ndata: [DONE]\n\n',
+    "error": b'data: {"error": {"message": "engine died", "code": 500}}\n\ndata: [DONE]\n\n',
+    "nonsense": b"data: {\n\n",
+    "no-logprobs": b'data: {"choices": [{"index": 0, "token_ids": [1], "finish_reason": "stop"}]}\n\n',
+}
 
 
 def token_at(seed: int, prompt: list[int], position: int) -> tuple[int, float]:
@@ -71,6 +80,9 @@ class FakeNode:
             if asked[1] != self.policy:
                 event = {"error": {"message": "other weights now", "code": 409}}
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            if self.options.breaks:
+                await response.write(BREAKS[self.options.breaks])
+                return response
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -141,6 +153,7 @@ def main() -> None:
     parser.add_argument("--event-s", type=float, default=0.0)
     parser.add_argument("--max-requests", type=int, default=256)
     parser.add_argument("--never-load", action="store_true")
+    parser.add_argument("--breaks", choices=BREAKS, help="end every stream early, in this way")
     parser.add_argument("--status", type=int, default=0, help="answer this to every request")
     asyncio.run(serve(parser.parse_args()))
 

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from policies.wire import Batch
-from tests.gateway_rig import TOKEN, Rig, check_complete, make_batch, until
+from tests.fake_vllm import BREAKS
+from tests.gateway_rig import TOKEN, Rig, check_complete, hear, make_batch, until
 
 
 @pytest.fixture
@@ -130,13 +131,18 @@ def test_a_request_that_no_node_can_serve_ends_the_batch_with_its_name(rig: Rig)
     assert "refused by the stand-in" in heard.error
 
 
-def test_a_failing_node_is_left_for_another(rig: Rig) -> None:
+@pytest.mark.parametrize(
+    "failing", [{"status": 409}, {"status": 429}, {"status": 500}, *({"breaks": way} for way in BREAKS)], ids=str
+)
+def test_a_failing_node_is_left_for_another(rig: Rig, failing: dict[str, int | str]) -> None:
     rig.gateway()
-    rig.node("rollout-0", status=500)
+    rig.node("rollout-0", **failing)
+    rig.until_members("rollout-0")
+    batch = make_batch("0-0", requests=8)
+    lines = rig.ask(batch)
+    until("the first failure", lambda: rig.status().handovers > 0)
     rig.node("rollout-1")
-    rig.until_members("rollout-0", "rollout-1")
-    batch = make_batch("0-0")
-    heard = rig.complete(batch)
+    heard = hear(lines)
     check_complete(batch, heard)
     assert {one.node for one in heard.completions} == {"rollout-1"}
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from policies.wire import BatchLine
+from policies.wire import SILENT_S, BatchLine
 from tests.gateway_rig import Rig, check_complete, hear, kill, make_batch, until
 
 
@@ -66,6 +67,16 @@ def test_all_nodes_are_killed_and_the_batch_waits_for_their_successors(rig: Rig)
     heard = hear(iter([*read, *lines]))
     check_complete(batch, heard)
     assert {one.node for one in heard.completions} <= {"rollout-2", "rollout-3"}
+
+
+def test_an_idle_node_that_dies_is_out_long_before_it_would_count_as_silent(rig: Rig) -> None:
+    victim = rig.node("rollout-0")
+    rig.until_members("rollout-0")
+    rig.complete(make_batch("0-0", requests=1))
+    kill(victim)
+    died_at_s = time.monotonic()
+    rig.until_members()
+    assert time.monotonic() - died_at_s < SILENT_S / 2
 
 
 def test_a_silent_node_is_out_and_its_requests_move(rig: Rig) -> None:

@@ -118,12 +118,12 @@ def test_every_fault_is_survived_and_changes_no_weight(undisturbed: str, tiny: P
         os.kill(gateway, signal.SIGKILL)
         reach(run, step(run) + 2)
 
-        before = {node: run.pids(node) for node in run.state.nodes}
+        before = {node: set(run.pids(node)) for node in run.state.nodes}
         os.kill(run.daemon_pid, signal.SIGKILL)
         reach(run, step(run) + 2)  # training goes on without it
         run.cli("resume", run.url, "-d")
-        after = {node: run.pids(node) for node in before}
-        assert after == before, "resume adopts what runs"
+        for node, pids in before.items():
+            assert pids <= set(run.pids(node)), "resume adopts what runs"
 
         reach(run, 13)
         (trainer,) = run.pids("trainer-0-i1", "tasks.trainer")

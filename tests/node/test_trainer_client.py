@@ -1,0 +1,159 @@
+"""The trainer's client towards the gateway, against a stand-in that answers, stalls and breaks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from checkpoint import layout, manifest, rollouts
+from checkpoint.store import Store
+from policies.seeds import request_seed
+from policies.snapshot import Trainer
+from policies.vocabulary import PolicyVersion
+from policies.wire import Batch, CompletionRequest, PolicyRef
+from tasks.checkpoints import restore_newest
+from tasks.gateway_client import GatewayClient, GenerationFailed
+from tasks.heartbeat import Heartbeat
+from tasks.rollout_source import EVALUATION_CALLS, RolloutSource
+from tasks.step_costs import StepCosts
+from tests.node.stand_in_gateway import TOKEN, StandInGateway
+
+LENGTH = 5
+SAMPLING = {"max_tokens": LENGTH, "temperature": 1.0}
+
+
+class World:
+    def __init__(self, folder: Path) -> None:
+        self.store = Store(f"file://{folder}/store")
+        self.gateway = StandInGateway(self.store, folder / "scratch", model=False)
+        self.heartbeat = Heartbeat(self.store, Trainer("trainer-0-i1", 1, 0, 0, 0, "starting", 0.0))
+        self.costs = StepCosts()
+
+    def client(self, token: str = TOKEN) -> GatewayClient:
+        return GatewayClient(self.store, token, self.heartbeat)
+
+    def source(self) -> RolloutSource:
+        return RolloutSource(self.store, self.client(), self.heartbeat, self.costs, run_seed=42, deadline_s=10.0)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def batch(count: int = 6, deadline_s: float = 10.0) -> Batch:
+    requests = [CompletionRequest(index, [5, 6, 7], 1000 + index) for index in range(count)]
+    return Batch(PolicyRef("0-3", "policies/0000/00000003"), SAMPLING, requests, deadline_s)
+
+
+def test_a_cut_batch_is_finished_with_what_is_missing(world: World) -> None:
+    world.gateway.cut_after = 2
+    world.gateway.open()
+    got = world.client().complete(batch())
+    world.gateway.close()
+    assert [one.index for one in got.completions] == list(range(6))
+    assert [seed for _, seed in world.gateway.asked] == [*range(1000, 1006), *range(1002, 1006)]
+    assert got.discarded == LENGTH
+    assert got.wait_s > 0
+
+
+def test_a_gateway_that_is_not_there_yet_is_waited_for(world: World) -> None:
+    opening = threading.Timer(0.8, world.gateway.open)
+    opening.start()
+    began_s = time.monotonic()
+    got = world.client().complete(batch())
+    world.gateway.close()
+    assert len(got.completions) == 6
+    assert 0.7 < got.wait_s <= time.monotonic() - began_s
+
+
+def test_nothing_until_the_deadline_is_an_error(world: World) -> None:
+    world.gateway.members = 0
+    world.gateway.open()
+    with pytest.raises(GenerationFailed, match="no token for"):
+        world.client().complete(batch(deadline_s=0.5))
+    world.gateway.members = 1
+    world.gateway.close()
+
+
+def test_a_refused_token_is_an_error_at_once(world: World) -> None:
+    world.gateway.open()
+    with pytest.raises(GenerationFailed, match="401"):
+        world.client(token="wrong").complete(batch())
+    world.gateway.close()
+
+
+def test_a_journalled_call_is_not_made_again(world: World) -> None:
+    world.gateway.open()
+    version, prompts = PolicyVersion(0, 3), [[5, 6], [7, 8]]
+    ref = PolicyRef(str(version), layout.policy(version))
+    first = world.source().complete(version, prompts, 2, SAMPLING, training=True, publish=lambda: ref)
+    asked = len(world.gateway.asked)
+    world.gateway.close()
+
+    def publish() -> PolicyRef:
+        raise AssertionError("weights of a replayed step were published")
+
+    again = world.source().complete(version, prompts, 2, SAMPLING, training=True, publish=publish)
+    assert again == first
+    assert len(world.gateway.asked) == asked == 4
+    assert world.costs.take()["orch/replayed"] == 0  # one of the two was not
+    expected = [request_seed(42, 0, 3, 0, prompt, sample) for prompt in (0, 1) for sample in (0, 1)]
+    assert [seed for _, seed in world.gateway.asked] == expected
+
+
+@pytest.mark.parametrize("change", ["prompts", "sampling", "damage"])
+def test_a_record_of_other_requests_is_not_taken(change: str, world: World) -> None:
+    world.gateway.open()
+    version, prompts, sampling = PolicyVersion(0, 3), [[5, 6]], dict(SAMPLING)
+    ref = PolicyRef(str(version), layout.policy(version))
+    world.source().complete(version, prompts, 2, sampling, training=True, publish=lambda: ref)
+    match change:
+        case "prompts":
+            prompts = [[5, 9]]
+        case "sampling":
+            sampling["temperature"] = 0.7
+        case _:
+            key = layout.rollout(version, 0)
+            world.store.put(key, world.store.get(key)[:-20])
+    world.source().complete(version, prompts, 2, sampling, training=True, publish=lambda: ref)
+    world.gateway.close()
+    assert len(world.gateway.asked) == 4
+    kept = rollouts.read_rollout(world.store, version, 0)
+    assert kept is not None
+    assert len(kept.completions) == 2
+
+
+def test_calls_are_numbered_within_step_and_kind(world: World) -> None:
+    """Whether a step was evaluated before it generates, as after a restart, must not move its seeds."""
+    world.gateway.open()
+    source, version = world.source(), PolicyVersion(0, 3)
+    ref = PolicyRef(str(version), layout.policy(version))
+    for training in (False, False, True, True):
+        source.complete(version, [[5]], 1, SAMPLING, training=training, publish=lambda: ref)
+    world.gateway.close()
+    calls = [EVALUATION_CALLS, EVALUATION_CALLS + 1, 0, 1]
+    assert [seed for _, seed in world.gateway.asked] == [request_seed(42, 0, 3, call, 0, 0) for call in calls]
+    assert world.costs.take()["orch/tokens"] == 2 * LENGTH
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    store = Store(f"file://{tmp_path}/store")
+    source = tmp_path / "source"
+    source.mkdir()
+    for step in (10, 20, 30):
+        (source / "model.safetensors").write_bytes(b"weights of %d" % step)
+        version = PolicyVersion(0, step)
+        manifest.publish(store, layout.checkpoint(version), source, version, 0.0)
+    manifest.publish(store, layout.checkpoint(PolicyVersion(1, 40)), source, PolicyVersion(1, 40), 0.0)
+    store.put(f"{layout.checkpoint(PolicyVersion(0, 30))}/model.safetensors", b"weights of 31")
+    store.delete([f"{layout.checkpoint(PolicyVersion(0, 20))}/model.safetensors"])
+    restored = restore_newest(store, 0, tmp_path / "restored")
+    assert restored is not None
+    assert restored[0] == PolicyVersion(0, 10)
+    assert (restored[1] / "model.safetensors").read_bytes() == b"weights of 10"
+    assert restored[1].name == "checkpoint-10"
+    assert restore_newest(store, 2, tmp_path / "restored") is None
