@@ -2,13 +2,13 @@
 
 A hundred steps share one object that is rewritten at each step, so that reading ten thousand steps is a hundred
 reads. One trainer writes a timeline; a restarted one reads the present object and goes on, and a step logged again
-replaces the earlier row.
+replaces the earlier row and keeps its first time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from checkpoint import layout
 from checkpoint.codec import from_json, to_json
@@ -21,19 +21,29 @@ REPLAYED = "orch/replayed"  # 1 where the completions came from the rollout jour
 WAIT_S = "orch/wait_s"  # seconds in which no node could serve
 REWARD_MIN = "orch/reward_min"
 REWARD_MAX = "orch/reward_max"
-# JSON has no NaN: a value that was logged as NaN, infinite or None is left out, and `orch/nonfinite/ITS-NAME` is 1.
+# JSON has no NaN: a value that was logged as NaN, infinite or None is left out, and `orch/nonfinite/NAME` is 1.
 NONFINITE = "orch/nonfinite/"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One logged step. `time_s` is the wall clock at the end of the step, seconds since the epoch."""
+    """One logged step. Times are the wall clock at the end of the step, seconds since the epoch.
+
+    A step that is made again after a restart has a new `time_s` and keeps its `first_time_s`, so that what the
+    restart cost lies behind the last step before it.
+    """
 
     timeline: int
     step: int
     time_s: float
     attempt: int
     values: dict[str, float]
+    first_time_s: float | None = None  # None: it was logged once
+
+    @property
+    def reached_s(self) -> float:
+        """When the run first had this step."""
+        return self.time_s if self.first_time_s is None else self.first_time_s
 
 
 def read_metrics(store: Store, timeline: int | None = None) -> list[Row]:
@@ -56,6 +66,7 @@ def read_chunk(store: Store, key: str) -> list[Row]:
 def append_metrics(store: Store, row: Row) -> None:
     """Add a row to its object. The caller is the timeline's only writer."""
     key = layout.metrics_chunk(row.timeline, row.step)
-    rows = [old for old in read_chunk(store, key) if old.step != row.step]
-    rows.append(row)
-    store.put(key, b"".join(to_json(one) + b"\n" for one in sorted(rows, key=lambda r: r.step)))
+    rows = {old.step: old for old in read_chunk(store, key)}
+    first = rows.get(row.step)
+    rows[row.step] = row if first is None else replace(row, first_time_s=first.reached_s)
+    store.put(key, b"".join(to_json(rows[step]) + b"\n" for step in sorted(rows)))

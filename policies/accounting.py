@@ -51,7 +51,7 @@ L = TypeVar("L", bound=Logged)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One logged step, as last logged. `time_s` is the wall clock at its end."""
+    """One logged step. `time_s` is the wall clock at its end, when the run first had it."""
 
     timeline: int
     step: int

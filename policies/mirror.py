@@ -53,6 +53,8 @@ def _present(tick: Tick, node: Node, machine: Machine) -> None:
         if node.phase is NodePhase.SERVING and machine.exit_code != exit_codes.OK:
             tick.move(node, NodePhase.BOOTING, f"its work ended with exit code {machine.exit_code}")
         return
+    if node.attempt_ended_at_s is not None:
+        return  # between two attempts; the beat that is still fresh is the dead one's
     working = _working(tick, node)
     if node.phase is NodePhase.BOOTING and working is True:
         tick.move(node, NodePhase.SERVING, "in the membership" if node.role is Role.ROLLOUT else "heartbeat")

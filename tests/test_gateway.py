@@ -140,6 +140,7 @@ def test_a_failing_node_is_left_for_another(rig: Rig, failing: dict[str, int | s
     rig.until_members("rollout-0")
     batch = make_batch("0-0", requests=8)
     lines = rig.ask(batch)
+    assert next(lines).progress is not None
     until("the first failure", lambda: rig.status().handovers > 0)
     rig.node("rollout-1")
     heard = hear(lines)

@@ -145,5 +145,5 @@ def test_metrics_rows_survive_a_restarted_writer(store: Store):
     append_metrics(store, Row(0, 240, 999.0, 2, {"reward": 7.0}))  # run again after a restart
     rows = read_metrics(store, 0)
     assert [r.step for r in rows] == list(range(1, 251))
-    assert rows[239].values == {"reward": 7.0}
+    assert rows[239] == Row(0, 240, 999.0, 2, {"reward": 7.0}, first_time_s=240.0)
     assert len(store.entries(layout.METRICS)) == 3

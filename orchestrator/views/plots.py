@@ -36,7 +36,7 @@ def plot_run(store: Store, path: Path) -> None:
     """Plot the run in `store` to `path`. Raises NotFound when there is no run."""
     reader = Reader(store)
     reader.refresh()
-    steps = [Step(row.timeline, row.step, row.time_s) for row in reader.rows]
+    steps = [Step(row.timeline, row.step, row.reached_s) for row in reader.rows]
     marks = [FaultMark(cost.at_step, cost.name) for cost in fault_costs(steps, run_faults(reader))]
     kl = reader.spec.policies.kl
     plot(reader.path, kl.limit if kl else None, path, title=reader.spec.name, faults=marks)

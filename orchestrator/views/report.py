@@ -59,7 +59,7 @@ def build_report(store: Store, now_s: float) -> Report:
     reader.refresh()
     rows, state = reader.path, reader.state
     end_s = _end_s(reader, now_s)
-    # Lost steps that were made again are replaced in the log, so that what they cost is in the gap before them.
+    # By the first time of each step: what making steps again cost is in the gap behind the last new one.
     costs = tuple(fault_costs(_steps(reader.rows), run_faults(reader)))
     money = bill(rentals(reader.history, end_s), reader.spec.rehearse)
     rewards, held_out = _logged(rows, REWARD), _logged(rows, HELD_OUT)
@@ -119,7 +119,7 @@ def _rehearsed(fault: RehearsedFault) -> Fault:
 
 
 def _steps(rows: Sequence[Row]) -> list[Step]:
-    return [Step(row.timeline, row.step, row.time_s, round(row.values.get(TOKENS_DISCARDED, 0.0))) for row in rows]
+    return [Step(row.timeline, row.step, row.reached_s, round(row.values.get(TOKENS_DISCARDED, 0.0))) for row in rows]
 
 
 def _logged(rows: Sequence[Row], metric: str) -> list[float]:
