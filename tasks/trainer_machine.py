@@ -1,7 +1,8 @@
 """The trainer's machine: the gateway and the trainer, side by side, `python -m tasks.trainer_machine`.
 
-The gateway is started again whenever it ends, within a moment: it holds nothing that its members and the trainer do
-not tell it anew. The trainer is not: when it ends, this process ends with its exit code, and the controller decides.
+The gateway is started again whenever it ends, within a moment: it holds nothing that its members and the trainer
+do not tell it anew. The trainer is not: when it ends, this process ends with its exit code, and the controller
+decides.
 """
 
 from __future__ import annotations

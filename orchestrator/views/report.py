@@ -119,7 +119,9 @@ def _rehearsed(fault: RehearsedFault) -> Fault:
 
 
 def _steps(rows: Sequence[Row]) -> list[Step]:
-    return [Step(row.timeline, row.step, row.reached_s, round(row.values.get(TOKENS_DISCARDED, 0.0))) for row in rows]
+    return [
+        Step(row.timeline, row.step, row.reached_s, round(row.values.get(TOKENS_DISCARDED, 0.0))) for row in rows
+    ]
 
 
 def _logged(rows: Sequence[Row], metric: str) -> list[float]:
