@@ -1,7 +1,7 @@
 """The rehearsal: does the faults that run.yaml schedules, to real processes.
 
-`python -m orchestrator.rehearse STORE-URL`, a process of its own, since the daemon is among its victims. Each fault
-is done once; what was done is in the store.
+`python -m orchestrator.rehearse STORE-URL`, a process of its own, since the daemon is among its victims. Each
+fault is done once; what was done is in the store.
 """
 
 from __future__ import annotations

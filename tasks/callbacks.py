@@ -65,7 +65,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             self._step, self._values = state.global_step, {}
         for name, value in self._costs.take().items():
             adds_up = name in (metrics.TOKENS, metrics.TOKENS_DISCARDED, metrics.WAIT_S)
-            self._values[name] = value + (self._values.get(name, 0.0) if adds_up else 0.0)
+            self._values[name] = round(value + self._values.get(name, 0.0), 3) if adds_up else value
         self._values.update(storable(logs))
         metrics.append_metrics(
             self._store, Row(self._timeline, self._step, time.time(), self._attempt, dict(self._values))

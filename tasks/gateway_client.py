@@ -73,7 +73,7 @@ class GatewayClient:
         while not call.finished:
             try:
                 url = self._address()
-                for line in self._lines(url, call.missing()):
+                for line in self._lines(url, call):
                     call.hear(line)
                     self._tell(call)
                     if line.end is not None:  # its counts are final; completions may be complete before it
@@ -96,8 +96,8 @@ class GatewayClient:
             raise GatewayLost("the store names no gateway yet")
         return address.url
 
-    def _lines(self, url: str, batch: Batch) -> Iterator[BatchLine]:
-        """Yield the lines of the answer to a batch.
+    def _lines(self, url: str, call: _Call) -> Iterator[BatchLine]:
+        """Ask for what is missing and yield the answer's lines.
 
         Raises GatewayLost, GenerationFailed, httpx.TransportError.
         """
@@ -106,7 +106,7 @@ class GatewayClient:
         with (
             httpx.Client(timeout=timeout, trust_env=False) as client,
             client.stream(
-                "POST", f"{url.rstrip('/')}/v1/rollouts", content=to_json(batch), headers=self._headers
+                "POST", f"{url.rstrip('/')}/v1/rollouts", content=to_json(call.missing()), headers=self._headers
             ) as answer,
         ):
             if answer.status_code in FATAL_STATUS:
@@ -115,6 +115,7 @@ class GatewayClient:
                 )
             if answer.status_code != 200:
                 raise GatewayLost(f"it answered {answer.status_code}")
+            call.connected()
             for line in _split(answer.iter_bytes()):
                 try:
                     yield _decoder.decode(line)
@@ -143,7 +144,7 @@ class _Call:
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.done: dict[int, Completion] = {}
-        self.served = False  # whether a node could serve it, as last heard
+        self.served = True  # whether a node could serve it, as far as is known
         self._discarded = 0  # over the connections that have ended
         self._wait_s = 0.0
         self._heard_s = self._moved_s = self._said_s = time.monotonic()
@@ -162,6 +163,11 @@ class _Call:
     def missing(self) -> Batch:
         """The batch of what has not arrived."""
         return replace(self.batch, requests=[one for one in self.batch.requests if one.index not in self.done])
+
+    def connected(self) -> None:
+        """A gateway has taken the batch; that it has no node will be heard from it soon."""
+        self._settle()
+        self.served = True
 
     def hear(self, line: BatchLine) -> None:
         """Take one line of the answer. Raises GenerationFailed, GatewayLost."""

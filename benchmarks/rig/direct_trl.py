@@ -48,7 +48,7 @@ def start_server(
     argv += ["--host", "127.0.0.1", "--port", str(port), "--logprobs-mode", "processed_logprobs"]
     for name, value in flags.items():
         argv += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    environment = {**os.environ, **env, "VLLM_SERVER_DEV_MODE": "1"}
+    environment = {**os.environ, **{name: str(value) for name, value in env.items()}, "VLLM_SERVER_DEV_MODE": "1"}
     process = subprocess.Popen(argv, env=environment, stdout=log.open("wb"), stderr=subprocess.STDOUT)
     url, deadline_s = f"http://127.0.0.1:{port}", time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s and process.poll() is None:
