@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import set_seed
+import datasets
+from transformers import PrinterCallback, set_seed
+from transformers.utils.logging import disable_progress_bar
 
 from checkpoint.store import Store
 from policies.spec import RunSpec
@@ -16,11 +18,13 @@ from tasks.node_env import NodeEnv
 from tasks.publish import PolicyPublisher
 from tasks.rollout_source import RolloutSource
 from tasks.step_costs import StepCosts
-from tasks.user_objects import BadSpec, first_line, load_dataset, load_reward_functions, model_path
+from tasks.user_objects import BadSpec, first_line, load_dataset, load_reward_functions, model_path, passes
 
 
 def assemble(env: NodeEnv, spec: RunSpec, store: Store, heartbeat: Heartbeat, output_dir: Path) -> Any:
     """Return a trainer that is ready to train. Raises BadSpec for what only the user can repair."""
+    disable_progress_bar()  # a log file has no use for them
+    datasets.disable_progress_bars()
     workdir = Path(spec.workdir)
     wanted = spec.trainer
     evaluates = wanted.eval_dataset is not None
@@ -51,9 +55,12 @@ def assemble(env: NodeEnv, spec: RunSpec, store: Store, heartbeat: Heartbeat, ou
             peft_config=_peft_config(wanted.peft),
         )
     except (OSError, ValueError, TypeError) as error:
+        if passes(error):
+            raise
         raise BadSpec(f"trainer.model {wanted.model}, with the settings of `grpo`: {first_line(error)}") from error
     publisher = PolicyPublisher(store, trl_grpo.plain_model(trainer.model).config, Path(env.workdir) / "policy")
     client.attach(trainer, publisher, env.timeline)
+    trainer.remove_callback(PrinterCallback)  # MetricsCallback says in a line what it prints in thirty
     if trainer.is_world_process_zero():
         for callback in _callbacks(env, spec, store, heartbeat, costs):
             trainer.add_callback(callback)

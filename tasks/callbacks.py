@@ -11,6 +11,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import structlog
 from transformers import TrainerCallback
 
 from checkpoint import metrics, resume_state
@@ -21,6 +22,10 @@ from policies.vocabulary import PolicyVersion
 from tasks.checkpoints import upload_checkpoint
 from tasks.heartbeat import Heartbeat
 from tasks.step_costs import StepCosts
+
+log = structlog.get_logger()
+
+SAID = ("reward", "eval_reward", "kl", "loss", "grad_norm")  # of each row, in the trainer's own log
 
 
 class HeartbeatCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
@@ -67,6 +72,9 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             adds_up = name in (metrics.TOKENS, metrics.TOKENS_DISCARDED, metrics.WAIT_S)
             self._values[name] = round(value + self._values.get(name, 0.0), 3) if adds_up else value
         self._values.update(storable(logs))
+        said = {name: self._values[name] for name in SAID if name in logs and name in self._values}
+        if said:
+            log.info("step", step=self._step, **said)
         metrics.append_metrics(
             self._store, Row(self._timeline, self._step, time.time(), self._attempt, dict(self._values))
         )

@@ -26,7 +26,7 @@ from policies.spec import RunSpec
 from policies.vocabulary import PolicyVersion
 from tasks.gateway_client import GenerationFailed
 from tasks.heartbeat import Fenced, Heartbeat
-from tasks.node_env import NodeEnv, read_node_env
+from tasks.node_env import NodeEnv, NotANode, read_node_env
 
 log = structlog.get_logger()
 
@@ -38,7 +38,10 @@ RANK = int(os.environ.get("RANK", "0"))  # set by accelerate's launcher; the fir
 def main() -> int:
     """Train the run that the environment names. Returns the exit code."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    env = read_node_env()
+    try:
+        env = read_node_env()
+    except NotANode as error:
+        return _end(exit_codes.USAGE, str(error))
     store = Store(env.run, patience_s=STORE_PATIENCE_S)
     beat = Trainer(env.node, env.attempt, env.timeline, 0, 0, "starting", time.time())
     heartbeat = Heartbeat(Store(env.run, patience_s=BEAT_PATIENCE_S), beat)
@@ -74,6 +77,7 @@ def _train(env: NodeEnv, spec: RunSpec, store: Store, heartbeat: Heartbeat) -> i
     heartbeat.say(step=resumed_at.step)
     if restored is not None and _is_last(restored[1]):
         if RANK == 0:
+            heartbeat.say(max_steps=resumed_at.step)
             heartbeat.stop("done")
         return _end(exit_codes.OK, f"nothing left to train: the run is complete at step {resumed_at.step}")
     try:

@@ -254,6 +254,7 @@ class FleetGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
         torch.save({"step": self._step, "buffered": buffered}, folder / self._window_file())
         if self.args.sync_ref_model and self.accelerator.is_main_process:
             save_model(self.accelerator.unwrap_model(self.ref_model), str(folder / REF_MODEL_FILE))
+        self.accelerator.wait_for_everyone()  # the folder is uploaded next, with every process's files in it
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -5,6 +5,7 @@ A name that leads nowhere is the user's to repair, and said in one line.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from collections.abc import Callable
@@ -13,10 +14,16 @@ from typing import Any
 
 import datasets
 from datasets.exceptions import DatasetNotFoundError
+from huggingface_hub import constants  # type: ignore[import-not-found]  # in the nodes' environment alone
+from huggingface_hub.errors import LocalEntryNotFoundError  # type: ignore[import-not-found]  # likewise
 
 from policies.spec import Dataset, TrainerSpec
 
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+# Of the machine or the network, not of run.yaml: another try may find them gone.
+PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 class BadSpec(Exception):
@@ -49,6 +56,8 @@ def load_dataset(key: str, wanted: Dataset, workdir: Path) -> Any:
         else:
             loaded = datasets.load_dataset(wanted.path, wanted.name, split=wanted.split)
     except (DatasetNotFoundError, ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        if passes(error):
+            raise
         raise BadSpec(f"{key}: {wanted.path}: {first_line(error)}") from error
     if "prompt" not in (loaded.column_names or ["prompt"]):
         raise BadSpec(f"{key}: {wanted.path} has no column `prompt`, only {', '.join(loaded.column_names)}")
@@ -60,6 +69,17 @@ def load_reward_functions(import_paths: tuple[str, ...], workdir: Path) -> list[
     if str(workdir) not in sys.path:
         sys.path.insert(0, str(workdir))
     return [_load_function(path) for path in import_paths]
+
+
+def passes(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, is worth another try: a hub out of reach, a full disk."""
+    while error is not None:
+        if isinstance(error, LocalEntryNotFoundError | ConnectionError) and not constants.is_offline_mode():
+            return True
+        if isinstance(error, OSError) and error.errno in PASSING:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def first_line(error: BaseException) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file
 
 from checkpoint import documents, layout, manifest, metrics, resume_state
@@ -18,7 +20,7 @@ from policies.vocabulary import PolicyVersion
 from tasks.assemble import assemble
 from tasks.heartbeat import Heartbeat
 from tasks.node_env import NodeEnv
-from tasks.user_objects import BadSpec
+from tasks.user_objects import BadSpec, passes
 from tests.node.trainer_rig import Rig, make_tiny, open_rig, run_spec
 
 STEPS = 6
@@ -27,10 +29,11 @@ LENGTH = 6
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that went through a cut connection, a restarted gateway and a time without nodes."""
+    """A run that went through a cut connection, a restarted gateway and a time without nodes, and its trainer
+    started again behind its end."""
 
     store: Store
-    exit_code: int
+    exit_codes: tuple[int, int]
     asked: list[tuple[str, int]]
     output: str
     folder: Path
@@ -58,8 +61,9 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
         trainer = rig.start_trainer()
         wait_for_activity(rig, "waiting")
         gateway.members = 1
-        code = rig.wait(trainer)
-        return Finished(rig.store, code, gateway.asked, rig.log().read_text(), folder)
+        codes = (rig.wait(trainer), rig.wait(rig.start_trainer(attempt=2), attempt=2))
+        output = rig.log(1).read_text() + rig.log(2).read_text()
+        return Finished(rig.store, codes, gateway.asked, output, folder)
 
 
 def wait_for_activity(rig: Rig, activity: str) -> None:
@@ -74,12 +78,12 @@ def rows_of(run: Finished) -> dict[int, dict[str, float]]:
 
 
 def test_run_completes(finished: Finished) -> None:
-    assert finished.exit_code == exit_codes.OK
+    assert finished.exit_codes == (exit_codes.OK, exit_codes.OK)
     beat = documents.read_trainer(finished.store)
     assert beat is not None
-    assert (beat.activity, beat.step, beat.max_steps, beat.attempt) == ("done", STEPS, STEPS, 1)
-    assert beat.kl is not None
-    assert "complete at step 6" in finished.output
+    assert (beat.activity, beat.step, beat.max_steps, beat.attempt) == ("done", STEPS, STEPS, 2)
+    assert "complete at step 6\n" in finished.output
+    assert "nothing left to train: the run is complete at step 6" in finished.output
 
 
 def test_metrics_are_trls_and_ours(finished: Finished) -> None:
@@ -162,32 +166,27 @@ def test_newer_trainer_stops_an_older_one_even_while_it_waits(tiny: Path, tmp_pa
 
 
 def test_bad_spec_is_one_line_and_its_own_exit_code(tiny: Path, tmp_path: Path) -> None:
-    with open_rig(tmp_path, tiny, grpo={"num_generations": 3}) as rig:
+    with open_rig(tmp_path, tiny, grpo={}, model="nobody/has-this-model") as rig:
         assert rig.start_trainer().wait(60) == exit_codes.BAD_SPEC
         output = rig.log().read_text()
     assert "Traceback" not in output
-    assert output.splitlines()[-1].startswith(
-        "grpo-orch trainer: grpo: generation_batch_size (8) must be divisible"
-    )
+    assert output.splitlines()[-1].startswith("grpo-orch trainer: trainer.model nobody/has-this-model")
 
 
 @pytest.mark.parametrize(
     ("part", "value", "says"),
     [
         ("model", "./nowhere", "trainer.model: there is no folder"),
-        ("model", "nobody/has-this-model", "trainer.model nobody/has-this-model"),
         ("dataset", "./nowhere.jsonl", "trainer.dataset: there is no file or folder"),
         ("reward_funcs", ("rig_rewards.lower_shares",), "has no attribute 'lower_shares'"),
         ("reward_funcs", ("no_such_module.reward",), "No module named 'no_such_module'"),
         ("peft", {"rank": 4}, "trainer.peft: "),
+        ("grpo", {"num_generations": 3}, "grpo: generation_batch_size (8) must be divisible by num_generations"),
         ("grpo", {"learning_rat": 1e-3}, "unexpected keyword argument 'learning_rat'"),
         ("grpo", {"generation_kwargs": {"seed": 1}}, "generation_kwargs: `seed` must go"),
     ],
 )
-def test_users_mistakes_are_named(
-    part: str, value: object, says: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+def test_users_mistakes_are_named(part: str, value: object, says: str, tiny: Path, tmp_path: Path) -> None:
     spec = run_spec(f"file://{tmp_path}/store", tiny, grpo=value if part == "grpo" else {})  # type: ignore[arg-type]  # by the table above
     if part == "dataset":
         spec = replace(spec, trainer=replace(spec.trainer, dataset=replace(spec.trainer.dataset, path=str(value))))
@@ -200,6 +199,27 @@ def test_users_mistakes_are_named(
         assemble(env, spec, store, heartbeat, tmp_path / "out")
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("offline", "error", "again"),
+    [
+        (False, OSError(errno.ENOSPC, "No space left on device"), True),
+        (False, FileNotFoundError(errno.ENOENT, "no such file"), False),
+        (False, ValueError("bad"), False),
+        (False, LocalEntryNotFoundError("cannot find the requested files in the cache, no connection"), True),
+        (True, LocalEntryNotFoundError("cannot find the requested files in the cache"), False),
+        (True, OSError(errno.ENOSPC, "No space left on device"), True),
+    ],
+)
+def test_a_hub_out_of_reach_is_not_the_users_mistake(
+    offline: bool, error: Exception, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a restart in an hour without the hub would end the run for good."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    wrapped = OSError("We couldn't connect")
+    wrapped.__cause__ = error
+    assert passes(wrapped) == again
 
 
 def test_numbers_json_cannot_carry_leave_a_marker() -> None:

@@ -48,7 +48,13 @@ def make_tiny(folder: Path) -> Path:
 
 
 def run_spec(
-    storage: str, tiny: Path, *, grpo: dict[str, Any], peft: dict[str, Any] | None = None, evaluates: bool = False
+    storage: str,
+    tiny: Path,
+    *,
+    grpo: dict[str, Any],
+    peft: dict[str, Any] | None = None,
+    evaluates: bool = False,
+    model: str | None = None,
 ) -> RunSpec:
     """A spec over the tiny model, with `grpo` over GRPO."""
     return RunSpec(
@@ -59,7 +65,7 @@ def run_spec(
         rollout=RolloutSpec(deadline_s=60.0),
         policies=PoliciesSpec(resume_state_steps=3),
         trainer=TrainerSpec(
-            model=str(tiny / "model"),
+            model=model or str(tiny / "model"),
             dataset=Dataset(path=str(tiny / "few.jsonl")),
             eval_dataset=Dataset(path=str(tiny / "held_out.jsonl")) if evaluates else None,
             reward_funcs=("rig_rewards.lower_share",),
