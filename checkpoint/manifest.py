@@ -42,6 +42,12 @@ class Manifest:
     meta: dict[str, str] = field(default_factory=dict)
 
     @property
+    def digest(self) -> str:
+        """Names the content: twelve hex digits of BLAKE3 over the names and digests of all files."""
+        lines = "".join(f"{file.name} {file.digest}\n" for file in sorted(self.files, key=lambda f: f.name))
+        return blake3(lines.encode()).hexdigest()[:12]
+
+    @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
 

@@ -29,6 +29,7 @@ class TrainerSpec:
     eval_dataset: Dataset | None = None  # scored every `grpo.eval_steps`; the reward never trains on it
     resources: dict[str, Any] = field(default_factory=dict)  # SkyPilot's keys
     setup: str = ""  # shell, run once on the machine before the trainer
+    env: dict[str, str] = field(default_factory=dict)  # environment of the trainer process
     peft: dict[str, Any] | None = None  # LoraConfig keys
     accelerate: dict[str, Any] | None = None  # an accelerate config file's keys
 

@@ -28,10 +28,21 @@ SILENT_S = 3.0  # a member that has said nothing for so long is out
 
 @dataclass(frozen=True, slots=True)
 class PolicyRef:
-    """Where a policy version's weights are: a manifest's folder in the run's store."""
+    """Where a policy version's weights are: a manifest's folder in the run's store.
+
+    A trainer that is started again makes its last steps anew. On hardware whose sums depend on their order the
+    weights then differ in their last bits, and the old ones of the same version must not pass for them: so nodes
+    and gateway speak of `label`, which names the content too.
+    """
 
     version: str  # PolicyVersion as text
     prefix: str
+    digest: str = ""  # the folder's content, see checkpoint.manifest.Manifest.digest
+
+    @property
+    def label(self) -> str:
+        """`0-120@1f2e3d4c5b6a`: what a node holds, a request demands and a completion was made from."""
+        return f"{self.version}@{self.digest}" if self.digest else self.version
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,9 +41,9 @@ class PolicyPublisher:
         whole = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
         save_file(whole, self._folder / WEIGHTS, metadata={"format": "pt"})
         prefix = layout.policy(version)
-        manifest.publish(self._store, prefix, self._folder, version, time.time())
+        published = manifest.publish(self._store, prefix, self._folder, version, time.time())
         self._remove_older(version)
-        return PolicyRef(str(version), prefix)
+        return PolicyRef(str(version), prefix, published.digest)
 
     def _remove_older(self, version: PolicyVersion) -> None:
         older = [v for v in manifest.committed(self._store, _timeline_folder(version)) if v < version]

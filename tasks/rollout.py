@@ -129,27 +129,28 @@ class Agent:
             await self._work.wait()
             self._work.clear()
             server, wanted = self._server, self._wanted
-            if server is None or wanted is None or wanted.version == self._policy:
+            if server is None or wanted is None or wanted.label == self._policy:
                 continue
             try:
                 folder = await asyncio.to_thread(self._fetched, wanted)
                 await self._load(server, wanted, folder)
             except StoreError as error:
-                log.error("policy_not_fetched", policy=wanted.version, why=str(error))
+                log.error("policy_not_fetched", policy=wanted.label, why=str(error))
                 await asyncio.sleep(RETRY_S)
                 self._work.set()
             except ServerFailed as error:
-                log.error("policy_not_loaded", policy=wanted.version, why=str(error))
+                log.error("policy_not_loaded", policy=wanted.label, why=str(error))
                 await server.stop()  # what it holds now is unknown
 
     def _fetched(self, wanted: PolicyRef) -> Path:
         """Return the folder with that policy's verified files. Raises StoreError."""
-        folder = self._policies / wanted.version
+        folder = self._policies / wanted.label
         if not folder.exists():
             found = manifest.fetch(self._store, wanted.prefix, folder)
-            if found.version != wanted.version:
+            holds = PolicyRef(found.version, wanted.prefix, found.digest if wanted.digest else "")
+            if holds != wanted:
                 shutil.rmtree(folder)
-                raise Corrupt(f"{wanted.prefix} holds policy {found.version}, not {wanted.version}")
+                raise Corrupt(f"{wanted.prefix} holds policy {holds.label}, not {wanted.label}")
         return folder
 
     async def _load(self, server: Server, wanted: PolicyRef, folder: Path) -> None:
@@ -158,11 +159,11 @@ class Agent:
             return
         self._policy = None
         self._say()
-        await server.load(wanted.version, folder)
+        await server.load(wanted.label, folder)
         if server is self._server:
-            self._policy = wanted.version
+            self._policy = wanted.label
             self._say()
-            log.info("policy_loaded", policy=wanted.version, boot_id=server.boot_id)
+            log.info("policy_loaded", policy=wanted.label, boot_id=server.boot_id)
         await asyncio.to_thread(_keep_only, folder)
 
     async def _watch_for_notice(self) -> None:

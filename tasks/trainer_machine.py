@@ -37,7 +37,7 @@ def main() -> int:
     spec = documents.read_run(Store(env.run)).spec
     if not set_up(Path(env.workdir), spec.trainer.setup):
         return exit_codes.BAD_SPEC
-    trainer = start_child(trainer_argv(env, spec.trainer), dict(os.environ))
+    trainer = start_child(trainer_argv(env, spec.trainer), {**os.environ, **spec.trainer.env})
     signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
     gateway = _start_gateway()
     started_at_s, wait_s = time.monotonic(), GATEWAY_RESTART_WAIT_S

@@ -129,12 +129,11 @@ class Guard:
 
 
 async def _change_weights(engine: Any, path: str) -> None:
-    # Nothing runs by now; should anything be left in the engine, it is aborted here and not continued.
-    await engine.pause_generation(mode="abort")
+    # Nothing runs by now; should anything be left in the engine, it is aborted here and not continued. The caches
+    # go too: what was computed from a prompt with the old weights is worthless. `engine.pause_generation` is the
+    # same, with a pause of 20 ms for the comfort of callers.
+    await engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
     await engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
-    # What was computed from a prompt with the old weights is worthless.
-    if not await engine.reset_prefix_cache():
-        raise RuntimeError("vLLM did not reset its prefix cache: blocks are still in use")
     await engine.resume_generation()
 
 

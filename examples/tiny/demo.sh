@@ -5,7 +5,6 @@ set -euo pipefail
 cd "$(dirname "$0")"
 root=$(cd ../.. && pwd)
 export GRPO_ORCH_HOME=$PWD/build/home
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 orch=$root/.venv/bin/grpo-orch
 
 if [ -e build/store/run.json ]; then

@@ -28,7 +28,10 @@ def write_out(document: Document, workdir: Path, findings: Findings) -> None:
         _trainer(trainer, workdir, findings, is_sky=is_sky)
     rollout = data.get("rollout")
     if isinstance(rollout, dict):
-        _rollout(rollout, document.texts)
+        _rollout(rollout)
+    for name, section in (("trainer", trainer), ("rollout", rollout)):
+        if isinstance(section, dict) and isinstance(section.get("env"), dict):
+            _env(section["env"], name, document.texts)
 
 
 def _trainer(trainer: dict[str, Any], workdir: Path, findings: Findings, *, is_sky: bool) -> None:
@@ -45,18 +48,19 @@ def _trainer(trainer: dict[str, Any], workdir: Path, findings: Findings, *, is_s
             dataset["path"] = _local(dataset["path"], workdir, where, DATA_FILES, findings, is_sky=is_sky)
 
 
-def _rollout(rollout: dict[str, Any], texts: dict[KeyPath, str]) -> None:
+def _rollout(rollout: dict[str, Any]) -> None:
     replicas = rollout.get("replicas")
     if isinstance(replicas, int) and not isinstance(replicas, bool):
         rollout["replicas"] = {"min": replicas, "max": replicas}
     elif isinstance(replicas, dict) and "min" in replicas and "max" not in replicas:
         replicas["max"] = replicas["min"]
-    env = rollout.get("env")
-    if isinstance(env, dict):
-        # An environment holds texts: `OMP_NUM_THREADS: 1` means the text as it stands in the file.
-        for name, value in env.items():
-            if isinstance(value, bool | int | float):
-                env[name] = texts[("rollout", "env", name)]
+
+
+def _env(env: dict[str, Any], section: str, texts: dict[KeyPath, str]) -> None:
+    """An environment holds texts: `OMP_NUM_THREADS: 1` means the text as it stands in the file."""
+    for name, value in env.items():
+        if isinstance(value, bool | int | float):
+            env[name] = texts[(section, "env", name)]
 
 
 def _store_url(url: str, workdir: Path, findings: Findings, *, is_sky: bool) -> str:

@@ -74,7 +74,7 @@ class Gateway:
         wanted = self.members.wanted
         status = GatewayStatus(
             boot_id=self.boot_id,
-            policy=None if wanted is None else wanted.version,
+            policy=None if wanted is None else wanted.label,
             members=self.members.status(),
             requests_waiting=self.members.waiting(),
             tokens_delivered=self._ledger.delivered,

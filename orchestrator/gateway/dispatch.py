@@ -48,7 +48,7 @@ class BatchRun:
 
     def __init__(self, batch: Batch, members: Members, token: str, ledger: Ledger) -> None:
         self._batch = batch
-        self._policy = batch.policy.version
+        self._policy = batch.policy.label
         self._members = members
         self._token = token
         self._ledger = ledger

@@ -91,7 +91,7 @@ class Members:
     def want(self, policy: PolicyRef) -> None:
         """Tell every member which policy to hold from now on."""
         if policy != self.wanted:
-            log.info("policy_wanted", policy=policy.version)
+            log.info("policy_wanted", policy=policy.label)
             self.wanted = policy
             self.table.forget_groups()
             for node in list(self._held):
@@ -152,7 +152,7 @@ class Members:
     def status(self) -> list[MemberStatus]:
         """Every member, for `GET /status`."""
         now_s = time.monotonic()
-        serving = () if self.wanted is None else self.table.serving(self.wanted.version)
+        serving = () if self.wanted is None else self.table.serving(self.wanted.label)
         return [self._describe(row, row in serving, now_s) for row in self.table.rows]
 
     async def sweep(self) -> None:

@@ -147,7 +147,9 @@ def to_json(view: RunView) -> dict[str, Any]:
 
 def _nodes(reader: Reader, gateway: GatewayStatus | None) -> tuple[NodeView, ...]:
     """One line a slot, the trainer first, `rollout-10` behind `rollout-9`."""
-    holds = {member.node: member.policy for member in gateway.members} if gateway else {}
+    members = gateway.members if gateway else []
+    # The content digest behind the version is for machines.
+    holds = {member.node: member.policy and member.policy.partition("@")[0] for member in members}
     beat = reader.trainer
     if beat is not None:
         holds[beat.node] = str(PolicyVersion(beat.timeline, beat.step))
