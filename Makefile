@@ -6,7 +6,7 @@ NODE := .venv-node/bin
 NODE_EXTRA ?= node-cpu
 BENCHES := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py)))
 
-.PHONY: demo test test-node test-controller check bench env node-env system-packages clean $(BENCHES)
+.PHONY: demo test test-node test-controller soak check bench env node-env system-packages clean $(BENCHES)
 
 env: .venv/.ready
 node-env: .venv-node/.ready
@@ -39,7 +39,11 @@ test-node: node-env
 	$(NODE)/python -m pytest tests/node
 
 test-controller: env node-env
-	$(BIN)/python -m pytest tests --ignore tests/node
+	$(BIN)/python -m pytest tests --ignore tests/node --ignore tests/soak
+
+# Any process, at any moment; KILLS=n how many, SEED=n to repeat one.
+soak: env node-env
+	$(BIN)/python -m pytest -s tests/soak
 
 check: env
 	$(BIN)/ruff check .

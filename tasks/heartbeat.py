@@ -19,6 +19,7 @@ from policies.snapshot import Trainer
 log = structlog.get_logger()
 
 BEAT_S = 2.0
+CALM_S = 0.25  # between two beats at least: steps may be shorter, and each beat reads and writes the store
 
 
 class Fenced(Exception):
@@ -26,7 +27,7 @@ class Fenced(Exception):
 
 
 class Heartbeat:
-    """Says every BEAT_S, and at each change, what the trainer does; watches for a newer one.
+    """Says every BEAT_S, and soon after each change, what the trainer does; watches for a newer one.
 
     Args:
         store: the run's store, with little patience: a late beat is worth less than the next one.
@@ -93,7 +94,8 @@ class Heartbeat:
                 self._write()
             except StoreError as error:
                 log.warning("heartbeat_not_written", error=str(error))
-            self._changed.wait(BEAT_S)
+            self._ended.wait(CALM_S)
+            self._changed.wait(BEAT_S - CALM_S)
             self._changed.clear()
 
     def _write(self) -> None:

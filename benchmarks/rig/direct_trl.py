@@ -1,9 +1,10 @@
 """The baseline: TRL's GRPOTrainer in server mode with one vLLM server and nothing in between.
 
-Run by `benchmarks/main.py` with the nodes' Python: `direct_trl.py FOLDER STEPS OUT.json`, where FOLDER is made by
-`examples/tiny/make_model.py`. TRL's own client is used as it is, but for the transfer of weights: TRL broadcasts
-them over NCCL, which needs CUDA, so here they go through a file on tmpfs that vLLM's own `reload_weights` reads
-back, the fastest way there is on a CPU. Writes the wall-clock time at the end of each step.
+Run by `benchmarks/main.py` with the nodes' Python: `direct_trl.py FOLDER GRPO OUT.json`, where FOLDER is made by
+`examples/tiny/make_model.py` and GRPO is JSON that changes the example's `grpo`. TRL's own client is used, but for
+the transfer of weights: TRL broadcasts them over NCCL, which needs CUDA, so here they go through a file on tmpfs
+that vLLM's own `reload_weights` reads back, the fastest way there is on a CPU. Writes the wall-clock time at the end
+of each step.
 """
 
 from __future__ import annotations
@@ -103,9 +104,10 @@ class Clock(TrainerCallback):
 
 
 def main() -> None:
-    folder, steps, out = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    folder, changes, out = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
     spec = yaml.safe_load((ROOT / "examples" / "tiny" / "run.yaml").read_text())
-    grpo = {k: float(v) if k in ("learning_rate", "beta") else v for k, v in spec["grpo"].items()}
+    grpo = {**spec["grpo"], **changes}
+    grpo["learning_rate"] = float(grpo["learning_rate"])  # YAML 1.1 reads 3e-3 as a text
     for ours in ("eval_strategy", "eval_steps", "save_steps"):
         grpo.pop(ours, None)
     server, url = start_server(
@@ -118,7 +120,6 @@ def main() -> None:
         config = GRPOConfig(
             **{
                 **grpo,
-                "max_steps": steps,
                 "use_vllm": True,
                 "vllm_mode": "server",
                 "vllm_server_base_url": url,

@@ -8,75 +8,17 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from checkpoint import layout, manifest
 from checkpoint.documents import read_trainer
 from checkpoint.metrics import REPLAYED, read_metrics
-from policies.vocabulary import RunPhase
-from tests.e2e.harness import ROOT, Run
-
-NODE_PYTHON = ROOT / ".venv-node" / "bin" / "python"
-TINY = ROOT / "examples" / "tiny"
-STEPS = 30
-RUN_TIMEOUT_S = 420.0
+from tests.e2e.tiny import RUN_TIMEOUT_S, check_healthy, final_weights, finish, make_tiny, reach, step, tiny_run
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    subprocess.run([NODE_PYTHON, TINY / "make_model.py", "--out", folder], check=True)
-    return folder
-
-
-def tiny_run(folder: Path, tiny: Path, replicas: int, **changes: Any) -> Run:
-    spec = yaml.safe_load((TINY / "run.yaml").read_text())
-    spec.pop("rehearse", None)
-    spec["trainer"]["model"] = str(tiny / "model")
-    spec["trainer"]["dataset"] = str(tiny / "prompts.jsonl")
-    spec["trainer"]["eval_dataset"] = str(tiny / "held_out.jsonl")
-    spec["grpo"] = {**spec["grpo"], "max_steps": STEPS, "save_steps": 10, "eval_steps": 10, **changes}
-    spec["rollout"]["replicas"] = replicas
-    folder.mkdir(exist_ok=True)
-    (folder / "rewards.py").write_text((TINY / "rewards.py").read_text())
-    return Run(folder, spec, NODE_PYTHON)
-
-
-def final_weights(run: Run) -> str:
-    """The digest of the last checkpoint's weights."""
-    newest = manifest.committed(run.store, layout.CHECKPOINTS)[-1]
-    assert newest.step == STEPS
-    files = manifest.load(run.store, layout.checkpoint(newest)).files
-    return next(f.digest for f in files if f.name == "model.safetensors")
-
-
-def step(run: Run) -> int:
-    beat = read_trainer(run.store)
-    return beat.step if beat else 0
-
-
-def reach(run: Run, wanted: int) -> None:
-    run.until(f"step {wanted}", lambda: step(run) >= wanted, RUN_TIMEOUT_S)
-
-
-def finish(run: Run) -> None:
-    run.until("the end", lambda: run.state.phase is RunPhase.FINISHED and not run.state.nodes, RUN_TIMEOUT_S)
-
-
-def check_healthy(run: Run) -> dict[str, Any]:
-    """What must hold at the end of every run, however it went."""
-    rows = read_metrics(run.store)
-    assert [row.step for row in rows if "reward" in row.values] == list(range(1, STEPS + 1))
-    report: dict[str, Any] = run.json("report", run.url)
-    assert report["steps"] == STEPS
-    assert report["reward_last"] > report["reward_first"] + 0.2
-    assert report["sampling_logp_difference_max"] < 1e-4, (
-        "a token was sampled from other weights than the trainer's"
-    )
-    return report
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
