@@ -1,10 +1,10 @@
 """The baseline: TRL's GRPOTrainer in server mode with one vLLM server and nothing in between.
 
 Run by `benchmarks/main.py` with the nodes' Python: `direct_trl.py FOLDER GRPO OUT.json`, where FOLDER is made by
-`examples/tiny/make_model.py` and GRPO is JSON that changes the example's `grpo`. TRL's own client is used, but for
-the transfer of weights: TRL broadcasts them over NCCL, which needs CUDA, so here they go through a file on tmpfs
-that vLLM's own `reload_weights` reads back, the fastest way there is on a CPU. Writes the wall-clock time at the end
-of each step.
+`examples/tiny/make_model.py` and GRPO is JSON that changes the example's `grpo`. TRL's own client is used, but
+for the transfer of weights: TRL broadcasts them over NCCL, which needs CUDA, so here they go through a file on
+tmpfs that vLLM's own `reload_weights` reads back, the fastest way there is on a CPU. Writes the wall-clock time
+at the end of each step.
 """
 
 from __future__ import annotations
