@@ -24,13 +24,13 @@ STEPS, WARM_UP, ROUNDS = 30, 5, 2
 # Tokens a completion: the demo's own, where a step is a tenth of a second and all overhead shows, and a length at
 # which generating is most of a step, as it is in practice. No completion ends early: both sides do the same work.
 LENGTHS = (16, 128)
-FAULT_STEPS = 40
+FAULT_STEPS = 120
 FAULTS = [
-    {"at_step": 6, "kill": "rollout-1"},
-    {"at_step": 12, "kill": "gateway"},
-    {"at_step": 18, "kill": "daemon", "for_s": 3},
-    {"at_step": 24, "kill": "trainer"},
-    {"at_step": 32, "kill": "rollouts"},
+    {"at_step": 10, "kill": "rollout-1"},
+    {"at_step": 25, "kill": "gateway"},
+    {"at_step": 40, "kill": "daemon", "for_s": 3},
+    {"at_step": 75, "kill": "trainer"},
+    {"at_step": 100, "kill": "rollouts"},
 ]
 
 console = Console()
