@@ -71,7 +71,9 @@ def dataclass_keys(cls: type) -> dict[str, dict[str, Any]]:
         choices = [choice for part in parts for choice in _choices(part)]
         choices = list(dict.fromkeys([*choices, *field.metadata.get("choices", ())]))
         kinds = list(dict.fromkeys(kind for part in parts for kind in _kinds(part)))
-        keys[field.name] = _entry(" | ".join(kinds) or "None", _default(field), choices)
+        # typing may hand out the members of an equal Union that was written elsewhere first, in another order.
+        kinds = sorted(kinds, key=lambda kind: (kind == "None", kind))
+        keys[field.name] = _entry(" | ".join(kinds) or "None", _default(field), sorted(choices))
     return keys
 
 

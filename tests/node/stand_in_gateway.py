@@ -120,10 +120,10 @@ class StandInGateway:
         else:
             token_ids = [4 + (seed >> shift) % 80 for shift in range(batch.sampling["max_tokens"])]
             logprobs = [-1.0] * len(token_ids)
-        return Completion(index, token_ids, logprobs, "length", batch.policy.version, "stand-in")
+        return Completion(index, token_ids, logprobs, "length", batch.policy.label, "stand-in")
 
     def _policy(self, batch: Batch) -> torch.nn.Module:
-        version = batch.policy.version
+        version = batch.policy.label
         if version not in self.policy_of:
             folder = self.scratch / f"policy-{version}"
             manifest.fetch(self.store, batch.policy.prefix, folder)
