@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import Run
-from tests.e2e.tiny import check_healthy, final_weights, finish, make_tiny, reach, tiny_run
+from tests.e2e.tiny import check_healthy, final_weights, finish, make_tiny, tiny_run
 
 KILLS = int(os.environ.get("KILLS", "10"))
 SEED = int(os.environ.get("SEED", str(time.time_ns() % 100_000)))
-PAUSE_MAX_S = 20.0
+PAUSE_MAX_S = 8.0  # shorter than most recoveries: faults meet each other
 
 
 def victims(run: Run) -> list[int]:
@@ -32,7 +32,6 @@ def test_random_kills_change_no_weight(seed: int, tmp_path: Path):
         run = tiny_run(tmp_path / name, tiny, replicas=2)
         try:
             run.cli("up", str(run.yaml), "-y", "-d")
-            reach(run, 1)
             for _ in range(kills):
                 time.sleep(rng.uniform(0.0, PAUSE_MAX_S))
                 if not run.state.nodes:
