@@ -82,8 +82,10 @@ def down(target: Target = None) -> None:
     left = cloud.machines()
     if left:
         raise Stop(f"still there: {', '.join(left)}; run `grpo-orch down {store.url}` again", exit_codes.FAILED)
-    console.print(f"{record.spec.name} is {_state(store).phase}; no machine of it is left.", highlight=False)
-    console.print(f"Continue with: grpo-orch resume {store.url}", highlight=False, soft_wrap=True)
+    phase = _state(store).phase
+    console.print(f"{record.spec.name} is {phase}; no machine of it is left.", highlight=False)
+    if phase is not RunPhase.FINISHED:
+        console.print(f"Continue with: grpo-orch resume {store.url}", highlight=False, soft_wrap=True)
 
 
 def _start(store: Store, record: RunRecord, reason: str, detach: bool) -> None:
