@@ -30,9 +30,9 @@ History = Iterable[tuple[int, float, Iterable[Event]]]  # (entry number, time_s,
 
 GATEWAY = "gateway"
 DAEMON = "daemon"
-TRACE_S = (
-    60.0  # a trace in the journal this long after a fault is still that fault's; a dead machine is seen sooner
-)
+TICK_S = 2.0  # an event bears the time at which its tick began: a fault may strike between that and the look
+# A trace in the journal this long after a fault is still that fault's; a dead machine is seen sooner.
+TRACE_S = 60.0
 
 
 class Logged(Protocol):
@@ -191,7 +191,7 @@ def merged(rehearsed: Iterable[Fault], journalled: Iterable[Fault]) -> list[Faul
         near = [
             place
             for place, (fault, explained) in enumerate(known)
-            if fault.struck_s <= trace.struck_s <= fault.struck_s + TRACE_S
+            if fault.struck_s - TICK_S <= trace.struck_s <= fault.struck_s + TRACE_S
             and trace.target not in explained
             and _hits(fault.target, trace.target)
         ]

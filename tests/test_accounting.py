@@ -143,7 +143,7 @@ def test_a_fault_explains_one_loss_of_each_node_and_only_soon_after() -> None:
         fault(101, target="rollout-0", name="a"),
         fault(102, target="rollout-1", name="b"),
         fault(110, target="rollout-0", name="lost again"),
-        fault(99, target="rollout-1", name="before"),
+        fault(97, target="rollout-1", name="before"),
     ]
     assert [one.name for one in merged([killed], traces)] == ["before", "kill", "lost again"]
     late = fault(100 + TRACE_S + 1, target="rollout-0", name="late")
@@ -231,3 +231,11 @@ def test_a_machine_is_paid_from_first_seen_until_gone() -> None:
     )
     assert bill(rented, prices) == Bill(cost_usd=0.5 + 8.0, cost_all_on_demand_usd=2.0 + 8.0)
     assert bill(rented, None) == Bill(0.0, 0.0)
+
+
+def test_a_fault_that_struck_within_the_tick_that_saw_it_is_one_fault() -> None:
+    rehearsed = Fault("kill rollouts", "rollouts", 100.2, 100.2, 9)
+    traces = [Fault(f"rollout-{n}-i1 lost", f"rollout-{n}", 100.0, 100.0, None) for n in range(2)]
+    assert [fault.name for fault in merged([rehearsed], traces)] == ["kill rollouts"]
+    earlier = Fault("rollout-0-i1 lost", "rollout-0", 90.0, 90.0, None)
+    assert len(merged([rehearsed], [earlier])) == 2
