@@ -44,10 +44,6 @@ def rollout(version: PolicyVersion, call: int) -> str:
     return f"{ROLLOUTS}/{version.timeline:04d}/{version.step:08d}-{call:02d}.json"
 
 
-def rollouts_of(timeline: int) -> str:
-    return f"{ROLLOUTS}/{timeline:04d}"
-
-
 def metrics_chunk(timeline: int, step: int) -> str:
     return f"{METRICS}/{timeline:04d}/{step // METRICS_CHUNK_STEPS:08d}.jsonl"
 

@@ -36,7 +36,7 @@ MAX_REQUESTS = 256  # vLLM's `max_num_seqs`, where run.yaml does not set it
 
 # What run.yaml may change ...
 DEFAULTS: dict[str, Any] = {
-    # Tokens an event: one costs the gateway 6 us a token, eight 1.6; a lost node loses half as many a request.
+    # Tokens an event: fewer events are less work for the gateway; a lost node loses half as many a request.
     "stream-interval": 8,
     # Else the model's generation_config.json would set top_k and others that run.yaml does not name.
     "generation-config": "vllm",

@@ -232,7 +232,8 @@ def test_random_faults_then_peace_converges_and_never_buys_too_much(faults, repl
             case "refuse":
                 world.refusing = not world.refusing
             case "silence":
-                decide(world.state, replace(world.snapshot(), machines=None), world.spec)
+                silent = decide(world.state, replace(world.snapshot(), machines=None), world.spec)
+                assert silent.actions == ()
             case "crash":
                 world.tick(journal_only=True)
                 world.take_over()
