@@ -1,65 +1,64 @@
-"""One run's prefix in an object store: bytes and files by name, create-only where it matters.
+"""One run's prefix in an object store: bytes by name, create-only where it matters.
 
-Everything the project keeps goes through this class, on `file://` exactly as on `s3://`, `gs://`, `az://` and
-`memory://`. Transient failures are retried here, for as long as the caller's patience; what comes out is one of
-`checkpoint.errors`. Layout, manifests and the journal are built on top.
+Everything the project keeps goes through this class, on `file://` exactly as on `s3://`, `gs://`, `az://`,
+`memory://` and what fsspec knows. Transient failures are retried here and nowhere below, for as long as the
+caller's patience; what comes out is one of `checkpoint.errors`. Layout, manifests and journal are built on top.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
-from typing import Any, TypeVar, cast
-from urllib.parse import urlparse
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
-import obstore
 import structlog
-from obstore import exceptions as raw
-from obstore.store import MemoryStore, from_url
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
 
-from checkpoint.errors import AlreadyExists, NotFound, StoreDenied, StoreError, StoreUnavailable, StoreUnusable
+from checkpoint.backends import Backend, BytesLike, Entry, Options
+from checkpoint.backends.answers import one_line
+from checkpoint.backends.obstore_backend import open_obstore
+from checkpoint.errors import NotFound, StoreUnavailable, StoreUnusable
+
+__all__ = ["OPTIONS_ENV", "Entry", "Store"]
 
 log = structlog.get_logger()
 T = TypeVar("T")
 
-SCHEMES = ("file", "s3", "gs", "az", "memory")
-_memory: dict[str, MemoryStore] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One object of a listing; `key` is relative to the run."""
-
-    key: str
-    size_bytes: int
-    modified_at: datetime
+OPTIONS_ENV = "GRPO_ORCH_STORAGE_OPTIONS"  # a JSON object: the options, as the daemon and the nodes are given them
+OBSTORE_SCHEMES = ("file", "s3", "gs", "az", "memory")
 
 
 class Store:
     """Objects below one URL.
 
     Args:
-        url: `file:///folder`, `s3://bucket/prefix`, `gs://...`, `az://...` or `memory://name`.
-        patience_s: how long transient failures are retried before StoreUnavailable is raised.
-        options: keys of obstore's store configuration (endpoint, region, ...); the environment serves too.
+        url: `file:///folder`, `s3://bucket/prefix`, `gs://...`, `az://...`, `memory://name`, or any other that
+            fsspec knows.
+        patience_s: how long transient failures are retried before StoreUnavailable is raised. A try that is
+            under way is not cut short: a request that hangs ends after 30 s, a large upload after 300 s.
+        options: obstore's own configuration keys (endpoint, region, timeout, ...), or `profile`, an AWS profile;
+            with `driver: fsspec`, the arguments of that fsspec filesystem. None: what the environment variable
+            OPTIONS_ENV holds. Credentials, endpoint and region come from the environment too, as AWS names them.
 
     Raises:
-        StoreUnusable: the URL's scheme is not one of SCHEMES, or the folder cannot be made.
+        StoreUnusable: nobody knows the URL's scheme, an option is wrong, or the folder cannot be made.
+        StoreDenied: the AWS profile has no credentials.
     """
 
-    def __init__(self, url: str, *, patience_s: float = 30.0, options: dict[str, str] | None = None) -> None:
+    def __init__(self, url: str, *, patience_s: float = 30.0, options: Options | None = None) -> None:
         self.url = url.rstrip("/")
         self.patience_s = patience_s
-        self._raw: Any = _open(self.url, options or {})
+        self._shown = one_line(self.url)
+        self._backend = _open(self.url, _options_of_environment() if options is None else options)
 
     def get(self, key: str) -> bytes:
         """Return the object's bytes. Raises NotFound."""
-        return self._try(f"read {key}", lambda: bytes(obstore.get(self._raw, key).bytes()))
+        return bytes(self.get_buffer(key))
+
+    def get_buffer(self, key: str) -> memoryview:
+        """Return the object's bytes as they arrived, read-only and not copied: for large ones. Raises NotFound."""
+        return self._try(f"read {key}", lambda: self._backend.get(key))
 
     def get_or_none(self, key: str) -> bytes | None:
         """Return the object's bytes, or None where there is no such object."""
@@ -68,72 +67,50 @@ class Store:
         except NotFound:
             return None
 
-    def put(self, key: str, data: bytes) -> None:
-        """Write the object, replacing any of that name; readers see the old or the new one, never a mixture."""
-        self._try(f"write {key}", lambda: obstore.put(self._raw, key, data))
+    def put(self, key: str, data: BytesLike) -> None:
+        """Write the object in one request, replacing any of that name; readers see the old or the new one."""
+        self._try(f"write {key}", lambda: self._backend.put(key, data))
 
-    def create(self, key: str, data: bytes) -> None:
+    def create(self, key: str, data: BytesLike) -> None:
         """Write the object only if there is none of that name. Raises AlreadyExists.
 
         An answer lost on the way is retried like any other, and then meets its own object: a caller that must
         tell the two apart reads it back (see `checkpoint.journal`).
         """
-        self._try(f"create {key}", lambda: obstore.put(self._raw, key, data, mode="create"))
-
-    def put_file(self, key: str, path: Path) -> None:
-        """Upload a file in parts; replaces any object of that name."""
-        self._try(f"upload {key}", lambda: obstore.put(self._raw, key, path))
-
-    def get_file(self, key: str, path: Path) -> None:
-        """Download to `path`, which appears only when complete. Raises NotFound."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-
-        def download() -> None:
-            handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-            try:
-                with os.fdopen(handle, "wb") as out:
-                    for chunk in obstore.get(self._raw, key).stream(min_chunk_size=8 * 1024 * 1024):
-                        out.write(cast(Any, chunk))
-                Path(part).replace(path)
-            except BaseException:
-                Path(part).unlink(missing_ok=True)
-                raise
-
-        self._try(f"download {key}", download)
+        self._try(f"create {key}", lambda: self._backend.create(key, data))
 
     def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
         """Return every object below `prefix/` in name order; with `after`, only names beyond that key."""
-
-        def listing() -> list[Entry]:
-            pages: Iterator[Any] = iter(obstore.list(self._raw, prefix, offset=after))
-            found = [
-                Entry(str(one["path"]), int(one["size"]), one["last_modified"]) for page in pages for one in page
-            ]
-            return sorted(found, key=lambda entry: entry.key)
-
-        return self._try(f"list {prefix}", listing)
-
-    def folders(self, prefix: str) -> list[str]:
-        """Return the names directly below `prefix/` that hold objects, in name order."""
-        return self._try(
-            f"list {prefix}",
-            lambda: sorted(str(p) for p in obstore.list_with_delimiter(self._raw, prefix)["common_prefixes"]),
+        found = self._try(f"list {prefix}", lambda: self._backend.entries(prefix, after))
+        return sorted(
+            (entry for entry in found if after is None or entry.key > after), key=lambda entry: entry.key
         )
 
-    def delete(self, keys: list[str]) -> None:
-        """Delete the objects; a missing one is not an error."""
-        for key in keys:
-            try:
-                self._try(f"delete {key}", lambda key=key: obstore.delete(self._raw, key))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
-            except NotFound:
-                continue
+    def folders(self, prefix: str) -> list[str]:
+        """Return the keys directly below `prefix/` that have objects below them, in name order."""
+        return sorted(self._try(f"list {prefix}", lambda: self._backend.folders(prefix)))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete the objects, thousands at once too; a missing one is not an error.
+
+        They go in no particular order: where order matters, call twice.
+        """
+        if keys:
+            what = f"delete {keys[0]}" + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
+            self._try(what, lambda: self._backend.delete(keys))
+
+    def sweep(self, prefix: str, older_than_s: float) -> None:
+        """Remove what writers that were killed have left below `prefix/` without its becoming an object."""
+        self._try(f"sweep {prefix}", lambda: self._backend.sweep(prefix, older_than_s))
 
     def _try(self, what: str, call: Callable[[], T]) -> T:
         """Run `call` with this project's errors, again and again while it is transient and patience lasts."""
 
         def warn(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome else None
-            log.warning("store_retry", what=what, store=self.url, attempt=state.attempt_number, error=str(error))
+            log.warning(
+                "store_retry", what=what, store=self._shown, attempt=state.attempt_number, error=str(error)
+            )
 
         retrying = Retrying(
             retry=retry_if_exception_type(StoreUnavailable),
@@ -142,38 +119,48 @@ class Store:
             before_sleep=warn,
             reraise=True,
         )
-        return cast(T, retrying(_translated, self.url, what, call))
+        return cast(T, retrying(self._once, what, call))
 
-
-def _open(url: str, options: dict[str, str]) -> Any:
-    parts = urlparse(url)
-    if parts.scheme not in SCHEMES:
-        raise StoreUnusable(
-            f"store {url!r}", "expected a URL that starts with " + ", ".join(f"{s}://" for s in SCHEMES)
-        )
-    if parts.scheme == "memory":
-        return _memory.setdefault(url, MemoryStore())
-    if parts.scheme == "file":
+    def _once(self, what: str, call: Callable[[], T]) -> T:
+        """Run `call` once; what the library below raises becomes one of `checkpoint.errors`."""
         try:
-            Path(parts.path).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreUnusable(f"store {url!r}: {error.strerror}", "name a folder that can be written") from error
-    return from_url(url, config=cast(Any, options)) if options else from_url(url)
+            return call()
+        except self._backend.errors as error:
+            fault = self._backend.fault(error)
+            if fault is None:
+                raise
+            # Not chained: a library's message may quote the request, with a session token or a signed URL in it.
+            raise fault.kind(f"{what} in {self._shown}: {fault.text}", fault.hint) from None
 
 
-def _translated(url: str, what: str, call: Callable[[], T]) -> T:
-    """Run `call` once; what obstore and the system raise becomes one of `checkpoint.errors`."""
+def _options_of_environment() -> Options:
+    text = os.environ.get(OPTIONS_ENV)
+    if not text:
+        return {}
     try:
-        return call()
-    except StoreError:
-        raise
-    except raw.AlreadyExistsError as error:
-        raise AlreadyExists(f"{what} in {url}") from error
-    except FileNotFoundError as error:
-        raise NotFound(f"{what} in {url}") from error
-    except (raw.PermissionDeniedError, raw.UnauthenticatedError, PermissionError) as error:
-        raise StoreDenied(f"{what} in {url}: denied", "check the credentials and their rights") from error
-    except (raw.BaseError, OSError) as error:
-        text = str(error).splitlines()[0]
-        hint = "free some space" if "No space left" in str(error) else ""
-        raise StoreUnavailable(f"{what} in {url}: {text}", hint) from error
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise StoreUnusable(f"the environment variable {OPTIONS_ENV} is not a JSON object")
+    return options
+
+
+def _open(url: str, options: Options) -> Backend:
+    scheme, colon, _ = url.partition("://")
+    if not colon:
+        raise StoreUnusable(
+            f"store {url!r}", "expected a URL that starts with " + ", ".join(f"{s}://" for s in OBSTORE_SCHEMES)
+        )
+    driver = options.get("driver", "obstore" if scheme in OBSTORE_SCHEMES else "fsspec")
+    rest = {key: value for key, value in options.items() if key != "driver"}
+    match driver:
+        case "obstore" if scheme in OBSTORE_SCHEMES:
+            return open_obstore(url, rest)
+        case "fsspec":
+            # Imported here: s3fs takes half a second, and most runs do not need it.
+            from checkpoint.backends.fsspec_backend import open_fsspec
+
+            return open_fsspec(url, rest)
+        case _:
+            raise StoreUnusable(f"store {one_line(url)!r}: driver {driver!r}", "expected obstore or fsspec")

@@ -1,0 +1,51 @@
+"""Stores that tests share: each server is started once, by the first test that asks for it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.store_rig.ceph_server import ceph_server, missing_programs
+from tests.store_rig.fault_proxy import FaultProxy, fault_proxy
+from tests.store_rig.moto_server import moto_server
+from tests.store_rig.server import S3Server
+
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with moto_server(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def ceph_users() -> Iterator[tuple[S3Server, S3Server]]:
+    """Ceph's gateway as an ordinary user sees it, and as one without any room left."""
+    if missing := missing_programs():
+        text = f"{', '.join(missing)} not installed: run `make test-packages`"
+        if os.environ.get("CI"):
+            pytest.fail(text)
+        pytest.skip(text)
+    # A short path: the daemons' sockets lie in it, and a socket's path has 107 characters at most.
+    with tempfile.TemporaryDirectory(prefix="ceph-") as folder, ceph_server(Path(folder)) as users:
+        yield users
+
+
+@pytest.fixture(scope="session")
+def ceph(ceph_users: tuple[S3Server, S3Server]) -> S3Server:
+    return ceph_users[0]
+
+
+@pytest.fixture
+def proxy(moto: S3Server) -> Iterator[FaultProxy]:
+    with fault_proxy(moto.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def ceph_proxy(ceph: S3Server) -> Iterator[FaultProxy]:
+    with fault_proxy(ceph.endpoint) as proxy:
+        yield proxy
