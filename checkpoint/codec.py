@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 
 from checkpoint.errors import Corrupt
 from policies.events import EVENT_TYPES, Event
+from policies.state import RunState
+
+# Raise it whenever a state's fields change, or `policies.state.apply` makes another state of the same events: a
+# state that was stored under another number is not continued but folded anew.
+STATE_SCHEMA = 2
 
 T = TypeVar("T")
 
@@ -42,3 +49,19 @@ def event_from_plain(data: dict[str, Any], where: str) -> Event:
         return msgspec.convert(fields, cls)
     except msgspec.ValidationError as error:
         raise Corrupt(f"{where}: {error}", "use the grpo-orch that wrote it, or a newer one") from error
+
+
+def state_to_plain(state: RunState) -> dict[str, Any]:
+    """A state as JSON data: sets sorted, so that one history is one text; mappings in their own order."""
+    plain = msgspec.to_builtins(replace(state, nodes=dict(state.nodes), slots=dict(state.slots)))
+    return {**plain, "commands_taken": sorted(state.commands_taken)}
+
+
+def state_from_plain(data: dict[str, Any], where: str) -> RunState:
+    """The inverse of `state_to_plain`, read-only as `apply` makes it. Raises Corrupt."""
+    try:
+        state = msgspec.convert(data, RunState)
+    except msgspec.ValidationError as error:
+        raise Corrupt(f"{where}: {error}", "use the grpo-orch that wrote it, or a newer one") from error
+    nodes, slots = MappingProxyType(dict(state.nodes)), MappingProxyType(dict(state.slots))
+    return replace(state, nodes=nodes, slots=slots)

@@ -3,21 +3,27 @@
 An entry is one tick's events. Its number is taken by whoever creates the object first; a controller that loses
 the race for a number has been replaced and stops. The entry that takes a run over is numbered like any other,
 and its number is the epoch of the controller that wrote it. A lease elsewhere only says who is alive.
+
+Entries are never deleted, also where a segment holds them: a late controller has to meet the entry that replaced
+it. Were that number free again, it would win it and steer beside its successor.
 """
 
 from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import Any
 
-from checkpoint import layout
-from checkpoint.codec import event_from_plain, event_to_plain, from_json, to_json
-from checkpoint.errors import AlreadyExists
+import structlog
+
+from checkpoint import layout, segments
+from checkpoint.codec import event_to_plain, to_json
+from checkpoint.entries import SCHEMA, Record, advance, entry, tail
+from checkpoint.errors import AlreadyExists, StoreError
 from checkpoint.store import Store
 from policies.events import Event, TookOver
+from policies.state import RunState
 
-SCHEMA = 1
+log = structlog.get_logger()
 
 
 class Fenced(Exception):
@@ -25,27 +31,37 @@ class Fenced(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """One journal entry as stored. `nonce` tells a writer's own entry, met again after a lost answer."""
+class Recovered:
+    """The run up to entry `number`: its state, and how it came out of an earlier one.
 
-    schema: int
+    `records` are all entries behind `before`; `before` is the state that they continue, as of a segment's end.
+    """
+
+    before: RunState
+    records: list[Record]
     number: int
-    epoch: int
-    writer: str
-    nonce: str
-    time_s: float
-    events: list[dict[str, Any]]
-
-    def decoded(self) -> tuple[Event, ...]:
-        """The events, typed. Raises Corrupt."""
-        return tuple(event_from_plain(event, f"journal entry {self.number}") for event in self.events)
+    state: RunState
 
 
 def read(store: Store, after: int = 0) -> list[Record]:
-    """Return every entry whose number is above `after`, in order. Raises Corrupt."""
-    start = layout.journal_entry(after) if after else None
-    keys = [entry.key for entry in store.entries(layout.JOURNAL, after=start)]
-    return [from_json(store.get(key), Record, key) for key in keys]
+    """Return every entry whose number is above `after`, in order, through segments. Raises Corrupt."""
+    last = segments.newest(store, after)
+    return [*segments.records_between(store, after, last), *tail(store, max(after, last))]
+
+
+def recover(store: Store, overlap: int = 0) -> Recovered:
+    """Return the run as of now, from the newest usable segment and the entries behind it. Raises Corrupt.
+
+    Reads a bounded number of objects, however long the run is. With `overlap`, `records` begin so many segments
+    earlier, for who wants to see what happened lately.
+    """
+    last = segments.newest(store)
+    begin = max(0, last - overlap * segments.SEGMENT_ENTRIES)
+    known, state = segments.newest_state(store, begin)
+    before = advance(state, segments.records_between(store, known, begin))
+    records = [*segments.records_between(store, begin, last), *tail(store, last)]
+    number = records[-1].number if records else begin
+    return Recovered(before, records, number, advance(before, records))
 
 
 class Journal:
@@ -59,22 +75,30 @@ class Journal:
     def __init__(self, store: Store, writer: str) -> None:
         self._store = store
         self._writer = writer
+        self._unsettled: Record | None = None
+        self._segmented = RunState()  # as of the newest segment
+        self._since: list[Record] = []  # what the next segments will hold
         self.number = 0
         self.epoch = 0
 
-    def take_over(self, now_s: float, host: str, pid: int, reason: str) -> list[Record]:
-        """Write the take-over entry behind the last one and return all entries, that one included.
+    def take_over(self, now_s: float, host: str, pid: int, reason: str) -> RunState:
+        """Write the take-over entry behind the last one and return the state behind it.
 
         Raises Fenced when another controller takes over at the same moment.
         """
-        records = read(self._store)
-        self.number = records[-1].number if records else 0
+        found = recover(self._store)
+        self._segmented, self._since = found.before, found.records
+        self.number = found.number
         self.epoch = self.number + 1
-        return [*records, self.append(now_s, (TookOver(host, pid, reason),))]
+        return advance(found.state, [self.append(now_s, (TookOver(host, pid, reason),))])
 
     def append(self, now_s: float, events: tuple[Event, ...]) -> Record:
-        """Write one entry. Returns it once it is durable. Raises Fenced."""
-        record = Record(
+        """Write one entry. Returns it once it is durable.
+
+        Raises Fenced. After a StoreError the entry may be in the store, or not, or come there late: `settle` it
+        before the next.
+        """
+        self._unsettled = Record(
             schema=SCHEMA,
             number=self.number + 1,
             epoch=self.epoch,
@@ -83,13 +107,37 @@ class Journal:
             time_s=now_s,
             events=[event_to_plain(event) for event in events],
         )
-        key = layout.journal_entry(record.number)
+        return self._write(self._unsettled)
+
+    def settle(self) -> Record | None:
+        """Write the entry that a StoreError left open, and return it once it is durable; None if there is none.
+
+        Raises Fenced.
+        """
+        return None if self._unsettled is None else self._write(self._unsettled)
+
+    def _write(self, record: Record) -> Record:
         try:
-            self._store.create(key, to_json(record))
+            self._store.create(layout.journal_entry(record.number), to_json(record))
         except AlreadyExists:
             # Ours, if an answer was lost and the retry met the object that the first try had made.
-            winner = from_json(self._store.get(key), Record, key)
+            winner = entry(self._store, record.number)
             if winner.nonce != record.nonce:
                 raise Fenced(f"{winner.writer} wrote journal entry {record.number}") from None
+        self._unsettled = None
         self.number = record.number
+        self._since.append(record)
+        self._store_segments()
         return record
+
+    def _store_segments(self) -> None:
+        """Store what fills a segment. Its entries are durable: no trouble here may hide that."""
+        while len(self._since) >= segments.SEGMENT_ENTRIES:
+            records, rest = self._since[: segments.SEGMENT_ENTRIES], self._since[segments.SEGMENT_ENTRIES :]
+            state = advance(self._segmented, records)
+            try:
+                segments.write(self._store, records, state)
+            except StoreError as error:
+                log.warning("segment_not_stored", last=records[-1].number, error=str(error))
+                return  # with the next entry it is tried again
+            self._segmented, self._since = state, rest

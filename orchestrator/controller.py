@@ -9,7 +9,8 @@ from __future__ import annotations
 import structlog
 
 from checkpoint import documents
-from checkpoint.journal import Journal, Record
+from checkpoint.entries import Record, advance
+from checkpoint.journal import Journal
 from checkpoint.store import Store
 from orchestrator.actuate import Actuator
 from orchestrator.observe import Observer
@@ -17,20 +18,20 @@ from policies.decide import decide, done
 from policies.events import CommandTaken, Event
 from policies.snapshot import Decision
 from policies.spec import RunSpec
-from policies.state import RunState, apply, fold
+from policies.state import RunState
 
 log = structlog.get_logger()
 
 
 class Controller:
-    """Steers one run. `records` is the journal up to this controller's own take-over entry."""
+    """Steers one run. `state` is the journal's, up to this controller's own take-over entry."""
 
     def __init__(
         self,
         store: Store,
         spec: RunSpec,
         journal: Journal,
-        records: list[Record],
+        state: RunState,
         observer: Observer,
         actuator: Actuator,
     ) -> None:
@@ -40,11 +41,12 @@ class Controller:
         self._observer = observer
         self._actuator = actuator
         self._reason = ""
-        self.state: RunState = fold((r.number, r.time_s, r.decoded()) for r in records)
+        self.state = state
         self.finished = False
 
     def tick(self, now_s: float) -> Decision:
         """Run the loop once. Raises Fenced (another controller took over) or StoreError (the store is away)."""
+        self._settle()
         snapshot = self._observer.look(now_s, self._actuator.collect())
         decision = decide(self.state, snapshot, self._spec)
         if decision.events:
@@ -58,8 +60,16 @@ class Controller:
 
     def record(self, now_s: float, events: tuple[Event, ...]) -> None:
         """Journal events, then let them be so."""
-        entry = self._journal.append(now_s, events)
-        for event in events:
-            self.state = apply(self.state, event, now_s, entry.number)
+        self._let_be(self._journal.append(now_s, events))
+
+    def _settle(self) -> None:
+        """What was decided when the store went away may be journalled or not: see to it before looking again."""
+        entry = self._journal.settle()
+        if entry is not None:
+            self._let_be(entry)
+
+    def _let_be(self, entry: Record) -> None:
+        self.state = advance(self.state, [entry])
+        for event in entry.decoded():  # behind the state: the store may go away here, too
             if isinstance(event, CommandTaken):
                 documents.drop_command(self._store, event.command_id)

@@ -19,7 +19,7 @@ from checkpoint import documents
 from checkpoint.documents import RunRecord
 from checkpoint.errors import StoreError
 from checkpoint.journal import Fenced, Journal
-from checkpoint.store import Store
+from checkpoint.store import OPTIONS_ENV, Store
 from orchestrator.actuate import Actuator
 from orchestrator.clouds import open_cloud
 from orchestrator.controller import Controller
@@ -59,7 +59,7 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
     record = documents.read_run(store)
     host, pid = socket.gethostname(), os.getpid()
     journal = Journal(store, f"{host}/{pid}")
-    records = journal.take_over(time.time(), host, pid, reason)
+    state = journal.take_over(time.time(), host, pid, reason)
     token = run_token(record.run_id)
     cloud = open_cloud(record)
 
@@ -70,11 +70,13 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
             "GRPO_ORCH_ATTEMPT": str(launch.attempt),
             "GRPO_ORCH_TIMELINE": "0",
             "GRPO_ORCH_TOKEN": token,
+            # Machines elsewhere inherit nothing.
+            **{name: os.environ[name] for name in (OPTIONS_ENV,) if name in os.environ},
         }
 
     actuator = Actuator(cloud, environment_of)
-    controller = Controller(store, record.spec, journal, records, Observer(store, cloud, token), actuator)
-    opening = _opening(controller, len(records) == 1, record, reason)
+    controller = Controller(store, record.spec, journal, state, Observer(store, cloud, token), actuator)
+    opening = _opening(controller, record, reason)
     if opening:
         controller.record(time.time(), opening)
     documents.write_lease(store, own_lease(journal.epoch, time.time()))
@@ -86,9 +88,9 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
     return exit_codes.OK
 
 
-def _opening(controller: Controller, first: bool, record: RunRecord, reason: str) -> tuple[Event, ...]:
+def _opening(controller: Controller, record: RunRecord, reason: str) -> tuple[Event, ...]:
     """What the taking over itself changes: the run begins, or one that was stopped goes on."""
-    if first:
+    if not controller.state.name:  # nobody came so far, though one may have taken the run and died
         return (RunCreated(record.spec.name, record.run_id),)
     ended = controller.state.phase in (RunPhase.STOPPED, RunPhase.STOPPING, RunPhase.FAILED)
     return (RunMoved(RunPhase.STARTING, "resumed"),) if ended and reason == "resume" else ()

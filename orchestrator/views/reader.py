@@ -1,8 +1,8 @@
 """A run's store, read again and again at little cost.
 
-A view is drawn twice a second, of runs of maybe ten thousand steps: what cannot change is read once. Journal
-entries and checkpoints are listed from the last known one on; of the metrics only objects that were written since
-are fetched. A Reader is good for one run.
+A view is drawn twice a second, of runs of maybe ten thousand steps: what cannot change is read once. The journal
+is read from a little before its end, and whole only for who asks. The catalog of checkpoints is read where it
+has a new revision; of the metrics only objects that were written since are fetched. A Reader is good for one run.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from collections import deque
 from dataclasses import replace
 from datetime import datetime
 
-from checkpoint import documents, journal, layout, manifest, metrics
-from checkpoint.errors import NotFound
+from checkpoint import documents, journal, layout, metrics
+from checkpoint.catalog import Catalog, Checkpoint
+from checkpoint.entries import Record, tail
 from checkpoint.metrics import Row
 from checkpoint.rehearsals import RehearsedFault, read_faults
 from checkpoint.store import Entry, Store
 from orchestrator.views.events import EventLine, lines, rehearsed_line
 from policies.accounting import lived
-from policies.events import Event, NodeMoved
+from policies.events import Event, NodeMoved, NodeRequested
 from policies.snapshot import Trainer
 from policies.spec import RunSpec
 from policies.state import Node, RunState, apply
-from policies.vocabulary import NodePhase, PolicyVersion
+from policies.vocabulary import NodePhase
 
 EVENTS_KEPT = 200  # the newest, for views; the journal itself is read by `events`
 
@@ -37,7 +38,7 @@ class Reader:
         self.store = store
         self.record = documents.read_run(store)
         self.state = RunState()
-        self.history: list[tuple[int, float, tuple[Event, ...]]] = []
+        self.last: Record | None = None  # the newest journal entry
         self.newest_node: dict[str, Node] = {}  # by slot, kept after the node has gone
         self.events: deque[EventLine] = deque(maxlen=EVENTS_KEPT)
         self.faults: list[RehearsedFault] = []
@@ -45,7 +46,8 @@ class Reader:
         self.path: list[Row] = []  # in the order of time, without what a restarted trainer has yet to make again
         self.lease: documents.Lease | None = None
         self.trainer: Trainer | None = None
-        self.checkpoint: tuple[PolicyVersion, float] | None = None  # and when it was made
+        self.checkpoints: list[Checkpoint] = []  # in version order
+        self._catalog = Catalog(store, "reader")  # which writes nothing
         self._chunks: dict[str, tuple[int, datetime, list[Row]]] = {}
 
     @property
@@ -56,31 +58,45 @@ class Reader:
         """Read what is new. Raises StoreUnavailable, Corrupt."""
         self._read_journal()
         self._read_metrics()
-        self._read_checkpoint()
+        self.checkpoints = self._catalog.newest().checkpoints
         self.lease = documents.read_lease(self.store)
         self.trainer = documents.read_trainer(self.store)
 
+    def history(self) -> list[tuple[int, float, tuple[Event, ...]]]:
+        """Read the whole journal as `(entry number, time_s, events)`. Raises Corrupt."""
+        return [(record.number, record.time_s, record.decoded()) for record in journal.read(self.store)]
+
     def _read_journal(self) -> None:
-        told: list[EventLine] = []
-        for record in journal.read(self.store, after=self.history[-1][0] if self.history else 0):
-            events = record.decoded()
-            for event in events:
-                self._fold(event, record.time_s, record.number)
-            self.history.append((record.number, record.time_s, events))
-            told += lines(record)
+        records = tail(self.store, after=self.last.number) if self.last else self._recent()
+        told = [line for record in records for line in lines(record)]
+        for record in records:
+            self._read_record(record)
         if self.spec.rehearse is not None:
             fresh = read_faults(self.store, known={fault.number for fault in self.faults})
             self.faults += fresh
             told += [rehearsed_line(fault) for fault in fresh]
         self.events.extend(sorted(told, key=lambda line: line.time_s))
 
+    def _recent(self) -> list[Record]:
+        """The entries to begin with: enough for the newest events, and for the last node of every slot."""
+        recent = journal.recover(self.store, overlap=1)
+        told = {node.slot for node in recent.before.nodes.values()}
+        told |= {event.slot for r in recent.records for event in r.decoded() if isinstance(event, NodeRequested)}
+        if recent.state.slots.keys() - told:
+            return journal.read(self.store)  # a slot that has been empty for hundreds of entries
+        self.state = recent.before
+        self._see_nodes()
+        return recent.records
+
+    def _read_record(self, record: Record) -> None:
+        for event in record.decoded():
+            self._fold(event, record.time_s, record.number)
+        self.last = record
+
     def _fold(self, event: Event, time_s: float, number: int) -> None:
         before = self.state
         self.state = apply(before, event, time_s, number)
-        for node in self.state.nodes.values():
-            known = self.newest_node.get(node.slot)
-            if known is None or known.incarnation <= node.incarnation:
-                self.newest_node[node.slot] = node
+        self._see_nodes()
         match event:
             case NodeMoved(phase=NodePhase.GONE | NodePhase.REFUSED):  # the fold forgets it, people want to see it
                 node = before.nodes[event.node]
@@ -89,6 +105,12 @@ class Reader:
                     self.newest_node[node.slot] = left
             case _:
                 pass
+
+    def _see_nodes(self) -> None:
+        for node in self.state.nodes.values():
+            known = self.newest_node.get(node.slot)
+            if known is None or known.incarnation <= node.incarnation:
+                self.newest_node[node.slot] = node
 
     def _read_metrics(self) -> None:
         entries = self.store.entries(layout.METRICS)
@@ -105,15 +127,3 @@ class Reader:
     def _holds(self, entry: Entry) -> bool:
         chunk = self._chunks.get(entry.key)
         return chunk is not None and chunk[:2] == (entry.size_bytes, entry.modified_at)
-
-    def _read_checkpoint(self) -> None:
-        after = None
-        if self.checkpoint is not None:
-            after = f"{layout.checkpoint(self.checkpoint[0])}/{layout.MANIFEST}"
-        for version in reversed(manifest.committed(self.store, layout.CHECKPOINTS, after=after)):
-            try:
-                made = manifest.load(self.store, layout.checkpoint(version)).created_at_s
-            except NotFound:
-                continue  # removed by retention between the listing and now
-            self.checkpoint = (version, made)
-            return

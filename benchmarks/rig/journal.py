@@ -1,0 +1,135 @@
+"""How fast the run's journal is: appends, and taking up a run of many entries.
+
+The long journals are a busy run's: the real `decide` against the simulated world of the tests, with a fleet that
+loses machines all the time. They are stored in bulk, in the form in which a controller leaves them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from checkpoint import layout, segments
+from checkpoint.codec import event_to_plain, to_json
+from checkpoint.entries import SCHEMA, Record, advance
+from checkpoint.journal import Journal, recover
+from checkpoint.store import Entry, Store
+from policies.events import Event, GatewayRestarted, TookOver
+from policies.state import RunState, apply
+from policies.vocabulary import Role
+from tests.world import World, spec
+
+WRITERS = 8
+BATCH = 4096  # entries that wait for a store at once
+LOSS_RATE = 0.02  # of a machine in a tick of half a second: each lives for some 25 s
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """Taking up a run of `entries` journal entries. `objects` counts objects read; listings are apart."""
+
+    entries: int
+    seconds: float
+    objects: int
+    listings: int
+
+
+def appends_per_s(store: Store, count: int) -> float:
+    """Append `count` entries to an empty journal, one after another. Return entries a second."""
+    journal = Journal(store, "benchmark/1")
+    journal.take_over(0.0, "benchmark", 1, "up")
+    begun_s = time.perf_counter()
+    for number in range(count):
+        journal.append(float(number), (GatewayRestarted(f"{number:016x}"),))
+    return count / (time.perf_counter() - begun_s)
+
+
+def recovery(store: Store, entries: int) -> Recovery:
+    """Make the journal in an empty store `entries` long, and take it up. Raises StoreError."""
+    state = write_journal(store, entries)
+    counted = Counted(store)
+    begun_s = time.perf_counter()
+    found = recover(counted)
+    seconds = time.perf_counter() - begun_s
+    if (found.number, found.state) != (entries, state):
+        raise RuntimeError(f"{store.url}: what was recovered is not what was written")
+    return Recovery(entries, seconds, len(counted.objects), len(counted.listings))
+
+
+def write_journal(store: Store, entries: int) -> RunState:
+    """Store a busy run's journal with its segments and return the state behind the last entry."""
+    state, since = RunState(), list[Record]()
+    with ThreadPoolExecutor(WRITERS) as pool:
+        batch = list[Record]()
+        for record in busy_run(entries):
+            batch.append(record)
+            if len(batch) == BATCH or record.number == entries:
+                list(pool.map(lambda one: store.create(layout.journal_entry(one.number), to_json(one)), batch))
+                batch = []
+            since.append(record)
+            if len(since) == segments.SEGMENT_ENTRIES:
+                state = advance(state, since)
+                segments.write(store, since, state)
+                since = []
+    return advance(state, since)
+
+
+def busy_run(entries: int, seed: int = 1) -> Iterator[Record]:
+    """Yield the first `entries` journal entries of a run whose machines and work die all the time."""
+    world, rng = BusyWorld(spec(max_replicas=8), max_steps=10**9), random.Random(seed)
+    number = epoch = 0
+    while True:
+        for _, time_s, events in world.history[number:]:
+            number += 1
+            epoch = number if isinstance(events[0], TookOver) else epoch
+            plain = [event_to_plain(event) for event in events]
+            yield Record(SCHEMA, number, epoch, "host/4711", f"{rng.getrandbits(64):016x}", time_s, plain)
+            if number == entries:
+                return
+        world.tick()
+        world.advance()
+        for node in world.up(Role.ROLLOUT):
+            if rng.random() < LOSS_RATE:
+                world.lose(node) if rng.random() < 0.7 else world.exit(node, 1)
+        for node in world.up(Role.TRAINER):
+            if rng.random() < LOSS_RATE:
+                world.lose(node)
+        if rng.random() < LOSS_RATE / 10:
+            world.take_over()
+
+
+@dataclass
+class BusyWorld(World):
+    """The tests' world, its state kept from tick to tick: folding all of a long history each time takes hours."""
+
+    folded: RunState = field(default_factory=RunState)
+
+    @property
+    def state(self) -> RunState:
+        return self.folded
+
+    def journal(self, events: tuple[Event, ...]) -> None:
+        super().journal(events)
+        for event in events:
+            self.folded = apply(self.folded, event, self.now_s, len(self.history))
+
+
+class Counted(Store):
+    """Another Store's objects to read, with the requests noted; lists, since several threads read."""
+
+    def __init__(self, store: Store) -> None:
+        self.url = store.url
+        self._store = store
+        self.objects: list[str] = []
+        self.listings: list[str] = []
+
+    def get(self, key: str) -> bytes:
+        self.objects.append(key)
+        return self._store.get(key)
+
+    def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
+        self.listings.append(prefix)
+        return self._store.entries(prefix, after=after)

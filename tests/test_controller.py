@@ -1,0 +1,91 @@
+"""The controller's own promise: what it knows is what its journal says, wherever the store goes away."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from checkpoint import documents, journal
+from checkpoint.errors import StoreUnavailable
+from checkpoint.journal import Journal
+from checkpoint.store import Store
+from orchestrator.controller import Controller
+from policies.snapshot import Action, LaunchRefused, Snapshot
+from policies.vocabulary import RunPhase
+from tests.world import World
+
+names = itertools.count()
+
+
+class LeavingStore(Store):
+    """Fails one coming call: the write of an entry, before or behind its effect, or a delete."""
+
+    leaves: str | None = None
+
+    def create(self, key: str, data: bytes) -> None:
+        leaves = self.leaves if key.startswith("journal/") else None
+        if leaves in ("before", "behind"):
+            self.leaves = None
+        if leaves != "before":
+            super().create(key, data)
+        if leaves in ("before", "behind"):
+            raise StoreUnavailable(f"create {key}")
+
+    def delete(self, keys: list[str]) -> None:
+        if self.leaves == "delete":
+            self.leaves = None
+            raise StoreUnavailable(f"delete {keys}")
+        super().delete(keys)
+
+
+class Eyes:
+    """Looks at the simulated world."""
+
+    def __init__(self, world: World, store: Store) -> None:
+        self._world = world
+        self._store = store
+
+    def look(self, now_s: float, refused: tuple[LaunchRefused, ...]) -> Snapshot:  # noqa: ARG002  # the Observer's own signature
+        self._world.commands = list(documents.read_commands(self._store))
+        return self._world.snapshot()
+
+
+class Hands:
+    """Acts on the simulated world at once."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def collect(self) -> tuple[LaunchRefused, ...]:
+        return ()
+
+    def submit(self, actions: tuple[Action, ...]) -> None:
+        for action in actions:
+            self._world.act(action)
+
+
+@pytest.mark.parametrize("leaves", ["before", "behind", "delete"])
+def test_a_store_that_goes_away_in_a_tick_leaves_state_and_journal_agreed(leaves: str):
+    """At each entry in turn; the run goes on, and its one controller is never taken for a replaced one."""
+    for when in (0, 1, 5):
+        store, world = LeavingStore(f"memory://controller-{next(names)}", patience_s=0.0), World(max_steps=10**6)
+        writer = Journal(store, "a/1")
+        state = writer.take_over(world.now_s, "a", 1, "up")
+        eyes, hands = Eyes(world, store), Hands(world)
+        controller = Controller(store, world.spec, writer, state, eyes, hands)  # type: ignore[arg-type]  # stand-ins for cloud and processes
+        for tick in range(60):
+            if tick == 30:
+                documents.send_command(store, "down", world.now_s)
+            if tick in (when, 30):
+                store.leaves = leaves
+            try:
+                controller.tick(world.now_s)
+            except StoreUnavailable:
+                continue
+            finally:
+                world.advance()
+            assert controller.state == journal.recover(store).state
+        assert controller.state.phase is RunPhase.STOPPED
+        assert len(controller.state.commands_taken) == 1
+        assert store.leaves is None
