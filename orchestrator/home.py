@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 from blake3 import blake3
@@ -47,6 +49,30 @@ def known_token(run_id: str) -> str | None:
     """The run's secret if this machine has it."""
     path = home() / run_id / "token"
     return path.read_text().strip() if path.exists() else None
+
+
+def keep_store_options(store_url: str, options: Mapping[str, str]) -> None:
+    """Keep a store's options for commands that name its URL alone, in a file of mode 0600; none to forget them."""
+    path = _options_file(store_url)
+    if not options:
+        path.unlink(missing_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part = path.with_suffix(f".{secrets.token_hex(4)}")
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        json.dump(dict(options), out)
+    part.replace(path)
+
+
+def kept_store_options(store_url: str) -> dict[str, str]:
+    """What `keep_store_options` kept for that URL on this machine, or nothing."""
+    path = _options_file(store_url)
+    options: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+    return options
+
+
+def _options_file(store_url: str) -> Path:
+    return home() / "stores" / f"{blake3(store_url.encode()).hexdigest()[:16]}.json"
 
 
 def remember_run(store_url: str) -> None:

@@ -73,6 +73,17 @@ class PoliciesSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointsSpec:
+    """Which checkpoints the store keeps, and how they come there. Which may go is `policies.retention`."""
+
+    keep_last: int = 3  # the newest stay
+    keep_every_steps: int | None = None  # a checkpoint whose step is a multiple of it stays for good
+    spool: str = ""  # folder for what is on its way to the store; empty: /dev/shm if it has room, else the node's
+    spool_gib: float | None = None  # how much may lie there; None: half of what is free there at the start
+    max_behind_steps: int | None = None  # training waits when the store's newest is so old; None: 10 x save_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
     """One fault for the local cloud. `target` is a slot (`rollout-0`, `trainer-0`: its machine), `rollouts`, or,
     for kill alone, one process: `gateway`, `trainer`, `daemon`."""
@@ -111,6 +122,7 @@ class RunSpec:
     grpo: dict[str, Any]  # GRPOConfig keys
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
     policies: PoliciesSpec = field(default_factory=PoliciesSpec)
+    checkpoints: CheckpointsSpec = field(default_factory=CheckpointsSpec)
     cloud: Literal["local", "sky"] = "local"
     rehearse: Rehearsal | None = None
     workdir: str = ""  # the folder of run.yaml: relative paths and reward modules are found from here

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.load import ConfigError, load_spec
+from orchestrator.config.load import ConfigError, load_spec, load_storage
 from tests.config_world import VALID, changed, furnish
 
 DROP = VALID[VALID.index("rehearse:") :]
@@ -27,14 +27,14 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         "unknown key at the top",
         [("policies:", "policy:")],
         [
-            'run.yaml:19: policy: unknown key; expected one of cloud, grpo, name, policies, rehearse, rollout, storage, trainer; did you mean "policies"?'
+            'run.yaml:19: policy: unknown key; expected one of checkpoints, cloud, grpo, name, policies, rehearse, rollout, storage, trainer; did you mean "policies"?'
         ],
     ),
     (
         "workdir is no key of the file",
         [("storage: ./run", "storage: ./run\nworkdir: /tmp")],
         [
-            "run.yaml:3: workdir: unknown key; expected one of cloud, grpo, name, policies, rehearse, rollout, storage, trainer"
+            "run.yaml:3: workdir: unknown key; expected one of checkpoints, cloud, grpo, name, policies, rehearse, rollout, storage, trainer"
         ],
     ),
     (
@@ -265,10 +265,91 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         ["run.yaml:18: rollout.env.OMP_NUM_THREADS: expected text, got a list"],
     ),
     (
-        "stores",
-        [("storage: ./run", "storage: gcs://bucket/run")],
+        "a store's URL without its slashes",
+        [("storage: ./run", "storage: s3:/bucket/run")],
+        ["run.yaml:2: storage: neither a folder nor a URL; expected s3:// and what follows"],
+    ),
+    (
+        "a store's URL without its scheme",
+        [("storage: ./run", "storage: //bucket/run")],
+        ["run.yaml:2: storage: nothing stands before //; expected a folder or a URL, as in s3://bucket/my-run"],
+    ),
+    (
+        "no URL at all before the slashes",
+        [("storage: ./run", "storage: my bucket://run")],
         [
-            'run.yaml:2: storage: no store of kind gcs://; expected a folder or a URL that starts with file://, s3://, gs://, az://; did you mean "gs"?'
+            "run.yaml:2: storage: what stands before :// is no URL scheme; expected a folder or a URL, as in s3://bucket/my-run"
+        ],
+    ),
+    (
+        "a store that ends with its process",
+        [("storage: ./run", "storage:\n  url: memory://run")],
+        [
+            "run.yaml:3: storage.url: memory:// ends with its process; expected a folder or a URL, as in s3://bucket/my-run"
+        ],
+    ),
+    (
+        "a secret in the URL",
+        [("storage: ./run", "storage: sftp://user:hunter2@host/run")],
+        [
+            "run.yaml:2: storage: a password in the URL would be stored with the run; expected it among storage.options"
+        ],
+    ),
+    (
+        "storage as a list",
+        [("storage: ./run", "storage: [s3://bucket/run]")],
+        [
+            "run.yaml:2: storage: expected a folder or a URL, as in s3://bucket/my-run, or a mapping with the keys url, options"
+        ],
+    ),
+    (
+        "storage as a mapping",
+        [
+            (
+                "storage: ./run",
+                "storage:\n  ulr: s3://bucket/run\n  options:\n    region: [eu-west-1]\n    endpoint:",
+            )
+        ],
+        [
+            "run.yaml:2: storage.url: missing; expected a folder or a URL, as in s3://bucket/my-run",
+            'run.yaml:3: storage.ulr: unknown key; expected one of options, url; did you mean "url"?',
+            "run.yaml:5: storage.options.region: expected text, a number, true or false",
+            "run.yaml:6: storage.options.endpoint: expected text, a number, true or false",
+        ],
+    ),
+    (
+        "checkpoints",
+        [
+            (
+                "policies:\n",
+                "checkpoints:\n  keep_lats: 2\n  keep_last: 0\n  keep_every_steps: 0\n  spool: shm\n  spool_gib: 0\n"
+                "  max_behind_steps: 49\npolicies:\n",
+            )
+        ],
+        [
+            'run.yaml:20: checkpoints.keep_lats: unknown key; expected one of keep_every_steps, keep_last, max_behind_steps, spool, spool_gib; did you mean "keep_last"?',
+            "run.yaml:21: checkpoints.keep_last: expected at least 1, got 0",
+            "run.yaml:22: checkpoints.keep_every_steps: expected at least 1, got 0",
+            "run.yaml:23: checkpoints.spool: expected a whole path, for it is a folder of the trainer's machine; got 'shm'",
+            "run.yaml:24: checkpoints.spool_gib: expected more than 0, got 0",
+            "run.yaml:25: checkpoints.max_behind_steps: less than grpo.save_steps, 50: training would wait for what is not due yet; expected at least that, got 49",
+        ],
+    ),
+    (
+        "checkpoints of another type",
+        [("policies:\n", "checkpoints: {keep_last: '3', spool_gib: all}\npolicies:\n")],
+        [
+            "run.yaml:19: checkpoints.keep_last: expected a whole number, got '3'; take the quotes away",
+            "run.yaml:19: checkpoints.spool_gib: expected a number or null, got 'all'",
+        ],
+    ),
+    (
+        "checkpoints as TRL counts them",
+        [(GRPO, "  beta: 0.02\n  save_total_limit: 2\n  load_best_model_at_end: true\n  save_only_model: true")],
+        [
+            "run.yaml:15: grpo.save_total_limit: cannot be set, remove it: the machine's disk keeps none; how many the store keeps is checkpoints.keep_last",
+            "run.yaml:16: grpo.load_best_model_at_end: cannot be set, remove it: the machine's disk keeps none to load; see checkpoints for those that stay",
+            "run.yaml:17: grpo.save_only_model: cannot be set, remove it: such a checkpoint cannot be resumed",
         ],
     ),
     (
@@ -418,6 +499,35 @@ def test_files_that_cannot_be_read(
     with pytest.raises(ConfigError) as caught:
         load_spec(Path("run.yaml"))
     assert any(said.startswith(line) for said in str(caught.value).splitlines()), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "hunter2",
+        "[hunter2]",
+        "{access_key: [hunter2]}",
+        "{access_key: hunter2, access_key: other}",
+        "{access_key: !!int hunter2}",
+        "{access_key: !hunter2 x}",
+        "{access_key: !hunter2!x y}",
+        "{access_key: *hunter2}",
+        "{access_key: &hunter2 x, other: &hunter2 y}",
+        "{access_key: 'hunter2",
+        '{access_key: "hunter2\\ud800"}',
+        "!!float hunter2",
+    ],
+)
+def test_no_message_quotes_a_secret(tmp_path: Path, options: str) -> None:
+    furnish(tmp_path)
+    storage = f"storage:\n  url: s3://bucket/run\n  options: {options}\n"
+    for text in (changed(("storage: ./run\n", storage)), storage):
+        (tmp_path / "run.yaml").write_text(text)
+        for read in (load_spec, load_storage):
+            with pytest.raises(ConfigError) as caught:
+                read(tmp_path / "run.yaml")
+            assert "storage.options" in str(caught.value) or "not YAML" in str(caught.value)
+            assert "hunter2" not in str(caught.value)
 
 
 def test_no_file_and_a_folder(tmp_path: Path) -> None:

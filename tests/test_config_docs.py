@@ -10,7 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 
-from orchestrator.config import checks, foreign_keys, load, rehearsal
+from checkpoint.store import OPTIONS_ENV
+from orchestrator.config import checks, foreign_keys, load, rehearsal, storage
 from orchestrator.config.structure import NOT_IN_FILE
 from policies import spec
 from tests.config_world import furnish
@@ -24,6 +25,7 @@ SECTIONS = {
     "rollout.replicas": spec.Replicas,
     "policies": spec.PoliciesSpec,
     "policies.kl": spec.KlPolicy,
+    "checkpoints": spec.CheckpointsSpec,
     "rehearse.prices": spec.Prices,
 }
 TYPES: dict[Any, str] = {int: "whole number", float: "number", str: "text"}
@@ -96,6 +98,11 @@ def test_our_defaults() -> None:
     assert documented.items() >= {key: str(value) for key, value in ours.items()}.items()
 
 
+def test_storage() -> None:
+    assert [row[0].strip("`") for row in tables("storage")[0]] == list(storage.KEYS)
+    assert OPTIONS_ENV in DOCS.read_text()
+
+
 def test_faults() -> None:
     rows = {row[0].strip("`"): row[1] for row in tables("rehearse.faults")[0]}
     targets = {key: ", ".join(f"`{target}`" for target in values) for key, values in rehearsal.TARGETS.items()}
@@ -121,9 +128,13 @@ def test_versions() -> None:
 def test_the_examples_load(tmp_path: Path) -> None:
     furnish(tmp_path)
     blocks = [part.split("```")[0] for part in DOCS.read_text().split("```yaml\n")[1:]]
+    (store,) = [block for block in blocks if block.startswith("storage:")]
+    blocks.remove(store)
     whole = "\n".join(blocks)
     assert set(yaml.safe_load(whole)) >= {"name", "rehearse"}
     (tmp_path / "run.yaml").write_text(whole)
     loaded = load.load_spec(tmp_path / "run.yaml")
     assert loaded.rehearse is not None
     assert len(loaded.rehearse.faults) == 4
+    (tmp_path / "run.yaml").write_text(whole.replace("storage: ./run\n", store))
+    assert load.load_spec(tmp_path / "run.yaml").storage == "s3://my-bucket/runs/demo"

@@ -46,6 +46,11 @@ KEYS = st.one_of(
             "accelerate",
             "cloud",
             "setup",
+            "checkpoints",
+            "storage",
+            "options",
+            "url",
+            "max_behind_steps",
         ]
     ),
     st.sampled_from(sorted(grpo_table().keys)),

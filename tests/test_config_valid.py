@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.config.load import ConfigError, load_spec, load_storage
+from orchestrator.config.load import ConfigError, Storage, load_spec, load_storage
 from orchestrator.config.template import init_text
-from policies.spec import Dataset, KlPolicy, Prices, Rehearsal, Rehearsed, Replicas, RunSpec
+from policies.spec import CheckpointsSpec, Dataset, KlPolicy, Prices, Rehearsal, Rehearsed, Replicas, RunSpec
 from tests.config_world import VALID, changed, furnish
 
 
@@ -88,11 +88,34 @@ def test_held_out_prompts_are_scored(folder: Path, written: str, strategy: str, 
         ("file:///data/run/", "file:///data/run"),
         ("~/run", "file://{home}/run"),
         ("s3://bucket/a/b/", "s3://bucket/a/b"),
+        ("gcs://bucket/a", "gcs://bucket/a"),
+        ("abfss://box@account.dfs.core.windows.net/a", "abfss://box@account.dfs.core.windows.net/a"),
+        ("{url: ../x/run}", "file://{parent}/x/run"),
+        ("{url: s3://bucket/a/, options: {region: here}}", "s3://bucket/a"),
     ],
 )
 def test_storage(folder: Path, written: str, meant: str) -> None:
     expected = meant.format(folder=folder, parent=folder.parent, home=Path.home())
     assert load(folder, changed(("storage: ./run", f"storage: {written}"))).storage == expected
+
+
+def test_the_store_s_options_are_texts_and_no_part_of_the_spec(folder: Path) -> None:
+    options = "{secret_access_key: hunter2, account: 0123, timeout: 1e1, allow_http: True, name: 'true'}"
+    spec = load(folder, changed(("storage: ./run", f"storage: {{url: s3://bucket/a, options: {options}}}")))
+    assert spec.storage == "s3://bucket/a"
+    assert b"hunter2" not in msgspec.json.encode(spec)
+    storage = load_storage(folder / "run.yaml")
+    assert storage == Storage(
+        "s3://bucket/a",
+        {
+            "secret_access_key": "hunter2",
+            "account": "0123",
+            "timeout": "1e1",
+            "allow_http": "true",
+            "name": "true",
+        },
+    )
+    assert "hunter2" not in repr(storage)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +133,16 @@ def test_numbers_are_read_as_people_write_them(folder: Path, written: str, value
     assert (
         load(folder, changed(("learning_rate: 2e-3", f"learning_rate: {written}"))).grpo["learning_rate"] == value
     )
+
+
+def test_checkpoints(folder: Path) -> None:
+    assert load(folder).checkpoints == CheckpointsSpec(keep_last=3)
+    written = "{keep_last: 1, keep_every_steps: 100, spool: /mnt/nvme, spool_gib: 40, max_behind_steps: 50}"
+    spec = load(folder, VALID + f"checkpoints: {written}\n")
+    assert spec.checkpoints == CheckpointsSpec(
+        keep_last=1, keep_every_steps=100, spool="/mnt/nvme", spool_gib=40.0, max_behind_steps=50
+    )
+    assert load(folder, VALID + "checkpoints:\n").checkpoints == CheckpointsSpec(), "left empty is left out"
 
 
 def test_no_and_off_are_texts(folder: Path) -> None:
@@ -196,8 +229,8 @@ def test_the_template_is_valid_with_everything_that_it_comments_out(tmp_path: Pa
 def test_the_store_is_found_however_the_rest_of_the_file_is(tmp_path: Path):
     path = tmp_path / "run.yaml"
     path.write_text("name: 7\nstorage: ./run\ntrainer: {model: ./moved-away}\nnonsense: true\n")
-    assert load_storage(path) == f"file://{tmp_path}/run"
-    for text in ("name: x\n", "storage: [1]\n", "storage: ftp://x\n"):
+    assert load_storage(path) == Storage(f"file://{tmp_path}/run", {})
+    for text in ("name: x\n", "storage:\n", "storage: [1]\n", "storage: s3://\n", "storage: {url: [1]}\n"):
         path.write_text(text)
         with pytest.raises(ConfigError, match="storage"):
             load_storage(path)

@@ -12,19 +12,20 @@ from rich.table import Table
 from checkpoint import documents, journal
 from checkpoint.documents import Lease, RunRecord
 from checkpoint.errors import AlreadyExists
+from checkpoint.probe import probe
 from checkpoint.store import Store
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.look import attach
-from orchestrator.cli.target import PATIENCE_S, open_run
+from orchestrator.cli.target import keep_options, open_run, open_store, record_of, storage_of
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.local import node_python
-from orchestrator.config.load import load_spec
+from orchestrator.config.load import load_spec, load_storage
 from orchestrator.home import remember_run, run_id_of, run_token
 from orchestrator.launcher import start_daemon, start_rehearsal
 from orchestrator.lease import is_alive
 from policies import exit_codes
 from policies.spec import RunSpec
-from policies.state import RunState, fold
+from policies.state import RunState
 from policies.vocabulary import RunPhase
 
 Detach = Annotated[bool, typer.Option("-d", "--detach", help="Do not attach the live view.")]
@@ -40,11 +41,13 @@ def up(
 ) -> None:
     """Start a run: check it, show what will be started, start its daemon, watch."""
     spec = load_spec(run_yaml)
-    store = Store(spec.storage, patience_s=PATIENCE_S)
+    storage = load_storage(run_yaml)
+    store = open_store(storage)
     record = RunRecord(documents.SCHEMA, run_id_of(spec.name, store.url), time.time(), spec)
     _refuse_existing(store)
     if spec.cloud == "local":
         node_python()
+    probe(store)
     _show_plan(record)
     if not yes and not typer.confirm("Start?", default=True):
         raise Stop("nothing was started", exit_codes.OK)
@@ -53,18 +56,23 @@ def up(
     except AlreadyExists:
         _refuse_existing(store)
         raise
+    keep_options(storage)
     _start(store, record, "up", detach)
 
 
 def resume(target: Target = None, detach: Detach = False) -> None:
     """Take a run up again after anything: its daemon gone, its machines gone, stopped by hand."""
-    store, record = open_run(target)
+    storage = storage_of(target)
+    store = open_store(storage)
+    record = record_of(store)
     _refuse_held(store)
     state = _state(store)
     if state.phase is RunPhase.FINISHED and not state.nodes:
         raise Stop(
             f"{record.spec.name} is finished; `grpo-orch report {store.url}` tells how it went", exit_codes.OK
         )
+    probe(store)
+    keep_options(storage)
     _start(store, record, "resume", detach)
 
 
@@ -125,7 +133,7 @@ def _held(store: Store, lease: Lease) -> str:
 
 
 def _state(store: Store) -> RunState:
-    return fold((r.number, r.time_s, r.decoded()) for r in journal.read(store))
+    return journal.recover(store).state
 
 
 def _show_plan(record: RunRecord) -> None:

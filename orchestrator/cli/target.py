@@ -1,15 +1,17 @@
-"""Which run a command means: a store URL, a run.yaml, a folder, or nothing at all."""
+"""Which run a command means, and with what its store is reached: a store URL, a run.yaml, a folder, or nothing."""
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 from checkpoint import documents, layout
 from checkpoint.documents import RunRecord
 from checkpoint.errors import NotFound
-from checkpoint.store import Store
-from orchestrator.config.load import load_storage
-from orchestrator.home import latest_run
+from checkpoint.store import OPTIONS_ENV, Store
+from orchestrator.config.load import Storage, load_storage
+from orchestrator.home import keep_store_options, kept_store_options, latest_run
 
 PATIENCE_S = 5.0  # a person waits
 
@@ -18,33 +20,61 @@ class NoSuchRun(Exception):
     """The target names no run; the message says what was looked at."""
 
 
-def store_url_of(target: str | None) -> str:
-    """Return the store URL that a command's argument means.
+def storage_of(argument: str | None) -> Storage:
+    """Return the store that a command's argument means.
 
     Without an argument: ./run.yaml, else the run that was last started or resumed on this machine.
     Raises NoSuchRun, ConfigError.
     """
-    if target is None:
+    if argument is None:
         latest = latest_run()
         if Path("run.yaml").exists():
             return load_storage(Path("run.yaml"))
         if latest is None:
             raise NoSuchRun("which run? name its store URL or its run.yaml (there is no ./run.yaml here)")
-        return latest
-    if "://" in target:
-        return target.rstrip("/")
-    path = Path(target)
+        return Storage(latest)
+    if "://" in argument:
+        return Storage(argument.rstrip("/"))
+    path = Path(argument)
     if (path / layout.RUN).is_file():
-        return path.absolute().as_uri()
+        return Storage(path.absolute().as_uri())
     if path.is_file():
         return load_storage(path)
-    raise NoSuchRun(f"{target}: expected a store URL (s3://..., file://...), a run.yaml, or the folder of a run")
+    raise NoSuchRun(f"{argument}: expected a store URL (s3://..., file://...), a run.yaml, or the folder of a run")
 
 
-def open_run(target: str | None) -> tuple[Store, RunRecord]:
-    """Return the store and the record of the run that the argument means. Raises NoSuchRun, StoreError."""
-    store = Store(store_url_of(target), patience_s=PATIENCE_S)
+def open_store(storage: Storage) -> Store:
+    """Open the store, and have every process that this one starts open it with the same options.
+
+    The options of a run.yaml come first, then those in the environment, then, for a store that was named by its
+    URL alone, those that this machine keeps. Raises StoreError.
+    """
+    options = storage.options
+    if options is None and not os.environ.get(OPTIONS_ENV):
+        options = kept_store_options(storage.url)
+    if options:
+        os.environ[OPTIONS_ENV] = json.dumps(options)
+    return Store(storage.url, patience_s=PATIENCE_S)
+
+
+def keep_options(storage: Storage) -> None:
+    """Keep a run.yaml's options on this machine, so that the store's URL is enough from now on."""
+    if storage.options is not None:
+        keep_store_options(storage.url, storage.options)
+
+
+def record_of(store: Store) -> RunRecord:
+    """Return the record of the run that the store holds. Raises NoSuchRun, StoreError."""
     try:
-        return store, documents.read_run(store)
+        return documents.read_run(store)
     except NotFound as error:
         raise NoSuchRun(str(error)) from error
+
+
+def open_run(argument: str | None) -> tuple[Store, RunRecord]:
+    """Return the store and the record of the run that a command's argument means.
+
+    Raises NoSuchRun, ConfigError, StoreError.
+    """
+    store = open_store(storage_of(argument))
+    return store, record_of(store)

@@ -28,6 +28,10 @@ _LEAST: dict[KeyPath, tuple[float, bool]] = {
     ("policies", "resume_state_steps"): (1, False),
     ("policies", "boot_timeout_s"): (0, True),
     ("policies", "trainer_restarts"): (0, False),
+    ("checkpoints", "keep_last"): (1, False),
+    ("checkpoints", "keep_every_steps"): (1, False),
+    ("checkpoints", "spool_gib"): (0, True),
+    ("checkpoints", "max_behind_steps"): (1, False),
     ("rehearse", "trainer_prices", "on_demand_usd_per_h"): (0, False),
     ("rehearse", "trainer_prices", "spot_usd_per_h"): (0, False),
     ("rehearse", "rollout_prices", "on_demand_usd_per_h"): (0, False),
@@ -124,6 +128,21 @@ def _save_steps(given: Given, findings: Findings) -> None:
         )
 
 
+def _waits_end(given: Given, findings: Findings) -> None:
+    behind = given.at("checkpoints", "max_behind_steps")
+    save_steps = _save_steps_of(given)
+    if behind is not None and behind < save_steps:
+        message = f"less than grpo.save_steps, {save_steps}: training would wait for what is not due yet"
+        findings.add(("checkpoints", "max_behind_steps"), f"{message}; expected at least that, got {behind}")
+
+
+def _spool(given: Given, findings: Findings) -> None:
+    spool = given.at("checkpoints", "spool")
+    if spool and not spool.startswith("/"):
+        message = f"expected a whole path, for it is a folder of the trainer's machine; got {spool!r}"
+        findings.add(("checkpoints", "spool"), message)
+
+
 def _logging_steps(given: Given, findings: Findings) -> None:
     steps = given.at("grpo", "logging_steps")
     if steps is not None and steps != int(steps):
@@ -210,6 +229,8 @@ CHECKS: tuple[Callable[[Given, Findings], None], ...] = (
     _length_of_training,
     _kl_needs_beta,
     _save_steps,
+    _waits_end,
+    _spool,
     _logging_steps,
     _evaluation,
     _eval_batch_holds_groups,
@@ -238,7 +259,7 @@ def grpo_defaults(data: Mapping[str, Any], findings: Findings) -> dict[str, Any]
     """GRPOConfig keys that a run sets where the file does not. To be asked for once nothing is wrong."""
     given = Given(data, findings)
     defaults: dict[str, Any] = {
-        "save_steps": _next_multiple(SAVE_STEPS, given.window),
+        "save_steps": _save_steps_of(given),
         "logging_steps": LOGGING_STEPS,
     }
     if given.at("trainer", "eval_dataset") is not None:
@@ -246,6 +267,11 @@ def grpo_defaults(data: Mapping[str, Any], findings: Findings) -> dict[str, Any]
         if given.at("grpo", "eval_strategy") in (None, "steps"):
             defaults["eval_steps"] = EVAL_STEPS
     return {key: value for key, value in defaults.items() if given.at("grpo", key) is None}
+
+
+def _save_steps_of(given: Given) -> int:
+    """The file's, or the default. Raises Doubtful."""
+    return int(given.at("grpo", "save_steps") or _next_multiple(SAVE_STEPS, given.window))
 
 
 def _check_least(given: Given, path: KeyPath, least: float, strictly: bool, findings: Findings) -> None:

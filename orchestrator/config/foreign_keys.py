@@ -37,6 +37,8 @@ REFUSED_GRPO = {
     "resume_from_checkpoint": _STORE,
     "save_strategy": "checkpoints are saved by steps; set save_steps",
     "save_only_model": "such a checkpoint cannot be resumed",
+    "save_total_limit": "the machine's disk keeps none; how many the store keeps is checkpoints.keep_last",
+    "load_best_model_at_end": "the machine's disk keeps none to load; see checkpoints for those that stay",
     "logging_strategy": "metrics are logged by steps; set logging_steps",
     "do_train": "a run trains",
     "local_rank": "the launcher sets it",

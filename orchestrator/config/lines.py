@@ -19,8 +19,11 @@ from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem
 DEPTH_MAX = 40
 NODES_MAX = 20_000  # aliases make a small file large
 INTEGER_MAX = 2**63 - 1
+OPTIONS: KeyPath = ("storage", "options")  # what stands below may be a secret, which no message may quote
 
 _TAG = "tag:yaml.org,2002:"
+# PyYAML quotes these names, and an unquoted secret that begins with *, & or ! looks like one.
+_NAMED = re.compile(r"(alias|anchor|handle) '[^']*'")
 
 
 class _CoreLoader(yaml.SafeLoader):
@@ -73,7 +76,7 @@ def _compose(source: bytes, file: str) -> yaml.Node | None:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        what = ", ".join(part for part in (error.context, error.problem) if part)
+        what = _NAMED.sub(r"\1", ", ".join(part for part in (error.context, error.problem) if part))
         raise ConfigError([Problem(file, mark.line + 1 if mark else 0, "", f"not YAML: {what}")]) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -147,7 +150,8 @@ class _Reader:
         try:
             return _plain(node.tag.removeprefix(_TAG), str(node.value))
         except ValueError as error:
-            self._findings.add(path, str(error))
+            secret = path[: len(OPTIONS)] == OPTIONS
+            self._findings.add(path, "cannot be read; put it in quotes" if secret else str(error))
             return None
 
 

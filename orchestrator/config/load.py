@@ -27,10 +27,11 @@ from orchestrator.config.rehearsal import write_out_rehearsal
 from orchestrator.config.resources import check_resources
 from orchestrator.config.rewards import reward_problem
 from orchestrator.config.shorthand import write_out
+from orchestrator.config.storage import EXPECTED, Storage, write_out_storage
 from orchestrator.config.structure import check_structure
 from policies.spec import Replicas, RunSpec
 
-__all__ = ["ConfigError", "Problem", "load_spec", "load_storage"]
+__all__ = ["ConfigError", "Problem", "Storage", "load_spec", "load_storage"]
 
 
 def load_spec(path: Path) -> RunSpec:
@@ -47,21 +48,20 @@ def load_spec(path: Path) -> RunSpec:
     return msgspec.convert({**data, "workdir": str(workdir)}, RunSpec)
 
 
-def load_storage(path: Path) -> str:
-    """Return only the URL of the store that a run.yaml names, however the rest of the file is by now.
+def load_storage(path: Path) -> Storage:
+    """Return only the store that a run.yaml names, however the rest of the file is by now.
 
     Raises:
         ConfigError: the file cannot be read, or names no store.
     """
     document, findings, workdir = _read(path)
-    write_out(document, workdir, findings)
-    storage = document.data.get("storage")
-    problems = [problem for problem in findings.problems if problem.key == "storage"]
-    if not isinstance(storage, str) and not problems:
-        problems = [Problem(str(path), 1, "storage", "names no store; expected a folder or a URL")]
+    options = write_out_storage(document, workdir, findings)
+    problems = [problem for problem in findings.problems if problem.key.split(".")[0] == "storage"]
+    if "storage" not in document.data:
+        problems = [Problem(str(path), 1, "storage", f"names no store; {EXPECTED}")]
     if problems:
         raise ConfigError(problems)
-    return str(storage)
+    return Storage(document.data["storage"], options)
 
 
 def _read(path: Path) -> tuple[Document, Findings, Path]:
@@ -85,6 +85,7 @@ def _read(path: Path) -> tuple[Document, Findings, Path]:
 
 def _checked(document: Document, workdir: Path, findings: Findings) -> dict[str, Any]:
     """The document in RunSpec's shape, as far as it is sound; what is not is in `findings`."""
+    write_out_storage(document, workdir, findings)
     write_out(document, workdir, findings)
     write_out_rehearsal(document.data, _replicas_max(document.data), findings)
     data = check_structure(RunSpec, document.data, (), findings)

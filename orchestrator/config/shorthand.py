@@ -1,19 +1,18 @@
-"""What a run.yaml may say in short, written out: `replicas: 2`, a dataset's bare name, a plain folder as storage.
+"""What a run.yaml may say in short, written out: `replicas: 2`, a dataset's bare name.
 
 Also paths: what is relative in the file is relative to the folder of the file, whoever reads it and from where.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config.lines import Document
-from orchestrator.config.problems import Findings, KeyPath, did_you_mean
+from orchestrator.config.paths import absolute
+from orchestrator.config.problems import Findings, KeyPath
 
-STORE_SCHEMES = ("file", "s3", "gs", "az")
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")  # what the trainer reads; anything else must be a folder
 
 
@@ -21,8 +20,6 @@ def write_out(document: Document, workdir: Path, findings: Findings) -> None:
     """Bring the document's data to the shape of `policies.spec.RunSpec`, in place."""
     data = document.data
     is_sky = data.get("cloud") == "sky"
-    if isinstance(data.get("storage"), str):
-        data["storage"] = _store_url(data["storage"], workdir, findings, is_sky=is_sky)
     trainer = data.get("trainer")
     if isinstance(trainer, dict):
         _trainer(trainer, workdir, findings, is_sky=is_sky)
@@ -63,36 +60,12 @@ def _env(env: dict[str, Any], section: str, texts: dict[KeyPath, str]) -> None:
             env[name] = texts[(section, "env", name)]
 
 
-def _store_url(url: str, workdir: Path, findings: Findings, *, is_sky: bool) -> str:
-    """`./run`, `/data/run` and `file://./run` become `file:///...`; other URLs stay as they are."""
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        scheme, rest = "file", url
-    here: KeyPath = ("storage",)
-    expected = "expected a folder or a URL that starts with " + ", ".join(f"{one}://" for one in STORE_SCHEMES)
-    if scheme == "memory":
-        findings.add(here, f"memory:// ends with its process; {expected}")
-    elif scheme not in STORE_SCHEMES:
-        findings.add(here, f"no store of kind {scheme}://; {expected}{did_you_mean(scheme, STORE_SCHEMES)}")
-    elif not rest.strip("/ "):
-        findings.add(here, f"names no folder or bucket; {expected}")
-    elif unusual := [char for char in "?#%\\" if char in rest]:
-        findings.add(here, f"{unusual[0]!r} means something else in a URL; expected a path without it")
-    elif scheme != "file":
-        return url.rstrip("/")
-    elif is_sky:
-        findings.add(here, "a folder is on this machine only; with cloud: sky, expected s3://, gs:// or az://")
-    else:
-        return f"file://{_absolute(rest, workdir)}"
-    return url
-
-
 def _local(
     text: str, workdir: Path, path: KeyPath, files: tuple[str, ...], findings: Findings, *, is_sky: bool
 ) -> str:
     """A hub name stays; a folder, or a file of one of the kinds `files`, becomes absolute. On other machines paths
     are theirs, and stay."""
-    found = _absolute(text, workdir)
+    found = absolute(text, workdir)
     if is_sky and text.startswith(("/", "~")):
         if text.startswith("~"):
             findings.add(path, "~ is not known on other machines; expected the whole path, or a relative one")
@@ -105,15 +78,6 @@ def _local(
     elif text.startswith(("/", "./", "../", "~")) or (files and text.endswith(files)):
         findings.add(path, f"no such file or folder: {found}; relative paths start at the folder of this file")
     return text
-
-
-def _absolute(text: str, workdir: Path) -> Path:
-    """Raises nothing: `~` alone is expanded, not the home of another user."""
-    path = Path(text)
-    if path.parts[:1] == ("~",):
-        path = Path.home().joinpath(*path.parts[1:])
-    # Not `resolve`: where a link leads may change, and the user knows the path by this name.
-    return Path(os.path.normpath(workdir / path))
 
 
 def _is(path: Path, kind: Callable[[Path], bool]) -> bool:
