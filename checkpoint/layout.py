@@ -5,6 +5,8 @@ Numbers are zero-padded, so that a listing in name order is a listing in time or
 
 from __future__ import annotations
 
+import re
+
 from policies.vocabulary import PolicyVersion
 
 RUN = "run.json"  # the spec as validated, written once
@@ -12,8 +14,11 @@ LEASE = "lease.json"  # who steers now; a courtesy, the journal is the lock
 GATEWAY = "gateway.json"  # where the gateway listens
 TRAINER = "trainer.json"  # the trainer's heartbeat
 JOURNAL = "journal"
+SEGMENTS = "segments"  # what the journal holds, many entries to an object
 COMMANDS = "commands"
+CATALOG = "catalog"
 CHECKPOINTS = "checkpoints"
+BLOBS = "blobs"
 POLICIES = "policies"
 ROLLOUTS = "rollouts"
 METRICS = "metrics"
@@ -23,17 +28,47 @@ MANIFEST = "manifest.json"
 
 METRICS_CHUNK_STEPS = 100  # steps in one metrics object: rewriting it each step stays under ~100 KB
 
+_NUMBERED = re.compile(rf"(?:{JOURNAL}|{SEGMENTS}|{CATALOG})/([0-9]{{12}})\.json")
+_CHUNK = re.compile(rf"{BLOBS}/([0-9a-f]{{64}}\.[0-9]+)")
+_CHECKPOINT = re.compile(rf"{CHECKPOINTS}/[0-9]{{4,}}/[0-9]{{8,}}-[0-9a-f]+\.json")
+
 
 def journal_entry(number: int) -> str:
     return f"{JOURNAL}/{number:012d}.json"
+
+
+def segment(last: int) -> str:
+    return f"{SEGMENTS}/{last:012d}.json"
+
+
+def number_of(key: str) -> int | None:
+    """The number in the name of a journal entry, a segment or a catalog revision; None for a foreign object."""
+    found = _NUMBERED.fullmatch(key)
+    return int(found[1]) if found else None
 
 
 def command(command_id: str) -> str:
     return f"{COMMANDS}/{command_id}.json"
 
 
-def checkpoint(version: PolicyVersion) -> str:
-    return f"{CHECKPOINTS}/{version.timeline:04d}/{version.step:08d}"
+def catalog_revision(number: int) -> str:
+    return f"{CATALOG}/{number:012d}.json"
+
+
+def checkpoint(version: PolicyVersion, nonce: str) -> str:
+    """A checkpoint's manifest. Two uploads of one version never share a name."""
+    return f"{CHECKPOINTS}/{version.timeline:04d}/{version.step:08d}-{nonce}.json"
+
+
+def is_checkpoint(key: str) -> bool:
+    """Whether the key is a checkpoint's manifest; foreign objects are not."""
+    return _CHECKPOINT.fullmatch(key) is not None
+
+
+def chunk_of(key: str) -> str | None:
+    """The name of a checkpoint's chunk below BLOBS; None for a foreign object."""
+    found = _CHUNK.fullmatch(key)
+    return found[1] if found else None
 
 
 def policy(version: PolicyVersion) -> str:

@@ -1,43 +1,36 @@
-"""Folders in the store: files first, then a manifest that makes them exist.
+"""Folders in the store: chunks first, then a manifest that makes them exist.
 
-Checkpoints and policy weights are both this. A prefix without a manifest is an upload that was cut off, and is
-never listed; a file whose digest differs from the manifest's is never used.
+Policy weights and checkpoints are both this. Chunks without a manifest are an upload that was cut off, and are
+never listed; a chunk whose digest differs from its name is never used.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from blake3 import blake3
 
-from checkpoint import layout
+from checkpoint import chunks, layout
+from checkpoint.chunks import File, Progress
 from checkpoint.codec import from_json, to_json
-from checkpoint.errors import Corrupt
+from checkpoint.errors import Corrupt, NotFound
 from checkpoint.store import Store
 from policies.vocabulary import PolicyVersion
 
-SCHEMA = 1
-
-
-@dataclass(frozen=True, slots=True)
-class File:
-    """One file of a folder; `digest` is BLAKE3 in hex."""
-
-    name: str
-    size_bytes: int
-    digest: str
+SCHEMA = 2  # 1 kept whole files
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a folder holds. `version` is a PolicyVersion as text; `meta` is the writer's own."""
+    """What a folder holds. `version` is a PolicyVersion as text; `root` is where its chunks are; `meta` is the
+    writer's own."""
 
     schema: int
     version: str
     created_at_s: float
+    root: str
     files: list[File]
     meta: dict[str, str] = field(default_factory=dict)
 
@@ -51,12 +44,16 @@ class Manifest:
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
 
+    @property
+    def chunks(self) -> frozenset[str]:
+        """The names of all chunks, below `root`."""
+        return frozenset(chunk for file in self.files for chunk in file.chunks)
 
-def digest_of(path: Path) -> str:
-    """BLAKE3 of a file, in hex, read through a memory map."""
-    hasher = blake3()
-    hasher.update_mmap(path)
-    return hasher.hexdigest()
+
+def files_below(folder: Path) -> list[tuple[str, Path]]:
+    """Every file below the folder as `(name relative to it, path)`, in name order."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [(path.relative_to(folder).as_posix(), path) for path in paths]
 
 
 def publish(
@@ -67,55 +64,62 @@ def publish(
     now_s: float,
     meta: dict[str, str] | None = None,
 ) -> Manifest:
-    """Upload every file below `folder`, then the manifest. Publishing the same again replaces it whole."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = []
-    for path in paths:
-        name = path.relative_to(folder).as_posix()
-        files.append(File(name, path.stat().st_size, digest_of(path)))
-        store.put_file(f"{prefix}/{name}", path)
-    manifest = Manifest(SCHEMA, str(version), now_s, files, meta or {})
+    """Upload every file below `folder` to `prefix`, then the manifest; one that is there is replaced.
+
+    Raises StoreError.
+    """
+    files = chunks.send(store, prefix, files_below(folder), stored={})
+    manifest = Manifest(SCHEMA, str(version), now_s, prefix, files, meta or {})
     store.put(f"{prefix}/{layout.MANIFEST}", to_json(manifest))
     return manifest
 
 
 def load(store: Store, prefix: str) -> Manifest:
-    """Read a manifest. Raises NotFound (nothing committed there) or Corrupt."""
+    """Read the manifest of a published folder. Raises NotFound (nothing was published there) or Corrupt."""
     key = f"{prefix}/{layout.MANIFEST}"
-    manifest = from_json(store.get(key), Manifest, key)
+    return decode(store.get(key), key)
+
+
+def decode(data: bytes, key: str) -> Manifest:
+    """Read a manifest's bytes. Raises Corrupt naming `key`."""
+    manifest = from_json(data, Manifest, key)
     if manifest.schema > SCHEMA:
         raise Corrupt(f"{key}: schema {manifest.schema}", f"this grpo-orch reads up to {SCHEMA}; use a newer one")
     return manifest
 
 
 def fetch(store: Store, prefix: str, folder: Path) -> Manifest:
-    """Download what the manifest names into `folder`, which appears only when every digest held.
-
-    Raises NotFound, Corrupt.
-    """
+    """Download a published folder; see `materialize`. Raises NotFound, Corrupt, StoreError, OSError."""
     manifest = load(store, prefix)
-    part = folder.with_name(f".{folder.name}.part-{os.getpid()}")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
-        for file in manifest.files:
-            path = part / file.name
-            if not path.resolve().is_relative_to(part.resolve()):
-                raise Corrupt(f"{prefix}: file name {file.name!r} leaves its folder")
-            store.get_file(f"{prefix}/{file.name}", path)
-            if path.stat().st_size != file.size_bytes or digest_of(path) != file.digest:
-                raise Corrupt(
-                    f"{prefix}/{file.name}: its digest is not the manifest's", "it was damaged after its upload"
-                )
-        shutil.rmtree(folder, ignore_errors=True)
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    materialize(store, manifest.root, manifest.files, folder)
     return manifest
 
 
+def materialize(
+    store: Store, root: str, files: list[File], folder: Path, progress: Progress = lambda _: None
+) -> None:
+    """Download files of a manifest into `folder`, which appears only when every chunk has been verified.
+
+    One process at a time may do so for a folder. What a killed one has left beside it is taken up again.
+    Raises NotFound, Corrupt, StoreError, OSError.
+    """
+    part = folder.with_name(f".{folder.name}.part")
+    part.mkdir(parents=True, exist_ok=True)
+    wanted = {file.name for file in files}
+    for name, path in files_below(part):  # of another manifest, begun earlier
+        if name not in wanted:
+            path.unlink()
+    try:
+        chunks.receive(store, root, files, part, progress=progress)
+    except (Corrupt, NotFound):  # no further try can help
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
+
+
 def committed(store: Store, root: str, *, after: str | None = None) -> list[PolicyVersion]:
-    """Return the versions below `root` (layout.CHECKPOINTS or layout.POLICIES) that have a manifest, in order.
+    """Return the versions below `root` (layout.POLICIES, or a timeline of it) that have a manifest, in order.
 
     With `after`, a manifest's key, only versions beyond that one are listed.
     """
@@ -130,6 +134,7 @@ def committed(store: Store, root: str, *, after: str | None = None) -> list[Poli
 
 
 def remove(store: Store, prefix: str) -> None:
-    """Delete a folder, its manifest first, so that no half of it is ever listed."""
-    keys = [entry.key for entry in store.entries(prefix)]
-    store.delete(sorted(keys, key=lambda key: not key.endswith(f"/{layout.MANIFEST}")))
+    """Delete a published folder, its manifest first, so that no half of it is ever listed."""
+    keys = {entry.key for entry in store.entries(prefix)}
+    store.delete([f"{prefix}/{layout.MANIFEST}"])
+    store.delete(sorted(keys - {f"{prefix}/{layout.MANIFEST}"}))

@@ -63,10 +63,19 @@ def read_chunk(store: Store, key: str) -> list[Row]:
     return [] if data is None else [from_json(line, Row, key) for line in data.splitlines()]
 
 
-def append_metrics(store: Store, row: Row) -> None:
-    """Add a row to its object. The caller is the timeline's only writer."""
-    key = layout.metrics_chunk(row.timeline, row.step)
-    rows = {old.step: old for old in read_chunk(store, key)}
-    first = rows.get(row.step)
-    rows[row.step] = row if first is None else replace(row, first_time_s=first.reached_s)
-    store.put(key, b"".join(to_json(rows[step]) + b"\n" for step in sorted(rows)))
+class MetricsWriter:
+    """Adds rows to a timeline's objects. The timeline's only writer, so it need not read again what it wrote."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._key = ""
+        self._rows: dict[int, Row] = {}
+
+    def append(self, row: Row) -> None:
+        """Add a row; one of a step that was logged before keeps its first time. Raises StoreError, Corrupt."""
+        key = layout.metrics_chunk(row.timeline, row.step)
+        if key != self._key:
+            self._key, self._rows = key, {old.step: old for old in read_chunk(self._store, key)}
+        first = self._rows.get(row.step)
+        self._rows[row.step] = row if first is None else replace(row, first_time_s=first.reached_s)
+        self._store.put(key, b"".join(to_json(self._rows[step]) + b"\n" for step in sorted(self._rows)))

@@ -13,18 +13,21 @@ from checkpoint.errors import Corrupt
 from checkpoint.store import Store
 from policies.vocabulary import PolicyVersion
 
-SCHEMA = 1
+SCHEMA = 2  # 1 had no steps in `kl`
 KL_KEPT = 100  # logged KL values kept, the newest last
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeState:
-    """The run as of one step. A KL that was not a finite number is None; `best_*` are None before any reward."""
+    """The run as of one step; `best_*` are None before any reward.
+
+    `kl` holds (step, KL) as logged; a KL that was not a finite number is None.
+    """
 
     schema: int
     policy: str  # PolicyVersion as text
     saved_at_s: float
-    kl: list[float | None] = field(default_factory=list)
+    kl: list[tuple[int, float | None]] = field(default_factory=list)
     best_reward: float | None = None
     best_step: int | None = None
 
@@ -40,11 +43,12 @@ def newest_resume_state(store: Store, at_most: PolicyVersion) -> ResumeState | N
     """
     prefix = f"{layout.RESUME}/{at_most.timeline:04d}"
     keys = [entry.key for entry in store.entries(prefix) if layout.version_of(entry.key) <= at_most]
-    if not keys:
-        return None
-    state = from_json(store.get(keys[-1]), ResumeState, keys[-1])
+    return decode(store.get(keys[-1]), keys[-1]) if keys else None
+
+
+def decode(data: bytes, where: str) -> ResumeState:
+    """Read a stored state. Raises Corrupt naming `where`."""
+    state = from_json(data, ResumeState, where)
     if state.schema > SCHEMA:
-        raise Corrupt(
-            f"{keys[-1]}: schema {state.schema}", f"this grpo-orch reads up to {SCHEMA}; use a newer one"
-        )
+        raise Corrupt(f"{where}: schema {state.schema}", f"this grpo-orch reads up to {SCHEMA}; use a newer one")
     return state

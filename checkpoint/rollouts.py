@@ -52,3 +52,9 @@ def read_rollout(store: Store, version: PolicyVersion, call: int) -> Rollout | N
     key = layout.rollout(version, call)
     data = store.get_or_none(key)
     return None if data is None else from_json(data, Rollout, key)
+
+
+def stored_since(store: Store, version: PolicyVersion) -> frozenset[str]:
+    """The names of the records of this version and of later ones on its timeline."""
+    folder, _, first = layout.rollout(version, 0).rpartition("/")
+    return frozenset(entry.key for entry in store.entries(folder, after=f"{folder}/{first.partition('-')[0]}"))

@@ -101,6 +101,23 @@ class KlExceeded:
     limit: float
 
 
+@dataclass(frozen=True, slots=True)
+class StoreSlowed:
+    """A checkpoint was put off at `step`: those before it are still on their way. `stored_step` is the newest
+    stored one's, 0 while there is none."""
+
+    step: int
+    stored_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCaughtUp:
+    """There is room for checkpoints again."""
+
+    step: int
+    stored_step: int
+
+
 Event = (
     RunCreated
     | TookOver
@@ -112,6 +129,8 @@ Event = (
     | GatewayRestarted
     | CommandTaken
     | KlExceeded
+    | StoreSlowed
+    | StoreCaughtUp
 )
 
 EVENT_TYPES: dict[str, type[Event]] = {
@@ -127,5 +146,7 @@ EVENT_TYPES: dict[str, type[Event]] = {
         GatewayRestarted,
         CommandTaken,
         KlExceeded,
+        StoreSlowed,
+        StoreCaughtUp,
     )
 }

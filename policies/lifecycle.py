@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from policies import exit_codes
-from policies.events import CommandTaken, GatewayRestarted, KlExceeded
+from policies.events import CommandTaken, GatewayRestarted, KlExceeded, StoreCaughtUp, StoreSlowed
 from policies.mirror import HEARTBEAT_LOST_S
 from policies.snapshot import Machine
 from policies.state import Node
@@ -26,6 +26,7 @@ def run_lifecycle(tick: Tick) -> None:
     _commands(tick)
     _gateway(tick)
     _kl(tick)
+    _store(tick)
     for node in tick.state.live(Role.TRAINER):
         _trainer(tick, node)
     for node in tick.state.live(Role.ROLLOUT):
@@ -55,6 +56,17 @@ def _kl(tick: Tick) -> None:
     if last is None or trainer.step >= last + KL_AGAIN_STEPS:
         event = KlExceeded(trainer.step, trainer.kl, policy.limit)
         tick.emit(event, f"KL {trainer.kl:.3g} is above {policy.limit:g}")
+
+
+def _store(tick: Tick) -> None:
+    trainer = tick.snapshot.trainer
+    if trainer is None or trainer.store_slow == tick.state.store_slow:
+        return
+    if trainer.store_slow:
+        event = StoreSlowed(trainer.step, trainer.stored_step or 0)
+        tick.emit(event, f"the store is slow: the checkpoint of step {trainer.step} is put off")
+    elif trainer.stored_step is not None:  # a trainer that has only just started cannot know
+        tick.emit(StoreCaughtUp(trainer.step, trainer.stored_step), "the store has caught up")
 
 
 def _trainer(tick: Tick, node: Node) -> None:

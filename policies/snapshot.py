@@ -43,9 +43,11 @@ class Trainer:
     timeline: int
     step: int
     max_steps: int
-    activity: str  # starting, waiting, generating, training, saving, done
+    activity: str  # starting, restoring, waiting, generating, training, storing, done
     beat_at_s: float
     kl: float | None = None
+    stored_step: int | None = None  # of the newest checkpoint in the store
+    store_slow: bool = False  # a checkpoint was put off: the ones before it are still on their way
 
     @property
     def precedence(self) -> tuple[int, int, int]:

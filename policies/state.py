@@ -22,6 +22,8 @@ from policies.events import (
     NodeRequested,
     RunCreated,
     RunMoved,
+    StoreCaughtUp,
+    StoreSlowed,
     TookOver,
 )
 from policies.phases import check_node_move, check_run_move
@@ -71,6 +73,7 @@ class RunState:
     trainer_failures: int = 0  # exits in a row without one step of progress between them
     trainer_failed_step: int = -1
     kl_exceeded_step: int | None = None
+    store_slow: bool = False  # a checkpoint was put off, and none has found room since
 
     def live(self, role: Role) -> list[Node]:
         """Nodes of a role that are wanted or working, in slot order."""
@@ -115,6 +118,10 @@ def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState
             return replace(state, commands_taken=state.commands_taken | {event.command_id})
         case KlExceeded():
             return replace(state, kl_exceeded_step=event.step)
+        case StoreSlowed():
+            return replace(state, store_slow=True)
+        case StoreCaughtUp():
+            return replace(state, store_slow=False)
         case _:
             assert_never(event)
 

@@ -7,28 +7,49 @@ from typing import Any
 
 import datasets
 from transformers import PrinterCallback, set_seed
+from transformers.trainer import OPTIMIZER_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME as WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar
 
+from checkpoint.documents import RunRecord
+from checkpoint.manifest import files_below
+from checkpoint.spool import Spool
 from checkpoint.store import Store
 from policies.spec import RunSpec
 from tasks import callbacks, trl_grpo
+from tasks.checkpoints import BASE_MODEL, Checkpoints, Restored, read_history
+from tasks.fleet_client import FleetClient
 from tasks.gateway_client import GatewayClient
 from tasks.heartbeat import Heartbeat
 from tasks.node_env import NodeEnv
 from tasks.publish import PolicyPublisher
 from tasks.rollout_source import RolloutSource
+from tasks.spooling import LINK, NoRoom, make_spool
 from tasks.step_costs import StepCosts
-from tasks.user_objects import BadSpec, first_line, load_dataset, load_reward_functions, model_path, passes
+from tasks.user_objects import (
+    BadSpec,
+    first_line,
+    load_dataset,
+    load_reward_functions,
+    local_folder,
+    model_path,
+    passes,
+)
+
+BEHIND_SAVES = 10  # without `checkpoints.max_behind_steps`: how many saves the store may be behind
 
 
-def assemble(env: NodeEnv, spec: RunSpec, store: Store, heartbeat: Heartbeat, output_dir: Path) -> Any:
-    """Return a trainer that is ready to train. Raises BadSpec for what only the user can repair."""
+def assemble(
+    env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, restored: Restored | None
+) -> tuple[Any, Spool]:
+    """Return a trainer that is ready to train, and its spool. Raises BadSpec for what only the user can repair."""
+    spec = record.spec
     disable_progress_bar()  # a log file has no use for them
     datasets.disable_progress_bars()
     workdir = Path(spec.workdir)
     wanted = spec.trainer
     evaluates = wanted.eval_dataset is not None
-    config = _config(spec, output_dir, evaluates=evaluates)
+    config = _config(spec, Path(env.workdir) / LINK, evaluates=evaluates)
     rewards = load_reward_functions(wanted.reward_funcs, workdir)
     train_set = load_dataset("trainer.dataset", wanted.dataset, workdir)
     eval_set = wanted.eval_dataset and load_dataset("trainer.eval_dataset", wanted.eval_dataset, workdir)
@@ -41,13 +62,15 @@ def assemble(env: NodeEnv, spec: RunSpec, store: Store, heartbeat: Heartbeat, ou
         run_seed=config.seed,
         deadline_s=spec.rollout.deadline_s,
     )
-    client = trl_grpo.FleetClient(rollouts)
+    client = FleetClient(rollouts)
+    base_model = restored.base_model if restored is not None else None
+    model = model_path(wanted, workdir) if base_model is None else str(base_model)
     set_seed(config.seed)  # before the model: new adapters are drawn at random, and a restart must draw the same
     try:
         trainer = trl_grpo.FleetGRPOTrainer(
             client,
             costs,
-            model=model_path(wanted, workdir),
+            model=model,
             reward_funcs=rewards,
             args=config,
             train_dataset=train_set,
@@ -61,20 +84,47 @@ def assemble(env: NodeEnv, spec: RunSpec, store: Store, heartbeat: Heartbeat, ou
     publisher = PolicyPublisher(store, trl_grpo.plain_model(trainer.model).config, Path(env.workdir) / "policy")
     client.attach(trainer, publisher, env.timeline)
     trainer.remove_callback(PrinterCallback)  # MetricsCallback says in a line what it prints in thirty
+    trainer.add_callback(callbacks.CheckpointCallback(lambda: trainer.save_is_due))
+    spool = _spool(Path(env.workdir), spec, trainer)
     if trainer.is_world_process_zero():
-        for callback in _callbacks(env, spec, store, heartbeat, costs):
-            trainer.add_callback(callback)
-    return trainer
+        kept = read_history(restored.folder) if restored is not None else None
+        history = callbacks.ResumeStateCallback(store, env.timeline, spec.policies.resume_state_steps, kept)
+        checkpoints = Checkpoints(
+            spool,
+            heartbeat,
+            record,
+            env.timeline,
+            meta={"node": env.node, "attempt": str(env.attempt)},
+            frozen=_frozen(trainer, base_model or local_folder(wanted, workdir)),
+            max_behind_steps=spec.checkpoints.max_behind_steps or BEHIND_SAVES * int(config.save_steps),
+            history=history.state,
+        )
+        trainer.attach(checkpoints)
+        trainer.add_callback(callbacks.HeartbeatCallback(heartbeat, checkpoints))
+        trainer.add_callback(callbacks.MetricsCallback(store, costs, env.timeline, env.attempt))
+        trainer.add_callback(history)
+    return trainer, spool
 
 
-def _callbacks(env: NodeEnv, spec: RunSpec, store: Store, heartbeat: Heartbeat, costs: StepCosts) -> list[Any]:
-    meta = {"node": env.node, "attempt": str(env.attempt)}
-    return [
-        callbacks.HeartbeatCallback(heartbeat),
-        callbacks.MetricsCallback(store, costs, env.timeline, env.attempt),
-        callbacks.ResumeStateCallback(store, env.timeline, spec.policies.resume_state_steps),
-        callbacks.CheckpointCallback(store, heartbeat, env.timeline, meta),
-    ]
+def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool:
+    """The machine's spool; in it, memory for the two files of a checkpoint that are large."""
+    weights_bytes, optimizer_bytes = trl_grpo.checkpoint_bytes(trainer)
+    try:
+        with trainer.accelerator.main_process_first():  # it makes the spool, the others find it
+            spool = make_spool(workdir, spec.checkpoints, weights_bytes + optimizer_bytes)
+    except NoRoom as error:
+        raise BadSpec(str(error)) from error
+    if trainer.is_world_process_zero():
+        spool.prepare({WEIGHTS_NAME: weights_bytes, OPTIMIZER_NAME: optimizer_bytes})
+    return spool
+
+
+def _frozen(trainer: Any, base_model: Path | None) -> dict[str, Path]:
+    """The files of the model that training began from, where a restart needs it: for the KL, or under adapters."""
+    needed = trainer.beta != 0 or hasattr(trainer.model, "get_base_model")
+    if base_model is None or not needed:
+        return {}
+    return {f"{BASE_MODEL}/{name}": path for name, path in files_below(base_model)}
 
 
 def _config(spec: RunSpec, output_dir: Path, *, evaluates: bool) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -19,7 +19,7 @@ from checkpoint.metrics import Row
 from checkpoint.resume_state import ResumeState
 from checkpoint.store import Store
 from policies.vocabulary import PolicyVersion
-from tasks.checkpoints import upload_checkpoint
+from tasks.checkpoints import Checkpoints
 from tasks.heartbeat import Heartbeat
 from tasks.step_costs import StepCosts
 
@@ -31,17 +31,19 @@ SAID = ("reward", "eval_reward", "kl", "loss", "grad_norm")  # of each row, in t
 class HeartbeatCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
     """Keeps the heartbeat true, and stops a trainer that was replaced at its next step."""
 
-    def __init__(self, heartbeat: Heartbeat) -> None:
+    def __init__(self, heartbeat: Heartbeat, checkpoints: Checkpoints) -> None:
         self._heartbeat = heartbeat
+        self._checkpoints = checkpoints
 
     def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        self._checkpoints.begin_from(state.global_step)
         self._heartbeat.say("training", step=state.global_step, max_steps=state.max_steps)
 
     def on_step_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
         self._heartbeat.check()
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        self._heartbeat.say(step=state.global_step)
+        self._heartbeat.say(step=state.global_step, stored_step=self._checkpoints.stored_step())
 
     def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         kl = logs.get("kl")
@@ -54,6 +56,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
     def __init__(self, store: Store, costs: StepCosts, timeline: int, attempt: int) -> None:
         self._store = store
+        self._writer = metrics.MetricsWriter(store)
         self._costs = costs
         self._timeline = timeline
         self._attempt = attempt
@@ -75,81 +78,59 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         said = {name: self._values[name] for name in SAID if name in logs and name in self._values}
         if said:
             log.info("step", step=self._step, **said)
-        metrics.append_metrics(
-            self._store, Row(self._timeline, self._step, time.time(), self._attempt, dict(self._values))
-        )
+        self._writer.append(Row(self._timeline, self._step, time.time(), self._attempt, dict(self._values)))
 
 
 class ResumeStateCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
-    """Stores the light resume state every so many steps, and takes it up again after a restart."""
+    """Knows the light resume state, and stores it every so many steps.
 
-    def __init__(self, store: Store, timeline: int, every_steps: int) -> None:
+    Args:
+        store: the run's store.
+        timeline: of this trainer.
+        every_steps: how often it is stored.
+        kept: what the checkpoint held that training goes on from.
+    """
+
+    def __init__(self, store: Store, timeline: int, every_steps: int, kept: ResumeState | None) -> None:
         self._store = store
         self._timeline = timeline
         self._every_steps = every_steps
-        self._stored_step = 0
-        self._kl: deque[float | None] = deque(maxlen=resume_state.KL_KEPT)
+        self._kl: deque[tuple[int, float | None]] = deque(maxlen=resume_state.KL_KEPT)
         self._best: tuple[float, int] | None = None
-
-    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        at = PolicyVersion(self._timeline, state.global_step)
-        kept = resume_state.newest_resume_state(self._store, at)
-        self._stored_step = 0 if kept is None else PolicyVersion.parse(kept.policy).step
+        self._stored_step = 0
         if kept is not None:
+            self._stored_step = PolicyVersion.parse(kept.policy).step
             self._kl.extend(kept.kl)
             if kept.best_reward is not None and kept.best_step is not None:
                 self._best = (kept.best_reward, kept.best_step)
-        # What was logged between that state and the checkpoint is in the metrics.
-        for row in metrics.read_metrics(self._store, self._timeline):
-            if self._stored_step < row.step <= state.global_step:
-                self._take(row.values, row.step)
+
+    def state(self, step: int) -> ResumeState:
+        """The resume state after `step`."""
+        best_reward, best_step = self._best or (None, None)
+        at = str(PolicyVersion(self._timeline, step))
+        return ResumeState(resume_state.SCHEMA, at, time.time(), list(self._kl), best_reward, best_step)
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
-        self._take(storable(logs), state.global_step)
-        if state.global_step // self._every_steps > self._stored_step // self._every_steps:
-            self._stored_step = state.global_step
-            best_reward, best_step = self._best or (None, None)
-            resume_state.write_resume_state(
-                self._store,
-                ResumeState(
-                    resume_state.SCHEMA,
-                    str(PolicyVersion(self._timeline, state.global_step)),
-                    time.time(),
-                    list(self._kl),
-                    best_reward,
-                    best_step,
-                ),
-            )
-
-    def _take(self, values: dict[str, float], step: int) -> None:
-        if "kl" in values:
-            self._kl.append(values["kl"])
-        elif metrics.NONFINITE + "kl" in values:
-            self._kl.append(None)
+        values, step = storable(logs), state.global_step
+        if "kl" in values or metrics.NONFINITE + "kl" in values:
+            self._kl.append((step, values.get("kl")))
         reward = values.get("reward")
         if reward is not None and (self._best is None or reward > self._best[0]):
             self._best = (reward, step)
+        if step // self._every_steps > self._stored_step // self._every_steps:
+            self._stored_step = step
+            resume_state.write_resume_state(self._store, self.state(step))
 
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
-    """Uploads each checkpoint that the trainer saves, and sees that the last step is saved."""
+    """Sees that the last step is saved, and that a save which found no room is tried again. In every process."""
 
-    def __init__(self, store: Store, heartbeat: Heartbeat, timeline: int, meta: dict[str, str]) -> None:
-        self._store = store
-        self._heartbeat = heartbeat
-        self._timeline = timeline
-        self._meta = meta
+    def __init__(self, save_is_due: Callable[[], bool]) -> None:
+        self._save_is_due = save_is_due
 
     def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step >= state.max_steps:
+        if state.global_step >= state.max_steps or self._save_is_due():
             control.should_save = True
-
-    def on_save(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
-        self._heartbeat.check()
-        self._heartbeat.say("saving")
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        upload_checkpoint(self._store, folder, PolicyVersion(self._timeline, state.global_step), self._meta)
-        self._heartbeat.say("training")
 
 
 def storable(logs: dict[str, Any]) -> dict[str, float]:

@@ -1,56 +1,207 @@
-"""The trainer's checkpoints: its folders into the store, and the newest whole one back."""
+"""The trainer's checkpoints: out of its way through the spool, and the newest whole one back from the store."""
 
 from __future__ import annotations
 
 import platform
 import shutil
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import structlog
 
-from checkpoint import layout, manifest
-from checkpoint.errors import Corrupt, NotFound
+from checkpoint import checkpoints, manifest, resume_state
+from checkpoint.catalog import Catalog, Checkpoint
+from checkpoint.chunks import DamagedChunk, same
+from checkpoint.codec import to_json
+from checkpoint.documents import RunRecord
+from checkpoint.errors import Corrupt, NotFound, StoreUnavailable
+from checkpoint.manifest import Manifest
+from checkpoint.resume_state import ResumeState
+from checkpoint.spool import Seal, Spool
 from checkpoint.store import Store
+from policies.retention import excursion_began
 from policies.vocabulary import PolicyVersion
+from tasks.heartbeat import Heartbeat
+from tasks.spooling import NoRoom
+from tasks.transfer_log import TransferLog
 
 log = structlog.get_logger()
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "numpy", "safetensors", "grpo-orch")
+BASE_MODEL = "base_model"  # folder of a checkpoint: the model that training began from, where it is still needed
+RUN_FILE = "run.json"
+RESUME_FILE = "resume_state.json"
+LOOK_S = 0.2  # between looks for what the uploader has done
+STUCK_S = 600.0  # an uploader that gets nothing done for so long is not waited for
 
 
-def upload_checkpoint(store: Store, folder: Path, at: PolicyVersion, meta: dict[str, str]) -> None:
-    """Store a checkpoint folder; it exists once its manifest does. Raises StoreError."""
-    began_s = time.monotonic()
-    stored = manifest.publish(
-        store, layout.checkpoint(at), folder, at, time.time(), {**package_versions(), **meta}
-    )
-    log.info(
-        "checkpoint_stored",
-        checkpoint=str(at),
-        size_bytes=stored.size_bytes,
-        took_s=round(time.monotonic() - began_s, 3),
-    )
+class Checkpoints:
+    """Where a trainer's checkpoints go. Used by the first process of a trainer alone.
 
-
-def restore_newest(store: Store, timeline: int, folder: Path) -> tuple[PolicyVersion, Path] | None:
-    """Fetch the newest checkpoint of the timeline whose every file is what was stored.
-
-    Returns its version and its folder, `folder/checkpoint-STEP`; None where the timeline has no such checkpoint.
-    Raises StoreError when the store itself fails.
+    Args:
+        spool: this machine's.
+        heartbeat: tells how far the store is behind.
+        record: the run's.
+        timeline: of this trainer.
+        meta: kept with each manifest.
+        frozen: files that belong to each checkpoint and do not change, path by name.
+        max_behind_steps: the trainer waits for room once the newest stored checkpoint is so old.
+        history: returns the resume state as of now.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    for at in reversed(manifest.committed(store, f"{layout.CHECKPOINTS}/{timeline:04d}")):
-        target = folder / f"checkpoint-{at.step}"
+
+    def __init__(
+        self,
+        spool: Spool,
+        heartbeat: Heartbeat,
+        record: RunRecord,
+        timeline: int,
+        *,
+        meta: dict[str, str],
+        frozen: dict[str, Path],
+        max_behind_steps: int,
+        history: Callable[[int], ResumeState],
+    ) -> None:
+        self._spool = spool
+        self._heartbeat = heartbeat
+        self._record = record
+        self._timeline = timeline
+        self._meta = {**package_versions(), **meta}
+        self._frozen = {name: str(path) for name, path in frozen.items()}
+        self._max_behind_steps = max_behind_steps
+        self._history = history
+        self._stored_step = 0
+
+    def begin_from(self, step: int) -> None:
+        """Name the step of the checkpoint that training goes on from."""
+        self._stored_step = step
+
+    def stored_step(self) -> int:
+        """The step of the newest checkpoint that the store is known to have."""
+        stored = self._spool.heard().stored
+        if stored is not None:
+            self._stored_step = max(self._stored_step, PolicyVersion.parse(stored).step)
+        return self._stored_step
+
+    def open(self, step: int, *, last: bool) -> Path | None:
+        """Return the folder to save the checkpoint of `step` into; None while there is no room for it.
+
+        Waits for room for the last one, and once the store is `max_behind_steps` behind. Raises Fenced.
+        """
+        self._heartbeat.check()
+        slot = self._spool.claim(step)
+        if slot is None and (last or step - self.stored_step() >= self._max_behind_steps):
+            log.warning("waiting_for_the_store", step=step, stored_step=self.stored_step())
+            self._heartbeat.say("storing", store_slow=True)
+            while (slot := self._spool.claim(step)) is None:
+                self._heartbeat.wait(LOOK_S)
+            self._heartbeat.say("training")
+        if slot is None:
+            log.warning("checkpoint_put_off", step=step, stored_step=self.stored_step())
+        self._heartbeat.say(store_slow=slot is None)
+        return slot
+
+    def seal(self, step: int, slot: Path) -> None:
+        """Hand a written checkpoint to the uploader. Raises OSError, for want of room too."""
+        history = self._history(step)
+        (slot / RESUME_FILE).write_bytes(to_json(history))
+        (slot / RUN_FILE).write_bytes(to_json(self._record))
+        kl = self._record.spec.policies.kl
+        began = excursion_began(history.kl, None if kl is None else kl.limit)
+        at = str(PolicyVersion(self._timeline, step))
+        self._spool.seal(slot, Seal(at, time.time(), self._meta, self._frozen, began))
+
+    def give_up(self, slot: Path) -> None:
+        """Take back a checkpoint for which there was no room after all: it is due again when another is stored.
+
+        Raises NoRoom where no other is on its way to the store.
+        """
+        log.warning("spool_full", spool=str(self._spool.folder))
+        if not self._spool.give_up(slot):
+            raise NoRoom(
+                f"checkpoints.spool: {self._spool.folder} has no room for one checkpoint; free some space, "
+                f"or name another folder in `spool`"
+            )
+
+
+def drain(spool: Spool, heartbeat: Heartbeat) -> None:
+    """Wait until the uploader has stored all that was sealed.
+
+    Raises StoreUnavailable when it gets nothing done for STUCK_S, Fenced.
+    """
+    heard, since_s, transfer = spool.heard(), time.monotonic(), TransferLog("storing")
+    while waiting := spool.sealed():
+        if spool.heard() != heard:
+            heard, since_s = spool.heard(), time.monotonic()
+            transfer.at(heard.done_bytes, heard.total_bytes)
+        if time.monotonic() - since_s > STUCK_S:
+            what = ", ".join(seal.version for seal, _ in waiting)
+            raise StoreUnavailable(
+                f"checkpoints {what} wait in {spool.folder} for {STUCK_S:.0f} s",
+                heard.error or "is the uploader up?",
+            )
+        heartbeat.wait(LOOK_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A checkpoint on this machine. `base_model` is its copy of the model that training began from, if it has one
+    and this machine does not have the same."""
+
+    at: PolicyVersion
+    folder: Path
+    base_model: Path | None
+
+
+def restore_newest(store: Store, timeline: int, folder: Path, local_model: Path | None) -> Restored | None:
+    """Fetch the newest checkpoint of the timeline that is whole, to `folder/checkpoint-STEP`.
+
+    Args:
+        local_model: this machine's folder of the model; what it has is not fetched again.
+
+    Returns None where the timeline has no whole checkpoint. Raises StoreError when the store fails, OSError.
+    """
+    catalog = Catalog(store, "restore")
+    unusable: set[str] = set()
+    # Read anew each time: an uploader elsewhere may have retired all that was listed, for newer ones.
+    while found := [
+        one for one in catalog.newest().checkpoints if one.at.timeline == timeline and one.manifest not in unusable
+    ]:
+        checkpoint = found[-1]
         try:
-            manifest.fetch(store, layout.checkpoint(at), target)
+            return _restore(store, checkpoint, folder, local_model)
         except (Corrupt, NotFound) as error:
-            log.warning("checkpoint_unusable", checkpoint=str(at), error=str(error), next="the one before it")
-            continue
-        log.info("checkpoint_restored", checkpoint=str(at))
-        return at, target
+            log.warning("checkpoint_unusable", checkpoint=checkpoint.version, error=str(error), next="another one")
+            unusable.add(checkpoint.manifest)
+            if isinstance(error, DamagedChunk):
+                catalog.suspect(time.time(), error.chunk)
     return None
+
+
+def _restore(store: Store, checkpoint: Checkpoint, folder: Path, local_model: Path | None) -> Restored:
+    target = folder / f"checkpoint-{checkpoint.at.step}"
+    if folder.exists():  # one whole checkpoint at a time, and what is left of this one's last try
+        for other in folder.iterdir():
+            if other.name != f".{target.name}.part":
+                shutil.rmtree(other)
+    found = checkpoints.read_manifest(store, checkpoint)
+    own = _has_base_model(found, local_model)
+    wanted = [file for file in found.files if not (own and file.name.startswith(f"{BASE_MODEL}/"))]
+    transfer = TransferLog("restoring", total_bytes=sum(file.size_bytes for file in wanted))
+    manifest.materialize(store, found.root, wanted, target, transfer.add)
+    log.info("checkpoint_restored", checkpoint=checkpoint.version)
+    base_model = target / BASE_MODEL
+    return Restored(checkpoint.at, target, base_model if base_model.exists() else None)
+
+
+def _has_base_model(found: Manifest, local_model: Path | None) -> bool:
+    """Whether this machine has every file of the checkpoint's base model, byte for byte."""
+    files = [file for file in found.files if file.name.startswith(f"{BASE_MODEL}/")]
+    return local_model is not None and all(
+        same(file, local_model / file.name.removeprefix(f"{BASE_MODEL}/")) for file in files
+    )
 
 
 def package_versions() -> dict[str, str]:
@@ -62,3 +213,8 @@ def package_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def read_history(checkpoint: Path) -> ResumeState:
+    """The resume state that a restored checkpoint holds. Raises Corrupt."""
+    return resume_state.decode((checkpoint / RESUME_FILE).read_bytes(), str(checkpoint / RESUME_FILE))

@@ -64,6 +64,8 @@ class Heartbeat:
         step: int | None = None,
         max_steps: int | None = None,
         kl: float | None = None,
+        stored_step: int | None = None,
+        store_slow: bool | None = None,
     ) -> None:
         """Change what the beat says; None leaves a field as it is. Never waits for the store."""
         old = self._beat
@@ -73,6 +75,8 @@ class Heartbeat:
             step=old.step if step is None else step,
             max_steps=old.max_steps if max_steps is None else max_steps,
             kl=old.kl if kl is None else kl,
+            stored_step=old.stored_step if stored_step is None else stored_step,
+            store_slow=old.store_slow if store_slow is None else store_slow,
         )
         if self._beat != old:
             self._changed.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ class PolicyPublisher:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         model_config.save_pretrained(scratch)
+        self._remover = ThreadPoolExecutor(1, thread_name_prefix="remove-policies")  # no step waits for it
+        self._removing: Future[None] = self._remover.submit(lambda: None)
 
     def publish(self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> PolicyRef:
         """Store the weights, named as in a Hugging Face checkpoint (tied ones once). Raises StoreError."""
@@ -42,14 +45,14 @@ class PolicyPublisher:
         save_file(whole, self._folder / WEIGHTS, metadata={"format": "pt"})
         prefix = layout.policy(version)
         published = manifest.publish(self._store, prefix, self._folder, version, time.time())
-        self._remove_older(version)
+        self._removing.result()  # of the policy before: long done
+        self._removing = self._remover.submit(self._remove_older, version)
         return PolicyRef(str(version), prefix, published.digest)
 
     def _remove_older(self, version: PolicyVersion) -> None:
-        older = [v for v in manifest.committed(self._store, _timeline_folder(version)) if v < version]
-        for gone in older[:-1]:
+        """Remove all but the present and the one before, and what a killed trainer left of an unfinished one."""
+        timeline = f"{layout.POLICIES}/{version.timeline:04d}"
+        before = [v for v in manifest.committed(self._store, timeline) if v < version][-1:]
+        found = {layout.version_of(f"{name}/") for name in self._store.folders(timeline)}
+        for gone in sorted(v for v in found if v < version and v not in before):
             manifest.remove(self._store, layout.policy(gone))
-
-
-def _timeline_folder(version: PolicyVersion) -> str:
-    return f"{layout.POLICIES}/{version.timeline:04d}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 
-from checkpoint import rollouts
+from checkpoint import layout, rollouts
 from checkpoint.errors import Corrupt
 from checkpoint.rollouts import Rollout
 from checkpoint.store import Store
@@ -55,6 +55,7 @@ class RolloutSource:
         self._deadline_s = deadline_s
         self._version = PolicyVersion(-1, -1)
         self._calls = {True: 0, False: 0}  # made at that version, training and evaluation
+        self._stored: frozenset[str] | None = None  # records of earlier trainers, once they are asked for
 
     def complete(
         self,
@@ -111,6 +112,10 @@ class RolloutSource:
 
     def _journalled(self, version: PolicyVersion, call: int, digest: str) -> Rollout | None:
         """The journal's record of the call, if it is whole and of the same requests."""
+        if self._stored is None:
+            self._stored = rollouts.stored_since(self._store, version)
+        if layout.rollout(version, call) not in self._stored:
+            return None
         try:
             rollout = rollouts.read_rollout(self._store, version, call)
         except Corrupt as error:

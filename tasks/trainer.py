@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import time
 import warnings
@@ -18,11 +17,11 @@ from typing import Any
 import structlog
 
 from checkpoint import documents
+from checkpoint.documents import RunRecord
 from checkpoint.errors import StoreError
 from checkpoint.store import Store
 from policies import exit_codes
 from policies.snapshot import Trainer
-from policies.spec import RunSpec
 from policies.vocabulary import PolicyVersion
 from tasks.gateway_client import GenerationFailed
 from tasks.heartbeat import Fenced, Heartbeat
@@ -46,10 +45,10 @@ def main() -> int:
     beat = Trainer(env.node, env.attempt, env.timeline, 0, 0, "starting", time.time())
     heartbeat = Heartbeat(Store(env.run, patience_s=BEAT_PATIENCE_S), beat)
     try:
-        spec = documents.read_run(store).spec
+        record = documents.read_run(store)
         if RANK == 0:
             heartbeat.start()
-        return _train(env, spec, store, heartbeat)
+        return _train(env, record, store, heartbeat)
     except Fenced as error:
         return _end(exit_codes.FENCED, f"stopped: {error}")
     except GenerationFailed as error:
@@ -58,35 +57,45 @@ def main() -> int:
         return _end(exit_codes.FAILED, f"the run store failed: {error}")
 
 
-def _train(env: NodeEnv, spec: RunSpec, store: Store, heartbeat: Heartbeat) -> int:
+def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat) -> int:
     # Behind the first heartbeat: these imports take seconds.
     import torch
 
     from tasks.assemble import assemble
-    from tasks.checkpoints import restore_newest
-    from tasks.user_objects import BadSpec
+    from tasks.checkpoints import drain, restore_newest
+    from tasks.spooling import NoRoom, find_spool, remove_spool
+    from tasks.user_objects import BadSpec, local_folder
 
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
-    output_dir = Path(env.workdir) / "checkpoints"
-    if RANK == 0:
-        shutil.rmtree(output_dir, ignore_errors=True)  # the store has the ones that count
-    restored = restore_newest(store, env.timeline, Path(env.workdir) / f"restored-{RANK}")
-    resumed_at = PolicyVersion(env.timeline, 0) if restored is None else restored[0]
-    heartbeat.say(step=resumed_at.step)
-    if restored is not None and _is_last(restored[1]):
+    workdir = Path(env.workdir)
+    if (left := find_spool(workdir)) is not None:  # by an earlier attempt on this machine
+        heartbeat.say("storing")
+        drain(left, heartbeat)
+    heartbeat.say("restoring")
+    own_model = local_folder(record.spec.trainer, Path(record.spec.workdir))
+    restored = restore_newest(store, env.timeline, workdir / f"restored-{RANK}", own_model)
+    resumed_at = PolicyVersion(env.timeline, 0) if restored is None else restored.at
+    heartbeat.say("starting", step=resumed_at.step)
+    if restored is not None and _is_last(restored.folder):
         if RANK == 0:
             heartbeat.say(max_steps=resumed_at.step)
             heartbeat.stop("done")
         return _end(exit_codes.OK, f"nothing left to train: the run is complete at step {resumed_at.step}")
     try:
-        trainer = assemble(env, spec, store, heartbeat, output_dir)
+        trainer, spool = assemble(env, record, store, heartbeat, restored)
     except BadSpec as error:
         return _end(exit_codes.BAD_SPEC, str(error))
     log.info("training", from_policy=str(resumed_at), attempt=env.attempt)
-    trainer.train(resume_from_checkpoint=None if restored is None else str(restored[1]))
+    try:
+        trainer.train(resume_from_checkpoint=None if restored is None else str(restored.folder))
+    except NoRoom as error:
+        return _end(exit_codes.BAD_SPEC, str(error))
     if RANK == 0:
+        heartbeat.say("storing")
+        drain(spool, heartbeat)
+        remove_spool(workdir)
         heartbeat.stop("done")
     return _end(exit_codes.OK, f"complete at step {trainer.state.global_step}")
 

@@ -1,8 +1,8 @@
-"""The trainer's machine: the gateway and the trainer, side by side, `python -m tasks.trainer_machine`.
+"""The trainer's machine: trainer, gateway and uploader, side by side, `python -m tasks.trainer_machine`.
 
 The gateway is started again whenever it ends, within a moment: it holds nothing that its members and the trainer
-do not tell it anew. The trainer is not: when it ends, this process ends with its exit code, and the controller
-decides.
+do not tell it anew. So is the uploader, which finds its work in the spool and in the store. The trainer is not:
+when it ends, this process ends with its exit code, and the controller decides.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tasks.node_env import NodeEnv, read_node_env
 
 log = structlog.get_logger()
 
-GATEWAY_RESTART_WAIT_S = 0.2  # doubled while it ends within GATEWAY_STEADY_S of its start
-GATEWAY_RESTART_WAIT_MAX_S = 5.0
-GATEWAY_STEADY_S = 10.0
+RESTART_WAIT_S = 0.2  # doubled while it ends within STEADY_S of its start
+RESTART_WAIT_MAX_S = 5.0
+STEADY_S = 10.0
 
 
 def main() -> int:
@@ -39,21 +39,43 @@ def main() -> int:
         return exit_codes.BAD_SPEC
     trainer = start_child(trainer_argv(env, spec.trainer), {**os.environ, **spec.trainer.env})
     signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
-    gateway = _start_gateway()
-    started_at_s, wait_s = time.monotonic(), GATEWAY_RESTART_WAIT_S
+    beside = [Beside("gateway", "orchestrator.gateway"), Beside("uploader", "tasks.uploader")]
     while True:
         pid, status = os.wait()
         if pid == trainer.pid:
-            gateway.terminate()
-            gateway.wait()
+            for one in beside:
+                one.end()
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
-        if pid == gateway.pid:
-            steady = time.monotonic() - started_at_s > GATEWAY_STEADY_S
-            wait_s = GATEWAY_RESTART_WAIT_S if steady else min(2 * wait_s, GATEWAY_RESTART_WAIT_MAX_S)
-            log.warning("gateway_ended", exit_code=os.waitstatus_to_exitcode(status), restart_in_s=wait_s)
-            time.sleep(wait_s)
-            gateway, started_at_s = _start_gateway(), time.monotonic()
+        for one in beside:
+            if pid == one.process.pid:
+                one.restart(status)
+
+
+class Beside:
+    """A process that is kept up beside the trainer. `module` is what it runs."""
+
+    def __init__(self, name: str, module: str) -> None:
+        self._name, self._module = name, module
+        self._wait_s = RESTART_WAIT_S
+        self.process = self._start()
+
+    def restart(self, status: int) -> None:
+        """Start it again after it has ended with a wait status, later each time if it ends at once."""
+        steady = time.monotonic() - self._started_at_s > STEADY_S
+        self._wait_s = RESTART_WAIT_S if steady else min(2 * self._wait_s, RESTART_WAIT_MAX_S)
+        code = os.waitstatus_to_exitcode(status)
+        log.warning(f"{self._name}_ended", exit_code=code, restart_in_s=self._wait_s)
+        time.sleep(self._wait_s)
+        self.process = self._start()
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._started_at_s = time.monotonic()
+        return start_child([sys.executable, "-m", self._module], dict(os.environ))
 
 
 def trainer_argv(env: NodeEnv, trainer: TrainerSpec) -> list[str]:
@@ -64,10 +86,6 @@ def trainer_argv(env: NodeEnv, trainer: TrainerSpec) -> list[str]:
     config.write_bytes(to_json(trainer.accelerate))
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     return [*launcher, "-m", "tasks.trainer"]
-
-
-def _start_gateway() -> subprocess.Popen[bytes]:
-    return start_child([sys.executable, "-m", "orchestrator.gateway"], dict(os.environ))
 
 
 if __name__ == "__main__":

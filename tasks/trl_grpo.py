@@ -1,8 +1,8 @@
 """The one module that knows TRL: its GRPOTrainer in server mode, with this project's fleet as the server.
 
-TRL asks a `VLLMClient` for completions and hands it new weights. `FleetClient` stands in that place, so that TRL's
-own behaviour behind it stays, importance-sampling correction and its metrics included. The rest makes a restart
-exact: what TRL keeps in memory only is saved with the checkpoint, or made a function of the epoch.
+TRL asks a `VLLMClient` for completions and hands it new weights. `tasks.fleet_client` stands in that place, so
+that TRL's own behaviour behind it stays, importance-sampling correction and its metrics included. The rest makes a
+restart exact: what TRL keeps in memory only is saved with the checkpoint, or made a function of the epoch.
 
 Every name of TRL that is not public is used here and nowhere else; `tests/node/test_trl_contract.py` says when a
 release has changed one.
@@ -19,13 +19,14 @@ from typing import Any
 import structlog
 import torch
 import trl.import_utils as trl_imports
+from accelerate.utils import broadcast_object_list, gather_object
 from safetensors.torch import load_model, save_model
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.trainer import TRAINING_ARGS_NAME
 
-from policies.vocabulary import PolicyVersion
-from policies.wire import PolicyRef
-from tasks.publish import PolicyPublisher
-from tasks.rollout_source import RolloutSource
+from tasks import fast_save
+from tasks.checkpoints import Checkpoints
+from tasks.fleet_client import FleetClient
 from tasks.step_costs import StepCosts
 
 # The trainer generates nothing itself, and importing vLLM takes longer than all else that a restart does. TRL
@@ -46,14 +47,19 @@ REF_MODEL_FILE = "ref_model.safetensors"
 DEFAULTS: dict[str, Any] = {
     "save_strategy": "steps",
     "save_steps": 50,
-    "save_total_limit": 1,  # the run store keeps them, the machine's disk does not
     "logging_steps": 1,
     "report_to": "none",
     "disable_tqdm": True,
 }
 EVALUATION_DEFAULTS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 50}
 # What makes it this project's trainer; run.yaml cannot change it.
-OURS: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "save_only_model": False}
+# The spool's slots are the uploader's to free, so TRL must remove none.
+OURS: dict[str, Any] = {
+    "use_vllm": True,
+    "vllm_mode": "server",
+    "save_only_model": False,
+    "save_total_limit": None,
+}
 
 
 def build_config(values: dict[str, Any], output_dir: Path, *, evaluates: bool) -> Any:
@@ -67,106 +73,6 @@ def build_config(values: dict[str, Any], output_dir: Path, *, evaluates: bool) -
         )
     defaults = {**DEFAULTS, **(EVALUATION_DEFAULTS if evaluates else {})}
     return GRPOConfig(**{**defaults, **values, **OURS, "output_dir": str(output_dir)})
-
-
-class FleetClient:
-    """What TRL takes for its VLLMClient. `rollouts` answers its generate calls."""
-
-    def __init__(self, rollouts: RolloutSource) -> None:
-        self._rollouts = rollouts
-        self._trainer: Any = None
-        self._publisher: PolicyPublisher | None = None
-        self._timeline = 0
-        self._weights: Iterator[tuple[str, torch.Tensor]] | None = None
-        self._published: PolicyRef | None = None
-
-    def attach(self, trainer: Any, publisher: PolicyPublisher, timeline: int) -> None:
-        """Name the trainer whose steps these are, before its first generate call."""
-        self._trainer, self._publisher, self._timeline = trainer, publisher, timeline
-
-    def get_server_info(self) -> dict[str, Any]:
-        """What TRL asks of a server: every rollout node is started so, and run.yaml cannot change it."""
-        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
-
-    def init_communicator(self, **_: Any) -> None:
-        """Nothing: nodes pull weights from the run store, and no collective joins them to the trainer."""
-
-    def close_communicator(self) -> None:
-        """Nothing, as above."""
-
-    def reset_prefix_cache(self) -> None:
-        """Nothing: a node does so itself when it loads a policy."""
-
-    def image_features(self, *_: Any) -> Any:
-        raise NotImplementedError("prompts with images are not supported by the rollout fleet")
-
-    def update_named_params(self, _metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Take the weights of the present step.
-
-        They are published when the first completion of the step has to be generated: a replayed step needs none.
-        With several processes reading them is a collective, so it is done at once.
-        """
-        self._weights, self._published = named_params, None
-        if self._trainer.accelerator.num_processes > 1:
-            self._publish()
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        features: list[Any] | None = None,
-        n: int = 1,
-        repetition_penalty: float = 1.0,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        max_tokens: int = 16,
-        logprobs: int | None = 0,
-        structured_outputs_regex: str | None = None,
-        generation_kwargs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Return `n` completions of each prompt in TRL's shapes, prompt by prompt."""
-        if features is not None or logprobs != 0:
-            raise NotImplementedError(
-                "the rollout fleet serves text prompts, and the sampled tokens' logprobs alone"
-            )
-        sampling: dict[str, Any] = {
-            "repetition_penalty": repetition_penalty,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "max_tokens": max_tokens,
-        }  # the gateway always returns the log-probability of each sampled token, which is what `logprobs=0` asks
-        if structured_outputs_regex is not None:
-            sampling["structured_outputs"] = {"regex": structured_outputs_regex}
-        sampling.update(generation_kwargs or {})
-        rollout = self._rollouts.complete(
-            self._version(),
-            prompts,
-            n,
-            sampling,
-            training=bool(self._trainer.model.training),
-            publish=self._publish,
-        )
-        return {
-            "prompt_ids": prompts,
-            "completion_ids": [one.token_ids for one in rollout.completions],
-            "logprobs": [[[logprob] for logprob in one.logprobs] for one in rollout.completions],
-            "logprob_token_ids": [[[token] for token in one.token_ids] for one in rollout.completions],
-        }
-
-    def _version(self) -> PolicyVersion:
-        return PolicyVersion(self._timeline, self._trainer.state.global_step)
-
-    def _publish(self) -> PolicyRef:
-        """Publish the weights of this step, once. Raises StoreError."""
-        if self._published is None:
-            if self._weights is None or self._publisher is None:
-                raise RuntimeError("TRL generates before it has synchronized its weights")
-            self._published = self._publisher.publish(self._version(), self._weights)
-            self._weights = None
-        return self._published
 
 
 class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
@@ -223,6 +129,8 @@ class FleetGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
 
     def __init__(self, client: FleetClient, costs: StepCosts, **kwargs: Any) -> None:
         self._costs = costs
+        self._checkpoints: Checkpoints | None = None
+        self.save_is_due = False  # a save found no room; the same in every process
         with _generation_through(client):
             super().__init__(**kwargs)
 
@@ -245,16 +153,45 @@ class FleetGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
             self._costs.rewards.extend(rewards[scored].tolist())
         return per_function
 
+    def attach(self, checkpoints: Checkpoints) -> None:
+        """Name where checkpoints go. In the first process, before training."""
+        self._checkpoints = checkpoints
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        """Save into the spool; without room there, at a later step."""
+        step = self.state.global_step
+        last = step >= self.state.max_steps
+        while True:
+            slot = self._checkpoints.open(step, last=last) if self._checkpoints is not None else None
+            self.save_is_due = not broadcast_object_list([slot is not None])[0]
+            if self.save_is_due or self._save_into(slot, lambda: self._save_all(model, trial)):
+                return
+
+    def _save_into(self, slot: Path | None, save: Callable[[], None]) -> bool:
+        """Save, and hand the slot on once every process has; False if there was no room after all."""
+        fits = all(gather_object([fast_save.fits(save)]))
+        if self._checkpoints is not None and slot is not None:
+            checkpoints, step = self._checkpoints, self.state.global_step
+            fits = fits and fast_save.fits(lambda: checkpoints.seal(step, slot))
+            if not fits:
+                checkpoints.give_up(slot)
+        return bool(broadcast_object_list([fits])[0])
+
+    def _save_all(self, model: Any, trial: Any) -> None:
+        with fast_save.overwriting():
+            super()._save_checkpoint(model, trial)
+            self._save_more(Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}")
+
+    def _save_more(self, folder: Path) -> None:
+        """What TRL keeps in memory only."""
         window = self.args.steps_per_generation * self.num_iterations
         # Behind a whole window the next step generates anew and the buffer is spent.
         buffered = self._buffered_inputs if self._step % window else None
         torch.save({"step": self._step, "buffered": buffered}, folder / self._window_file())
-        if self.args.sync_ref_model and self.accelerator.is_main_process:
-            save_model(self.accelerator.unwrap_model(self.ref_model), str(folder / REF_MODEL_FILE))
-        self.accelerator.wait_for_everyone()  # the folder is uploaded next, with every process's files in it
+        if self.accelerator.is_main_process:
+            if self.args.sync_ref_model:
+                save_model(self.accelerator.unwrap_model(self.ref_model), str(folder / REF_MODEL_FILE))
+            (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle, which nothing reads
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -279,6 +216,15 @@ def _generation_through(client: FleetClient) -> Iterator[None]:
         yield
     finally:
         grpo_trainer_module.VLLMGeneration = theirs
+
+
+def checkpoint_bytes(trainer: Any) -> tuple[int, int]:
+    """What the weights and the optimizer's state of a checkpoint will take, about: AdamW keeps two values for each
+    weight that is trained."""
+    trained = sum(weight.nbytes for weight in trainer.model.parameters() if weight.requires_grad)
+    adapted = hasattr(trainer.model, "get_base_model")
+    saved = trained if adapted else sum(weight.nbytes for weight in trainer.model.parameters())
+    return saved, 2 * trained
 
 
 def plain_model(model: Any) -> Any:

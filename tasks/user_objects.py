@@ -14,8 +14,8 @@ from typing import Any
 
 import datasets
 from datasets.exceptions import DatasetNotFoundError
-from huggingface_hub import constants  # type: ignore[import-not-found]  # in the nodes' environment alone
-from huggingface_hub.errors import LocalEntryNotFoundError  # type: ignore[import-not-found]  # likewise
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from policies.spec import Dataset, TrainerSpec
 
@@ -69,6 +69,17 @@ def load_reward_functions(import_paths: tuple[str, ...], workdir: Path) -> list[
     if str(workdir) not in sys.path:
         sys.path.insert(0, str(workdir))
     return [_load_function(path) for path in import_paths]
+
+
+def local_folder(spec: TrainerSpec, workdir: Path) -> Path | None:
+    """The folder on this machine that the model's files are in: its own, or that of the hub's cache."""
+    folder = workdir / spec.model
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(spec.model, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
 
 
 def passes(error: BaseException | None) -> bool:

@@ -248,12 +248,14 @@ def test_new_weights_end_what_runs_and_nothing_is_made_of_two_policies(lab: Lab)
 def test_a_damaged_policy_is_never_served_and_a_repaired_one_is(lab: Lab) -> None:
     policy = lab.publish("0-3", seed=4)
     boot_id = until("a member", lab.member).boot_id
-    good = lab.store.get(f"{policy.prefix}/model.safetensors")
-    lab.store.put(f"{policy.prefix}/model.safetensors", good[:-1] + bytes([good[-1] ^ 1]))
+    files = manifest.load(lab.store, policy.prefix).files
+    weights = next(f"{policy.prefix}/{file.chunks[0]}" for file in files if file.name == "model.safetensors")
+    good = lab.store.get(weights)
+    lab.store.put(weights, good[:-1] + bytes([good[-1] ^ 1]))
     lines = list(lab.ask(policy, deadline_s=3.0))
     assert lines[-1].error is not None
     assert not any(line.completion for line in lines)
-    lab.store.put(f"{policy.prefix}/model.safetensors", good)
+    lab.store.put(weights, good)
     made = completions(list(lab.ask(policy)))
     assert largest_difference(lab.models["0-3"], made) < 1e-5
     assert until("a member", lab.member).boot_id == boot_id  # vLLM never saw the damaged file

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import errno
 import math
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from datasets import load_dataset
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from checkpoint import documents, layout, manifest, metrics, resume_state
+from checkpoint.documents import RunRecord
 from checkpoint.store import Store
 from policies import exit_codes
 from policies.snapshot import Trainer
 from policies.vocabulary import PolicyVersion
 from tasks.assemble import assemble
+from tasks.checkpoints import read_history
 from tasks.heartbeat import Heartbeat
 from tasks.node_env import NodeEnv
+from tasks.spooling import find_spool
 from tasks.user_objects import BadSpec, passes
-from tests.node.trainer_rig import Rig, make_tiny, open_rig, run_spec
+from tests.node.rig_rewards import lower_share
+from tests.node.trainer_rig import GRPO, REPOSITORY, Rig, make_tiny, open_rig, run_spec
 
 STEPS = 6
 LENGTH = 6
@@ -36,7 +44,7 @@ class Finished:
     exit_codes: tuple[int, int]
     asked: list[tuple[str, int]]
     output: str
-    folder: Path
+    rig: Rig
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +71,7 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
         gateway.members = 1
         codes = (rig.wait(trainer), rig.wait(rig.start_trainer(attempt=2), attempt=2))
         output = rig.log(1).read_text() + rig.log(2).read_text()
-        return Finished(rig.store, codes, gateway.asked, output, folder)
+        return Finished(rig.store, codes, gateway.asked, output, rig)
 
 
 def wait_for_activity(rig: Rig, activity: str) -> None:
@@ -130,7 +138,7 @@ def test_two_policies_are_kept_and_are_the_trainers(finished: Finished, tmp_path
     kept = manifest.committed(finished.store, layout.POLICIES)
     assert kept == [PolicyVersion(0, STEPS - 1), PolicyVersion(0, STEPS)]
     manifest.fetch(finished.store, layout.policy(kept[-1]), tmp_path / "policy")
-    manifest.fetch(finished.store, layout.checkpoint(kept[-1]), tmp_path / "checkpoint")
+    finished.rig.restore(kept[-1], tmp_path / "checkpoint")
     published = load_file(tmp_path / "policy" / "model.safetensors")
     saved = load_file(tmp_path / "checkpoint" / "model.safetensors")
     assert published.keys() == saved.keys()
@@ -138,19 +146,70 @@ def test_two_policies_are_kept_and_are_the_trainers(finished: Finished, tmp_path
     assert (tmp_path / "policy" / "config.json").exists()
 
 
-def test_checkpoints_and_resume_state(finished: Finished) -> None:
-    assert [at.step for at in manifest.committed(finished.store, layout.CHECKPOINTS)] == [4, STEPS]
-    stored = manifest.load(finished.store, layout.checkpoint(PolicyVersion(0, 4)))
+def test_checkpoints_and_resume_state(finished: Finished, tmp_path: Path) -> None:
+    assert finished.rig.stored() == [PolicyVersion(0, 4), PolicyVersion(0, STEPS)]
+    stored = finished.rig.restore(PolicyVersion(0, 4), tmp_path / "checkpoint")
     assert {"torch", "trl", "transformers", "python"} <= stored.meta.keys()
     state = resume_state.newest_resume_state(finished.store, PolicyVersion(0, STEPS))
     rows = rows_of(finished)
     assert state is not None
     assert state.policy == f"0-{STEPS}"
-    assert state.kl == [rows[step]["kl"] for step in range(1, STEPS + 1)]
+    assert state.kl == [(step, rows[step]["kl"]) for step in range(1, STEPS + 1)]
     assert state.best_step is not None
     assert state.best_reward == rows[state.best_step]["reward"] == max(v["reward"] for v in rows.values())
-    local = [path.name for path in (finished.folder / "work-1" / "checkpoints").glob("checkpoint-*")]
-    assert local == [f"checkpoint-{STEPS}"]
+    assert read_history(tmp_path / "checkpoint").kl == state.kl[:4]
+    names = {file.name for file in stored.files}
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= names
+    assert {"base_model/model.safetensors", "run.json", "grpo_window_0.pt"} <= names
+    assert "training_args.bin" not in names, "a pickle"
+    assert find_spool(finished.rig.work) is None, "its memory is given back at the end"
+
+
+def test_frozen_weights_are_stored_once(finished: Finished, tmp_path: Path) -> None:
+    first, last = (finished.rig.restore(PolicyVersion(0, step), tmp_path / str(step)) for step in (4, STEPS))
+    shared = first.chunks & last.chunks
+    for found in (first, last):
+        base = next(file for file in found.files if file.name == "base_model/model.safetensors")
+        assert set(base.chunks) <= shared
+
+
+class Begun(TrainerCallback):
+    """What a trainer holds when its first step begins."""
+
+    def on_train_begin(self, _args, state, _control, *, model, optimizer, **_) -> None:
+        self.step = state.global_step
+        self.weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        self.optimizer_steps = {int(values["step"]) for values in optimizer.state.values()}
+
+
+def test_an_exported_checkpoint_is_one_of_hugging_face_and_trl(
+    finished: Finished, tiny: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "exported"
+    export = ["checkpoints", "export", "0-4", str(folder), finished.store.url]
+    command = [sys.executable, "-m", "orchestrator", *export]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    saved = load_file(folder / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(loaded[name].equal(tensor) for name, tensor in saved.items())
+    assert (folder / "base_model" / "model.safetensors").exists()
+
+    own = {**GRPO, "max_steps": STEPS, "save_strategy": "no", "logging_steps": 1, "report_to": "none"}
+    from trl import GRPOConfig, GRPOTrainer  # behind `tasks.trl_grpo`, which decides what TRL imports
+
+    plain = GRPOTrainer(
+        str(tiny / "model"),
+        reward_funcs=lower_share,
+        args=GRPOConfig(output_dir=str(tmp_path / "output"), use_vllm=False, **own),
+        train_dataset=load_dataset("json", data_files=str(tiny / "few.jsonl"), split="train"),
+        callbacks=[begun := Begun()],
+    )
+    plain.train(resume_from_checkpoint=str(folder))
+    assert (begun.step, begun.optimizer_steps, plain.state.global_step) == (4, {4}, STEPS)
+    assert all(begun.weights[name].equal(tensor) for name, tensor in saved.items())
+    trained = plain.model.state_dict()
+    assert not all(trained[name].equal(tensor) for name, tensor in saved.items())
 
 
 def test_newer_trainer_stops_an_older_one_even_while_it_waits(tiny: Path, tmp_path: Path) -> None:
@@ -196,7 +255,7 @@ def test_users_mistakes_are_named(part: str, value: object, says: str, tiny: Pat
     env = NodeEnv(store.url, "trainer-0-i1", "secret", 1, 0, str(tmp_path), "127.0.0.1")
     heartbeat = Heartbeat(store, Trainer(env.node, 1, 0, 0, 0, "starting", 0.0))
     with pytest.raises(BadSpec) as caught:
-        assemble(env, spec, store, heartbeat, tmp_path / "out")
+        assemble(env, RunRecord(documents.SCHEMA, "id", 0.0, spec), store, heartbeat, None)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import layout, manifest, rollouts
+from checkpoint import checkpoints, layout, rollouts
+from checkpoint.catalog import Catalog
+from checkpoint.manifest import files_below
 from checkpoint.store import Store
 from policies.seeds import request_seed
 from policies.snapshot import Trainer
@@ -152,16 +154,23 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}/store")
     source = tmp_path / "source"
     source.mkdir()
-    for step in (10, 20, 30):
-        (source / "model.safetensors").write_bytes(b"weights of %d" % step)
-        version = PolicyVersion(0, step)
-        manifest.publish(store, layout.checkpoint(version), source, version, 0.0)
-    manifest.publish(store, layout.checkpoint(PolicyVersion(1, 40)), source, PolicyVersion(1, 40), 0.0)
-    store.put(f"{layout.checkpoint(PolicyVersion(0, 30))}/model.safetensors", b"weights of 31")
-    store.delete([f"{layout.checkpoint(PolicyVersion(0, 20))}/model.safetensors"])
-    restored = restore_newest(store, 0, tmp_path / "restored")
+    catalog, blobs = Catalog(store, "test"), {}
+    for version in (PolicyVersion(0, 10), PolicyVersion(0, 20), PolicyVersion(0, 30), PolicyVersion(1, 40)):
+        (source / "model.safetensors").write_bytes(b"weights of %d" % version.step)
+        stored = checkpoints.upload(store, catalog, files_below(source), version, 0.0, {})
+        blobs[version.step] = f"{layout.BLOBS}/{checkpoints.read_manifest(store, stored).files[0].chunks[0]}"
+    store.put(blobs[30], b"weights of 31")
+    store.delete([blobs[20]])
+    restored = restore_newest(store, 0, tmp_path / "restored", None)
     assert restored is not None
-    assert restored[0] == PolicyVersion(0, 10)
-    assert (restored[1] / "model.safetensors").read_bytes() == b"weights of 10"
-    assert restored[1].name == "checkpoint-10"
-    assert restore_newest(store, 2, tmp_path / "restored") is None
+    assert restored.at == PolicyVersion(0, 10)
+    assert (restored.folder / "model.safetensors").read_bytes() == b"weights of 10"
+    assert restored.folder.name == "checkpoint-10"
+    assert restored.base_model is None
+    assert restore_newest(store, 2, tmp_path / "restored", None) is None
+    # What is damaged is stored anew when the trainer comes by that step again.
+    (source / "model.safetensors").write_bytes(b"weights of 30")
+    checkpoints.upload(store, catalog, files_below(source), PolicyVersion(0, 30), 0.0, {})
+    healed = restore_newest(store, 0, tmp_path / "restored", None)
+    assert healed is not None
+    assert healed.at == PolicyVersion(0, 30)

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from checkpoint import layout, manifest, metrics
+from checkpoint import layout, metrics
+from checkpoint.catalog import Catalog
+from checkpoint.checkpoints import read_manifest
 from checkpoint.store import Store
 from policies.vocabulary import PolicyVersion
 from tests.node.trainer_rig import GRPO, Rig, make_tiny, open_rig
@@ -60,17 +62,17 @@ def test_killed_trainer_ends_in_the_same_weights(name: str, tiny: Path, tmp_path
     with open_rig(tmp_path / "killed", tiny, **case.spec) as killed:
         # In the middle of a batch; then at any moment of a later step, generating, training or saving.
         kill_after_completion(killed, 1, dice.choice(case.first_kill))
-        assert len(to_replay(killed.store)) == case.replays
+        assert len(to_replay(killed)) == case.replays
         if case.second_kill:
             kill_at_step(killed, 2, dice.randrange(STEPS - 3, STEPS), delay_s=dice.random() * 0.3)
-        replayed, journalled = to_replay(killed.store), journalled_steps(killed.store)
+        replayed, journalled = to_replay(killed), journalled_steps(killed.store)
         asked_before = len(killed.gateway.asked)
         assert killed.wait(killed.start_trainer(3), 3) == 0
+        assert final_files(killed) == final_files(calm)
     again = {PolicyVersion.parse(policy).step for policy, _ in killed.gateway.asked[asked_before:]}
     assert not again & journalled, "completions that the journal holds were asked for again"
     rows = {row.step: row.values for row in metrics.read_metrics(killed.store)}
     assert all(rows[step + 1][metrics.REPLAYED] == 1 for step in replayed)
-    assert final_files(killed.store) == final_files(calm.store)
     assert results(killed.store) == results(calm.store)
     assert len({loss for *_, loss in results(calm.store)}) == STEPS, "nothing was learned, so this proves nothing"
 
@@ -115,15 +117,15 @@ def journalled_steps(store: Store) -> set[int]:
     return {layout.version_of(key).step for key in keys if key.endswith("-00.json")}
 
 
-def to_replay(store: Store) -> set[int]:
+def to_replay(rig: Rig) -> set[int]:
     """The journalled steps that a trainer which starts now has to take again."""
-    newest = max((at.step for at in manifest.committed(store, layout.CHECKPOINTS)), default=0)
-    return {step for step in journalled_steps(store) if step >= newest}
+    newest = max((at.step for at in rig.stored()), default=0)
+    return {step for step in journalled_steps(rig.store) if step >= newest}
 
 
-def final_files(store: Store) -> dict[str, str]:
+def final_files(rig: Rig) -> dict[str, str]:
     """Digests of what the last checkpoint makes of the run: weights, optimizer, scheduler, random state."""
-    found = manifest.load(store, layout.checkpoint(PolicyVersion(0, STEPS)))
+    found = read_manifest(rig.store, Catalog(rig.store, "test").newest().find(PolicyVersion(0, STEPS)))
     digests = {file.name: file.digest for file in found.files}
     weights = [name for name in digests if name.endswith(".safetensors")]
     assert weights

@@ -11,11 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from checkpoint import documents
+from checkpoint import documents, manifest
+from checkpoint.catalog import Catalog
+from checkpoint.checkpoints import read_manifest
 from checkpoint.documents import RunRecord
+from checkpoint.manifest import Manifest
 from checkpoint.store import Store
 from policies.snapshot import Trainer
-from policies.spec import Dataset, PoliciesSpec, RolloutSpec, RunSpec, TrainerSpec
+from policies.spec import CheckpointsSpec, Dataset, PoliciesSpec, RolloutSpec, RunSpec, TrainerSpec
+from policies.vocabulary import PolicyVersion
+from tasks.spooling import find_spool, remove_spool
 from tests.node.stand_in_gateway import TOKEN, StandInGateway
 
 REPOSITORY = Path(__file__).parents[2]
@@ -55,6 +60,7 @@ def run_spec(
     peft: dict[str, Any] | None = None,
     evaluates: bool = False,
     model: str | None = None,
+    checkpoints: CheckpointsSpec | None = None,
 ) -> RunSpec:
     """A spec over the tiny model, with `grpo` over GRPO."""
     return RunSpec(
@@ -63,6 +69,7 @@ def run_spec(
         workdir=str(Path(__file__).parent),
         grpo={**GRPO, **grpo},
         rollout=RolloutSpec(deadline_s=60.0),
+        checkpoints=checkpoints or CheckpointsSpec(),
         policies=PoliciesSpec(resume_state_steps=3),
         trainer=TrainerSpec(
             model=model or str(tiny / "model"),
@@ -79,6 +86,8 @@ class Rig:
 
     def __init__(self, folder: Path, tiny: Path, **spec: Any) -> None:
         self.folder = folder
+        self.work = folder / "work"
+        self.work.mkdir(parents=True)
         self.store = Store(f"file://{folder}/store")
         self.spec = run_spec(self.store.url, tiny, **spec)
         documents.create_run(self.store, RunRecord(documents.SCHEMA, "id", time.time(), self.spec))
@@ -86,18 +95,39 @@ class Rig:
 
     def start_trainer(self, attempt: int = 1) -> subprocess.Popen[bytes]:
         """`python -m tasks.trainer`, its output in trainer-ATTEMPT.log."""
+        return self._start("tasks.trainer", attempt, self.log(attempt))
+
+    def start_uploader(self) -> None:
+        """`python -m tasks.uploader`, its output in uploader.log."""
+        self.uploader = self._start("tasks.uploader", 1, self.folder / "uploader.log")
+
+    def stored(self) -> list[PolicyVersion]:
+        """The checkpoints in the store, once nothing that a trainer sealed is on its way there."""
+        spool, until = find_spool(self.work), time.monotonic() + 30
+        while spool is not None and spool.sealed():
+            assert time.monotonic() < until, (self.folder / "uploader.log").read_text()[-4000:]
+            time.sleep(0.01)
+        return [one.at for one in Catalog(self.store, "test").newest().checkpoints]
+
+    def restore(self, at: PolicyVersion, folder: Path) -> Manifest:
+        """Fetch a checkpoint into a folder."""
+        found = read_manifest(self.store, Catalog(self.store, "test").newest().find(at))
+        manifest.materialize(self.store, found.root, found.files, folder)
+        return found
+
+    def _start(self, module: str, attempt: int, log: Path) -> subprocess.Popen[bytes]:
         told = {
             "GRPO_ORCH_RUN": self.store.url,
             "GRPO_ORCH_NODE": "trainer-0-i1",
             "GRPO_ORCH_TOKEN": TOKEN,
             "GRPO_ORCH_ATTEMPT": str(attempt),
-            "GRPO_ORCH_WORKDIR": str(self.folder / f"work-{attempt}"),
+            "GRPO_ORCH_WORKDIR": str(self.work),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        with self.log(attempt).open("wb") as out:
+        with log.open("ab") as out:
             return subprocess.Popen(
-                [sys.executable, "-m", "tasks.trainer"],
+                [sys.executable, "-m", module],
                 cwd=REPOSITORY,
                 env={**os.environ, **told},
                 stdout=out,
@@ -125,7 +155,11 @@ class Rig:
 def open_rig(folder: Path, tiny: Path, **spec: Any) -> Iterator[Rig]:
     rig = Rig(folder, tiny, **spec)
     rig.gateway.open()
+    rig.start_uploader()
     try:
         yield rig
     finally:
+        rig.uploader.kill()
+        rig.uploader.wait()
+        remove_spool(rig.work)
         rig.gateway.close()

@@ -1,0 +1,124 @@
+"""Stores what the trainer spools, in a process that stays out of its way: least priority, bounded memory.
+
+It may be killed at any point. What it had sent is found in the store by the next one, and a checkpoint is listed
+only once all of it is there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from checkpoint import checkpoints
+from checkpoint.catalog import Catalog, Checkpoint
+from checkpoint.collect import Collector
+from checkpoint.errors import StoreError
+from checkpoint.manifest import files_below
+from checkpoint.spool import Seal, Spool, UploaderState
+from checkpoint.store import Store
+from policies.vocabulary import PolicyVersion
+
+log = structlog.get_logger()
+
+LOOK_S = 0.2  # between looks for a sealed slot: the trainer must not be held up by telling anyone
+TROUBLE_WAIT_S = 2.0
+SAY_S = 0.5
+
+Retire = Callable[[Sequence[Checkpoint], int | None], Sequence[PolicyVersion]]
+
+
+class Uploader:
+    """Uploads slot after slot, and collects what retention retires.
+
+    Args:
+        store: the run's store.
+        spool: this machine's.
+        writer: this node, for the catalog.
+        retire: returns the versions that may go, given the listed ones and where a KL excursion began.
+        is_replaced: whether a trainer on another machine has taken over, so that nothing more may be listed.
+    """
+
+    def __init__(
+        self, store: Store, spool: Spool, writer: str, retire: Retire, is_replaced: Callable[[], bool]
+    ) -> None:
+        self._store = store
+        self._spool = spool
+        self._catalog = Catalog(store, writer)
+        self._retire = retire
+        self._is_replaced = is_replaced
+        self._excursion_began_step: int | None = None
+        self._collector = Collector(
+            store, self._catalog, lambda listed: self._retire(listed, self._excursion_began_step)
+        )
+        self._state = UploaderState()
+
+    def run(self) -> None:
+        """Work until the process is ended. Store errors are waited out; what fails is tried again."""
+        while True:
+            waiting = self._spool.sealed()
+            if not waiting:
+                time.sleep(LOOK_S)
+                continue
+            try:
+                self.store_one(*waiting[0])
+            except (StoreError, OSError) as error:  # the latter: a frozen file that is not there for now
+                log.warning("checkpoint_not_stored_yet", checkpoint=waiting[0][0].version, error=str(error))
+                self._spool.say(replace(self._state, error=str(error)))
+                time.sleep(TROUBLE_WAIT_S)
+                continue
+            try:
+                self._collector.collect(time.time())
+            except StoreError as error:  # the next collection takes up what this one has left
+                log.warning("not_collected", error=str(error))
+
+    def store_one(self, seal: Seal, slot: Path) -> None:
+        """Store one slot and release it. Raises StoreError, OSError."""
+        if self._is_replaced():
+            log.warning("checkpoint_dropped", checkpoint=seal.version, why="a newer trainer has taken over")
+            self._spool.release(slot)
+            return
+        files = [*files_below(slot), *((name, Path(path)) for name, path in sorted(seal.frozen.items()))]
+        report = _Report(self._spool, replace(self._state, storing=seal.version, total_bytes=_size(files)))
+        began_s = time.monotonic()
+        checkpoints.upload(
+            self._store, self._catalog, files, seal.at, seal.made_at_s, seal.meta, progress=report.add
+        )
+        self._excursion_began_step = seal.excursion_began_step
+        self._state = UploaderState(stored=seal.version)
+        self._spool.say(self._state)
+        self._spool.release(slot)
+        took_s = round(time.monotonic() - began_s, 3)
+        log.info("checkpoint_stored", checkpoint=seal.version, size_bytes=_size(files), took_s=took_s)
+
+
+class _Report:
+    """Tells the trainer how far an upload is, from whichever thread has sent a chunk."""
+
+    def __init__(self, spool: Spool, begun: UploaderState) -> None:
+        self._spool = spool
+        self._state = begun
+        self._said_s = time.monotonic()
+        self._lock = threading.Lock()
+        spool.say(begun)
+
+    def add(self, size_bytes: int) -> None:
+        with self._lock:
+            self._state = replace(self._state, done_bytes=self._state.done_bytes + size_bytes)
+            if time.monotonic() - self._said_s > SAY_S:
+                self._said_s = time.monotonic()
+                self._spool.say(self._state)
+
+
+def _size(files: list[tuple[str, Path]]) -> int:
+    return sum(path.stat().st_size for _, path in files)
+
+
+def yield_to_others() -> None:
+    """Give this process the least claim on the processor, so that the trainer keeps its pace."""
+    os.nice(19)

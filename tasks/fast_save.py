@@ -1,0 +1,122 @@
+"""Writes Hugging Face checkpoint files over old ones, at the speed at which memory is copied.
+
+The files are the usual ones, `model.safetensors` and `optimizer.pt`: only how their bytes get into them differs.
+`safetensors` and `torch.save` begin with an empty file, for which the kernel has to find and clear memory page by
+page, and `torch.save` computes a checksum that nobody reads; both take longer than the copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.modeling_utils
+
+# https://github.com/huggingface/safetensors: the names of dtypes in a file's header
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class OverwrittenFile(io.FileIO):
+    """A file opened for writing from its start, over what is in it; what is left of the old at the end is cut.
+
+    Plain writes into pages that the file has already: faster than a memory map, whose every page is a fault.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+")
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`: one call of the system takes 2 GiB at most."""
+        view, done = memoryview(data).cast("B"), 0
+        while done < len(view):
+            done += super().write(view[done:])
+        return done
+
+    def close(self) -> None:
+        if not self.closed:
+            self.truncate()
+        super().close()
+
+
+def save_tensors(
+    tensors: dict[str, torch.Tensor], path: str | Path, metadata: dict[str, str] | None = None
+) -> None:
+    """What `safetensors.torch.save_file` does, for dense tensors, over an old file. Raises OSError."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    # The widest types first, so that each tensor is aligned; then by name. So does safetensors itself.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    at = 0
+    for name, tensor in ordered:
+        end = at + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with OverwrittenFile(Path(path)) as out:
+        out.write(len(text).to_bytes(8, "little"))
+        out.write(text)
+        for _, tensor in ordered:
+            if tensor.nbytes:
+                out.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def fits(save: Callable[[], None]) -> bool:
+    """Run `save`; return False if the disk or the memory that it writes to is full. Raises what else it raises."""
+    try:
+        save()
+    except Exception as error:
+        if not _is_full(error):
+            raise
+        return False
+    return True
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """torch raises an error of its own behind the system's, and safetensors a text."""
+    while error is not None:
+        if os.strerror(errno.ENOSPC) in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextlib.contextmanager
+def overwriting() -> Iterator[None]:
+    """Within, `torch.save` to a path and transformers' saving of weights write over what is there."""
+    save_object, save_file = torch.save, transformers.modeling_utils.safe_save_file
+    checksums = torch.serialization.get_crc32_options()
+
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(f, str | os.PathLike):
+            save_object(obj, f, *args, **kwargs)
+            return
+        with OverwrittenFile(Path(f)) as out:
+            save_object(obj, out, *args, **kwargs)
+
+    torch.save, transformers.modeling_utils.safe_save_file = save, save_tensors
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.save, transformers.modeling_utils.safe_save_file = save_object, save_file
+        torch.serialization.set_crc32_options(checksums)
