@@ -19,7 +19,7 @@ import structlog
 from checkpoint import documents
 from checkpoint.documents import RunRecord
 from checkpoint.errors import StoreUnavailable
-from checkpoint.journal import read
+from checkpoint.journal import recover
 from checkpoint.rehearsals import RehearsedFault, read_faults, write_fault
 from checkpoint.store import Store
 from orchestrator.clouds import open_local
@@ -28,7 +28,6 @@ from orchestrator.home import run_dir
 from orchestrator.lease import is_alive
 from policies.phases import TERMINAL_RUN
 from policies.spec import Rehearsed
-from policies.state import fold
 from policies.vocabulary import MachineState, slot_and_incarnation
 
 log = structlog.get_logger()
@@ -88,7 +87,7 @@ class Rehearser:
             time.sleep(LOOK_EVERY_S)
 
     def _ended(self) -> bool:
-        return fold((r.number, r.time_s, r.decoded()) for r in read(self._store)).phase in TERMINAL_RUN
+        return recover(self._store).state.phase in TERMINAL_RUN
 
     def _do(self, fault: Rehearsed) -> str:
         match fault.fault, fault.target:

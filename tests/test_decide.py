@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from policies import exit_codes
 from policies.decide import decide
-from policies.events import JobExited, JobRestarted, NodeMoved, NodeRequested, RunMoved
+from policies.events import (
+    Event,
+    JobExited,
+    JobRestarted,
+    NodeMoved,
+    NodeRequested,
+    RunMoved,
+    StoreCaughtUp,
+    StoreSlowed,
+)
 from policies.fleet import back_off_s, market_of
 from policies.phases import NODE_EDGES, RUN_EDGES, IllegalMove, check_node_move, check_run_move
 from policies.snapshot import Command, Launch, Machine, Terminate
@@ -178,6 +187,42 @@ def test_down_stops_everything_and_is_taken_once():
     assert world.machines == {}
     moves = [e for _, _, events in world.history for e in events if isinstance(e, RunMoved)]
     assert [e.phase for e in moves] == [RunPhase.TRAINING, RunPhase.STOPPING, RunPhase.STOPPED]
+
+
+@pytest.mark.parametrize(
+    ("known", "says", "stored_step", "events"),
+    [
+        (False, False, 50, ()),
+        (False, True, 50, (StoreSlowed(120, 50),)),
+        (False, True, None, (StoreSlowed(120, 0),)),
+        (True, True, 50, ()),
+        (True, False, 100, (StoreCaughtUp(120, 100),)),
+        (True, False, None, ()),  # a trainer that has only just started: it cannot know yet
+    ],
+)
+def test_what_is_journalled_of_a_slow_store(
+    known: bool, says: bool, stored_step: int | None, events: tuple[Event, ...]
+):
+    world = until_training(World())
+    assert world.beat is not None
+    world.beat = replace(world.beat, step=120, stored_step=stored_step, store_slow=says)
+    if known:
+        world.journal((StoreSlowed(100, 50),))
+    assert decide(world.state, world.snapshot(), world.spec).events == events
+
+
+def test_a_slow_store_is_told_once_whichever_trainer_or_controller_says_it():
+    world = until_training(World(max_steps=100))
+    for slow in (True, False, True, False):
+        world.store_slow = slow
+        world.exit("trainer-0-i1", 1)  # a new attempt, which knows nothing of the store at first
+        for _ in range(40):
+            world.tick()
+            world.advance()
+        world.take_over()
+    kinds = (StoreSlowed, StoreCaughtUp)
+    told = [type(event) for _, _, events in world.history for event in events if isinstance(event, kinds)]
+    assert told == [StoreSlowed, StoreCaughtUp] * 2
 
 
 def crash_points(disturb: int) -> list[World]:

@@ -109,6 +109,56 @@ def test_preemption_with_and_without_notice(cloud: LocalCloud):
     assert processes(cloud, "rollout-0-i1") == []
 
 
+def a_spool(cloud: LocalCloud, node: str, folder: Path) -> Path:
+    """What a trainer leaves: a folder elsewhere with a checkpoint in it, and the link to it."""
+    (folder / "checkpoint-50").mkdir(parents=True)
+    (folder / "checkpoint-50" / "model.safetensors").write_bytes(b"weights")
+    link = cloud._folder / node / "work" / "spool"
+    link.symlink_to(folder)
+    return link
+
+
+def killed(cloud: LocalCloud, node: str) -> None:
+    os.kill(min(processes(cloud, node)), signal.SIGKILL)
+    until(cloud, node, gone)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        pytest.param(lambda cloud, node: cloud.terminate(node), id="terminate"),
+        pytest.param(lambda cloud, node: cloud.preempt(node, "preempted"), id="preempt"),
+        pytest.param(killed, id="its processes died"),
+    ],
+)
+def test_the_memory_of_a_machine_is_given_back_with_it(
+    ends: Callable[[LocalCloud, str], None], cloud: LocalCloud, tmp_path: Path
+):
+    links = {}
+    for node in ("trainer-0-i1", "trainer-0-i2"):
+        cloud.launch(order(node))
+        until(cloud, node, up)
+        links[node] = a_spool(cloud, node, tmp_path / "memory" / f"grpo-orch-{node}")
+    ends(cloud, "trainer-0-i1")
+    assert [path.name for path in (tmp_path / "memory").iterdir()] == ["grpo-orch-trainer-0-i2"]
+    assert not links["trainer-0-i1"].is_symlink()
+    assert (links["trainer-0-i2"] / "checkpoint-50" / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_a_spool_outlives_the_work_and_nothing_of_another_name_is_removed(cloud: LocalCloud, tmp_path: Path):
+    cloud.launch(order("trainer-0-i1", STAND_IN_EXIT="7"))
+    until(cloud, "trainer-0-i1", lambda m: m is not None and m.exit_code is not None)
+    link = a_spool(cloud, "trainer-0-i1", tmp_path / "grpo-orch-1")
+    cloud.launch(order("trainer-0-i1", attempt=2))
+    until(cloud, "trainer-0-i1", lambda m: m is not None and m.attempt == 2)
+    assert (link / "checkpoint-50").exists()  # the next attempt stores what is in it
+
+    link.unlink()
+    a_spool(cloud, "trainer-0-i1", tmp_path / "theirs")
+    cloud.terminate("trainer-0-i1")
+    assert (tmp_path / "theirs" / "checkpoint-50" / "model.safetensors").exists()
+
+
 def test_no_capacity_is_a_typed_refusal_for_a_while(cloud: LocalCloud):
     cloud.refuse(["rollout-0"], 0.3)
     with pytest.raises(CloudRefused, match="no spot capacity for rollout-0") as caught:

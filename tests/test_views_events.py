@@ -18,6 +18,8 @@ from policies.events import (
     NodeRequested,
     RunCreated,
     RunMoved,
+    StoreCaughtUp,
+    StoreSlowed,
     TookOver,
 )
 from policies.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
@@ -50,6 +52,12 @@ SAMPLES: list[tuple[Event, str]] = [
     (GatewayRestarted("0123456789ab"), "The gateway answers as a new process (01234567)"),
     (CommandTaken("0001-ab", "down"), "The command 'down' was taken"),
     (KlExceeded(12, 0.6123, 0.5), "KL 0.612 is above its limit 0.5 at step 12"),
+    (
+        StoreSlowed(120, 50),
+        "The store is slow: the checkpoint of step 120 is put off, the newest stored one is of step 50",
+    ),
+    (StoreSlowed(20, 0), "The store is slow: the checkpoint of step 20 is put off, none is stored"),
+    (StoreCaughtUp(130, 100), "The store has caught up at step 130: it has the checkpoint of 100"),
 ]
 
 

@@ -13,7 +13,7 @@ from checkpoint.errors import NotFound
 from checkpoint.store import Entry, Store
 from orchestrator.views.model import RunView, run_view, to_json, view_of
 from orchestrator.views.reader import Reader
-from policies.events import JobExited, JobRestarted, NodeMoved, RunMoved
+from policies.events import JobExited, JobRestarted, NodeMoved, RunMoved, StoreCaughtUp, StoreSlowed
 from policies.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
 from policies.wire import GatewayStatus, MemberStatus
 from tests.views_world import T0, World
@@ -88,6 +88,18 @@ def test_a_training_run_is_seen_whole(tmp_path: Path) -> None:
     assert (trainer.role, trainer.market, trainer.price_usd_per_h) == (Role.TRAINER, Market.ON_DEMAND, 7.2)
     assert (trainer.phase, trainer.since_s, trainer.restarts) == (NodePhase.SERVING, T0 + 10, 0)
     assert view.events[-1].text == "Run is training: the trainer has its first heartbeat"
+
+
+def test_a_slow_store_is_seen_while_the_run_goes_on() -> None:
+    world = World()
+    world.starts()
+    assert not look(world, 11).store_slow
+    world.happens(12, StoreSlowed(120, 50))
+    assert to_json(look(world, 13))["store_slow"] is True
+    world.happens(14, StoreCaughtUp(130, 120))
+    assert not look(world, 15).store_slow
+    world.happens(16, StoreSlowed(140, 120), RunMoved(RunPhase.FINISHED, "the last step"))
+    assert not look(world, 17).store_slow
 
 
 def test_a_daemon_that_no_longer_renews_is_not_alive() -> None:

@@ -66,6 +66,12 @@ def test_a_run_without_anything_yet_can_be_drawn() -> None:
     assert any("none yet" in line for line in lines)
 
 
+def test_it_says_that_the_store_is_slow(view: RunView) -> None:
+    lines = drawn(replace(view, store_slow=True))
+    assert "trainer is generating, 3 requests wait, the store is slow" in lines[0]
+    assert max(map(len, lines)) <= 80
+
+
 def test_it_says_how_to_come_back_when_nobody_steers(view: RunView) -> None:
     orphaned = replace(view, daemon=replace(view.daemon, alive=False))
     assert "no controller; `grpo-orch resume memory://" in drawn(orphaned, width=120)[0]

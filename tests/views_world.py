@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from checkpoint import documents, layout, manifest, metrics
+from checkpoint import checkpoints, documents, metrics
+from checkpoint.catalog import Catalog
 from checkpoint.journal import Journal
+from checkpoint.manifest import files_below
 from checkpoint.metrics import Row
 from checkpoint.rehearsals import RehearsedFault, write_fault
 from checkpoint.store import Store
@@ -70,7 +72,7 @@ class World:
 
     def logs(self, at_s: float, step: int, **values: float) -> None:
         named = {name.replace("__", "/"): value for name, value in values.items()}
-        metrics.append_metrics(self.store, Row(0, step, T0 + at_s, 1, named))
+        metrics.MetricsWriter(self.store).append(Row(0, step, T0 + at_s, 1, named))
 
     def beats(self, at_s: float, step: int, max_steps: int = 40) -> None:
         beat = Trainer("trainer-0-i1", 1, 0, step, max_steps, "generating", T0 + at_s)
@@ -81,10 +83,10 @@ class World:
         documents.write_lease(self.store, lease)
 
     def saves(self, at_s: float, step: int, folder: Path) -> None:
-        """A checkpoint with a file whose name comes after its manifest's."""
+        """A checkpoint of one file, as the uploader stores it."""
         (folder / "weights.safetensors").write_bytes(b"w")
-        version = PolicyVersion(0, step)
-        manifest.publish(self.store, layout.checkpoint(version), folder, version, T0 + at_s)
+        catalog = Catalog(self.store, "trainer-0-i1")
+        checkpoints.upload(self.store, catalog, files_below(folder), PolicyVersion(0, step), T0 + at_s, {})
 
     def rehearses(self, at_s: float, number: int, target: str, at_step: int, fault: str = "kill") -> None:
         write_fault(self.store, RehearsedFault(number, fault, target, at_step, T0 + at_s, f"took {target}"))

@@ -45,6 +45,7 @@ class World:
     commands: list[Command] = field(default_factory=list)
     steps: float = 0.0
     beat: Trainer | None = None
+    store_slow: bool = False
 
     def __post_init__(self) -> None:
         self.journal((TookOver("here", 1, "up"), RunCreated("sim", "sim-0")))
@@ -115,7 +116,18 @@ class World:
             self.steps = min(self.max_steps, self.steps + dt_s / STEP_S)
         step = int(self.steps)
         activity = "done" if step == self.max_steps else "training"
-        self.beat = Trainer(trainer.node, trainer.attempt, 0, step, self.max_steps, activity, self.now_s)
+        first = self.beat is None or self.beat.attempt != trainer.attempt  # it knows nothing of the store yet
+        self.beat = Trainer(
+            trainer.node,
+            trainer.attempt,
+            0,
+            step,
+            self.max_steps,
+            activity,
+            self.now_s,
+            stored_step=None if first else step,
+            store_slow=self.store_slow and not first,
+        )
         if activity == "done":
             self.machines[trainer.node] = replace(trainer, exit_code=0)
 

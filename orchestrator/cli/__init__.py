@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 
+import structlog
 import typer
 
 from checkpoint.errors import StoreError
+from orchestrator.cli import checkpoints
 from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.look import events, logs, plot, report, status
 from orchestrator.cli.start import down, resume, up
@@ -27,10 +29,12 @@ app = typer.Typer(
 )
 for command in (init, validate, up, status, logs, events, resume, down, report, plot):
     app.command()(command)
+app.add_typer(checkpoints.app)
 
 
 def main() -> None:
     """Run the command line. A user's mistake is one line and an exit code, never a traceback."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for what was asked
     try:
         app()
     except Stop as stop:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import httpx
 import typer
@@ -64,7 +64,7 @@ def status(
         if output is Output.TEXT:
             console.print(terminal.render(view))
         else:
-            _print_json(model.to_json(view))
+            print_json(model.to_json(view))
         if not watch or view.over:
             return
         time.sleep(FOLLOW_EVERY_S)
@@ -94,7 +94,7 @@ def events(target: Target = None, follow: Follow = False, output: AsJson = Outpu
     try:
         for line in _event_lines(store, follow):
             if output is Output.JSON:
-                _print_json(event_json(line))
+                print_json(event_json(line))
             else:
                 text = f"{clock(line.time_s)} {line.text}"
                 console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -107,7 +107,7 @@ def report(target: Target = None, output: AsJson = Output.TEXT) -> None:
     store, _ = open_run(target)
     built = reports.build_report(store, time.time())
     if output is Output.JSON:
-        _print_json(reports.to_json(built))
+        print_json(reports.to_json(built))
     else:
         console.print(reports.render(built))
 
@@ -174,5 +174,6 @@ def _event_lines(store: Store, follow: bool) -> Iterator[EventLine]:
         time.sleep(FOLLOW_EVERY_S)
 
 
-def _print_json(document: dict[str, Any]) -> None:
+def print_json(document: object) -> None:
+    """One line of JSON, for programs."""
     print(json.dumps(document), flush=True)

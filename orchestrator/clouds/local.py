@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from policies.spec import Prices, RunSpec
 from policies.vocabulary import MachineState, Market, Refusal, Role, slot_and_incarnation
 
 MARK = "GRPO_ORCH_MACHINE"  # in the environment of every process of a machine: its folder
+SPOOL_PREFIX = "grpo-orch-"  # of every spool's name: nothing else that a link names is ever removed
 _WORK = {Role.TRAINER: "tasks.trainer_machine", Role.ROLLOUT: "tasks.rollout"}
 
 
@@ -81,7 +83,7 @@ class LocalCloud:
         """See `Cloud.terminate`. At once and without mercy, as a real cloud does it in the end."""
         folder = self._folder / node
         if folder.exists():
-            kill_all(folder)
+            _destroy(folder)
             (folder / "forgotten").touch()
 
     def notify(self, node: str) -> None:
@@ -92,7 +94,7 @@ class LocalCloud:
         """Take the machine away: every process of it is killed, and the cloud says why."""
         folder = self._folder / node
         (folder / "gone").write_text(why)
-        kill_all(folder)
+        _destroy(folder)
 
     def refuse(self, slots: list[str], for_s: float) -> None:
         """Have no capacity for these slots for a while."""
@@ -133,7 +135,7 @@ class LocalCloud:
         elif exit_code is None and not _carries_mark(int(record["pid"]), folder):
             exit_code = _exit_code(folder, attempt)  # it may have ended between the two looks
             if exit_code is None:
-                kill_all(folder)  # what the machine's death left behind
+                _destroy(folder)  # what the machine's death left behind
                 state, why = MachineState.GONE, "its processes died"
         market = Market((folder / "market").read_text())
         return Machine(
@@ -192,6 +194,15 @@ def kill_all(folder: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+
+
+def _destroy(folder: Path) -> None:
+    """End the machine's processes and give back its memory: the spool, which its trainer may have put there."""
+    kill_all(folder)
+    link = folder / "work" / "spool"
+    if link.is_symlink() and (spool := link.resolve()).name.startswith(SPOOL_PREFIX):
+        shutil.rmtree(spool, ignore_errors=True)
+        link.unlink(missing_ok=True)
 
 
 def marked_processes(folder: Path) -> list[int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, assert_never
 
 from checkpoint.codec import event_to_plain
-from checkpoint.journal import Record
+from checkpoint.entries import Record
 from checkpoint.rehearsals import RehearsedFault
 from policies.events import (
     CommandTaken,
@@ -19,6 +19,8 @@ from policies.events import (
     NodeRequested,
     RunCreated,
     RunMoved,
+    StoreCaughtUp,
+    StoreSlowed,
     TookOver,
 )
 from policies.vocabulary import Market, NodePhase, Refusal, RunPhase
@@ -93,6 +95,12 @@ def sentence(event: Event) -> str:
             return f"The command '{event.kind}' was taken"
         case KlExceeded():
             return f"KL {event.kl:.3g} is above its limit {event.limit:g} at step {event.step}"
+        case StoreSlowed():
+            newest = f"the newest stored one is of step {event.stored_step}"
+            stored = newest if event.stored_step else "none is stored"
+            return f"The store is slow: the checkpoint of step {event.step} is put off, {stored}"
+        case StoreCaughtUp():
+            return f"The store has caught up at step {event.step}: it has the checkpoint of {event.stored_step}"
         case _:
             assert_never(event)
 

@@ -89,6 +89,7 @@ class RunView:
     requests_waiting: int | None  # None when the gateway does not answer
     nodes: tuple[NodeView, ...]
     checkpoint: CheckpointView | None
+    store_slow: bool  # a checkpoint was put off: the ones before it are still on their way
     daemon: DaemonView
     recent: tuple[Point, ...]
     events: tuple[EventLine, ...]  # the newest last
@@ -132,6 +133,7 @@ def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunV
         requests_waiting=gateway.requests_waiting if gateway else None,
         nodes=_nodes(reader, gateway),
         checkpoint=_checkpoint(reader, now_s),
+        store_slow=reader.state.store_slow and running,
         daemon=_daemon(reader, now_s),
         recent=tuple(Point(r.step, r.values.get("reward"), r.values.get("kl")) for r in rows[-RECENT_STEPS:]),
         events=tuple(sorted(reader.events, key=lambda line: line.time_s))[-EVENTS_SHOWN:],
@@ -175,10 +177,10 @@ def _node(reader: Reader, node: Node, policy: str | None) -> NodeView:
 
 
 def _checkpoint(reader: Reader, now_s: float) -> CheckpointView | None:
-    if reader.checkpoint is None:
+    if not reader.checkpoints:
         return None
-    version, made_at_s = reader.checkpoint
-    return CheckpointView(str(version), max(0.0, now_s - made_at_s))
+    newest = reader.checkpoints[-1]
+    return CheckpointView(newest.version, max(0.0, now_s - newest.created_at_s))
 
 
 def _daemon(reader: Reader, now_s: float) -> DaemonView:

@@ -39,6 +39,16 @@ def usd(value: float) -> str:
     return f"${value:,.2f}" if value >= 0.1 or value == 0 else f"${value:.4f}"
 
 
+def data_size(size_bytes: int) -> str:
+    """`512 B`, `14.2 GiB`."""
+    value, units = float(size_bytes), ["KiB", "MiB", "GiB", "TiB"]
+    if value < 1024:
+        return f"{size_bytes} B"
+    while value >= 1024 and units:
+        value, unit = value / 1024, units.pop(0)
+    return f"{value:.1f} {unit}"
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """At most `width` characters from the lowest to the highest value; neighbours share one by their mean."""
     if not values:

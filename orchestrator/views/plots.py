@@ -37,7 +37,8 @@ def plot_run(store: Store, path: Path) -> None:
     reader = Reader(store)
     reader.refresh()
     steps = [Step(row.timeline, row.step, row.reached_s) for row in reader.rows]
-    marks = [FaultMark(cost.at_step, cost.name) for cost in fault_costs(steps, run_faults(reader))]
+    faults = run_faults(store, reader.history())
+    marks = [FaultMark(cost.at_step, cost.name) for cost in fault_costs(steps, faults)]
     kl = reader.spec.policies.kl
     plot(reader.path, kl.limit if kl else None, path, title=reader.spec.name, faults=marks)
 

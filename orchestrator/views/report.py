@@ -11,13 +11,22 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from checkpoint import layout, manifest
 from checkpoint.metrics import TOKENS, TOKENS_DISCARDED, Row
 from checkpoint.rehearsals import RehearsedFault, read_faults
 from checkpoint.store import Store
 from orchestrator.views.numbers import NOT_KNOWN, duration, short, usd
 from orchestrator.views.reader import Reader
-from policies.accounting import Fault, FaultCost, Step, bill, fault_costs, journalled_faults, merged, rentals
+from policies.accounting import (
+    Fault,
+    FaultCost,
+    History,
+    Step,
+    bill,
+    fault_costs,
+    journalled_faults,
+    merged,
+    rentals,
+)
 from policies.phases import TERMINAL_RUN
 from policies.vocabulary import RunPhase
 
@@ -58,10 +67,10 @@ def build_report(store: Store, now_s: float) -> Report:
     reader = Reader(store)
     reader.refresh()
     rows, state = reader.path, reader.state
-    end_s = _end_s(reader, now_s)
+    end_s, history = _end_s(reader, now_s), reader.history()
     # By the first time of each step: what making steps again cost is in the gap behind the last new one.
-    costs = tuple(fault_costs(_steps(reader.rows), run_faults(reader)))
-    money = bill(rentals(reader.history, end_s), reader.spec.rehearse)
+    costs = tuple(fault_costs(_steps(reader.rows), run_faults(store, history)))
+    money = bill(rentals(history, end_s), reader.spec.rehearse)
     rewards, held_out = _logged(rows, REWARD), _logged(rows, HELD_OUT)
     return Report(
         name=reader.spec.name,
@@ -74,7 +83,7 @@ def build_report(store: Store, now_s: float) -> Report:
         held_out_last=held_out[-1] if held_out else None,
         kl_last=next(reversed(_logged(rows, "kl")), None),
         sampling_logp_difference_max=max(_logged(reader.rows, LOGP_DIFFERENCE), default=None),
-        checkpoints=len(manifest.committed(store, layout.CHECKPOINTS)),
+        checkpoints=len(reader.checkpoints),
         wall_s=max(0.0, end_s - reader.record.created_at_s),
         seconds_lost=sum(cost.seconds_lost for cost in costs),
         tokens_generated=round(sum(_logged(reader.rows, TOKENS))),
@@ -87,10 +96,10 @@ def build_report(store: Store, now_s: float) -> Report:
     )
 
 
-def run_faults(reader: Reader) -> list[Fault]:
+def run_faults(store: Store, history: History) -> list[Fault]:
     """Every fault of the run, rehearsed or not, each once, in order."""
-    done = [_rehearsed(fault) for fault in read_faults(reader.store)]
-    return merged(done, journalled_faults(reader.history))
+    done = [_rehearsed(fault) for fault in read_faults(store)]
+    return merged(done, journalled_faults(history))
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -108,8 +117,8 @@ def render(report: Report) -> RenderableType:
 
 def _end_s(reader: Reader, now_s: float) -> float:
     """Now while the run goes on; the journal's last word once it has ended, so that old runs don't grow dearer."""
-    if reader.state.phase in TERMINAL_RUN and reader.history:
-        return reader.history[-1][1]
+    if reader.state.phase in TERMINAL_RUN and reader.last is not None:
+        return reader.last.time_s
     return now_s
 
 

@@ -120,7 +120,8 @@ def _headline(view: RunView) -> str:
         return f"no controller; `grpo-orch resume {view.store}`"
     if view.phase is RunPhase.TRAINING and view.activity:
         waiting = f", {view.requests_waiting} requests wait" if view.requests_waiting else ""
-        return f"trainer is {view.activity}{waiting}"
+        slow = ", the store is slow" if view.store_slow else ""
+        return f"trainer is {view.activity}{waiting}{slow}"
     return view.reason or "waiting for the trainer's first heartbeat"
 
 
@@ -159,8 +160,9 @@ def _figures(view: RunView) -> RenderableType:
         f"{daemon.host}/{daemon.pid}" if daemon.alive else Text("none", style="" if view.over else "bold red")
     )
     saved = f"{view.checkpoint.version}, {duration(view.checkpoint.age_s)} ago" if view.checkpoint else "none yet"
+    age = Text(saved, "yellow" if view.store_slow else "")
     spark = Text(sparkline(rewards, SPARK_WIDTH), "green")
-    grid.add_row("reward", Text(short(view.reward), "bold"), spark, "", "checkpoint", saved)
+    grid.add_row("reward", Text(short(view.reward), "bold"), spark, "", "checkpoint", age)
     spark = Text(sparkline(kls, SPARK_WIDTH), hot)
     grid.add_row("kl", Text(short(view.kl), "bold red" if above else "bold"), spark, limit, "controller", steered)
     waiting = "no gateway" if view.requests_waiting is None else f"{view.requests_waiting} waiting"

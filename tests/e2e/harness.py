@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,19 +17,24 @@ import yaml
 from checkpoint import documents, journal
 from checkpoint.store import Store
 from orchestrator.clouds.local import marked_processes
-from policies.state import RunState, fold
+from policies.state import RunState
+from tests.store_rig.server import S3Server
 
 ROOT = Path(__file__).parents[2]
 
 
 class Run:
-    """One run.yaml in a folder of its own, with a home of its own."""
+    """One run.yaml in a folder of its own, with a home of its own; its store is there too, or at `server`."""
 
-    def __init__(self, folder: Path, spec: dict[str, Any], node_python: Path) -> None:
+    def __init__(
+        self, folder: Path, spec: dict[str, Any], node_python: Path, server: S3Server | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.yaml = folder / "run.yaml"
-        self.url = (folder / "store").as_uri()
-        self.yaml.write_text(yaml.safe_dump({**spec, "storage": self.url}))
+        self.url = (folder / "store").as_uri() if server is None else server.url(folder.parent.name)
+        self.options = {} if server is None else server.options()
+        storage = {"url": self.url, "options": self.options} if self.options else self.url
+        self.yaml.write_text(yaml.safe_dump({**spec, "storage": storage}))
         self.env = {
             **os.environ,
             "GRPO_ORCH_HOME": str(folder / "home"),
@@ -38,11 +44,11 @@ class Run:
 
     @property
     def store(self) -> Store:
-        return Store(self.url, patience_s=1.0)
+        return Store(self.url, patience_s=1.0, options=self.options)
 
     @property
     def state(self) -> RunState:
-        return fold((r.number, r.time_s, r.decoded()) for r in journal.read(self.store))
+        return journal.recover(self.store).state
 
     @property
     def daemon_pid(self) -> int:
@@ -100,6 +106,8 @@ class Run:
         for folder in Path(self.env["GRPO_ORCH_HOME"]).glob("*/machines/*"):
             for pid in marked_processes(folder):
                 os.kill(pid, 9)
+            if (spool := folder / "work" / "spool").is_symlink():
+                shutil.rmtree(spool.resolve(), ignore_errors=True)
 
     def _own_daemons(self) -> list[int]:
         pids = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()]

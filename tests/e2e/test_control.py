@@ -125,7 +125,7 @@ def test_sigterm_ends_the_daemon_and_leaves_the_machines(run: Run):
     ("arguments", "message"),
     [
         (["status", "s3-bucket/typo"], "expected a store URL"),
-        (["status", "ftp://x/y"], "expected a URL that starts with"),
+        (["status", "nowhere://x/y"], "expected a URL that fsspec knows"),
         (["resume", "file:///tmp/there-is-no-run-here"], "no run in file:///tmp/there-is-no-run-here"),
         (["logs", "rollout-9"], "no log of 'rollout-9'; there are logs of: "),
         (["up", "missing.yaml"], "missing.yaml"),

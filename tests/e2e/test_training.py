@@ -14,6 +14,7 @@ import pytest
 from checkpoint.documents import read_trainer
 from checkpoint.metrics import REPLAYED, read_metrics
 from tests.e2e.tiny import RUN_TIMEOUT_S, check_healthy, final_weights, finish, make_tiny, reach, step, tiny_run
+from tests.store_rig.server import S3Server
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +49,11 @@ def test_two_nodes_give_the_same_weights_as_one(undisturbed: str, tiny: Path, tm
         run.end()
 
 
-def test_every_fault_is_survived_and_changes_no_weight(undisturbed: str, tiny: Path, tmp_path: Path):
-    run = tiny_run(tmp_path / "run", tiny, replicas=2)
+def test_every_fault_is_survived_and_changes_no_weight(
+    undisturbed: str, tiny: Path, tmp_path: Path, ceph: S3Server
+):
+    """On a real S3 store; the undisturbed run was on files."""
+    run = tiny_run(tmp_path / "run", tiny, replicas=2, server=ceph)
     try:
         run.cli("up", str(run.yaml), "-y", "-d")
         reach(run, 3)
@@ -75,6 +79,8 @@ def test_every_fault_is_survived_and_changes_no_weight(undisturbed: str, tiny: P
         run.until(
             "the restarted trainer", lambda: (beat := read_trainer(run.store)) is not None and beat.attempt == 2
         )
+        (uploader,) = run.pids("trainer-0-i1", "tasks.uploader")
+        os.kill(uploader, signal.SIGKILL)
         reach(run, 17)
 
         for node in list(run.state.nodes):  # nobody home
@@ -88,6 +94,7 @@ def test_every_fault_is_survived_and_changes_no_weight(undisturbed: str, tiny: P
         assert sum(row.values.get(REPLAYED, 0) for row in read_metrics(run.store)) >= 1
         assert report["restarts"]["trainer-0"] == 1
         assert final_weights(run) == undisturbed
+        assert not ceph.client().list_multipart_uploads(Bucket=ceph.bucket).get("Uploads")
     finally:
         run.end()
 
@@ -104,8 +111,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
-def test_a_full_store_is_waited_for_and_loses_nothing(undisturbed: str, tiny: Path, small_disk: Path):
-    run = tiny_run(small_disk, tiny, replicas=1)
+def test_a_full_store_is_waited_for_and_loses_nothing(
+    undisturbed: str, tiny: Path, tmp_path: Path, small_disk: Path
+):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "store").symlink_to(small_disk)
+    run = tiny_run(tmp_path / "run", tiny, replicas=1)
     filler = small_disk / "filler"
     try:
         run.cli("up", str(run.yaml), "-y", "-d")

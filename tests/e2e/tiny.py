@@ -8,11 +8,13 @@ from typing import Any
 
 import yaml
 
-from checkpoint import layout, manifest
+from checkpoint.catalog import Catalog
+from checkpoint.checkpoints import read_manifest
 from checkpoint.documents import read_trainer
 from checkpoint.metrics import read_metrics
 from policies.vocabulary import RunPhase
 from tests.e2e.harness import ROOT, Run
+from tests.store_rig.server import S3Server
 
 NODE_PYTHON = ROOT / ".venv-node" / "bin" / "python"
 TINY = ROOT / "examples" / "tiny"
@@ -26,7 +28,7 @@ def make_tiny(folder: Path) -> Path:
     return folder
 
 
-def tiny_run(folder: Path, tiny: Path, replicas: int, **changes: Any) -> Run:
+def tiny_run(folder: Path, tiny: Path, replicas: int, server: S3Server | None = None, **changes: Any) -> Run:
     spec = yaml.safe_load((TINY / "run.yaml").read_text())
     spec.pop("rehearse", None)
     spec["trainer"]["model"] = str(tiny / "model")
@@ -36,14 +38,14 @@ def tiny_run(folder: Path, tiny: Path, replicas: int, **changes: Any) -> Run:
     spec["rollout"]["replicas"] = replicas
     folder.mkdir(exist_ok=True)
     (folder / "rewards.py").write_text((TINY / "rewards.py").read_text())
-    return Run(folder, spec, NODE_PYTHON)
+    return Run(folder, spec, NODE_PYTHON, server)
 
 
 def final_weights(run: Run) -> str:
     """The digest of the last checkpoint's weights."""
-    newest = manifest.committed(run.store, layout.CHECKPOINTS)[-1]
-    assert newest.step == STEPS
-    files = manifest.load(run.store, layout.checkpoint(newest)).files
+    newest = Catalog(run.store, "test").newest().checkpoints[-1]
+    assert newest.at.step == STEPS
+    files = read_manifest(run.store, newest).files
     return next(f.digest for f in files if f.name == "model.safetensors")
 
 
