@@ -118,13 +118,10 @@ def materialize(
     part.rename(folder)
 
 
-def committed(store: Store, root: str, *, after: str | None = None) -> list[PolicyVersion]:
-    """Return the versions below `root` (layout.POLICIES, or a timeline of it) that have a manifest, in order.
-
-    With `after`, a manifest's key, only versions beyond that one are listed.
-    """
+def committed(store: Store, root: str) -> list[PolicyVersion]:
+    """Return the versions below `root` (layout.POLICIES, or a timeline of it) that have a manifest, in order."""
     found = []
-    for entry in store.entries(root, after=after):
+    for entry in store.entries(root):
         if entry.key.endswith(f"/{layout.MANIFEST}"):
             try:
                 found.append(layout.version_of(entry.key))

@@ -87,23 +87,39 @@ def assemble(
     trainer.add_callback(callbacks.CheckpointCallback(lambda: trainer.save_is_due))
     spool = _spool(Path(env.workdir), spec, trainer)
     if trainer.is_world_process_zero():
-        kept = read_history(restored.folder) if restored is not None else None
-        history = callbacks.ResumeStateCallback(store, env.timeline, spec.policies.resume_state_steps, kept)
-        checkpoints = Checkpoints(
-            spool,
-            heartbeat,
-            record,
-            env.timeline,
-            meta={"node": env.node, "attempt": str(env.attempt)},
-            frozen=_frozen(trainer, base_model or local_folder(wanted, workdir)),
-            max_behind_steps=spec.checkpoints.max_behind_steps or BEHIND_SAVES * int(config.save_steps),
-            history=history.state,
-        )
-        trainer.attach(checkpoints)
-        trainer.add_callback(callbacks.HeartbeatCallback(heartbeat, checkpoints))
-        trainer.add_callback(callbacks.MetricsCallback(store, costs, env.timeline, env.attempt))
-        trainer.add_callback(history)
+        _add_first(trainer, spool, env, record, store, heartbeat, costs, restored)
     return trainer, spool
+
+
+def _add_first(
+    trainer: Any,
+    spool: Spool,
+    env: NodeEnv,
+    record: RunRecord,
+    store: Store,
+    heartbeat: Heartbeat,
+    costs: StepCosts,
+    restored: Restored | None,
+) -> None:
+    """What the first process alone does: checkpoints, heartbeat, metrics, resume state."""
+    spec = record.spec
+    base_model = restored.base_model if restored is not None else None
+    kept = read_history(restored.folder) if restored is not None else None
+    history = callbacks.ResumeStateCallback(store, env.timeline, spec.policies.resume_state_steps, kept)
+    checkpoints = Checkpoints(
+        spool,
+        heartbeat,
+        record,
+        env.timeline,
+        meta={"node": env.node, "attempt": str(env.attempt)},
+        frozen=_frozen(trainer, base_model or local_folder(spec.trainer, Path(spec.workdir))),
+        max_behind_steps=spec.checkpoints.max_behind_steps or BEHIND_SAVES * int(trainer.args.save_steps),
+        history=history.state,
+    )
+    trainer.attach(checkpoints)
+    trainer.add_callback(callbacks.HeartbeatCallback(heartbeat, checkpoints))
+    trainer.add_callback(callbacks.MetricsCallback(store, costs, env.timeline, env.attempt))
+    trainer.add_callback(history)
 
 
 def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool:
