@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.clouds.local import LocalCloud, marked_processes
+from orchestrator.clouds.local import MARK, LocalCloud, marked_processes
 from orchestrator.clouds.protocol import CloudRefused, Order
 from policies.snapshot import Machine
 from policies.spec import Prices, Rehearsal
@@ -87,6 +88,17 @@ def test_a_killed_machine_is_gone_with_everything_on_it(cloud: LocalCloud):
     machine = until(cloud, "rollout-0-i1", gone)
     assert machine.why == "its processes died"
     assert processes(cloud, "rollout-0-i1") == []
+
+
+def test_a_process_between_two_programs_still_belongs_to_its_machine(tmp_path: Path):
+    again = tmp_path / "again.sh"
+    again.write_text(f"exec sh {again}")
+    process = subprocess.Popen(["sh", again], env={**os.environ, MARK: str(tmp_path)})
+    try:
+        assert all(process.pid in marked_processes(tmp_path) for _ in range(500))
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_the_exit_code_of_the_work_is_kept_while_the_machine_is_up(cloud: LocalCloud):

@@ -29,6 +29,9 @@ from policies.spec import Prices, RunSpec
 from policies.vocabulary import MachineState, Market, Refusal, Role, slot_and_incarnation
 
 MARK = "GRPO_ORCH_MACHINE"  # in the environment of every process of a machine: its folder
+PF_KTHREAD = 0x00200000  # linux/sched.h
+EMPTY_LOOKS = 10  # at an empty environment, until it is believed
+EMPTY_LOOK_S = 0.001
 SPOOL_PREFIX = "grpo-orch-"  # of every spool's name: nothing else that a link names is ever removed
 _WORK = {Role.TRAINER: "tasks.trainer_machine", Role.ROLLOUT: "tasks.rollout"}
 
@@ -214,9 +217,20 @@ def marked_processes(folder: Path) -> list[int]:
 def _carries_mark(pid: int, folder: Path) -> bool:
     """Whether the process belongs to the machine. A dead one does not, also while it waits to be reaped."""
     try:
-        return f"{MARK}={folder}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        for _ in range(EMPTY_LOOKS):
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            if environment or not _has_memory(pid):
+                return f"{MARK}={folder}".encode() in environment.split(b"\0")
+            time.sleep(EMPTY_LOOK_S)  # between two programs (execve(2)) it reads as empty for some microseconds
     except OSError:
-        return False
+        pass
+    return False
+
+
+def _has_memory(pid: int) -> bool:
+    """Whether the process can have an environment: it is not dead, and none of the kernel's threads (proc(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0] not in "ZX" and not int(fields[6]) & PF_KTHREAD
 
 
 def _exit_code(folder: Path, attempt: int) -> int | None:
