@@ -6,7 +6,7 @@ NODE := .venv-node/bin
 NODE_EXTRA ?= node-cpu
 BENCHES := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py)))
 
-.PHONY: demo test test-node test-controller soak check bench env node-env system-packages test-packages clean $(BENCHES)
+.PHONY: demo test test-node test-controller soak check bench env node-env system-packages test-packages sky-image clean $(BENCHES)
 
 env: .venv/.ready
 node-env: .venv-node/.ready
@@ -30,13 +30,23 @@ system-packages:
 	@ldconfig -p | grep -q 'libnuma\.so\.1' || \
 		{ echo 'libnuma1 is missing: installing it with apt-get'; apt-get update -q && apt-get install -yq libnuma1; }
 
-# A real S3 store for the tests: Ceph's daemons, 64 packages of 269 MB. Nothing of it starts by itself. Where it
-# cannot be installed, its tests are skipped, and fail where CI is set.
+# A real S3 store for the tests: Ceph's daemons, 64 packages of 269 MB, nothing of which starts by itself; and what
+# makes and reaches the machines that SkyPilot is tested on. Where they cannot be installed, their tests are skipped,
+# and fail where CI is set.
 test-packages:
 	@which ceph-mon ceph-osd radosgw radosgw-admin >/dev/null || \
 		{ echo 'Ceph is missing: installing it with apt-get'; apt-get update -q && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends ceph-mon ceph-osd radosgw; } || \
 		echo 'Ceph could not be installed: its tests will not run'
+	@which debootstrap ip nc rsync ssh unshare >/dev/null || \
+		{ echo 'Programs of the rig for SkyPilot are missing: installing them with apt-get'; apt-get update -q && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends \
+			debootstrap iproute2 netcat-openbsd openssh-client rsync util-linux; } || \
+		echo 'They could not be installed: the tests of SkyPilot will not run'
+
+# What the machines of the rig for SkyPilot start from: made by the first test that needs it, or here.
+sky-image: env test-packages
+	$(BIN)/python -m tests.sky_rig.image build
 
 demo: env node-env
 	examples/tiny/demo.sh
@@ -47,7 +57,7 @@ test-node: node-env
 	$(NODE)/python -m pytest tests/node
 
 test-controller: env node-env test-packages
-	$(BIN)/python -m pytest tests --ignore tests/node --ignore tests/soak
+	$(BIN)/python -m pytest tests --ignore tests/node --ignore tests/soak --durations=12
 
 # Any process, at any moment; KILLS=n how many, SEED=n to repeat one.
 soak: env node-env

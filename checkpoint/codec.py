@@ -14,7 +14,7 @@ from policies.state import RunState
 
 # Raise it whenever a state's fields change, or `policies.state.apply` makes another state of the same events: a
 # state that was stored under another number is not continued but folded anew.
-STATE_SCHEMA = 2
+STATE_SCHEMA = 3
 
 T = TypeVar("T")
 

@@ -12,6 +12,7 @@ from checkpoint.errors import AlreadyExists, Corrupt, NotFound
 from checkpoint.store import Store
 from policies.snapshot import Command, Trainer
 from policies.spec import RunSpec
+from policies.wire import GatewayStatus
 
 SCHEMA = 1
 
@@ -40,12 +41,34 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class ControllerMachine:
+    """The machine that the run's daemon lives on, of a run that is `--remote`. Written before it is launched."""
+
+    cluster: str  # its name in SkyPilot's records
+    infra: str  # `cloud/region/zone`; empty while it was not launched
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayAddress:
     """Where the gateway listens, written by the gateway itself at each start."""
 
     url: str
     boot_id: str
-    started_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MachineReport:
+    """What a machine says of itself: when its work starts, at a preemption notice, when the work has ended."""
+
+    node: str
+    attempt: int  # which run of the node's work this is about
+    exit_code: int | None  # of that attempt's work; None: it runs
+    notice: bool  # its cloud has said that it will take the machine back
+    address: str  # where the run's other machines reach it
+    zone: str  # in its cloud's words; empty while nobody has told
+    boot_id: str  # the kernel's, another one after each boot
+    at_s: float  # by this machine's own clock
 
 
 def create_run(store: Store, record: RunRecord) -> None:
@@ -78,6 +101,20 @@ def drop_lease(store: Store) -> None:
     store.delete([layout.LEASE])
 
 
+def write_controller(store: Store, machine: ControllerMachine) -> None:
+    store.put(layout.CONTROLLER, to_json(machine))
+
+
+def read_controller(store: Store) -> ControllerMachine | None:
+    """The machine of the run's daemon, or None where a daemon is started on the user's own machine."""
+    data = store.get_or_none(layout.CONTROLLER)
+    return None if data is None else from_json(data, ControllerMachine, layout.CONTROLLER)
+
+
+def drop_controller(store: Store) -> None:
+    store.delete([layout.CONTROLLER])
+
+
 def write_gateway(store: Store, address: GatewayAddress) -> None:
     store.put(layout.GATEWAY, to_json(address))
 
@@ -85,6 +122,26 @@ def write_gateway(store: Store, address: GatewayAddress) -> None:
 def read_gateway(store: Store) -> GatewayAddress | None:
     data = store.get_or_none(layout.GATEWAY)
     return None if data is None else from_json(data, GatewayAddress, layout.GATEWAY)
+
+
+def write_members(store: Store, status: GatewayStatus) -> None:
+    store.put(layout.MEMBERS, to_json(status))
+
+
+def read_members(store: Store) -> GatewayStatus | None:
+    data = store.get_or_none(layout.MEMBERS)
+    return None if data is None else from_json(data, GatewayStatus, layout.MEMBERS)
+
+
+def write_machine(store: Store, report: MachineReport) -> None:
+    store.put(layout.machine(report.node), to_json(report))
+
+
+def read_machine(store: Store, node: str) -> MachineReport | None:
+    """What the machine has last said, or None while it has said nothing."""
+    key = layout.machine(node)
+    data = store.get_or_none(key)
+    return None if data is None else from_json(data, MachineReport, key)
 
 
 def write_trainer(store: Store, beat: Trainer) -> None:

@@ -11,8 +11,11 @@ from policies.vocabulary import PolicyVersion
 
 RUN = "run.json"  # the spec as validated, written once
 LEASE = "lease.json"  # who steers now; a courtesy, the journal is the lock
+CONTROLLER = "controller.json"  # the machine that the daemon lives on, where it has one of its own
 GATEWAY = "gateway.json"  # where the gateway listens
+MEMBERS = "members.json"  # what the gateway knows of the rollout nodes
 TRAINER = "trainer.json"  # the trainer's heartbeat
+MACHINES = "machines"  # what each machine says of itself
 JOURNAL = "journal"
 SEGMENTS = "segments"  # what the journal holds, many entries to an object
 COMMANDS = "commands"
@@ -49,6 +52,10 @@ def number_of(key: str) -> int | None:
 
 def command(command_id: str) -> str:
     return f"{COMMANDS}/{command_id}.json"
+
+
+def machine(node: str) -> str:
+    return f"{MACHINES}/{node}.json"
 
 
 def catalog_revision(number: int) -> str:

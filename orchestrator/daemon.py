@@ -61,7 +61,7 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
     journal = Journal(store, f"{host}/{pid}")
     state = journal.take_over(time.time(), host, pid, reason)
     token = run_token(record.run_id)
-    cloud = open_cloud(record)
+    cloud = open_cloud(record, store)
 
     def environment_of(launch: Launch) -> dict[str, str]:
         return {
@@ -75,7 +75,7 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
         }
 
     actuator = Actuator(cloud, environment_of)
-    controller = Controller(store, record.spec, journal, state, Observer(store, cloud, token), actuator)
+    controller = Controller(store, record.spec, journal, state, Observer(store, cloud), actuator)
     opening = _opening(controller, record, reason)
     if opening:
         controller.record(time.time(), opening)
@@ -84,6 +84,7 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
         _loop(store, controller, journal.epoch, stop)
     finally:
         actuator.close()
+        cloud.close()
     documents.drop_lease(store)
     return exit_codes.OK
 

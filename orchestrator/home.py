@@ -45,12 +45,6 @@ def run_token(run_id: str) -> str:
     return path.read_text().strip()
 
 
-def known_token(run_id: str) -> str | None:
-    """The run's secret if this machine has it."""
-    path = home() / run_id / "token"
-    return path.read_text().strip() if path.exists() else None
-
-
 def keep_store_options(store_url: str, options: Mapping[str, str]) -> None:
     """Keep a store's options for commands that name its URL alone, in a file of mode 0600; none to forget them."""
     path = _options_file(store_url)

@@ -18,12 +18,12 @@ from policies.events import (
     GatewayRestarted,
     JobExited,
     JobRestarted,
+    MachineBought,
     NodeMoved,
     NodeRequested,
     RunMoved,
     TookOver,
 )
-from policies.spec import Rehearsal
 from policies.vocabulary import Market, NodePhase, Role, RunPhase
 
 History = Iterable[tuple[int, float, Iterable[Event]]]  # (entry number, time_s, events), as `state.fold` takes it
@@ -90,6 +90,8 @@ class Rental:
     market: Market
     from_s: float
     until_s: float
+    price_usd_per_h: float = 0.0
+    on_demand_usd_per_h: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +263,13 @@ def rentals(history: History, now_s: float) -> list[Rental]:
                 case NodeMoved(phase=NodePhase.BOOTING | NodePhase.SERVING) if event.node not in running:
                     order = asked[event.node]
                     running[event.node] = Rental(event.node, order.role, order.market, time_s, now_s)
+                case MachineBought() if event.node in running:
+                    running[event.node] = replace(
+                        running[event.node],
+                        market=event.market,
+                        price_usd_per_h=event.price_usd_per_h,
+                        on_demand_usd_per_h=event.on_demand_usd_per_h,
+                    )
                 case NodeMoved(phase=NodePhase.GONE) if event.node in running:
                     ended.append(replace(running.pop(event.node), until_s=time_s))
                 case _:
@@ -268,19 +277,11 @@ def rentals(history: History, now_s: float) -> list[Rental]:
     return sorted([*ended, *running.values()], key=lambda rental: (rental.from_s, rental.node))
 
 
-def price_usd_per_h(rehearsal: Rehearsal | None, role: Role, market: Market) -> float:
-    """USD an hour of one machine of the local cloud: what the rehearsal says, else nothing."""
-    if rehearsal is None:
-        return 0.0
-    prices = rehearsal.trainer_prices if role is Role.TRAINER else rehearsal.rollout_prices
-    return prices.spot_usd_per_h if market is Market.SPOT else prices.on_demand_usd_per_h
-
-
-def bill(rented: Iterable[Rental], rehearsal: Rehearsal | None) -> Bill:
+def bill(rented: Iterable[Rental]) -> Bill:
     """Price the rentals as they were, and as if each had been on demand."""
     cost = on_demand = 0.0
     for rental in rented:
         hours = (rental.until_s - rental.from_s) / 3600
-        cost += hours * price_usd_per_h(rehearsal, rental.role, rental.market)
-        on_demand += hours * price_usd_per_h(rehearsal, rental.role, Market.ON_DEMAND)
+        cost += hours * rental.price_usd_per_h
+        on_demand += hours * rental.on_demand_usd_per_h
     return Bill(cost, on_demand)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from policies.fleet import fill_slots
 from policies.lifecycle import run_lifecycle
-from policies.mirror import mirror
+from policies.mirror import HEARTBEAT_FRESH_S, mirror
 from policies.phases import LIVE_NODE, TERMINAL_RUN
-from policies.snapshot import Action, Decision, Launch, Machine, Snapshot, Terminate
+from policies.snapshot import Action, Confirm, Decision, Launch, Machine, Snapshot, Terminate
 from policies.spec import RunSpec
 from policies.state import Node, RunState
 from policies.tick import Tick
@@ -58,6 +58,8 @@ def actions_for(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
             actions.append(Launch(node.id, node.slot, node.market, node.attempt))
         elif node.phase is NodePhase.TERMINATING and machine is not None:
             actions.append(Terminate(node.id))
+        elif machine is not None and _is_silent(node, machine, snapshot):
+            actions.append(Confirm(node.id))
     # No intent explains these: machines of a lost race, or remains of nodes that are gone.
     actions += [Terminate(name) for name in snapshot.machines if name not in state.nodes]
     return tuple(actions)
@@ -67,6 +69,16 @@ def _launch_due(node: Node, machine: Machine | None) -> bool:
     if node.phase not in LIVE_NODE or node.phase is NodePhase.DRAINING:
         return False
     return machine is None or (machine.state is not MachineState.GONE and machine.attempt < node.attempt)
+
+
+def _is_silent(node: Node, machine: Machine, snapshot: Snapshot) -> bool:
+    """Whether the cloud shows the machine up, and nothing else shows that it works."""
+    if machine.state is not MachineState.UP or machine.exit_code is not None:
+        return False
+    if node.phase is NodePhase.SERVING and node.role is Role.TRAINER:
+        beat = snapshot.trainer
+        return beat is None or snapshot.now_s - beat.beat_at_s > HEARTBEAT_FRESH_S
+    return node.phase is NodePhase.BOOTING
 
 
 def _in_motion(state: RunState) -> bool:

@@ -59,6 +59,17 @@ class NodeMoved:
 
 
 @dataclass(frozen=True, slots=True)
+class MachineBought:
+    """A node's machine was first seen, where and at what prices (USD an hour)."""
+
+    node: str
+    market: Market
+    where: str
+    price_usd_per_h: float
+    on_demand_usd_per_h: float
+
+
+@dataclass(frozen=True, slots=True)
 class JobExited:
     """The work of a node ended while its machine is up. `attempt` says which run of the work."""
 
@@ -124,6 +135,7 @@ Event = (
     | RunMoved
     | NodeRequested
     | NodeMoved
+    | MachineBought
     | JobExited
     | JobRestarted
     | GatewayRestarted
@@ -141,6 +153,7 @@ EVENT_TYPES: dict[str, type[Event]] = {
         RunMoved,
         NodeRequested,
         NodeMoved,
+        MachineBought,
         JobExited,
         JobRestarted,
         GatewayRestarted,

@@ -13,6 +13,9 @@ from policies.vocabulary import NodePhase, Role, RunPhase
 RESTART_WAIT_S = 1.0  # before the first restart of a node's work; doubled for each in a row
 RESTART_WAIT_MAX_S = 60.0
 ROLLOUT_ATTEMPTS = 5  # runs of a rollout node's work on one machine; then the machine is replaced
+# From the notice to the end a cloud gives 120 s (AWS) or less. A machine that is still there after this is paid
+# for nothing: it has left the gateway for good.
+NOTICE_TAKES_S = 180.0
 KL_AGAIN_STEPS = 50  # an excursion that lasts is journalled again after so many steps
 
 
@@ -100,7 +103,11 @@ def _trainer_ended(tick: Tick, node: Node, machine: Machine, exit_code: int) -> 
 
 
 def _rollout(tick: Tick, node: Node) -> None:
-    if node.attempt_ended_at_s is None or node.phase is NodePhase.DRAINING:
+    if node.phase is NodePhase.DRAINING:
+        if tick.snapshot.now_s - node.since_s > NOTICE_TAKES_S:
+            tick.move(node, NodePhase.TERMINATING, "drained, and the cloud has not taken it back")
+        return
+    if node.attempt_ended_at_s is None:
         return
     if node.attempt >= ROLLOUT_ATTEMPTS:
         tick.move(node, NodePhase.TERMINATING, f"its work failed {node.attempt} times; another machine is tried")

@@ -42,8 +42,12 @@ def _absent(tick: Tick, node: Node, machine: Machine | None) -> None:
 def _present(tick: Tick, node: Node, machine: Machine) -> None:
     if node.phase is NodePhase.TERMINATING:
         return
+    if machine.state is MachineState.STARTING:
+        return  # it may still be refused
     if node.phase is NodePhase.REQUESTED:
         tick.move(node, NodePhase.BOOTING, "the machine is there")
+        if machine.price_usd_per_h > 0:
+            tick.bought(machine)
     if machine.notice and node.phase is not NodePhase.DRAINING:
         tick.move(tick.state.nodes[node.id], NodePhase.DRAINING, "the cloud will take it back")
         return

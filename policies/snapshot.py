@@ -21,6 +21,8 @@ class Machine:
     notice: bool = False  # the cloud has said that it will take this machine back
     market: Market = Market.ON_DEMAND
     price_usd_per_h: float = 0.0
+    on_demand_usd_per_h: float = 0.0  # what it would cost on that market
+    where: str = ""  # cloud/region/zone and what it is, in the cloud's words
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,14 @@ class Terminate:
     node: str
 
 
-Action = Launch | Terminate
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """Ask the cloud about a machine whose work has fallen silent: it may be gone. Idempotent."""
+
+    node: str
+
+
+Action = Launch | Terminate | Confirm
 
 
 @dataclass(frozen=True, slots=True)

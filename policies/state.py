@@ -18,6 +18,7 @@ from policies.events import (
     JobExited,
     JobRestarted,
     KlExceeded,
+    MachineBought,
     NodeMoved,
     NodeRequested,
     RunCreated,
@@ -44,6 +45,7 @@ class Node:
     requested_at_s: float
     reason: str = ""
     attempt: int = 1
+    price_usd_per_h: float = 0.0  # known once its machine was seen
     attempt_ended_at_s: float | None = None  # when this attempt's work ended, until it is restarted
 
 
@@ -105,6 +107,9 @@ def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState
             return _requested(state, event, time_s)
         case NodeMoved():
             return _moved(state, event, time_s)
+        case MachineBought():
+            bought = replace(state.nodes[event.node], market=event.market, price_usd_per_h=event.price_usd_per_h)
+            return _with_node(state, bought)
         case JobExited():
             return _exited(state, event, time_s)
         case JobRestarted():

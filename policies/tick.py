@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from policies.events import Event, JobExited, JobRestarted, NodeMoved, RunMoved
-from policies.snapshot import Snapshot
+from policies.events import Event, JobExited, JobRestarted, MachineBought, NodeMoved, RunMoved
+from policies.snapshot import Machine, Snapshot
 from policies.spec import RunSpec
 from policies.state import Node, RunState, apply
 from policies.vocabulary import NodePhase, Refusal, RunPhase
@@ -33,6 +33,11 @@ class Tick:
 
     def move_run(self, phase: RunPhase, reason: str) -> None:
         self.emit(RunMoved(phase, reason), f"run {phase}: {reason}")
+
+    def bought(self, machine: Machine) -> None:
+        prices = machine.price_usd_per_h, machine.on_demand_usd_per_h
+        event = MachineBought(machine.node, machine.market, machine.where, *prices)
+        self.emit(event, f"{machine.node} costs {machine.price_usd_per_h:.2f} USD/h")
 
     def exited(self, node: Node, exit_code: int) -> None:
         step = self.snapshot.trainer.step if self.snapshot.trainer else 0

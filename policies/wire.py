@@ -5,10 +5,11 @@
 | node agent, gateway | `POST /members/{node}` | Announce | AnnounceReply, held until it changes or `HOLD_S` |
 | node agent, gateway | `DELETE /members/{node}?boot=ID` | | 204 |
 | trainer, gateway | `POST /v1/rollouts` | Batch | newline-delimited BatchLine, a completion as each is done |
-| anyone, gateway | `GET /status` | | GatewayStatus |
 | controller, gateway | `POST /members/{node}/drain` | | 204 |
 | gateway, node | `POST /v1/completions` | vLLM's | vLLM's events |
 | node agent, its own vLLM | `PUT /grpo/policy` | LoadPolicy | 204 |
+
+What others want to know of the gateway, GatewayStatus, it writes to the run's store: they may not reach it.
 
 Every request carries `Authorization: Bearer TOKEN`, the run's secret. What the gateway asks of a node also carries
 `X-Grpo-Boot` and `X-Grpo-Policy`; a node that is not that boot or does not hold that policy answers 409, so that a
@@ -24,6 +25,7 @@ HEADER_BOOT = "X-Grpo-Boot"
 HEADER_POLICY = "X-Grpo-Policy"
 HOLD_S = 1.0  # how long the gateway holds an announcement; also the heartbeat
 SILENT_S = 3.0  # a member that has said nothing for so long is out
+STATUS_S = 2.0  # the gateway writes its status to the store at least so often
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,11 @@ class MemberStatus:
 
 @dataclass(frozen=True, slots=True)
 class GatewayStatus:
-    """The gateway's answer to `GET /status`. Counters are since its own start."""
+    """What the gateway knows, as it writes it to the store. Counters and `up_s` are since its own start.
+
+    `seq` grows with each writing. Who reads has another clock: that the number has grown between two looks is the
+    proof that the gateway was alive between them.
+    """
 
     boot_id: str
     policy: str | None
@@ -150,3 +156,5 @@ class GatewayStatus:
     tokens_delivered: int = 0
     tokens_discarded: int = 0
     handovers: int = 0
+    seq: int = 0
+    up_s: float = 0.0

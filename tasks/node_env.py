@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from checkpoint import documents
+from checkpoint.documents import RunRecord
+from checkpoint.store import Store
 
 
 class NotANode(Exception):
@@ -37,3 +41,14 @@ def read_node_env() -> NodeEnv:
         )
     except KeyError as error:
         raise NotANode(f"{error.args[0]} is not set; a node's work is started by the controller") from error
+
+
+def read_run_here(store: Store) -> RunRecord:
+    """The run, its `workdir` being where the folder of run.yaml is on this machine.
+
+    A cloud's machine has a copy of that folder, and its work is started in it. Raises what `read_run` raises.
+    """
+    record = documents.read_run(store)
+    if record.spec.cloud == "local":
+        return record
+    return replace(record, spec=replace(record.spec, workdir=os.getcwd()))

@@ -17,7 +17,7 @@ from pathlib import Path
 import aiohttp
 import structlog
 
-from checkpoint import documents, manifest
+from checkpoint import manifest
 from checkpoint.errors import Corrupt, StoreError
 from checkpoint.store import Store
 from policies import exit_codes
@@ -27,7 +27,7 @@ from tasks import vllm_server
 from tasks.children import adopt_orphans
 from tasks.gateway_link import GatewayLink, GatewayUnreachable
 from tasks.machine_setup import set_up
-from tasks.node_env import NodeEnv, read_node_env
+from tasks.node_env import NodeEnv, read_node_env, read_run_here
 from tasks.vllm_server import Server, ServerFailed
 
 log = structlog.get_logger()
@@ -211,7 +211,7 @@ def main() -> int:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     env = read_node_env()
     store = Store(env.run)
-    spec = documents.read_run(store).spec
+    spec = read_run_here(store).spec
     if not set_up(Path(env.workdir), spec.rollout.setup):
         return exit_codes.BAD_SPEC
     shutil.rmtree(Path(env.workdir) / "policies", ignore_errors=True)

@@ -16,7 +16,6 @@ from typing import Any
 
 import structlog
 
-from checkpoint import documents
 from checkpoint.documents import RunRecord
 from checkpoint.errors import StoreError
 from checkpoint.store import Store
@@ -25,7 +24,7 @@ from policies.snapshot import Trainer
 from policies.vocabulary import PolicyVersion
 from tasks.gateway_client import GenerationFailed
 from tasks.heartbeat import Fenced, Heartbeat
-from tasks.node_env import NodeEnv, NotANode, read_node_env
+from tasks.node_env import NodeEnv, NotANode, read_node_env, read_run_here
 
 log = structlog.get_logger()
 
@@ -45,7 +44,7 @@ def main() -> int:
     beat = Trainer(env.node, env.attempt, env.timeline, 0, 0, "starting", time.time())
     heartbeat = Heartbeat(Store(env.run, patience_s=BEAT_PATIENCE_S), beat)
     try:
-        record = documents.read_run(store)
+        record = read_run_here(store)
         if RANK == 0:
             heartbeat.start()
         return _train(env, record, store, heartbeat)

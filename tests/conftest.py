@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sky_rig.fixtures import sky_image, sky_rig  # noqa: F401  # pytest finds them here
 from tests.store_rig.ceph_server import ceph_server, missing_programs
 from tests.store_rig.fault_proxy import FaultProxy, fault_proxy
 from tests.store_rig.moto_server import moto_server

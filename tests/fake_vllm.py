@@ -61,6 +61,7 @@ class FakeNode:
         self.token = os.environ["GRPO_ORCH_TOKEN"]
         self.store = Store(os.environ["GRPO_ORCH_RUN"])
         self.address = ""
+        self.running = 0
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body: dict[str, Any] = await request.json()
@@ -68,26 +69,37 @@ class FakeNode:
         status = self.options.status or (200 if asked == (self.boot_id, self.policy) else 409)
         if request.headers.get("Authorization") != f"Bearer {self.token}":
             status = 401
+        self.running += status == 200
         self.note(status, body["seed"], asked)
         if status != 200:
             return web.json_response(
                 {"error": {"message": "refused by the stand-in", "code": status}}, status=status
             )
+        try:
+            response = await self.stream(request, body, asked[1])
+        finally:
+            self.running -= 1
+        if not self.options.breaks:  # counted out before: the gateway may send the next when it reads this
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def stream(self, request: web.Request, body: dict[str, Any], policy: str | None) -> web.StreamResponse:
+        """Every event of the answer but the one that says that it is whole."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for event in events(body):
             await asyncio.sleep(self.options.event_s)
-            if asked[1] != self.policy:
+            if policy != self.policy:
                 event = {"error": {"message": "other weights now", "code": 409}}
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             if self.options.breaks:
                 await response.write(BREAKS[self.options.breaks])
-                return response
-        await response.write(b"data: [DONE]\n\n")
+                break
         return response
 
     def note(self, status: int, seed: int, asked: tuple[str | None, str | None]) -> None:
         line = {"status": status, "seed": seed, "boot": asked[0], "policy": asked[1], "held": self.policy}
+        line["running"] = self.running
         with Path(self.options.seen).open("a") as out:
             out.write(json.dumps(line) + "\n")
 

@@ -94,7 +94,13 @@ class Rig:
         return address.url
 
     def status(self) -> GatewayStatus:
-        return msgspec.json.decode(self.http.get(f"{self.url}/status").content, type=GatewayStatus)
+        """What the gateway of now wrote last; what has just happened may not be in it yet."""
+        return until("the gateway's status", self._written)
+
+    def _written(self) -> GatewayStatus | None:
+        address, status = documents.read_gateway(self.store), documents.read_members(self.store)
+        assert address is not None
+        return status if status is not None and status.boot_id == address.boot_id else None
 
     def member(self, name: str) -> MemberStatus | None:
         return next((one for one in self.status().members if one.node == name), None)

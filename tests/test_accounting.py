@@ -25,12 +25,12 @@ from policies.events import (
     JobExited,
     JobRestarted,
     KlExceeded,
+    MachineBought,
     NodeMoved,
     RunMoved,
     TookOver,
 )
-from policies.spec import Prices, Rehearsal
-from policies.vocabulary import NodePhase, Refusal, RunPhase
+from policies.vocabulary import Market, NodePhase, Refusal, RunPhase
 from tests.views_world import requested
 
 NODE = "rollout-0-i1"
@@ -218,6 +218,8 @@ def test_a_machine_is_paid_from_first_seen_until_gone() -> None:
     seen = [
         (1, 0.0, (requested(NODE), requested(TRAINER), requested("rollout-1-i1"), requested("rollout-2-i1"))),
         (2, 100.0, (moved(NodePhase.BOOTING), moved(NodePhase.BOOTING, TRAINER))),
+        (2, 100.0, (MachineBought(NODE, Market.SPOT, "here", 1.0, 4.0),)),
+        (2, 100.0, (MachineBought(TRAINER, Market.ON_DEMAND, "here", 8.0, 8.0),)),
         (3, 150.0, (moved(NodePhase.SERVING), moved(NodePhase.REFUSED, "rollout-1-i1"))),
         (4, 200.0, (moved(NodePhase.BOOTING), moved(NodePhase.TERMINATING, "rollout-2-i1"))),
         (5, 1900.0, (moved(NodePhase.TERMINATING), moved(NodePhase.GONE, "rollout-2-i1"))),
@@ -225,12 +227,7 @@ def test_a_machine_is_paid_from_first_seen_until_gone() -> None:
     ]
     rented = rentals(seen, now_s=3700.0)
     assert [(one.node, one.from_s, one.until_s) for one in rented] == [(NODE, 100, 1900), (TRAINER, 100, 3700)]
-    prices = Rehearsal(
-        trainer_prices=Prices(on_demand_usd_per_h=8.0, spot_usd_per_h=2.0),
-        rollout_prices=Prices(on_demand_usd_per_h=4.0, spot_usd_per_h=1.0),
-    )
-    assert bill(rented, prices) == Bill(cost_usd=0.5 + 8.0, cost_all_on_demand_usd=2.0 + 8.0)
-    assert bill(rented, None) == Bill(0.0, 0.0)
+    assert bill(rented) == Bill(cost_usd=0.5 + 8.0, cost_all_on_demand_usd=2.0 + 8.0)
 
 
 def test_a_fault_that_struck_within_the_tick_that_saw_it_is_one_fault() -> None:

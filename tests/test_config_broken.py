@@ -530,6 +530,28 @@ def test_no_message_quotes_a_secret(tmp_path: Path, options: str) -> None:
             assert "hunter2" not in str(caught.value)
 
 
+def test_machines_of_a_cloud_get_nothing_from_beside_the_folder_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    run_yaml = furnish(tmp_path / "run")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "prompts.jsonl").write_text("")
+    elsewhere = [
+        ("./model", "./a/../../model"),
+        ("dataset: prompts.jsonl", "dataset: ../prompts.jsonl"),
+        (DROP, ""),
+    ]
+    run_yaml.write_text(changed(*elsewhere))
+    load_spec(run_yaml)
+    run_yaml.write_text(changed(("storage: ./run", "storage: s3://bucket/run\ncloud: sky"), *elsewhere))
+    with pytest.raises(ConfigError) as caught:
+        load_spec(run_yaml)
+    why = "is outside the folder of this file, and machines get a copy of no other; expected a path below it"
+    assert str(caught.value).splitlines() == [
+        f"{run_yaml}:5: trainer.model: ./a/../../model {why}",
+        f"{run_yaml}:6: trainer.dataset: ../prompts.jsonl {why}",
+    ]
+
+
 def test_no_file_and_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run.yaml: no such file; `grpo-orch init` writes one"):
         load_spec(tmp_path / "run.yaml")

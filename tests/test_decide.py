@@ -15,6 +15,7 @@ from policies.events import (
     Event,
     JobExited,
     JobRestarted,
+    MachineBought,
     NodeMoved,
     NodeRequested,
     RunMoved,
@@ -22,8 +23,10 @@ from policies.events import (
     StoreSlowed,
 )
 from policies.fleet import back_off_s, market_of
+from policies.lifecycle import NOTICE_TAKES_S
+from policies.mirror import HEARTBEAT_FRESH_S
 from policies.phases import NODE_EDGES, RUN_EDGES, IllegalMove, check_node_move, check_run_move
-from policies.snapshot import Command, Launch, Machine, Terminate
+from policies.snapshot import Command, Confirm, Launch, LaunchRefused, Machine, Terminate
 from policies.state import Slot
 from policies.vocabulary import MachineState, Market, NodePhase, Refusal, Role, RunPhase
 from tests.world import BOOT_S, World, spec
@@ -65,6 +68,76 @@ def test_preemption_notice_drains_and_asks_for_the_replacement_at_once():
     assert [(e.node, e.phase) for e in moved] == [("rollout-0-i1", NodePhase.DRAINING)]
     assert Launch("rollout-0-i2", "rollout-0", Market.SPOT, 1) in decision.actions
     assert not any(isinstance(a, Terminate) for a in decision.actions)  # it may work until it is taken
+
+
+def test_a_drained_machine_that_is_not_taken_back_is_returned():
+    world = until_training(World())
+    world.machines["rollout-0-i1"] = replace(world.machines["rollout-0-i1"], notice=True)
+    world.tick()
+    world.now_s += NOTICE_TAKES_S - 1
+    assert Terminate("rollout-0-i1") not in decide(world.state, world.snapshot(), world.spec).actions
+    world.now_s += 2
+    assert Terminate("rollout-0-i1") in decide(world.state, world.snapshot(), world.spec).actions
+
+
+def test_what_a_machine_costs_is_journalled_once_when_it_is_first_seen():
+    world = World()
+    world.tick()
+    bought = Machine(
+        "rollout-0-i1",
+        MachineState.UP,
+        market=Market.ON_DEMAND,
+        price_usd_per_h=0.8,
+        on_demand_usd_per_h=0.8,
+        where="aws/us-east-1",
+    )
+    world.machines["rollout-0-i1"] = bought
+    world.tick()
+    world.tick()
+    told = [event for _, _, events in world.history for event in events if isinstance(event, MachineBought)]
+    assert told == [MachineBought("rollout-0-i1", Market.ON_DEMAND, "aws/us-east-1", 0.8, 0.8)]
+    node = world.state.nodes["rollout-0-i1"]
+    assert (node.market, node.price_usd_per_h) == (Market.ON_DEMAND, 0.8)  # asked for on spot, given on demand
+
+
+def test_a_machine_that_is_only_starting_may_still_be_refused():
+    world = World()
+    world.tick()
+    world.machines["rollout-0-i1"] = Machine("rollout-0-i1", MachineState.STARTING, attempt=0)
+    world.tick()
+    assert world.state.nodes["rollout-0-i1"].phase is NodePhase.REQUESTED
+    world.refused.append(LaunchRefused("rollout-0-i1", Refusal.NO_CAPACITY, "no spot in us-east-1"))
+    del world.machines["rollout-0-i1"]
+    world.tick()
+    assert "rollout-0-i1" not in world.state.nodes
+    assert world.state.slots["rollout-0"].last_refusal is Refusal.NO_CAPACITY
+
+
+def confirms(world: World) -> list[str]:
+    return [
+        action.node
+        for action in decide(world.state, world.snapshot(), world.spec).actions
+        if isinstance(action, Confirm)
+    ]
+
+
+def test_the_cloud_is_asked_about_a_machine_that_falls_silent_and_about_no_other():
+    world = until_training(World())
+    assert confirms(world) == []
+    world.booted_at_s["rollout-1-i1", 1] = world.now_s + 1000  # out of the membership, up at the cloud
+    world.tick()
+    assert confirms(world) == ["rollout-1-i1"]
+    world.exit("rollout-1-i1", 1)  # its work has ended: the machine answers
+    assert confirms(world) == []
+
+
+def test_the_cloud_is_asked_about_a_trainer_whose_heart_stops():
+    world = until_training(World())
+    assert world.beat is not None
+    world.now_s = world.beat.beat_at_s + HEARTBEAT_FRESH_S - 0.1
+    assert confirms(world) == []
+    world.now_s += 0.2
+    assert confirms(world) == ["trainer-0-i1"]
 
 
 def test_trainer_exit_restarts_its_work_on_the_same_machine():

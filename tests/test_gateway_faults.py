@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from orchestrator.observe import GatewayWatch
 from policies.wire import SILENT_S, BatchLine
 from tests.gateway_rig import Rig, check_complete, hear, kill, make_batch, until
 
@@ -47,8 +48,8 @@ def test_one_of_two_nodes_is_killed_with_requests_in_flight(rig: Rig) -> None:
     assert {one.node for one in heard.completions} == {"rollout-1"}
     assert heard.end is not None
     assert heard.end.discarded > 0
-    assert rig.status().handovers == 16
-    assert rig.status().tokens_discarded == heard.end.discarded
+    told = until("every handover", lambda: (status := rig.status()).handovers >= 16 and status)
+    assert (told.handovers, told.tokens_discarded) == (16, heard.end.discarded)
 
 
 def test_all_nodes_are_killed_and_the_batch_waits_for_their_successors(rig: Rig) -> None:
@@ -123,7 +124,7 @@ def test_a_killed_gateway_comes_back_on_its_port_and_members_return_by_themselve
     url, boot_id = rig.url, rig.status().boot_id
     kill(rig.processes[0])
     with pytest.raises(httpx.TransportError):
-        rig.status()
+        rig.http.get(f"{rig.url}/health")
     rig.gateway()
     assert rig.url == url
     assert rig.status().boot_id != boot_id
@@ -132,13 +133,34 @@ def test_a_killed_gateway_comes_back_on_its_port_and_members_return_by_themselve
     check_complete(batch, rig.complete(batch))
 
 
+def test_who_watches_the_store_sees_members_come_and_go_and_does_not_believe_a_dead_gateway(rig: Rig) -> None:
+    watch = GatewayWatch(rig.store)
+
+    def seen() -> set[str] | None:
+        status = watch.look()
+        return None if status is None else {one.node for one in status.members}
+
+    victim = rig.node("rollout-0")
+    until("a member", lambda: seen() == {"rollout-0"})
+    kill(victim)
+    until("no member", lambda: seen() == set())
+    rig.node("rollout-1")
+    until("another member", lambda: seen() == {"rollout-1"})
+    kill(rig.processes[0])
+    assert seen() == {"rollout-1"}
+    until("nothing to be known", lambda: seen() is None)
+    rig.gateway()
+    until("its successor's word", lambda: seen() == {"rollout-1"})
+
+
 def test_a_trainer_that_goes_away_frees_the_nodes_and_its_tokens_are_told_to_the_next(rig: Rig) -> None:
     rig.node("rollout-0", event_s=0.2)
     lines = rig.ask(make_batch("0-0"))
     abandoned = until_tokens(lines)[-1].progress
     assert abandoned is not None
     lines.close()  # type: ignore[attr-defined]  # it is a generator; closing it closes the connection
-    until("an idle node", lambda: (one := rig.member("rollout-0")) and one.requests_running == 0)
+    told = until("it is given up", lambda: (one := rig.status()).tokens_discarded >= abandoned.tokens and one)
+    assert [one.requests_running for one in told.members] == [0]
     batch = make_batch("0-0", requests=1)
     heard = rig.complete(batch)
     check_complete(batch, heard)

@@ -14,6 +14,7 @@ from policies.events import (
     JobExited,
     JobRestarted,
     KlExceeded,
+    MachineBought,
     NodeMoved,
     NodeRequested,
     RunCreated,
@@ -38,6 +39,10 @@ SAMPLES: list[tuple[Event, str]] = [
         "trainer-0-i1 was asked for on demand: first",
     ),
     (NodeMoved("rollout-0-i1", NodePhase.GONE, "preempted"), "rollout-0-i1 is gone: preempted"),
+    (
+        MachineBought("rollout-0-i2", Market.SPOT, "aws/us-east-1/us-east-1b g6.xlarge", 0.3, 0.8),
+        "rollout-0-i2 has a machine on spot, aws/us-east-1/us-east-1b g6.xlarge, at 0.30 USD an hour",
+    ),
     (
         NodeMoved("rollout-0-i1", NodePhase.REFUSED, "no H200 in any zone", Refusal.NO_CAPACITY),
         "rollout-0-i1 was refused, no capacity: no H200 in any zone",

@@ -90,6 +90,17 @@ def test_a_training_run_is_seen_whole(tmp_path: Path) -> None:
     assert view.events[-1].text == "Run is training: the trainer has its first heartbeat"
 
 
+def test_what_a_gateway_said_that_went_with_its_trainer_is_not_shown() -> None:
+    world = World()
+    world.starts()
+    status = GatewayStatus("boot", "0-10", [member("rollout-0-i1", "0-10")], requests_waiting=3)
+    assert look(world, 11, status).requests_waiting == 3
+    world.moves(12, "trainer-0-i1", NodePhase.GONE, "preempted")
+    view = look(world, 13, status)
+    assert view.requests_waiting is None
+    assert [node.policy for node in view.nodes] == [None, None, None]
+
+
 def test_a_slow_store_is_seen_while_the_run_goes_on() -> None:
     world = World()
     world.starts()

@@ -56,7 +56,7 @@ def test_the_view_says_what_is_going_on_in_80_columns(view: RunView) -> None:
     assert line_with(lines, "tokens") == "tokens 50 a second 3 waiting price $8.10 an hour"
     assert line_with(lines, "trainer-0-i1") == "trainer-0-i1 serving 32 s on demand 0-10 0 7.20"
     assert line_with(lines, "rollout-0-i1") == "rollout-0-i1 serving 32 s spot 0-10 0 0.90"
-    assert line_with(lines, "rollout-1-i2") == "rollout-1-i2 requested 1 s spot – 1 0.90"
+    assert line_with(lines, "rollout-1-i2") == "rollout-1-i2 requested 1 s spot – 1 0.00"
     assert lines[-1].rstrip().endswith("rollout-1-i2 was asked for on spot: first")
 
 

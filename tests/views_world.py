@@ -12,7 +12,7 @@ from checkpoint.manifest import files_below
 from checkpoint.metrics import Row
 from checkpoint.rehearsals import RehearsedFault, write_fault
 from checkpoint.store import Store
-from policies.events import Event, NodeMoved, NodeRequested, RunMoved
+from policies.events import Event, MachineBought, NodeMoved, NodeRequested, RunMoved
 from policies.snapshot import Trainer
 from policies.spec import (
     Dataset,
@@ -47,6 +47,7 @@ class World:
             rehearse=rehearse,
         )
         documents.create_run(self.store, documents.RunRecord(1, "id", T0, spec))
+        self._prices = rehearse is not None
         self._journal = Journal(self.store, "build-7/42")
 
     def take_over(self, at_s: float, pid: int = 42) -> None:
@@ -56,7 +57,13 @@ class World:
         self._journal.append(T0 + at_s, events)
 
     def moves(self, at_s: float, node: str, phase: NodePhase, reason: str = "because") -> None:
-        self.happens(at_s, NodeMoved(node, phase, reason))
+        """A machine that is seen has its price: a trainer 7.20, a rollout node 0.90, on demand 3.60."""
+        events: list[Event] = [NodeMoved(node, phase, reason)]
+        if phase is NodePhase.BOOTING and self._prices:
+            trainer = node.startswith(Role.TRAINER)
+            prices = (Market.ON_DEMAND, "", 7.2, 7.2) if trainer else (Market.SPOT, "", 0.9, 3.6)
+            events.append(MachineBought(node, *prices))
+        self.happens(at_s, *events)
 
     def asks_for(self, at_s: float, node: str) -> None:
         self.happens(at_s, requested(node))

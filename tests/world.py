@@ -9,7 +9,18 @@ from dataclasses import dataclass, field, replace
 
 from policies.decide import decide, done
 from policies.events import Event, RunCreated, TookOver
-from policies.snapshot import Action, Command, Launch, LaunchRefused, Machine, Member, Snapshot, Terminate, Trainer
+from policies.snapshot import (
+    Action,
+    Command,
+    Confirm,
+    Launch,
+    LaunchRefused,
+    Machine,
+    Member,
+    Snapshot,
+    Terminate,
+    Trainer,
+)
 from policies.spec import Dataset, PoliciesSpec, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from policies.state import RunState, fold
 from policies.vocabulary import MachineState, Refusal, Role
@@ -40,6 +51,7 @@ class World:
     machines: dict[str, Machine] = field(default_factory=dict)
     booted_at_s: dict[tuple[str, int], float] = field(default_factory=dict)
     launches: list[tuple[str, int]] = field(default_factory=list)
+    confirmed: list[str] = field(default_factory=list)
     refusing: bool = False
     refused: list[LaunchRefused] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
@@ -102,6 +114,8 @@ class World:
                     self.launches.append((action.node, action.attempt))
                     self.booted_at_s[action.node, action.attempt] = self.now_s + BOOT_S
                     self.machines[action.node] = Machine(action.node, MachineState.UP, action.attempt)
+            case Confirm():
+                self.confirmed.append(action.node)
             case Terminate():
                 self.machines.pop(action.node, None)
 

@@ -10,12 +10,13 @@ import typer
 from checkpoint.errors import StoreError
 from orchestrator.cli import checkpoints
 from orchestrator.cli.console import Stop, console, errors
+from orchestrator.cli.doctor import doctor
 from orchestrator.cli.look import events, logs, plot, report, status
 from orchestrator.cli.start import down, resume, up
 from orchestrator.cli.target import NoSuchRun
 from orchestrator.cli.write import init, validate
 from orchestrator.clouds import CloudMissing
-from orchestrator.clouds.protocol import CloudRefused
+from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.config.load import ConfigError
 from orchestrator.launcher import DaemonFailed
 from policies import exit_codes
@@ -27,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (init, validate, up, status, logs, events, resume, down, report, plot):
+for command in (init, validate, doctor, up, status, logs, events, resume, down, report, plot):
     app.command()(command)
 app.add_typer(checkpoints.app)
 
@@ -43,6 +44,6 @@ def main() -> None:
     except (ConfigError, NoSuchRun) as error:
         errors.print(str(error), highlight=False, markup=False, soft_wrap=True)
         sys.exit(exit_codes.USAGE)
-    except (StoreError, CloudRefused, CloudMissing, DaemonFailed) as error:
+    except (StoreError, CloudRefused, CloudUnavailable, CloudMissing, DaemonFailed) as error:
         errors.print(str(error), highlight=False, markup=False, soft_wrap=True)
         sys.exit(exit_codes.FAILED)

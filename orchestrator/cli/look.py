@@ -10,18 +10,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import httpx
 import typer
 
 from checkpoint import documents, journal
-from checkpoint.documents import RunRecord
 from checkpoint.rehearsals import read_faults
 from checkpoint.store import Store
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.target import open_run
 from orchestrator.clouds import open_cloud
-from orchestrator.home import known_token
-from orchestrator.observe import GATEWAY_TIMEOUT_S, ask_gateway
+from orchestrator.observe import GatewayWatch
 from orchestrator.views import model, terminal
 from orchestrator.views import report as reports
 from orchestrator.views.events import EventLine, event_json, lines, rehearsed_line
@@ -54,11 +51,11 @@ def status(
     output: AsJson = Output.TEXT,
 ) -> None:
     """Show a run as it is now, from wherever its store can be read."""
-    store, record = open_run(target)
+    store, _ = open_run(target)
     if watch and output is Output.TEXT:
-        attach(store, record)
+        attach(store)
         return
-    look = _looker(store, record)
+    look = _looker(store)
     while True:
         view = look()
         if output is Output.TEXT:
@@ -75,9 +72,12 @@ def logs(
     target: Target = None,
     follow: Follow = False,
 ) -> None:
-    """Print a node's log."""
-    _, record = open_run(target)
-    cloud = open_cloud(record)
+    """Print a node's log, where the run's daemon is."""
+    store, record = open_run(target)
+    if (machine := documents.read_controller(store)) is not None:
+        known = f"{machine.cluster} alone knows the machines of this run"
+        raise Stop(f"{known}; the daemon's log: `sky logs {machine.cluster}`", exit_codes.USAGE)
+    cloud = open_cloud(record, store)
     try:
         for line in cloud.log(node, follow=follow):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -127,10 +127,10 @@ def plot(
     console.print(f"Wrote {out}", highlight=False)
 
 
-def attach(store: Store, record: RunRecord) -> None:
+def attach(store: Store) -> None:
     """Watch until the run is over, then sum it up; Ctrl-C detaches. Raises Stop when the run has failed."""
     try:
-        view = terminal.watch(_looker(store, record), threading.Event().wait, console)
+        view = terminal.watch(_looker(store), threading.Event().wait, console)
     except KeyboardInterrupt:
         console.print(
             f"\nDetached; the run goes on. Come back with: grpo-orch status -w {store.url}\n"
@@ -145,16 +145,9 @@ def attach(store: Store, record: RunRecord) -> None:
         raise Stop(f"{view.name} failed: {view.reason}; {hint}", exit_codes.FAILED)
 
 
-def _looker(store: Store, record: RunRecord) -> Callable[[], RunView]:
-    reader, token = Reader(store), known_token(record.run_id)
-    http = httpx.Client(timeout=GATEWAY_TIMEOUT_S, headers={"Authorization": f"Bearer {token}"})
-
-    def look() -> RunView:
-        address = documents.read_gateway(store) if token else None
-        gateway = ask_gateway(http, address.url) if address else None
-        return model.view_of(reader, time.time(), gateway)
-
-    return look
+def _looker(store: Store) -> Callable[[], RunView]:
+    reader, gateway = Reader(store), GatewayWatch(store, believe_first=True)
+    return lambda: model.view_of(reader, time.time(), gateway.look())
 
 
 def _event_lines(store: Store, follow: bool) -> Iterator[EventLine]:

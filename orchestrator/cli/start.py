@@ -16,9 +16,19 @@ from checkpoint.probe import probe
 from checkpoint.store import Store
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.look import attach
+from orchestrator.cli.remote import (
+    controller_of,
+    is_steered,
+    refuse_unknown_machines,
+    say_lost,
+    start_remote,
+    stop_remote,
+)
 from orchestrator.cli.target import keep_options, open_run, open_store, record_of, storage_of
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.local import node_python
+from orchestrator.clouds.protocol import Cloud, CloudUnavailable
+from orchestrator.clouds.sky_remote import RemoteController
 from orchestrator.config.load import load_spec, load_storage
 from orchestrator.home import remember_run, run_id_of, run_token
 from orchestrator.launcher import start_daemon, start_rehearsal
@@ -26,9 +36,14 @@ from orchestrator.lease import is_alive
 from policies import exit_codes
 from policies.spec import RunSpec
 from policies.state import RunState
-from policies.vocabulary import RunPhase
+from policies.vocabulary import Market, RunPhase
+
+CLOUD_PATIENCE_S = 60.0  # an API server that has to be started takes ten seconds
 
 Detach = Annotated[bool, typer.Option("-d", "--detach", help="Do not attach the live view.")]
+Remote = Annotated[
+    bool, typer.Option("--remote", help="Steer it from a small machine of its own, so that this one may sleep.")
+]
 Target = Annotated[
     str | None, typer.Argument(help="Store URL or run.yaml; default: ./run.yaml, else the latest run.")
 ]
@@ -38,6 +53,7 @@ def up(
     run_yaml: Annotated[Path, typer.Argument(help="The run's specification.")] = Path("run.yaml"),
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Start without asking.")] = False,
     detach: Detach = False,
+    remote: Remote = False,
 ) -> None:
     """Start a run: check it, show what will be started, start its daemon, watch."""
     spec = load_spec(run_yaml)
@@ -45,10 +61,11 @@ def up(
     store = open_store(storage)
     record = RunRecord(documents.SCHEMA, run_id_of(spec.name, store.url), time.time(), spec)
     _refuse_existing(store)
+    controller = controller_of(record, store, wanted=remote)
     if spec.cloud == "local":
         node_python()
     probe(store)
-    _show_plan(record)
+    _show_plan(record, store, controller)
     if not yes and not typer.confirm("Start?", default=True):
         raise Stop("nothing was started", exit_codes.OK)
     try:
@@ -57,10 +74,10 @@ def up(
         _refuse_existing(store)
         raise
     keep_options(storage)
-    _start(store, record, "up", detach)
+    _start(store, record, "up", detach, controller)
 
 
-def resume(target: Target = None, detach: Detach = False) -> None:
+def resume(target: Target = None, detach: Detach = False, remote: Remote = False) -> None:
     """Take a run up again after anything: its daemon gone, its machines gone, stopped by hand."""
     storage = storage_of(target)
     store = open_store(storage)
@@ -71,41 +88,75 @@ def resume(target: Target = None, detach: Detach = False) -> None:
         raise Stop(
             f"{record.spec.name} is finished; `grpo-orch report {store.url}` tells how it went", exit_codes.OK
         )
+    controller = controller_of(record, store, wanted=remote)
+    if controller is not None:
+        refuse_unknown_machines(controller, store, sorted(state.nodes))
     probe(store)
     keep_options(storage)
-    _start(store, record, "resume", detach)
+    _start(store, record, "resume", detach, controller)
 
 
 def down(target: Target = None) -> None:
     """Stop a run and return its machines. What is stored stays; `resume` continues it."""
     store, record = open_run(target)
-    cloud = open_cloud(record)
-    documents.send_command(store, "down", time.time())
-    lease = documents.read_lease(store)
-    if lease is None or not is_alive(lease, time.time()):
-        start_daemon(store, record, "down")
-    with console.status("returning the machines"):
-        while (lease := documents.read_lease(store)) is not None and is_alive(lease, time.time()):
-            time.sleep(0.2)
-    left = cloud.machines()
-    if left:
-        raise Stop(f"still there: {', '.join(left)}; run `grpo-orch down {store.url}` again", exit_codes.FAILED)
+    controller = controller_of(record, store)
+    if controller is None:
+        _stop_here(store, record)
+    elif not (known := controller.exists()) and not is_steered(store):
+        nodes = sorted(_state(store).nodes)
+        _stop_here(store, record)
+        documents.drop_controller(store)
+        say_lost(controller, nodes)
+    else:
+        stop_remote(controller, store, known=known)
     phase = _state(store).phase
     console.print(f"{record.spec.name} is {phase}; no machine of it is left.", highlight=False)
     if phase is not RunPhase.FINISHED:
         console.print(f"Continue with: grpo-orch resume {store.url}", highlight=False, soft_wrap=True)
 
 
-def _start(store: Store, record: RunRecord, reason: str, detach: bool) -> None:
-    run_token(record.run_id)
-    pid = start_daemon(store, record, reason)
-    start_rehearsal(store, record)
+def _stop_here(store: Store, record: RunRecord) -> None:
+    """Have a daemon of this machine stop the run, the one that steers it or a new one. Raises Stop."""
+    cloud = open_cloud(record, store)
+    documents.send_command(store, "down", time.time())
+    if not is_steered(store):
+        start_daemon(store, record, "down")
+    with console.status("returning the machines"):
+        while is_steered(store):
+            time.sleep(0.2)
+        left = _machines_left(cloud)
+    if left:
+        raise Stop(f"still there: {', '.join(left)}; run `grpo-orch down {store.url}` again", exit_codes.FAILED)
+
+
+def _machines_left(cloud: Cloud) -> list[str]:
+    """What the cloud still shows of the run. Raises CloudUnavailable when it does not say so for too long."""
+    deadline_s = time.monotonic() + CLOUD_PATIENCE_S
+    while True:
+        try:
+            return sorted(cloud.machines())
+        except CloudUnavailable:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.2)
+
+
+def _start(
+    store: Store, record: RunRecord, reason: str, detach: bool, controller: RemoteController | None
+) -> None:
     remember_run(store.url)
-    console.print(f"{record.spec.name} is steered by pid {pid}.", highlight=False)
+    if controller is not None:
+        start_remote(controller, store, reason)
+        by = f"{controller.cluster}, which goes with `grpo-orch down {store.url}` and not before"
+    else:
+        run_token(record.run_id)
+        by = f"pid {start_daemon(store, record, reason)}"
+        start_rehearsal(store, record)
+    console.print(f"{record.spec.name} is steered by {by}.", highlight=False, soft_wrap=True)
     if detach:
         console.print(f"Watch it with: grpo-orch status -w {store.url}", highlight=False, soft_wrap=True)
         return
-    attach(store, record)
+    attach(store)
 
 
 def _refuse_existing(store: Store) -> None:
@@ -136,13 +187,19 @@ def _state(store: Store) -> RunState:
     return journal.recover(store).state
 
 
-def _show_plan(record: RunRecord) -> None:
+def _show_plan(record: RunRecord, store: Store, controller: RemoteController | None) -> None:
     spec: RunSpec = record.spec
     table = Table("node", "market", "what", "USD/h", title=f"{spec.name} on {spec.cloud}", title_justify="left")
     total = 0.0
-    for offer in open_cloud(record).offers():
-        table.add_row(offer.role, offer.market, offer.description, f"{offer.price_usd_per_h:.2f}")
+    for offer in open_cloud(record, store).offers():
+        what = f"{offer.description} ({offer.elsewhere})" if offer.elsewhere else offer.description
+        table.add_row(offer.role, offer.market, what, f"{offer.price_usd_per_h:.2f}")
         total += offer.price_usd_per_h
+    if controller is not None:
+        best = controller.offer()
+        price = f"{best.price_usd_per_h:.2f}"
+        table.add_row("controller", Market.ON_DEMAND, f"{best.infra} {best.instance_type}", price)
+        total += best.price_usd_per_h
     table.add_section()
     table.add_row("all", "", f"store {spec.storage}", f"{total:.2f}")
     console.print(table)

@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+import importlib.util
+from typing import TYPE_CHECKING
+
 from checkpoint.documents import RunRecord
+from checkpoint.store import Store
 from orchestrator.clouds.local import LocalCloud
 from orchestrator.clouds.protocol import Cloud
+from orchestrator.clouds.sky_remote import RemoteController, as_shipped
 from orchestrator.home import run_dir
+
+if TYPE_CHECKING:
+    from orchestrator.clouds.skypilot import SkyPilot
 
 
 class CloudMissing(Exception):
-    """The run names a cloud that this version cannot reach."""
+    """The run names a cloud that this installation cannot reach."""
 
 
-def open_cloud(record: RunRecord) -> Cloud:
+def open_cloud(record: RunRecord, store: Store) -> Cloud:
     """Return the cloud of a run. Raises CloudMissing."""
     if record.spec.cloud == "local":
         return open_local(record)
-    raise CloudMissing("cloud: sky is not there yet; use cloud: local")
+    from orchestrator.clouds.sky_cloud import SkyCloud  # SkyPilot takes seconds to import
+
+    return SkyCloud(_open_skypilot(), as_shipped(record), store)
+
+
+def open_controller(record: RunRecord, store: Store) -> RemoteController:
+    """Return the machine for the daemon of a run of `cloud: sky`. Raises CloudMissing."""
+    return RemoteController(_open_skypilot(), record, store)
 
 
 def open_local(record: RunRecord) -> LocalCloud:
     """Return the local cloud of a run, with what only it can do: rehearse."""
     return LocalCloud(run_dir(record.run_id) / "machines", record.spec)
+
+
+def _open_skypilot() -> SkyPilot:
+    if importlib.util.find_spec("sky") is None:
+        raise CloudMissing("cloud: sky needs SkyPilot here; install it with `pip install 'grpo-orch[sky]'`")
+    from orchestrator.clouds.skypilot import SkyPilot
+
+    return SkyPilot()

@@ -89,6 +89,9 @@ class LocalCloud:
             _destroy(folder)
             (folder / "forgotten").touch()
 
+    def confirm(self, node: str) -> None:
+        """See `Cloud.confirm`. Nothing to do: `machines` looks at the processes themselves."""
+
     def notify(self, node: str) -> None:
         """Tell the node, as a metadata service would, that its machine will be taken back."""
         (self._folder / node / "work" / "notice").touch()
@@ -121,6 +124,9 @@ class LocalCloud:
         """See `Cloud.logged_nodes`."""
         return sorted(self._logs())
 
+    def close(self) -> None:
+        """See `Cloud.close`. Nothing looks on its own."""
+
     def _logs(self) -> dict[str, Path]:
         """Log files by node, by slot (its newest node's) and, for the daemon, by its name."""
         found = {"daemon": self._folder.parent / "daemon.log"}
@@ -141,6 +147,7 @@ class LocalCloud:
                 _destroy(folder)  # what the machine's death left behind
                 state, why = MachineState.GONE, "its processes died"
         market = Market((folder / "market").read_text())
+        role = Role(folder.name.split("-")[0])
         return Machine(
             node=folder.name,
             state=state,
@@ -149,7 +156,8 @@ class LocalCloud:
             why=why,
             notice=(folder / "work" / "notice").exists(),
             market=market,
-            price_usd_per_h=self._price(Role(folder.name.split("-")[0]), market),
+            price_usd_per_h=self._price(role, market),
+            on_demand_usd_per_h=self._price(role, Market.ON_DEMAND),
         )
 
     def _price(self, role: Role, market: Market) -> float:

@@ -41,6 +41,7 @@ class Offer:
     market: Market
     description: str
     price_usd_per_h: float
+    elsewhere: str = ""  # the price on the other market, in words
 
 
 class Cloud(Protocol):
@@ -58,6 +59,13 @@ class Cloud(Protocol):
     def terminate(self, node: str) -> None:
         """See that the machine is gone and its record cleared. No error when there is none."""
 
+    def confirm(self, node: str) -> None:
+        """Have `machines` tell the truth about this machine soon, however long asking the cloud takes.
+
+        Called for a machine that should be up and is not heard from, again and again while it stays silent.
+        Raises CloudUnavailable.
+        """
+
     def offers(self) -> list[Offer]:
         """What the run's machines would be, the trainer first."""
 
@@ -69,3 +77,6 @@ class Cloud(Protocol):
 
     def logged_nodes(self) -> list[str]:
         """Every name that `log` knows."""
+
+    def close(self) -> None:
+        """Look no more. The machines stay as they are."""

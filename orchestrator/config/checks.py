@@ -7,6 +7,7 @@ skipped, for it could only say the same again.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -143,6 +144,17 @@ def _spool(given: Given, findings: Findings) -> None:
         findings.add(("checkpoints", "spool"), message)
 
 
+def _paths_are_shipped(given: Given, findings: Findings) -> None:
+    """Machines of a cloud get a copy of the folder of run.yaml, and of nothing beside it."""
+    if given.at("cloud") != "sky":
+        return
+    for path in (("trainer", "model"), ("trainer", "dataset", "path"), ("trainer", "eval_dataset", "path")):
+        named = given.at(*path)
+        if named and os.path.normpath(named).startswith("../"):
+            message = f"{named} is outside the folder of this file, and machines get a copy of no other"
+            findings.add(path, f"{message}; expected a path below it")
+
+
 def _logging_steps(given: Given, findings: Findings) -> None:
     steps = given.at("grpo", "logging_steps")
     if steps is not None and steps != int(steps):
@@ -231,6 +243,7 @@ CHECKS: tuple[Callable[[Given, Findings], None], ...] = (
     _save_steps,
     _waits_end,
     _spool,
+    _paths_are_shipped,
     _logging_steps,
     _evaluation,
     _eval_batch_holds_groups,

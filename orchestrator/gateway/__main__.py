@@ -2,8 +2,8 @@
 
 Environment: GRPO_ORCH_RUN (the store's URL), GRPO_ORCH_TOKEN (the run's secret), GRPO_ORCH_GATEWAY_HOST (the
 address to listen on and to be reached at, 127.0.0.1 by default). It takes the port of its predecessor if that is
-free, so that who knew the old one need not look again, and writes its address to the store once it listens.
-SIGTERM ends it.
+free, so that who knew the old one need not look again, and writes its address to the store once it listens, and
+from then on what it knows of its members. SIGTERM ends it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import secrets
 import signal
 import socket
 import sys
-import time
 from urllib.parse import urlsplit
 
 import structlog
@@ -27,6 +26,7 @@ from checkpoint.documents import GatewayAddress
 from checkpoint.errors import Corrupt
 from checkpoint.store import Store
 from orchestrator.gateway.app import Gateway
+from orchestrator.gateway.status_writer import StatusWriter
 from policies import exit_codes
 
 log = structlog.get_logger()
@@ -63,7 +63,7 @@ def former_port(store: Store, host: str) -> int | None:
     return parts.port if parts and parts.hostname == host else None
 
 
-async def serve(sock: socket.socket, gateway: Gateway) -> None:
+async def serve(sock: socket.socket, gateway: Gateway, writer: StatusWriter) -> None:
     """Serve until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -71,11 +71,12 @@ async def serve(sock: socket.socket, gateway: Gateway) -> None:
     runner = web.AppRunner(gateway.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     await web.SockSite(runner, sock, backlog=BACKLOG).start()
-    sweeping = asyncio.ensure_future(gateway.members.sweep())
-    await asyncio.wait({sweeping, asyncio.ensure_future(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
-    if sweeping.done():
-        sweeping.result()  # it ends by an error alone
-    sweeping.cancel()
+    endless = {asyncio.ensure_future(gateway.members.sweep()), asyncio.ensure_future(writer.run())}
+    await asyncio.wait({*endless, asyncio.ensure_future(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    for task in endless:
+        if task.done():
+            task.result()  # it ends by an error alone
+        task.cancel()
     await runner.cleanup()
     await gateway.members.close()
 
@@ -91,12 +92,13 @@ def main() -> int:
     boot_id = secrets.token_hex(8)
     url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
     gateway = Gateway(boot_id, os.environ["GRPO_ORCH_TOKEN"])
-    documents.write_gateway(store, GatewayAddress(url, boot_id, time.time()))
+    documents.write_gateway(store, GatewayAddress(url, boot_id))
+    writer = StatusWriter(Store(store.url, patience_s=0.0), gateway.status)
     log.info("gateway_up", url=url, boot_id=boot_id)
     # Where vLLM is, there is uvloop, at half the CPU time per event.
     fast = importlib.import_module("uvloop") if importlib.util.find_spec("uvloop") else None
     with asyncio.Runner(loop_factory=fast.new_event_loop if fast else None) as runner:
-        runner.run(serve(sock, gateway))
+        runner.run(serve(sock, gateway, writer))
     log.info("gateway_down")
     return exit_codes.OK
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import math
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import TypeVar
@@ -43,6 +44,7 @@ class Gateway:
         self.members = Members()
         self._token = token
         self._ledger = Ledger()
+        self._started_at_s = time.monotonic()
 
     def app(self) -> web.Application:
         """The aiohttp application."""
@@ -51,7 +53,6 @@ class Gateway:
         app.add_routes(
             [
                 web.get("/health", self._health),
-                web.get("/status", self._status),
                 web.post("/v1/rollouts", self._rollouts),
                 web.post("/members/{node}", self._announce),
                 web.delete("/members/{node}", self._leave),
@@ -59,6 +60,20 @@ class Gateway:
             ]
         )
         return app
+
+    def status(self) -> GatewayStatus:
+        """What there is to know of this gateway now; `seq` is for who writes it down."""
+        wanted = self.members.wanted
+        return GatewayStatus(
+            boot_id=self.boot_id,
+            policy=None if wanted is None else wanted.label,
+            members=self.members.status(),
+            requests_waiting=self.members.waiting(),
+            tokens_delivered=self._ledger.delivered,
+            tokens_discarded=self._ledger.discarded,
+            handovers=self._ledger.handovers,
+            up_s=time.monotonic() - self._started_at_s,
+        )
 
     @web.middleware
     async def _check_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -69,19 +84,6 @@ class Gateway:
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=200)
-
-    async def _status(self, _: web.Request) -> web.Response:
-        wanted = self.members.wanted
-        status = GatewayStatus(
-            boot_id=self.boot_id,
-            policy=None if wanted is None else wanted.label,
-            members=self.members.status(),
-            requests_waiting=self.members.waiting(),
-            tokens_delivered=self._ledger.delivered,
-            tokens_discarded=self._ledger.discarded,
-            handovers=self._ledger.handovers,
-        )
-        return _json(status)
 
     async def _announce(self, request: web.Request) -> web.Response:
         if request.content_length is None or request.content_length > ANNOUNCE_SIZE_MAX:

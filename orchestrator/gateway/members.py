@@ -150,7 +150,7 @@ class Members:
         return sum(not waiter.place.done() for queue in self._waiting.values() for waiter in queue)
 
     def status(self) -> list[MemberStatus]:
-        """Every member, for `GET /status`."""
+        """Every member, in the order in which they came."""
         now_s = time.monotonic()
         serving = () if self.wanted is None else self.table.serving(self.wanted.label)
         return [self._describe(row, row in serving, now_s) for row in self.table.rows]

@@ -15,6 +15,7 @@ from policies.events import (
     JobExited,
     JobRestarted,
     KlExceeded,
+    MachineBought,
     NodeMoved,
     NodeRequested,
     RunCreated,
@@ -84,6 +85,10 @@ def sentence(event: Event) -> str:
             return f"{event.node} was refused, {why}: {event.reason}"
         case NodeMoved():
             return f"{event.node} {_NODE_VERBS[event.phase]}: {event.reason}"
+        case MachineBought():
+            where = event.where or "here"
+            price = f"{event.price_usd_per_h:.2f} USD an hour"
+            return f"{event.node} has a machine {market_words(event.market)}, {where}, at {price}"
         case JobExited():
             end = "finished its work" if event.exit_code == 0 else f"ended with {exit_words(event.exit_code)}"
             return f"{event.node} {end} at step {event.step} (attempt {event.attempt})"

@@ -13,7 +13,6 @@ from checkpoint.store import Store
 from orchestrator.lease import is_alive
 from orchestrator.views.events import EventLine, event_json
 from orchestrator.views.reader import Reader
-from policies.accounting import price_usd_per_h
 from policies.phases import TERMINAL_RUN
 from policies.state import Node
 from policies.vocabulary import Market, NodePhase, PolicyVersion, Role, RunPhase
@@ -86,7 +85,7 @@ class RunView:
     step_s: float | None  # median of the last steps
     tokens_per_s: float | None
     eta_s: float | None
-    requests_waiting: int | None  # None when the gateway does not answer
+    requests_waiting: int | None  # None when the gateway is not heard from
     nodes: tuple[NodeView, ...]
     checkpoint: CheckpointView | None
     store_slow: bool  # a checkpoint was put off: the ones before it are still on their way
@@ -106,8 +105,10 @@ def run_view(store: Store, now_s: float, gateway: GatewayStatus | None) -> RunVi
 
 
 def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunView:
-    """Refresh `reader` and describe the run at `now_s`. `gateway` is None when it did not answer."""
+    """Refresh `reader` and describe the run at `now_s`. `gateway` is what it last wrote."""
     reader.refresh()
+    if not reader.state.live(Role.TRAINER):
+        gateway = None  # it went with the trainer's machine
     beat, rows, kl = reader.trainer, reader.path, reader.spec.policies.kl
     pace = rows[-PACE_STEPS - 1 :]
     step_s = _step_s(pace)
@@ -172,7 +173,7 @@ def _node(reader: Reader, node: Node, policy: str | None) -> NodeView:
         policy=None if left else policy,
         restarts=slot.incarnations - 1 + slot.job_restarts,
         since_s=node.since_s,
-        price_usd_per_h=price_usd_per_h(reader.spec.rehearse, node.role, node.market),
+        price_usd_per_h=node.price_usd_per_h,
     )
 
 

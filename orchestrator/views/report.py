@@ -70,7 +70,7 @@ def build_report(store: Store, now_s: float) -> Report:
     end_s, history = _end_s(reader, now_s), reader.history()
     # By the first time of each step: what making steps again cost is in the gap behind the last new one.
     costs = tuple(fault_costs(_steps(reader.rows), run_faults(store, history)))
-    money = bill(rentals(history, end_s), reader.spec.rehearse)
+    money = bill(rentals(history, end_s))
     rewards, held_out = _logged(rows, REWARD), _logged(rows, HELD_OUT)
     return Report(
         name=reader.spec.name,

@@ -23,7 +23,7 @@ from checkpoint.documents import RunRecord
 from checkpoint.store import Store
 from policies.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.vocabulary import PolicyVersion
-from policies.wire import Batch, BatchLine, Completion, CompletionRequest, GatewayStatus, MemberStatus, PolicyRef
+from policies.wire import Batch, BatchLine, Completion, CompletionRequest, MemberStatus, PolicyRef
 
 TOKEN = "the-run's-secret"
 BOOT_PATIENCE_S = 150.0  # vLLM's start, its first compilation included
@@ -116,12 +116,8 @@ class Lab:
         return PolicyRef(version, layout.policy(parsed))
 
     def member(self) -> MemberStatus | None:
-        address = documents.read_gateway(self.store)
-        if address is None:
-            return None
-        answer = self.http.get(f"{address.url}/status")
-        members = msgspec.json.decode(answer.content, type=GatewayStatus).members
-        return members[0] if members else None
+        status = documents.read_members(self.store)
+        return status.members[0] if status and status.members else None
 
     def ask(self, policy: PolicyRef, deadline_s: float = BOOT_PATIENCE_S, **sampling: Any) -> Iterator[BatchLine]:
         batch = Batch(
@@ -273,8 +269,7 @@ def test_a_killed_vllm_is_a_new_boot_that_serves_only_with_the_policy(lab: Lab) 
     os.kill(servers[0], signal.SIGKILL)
     made = completions(read + list(lines))
     assert made == undisturbed
-    after = until("a member", lab.member)
-    assert after.boot_id != before.boot_id
+    until("its next boot", lambda: (one := lab.member()) is not None and one.boot_id != before.boot_id)
     left = {pid: line for pid, line in lab.processes().items() if pid in old and pid != lab.agent.pid}
     assert left == {}  # the engine and its workers went with the server
 

@@ -1,0 +1,130 @@
+"""What up, resume and down do about a run whose daemon lives on a controller machine: `--remote`.
+
+The run is created in its store by `up` here, before anything is launched, and the daemon there takes it over. So a
+crash in between leaves a run that `resume` and `down` know, and launching twice is launching once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+from checkpoint import documents, journal
+from checkpoint.documents import RunRecord
+from checkpoint.store import Store
+from orchestrator.cli.console import Stop, console
+from orchestrator.clouds import open_controller
+from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+from orchestrator.clouds.sky_remote import RemoteController
+from orchestrator.lease import is_alive
+from policies import exit_codes
+from policies.phases import TERMINAL_RUN
+
+DAEMON_TIMEOUT_S = 1200.0  # a bare machine gets an environment first
+POLL_S = 0.5
+ENDED_EVERY_S = 5.0  # between two questions to SkyPilot, which take it a second
+
+
+def controller_of(record: RunRecord, store: Store, *, wanted: bool = False) -> RemoteController | None:
+    """The controller machine of a run that has one, or is `wanted` to; else None. Raises Stop, CloudMissing."""
+    if wanted and record.spec.cloud != "sky":
+        message = f"--remote needs `cloud: sky`; {record.spec.name} is on `cloud: local`, which is this machine"
+        raise Stop(message, exit_codes.USAGE)
+    if wanted or documents.read_controller(store) is not None:
+        return open_controller(record, store)
+    return None
+
+
+def refuse_unknown_machines(controller: RemoteController, store: Store, nodes: Sequence[str]) -> None:
+    """Raise Stop when the run has machines that a new controller machine would not know, and so buy again."""
+    if nodes and not controller.exists():
+        remedy = f"`grpo-orch down {store.url}`, then `grpo-orch resume --remote {store.url}`"
+        raise Stop(
+            f"a new controller machine would not know {', '.join(nodes)} and buy others; first {remedy}",
+            exit_codes.FAILED,
+        )
+
+
+def start_remote(controller: RemoteController, store: Store, reason: str) -> None:
+    """Launch the controller machine and wait until its daemon steers the run. Raises Stop."""
+    try:
+        with console.status(f"launching {controller.cluster}"):
+            controller.launch(reason)
+    except (CloudRefused, CloudUnavailable) as error:
+        hint = f"try again with `grpo-orch resume {store.url}`, or end it with `grpo-orch down {store.url}`"
+        raise Stop(f"{controller.cluster}: {error}; the run is kept: {hint}", exit_codes.FAILED) from error
+    with console.status(f"waiting for the daemon on {controller.cluster}"):
+        _wait_for_daemon(controller, store)
+
+
+def stop_remote(controller: RemoteController, store: Store, *, known: bool) -> None:
+    """Have the daemon there stop the run and return its machines, then return its own. Raises Stop."""
+    if not _is_over(store):
+        command = documents.send_command(store, "down", time.time())
+        if not is_steered(store):
+            start_remote(controller, store, "down")
+        with console.status(f"the daemon on {controller.cluster} returns the machines"):
+            while not _is_over(store):
+                _refuse_ended(controller, store)
+                time.sleep(POLL_S)
+        # One that nobody took would stop the run when it is resumed.
+        documents.drop_command(store, command.command_id)
+    if not known:
+        remedy = f"run `grpo-orch down {store.url}` where it was launched"
+        raise Stop(
+            f"the run's machines are returned, but {controller.cluster} is not on record here; {remedy}",
+            exit_codes.FAILED,
+        )
+    with console.status(f"returning {controller.cluster}"):
+        controller.down()
+
+
+def say_lost(controller: RemoteController, nodes: Sequence[str]) -> None:
+    """Raise Stop when a controller machine that is gone has taken the records of these machines with it."""
+    if nodes:
+        prefix = controller.cluster.replace("controller-", "", 1)
+        raise Stop(
+            f"{controller.cluster} is gone, and with it SkyPilot's records of {', '.join(nodes)}; "
+            f"see at the cloud's console that nothing labelled `grpo-orch: {prefix}-...` is left",
+            exit_codes.FAILED,
+        )
+
+
+def is_steered(store: Store) -> bool:
+    """Whether a daemon holds the run, wherever."""
+    lease = documents.read_lease(store)
+    return lease is not None and is_alive(lease, time.time())
+
+
+def _is_over(store: Store) -> bool:
+    """Whether the run has ended, none of its machines is left, and its daemon has gone."""
+    if is_steered(store):
+        return False
+    state = journal.recover(store).state
+    return state.phase in TERMINAL_RUN and not state.nodes
+
+
+def _wait_for_daemon(controller: RemoteController, store: Store) -> None:
+    deadline_s = time.monotonic() + DAEMON_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        ask_again_s = time.monotonic() + ENDED_EVERY_S
+        while time.monotonic() < ask_again_s:
+            if is_steered(store):
+                return
+            time.sleep(POLL_S)
+        with contextlib.suppress(CloudUnavailable):  # the store says more, and is asked again
+            if controller.has_ended():
+                if _is_over(store):
+                    return  # nothing was left to steer
+                _refuse_ended(controller, store)
+    late = f"has not taken the run within {DAEMON_TIMEOUT_S / 60:.0f} min; see `sky logs {controller.cluster}`"
+    raise Stop(f"the daemon on {controller.cluster} {late}", exit_codes.FAILED)
+
+
+def _refuse_ended(controller: RemoteController, store: Store) -> None:
+    """Raise Stop when nobody steers the run, though it is not over, and nobody there will start a daemon again."""
+    if is_steered(store) or not controller.has_ended() or is_steered(store) or _is_over(store):
+        return
+    said = f"its last words: {controller.last_words()}; see `sky logs {controller.cluster}`"
+    raise Stop(f"the daemon on {controller.cluster} has ended, and the run has not; {said}", exit_codes.FAILED)

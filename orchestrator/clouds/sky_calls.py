@@ -1,0 +1,68 @@
+"""A call that answers late, or never, with a deadline for the caller. Imports no SkyPilot.
+
+Waiting for SkyPilot's API server has no time-out of its own, so it is done in a thread that may be left behind;
+what was asked for is then cancelled, also when it is submitted only after the deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Result = TypeVar("Result")
+
+CANCEL_TIMEOUT_S = 5.0
+
+
+class Call(threading.Thread, Generic[Result]):
+    """`submit` returns the id that `fetch` waits for and `cancel` calls off."""
+
+    def __init__(
+        self, submit: Callable[[], str], fetch: Callable[[str], Result], cancel: Callable[[str], object]
+    ) -> None:
+        super().__init__(name="skypilot-call", daemon=True)
+        self._submit, self._fetch, self._cancel = submit, fetch, cancel
+        self._given_up = threading.Event()
+        self._result: list[Result] = []
+        self._error: Exception | None = None
+        self.id: str | None = None
+
+    def run(self) -> None:
+        """Submit, wait, keep what came."""
+        try:
+            self.id = self._submit()
+            if self._given_up.is_set():
+                self._cancel(self.id)
+            else:
+                self._result.append(self._fetch(self.id))
+        except Exception as error:  # noqa: BLE001 the caller raises it
+            self._error = error
+        finally:
+            # SkyPilot sets it to 0 before it raises, and leaves it so for the whole process.
+            vars(sys).pop("tracebacklimit", None)
+
+    def result(self, timeout_s: float) -> Result:
+        """Make the call. Raises TimeoutError at the deadline, and whatever the call raised."""
+        self.start()
+        self.join(max(0.0, timeout_s))
+        if self.is_alive():
+            self._give_up()
+            raise TimeoutError
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
+
+    def _give_up(self) -> None:
+        self._given_up.set()
+        if (submitted := self.id) is not None:
+            canceller = threading.Thread(target=self._try_cancel, args=(submitted,), daemon=True)
+            canceller.start()
+            canceller.join(CANCEL_TIMEOUT_S)
+
+    def _try_cancel(self, submitted: str) -> None:
+        # What cannot be cancelled goes on; its result is on record, where the next call finds it.
+        with contextlib.suppress(Exception):
+            self._cancel(submitted)

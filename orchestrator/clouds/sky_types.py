@@ -1,0 +1,60 @@
+"""What SkyPilot's adapter speaks of, importable without SkyPilot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class ClusterState(StrEnum):
+    """SkyPilot's INIT, UP and STOPPED. A cluster that was up and cannot be reached is INIT again."""
+
+    STARTING = "starting"
+    UP = "up"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A cluster on SkyPilot's record. `infra` is `cloud/region/zone`, as far as they are known, and `machine` the
+    cloud's name for its kind."""
+
+    name: str
+    state: ClusterState
+    infra: str
+    spot: bool
+    price_usd_per_h: float
+    private_address: str | None
+    ssh_address: tuple[str, int] | None  # as SkyPilot reaches it from here; None where it goes another way
+    launched_at_s: float
+    machine: str = ""
+    on_demand_usd_per_h: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SkyOffer:
+    """A machine that could be asked for now. `accelerators` is `NAME:COUNT` or empty."""
+
+    infra: str
+    instance_type: str
+    accelerators: str
+    spot: bool
+    price_usd_per_h: float
+
+
+@dataclass(frozen=True, slots=True)
+class CloudCheck:
+    """Whether machines can be had of a cloud, and why not."""
+
+    name: str
+    enabled: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ApiServer:
+    """The API server that SkyPilot's client talks to; `endpoint` without a password."""
+
+    endpoint: str
+    version: str
+    local: bool

@@ -1,0 +1,96 @@
+"""This project as a wheel, made from the packages that run: nodes get exactly the controller's version.
+
+It is put together from the files themselves, of a source checkout as of an installed package, without a build
+backend, network or git. Equal files make equal bytes, whoever builds and when; the wheel lies in a folder that is
+named by the digest of those bytes, so that a checkout that was edited is another wheel, though its version number
+is the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import orchestrator
+
+PROJECT = "grpo-orch"
+PACKAGES = ("checkpoint", "orchestrator", "policies", "tasks")
+DIGEST_CHARS = 16
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the first moment that a zip file can name
+_WHEEL = "Wheel-Version: 1.0\nGenerator: grpo-orch\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+class NotInstalled(Exception):
+    """The project runs from a folder that was never installed: its requirements are not known."""
+
+
+def build_wheel(folder: Path) -> Path:
+    """Build the wheel as `folder/DIGEST/grpo_orch-VERSION-py3-none-any.whl` unless it is there; return its path.
+
+    It installs as any wheel does, its extras included. Raises NotInstalled.
+    """
+    distribution = _distribution()
+    stem = f"{PROJECT.replace('-', '_')}-{distribution.version}"
+    data = _zipped(_with_record(_files(distribution, f"{stem}.dist-info"), f"{stem}.dist-info"))
+    target = folder / hashlib.sha256(data).hexdigest()[:DIGEST_CHARS] / f"{stem}-py3-none-any.whl"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as part:
+            part.write(data)
+        os.replace(part.name, target)
+    return target
+
+
+def _distribution() -> metadata.Distribution:
+    """The installed project. A checkout may offer its build's leftovers, too, which come second."""
+    found = list(metadata.distributions(name=PROJECT))
+    if not found:
+        raise NotInstalled(f"{PROJECT} is not installed here; install it with `pip install -e .`")
+    return next((one for one in found if one.read_text("METADATA")), found[0])
+
+
+def _files(distribution: metadata.Distribution, info: str) -> dict[str, bytes]:
+    """The wheel's content by name, but for its record."""
+    root = Path(orchestrator.__file__).parent.parent
+    files = {path.relative_to(root).as_posix(): path.read_bytes() for path in _sources(root)}
+    about = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    files[f"{info}/METADATA"] = about.encode()
+    files[f"{info}/WHEEL"] = _WHEEL.encode()
+    files[f"{info}/entry_points.txt"] = (distribution.read_text("entry_points.txt") or "").encode()
+    return files
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for package in PACKAGES:
+        for path in (root / package).rglob("*"):
+            hidden = any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(root).parts)
+            if path.is_file() and not hidden:
+                yield path
+
+
+def _with_record(files: dict[str, bytes], info: str) -> dict[str, bytes]:
+    lines = [f"{name},sha256={_digest(data)},{len(data)}" for name, data in sorted(files.items())]
+    return {**files, f"{info}/RECORD": "\n".join([*lines, f"{info}/RECORD,,", ""]).encode()}
+
+
+def _digest(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+
+
+def _zipped(files: dict[str, bytes]) -> bytes:
+    """Not compressed: two versions of zlib would make two wheels of the same files."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name in sorted(files, key=lambda name: (".dist-info/" in name, name)):  # as wheels have it: about last
+            entry = zipfile.ZipInfo(name, _EPOCH)
+            entry.create_system = 3  # Unix, wherever it is built: installers read the mode below
+            entry.external_attr = 0o100644 << 16
+            archive.writestr(entry, files[name])
+    return buffer.getvalue()

@@ -1,0 +1,90 @@
+# What SkyPilot runs first on a machine (bash, drivers given): an environment for node work, and this project in it.
+#
+# A prepared environment on the machine's image is used as it is, which saves minutes; else one is made with uv.
+# The project itself always comes from the controller's wheel, so that both sides are of one version. Running this
+# again is quick. Told by the environment: GRPO_ORCH_WHEEL (below the home folder, in a folder named by its digest),
+# GRPO_ORCH_PREPARED (where the image's environment is, /opt/grpo-orch/env by default).
+# shellcheck shell=bash
+set -euo pipefail
+
+say() { echo "grpo-orch setup: $*"; }
+fail() {
+    say "$*" >&2
+    exit 1
+}
+
+home=$HOME/.grpo-orch
+wheel=$HOME/${GRPO_ORCH_WHEEL:?grpo-orch setup: not set; a machine is set up by the controller}
+digest=$(basename "$(dirname "$wheel")")
+env=${GRPO_ORCH_PREPARED:-/opt/grpo-orch/env}
+code=$home/code/$digest
+[[ -f $wheel ]] || fail "$wheel is missing; the controller ships it with every launch"
+
+find_uv() {
+    local found
+    for found in "$HOME/.local/bin/uv" "$(command -v uv || true)" "$home/uv/bin/uv"; do
+        if [[ -x $found ]]; then
+            echo "$found"
+            return
+        fi
+    done
+    say "installing uv" >&2
+    python3 -m pip install --quiet --target "$home/uv" uv >&2 ||
+        fail "there is no uv, and pip cannot install it; put uv or a prepared environment on the image"
+    echo "$home/uv/bin/uv"
+}
+
+has_gpu() { [[ -e /dev/nvidiactl ]] || nvidia-smi -L >/dev/null 2>&1; }
+
+# vLLM's CPU build is linked against libnuma, and compiles kernels as it starts.
+install_system_packages() {
+    local root=(sudo) missing=()
+    [[ $(PATH=$PATH:/sbin:/usr/sbin ldconfig -p) == *libnuma.so.1* ]] || missing+=(libnuma1)
+    command -v g++ >/dev/null || missing+=(g++)
+    [[ ${#missing[@]} -eq 0 ]] && return
+    say "installing ${missing[*]}"
+    [[ $EUID -eq 0 ]] && root=()
+    { "${root[@]}" apt-get update -q && "${root[@]}" apt-get install -yq "${missing[@]}"; } >/dev/null ||
+        fail "${missing[*]} cannot be installed with apt-get; put it on the image"
+}
+
+make_environment() {
+    local extra=node uv torch=()
+    if ! has_gpu; then
+        extra=node-cpu
+        torch=(--torch-backend cpu) # PyTorch's builds without CUDA are not on PyPI; uv knows where they are
+    fi
+    if [[ $(cat "$env/.made-of" 2>/dev/null) == "$digest $extra" ]]; then
+        say "the environment is there"
+        return
+    fi
+    uv=$(find_uv)
+    [[ $extra == node ]] || install_system_packages
+    say "making the environment with grpo-orch[$extra]; this takes minutes"
+    "$uv" venv --quiet --allow-existing --seed --python 3.11 "$env" || fail "uv cannot make an environment in $env"
+    "$uv" pip install --quiet --python "$env/bin/python" "${torch[@]}" "grpo-orch[$extra] @ file://$wheel" ||
+        fail "uv cannot install grpo-orch[$extra]; its reason is above"
+    if [[ $extra == node-cpu ]]; then
+        # They are built against another torch and break `import transformers`; nothing here uses them.
+        "$uv" pip uninstall --quiet --python "$env/bin/python" torchvision torchaudio torchcodec
+    fi
+    echo "$digest $extra" >"$env/.made-of"
+}
+
+if [[ -x $env/bin/python ]]; then
+    say "using the prepared environment $env"
+else
+    env=$home/env
+    make_environment
+fi
+"$env/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "$env/bin/python does not run as Python 3.11 or newer"
+
+if [[ ! -d $code ]]; then
+    say "unpacking ${wheel##*/}, $digest"
+    mkdir -p "$home/code"
+    part=$(mktemp -d "$code.XXXXXX") # some homes are shared by machines
+    "$env/bin/python" -m zipfile -e "$wheel" "$part" || fail "$wheel cannot be unpacked"
+    mv -T "$part" "$code" 2>/dev/null || rm -rf "$part" # another was quicker
+fi
+say "ready"

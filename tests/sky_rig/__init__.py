@@ -1,0 +1,1 @@
+"""A cloud account on one machine, for tests: namespaces as machines, faults on command."""

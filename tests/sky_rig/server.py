@@ -1,0 +1,49 @@
+"""The account's process, in the rig's namespace: AWS's interfaces, the metadata service and the control port.
+
+Usage: python -m tests.sky_rig.server CONFIG, JSON with `folder`, `image`, `binds` and `links`. Says "ready".
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from moto.server import ThreadedMotoServer
+from werkzeug.serving import make_server
+
+from tests.sky_rig.account import AWS_PORT, furnish
+from tests.sky_rig.cloud import Cloud, install
+from tests.sky_rig.control import control_app
+from tests.sky_rig.machine import Hardware
+from tests.sky_rig.metadata import metadata_app
+from tests.sky_rig.network import HOST_ADDRESS, METADATA_ADDRESS
+
+CONTROL_PORT = 5601
+
+
+def main() -> None:
+    config = json.loads(Path(sys.argv[1]).read_text())
+    binds = tuple(Path(bind) for bind in config["binds"])
+    hardware = Hardware(Path(config["folder"]), Path(config["image"]), binds, config["links"])
+    cloud = Cloud(hardware)
+    install(cloud)
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)
+    ThreadedMotoServer(HOST_ADDRESS, AWS_PORT, verbose=False).start()
+    _serve(METADATA_ADDRESS, 80, metadata_app(cloud))
+    _serve("127.0.0.1", CONTROL_PORT, control_app(cloud))
+    furnish()
+    print("ready", flush=True)
+    threading.Event().wait()
+
+
+def _serve(host: str, port: int, app: Any) -> None:
+    server = make_server(host, port, app, threaded=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()
