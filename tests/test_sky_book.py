@@ -16,9 +16,7 @@ UP = Cluster(
     infra="aws/us-east-1/us-east-1a",
     spot=True,
     price_usd_per_h=0.4,
-    private_address="172.31.0.7",
     ssh_address=("198.18.0.7", 22),
-    launched_at_s=1000.0,
 )
 STARTING = replace(UP, state=ClusterState.STARTING)
 

@@ -59,7 +59,7 @@ class Table:
             raise self.fails
         zone = "aws/us-east-1/us-east-1a"
         spot = bool(work.resources["use_spot"])
-        self.table[name] = Cluster(name, ClusterState.UP, zone, spot, 0.4, "172.31.0.7", None, 1000.0)
+        self.table[name] = Cluster(name, ClusterState.UP, zone, spot, 0.4, None)
         return self.table[name]
 
     def run_again(self, name: str, _work: Work, _: float) -> None:
@@ -292,7 +292,7 @@ def test_another_controller_sets_the_machine_up_anew_before_it_runs_work_there(c
 
 def test_a_half_made_cluster_is_launched_again_under_its_name(clouds: Clouds):
     name = PREFIX + "trainer-0-i1"
-    clouds.sky.table[name] = Cluster(name, ClusterState.STARTING, "aws/us-east-1", False, 0.4, None, None, 1000.0)
+    clouds.sky.table[name] = Cluster(name, ClusterState.STARTING, "aws/us-east-1", False, 0.4, None)
     cloud = clouds.open()
     machine = seen(cloud)["trainer-0-i1"]
     assert (machine.state, machine.attempt) == (MachineState.STARTING, 0)

@@ -14,9 +14,7 @@ from orchestrator.clouds.sky_suspicion import DEAD, Suspicions, accepts_connecti
 from orchestrator.clouds.sky_types import Cluster, ClusterState
 
 NAME = "grpo-tiny-1f2e3d4c-rollout-0-i1"
-UP = Cluster(
-    NAME, ClusterState.UP, "aws/us-east-1/us-east-1a", True, 0.4, "172.31.0.7", ("198.18.0.7", 22), 1000.0
-)
+UP = Cluster(NAME, ClusterState.UP, "aws/us-east-1/us-east-1a", True, 0.4, ("198.18.0.7", 22))
 INIT = replace(UP, state=ClusterState.STARTING)
 
 

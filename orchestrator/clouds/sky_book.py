@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.clouds.sky_types import Cluster, ClusterState
 
@@ -43,9 +43,7 @@ class Book:
     def entries(self) -> dict[str, Entry]:
         """A copy of what is known now."""
         with self._lock:
-            return {
-                name: Entry(e.cluster, e.was_up, e.attempt, e.lost, e.failed) for name, e in self._entries.items()
-            }
+            return {name: replace(entry) for name, entry in self._entries.items()}
 
     def being_made(self) -> list[str]:
         """The clusters of which nothing is known but that a call about them is under way."""

@@ -176,19 +176,20 @@ class SkyCloud:
     def _region_for(self, order: Order) -> str | None:
         """Where the machine has to be: nodes talk over private addresses, which do not reach another region.
 
-        Raises CloudUnavailable while that is not decided: by the run's other machines, trainer first.
+        Raises CloudUnavailable while no machine of the run is up, of which the trainer is the first.
         """
         if region := sole_region(self._spec):
             return region
-        for last in (False, True):
-            regions = [region_of(e.cluster.infra) for e in self._book.entries().values() if e.is_up]
-            if regions:
-                return regions[0]
-            if order.role is Role.TRAINER:
-                return None
-            if not last:
-                self._book.wait_for_change(REGION_WAIT_S)
+        if (region := self._present_region()) or order.role is Role.TRAINER:
+            return region
+        self._book.wait_for_change(REGION_WAIT_S)
+        if region := self._present_region():
+            return region
         raise CloudUnavailable(f"{order.node} waits for the trainer's region")
+
+    def _present_region(self) -> str | None:
+        up = (entry for entry in self._book.entries().values() if entry.is_up)
+        return next((region_of(entry.cluster.infra) for entry in up), None)
 
     def _look_for_silent_end(self, name: str, node: str) -> None:
         """Work that ended without a word, as when the set-up before it failed, has failed."""
@@ -252,10 +253,10 @@ class SkyCloud:
 @contextmanager
 def _told(call: str, node: str) -> Iterator[None]:
     """Log how long a call took, unless that is nothing."""
-    began_s = time.time()
+    began_s = time.monotonic()
     yield
-    if (seconds := time.time() - began_s) >= TOLD_FROM_S:
-        log.info("skypilot_called", call=call, node=node, at_s=round(began_s, 2), seconds=round(seconds, 2))
+    if (seconds := time.monotonic() - began_s) >= TOLD_FROM_S:
+        log.info("skypilot_called", call=call, node=node, seconds=round(seconds, 2))
 
 
 def _machine(node: str, entry: Entry, report: MachineReport | None) -> Machine:

@@ -24,9 +24,7 @@ class Cluster:
     infra: str
     spot: bool
     price_usd_per_h: float
-    private_address: str | None
     ssh_address: tuple[str, int] | None  # as SkyPilot reaches it from here; None where it goes another way
-    launched_at_s: float
     machine: str = ""
     on_demand_usd_per_h: float = 0.0
 

@@ -98,7 +98,7 @@ class SkyPilot:
         """
         _, handle = _ask(lambda: sdk.launch(_task(name, work), cluster_name=name), timeout_s)
         self._handles[name] = handle
-        return _cluster_of(name, ClusterState.UP, handle, time.time())
+        return _cluster_of(name, ClusterState.UP, handle)
 
     def run_again(self, name: str, work: Work, timeout_s: float) -> None:
         """Submit the work once more to a cluster that is up, without its set-up. Raises CloudRefused."""
@@ -300,21 +300,18 @@ def _record(name: str) -> Any:
 
 
 def _cluster(record: Any) -> Cluster:
-    return _cluster_of(record.name, _STATES[record.status], record.handle, float(record.launched_at))
+    return _cluster_of(record.name, _STATES[record.status], record.handle)
 
 
-def _cluster_of(name: str, state: ClusterState, handle: Any, launched_at_s: float) -> Cluster:
+def _cluster_of(name: str, state: ClusterState, handle: Any) -> Cluster:
     launched = handle.launched_resources
-    addresses = handle.cached_internal_ips
     return Cluster(
         name=name,
         state=state,
         infra=launched.infra.to_str(),
         spot=launched.use_spot,
         price_usd_per_h=float(launched.get_cost(3600)),
-        private_address=addresses[0] if addresses else None,
         ssh_address=_ssh_address(handle),
-        launched_at_s=launched_at_s,
         machine=launched.instance_type or "",
         on_demand_usd_per_h=float(launched.copy(use_spot=False).get_cost(3600)),
     )
