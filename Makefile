@@ -6,7 +6,7 @@ NODE := .venv-node/bin
 NODE_EXTRA ?= node-cpu
 BENCHES := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py)))
 
-.PHONY: demo test test-node test-controller soak check bench env node-env system-packages test-packages sky-image clean $(BENCHES)
+.PHONY: demo test test-node test-controller soak check bench env node-env system-packages test-packages haproxy sky-image clean $(BENCHES)
 
 env: .venv/.ready
 node-env: .venv-node/.ready
@@ -60,7 +60,7 @@ test-controller: env node-env test-packages
 	$(BIN)/python -m pytest tests --ignore tests/node --ignore tests/soak --durations=12
 
 # Any process, at any moment; KILLS=n how many, SEED=n to repeat one.
-soak: env node-env
+soak: env node-env test-packages
 	$(BIN)/python -m pytest -s tests/soak
 
 check: env
@@ -71,8 +71,18 @@ check: env
 
 bench: $(BENCHES)
 
+# What `make bench-gateway` measures beside our gateway; where it cannot be installed, the benchmark says so.
+bench-gateway: | haproxy
+haproxy:
+	@which haproxy >/dev/null || \
+		{ echo 'HAProxy is missing: installing it with apt-get'; apt-get update -q && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends haproxy; } || \
+		echo 'It could not be installed: the benchmark will not have it'
+
 $(BENCHES): bench-%: env node-env
 	$(BIN)/python -m benchmarks.$*
+
+bench-sky: test-packages
 
 clean:
 	rm -rf .venv .venv-node build *.egg-info examples/tiny/build

@@ -71,6 +71,13 @@ class MachineReport:
     at_s: float  # by this machine's own clock
 
 
+@dataclass(frozen=True, slots=True)
+class SecretMark:
+    """By which a machine knows whether it has the secret that the run's machines hold. It tells nothing of it."""
+
+    digest: str
+
+
 def create_run(store: Store, record: RunRecord) -> None:
     """Raises AlreadyExists when the store holds a run."""
     store.create(layout.RUN, to_json(record))
@@ -115,6 +122,15 @@ def drop_controller(store: Store) -> None:
     store.delete([layout.CONTROLLER])
 
 
+def write_secret_mark(store: Store, mark: SecretMark) -> None:
+    store.put(layout.SECRET, to_json(mark))
+
+
+def read_secret_mark(store: Store) -> SecretMark | None:
+    data = store.get_or_none(layout.SECRET)
+    return None if data is None else from_json(data, SecretMark, layout.SECRET)
+
+
 def write_gateway(store: Store, address: GatewayAddress) -> None:
     store.put(layout.GATEWAY, to_json(address))
 
@@ -142,6 +158,10 @@ def read_machine(store: Store, node: str) -> MachineReport | None:
     key = layout.machine(node)
     data = store.get_or_none(key)
     return None if data is None else from_json(data, MachineReport, key)
+
+
+def drop_machine(store: Store, node: str) -> None:
+    store.delete([layout.machine(node)])
 
 
 def write_trainer(store: Store, beat: Trainer) -> None:

@@ -12,6 +12,7 @@ from policies.vocabulary import PolicyVersion
 RUN = "run.json"  # the spec as validated, written once
 LEASE = "lease.json"  # who steers now; a courtesy, the journal is the lock
 CONTROLLER = "controller.json"  # the machine that the daemon lives on, where it has one of its own
+SECRET = "secret.json"  # a digest of the secret that the machines hold
 GATEWAY = "gateway.json"  # where the gateway listens
 MEMBERS = "members.json"  # what the gateway knows of the rollout nodes
 TRAINER = "trainer.json"  # the trainer's heartbeat

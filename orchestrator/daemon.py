@@ -22,8 +22,9 @@ from checkpoint.journal import Fenced, Journal
 from checkpoint.store import OPTIONS_ENV, Store
 from orchestrator.actuate import Actuator
 from orchestrator.clouds import open_cloud
+from orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from orchestrator.controller import Controller
-from orchestrator.home import run_token
+from orchestrator.home import run_token, token_mark
 from orchestrator.lease import RENEW_S, own_lease
 from orchestrator.observe import Observer
 from policies import exit_codes
@@ -35,12 +36,11 @@ log = structlog.get_logger()
 
 STORE_PATIENCE_S = 10.0  # within one tick; a store that is away for longer is met again at the next
 TROUBLE_WAIT_S = 5.0
+CLEAN_UP_S = 300.0  # AWS takes minutes to shut a large machine down
 
 
 def main() -> int:
-    structlog.configure(
-        processors=[*structlog.get_config()["processors"][:-1], structlog.processors.JSONRenderer()]
-    )
+    log_as_json()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for whoever watches
@@ -54,6 +54,18 @@ def main() -> int:
         return exit_codes.FAILED
 
 
+def log_as_json() -> None:
+    """From now on what is logged is a line of JSON, with the traceback of what was caught."""
+    structlog.configure(
+        processors=[
+            *structlog.get_config()["processors"][:-2],
+            structlog.processors.TimeStamper(fmt="iso"),  # to the microsecond, whatever the zone
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ]
+    )
+
+
 def steer(store: Store, reason: str, stop: threading.Event) -> int:
     """Take the run over and steer it to its end, or until `stop`. Raises Fenced, StoreError."""
     record = documents.read_run(store)
@@ -61,6 +73,8 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
     journal = Journal(store, f"{host}/{pid}")
     state = journal.take_over(time.time(), host, pid, reason)
     token = run_token(record.run_id)
+    if not state.nodes:
+        documents.write_secret_mark(store, token_mark(token))
     cloud = open_cloud(record, store)
 
     def environment_of(launch: Launch) -> dict[str, str]:
@@ -82,6 +96,8 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
     documents.write_lease(store, own_lease(journal.epoch, time.time()))
     try:
         _loop(store, controller, journal.epoch, stop)
+        if controller.finished:
+            _clean_up(store, cloud, journal.epoch, stop)
     finally:
         actuator.close()
         cloud.close()
@@ -114,6 +130,19 @@ def _loop(store: Store, controller: Controller, epoch: int, stop: threading.Even
         except Exception:  # the daemon's loop: a bug in one tick must not end the watching
             log.exception("tick_failed")
         stop.wait(wait_s)
+
+
+def _clean_up(store: Store, cloud: Cloud, epoch: int, stop: threading.Event) -> None:
+    """Have the cloud let go of what the machines shared, which may take it a while. Raises StoreError."""
+    deadline_s = time.monotonic() + CLEAN_UP_S
+    while not stop.is_set() and time.monotonic() < deadline_s:
+        try:
+            cloud.clean_up()
+            return
+        except CloudUnavailable as error:
+            log.warning("not_cleaned_up", error=str(error))
+        documents.write_lease(store, own_lease(epoch, time.time()))
+        stop.wait(TROUBLE_WAIT_S)
 
 
 if __name__ == "__main__":

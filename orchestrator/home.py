@@ -11,6 +11,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from checkpoint.documents import SecretMark
+
 
 def home() -> Path:
     """`$GRPO_ORCH_HOME`, else `grpo-orch` below the XDG state directory."""
@@ -35,7 +37,7 @@ def run_dir(run_id: str) -> Path:
 
 def run_token(run_id: str) -> str:
     """The run's bearer secret, made at the first call on this machine and kept in a file of mode 0600."""
-    path = run_dir(run_id) / "token"
+    path = token_file(run_id)
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -43,6 +45,22 @@ def run_token(run_id: str) -> str:
     with os.fdopen(handle, "w") as out:
         out.write(secrets.token_urlsafe(32))
     return path.read_text().strip()
+
+
+def known_token(run_id: str) -> str | None:
+    """The run's bearer secret, or None on a machine that does not have it."""
+    path = token_file(run_id)
+    return path.read_text().strip() if path.exists() else None
+
+
+def token_file(run_id: str) -> Path:
+    """Where `run_token` keeps it. To steer a run's machines from elsewhere, bring the file along."""
+    return run_dir(run_id) / "token"
+
+
+def token_mark(token: str) -> SecretMark:
+    """What the store may know of a secret of 256 random bits."""
+    return SecretMark(blake3(token.encode(), derive_key_context="grpo-orch 2026 a run's secret").hexdigest())
 
 
 def keep_store_options(store_url: str, options: Mapping[str, str]) -> None:

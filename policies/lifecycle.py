@@ -105,7 +105,7 @@ def _trainer_ended(tick: Tick, node: Node, machine: Machine, exit_code: int) -> 
 def _rollout(tick: Tick, node: Node) -> None:
     if node.phase is NodePhase.DRAINING:
         if tick.snapshot.now_s - node.since_s > NOTICE_TAKES_S:
-            tick.move(node, NodePhase.TERMINATING, "drained, and the cloud has not taken it back")
+            tick.move(node, NodePhase.TERMINATING, "drained, and its notice is over")
         return
     if node.attempt_ended_at_s is None:
         return

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from policies.recovery import Recovery
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
@@ -52,6 +54,7 @@ class RolloutSpec:
     vllm: dict[str, Any] = field(default_factory=dict)  # flags of `vllm serve` without their dashes
     env: dict[str, str] = field(default_factory=dict)  # environment of the vLLM process
     deadline_s: float = 3600.0  # how long a generation request may wait, an empty fleet included
+    recovery: Recovery = "continue"  # what a completion does whose node was lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,10 +21,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from policies.recovery import Recovery
+
 HEADER_BOOT = "X-Grpo-Boot"
 HEADER_POLICY = "X-Grpo-Policy"
 HOLD_S = 1.0  # how long the gateway holds an announcement; also the heartbeat
-SILENT_S = 3.0  # a member that has said nothing for so long is out
+SILENT_S = 2.5  # a member that has said nothing for so long is out
 STATUS_S = 2.0  # the gateway writes its status to the store at least so often
 
 
@@ -55,6 +57,7 @@ class Announce:
     address: str  # host:port of its vLLM
     policy: str | None  # the version it holds; None while on base weights
     max_requests: int = 256
+    draining: bool = False  # it will be taken: nothing new, please
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +88,19 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a trainer wants generated, at one policy version. `sampling` holds vLLM's completion parameters."""
+    """What a trainer wants generated. `sampling` holds vLLM's completion parameters.
+
+    A completion whose node is lost goes on elsewhere from the tokens that have arrived, or with `recovery: exact`
+    starts over; both give what the undisturbed one would have been. Nodes that hold a version at most
+    `max_staleness_steps` older than `policy` may serve as well; each completion says which one made it, all of it.
+    """
 
     policy: PolicyRef
     sampling: dict[str, Any]
     requests: list[CompletionRequest]
     deadline_s: float
+    recovery: Recovery = "continue"
+    max_staleness_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +118,8 @@ class Completion:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Where the batch is, a few times a second: tokens arrived at the gateway and kept so far, finished or not;
-    tokens thrown away because their node was lost, or before that with an asker who went away in mid batch;
-    members that hold the policy; requests that no member has taken."""
+    tokens thrown away with the node or, before this batch, the asker that was lost; members that may serve it;
+    requests that no member has taken."""
 
     tokens: int
     discarded: int
@@ -142,8 +152,18 @@ class MemberStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class MembershipChange:
+    """Something that happened to the table, and why. `seq` counts from 1, `at_s` from the gateway's start."""
+
+    seq: int
+    at_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayStatus:
-    """What the gateway knows, as it writes it to the store. Counters and `up_s` are since its own start.
+    """What the gateway knows, as it writes it to the store. Counters and `up_s` are since its own start; `changes`
+    are the last ones of the membership, the oldest first.
 
     `seq` grows with each writing. Who reads has another clock: that the number has grown between two looks is the
     proof that the gateway was alive between them.
@@ -158,3 +178,6 @@ class GatewayStatus:
     handovers: int = 0
     seq: int = 0
     up_s: float = 0.0
+    tokens_saved: int = 0  # kept when their request was handed over
+    tokens_replayed: int = 0  # computed again as a prompt, for requests that were handed over
+    changes: list[MembershipChange] = field(default_factory=list)

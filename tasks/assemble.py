@@ -61,6 +61,7 @@ def assemble(
         costs,
         run_seed=config.seed,
         deadline_s=spec.rollout.deadline_s,
+        recovery=spec.rollout.recovery,
     )
     client = FleetClient(rollouts)
     base_model = restored.base_model if restored is not None else None

@@ -14,7 +14,7 @@ import httpx
 import msgspec
 import structlog
 
-from checkpoint import documents
+from checkpoint import documents, identity
 from checkpoint.codec import to_json
 from checkpoint.errors import Corrupt
 from checkpoint.store import Store
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 RETRY_S = 0.5  # between two looks for a gateway
 SILENT_S = 10.0  # the gateway reports several times a second: one that says nothing for so long is gone
 SAY_WAITING_S = 10.0
-FATAL_STATUS = frozenset({400, 401, 403, 422})  # the gateway understood, and asking again will not help
+FATAL_STATUS = frozenset({400, 401, 403, 413, 415, 422})  # the gateway understood, and asking again will not help
 
 _decoder = msgspec.json.Decoder(BatchLine)
 NOTHING = Progress(tokens=0, discarded=0, members=0, waiting=0)
@@ -64,7 +64,8 @@ class GatewayClient:
         # the environment names are not for it.
         headers = {"Authorization": f"Bearer {token}"}
         timeout = httpx.Timeout(SILENT_S, connect=5.0)
-        self._http = httpx.Client(headers=headers, timeout=timeout, trust_env=False)
+        tls = identity.client_context(token)
+        self._http = httpx.Client(headers=headers, timeout=timeout, trust_env=False, verify=tls)
         self._heartbeat = heartbeat
 
     def complete(self, batch: Batch) -> Generated:

@@ -17,7 +17,7 @@ from pathlib import Path
 import aiohttp
 import structlog
 
-from checkpoint import manifest
+from checkpoint import identity, manifest
 from checkpoint.errors import Corrupt, StoreError
 from checkpoint.store import Store
 from policies import exit_codes
@@ -28,7 +28,7 @@ from tasks.children import adopt_orphans
 from tasks.gateway_link import GatewayLink, GatewayUnreachable
 from tasks.machine_setup import set_up
 from tasks.node_env import NodeEnv, read_node_env, read_run_here
-from tasks.vllm_server import Server, ServerFailed
+from tasks.vllm_server import Server, ServerFailed, Unfit
 
 log = structlog.get_logger()
 
@@ -39,7 +39,7 @@ NOTICE_POLL_S = 0.25
 
 
 class GaveUp(Exception):
-    """vLLM does not come up here."""
+    """vLLM does not come up here, or is not fit for the run."""
 
 
 class Agent:
@@ -77,7 +77,10 @@ class Agent:
         failed = 0
         while True:
             try:
-                server = await vllm_server.start(self._spec, self._env.host, self._env.token, self._http)
+                server = await vllm_server.start(self._spec, self._env, self._http)
+            except Unfit as error:
+                log.error("vllm_unfit", why=str(error), hint="set rollout.recovery: exact in run.yaml")
+                raise GaveUp(str(error)) from error
             except ServerFailed as error:
                 failed += 1
                 log.error("vllm_did_not_start", start=failed, of=STARTS_MAX, why=str(error))
@@ -176,7 +179,8 @@ class Agent:
         self._say()
 
     def _announcement(self, server: Server) -> Announce:
-        return Announce(server.boot_id, server.address, self._policy, vllm_server.max_requests_of(self._spec))
+        requests = vllm_server.max_requests_of(self._spec)
+        return Announce(server.boot_id, server.address, self._policy, requests, self._leaving)
 
     def _say(self) -> None:
         self._changed.set()
@@ -190,7 +194,8 @@ def _keep_only(folder: Path) -> None:
 
 async def serve(env: NodeEnv, spec: RunSpec, store: Store) -> int:
     """Run the agent until SIGTERM. Returns the exit code."""
-    async with aiohttp.ClientSession() as http:
+    tls = aiohttp.TCPConnector(ssl=identity.client_context(env.token))  # for the URLs that say https
+    async with aiohttp.ClientSession(connector=tls) as http:
         work = asyncio.ensure_future(Agent(env, spec, store, http).run())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -11,6 +11,7 @@ from checkpoint import layout, rollouts
 from checkpoint.errors import Corrupt
 from checkpoint.rollouts import Rollout
 from checkpoint.store import Store
+from policies.recovery import Recovery
 from policies.seeds import request_seed
 from policies.vocabulary import PolicyVersion
 from policies.wire import Batch, CompletionRequest, PolicyRef
@@ -35,6 +36,7 @@ class RolloutSource:
         costs: charged for each call.
         run_seed: GRPOConfig's `seed`.
         deadline_s: how long a call may go without a token.
+        recovery: what a completion does whose node is lost.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class RolloutSource:
         *,
         run_seed: int,
         deadline_s: float,
+        recovery: Recovery = "continue",
     ) -> None:
         self._store = store
         self._gateway = gateway
@@ -53,6 +56,7 @@ class RolloutSource:
         self._costs = costs
         self._run_seed = run_seed
         self._deadline_s = deadline_s
+        self._recovery = recovery
         self._version = PolicyVersion(-1, -1)
         self._calls = {True: 0, False: 0}  # made at that version, training and evaluation
         self._stored: frozenset[str] | None = None  # records of earlier trainers, once they are asked for
@@ -79,7 +83,7 @@ class RolloutSource:
         rollout = self._journalled(version, call, digest)
         replayed = rollout is not None
         if rollout is None:
-            batch = Batch(publish(), sampling, requests, self._deadline_s)
+            batch = Batch(publish(), sampling, requests, self._deadline_s, self._recovery)
             got = self._gateway.complete(batch)
             rollout = Rollout(
                 rollouts.SCHEMA, str(version), call, digest, got.completions, got.discarded, got.wait_s

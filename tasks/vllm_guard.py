@@ -2,8 +2,9 @@
 
 It answers for what the node may be asked: a completion is let through only if it is meant for this boot and for
 the policy that is loaded at that moment, and a change of weights first ends every completion that runs, so that
-none is ever made of two policies. Changing weights is for the agent beside it alone. vLLM's development endpoints,
-which do the same for anyone, are not needed, and every path that is not named here does not exist.
+none is ever made of two policies. Changing weights, or how tokens are drawn, is for the agent beside it alone.
+vLLM's development endpoints, which do the same for anyone, are not needed, and every path that is not named here
+does not exist.
 
 The engine is reached as vLLM's own endpoints reach it, through `app.state.engine_client`; nothing of vLLM is
 imported. With more than one API server process (`--api-server-count`) only one of them would learn of new weights;
@@ -30,6 +31,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BODY_SIZE_MAX = 64 * 1024
+_COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 _LOOPBACK = ("127.0.0.1", "::1")
 
 
@@ -61,13 +63,16 @@ class Guard:
         match (scope["method"], scope["path"]):
             case ("PUT", "/grpo/policy") if agent:
                 await self._load(scope, receive, send)
+            case ("PUT", "/grpo/sampling") if agent:
+                said = await scope["app"].state.engine_client.collective_rpc("sample_by_position")
+                await _answer(send, 200, "; ".join(sorted(set(said) - {""})))
             case ("POST", "/v1/completions") if agent:  # the agent's trial, before anybody is let in
                 await self._app(scope, receive, send)
             case _ if not _bears(headers, self._token):
                 await _answer(send, 401, "")
             case ("GET", "/health"):
                 await self._app(scope, receive, send)
-            case ("POST", "/v1/completions"):
+            case ("POST", path) if path in _COMPLETIONS:
                 await self._complete(scope, receive, send, headers)
             case _:
                 await _answer(send, 404, "not an endpoint of a rollout node")

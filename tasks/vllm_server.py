@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,19 +21,25 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from checkpoint import identity
 from policies.spec import RunSpec
 from policies.wire import LoadPolicy
 from tasks.children import end_descendants, start_child
+from tasks.node_env import NodeEnv
 
 HEALTH_POLL_S = 0.25
 # The first request compiles kernels, which took 25 s on a cold machine; on a large model it may take longer.
 TRIAL_TIMEOUT_S = 600.0
+TRIAL_TOKENS = 8
+TRIALS = 3
 LOAD_TIMEOUT_S = 600.0
 STOP_S = 10.0
 # vLLM's own default, 5 s, closes connections that the gateway holds ready between two steps. Longer than the
 # gateway's limit, so that it is never the node that closes an idle one.
-KEEPALIVE_S = 75
+KEEPALIVE_S = 360
 MAX_REQUESTS = 256  # vLLM's `max_num_seqs`, where run.yaml does not set it
+
+PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size")
 
 # What run.yaml may change ...
 DEFAULTS: dict[str, Any] = {
@@ -47,6 +54,7 @@ FIXED: dict[str, Any] = {
     "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
     "served-model-name": "policy",
     "middleware": "tasks.vllm_guard.Guard",
+    "worker-extension-cls": "tasks.vllm_sampling.PositionSampling",
 }
 
 
@@ -54,12 +62,17 @@ class ServerFailed(Exception):
     """The server ended, or did not do what was asked: start another."""
 
 
+class Unfit(Exception):
+    """This vLLM cannot do what run.yaml asks of it, and another start would not change that."""
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """One boot of vLLM that is up."""
 
     boot_id: str
-    address: str
+    address: str  # host and port
+    url: str
     process: subprocess.Popen[bytes]
     _secret: str
     _http: aiohttp.ClientSession
@@ -71,8 +84,34 @@ class Server:
 
     async def try_out(self) -> None:
         """Have it make a few tokens from its base weights, for nobody. Raises ServerFailed."""
-        body = {"model": "policy", "prompt": [0, 0], "max_tokens": 4, "seed": 0, "logprobs": 0, "temperature": 1.0}
-        await self._ask("POST", "/v1/completions", json.dumps(body).encode(), 200, TRIAL_TIMEOUT_S)
+        await self._trial(0, [])
+
+    async def sample_by_position(self) -> None:
+        """Have it draw each token by seed and position, and try that a completion that is cut goes on as it would
+        have without the cut. Raises Unfit, ServerFailed."""
+        if reason := await self._ask("PUT", "/grpo/sampling", b"", 200, TRIAL_TIMEOUT_S):
+            raise Unfit(reason.decode())
+        for seed in range(TRIALS):  # once is enough: at low precision two tokens may be as good as equally likely
+            whole = await self._trial(seed, [])
+            if await self._trial(seed, whole[: TRIAL_TOKENS // 2]) == whole[TRIAL_TOKENS // 2 :]:
+                return
+        raise Unfit(f"{TRIALS} completions that were cut went on otherwise than the whole ones")
+
+    async def _trial(self, seed: int, begun: list[int]) -> list[int]:
+        """The rest of a completion of `TRIAL_TOKENS` tokens, behind those that are given."""
+        body = {
+            "model": "policy",
+            "prompt": [0, 0, *begun],
+            "max_tokens": TRIAL_TOKENS - len(begun),
+            "ignore_eos": True,
+            "seed": seed,
+            "logprobs": 0,
+            "temperature": 2.0,  # as hot as it may be: the draws decide, not the weights
+            "return_token_ids": True,
+        }
+        made = await self._ask("POST", "/v1/completions", json.dumps(body).encode(), 200, TRIAL_TIMEOUT_S)
+        tokens: list[int] = json.loads(made)["choices"][0]["token_ids"]
+        return tokens
 
     async def ended(self) -> int:
         """Return its exit code once it has ended."""
@@ -82,49 +121,62 @@ class Server:
         """End it and all that it started."""
         await asyncio.to_thread(stop, self.process)
 
-    async def _ask(self, method: str, path: str, body: bytes, status: int, timeout_s: float) -> None:
+    async def _ask(self, method: str, path: str, body: bytes, status: int, timeout_s: float) -> bytes:
         headers = {"Authorization": f"Bearer {self._secret}", "Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        url = f"http://{self.address}{path}"
+        url = f"{self.url}{path}"
         try:
             async with self._http.request(method, url, data=body, headers=headers, timeout=timeout) as answer:
-                said = (await answer.read())[:500]
+                said = await answer.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerFailed(f"{method} {path}: {str(error) or type(error).__name__}") from error
         if answer.status != status:
-            raise ServerFailed(f"{method} {path}: {answer.status} {said.decode(errors='replace')}")
+            raise ServerFailed(f"{method} {path}: {answer.status} {said[:500].decode(errors='replace')}")
+        return said
 
 
-async def start(spec: RunSpec, host: str, token: str, http: aiohttp.ClientSession) -> Server:
-    """Start a server and return once it has made its first tokens. Raises ServerFailed."""
-    boot_id, secret, port = secrets.token_hex(8), secrets.token_hex(32), _free_port(host)
+async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession) -> Server:
+    """Start a server and return once it has made its first tokens. Raises ServerFailed, Unfit."""
+    try:
+        boot_id, secret, port = secrets.token_hex(8), secrets.token_hex(32), _free_port(node.host)
+    except OSError as error:
+        raise ServerFailed(f"no free port on {node.host}: {error}") from error
+    pem = None
+    if identity.protects(node.host):
+        pem = Path(node.workdir) / "identity.pem"
+        identity.write_pem(node.token, pem)
     env = {
         **os.environ,
+        **light_env(spec),
         **spec.rollout.env,
-        "GRPO_ORCH_TOKEN": token,
+        "GRPO_ORCH_TOKEN": node.token,
         "GRPO_ORCH_BOOT": boot_id,
         "GRPO_ORCH_NODE_SECRET": secret,
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEPALIVE_S),
         "SPT_NOENV": "1",  # vLLM's engine renames itself; without this it would overwrite its environment
     }
-    argv = [sys.executable, "-m", "tasks.leash", sys.executable, *argv_of(spec, host, port)]
+    argv = [sys.executable, "-m", "tasks.leash", sys.executable, *argv_of(spec, node.host, port, pem)]
     # The leash needs a signal that it can act upon: it ends vLLM's processes, then itself.
     process = start_child(argv, env, death_signal=signal.SIGTERM)
-    server = Server(boot_id, f"{_in_url(host)}:{port}", process, secret, http)
+    where = identity.address(node.host, port), identity.url(node.host, port)
+    server = Server(boot_id, *where, process, secret, http)
     try:
-        await _until_healthy(server, token, http)
-        await server.try_out()
+        await _until_healthy(server, node.token, http)
+        await (server.sample_by_position() if spec.rollout.recovery == "continue" else server.try_out())
     except BaseException:
         await server.stop()
         raise
     return server
 
 
-def argv_of(spec: RunSpec, host: str, port: int) -> list[str]:
-    """The interpreter's arguments that start vLLM for this run."""
-    user = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items()}
-    flags = {**DEFAULTS, **user, **FIXED, "model": model_of(spec), "host": host, "port": port}
-    return ["-m", "vllm.entrypoints.openai.api_server", *flags_of(flags)]
+def argv_of(spec: RunSpec, host: str, port: int, pem: Path | None) -> list[str]:
+    """The interpreter's arguments that start vLLM for this run, under mutual TLS with the identity in `pem`."""
+    flags = {**DEFAULTS, **light_flags(spec), **_user_flags(spec), **FIXED}
+    flags |= {"model": model_of(spec), "host": host, "port": port}
+    if pem is not None:
+        flags |= {"ssl-keyfile": pem, "ssl-certfile": pem, "ssl-ca-certs": pem}
+        flags["ssl-cert-reqs"] = int(ssl.CERT_REQUIRED)
+    return ["-m", "tasks.vllm_main", *flags_of(flags)]
 
 
 def flags_of(flags: dict[str, Any]) -> list[str]:
@@ -146,6 +198,26 @@ def flags_of(flags: dict[str, Any]) -> list[str]:
     return argv
 
 
+def light_flags(spec: RunSpec) -> dict[str, Any]:
+    """Flags that spare a process of the CPU build.
+
+    It starts one for the worker, to bind its threads to cores. Where it is told to bind none, the engine may be
+    the worker, as it is on one GPU: of 35 s of CPU time at each start 15 went into that process's imports.
+    """
+    flags = _user_flags(spec)
+    env = {**os.environ, **spec.rollout.env}
+    if env.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind" or any(flags.get(name, 1) != 1 for name in PARALLEL):
+        return {}
+    return {"distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
+
+
+def light_env(spec: RunSpec) -> dict[str, str]:
+    """Environment that spares the CPU build a compilation where run.yaml wants none: vLLM compiles one small
+    function even so, in 25 s of CPU time on a new machine, and in 3 on one where it did so before."""
+    eager = _user_flags(spec).get("enforce-eager") is True
+    return {"TORCHDYNAMO_DISABLE": "1"} if eager and light_flags(spec) else {}
+
+
 def model_of(spec: RunSpec) -> str:
     """The model's folder, found from the folder of run.yaml, or its name on the hub."""
     folder = Path(spec.workdir) / spec.trainer.model
@@ -154,8 +226,11 @@ def model_of(spec: RunSpec) -> str:
 
 def max_requests_of(spec: RunSpec) -> int:
     """How many requests the server takes at a time."""
-    flags = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items()}
-    return int(flags.get("max-num-seqs") or MAX_REQUESTS)
+    return int(_user_flags(spec).get("max-num-seqs") or MAX_REQUESTS)
+
+
+def _user_flags(spec: RunSpec) -> dict[str, Any]:
+    return {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items()}
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -173,7 +248,7 @@ async def _until_healthy(server: Server, token: str, http: aiohttp.ClientSession
     headers = {"Authorization": f"Bearer {token}"}
     while server.process.poll() is None:
         try:
-            async with http.get(f"http://{server.address}/health", headers=headers) as answer:
+            async with http.get(f"{server.url}/health", headers=headers) as answer:
                 if answer.status == 200:
                     return
         except (aiohttp.ClientError, OSError):
@@ -187,7 +262,3 @@ def _free_port(host: str) -> int:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
         sock.bind((host, 0))
         return int(sock.getsockname()[1])
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 import msgspec
 
-from checkpoint import documents
+from checkpoint import documents, identity
 from checkpoint.store import Store
 from policies.wire import (
     Batch,
@@ -28,7 +28,7 @@ from policies.wire import (
     PolicyRef,
     Progress,
 )
-from tests.fake_vllm import expected
+from tests.fake_vllm import completion
 
 TOKEN = "the-run's-secret"
 PATIENCE_S = 20.0
@@ -59,12 +59,15 @@ class Rig:
     """One run's data plane below `folder`."""
 
     folder: Path
+    host: str = "127.0.0.1"
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.store = Store(f"file://{self.folder}/store")
         self.env = {**os.environ, "GRPO_ORCH_RUN": self.store.url, "GRPO_ORCH_TOKEN": TOKEN}
-        self.http = httpx.Client(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S)
+        self.env["GRPO_ORCH_GATEWAY_HOST"] = self.host
+        tls, headers = identity.client_context(TOKEN), {"Authorization": f"Bearer {TOKEN}"}
+        self.http = httpx.Client(headers=headers, timeout=PATIENCE_S, verify=tls)
 
     def spawn(self, *argv: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen([sys.executable, *argv], env=self.env)
@@ -138,13 +141,24 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def make_batch(version: str, *, requests: int = 32, max_tokens: int = 16, deadline_s: float = 60.0) -> Batch:
+def make_batch(
+    version: str,
+    *,
+    requests: int = 32,
+    max_tokens: int = 16,
+    deadline_s: float = 60.0,
+    recovery: Literal["continue", "exact"] = "continue",
+    max_staleness_steps: int = 0,
+    **sampling: object,
+) -> Batch:
     """Requests in groups of eight, as a trainer makes them."""
     return Batch(
         policy=PolicyRef(version, f"policies/{version}"),
-        sampling={"temperature": 1.0, "max_tokens": max_tokens},
+        sampling={"temperature": 1.0, "max_tokens": max_tokens, **sampling},
         requests=[CompletionRequest(i, [1, 2, 3 + i // 8], seed=1000 + i) for i in range(requests)],
         deadline_s=deadline_s,
+        recovery=recovery,
+        max_staleness_steps=max_staleness_steps,
     )
 
 
@@ -163,7 +177,8 @@ def check_complete(batch: Batch, heard: Heard) -> None:
     assert heard.end is not None
     assert [one.index for one in heard.completions] == [one.index for one in batch.requests]
     for request, got in zip(batch.requests, heard.completions, strict=True):
-        tokens, logprobs = expected(request.seed, request.prompt_token_ids, batch.sampling["max_tokens"])
-        assert (got.token_ids, got.logprobs) == (tokens, logprobs)
-        assert (got.policy, got.finish_reason) == (batch.policy.version, "length")
+        body = {**batch.sampling, "seed": request.seed}
+        tokens, logprobs, reason = completion(body, request.prompt_token_ids)
+        assert (got.token_ids, got.logprobs, got.finish_reason) == (tokens, logprobs, reason)
+        assert got.policy == batch.policy.version
     assert heard.end.tokens == sum(len(one.token_ids) for one in heard.completions)

@@ -20,7 +20,7 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         "unknown key",
         [("replicas: 2", "replica: 2"), (DROP, "")],
         [
-            'run.yaml:16: rollout.replica: unknown key; expected one of deadline_s, env, replicas, resources, setup, vllm; did you mean "replicas"?'
+            'run.yaml:16: rollout.replica: unknown key; expected one of deadline_s, env, recovery, replicas, resources, setup, vllm; did you mean "replicas"?'
         ],
     ),
     (
@@ -186,6 +186,13 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         [("max_completion_length: 16", "max_completion_length: 256")],
         [
             "run.yaml:17: rollout.vllm.max-model-len: 256 leaves no room for a prompt: grpo.max_completion_length is 256; expected more than that"
+        ],
+    ),
+    (
+        "guessed tokens, and completions that go on elsewhere",
+        [("max-model-len: 256", "max-model-len: 256, spec-method: ngram")],
+        [
+            "run.yaml:17: rollout.vllm.spec-method: speculative decoding draws by what it guessed, so no completion can go on at another node; expected rollout.recovery: exact with it"
         ],
     ),
     (

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import pytest
@@ -33,13 +34,16 @@ def until_tokens(lines: Iterator[BatchLine]) -> list[BatchLine]:
     raise AssertionError("the batch ended before a progress line with tokens in it")
 
 
-def test_one_of_two_nodes_is_killed_with_requests_in_flight(rig: Rig) -> None:
+@pytest.mark.parametrize("recovery", ["continue", "exact"])
+def test_one_of_two_nodes_is_killed_with_requests_in_flight(
+    rig: Rig, recovery: Literal["continue", "exact"]
+) -> None:
     victim = rig.node("rollout-0", event_s=0.2)
     rig.node("rollout-1", event_s=0.2)
     rig.until_members("rollout-0", "rollout-1")
     rig.complete(make_batch("0-0", requests=2, max_tokens=1))
     until("both serving", lambda: all(one.serving for one in rig.status().members))
-    batch = make_batch("0-0")
+    batch = make_batch("0-0", recovery=recovery)
     lines = rig.ask(batch)
     read = until_tokens(lines)
     kill(victim)
@@ -47,9 +51,18 @@ def test_one_of_two_nodes_is_killed_with_requests_in_flight(rig: Rig) -> None:
     check_complete(batch, heard)
     assert {one.node for one in heard.completions} == {"rollout-1"}
     assert heard.end is not None
-    assert heard.end.discarded > 0
-    told = until("every handover", lambda: (status := rig.status()).handovers >= 16 and status)
-    assert (told.handovers, told.tokens_discarded) == (16, heard.end.discarded)
+    told = until("every handover", lambda: (status := rig.status()).handovers >= 8 and status)
+    if recovery == "exact":
+        assert heard.end.discarded == told.tokens_discarded > 0
+        assert told.tokens_saved == 0
+        assert max(line["prompt"] for line in rig.seen("rollout-1")) == 3
+    else:
+        assert heard.end.discarded == told.tokens_discarded == 0
+        assert told.tokens_saved > 0
+        moved = [line for line in rig.seen("rollout-1") if line["prompt"] > 3]
+        assert {line["prompt"] + line["max_tokens"] for line in moved} == {3 + 16}
+        replayed = sum(line["prompt"] for line in moved)
+        until("what was replayed", lambda: rig.status().tokens_replayed >= replayed)
 
 
 def test_all_nodes_are_killed_and_the_batch_waits_for_their_successors(rig: Rig) -> None:

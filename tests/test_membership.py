@@ -1,19 +1,23 @@
-"""The membership table: a truth table of single occurrences, and any sequence of them against a plain model."""
+"""The membership table: a truth table of single occurrences. Sequences of them: `test_membership_property`."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from policies.membership import TOGETHER_REQUESTS, Membership
+from policies.membership import (
+    EASE_IN_REQUESTS,
+    REPLAY_TOKENS_MAX,
+    TOGETHER_REQUESTS,
+    Load,
+    Membership,
+    Row,
+    Wanted,
+)
 from policies.wire import SILENT_S, Announce
 
-NODES = ("a", "b", "c")
-POLICIES = ("0-1", "0-2")
+ONE = Load("p")
 
 
 def say(boot_id: str, policy: str | None = "0-1", max_requests: int = 4) -> Announce:
@@ -28,9 +32,13 @@ def table() -> Membership:
     return table
 
 
+def choose(table: Membership, policy: str = "0-1", load: Load = ONE, avoid: str | None = None) -> Row | None:
+    return table.choose(Wanted(policy), load, avoid)
+
+
 def test_each_occurrence_gives_its_reason(table: Membership) -> None:
     assert table.announce("b", say("y", None), 0.0).reason == "b: joined as boot y, holds base weights"
-    assert table.announce("b", say("y", "0-1"), 0.5).reason == "b: holds 0-1, before: None"
+    assert table.announce("b", say("y", "0-1"), 0.5).reason == "b: holds 0-1, before: base weights"
     assert table.announce("b", say("z", None), 0.6).reason == "b: boot z in place of y, holds base weights"
     assert table.announce("b", say("y", "0-1"), 0.7).reason == "b: boot y is over and was not let in"
     assert table.drain("a").reason == "a: drains, 0 requests running"
@@ -38,13 +46,33 @@ def test_each_occurrence_gives_its_reason(table: Membership) -> None:
     assert table.leave("b", "z").reason == "b: left"
     assert table.leave("b", "z").reason == "b: boot z left; it was no member"
     assert table.expire(9.0).reason == "nobody is silent"
+    assert table.remove("b").reason == "b: to be removed; it was no member"
+
+
+def test_news_is_what_changes_the_table(table: Membership) -> None:
+    term = table.rows[0].term
+    assert not table.announce("a", say("x"), 0.5).news
+    assert table.announce("a", say("x", "0-2"), 0.5).news
+    assert table.doubt("a", term, "reset").news
+    assert not table.doubt("a", term, "reset").news
+    assert table.announce("a", say("x", "0-2"), 0.6).reason == "a: holds 0-2, no longer in doubt"
+    assert table.muted("a", term, "timed out").news
+    assert not table.muted("a", term, "timed out").news
+    assert not table.announce("a", say("x", "0-2"), 0.7).news
+    assert table.answered("a", term).news
+    assert not table.answered("a", term).news
+    assert table.drain("a").news
+    assert not table.drain("a").news
+    assert not table.expire(0.8).news
+    assert table.remove("a").news
+    assert not table.announce("a", say("x"), 0.9).news
 
 
 def test_only_the_exact_version_serves(table: Membership) -> None:
-    assert [row.node for row in table.serving("0-1")] == ["a"]
-    assert table.serving("0-2") == ()
+    assert [row.node for row in table.serving(Wanted("0-1"))] == ["a"]
+    assert table.serving(Wanted("0-2")) == ()
     table.announce("a", say("x", None), 0.1)
-    assert table.choose("0-1", "p") is None
+    assert choose(table) is None
 
 
 def test_a_new_boot_ends_the_term_and_the_old_boot_cannot_come_back(table: Membership) -> None:
@@ -60,7 +88,7 @@ def test_a_lost_connection_ends_the_term_and_the_same_boot_may_come_back(table: 
     assert table.rows == ()
     table.announce("a", say("x"), 0.1)
     assert table.rows[0].term != term
-    assert table.choose("0-1", "p") is not None
+    assert choose(table) is not None
 
 
 def test_silence_ends_the_term_just_after_the_limit(table: Membership) -> None:
@@ -69,171 +97,192 @@ def test_silence_ends_the_term_just_after_the_limit(table: Membership) -> None:
 
 
 def test_a_drained_node_gets_nothing_on_any_boot_but_keeps_what_runs(table: Membership) -> None:
-    table.started("a", "p")
+    table.started("a", ONE)
     assert table.drain("a").ended == ()
-    assert table.choose("0-1", "p") is None
+    assert choose(table) is None
     table.announce("a", say("y"), 0.1)
-    assert table.choose("0-1", "p") is None
+    assert choose(table) is None
 
 
 def test_doubt_lasts_until_the_next_announcement(table: Membership) -> None:
     table.doubt("a", table.rows[0].term, "reset")
-    assert table.choose("0-1", "p") is None
+    assert choose(table) is None
     table.announce("a", say("x"), 0.1)
-    assert table.choose("0-1", "p") is not None
+    assert choose(table) is not None
 
 
 def test_the_end_of_a_request_of_an_earlier_term_changes_nothing(table: Membership) -> None:
     term = table.rows[0].term
-    table.started("a", "p")
+    table.started("a", ONE)
     table.connection_lost("a", "x")
     table.announce("a", say("x"), 0.1)
-    table.finished("a", term)
+    table.finished("a", term, ONE, begun=False)
     assert table.rows[0].running == 0
 
 
 def test_the_node_where_it_failed_is_taken_only_for_want_of_another(table: Membership) -> None:
-    chosen = table.choose("0-1", "p", avoid="a")
+    chosen = choose(table, avoid="a")
     assert chosen is not None
     assert chosen.node == "a"
     table.announce("b", say("y"), 0.0)
-    chosen = table.choose("0-1", "p", avoid="a")
+    chosen = choose(table, avoid="a")
     assert chosen is not None
     assert chosen.node == "b"
+
+
+def eased_in(table: Membership, node: str) -> None:
+    table.announce(node, say(f"boot-{node}", max_requests=1000), 0.0)
+    term = table.rows[-1].term
+    for _ in range(1000):
+        table.first_token(node, term, Load(None))
+    assert table.rows[-1].allowed == 1000
 
 
 def test_groups_stay_together_until_one_member_has_much_more_than_another() -> None:
     table = Membership()
     for node in ("a", "b"):
-        table.announce(node, say(f"boot-{node}", max_requests=1000), 0.0)
+        eased_in(table, node)
     for group in range(4):
         for _ in range(8):
-            row = table.choose("0-1", group)
+            row = choose(table, load=Load(group, 100))
             assert row is not None
-            table.started(row.node, group)
+            table.started(row.node, Load(group, 100))
     assert Counter({row.node: row.running for row in table.rows}) == {"a": 16, "b": 16}
     for _ in range(100):  # one prompt with a very large group
-        row = table.choose("0-1", "large")
+        row = choose(table, load=Load("large", 100))
         assert row is not None
-        table.started(row.node, "large")
+        table.started(row.node, Load("large", 100))
         low, high = sorted(one.running for one in table.rows)
         assert high - low <= TOGETHER_REQUESTS
 
 
-class AnySequence(RuleBasedStateMachine):
-    """The model: who was last heard when, as what, and whether anything since then put it out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = Membership()
-        self.now_s = 0.0
-        self.members: dict[str, Announce] = {}
-        self.seen_s: dict[str, float] = {}
-        self.boots = dict.fromkeys(NODES, 0)
-        self.over: set[str] = set()
-        self.draining: set[str] = set()
-        self.doubted: set[str] = set()
-        self.running: list[tuple[str, int]] = []  # node, term
-
-    def lose(self, node: str) -> None:
-        del self.members[node]
-        self.doubted.discard(node)
-
-    def check_ended(self, ended: tuple[int, ...], terms: dict[str, int], lost: set[str]) -> None:
-        assert set(ended) == {terms[node] for node in lost}
-
-    def terms(self) -> dict[str, int]:
-        return {row.node: row.term for row in self.table.rows}
-
-    @rule(node=st.sampled_from(NODES), policy=st.sampled_from((None, *POLICIES)), back=st.integers(0, 2))
-    def announce(self, node: str, policy: str | None, back: int) -> None:
-        boot_id = f"{node}{max(0, self.boots[node] - back)}"
-        said, terms = say(boot_id, policy, max_requests=2), self.terms()
-        replaced = node in self.members and self.members[node].boot_id != boot_id and boot_id not in self.over
-        change = self.table.announce(node, said, self.now_s)
-        self.check_ended(change.ended, terms, {node} if replaced else set())
-        if boot_id in self.over:
-            return
-        if replaced:
-            self.over.add(self.members[node].boot_id)
-        self.members[node], self.seen_s[node] = said, self.now_s
-        self.doubted.discard(node)
-
-    @rule(node=st.sampled_from(NODES))
-    def reboot(self, node: str) -> None:
-        self.boots[node] += 1
-
-    @rule(step_s=st.floats(0.0, 2.0))
-    def time_passes(self, step_s: float) -> None:
-        self.now_s += step_s
-        terms = self.terms()
-        silent = {node for node in self.members if self.now_s - self.seen_s[node] > SILENT_S}
-        self.check_ended(self.table.expire(self.now_s).ended, terms, silent)
-        for node in silent:
-            self.lose(node)
-
-    @rule(node=st.sampled_from(NODES), back=st.integers(0, 1), leaves=st.booleans())
-    def goes(self, node: str, back: int, leaves: bool) -> None:
-        boot_id, terms = f"{node}{max(0, self.boots[node] - back)}", self.terms()
-        here = node in self.members and self.members[node].boot_id == boot_id
-        change = self.table.leave(node, boot_id) if leaves else self.table.connection_lost(node, boot_id)
-        self.check_ended(change.ended, terms, {node} if here else set())
-        if leaves:
-            self.over.add(boot_id)
-        if here:
-            self.lose(node)
-
-    @rule(node=st.sampled_from(NODES))
-    def drain(self, node: str) -> None:
-        assert self.table.drain(node).ended == ()
-        self.draining.add(node)
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), failed=st.booleans())
-    def request_ends(self, data: st.DataObject, failed: bool) -> None:
-        node, term = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.table.finished(node, term)
-        if failed:
-            self.table.doubt(node, term, "reset")
-            if self.terms().get(node) == term:
-                self.doubted.add(node)
-
-    @rule(policy=st.sampled_from(POLICIES), group=st.integers(0, 2), avoid=st.sampled_from((None, *NODES)))
-    def request(self, policy: str, group: int, avoid: str | None) -> None:
-        able = self.able(policy)
-        row = self.table.choose(policy, group, avoid)
-        if not able:
-            assert row is None
-            return
+def test_the_next_request_goes_where_the_fewest_tokens_are_to_be_made() -> None:
+    table = Membership()
+    for node in ("a", "b"):
+        eased_in(table, node)
+    table.started("a", Load("long", 1000))
+    for n in range(9):
+        row = choose(table, load=Load(n, 100))
         assert row is not None
-        assert row.node in able
-        assert row.node != avoid or able == {avoid}
-        self.table.started(row.node, group)
-        self.running.append((row.node, row.term))
-
-    def able(self, policy: str) -> set[str]:
-        terms = self.terms()
-        load = Counter(node for node, term in self.running if terms.get(node) == term)
-        return {
-            node
-            for node, said in self.members.items()
-            if said.policy == policy
-            and node not in self.draining | self.doubted
-            and load[node] < said.max_requests
-        }
-
-    @invariant()
-    def the_table_is_the_model(self) -> None:
-        rows = {row.node: row for row in self.table.rows}
-        assert {node: (row.boot_id, row.policy) for node, row in rows.items()} == {
-            node: (said.boot_id, said.policy) for node, said in self.members.items()
-        }
-        counted = Counter(term for _, term in self.running)
-        assert all(row.running == counted[row.term] for row in rows.values())
-        assert all(not self.table.is_void(row.boot_id) for row in rows.values())
-        for policy in POLICIES:
-            assert {row.node for row in self.table.serving(policy)} >= self.able(policy)
+        assert row.node == "b"
+        table.started("b", Load(n, 100))
+    table.finished("a", table.rows[0].term, Load("long", 1000), begun=True)
+    row = choose(table, load=Load("next", 100))
+    assert row is not None
+    assert row.node == "a"
+    assert [(one.running, one.outstanding) for one in table.rows] == [(0, 0), (9, 900)]
 
 
-AnySequence.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-test_any_sequence = AnySequence.TestCase
+def test_a_new_member_gets_one_more_for_each_first_token() -> None:
+    table = Membership()
+    table.announce("a", say("x", max_requests=20), 0.0)
+    for running in range(EASE_IN_REQUESTS):
+        assert choose(table) is not None, running
+        table.started("a", ONE)
+    for _ in range(2):
+        assert choose(table) is None
+        table.first_token("a", table.rows[0].term, ONE)
+        assert choose(table) is not None
+        table.started("a", ONE)
+
+
+def test_one_failed_request_does_not_hold_back_a_member_at_work_but_its_own_failure_does() -> None:
+    table = Membership()
+    eased_in(table, "a")
+    term = table.rows[0].term
+    for _ in range(100):
+        table.started("a", ONE)
+    table.doubt("a", term, "reset")
+    assert table.rows[0].allowed == 99
+    for _ in range(100):
+        table.finished("a", term, ONE, begun=True)
+        table.doubt("a", term, "reset")
+    assert table.rows[0].allowed == EASE_IN_REQUESTS
+    table.doubt("a", term, "stands still", whole=True)
+    assert table.rows[0].allowed == 1
+
+
+def test_replayed_tokens_are_computed_a_few_at_a_time() -> None:
+    table = Membership()
+    eased_in(table, "a")
+    term, moved = table.rows[0].term, Load("p", 10, REPLAY_TOKENS_MAX // 2)
+    huge = Load("p", 10, 10 * REPLAY_TOKENS_MAX)
+    assert choose(table, load=huge) is not None  # alone it may be as long as it is
+    for _ in range(2):
+        assert choose(table, load=moved) is not None
+        table.started("a", moved)
+    assert choose(table, load=moved) is None
+    assert choose(table) is not None
+    table.first_token("a", term, moved)
+    assert choose(table, load=moved) is not None
+    table.finished("a", term, moved, begun=True)
+    table.finished("a", term, moved, begun=False)
+    assert table.rows[0].replaying == 0
+
+
+@pytest.mark.parametrize(
+    ("held", "steps", "accepted"),
+    [
+        ("0-5@aa", 0, True),
+        ("0-5@bb", 0, False),
+        ("0-5@bb", 3, False),  # other weights of the same step
+        ("0-4@cc", 0, False),
+        ("0-4@cc", 1, True),
+        ("0-3", 1, False),
+        ("0-3", 2, True),
+        ("0-6@dd", 2, False),
+        ("1-4@cc", 2, False),
+        ("base", 2, False),
+        (None, 2, False),
+    ],
+)
+def test_what_is_wanted_accepts_what_is_not_too_old(held: str | None, steps: int, accepted: bool) -> None:
+    assert Wanted("0-5@aa", steps).accepts(held) is accepted
+
+
+def test_a_mute_member_serves_again_once_it_answers(table: Membership) -> None:
+    term = table.rows[0].term
+    table.muted("a", term, "timed out")
+    table.announce("a", say("x"), 0.5)
+    assert choose(table) is None
+    table.answered("a", term)
+    assert choose(table) is not None
+
+
+def test_who_announces_that_it_drains_is_sent_nothing_new(table: Membership) -> None:
+    assert table.announce("a", Announce("x", "127.0.0.1:1", "0-1", draining=True), 0.1).news
+    assert choose(table) is None
+    assert table.draining("a")
+
+
+def test_a_removed_boot_does_not_come_back(table: Membership) -> None:
+    term = table.rows[0].term
+    assert table.remove("a").ended == (term,)
+    table.announce("a", say("x"), 0.1)
+    assert table.rows == ()
+    table.announce("a", say("y"), 0.1)
+    assert choose(table) is not None
+
+
+def test_a_member_that_was_stuck_is_taken_for_want_of_any_other_until_it_makes_a_token() -> None:
+    table = Membership()
+    eased_in(table, "a")
+    term = table.rows[0].term
+    table.doubt("a", term, "no token", whole=True)
+    table.announce("a", say("boot-a"), 0.1)
+    chosen = choose(table)
+    assert chosen is not None
+    assert chosen.node == "a"
+    eased_in(table, "b")
+    for _ in range(20):
+        table.started("b", ONE)
+    chosen = choose(table)
+    assert chosen is not None
+    assert chosen.node == "b"
+    table.first_token("a", term, ONE)
+    chosen = choose(table)
+    assert chosen is not None
+    assert chosen.node == "a"
+    table.doubt("a", term, "no token", whole=True)
+    table.announce("a", say("boot-a", "0-2"), 0.2)
+    assert not table.rows[0].stuck

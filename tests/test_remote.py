@@ -35,8 +35,8 @@ from policies.events import TookOver
 from policies.spec import RunSpec
 from policies.state import RunState
 from policies.vocabulary import Refusal, RunPhase
+from tests.sky_table import Table
 from tests.store_rig.server import S3Server
-from tests.test_sky_cloud import Table
 from tests.world import spec
 
 DEADLINE_S = 30.0
@@ -50,6 +50,7 @@ class Users(Table):
     def __init__(self, store: Store) -> None:
         super().__init__()
         self.beyond = Table()
+        self.set_by_user: dict[str, Any] = {}
         self.reasons: list[str] = []
         self.noted: list[documents.ControllerMachine | None] = []  # in the store, as each launch began
         self._store = store
@@ -70,6 +71,14 @@ class Users(Table):
 
     def is_idle(self, _name: str, _: float) -> bool:
         return self.idle or self._daemon is None or not self._daemon.is_alive()
+
+    def settings(self) -> dict[str, Any]:
+        return self.set_by_user
+
+    def tail(self, name: str, *, follow: bool) -> Iterator[str]:
+        if name not in self.table:
+            raise KeyError(name)
+        return iter([f"the daemon says{' and goes on' if follow else ''}"])
 
     def clouds(self) -> list[CloudCheck]:
         return [CloudCheck("aws", True, ""), CloudCheck("gcp", False, "no keys"), CloudCheck("lambda", True, "")]
@@ -113,6 +122,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     for module, name, value_s in (
         (sky_cloud, "WATCH_S", 0.01), (sky_cloud, "REPORTS_S", 0.01), (sky_cloud, "REGION_WAIT_S", 0.05),
         (remote, "POLL_S", 0.01), (remote, "ENDED_EVERY_S", 0.1), (remote, "DAEMON_TIMEOUT_S", DEADLINE_S),
+        (daemon, "TROUBLE_WAIT_S", 0.01),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value_s)
     folder = tmp_path / "mine"
@@ -122,7 +132,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     store = Store((tmp_path / "store").as_uri())
     run = replace(spec(), cloud="sky", storage=store.url, workdir=str(folder), trainer=trainer, rollout=rollout)
     made = World(store, Users(store), RunRecord(documents.SCHEMA, RUN_ID, time.time(), run))
-    monkeypatch.setattr(clouds, "_open_skypilot", lambda: made.sky)
+    monkeypatch.setattr(clouds, "_open_skypilot", lambda _: made.sky)
     # What the daemon says is said on the other machine.
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     monkeypatch.setattr(structlog, "configure", lambda **_: None)
@@ -170,8 +180,13 @@ def begun(world: World, cli: Cli) -> None:
 def test_down_through_the_store_leaves_nothing(world: World, cli: Cli) -> None:
     begun(world, cli)
     assert list(world.sky.table) == [CLUSTER]
+    assert world.sky.group
+    assert world.sky.beyond.group
+    world.sky.beyond.shutting_down = 3
     done = cli("down", world.store.url)
     assert done.code == 0, done
+    assert not world.sky.group
+    assert not world.sky.beyond.group
     assert "sim is stopped; no machine of it is left." in done.out
     assert world.sky.table == world.sky.beyond.table == {}
     assert documents.read_controller(world.store) is None
@@ -266,7 +281,24 @@ def test_a_daemon_that_does_not_come_up_is_said_with_its_last_words(
     monkeypatch.setattr(daemon, "steer", lambda *_: None)
     failed = cli("resume", "--remote", "-d", world.store.url)
     assert failed.code == exit_codes.FAILED
-    assert f"has ended, and the run has not; its last words: {CLUSTER}; see `sky logs {CLUSTER}`" in failed.err
+    assert (
+        f"has ended, and the run has not; its last words: the daemon says; see `sky logs {CLUSTER}`" in failed.err
+    )
+
+
+def test_the_daemons_log_is_read_from_its_machine_and_no_other(world: World, cli: Cli) -> None:
+    begun(world, cli)
+    assert cli("logs", "daemon", world.store.url).out == "the daemon says\n"
+    assert cli("logs", "daemon", "-f", world.store.url).out == "the daemon says and goes on\n"
+    other = cli("logs", "rollout-0", world.store.url)
+    assert other.code == exit_codes.USAGE
+    assert other.err == (
+        f"{CLUSTER} alone knows the machines of this run; there is `grpo-orch logs daemon {world.store.url}`\n"
+    )
+    world.sky.table.clear()
+    unknown = cli("logs", "daemon", world.store.url)
+    assert unknown.code == exit_codes.USAGE
+    assert unknown.err == f"{CLUSTER} is not on record here; ask where it was launched\n"
 
 
 def test_remote_is_for_sky_alone(world: World, cli: Cli) -> None:
@@ -377,3 +409,17 @@ def test_it_gets_the_folder_and_the_daemon_there_hands_its_copy_on(
     assert as_shipped(world.record) == world.record
     monkeypatch.setenv(FOLDER_ENV, "/home/x/sky_workdir")
     assert as_shipped(world.record).spec.workdir == "/home/x/sky_workdir"
+
+
+def test_the_users_settings_of_skypilot_go_along(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYPILOT_DISABLE_USAGE_COLLECTION", "1")
+    made = controller(world, world.record.spec)
+    made.launch("up")
+    world.sky.set_by_user = {"aws": {"vpc_name": "mine"}, "api_server": {"endpoint": "https://me:key@example.com"}}
+    made.launch("resume")
+    before, after = world.sky.works
+    assert "~/.sky/config.yaml" not in before.files
+    shipped = Path(after.files["~/.sky/config.yaml"])
+    assert shipped.stat().st_mode & 0o777 == 0o600
+    assert yaml.safe_load(shipped.read_text()) == {"aws": {"vpc_name": "mine"}}
+    assert before.env["SKYPILOT_DISABLE_USAGE_COLLECTION"] == "1"

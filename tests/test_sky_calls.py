@@ -6,8 +6,10 @@ import sys
 import threading
 
 import pytest
+from structlog.testing import capture_logs
 
-from orchestrator.clouds.sky_calls import Call
+from orchestrator.clouds import sky_calls
+from orchestrator.clouds.sky_calls import Call, told
 
 PATIENCE_S = 20.0
 
@@ -96,3 +98,20 @@ def test_a_cancellation_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPat
         Call(server.submit, server.fetch, cancel).result(0.05)
     assert not cancelled.is_set()
     server.may_answer.set()
+
+
+def test_how_long_a_call_took_is_told_also_when_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sky_calls, "TOLD_FROM_S", 0.0)
+    with capture_logs() as said, pytest.raises(KeyError), told("launch", "grpo-tiny-rollout-0-i1"):
+        raise KeyError
+    assert [(one["event"], one["call"], one["cluster"]) for one in said] == [
+        ("skypilot_called", "launch", "grpo-tiny-rollout-0-i1")
+    ]
+    assert said[0]["seconds"] >= 0.0
+
+
+def test_a_short_call_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sky_calls, "TOLD_FROM_S", 60.0)
+    with capture_logs() as said, told("has_machines", "grpo-tiny-rollout-0-i1"):
+        pass
+    assert said == []

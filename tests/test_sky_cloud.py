@@ -1,4 +1,4 @@
-"""The run's machines through SkyPilot, with SkyPilot itself played by a table."""
+"""What only the cloud through SkyPilot does, SkyPilot played by a table. See test_cloud_conformance."""
 
 from __future__ import annotations
 
@@ -8,84 +8,31 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from checkpoint import documents
 from checkpoint.documents import MachineReport, RunRecord
 from checkpoint.store import Store
-from orchestrator.clouds import sky_cloud
+from orchestrator.clouds import sky_cloud, sky_suspicion
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
 from orchestrator.clouds.sky_cloud import SkyCloud
-from orchestrator.clouds.sky_types import Cluster, ClusterState, SkyOffer
-from orchestrator.clouds.sky_work import Work
+from orchestrator.clouds.sky_types import Cluster, ClusterState
+from orchestrator.home import run_dir
 from policies import exit_codes
 from policies.snapshot import Machine
 from policies.spec import RunSpec
-from policies.vocabulary import MachineState, Market, Refusal, Role
+from policies.vocabulary import MachineState, Market, Role
+from tests.cloud_worlds import hurry
+from tests.sky_table import PREFIX, Table
 from tests.world import spec
 
 stores = itertools.count()
-PREFIX = "grpo-sim-0-"
-
-
-class Table:
-    """SkyPilot as a table of clusters, with what was asked of it."""
-
-    def __init__(self) -> None:
-        self.table: dict[str, Cluster] = {}
-        self.asked: list[str] = []
-        self.works: list[Work] = []
-        self.fails: Exception | None = None
-        self.idle = False
-
-    def clusters(self, prefix: str) -> list[Cluster]:
-        if isinstance(self.fails, CloudUnavailable):
-            raise self.fails
-        return [cluster for name, cluster in self.table.items() if name.startswith(prefix)]
-
-    def confirm(self, name: str, _: float) -> Cluster | None:
-        self.asked.append(f"confirm {name.removeprefix(PREFIX)}")
-        return self.table.get(name)
-
-    def has_machines(self, name: str) -> bool:
-        return name in self.table
-
-    def launch(self, name: str, work: Work, _: float) -> Cluster:
-        self.asked.append(f"launch {name.removeprefix(PREFIX)}")
-        self.works.append(work)
-        if self.fails is not None:
-            raise self.fails
-        zone = "aws/us-east-1/us-east-1a"
-        spot = bool(work.resources["use_spot"])
-        self.table[name] = Cluster(name, ClusterState.UP, zone, spot, 0.4, None)
-        return self.table[name]
-
-    def run_again(self, name: str, _work: Work, _: float) -> None:
-        self.asked.append(f"run_again {name.removeprefix(PREFIX)}")
-
-    def is_idle(self, _name: str, _: float) -> bool:
-        return self.idle
-
-    def down(self, name: str, _: float) -> None:
-        self.asked.append(f"down {name.removeprefix(PREFIX)}")
-        self.table.pop(name, None)
-
-    def tail(self, name: str, *, follow: bool) -> Iterator[str]:
-        yield name
-        assert not follow
-
-    def offers(self, resources: dict[str, Any], *, spot: bool) -> list[SkyOffer]:
-        if spot and resources.get("instance_type") == "only-on-demand":
-            raise CloudRefused(Refusal.QUOTA, "no spot of it")
-        return [SkyOffer("aws/us-east-1/us-east-1a", "p5.48xlarge", "H100:8", spot, 21.5 if spot else 55.04)]
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sky_cloud, "WATCH_S", 0.01)
-    monkeypatch.setattr(sky_cloud, "REPORTS_S", 0.01)
+    hurry(monkeypatch)
     monkeypatch.setattr(sky_cloud, "REGION_WAIT_S", 0.05)
     monkeypatch.setattr(sky_cloud, "IDLE_EVERY_S", 0.0)
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
@@ -174,17 +121,6 @@ def test_nothing_is_known_any_more_when_no_look_succeeds_for_long(clouds: Clouds
         cloud.machines()
 
 
-def test_launching_twice_is_launching_once(clouds: Clouds):
-    cloud = clouds.open()
-    seen(cloud)
-    for _ in range(3):
-        cloud.launch(order())
-    machine = seen(cloud)["trainer-0-i1"]
-    assert clouds.sky.asked == ["launch trainer-0-i1"]
-    assert (machine.state, machine.attempt, machine.exit_code) == (MachineState.UP, 1, None)
-    assert (machine.market, machine.price_usd_per_h) == (Market.ON_DEMAND, 0.4)
-
-
 def test_the_token_goes_as_a_secret(clouds: Clouds):
     running(clouds)
     for work in clouds.sky.works:
@@ -200,17 +136,6 @@ def test_work_that_ended_is_run_again_on_the_same_machine(clouds: Clouds):
     assert clouds.sky.asked[-1] == "run_again trainer-0-i1"
     machine = seen(cloud)["trainer-0-i1"]
     assert (machine.attempt, machine.exit_code) == (2, None)
-
-
-def test_a_cluster_that_skypilot_no_longer_has_was_preempted_and_its_name_is_cleared(clouds: Clouds):
-    cloud = running(clouds)
-    del clouds.sky.table[PREFIX + "rollout-0-i1"]
-    machines = until(cloud, lambda machines: machines["rollout-0-i1"].state is MachineState.GONE)
-    assert machines["rollout-0-i1"].why == "preempted"
-    assert machines["trainer-0-i1"].state is MachineState.UP
-    cloud.terminate("rollout-0-i1")
-    assert clouds.sky.asked[-1] == "down rollout-0-i1"
-    assert "rollout-0-i1" not in cloud.machines()
 
 
 def test_a_machine_is_not_given_up_because_skypilot_cannot_reach_it(clouds: Clouds):
@@ -254,31 +179,31 @@ def test_a_machines_jobs_are_not_looked_at_while_they_may_still_be_starting(
     assert cloud.machines()["trainer-0-i1"].exit_code is None
 
 
+def test_a_machine_that_is_slow_to_tell_of_its_jobs_is_left_to_them(
+    clouds: Clouds, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[str] = []
+
+    def slowly(name: str, _: float) -> bool:
+        asked.append(name)
+        time.sleep(0.2)
+        return False
+
+    monkeypatch.setattr(sky_suspicion, "EVERY_S", 0.0)
+    monkeypatch.setattr(clouds.sky, "is_idle", slowly)
+    monkeypatch.setattr(sky_cloud, "REST", 1000.0)
+    cloud = running(clouds)
+    for _ in range(3):
+        cloud.confirm("trainer-0-i1")
+    assert len(asked) == 1
+
+
 def test_work_that_said_how_it_ended_is_believed(clouds: Clouds):
     cloud = running(clouds)
     clouds.says("trainer-0-i1", 1, exit_code=exit_codes.BAD_SPEC)
     clouds.sky.idle = True
     cloud.confirm("trainer-0-i1")
     assert cloud.machines()["trainer-0-i1"].exit_code == exit_codes.BAD_SPEC
-
-
-def test_a_notice_is_seen(clouds: Clouds):
-    cloud = running(clouds)
-    clouds.says("rollout-0-i1", 1, notice=True)
-    assert until(cloud, lambda machines: machines["rollout-0-i1"].notice)
-
-
-def test_another_controller_finds_everything_and_launches_nothing_again(clouds: Clouds):
-    before = running(clouds)
-    clouds.says("trainer-0-i1", 2)  # it was restarted
-    asked = list(clouds.sky.asked)
-    after = clouds.open()
-    machines = seen(after)
-    assert machines.keys() == before.machines().keys()
-    assert machines["trainer-0-i1"].attempt == 2
-    after.launch(order(attempt=2))
-    after.launch(order("rollout-0-i1"))
-    assert clouds.sky.asked == asked
 
 
 def test_another_controller_sets_the_machine_up_anew_before_it_runs_work_there(clouds: Clouds):
@@ -288,6 +213,13 @@ def test_another_controller_sets_the_machine_up_anew_before_it_runs_work_there(c
     after.launch(order(attempt=2))
     assert clouds.sky.asked[-1] == "launch trainer-0-i1"
     assert seen(after)["trainer-0-i1"].attempt == 2
+
+
+def test_what_a_machine_said_goes_with_it(clouds: Clouds):
+    cloud = running(clouds)
+    cloud.terminate("rollout-0-i1")
+    assert documents.read_machine(clouds.store, "rollout-0-i1") is None
+    assert documents.read_machine(clouds.store, "trainer-0-i1") is not None
 
 
 def test_a_half_made_cluster_is_launched_again_under_its_name(clouds: Clouds):
@@ -332,16 +264,6 @@ def test_a_machine_that_is_being_launched_is_there_and_can_be_taken_down(
     assert cloud.machines() == {}
 
 
-def test_a_refused_launch_leaves_nothing(clouds: Clouds):
-    cloud = clouds.open()
-    seen(cloud)
-    clouds.sky.fails = CloudRefused(Refusal.NO_CAPACITY, "no capacity in us-east-1")
-    with pytest.raises(CloudRefused):
-        cloud.launch(order())
-    clouds.sky.fails = None
-    assert seen(cloud) == {}
-
-
 def test_rollout_nodes_wait_for_the_trainers_region_and_go_there(clouds: Clouds):
     cloud = clouds.open()
     seen(cloud)
@@ -370,13 +292,10 @@ def test_a_plan_in_two_regions_is_refused_before_anything_is_bought(clouds: Clou
         clouds.open().offers()
 
 
-def test_a_slots_log_is_its_newest_nodes(clouds: Clouds):
-    cloud = running(clouds)
-    cloud.launch(order("rollout-0-i2"))
-    cloud.launch(order("rollout-0-i10"))
-    assert cloud.logged_nodes() == [
-        "rollout-0", "rollout-0-i1", "rollout-0-i10", "rollout-0-i2", "trainer-0", "trainer-0-i1",
-    ]  # fmt: skip
-    assert list(cloud.log("rollout-0", follow=False)) == [PREFIX + "rollout-0-i10"]
+def test_the_log_of_a_daemon_on_this_machine_is_read_here(clouds: Clouds) -> None:
+    cloud = clouds.open()
     with pytest.raises(KeyError):
-        cloud.log("rollout-7", follow=False)
+        cloud.log("daemon", follow=False)
+    (run_dir("sim-0") / "daemon.log").write_text("took the run\nticked\n")
+    assert list(cloud.log("daemon", follow=False)) == ["took the run", "ticked"]
+    assert cloud.logged_nodes() == ["daemon"]

@@ -91,6 +91,9 @@ def test_a_machine_is_a_machine_of_its_own(owner: Owner) -> None:
     assert (one.market, two.market) == ("spot", "on-demand")
     assert owner.ssh(one, "hostname").stdout == f"ip-{one.private_ip.replace('.', '-')}\n"  # type: ignore[union-attr]
     assert owner.ssh(one, "id -un; sudo id -un").stdout == "ubuntu\nroot\n"
+    assert owner.ssh(one, "cd ~ && stat -c %U .aws/config .sky .sky/catalogs && ls .aws").stdout == (
+        "ubuntu\nubuntu\nubuntu\nconfig\n"
+    ), "it finds AWS, and has none of the owner's keys"
     owner.ssh(one, "sudo touch /etc/mine; (nc -l -p 7000 >heard &) </dev/null 2>/dev/null")
     assert owner.ssh(two, "ls /etc/mine", check=False).returncode
     owner.ssh(two, f"echo hello | nc -N -w 5 {one.private_ip} 7000")

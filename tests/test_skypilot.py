@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.sky_rig.home import make_home
+
 pytestmark = pytest.mark.skipif(
     find_spec("sky") is None, reason="SkyPilot is not installed: pip install 'grpo-orch[sky]'"
 )
@@ -23,6 +25,15 @@ PRELUDE = """
     from orchestrator.clouds import skypilot
     from orchestrator.clouds.protocol import CloudUnavailable
     from orchestrator.clouds.sky_work import Work
+    from sky.utils import annotations
+
+    annotations.is_on_api_server = False  # as any call of the SDK makes it
+
+    def sent():
+        # The settings that go along with a request.
+        from sky.server.requests.payloads import RequestBody
+
+        return RequestBody().override_skypilot_config
 
     def work(**resources):
         secrets = {"TOKEN": "open-sesame"}
@@ -74,6 +85,90 @@ def test_a_task_keeps_alternatives_and_hides_secrets(tmp_path: Path) -> None:
     assert "sesame" not in found["kept"]
     assert found["sent"] == {"TOKEN": "open-sesame"}
     assert found["untouched"] == {"team": "b"}
+
+
+def test_the_runs_machines_have_a_security_group_of_their_own(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        skypilot.SkyPilot("grpo-a")
+        skypilot.SkyPilot("grpo-controller-a")
+        said = {"unnamed": sent()["aws"]["security_group_name"]}
+        for kind, named in {"one": "mine", "some": [{"team-*": "mine"}]}.items():
+            skypilot._overlay.close()
+            with open(os.path.expanduser("~/.sky/config.yaml"), "w") as config:
+                json.dump({"aws": {"security_group_name": named}}, config)
+            skypilot.skypilot_config.reload_config()
+            skypilot.SkyPilot("grpo-a")
+            said[kind] = sent()["aws"]["security_group_name"]
+
+        asked, left = [], ["sg-1 is in use"]
+        skypilot._look = lambda *_: ["AWS"]  # what the API server calls enabled
+        skypilot.sky_aws.all_regions = lambda _: {"east", "west"}
+        skypilot.sky_aws.drop_groups = lambda _, *given: asked.append([sorted(given[0]), given[1]]) or left
+        sky = skypilot.SkyPilot("grpo-a")
+        try:
+            sky.drop_group(["aws/us-east-1/us-east-1a", "gcp"], -1.0)
+        except CloudUnavailable as error:
+            said["left"] = str(error)
+        left.clear()
+        for places in ([None], ["gcp/us-east1", "kubernetes/a/b"]):
+            sky.drop_group(places, 0.0)
+        print(json.dumps(said | {"asked": asked}))
+        """,
+    )
+    assert found["unnamed"] == [{"grpo-a*": "grpo-a"}, {"grpo-controller-a*": "grpo-controller-a"}]
+    assert found["one"] == "mine"  # what the user names is kept to
+    assert found["some"] == [{"team-*": "mine"}, {"grpo-a*": "grpo-a"}]
+    assert "security group grpo-a, which costs nothing: sg-1 is in use" in found["left"]
+    assert found["asked"] == [[["us-east-1"], "grpo-a"], [["east", "west"], "grpo-a"], [[], "grpo-a"]]
+
+
+def test_clusters_are_seen_whoever_launched_them_and_machines_without_a_record_too(tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    make_home(tmp_path, "http://127.0.0.1:9", tmp_path / "wheels")
+    found = run(
+        tmp_path,
+        """
+        from orchestrator.clouds.sky_types import Instance
+        from sky import core, global_user_state, models
+        from sky.backends import CloudVmRayResourceHandle
+
+        def launched(user, name):
+            os.environ["SKYPILOT_USER_ID"] = user
+            global_user_state.add_or_update_user(models.User(user, user))
+            machine = skypilot.sky.Resources(infra="aws/us-east-1", instance_type="m6i.large")
+            handle = CloudVmRayResourceHandle(cluster_name=name, cluster_name_on_cloud=name, cluster_yaml=None,
+                                              launched_nodes=1, launched_resources=machine)
+            global_user_state.add_or_update_cluster(name, handle, requested_resources={machine}, ready=True)
+
+        skypilot._look = lambda submit, _: submit()
+        skypilot.sdk.status = lambda *given, **words: core.status(
+            **dict(zip(("cluster_names", "refresh"), given)), **words
+        )
+        launched("aaaa", "grpo-r-trainer-0-i1")
+        launched("bbbb", "grpo-other-trainer-0-i1")
+        sky = skypilot.SkyPilot("grpo-r")
+        skypilot.sky_aws.labelled = lambda *_: [
+            Instance("i-1", name, "us-east-1", "us-east-1b", "m6i.large", True, "up", "198.18.0.7")
+            for name in ("grpo-r-trainer-0-i1", "grpo-r-rollout-0-i1")
+        ]
+        sky._has_aws = True
+        (stray,) = [sky.as_cluster(one) for one in sky.strays("grpo-r-", ["aws/us-east-1"])]
+        print(json.dumps({
+            "clusters": [cluster.name for cluster in sky.clusters("grpo-r-")],
+            "record": skypilot._record("grpo-r-trainer-0-i1") is not None,
+            "stray": [stray.name, stray.stray, stray.infra, stray.price_usd_per_h, stray.on_demand_usd_per_h],
+            "of other clouds": sky.strays("grpo-r-", ["gcp"]),
+        }))
+        """,
+    )
+    assert found == {
+        "clusters": ["grpo-r-trainer-0-i1"],
+        "record": True,
+        "stray": ["grpo-r-rollout-0-i1", True, "aws/us-east-1/us-east-1b", 0.035, 0.096],
+        "of other clouds": [],
+    }
 
 
 def test_an_api_server_elsewhere_that_is_away_is_told_and_none_is_started_here(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from orchestrator.views.model import RunView, run_view, to_json, view_of
 from orchestrator.views.reader import Reader
 from policies.events import JobExited, JobRestarted, NodeMoved, RunMoved, StoreCaughtUp, StoreSlowed
 from policies.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
-from policies.wire import GatewayStatus, MemberStatus
+from policies.wire import GatewayStatus, MembershipChange, MemberStatus
 from tests.views_world import T0, World
 
 
@@ -99,6 +99,17 @@ def test_what_a_gateway_said_that_went_with_its_trainer_is_not_shown() -> None:
     view = look(world, 13, status)
     assert view.requests_waiting is None
     assert [node.policy for node in view.nodes] == [None, None, None]
+
+
+def test_the_last_changes_of_the_membership_are_told_with_their_age() -> None:
+    world = World()
+    world.starts()
+    changes = [MembershipChange(i, 10.0 * i, f"rollout-{i}:\nleft") for i in range(1, 9)]
+    status = GatewayStatus("boot", None, up_s=90.0, changes=changes)
+    told = to_json(look(world, 11, status))["membership"]
+    assert [one["seq"] for one in told] == [4, 5, 6, 7, 8]
+    assert told[-1] == {"seq": 8, "ago_s": 10.0, "reason": "rollout-8: left"}
+    assert to_json(look(world, 11))["membership"] == ()
 
 
 def test_a_slow_store_is_seen_while_the_run_goes_on() -> None:

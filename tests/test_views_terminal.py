@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.views.model import NodeView, RunView, run_view
+from orchestrator.views.model import MembershipView, NodeView, RunView, run_view
 from orchestrator.views.numbers import duration, short, sparkline, usd
 from orchestrator.views.terminal import changes, render, watch
 from policies.vocabulary import NodePhase, RunPhase
@@ -70,6 +70,22 @@ def test_it_says_that_the_store_is_slow(view: RunView) -> None:
     lines = drawn(replace(view, store_slow=True))
     assert "trainer is generating, 3 requests wait, the store is slow" in lines[0]
     assert max(map(len, lines)) <= 80
+
+
+def test_the_last_changes_of_the_membership_are_shown_where_there_is_room(view: RunView) -> None:
+    told = tuple(MembershipView(i, 60.0 - i, f"rollout-{i}: in doubt, [red]{'x' * 99}") for i in range(1, 6))
+    lines = drawn(replace(view, membership=told))
+    assert (max(map(len, lines)), len(lines) <= 24) == (80, True)
+    assert [line.split(":")[0] for line in lines if "in doubt" in line] == [
+        "57 s ago   rollout-3",
+        "56 s ago   rollout-4",
+        "55 s ago   rollout-5",
+    ]
+    assert lines[-1].rstrip().endswith("rollout-1-i2 was asked for on spot: first")
+    nodes = tuple(replace(view.nodes[1], node=f"rollout-{i}-i1") for i in range(20))
+    crowded = drawn(replace(view, membership=told, nodes=nodes))
+    assert len(crowded) <= 24
+    assert not any("in doubt" in line for line in crowded)
 
 
 def test_it_says_how_to_come_back_when_nobody_steers(view: RunView) -> None:

@@ -8,7 +8,7 @@ import structlog
 import typer
 
 from checkpoint.errors import StoreError
-from orchestrator.cli import checkpoints
+from orchestrator.cli import checkpoints, members
 from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.doctor import doctor
 from orchestrator.cli.look import events, logs, plot, report, status
@@ -31,6 +31,7 @@ app = typer.Typer(
 for command in (init, validate, doctor, up, status, logs, events, resume, down, report, plot):
     app.command()(command)
 app.add_typer(checkpoints.app)
+app.add_typer(members.app)
 
 
 def main() -> None:

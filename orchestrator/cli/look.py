@@ -12,10 +12,12 @@ from typing import Annotated
 
 import typer
 
-from checkpoint import documents, journal
+from checkpoint import journal
+from checkpoint.documents import RunRecord
 from checkpoint.rehearsals import read_faults
 from checkpoint.store import Store
 from orchestrator.cli.console import Stop, console
+from orchestrator.cli.remote import controller_of, remote_log
 from orchestrator.cli.target import open_run
 from orchestrator.clouds import open_cloud
 from orchestrator.observe import GatewayWatch
@@ -72,18 +74,11 @@ def logs(
     target: Target = None,
     follow: Follow = False,
 ) -> None:
-    """Print a node's log, where the run's daemon is."""
+    """Print a node's log, where the run was started; of a run that is `--remote`, the daemon's."""
     store, record = open_run(target)
-    if (machine := documents.read_controller(store)) is not None:
-        known = f"{machine.cluster} alone knows the machines of this run"
-        raise Stop(f"{known}; the daemon's log: `sky logs {machine.cluster}`", exit_codes.USAGE)
-    cloud = open_cloud(record, store)
     try:
-        for line in cloud.log(node, follow=follow):
+        for line in _log(store, record, node, follow):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-    except KeyError:
-        known = ", ".join(cloud.logged_nodes()) or "none yet"
-        raise Stop(f"no log of {node!r}; there are logs of: {known}", exit_codes.USAGE) from None
     except KeyboardInterrupt:
         return
 
@@ -143,6 +138,18 @@ def attach(store: Store) -> None:
     if view.phase is RunPhase.FAILED:
         hint = f"when it is mended, continue with: grpo-orch resume {store.url}"
         raise Stop(f"{view.name} failed: {view.reason}; {hint}", exit_codes.FAILED)
+
+
+def _log(store: Store, record: RunRecord, node: str, follow: bool) -> Iterator[str]:
+    """The lines of a log. Raises Stop when it is not known here."""
+    if (controller := controller_of(record, store)) is not None:
+        return remote_log(controller, store, node, follow)
+    cloud = open_cloud(record, store)
+    try:
+        return cloud.log(node, follow=follow)
+    except KeyError:
+        known = ", ".join(cloud.logged_nodes()) or "none yet"
+        raise Stop(f"no log of {node!r}; there are logs of: {known}", exit_codes.USAGE) from None
 
 
 def _looker(store: Store) -> Callable[[], RunView]:

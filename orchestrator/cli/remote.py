@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from checkpoint import documents, journal
 from checkpoint.documents import RunRecord
@@ -89,6 +89,21 @@ def say_lost(controller: RemoteController, nodes: Sequence[str]) -> None:
             f"see at the cloud's console that nothing labelled `grpo-orch: {prefix}-...` is left",
             exit_codes.FAILED,
         )
+
+
+def remote_log(controller: RemoteController, store: Store, node: str, follow: bool) -> Iterator[str]:
+    """The lines of the daemon's log: those of the run's machines are known to the controller machine alone.
+
+    Raises Stop when it is another's, or when the controller machine is.
+    """
+    if node != "daemon":
+        known = f"{controller.cluster} alone knows the machines of this run"
+        raise Stop(f"{known}; there is `grpo-orch logs daemon {store.url}`", exit_codes.USAGE)
+    try:
+        return controller.log(follow=follow)
+    except KeyError:
+        unknown = f"{controller.cluster} is not on record here; ask where it was launched"
+        raise Stop(unknown, exit_codes.USAGE) from None
 
 
 def is_steered(store: Store) -> bool:

@@ -30,7 +30,7 @@ from orchestrator.clouds.local import node_python
 from orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from orchestrator.clouds.sky_remote import RemoteController
 from orchestrator.config.load import load_spec, load_storage
-from orchestrator.home import remember_run, run_id_of, run_token
+from orchestrator.home import known_token, remember_run, run_id_of, run_token, token_file, token_mark
 from orchestrator.launcher import start_daemon, start_rehearsal
 from orchestrator.lease import is_alive
 from policies import exit_codes
@@ -91,6 +91,8 @@ def resume(target: Target = None, detach: Detach = False, remote: Remote = False
     controller = controller_of(record, store, wanted=remote)
     if controller is not None:
         refuse_unknown_machines(controller, store, sorted(state.nodes))
+    elif record.spec.cloud != "local":
+        _refuse_other_secret(store, record, sorted(state.nodes))
     probe(store)
     keep_options(storage)
     _start(store, record, "resume", detach, controller)
@@ -125,6 +127,8 @@ def _stop_here(store: Store, record: RunRecord) -> None:
         while is_steered(store):
             time.sleep(0.2)
         left = _machines_left(cloud)
+        if not left:
+            cloud.clean_up()
     if left:
         raise Stop(f"still there: {', '.join(left)}; run `grpo-orch down {store.url}` again", exit_codes.FAILED)
 
@@ -174,6 +178,17 @@ def _refuse_held(store: Store) -> None:
     lease = documents.read_lease(store)
     if lease is not None and is_alive(lease, time.time()):
         raise Stop(_held(store, lease), exit_codes.HELD)
+
+
+def _refuse_other_secret(store: Store, record: RunRecord, nodes: list[str]) -> None:
+    """Raise Stop when machines are up that would not speak with any that is launched from here."""
+    mark, token = documents.read_secret_mark(store), known_token(record.run_id)
+    if nodes and mark is not None and (token is None or mark != token_mark(token)):
+        raise Stop(
+            f"{', '.join(nodes)} hold a secret that this machine has not: bring {token_file(record.run_id)} from "
+            f"where they were launched, or return them first with `grpo-orch down {store.url}`",
+            exit_codes.FAILED,
+        )
 
 
 def _held(store: Store, lease: Lease) -> str:

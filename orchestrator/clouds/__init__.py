@@ -26,12 +26,12 @@ def open_cloud(record: RunRecord, store: Store) -> Cloud:
         return open_local(record)
     from orchestrator.clouds.sky_cloud import SkyCloud  # SkyPilot takes seconds to import
 
-    return SkyCloud(_open_skypilot(), as_shipped(record), store)
+    return SkyCloud(_open_skypilot(f"grpo-{record.run_id}"), as_shipped(record), store)
 
 
 def open_controller(record: RunRecord, store: Store) -> RemoteController:
     """Return the machine for the daemon of a run of `cloud: sky`. Raises CloudMissing."""
-    return RemoteController(_open_skypilot(), record, store)
+    return RemoteController(_open_skypilot(f"grpo-controller-{record.run_id}"), record, store)
 
 
 def open_local(record: RunRecord) -> LocalCloud:
@@ -39,9 +39,9 @@ def open_local(record: RunRecord) -> LocalCloud:
     return LocalCloud(run_dir(record.run_id) / "machines", record.spec)
 
 
-def _open_skypilot() -> SkyPilot:
+def _open_skypilot(group: str) -> SkyPilot:
     if importlib.util.find_spec("sky") is None:
         raise CloudMissing("cloud: sky needs SkyPilot here; install it with `pip install 'grpo-orch[sky]'`")
     from orchestrator.clouds.skypilot import SkyPilot
 
-    return SkyPilot()
+    return SkyPilot(group)

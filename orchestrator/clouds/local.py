@@ -4,12 +4,13 @@ It plays what a real cloud does, so that a run's behaviour can be tried for noth
 refusals for lack of capacity. What it plays is done to real processes.
 
 A machine's folder holds `lock`, `machine.json` and `exit.json` (see `local_machine`), `log`, `work/` as its disk,
-`work/notice` once it will be taken back, `gone` with the reason once it is lost, and `forgotten` when the
-controller has cleared it; logs stay.
+`work/notice` once it will be taken back, and `gone` with the reason once it is lost. Of a terminated one the log
+and the disk stay.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -47,7 +48,7 @@ class LocalCloud:
         """See `Cloud.machines`."""
         found = {}
         for path in sorted(self._folder.glob("*/machine.json")):
-            if not (path.parent / "forgotten").exists():
+            with contextlib.suppress(FileNotFoundError):  # it is being terminated
                 found[path.parent.name] = self._machine(path.parent)
         return found
 
@@ -87,7 +88,8 @@ class LocalCloud:
         folder = self._folder / node
         if folder.exists():
             _destroy(folder)
-            (folder / "forgotten").touch()
+            for name in ("work/notice", "gone", "exit.json", "machine.json"):  # the record last: it may be cut off
+                (folder / name).unlink(missing_ok=True)
 
     def confirm(self, node: str) -> None:
         """See `Cloud.confirm`. Nothing to do: `machines` looks at the processes themselves."""
@@ -118,11 +120,14 @@ class LocalCloud:
 
     def log(self, node: str, *, follow: bool) -> Iterator[str]:
         """See `Cloud.log`."""
-        return _lines(self._logs()[node], follow)
+        return lines_of(self._logs()[node], follow)
 
     def logged_nodes(self) -> list[str]:
         """See `Cloud.logged_nodes`."""
         return sorted(self._logs())
+
+    def clean_up(self) -> None:
+        """See `Cloud.clean_up`. They share nothing."""
 
     def close(self) -> None:
         """See `Cloud.close`. Nothing looks on its own."""
@@ -249,7 +254,8 @@ def _exit_code(folder: Path, attempt: int) -> int | None:
     return int(document["exit_code"]) if document["attempt"] == attempt else None
 
 
-def _lines(path: Path, follow: bool) -> Iterator[str]:
+def lines_of(path: Path, follow: bool) -> Iterator[str]:
+    """The lines of a file; with `follow`, on as they come."""
     with path.open(errors="replace") as log:
         while True:
             line = log.readline()

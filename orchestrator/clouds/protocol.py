@@ -78,5 +78,11 @@ class Cloud(Protocol):
     def logged_nodes(self) -> list[str]:
         """Every name that `log` knows."""
 
+    def clean_up(self) -> None:
+        """See that nothing is left of what the run's machines shared. Called when none of them is left.
+
+        Raises CloudUnavailable also when something is still there; it may be gone a minute later.
+        """
+
     def close(self) -> None:
         """Look no more. The machines stay as they are."""

@@ -1,4 +1,4 @@
-"""A call that answers late, or never, with a deadline for the caller. Imports no SkyPilot.
+"""A call that answers late, or never, with a deadline for the caller; how long calls took. Imports no SkyPilot.
 
 Waiting for SkyPilot's API server has no time-out of its own, so it is done in a thread that may be left behind;
 what was asked for is then cancelled, also when it is submitted only after the deadline.
@@ -9,12 +9,28 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+import structlog
+
+log = structlog.get_logger()
 Result = TypeVar("Result")
 
 CANCEL_TIMEOUT_S = 5.0
+TOLD_FROM_S = 0.1  # shorter calls are not in the log
+
+
+@contextlib.contextmanager
+def told(call: str, cluster: str) -> Iterator[None]:
+    """Log how long SkyPilot took for what is called inside, whatever came of it; unless that is nothing."""
+    began_s = time.monotonic()
+    try:
+        yield
+    finally:
+        if (seconds := time.monotonic() - began_s) >= TOLD_FROM_S:
+            log.info("skypilot_called", call=call, cluster=cluster, seconds=round(seconds, 2))
 
 
 class Call(threading.Thread, Generic[Result]):

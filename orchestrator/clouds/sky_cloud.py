@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +19,14 @@ from checkpoint import documents
 from checkpoint.documents import MachineReport, RunRecord
 from checkpoint.errors import StoreError
 from checkpoint.store import Store
+from orchestrator.clouds.local import lines_of
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
 from orchestrator.clouds.sky_book import Book, Entry
+from orchestrator.clouds.sky_calls import told
+from orchestrator.clouds.sky_strays import ELSEWHERE, Strays
 from orchestrator.clouds.sky_suspicion import Suspicions
 from orchestrator.clouds.sky_types import ClusterState
-from orchestrator.clouds.sky_work import region_of, resources_for, sole_region, work_for
+from orchestrator.clouds.sky_work import places, region_of, resources_for, sole_region, work_for
 from orchestrator.clouds.wheel import build_wheel
 from orchestrator.home import run_dir
 from policies import exit_codes
@@ -41,12 +43,12 @@ WATCH_S = 5.0  # between two looks at SkyPilot's records
 REPORTS_S = 1.0  # between two readings of what the machines say
 STALE_S = 60.0  # what was known longer ago is not known any more
 IDLE_EVERY_S = 30.0  # a look at a machine's jobs costs that machine seconds of a core
+REST = 4.0  # so many times as long as such a look took, no other one is due
 SILENCE_GAP_S = 20.0
 REGION_WAIT_S = 5.0
 # SkyPilot tries zone after zone within one launch, and sets the machine up; a launch that is cut off here goes on
 # where it was, for the next one has the same name.
 LAUNCH_TIMEOUT_S = 1800.0
-TOLD_FROM_S = 0.1  # shorter calls are not in the log
 CALL_TIMEOUT_S = 300.0
 
 
@@ -61,10 +63,12 @@ class SkyCloud:
         self._prefix = f"grpo-{record.run_id}-"
         self._book = Book()
         self._reports: dict[str, MachineReport] = {}
+        self._reading = threading.Lock()
         self._looked_at_s: float | None = None
         self._trouble = "SkyPilot has not been asked yet"
         self._silences: dict[str, tuple[float, float]] = {}  # by node: since when, and when last asked about
-        self._suspicions = Suspicions(sky, self._book)
+        self._strays = Strays(sky, self._prefix, places(self._spec.trainer.resources))
+        self._suspicions = Suspicions(self._strays, self._book)
         self._wheel: Path | None = None
         self._once = threading.Lock()
         self._watching = False
@@ -86,17 +90,23 @@ class SkyCloud:
     def launch(self, order: Order) -> None:
         """See `Cloud.launch`."""
         name = self._prefix + order.node
-        with self._book.call(name), _told("launch", order.node):
+        with self._book.call(name):
             entry = self._book.entries().get(name)
             if entry is not None and (entry.lost or self._attempt(order.node, entry) >= order.attempt):
+                return
+            if entry is not None and entry.cluster.stray:
+                self._book.lose(name, ELSEWHERE)
                 return
             work = work_for(order, self._spec, self._shipped(), self._region_for(order))
             try:
                 # Only a machine that this process set up has this version of the project for sure.
                 if entry is not None and entry.attempt and entry.cluster.state is ClusterState.UP:
-                    self._sky.run_again(name, work, CALL_TIMEOUT_S)
+                    with told("run_again", name):
+                        self._sky.run_again(name, work, CALL_TIMEOUT_S)
                 else:
-                    self._book.saw(self._sky.launch(name, work, LAUNCH_TIMEOUT_S))
+                    with told("launch", name):
+                        cluster = self._sky.launch(name, work, LAUNCH_TIMEOUT_S)
+                    self._book.saw(cluster)
             except Exception:
                 if entry is None:
                     self._book.forget(name)  # the next look says what was left of it
@@ -106,16 +116,17 @@ class SkyCloud:
     def terminate(self, node: str) -> None:
         """See `Cloud.terminate`. A launch of the same machine that is under way is ended by it."""
         name = self._prefix + node
-        with self._book.call(name), _told("terminate", node):
-            self._sky.down(name, CALL_TIMEOUT_S)
+        with self._book.call(name), told("down", name):
+            self._strays.down(name, CALL_TIMEOUT_S)
+            with self._reading:  # the next one of that name has said nothing yet
+                documents.drop_machine(self._store, node)
+                self._reports.pop(node, None)
             self._book.forget(name)
 
     def confirm(self, node: str) -> None:
         """See `Cloud.confirm`."""
         name = self._prefix + node
-        with _told("confirm", node):
-            is_there = self._suspicions.look(name)
-        if is_there:
+        if self._suspicions.look(name):
             self._look_for_silent_end(name, node)
 
     def offers(self) -> list[Offer]:
@@ -140,16 +151,27 @@ class SkyCloud:
 
     def log(self, node: str, *, follow: bool) -> Iterator[str]:
         """See `Cloud.log`."""
+        if node == "daemon" and self._daemon_log.exists():
+            return lines_of(self._daemon_log, follow)
         return self._sky.tail(self._prefix + self._newest(node), follow=follow)
 
     def logged_nodes(self) -> list[str]:
         """See `Cloud.logged_nodes`."""
         nodes = self._nodes()
-        return sorted({*nodes, *(slot_and_incarnation(node)[0] for node in nodes)})
+        daemon = ["daemon"] if self._daemon_log.exists() else []
+        return sorted({*daemon, *nodes, *(slot_and_incarnation(node)[0] for node in nodes)})
+
+    def clean_up(self) -> None:
+        """See `Cloud.clean_up`."""
+        self._strays.clean_up()
 
     def close(self) -> None:
         """See `Cloud.close`."""
         self._closed.set()
+
+    @property
+    def _daemon_log(self) -> Path:
+        return run_dir(self._record.run_id) / "daemon.log"
 
     def _nodes(self) -> list[str]:
         return [cluster.name.removeprefix(self._prefix) for cluster in self._sky.clusters(self._prefix)]
@@ -199,7 +221,14 @@ class SkyCloud:
             since_s = now_s  # it was heard from in between
         due = now_s - since_s >= IDLE_EVERY_S
         self._silences[node] = (now_s if due else since_s, now_s)
-        if not due or not self._sky.is_idle(name, CALL_TIMEOUT_S):
+        if not due:
+            return
+        with told("is_idle", name):
+            is_idle = self._strays.is_idle(name, CALL_TIMEOUT_S)
+        if not is_idle:
+            # A machine that is slow to answer is busy, maybe with being asked.
+            rested_s = time.monotonic() + REST * (time.monotonic() - now_s)
+            self._silences[node] = (rested_s, rested_s)
             return
         self._read()  # the machine speaks before its job ends
         entry, report = self._book.entries().get(name), self._reports.get(node)
@@ -222,7 +251,9 @@ class SkyCloud:
         while not self._closed.is_set():
             began = self._book.begin_look()
             try:
-                self._book.end_look(began, self._sky.clusters(self._prefix))
+                strays = {cluster.name: cluster for cluster in self._strays.look()}
+                known = {cluster.name: cluster for cluster in self._sky.clusters(self._prefix)}
+                self._book.end_look(began, (strays | known).values())
                 if self._looked_at_s is None:
                     self._read()  # which attempts are under way must be known before any is started
                 self._looked_at_s = time.monotonic()
@@ -246,17 +277,9 @@ class SkyCloud:
     def _read(self) -> None:
         """Read what the machines of this run say. Raises StoreError."""
         nodes = [name.removeprefix(self._prefix) for name in self._book.entries()]
-        said = {node: documents.read_machine(self._store, node) for node in nodes}
-        self._reports = {node: report for node, report in said.items() if report is not None}
-
-
-@contextmanager
-def _told(call: str, node: str) -> Iterator[None]:
-    """Log how long a call took, unless that is nothing."""
-    began_s = time.monotonic()
-    yield
-    if (seconds := time.monotonic() - began_s) >= TOLD_FROM_S:
-        log.info("skypilot_called", call=call, node=node, seconds=round(seconds, 2))
+        with self._reading:
+            said = {node: documents.read_machine(self._store, node) for node in nodes}
+            self._reports = {node: report for node, report in said.items() if report is not None}
 
 
 def _machine(node: str, entry: Entry, report: MachineReport | None) -> Machine:

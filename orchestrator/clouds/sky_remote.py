@@ -14,14 +14,18 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import resources as package_data
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from checkpoint import documents
 from checkpoint.documents import ControllerMachine, RunRecord
 from checkpoint.store import OPTIONS_ENV, Store
 from orchestrator.clouds.protocol import Order
+from orchestrator.clouds.sky_settings import settings_elsewhere
 from orchestrator.clouds.sky_types import SkyOffer
 from orchestrator.clouds.sky_work import Work, region_of, resources_for, work_for
 from orchestrator.clouds.wheel import build_wheel
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     from orchestrator.clouds.skypilot import SkyPilot
 
 SIZE = {"cpus": "4+", "memory": "8+", "use_spot": False}  # an API server alone holds 1 GB
+SKY_SETTINGS = "~/.sky/config.yaml"
+NO_USAGE_ENV = "SKYPILOT_DISABLE_USAGE_COLLECTION"  # a user who sets it means all machines
 FOLDER_ENV = "GRPO_ORCH_RUN_FOLDER"  # where the folder of run.yaml lies on a machine that got a copy of it
 LAUNCH_TIMEOUT_S = 1800.0
 CALL_TIMEOUT_S = 300.0
@@ -72,15 +78,20 @@ class RemoteController:
         """Whether nobody watches over a daemon there any more."""
         return self._sky.is_idle(self.cluster, CALL_TIMEOUT_S)
 
+    def log(self, *, follow: bool) -> Iterator[str]:
+        """Lines of what was said there. Raises KeyError when SkyPilot has no such machine on record."""
+        return self._sky.tail(self.cluster, follow=follow)
+
     def last_words(self) -> str:
         """The last line of what was said there. Raises KeyError when SkyPilot has no such machine on record."""
-        said = deque((line for line in self._sky.tail(self.cluster, follow=False) if line), maxlen=1)
+        said = deque((line for line in self.log(follow=False) if line), maxlen=1)
         return said[0] if said else "no output"
 
     def down(self) -> None:
         """Return the machine, and then forget it."""
         self._sky.down(self.cluster, CALL_TIMEOUT_S)
         documents.drop_controller(self._store)
+        self._sky.drop_group(_places(self._record.spec.trainer.resources), CALL_TIMEOUT_S)
 
     def _resources(self) -> dict[str, Any]:
         """Where the trainer may be, which is where the credentials reach."""
@@ -103,22 +114,34 @@ class RemoteController:
 
     def _work(self, reason: str) -> Work:
         """What a trainer gets, the folder and what it names, for that is handed on; the rest is a daemon's."""
-        options = os.environ.get(OPTIONS_ENV)
+        handed_on = {name: os.environ[name] for name in (OPTIONS_ENV, NO_USAGE_ENV) if os.environ.get(name)}
         environment = {
             "GRPO_ORCH_RUN": self._store.url,
             "GRPO_ORCH_REASON": reason,
             "GRPO_ORCH_CLOUDS": ",".join(self._clouds()),
-            **({OPTIONS_ENV: options} if options else {}),
+            **handed_on,
         }
         order = Order(self.cluster, Role.TRAINER, Market.ON_DEMAND, 1, environment)
         wheel = build_wheel(run_dir(self._record.run_id) / "wheel")
+        work = work_for(order, self._record.spec, wheel, None)
         return replace(
-            work_for(order, self._record.spec, wheel, None),
+            work,
             # The second finds the environment that the first has made, and puts this project beside it.
             setup=_script("controller_setup.sh") + _script("setup.sh"),
             run=_script("controller_run.sh"),
             resources=self._resources(),
+            files={**work.files, **self._settings()},
         )
+
+    def _settings(self) -> dict[str, str]:
+        """The user's settings of SkyPilot as a file to ship, for they say in which network machines are."""
+        settings = settings_elsewhere(self._sky.settings())
+        if not settings:
+            return {}
+        path = run_dir(self._record.run_id) / "sky.yaml"
+        path.touch(mode=0o600)
+        path.write_text(yaml.safe_dump(settings))
+        return {SKY_SETTINGS: str(path)}
 
 
 def as_shipped(record: RunRecord) -> RunRecord:

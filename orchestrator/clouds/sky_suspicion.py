@@ -17,9 +17,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from orchestrator.clouds.sky_book import Book, Entry, preempted_or_gone
+from orchestrator.clouds.sky_calls import told
 from orchestrator.clouds.sky_types import Cluster, ClusterState
 
 if TYPE_CHECKING:
+    from orchestrator.clouds.sky_strays import Strays
     from orchestrator.clouds.skypilot import SkyPilot
 
 EVERY_S = 5.0  # between two questions about one machine
@@ -34,7 +36,7 @@ class Suspicions:
     """What was asked about silent machines, by cluster name. `answers`: whether an address takes connections."""
 
     def __init__(
-        self, sky: SkyPilot, book: Book, answers: Callable[[tuple[str, int]], bool] | None = None
+        self, sky: SkyPilot | Strays, book: Book, answers: Callable[[tuple[str, int]], bool] | None = None
     ) -> None:
         self._sky = sky
         self._book = book
@@ -63,7 +65,8 @@ class Suspicions:
             return False
         if self._reached(entry.cluster):
             return True
-        there = self._sky.has_machines(name)
+        with told("has_machines", name):
+            there = self._sky.has_machines(name)
         if there is False:
             self._book.lose(name, preempted_or_gone(entry.cluster))
         elif there and name in self._answered:
@@ -75,7 +78,8 @@ class Suspicions:
         return False
 
     def _look_through_skypilot(self, name: str, entry: Entry) -> bool:
-        cluster = self._sky.confirm(name, TIMEOUT_S)
+        with told("confirm", name):
+            cluster = self._sky.confirm(name, TIMEOUT_S)
         if cluster is None:
             self._book.lose(name, preempted_or_gone(entry.cluster))
             return False

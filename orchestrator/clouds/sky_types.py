@@ -27,6 +27,21 @@ class Cluster:
     ssh_address: tuple[str, int] | None  # as SkyPilot reaches it from here; None where it goes another way
     machine: str = ""
     on_demand_usd_per_h: float = 0.0
+    stray: bool = False  # it is not on SkyPilot's record here
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A machine as AWS has it. `name` is its cluster's, as on its label."""
+
+    id: str
+    name: str
+    region: str
+    zone: str
+    machine: str
+    spot: bool
+    state: ClusterState
+    address: str | None
 
 
 @dataclass(frozen=True, slots=True)

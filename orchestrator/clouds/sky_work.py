@@ -92,6 +92,11 @@ def region_of(infra: str) -> str:
     return "/".join(_parts(infra)[:2])
 
 
+def places(wanted: dict[str, Any]) -> list[str | None]:
+    """Where each candidate of a role may be, as in `aws/us-east-1`; None: anywhere."""
+    return [entry.get("infra") for entry in _candidates(wanted, None)]
+
+
 def sole_region(spec: RunSpec) -> str | None:
     """The region that a role leaves no choice about, the trainer's if it is one; None where there is a choice."""
     for wanted in (spec.trainer.resources, spec.rollout.resources):

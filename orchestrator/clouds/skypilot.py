@@ -7,6 +7,7 @@ The server may be killed at any moment: nothing but names is kept here, and ever
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
@@ -19,17 +20,19 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import sky
-from sky import clouds, exceptions, global_user_state, provision, sky_logging
+from sky import clouds, exceptions, global_user_state, provision, sky_logging, skypilot_config
+from sky.adaptors import aws
 from sky.client import sdk
 from sky.server import common as server
 from sky.skylet import constants, runtime_utils
 from sky.utils import registry, resources_utils, status_lib
 
+from orchestrator.clouds import sky_aws
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky_calls import Call
 from orchestrator.clouds.sky_errors import OTHER_MACHINE, Failure, one_line, understand
 from orchestrator.clouds.sky_server import start_server
-from orchestrator.clouds.sky_types import ApiServer, CloudCheck, Cluster, ClusterState, SkyOffer
+from orchestrator.clouds.sky_types import ApiServer, CloudCheck, Cluster, ClusterState, Instance, SkyOffer
 from orchestrator.clouds.sky_work import Work
 from policies.vocabulary import Refusal
 
@@ -38,15 +41,18 @@ LOOK_TIMEOUT_S = 60.0  # for what SkyPilot has on record
 CHECK_TIMEOUT_S = 120.0  # for what clouds and catalogs are asked for
 GONE_EVERY_S = 1.0
 LOG_LINES = 400
+SSH_PORT = 22
 
 _STATES = {
     status_lib.ClusterStatus.INIT: ClusterState.STARTING,
     status_lib.ClusterStatus.UP: ClusterState.UP,
     status_lib.ClusterStatus.STOPPED: ClusterState.STOPPED,
 }
+_SETTINGS = dict(skypilot_config.to_dict())  # before `_own_group`
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 Result = TypeVar("Result")
 _starting = threading.Lock()
+_overlay = contextlib.ExitStack()  # what goes along with every request of this process; never left
 
 
 class SkyPilot:
@@ -55,7 +61,8 @@ class SkyPilot:
     All raise CloudUnavailable when SkyPilot does not answer: nothing is known then, any call may be made again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: str | None = None) -> None:
+        """`group`: clusters whose names begin so are in a security group of that name on AWS, see `_own_group`."""
         # It writes to stdout, which is for what a command was asked.
         logging.getLogger("sky").handlers[:] = [logging.NullHandler()]
         sdk.click = SimpleNamespace(secho=lambda *_, **__: None)
@@ -63,20 +70,24 @@ class SkyPilot:
             # Requests, the secrets of tasks among them, are kept there as they came, readable by anybody.
             _server_log().parent.mkdir(parents=True, exist_ok=True)
             _server_log().parent.chmod(0o700)
+        # Elsewhere nobody could delete the group in the end: the credentials are with the server.
+        self._group = group if server.is_api_server_local() else None
+        if self._group:
+            _own_group(self._group)
+        self._has_aws = False
         self._handles: dict[str, Any] = {}  # as last seen, by cluster
         # What asks the cloud for the machines of each cluster that was taken down and not yet seen to be gone.
         self._unproven: dict[str, Callable[[], Iterable[str]]] = {}
 
     def clusters(self, prefix: str) -> list[Cluster]:
         """Every cluster on SkyPilot's record whose name begins with `prefix`; no cloud is asked."""
-        records = [one for one in _look(sdk.status, LOOK_TIMEOUT_S) if one.name.startswith(prefix)]
+        records = [one for one in _status(None, LOOK_TIMEOUT_S) if one.name.startswith(prefix)]
         self._handles.update({record.name: record.handle for record in records})
         return [_cluster(record) for record in records]
 
     def confirm(self, name: str, timeout_s: float) -> Cluster | None:
         """Have SkyPilot ask the cloud and the machine about a cluster. Returns None when it is gone."""
-        refresh = sky.StatusRefreshMode.FORCE
-        records = _look(lambda: sdk.status([name], refresh=refresh), timeout_s)
+        records = _status([name], timeout_s, sky.StatusRefreshMode.FORCE)
         return _cluster(records[0]) if records else None
 
     def has_machines(self, name: str) -> bool | None:
@@ -125,8 +136,70 @@ class SkyPilot:
         self._unproven.pop(name, None)
         self._handles.pop(name, None)
 
+    def drop_group(self, places: Iterable[str | None], timeout_s: float) -> None:
+        """Delete the security groups of this group on AWS; their machines may still be shutting down.
+
+        `places`: where clusters may have been, as in `aws/us-east-1`, `aws` or `gcp`; None: anywhere.
+        No error when there is none. Raises CloudUnavailable also when AWS still keeps one.
+        """
+        deadline = time.monotonic() + timeout_s
+        regions, group = self._regions(places), self._group or ""
+        while left := _find_out(lambda: sky_aws.drop_groups(_ec2, regions, group)):
+            if time.monotonic() > deadline:
+                kept = f"no machine is left, but security group {group}, which costs nothing"
+                raise CloudUnavailable(f"{kept}: {'; '.join(left)}; try again later")
+            time.sleep(GONE_EVERY_S)
+
+    def strays(self, prefix: str, places: Iterable[str | None]) -> list[Instance]:
+        """The machines on AWS whose label begins with `prefix` and of which SkyPilot here has no record.
+
+        `places`: see `drop_group`.
+        """
+        if not (regions := self._regions(places)):
+            return []
+        # In this order: SkyPilot has a cluster on record before AWS has its machine.
+        there = _find_out(lambda: sky_aws.labelled(_ec2, regions, LABEL, prefix))
+        known = {record.name for record in _status(None, LOOK_TIMEOUT_S)}
+        return [instance for instance in there if instance.name not in known]
+
+    def end(self, strays: Iterable[Instance]) -> None:
+        """Have machines shut down that SkyPilot here has no record of."""
+        _find_out(lambda: sky_aws.terminate(_ec2, strays))
+
+    def as_cluster(self, stray: Instance) -> Cluster:
+        """A stray machine as a cluster."""
+        kind = sky.Resources(infra=f"aws/{stray.region}", instance_type=stray.machine, use_spot=stray.spot)
+        return Cluster(
+            name=stray.name,
+            state=stray.state,
+            infra=f"aws/{stray.region}/{stray.zone}",
+            spot=stray.spot,
+            price_usd_per_h=float(kind.get_cost(3600)),
+            ssh_address=(stray.address, SSH_PORT) if stray.address else None,
+            machine=stray.machine,
+            on_demand_usd_per_h=float(kind.copy(use_spot=False).get_cost(3600)),
+            stray=True,
+        )
+
+    def _regions(self, places: Iterable[str | None]) -> set[str]:
+        """The regions of AWS among `places`; none where AWS is not to be asked from here."""
+        named = {region for place in places if (region := _aws_region(place)) is not None}
+        if not self._group or not named:
+            return set()
+        self._has_aws = self._has_aws or "aws" in map(str.lower, self._enabled())
+        if not self._has_aws:
+            return set()
+        return _find_out(lambda: sky_aws.all_regions(_ec2)) if "" in named else named
+
+    def _enabled(self) -> list[str]:
+        """The clouds that SkyPilot may use."""
+        found: list[str] = _look(sdk.enabled_clouds, LOOK_TIMEOUT_S)
+        # A user who has never run `sky check` may well have credentials.
+        return found or [cloud.name for cloud in self.clouds() if cloud.enabled]
+
     def tail(self, name: str, *, follow: bool) -> Iterator[str]:
         """Lines of the log of the cluster's newest job. Raises KeyError when there is no such cluster."""
+        _do(_see_server, CHECK_TIMEOUT_S)  # a look has no time to start one
         if _record(name) is None:
             raise KeyError(name)
         return _log_lines(name, follow)
@@ -136,10 +209,7 @@ class SkyPilot:
 
         Raises CloudRefused when no enabled cloud has such a machine.
         """
-        enabled = _look(sdk.enabled_clouds, LOOK_TIMEOUT_S)
-        if not enabled:  # a user who has never run `sky check` may well have credentials
-            enabled = [cloud.name for cloud in self.clouds() if cloud.enabled]
-        if not enabled:
+        if not (enabled := self._enabled()):
             raise CloudRefused(Refusal.CREDENTIALS, "no cloud is enabled; see why with `grpo-orch doctor`")
         return _do(lambda: _offers(resources, spot, enabled), CHECK_TIMEOUT_S)
 
@@ -167,6 +237,10 @@ class SkyPilot:
             *(CloudCheck(name, True, "") for name in sorted(enabled)),
             *(CloudCheck(name, False, reasons[name]) for name in sorted(reasons)),
         ]
+
+    def settings(self) -> dict[str, Any]:
+        """What the user has set in ~/.sky/config.yaml, and wherever else SkyPilot reads it."""
+        return _SETTINGS
 
     def server(self) -> ApiServer:
         """The API server, started first where it is this machine's own and is not running."""
@@ -295,8 +369,14 @@ def _labelled(resources: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _record(name: str) -> Any:
-    records = _look(lambda: sdk.status([name]), LOOK_TIMEOUT_S)
+    records = _status([name], LOOK_TIMEOUT_S)
     return records[0] if records else None
+
+
+def _status(names: list[str] | None, timeout_s: float, refresh: Any = sky.StatusRefreshMode.NONE) -> list[Any]:
+    """SkyPilot's records. To an API server without logins each machine of a user is another user."""
+    records: list[Any] = _look(lambda: sdk.status(names, refresh=refresh, all_users=True), timeout_s)
+    return records
 
 
 def _cluster(record: Any) -> Cluster:
@@ -333,6 +413,30 @@ def _instances_of(handle: Any) -> Callable[[], Iterable[str]]:
     cloud = repr(handle.launched_resources.cloud)
     names = handle.cluster_name, handle.cluster_name_on_cloud
     return lambda: list(provision.query_instances(cloud, *names, provider))
+
+
+def _own_group(group: str) -> None:
+    """Have clusters whose names begin with `group` in a security group of that name, from now on.
+
+    SkyPilot's own is one for whatever a user launches from one host: these machines reach each other, those that
+    the same user launches from another host are shut out, and nobody can tell when it is not needed any more.
+    A group that the user's configuration names is kept to.
+    """
+    config = skypilot_config.to_dict()
+    named = config.get_nested(("aws", "security_group_name"), default_value=[])
+    if isinstance(named, list):
+        config.set_nested(("aws", "security_group_name"), [*named, {f"{group}*": group}])
+        _overlay.enter_context(skypilot_config.replace_skypilot_config_in_process(config))
+
+
+def _ec2(region: str) -> Any:
+    return aws.client("ec2", region_name=region)
+
+
+def _aws_region(place: str | None) -> str | None:
+    """The region of AWS that `place` is or may be; empty: any. None: it is on another cloud."""
+    cloud, region, *_ = [*(place or "*").split("/"), ""]
+    return region.replace("*", "") if cloud in ("aws", "*") else None
 
 
 def _log_lines(name: str, follow: bool) -> Iterator[str]:

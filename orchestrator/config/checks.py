@@ -204,6 +204,15 @@ def _room_for_completions(given: Given, findings: Findings) -> None:
         )
 
 
+def _no_guesses_where_completions_go_on(given: Given, findings: Findings) -> None:
+    if given.at("rollout", "recovery") == "exact":
+        return
+    for flag in ("speculative-config", "spec-method", "spec-model", "spec-tokens"):
+        if given.at("rollout", "vllm", flag) is not None:
+            message = "speculative decoding draws by what it guessed, so no completion can go on at another node"
+            findings.add(("rollout", "vllm", flag), f"{message}; expected rollout.recovery: exact with it")
+
+
 def _no_seed_for_all(given: Given, findings: Findings) -> None:
     extra = given.at("grpo", "generation_kwargs")
     if isinstance(extra, dict) and "seed" in extra:
@@ -249,6 +258,7 @@ CHECKS: tuple[Callable[[Given, Findings], None], ...] = (
     _eval_batch_holds_groups,
     _reward_weights,
     _room_for_completions,
+    _no_guesses_where_completions_go_on,
     _no_seed_for_all,
     _precision,
     _sync_needs_beta,

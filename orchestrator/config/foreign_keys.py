@@ -61,6 +61,7 @@ REFUSED_VLLM = {
     "api-key": _SERVED + ", from the run's own secret",
     "seed": "every request carries its own seed, derived from grpo.seed",
     "middleware": "the nodes have one, which guards the policy they hold",
+    "worker-extension-cls": "the nodes have one, by which a completion can go on at another",
     "logprobs-mode": "it is what importance sampling needs",
     "root-path": _CLOSED,
     "ssl-keyfile": _CLOSED,

@@ -9,30 +9,33 @@ from then on what it knows of its members. SIGTERM ends it.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import gc
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
+import ssl
 import sys
 from urllib.parse import urlsplit
 
 import structlog
-from aiohttp import web
+import uvloop
 
-from checkpoint import documents
+from checkpoint import documents, identity
 from checkpoint.documents import GatewayAddress
 from checkpoint.errors import Corrupt
 from checkpoint.store import Store
 from orchestrator.gateway.app import Gateway
+from orchestrator.gateway.listener import BACKLOG, listening
 from orchestrator.gateway.status_writer import StatusWriter
+from orchestrator.gateway.watch import Watch
 from policies import exit_codes
 
 log = structlog.get_logger()
 
-BACKLOG = 4096
-SHUTDOWN_S = 1.0  # held announcements and batches are cut after this: both sides try again elsewhere
+GC_OBJECTS = 100_000  # made and not freed, before garbage is looked for
 
 
 def listen(host: str, port: int | None) -> socket.socket:
@@ -63,21 +66,18 @@ def former_port(store: Store, host: str) -> int | None:
     return parts.port if parts and parts.hostname == host else None
 
 
-async def serve(sock: socket.socket, gateway: Gateway, writer: StatusWriter) -> None:
+async def serve(sock: socket.socket, tls: ssl.SSLContext | None, gateway: Gateway, writer: StatusWriter) -> None:
     """Serve until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    runner = web.AppRunner(gateway.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
-    await runner.setup()
-    await web.SockSite(runner, sock, backlog=BACKLOG).start()
-    endless = {asyncio.ensure_future(gateway.members.sweep()), asyncio.ensure_future(writer.run())}
-    await asyncio.wait({*endless, asyncio.ensure_future(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
-    for task in endless:
-        if task.done():
-            task.result()  # it ends by an error alone
-        task.cancel()
-    await runner.cleanup()
+    async with listening(gateway.app(), gateway.knows, sock, tls):
+        endless = {asyncio.ensure_future(Watch(gateway.members).run()), asyncio.ensure_future(writer.run())}
+        await asyncio.wait({*endless, asyncio.ensure_future(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        for task in endless:
+            if task.done():
+                task.result()  # it ends by an error alone
+            task.cancel()
     await gateway.members.close()
 
 
@@ -89,16 +89,21 @@ def main() -> int:
     store = Store(os.environ["GRPO_ORCH_RUN"])
     host = os.environ.get("GRPO_ORCH_GATEWAY_HOST", "127.0.0.1")
     sock = listen(host, former_port(store, host))
-    boot_id = secrets.token_hex(8)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-    gateway = Gateway(boot_id, os.environ["GRPO_ORCH_TOKEN"])
+    boot_id, token = secrets.token_hex(8), os.environ["GRPO_ORCH_TOKEN"]
+    url = identity.url(host, sock.getsockname()[1])
+    tls = identity.server_context(token) if identity.protects(host) else None
+    gateway = Gateway(boot_id, token)
     documents.write_gateway(store, GatewayAddress(url, boot_id))
     writer = StatusWriter(Store(store.url, patience_s=0.0), gateway.status)
+    # Every request under way has a connection, and the usual limit is 1,024 files.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # Nothing on the hot path makes cycles, and walking a large batch's lists costs more than all else there.
+    gc.freeze()
+    gc.set_threshold(GC_OBJECTS)
     log.info("gateway_up", url=url, boot_id=boot_id)
-    # Where vLLM is, there is uvloop, at half the CPU time per event.
-    fast = importlib.import_module("uvloop") if importlib.util.find_spec("uvloop") else None
-    with asyncio.Runner(loop_factory=fast.new_event_loop if fast else None) as runner:
-        runner.run(serve(sock, gateway, writer))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(sock, tls, gateway, writer))
     log.info("gateway_down")
     return exit_codes.OK
 

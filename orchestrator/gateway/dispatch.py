@@ -1,194 +1,175 @@
-"""A batch's life: each of its requests on some member until one finishes it, told line by line as it happens.
+"""A job's way from member to member until it is complete.
 
-A request whose node is lost starts over elsewhere with the same seed, which gives the same tokens; those that had
-arrived are counted as discarded. Nothing fails for want of a node, until nothing has moved for the batch's
-deadline.
+A job whose node is lost goes on elsewhere from the tokens that have arrived, or starts over with its seed: either
+gives the completion that the first node would have made. Nothing fails for want of a node.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
-import structlog
-
-from orchestrator.gateway import upstream
+from orchestrator.gateway.job import Finished, Job, RequestRefused
+from orchestrator.gateway.link import NodeFailed, Why
 from orchestrator.gateway.members import Members, Place
-from orchestrator.gateway.upstream import Answer, NodeFailed, RequestRefused
-from policies.wire import Batch, BatchLine, Completion, CompletionRequest, Progress
+from orchestrator.gateway.upstream import Attempt, End
+from policies.membership import Load
 
-log = structlog.get_logger()
-
-PROGRESS_S = 0.25
-RETRY_S = 0.05  # before the second try of a request, doubled for each later one
+RETRY_S = 0.05  # after the second try in a row that brought no token, doubled after each later one
 RETRY_MAX_S = 1.0
+EXPECTED_SHARE = 0.02  # of each finished completion in the mean length that the next ones are expected to have
+PACE_SHARE = 0.1  # the same for what a member is known to do in a second
+PACE_TOKENS_MIN = 8  # shorter ones say nothing of a member's pace
+# Then the member was judged already, or does no worse than it should.
+_NO_DOUBT = frozenset({Why.LEFT, Why.SILENT, Why.DRAINED, Why.TAIL})
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Tokens since the gateway's start; `owed` are of batches whose asker went away, not yet told to anyone."""
+    """Since the gateway's start. Tokens that arrived are delivered or discarded in the end.
+
+    `saved` were kept when their job was handed over, each counted once. `replayed_prefill` were computed again as
+    prompts for that. `owed` are tokens of batches whose asker went away, not yet told to anyone.
+    """
 
     delivered: int = 0
     discarded: int = 0
-    handovers: int = 0
     owed: int = 0
+    saved: int = 0
+    replayed_prefill: int = 0
+    finished: int = 0  # requests
+    refused: int = 0  # requests
+    handovers_by: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def handovers(self) -> int:
+        """How often a request left a member unfinished."""
+        return self.handovers_by.total()
 
 
-class BatchRun:
-    """One batch under way.
+class Completer:
+    """Completes jobs.
 
     Args:
-        batch: what is asked for.
         members: who may do it.
-        token: the run's secret, which nodes demand.
-        ledger: the gateway's counts; this batch takes over what is owed.
+        ledger: what is counted; `delivered` is for the asker to count.
+        observe: told of each completion.
     """
 
-    def __init__(self, batch: Batch, members: Members, token: str, ledger: Ledger) -> None:
-        self._batch = batch
-        self._policy = batch.policy.label
+    def __init__(
+        self, members: Members, ledger: Ledger, observe: Callable[[Finished], None] | None = None
+    ) -> None:
         self._members = members
-        self._token = token
         self._ledger = ledger
-        self._lines: asyncio.Queue[BatchLine] = asyncio.Queue()
-        self._tokens = 0  # arrived and kept so far
-        self._discarded, ledger.owed = ledger.owed, 0
-        self._waiting = 0
-        self._last_failure = ""
-        self._complete = False
+        self._observe = observe
 
-    async def lines(self) -> AsyncGenerator[BatchLine, None]:
-        """Yield completions as they are done, progress in between, and at last `end` or `error`.
+    async def complete(self, job: Job) -> Finished:
+        """Have the job completed, however many members that takes and however long there is none.
 
-        Closing the iterator early gives up the batch and frees its places.
+        Raises RequestRefused, QueueFull. Cancelling gives the job up and frees its place; what arrived of it is
+        then the asker's to count as discarded.
         """
-        tasks = [asyncio.ensure_future(self._see_through(request)) for request in self._batch.requests]
-        for task in tasks:
-            task.add_done_callback(self._say_if_broken)
-        left, ended = len(tasks), False
-        most, moved_at_s = 0, time.monotonic()
-        progress_at_s = moved_at_s + PROGRESS_S
-        try:
-            while left and not ended:
-                line = await self._next(progress_at_s - time.monotonic())
-                now_s = time.monotonic()
-                if line is not None:
-                    left, ended = left - 1, line.error is not None
-                    moved_at_s = now_s
-                    yield line
-                elif self._tokens > most:
-                    most, moved_at_s = self._tokens, now_s
-                elif now_s - moved_at_s > self._batch.deadline_s:
-                    ended = True
-                    yield BatchLine(error=self._too_late())
-                if now_s >= progress_at_s and not ended:
-                    progress_at_s = now_s + PROGRESS_S
-                    yield BatchLine(progress=self._progress())
-            if not ended:
-                self._complete = True
-                self._ledger.delivered += self._tokens
-                yield BatchLine(end=self._progress())
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            if not self._complete:
-                self._give_up()
-
-    async def _next(self, timeout_s: float) -> BatchLine | None:
-        try:
-            async with asyncio.timeout(max(0.0, timeout_s)):
-                return await self._lines.get()
-        except TimeoutError:
-            return None
-
-    async def _see_through(self, request: CompletionRequest) -> None:
-        """Have one request completed, however many members that takes, and put its line into the answer."""
-        group = tuple(request.prompt_token_ids)
-        avoid: str | None = None
-        wait_s = RETRY_S
+        asked_s = asyncio.get_running_loop().time()
+        avoid, fruitless = None, 0
         while True:
-            self._waiting += 1
+            place = await self._place(job, avoid)
+            attempt = Attempt(job, place.link, place.policy, partial(self._members.begun, place))
             try:
-                place = await self._members.place(self._policy, group, avoid)
-            finally:
-                self._waiting -= 1
-            try:
-                answer = await self._attempt(place, request)
-            except RequestRefused as error:
-                self._lines.put_nowait(BatchLine(error=f"request {request.index}: {error}"))
-                return
+                end = await attempt.run()
             except NodeFailed as error:
-                self._note_failure(place, error)
-                avoid = place.node
+                fruitless = 0 if attempt.tokens else fruitless + 1
+                self._left(job, attempt, error)
+                avoid = place.link.node
+            except RequestRefused:
+                if not attempt.continued:
+                    self._ledger.refused += 1
+                    raise
+                # Asked anew from its start, the request itself is on trial.
+                job.recovery = "exact"
+                self._start_over(job)
             else:
-                self._lines.put_nowait(BatchLine(completion=self._completion(request, answer, place)))
-                return
-            await asyncio.sleep(wait_s)
-            wait_s = min(RETRY_MAX_S, 2 * wait_s)
+                return self._finish(job, attempt, end, asked_s)
+            finally:
+                self._members.give_back(place)
+            if fruitless > 1:
+                await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2 ** (fruitless - 2)))
 
-    async def _attempt(self, place: Place, request: CompletionRequest) -> Answer:
-        """One try on one member. The tokens of a try that did not finish are counted as discarded."""
-        arrived = 0
-
-        def count(tokens: int) -> None:
-            nonlocal arrived
-            arrived += tokens
-            self._tokens += tokens
-
-        headers = upstream.headers_of(self._token, place.boot_id, self._policy)
-        body = upstream.body_of(request, self._batch.sampling)
+    async def _place(self, job: Job, avoid: str | None) -> Place:
+        # What one member has computed, the next has to compute again.
+        replayed = 0 if job.first_token_s is None else job.prompt_tokens + len(job.token_ids)
+        job.waiting = True
         try:
-            return await place.run(upstream.complete(place.link.session, place.url, headers, body, count))
-        except NodeFailed:
-            self._tokens -= arrived
-            self._discarded += arrived
-            self._ledger.discarded += arrived
-            raise
+            place = await self._members.place(job, self._load(job, replayed), avoid)
         finally:
-            self._members.give_back(place)
+            job.waiting = False
+        if job.token_ids and place.policy != job.made_from:
+            self._start_over(job)
+        job.made_from = place.policy
+        self._ledger.replayed_prefill += replayed
+        return place
 
-    def _note_failure(self, place: Place, error: NodeFailed) -> None:
-        self._ledger.handovers += 1
-        self._last_failure = f"{place.node}: {error}"
-        self._members.doubt(place, str(error))
+    def _load(self, job: Job, replayed: int) -> Load:
+        expected = self._members.expected_tokens or job.max_tokens
+        to_come = max(len(job.token_ids), min(job.max_tokens, int(expected)))
+        return Load(job.group, job.prompt_tokens + to_come, replayed)
 
-    def _completion(self, request: CompletionRequest, answer: Answer, place: Place) -> Completion:
-        return Completion(
-            index=request.index,
-            token_ids=answer.token_ids,
-            logprobs=answer.logprobs,
-            finish_reason=answer.finish_reason,
-            policy=self._policy,
-            node=place.node,
+    def _left(self, job: Job, attempt: Attempt, error: NodeFailed) -> None:
+        """The job left a member unfinished."""
+        job.handovers += 1
+        job.last_failure = f"{attempt.link.node}: {error}"
+        self._ledger.handovers_by[error.why] += 1
+        if error.why is Why.CLOSED:  # an agent may go on announcing a server that is dead
+            self._members.mute(attempt.link, str(error))
+        elif error.why not in _NO_DOUBT:
+            self._members.doubt(attempt.link, str(error))
+        if job.may_continue():
+            job.saved += attempt.tokens
+            self._ledger.saved += attempt.tokens
+        elif job.token_ids:
+            self._start_over(job)
+
+    def _start_over(self, job: Job) -> None:
+        lost = job.start_over()
+        job.discarded += lost
+        self._ledger.discarded += lost
+        self._ledger.saved -= job.saved
+        job.saved = 0
+
+    def _finish(self, job: Job, attempt: Attempt, end: End, asked_s: float) -> Finished:
+        self._learn(job, attempt)
+        self._ledger.finished += 1
+        finished = Finished(
+            token_ids=job.token_ids,
+            logprobs=job.logprobs,
+            finish_reason=end.finish_reason,
+            stop_reason=end.stop_reason,
+            text=job.text if job.keep_text else None,
+            prompt_token_ids=job.prompt_token_ids,
+            policy=job.made_from,
+            node=attempt.link.node,
+            handovers=job.handovers,
+            first_token_s=(job.first_token_s or attempt.heard_s) - asked_s,
+            took_s=attempt.heard_s - asked_s,
         )
+        if self._observe is not None:
+            self._observe(finished)
+        return finished
 
-    def _serving(self) -> int:
-        return len(self._members.table.serving(self._policy))
+    def _learn(self, job: Job, attempt: Attempt) -> None:
+        """Note how long completions are, and what the member did in a second."""
+        members, link = self._members, attempt.link
+        members.expected_tokens = _mean(members.expected_tokens, len(job.token_ids), EXPECTED_SHARE)
+        if attempt.begun_s is None or attempt.tokens < PACE_TOKENS_MIN:
+            return
+        took_s, prefill_s = attempt.heard_s - attempt.begun_s, attempt.begun_s - attempt.sent_s
+        if took_s > 0 and prefill_s > 0:
+            prompt = job.prompt_tokens + len(job.token_ids) - attempt.tokens
+            link.rate_tokens_s = _mean(link.rate_tokens_s, attempt.tokens / took_s, PACE_SHARE)
+            link.prefill_tokens_s = _mean(link.prefill_tokens_s, prompt / prefill_s, PACE_SHARE)
 
-    def _progress(self) -> Progress:
-        return Progress(self._tokens, self._discarded, self._serving(), self._waiting)
 
-    def _too_late(self) -> str:
-        within = f"within {self._batch.deadline_s:g} s (`rollout.deadline_s`)"
-        failure = f"; the last failure was {self._last_failure}" if self._last_failure else ""
-        if not self._serving():
-            held = ", ".join(
-                f"{row.node} holds {row.policy or 'base weights'}" for row in self._members.table.rows
-            )
-            return f"no node could serve policy {self._policy} {within}; {held or 'there is no member'}{failure}"
-        return f"policy {self._policy}: no token came {within}{failure}"
-
-    def _give_up(self) -> None:
-        """All that was gathered, and all that was owed before, is told to nobody: the next batch owes it."""
-        self._ledger.discarded += self._tokens
-        self._ledger.owed += self._tokens + self._discarded
-        log.warning("batch_given_up", policy=self._policy, tokens=self._tokens)
-
-    def _say_if_broken(self, task: asyncio.Task[None]) -> None:
-        """A fault of this program ends the batch with its name, not in silence."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("request_broke", exc_info=error)
-            self._lines.put_nowait(BatchLine(error=f"the gateway failed: {error!r}"))
+def _mean(mean: float, value: float, share: float) -> float:
+    return value if not mean else mean + share * (value - mean)

@@ -1,95 +1,105 @@
 """The membership table at work: announcements held open, places lent to requests, silence noticed.
 
 Everything runs on one event loop, so that a change of the table and what follows from it are one step. When a term
-ends, the requests that run in it are cancelled here and then see NodeFailed.
+ends, the tries that run in it end with NodeFailed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections import deque
-from collections.abc import Coroutine, Hashable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
 
-import aiohttp
 import structlog
 
-from orchestrator.gateway.upstream import CONNECT_S, NodeFailed
-from policies.membership import Change, Membership, Row
-from policies.wire import HOLD_S, Announce, AnnounceReply, MemberStatus, PolicyRef
+from orchestrator.gateway.connection import Pool
+from orchestrator.gateway.job import Job, QueueFull
+from orchestrator.gateway.link import Link, Why
+from policies.membership import Change, Load, Membership, Row, Wanted
+from policies.patience import Patience
+from policies.recovery import Recovery
+from policies.wire import HOLD_S, Announce, AnnounceReply, MembershipChange, MemberStatus, PolicyRef
 
 log = structlog.get_logger()
-T = TypeVar("T")
 
-SWEEP_S = 0.25
-# Less than a node's own limit (tasks.vllm_server), so that a request is never sent into a connection that the node
-# is closing at that moment.
-KEEPALIVE_S = 30.0
 GONE = "it is no member any more"
+CHANGES_MAX = 64  # of the membership that are remembered
+# A trainer's batch of 4,096 requests waits whole while there is no node, and so do those of some impatient
+# clients; beyond this somebody asks in a loop.
+WAITING_MAX = 65_536
+# Their prompts, at 8 bytes a token: two batches of 4,096 prompts of 16,384 tokens.
+WAITING_SIZE_MAX = 1024**3
+TOKEN_SIZE = 8
 
 
-@dataclass(slots=True)
-class Link:
-    """The connections to one member in one term, and the requests that run over them."""
-
-    session: aiohttp.ClientSession
-    running: set[asyncio.Task[Any]] = field(default_factory=set)
-    over: bool = False
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Place:
-    """A request's place on a member, to be given back with `Members.give_back`."""
+    """A job's place on a member, to be given back with `Members.give_back`."""
 
-    node: str
-    boot_id: str
-    term: int
-    url: str
     link: Link
-
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run one request's work here. Raises NodeFailed when the term ends before the work does."""
-        if self.link.over:
-            work.close()
-            raise NodeFailed(GONE)
-        task = asyncio.ensure_future(work)
-        self.link.running.add(task)
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            raise
-        finally:
-            self.link.running.discard(task)
-        if task.cancelled():
-            raise NodeFailed(GONE)
-        return task.result()
+    policy: str  # the label that the member held then
+    load: Load
+    begun: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiter:
-    group: Hashable
+    job: Job
+    load: Load
     avoid: str | None
     place: asyncio.Future[Place]
 
 
-class Members:
-    """The rollout nodes as one gateway knows them."""
+class _Queue:
+    """Those who wait for one policy. Who was handed over has waited once already, and comes first; but what holds
+    them back, a limit to tokens that are computed again, does not hold back the others."""
 
     def __init__(self) -> None:
+        self.handed_over: deque[_Waiter] = deque()
+        self.new: deque[_Waiter] = deque()
+
+    def add(self, waiter: _Waiter) -> None:
+        (self.handed_over if waiter.load.replayed else self.new).append(waiter)
+
+    def __bool__(self) -> bool:
+        return bool(self.handed_over or self.new)
+
+
+class Members:
+    """The rollout nodes as one gateway knows them.
+
+    Args:
+        token: the run's secret, which nodes demand.
+        tls: for members on other machines.
+        patience: makes the limits for one member.
+    """
+
+    def __init__(
+        self, token: str, tls: ssl.SSLContext | None = None, patience: Callable[[], Patience] = Patience
+    ) -> None:
         self.table = Membership()
         self.wanted: PolicyRef | None = None
-        self._links: dict[int, Link] = {}  # by term
+        self.recovery: Recovery = "continue"
+        self.links: dict[int, Link] = {}  # by term
+        self.expected_tokens = 0.0  # the mean length of finished completions; 0 before the first
+        self._token = token
+        self._tls = tls
+        self._patience = patience
         self._held: dict[str, asyncio.Future[None]] = {}  # by node
         self._told: dict[str, AnnounceReply] = {}  # by boot
-        self._waiting: dict[str, deque[_Waiter]] = {}  # by policy
-        self._closing: set[asyncio.Task[None]] = set()
+        self._queues: dict[Wanted, _Queue] = {}
+        self._waiting = 0
+        self._waiting_size = 0
+        self._started_at_s = time.monotonic()
+        self._changes: deque[MembershipChange] = deque(maxlen=CHANGES_MAX)
+        self._changes_seen = 0
 
-    def want(self, policy: PolicyRef) -> None:
-        """Tell every member which policy to hold from now on."""
+    def want(self, policy: PolicyRef, recovery: Recovery = "continue") -> None:
+        """Tell every member which policy to hold from now on. `recovery` is the run's."""
+        self.recovery = recovery
         if policy != self.wanted:
             log.info("policy_wanted", policy=policy.label)
             self.wanted = policy
@@ -100,7 +110,7 @@ class Members:
     async def announce(self, node: str, said: Announce) -> AnnounceReply:
         """Take an announcement and return the answer: at once if it is news to that boot, else after HOLD_S."""
         self._answer(node)  # an earlier announcement that is still held is superseded
-        self._apply(self.table.announce(node, said, time.monotonic()))
+        self.apply(self.table.announce(node, said, time.monotonic()))
         if self.table.is_void(said.boot_id):
             return AnnounceReply(drain=True)
         self._serve_waiting()
@@ -111,65 +121,113 @@ class Members:
 
     def leave(self, node: str, boot_id: str) -> None:
         """The node says that this boot is over."""
-        self._apply(self.table.leave(node, boot_id))
+        self.apply(self.table.leave(node, boot_id))
+        self._told.pop(boot_id, None)
+
+    def remove(self, node: str) -> bool:
+        """Take the node out, for good as this boot of it. Returns whether it was a member."""
+        member = self.table.row(node) is not None
+        self.apply(self.table.remove(node))
+        self._answer(node)
+        return member
 
     def drain(self, node: str) -> None:
         """Send the node nothing new; it is told to leave once nothing runs on it."""
-        self._apply(self.table.drain(node))
+        self.apply(self.table.drain(node))
         self._answer(node)
 
-    def doubt(self, place: Place, why: str) -> None:
-        """A request failed there: wait for the next announcement, which is asked for at once."""
-        row = self.table.row(place.node)
-        if row is not None and row.term == place.term and not row.doubted:
-            change = self.table.doubt(place.node, place.term, why)
-            log.warning("membership", change=change.reason)
-            self._answer(place.node)
+    def doubt(self, link: Link, why: str, *, whole: bool = False) -> None:
+        """A request failed there, or all did: wait for the next announcement, which is asked for at once."""
+        self.apply(self.table.doubt(link.node, link.term, why, whole=whole))
+        self._answer(link.node)
 
-    async def place(self, policy: str, group: Hashable, avoid: str | None) -> Place:
-        """Return a place on a member that holds the policy, waiting for as long as there is none."""
-        waiter = _Waiter(group, avoid, asyncio.get_running_loop().create_future())
-        self._waiting.setdefault(policy, deque()).append(waiter)
+    def mute(self, link: Link, why: str) -> None:
+        """The member does not answer: what runs there goes elsewhere, and nothing goes there until it does."""
+        self.apply(self.table.muted(link.node, link.term, why))
+        link.give_up(Why.SILENT, f"it does not answer: {why}")
+
+    def unmute(self, link: Link) -> None:
+        """The member answers."""
+        self.apply(self.table.answered(link.node, link.term))
         self._serve_waiting()
+
+    async def place(self, job: Job, load: Load, avoid: str | None) -> Place:
+        """Return a place on a member that may serve the job, waiting for as long as there is none.
+
+        Raises QueueFull.
+        """
+        wanted = Wanted(job.policy, job.max_staleness_steps)
+        if wanted not in self._queues or load.replayed:
+            row = self._choose(wanted, job, load, avoid)
+            if row is not None:
+                return self._place_on(row, load)
+        size = job.prompt_tokens * TOKEN_SIZE
+        if not job.admitted:
+            self.check_room(size)
+        waiter = _Waiter(job, load, avoid, asyncio.get_running_loop().create_future())
+        self._queues.setdefault(wanted, _Queue()).add(waiter)
+        self._waiting += 1
+        self._waiting_size += size
+        self._serve_waiting()  # those before it may have gone away
         try:
             return await waiter.place
         except asyncio.CancelledError:
             if waiter.place.done() and not waiter.place.cancelled():
                 self.give_back(waiter.place.result())
             raise
+        finally:
+            self._waiting -= 1
+            self._waiting_size -= size
+
+    def begun(self, place: Place) -> None:
+        """The job at this place got its first token there."""
+        place.begun = True
+        self.table.first_token(place.link.node, place.link.term, place.load)
+        self._serve_waiting()
 
     def give_back(self, place: Place) -> None:
-        """A request is over, in whatever way."""
-        self.table.finished(place.node, place.term)
-        if self._reply(place.node).drain:
-            self._answer(place.node)
+        """A job has left its place, in whatever way."""
+        node = place.link.node
+        self.table.finished(node, place.link.term, place.load, begun=place.begun)
+        if self.table.draining(node) and self._reply(node).drain:
+            self._answer(node)
         self._serve_waiting()
 
     def waiting(self) -> int:
-        """How many requests have no place."""
-        return sum(not waiter.place.done() for queue in self._waiting.values() for waiter in queue)
+        """How many jobs have no place."""
+        return self._waiting
+
+    def check_room(self, size: int = 0) -> None:
+        """Raise QueueFull if no more may wait, of prompts of so many bytes."""
+        if self._waiting >= WAITING_MAX or self._waiting_size + size > WAITING_SIZE_MAX:
+            raise QueueFull(
+                f"{self._waiting} requests of {self._waiting_size >> 20} MiB wait for a node: no more are taken"
+            )
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The size of their prompts."""
+        return self._waiting_size
+
+    def changes(self) -> list[MembershipChange]:
+        """The last changes of the table, the oldest first."""
+        return list(self._changes)
 
     def status(self) -> list[MemberStatus]:
         """Every member, in the order in which they came."""
         now_s = time.monotonic()
-        serving = () if self.wanted is None else self.table.serving(self.wanted.label)
+        serving = () if self.wanted is None else self.table.serving(Wanted(self.wanted.label))
         return [self._describe(row, row in serving, now_s) for row in self.table.rows]
 
-    async def sweep(self) -> None:
-        """Take out silent members, for ever."""
-        while True:
-            before_s = time.monotonic()
-            await asyncio.sleep(SWEEP_S)
-            now_s = time.monotonic()
-            # After a stall of this process, announcements wait unread in its sockets: first hear, then judge.
-            if now_s - before_s < 2 * SWEEP_S:
-                self._apply(self.table.expire(now_s))
+    def expire(self) -> None:
+        """Take out those from whom nothing was heard for too long."""
+        self.apply(self.table.expire(time.monotonic()))
 
     async def close(self) -> None:
         """Close every connection."""
-        for term in list(self._links):
-            self._end(term)
-        await asyncio.gather(*self._closing)
+        for term in list(self.links):
+            self._end(term, "the gateway ends")
+        await asyncio.sleep(0)
 
     async def _hold(self, node: str, boot_id: str) -> None:
         held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -178,7 +236,7 @@ class Members:
             await asyncio.wait({held}, timeout=HOLD_S)
         except asyncio.CancelledError:  # the connection broke
             if self._held.get(node) is held:
-                self._apply(self.table.connection_lost(node, boot_id))
+                self.apply(self.table.connection_lost(node, boot_id))
             raise
         finally:
             if self._held.get(node) is held:
@@ -196,44 +254,56 @@ class Members:
             return AnnounceReply(policy=self.wanted)
         return AnnounceReply(drain=row.running == 0)
 
-    def _apply(self, change: Change) -> None:
-        for term in change.ended:
-            self._end(term)
-        if change.ended:
+    def apply(self, change: Change) -> None:
+        """Note what happened to the table, and end what it ended."""
+        if change.news:
             log.info("membership", change=change.reason)
-        else:
-            log.debug("membership", change=change.reason)
+            self._changes_seen += 1
+            at_s = time.monotonic() - self._started_at_s
+            self._changes.append(MembershipChange(self._changes_seen, at_s, change.reason))
+        for term in change.ended:
+            self._end(term, GONE)
 
-    def _end(self, term: int) -> None:
-        link = self._links.pop(term, None)
+    def _end(self, term: int, why: str) -> None:
+        link = self.links.pop(term, None)
         if link is not None:
-            link.over = True
-            for task in link.running:
-                task.cancel()
-            closing = asyncio.ensure_future(link.session.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            link.give_up(Why.LEFT, why)
+            link.pool.close()
+            if link.probe is not None:
+                link.probe.cancel()
+
+    def _choose(self, wanted: Wanted, job: Job, load: Load, avoid: str | None) -> Row | None:
+        """A completion is of one policy: that which made what has arrived, while anybody serves that."""
+        if job.token_ids and job.made_from != wanted.label:
+            same = Wanted(job.made_from)
+            if self.table.serving(same):
+                return self.table.choose(same, load, avoid)
+        return self.table.choose(wanted, load, avoid)
 
     def _serve_waiting(self) -> None:
         """Give places to those who wait, in their order, for as long as there are any."""
-        for policy, queue in list(self._waiting.items()):
-            while queue:
-                waiter = queue[0]
-                if not waiter.place.done():
-                    row = self.table.choose(policy, waiter.group, waiter.avoid)
-                    if row is None:
-                        break
-                    self.table.started(row.node, waiter.group)
-                    waiter.place.set_result(self._place_on(row))
-                queue.popleft()
+        for wanted, queue in list(self._queues.items()):
+            for waiters in (queue.handed_over, queue.new):
+                while waiters:
+                    waiter = waiters[0]
+                    if not waiter.place.done():
+                        row = self._choose(wanted, waiter.job, waiter.load, waiter.avoid)
+                        if row is None:
+                            break
+                        waiter.place.set_result(self._place_on(row, waiter.load))
+                    waiters.popleft()
             if not queue:
-                del self._waiting[policy]
+                del self._queues[wanted]
 
-    def _place_on(self, row: Row) -> Place:
-        link = self._links.get(row.term)
+    def _place_on(self, row: Row, load: Load) -> Place:
+        link = self.links.get(row.term)
         if link is None:
-            link = self._links[row.term] = Link(_session())
-        return Place(row.node, row.boot_id, row.term, f"http://{row.address}/v1/completions", link)
+            pool = Pool(row.address, self._tls)
+            link = Link(row.node, row.boot_id, row.term, row.address, self._token, pool, self._patience(), set())
+            self.links[row.term] = link
+        self.table.started(row.node, load)
+        assert row.policy is not None
+        return Place(link, row.policy, load)
 
     def _describe(self, row: Row, serving: bool, now_s: float) -> MemberStatus:
         return MemberStatus(
@@ -246,11 +316,3 @@ class Members:
             requests_running=row.running,
             seen_s_ago=now_s - row.seen_at_s,
         )
-
-
-def _session() -> aiohttp.ClientSession:
-    """Connections to one boot alone: closing the session leaves none to a dead one."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-    )

@@ -72,4 +72,4 @@ class StatusWriter:
 def _membership(status: GatewayStatus) -> Hashable:
     """What is news at once; the counts can wait for the next beat."""
     members = tuple((one.node, one.boot_id, one.policy, one.serving, one.draining) for one in status.members)
-    return status.policy, members
+    return status.policy, members, tuple(status.changes[-1:])

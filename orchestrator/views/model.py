@@ -21,6 +21,7 @@ from policies.wire import GatewayStatus
 RECENT_STEPS = 120  # what the sparklines show
 PACE_STEPS = 20  # steps that tell how fast the run is now
 EVENTS_SHOWN = 20
+MEMBERSHIP_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,15 @@ class CheckpointView:
 
     version: str
     age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipView:
+    """A change of the gateway's members, as old as it was when the gateway wrote it down."""
+
+    seq: int
+    ago_s: float
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +101,7 @@ class RunView:
     store_slow: bool  # a checkpoint was put off: the ones before it are still on their way
     daemon: DaemonView
     recent: tuple[Point, ...]
+    membership: tuple[MembershipView, ...]  # the newest last; empty when the gateway is not heard from
     events: tuple[EventLine, ...]  # the newest last
 
     @property
@@ -137,6 +148,7 @@ def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunV
         store_slow=reader.state.store_slow and running,
         daemon=_daemon(reader, now_s),
         recent=tuple(Point(r.step, r.values.get("reward"), r.values.get("kl")) for r in rows[-RECENT_STEPS:]),
+        membership=_membership(gateway),
         events=tuple(sorted(reader.events, key=lambda line: line.time_s))[-EVENTS_SHOWN:],
     )
 
@@ -175,6 +187,13 @@ def _node(reader: Reader, node: Node, policy: str | None) -> NodeView:
         since_s=node.since_s,
         price_usd_per_h=node.price_usd_per_h,
     )
+
+
+def _membership(gateway: GatewayStatus | None) -> tuple[MembershipView, ...]:
+    if gateway is None:
+        return ()
+    last = gateway.changes[-MEMBERSHIP_SHOWN:]
+    return tuple(MembershipView(one.seq, gateway.up_s - one.at_s, " ".join(one.reason.split())) for one in last)
 
 
 def _checkpoint(reader: Reader, now_s: float) -> CheckpointView | None:

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.views.model import NodeView, RunView
+from orchestrator.views.model import MembershipView, NodeView, RunView
 from orchestrator.views.numbers import NOT_KNOWN, clock, duration, short, sparkline
 from policies.phases import TERMINAL_RUN
 from policies.vocabulary import NodePhase, RunPhase
@@ -22,7 +22,9 @@ from policies.vocabulary import NodePhase, RunPhase
 REFRESH_S = 0.5
 SPARK_WIDTH = 22
 NODES_SHOWN = 8
-LINES_BESIDE = 12  # of 24: everything but nodes and events
+EVENTS_MIN = 3
+MEMBERSHIP_SHOWN = 3  # where there is room
+LINES_BESIDE = 12  # of 24: everything but nodes, members and events
 
 RUN_STYLES = {
     RunPhase.STARTING: "yellow",
@@ -49,8 +51,14 @@ def render(view: RunView, height: int = 24) -> RenderableType:
     nodes = min(len(view.nodes), NODES_SHOWN) + (len(view.nodes) > NODES_SHOWN)
     blank = Text("")
     parts: list[RenderableType] = [_header(view), _progress(view), blank, _figures(view), blank]
-    parts += [_nodes(view), blank, _events(view, max(3, height - LINES_BESIDE - nodes))]
-    return Group(*parts)
+    parts += [_nodes(view), blank]
+    room = height - LINES_BESIDE - nodes
+    count = min(MEMBERSHIP_SHOWN, room - EVENTS_MIN - 1)
+    changes = view.membership[-count:] if count > 0 else ()
+    if changes:
+        parts += [_membership(changes), blank]
+        room -= len(changes) + 1
+    return Group(*parts, _events(view, max(EVENTS_MIN, room)))
 
 
 def watch(
@@ -209,6 +217,15 @@ def _node_cells(view: RunView, node: NodeView) -> list[RenderableType]:
         Text(str(node.restarts), style="yellow" if node.restarts else "dim"),
         f"{node.price_usd_per_h:.2f}",
     ]
+
+
+def _membership(changes: Sequence[MembershipView]) -> RenderableType:
+    table = Table.grid(padding=(0, 2), expand=True)
+    table.add_column(style="dim", no_wrap=True, min_width=9)
+    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    for change in changes:
+        table.add_row(f"{duration(change.ago_s)} ago", Text(change.reason))
+    return table
 
 
 def _events(view: RunView, count: int) -> RenderableType:

@@ -18,6 +18,7 @@ from tests.e2e.tiny import TINY
 from tests.sky_rig.rig import Instance, SkyRig
 
 BUCKET = "runs"
+MACHINE = {"infra": "aws/us-east-1", "instance_type": "m6i.large"}
 # A run at full speed would keep both cores from the machines that are being launched.
 PACED = """
 
@@ -130,6 +131,9 @@ class SkyRun:
         before = int(self.status()["step"])
         self.until(f"{more} steps after {before}", lambda: self.status()["step"] >= before + more)
 
+    def daemon_log(self) -> str:
+        return "".join(log.read_text() for log in self._folder.glob("home/*/daemon.log"))
+
     def last_words(self) -> str:
         logs = [*self._folder.glob("home/*/daemon.log"), *self._rig.folder.glob("home/.sky/api_server/server.log")]
         return "\n".join(f"--- {log}\n" + "\n".join(log.read_text().splitlines()[-LAST_LINES:]) for log in logs)
@@ -138,7 +142,6 @@ class SkyRun:
 def _spec(rig: SkyRig, changes: dict[str, Any]) -> dict[str, Any]:
     spec: dict[str, Any] = yaml.safe_load((TINY / "run.yaml").read_text())
     spec.pop("rehearse")
-    machine = {"infra": "aws/us-east-1", "instance_type": "m6i.large"}
     spec["cloud"] = "sky"
     spec["storage"] = {
         "url": f"s3://{BUCKET}/tiny",
@@ -150,8 +153,8 @@ def _spec(rig: SkyRig, changes: dict[str, Any]) -> dict[str, Any]:
         },
     }
     spec["trainer"]["reward_funcs"] = "rewards.paced"
-    spec["trainer"]["resources"] = machine
-    spec["rollout"]["resources"] = machine
+    spec["trainer"]["resources"] = MACHINE
+    spec["rollout"]["resources"] = MACHINE
     spec["rollout"]["env"] |= {
         "TORCHDYNAMO_DISABLE": 1,  # the image has no C++ compiler
         "VLLM_SLEEP_WHEN_IDLE": 1,

@@ -18,14 +18,16 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from checkpoint import documents, layout, manifest
+from checkpoint import documents, identity, layout, manifest
 from checkpoint.documents import RunRecord
 from checkpoint.store import Store
 from policies.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.vocabulary import PolicyVersion
 from policies.wire import Batch, BatchLine, Completion, CompletionRequest, MemberStatus, PolicyRef
+from tests.strangers import check_closed
 
 TOKEN = "the-run's-secret"
+HOST = "0.0.0.0"  # not loopback, and so under TLS; Linux connects it to this machine
 BOOT_PATIENCE_S = 150.0  # vLLM's start, its first compilation included
 VOCABULARY = 84
 T = TypeVar("T")
@@ -60,9 +62,9 @@ def make_model(folder: Path, seed: int) -> LlamaForCausalLM:
     words = {word: number for number, word in enumerate(["<pad>", "<bos>", "<eos>", *map(chr, range(33, 114))])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(
-        folder
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    fast.save_pretrained(folder)
     return model
 
 
@@ -80,6 +82,8 @@ class Lab:
             "GRPO_ORCH_RUN": self.store.url,
             "GRPO_ORCH_NODE": "rollout-0-i1",
             "GRPO_ORCH_TOKEN": TOKEN,
+            "GRPO_ORCH_NODE_HOST": HOST,
+            "GRPO_ORCH_GATEWAY_HOST": HOST,
             "GRPO_ORCH_ATTEMPT": "1",
             "GRPO_ORCH_WORKDIR": str(self.workdir),
         }
@@ -101,7 +105,8 @@ class Lab:
             ),
         )
         documents.create_run(self.store, RunRecord(documents.SCHEMA, "test", 0.0, spec))
-        self.http = httpx.Client(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=BOOT_PATIENCE_S)
+        tls, headers = identity.client_context(TOKEN), {"Authorization": f"Bearer {TOKEN}"}
+        self.http = httpx.Client(headers=headers, timeout=BOOT_PATIENCE_S, verify=tls)
         self.gateway = self.start("orchestrator.gateway")
         self.agent = self.start("tasks.rollout")
 
@@ -197,35 +202,40 @@ def test_a_node_serves_each_published_policy_exactly(lab: Lab) -> None:
 
 def test_the_nodes_door_lets_nobody_else_in(lab: Lab) -> None:
     member = until("a member", lab.member)
-    node = f"http://{member.address}"
+    check_closed(HOST, int(member.address.rpartition(":")[2]), TOKEN)
+    node = f"https://{member.address}"
+    http = httpx.Client(verify=identity.client_context(TOKEN))
     body = {"model": "policy", "prompt": [5], "max_tokens": 1}
     right = {
         "Authorization": f"Bearer {TOKEN}",
         "X-Grpo-Boot": member.boot_id,
         "X-Grpo-Policy": "0-1",
     }
-    assert httpx.post(f"{node}/v1/completions", json=body, headers=right).status_code == 200
-    for name, value, status in (
-        ("Authorization", "Bearer wrong", 401),
-        ("X-Grpo-Boot", "another", 409),
-        ("X-Grpo-Policy", "0-0", 409),
-    ):
-        answer = httpx.post(f"{node}/v1/completions", json=body, headers={**right, name: value})
-        assert answer.status_code == status
-    assert httpx.get(f"{node}/health").status_code == 401
+    chat = {"model": "policy", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 1}
+    for path, asked in (("/v1/completions", body), ("/v1/chat/completions", chat)):
+        assert http.post(f"{node}{path}", json=asked, headers=right).status_code == 200
+        for name, value, status in (
+            ("Authorization", "Bearer wrong", 401),
+            ("X-Grpo-Boot", "another", 409),
+            ("X-Grpo-Policy", "0-0", 409),
+        ):
+            answer = http.post(f"{node}{path}", json=asked, headers={**right, name: value})
+            assert answer.status_code == status
+    assert http.get(f"{node}/health").status_code == 401
     load = {"version": "0-9", "path": "/nowhere"}
-    assert httpx.put(f"{node}/grpo/policy", json=load).status_code == 401
-    assert httpx.put(f"{node}/grpo/policy", json=load, headers=right).status_code == 404
+    assert http.put(f"{node}/grpo/policy", json=load).status_code == 401
+    assert http.put(f"{node}/grpo/policy", json=load, headers=right).status_code == 404
     for method, path in (
         ("POST", "/collective_rpc"),
         ("POST", "/pause"),
         ("GET", "/metrics"),
         ("GET", "/v1/models"),
-        ("POST", "/v1/chat/completions"),
+        ("PUT", "/grpo/sampling"),
         ("GET", "/docs"),
     ):
-        assert httpx.request(method, f"{node}{path}", headers=right).status_code == 404
-    assert httpx.post(f"{node}/v1/completions", json=body, headers=right).status_code == 200
+        assert http.request(method, f"{node}{path}", headers=right).status_code == 404
+    assert http.post(f"{node}/v1/completions", json=body, headers=right).status_code == 200
+    http.close()
 
 
 def test_new_weights_end_what_runs_and_nothing_is_made_of_two_policies(lab: Lab) -> None:
@@ -264,7 +274,7 @@ def test_a_killed_vllm_is_a_new_boot_that_serves_only_with_the_policy(lab: Lab) 
     old = lab.processes()
     lines = lab.ask(policy, max_tokens=250, ignore_eos=True)
     read = [next(line for line in lines if line.progress and line.progress.tokens)]
-    servers = [pid for pid, line in old.items() if "api_server" in line and "tasks.leash" not in line]
+    servers = [pid for pid, line in old.items() if "tasks.vllm_main" in line and "tasks.leash" not in line]
     assert len(servers) == 1
     os.kill(servers[0], signal.SIGKILL)
     made = completions(read + list(lines))
@@ -287,7 +297,7 @@ def test_a_notice_takes_the_node_out_and_its_death_leaves_nothing(lab: Lab) -> N
 
 def test_sigterm_ends_the_agent_in_good_order_while_vllm_starts(lab: Lab) -> None:
     agent = lab.start("tasks.rollout")
-    until("vLLM's process", lambda: any("api_server" in line for line in lab.processes().values()))
+    until("vLLM's process", lambda: any("tasks.vllm_main" in line for line in lab.processes().values()))
     agent.terminate()
     assert agent.wait(timeout=20) == 0
     assert lab.processes() == {}

@@ -16,14 +16,15 @@ from typing import Any
 
 os.environ["MOTO_IAM_LOAD_MANAGED_POLICIES"] = "true"  # SkyPilot's role asks for some of them
 
-from moto.ec2.exceptions import EC2ClientError
-from moto.ec2.models import elastic_network_interfaces, instances, subnets
+from moto.ec2.exceptions import DependencyViolationError, EC2ClientError
+from moto.ec2.models import elastic_network_interfaces, instances, security_groups, subnets
 
 from tests.sky_rig.machine import Hardware, Machine
 
 _FIRST_PUBLIC = 198 << 24 | 18 << 16 | 10
 _run, _terminate = instances.InstanceBackend.run_instances, instances.Instance.terminate
 _stop, _start = instances.Instance.stop, instances.Instance.start
+_delete_group = security_groups.SecurityGroupBackend.delete_security_group
 
 
 class NoCapacity(EC2ClientError):
@@ -120,7 +121,17 @@ def install(cloud: Cloud) -> None:
 
     _replace(instances.InstanceBackend, run_instances=run_instances)
     _replace(instances.Instance, terminate=terminate, stop=stop, start=start)
+    _replace(security_groups.SecurityGroupBackend, delete_security_group=_delete_unused_group)
     _give_out_addresses()
+
+
+def _delete_unused_group(backend: Any, name: str | None = None, group_id: str | None = None) -> None:
+    """EC2 keeps a group that an instance is in; moto would not."""
+    for instance in backend.all_instances():
+        groups = {group.id for nic in instance.nics.values() for group in nic.group_set}
+        if instance.state != "terminated" and group_id in groups:
+            raise DependencyViolationError(f"resource {group_id} has a dependent object")
+    _delete_group(backend, name, group_id)
 
 
 def _zone(backend: Any, options: dict[str, Any]) -> str:

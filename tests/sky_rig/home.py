@@ -1,4 +1,6 @@
-"""The home of the account's owner: keys, where AWS is, and a catalog for SkyPilot, which needs no network then.
+"""The home of the account's owner, and what homes on its machines have of it: not its keys.
+
+All have where AWS is, and a catalog for SkyPilot, which needs no network then.
 
 Prices and zones are made up; of the instance types those that tests name.
 """
@@ -76,11 +78,16 @@ _TYPES = (
 
 def make_home(home: Path, endpoint: str, wheels: Path) -> None:
     """Fill the folder `home`. `wheels`: what SkyPilot would build and ship at a launch, else from the network."""
+    make_outside(home, endpoint)
+    (home / ".aws/credentials").write_text(_CREDENTIALS)
+    shutil.copytree(wheels, home / ".sky/wheels", copy_function=shutil.copyfile)  # newer than the package
+
+
+def make_outside(home: Path, endpoint: str) -> None:
+    """Fill the folder `home` with what anybody finds on the internet without being told: AWS and the catalog."""
     aws = home / ".aws"
     aws.mkdir(parents=True)
-    (aws / "credentials").write_text(_CREDENTIALS)
     (aws / "config").write_text(f"[default]\nregion = {next(iter(ZONES))}\nendpoint_url = {endpoint}\n")
-    shutil.copytree(wheels, home / ".sky/wheels", copy_function=shutil.copyfile)  # newer than the package
     _make_catalog(home / ".sky/catalogs/v8")
 
 

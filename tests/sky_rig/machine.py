@@ -38,6 +38,7 @@ class Hardware:
     image: Path
     binds: tuple[Path, ...]
     links: dict[str, str]  # symbolic links that a machine has, with their targets
+    home: Path  # what the home of a machine's user has from the start
 
 
 @dataclass(slots=True)
@@ -124,20 +125,22 @@ class Machine:
             path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 path.symlink_to(target)
-        self._authorize(user_data)
+        self._make_user(user_data)
 
-    def _authorize(self, user_data: str) -> None:
+    def _make_user(self, user_data: str) -> None:
         """As cloud-init does with the `users` part of SkyPilot's user data; the user is in the image."""
         user = re.search(r"^\s*- name: (\S+)", user_data, re.MULTILINE)
         keys = re.findall(r"^\s*(?:- )?((?:ssh-|ecdsa-)\S+ \S+.*)$", user_data, re.MULTILINE)
         if not user:
             return
-        home = Path("home") / user[1]
-        owner = (self.hardware.image / home).stat()
-        ssh = self._folder / "upper" / home / ".ssh"
-        ssh.mkdir(parents=True, exist_ok=True)
+        home = self._folder / "upper" / "home" / user[1]
+        ssh = home / ".ssh"
+        shutil.copytree(self.hardware.home, home, dirs_exist_ok=True)
+        ssh.mkdir(exist_ok=True)
         (ssh / "authorized_keys").write_text("".join(f"{key.strip()}\n" for key in keys))
-        for path in (ssh.parent, ssh, ssh / "authorized_keys"):
+        owner = (self.hardware.image / "home" / user[1]).stat()
+        given = (home / path.relative_to(self.hardware.home) for path in self.hardware.home.rglob("*"))
+        for path in (home, ssh, ssh / "authorized_keys", *given):
             os.chown(path, owner.st_uid, owner.st_gid)
         ssh.chmod(0o700)
         (ssh / "authorized_keys").chmod(0o600)

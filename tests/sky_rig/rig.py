@@ -7,9 +7,11 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +20,14 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from tests.sky_rig import account, image, network
-from tests.sky_rig.home import make_home
+from tests.sky_rig.home import make_home, make_outside
 from tests.sky_rig.server import CONTROL_PORT
 from tests.sky_rig.sweep import remove, sweep, user_id
 
 Market = Literal["spot", "on-demand"]
 ROOT = Path(__file__).parents[2]
 _BIN = Path(sys.executable).parent
+_NODES, _CONTROLLERS = "/opt/grpo-orch/env", "/opt/grpo-orch/controller"
 _number = itertools.count()
 
 
@@ -59,7 +62,7 @@ class SkyRig:
     def __init__(self, image_folder: Path, binds: Sequence[Path] = ()) -> None:
         """`image_folder` as from `image.image`; machines see the folders `binds` at the same place, read-only."""
         self._image = image_folder
-        prepared, self._links = _prepared_environment()
+        prepared, self._links = _prepared_environments()
         self._binds = [str(bind.absolute()) for bind in (*prepared, *binds)]
         self.name = f"grpo-rig-{os.getpid()}-{next(_number)}"
         self.folder = Path(tempfile.gettempdir()) / self.name
@@ -92,8 +95,10 @@ class SkyRig:
         (self.folder / "tmp").mkdir()
         network.create(self.name)
         make_home(self.folder / "home", self.endpoint, self._image / "wheels")
+        make_outside(self.folder / "outside", self.endpoint)
         config = self.folder / "server.json"
         options = {"folder": str(machines), "image": str(self._image / "root")}
+        options["home"] = str(self.folder / "outside")
         config.write_text(json.dumps(options | {"binds": self._binds, "links": self._links}))
         log = self.folder / "server.log"
         with log.open("wb") as errors:
@@ -118,7 +123,7 @@ class SkyRig:
     @property
     def prepared(self) -> bool:
         """Whether the machines have the nodes' environment, as `/opt/grpo-orch/env`."""
-        return bool(self._links)
+        return _NODES in self._links
 
     @property
     def environment(self) -> dict[str, str]:
@@ -168,6 +173,15 @@ class SkyRig:
         sessions = {_session(pid) for pid in pids if _is_api_server(pid)} - {None}
         return [pid for pid in pids if _session(pid) in sessions]
 
+    def turn_off(self) -> None:
+        """The owner's laptop loses its power: all that was started inside ends, SSH's connections too."""
+        assert self._server
+        while pids := set(network.pids(self.name)) - {self._server.pid}:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
     def instances(self) -> list[Instance]:
         """All instances that ever were, in the order of their launches."""
         return [Instance(**item) for item in json.loads(self._control("/instances", "GET"))]
@@ -216,14 +230,14 @@ def _session(pid: int) -> int | None:
     return None
 
 
-def _prepared_environment() -> tuple[list[Path], dict[str, str]]:
-    """The nodes' environment of this checkout, as a user's prepared image would hold it: binds and links."""
-    node = ROOT / ".venv-node"
-    settings = (node / "pyvenv.cfg").read_text() if node.exists() else ""
-    home = re.search(r"^home = (.+)$", settings, re.MULTILINE)
-    if not home:
-        return [], {}
-    prefix = Path(home[1]).parent
-    # Debian's own Python is in the image.
-    binds = [node] if prefix == Path("/usr") else [node, prefix]
-    return binds, {"/opt/grpo-orch/env": str(node)}
+def _prepared_environments() -> tuple[list[Path], dict[str, str]]:
+    """This checkout's environments, as a user's prepared image would hold them: binds and links."""
+    binds: dict[Path, None] = {}
+    links = {}
+    for place, environment in {_NODES: ROOT / ".venv-node", _CONTROLLERS: ROOT / ".venv"}.items():
+        settings = (environment / "pyvenv.cfg").read_text() if environment.exists() else ""
+        if home := re.search(r"^home = (.+)$", settings, re.MULTILINE):
+            links[place] = str(environment)
+            binds |= dict.fromkeys([environment, Path(home[1]).parent])
+    binds.pop(Path("/usr"), None)  # Debian's own Python is in the image
+    return list(binds), links

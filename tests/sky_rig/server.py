@@ -1,6 +1,6 @@
 """The account's process, in the rig's namespace: AWS's interfaces, the metadata service and the control port.
 
-Usage: python -m tests.sky_rig.server CONFIG, JSON with `folder`, `image`, `binds` and `links`. Says "ready".
+Usage: python -m tests.sky_rig.server CONFIG, JSON with `folder`, `image`, `home`, `binds`, `links`. Says "ready".
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ CONTROL_PORT = 5601
 
 def main() -> None:
     config = json.loads(Path(sys.argv[1]).read_text())
+    folder, image, home = (Path(config[name]) for name in ("folder", "image", "home"))
     binds = tuple(Path(bind) for bind in config["binds"])
-    hardware = Hardware(Path(config["folder"]), Path(config["image"]), binds, config["links"])
+    hardware = Hardware(folder, image, binds, config["links"], home)
     cloud = Cloud(hardware)
     install(cloud)
     logging.getLogger("werkzeug").setLevel(logging.WARNING)

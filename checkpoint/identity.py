@@ -1,0 +1,111 @@
+"""Who belongs to a run: one certificate, derived from the run's secret, by trainer, gateway and nodes alike.
+
+Each party makes the same key and the same certificate from the secret that it was given, byte for byte, shows it,
+and trusts it alone. So nothing is issued, sent, kept or renewed, and what proves a party is the secret itself. A
+peer without it is refused in the TLS handshake, before a byte of HTTP (decision 011).
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from datetime import UTC, datetime
+from ipaddress import ip_address
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+# Anyone who connects is shown the certificate, before they have proved anything: it names no product. A name is
+# there for clients that insist on one; ours do not look, for addresses change and the key says all.
+NAME = "run.internal"
+_KEY_INFO = b"grpo-orch tls key 1"
+# The run's end is what ends it. No clock has to be right for two parties to meet.
+_NOT_BEFORE = datetime(2000, 1, 1, tzinfo=UTC)
+_NOT_AFTER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)  # RFC 5280's way to say: no end
+
+
+def protects(host: str) -> bool:
+    """Whether connections to this address are under TLS: all but those that never leave the machine."""
+    try:
+        return not ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
+
+
+def url(host: str, port: int) -> str:
+    """The base URL of what listens there."""
+    return f"{'https' if protects(host) else 'http'}://{address(host, port)}"
+
+
+def address(host: str, port: int) -> str:
+    """Host and port as URLs write them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def server_context(secret: str) -> ssl.SSLContext:
+    """Serves those who know the secret."""
+    context = _context(ssl.PROTOCOL_TLS_SERVER, secret)
+    context.num_tickets = 0  # every connection proves itself anew
+    return context
+
+
+def client_context(secret: str) -> ssl.SSLContext:
+    """Connects to those who know the secret."""
+    return _context(ssl.PROTOCOL_TLS_CLIENT, secret)
+
+
+def write_pem(secret: str, path: Path) -> None:
+    """Write key and certificate into one file of mode 0600, for programs that read them from a file."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+        out.write(_pem(secret))
+
+
+def _context(protocol: int, secret: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    with os.fdopen(os.memfd_create("identity"), "wb", buffering=0) as memory:  # ssl reads keys from files alone
+        memory.write(_pem(secret))
+        path = f"/proc/self/fd/{memory.fileno()}"
+        context.load_cert_chain(path)
+        context.load_verify_locations(path)
+    return context
+
+
+def _pem(secret: str) -> bytes:
+    seed = HKDF(SHA256(), length=32, salt=None, info=_KEY_INFO).derive(secret.encode())
+    key = Ed25519PrivateKey.from_private_bytes(seed)
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return private + _certificate(key).public_bytes(Encoding.PEM)
+
+
+def _certificate(key: Ed25519PrivateKey) -> x509.Certificate:
+    """It signs itself and nothing else. Ed25519 signs the same bytes the same way every time."""
+    public, name = key.public_key(), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
+    usage = x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=False,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    both_ways = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    builder = (
+        x509.CertificateBuilder(name, name, public, 1, _NOT_BEFORE, _NOT_AFTER)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(both_ways, critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)
+    )
+    return builder.sign(key, algorithm=None)

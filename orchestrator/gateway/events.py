@@ -1,0 +1,103 @@
+"""vLLM's server-sent events, typed: what of them a job keeps, and nothing else is looked at.
+
+Two readings of the same events: `Bare` for tokens and their log-probabilities alone, which is what training wants
+and costs least, `Full` for text as well, of completions and chats. Numbers that a token cannot be are refused
+here, so that nothing a node says is an error in this program later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+
+Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
+class Error(msgspec.Struct, gc=False):
+    """What vLLM says instead, once it has said 200."""
+
+    message: str = ""
+    code: int = 500
+
+
+class BareLogprobs(msgspec.Struct, gc=False):
+    token_logprobs: list[float | None] = []
+
+
+class BareChoice(msgspec.Struct, gc=False):
+    token_ids: list[Token] | None = None
+    logprobs: BareLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Bare(msgspec.Struct, gc=False):
+    """One event of `/v1/completions`."""
+
+    choices: list[BareChoice] = []
+    error: Error | None = None
+
+
+class Top(msgspec.Struct, gc=False):
+    token: str = ""
+    logprob: float | None = None
+
+
+class ChatLogprob(msgspec.Struct, gc=False):
+    token: str = ""
+    logprob: float | None = None
+    top_logprobs: list[Top] = []
+
+
+class FullLogprobs(msgspec.Struct, gc=False):
+    """Of a completion (`token_logprobs`, `tokens`, `top_logprobs`) or of a chat (`content`)."""
+
+    token_logprobs: list[float | None] = []
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float | None] | None] | None = None
+    content: list[ChatLogprob] | None = None
+
+
+class Delta(msgspec.Struct, gc=False):
+    content: str | None = None
+
+
+class FullChoice(msgspec.Struct, gc=False):
+    text: str = ""
+    delta: Delta | None = None
+    token_ids: list[Token] | None = None
+    logprobs: FullLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_token_ids: list[Token] | None = None
+
+
+class Full(msgspec.Struct, gc=False):
+    """One event of either endpoint."""
+
+    choices: list[FullChoice] = []
+    error: Error | None = None
+    prompt_token_ids: list[Token] | None = None
+
+
+read_bare = msgspec.json.Decoder(Bare).decode
+read_full = msgspec.json.Decoder(Full).decode
+# What `read_*` raise for what is not an event; RecursionError: an attack on the stack.
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+
+
+def logprobs_of(said: FullLogprobs | None) -> tuple[list[float | None], list[str], list[dict[str, float]]]:
+    """Return the log-probability of each token, its text, and those of the likeliest others by their text: both
+    endpoints' ways of saying it in one."""
+    if said is None:
+        return [], [], []
+    if said.content is not None:
+        top = [{one.token: one.logprob for one in token.top_logprobs} for token in said.content]
+        return [one.logprob for one in said.content], [one.token for one in said.content], _numbers(top)
+    return said.token_logprobs, said.tokens, _numbers(said.top_logprobs or [])
+
+
+def _numbers(top: Sequence[Mapping[str, float | None] | None]) -> list[dict[str, float]]:
+    return [{token: value for token, value in (one or {}).items() if value is not None} for one in top]

@@ -1,0 +1,389 @@
+"""A gateway and real rollout nodes, agent and vLLM, each in a network namespace of its own; what befalls them.
+
+What is asked is the same each time but for a salt to the nodes' prefix caches, so that a request that goes on has
+nothing computed for it already, and the undisturbed completions are made once.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+import pytest
+
+from checkpoint import documents, identity, layout, manifest
+from checkpoint.documents import RunRecord
+from checkpoint.store import Store
+from policies.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from policies.vocabulary import PolicyVersion
+from policies.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef
+from tests.e2e.tiny import NODE_PYTHON
+from tests.gateway_net import GATEWAY, Net, Port, missing
+from tests.gateway_rig import Heard, hear
+
+TOKEN = "the-run's-secret"
+REQUESTS = 64
+MAX_TOKENS = 240
+PATIENCE_S = 240.0  # two boots of vLLM at once, on a machine that does other things as well
+# A prompt computed anew sums in another order than the tokens one by one did.
+LOGPROB_NOISE = 1e-4
+VLLM = {"dtype": "float32", "enforce-eager": True, "kv-cache-memory-bytes": 2**26, "max-model-len": 256}
+ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+_MODELS = "from tests.node.test_rollout_node import make_model; from pathlib import Path; import sys"
+_MAKE = f"{_MODELS}; [make_model(Path(sys.argv[1]) / name, seed) for seed, name in enumerate(sys.argv[2:])]"
+T = TypeVar("T")
+
+
+def until(what: str, look: Callable[[], T | None]) -> T:
+    """Look again and again until there is something."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        if found := look():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"not within {PATIENCE_S:g} s: {what}")
+
+
+class Node:
+    """One rollout node's machine."""
+
+    def __init__(self, port: Port, number: int, folder: Path, env: dict[str, str]) -> None:
+        self.name = f"rollout-{number}-i1"
+        self.port = port
+        workdir = folder / self.name
+        workdir.mkdir()
+        self._env = {
+            **env,
+            "GRPO_ORCH_NODE": self.name,
+            "GRPO_ORCH_NODE_HOST": port.host,
+            "GRPO_ORCH_ATTEMPT": "1",
+            "GRPO_ORCH_WORKDIR": str(workdir),
+        }
+        self.start()
+
+    def start(self) -> None:
+        with self.port.inside():
+            self._agent = subprocess.Popen([NODE_PYTHON, "-m", "tasks.rollout"], env=self._env)
+
+    def agent(self) -> int:
+        """The pid of its agent."""
+        return self._agent.pid
+
+    def server(self) -> int | None:
+        """The pid of vLLM's HTTP server."""
+        found = [pid for pid, line in self._processes() if "tasks.vllm_main" in line and "tasks.leash" not in line]
+        return found[0] if found else None
+
+    def engine(self) -> int:
+        """The pid of vLLM's engine."""
+        (pid,) = [pid for pid, line in self._processes() if line.startswith("VLLM::EngineCor")]
+        return pid
+
+    def serves_at(self) -> int:
+        """The port that vLLM's server was told."""
+        lines = dict(self._processes())
+        said = re.search(r"--port (\d+)", lines[until(f"a server on {self.name}", self.server)])
+        assert said is not None
+        return int(said[1])
+
+    def end(self) -> None:
+        """All of it at once, as when the machine is gone."""
+        for pid in self.port.pids():
+            os.kill(pid, signal.SIGKILL)
+        self._agent.wait()
+
+    def _processes(self) -> Iterator[tuple[int, str]]:
+        for pid in self.port.pids():
+            try:
+                yield pid, Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+
+
+class Step:
+    """A batch on its way."""
+
+    def __init__(self, lines: Iterator[BatchLine], threads: ThreadPoolExecutor) -> None:
+        self.tokens = 0
+        self.done_s = 0.0
+        self._heard: Future[Heard] = threads.submit(self._hear, lines)
+
+    def result(self) -> Heard:
+        return self._heard.result(PATIENCE_S)
+
+    def _hear(self, lines: Iterator[BatchLine]) -> Heard:
+        heard = hear(self._note(line) for line in lines)
+        self.done_s = time.monotonic()
+        return heard
+
+    def _note(self, line: BatchLine) -> BatchLine:
+        if line.progress is not None:
+            self.tokens = line.progress.tokens
+        return line
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the gateway has counted since its start."""
+
+    discarded: int
+    saved: int
+    replayed: int
+    handovers: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a fault cost."""
+
+    done_s: float  # from the fault to the last completion
+    out_s: float | None  # from the fault until the node was out of rotation, if it was
+    handovers: int
+    saved: int  # tokens
+    replayed: int  # tokens
+
+
+class Lab:
+    """A run's data plane. To be used from `net.inside()`."""
+
+    def __init__(self, folder: Path, net: Net) -> None:
+        self._store = Store(f"file://{folder}/store")
+        models = ["base", "policy"]
+        subprocess.run([NODE_PYTHON, "-c", _MAKE, folder, *models], check=True, env={**os.environ, **ENV})
+        spec = RunSpec(
+            name="test",
+            storage=self._store.url,
+            trainer=TrainerSpec(model="base", dataset=Dataset(path="json"), reward_funcs=("x.y",)),
+            grpo={},
+            workdir=str(folder),
+            rollout=RolloutSpec(vllm=VLLM, env=ENV),
+        )
+        documents.create_run(self._store, RunRecord(documents.SCHEMA, "test", 0.0, spec))
+        version = PolicyVersion.parse("0-0")
+        made = manifest.publish(self._store, layout.policy(version), folder / "policy", version, now_s=0.0)
+        self._policy = PolicyRef("0-0", layout.policy(version), made.digest)
+        env = {**os.environ, "GRPO_ORCH_RUN": self._store.url, "GRPO_ORCH_TOKEN": TOKEN}
+        env["GRPO_ORCH_GATEWAY_HOST"] = GATEWAY
+        self._gateway = subprocess.Popen([NODE_PYTHON, "-m", "orchestrator.gateway"], env=env)
+        self.nodes = [Node(port, number, folder, env) for number, port in enumerate(net.ports)]
+        tls, headers = identity.client_context(TOKEN), {"Authorization": f"Bearer {TOKEN}"}
+        self._http = httpx.Client(headers=headers, timeout=PATIENCE_S, verify=tls, trust_env=False)
+        self._url = until("the gateway's address", lambda: documents.read_gateway(self._store)).url
+        until("both nodes", lambda: len(self._members()) == len(self.nodes))
+        self._threads = ThreadPoolExecutor()
+        self._steps = 0
+        self._undisturbed = until("an undisturbed batch", self._make_undisturbed)
+
+    def step(self) -> Step:
+        self._steps += 1
+        return Step(self._ask(f"step {self._steps}"), self._threads)
+
+    def until_serving(self, nodes: int) -> None:
+        until(f"{nodes} serving nodes", lambda: len(self.serving()) >= nodes)
+
+    def serving(self) -> list[Node]:
+        """Those that requests are given to."""
+        names = {one["node"] for one in self._members() if one["state"] == "serving"}
+        return [node for node in self.nodes if node.name in names]
+
+    def running(self) -> list[int]:
+        """How many requests each node has."""
+        running = {one["node"]: int(one["requests_running"]) for one in self._members()}
+        return [running.get(node.name, 0) for node in self.nodes]
+
+    def counts(self) -> Counts:
+        text = self._http.get(f"{self._url}/metrics").text
+        found = re.findall(r"^grpo_gateway_(\w+?)_total(?:\{.*\})? (\S+)$", text, re.MULTILINE)
+        sums: dict[str, int] = {}
+        for name, value in found:
+            sums[name] = sums.get(name, 0) + int(float(value))
+        names = ("tokens_discarded", "tokens_saved", "tokens_replayed")
+        return Counts(*(sums[name] for name in names), sums.get("handovers", 0))
+
+    def disturb(self, fault: Fault, chance: random.Random, *, hold_s: float | None = None) -> Outcome:
+        """Have a batch made, and at a random moment of it let the node of a random request meet the fault, for so
+        long or until the batch is done. Fails unless each completion is what it is without a fault."""
+        before = self.counts()
+        share = chance.uniform(0.1, 0.6)
+        step = self.step()
+        until(f"{share:.0%} of the step", lambda: step.tokens >= share * REQUESTS * MAX_TOKENS)
+        running = self.running()
+        (node,) = chance.choices(self.nodes, running)
+        print(f"{fault.name} at {share:.0%} on {node.name}; requests running: {running}")
+        struck_s = time.monotonic()
+        out = None if fault.serves_on or hold_s is not None else self._threads.submit(self._out, node)
+        with fault.hold(node):
+            if hold_s is None:
+                step.result()
+            else:
+                time.sleep(hold_s)
+        self._check(self._whole(step.result()))
+        after = self.counts()
+        outcome = Outcome(
+            step.done_s - struck_s,
+            out.result(PATIENCE_S) - struck_s if out else None,
+            after.handovers - before.handovers,
+            after.saved - before.saved,
+            after.replayed - before.replayed,
+        )
+        print(outcome)
+        assert after.discarded == 0, "tokens that the gateway had were made again"
+        return outcome
+
+    def _out(self, node: Node) -> float:
+        """When the node was out of rotation."""
+        until(f"{node.name} out of rotation", lambda: node not in self.serving())
+        return time.monotonic()
+
+    def stop(self) -> None:
+        self._gateway.kill()
+        self._gateway.wait()
+        for node in self.nodes:
+            node.end()
+        self._threads.shutdown()
+        self._http.close()
+
+    def _make_undisturbed(self) -> list[Completion] | None:
+        """Nothing if a node was so slow that it was left."""
+        before = self.counts()
+        made = self._whole(self.step().result())
+        return made if self.counts() == before else None
+
+    def _members(self) -> list[dict[str, Any]]:
+        members: list[dict[str, Any]] = self._http.get(f"{self._url}/members").json()["members"]
+        return members
+
+    def _ask(self, salt: str) -> Iterator[BatchLine]:
+        """Send a batch and yield the answer's lines as they come."""
+        batch = Batch(
+            policy=self._policy,
+            sampling={"temperature": 1.0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "cache_salt": salt},
+            requests=[CompletionRequest(i, [5 + i // 8, 6, 7], seed=i) for i in range(REQUESTS)],
+            deadline_s=PATIENCE_S,
+        )
+        body = msgspec.json.encode(batch)
+        with self._http.stream("POST", f"{self._url}/v1/rollouts", content=body) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                yield msgspec.json.decode(line, type=BatchLine)
+
+    def _whole(self, heard: Heard) -> list[Completion]:
+        assert heard.error is None
+        assert heard.end is not None
+        assert heard.end.discarded == 0
+        assert [one.index for one in heard.completions] == list(range(REQUESTS))
+        assert {one.policy for one in heard.completions} == {self._policy.label}
+        return heard.completions
+
+    def _check(self, made: list[Completion]) -> None:
+        """Token by token what it is without a fault, from the same weights."""
+        assert [one.token_ids for one in made] == [one.token_ids for one in self._undisturbed]
+        assert [one.finish_reason for one in made] == [one.finish_reason for one in self._undisturbed]
+        worst = max(
+            abs(ours - theirs)
+            for one, undisturbed in zip(made, self._undisturbed, strict=True)
+            for ours, theirs in zip(one.logprobs, undisturbed.logprobs, strict=True)
+        )
+        print(f"log-probabilities differ by {worst:.2g} at most")
+        assert worst < LOGPROB_NOISE
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that befalls a node.
+
+    Args:
+        hold: the node meets it for the block; what heals has healed behind it.
+        serves_on: the node's HTTP server goes on answering.
+    """
+
+    name: str
+    hold: Callable[[Node], AbstractContextManager[None]]
+    serves_on: bool = False
+
+
+@contextmanager
+def _stopped(pid: int | None) -> Iterator[None]:
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def _engine_killed(node: Node) -> Iterator[None]:
+    os.kill(node.engine(), signal.SIGKILL)
+    yield
+
+
+@contextmanager
+def _server_killed(node: Node) -> Iterator[None]:
+    """The agent's next server, on base weights, has the same port, which is the only free one for a listener."""
+    server, port = node.server(), node.serves_at()
+    assert server is not None
+    usual = node.port.get("ip_local_port_range")
+    with _stopped(node.agent()):
+        os.kill(server, signal.SIGKILL)
+        until("the port is free", lambda: node.port.free(port))
+        node.port.set("ip_local_port_range", f"{port - 1} {port}")  # of two, one who connects gets the first
+    until("another server", lambda: node.server() not in (None, server))
+    node.port.set("ip_local_port_range", usual)
+    assert node.serves_at() == port
+    yield
+
+
+@contextmanager
+def _forgotten(node: Node) -> Iterator[None]:
+    """The machine starts anew behind a cable that is out: the gateway is not told that its connections are
+    void."""
+    node.port.set("tcp_orphan_retries", "1")
+    with node.port.cut():
+        node.end()
+        until("no connection on that side", lambda: not node.port.connected())
+    yield
+    node.start()
+
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault("packets lost", lambda node: node.port.lost()),
+        Fault("cable out", lambda node: node.port.cut()),
+        Fault("server stopped", lambda node: _stopped(node.server())),
+        Fault("engine stopped", lambda node: _stopped(node.engine()), serves_on=True),
+        Fault("server killed", _server_killed),
+        Fault("engine killed", _engine_killed),
+        Fault("half-open", _forgotten),
+    )
+}
+
+
+@contextmanager
+def real_lab(folder: Path, nodes: int = 2) -> Iterator[Lab]:
+    """A lab with undisturbed completions made. Skips where there can be none, and fails where CI is set."""
+    if reason := missing():
+        text = f"no network for real nodes: {reason}"
+        if os.environ.get("CI"):
+            pytest.fail(text)
+        pytest.skip(text)
+    net = Net(nodes)
+    with ExitStack() as stack:
+        stack.callback(net.remove)
+        stack.enter_context(net.inside())
+        lab = Lab(folder, net)
+        stack.callback(lab.stop)
+        yield lab

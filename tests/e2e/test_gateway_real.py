@@ -1,0 +1,50 @@
+"""Real nodes lost in the middle of a step, in each way that leaves the gateway to find out by itself.
+
+Nothing fails, nothing is made twice, and every completion is token by token what it is without the fault. In the
+order of the tests: what heals comes first, and from the first kill on a node is still starting when the next one
+is lost, so that the requests wait for it, on base weights at first, with nobody else to go to.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.gateway_lab import FAULTS, Lab, real_lab
+
+SEED = int(os.environ.get("SEED", str(time.time_ns() % 100_000)))
+HEALS = ("packets lost", "cable out", "server stopped", "engine stopped")
+OUT_MAX_S = 20.0  # 3 on a machine that has nothing else to do; 60 for a gateway that waits instead of asking
+KILLS = ("server killed", "engine killed", "half-open")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with real_lab(tmp_path_factory.mktemp("lab")) as lab:
+        yield lab
+
+
+@pytest.mark.parametrize("name", HEALS)
+def test_a_node_that_comes_back_was_not_missed(lab: Lab, name: str) -> None:
+    lab.until_serving(2)
+    print(f"SEED={SEED}")
+    outcome = lab.disturb(FAULTS[name], random.Random(f"{SEED} {name}"))
+    assert outcome.handovers > 0
+    assert outcome.saved > 0
+    assert outcome.out_s is None or outcome.out_s < OUT_MAX_S
+    lab.until_serving(2)
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_node_that_dies_was_not_missed(lab: Lab, name: str) -> None:
+    lab.until_serving(1)
+    print(f"SEED={SEED}")
+    outcome = lab.disturb(FAULTS[name], random.Random(f"{SEED} {name}"))
+    assert outcome.handovers > 0
+    assert outcome.saved > 0
+    assert outcome.out_s is not None
+    assert outcome.out_s < OUT_MAX_S

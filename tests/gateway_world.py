@@ -1,0 +1,226 @@
+"""A completer and stand-in nodes on one event loop: tests decide what a node does, and when, without a process.
+
+The nodes speak HTTP over real sockets and give the tokens of `tests.fake_vllm`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from orchestrator.gateway.dispatch import Completer, Ledger
+from orchestrator.gateway.job import CHAT, COMPLETIONS, Finished, Job
+from orchestrator.gateway.members import Members
+from orchestrator.gateway.watch import DRAIN_S, Watch
+from policies.membership import Row
+from policies.patience import Patience
+from policies.wire import Announce, PolicyRef
+from tests.fake_vllm import chat_events, completion, events, prompt_of
+
+PATIENCE_S = 20.0
+T = TypeVar("T")
+EVENT_STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+class Node:
+    """A member's server. Its attributes may be changed at any time."""
+
+    def __init__(self, world: World, name: str, policy: str, max_requests: int) -> None:
+        self.world, self.name, self.policy, self.max_requests = world, name, policy, max_requests
+        self.boot_id = f"boot-of-{name}"
+        self.event_s = 0.0
+        self.stalls = 1_000_000  # sends no token after so many of a request
+        self.deaf = False  # does not answer GET /health
+        self.raw = b""  # sent in place of any answer
+        self.breaks: bytes | None = None  # sent in place of all events but the first
+        self.extra = b""  # sent behind every answer
+        self.refuses: Callable[[dict[str, Any]], bool] = lambda _: False  # answers 400 to these
+        self.done = True  # ends its answers
+        self.changed = asyncio.Event()  # look again
+        self.running = 0
+        self.asked: list[dict[str, Any]] = []  # every request's body
+        self.aborted = 0
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.announcing = asyncio.ensure_future(self._announce_for_ever())
+
+    def change(self, **attributes: Any) -> None:
+        """Change what it does, for those as well that it is at work on."""
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def kill(self) -> None:
+        """Its sockets break. Its agent goes on announcing it."""
+        assert self._server is not None
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    @property
+    def row(self) -> Row:
+        found = self.world.members.table.row(self.name)
+        assert found is not None
+        return found
+
+    async def _announce_for_ever(self) -> None:
+        assert self._server is not None
+        port = self._server.sockets[0].getsockname()[1]
+        while True:
+            said = Announce(self.boot_id, f"127.0.0.1:{port}", self.policy, self.max_requests)
+            if (await self.world.members.announce(self.name, said)).drain:
+                self.world.members.leave(self.name, self.boot_id)
+                return
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                size = int(head.partition("Content-Length: ")[2].partition("\r\n")[0])
+                body = await reader.readexactly(size)
+                if head.startswith("GET /health "):
+                    await self._until(lambda: not self.deaf)
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+                    continue
+                self.asked.append(json.loads(body))
+                self.running += 1
+                try:
+                    await self._answer(json.loads(body), reader, writer)
+                finally:
+                    self.running -= 1
+        self._writers.discard(writer)
+        writer.close()
+
+    async def _answer(
+        self, body: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if self.refuses(body):
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 2\r\n\r\nno")
+            return
+        if self.raw:
+            writer.write(self.raw)
+            await writer.drain()
+            writer.close()
+            raise ConnectionError
+        writer.write(EVENT_STREAM)
+        policy, sent = self.policy, 0
+        for event in chat_events(body) if "messages" in body else events(body):
+            await asyncio.sleep(self.event_s)
+            tokens = sum(len(choice.get("token_ids") or []) for choice in event["choices"])
+            await self._until(lambda sent=sent: sent < self.stalls, reader)  # type: ignore[misc]
+            if self.policy != policy:
+                event = {"error": {"message": "other weights now", "code": 409}}
+            writer.write(_chunk(b"data: " + json.dumps(event).encode() + b"\n\n"))
+            await writer.drain()
+            sent += tokens
+            if self.breaks is not None:
+                writer.write((_chunk(self.breaks) if self.breaks else b"") + _chunk(b""))
+                break
+        if self.breaks is None and self.done:
+            writer.write(_chunk(b"data: [DONE]\n\n") + _chunk(b"") + self.extra)
+        await self._until(lambda: self.done, reader)
+
+    async def _until(self, ready: Callable[[], bool], reader: asyncio.StreamReader | None = None) -> None:
+        while not ready():
+            waiting = {asyncio.ensure_future(self.changed.wait())}
+            if reader is not None:
+                waiting.add(asyncio.ensure_future(reader.read(1)))
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for one in waiting - done:
+                one.cancel()
+            if any(one.result() == b"" for one in done):
+                self.aborted += 1
+                raise ConnectionError("the gateway left")
+
+
+class World:
+    """A gateway's inside."""
+
+    def __init__(self, patience: Callable[[], Patience], drain_s: float) -> None:
+        self.ledger = Ledger()
+        self.members = Members("secret", patience=patience)
+        self.completer = Completer(self.members, self.ledger)
+        self.watch = Watch(self.members, drain_s)
+        self.nodes: list[Node] = []
+
+    async def node(self, name: str, policy: str = "0-0", max_requests: int = 256) -> Node:
+        """Start a node that is a member when this returns."""
+        node = Node(self, name, policy, max_requests)
+        self.nodes.append(node)
+        await node.start()
+        await self.until(lambda: self.members.table.row(name) is not None)
+        return node
+
+    def ask(self, job: Job) -> asyncio.Task[Finished]:
+        return asyncio.ensure_future(self.completer.complete(job))
+
+    async def until(self, ready: Callable[[], object]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not ready():
+                await asyncio.sleep(0.005)
+
+
+def run(
+    story: Callable[[World], Coroutine[Any, Any, T]],
+    *,
+    patience: Callable[[], Patience] = Patience,
+    drain_s: float = DRAIN_S,
+) -> T:
+    """Run the story beside the gateway's own work, for PATIENCE_S at most."""
+
+    async def both() -> T:
+        world = World(patience, drain_s)
+        world.members.want(PolicyRef("0-0", "policies/0-0"))
+        watching = asyncio.ensure_future(world.watch.run())
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                got = await story(world)
+            assert not watching.done()
+            return got
+        finally:
+            watching.cancel()
+            for node in world.nodes:
+                node.announcing.cancel()
+                node.kill()
+            await world.members.close()
+
+    return asyncio.run(both())
+
+
+numbers: Iterator[int] = iter(range(1_000_000))
+
+
+def job(*, chat: bool = False, policy: str = "0-0", group: object = None, **body: Any) -> Job:
+    """A job whose tokens are its own."""
+    seed = next(numbers)
+    prompt: dict[str, Any] = {"prompt": [1, 2, 3]}
+    if chat:
+        prompt = {"messages": [{"role": "user", "content": "hello"}]}
+    options = {name: body.pop(name) for name in ("recovery", "keep_text", "max_staleness_steps") if name in body}
+    whole = {"temperature": 1.0, "max_tokens": 16, "seed": seed, **prompt, **body}
+    return Job(
+        body=whole,
+        policy=policy,
+        group=seed if group is None else group,
+        prompt_tokens=3,
+        path=CHAT if chat else COMPLETIONS,
+        prompt_token_ids=whole["prompt"] if isinstance(whole.get("prompt"), list) else None,
+        **options,
+    )
+
+
+def undisturbed(job: Job) -> tuple[list[int], list[float], str]:
+    """What the job must come to."""
+    return completion(job.body, prompt_of(job.body))
+
+
+def _chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"

@@ -1,0 +1,60 @@
+"""A run is taken over on another machine, which has nothing that SkyPilot knew on the first: `make soak`.
+
+On the rig's cloud, through real SkyPilot; see `tests/e2e/test_sky.py`. Three minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+from policies import exit_codes
+from tests.e2e.sky_harness import SkyRun
+from tests.e2e.tiny import make_tiny
+from tests.sky_rig.home import make_home
+from tests.sky_rig.rig import SkyRig
+from tests.sky_rig.sweep import ssh_sockets, user_id
+
+SLOTS = ("trainer-0", "rollout-0", "rollout-1")
+
+
+def test_the_machines_work_on_new_ones_join_them_and_all_are_returned(
+    sky_rig: SkyRig, sky_image: Path, tmp_path: Path
+):
+    run = SkyRun(sky_rig, tmp_path, make_tiny(tmp_path / "tiny"))
+    run.up()
+    run.serving(*SLOTS)
+    run.stepped()
+    bought = {instance.id for instance in run.running()}
+    os.kill(run.status()["daemon"]["pid"], signal.SIGKILL)
+    for pid in sky_rig.api_server_pids():
+        os.kill(pid, signal.SIGKILL)
+    (sky_rig.folder / "home").rename(sky_rig.folder / "lost")
+
+    name = f"{sky_rig.name}-elsewhere"
+    home, state = sky_rig.folder / "elsewhere", tmp_path / "elsewhere"
+    make_home(home, sky_rig.endpoint, sky_image / "wheels")
+    run.env |= {"HOME": str(home), "GRPO_ORCH_HOME": str(state), "SKYPILOT_USER_ID": user_id(name)}
+    try:
+        (secret,) = (tmp_path / "home").glob("*/token")
+        brought = state / secret.relative_to(tmp_path / "home")
+        refused = run.cli("resume", "-d", code=exit_codes.FAILED)
+        assert f"bring {brought}" in refused.stderr
+        shutil.copy(secret, brought)
+        run.cli("resume", "-d")
+        run.stepped()
+        assert {instance.id for instance in run.running()} == bought
+
+        taken = run.node("rollout-0")
+        sky_rig.preempt(run.instance(taken).id, grace_s=0)
+        run.replaced("rollout-0", taken)
+        assert "preempted" in run.reasons(taken)
+        run.serving(*SLOTS)
+        run.stepped()
+
+        run.cli("down")
+        assert sky_rig.account() == {}
+    finally:
+        shutil.rmtree(ssh_sockets(name), ignore_errors=True)

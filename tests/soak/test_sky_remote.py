@@ -1,0 +1,59 @@
+"""`up --remote` on the rig's cloud: a daemon on a machine of its own, where a SkyPilot of its own buys the others.
+
+The laptop is off while it does so, and needed again for `down` alone. `make soak`, for it takes minutes.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from tests.e2e.sky_harness import SkyRun
+from tests.e2e.tiny import make_tiny
+from tests.sky_rig.rig import SkyRig
+
+NODES = ("rollout-0-i1", "trainer-0-i1")
+
+
+@pytest.fixture(scope="module")
+def run(sky_rig: SkyRig, tmp_path_factory: pytest.TempPathFactory) -> SkyRun:
+    folder = tmp_path_factory.mktemp("remote")
+    made = SkyRun(sky_rig, folder, make_tiny(tmp_path_factory.mktemp("tiny")))
+    spec = yaml.safe_load((folder / "run.yaml").read_text())
+    spec["rollout"]["replicas"] = 1
+    (folder / "run.yaml").write_text(yaml.safe_dump(spec))
+    settings = sky_rig.folder / "home/.sky/config.yaml"
+    settings.write_text(yaml.safe_dump({"aws": {"labels": {"team": "rl"}}}))
+    return made
+
+
+def test_up_buys_one_machine_whose_daemon_buys_the_others_while_the_laptop_is_off(run: SkyRun, sky_rig: SkyRig):
+    said = run.cli("up", "--remote", "-y", "-d").stdout
+    assert "tiny is steered by grpo-controller-tiny-" in said
+    sky_rig.turn_off()
+    controller = run.instance("controller")
+    assert controller.market == "on-demand"
+    run.until("its machines run", lambda: all(any(node in i.cluster for i in run.running()) for node in NODES))
+    assert [run.instance(node).market for node in NODES] == ["spot", "on-demand"]
+    assert all(instance.tags.get("team") == "rl" for instance in run.running()), "settings were left at home"
+
+
+def test_the_laptop_reads_of_it_in_the_store(run: SkyRun, sky_rig: SkyRig):
+    status = json.loads(run.cli("status", "-o", "json").stdout)
+    address = run.instance("controller").private_ip or ""
+    assert status["daemon"]["host"] == f"ip-{address.replace('.', '-')}"
+    assert sorted(node["node"] for node in status["nodes"]) == sorted(NODES)
+    events = run.cli("events").stdout
+    assert all(f"{node} was asked for" in events for node in NODES), events
+    assert sky_rig.api_server_pids() == []
+    assert "grpo-orch controller: starting the daemon: up" in run.cli("logs", "daemon").stdout
+
+
+def test_down_leaves_no_machine_nor_that_of_the_daemon(run: SkyRun, sky_rig: SkyRig):
+    said = run.cli("down").stdout
+    assert "no machine of it is left" in said
+    assert run.running() == []
+    assert sky_rig.account() == {}
+    assert json.loads(run.cli("status", "-o", "json").stdout)["phase"] == "stopped"
