@@ -159,11 +159,3 @@ def test_what_appears_at_the_very_end_is_taken_back_before_the_security_group():
     assert (sky.elsewhere, sky.group) == ({}, True)
     strays.clean_up()
     assert not sky.group
-
-
-def test_down_returns_what_no_record_and_no_journal_knows(world: World):
-    lost = Cluster(PREFIX + "rollout-5-i1", ClusterState.UP, "aws/us-east-1/us-east-1a", True, 0.4, None)
-    foreign = replace(lost, name=PREFIX + "0a1b2c3d-rollout-0-i1")  # of a run whose name begins like this one's id
-    world.sky = Table(elsewhere={one.name: one for one in (lost, foreign)})
-    assert world.cli("down")[0] == 0
-    assert list(world.sky.elsewhere) == [foreign.name]
