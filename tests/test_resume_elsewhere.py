@@ -66,8 +66,13 @@ class World:
         self._stop = threading.Event()
         self._daemon = threading.Thread(target=daemon.steer, args=(store, reason, self._stop))
         self._daemon.start()
-        self.until(lambda: journal.recover(store).state.epoch > epoch)
+        self.until(lambda: self._steers(epoch) or not self._daemon.is_alive())
         return 1
+
+    def _steers(self, before: int) -> bool:
+        """Whether the daemon holds the lease, for which `launcher.start_daemon` waits."""
+        lease = documents.read_lease(self.store)
+        return lease is not None and lease.epoch > before
 
     def daemon_dies(self) -> None:
         self._stop.set()
@@ -159,3 +164,11 @@ def test_what_appears_at_the_very_end_is_taken_back_before_the_security_group():
     assert (sky.elsewhere, sky.group) == ({}, True)
     strays.clean_up()
     assert not sky.group
+
+
+def test_down_returns_what_no_record_and_no_journal_knows(world: World):
+    lost = Cluster(PREFIX + "rollout-5-i1", ClusterState.UP, "aws/us-east-1/us-east-1a", True, 0.4, None)
+    foreign = replace(lost, name=PREFIX + "0a1b2c3d-rollout-0-i1")  # of a run whose name begins like this one's id
+    world.sky = Table(elsewhere={one.name: one for one in (lost, foreign)})
+    assert world.cli("down")[0] == 0
+    assert list(world.sky.elsewhere) == [foreign.name]

@@ -27,9 +27,8 @@ from checkpoint.store import OPTIONS_ENV, Store
 from orchestrator.clouds.protocol import Order
 from orchestrator.clouds.sky_settings import settings_elsewhere
 from orchestrator.clouds.sky_types import SkyOffer
-from orchestrator.clouds.sky_work import Work, region_of, resources_for, work_for
+from orchestrator.clouds.sky_work import Work, places, region_of, work_for
 from orchestrator.clouds.wheel import build_wheel
-from orchestrator.config.resources import ALTERNATIVES
 from orchestrator.home import run_dir
 from policies.vocabulary import Market, Role
 
@@ -91,14 +90,14 @@ class RemoteController:
         """Return the machine, and then forget it."""
         self._sky.down(self.cluster, CALL_TIMEOUT_S)
         documents.drop_controller(self._store)
-        self._sky.drop_group(_places(self._record.spec.trainer.resources), CALL_TIMEOUT_S)
+        self._sky.drop_group(places(self._record.spec.trainer.resources), CALL_TIMEOUT_S)
 
     def _resources(self) -> dict[str, Any]:
         """Where the trainer may be, which is where the credentials reach."""
-        places = _places(self._record.spec.trainer.resources)
-        if None in places:
+        named = places(self._record.spec.trainer.resources)
+        if None in named:
             return dict(SIZE)
-        regions = dict.fromkeys(region_of(place) for place in places if place)
+        regions = dict.fromkeys(region_of(place) for place in named if place)
         if len(regions) == 1:
             return {**SIZE, "infra": next(iter(regions))}
         return {**SIZE, "any_of": [{"infra": region} for region in regions]}
@@ -106,9 +105,9 @@ class RemoteController:
     def _clouds(self) -> list[str]:
         """The clouds that its SkyPilot has to reach, by the names of SkyPilot's extras."""
         spec = self._record.spec
-        places = [*_places(spec.trainer.resources), *_places(spec.rollout.resources)]
-        named = {place.partition("/")[0].lower() for place in places if place}
-        if None in places or "*" in named:
+        candidates = [*places(spec.trainer.resources), *places(spec.rollout.resources)]
+        named = {place.partition("/")[0].lower() for place in candidates if place}
+        if None in candidates or "*" in named:
             named = {cloud.name for cloud in self._sky.clouds() if cloud.enabled}
         return sorted(named)
 
@@ -148,13 +147,6 @@ def as_shipped(record: RunRecord) -> RunRecord:
     """The record with the run's folder as this machine has it: elsewhere than where run.yaml was written."""
     folder = os.environ.get(FOLDER_ENV)
     return replace(record, spec=replace(record.spec, workdir=folder)) if folder else record
-
-
-def _places(resources: dict[str, Any]) -> list[str | None]:
-    """Where each candidate may be, as in `aws/us-east-1`; None: anywhere."""
-    asked = resources_for(resources, Role.TRAINER, Market.ON_DEMAND, None)
-    candidates = next((asked[key] for key in ALTERNATIVES if key in asked), [asked])
-    return [candidate.get("infra") for candidate in candidates]
 
 
 def _script(name: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from statistics import median
 
 from orchestrator.gateway.connection import STALLED_S
@@ -122,9 +122,7 @@ class Watch:
                 for number, one in enumerate(attempts)
                 if (rate := _pace(one, now_s)) is not None
             ]
-            for move in (
-                take_over(running, idle, self._members.expected_tokens, max_tokens=max_tokens) if idle else []
-            ):
+            for move in take_over(running, idle, self._members.expected_tokens, max_tokens=max_tokens):
                 attempt = attempts[move.request]
                 attempt.job.taken_over = True
                 attempt.fail(NodeFailed(Why.TAIL, f"{move.node} will finish it sooner"))
@@ -149,17 +147,6 @@ def _end_stuck(link: Link, now_s: float) -> None:
     """While others move, one that stands still waits its turn: but not for ever."""
     for attempt in [one for one in link.running if now_s - one.heard_s > MOST_S]:
         attempt.fail(NodeFailed(Why.SILENT, f"no token for {MOST_S:g} s"))
-
-
-def _alike(links: Iterable[Link], policy: str) -> dict[int, list[Attempt]]:
-    """The tries of one policy that may be moved for their tail, by how long a completion may be."""
-    found: dict[int, list[Attempt]] = defaultdict(list)
-    for link in links:
-        for attempt in link.running:
-            begun = attempt.begun_s is not None and attempt.policy == policy
-            if begun and not attempt.job.taken_over and _movable(attempt):
-                found[attempt.job.max_tokens].append(attempt)
-    return found
 
 
 def _movable(attempt: Attempt) -> bool:
