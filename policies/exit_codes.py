@@ -9,3 +9,9 @@ BAD_SPEC = 78
 HELD = 75
 # The trainer met a newer trainer of its own run and stopped.
 FENCED = 76
+# The trainer's own guard has tripped: the run diverges.
+DIVERGED = 77
+# The run diverged again and again, and its budget of rollbacks is spent.
+GAVE_UP = 79
+# The trainer ran out of memory, the accelerator's or the machine's.
+OUT_OF_MEMORY = 80

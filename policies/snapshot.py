@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from policies.divergence import Verdict
 from policies.events import Event
 from policies.vocabulary import MachineState, Market, Refusal, slot_and_incarnation
 
@@ -50,6 +51,7 @@ class Trainer:
     kl: float | None = None
     stored_step: int | None = None  # of the newest checkpoint in the store
     store_slow: bool = False  # a checkpoint was put off: the ones before it are still on their way
+    verdict: Verdict | None = None  # of the trainer's own guard
 
     @property
     def precedence(self) -> tuple[int, int, int]:

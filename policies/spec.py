@@ -58,18 +58,42 @@ class RolloutSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KlPolicy:
-    """What counts as too much KL, and what then. `alert` journals it and goes on."""
+class OnRollback:
+    """What is other on the timeline after a rollback. A factor multiplies what the diverged timeline had.
 
-    limit: float
-    action: Literal["alert"] = "alert"
+    The sampling seeds are always new, for they are drawn by timeline.
+    """
+
+    beta_factor: float = 2.0
+    epsilon_factor: float = 0.5
+    learning_rate_factor: float = 0.5
+    skip_prompts: bool = True  # other prompts in the place of those from the onset to the trip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackBudget:
+    """How often a run may be rolled back by itself; then it gives up."""
+
+    total: int = 3
+    recent: int = 2  # within `recent_steps`
+    recent_steps: int = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlPolicy:
+    """What is done about a run that diverges. `pause` returns the machines, `alert` journals it and goes on."""
+
+    limit: float | None = None  # KL above the run's own start; None: judged by the run's own history alone
+    action: Literal["rollback", "pause", "alert"] = "rollback"
+    on_rollback: OnRollback = field(default_factory=OnRollback)
+    budget: RollbackBudget = field(default_factory=RollbackBudget)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoliciesSpec:
     """What the controller watches and how far it may go."""
 
-    kl: KlPolicy | None = None
+    kl: KlPolicy = field(default_factory=KlPolicy)
     resume_state_steps: int = 25  # how often the light resume state is stored
     boot_timeout_s: float = 900.0  # from the request to the first work; then the machine is replaced
     trainer_restarts: int = 5  # trainer exits in a row without one step of progress; then the run fails
