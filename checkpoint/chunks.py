@@ -122,6 +122,12 @@ def receive(
         _all_or_first_error(futures, pool)
 
 
+def parts(store: Store, root: str, file: File) -> Iterator[memoryview]:
+    """The bytes of a file, chunk by chunk, each verified. Raises DamagedChunk, NotFound, StoreError."""
+    for chunk in file.chunks:
+        yield _verified(store, f"{root}/{chunk}")
+
+
 def same(file: File, path: Path) -> bool:
     """Whether a local file holds what `file` describes."""
     if not path.is_file() or path.stat().st_size != file.size_bytes:

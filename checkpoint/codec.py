@@ -14,7 +14,7 @@ from policies.state import RunState
 
 # Raise it whenever a state's fields change, or `policies.state.apply` makes another state of the same events: a
 # state that was stored under another number is not continued but folded anew.
-STATE_SCHEMA = 3
+STATE_SCHEMA = 4
 
 T = TypeVar("T")
 
@@ -53,7 +53,9 @@ def event_from_plain(data: dict[str, Any], where: str) -> Event:
 
 def state_to_plain(state: RunState) -> dict[str, Any]:
     """A state as JSON data: sets sorted, so that one history is one text; mappings in their own order."""
-    plain = msgspec.to_builtins(replace(state, nodes=dict(state.nodes), slots=dict(state.slots)))
+    plain = msgspec.to_builtins(
+        replace(state, nodes=dict(state.nodes), slots=dict(state.slots), noticed=dict(state.noticed))
+    )
     return {**plain, "commands_taken": sorted(state.commands_taken)}
 
 
@@ -64,4 +66,4 @@ def state_from_plain(data: dict[str, Any], where: str) -> RunState:
     except msgspec.ValidationError as error:
         raise Corrupt(f"{where}: {error}", "use the grpo-orch that wrote it, or a newer one") from error
     nodes, slots = MappingProxyType(dict(state.nodes)), MappingProxyType(dict(state.slots))
-    return replace(state, nodes=nodes, slots=slots)
+    return replace(state, nodes=nodes, slots=slots, noticed=MappingProxyType(dict(state.noticed)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from checkpoint import layout
@@ -173,9 +174,11 @@ def read_trainer(store: Store) -> Trainer | None:
     return None if data is None else from_json(data, Trainer, layout.TRAINER)
 
 
-def send_command(store: Store, kind: str, now_s: float) -> Command:
+def send_command(
+    store: Store, kind: str, now_s: float, *, start: str | None = None, changes: Mapping[str, float] | None = None
+) -> Command:
     """Leave a command for whoever steers the run, now or later."""
-    command = Command(f"{int(now_s * 1000):015d}-{secrets.token_hex(4)}", kind)
+    command = Command(f"{int(now_s * 1000):015d}-{secrets.token_hex(4)}", kind, start, changes or {})
     with contextlib.suppress(AlreadyExists):  # our own, after a lost answer: the name is random
         store.create(layout.command(command.command_id), to_json(command))
     return command

@@ -27,11 +27,14 @@ POLICIES = "policies"
 ROLLOUTS = "rollouts"
 METRICS = "metrics"
 RESUME = "resume"
+TIMELINES = "timelines"  # how each timeline but the first began
 REHEARSAL = "rehearsal"
+EXPORTS = "exports"  # weights as plain files, for whoever has no grpo-orch
 MANIFEST = "manifest.json"
 
 METRICS_CHUNK_STEPS = 100  # steps in one metrics object: rewriting it each step stays under ~100 KB
 
+_TIMELINE = re.compile(rf"{TIMELINES}/([0-9]{{4,}})\.json")
 _NUMBERED = re.compile(rf"(?:{JOURNAL}|{SEGMENTS}|{CATALOG})/([0-9]{{12}})\.json")
 _CHUNK = re.compile(rf"{BLOBS}/([0-9a-f]{{64}}\.[0-9]+)")
 _CHECKPOINT = re.compile(rf"{CHECKPOINTS}/[0-9]{{4,}}/[0-9]{{8,}}-[0-9a-f]+\.json")
@@ -95,8 +98,23 @@ def resume_state(version: PolicyVersion) -> str:
     return f"{RESUME}/{version.timeline:04d}/{version.step:08d}.json"
 
 
+def timeline(number: int) -> str:
+    return f"{TIMELINES}/{number:04d}.json"
+
+
+def timeline_of(key: str) -> int | None:
+    """The number in the name of a timeline's document; None for a foreign object."""
+    found = _TIMELINE.fullmatch(key)
+    return int(found[1]) if found else None
+
+
 def rehearsal(number: int) -> str:
     return f"{REHEARSAL}/{number:04d}.json"
+
+
+def export(version: PolicyVersion) -> str:
+    """The folder of exported files; the document beside it, with `.json`, says that it is whole."""
+    return f"{EXPORTS}/{version}"
 
 
 def version_of(key: str) -> PolicyVersion:

@@ -7,12 +7,13 @@ replaces the earlier row and keeps its first time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from checkpoint import layout
 from checkpoint.codec import from_json, to_json
 from checkpoint.store import Store
+from policies.divergence import Point
 
 # Ours, beside TRL's names.
 TOKENS = "orch/tokens"  # completion tokens that this step trained on
@@ -23,6 +24,9 @@ REWARD_MIN = "orch/reward_min"
 REWARD_MAX = "orch/reward_max"
 # JSON has no NaN: a value that was logged as NaN, infinite or None is left out, and `orch/nonfinite/NAME` is 1.
 NONFINITE = "orch/nonfinite/"
+OURS = "orch/"
+# What is logged once more at a step that has its row: by an evaluation, and at the end of training.
+ADDED_LATER = ("eval_", "train_", "total_flos")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,27 @@ def read_metrics(store: Store, timeline: int | None = None) -> list[Row]:
     """Return the rows in (timeline, step) order; a step that was logged twice appears as last logged."""
     prefix = layout.METRICS if timeline is None else f"{layout.METRICS}/{timeline:04d}"
     return in_order(row for entry in store.entries(prefix) for row in read_chunk(store, entry.key))
+
+
+def point_of(row: Row) -> Point:
+    """Return what the detector of divergence is told of a row: what the trainer's own guard was told."""
+    return point_at(row.step, row.values)
+
+
+def point_at(step: int, values: Mapping[str, float]) -> Point:
+    """Return what the detector of divergence is told of a log that becomes a row.
+
+    Only what training itself logged: an evaluation at that step is added to the row after the guard has judged it,
+    and whoever reads the row later must come to the same verdict.
+    """
+    told: dict[str, float | None] = {name: value for name, value in values.items() if _is_trainings(name)}
+    lost = (name.removeprefix(NONFINITE) for name in values if name.startswith(NONFINITE))
+    told.update({name: None for name in lost if _is_trainings(name)})
+    return Point(step, told)
+
+
+def _is_trainings(name: str) -> bool:
+    return not name.startswith((OURS, *ADDED_LATER))
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:

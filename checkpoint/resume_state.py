@@ -1,6 +1,6 @@
-"""The light resume state: what a detector needs to know of the steps before a restart, in a few kilobytes.
+"""The light resume state: what the detector of divergence knows of the steps before a restart, in a few kilobytes.
 
-It is stored more often than checkpoints, which hold everything else.
+It belongs to each checkpoint, and is stored more often than those, which hold everything else.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from checkpoint import layout
 from checkpoint.codec import from_json, to_json
 from checkpoint.errors import Corrupt
 from checkpoint.store import Store
+from policies.divergence import Detector
 from policies.vocabulary import PolicyVersion
 
-SCHEMA = 2  # 1 had no steps in `kl`
+SCHEMA = 3  # 1 had no steps in `kl`, 2 no detector
 KL_KEPT = 100  # logged KL values kept, the newest last
 
 
@@ -30,20 +31,11 @@ class ResumeState:
     kl: list[tuple[int, float | None]] = field(default_factory=list)
     best_reward: float | None = None
     best_step: int | None = None
+    detector: Detector = field(default_factory=Detector)
 
 
 def write_resume_state(store: Store, state: ResumeState) -> None:
     store.put(layout.resume_state(PolicyVersion.parse(state.policy)), to_json(state))
-
-
-def newest_resume_state(store: Store, at_most: PolicyVersion) -> ResumeState | None:
-    """Return the newest state of the timeline of `at_most`, not after its step; None where there is none.
-
-    Raises Corrupt.
-    """
-    prefix = f"{layout.RESUME}/{at_most.timeline:04d}"
-    keys = [entry.key for entry in store.entries(prefix) if layout.version_of(entry.key) <= at_most]
-    return decode(store.get(keys[-1]), keys[-1]) if keys else None
 
 
 def decode(data: bytes, where: str) -> ResumeState:

@@ -32,14 +32,16 @@ class Seal:
     """Says that a slot is whole.
 
     `frozen` are files that belong to the checkpoint and lie elsewhere on this machine, unchanged: path by name.
-    `excursion_began_step` is where the present stretch of too much KL began, None in calm.
+    `keep_before_step`: the newest checkpoint from before it is to stay, and all since `keep_since_step`; None: no
+    step is known to matter.
     """
 
     version: str  # PolicyVersion as text
     made_at_s: float
     meta: dict[str, str] = field(default_factory=dict)
     frozen: dict[str, str] = field(default_factory=dict)
-    excursion_began_step: int | None = None
+    keep_before_step: int | None = None
+    keep_since_step: int | None = None
 
     @property
     def at(self) -> PolicyVersion:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, cast
 
 import structlog
@@ -70,6 +70,13 @@ class Store:
     def put(self, key: str, data: BytesLike) -> None:
         """Write the object in one request, replacing any of that name; readers see the old or the new one."""
         self._try(f"write {key}", lambda: self._backend.put(key, data))
+
+    def put_parts(self, key: str, parts: Callable[[], Iterable[BytesLike]]) -> None:
+        """Write an object of any size from its parts, which are asked for anew at each try.
+
+        It appears when all of them are written; a reader may see less before on a filesystem of fsspec.
+        """
+        self._try(f"write {key}", lambda: self._backend.put_parts(key, parts()))
 
     def create(self, key: str, data: BytesLike) -> None:
         """Write the object only if there is none of that name. Raises AlreadyExists.

@@ -30,7 +30,7 @@ LOOK_S = 0.2  # between looks for a sealed slot: the trainer must not be held up
 TROUBLE_WAIT_S = 2.0
 SAY_S = 0.5
 
-Retire = Callable[[Sequence[Checkpoint], int | None], Sequence[PolicyVersion]]
+Retire = Callable[[Sequence[Checkpoint], Seal | None], Sequence[PolicyVersion]]
 
 
 class Uploader:
@@ -40,22 +40,20 @@ class Uploader:
         store: the run's store.
         spool: this machine's.
         writer: this node, for the catalog.
-        retire: returns the versions that may go, given the listed ones and where a KL excursion began.
-        is_replaced: whether a trainer on another machine has taken over, so that nothing more may be listed.
+        retire: returns the versions that may go, given the listed ones and the seal of the newest that was stored.
+        is_replaced: whether the run has gone on without this version, so that it must not be listed any more.
     """
 
     def __init__(
-        self, store: Store, spool: Spool, writer: str, retire: Retire, is_replaced: Callable[[], bool]
+        self, store: Store, spool: Spool, writer: str, retire: Retire, is_replaced: Callable[[PolicyVersion], bool]
     ) -> None:
         self._store = store
         self._spool = spool
         self._catalog = Catalog(store, writer)
         self._retire = retire
         self._is_replaced = is_replaced
-        self._excursion_began_step: int | None = None
-        self._collector = Collector(
-            store, self._catalog, lambda listed: self._retire(listed, self._excursion_began_step)
-        )
+        self._newest: Seal | None = None
+        self._collector = Collector(store, self._catalog, lambda listed: self._retire(listed, self._newest))
         self._state = UploaderState()
 
     def run(self) -> None:
@@ -79,8 +77,8 @@ class Uploader:
 
     def store_one(self, seal: Seal, slot: Path) -> None:
         """Store one slot and release it. Raises StoreError, OSError."""
-        if self._is_replaced():
-            log.warning("checkpoint_dropped", checkpoint=seal.version, why="a newer trainer has taken over")
+        if self._is_replaced(seal.at):
+            log.warning("checkpoint_dropped", checkpoint=seal.version, why="the run goes on without it")
             self._spool.release(slot)
             return
         files = [*files_below(slot), *((name, Path(path)) for name, path in sorted(seal.frozen.items()))]
@@ -89,7 +87,7 @@ class Uploader:
         checkpoints.upload(
             self._store, self._catalog, files, seal.at, seal.made_at_s, seal.meta, progress=report.add
         )
-        self._excursion_began_step = seal.excursion_began_step
+        self._newest = seal
         self._state = UploaderState(stored=seal.version)
         self._spool.say(self._state)
         self._spool.release(slot)

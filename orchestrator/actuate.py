@@ -1,6 +1,7 @@
 """Does what was decided, in threads; failures come back as observations.
 
-Of each kind one call at a time for each node: a machine can be given up while it is still being launched.
+Of each kind one call at a time for each node, or each version: a machine can be given up while it is still being
+launched.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import assert_never
 
 import structlog
 
+from checkpoint import exports, timelines
+from checkpoint.errors import StoreError
+from checkpoint.store import Store
 from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, Order
-from policies.snapshot import Action, Confirm, Launch, LaunchRefused, Terminate
-from policies.vocabulary import Refusal, Role
+from policies.snapshot import Action, Confirm, Export, Launch, LaunchRefused, Terminate, WriteFork
+from policies.vocabulary import PolicyVersion, Refusal, Role
 
 log = structlog.get_logger()
 
@@ -24,10 +28,12 @@ CLOSE_S = 5.0
 
 
 class Actuator:
-    """Runs actions against a cloud. `environment_of` gives a launch its environment, secrets included."""
+    """Runs actions against a cloud and the run's store. `environment_of` gives a launch its environment, secrets
+    included."""
 
-    def __init__(self, cloud: Cloud, environment_of: Callable[[Launch], dict[str, str]]) -> None:
+    def __init__(self, cloud: Cloud, store: Store, environment_of: Callable[[Launch], dict[str, str]]) -> None:
         self._cloud = cloud
+        self._store = store
         self._environment_of = environment_of
         self._running: dict[tuple[str, type[Action]], tuple[Action, Future[None]]] = {}
         self._not_before_s: dict[tuple[str, type[Action]], float] = {}
@@ -35,7 +41,7 @@ class Actuator:
     def submit(self, actions: tuple[Action, ...]) -> None:
         """Start each action unless one like it is running for its node; what is skipped is asked for again."""
         for action in actions:
-            key = (action.node, type(action))
+            key = (_subject(action), type(action))
             if key not in self._running and time.monotonic() >= self._not_before_s.get(key, 0.0):
                 self._running[key] = (action, self._start(action))
 
@@ -46,19 +52,19 @@ class Actuator:
             if not future.done():
                 continue
             del self._running[key]
-            node = action.node
+            of = key[0]
             try:
                 future.result()
             except CloudRefused as error:
-                refused.append(LaunchRefused(node, error.refusal, str(error)))
-            except CloudUnavailable as error:
+                refused.append(LaunchRefused(of, error.refusal, str(error)))
+            except (CloudUnavailable, StoreError) as error:
                 self._not_before_s[key] = time.monotonic() + UNAVAILABLE_WAIT_S
-                log.warning("cloud_unavailable", action=type(action).__name__, node=node, error=str(error))
+                log.warning("not_done_yet", action=type(action).__name__, of=of, error=str(error))
             except OSError as error:
                 if isinstance(action, Launch):
-                    refused.append(LaunchRefused(node, Refusal.UNKNOWN, str(error)))
+                    refused.append(LaunchRefused(of, Refusal.UNKNOWN, str(error)))
                 else:
-                    log.warning("action_failed", action=type(action).__name__, node=node, error=str(error))
+                    log.warning("action_failed", action=type(action).__name__, of=of, error=str(error))
         return tuple(refused)
 
     def close(self) -> None:
@@ -78,7 +84,7 @@ class Actuator:
             else:
                 future.set_result(None)
 
-        threading.Thread(target=run, name=f"{type(action).__name__} {action.node}", daemon=True).start()
+        threading.Thread(target=run, name=f"{type(action).__name__} {_subject(action)}", daemon=True).start()
         return future
 
     def _do(self, action: Action) -> None:
@@ -91,5 +97,20 @@ class Actuator:
                 self._cloud.terminate(action.node)
             case Confirm():
                 self._cloud.confirm(action.node)
+            case WriteFork():
+                timelines.write_fork(self._store, action.fork)
+            case Export():
+                exports.export_weights(self._store, PolicyVersion.parse(action.version))
             case _:
                 assert_never(action)
+
+
+def _subject(action: Action) -> str:
+    """What the action is done to: a node, a timeline or a version."""
+    match action:
+        case WriteFork():
+            return f"timeline {action.fork.timeline}"
+        case Export():
+            return action.version
+        case _:
+            return action.node

@@ -47,7 +47,7 @@ class Controller:
     def tick(self, now_s: float) -> Decision:
         """Run the loop once. Raises Fenced (another controller took over) or StoreError (the store is away)."""
         self._settle()
-        snapshot = self._observer.look(now_s, self._actuator.collect())
+        snapshot = self._observer.look(now_s, self._actuator.collect(), self.state)
         decision = decide(self.state, snapshot, self._spec)
         if decision.events:
             self.record(now_s, decision.events)

@@ -82,14 +82,15 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
             "GRPO_ORCH_RUN": store.url,
             "GRPO_ORCH_NODE": launch.node,
             "GRPO_ORCH_ATTEMPT": str(launch.attempt),
-            "GRPO_ORCH_TIMELINE": "0",
+            "GRPO_ORCH_TIMELINE": str(launch.timeline),
             "GRPO_ORCH_TOKEN": token,
             # Machines elsewhere inherit nothing.
             **{name: os.environ[name] for name in (OPTIONS_ENV,) if name in os.environ},
         }
 
-    actuator = Actuator(cloud, environment_of)
-    controller = Controller(store, record.spec, journal, state, Observer(store, cloud), actuator)
+    actuator = Actuator(cloud, store, environment_of)
+    observer = Observer(store, cloud, record.spec)
+    controller = Controller(store, record.spec, journal, state, observer, actuator)
     opening = _opening(controller, record, reason)
     if opening:
         controller.record(time.time(), opening)

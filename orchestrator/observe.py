@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from checkpoint import documents
+from checkpoint import documents, exports, timelines
+from checkpoint.catalog import Catalog
 from checkpoint.store import Store
 from orchestrator.clouds.protocol import Cloud, CloudUnavailable
-from policies.snapshot import LaunchRefused, Machine, Member, Snapshot, Trainer
+from orchestrator.metrics_watch import MetricsWatch
+from policies import exit_codes
+from policies.snapshot import Command, LaunchRefused, Machine, Member, Snapshot, Trainer
+from policies.spec import RunSpec
+from policies.state import RunState
+from policies.vocabulary import PolicyVersion
 from policies.wire import STATUS_S, GatewayStatus, MemberStatus
 
 FRESH_S = 3 * STATUS_S  # what is older than this says nothing about now
@@ -87,33 +93,56 @@ class TrainerWatch:
 
 
 class Observer:
-    """Looks. Remembers of earlier looks only what shows whether gateway and trainer are alive."""
+    """Looks. Remembers of earlier looks only what shows whether gateway and trainer are alive, and the metrics."""
 
-    def __init__(self, store: Store, cloud: Cloud) -> None:
+    def __init__(self, store: Store, cloud: Cloud, spec: RunSpec) -> None:
         self._store = store
         self._cloud = cloud
         self._gateway = GatewayWatch(store)
         self._trainer = TrainerWatch(store)
+        self._metrics = MetricsWatch(store, spec.policies.kl.limit, int(spec.grpo.get("logging_steps", 1)))
+        self._catalog = Catalog(store, "controller")
 
-    def look(self, now_s: float, refused: tuple[LaunchRefused, ...]) -> Snapshot:
-        """Return what is there now. Raises StoreError when the store cannot be read."""
+    def look(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState) -> Snapshot:
+        """Return what is there now. Raises StoreError when the store cannot be read.
+
+        What is read only now and then depends on what the run is at: `state`.
+        """
         status = self._gateway.look()
+        machines = self._machines()
+        trainer = self._trainer.look(now_s)
+        commands = documents.read_commands(self._store)
+        target_wanted = _wants_a_target(state, machines, commands)
         return Snapshot(
             now_s=now_s,
-            machines=self._machines(),
+            machines=machines,
             members=None if status is None else {m.node: _member(m) for m in status.members},
             gateway_boot_id=None if status is None else status.boot_id,
             gateway_age_s=0.0 if status is None else status.up_s,
-            trainer=self._trainer.look(now_s),
+            trainer=trainer,
             refused=refused,
-            commands=documents.read_commands(self._store),
+            commands=commands,
+            watched=self._metrics.look(trainer, state.forks, state.timeline),
+            checkpoints=tuple(one.at for one in self._catalog.newest().checkpoints) if target_wanted else None,
+            timeline=timelines.newest_timeline(self._store) if state.rollback is not None or target_wanted else 0,
+            exported_to=None if state.healthy is None else self._exported_to(state.healthy),
         )
+
+    def _exported_to(self, version: str) -> str | None:
+        export = exports.read_export(self._store, PolicyVersion.parse(version))
+        return None if export is None else export.prefix
 
     def _machines(self) -> dict[str, Machine] | None:
         try:
             return self._cloud.machines()
         except CloudUnavailable:
             return None
+
+
+def _wants_a_target(state: RunState, machines: Mapping[str, Machine] | None, commands: Sequence[Command]) -> bool:
+    """Whether a rollback may be decided now, so that the checkpoints must be known."""
+    out_of_memory = any(one.exit_code == exit_codes.OUT_OF_MEMORY for one in (machines or {}).values())
+    return state.diverged is not None or out_of_memory or any(one.kind == "rollback" for one in commands)
 
 
 def _member(status: MemberStatus) -> Member:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Protocol, TypeVar
 
+from policies import exit_codes
 from policies.events import (
     Event,
     GatewayRestarted,
@@ -33,6 +34,8 @@ DAEMON = "daemon"
 TICK_S = 2.0  # an event bears the time at which its tick began: a fault may strike between that and the look
 # A trace in the journal this long after a fault is still that fault's; a dead machine is seen sooner.
 TRACE_S = 60.0
+# A trainer that stops by itself because it was told to, or because the run diverges: a rollback, no fault.
+STOPPED_BY_ITSELF = (exit_codes.FENCED, exit_codes.DIVERGED)
 
 
 class Logged(Protocol):
@@ -57,6 +60,7 @@ class Step:
     step: int
     time_s: float
     tokens_discarded: int = 0
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +153,8 @@ class _Ledger:
                 self.slots[event.node] = event.slot
             case NodeMoved():
                 self._moved(event, time_s)
+            case JobExited() if event.exit_code in STOPPED_BY_ITSELF:
+                self.gateways = 0  # which ends with the trainer's work, and starts with the next
             case JobExited() if event.exit_code != 0:
                 self.counted.add(event.node)
                 self._add(

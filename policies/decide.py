@@ -10,11 +10,12 @@ from policies.fleet import fill_slots
 from policies.lifecycle import run_lifecycle
 from policies.mirror import HEARTBEAT_FRESH_S, mirror
 from policies.phases import LIVE_NODE, TERMINAL_RUN
-from policies.snapshot import Action, Confirm, Decision, Launch, Machine, Snapshot, Terminate
+from policies.snapshot import Action, Confirm, Decision, Export, Launch, Machine, Snapshot, Terminate, WriteFork
 from policies.spec import RunSpec
 from policies.state import Node, RunState
 from policies.tick import Tick
-from policies.vocabulary import MachineState, NodePhase, Role
+from policies.transaction import steer_timeline
+from policies.vocabulary import MachineState, NodePhase, Role, RollbackStage
 
 BUSY_TICK_S = 0.25  # while something is on its way
 STEADY_TICK_S = 1.0
@@ -28,6 +29,7 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     """
     tick = Tick(state, snapshot, spec)
     mirror(tick)
+    steer_timeline(tick)
     run_lifecycle(tick)
     fill_slots(tick)
     actions = actions_for(tick.state, snapshot)
@@ -41,21 +43,21 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
 
 
 def done(state: RunState, snapshot: Snapshot) -> bool:
-    """Whether nothing is left to steer: the run has ended and the cloud shows no machine of it."""
-    return (
-        state.phase in TERMINAL_RUN and not state.nodes and snapshot.machines is not None and not snapshot.machines
-    )
+    """Whether nothing is left to steer: the run has ended, what it was to leave is there, and the cloud shows no
+    machine of it."""
+    ended = state.phase in TERMINAL_RUN and state.exported == state.healthy
+    return ended and not state.nodes and snapshot.machines is not None and not snapshot.machines
 
 
 def actions_for(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
-    """Every difference between the state and the cloud, as an action. Empty when the cloud did not answer."""
+    """Every difference between the state and the world, as an action. None for a cloud that did not answer."""
+    actions = _store_actions(state, snapshot)
     if snapshot.machines is None:
-        return ()
-    actions: list[Action] = []
+        return tuple(actions)
     for node in state.nodes.values():
         machine = snapshot.machines.get(node.id)
         if _launch_due(node, machine):
-            actions.append(Launch(node.id, node.slot, node.market, node.attempt))
+            actions.append(Launch(node.id, node.slot, node.market, node.attempt, state.timeline))
         elif node.phase is NodePhase.TERMINATING and machine is not None:
             actions.append(Terminate(node.id))
         elif machine is not None and _is_silent(node, machine, snapshot):
@@ -63,6 +65,16 @@ def actions_for(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
     # No intent explains these: machines of a lost race, or remains of nodes that are gone.
     actions += [Terminate(name) for name in snapshot.machines if name not in state.nodes]
     return tuple(actions)
+
+
+def _store_actions(state: RunState, snapshot: Snapshot) -> list[Action]:
+    actions: list[Action] = []
+    begun = state.rollback if state.rollback and state.rollback.stage is RollbackStage.BEGUN else None
+    if begun is not None and snapshot.timeline < begun.fork.timeline:
+        actions.append(WriteFork(begun.fork))
+    if state.healthy is not None and state.exported != state.healthy:
+        actions.append(Export(state.healthy))
+    return actions
 
 
 def _launch_due(node: Node, machine: Machine | None) -> bool:
@@ -82,7 +94,8 @@ def _is_silent(node: Node, machine: Machine, snapshot: Snapshot) -> bool:
 
 
 def _in_motion(state: RunState) -> bool:
-    return any(node.phase is not NodePhase.SERVING for node in state.nodes.values())
+    rolling_back = state.rollback is not None and state.rollback.stage is not RollbackStage.PROBATION
+    return rolling_back or any(node.phase is not NodePhase.SERVING for node in state.nodes.values())
 
 
 def _steady(state: RunState, snapshot: Snapshot) -> str:

@@ -7,8 +7,10 @@ still read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
-from policies.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
+from policies.timelines import Fork
+from policies.vocabulary import Cause, Market, NodePhase, Refusal, Role, RunPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +106,105 @@ class CommandTaken:
 
 
 @dataclass(frozen=True, slots=True)
-class KlExceeded:
-    """The logged KL went above the limit of `policies.kl`."""
+class DivergenceWatched:
+    """Something is off since `onset_step`. `evidence` is a sentence a signal, the strongest first."""
 
+    timeline: int
     step: int
-    kl: float
-    limit: float
+    onset_step: int
+    evidence: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceCleared:
+    """What was watched has passed."""
+
+    timeline: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Diverged:
+    """The detectors have tripped, the trainer's own or, where that could not tell, the controller's."""
+
+    timeline: int
+    step: int
+    onset_step: int
+    evidence: tuple[str, ...]
+    seen_by: str  # trainer, controller
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackBegun:
+    """The intent to go on with `fork`: target and changes are chosen, nothing has happened yet."""
+
+    fork: Fork
+    cause: Cause
+    from_step: int  # how far the timeline before had come
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineForked:
+    """The fork is in the store. From here on the run is on `timeline`, and an older trainer stops."""
+
+    timeline: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFenced:
+    """No trainer of an older timeline is left."""
+
+    timeline: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineResumed:
+    """A trainer trains on the new timeline, from `step`."""
+
+    timeline: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class FleetMoved:
+    """The first rollout node serves a policy of the new timeline."""
+
+    timeline: int
+    policy: str  # PolicyVersion as text
+
+
+@dataclass(frozen=True, slots=True)
+class ProbationPassed:
+    """The new timeline came far enough beyond the old one's trip."""
+
+    timeline: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class HealthyChosen:
+    """The run ends diverged: this is its last healthy checkpoint, to be exported. None: there is none."""
+
+    version: str | None  # PolicyVersion as text
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The weights of a checkpoint lie in the store below `prefix`, as files for `from_pretrained`. Without a
+    prefix they could not be exported."""
+
+    version: str
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """A pitfall was seen in the metrics: what it is, and what to do."""
+
+    kind: str
+    step: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,26 +235,20 @@ Event = (
     | JobRestarted
     | GatewayRestarted
     | CommandTaken
-    | KlExceeded
+    | DivergenceWatched
+    | DivergenceCleared
+    | Diverged
+    | RollbackBegun
+    | TimelineForked
+    | TrainerFenced
+    | TimelineResumed
+    | FleetMoved
+    | ProbationPassed
+    | HealthyChosen
+    | Exported
+    | Noticed
     | StoreSlowed
     | StoreCaughtUp
 )
 
-EVENT_TYPES: dict[str, type[Event]] = {
-    cls.__name__: cls
-    for cls in (
-        RunCreated,
-        TookOver,
-        RunMoved,
-        NodeRequested,
-        NodeMoved,
-        MachineBought,
-        JobExited,
-        JobRestarted,
-        GatewayRestarted,
-        CommandTaken,
-        KlExceeded,
-        StoreSlowed,
-        StoreCaughtUp,
-    )
-}
+EVENT_TYPES: dict[str, type[Event]] = {cls.__name__: cls for cls in get_args(Event)}

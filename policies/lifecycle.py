@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from policies import exit_codes
-from policies.events import CommandTaken, GatewayRestarted, KlExceeded, StoreCaughtUp, StoreSlowed
+from policies.events import CommandTaken, GatewayRestarted, StoreCaughtUp, StoreSlowed
 from policies.mirror import HEARTBEAT_LOST_S
 from policies.snapshot import Machine
 from policies.state import Node
 from policies.tick import Tick
-from policies.vocabulary import NodePhase, Role, RunPhase
+from policies.transaction import begin_by_hand
+from policies.vocabulary import NodePhase, Role, RollbackStage, RunPhase
 
 RESTART_WAIT_S = 1.0  # before the first restart of a node's work; doubled for each in a row
 RESTART_WAIT_MAX_S = 60.0
@@ -16,7 +17,6 @@ ROLLOUT_ATTEMPTS = 5  # runs of a rollout node's work on one machine; then the m
 # From the notice to the end a cloud gives 120 s (AWS) or less. A machine that is still there after this is paid
 # for nothing: it has left the gateway for good.
 NOTICE_TAKES_S = 180.0
-KL_AGAIN_STEPS = 50  # an excursion that lasts is journalled again after so many steps
 
 
 def restart_wait_s(failures: int) -> float:
@@ -28,7 +28,6 @@ def run_lifecycle(tick: Tick) -> None:
     """Move the run's phase and restart work that ended."""
     _commands(tick)
     _gateway(tick)
-    _kl(tick)
     _store(tick)
     for node in tick.state.live(Role.TRAINER):
         _trainer(tick, node)
@@ -43,22 +42,14 @@ def _commands(tick: Tick) -> None:
         tick.emit(CommandTaken(command.command_id, command.kind), f"command: {command.kind}")
         if command.kind == "down" and tick.state.phase in (RunPhase.STARTING, RunPhase.TRAINING):
             tick.move_run(RunPhase.STOPPING, "asked to stop")
+        elif command.kind == "rollback":
+            begin_by_hand(tick, command)
 
 
 def _gateway(tick: Tick) -> None:
     boot_id = tick.snapshot.gateway_boot_id
     if boot_id is not None and boot_id != tick.state.gateway_boot_id:
         tick.emit(GatewayRestarted(boot_id), "the gateway is a new process")
-
-
-def _kl(tick: Tick) -> None:
-    policy, trainer = tick.spec.policies.kl, tick.snapshot.trainer
-    if policy is None or trainer is None or trainer.kl is None or trainer.kl <= policy.limit:
-        return
-    last = tick.state.kl_exceeded_step
-    if last is None or trainer.step >= last + KL_AGAIN_STEPS:
-        event = KlExceeded(trainer.step, trainer.kl, policy.limit)
-        tick.emit(event, f"KL {trainer.kl:.3g} is above {policy.limit:g}")
 
 
 def _store(tick: Tick) -> None:
@@ -89,7 +80,9 @@ def _trainer(tick: Tick, node: Node) -> None:
 
 def _trainer_ended(tick: Tick, node: Node, machine: Machine, exit_code: int) -> None:
     log = f"see `grpo-orch logs {machine.node}`"
-    failures = tick.state.trainer_failures
+    failures, rollback = tick.state.trainer_failures, tick.state.rollback
+    if rollback is not None and rollback.stage in (RollbackStage.BEGUN, RollbackStage.FORKED):
+        return  # it goes on with the new timeline, once that is there
     if exit_code == exit_codes.OK:
         tick.move_run(RunPhase.FINISHED, "the trainer reached its last step")
     elif exit_code == exit_codes.BAD_SPEC:

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from policies.vocabulary import PolicyVersion
-from policies.wire import SILENT_S, Announce
+from policies.wire import SILENT_S, Announce, labelled_version
 
 # Requests of one prompt stay together on the member that has its prompt cached, until that member has so many such
 # requests more to do than the least loaded one: up to there a batch costs a server hardly more time per token.
@@ -40,7 +39,7 @@ class Wanted:
         if held == self.label or held is None or self.max_staleness_steps == 0:
             return held == self.label
         try:
-            want, have = _version(self.label), _version(held)
+            want, have = labelled_version(self.label), labelled_version(held)
         except ValueError:
             return False
         return want.timeline == have.timeline and 0 < want.step - have.step <= self.max_staleness_steps
@@ -287,7 +286,3 @@ class Membership:
             return Change(f"{node}: boot {boot_id} {why}; it was no member", news=False)
         del self._rows[node]
         return Change(f"{node}: {why}", (row.term,))
-
-
-def _version(label: str) -> PolicyVersion:
-    return PolicyVersion.parse(label.partition("@")[0])

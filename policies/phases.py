@@ -31,13 +31,19 @@ RUN_EDGES: dict[tuple[R, R], str] = {
     (R.TRAINING, R.FINISHED): "the trainer reached its last step",
     (R.TRAINING, R.STOPPING): "asked to stop",
     (R.TRAINING, R.FAILED): "the trainer fails again and again without a step of progress",
+    (R.STARTING, R.PAUSED): "it diverged, and a person is to decide",
+    (R.TRAINING, R.PAUSED): "it diverged, and a person is to decide",
+    (R.STARTING, R.GAVE_UP): "it diverged, and the budget of rollbacks is spent",
+    (R.TRAINING, R.GAVE_UP): "it diverged, and the budget of rollbacks is spent",
     (R.STOPPING, R.STOPPED): "every machine is gone",
     (R.STOPPING, R.STARTING): "resumed before it had stopped",
     (R.STOPPED, R.STARTING): "resumed",
     (R.FAILED, R.STARTING): "resumed after a repair",
+    (R.PAUSED, R.STARTING): "rolled back by hand",
+    (R.GAVE_UP, R.STARTING): "rolled back by hand",
 }
 
-TERMINAL_RUN = frozenset({R.FINISHED, R.STOPPED, R.FAILED})
+TERMINAL_RUN = frozenset({R.FINISHED, R.STOPPED, R.FAILED, R.PAUSED, R.GAVE_UP})
 LIVE_NODE = frozenset({N.REQUESTED, N.BOOTING, N.SERVING, N.DRAINING})
 
 

@@ -8,7 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from policies.divergence import Verdict
+from policies.timelines import Fork, lineage, on_lineage
 from policies.vocabulary import PolicyVersion
+
+# A divergence is noticed some logged points after it began: so far back checkpoints are kept in calm, too.
+NOTICED_POINTS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,48 +28,47 @@ def retired(
     checkpoints: Sequence[Kept],
     keep_last: int,
     keep_every_steps: int | None,
-    excursion_began_step: int | None,
+    keep_before_step: int | None,
+    forks: Sequence[Fork],
+    keep_since_step: int | None = None,
 ) -> tuple[PolicyVersion, ...]:
     """Return the versions that may go, oldest first. With `keep_last` >= 1 one always stays.
 
-    What stays: the newest `keep_last` of the newest timeline; while it has fewer, the newest one of the timeline
-    before it too, for a fork must not leave the run with nothing; on every timeline what is pinned and what lies
-    on a multiple of `keep_every_steps`; and the newest one from before `excursion_began_step`, which is the last
-    that the present KL excursion has not touched, however long the excursion lasts.
+    What stays: what is pinned; and on the line of the newest timeline, which reaches back over the checkpoint that
+    it began from, the newest `keep_last`, what lies on a multiple of `keep_every_steps`, the newest one from
+    before `keep_before_step`, and all since `keep_since_step`. What was abandoned by a fork goes.
 
-    A timeline exists here once it has a checkpoint: until then, whoever forks it pins the one it starts from.
+    A timeline exists from its fork on. Until its line has a checkpoint nothing goes: the run is not left with
+    nothing. Nor does one of a timeline that `forks` does not know: whoever asks has not seen its fork yet.
     """
+    newest = max((fork.timeline for fork in forks), default=0)
+    stretches = lineage(forks, newest)
     versions = sorted(one.version for one in checkpoints)
-    stays = {one.version for one in checkpoints if one.pinned}
-    stays |= _newest(versions, keep_last)
+    line = [version for version in versions if on_lineage(version, stretches)]
+    if not line:
+        return ()
+    stays = {one.version for one in checkpoints if one.pinned or one.version.timeline > newest}
+    stays.update(line[-keep_last:])
     if keep_every_steps is not None:
-        stays |= {version for version in versions if version.step % keep_every_steps == 0}
-    if excursion_began_step is not None:
-        stays.update([version for version in versions if version.step < excursion_began_step][-1:])
+        stays.update(version for version in line if version.step % keep_every_steps == 0)
+    if keep_before_step is not None:
+        stays.update([version for version in line if version.step < keep_before_step][-1:])
+    if keep_since_step is not None:
+        stays.update(version for version in line if version.step >= keep_since_step)
     return tuple(version for version in versions if version not in stays)
 
 
-def excursion_began(kl: Sequence[tuple[int, float | None]], limit: float | None) -> int | None:
-    """Return the first step of the stretch above `limit` that lasts until now, or None where the KL is calm.
+def keep_before(step: int, verdict: Verdict, logging_steps: int) -> int:
+    """Return the step before which the newest checkpoint must stay, as of `step`.
 
-    `kl` is (step, KL) in the order of steps; None is a value that was not finite, and counts as above. Without a
-    limit nothing is an excursion. This threshold is what retention needs, so as not to let the last good
-    checkpoint go; it is no detector of divergence: it knows neither trends nor noise, and acts on nothing.
+    That is where the excursion under way began; in calm, where one that is not noticed yet may have.
     """
-    if limit is None:
-        return None
-    began = None
-    for step, value in reversed(kl):
-        if value is not None and value <= limit:
-            break
-        began = step
-    return began
+    return keep_since(step, logging_steps) if verdict.onset_step is None else verdict.onset_step
 
 
-def _newest(versions: Sequence[PolicyVersion], keep_last: int) -> set[PolicyVersion]:
-    """The newest of the newest timeline and, where these are too few, the newest one before it."""
-    if not versions:
-        return set()
-    timeline = [version for version in versions if version.timeline == versions[-1].timeline]
-    before = versions[: len(versions) - len(timeline)]
-    return set(timeline[-keep_last:]) | set(before[-1:] if len(timeline) < keep_last else ())
+def keep_since(step: int, logging_steps: int) -> int:
+    """Return the step since which all checkpoints must stay, as of `step`.
+
+    Behind any of them a divergence may have begun that will be noticed later: then that one is wanted.
+    """
+    return max(0, step - NOTICED_POINTS * logging_steps)

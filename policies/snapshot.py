@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from policies.divergence import Verdict
 from policies.events import Event
-from policies.vocabulary import MachineState, Market, Refusal, slot_and_incarnation
+from policies.pitfalls import Pitfall
+from policies.timelines import Fork
+from policies.vocabulary import MachineState, Market, PolicyVersion, Refusal, slot_and_incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +72,21 @@ class LaunchRefused:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a user asked for through the store: `down`."""
+    """What a user asked for through the store: `down`, `rollback`."""
 
     command_id: str
     kind: str
+    start: str | None = None  # rollback: to which PolicyVersion, or `start`; None: where the policy would go
+    changes: Mapping[str, float] = field(default_factory=dict)  # rollback: of `grpo`; none: as the policy would
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What the controller's own detectors say of the rows that a timeline's trainer has stored."""
+
+    timeline: int
+    verdict: Verdict
+    pitfalls: tuple[Pitfall, ...] = ()  # noticed at the newest rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,10 @@ class Snapshot:
     trainer: Trainer | None = None
     refused: tuple[LaunchRefused, ...] = ()
     commands: tuple[Command, ...] = ()
+    watched: Watched | None = None
+    checkpoints: tuple[PolicyVersion, ...] | None = None  # None: there was no reason to look
+    timeline: int = 0  # the newest that is in the store
+    exported_to: str | None = None  # where the export that was asked for lies, once it is done; "": it failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +116,7 @@ class Launch:
     slot: str
     market: Market
     attempt: int
+    timeline: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +133,21 @@ class Confirm:
     node: str
 
 
-Action = Launch | Terminate | Confirm
+@dataclass(frozen=True, slots=True)
+class WriteFork:
+    """See that the fork is in the store. Idempotent."""
+
+    fork: Fork
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """See that the checkpoint's weights are exported. Idempotent."""
+
+    version: str  # PolicyVersion as text
+
+
+Action = Launch | Terminate | Confirm | WriteFork | Export
 
 
 @dataclass(frozen=True, slots=True)

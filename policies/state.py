@@ -13,22 +13,34 @@ from typing import assert_never
 
 from policies.events import (
     CommandTaken,
+    Diverged,
+    DivergenceCleared,
+    DivergenceWatched,
     Event,
+    Exported,
+    FleetMoved,
     GatewayRestarted,
+    HealthyChosen,
     JobExited,
     JobRestarted,
-    KlExceeded,
     MachineBought,
     NodeMoved,
     NodeRequested,
+    Noticed,
+    ProbationPassed,
+    RollbackBegun,
     RunCreated,
     RunMoved,
     StoreCaughtUp,
     StoreSlowed,
+    TimelineForked,
+    TimelineResumed,
     TookOver,
+    TrainerFenced,
 )
 from policies.phases import check_node_move, check_run_move
-from policies.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
+from policies.timelines import Fork
+from policies.vocabulary import Cause, Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,24 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class Rollback:
+    """One rollback: under way, or passed. `from_step` is how far the timeline before had come."""
+
+    fork: Fork
+    cause: Cause
+    from_step: int
+    stage: RollbackStage
+    since_s: float  # when it came into this stage
+    passed: bool = False
+
+    @property
+    def probation_until_step(self) -> int:
+        """As far beyond the trip as the trip was from the start: what diverges again has done so by then."""
+        start = self.fork.start_at
+        return 2 * self.from_step - (0 if start is None else start.step)
+
+
+@dataclass(frozen=True, slots=True)
 class RunState:
     """Everything the controller knows that it must not forget."""
 
@@ -74,8 +104,28 @@ class RunState:
     gateway_boot_id: str | None = None
     trainer_failures: int = 0  # exits in a row without one step of progress between them
     trainer_failed_step: int = -1
-    kl_exceeded_step: int | None = None
+    watched: DivergenceWatched | None = None  # what is off on the present timeline
+    diverged: Diverged | None = None  # what has tripped on the present timeline
+    rollbacks: tuple[Rollback, ...] = ()  # in order; the last one may be under way
+    healthy: str | None = None  # the last healthy checkpoint of a run that ended diverged, PolicyVersion as text
+    exported: str | None = None  # that checkpoint, once its weights are exported
+    noticed: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # step by kind of pitfall
     store_slow: bool = False  # a checkpoint was put off, and none has found room since
+
+    @property
+    def rollback(self) -> Rollback | None:
+        """The one under way, probation included."""
+        return self.rollbacks[-1] if self.rollbacks and not self.rollbacks[-1].passed else None
+
+    @property
+    def forks(self) -> tuple[Fork, ...]:
+        """Those that are in the store for certain, in order."""
+        return tuple(one.fork for one in self.rollbacks if one.stage is not RollbackStage.BEGUN)
+
+    @property
+    def timeline(self) -> int:
+        """What the run is on."""
+        return self.forks[-1].timeline if self.forks else 0
 
     def live(self, role: Role) -> list[Node]:
         """Nodes of a role that are wanted or working, in slot order."""
@@ -121,8 +171,33 @@ def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState
             return replace(state, gateway_boot_id=event.boot_id)
         case CommandTaken():
             return replace(state, commands_taken=state.commands_taken | {event.command_id})
-        case KlExceeded():
-            return replace(state, kl_exceeded_step=event.step)
+        case DivergenceWatched():
+            return replace(state, watched=event)
+        case DivergenceCleared():
+            return replace(state, watched=None)
+        case Diverged():
+            return replace(state, watched=None, diverged=event)
+        case RollbackBegun():
+            begun = Rollback(event.fork, event.cause, event.from_step, RollbackStage.BEGUN, time_s)
+            kept = tuple(one for one in state.rollbacks if one.stage is not RollbackStage.BEGUN)
+            return replace(state, rollbacks=(*kept, begun), healthy=None, exported=None)
+        case TimelineForked():
+            state = replace(state, watched=None, diverged=None, trainer_failures=0, trainer_failed_step=-1)
+            return _at_stage(state, RollbackStage.FORKED, time_s)
+        case TrainerFenced():
+            return _at_stage(state, RollbackStage.FENCED, time_s)
+        case TimelineResumed():
+            return _at_stage(state, RollbackStage.RESUMED, time_s)
+        case FleetMoved():
+            return _at_stage(state, RollbackStage.PROBATION, time_s)
+        case ProbationPassed():
+            return replace(state, rollbacks=(*state.rollbacks[:-1], replace(state.rollbacks[-1], passed=True)))
+        case HealthyChosen():
+            return replace(state, healthy=event.version, exported=None)
+        case Exported():
+            return replace(state, exported=event.version)
+        case Noticed():
+            return replace(state, noticed=MappingProxyType({**state.noticed, event.kind: event.step}))
         case StoreSlowed():
             return replace(state, store_slow=True)
         case StoreCaughtUp():
@@ -173,6 +248,11 @@ def _exited(state: RunState, event: JobExited, time_s: float) -> RunState:
     return replace(
         state, trainer_failures=failures, trainer_failed_step=max(event.step, state.trainer_failed_step)
     )
+
+
+def _at_stage(state: RunState, stage: RollbackStage, time_s: float) -> RunState:
+    moved = replace(state.rollbacks[-1], stage=stage, since_s=time_s)
+    return replace(state, rollbacks=(*state.rollbacks[:-1], moved))
 
 
 def _with_node(state: RunState, node: Node) -> RunState:

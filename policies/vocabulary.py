@@ -69,7 +69,27 @@ class RunPhase(StrEnum):
     FINISHED = "finished"  # the trainer reached its last step
     STOPPING = "stopping"  # asked to stop, machines going down
     STOPPED = "stopped"
-    FAILED = "failed"  # gave up; everything stored is kept
+    FAILED = "failed"  # cannot go on; everything stored is kept
+    PAUSED = "paused"  # it diverged, and run.yaml wants a person to decide
+    GAVE_UP = "gave_up"  # it diverged once more than the budget of rollbacks allows
+
+
+class Cause(StrEnum):
+    """Why a timeline was forked."""
+
+    DIVERGED = "diverged"
+    USER = "user"
+    OUT_OF_MEMORY = "out_of_memory"
+
+
+class RollbackStage(StrEnum):
+    """How far a rollback is; each stage names what was last seen to be so."""
+
+    BEGUN = "begun"  # decided and journalled
+    FORKED = "forked"  # the new timeline is in the store: no older trainer goes on
+    FENCED = "fenced"  # the old trainer's work has ended
+    RESUMED = "resumed"  # a trainer trains on the new timeline
+    PROBATION = "probation"  # the fleet serves it; not yet as far beyond the trip as the trip was from the start
 
 
 class MachineState(StrEnum):

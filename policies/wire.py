@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from policies.recovery import Recovery
+from policies.vocabulary import PolicyVersion
 
 HEADER_BOOT = "X-Grpo-Boot"
 HEADER_POLICY = "X-Grpo-Policy"
@@ -47,6 +48,11 @@ class PolicyRef:
     def label(self) -> str:
         """`0-120@1f2e3d4c5b6a`: what a node holds, a request demands and a completion was made from."""
         return f"{self.version}@{self.digest}" if self.digest else self.version
+
+
+def labelled_version(label: str) -> PolicyVersion:
+    """The version that a label names. Raises ValueError for other text."""
+    return PolicyVersion.parse(label.partition("@")[0])
 
 
 @dataclass(frozen=True, slots=True)

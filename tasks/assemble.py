@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from checkpoint.documents import RunRecord
 from checkpoint.manifest import files_below
 from checkpoint.spool import Spool
 from checkpoint.store import Store
+from policies.divergence import Detector
 from policies.spec import RunSpec
+from policies.timelines import Fork, forked_spec
 from tasks import callbacks, trl_grpo
 from tasks.checkpoints import BASE_MODEL, Checkpoints, Restored, read_history
 from tasks.fleet_client import FleetClient
@@ -24,6 +28,7 @@ from tasks.heartbeat import Heartbeat
 from tasks.node_env import NodeEnv
 from tasks.publish import PolicyPublisher
 from tasks.rollout_source import RolloutSource
+from tasks.skipped_prompts import Walk, replacements, walk_of
 from tasks.spooling import LINK, NoRoom, make_spool
 from tasks.step_costs import StepCosts
 from tasks.user_objects import (
@@ -40,10 +45,20 @@ BEHIND_SAVES = 10  # without `checkpoints.max_behind_steps`: how many saves the 
 
 
 def assemble(
-    env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, restored: Restored | None
+    env: NodeEnv,
+    record: RunRecord,
+    store: Store,
+    heartbeat: Heartbeat,
+    restored: Restored | None,
+    forks: Sequence[Fork] = (),
 ) -> tuple[Any, Spool]:
-    """Return a trainer that is ready to train, and its spool. Raises BadSpec for what only the user can repair."""
-    spec = record.spec
+    """Return a trainer that is ready to train, and its spool. Raises BadSpec for what only the user can repair.
+
+    Args:
+        record: the run's, with its specification as it is on timeline 0.
+        forks: how the other timelines began.
+    """
+    spec = _spec_on(record.spec, forks, env.timeline)
     disable_progress_bar()  # a log file has no use for them
     datasets.disable_progress_bars()
     workdir = Path(spec.workdir)
@@ -63,6 +78,7 @@ def assemble(
         deadline_s=spec.rollout.deadline_s,
         recovery=spec.rollout.recovery,
     )
+    replaced = _replaced_prompts(record.spec, forks, env.timeline, len(train_set))
     client = FleetClient(rollouts)
     base_model = restored.base_model if restored is not None else None
     model = model_path(wanted, workdir) if base_model is None else str(base_model)
@@ -71,6 +87,8 @@ def assemble(
         trainer = trl_grpo.FleetGRPOTrainer(
             client,
             costs,
+            env.timeline,
+            replaced,
             model=model,
             reward_funcs=rewards,
             args=config,
@@ -88,7 +106,7 @@ def assemble(
     trainer.add_callback(callbacks.CheckpointCallback(lambda: trainer.save_is_due))
     spool = _spool(Path(env.workdir), spec, trainer)
     if trainer.is_world_process_zero():
-        _add_first(trainer, spool, env, record, store, heartbeat, costs, restored)
+        _add_first(trainer, spool, env, replace(record, spec=spec), store, heartbeat, costs, restored)
     return trainer, spool
 
 
@@ -106,7 +124,10 @@ def _add_first(
     spec = record.spec
     base_model = restored.base_model if restored is not None else None
     kept = read_history(restored.folder) if restored is not None else None
-    history = callbacks.ResumeStateCallback(store, env.timeline, spec.policies.resume_state_steps, kept)
+    guard = callbacks.GuardCallback(heartbeat, spec.policies.kl, Detector() if kept is None else kept.detector)
+    history = callbacks.ResumeStateCallback(
+        store, env.timeline, spec.policies.resume_state_steps, kept, lambda: guard.detector
+    )
     checkpoints = Checkpoints(
         spool,
         heartbeat,
@@ -120,6 +141,8 @@ def _add_first(
     trainer.attach(checkpoints)
     trainer.add_callback(callbacks.HeartbeatCallback(heartbeat, checkpoints))
     trainer.add_callback(callbacks.MetricsCallback(store, costs, env.timeline, env.attempt))
+    # Behind the row: what the guard judges by is in the store before it ends the trainer.
+    trainer.add_callback(guard)
     trainer.add_callback(history)
 
 
@@ -134,6 +157,19 @@ def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool:
     if trainer.is_world_process_zero():
         spool.prepare({WEIGHTS_NAME: weights_bytes, OPTIMIZER_NAME: optimizer_bytes})
     return spool
+
+
+def _spec_on(spec: RunSpec, forks: Sequence[Fork], timeline: int) -> RunSpec:
+    return forked_spec(spec, next((fork for fork in forks if fork.timeline == timeline), None))
+
+
+def _replaced_prompts(spec: RunSpec, forks: Sequence[Fork], timeline: int, prompts: int) -> dict[int, int]:
+    """Which prompts the timeline takes in the place of which; an earlier one had as many processes as this."""
+
+    def walk(of_timeline: int) -> Walk:
+        return walk_of(_config(_spec_on(spec, forks, of_timeline), Path(), evaluates=False), prompts)
+
+    return replacements(forks, timeline, walk)
 
 
 def _frozen(trainer: Any, base_model: Path | None) -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""What the trainer tells the run store while it trains: heartbeat, metrics, resume state, checkpoints.
+"""What the trainer tells the run store while it trains: heartbeat, metrics, resume state, checkpoints. Its guard.
 
 One small callback each, in the signature of `transformers.TrainerCallback`. Only the main process has them.
 """
@@ -18,6 +18,8 @@ from checkpoint import metrics, resume_state
 from checkpoint.metrics import Row
 from checkpoint.resume_state import ResumeState
 from checkpoint.store import Store
+from policies.divergence import Detector, Health, Verdict, follow
+from policies.spec import KlPolicy
 from policies.vocabulary import PolicyVersion
 from tasks.checkpoints import Checkpoints
 from tasks.heartbeat import Heartbeat
@@ -36,7 +38,7 @@ class HeartbeatCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._checkpoints = checkpoints
 
     def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        self._checkpoints.begin_from(state.global_step)
+        self._checkpoints.begin_from(state.global_step, state.logging_steps)
         self._heartbeat.say("training", step=state.global_step, max_steps=state.max_steps)
 
     def on_step_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
@@ -81,6 +83,42 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         self._writer.append(Row(self._timeline, self._step, time.time(), self._attempt, dict(self._values)))
 
 
+class Diverged(Exception):
+    """The guard has tripped: nothing of this step may be saved, and no further one taken."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        found = "; ".join(verdict.evidence) or "no evidence was kept"
+        super().__init__(f"the run diverges since step {verdict.onset_step}: {found}")
+
+
+class GuardCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
+    """Watches for divergence, behind the row that is stored: whoever reads it has what the guard has judged by.
+
+    Args:
+        heartbeat: told the verdict.
+        policy: the run's, what to do about it among others.
+        detector: as of the checkpoint that training goes on from.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, policy: KlPolicy, detector: Detector) -> None:
+        self._heartbeat = heartbeat
+        self._policy = policy
+        self.detector = detector
+
+    def on_train_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+        self._heartbeat.say(verdict=self.detector.verdict)
+
+    def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
+        point = metrics.point_at(state.global_step, storable(logs))
+        before, self.detector = self.detector.verdict, follow(self.detector, point, self._policy.limit)
+        verdict = self.detector.verdict
+        self._heartbeat.say(verdict=verdict)
+        if verdict.health is not before.health:
+            log.warning("verdict", health=verdict.health, onset_step=verdict.onset_step, evidence=verdict.evidence)
+        if verdict.health is Health.TRIPPED and self._policy.action != "alert":
+            raise Diverged(verdict)
+
+
 class ResumeStateCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
     """Knows the light resume state, and stores it every so many steps.
 
@@ -89,9 +127,18 @@ class ResumeStateCallback(TrainerCallback):  # type: ignore[misc]  # transformer
         timeline: of this trainer.
         every_steps: how often it is stored.
         kept: what the checkpoint held that training goes on from.
+        detector: returns the guard's, as of now.
     """
 
-    def __init__(self, store: Store, timeline: int, every_steps: int, kept: ResumeState | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        timeline: int,
+        every_steps: int,
+        kept: ResumeState | None,
+        detector: Callable[[], Detector],
+    ) -> None:
+        self._detector = detector
         self._store = store
         self._timeline = timeline
         self._every_steps = every_steps
@@ -108,7 +155,8 @@ class ResumeStateCallback(TrainerCallback):  # type: ignore[misc]  # transformer
         """The resume state after `step`."""
         best_reward, best_step = self._best or (None, None)
         at = str(PolicyVersion(self._timeline, step))
-        return ResumeState(resume_state.SCHEMA, at, time.time(), list(self._kl), best_reward, best_step)
+        kl, detector = list(self._kl), self._detector()
+        return ResumeState(resume_state.SCHEMA, at, time.time(), kl, best_reward, best_step, detector)
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         values, step = storable(logs), state.global_step

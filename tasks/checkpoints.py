@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +22,8 @@ from checkpoint.manifest import Manifest
 from checkpoint.resume_state import ResumeState
 from checkpoint.spool import Seal, Spool
 from checkpoint.store import Store
-from policies.retention import excursion_began
+from policies.retention import keep_before, keep_since
+from policies.timelines import on_lineage
 from policies.vocabulary import PolicyVersion
 from tasks.heartbeat import Heartbeat
 from tasks.spooling import NoRoom
@@ -73,16 +74,17 @@ class Checkpoints:
         self._max_behind_steps = max_behind_steps
         self._history = history
         self._stored_step = 0
+        self._logging_steps = 1
 
-    def begin_from(self, step: int) -> None:
-        """Name the step of the checkpoint that training goes on from."""
-        self._stored_step = step
+    def begin_from(self, step: int, logging_steps: int) -> None:
+        """Name the step of the checkpoint that training goes on from, and how often is logged from there."""
+        self._stored_step, self._logging_steps = step, logging_steps
 
     def stored_step(self) -> int:
         """The step of the newest checkpoint that the store is known to have."""
         stored = self._spool.heard().stored
-        if stored is not None:
-            self._stored_step = max(self._stored_step, PolicyVersion.parse(stored).step)
+        if stored is not None and (at := PolicyVersion.parse(stored)).timeline == self._timeline:
+            self._stored_step = max(self._stored_step, at.step)
         return self._stored_step
 
     def open(self, step: int, *, last: bool) -> Path | None:
@@ -108,10 +110,10 @@ class Checkpoints:
         history = self._history(step)
         (slot / RESUME_FILE).write_bytes(to_json(history))
         (slot / RUN_FILE).write_bytes(to_json(self._record))
-        kl = self._record.spec.policies.kl
-        began = excursion_began(history.kl, None if kl is None else kl.limit)
+        before = keep_before(step, history.detector.verdict, self._logging_steps)
+        since = keep_since(step, self._logging_steps)
         at = str(PolicyVersion(self._timeline, step))
-        self._spool.seal(slot, Seal(at, time.time(), self._meta, self._frozen, began))
+        self._spool.seal(slot, Seal(at, time.time(), self._meta, self._frozen, before, since))
 
     def give_up(self, slot: Path) -> None:
         """Take back a checkpoint for which there was no room after all: it is due again when another is stored.
@@ -155,19 +157,22 @@ class Restored:
     base_model: Path | None
 
 
-def restore_newest(store: Store, timeline: int, folder: Path, local_model: Path | None) -> Restored | None:
-    """Fetch the newest checkpoint of the timeline that is whole, to `folder/checkpoint-STEP`.
+def restore_newest(
+    store: Store, line: Sequence[PolicyVersion | int], folder: Path, local_model: Path | None
+) -> Restored | None:
+    """Fetch the newest checkpoint of a timeline's line that is whole, to `folder/checkpoint-STEP`.
 
     Args:
+        line: what `policies.timelines.lineage` says of the timeline.
         local_model: this machine's folder of the model; what it has is not fetched again.
 
-    Returns None where the timeline has no whole checkpoint. Raises StoreError when the store fails, OSError.
+    Returns None where the line has no whole checkpoint. Raises StoreError when the store fails, OSError.
     """
     catalog = Catalog(store, "restore")
     unusable: set[str] = set()
     # Read anew each time: an uploader elsewhere may have retired all that was listed, for newer ones.
     while found := [
-        one for one in catalog.newest().checkpoints if one.at.timeline == timeline and one.manifest not in unusable
+        one for one in catalog.newest().checkpoints if on_lineage(one.at, line) and one.manifest not in unusable
     ]:
         checkpoint = found[-1]
         try:

@@ -1,12 +1,16 @@
 """The trainer's heartbeat in the store, and its fence: a trainer that a newer one has replaced stops.
 
-Written by a thread of its own, so that neither a long step nor a slow store makes one look like the other.
+Written by a thread of its own, so that neither a long step nor a slow store makes one look like the other. So is
+the fence seen: the main thread stops at its next check, and the process is ended where it comes to none.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import structlog
@@ -14,16 +18,22 @@ import structlog
 from checkpoint import documents
 from checkpoint.errors import StoreError
 from checkpoint.store import Store
+from checkpoint.timelines import newest_timeline
+from policies import exit_codes
+from policies.divergence import Verdict
 from policies.snapshot import Trainer
 
 log = structlog.get_logger()
 
 BEAT_S = 2.0
 CALM_S = 0.25  # between two beats at least: steps may be shorter, and each beat reads and writes the store
+# How long a replaced trainer has to stop by itself. A step may take minutes, and a collective that has lost a
+# partner does not end; meanwhile the machine is paid for, and the run waits.
+FENCED_GRACE_S = 20.0
 
 
 class Fenced(Exception):
-    """A newer trainer of this run is at work: this one must stop."""
+    """A newer trainer of this run, or a newer timeline, is there: this one must stop."""
 
 
 class Heartbeat:
@@ -32,15 +42,27 @@ class Heartbeat:
     Args:
         store: the run's store, with little patience: a late beat is worth less than the next one.
         first: the beat to begin with; its node, attempt and timeline stay.
+        end: ends this process with an exit code, at once and from any thread.
+        grace_s: how long the main thread has to come to a check before that.
     """
 
-    def __init__(self, store: Store, first: Trainer) -> None:
+    def __init__(
+        self,
+        store: Store,
+        first: Trainer,
+        *,
+        end: Callable[[int], object] = os._exit,
+        grace_s: float = FENCED_GRACE_S,
+    ) -> None:
         self._store = store
         self._beat = first
+        self._end = end
+        self._grace_s = grace_s
         self._changed = threading.Event()
         self._ended = threading.Event()
         self._fenced = threading.Event()
-        self._newer: Trainer | None = None
+        self._told = threading.Event()  # the main thread knows that it is fenced, or has ended the heartbeat
+        self._newer = ""  # what has taken over, in words
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -53,6 +75,7 @@ class Heartbeat:
         """End the thread and leave `activity` as the last word. Raises StoreError."""
         self._ended.set()
         self._changed.set()
+        self._told.set()
         self._thread.join()
         self._beat = replace(self._beat, activity=activity)
         self._write()
@@ -66,6 +89,7 @@ class Heartbeat:
         kl: float | None = None,
         stored_step: int | None = None,
         store_slow: bool | None = None,
+        verdict: Verdict | None = None,
     ) -> None:
         """Change what the beat says; None leaves a field as it is. Never waits for the store."""
         old = self._beat
@@ -77,23 +101,24 @@ class Heartbeat:
             kl=old.kl if kl is None else kl,
             stored_step=old.stored_step if stored_step is None else stored_step,
             store_slow=old.store_slow if store_slow is None else store_slow,
+            verdict=old.verdict if verdict is None else verdict,
         )
         if self._beat != old:
             self._changed.set()
 
     def check(self) -> None:
-        """Raise Fenced if a newer trainer was seen."""
-        if self._newer is not None:
-            newer = self._newer
-            raise Fenced(f"attempt {newer.attempt} on {newer.node}, timeline {newer.timeline}, has taken over")
+        """Raise Fenced if a newer trainer or timeline was seen."""
+        if self._fenced.is_set():
+            self._told.set()
+            raise Fenced(self._newer)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait, but not beyond the moment in which a newer trainer is seen. Raises Fenced."""
+        """Wait, but not beyond the moment in which a newer trainer or timeline is seen. Raises Fenced."""
         self._fenced.wait(timeout_s)
         self.check()
 
     def _run(self) -> None:
-        while not self._ended.is_set() and self._newer is None:
+        while not self._ended.is_set() and not self._fenced.is_set():
             try:
                 self._write()
             except StoreError as error:
@@ -101,11 +126,26 @@ class Heartbeat:
             self._ended.wait(CALM_S)
             self._changed.wait(BEAT_S - CALM_S)
             self._changed.clear()
+        if self._fenced.is_set() and not self._told.wait(self._grace_s):
+            why = f"{self._newer}, and its present step does not end"
+            print(f"grpo-orch trainer: stopped: {why}", file=sys.stderr, flush=True)
+            self._end(exit_codes.FENCED)
 
     def _write(self) -> None:
-        seen, own = documents.read_trainer(self._store), self._beat
-        if seen is not None and seen.precedence > own.precedence:
-            self._newer = seen
+        own = self._beat
+        newer = self._taken_over(own)
+        if newer:
+            self._newer = newer
             self._fenced.set()
             return
         documents.write_trainer(self._store, replace(own, beat_at_s=time.time()))
+
+    def _taken_over(self, own: Trainer) -> str:
+        """What is newer than this trainer, in words; empty while it is the newest."""
+        timeline = newest_timeline(self._store)
+        if timeline > own.timeline:
+            return f"timeline {timeline} has begun, and this is timeline {own.timeline}"
+        seen = documents.read_trainer(self._store)
+        if seen is not None and seen.precedence > own.precedence:
+            return f"attempt {seen.attempt} on {seen.node}, timeline {seen.timeline}, has taken over"
+        return ""

@@ -1,11 +1,13 @@
 """The trainer's process: `python -m tasks.trainer`.
 
-It reads the run from the store, takes up the newest checkpoint of its timeline, and trains to the last step. All
-that outlives it is in the store. It ends with one of `policies.exit_codes`; its last line on stderr is why.
+It reads the run from the store, takes up the newest checkpoint on the line of its timeline, and trains to the last
+step, or until its guard finds that the run diverges. All that outlives it is in the store. It ends with one of
+`policies.exit_codes`; its last line on stderr is why.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -17,19 +19,32 @@ from typing import Any
 import structlog
 
 from checkpoint.documents import RunRecord
-from checkpoint.errors import StoreError
+from checkpoint.errors import NotFound, StoreError
 from checkpoint.store import Store
+from checkpoint.timelines import read_forks
 from policies import exit_codes
 from policies.snapshot import Trainer
+from policies.timelines import Fork, lineage
 from policies.vocabulary import PolicyVersion
+from tasks.exit_note import leave_exit_code
 from tasks.gateway_client import GenerationFailed
 from tasks.heartbeat import Fenced, Heartbeat
 from tasks.node_env import NodeEnv, NotANode, read_node_env, read_run_here
+from tasks.spooling import NoRoom, find_spool, remove_spool
 
 log = structlog.get_logger()
 
 STORE_PATIENCE_S = 600.0  # what is trained is not thrown away for a store that is away for minutes
 BEAT_PATIENCE_S = 5.0
+# How the heartbeat ends where the trainer ends in order: all that was sealed is stored then.
+LAST_WORDS = {
+    exit_codes.OK: "done",
+    exit_codes.DIVERGED: "diverged",
+    exit_codes.OUT_OF_MEMORY: "out_of_memory",
+}
+# CUDA's and ROCm's allocators, cuBLAS for its workspace, and torch's allocator of the machine's own memory.
+OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+End = tuple[int, str]  # an exit code and why
 RANK = int(os.environ.get("RANK", "0"))  # set by accelerate's launcher; the first process speaks for all
 
 
@@ -39,64 +54,101 @@ def main() -> int:
     try:
         env = read_node_env()
     except NotANode as error:
-        return _end(exit_codes.USAGE, str(error))
+        print(f"grpo-orch trainer: {error}", file=sys.stderr, flush=True)
+        return exit_codes.USAGE
+    code, why = _run(env)
+    leave_exit_code(Path(env.workdir), code)
+    print(f"grpo-orch trainer: {why}", file=sys.stderr, flush=True)
+    return code
+
+
+def _run(env: NodeEnv) -> End:
     store = Store(env.run, patience_s=STORE_PATIENCE_S)
     beat = Trainer(env.node, env.attempt, env.timeline, 0, 0, "starting", time.time())
-    heartbeat = Heartbeat(Store(env.run, patience_s=BEAT_PATIENCE_S), beat)
+    end = functools.partial(_end_at_once, Path(env.workdir))
+    heartbeat = Heartbeat(Store(env.run, patience_s=BEAT_PATIENCE_S), beat, end=end)
     try:
         record = read_run_here(store)
         if RANK == 0:
             heartbeat.start()
         return _train(env, record, store, heartbeat)
     except Fenced as error:
-        return _end(exit_codes.FENCED, f"stopped: {error}")
+        return exit_codes.FENCED, f"stopped: {error}"
     except GenerationFailed as error:
-        return _end(exit_codes.FAILED, f"generation failed: {error}")
+        return exit_codes.FAILED, f"generation failed: {error}"
     except StoreError as error:
-        return _end(exit_codes.FAILED, f"the run store failed: {error}")
+        return exit_codes.FAILED, f"the run store failed: {error}"
 
 
-def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat) -> int:
+def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat) -> End:
     # Behind the first heartbeat: these imports take seconds.
     import torch
 
     from tasks.assemble import assemble
     from tasks.checkpoints import drain, restore_newest
-    from tasks.spooling import NoRoom, find_spool, remove_spool
     from tasks.user_objects import BadSpec, local_folder
 
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
-    workdir = Path(env.workdir)
+    workdir, forks = Path(env.workdir), _read_forks(store, env.timeline)
     if (left := find_spool(workdir)) is not None:  # by an earlier attempt on this machine
         heartbeat.say("storing")
         drain(left, heartbeat)
     heartbeat.say("restoring")
     own_model = local_folder(record.spec.trainer, Path(record.spec.workdir))
-    restored = restore_newest(store, env.timeline, workdir / f"restored-{RANK}", own_model)
+    line = lineage(forks, env.timeline)
+    restored = restore_newest(store, line, workdir / f"restored-{RANK}", own_model)
     resumed_at = PolicyVersion(env.timeline, 0) if restored is None else restored.at
     heartbeat.say("starting", step=resumed_at.step)
     if restored is not None and _is_last(restored.folder):
         if RANK == 0:
             heartbeat.say(max_steps=resumed_at.step)
             heartbeat.stop("done")
-        return _end(exit_codes.OK, f"nothing left to train: the run is complete at step {resumed_at.step}")
+        return exit_codes.OK, f"nothing left to train: the run is complete at step {resumed_at.step}"
     try:
-        trainer, spool = assemble(env, record, store, heartbeat, restored)
+        trainer, spool = assemble(env, record, store, heartbeat, restored, forks)
     except BadSpec as error:
-        return _end(exit_codes.BAD_SPEC, str(error))
-    log.info("training", from_policy=str(resumed_at), attempt=env.attempt)
-    try:
-        trainer.train(resume_from_checkpoint=None if restored is None else str(restored.folder))
-    except NoRoom as error:
-        return _end(exit_codes.BAD_SPEC, str(error))
-    if RANK == 0:
+        return exit_codes.BAD_SPEC, str(error)
+    log.info("training", from_policy=str(resumed_at), timeline=env.timeline, attempt=env.attempt)
+    code, why = _train_to_the_end(trainer, None if restored is None else str(restored.folder))
+    if RANK == 0 and code in LAST_WORDS:
         heartbeat.say("storing")
         drain(spool, heartbeat)
         remove_spool(workdir)
-        heartbeat.stop("done")
-    return _end(exit_codes.OK, f"complete at step {trainer.state.global_step}")
+        heartbeat.stop(LAST_WORDS[code])
+    return code, why
+
+
+def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
+    """Train, and say how it ended. Raises what another try may not meet again."""
+    from tasks.callbacks import Diverged
+
+    try:
+        trainer.train(resume_from_checkpoint=resume_from)
+    except NoRoom as error:
+        return exit_codes.BAD_SPEC, str(error)
+    except Diverged as error:
+        return exit_codes.DIVERGED, f"stopped at step {trainer.state.global_step}: {error}"
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        said = str(error).strip().partition("\n")[0]
+        return exit_codes.OUT_OF_MEMORY, f"out of memory at step {trainer.state.global_step + 1}: {said}"
+    return exit_codes.OK, f"complete at step {trainer.state.global_step}"
+
+
+def _read_forks(store: Store, timeline: int) -> tuple[Fork, ...]:
+    """How the timelines up to the trainer's began. Raises NotFound where its own did not."""
+    forks = read_forks(store)
+    if timeline not in (0, *(fork.timeline for fork in forks)):
+        raise NotFound(f"timeline {timeline} has not begun", "a timeline is begun by the controller alone")
+    return forks
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the accelerator or the machine has no memory left; torch has no one type for it."""
+    return isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
 
 
 def _is_last(checkpoint: Path) -> bool:
@@ -104,9 +156,9 @@ def _is_last(checkpoint: Path) -> bool:
     return bool(state["global_step"] >= state["max_steps"])
 
 
-def _end(code: int, why: str) -> int:
-    print(f"grpo-orch trainer: {why}", file=sys.stderr, flush=True)
-    return code
+def _end_at_once(workdir: Path, code: int) -> None:
+    leave_exit_code(workdir, code)
+    os._exit(code)
 
 
 if __name__ == "__main__":

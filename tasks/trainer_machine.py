@@ -22,6 +22,7 @@ from checkpoint.store import Store
 from policies import exit_codes
 from policies.spec import TrainerSpec
 from tasks.children import start_child
+from tasks.exit_note import take_exit_code
 from tasks.machine_setup import set_up
 from tasks.node_env import NodeEnv, read_node_env
 
@@ -37,6 +38,7 @@ def main() -> int:
     spec = documents.read_run(Store(env.run)).spec
     if not set_up(Path(env.workdir), spec.trainer.setup):
         return exit_codes.BAD_SPEC
+    take_exit_code(Path(env.workdir))  # of an earlier attempt
     trainer = start_child(trainer_argv(env, spec.trainer), {**os.environ, **spec.trainer.env})
     signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
     beside = [Beside("gateway", "orchestrator.gateway"), Beside("uploader", "tasks.uploader")]
@@ -46,6 +48,9 @@ def main() -> int:
             for one in beside:
                 one.end()
             code = os.waitstatus_to_exitcode(status)
+            noted = take_exit_code(Path(env.workdir)) if code != 0 else None
+            if noted is not None:
+                return noted
             return code if code >= 0 else 128 - code
         for one in beside:
             if pid == one.process.pid:

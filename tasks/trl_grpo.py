@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -27,6 +28,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from tasks import fast_save
 from tasks.checkpoints import Checkpoints
 from tasks.fleet_client import FleetClient
+from tasks.skipped_prompts import draw_epochs_before, walk_of
 from tasks.step_costs import StepCosts
 
 # The trainer generates nothing itself, and importing vLLM takes longer than all else that a restart does. TRL
@@ -107,28 +109,38 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
 class EpochSampler(RepeatSampler):  # type: ignore[misc]  # TRL has no types
     """TRL's sampler with its order a function of seed and epoch alone, the same order that TRL would draw.
 
-    TRL draws each epoch's permutation from one generator whose state no checkpoint holds.
+    TRL draws each epoch's permutation from one generator whose state no checkpoint holds. `replaced` names prompts
+    in the place of others, by their numbers in the dataset.
     """
 
     epoch = 0
+    replaced: Mapping[int, int] = MappingProxyType({})
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
         if self.shuffle:
-            self.generator.manual_seed(self.seed)
-            for _ in range(self.epoch):
-                torch.randperm(self.num_samples, generator=self.generator)
-        indexes: Iterator[int] = super().__iter__()
-        return indexes
+            draw_epochs_before(self.epoch, self.num_samples, self.generator, self.seed)
+        return (self.replaced.get(index, index) for index in super().__iter__())
 
 
 class FleetGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
-    """GRPOTrainer whose completions come from the fleet and whose restarts are exact."""
+    """GRPOTrainer whose completions come from the fleet and whose restarts are exact.
 
-    def __init__(self, client: FleetClient, costs: StepCosts, **kwargs: Any) -> None:
+    Args:
+        client: stands in the place of TRL's.
+        costs: told what each completion earned.
+        timeline: that this trainer trains; a checkpoint of an earlier one is where a fork begins.
+        replaced: prompts in the place of others, by their numbers in the dataset.
+    """
+
+    def __init__(
+        self, client: FleetClient, costs: StepCosts, timeline: int, replaced: Mapping[int, int], **kwargs: Any
+    ) -> None:
         self._costs = costs
+        self._timeline = timeline
+        self._replaced = replaced
         self._checkpoints: Checkpoints | None = None
         self.save_is_due = False  # a save found no room; the same in every process
         with _generation_through(client):
@@ -136,7 +148,7 @@ class FleetGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         theirs = super()._get_train_sampler(dataset)
-        return EpochSampler(
+        sampler = EpochSampler(
             data_source=theirs.data_source,
             mini_repeat_count=theirs.mini_repeat_count,
             batch_size=theirs.batch_size,
@@ -144,6 +156,8 @@ class FleetGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
             shuffle=theirs.shuffle,
             seed=theirs.seed,
         )
+        sampler.replaced = self._replaced
+        return sampler
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         per_function: torch.Tensor = super()._calculate_rewards(*args, **kwargs)
@@ -187,7 +201,13 @@ class FleetGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
         window = self.args.steps_per_generation * self.num_iterations
         # Behind a whole window the next step generates anew and the buffer is spent.
         buffered = self._buffered_inputs if self._step % window else None
-        torch.save({"step": self._step, "buffered": buffered}, folder / self._window_file())
+        state = {
+            "step": self._step,
+            "buffered": buffered,
+            "timeline": self._timeline,
+            "learning_rate": self.args.learning_rate,
+        }
+        torch.save(state, folder / self._window_file())
         if self.accelerator.is_main_process:
             if self.args.sync_ref_model:
                 save_model(self.accelerator.unwrap_model(self.ref_model), str(folder / REF_MODEL_FILE))
@@ -202,6 +222,21 @@ class FleetGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
         self._step, self._buffered_inputs = state["step"], state["buffered"]
         if self.args.sync_ref_model:
             load_model(self.accelerator.unwrap_model(self.ref_model), str(Path(checkpoint) / REF_MODEL_FILE))
+        # A checkpoint from before there were forks names neither.
+        if state.get("timeline", 0) != self._timeline:
+            first_of_group = self.optimizer.param_groups[0].get("initial_lr", self.args.learning_rate)
+            self._begin_timeline(state.get("learning_rate", first_of_group))
+
+    def _begin_timeline(self, learning_rate: float) -> None:
+        """Make of what an earlier timeline saved a beginning of this one, whose settings may be others.
+
+        The rest of a generation window is made anew: its completions are of the abandoned stretch's kind, and may
+        be of another number. Optimizer and scheduler have brought `learning_rate` along, which they would keep.
+        """
+        walk = walk_of(self.args, len(self.train_dataset))
+        self._step, self._buffered_inputs = walk.batches_before(self.state.global_step), None
+        if self.args.learning_rate != learning_rate:
+            scale_learning_rate(self.optimizer, self.lr_scheduler, self.args.learning_rate / learning_rate)
 
     def _window_file(self) -> str:
         return WINDOW_FILE.format(rank=self.args.process_index)
@@ -216,6 +251,16 @@ def _generation_through(client: FleetClient) -> Iterator[None]:
         yield
     finally:
         grpo_trainer_module.VLLMGeneration = theirs
+
+
+def scale_learning_rate(optimizer: Any, scheduler: Any, ratio: float) -> None:
+    """Multiply the learning rate by `ratio`, now and all along the scheduler's way."""
+    for group in optimizer.param_groups:
+        for key in {"lr", "initial_lr"} & group.keys():
+            group[key] *= ratio
+    for name in ("base_lrs", "_last_lr"):  # the first only where the scheduler is a function of the step
+        if hasattr(scheduler, name):
+            setattr(scheduler, name, [value * ratio for value in getattr(scheduler, name)])
 
 
 def checkpoint_bytes(trainer: Any) -> tuple[int, int]:

@@ -131,7 +131,7 @@ def bytes_of(content: str) -> bytes:
 
 
 def going(keep_last: int, listed: Sequence[Checkpoint]) -> Sequence[PolicyVersion]:
-    return retired([Kept(one.at, one.pinned) for one in listed], keep_last, None, None)
+    return retired([Kept(one.at, one.pinned) for one in listed], keep_last, None, None, ())
 
 
 @functools.lru_cache(maxsize=100_000)

@@ -8,12 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.sky_rig.fixtures import sky_image, sky_rig  # noqa: F401  # pytest finds them here
 from tests.store_rig.ceph_server import ceph_server, missing_programs
 from tests.store_rig.fault_proxy import FaultProxy, fault_proxy
 from tests.store_rig.moto_server import moto_server
 from tests.store_rig.server import S3Server
+
+settings.register_profile("no deadline", deadline=None)  # how long an example takes says how busy the machine is
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from policies import exit_codes
 from policies.accounting import (
     DAEMON,
     GATEWAY,
@@ -20,11 +21,11 @@ from policies.accounting import (
     rentals,
 )
 from policies.events import (
+    DivergenceCleared,
     Event,
     GatewayRestarted,
     JobExited,
     JobRestarted,
-    KlExceeded,
     MachineBought,
     NodeMoved,
     RunMoved,
@@ -83,7 +84,33 @@ def fault(struck_s: float, seen_s: float | None = None, target: str = "rollout-0
         ),
         ([GatewayRestarted("second")], ["gateway restarted"]),
         ([TookOver("b", 2, "resume")], ["controller replaced"]),
-        ([KlExceeded(3, 0.9, 0.5)], []),
+        ([DivergenceCleared(0, 3)], []),
+        # A trainer that stops for a new timeline, or because the run diverges, and the gateway that ends with it.
+        (
+            [
+                JobExited(TRAINER, 1, exit_codes.DIVERGED, 7),
+                JobRestarted(TRAINER, 2, ""),
+                GatewayRestarted("second"),
+                JobExited(TRAINER, 2, exit_codes.FENCED, 9),
+                JobRestarted(TRAINER, 3, ""),
+                GatewayRestarted("third"),
+            ],
+            [],
+        ),
+        (
+            [JobExited(TRAINER, 1, exit_codes.DIVERGED, 7), moved(NodePhase.GONE, TRAINER)],
+            [f"{TRAINER} lost"],
+        ),
+        (
+            [
+                JobExited(TRAINER, 1, exit_codes.DIVERGED, 7),
+                JobRestarted(TRAINER, 2, ""),
+                GatewayRestarted("second"),
+                GatewayRestarted("third"),
+            ],
+            ["gateway restarted"],
+        ),
+        ([JobExited(TRAINER, 1, exit_codes.OUT_OF_MEMORY, 7)], [f"{TRAINER} exited with 80"]),
         ([requested("rollout-1-i1"), NodeMoved("rollout-1-i1", NodePhase.REFUSED, "", Refusal.NO_CAPACITY)], []),
         # Taken up again after a stop: by intention, with a new controller and a new gateway.
         (

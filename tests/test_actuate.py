@@ -8,10 +8,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from checkpoint import exports, timelines
+from checkpoint.backends import BytesLike
+from checkpoint.errors import StoreUnavailable
+from checkpoint.store import Store
+from orchestrator import actuate
 from orchestrator.actuate import Actuator
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
-from policies.snapshot import Confirm, Launch, LaunchRefused, Machine, Terminate
-from policies.vocabulary import Market, Refusal
+from policies.snapshot import Confirm, Export, Launch, LaunchRefused, Machine, Terminate, WriteFork
+from policies.timelines import Fork
+from policies.vocabulary import Market, PolicyVersion, Refusal
 
 LAUNCH = Launch("rollout-0-i1", "rollout-0", Market.SPOT, 1)
 TERMINATE = Terminate("rollout-0-i1")
@@ -60,9 +66,26 @@ def cloud() -> Clouds:
     return Clouds()
 
 
+class AwayStore(Store):
+    """Refuses so many creations before it takes one."""
+
+    refuses = 0
+
+    def create(self, key: str, data: BytesLike) -> None:
+        if self.refuses:
+            self.refuses -= 1
+            raise StoreUnavailable("away")
+        super().create(key, data)
+
+
 @pytest.fixture
-def actuator(cloud: Clouds) -> Iterator[Actuator]:
-    made = Actuator(cloud, lambda _: {})
+def store() -> AwayStore:
+    return AwayStore(f"memory://actuate-{time.monotonic_ns()}")
+
+
+@pytest.fixture
+def actuator(cloud: Clouds, store: AwayStore) -> Iterator[Actuator]:
+    made = Actuator(cloud, store, lambda _: {})
     yield made
     cloud.go.set()
     made.close()
@@ -106,3 +129,27 @@ def test_a_cloud_that_does_not_answer_is_not_asked_again_at_once(cloud: Clouds, 
     until(lambda: not actuator.collect() and len(cloud.calls) == 1 and not actuator._running)
     actuator.submit((LAUNCH, TERMINATE))
     until(lambda: cloud.calls == ["launch rollout-0-i1", "terminate rollout-0-i1"])
+
+
+def test_a_fork_is_written_though_the_store_was_away(
+    store: AwayStore, actuator: Actuator, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(actuate, "UNAVAILABLE_WAIT_S", 0.01)
+    store.refuses = 2
+    fork = Fork(1, "0-8", {"beta": 0.08})
+
+    def written() -> bool:
+        actuator.submit((WriteFork(fork),))
+        actuator.collect()
+        return timelines.newest_timeline(store) == 1
+
+    until(written)
+    assert timelines.read_forks(store) == (fork,)
+
+
+def test_an_export_that_cannot_be_is_told_and_not_tried_for_ever(store: AwayStore, actuator: Actuator):
+    actuator.submit((Export("0-8"),))
+    until(lambda: exports.read_export(store, PolicyVersion(0, 8)) is not None)
+    done = exports.read_export(store, PolicyVersion(0, 8))
+    assert done is not None
+    assert (done.prefix, "no checkpoint 0-8" in done.error) == ("", True)

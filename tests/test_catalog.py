@@ -275,11 +275,11 @@ def test_a_damaged_checkpoint_is_passed_over_and_its_chunk_noted(folder: Path, t
     upload(store, folder, "c", 2)
     damaged = next(iter(checkpoints.read_manifest(store, revisions(store)[-1].checkpoints[-1]).chunks))
     store.objects[f"{layout.BLOBS}/{damaged}"] = b"damaged"
-    restored = restore_newest(store, 0, tmp_path / "restored", None)
+    restored = restore_newest(store, (0,), tmp_path / "restored", None)
     assert restored is not None
     assert (restored.at.step, (restored.folder / "weights").read_bytes()) == (1, bytes_of("ab"))
     assert revisions(store)[-1].suspect == [damaged]
-    assert restore_newest(store, 1, tmp_path / "restored", None) is None, "of another timeline"
+    assert restore_newest(store, (1,), tmp_path / "restored", None) is None, "of another timeline"
 
 
 def test_a_restorer_whose_checkpoints_were_all_retired_meanwhile_finds_the_newer_ones(
@@ -298,6 +298,6 @@ def test_a_restorer_whose_checkpoints_were_all_retired_meanwhile_finds_the_newer
     store, slow = DictStore(), Slow()
     slow.objects = store.objects
     upload(store, folder, "ab", 1)
-    restored = restore_newest(slow, 0, tmp_path / "restored", None)
+    restored = restore_newest(slow, (0,), tmp_path / "restored", None)
     assert restored is not None
     assert (restored.at.step, (restored.folder / "weights").read_bytes()) == (2, bytes_of("c"))

@@ -20,9 +20,11 @@ from checkpoint.catalog import Catalog
 from checkpoint.chunks import CHUNK_BYTES
 from checkpoint.manifest import files_below
 from checkpoint.store import Store
+from checkpoint.timelines import write_fork
 from orchestrator.cli import main
 from orchestrator.cli.checkpoints import kept_as
 from policies.spec import CheckpointsSpec
+from policies.timelines import Fork
 from policies.vocabulary import PolicyVersion
 from tests.world import spec
 
@@ -111,23 +113,26 @@ def plain(answer: Answer) -> Any:
 
 
 def test_ls_says_what_there_is_and_why_it_stays(run: Run, cli: Cli) -> None:
-    for timeline, step in ((0, 100), (0, 120), (1, 60), (1, 110)):
+    for timeline, step in ((0, 100), (0, 120), (0, 200), (1, 130), (1, 140)):
         run.saves(timeline, step)
+    write_fork(run.store, Fork(1, "0-110"))
     assert cli("pin", "0-120").out == "0-120 is pinned\n"
     rows = [" ".join(line.split()) for line in cli("ls").out.splitlines()]
     assert rows == [
         "version age size pinned kept as",
         "0-100 2:00 h 16.0 MiB every 100 steps",
         "0-120 2:00 h 16.0 MiB yes –",
-        "1-60 2:00 h 16.0 MiB newest 2",
-        "1-110 2:00 h 16.0 MiB newest 2",
+        "0-200 2:00 h 16.0 MiB –",
+        "1-130 2:00 h 16.0 MiB newest 2",
+        "1-140 2:00 h 16.0 MiB newest 2",
     ]
     listed = plain(cli("ls", "-o", "json"))
     assert [(one["version"], one["timeline"], one["step"], one["pinned"]) for one in listed] == [
         ("0-100", 0, 100, False),
         ("0-120", 0, 120, True),
-        ("1-60", 1, 60, False),
-        ("1-110", 1, 110, False),
+        ("0-200", 0, 200, False),
+        ("1-130", 1, 130, False),
+        ("1-140", 1, 140, False),
     ]
     assert {one["size_bytes"] for one in listed} == {4000 + 1000 + CHUNK_BYTES + 6}
     assert all(time.time() - 7300 < one["created_at_s"] <= time.time() - 7200 for one in listed)
@@ -137,12 +142,12 @@ def test_every_rule_that_keeps_a_checkpoint_is_named(run: Run) -> None:
     for step in (100, 150, 200):
         run.saves(0, step)
     listed = run.catalog.newest().checkpoints
-    assert list(kept_as(listed, CheckpointsSpec(keep_last=1, keep_every_steps=100)).values()) == [
+    assert list(kept_as(listed, CheckpointsSpec(keep_last=1, keep_every_steps=100), ()).values()) == [
         ["every 100 steps"],
         [],
         ["newest 1", "every 100 steps"],
     ]
-    assert list(kept_as(listed, CheckpointsSpec(keep_last=2)).values()) == [[], ["newest 2"], ["newest 2"]]
+    assert list(kept_as(listed, CheckpointsSpec(keep_last=2), ()).values()) == [[], ["newest 2"], ["newest 2"]]
 
 
 @pytest.mark.parametrize(

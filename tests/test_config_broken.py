@@ -113,17 +113,61 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         ["run.yaml:10: grpo.num_generations: expected at least 2, got 1"],
     ),
     (
-        "KL policy with beta 0",
+        "KL limit with beta 0",
         [("beta: 0.02", "beta: 0")],
         [
-            "run.yaml:14: grpo.beta: expected more than 0, as policies.kl is set and TRL computes no kl at 0; remove one of the two"
+            "run.yaml:14: grpo.beta: expected more than 0, as policies.kl.limit is set and TRL computes no kl at 0; remove one of the two"
         ],
     ),
     (
-        "KL policy without beta",
+        "KL limit without beta",
         [("  beta: 0.02\n", "")],
         [
-            "run.yaml:19: policies.kl: needs grpo.beta above 0: at TRL's default of 0.0 no kl is computed; set e.g. grpo.beta: 0.02"
+            "run.yaml:19: policies.kl.limit: needs grpo.beta above 0: at TRL's default of 0.0 no kl is computed; set e.g. grpo.beta: 0.02"
+        ],
+    ),
+    (
+        "a bare number for the KL policy",
+        [("{limit: 0.5}", "0.5")],
+        ["run.yaml:20: policies.kl: expected a mapping with the keys limit, action, on_rollback, budget, got 0.5"],
+    ),
+    (
+        "an action that there is not",
+        [("{limit: 0.5}", "{action: roll_back}")],
+        [
+            "run.yaml:20: policies.kl.action: expected one of rollback, pause, alert, got 'roll_back'; did you mean \"rollback\"?"
+        ],
+    ),
+    (
+        "a rollback that would make it worse",
+        [
+            (
+                "{limit: 0.5}",
+                "{on_rollback: {beta_factor: 0.9, epsilon_factor: 1.1, learning_rate_factor: 2, skip_prompts: yes}}",
+            )
+        ],
+        [
+            "run.yaml:20: policies.kl.on_rollback.skip_prompts: expected true or false, got 'yes'; write true or false, without quotes",
+            "run.yaml:20: policies.kl.on_rollback.beta_factor: expected at least 1, got 0.9",
+            "run.yaml:20: policies.kl.on_rollback.epsilon_factor: expected at most 1, got 1.1",
+            "run.yaml:20: policies.kl.on_rollback.learning_rate_factor: expected at most 1, got 2",
+        ],
+    ),
+    (
+        "factors of nothing",
+        [("{limit: 0.5}", "{on_rollback: {epsilon_factor: 0, learning_rate_factor: 0.0}}")],
+        [
+            "run.yaml:20: policies.kl.on_rollback.epsilon_factor: expected more than 0, got 0",
+            "run.yaml:20: policies.kl.on_rollback.learning_rate_factor: expected more than 0, got 0",
+        ],
+    ),
+    (
+        "a budget below nothing",
+        [("{limit: 0.5}", "{budget: {total: -1, recent: 0, recent_steps: 0}}")],
+        [
+            "run.yaml:20: policies.kl.budget.total: expected at least 0, got -1",
+            "run.yaml:20: policies.kl.budget.recent: expected at least 1, got 0",
+            "run.yaml:20: policies.kl.budget.recent_steps: expected at least 1, got 0",
         ],
     ),
     (

@@ -25,10 +25,17 @@ SECTIONS = {
     "rollout.replicas": spec.Replicas,
     "policies": spec.PoliciesSpec,
     "policies.kl": spec.KlPolicy,
+    "policies.kl.on_rollback": spec.OnRollback,
+    "policies.kl.budget": spec.RollbackBudget,
     "checkpoints": spec.CheckpointsSpec,
     "rehearse.prices": spec.Prices,
 }
-TYPES: dict[Any, str] = {int: "whole number", float: "number", str: "text"}
+TYPES: dict[Any, str] = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+}
 
 
 def tables(section: str) -> list[list[list[str]]]:

@@ -51,6 +51,9 @@ KEYS = st.one_of(
             "options",
             "url",
             "max_behind_steps",
+            "on_rollback",
+            "budget",
+            "beta_factor",
         ]
     ),
     st.sampled_from(sorted(grpo_table().keys)),

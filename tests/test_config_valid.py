@@ -8,8 +8,20 @@ import msgspec
 import pytest
 
 from orchestrator.config.load import ConfigError, Storage, load_spec, load_storage
+from orchestrator.config.load import load as load_config
 from orchestrator.config.template import init_text
-from policies.spec import CheckpointsSpec, Dataset, KlPolicy, Prices, Rehearsal, Rehearsed, Replicas, RunSpec
+from policies.spec import (
+    CheckpointsSpec,
+    Dataset,
+    KlPolicy,
+    OnRollback,
+    Prices,
+    Rehearsal,
+    Rehearsed,
+    Replicas,
+    RollbackBudget,
+    RunSpec,
+)
 from tests.config_world import VALID, changed, furnish
 
 
@@ -145,6 +157,19 @@ def test_checkpoints(folder: Path) -> None:
     assert load(folder, VALID + "checkpoints:\n").checkpoints == CheckpointsSpec(), "left empty is left out"
 
 
+def test_divergence_has_its_policy_with_or_without_a_word(folder: Path) -> None:
+    assert load(folder, changed(("{limit: 0.5}", ""))).policies.kl == KlPolicy(), "left empty is left out"
+    written = (
+        "{action: pause, on_rollback: {beta_factor: 1, epsilon_factor: 1, learning_rate_factor: 0.1, "
+        "skip_prompts: false}, budget: {total: 0, recent: 1, recent_steps: 1}}"
+    )
+    assert load(folder, changed(("{limit: 0.5}", written))).policies.kl == KlPolicy(
+        action="pause",
+        on_rollback=OnRollback(beta_factor=1.0, epsilon_factor=1.0, learning_rate_factor=0.1, skip_prompts=False),
+        budget=RollbackBudget(total=0, recent=1, recent_steps=1),
+    )
+
+
 def test_no_and_off_are_texts(folder: Path) -> None:
     text = changed(("beta: 0.02", "beta: 0.02\n  eval_strategy: no"))
     assert load(folder, text).grpo["eval_strategy"] == "no"
@@ -206,7 +231,8 @@ def test_an_alias_repeats_a_section(folder: Path) -> None:
 
 def test_the_template_is_valid(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(init_text("my-own"))
-    assert load_spec(tmp_path / "run.yaml").name == "my-own"
+    loaded = load_config(tmp_path / "run.yaml")
+    assert (loaded.spec.name, loaded.notices) == ("my-own", ())
 
 
 def test_the_template_is_valid_with_everything_that_it_comments_out(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from checkpoint.journal import Journal
 from checkpoint.store import Store
 from orchestrator.controller import Controller
 from policies.snapshot import Action, LaunchRefused, Snapshot
+from policies.state import RunState
 from policies.vocabulary import RunPhase
 from tests.world import World
 
@@ -46,7 +47,7 @@ class Eyes:
         self._world = world
         self._store = store
 
-    def look(self, now_s: float, refused: tuple[LaunchRefused, ...]) -> Snapshot:  # noqa: ARG002  # the Observer's own signature
+    def look(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState) -> Snapshot:  # noqa: ARG002  # the Observer's own signature
         self._world.commands = list(documents.read_commands(self._store))
         return self._world.snapshot()
 

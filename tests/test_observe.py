@@ -5,14 +5,20 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from checkpoint import documents
+from checkpoint import documents, timelines
+from checkpoint.catalog import Catalog, Checkpoint
 from checkpoint.documents import GatewayAddress
 from checkpoint.store import Store
 from orchestrator.clouds.protocol import CloudUnavailable
 from orchestrator.observe import FRESH_S, GatewayWatch, Observer, TrainerWatch
-from policies.snapshot import Machine, Member, Trainer
-from policies.vocabulary import MachineState
+from policies import exit_codes
+from policies.events import Diverged
+from policies.snapshot import Command, Machine, Member, Trainer
+from policies.state import RunState
+from policies.timelines import Fork
+from policies.vocabulary import MachineState, PolicyVersion
 from policies.wire import GatewayStatus, MemberStatus
+from tests.world import spec
 
 names = itertools.count()
 TICK_S = 1.0
@@ -140,26 +146,49 @@ class OneMachine:
     """A cloud that answers, or not."""
 
     answers = True
+    exit_code: int | None = None
 
     def machines(self) -> dict[str, Machine]:
         if not self.answers:
             raise CloudUnavailable("try again")
-        return MACHINES
+        return {name: replace(machine, exit_code=self.exit_code) for name, machine in MACHINES.items()}
 
 
 def test_a_snapshot_tells_absent_from_unknown() -> None:
     world, cloud = World(), OneMachine()
-    observer = Observer(world.store, cloud)  # type: ignore[arg-type]  # of a cloud it wants the machines alone
-    before = observer.look(1.0, ())
+    observer = Observer(world.store, cloud, spec())  # type: ignore[arg-type]  # of a cloud it wants the machines alone
+    before = observer.look(1.0, (), RunState())
     assert (before.members, before.gateway_boot_id) == (None, None)
     world.writes(1)
-    nobody = observer.look(2.0, ())
+    nobody = observer.look(2.0, (), RunState())
     assert (nobody.members, nobody.gateway_boot_id, nobody.gateway_age_s) == ({}, "g1", 7.0)
     world.writes(2, "g1", "rollout-0-i1")
     cloud.answers = False
-    full = observer.look(3.0, ())
+    full = observer.look(3.0, (), RunState())
     assert full.members == {"rollout-0-i1": Member("rollout-0-i1", "b", "0-1", True, 4)}
     assert (nobody.machines, full.machines) == (MACHINES, None)
+
+
+def test_the_checkpoints_are_looked_at_where_a_rollback_may_be_decided() -> None:
+    world, cloud = World(), OneMachine()
+    catalog = Catalog(world.store, "test")
+    for step in (2, 4):
+        catalog.commit(1.0, Checkpoint(f"0-{step}", f"m{step}", "", 1.0, 1), frozenset(), 0)
+    timelines.write_fork(world.store, Fork(1, "0-2"))
+    observer = Observer(world.store, cloud, spec())  # type: ignore[arg-type]  # of a cloud it wants the machines alone
+    calm = observer.look(1.0, (), RunState())
+    assert (calm.checkpoints, calm.timeline) == (None, 0)
+    both = (PolicyVersion(0, 2), PolicyVersion(0, 4))
+    tripped = observer.look(2.0, (), RunState(diverged=Diverged(0, 3, 2, (), "trainer")))
+    assert (tripped.checkpoints, tripped.timeline) == (both, 1)
+    command = documents.send_command(world.store, "rollback", 5.0, start="0-2", changes={"beta": 0.5})
+    asked = observer.look(3.0, (), RunState())
+    assert asked.commands == (Command(command.command_id, "rollback", "0-2", {"beta": 0.5}),)
+    assert asked.checkpoints == both
+    documents.drop_command(world.store, command.command_id)
+    assert observer.look(4.0, (), RunState()).checkpoints is None
+    cloud.exit_code = exit_codes.OUT_OF_MEMORY
+    assert observer.look(5.0, (), RunState()).checkpoints == both
 
 
 def test_a_trainers_beat_is_dated_by_this_machines_clock() -> None:

@@ -226,7 +226,7 @@ def test_the_uploader_frees_a_spool_without_a_byte_of_room(small_memory: Path, t
     assert caught.value.errno == errno.ENOSPC
     with pytest.raises(OSError, match="No space left"):
         save(spool, 2)
-    uploader = Uploader(store, spool, "trainer-0-i1", lambda *_: (), lambda: False)
+    uploader = Uploader(store, spool, "trainer-0-i1", lambda *_: (), lambda _: False)
     uploader.store_one(*spool.sealed()[0])
     assert steps(spool) == []
     assert save(spool, 3) is not None

@@ -89,6 +89,16 @@ def test_a_large_object_comes_back_whole(store: Store):
     assert buffer == data
 
 
+def test_an_object_of_many_parts_comes_back_whole_also_at_a_second_try(store: Store):
+    parts = [bytes([number]) * (3 << 20) for number in range(12)]  # more than twice what one request takes
+    store.put_parts("folder/parts", lambda: iter(parts))
+    assert store.get("folder/parts") == b"".join(parts)
+    store.put_parts("folder/parts", lambda: iter([memoryview(b"a"), b"b"]))
+    assert store.get("folder/parts") == b"ab"
+    store.put_parts("folder/none", lambda: iter(()))
+    assert store.get("folder/none") == b""
+
+
 def test_a_listing_is_of_whole_names_in_order(store: Store):
     before = datetime.now(UTC) - timedelta(seconds=5)
     fill(store, ["j/3", "j/1", "j/20/a", "j/2", "j-x/1", "jj/1", "k/1"])

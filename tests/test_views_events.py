@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from checkpoint.journal import read
@@ -9,22 +11,34 @@ from orchestrator.views.events import event_json, lines, sentence
 from policies.events import (
     EVENT_TYPES,
     CommandTaken,
+    Diverged,
+    DivergenceCleared,
+    DivergenceWatched,
     Event,
+    Exported,
+    FleetMoved,
     GatewayRestarted,
+    HealthyChosen,
     JobExited,
     JobRestarted,
-    KlExceeded,
     MachineBought,
     NodeMoved,
     NodeRequested,
+    Noticed,
+    ProbationPassed,
+    RollbackBegun,
     RunCreated,
     RunMoved,
     StoreCaughtUp,
     StoreSlowed,
+    TimelineForked,
+    TimelineResumed,
     TookOver,
+    TrainerFenced,
 )
-from policies.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
-from tests.views_world import T0, World
+from policies.timelines import Fork
+from policies.vocabulary import Cause, Market, NodePhase, Refusal, Role, RunPhase
+from tests.views_world import EVIDENCE, FIRST_FORK, T0, World
 
 SAMPLES: list[tuple[Event, str]] = [
     (RunCreated("digits", "abc"), "Run digits was created"),
@@ -56,7 +70,38 @@ SAMPLES: list[tuple[Event, str]] = [
     ),
     (GatewayRestarted("0123456789ab"), "The gateway answers as a new process (01234567)"),
     (CommandTaken("0001-ab", "down"), "The command 'down' was taken"),
-    (KlExceeded(12, 0.6123, 0.5), "KL 0.612 is above its limit 0.5 at step 12"),
+    (
+        DivergenceWatched(0, 9, 7, EVIDENCE),
+        "Watched at step 9: off since step 7; KL 3.21, 41 times its calm level of 0.078; "
+        "reward 0.1, down from 0.8",
+    ),
+    (DivergenceCleared(0, 12), "What was watched has passed at step 12"),
+    (
+        Diverged(1, 10, 7, EVIDENCE[:1], "trainer"),
+        "The run has diverged since step 7, seen at step 10 by the trainer; "
+        "KL 3.21, 41 times its calm level of 0.078",
+    ),
+    (Diverged(1, 10, 7, (), "controller"), "The run has diverged since step 7, seen at step 10 by the controller"),
+    (
+        RollbackBegun(FIRST_FORK, Cause.DIVERGED, 10, FIRST_FORK.reason),
+        "Rollback from step 10 to checkpoint 0-5, as timeline 1, with learning_rate 0.0005, beta 0.04 and other "
+        "prompts for those of steps 7 to 10 of timeline 0: diverged since step 7: KL 3.21, 41 times its calm "
+        "level of 0.078",
+    ),
+    (
+        RollbackBegun(Fork(2, None), Cause.USER, 30, "asked for by hand"),
+        "Rollback from step 30 to the run's start, as timeline 2: asked for by hand",
+    ),
+    (TimelineForked(1), "Timeline 1 is in the store: no trainer of an older one goes on"),
+    (TrainerFenced(1), "The old trainer has ended, as timeline 1 wants"),
+    (TimelineResumed(1, 5), "Timeline 1 is trained, from step 5"),
+    (FleetMoved(1, "1-5"), "The fleet serves timeline 1, policy 1-5"),
+    (ProbationPassed(1, 16), "Timeline 1 has passed its probation at step 16"),
+    (HealthyChosen("0-5"), "The last healthy checkpoint is 0-5; its weights are to be exported"),
+    (HealthyChosen(None), "There is no healthy checkpoint: the run diverged before its first"),
+    (Exported("0-5", "exports/0-5"), "The weights of 0-5 are exported to exports/0-5 in the store"),
+    (Exported("0-5", ""), "The weights of 0-5 could not be exported; `grpo-orch checkpoints verify 0-5` says why"),
+    (Noticed("overfitting", 40, "the reward rises [alone]"), "Noticed at step 40: the reward rises [alone]"),
     (
         StoreSlowed(120, 50),
         "The store is slow: the checkpoint of step 120 is put off, the newest stored one is of step 50",
@@ -85,16 +130,30 @@ def test_every_phase_and_refusal_has_its_words() -> None:
 def test_json_has_the_place_the_fields_and_the_sentence() -> None:
     world = World()
     world.take_over(1)
-    world.happens(2, RunCreated("digits", "abc"), KlExceeded(12, 0.75, 0.5))
+    world.happens(2, RunCreated("digits", "abc"), DivergenceCleared(0, 12))
     _, told = (lines(record) for record in read(world.store))
     assert event_json(told[1]) == {
         "number": 2,
         "epoch": 1,
         "time_s": T0 + 2,
-        "type": "KlExceeded",
+        "type": "DivergenceCleared",
+        "timeline": 0,
         "step": 12,
-        "kl": 0.75,
-        "limit": 0.5,
-        "text": "KL 0.75 is above its limit 0.5 at step 12",
+        "text": "What was watched has passed at step 12",
     }
     assert [line.index for line in told] == [0, 1]
+
+
+def test_json_has_a_rollback_s_fork_whole() -> None:
+    world = World()
+    world.take_over(1)
+    world.begins_rollback(2, FIRST_FORK, 10)
+    told = json.loads(json.dumps(event_json(lines(read(world.store)[-1])[0])))
+    assert told["fork"] == {
+        "timeline": 1,
+        "start": "0-5",
+        "changes": {"learning_rate": 0.0005, "beta": 0.04},
+        "skipped": [{"timeline": 0, "first_step": 7, "last_step": 10}],
+        "reason": FIRST_FORK.reason,
+    }
+    assert (told["cause"], told["from_step"]) == ("diverged", 10)

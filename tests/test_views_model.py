@@ -11,12 +11,28 @@ import pytest
 
 from checkpoint.errors import NotFound
 from checkpoint.store import Entry, Store
-from orchestrator.views.model import RunView, run_view, to_json, view_of
+from orchestrator.views.model import HealthView, RunView, run_view, to_json, view_of
 from orchestrator.views.reader import Reader
-from policies.events import JobExited, JobRestarted, NodeMoved, RunMoved, StoreCaughtUp, StoreSlowed
-from policies.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
+from policies.divergence import Health
+from policies.events import (
+    DivergenceCleared,
+    DivergenceWatched,
+    FleetMoved,
+    JobExited,
+    JobRestarted,
+    NodeMoved,
+    ProbationPassed,
+    RunMoved,
+    StoreCaughtUp,
+    StoreSlowed,
+    TimelineForked,
+    TimelineResumed,
+    TrainerFenced,
+)
+from policies.timelines import Fork
+from policies.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
 from policies.wire import GatewayStatus, MembershipChange, MemberStatus
-from tests.views_world import T0, World
+from tests.views_world import EVIDENCE, FIRST_FORK, T0, World
 
 
 class CountingStore(Store):
@@ -73,7 +89,7 @@ def test_a_training_run_is_seen_whole(tmp_path: Path) -> None:
     view = look(world, 42, GatewayStatus("boot", "0-10", members, requests_waiting=3))
 
     assert (view.name, view.phase, view.step, view.max_steps) == ("digits", RunPhase.TRAINING, 10, 40)
-    assert (view.reward, view.kl, view.kl_limit, view.activity) == (1.0, 0.1, 0.5, "generating")
+    assert (view.reward, view.kl, view.kl_limit, view.activity) == (1.0, 0.1, 0.52, "generating")
     assert (view.step_s, view.tokens_per_s, view.eta_s, view.requests_waiting) == (2.0, 50.0, 60.0, 3)
     assert view.checkpoint is not None
     assert (view.checkpoint.version, view.checkpoint.age_s) == ("0-5", 7.0)
@@ -122,6 +138,108 @@ def test_a_slow_store_is_seen_while_the_run_goes_on() -> None:
     assert not look(world, 15).store_slow
     world.happens(16, StoreSlowed(140, 120), RunMoved(RunPhase.FINISHED, "the last step"))
     assert not look(world, 17).store_slow
+
+
+def diverging() -> World:
+    """Ten steps, of which those from 7 on are off: watched at 9, diverged at 10."""
+    world = World()
+    world.starts()
+    for step in range(1, 11):
+        world.logs(20 + 2 * step, step, reward=step / 10, kl=step / 100 if step < 7 else 3.0)
+    world.happens(39, DivergenceWatched(0, 9, 7, EVIDENCE[:1]))
+    return world
+
+
+def test_the_limit_is_above_the_run_s_own_start() -> None:
+    world = World(kl_limit=0.5)
+    for step, kl in enumerate((3.0, 3.5, 90.0), start=1):
+        assert look(world, step).kl_limit is None
+        world.logs(step, step, kl=kl)
+    assert look(world, 4).kl_limit == 4.0
+    assert look(World(kl_limit=None), 1).kl_limit is None
+
+
+def test_what_the_detectors_say_is_seen() -> None:
+    assert look(World(), 1).health == HealthView()
+    world = diverging()
+    assert look(world, 40).health == HealthView(Health.WATCH, 9, 7, EVIDENCE[:1])
+    world.happens(41, DivergenceCleared(0, 10))
+    assert look(world, 41).health == HealthView()
+    world.diverges(42, onset_step=7, step=10)
+    health = to_json(look(world, 42))["health"]
+    assert health == {"health": "tripped", "step": 10, "onset_step": 7, "evidence": EVIDENCE}
+
+
+def test_a_rollback_is_seen_at_each_of_its_stages(tmp_path: Path) -> None:
+    world = diverging()
+    world.saves(32, 5, tmp_path)
+    world.saves(42, 10, tmp_path)
+    world.beats(41, 10)
+    world.diverges(42, onset_step=7, step=10)
+    world.begins_rollback(43, FIRST_FORK, 10)
+    view = look(world, 44)
+    assert view.rollback is not None
+    assert (view.rollback.stage, view.rollback.since_s) == (RollbackStage.BEGUN, T0 + 43)
+    assert (view.timeline, view.step, view.kl, view.rollbacks) == (0, 10, 3.0, 1)
+
+    stages: list[tuple[RollbackStage, str]] = []
+    for at_s, event in enumerate(
+        (TimelineForked(1), TrainerFenced(1), TimelineResumed(1, 5), FleetMoved(1, "1-5")), start=45
+    ):
+        world.happens(at_s, event)
+        view = look(world, at_s)
+        assert view.rollback is not None
+        stages.append((view.rollback.stage, view.rollback.text))
+        assert view.rollback.since_s == T0 + at_s
+        assert view.health == HealthView(), "that was the old timeline's"
+        # The old trainer's last word is no longer the run's.
+        assert (view.timeline, view.step, view.max_steps, view.activity, view.kl) == (1, 5, 40, None, 0.05)
+        assert view.eta_s == 35 * 2.0
+        assert view.nodes[0].policy is None
+        assert view.checkpoint is not None
+        assert view.checkpoint.version == "0-5", "0-10 is abandoned"
+    assert stages == [
+        (RollbackStage.FORKED, "waits for the old trainer to end"),
+        (RollbackStage.FENCED, "waits for its trainer"),
+        (RollbackStage.RESUMED, "is trained, and waits for the fleet"),
+        (RollbackStage.PROBATION, "is on probation until step 15"),
+    ]
+    assert to_json(view)["rollback"] == {
+        "timeline": 1,
+        "cause": "diverged",
+        "reason": FIRST_FORK.reason,
+        "from_step": 10,
+        "start": "0-5",
+        "stage": "probation",
+        "since_s": T0 + 48,
+        "probation_until_step": 15,
+        "text": "is on probation until step 15",
+    }
+    world.logs(50, 6, timeline=1, reward=0.9, kl=0.06)
+    world.beats(50, 6, timeline=1)
+    view = look(world, 51)
+    assert (view.step, view.activity, view.reward, view.kl) == (6, "generating", 0.9, 0.06)
+    assert [point.step for point in view.recent] == [1, 2, 3, 4, 5, 6]
+    assert view.nodes[0].policy == "1-6"
+    world.happens(60, ProbationPassed(1, 16))
+    view = look(world, 61)
+    assert (view.rollback, view.rollbacks, view.timeline) == (None, 1, 1)
+
+
+def test_a_fork_changes_the_line_though_nothing_new_was_logged() -> None:
+    world = diverging()
+    reader = Reader(world.store)
+    assert len(view_of(reader, T0 + 44, None).recent) == 10
+    world.rolls_back(45, FIRST_FORK, 10)
+    assert [point.step for point in view_of(reader, T0 + 50, None).recent] == [1, 2, 3, 4, 5]
+    assert [row.step for row in reader.abandoned] == [6, 7, 8, 9, 10]
+
+
+def test_a_run_that_began_anew_has_a_line_of_its_own() -> None:
+    world = diverging()
+    world.rolls_back(45, Fork(1, None), 10)
+    view = look(world, 50)
+    assert (view.step, view.reward, view.recent, view.checkpoint, view.kl_limit) == (0, None, (), None, None)
 
 
 def test_a_daemon_that_no_longer_renews_is_not_alive() -> None:

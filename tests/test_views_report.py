@@ -11,12 +11,17 @@ import pytest
 from matplotlib import image
 from rich.console import Console
 
+from checkpoint import exports
 from checkpoint.metrics import Row
-from orchestrator.views.plots import FaultMark, plot, plot_run
+from orchestrator.views.model import HealthView
+from orchestrator.views.plots import FaultMark, Left, RollbackMark, plot, plot_run
 from orchestrator.views.report import Report, build_report, render, to_json
-from policies.events import JobExited, JobRestarted, RunMoved
-from policies.vocabulary import NodePhase, RunPhase
-from tests.views_world import T0, World
+from orchestrator.views.timelines import Change
+from policies.divergence import Health
+from policies.events import HealthyChosen, JobExited, JobRestarted, ProbationPassed, RunMoved
+from policies.timelines import Fork
+from policies.vocabulary import Cause, NodePhase, PolicyVersion, RunPhase
+from tests.views_world import EVIDENCE, FIRST_FORK, T0, World
 
 
 @pytest.fixture
@@ -127,6 +132,105 @@ def test_the_report_is_drawn_in_80_columns(world: World) -> None:
     assert "kill rollout-1" in text
 
 
+@pytest.fixture
+def rolled_back(world: World) -> World:
+    """The run above, which diverged at step 10 and went on from step 5; then a person took it back to 1-7."""
+    world.diverges(182, onset_step=7, step=10)
+    world.rolls_back(183, FIRST_FORK, 10)
+    for step in (6, 7, 8):
+        world.logs(190 + 10 * (step - 6), step, timeline=1, reward=0.9, kl=0.05, orch__tokens=500.0)
+    world.rolls_back(215, BY_HAND, 8, Cause.USER)
+    world.logs(230, 8, timeline=2, reward=1.0, kl=0.06, orch__tokens=400.0)
+    return world
+
+
+BY_HAND = Fork(
+    timeline=2,
+    start="1-7",
+    changes={**FIRST_FORK.changes, "beta": 0.1},
+    skipped=FIRST_FORK.skipped,
+    reason="asked for by hand",
+)
+
+
+def test_the_report_tells_rollbacks(rolled_back: World) -> None:
+    report = build_report(rolled_back.store, T0 + 231)
+    assert (report.timeline, report.steps, report.kl_last) == (2, 8, 0.06)
+    assert report.reward_last == pytest.approx((0.4 + 0.5 + 0.9 + 0.9 + 1.0) / 5), "of the line, in its order"
+    assert report.tokens_generated == 5120 + 3 * 500 + 400
+    assert (report.steps_abandoned, report.tokens_abandoned) == (5 + 1, 5 * 512 + 500)
+    assert [fault.name for fault in report.faults] == ["kill rollout-1", "trainer-0-i1 exited with -9"]
+    first, second = report.rollbacks
+    assert (first.left, first.start, first.timeline, first.cause) == ("0-10", "0-5", 1, Cause.DIVERGED)
+    assert (first.steps_abandoned, first.tokens_abandoned, first.outcome) == (5, 2560, "was left by the next")
+    assert first.changes == {"learning_rate": Change(0.001, 0.0005), "beta": Change(0.02, 0.04)}
+    assert first.skipped == FIRST_FORK.skipped
+    assert (second.left, second.start, second.timeline, second.cause) == ("1-8", "1-7", 2, Cause.USER)
+    assert (second.changes, second.skipped) == ({"beta": Change(0.04, 0.1)}, ())
+    assert (second.steps_abandoned, second.tokens_abandoned) == (1, 500)
+    assert second.outcome == "is on probation until step 9"
+    assert report.health == HealthView()
+
+
+def test_rollbacks_in_json(rolled_back: World) -> None:
+    plain = json.loads(json.dumps(to_json(build_report(rolled_back.store, T0 + 231))))
+    assert plain["rollbacks"][0] == {
+        "timeline": 1,
+        "cause": "diverged",
+        "reason": FIRST_FORK.reason,
+        "left": "0-10",
+        "start": "0-5",
+        "changes": {
+            "learning_rate": {"before": 0.001, "after": 0.0005},
+            "beta": {"before": 0.02, "after": 0.04},
+        },
+        "skipped": [{"timeline": 0, "first_step": 7, "last_step": 10}],
+        "steps_abandoned": 5,
+        "tokens_abandoned": 2560,
+        "outcome": "was left by the next",
+    }
+    assert set(plain) == set(to_json(build_report(World().store, T0)))
+
+
+def test_rollbacks_are_drawn_in_80_columns(rolled_back: World) -> None:
+    text = drawn(build_report(rolled_back.store, T0 + 231))
+    assert max(map(len, text.splitlines())) <= 80
+    words = " ".join(text.split())
+    assert "rollbacks 2; 6 steps and 3,060 tokens thrown away" in words
+    assert "timeline 1 from 0-10 to checkpoint 0-5; 5 steps and 2,560 tokens thrown away" in words
+    assert f"why {FIRST_FORK.reason}" in words
+    assert (
+        "changed learning_rate 0.001 → 0.0005, beta 0.02 → 0.04; "
+        "other prompts for those of steps 7 to 10 of timeline 0"
+    ) in words
+    assert "changed beta 0.04 → 0.1 now is on probation until step 9" in words
+
+
+def test_a_rollback_that_has_passed_says_so_and_one_that_changes_nothing_too(world: World) -> None:
+    world.rolls_back(183, Fork(1, None, reason="asked [for]"), 10, Cause.USER)
+    world.happens(190, ProbationPassed(1, 21))
+    report = build_report(world.store, T0 + 191)
+    assert (report.rollbacks[0].start, report.rollbacks[0].steps_abandoned) == (None, 10)
+    assert (report.steps, report.reward_first) == (0, None)
+    words = " ".join(drawn(report).split())
+    assert "from 0-10 to the run's start; 10 steps" in words
+    assert "why asked [for] changed the sampling seeds alone now has passed its probation" in words
+
+
+def test_a_run_that_gave_up_names_what_is_healthy_and_where_it_is(world: World) -> None:
+    world.diverges(182, onset_step=7, step=10)
+    world.happens(183, HealthyChosen("0-5"), RunMoved(RunPhase.GAVE_UP, "diverged at step 10"))
+    report = build_report(world.store, T0 + 184)
+    assert (report.healthy, report.exported_to) == ("0-5", None)
+    assert report.health == HealthView(Health.TRIPPED, 10, 7, EVIDENCE)
+    assert exports.export_weights(world.store, PolicyVersion(0, 5)).prefix
+    report = build_report(world.store, T0 + 184)
+    assert report.exported_to == f"{world.store.url}/exports/0-5"
+    words = " ".join(drawn(report).split())
+    assert f"diverged since step 7: {EVIDENCE[0]}; {EVIDENCE[1]}" in words
+    assert "last healthy 0-5, exported to memory://views-" in words
+
+
 BLUE, RED, ORANGE, GREEN = (0x33, 0x66, 0xCC), (0xC0, 0x39, 0x2B), (0xE0, 0x7B, 0x39), (0x2E, 0x8B, 0x6F)
 
 
@@ -171,6 +275,44 @@ def test_a_run_with_little_logged_is_plotted(logged: list[Row], tmp_path: Path) 
     pixels = image.imread(path)
     assert pixels.shape[:2] == (1430, 1560)
     assert pixels.std() > 0.01
+
+
+GREY, SHADE, INK = (0xA9, 0xB0, 0xBA), (0xEC, 0xEE, 0xF1), (0x33, 0x3A, 0x45)
+
+
+def test_what_was_abandoned_is_grey_and_the_fork_is_marked(rolled_back: World, tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    plot_run(rolled_back.store, path)
+    assert count(path, GREY) > 500
+    assert count(path, SHADE) > 10_000
+    whole = rows(reward=0.02, kl=0.01, loss=0.01)
+    marks = [RollbackMark(20, 28)]
+    plot(whole, None, path, left=Left(marks=marks))
+    marked = count(path, INK)
+    assert count(path, GREY) == 0
+    plot(whole, None, path)
+    assert (count(path, SHADE), count(path, INK) < marked - 500) == (0, True)
+
+
+def test_a_runaway_that_was_abandoned_does_not_flatten_the_rest(tmp_path: Path) -> None:
+    calm, path = rows(kl=0.01), tmp_path / "plot.png"
+    runaway = [Row(1, step, T0, 1, {"kl": 10.0**step}) for step in range(20, 30)]
+
+    def blue_lines(left: Left) -> int:
+        """Over how many lines of pixels the KL goes."""
+        plot(calm, None, path, left=left)
+        pixels = np.rint(image.imread(path)[1000:, :, :3] * 255).astype(int)
+        return int((pixels == np.array(BLUE)).all(axis=2).any(axis=1).sum())
+
+    alone = blue_lines(Left())
+    assert blue_lines(Left(runaway, [RollbackMark(19, 29)])) > 0.5 * alone
+
+
+def test_a_run_of_which_everything_was_abandoned_is_plotted(tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    plot([], None, path, left=Left(rows(reward=1.0), [RollbackMark(0, 30)]))
+    assert count(path, GREY) > 100
+    assert count(path, BLUE) == 0
 
 
 def test_fault_marks_are_drawn(tmp_path: Path) -> None:

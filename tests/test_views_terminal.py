@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.views.model import MembershipView, NodeView, RunView, run_view
+from orchestrator.views.model import HealthView, MembershipView, NodeView, RollbackView, RunView, run_view
 from orchestrator.views.numbers import duration, short, sparkline, usd
 from orchestrator.views.terminal import changes, render, watch
-from policies.vocabulary import NodePhase, RunPhase
+from policies.divergence import Health
+from policies.vocabulary import Cause, NodePhase, RollbackStage, RunPhase
 from policies.wire import GatewayStatus, MemberStatus
 from tests.views_world import T0, World
 
@@ -52,7 +53,7 @@ def test_the_view_says_what_is_going_on_in_80_columns(view: RunView) -> None:
     assert "trainer is generating, 3 requests wait" in lines[0]
     assert "step 10 of 40 · 2.0 s a step · 1:00 min to go" in lines[1]
     assert line_with(lines, "reward") == "reward 1 ▁▂▃▃▄▅▆▆▇█ checkpoint 0-5, 7 s ago"
-    assert line_with(lines, "kl") == "kl 0.1 ▁▂▃▃▄▅▆▆▇█ limit 0.5 controller another-host.inval…"
+    assert line_with(lines, "kl") == "kl 0.1 ▁▂▃▃▄▅▆▆▇█ limit 0.52 controller another-host.inval…"
     assert line_with(lines, "tokens") == "tokens 50 a second 3 waiting price $8.10 an hour"
     assert line_with(lines, "trainer-0-i1") == "trainer-0-i1 serving 32 s on demand 0-10 0 7.20"
     assert line_with(lines, "rollout-0-i1") == "rollout-0-i1 serving 32 s spot 0-10 0 0.90"
@@ -101,8 +102,65 @@ def test_kl_above_its_limit_is_red(view: RunView) -> None:
         return captured.get()
 
     red = "\x1b[1;31m"
-    assert red not in styled(0.4)
-    assert f"{red}0.6" in styled(0.6)
+    assert red not in styled(0.51)
+    assert f"{red}0.53" in styled(0.53)
+
+
+WATCHED = HealthView(Health.WATCH, 9, 7, ("KL 3.21, 41 times its calm level [of] 0.078", "reward 0.1"))
+ROLLBACK = RollbackView(
+    timeline=1,
+    cause=Cause.DIVERGED,
+    reason="diverged since step 7",
+    from_step=10,
+    start="0-5",
+    stage=RollbackStage.FORKED,
+    since_s=T0 + 38,
+    probation_until_step=15,
+    text="waits for the old trainer to end",
+)
+
+
+def test_it_says_what_is_off_and_why(view: RunView) -> None:
+    lines = drawn(replace(view, health=WATCHED))
+    assert (max(map(len, lines)), len(lines) <= 24) == (80, True)
+    at = next(place for place, line in enumerate(lines) if line.startswith("watched"))
+    told = " ".join(" ".join(lines[at : at + 2]).split())
+    assert told == (
+        "watched since step 7, seen at step 9: KL 3.21, 41 times its calm level [of] 0.078; reward 0.1"
+    )
+    assert not any(line.startswith(("watched", "diverged", "rollback")) for line in drawn(view))
+    without = replace(WATCHED, health=Health.TRIPPED, evidence=())
+    assert line_with(drawn(replace(view, health=without)), "diverged") == "diverged since step 7, seen at step 9"
+
+
+def test_it_says_how_far_a_rollback_is(view: RunView) -> None:
+    lines = drawn(replace(view, rollback=ROLLBACK, timeline=1))
+    assert "rolling back to checkpoint 0-5" in lines[0]
+    assert "step 10 of 40 · timeline 1" in lines[1]
+    assert line_with(lines, "rollback") == (
+        "rollback timeline 1, from 0-5, waits for the old trainer to end (4 s)"
+    )
+    probation = replace(ROLLBACK, stage=RollbackStage.PROBATION, text="is on probation until step 15")
+    lines = drawn(replace(view, rollback=probation))
+    assert "trainer is generating" in lines[0]
+    assert "is on probation until step 15" in line_with(lines, "rollback")
+
+
+def test_a_run_in_the_worst_trouble_fits_the_screen(view: RunView) -> None:
+    nodes = tuple(replace(view.nodes[1], node=f"rollout-{i}-i1") for i in range(20))
+    health = HealthView(Health.TRIPPED, 12345, 12300, tuple("KL 3.21 " * 9 for _ in range(5)))
+    told = tuple(MembershipView(i, 60.0 - i, f"rollout-{i}: in doubt") for i in range(1, 6))
+    lines = drawn(replace(view, nodes=nodes, health=health, rollback=ROLLBACK, membership=told))
+    assert (max(map(len, lines)), len(lines) <= 24) == (80, True)
+    assert any(line.rstrip().endswith("…") for line in lines if "KL 3.21" in line)
+    assert any("and 15 more" in line for line in lines)
+    assert sum(line.startswith("rollout-") for line in lines) == 5
+    assert lines[-1].rstrip().endswith("rollout-1-i2 was asked for on spot: first")
+
+
+@pytest.mark.parametrize("phase", RunPhase)
+def test_every_phase_can_be_drawn(view: RunView, phase: RunPhase) -> None:
+    assert phase.upper().replace("_", " ") in drawn(replace(view, phase=phase, reason="because"))[0]
 
 
 def test_of_a_large_fleet_the_nodes_in_trouble_are_shown(view: RunView) -> None:

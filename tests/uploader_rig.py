@@ -63,8 +63,8 @@ def spool_checkpoints(folder: Path) -> None:
         time.sleep(PACE_S)
 
 
-def retire(listed: Sequence[Checkpoint], _: int | None = None) -> Sequence[PolicyVersion]:
-    return retired([Kept(one.at, one.pinned) for one in listed], KEEP_LAST, None, None)
+def retire(listed: Sequence[Checkpoint], _: Seal | None = None) -> Sequence[PolicyVersion]:
+    return retired([Kept(one.at, one.pinned) for one in listed], KEEP_LAST, None, None, ())
 
 
 def restore_again_and_again(store: Store, folder: Path) -> None:
@@ -72,7 +72,7 @@ def restore_again_and_again(store: Store, folder: Path) -> None:
     catalog, target = Catalog(store, "restorer"), folder / "restored"
     while True:
         any_there = bool(catalog.newest().checkpoints)
-        restored = restore_newest(store, 0, target, None)
+        restored = restore_newest(store, (0,), target, None)
         if restored is None:
             if any_there:
                 sys.exit("a checkpoint was listed, and none was found")
@@ -97,7 +97,7 @@ def restore_and_die(store: Store, folder: Path, gets: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().get_buffer(key)
 
-    restored = restore_newest(Mortal(store.url), 0, folder / "restored", None)
+    restored = restore_newest(Mortal(store.url), (0,), folder / "restored", None)
     assert restored is not None
     assert all((restored.folder / name).read_bytes() == content(name, restored.at.step) for name in SIZES)
     print(f"read {Mortal.read}")
@@ -193,7 +193,7 @@ def main(role: str, url: str, folder: Path, *more: str) -> None:
             spool_checkpoints(folder)
         case "upload":
             store = Store(url)
-            Uploader(store, Spool(folder / "spool", 0, 0), "trainer-0-i1", retire, lambda: False).run()
+            Uploader(store, Spool(folder / "spool", 0, 0), "trainer-0-i1", retire, lambda _: False).run()
         case "restore" if more:
             restore_and_die(Store(url), folder, int(more[0]))
         case "restore":

@@ -12,7 +12,23 @@ from checkpoint.manifest import files_below
 from checkpoint.metrics import Row
 from checkpoint.rehearsals import RehearsedFault, write_fault
 from checkpoint.store import Store
-from policies.events import Event, MachineBought, NodeMoved, NodeRequested, RunMoved
+from policies import exit_codes
+from policies.events import (
+    Diverged,
+    Event,
+    FleetMoved,
+    GatewayRestarted,
+    JobExited,
+    JobRestarted,
+    MachineBought,
+    NodeMoved,
+    NodeRequested,
+    RollbackBegun,
+    RunMoved,
+    TimelineForked,
+    TimelineResumed,
+    TrainerFenced,
+)
 from policies.snapshot import Trainer
 from policies.spec import (
     Dataset,
@@ -23,9 +39,18 @@ from policies.spec import (
     RunSpec,
     TrainerSpec,
 )
-from policies.vocabulary import Market, NodePhase, PolicyVersion, Role, RunPhase
+from policies.timelines import Fork, Skipped
+from policies.vocabulary import Cause, Market, NodePhase, PolicyVersion, Role, RunPhase
 
 T0 = 1_700_000_000.0
+EVIDENCE = ("KL 3.21, 41 times its calm level of 0.078", "reward 0.1, down from 0.8")
+FIRST_FORK = Fork(
+    timeline=1,
+    start="0-5",
+    changes={"learning_rate": 0.0005, "beta": 0.04},
+    skipped=(Skipped(0, 7, 10),),
+    reason=f"diverged since step 7: {EVIDENCE[0]}",
+)
 _names = itertools.count()
 REHEARSAL = Rehearsal(
     trainer_prices=Prices(on_demand_usd_per_h=7.2, spot_usd_per_h=3.6),
@@ -42,8 +67,8 @@ class World:
             name="digits",
             storage=self.store.url,
             trainer=TrainerSpec(model="m", dataset=Dataset(path="d"), reward_funcs=("rewards.digits",)),
-            grpo={},
-            policies=PoliciesSpec(kl=None if kl_limit is None else KlPolicy(limit=kl_limit)),
+            grpo={"learning_rate": 0.001, "beta": 0.02},
+            policies=PoliciesSpec(kl=KlPolicy(limit=kl_limit)),
             rehearse=rehearse,
         )
         documents.create_run(self.store, documents.RunRecord(1, "id", T0, spec))
@@ -77,23 +102,47 @@ class World:
             self.moves(10, node, NodePhase.SERVING)
         self.happens(10, RunMoved(RunPhase.TRAINING, "the trainer has its first heartbeat"))
 
-    def logs(self, at_s: float, step: int, **values: float) -> None:
+    def logs(self, at_s: float, step: int, timeline: int = 0, **values: float) -> None:
         named = {name.replace("__", "/"): value for name, value in values.items()}
-        metrics.MetricsWriter(self.store).append(Row(0, step, T0 + at_s, 1, named))
+        metrics.MetricsWriter(self.store).append(Row(timeline, step, T0 + at_s, 1, named))
 
-    def beats(self, at_s: float, step: int, max_steps: int = 40) -> None:
-        beat = Trainer("trainer-0-i1", 1, 0, step, max_steps, "generating", T0 + at_s)
+    def beats(self, at_s: float, step: int, max_steps: int = 40, timeline: int = 0) -> None:
+        beat = Trainer("trainer-0-i1", 1 + timeline, timeline, step, max_steps, "generating", T0 + at_s)
         documents.write_trainer(self.store, beat)
+
+    def diverges(self, at_s: float, onset_step: int, step: int, timeline: int = 0) -> None:
+        """The trainer's guard trips, and its work ends."""
+        self.happens(
+            at_s,
+            JobExited("trainer-0-i1", 1 + timeline, exit_codes.DIVERGED, step),
+            Diverged(timeline, step, onset_step, EVIDENCE, "trainer"),
+        )
+
+    def begins_rollback(self, at_s: float, fork: Fork, from_step: int, cause: Cause = Cause.DIVERGED) -> None:
+        self.happens(at_s, RollbackBegun(fork, cause, from_step, fork.reason))
+
+    def rolls_back(self, at_s: float, fork: Fork, from_step: int, cause: Cause = Cause.DIVERGED) -> None:
+        """All of it but the probation; the trainer and the gateway beside it come back 4 s later."""
+        timeline = fork.timeline
+        self.begins_rollback(at_s, fork, from_step, cause)
+        restarted = JobRestarted("trainer-0-i1", 1 + timeline, f"goes on with timeline {timeline}")
+        self.happens(at_s + 1, TimelineForked(timeline))
+        if cause is Cause.USER:  # the trainer was at work
+            self.happens(at_s + 2, JobExited("trainer-0-i1", timeline, exit_codes.FENCED, from_step))
+        self.happens(at_s + 2, TrainerFenced(timeline), restarted)
+        start_step = 0 if fork.start_at is None else fork.start_at.step
+        self.happens(at_s + 4, GatewayRestarted(f"gateway-{timeline}"), TimelineResumed(timeline, start_step))
+        self.happens(at_s + 5, FleetMoved(timeline, f"{timeline}-{start_step}"))
 
     def is_steered(self, at_s: float) -> None:
         lease = documents.Lease("build-7/42", "another-host.invalid", 42, "1", 1, T0 + at_s, 15.0)
         documents.write_lease(self.store, lease)
 
-    def saves(self, at_s: float, step: int, folder: Path) -> None:
+    def saves(self, at_s: float, step: int, folder: Path, timeline: int = 0) -> None:
         """A checkpoint of one file, as the uploader stores it."""
         (folder / "weights.safetensors").write_bytes(b"w")
         catalog = Catalog(self.store, "trainer-0-i1")
-        checkpoints.upload(self.store, catalog, files_below(folder), PolicyVersion(0, step), T0 + at_s, {})
+        checkpoints.upload(self.store, catalog, files_below(folder), PolicyVersion(timeline, step), T0 + at_s, {})
 
     def rehearses(self, at_s: float, number: int, target: str, at_step: int, fault: str = "kill") -> None:
         write_fault(self.store, RehearsedFault(number, fault, target, at_step, T0 + at_s, f"took {target}"))

@@ -7,7 +7,7 @@ out; `fault` says what they mean. Retrying is `checkpoint.store`'s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
@@ -47,8 +47,11 @@ class Backend(Protocol):
     def put(self, key: str, data: BytesLike) -> None:
         """Write in one request, so that nothing is left behind by one that is cut off."""
 
+    def put_parts(self, key: str, parts: Iterable[BytesLike]) -> None:
+        """Write an object of any size from its parts, one after another, in as many requests as it takes."""
+
     def create(self, key: str, data: BytesLike) -> None:
-        """The same, only if there is no object of that name."""
+        """As `put`, only if there is no object of that name."""
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete all of them, in few requests where the store can; missing ones are no error."""

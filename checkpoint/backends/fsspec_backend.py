@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,6 +21,7 @@ from checkpoint.errors import AlreadyExists, NotFound, StoreDenied, StoreUnavail
 S3_SCHEMES = ("s3", "s3a")
 READ_TIMEOUT_S = 120  # it runs while a request goes up as well: 16 MiB at 140 KB/s
 ONE_PUT_BYTES = 5 << 30  # s3fs goes over to multipart uploads beyond twice its chunk size; 5 GiB is S3's own limit
+PART_BYTES = 16 << 20  # S3 allows 10,000 parts
 BULK_KEYS = 1000
 _TIMES = ("LastModified", "last_modified", "modified", "mtime", "updated", "created")
 _MISTAKES = (TypeError, AttributeError, NameError, NotImplementedError, AssertionError)
@@ -43,6 +44,13 @@ class FsspecBackend:
 
     def put(self, key: str, data: BytesLike) -> None:
         self._write(key, data, "overwrite")
+
+    def put_parts(self, key: str, parts: Iterable[BytesLike]) -> None:
+        if not self._is_s3:
+            self._fs.makedirs(self._path(key).rpartition("/")[0], exist_ok=True)
+        with self._fs.open(self._path(key), "wb", block_size=PART_BYTES) as out:
+            for part in parts:
+                out.write(bytes(part))
 
     def create(self, key: str, data: BytesLike) -> None:
         self._write(key, data, "create")

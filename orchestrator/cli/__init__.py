@@ -10,8 +10,10 @@ import typer
 from checkpoint.errors import StoreError
 from orchestrator.cli import checkpoints, members
 from orchestrator.cli.console import Stop, console, errors
+from orchestrator.cli.detect import detect
 from orchestrator.cli.doctor import doctor
 from orchestrator.cli.look import events, logs, plot, report, status
+from orchestrator.cli.rollback import rollback
 from orchestrator.cli.start import down, resume, up
 from orchestrator.cli.target import NoSuchRun
 from orchestrator.cli.write import init, validate
@@ -28,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (init, validate, doctor, up, status, logs, events, resume, down, report, plot):
+for command in (init, validate, doctor, up, status, logs, events, resume, rollback, down, report, plot, detect):
     app.command()(command)
 app.add_typer(checkpoints.app)
 app.add_typer(members.app)

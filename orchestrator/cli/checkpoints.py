@@ -22,6 +22,7 @@ from checkpoint.checkpoints import verify as read_all
 from checkpoint.chunks import Progress
 from checkpoint.errors import NotFound
 from checkpoint.store import Store
+from checkpoint.timelines import read_forks
 from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.look import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run
@@ -29,6 +30,7 @@ from orchestrator.views.numbers import NOT_KNOWN, data_size, duration
 from policies import exit_codes
 from policies.retention import Kept, retired
 from policies.spec import CheckpointsSpec
+from policies.timelines import Fork
 from policies.vocabulary import PolicyVersion
 
 NEWEST = "latest"
@@ -53,7 +55,7 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
         console.print("no checkpoint yet")
         return
     table = Table("version", "age", "size", "pinned", "kept as", box=None, pad_edge=False, header_style="dim")
-    reasons = kept_as(listed, record.spec.checkpoints)
+    reasons = kept_as(listed, record.spec.checkpoints, read_forks(store))
     for one in listed:
         age = duration(time.time() - one.created_at_s)
         why = ", ".join(reasons[one.at]) or NOT_KNOWN
@@ -86,7 +88,7 @@ def verify(
     store, _ = open_run(target)
     catalog = _catalog(store)
     listed = catalog.newest().checkpoints
-    wanted = [_find(listed, text) for text in versions or [one.version for one in listed] or [NEWEST]]
+    wanted = [find_checkpoint(listed, text) for text in versions or [one.version for one in listed] or [NEWEST]]
     found: dict[Checkpoint, list[str]] = {}
     for one in dict.fromkeys(wanted):
         with _progress(f"reading {one.version}", one.size_bytes) as progress:
@@ -115,7 +117,7 @@ def export(
     """Write a checkpoint as a folder for from_pretrained and for TRL's resume_from_checkpoint."""
     store, _ = open_run(target)
     catalog = _catalog(store)
-    one = _find(catalog.newest().checkpoints, version)
+    one = find_checkpoint(catalog.newest().checkpoints, version)
     folder = folder.resolve()
     try:
         _refuse_used(folder)
@@ -136,15 +138,18 @@ def export(
         console.print(told, markup=False, highlight=False, soft_wrap=True)
 
 
-def kept_as(listed: Sequence[Checkpoint], spec: CheckpointsSpec) -> dict[PolicyVersion, list[str]]:
-    """Which rules of retention keep each checkpoint; an excursion of the KL is not known here."""
-    older = set(retired([Kept(one.at) for one in listed], spec.keep_last, None, None))
-    every = spec.keep_every_steps
+def kept_as(
+    listed: Sequence[Checkpoint], spec: CheckpointsSpec, forks: Sequence[Fork]
+) -> dict[PolicyVersion, list[str]]:
+    """Which rules of retention keep each checkpoint; what is kept from before a divergence is not known here."""
+    kept, every = [Kept(one.at) for one in listed], spec.keep_every_steps
+    older = set(retired(kept, spec.keep_last, None, None, forks))
+    others = set(retired(kept, spec.keep_last, every, None, forks))
     reasons: dict[PolicyVersion, list[str]] = {one.at: [] for one in listed}
     for at, why in reasons.items():
         if at not in older:
             why.append(f"newest {spec.keep_last}")
-        if every is not None and at.step % every == 0:
+        if every is not None and at not in others and at.step % every == 0:
             why.append(f"every {every} steps")
     return reasons
 
@@ -152,7 +157,7 @@ def kept_as(listed: Sequence[Checkpoint], spec: CheckpointsSpec) -> dict[PolicyV
 def _pin(version: str, target: str | None, output: Output, *, pinned: bool) -> None:
     store, _ = open_run(target)
     catalog = _catalog(store)
-    at = _find(catalog.newest().checkpoints, version).at
+    at = find_checkpoint(catalog.newest().checkpoints, version).at
     one = catalog.pin(time.time(), at, pinned=pinned).find(at)
     if output is Output.JSON:
         print_json(_plain(one))
@@ -168,7 +173,7 @@ def _is_listed(catalog: Catalog, one: Checkpoint) -> bool:
     return any(other.manifest == one.manifest for other in catalog.newest().checkpoints)
 
 
-def _find(listed: Sequence[Checkpoint], text: str) -> Checkpoint:
+def find_checkpoint(listed: Sequence[Checkpoint], text: str) -> Checkpoint:
     """The checkpoint that a word means; a step is that of the newest timeline which has it. Raises Stop."""
     if not _VERSION.fullmatch(text):
         raise Stop(f"{text!r} names no checkpoint: {WANTED}", exit_codes.USAGE)

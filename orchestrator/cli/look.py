@@ -27,6 +27,7 @@ from orchestrator.views.events import EventLine, event_json, lines, rehearsed_li
 from orchestrator.views.model import RunView
 from orchestrator.views.numbers import clock
 from orchestrator.views.reader import Reader
+from orchestrator.views.report import Report
 from policies import exit_codes
 from policies.vocabulary import RunPhase
 
@@ -123,9 +124,9 @@ def plot(
 
 
 def attach(store: Store) -> None:
-    """Watch until the run is over, then sum it up; Ctrl-C detaches. Raises Stop when the run has failed."""
+    """Watch until the run is over, then sum it up; Ctrl-C detaches. Raises Stop when it ended as it should not."""
     try:
-        view = terminal.watch(_looker(store), threading.Event().wait, console)
+        terminal.watch(_looker(store), threading.Event().wait, console)
     except KeyboardInterrupt:
         console.print(
             f"\nDetached; the run goes on. Come back with: grpo-orch status -w {store.url}\n"
@@ -134,10 +135,26 @@ def attach(store: Store) -> None:
             soft_wrap=True,
         )
         return
-    console.print(reports.render(reports.build_report(store, time.time())))
-    if view.phase is RunPhase.FAILED:
-        hint = f"when it is mended, continue with: grpo-orch resume {store.url}"
-        raise Stop(f"{view.name} failed: {view.reason}; {hint}", exit_codes.FAILED)
+    built = reports.build_report(store, time.time())
+    console.print(reports.render(built))
+    if (stop := _bad_end(built)) is not None:
+        raise stop
+
+
+def _bad_end(built: Report) -> Stop | None:
+    """What is said of a run that has failed, given up, or waits for its user; None for any other."""
+    match built.phase:
+        case RunPhase.FAILED:
+            hint = f"when it is mended, continue with: grpo-orch resume {built.store}"
+            return Stop(f"{built.name} failed: {built.reason}; {hint}", exit_codes.FAILED)
+        case RunPhase.PAUSED:
+            hint = f"go on with: grpo-orch rollback {built.store}"
+            return Stop(f"{built.name} is paused: {built.reason}; {hint}", exit_codes.FAILED)
+        case RunPhase.GAVE_UP:
+            hint = f"go on by hand, with something changed: grpo-orch rollback {built.store}"
+            kept = f"; the weights of {built.healthy} are in {built.exported_to}" if built.exported_to else ""
+            return Stop(f"{built.name} gave up: {built.reason}{kept}; {hint}", exit_codes.GAVE_UP)
+    return None
 
 
 def _log(store: Store, record: RunRecord, node: str, follow: bool) -> Iterator[str]:

@@ -25,11 +25,12 @@ from orchestrator.cli.remote import (
     stop_remote,
 )
 from orchestrator.cli.target import keep_options, open_run, open_store, record_of, storage_of
+from orchestrator.cli.write import print_notices
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.local import node_python
 from orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from orchestrator.clouds.sky_remote import RemoteController
-from orchestrator.config.load import load_spec, load_storage
+from orchestrator.config.load import load, load_storage
 from orchestrator.home import known_token, remember_run, run_id_of, run_token, token_file, token_mark
 from orchestrator.launcher import start_daemon, start_rehearsal
 from orchestrator.lease import is_alive
@@ -56,7 +57,8 @@ def up(
     remote: Remote = False,
 ) -> None:
     """Start a run: check it, show what will be started, start its daemon, watch."""
-    spec = load_spec(run_yaml)
+    loaded = load(run_yaml)
+    spec = loaded.spec
     storage = load_storage(run_yaml)
     store = open_store(storage)
     record = RunRecord(documents.SCHEMA, run_id_of(spec.name, store.url), time.time(), spec)
@@ -66,6 +68,7 @@ def up(
         node_python()
     probe(store)
     _show_plan(record, store, controller)
+    print_notices(loaded)
     if not yes and not typer.confirm("Start?", default=True):
         raise Stop("nothing was started", exit_codes.OK)
     try:
@@ -87,6 +90,13 @@ def resume(target: Target = None, detach: Detach = False, remote: Remote = False
     if state.phase is RunPhase.FINISHED and not state.nodes:
         raise Stop(
             f"{record.spec.name} is finished; `grpo-orch report {store.url}` tells how it went", exit_codes.OK
+        )
+    ended_diverged = state.phase in (RunPhase.PAUSED, RunPhase.GAVE_UP)
+    if ended_diverged and not state.nodes and state.exported == state.healthy:
+        raise Stop(
+            f"{record.spec.name} {state.reason}; it goes on from an earlier checkpoint, with something changed: "
+            f"grpo-orch rollback {store.url}",
+            exit_codes.USAGE,
         )
     controller = controller_of(record, store, wanted=remote)
     if controller is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from orchestrator.cli.console import Stop, console
-from orchestrator.config.load import load_spec
+from orchestrator.cli.look import AsJson, Output, print_json
+from orchestrator.config.load import ConfigError, Loaded, Problem, load
 from orchestrator.config.template import init_text
 from policies import exit_codes
 
@@ -30,7 +32,44 @@ def init(
 
 def validate(
     run_yaml: Annotated[Path, typer.Argument(help="The file to check.")] = Path("run.yaml"),
+    output: AsJson = Output.TEXT,
 ) -> None:
     """Check a run.yaml without starting anything."""
-    spec = load_spec(run_yaml)
-    console.print(f"{run_yaml}: {spec.name} is valid", highlight=False)
+    if output is Output.JSON:
+        _validate_for_programs(run_yaml)
+        return
+    loaded = load(run_yaml)
+    console.print(f"{run_yaml}: {loaded.spec.name} is valid", markup=False, highlight=False, soft_wrap=True)
+    print_notices(loaded)
+
+
+def print_notices(loaded: Loaded) -> None:
+    """Say what the user of a valid file should know before it is run, a line each."""
+    for notice in loaded.notices:
+        console.print(f"notice: {notice}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _validate_for_programs(run_yaml: Path) -> None:
+    try:
+        loaded = load(run_yaml)
+    except ConfigError as error:
+        print_json(_checked(run_yaml, None, error.problems, ()))
+        raise typer.Exit(exit_codes.USAGE) from None
+    print_json(_checked(run_yaml, loaded.spec.name, (), loaded.notices))
+
+
+def _checked(
+    run_yaml: Path, name: str | None, problems: Sequence[Problem], notices: Sequence[Problem]
+) -> dict[str, Any]:
+    """Every key is always there; `name` is null and `problems` is not empty where the file is not valid."""
+    return {
+        "file": str(run_yaml),
+        "name": name,
+        "valid": not problems,
+        "problems": [_plain(one) for one in problems],
+        "notices": [_plain(one) for one in notices],
+    }
+
+
+def _plain(found: Problem) -> dict[str, Any]:
+    return {"line": found.line or None, "key": found.key, "message": found.message}

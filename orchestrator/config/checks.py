@@ -10,8 +10,9 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
+from orchestrator.config.bounds import check_bounds
 from orchestrator.config.given import Doubtful, Given
 from orchestrator.config.problems import Findings, KeyPath
 
@@ -19,40 +20,6 @@ NAME = re.compile(r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")  # it becomes part of
 SAVE_STEPS = 50
 LOGGING_STEPS = 1
 EVAL_STEPS = 50
-
-# The least that a number may be; strictly more where the flag is set.
-_LEAST: dict[KeyPath, tuple[float, bool]] = {
-    ("rollout", "replicas", "min"): (1, False),
-    ("rollout", "replicas", "max"): (1, False),
-    ("rollout", "deadline_s"): (0, True),
-    ("policies", "kl", "limit"): (0, True),
-    ("policies", "resume_state_steps"): (1, False),
-    ("policies", "boot_timeout_s"): (0, True),
-    ("policies", "trainer_restarts"): (0, False),
-    ("checkpoints", "keep_last"): (1, False),
-    ("checkpoints", "keep_every_steps"): (1, False),
-    ("checkpoints", "spool_gib"): (0, True),
-    ("checkpoints", "max_behind_steps"): (1, False),
-    ("rehearse", "trainer_prices", "on_demand_usd_per_h"): (0, False),
-    ("rehearse", "trainer_prices", "spot_usd_per_h"): (0, False),
-    ("rehearse", "rollout_prices", "on_demand_usd_per_h"): (0, False),
-    ("rehearse", "rollout_prices", "spot_usd_per_h"): (0, False),
-    ("grpo", "per_device_train_batch_size"): (1, False),
-    ("grpo", "per_device_eval_batch_size"): (1, False),
-    ("grpo", "gradient_accumulation_steps"): (1, False),
-    ("grpo", "generation_batch_size"): (1, False),
-    ("grpo", "steps_per_generation"): (1, False),
-    ("grpo", "num_iterations"): (1, False),
-    ("grpo", "num_generations"): (2, False),
-    ("grpo", "num_generations_eval"): (1, False),
-    ("grpo", "max_completion_length"): (1, False),
-    ("grpo", "temperature"): (0, True),
-    ("grpo", "beta"): (0, False),
-    ("grpo", "save_steps"): (1, False),
-    ("grpo", "logging_steps"): (0, True),
-    ("grpo", "eval_steps"): (0, True),
-    ("trainer", "peft", "r"): (1, False),
-}
 
 
 def _name(given: Given, findings: Findings) -> None:
@@ -104,15 +71,15 @@ def _length_of_training(given: Given, findings: Findings) -> None:
         findings.add(("grpo", "num_train_epochs"), f"expected more than 0, or max_steps; got {epochs:g}")
 
 
-def _kl_needs_beta(given: Given, findings: Findings) -> None:
-    if given.at("policies", "kl") is None or given.grpo("beta") > 0:
+def _limit_needs_beta(given: Given, findings: Findings) -> None:
+    if given.at("policies", "kl", "limit") is None or given.grpo("beta") > 0:
         return
     if given.at("grpo", "beta") is None:
         message = "needs grpo.beta above 0: at TRL's default of 0.0 no kl is computed; set e.g. grpo.beta: 0.02"
-        findings.add(("policies", "kl"), message)
+        findings.add(("policies", "kl", "limit"), message)
     else:
-        message = "expected more than 0, as policies.kl is set and TRL computes no kl at 0; remove one of the two"
-        findings.add(("grpo", "beta"), message)
+        message = "expected more than 0, as policies.kl.limit is set and TRL computes no kl at 0"
+        findings.add(("grpo", "beta"), f"{message}; remove one of the two")
 
 
 def _save_steps(given: Given, findings: Findings) -> None:
@@ -248,7 +215,7 @@ CHECKS: tuple[Callable[[Given, Findings], None], ...] = (
     _both_batch_keys,
     _batch_holds_groups,
     _length_of_training,
-    _kl_needs_beta,
+    _limit_needs_beta,
     _save_steps,
     _waits_end,
     _spool,
@@ -269,8 +236,7 @@ CHECKS: tuple[Callable[[Given, Findings], None], ...] = (
 def cross_check(data: Mapping[str, Any], findings: Findings) -> None:
     """Run every check on data whose structure was checked."""
     given = Given(data, findings)
-    for path, (least, strictly) in _LEAST.items():
-        _check_least(given, path, least, strictly, findings)
+    check_bounds(given, findings)
     for check in CHECKS:
         try:
             check(given, findings)
@@ -295,15 +261,6 @@ def grpo_defaults(data: Mapping[str, Any], findings: Findings) -> dict[str, Any]
 def _save_steps_of(given: Given) -> int:
     """The file's, or the default. Raises Doubtful."""
     return int(given.at("grpo", "save_steps") or _next_multiple(SAVE_STEPS, given.window))
-
-
-def _check_least(given: Given, path: KeyPath, least: float, strictly: bool, findings: Findings) -> None:
-    try:
-        value = given.at(*cast("tuple[str, ...]", path))
-    except Doubtful:
-        return
-    if value is not None and (value <= least if strictly else value < least):
-        findings.add(path, f"expected {'more than' if strictly else 'at least'} {least:g}, got {value:g}")
 
 
 def _next_multiple(steps: float, window: int) -> int:

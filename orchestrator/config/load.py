@@ -1,4 +1,4 @@
-"""`load_spec`: a run.yaml in, a RunSpec out, or every problem of the file at once.
+"""`load`: a run.yaml in, a RunSpec and notices out, or every problem of the file at once.
 
 The order matters: parse, write out what is in short, check keys and types, then the rules between keys, each room
 going on where the one before found nothing wrong. Nothing is imported, started or written.
@@ -6,6 +6,7 @@ going on where the one before found nothing wrong. Nothing is imported, started 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from orchestrator.config.foreign_keys import (
     without_idle_switches,
 )
 from orchestrator.config.lines import Document, parse
+from orchestrator.config.notices import find_notices
 from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem
 from orchestrator.config.rehearsal import write_out_rehearsal
 from orchestrator.config.resources import check_resources
@@ -31,10 +33,18 @@ from orchestrator.config.storage import EXPECTED, Storage, write_out_storage
 from orchestrator.config.structure import check_structure
 from policies.spec import Replicas, RunSpec
 
-__all__ = ["ConfigError", "Problem", "Storage", "load_spec", "load_storage"]
+__all__ = ["ConfigError", "Loaded", "Problem", "Storage", "load", "load_spec", "load_storage"]
 
 
-def load_spec(path: Path) -> RunSpec:
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A run.yaml that can be run, and what its user should know before; `notices` in the order of the lines."""
+
+    spec: RunSpec
+    notices: tuple[Problem, ...]
+
+
+def load(path: Path) -> Loaded:
     """Read and check a run.yaml.
 
     Raises:
@@ -45,7 +55,14 @@ def load_spec(path: Path) -> RunSpec:
     if findings.problems:
         raise ConfigError(findings.problems)
     data["grpo"] |= grpo_defaults(data, findings)
-    return msgspec.convert({**data, "workdir": str(workdir)}, RunSpec)
+    spec = msgspec.convert({**data, "workdir": str(workdir)}, RunSpec)
+    find_notices(spec, findings)
+    return Loaded(spec, tuple(sorted(findings.notices, key=lambda notice: notice.line)))
+
+
+def load_spec(path: Path) -> RunSpec:
+    """Return what a run.yaml says. Raises ConfigError, as `load` does."""
+    return load(path).spec
 
 
 def load_storage(path: Path) -> Storage:

@@ -17,7 +17,7 @@ LISTED_MAX = 12  # a longer list of keys helps nobody: then only the nearest is 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem. `line` counts from 1; 0 where the file as a whole is meant. `key` may be empty."""
+    """One problem, or a notice. `line` counts from 1; 0 where the file as a whole is meant. `key` may be empty."""
 
     file: str
     line: int
@@ -48,6 +48,7 @@ class Findings:
     file: str
     lines: dict[KeyPath, int]
     problems: list[Problem] = field(default_factory=list)
+    notices: list[Problem] = field(default_factory=list)  # what runs, and perhaps not as it was meant
     refused: set[KeyPath] = field(default_factory=set)  # keys whose value nobody may rely on
     spelled: dict[KeyPath, KeyPath] = field(default_factory=dict)  # how the file itself calls a key
 
@@ -62,6 +63,12 @@ class Findings:
         self.refused.add(path)
         if not any(problem.key == shown for problem in self.problems):
             self.problems.append(Problem(self.file, line or self.lines[known], shown, message))
+
+    def notice(self, path: KeyPath, message: str) -> None:
+        """Point to a value with which the file can be run all the same."""
+        known = self._known(path)
+        shown = dotted(self.spelled.get(known, known))
+        self.notices.append(Problem(self.file, self.lines[known], shown, message))
 
     def rename(self, path: KeyPath, better: KeyPath) -> None:
         """Know a key of the file by another name from now on; reports still show the file's own."""

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
 from checkpoint.codec import event_to_plain
 from checkpoint.entries import Record
 from checkpoint.rehearsals import RehearsedFault
+from orchestrator.views.timelines import skipped_words, start_words
 from policies.events import (
     CommandTaken,
+    Diverged,
+    DivergenceCleared,
+    DivergenceWatched,
     Event,
+    Exported,
+    FleetMoved,
     GatewayRestarted,
+    HealthyChosen,
     JobExited,
     JobRestarted,
-    KlExceeded,
     MachineBought,
     NodeMoved,
     NodeRequested,
+    Noticed,
+    ProbationPassed,
+    RollbackBegun,
     RunCreated,
     RunMoved,
     StoreCaughtUp,
     StoreSlowed,
+    TimelineForked,
+    TimelineResumed,
     TookOver,
+    TrainerFenced,
 )
 from policies.vocabulary import Market, NodePhase, Refusal, RunPhase
 
@@ -98,8 +111,12 @@ def sentence(event: Event) -> str:
             return f"The gateway answers as a new process ({event.boot_id[:8]})"
         case CommandTaken():
             return f"The command '{event.kind}' was taken"
-        case KlExceeded():
-            return f"KL {event.kl:.3g} is above its limit {event.limit:g} at step {event.step}"
+        case DivergenceWatched() | DivergenceCleared() | Diverged() | Noticed() | HealthyChosen() | Exported():
+            return _health(event)
+        case RollbackBegun() | TimelineForked() | TrainerFenced() | TimelineResumed() | FleetMoved():
+            return _rollback(event)
+        case ProbationPassed():
+            return f"Timeline {event.timeline} has passed its probation at step {event.step}"
         case StoreSlowed():
             newest = f"the newest stored one is of step {event.stored_step}"
             stored = newest if event.stored_step else "none is stored"
@@ -108,6 +125,58 @@ def sentence(event: Event) -> str:
             return f"The store has caught up at step {event.step}: it has the checkpoint of {event.stored_step}"
         case _:
             assert_never(event)
+
+
+def _health(
+    event: DivergenceWatched | DivergenceCleared | Diverged | Noticed | HealthyChosen | Exported,
+) -> str:
+    match event:
+        case DivergenceWatched():
+            return _evident(f"Watched at step {event.step}: off since step {event.onset_step}", event.evidence)
+        case DivergenceCleared():
+            return f"What was watched has passed at step {event.step}"
+        case Diverged():
+            seen = f"seen at step {event.step} by the {event.seen_by}"
+            return _evident(f"The run has diverged since step {event.onset_step}, {seen}", event.evidence)
+        case Noticed():
+            return f"Noticed at step {event.step}: {event.text}"
+        case HealthyChosen(version=None):
+            return "There is no healthy checkpoint: the run diverged before its first"
+        case HealthyChosen():
+            return f"The last healthy checkpoint is {event.version}; its weights are to be exported"
+        case Exported(prefix=""):
+            hint = f"`grpo-orch checkpoints verify {event.version}` says why"
+            return f"The weights of {event.version} could not be exported; {hint}"
+        case Exported():
+            return f"The weights of {event.version} are exported to {event.prefix} in the store"
+        case _:
+            assert_never(event)
+
+
+def _rollback(event: RollbackBegun | TimelineForked | TrainerFenced | TimelineResumed | FleetMoved) -> str:
+    match event:
+        case RollbackBegun():
+            fork = event.fork
+            whereto = (
+                f"Rollback from step {event.from_step} to {start_words(fork.start)}, as timeline {fork.timeline}"
+            )
+            changed = ", ".join(f"{key} {value:g}" for key, value in fork.changes.items())
+            other = " and ".join(part for part in (changed, skipped_words(fork.skipped)) if part)
+            return f"{whereto}{f', with {other}' if other else ''}: {event.reason}"
+        case TimelineForked():
+            return f"Timeline {event.timeline} is in the store: no trainer of an older one goes on"
+        case TrainerFenced():
+            return f"The old trainer has ended, as timeline {event.timeline} wants"
+        case TimelineResumed():
+            return f"Timeline {event.timeline} is trained, from step {event.step}"
+        case FleetMoved():
+            return f"The fleet serves timeline {event.timeline}, policy {event.policy}"
+        case _:
+            assert_never(event)
+
+
+def _evident(what: str, evidence: Sequence[str]) -> str:
+    return f"{what}; {'; '.join(evidence)}" if evidence else what
 
 
 def market_words(market: Market) -> str:
@@ -132,6 +201,8 @@ _RUN_VERBS = {
     RunPhase.STOPPING: "is stopping",
     RunPhase.STOPPED: "has stopped",
     RunPhase.FAILED: "has failed",
+    RunPhase.PAUSED: "is paused",
+    RunPhase.GAVE_UP: "has given up",
 }
 _NODE_VERBS = {
     NodePhase.REQUESTED: "was asked for",

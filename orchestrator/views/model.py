@@ -13,9 +13,12 @@ from checkpoint.store import Store
 from orchestrator.lease import is_alive
 from orchestrator.views.events import EventLine, event_json
 from orchestrator.views.reader import Reader
+from orchestrator.views.timelines import stage_words
+from policies.divergence import Health
 from policies.phases import TERMINAL_RUN
-from policies.state import Node
-from policies.vocabulary import Market, NodePhase, PolicyVersion, Role, RunPhase
+from policies.snapshot import Trainer
+from policies.state import Node, RunState
+from policies.vocabulary import Cause, Market, NodePhase, PolicyVersion, Role, RollbackStage, RunPhase
 from policies.wire import GatewayStatus
 
 RECENT_STEPS = 120  # what the sparklines show
@@ -51,7 +54,7 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointView:
-    """The newest checkpoint."""
+    """The newest checkpoint of the present line."""
 
     version: str
     age_s: float
@@ -64,6 +67,31 @@ class MembershipView:
     seq: int
     ago_s: float
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HealthView:
+    """What the detectors say of the present timeline. `step` is that of the notice."""
+
+    health: Health = Health.HEALTHY
+    step: int | None = None
+    onset_step: int | None = None
+    evidence: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackView:
+    """The rollback that is under way, its probation included."""
+
+    timeline: int  # the new one
+    cause: Cause
+    reason: str
+    from_step: int
+    start: str | None  # the checkpoint to which it goes back; None: the run's start
+    stage: RollbackStage
+    since_s: float  # when it came into that stage, seconds since the epoch
+    probation_until_step: int
+    text: str  # what it waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +114,15 @@ class RunView:
     phase: RunPhase
     reason: str
     timeline: int
+    rollbacks: int  # so far, the one under way included
+    rollback: RollbackView | None
+    health: HealthView
     step: int
     max_steps: int | None
     activity: str | None  # the trainer's own word
     reward: float | None
     kl: float | None
-    kl_limit: float | None
+    kl_limit: float | None  # `policies.kl.limit` above the run's own start; None before that is known, too
     step_s: float | None  # median of the last steps
     tokens_per_s: float | None
     eta_s: float | None
@@ -120,32 +151,37 @@ def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunV
     reader.refresh()
     if not reader.state.live(Role.TRAINER):
         gateway = None  # it went with the trainer's machine
-    beat, rows, kl = reader.trainer, reader.path, reader.spec.policies.kl
+    beat, rows, state = reader.trainer, reader.path, reader.state
+    if beat is not None and beat.timeline != state.timeline:
+        beat = None  # the last word of a trainer that a rollback has ended
     pace = rows[-PACE_STEPS - 1 :]
     step_s = _step_s(pace)
     step = beat.step if beat else (rows[-1].step if rows else 0)
-    left = beat.max_steps - step if beat else 0
-    running = reader.state.phase not in TERMINAL_RUN
+    max_steps = reader.trainer.max_steps if reader.trainer else None
+    running = state.phase not in TERMINAL_RUN
     return RunView(
         name=reader.spec.name,
         store=reader.store.url,
         now_s=now_s,
-        phase=reader.state.phase,
-        reason=reader.state.reason,
-        timeline=beat.timeline if beat else 0,
+        phase=state.phase,
+        reason=state.reason,
+        timeline=state.timeline,
+        rollbacks=len(state.rollbacks),
+        rollback=_rollback(state),
+        health=health_of(state),
         step=step,
-        max_steps=beat.max_steps if beat else None,
+        max_steps=max_steps,
         activity=beat.activity if beat else None,
         reward=_last(rows, "reward"),
         kl=_last(rows, "kl"),
-        kl_limit=kl.limit if kl else None,
+        kl_limit=reader.kl_limit,
         step_s=step_s,
         tokens_per_s=_tokens_per_s(pace),
-        eta_s=left * step_s if step_s is not None and beat and running else None,
+        eta_s=(max_steps - step) * step_s if step_s is not None and max_steps is not None and running else None,
         requests_waiting=gateway.requests_waiting if gateway else None,
-        nodes=_nodes(reader, gateway),
+        nodes=_nodes(reader, beat, gateway),
         checkpoint=_checkpoint(reader, now_s),
-        store_slow=reader.state.store_slow and running,
+        store_slow=state.store_slow and running,
         daemon=_daemon(reader, now_s),
         recent=tuple(Point(r.step, r.values.get("reward"), r.values.get("kl")) for r in rows[-RECENT_STEPS:]),
         membership=_membership(gateway),
@@ -160,12 +196,38 @@ def to_json(view: RunView) -> dict[str, Any]:
     return plain
 
 
-def _nodes(reader: Reader, gateway: GatewayStatus | None) -> tuple[NodeView, ...]:
+def health_of(state: RunState) -> HealthView:
+    """What is journalled of the present timeline's health."""
+    if state.diverged is not None:
+        seen = state.diverged
+        return HealthView(Health.TRIPPED, seen.step, seen.onset_step, seen.evidence)
+    if state.watched is not None:
+        return HealthView(Health.WATCH, state.watched.step, state.watched.onset_step, state.watched.evidence)
+    return HealthView()
+
+
+def _rollback(state: RunState) -> RollbackView | None:
+    rollback = state.rollback
+    if rollback is None:
+        return None
+    return RollbackView(
+        timeline=rollback.fork.timeline,
+        cause=rollback.cause,
+        reason=rollback.fork.reason,
+        from_step=rollback.from_step,
+        start=rollback.fork.start,
+        stage=rollback.stage,
+        since_s=rollback.since_s,
+        probation_until_step=rollback.probation_until_step,
+        text=stage_words(rollback),
+    )
+
+
+def _nodes(reader: Reader, beat: Trainer | None, gateway: GatewayStatus | None) -> tuple[NodeView, ...]:
     """One line a slot, the trainer first, `rollout-10` behind `rollout-9`."""
     members = gateway.members if gateway else []
     # The content digest behind the version is for machines.
     holds = {member.node: member.policy and member.policy.partition("@")[0] for member in members}
-    beat = reader.trainer
     if beat is not None:
         holds[beat.node] = str(PolicyVersion(beat.timeline, beat.step))
     newest = sorted(reader.newest_node.values(), key=lambda n: (n.role is not Role.TRAINER, len(n.slot), n.slot))
@@ -197,9 +259,10 @@ def _membership(gateway: GatewayStatus | None) -> tuple[MembershipView, ...]:
 
 
 def _checkpoint(reader: Reader, now_s: float) -> CheckpointView | None:
-    if not reader.checkpoints:
+    listed = reader.listed
+    if not listed:
         return None
-    newest = reader.checkpoints[-1]
+    newest = listed[-1]
     return CheckpointView(newest.version, max(0.0, now_s - newest.created_at_s))
 
 

@@ -1,4 +1,7 @@
-"""A run as a picture: the four panels people know, and KL against its limit, as PNG."""
+"""A run as a picture: the four panels people know, and KL against its limit, as PNG.
+
+Lines are those of the run's present timeline. What a rollback abandoned is grey behind them.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,13 @@ from checkpoint.metrics import REWARD_MAX, REWARD_MIN, Row
 from checkpoint.store import Store
 from orchestrator.views.reader import Reader
 from orchestrator.views.report import HELD_OUT, REWARD, run_faults
+from policies.abandoned import abandoned
 from policies.accounting import Step, fault_costs
 
 BLUE, ORANGE, GREEN, PURPLE, RED = "#3366cc", "#e07b39", "#2e8b6f", "#7a5ba8", "#c0392b"
 INK, GRID = "#333a45", "#e3e6ea"
+GREY, SHADE = "#a9b0ba", "#eceef1"
+ROOM_FOR_GREY = 0.5  # of the present line's own height, above and below it
 SMOOTHED_OVER = 0.08  # of the steps: the thick line is a running mean over so many of the thin one's
 
 Series = tuple[list[int], list[float]]
@@ -32,6 +38,22 @@ class FaultMark:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class RollbackMark:
+    """A line at the step that a rollback went back to, and a shade from there to the last that it abandoned."""
+
+    start_step: int
+    last_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What rollbacks left behind: the rows, in order, and where."""
+
+    rows: Sequence[Row] = ()
+    marks: Sequence[RollbackMark] = ()
+
+
 def plot_run(store: Store, path: Path) -> None:
     """Plot the run in `store` to `path`. Raises NotFound when there is no run."""
     reader = Reader(store)
@@ -39,8 +61,14 @@ def plot_run(store: Store, path: Path) -> None:
     steps = [Step(row.timeline, row.step, row.reached_s) for row in reader.rows]
     faults = run_faults(store, reader.history())
     marks = [FaultMark(cost.at_step, cost.name) for cost in fault_costs(steps, faults)]
-    kl = reader.spec.policies.kl
-    plot(reader.path, kl.limit if kl else None, path, title=reader.spec.name, faults=marks)
+    rollbacks = [one for one in reader.state.rollbacks if one.fork in reader.state.forks]
+    starts = [0 if one.fork.start_at is None else one.fork.start_at.step for one in rollbacks]
+    lost = abandoned(steps, rollbacks)
+    left = Left(
+        sorted(reader.abandoned, key=lambda row: (row.timeline, row.step)),
+        [RollbackMark(start, one.last_step) for start, one in zip(starts, lost, strict=True)],
+    )
+    plot(reader.path, reader.kl_limit, path, title=reader.spec.name, faults=marks, left=left)
 
 
 def plot(
@@ -50,6 +78,7 @@ def plot(
     *,
     title: str = "",
     faults: Sequence[FaultMark] = (),
+    left: Left = Left(),
 ) -> None:
     """Draw the rows to a PNG at `path`. A panel whose metric was never logged says so."""
     figure = Figure(figsize=(12, 11), dpi=130, facecolor="white")
@@ -62,12 +91,13 @@ def plot(
     _loss(panels[2], rows)
     _band(panels[3], rows)
     _kl(panels[4], rows, kl_limit)
-    for panel in panels:
-        _finish(panel, rows, faults)
+    for panel, metric in zip(panels, (REWARD, REWARD, "loss", REWARD, "kl"), strict=True):
+        _left_behind(panel, left, metric)
+        _finish(panel, [*rows, *left.rows], faults)
     figure.align_ylabels([panels[0], panels[2], panels[4]])
     figure.align_ylabels([panels[1], panels[3]])
     figure.text(0.08, 0.962, title, fontsize=17, fontweight="bold", color=INK)
-    figure.text(0.97, 0.962, _subtitle(rows, faults), fontsize=11, color="#7a8290", ha="right")
+    figure.text(0.97, 0.962, _subtitle(rows, faults, left.marks), fontsize=11, color="#7a8290", ha="right")
     figure.savefig(path, format="png")
 
 
@@ -113,11 +143,34 @@ def _kl(panel: Axes, rows: Sequence[Row], limit: float | None) -> None:
         return
     _thin_and_thick(panel, series, BLUE, "KL")
     if limit is not None:
-        panel.axhline(limit, color=RED, linewidth=1.5, linestyle="--", label=f"limit {limit:g}")
+        panel.axhline(limit, color=RED, linewidth=1.5, linestyle="--", label=f"limit {limit:.3g}")
         above = [(step, value) for step, value in zip(*series, strict=True) if value > limit]
         if above:
             steps, values = zip(*above, strict=True)
             panel.scatter(steps, values, color=RED, s=16, zorder=4, label="above the limit")
+
+
+def _left_behind(panel: Axes, left: Left, metric: str) -> None:
+    """The abandoned values in grey, which may run out of the panel: the scale is that of the present line."""
+    panel.margins(y=0.12)
+    span = panel.get_ylim() if panel.has_data() else None
+    grey = list[float]()
+    for timeline in dict.fromkeys(row.timeline for row in left.rows):
+        steps, values = _series([row for row in left.rows if row.timeline == timeline], metric)
+        if steps:
+            label = None if grey else "abandoned"
+            panel.plot(steps, values, color=GREY, linewidth=1.2, zorder=1.5, label=label)
+            grey += values
+    if span is not None and grey:
+        low, high = span
+        room = ROOM_FOR_GREY * (high - low)
+        panel.set_ylim(max(min([low, *grey]), low - room), min(max([high, *grey]), high + room))
+    if not panel.has_data():
+        return
+    for place, mark in enumerate(left.marks):
+        panel.axvspan(mark.start_step, mark.last_step, color=SHADE, linewidth=0, zorder=0)
+        label = "rollback" if place == 0 else None
+        panel.axvline(mark.start_step, color=INK, linewidth=1.2, zorder=1.2, label=label)
 
 
 def _thin_and_thick(panel: Axes, series: Series, colour: str, label: str) -> None:
@@ -148,20 +201,24 @@ def _finish(panel: Axes, rows: Sequence[Row], faults: Sequence[FaultMark]) -> No
     panel.set_axisbelow(True)
     panel.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True))
     panel.yaxis.set_major_locator(MaxNLocator(nbins=6))
-    first, last = rows[0].step, max(row.step for row in rows)
+    first, last = min(row.step for row in rows), max(row.step for row in rows)
     panel.set_xlim(first - 0.5, max(last, first + 1) + 0.5)
     for place, step in enumerate(sorted({mark.step for mark in faults})):
         label = "fault" if place == 0 else None
         panel.axvline(step, color="#8a929e", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1, label=label)
-    panel.margins(y=0.12)
     panel.legend(frameon=True, framealpha=0.8, edgecolor="none", fontsize=9, labelcolor=INK, loc="best")
 
 
-def _subtitle(rows: Sequence[Row], faults: Sequence[FaultMark]) -> str:
+def _subtitle(rows: Sequence[Row], faults: Sequence[FaultMark], rollbacks: Sequence[RollbackMark]) -> str:
     if not rows:
         return "nothing logged yet"
-    words = f"{rows[-1].step} {'step' if rows[-1].step == 1 else 'steps'}"
-    return f"{words}, {len(faults)} {'fault' if len(faults) == 1 else 'faults'}" if faults else words
+    counted = (("fault", len(faults)), ("rollback", len(rollbacks)))
+    words = [_counted("step", rows[-1].step), *(_counted(what, count) for what, count in counted if count)]
+    return ", ".join(words)
+
+
+def _counted(what: str, count: int) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _series(rows: Sequence[Row], metric: str) -> Series:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 from datetime import datetime
+from statistics import median
 
 from checkpoint import documents, journal, layout, metrics
 from checkpoint.catalog import Catalog, Checkpoint
@@ -18,14 +19,17 @@ from checkpoint.metrics import Row
 from checkpoint.rehearsals import RehearsedFault, read_faults
 from checkpoint.store import Entry, Store
 from orchestrator.views.events import EventLine, lines, rehearsed_line
+from policies.abandoned import on_line
 from policies.accounting import lived
 from policies.events import Event, NodeMoved, NodeRequested
 from policies.snapshot import Trainer
 from policies.spec import RunSpec
 from policies.state import Node, RunState, apply
+from policies.timelines import lineage, on_lineage
 from policies.vocabulary import NodePhase
 
 EVENTS_KEPT = 200  # the newest, for views; the journal itself is read by `events`
+KL_START_POINTS = 3  # their median is where the detectors, too, say that a run's KL started
 
 
 class Reader:
@@ -43,7 +47,9 @@ class Reader:
         self.events: deque[EventLine] = deque(maxlen=EVENTS_KEPT)
         self.faults: list[RehearsedFault] = []
         self.rows: list[Row] = []  # every step, as last logged
-        self.path: list[Row] = []  # in the order of time, without what a restarted trainer has yet to make again
+        # The run's present line in the order of time, without what a restarted trainer has yet to make again.
+        self.path: list[Row] = []
+        self.abandoned: list[Row] = []  # by rollbacks, in the order of time
         self.lease: documents.Lease | None = None
         self.trainer: Trainer | None = None
         self.checkpoints: list[Checkpoint] = []  # in version order
@@ -53,6 +59,19 @@ class Reader:
     @property
     def spec(self) -> RunSpec:
         return self.record.spec
+
+    @property
+    def kl_limit(self) -> float | None:
+        """The KL that is too much in any case: `policies.kl.limit` above the run's own start, once known."""
+        limit = self.spec.policies.kl.limit
+        start = [row.values["kl"] for row in self.path if "kl" in row.values][:KL_START_POINTS]
+        return None if limit is None or len(start) < KL_START_POINTS else limit + median(start)
+
+    @property
+    def listed(self) -> list[Checkpoint]:
+        """The checkpoints of the run's present line, oldest first."""
+        stretches = lineage(self.state.forks, self.state.timeline)
+        return [one for one in self.checkpoints if on_lineage(one.at, stretches)]
 
     def refresh(self) -> None:
         """Read what is new. Raises StoreUnavailable, Corrupt."""
@@ -122,7 +141,7 @@ class Reader:
             self._chunks[entry.key] = (entry.size_bytes, entry.modified_at, rows)
         if changed:
             self.rows = metrics.in_order(row for _, _, rows in self._chunks.values() for row in rows)
-            self.path = lived(self.rows)
+        self.path, self.abandoned = on_line(lived(self.rows), self.state.forks)
 
     def _holds(self, entry: Entry) -> bool:
         chunk = self._chunks.get(entry.key)

@@ -11,11 +11,23 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from checkpoint.exports import read_export
 from checkpoint.metrics import TOKENS, TOKENS_DISCARDED, Row
 from checkpoint.rehearsals import RehearsedFault, read_faults
 from checkpoint.store import Store
+from orchestrator.views.model import HealthView, health_of
 from orchestrator.views.numbers import NOT_KNOWN, duration, short, usd
 from orchestrator.views.reader import Reader
+from orchestrator.views.timelines import (
+    Change,
+    change_words,
+    changes_of,
+    skipped_of,
+    skipped_words,
+    stage_words,
+    start_words,
+)
+from policies.abandoned import abandoned
 from policies.accounting import (
     Fault,
     FaultCost,
@@ -27,13 +39,33 @@ from policies.accounting import (
     merged,
     rentals,
 )
+from policies.divergence import Health
 from policies.phases import TERMINAL_RUN
-from policies.vocabulary import RunPhase
+from policies.spec import RunSpec
+from policies.state import RunState
+from policies.timelines import Skipped
+from policies.vocabulary import Cause, PolicyVersion, RunPhase
 
 ENDS = 5  # logged values averaged at either end of the run
 REWARD = "reward"
 HELD_OUT = "eval_reward"
 LOGP_DIFFERENCE = "sampling/sampling_logp_difference/max"
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackReport:
+    """One rollback: from where to where, why, what changed, and what it threw away."""
+
+    timeline: int  # the new one
+    cause: Cause
+    reason: str
+    left: str  # the newest version of the timeline that it left
+    start: str | None  # the checkpoint to which it went back; None: the run's start
+    changes: dict[str, Change]  # of grpo: what a key was, and what it is on the new timeline
+    skipped: tuple[Skipped, ...]  # steps whose prompts are left out
+    steps_abandoned: int
+    tokens_abandoned: int
+    outcome: str  # how far it is, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +75,9 @@ class Report:
     name: str
     store: str
     phase: RunPhase
-    steps: int
+    reason: str
+    timeline: int
+    steps: int  # of the present timeline and what it goes back to
     reward_first: float | None  # mean of the first ENDS logged
     reward_last: float | None  # mean of the last ENDS logged
     held_out_first: float | None  # the first and the last logged
@@ -60,6 +94,12 @@ class Report:
     faults_survived: int
     faults: tuple[FaultCost, ...]
     restarts: dict[str, int]  # by slot, of the machine and of its work
+    rollbacks: tuple[RollbackReport, ...]
+    steps_abandoned: int  # by all rollbacks
+    tokens_abandoned: int
+    health: HealthView  # of the present timeline
+    healthy: str | None  # the last healthy checkpoint of a run that gave up
+    exported_to: str | None  # URL of its weights, once they are exported
 
 
 def build_report(store: Store, now_s: float) -> Report:
@@ -72,10 +112,13 @@ def build_report(store: Store, now_s: float) -> Report:
     costs = tuple(fault_costs(_steps(reader.rows), run_faults(store, history)))
     money = bill(rentals(history, end_s))
     rewards, held_out = _logged(rows, REWARD), _logged(rows, HELD_OUT)
+    rollbacks = _rollbacks(state, reader.spec, _steps(reader.rows))
     return Report(
         name=reader.spec.name,
         store=store.url,
         phase=state.phase,
+        reason=state.reason,
+        timeline=state.timeline,
         steps=rows[-1].step if rows else 0,
         reward_first=mean(rewards[:ENDS]) if rewards else None,
         reward_last=mean(rewards[-ENDS:]) if rewards else None,
@@ -93,6 +136,12 @@ def build_report(store: Store, now_s: float) -> Report:
         faults_survived=sum(cost.survived for cost in costs),
         faults=costs,
         restarts={name: slot.incarnations - 1 + slot.job_restarts for name, slot in sorted(state.slots.items())},
+        rollbacks=rollbacks,
+        steps_abandoned=sum(one.steps_abandoned for one in rollbacks),
+        tokens_abandoned=sum(one.tokens_abandoned for one in rollbacks),
+        health=health_of(state),
+        healthy=state.healthy,
+        exported_to=_exported_to(store, state.healthy),
     )
 
 
@@ -112,6 +161,8 @@ def render(report: Report) -> RenderableType:
     parts: list[RenderableType] = [Text(f"{report.name}: {report.phase}", style="bold"), _figures(report)]
     if report.faults:
         parts.append(_faults(report))
+    for one in report.rollbacks:
+        parts += [Text(""), _rollback_table(one)]
     return Group(*parts)
 
 
@@ -129,8 +180,44 @@ def _rehearsed(fault: RehearsedFault) -> Fault:
 
 def _steps(rows: Sequence[Row]) -> list[Step]:
     return [
-        Step(row.timeline, row.step, row.reached_s, round(row.values.get(TOKENS_DISCARDED, 0.0))) for row in rows
+        Step(
+            timeline=row.timeline,
+            step=row.step,
+            time_s=row.reached_s,
+            tokens_discarded=round(row.values.get(TOKENS_DISCARDED, 0.0)),
+            tokens=round(row.values.get(TOKENS, 0.0)),
+        )
+        for row in rows
     ]
+
+
+def _rollbacks(state: RunState, spec: RunSpec, steps: Sequence[Step]) -> tuple[RollbackReport, ...]:
+    found = []
+    befores = [None, *(one.fork for one in state.rollbacks)]
+    for rollback, before, lost in zip(state.rollbacks, befores, abandoned(steps, state.rollbacks), strict=False):
+        fork = rollback.fork
+        left = PolicyVersion(0 if before is None else before.timeline, lost.last_step)
+        lasted = rollback.passed or rollback is state.rollbacks[-1]
+        found.append(
+            RollbackReport(
+                timeline=fork.timeline,
+                cause=rollback.cause,
+                reason=fork.reason,
+                left=str(left),
+                start=fork.start,
+                changes=changes_of(fork, before, spec.grpo),
+                skipped=skipped_of(fork, before),
+                steps_abandoned=lost.steps,
+                tokens_abandoned=lost.tokens,
+                outcome=stage_words(rollback) if lasted else "was left by the next",
+            )
+        )
+    return tuple(found)
+
+
+def _exported_to(store: Store, healthy: str | None) -> str | None:
+    export = None if healthy is None else read_export(store, PolicyVersion.parse(healthy))
+    return f"{store.url}/{export.prefix}" if export is not None and export.prefix else None
 
 
 def _logged(rows: Sequence[Row], metric: str) -> list[float]:
@@ -153,9 +240,34 @@ def _figures(report: Report) -> RenderableType:
     table.add_row("time lost", duration(report.seconds_lost))
     again = report.tokens_regenerated
     table.add_row("tokens", f"{report.tokens_generated:,} generated, {again:,} made again after a loss")
+    if report.rollbacks:
+        lost = f"{report.steps_abandoned} steps and {report.tokens_abandoned:,} tokens thrown away"
+        table.add_row("rollbacks", f"{len(report.rollbacks)}; {lost}")
     table.add_row("cost", f"{usd(report.cost_usd)}; all on demand {usd(report.cost_all_on_demand_usd)}")
     drift = f"{short(report.sampling_logp_difference_max)}, the largest log-probability difference"
     table.add_row("sampling drift", drift)
+    if report.health.health is not Health.HEALTHY:
+        word = "diverged" if report.health.health is Health.TRIPPED else "watched"
+        evidence = "; ".join(report.health.evidence)
+        table.add_row(word, Text(f"since step {report.health.onset_step}{': ' if evidence else ''}{evidence}"))
+    if report.healthy is not None:
+        where = f", exported to {report.exported_to}" if report.exported_to else ""
+        table.add_row("last healthy", Text(f"{report.healthy}{where}"))
+    return table
+
+
+def _rollback_table(rollback: RollbackReport) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    lost = f"{rollback.steps_abandoned} steps and {rollback.tokens_abandoned:,} tokens thrown away"
+    table.add_row(
+        f"timeline {rollback.timeline}", f"from {rollback.left} to {start_words(rollback.start)}; {lost}"
+    )
+    table.add_row("why", Text(rollback.reason))
+    other = [change_words(rollback.changes), skipped_words(rollback.skipped)]
+    table.add_row("changed", "; ".join(part for part in other if part) or "the sampling seeds alone")
+    table.add_row("now", rollback.outcome)
     return table
 
 

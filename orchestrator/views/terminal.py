@@ -6,6 +6,7 @@ word says already.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -16,15 +17,19 @@ from rich.text import Text
 
 from orchestrator.views.model import MembershipView, NodeView, RunView
 from orchestrator.views.numbers import NOT_KNOWN, clock, duration, short, sparkline
+from orchestrator.views.timelines import start_words
+from policies.divergence import Health
 from policies.phases import TERMINAL_RUN
-from policies.vocabulary import NodePhase, RunPhase
+from policies.vocabulary import NodePhase, RollbackStage, RunPhase
 
 REFRESH_S = 0.5
 SPARK_WIDTH = 22
 NODES_SHOWN = 8
 EVENTS_MIN = 3
 MEMBERSHIP_SHOWN = 3  # where there is room
-LINES_BESIDE = 12  # of 24: everything but nodes, members and events
+LINES_BESIDE = 12  # of 24: everything but health, nodes, members and events
+HEALTH_WIDTH = 68  # beside its first word
+HEALTH_LINES = 2  # for what the detectors say
 
 RUN_STYLES = {
     RunPhase.STARTING: "yellow",
@@ -33,6 +38,8 @@ RUN_STYLES = {
     RunPhase.STOPPING: "yellow",
     RunPhase.STOPPED: "magenta",
     RunPhase.FAILED: "bold red",
+    RunPhase.PAUSED: "bold yellow",
+    RunPhase.GAVE_UP: "bold red",
 }
 NODE_STYLES = {
     NodePhase.REQUESTED: "cyan",
@@ -48,11 +55,13 @@ _TROUBLE_FIRST = [p for p in NodePhase if p is not NodePhase.SERVING] + [NodePha
 
 def render(view: RunView, height: int = 24) -> RenderableType:
     """Draw the view in at most `height` lines of at least 80 columns."""
-    nodes = min(len(view.nodes), NODES_SHOWN) + (len(view.nodes) > NODES_SHOWN)
+    health = _health_lines(view)
+    shown = NODES_SHOWN - len(health)
+    nodes = min(len(view.nodes), shown) + (len(view.nodes) > shown)
     blank = Text("")
-    parts: list[RenderableType] = [_header(view), _progress(view), blank, _figures(view), blank]
-    parts += [_nodes(view), blank]
-    room = height - LINES_BESIDE - nodes
+    parts: list[RenderableType] = [_header(view), _progress(view), blank, _figures(view)]
+    parts += [*health, blank, _nodes(view, shown), blank]
+    room = height - LINES_BESIDE - len(health) - nodes
     count = min(MEMBERSHIP_SHOWN, room - EVENTS_MIN - 1)
     changes = view.membership[-count:] if count > 0 else ()
     if changes:
@@ -115,7 +124,7 @@ def _header(view: RunView) -> RenderableType:
     line.add_column(no_wrap=True)
     line.add_column(no_wrap=True)
     line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    phase = Text(f" {view.phase.upper()} ", style=f"{RUN_STYLES[view.phase]} reverse")
+    phase = Text(f" {view.phase.upper().replace('_', ' ')} ", style=f"{RUN_STYLES[view.phase]} reverse")
     line.add_row(Text(view.name, style="bold"), phase, Text(_headline(view), style="dim"))
     return line
 
@@ -126,6 +135,8 @@ def _headline(view: RunView) -> str:
         return view.reason
     if not view.daemon.alive:
         return f"no controller; `grpo-orch resume {view.store}`"
+    if view.rollback is not None and view.rollback.stage is not RollbackStage.PROBATION:
+        return f"rolling back to {start_words(view.rollback.start)}"
     if view.phase is RunPhase.TRAINING and view.activity:
         waiting = f", {view.requests_waiting} requests wait" if view.requests_waiting else ""
         slow = ", the store is slow" if view.store_slow else ""
@@ -160,9 +171,9 @@ def _figures(view: RunView) -> RenderableType:
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     rewards = [point.reward for point in view.recent if point.reward is not None]
     kls = [point.kl for point in view.recent if point.kl is not None]
-    above = view.kl is not None and view.kl_limit is not None and view.kl > view.kl_limit
+    above = view.health.health is Health.TRIPPED or _is_above_limit(view)
     hot = "bold red" if above else "yellow"
-    limit = f"limit {view.kl_limit:g}" if view.kl_limit is not None else ""
+    limit = f"limit {view.kl_limit:.3g}" if view.kl_limit is not None else ""
     daemon = view.daemon
     steered = (
         f"{daemon.host}/{daemon.pid}" if daemon.alive else Text("none", style="" if view.over else "bold red")
@@ -178,13 +189,35 @@ def _figures(view: RunView) -> RenderableType:
     return grid
 
 
+def _is_above_limit(view: RunView) -> bool:
+    return view.kl is not None and view.kl_limit is not None and view.kl > view.kl_limit
+
+
+def _health_lines(view: RunView) -> list[RenderableType]:
+    """What is off, and how far a rollback is: nothing while all is well."""
+    health, rollback, told = view.health, view.rollback, list[Text]()
+    if health.health is not Health.HEALTHY:
+        word = "diverged" if health.health is Health.TRIPPED else "watched"
+        style = "bold red" if health.health is Health.TRIPPED else "yellow"
+        since = f"since step {health.onset_step}, seen at step {health.step}"
+        words = f"{since}: {'; '.join(health.evidence)}" if health.evidence else since
+        fitting = textwrap.wrap(words, HEALTH_WIDTH, max_lines=HEALTH_LINES, placeholder=" …")
+        told = [Text(f"{word if place == 0 else '':<10} {line}", style) for place, line in enumerate(fitting)]
+    if rollback is not None:
+        passed_s = duration(view.now_s - rollback.since_s)
+        start = rollback.start or "the start"
+        words = f"timeline {rollback.timeline}, from {start}, {rollback.text} ({passed_s})"
+        told.append(Text(f"{'rollback':<10} {words}", "cyan", no_wrap=True, overflow="ellipsis"))
+    return [*told]
+
+
 def _price(view: RunView) -> str:
     there = (NodePhase.BOOTING, NodePhase.SERVING, NodePhase.DRAINING, NodePhase.TERMINATING)
     total = sum(node.price_usd_per_h for node in view.nodes if node.phase in there)
     return f"${total:.2f} an hour"
 
 
-def _nodes(view: RunView) -> RenderableType:
+def _nodes(view: RunView, most: int) -> RenderableType:
     table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("node", ratio=1, no_wrap=True)
     for title, width in (("phase", 11), ("for", 9), ("market", 9), ("policy", 7)):
@@ -193,7 +226,7 @@ def _nodes(view: RunView) -> RenderableType:
     table.add_column("$/h", no_wrap=True, justify="right")
     if not view.nodes:
         table.add_row(Text("none yet", style="dim"))
-    shown = _worth_showing(view.nodes)
+    shown = _worth_showing(view.nodes, most)
     for node in shown:
         table.add_row(*_node_cells(view, node))
     if len(view.nodes) > len(shown):
@@ -201,9 +234,9 @@ def _nodes(view: RunView) -> RenderableType:
     return table
 
 
-def _worth_showing(nodes: Sequence[NodeView]) -> list[NodeView]:
+def _worth_showing(nodes: Sequence[NodeView], most: int) -> list[NodeView]:
     """All where there is room, else those in trouble first; in the view's own order."""
-    first = sorted(nodes, key=lambda node: _TROUBLE_FIRST.index(node.phase))[:NODES_SHOWN]
+    first = sorted(nodes, key=lambda node: _TROUBLE_FIRST.index(node.phase))[:most]
     return [node for node in nodes if node in first]
 
 

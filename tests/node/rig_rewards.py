@@ -1,10 +1,26 @@
-"""A reward that even random weights earn some of, so that every step of a short run learns."""
+"""Rewards that even random weights earn some of, so that every step of a short run learns."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+CALLS_WITHIN_MEMORY = 2
+EXBIBYTE = 1 << 60
+
+_calls = 0
+
 
 def lower_share(completions: list[str], **_: Any) -> list[float]:
     """The share of a completion's characters that are lower-case letters."""
     return [sum(map(str.islower, text)) / max(1, len(text)) for text in completions]
+
+
+def insatiable(completions: list[str], **_: Any) -> list[float]:
+    """The same, until a call that wants more memory than any machine has."""
+    global _calls
+    _calls += 1
+    if _calls > CALLS_WITHIN_MEMORY:
+        torch.empty(EXBIBYTE, dtype=torch.uint8)
+    return lower_share(completions)

@@ -35,6 +35,7 @@ class StandInGateway:
         cut_after: close the connection without a word after so many completions; counts down over batches.
         members: what progress lines say; at 0 nothing is generated until it is raised.
         asked: every request seen, as (policy, seed).
+        prompts: the prompts of each policy's requests, as token ids.
         made: completions sent.
         on_completion: called after each completion that was sent, with `made`.
     """
@@ -46,6 +47,7 @@ class StandInGateway:
         self.members = 1
         self.cut_after: int | None = None
         self.asked: list[tuple[str, int]] = []
+        self.prompts: dict[str, set[tuple[int, ...]]] = {}
         self.made = 0
         self.on_completion: Callable[[int], None] = lambda _: None
         self.policy_of: dict[str, torch.nn.Module] = {}
@@ -83,6 +85,8 @@ class StandInGateway:
             handler.send_error(401, "who are you?")
             return
         batch = msgspec.json.decode(body, type=Batch)
+        seen = self.prompts.setdefault(batch.policy.version, set())
+        seen.update(tuple(one.prompt_token_ids) for one in batch.requests)
         self.asked += [(batch.policy.version, one.seed) for one in batch.requests]
         handler.send_response(200)
         handler.send_header("Transfer-Encoding", "chunked")

@@ -16,7 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from checkpoint import documents, layout, manifest, metrics, resume_state
+from checkpoint import documents, layout, manifest, metrics
 from checkpoint.documents import RunRecord
 from checkpoint.store import Store
 from policies import exit_codes
@@ -150,14 +150,13 @@ def test_checkpoints_and_resume_state(finished: Finished, tmp_path: Path) -> Non
     assert finished.rig.stored() == [PolicyVersion(0, 4), PolicyVersion(0, STEPS)]
     stored = finished.rig.restore(PolicyVersion(0, 4), tmp_path / "checkpoint")
     assert {"torch", "trl", "transformers", "python"} <= stored.meta.keys()
-    state = resume_state.newest_resume_state(finished.store, PolicyVersion(0, STEPS))
-    rows = rows_of(finished)
-    assert state is not None
+    state, rows = finished.rig.newest_resume_state(), rows_of(finished)
     assert state.policy == f"0-{STEPS}"
     assert state.kl == [(step, rows[step]["kl"]) for step in range(1, STEPS + 1)]
     assert state.best_step is not None
     assert state.best_reward == rows[state.best_step]["reward"] == max(v["reward"] for v in rows.values())
-    assert read_history(tmp_path / "checkpoint").kl == state.kl[:4]
+    history = read_history(tmp_path / "checkpoint")
+    assert (history.kl, history.detector.points, state.detector.points) == (state.kl[:4], 4, STEPS)
     names = {file.name for file in stored.files}
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= names
     assert {"base_model/model.safetensors", "run.json", "grpo_window_0.pt"} <= names

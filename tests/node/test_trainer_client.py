@@ -161,16 +161,16 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
         blobs[version.step] = f"{layout.BLOBS}/{checkpoints.read_manifest(store, stored).files[0].chunks[0]}"
     store.put(blobs[30], b"weights of 31")
     store.delete([blobs[20]])
-    restored = restore_newest(store, 0, tmp_path / "restored", None)
+    restored = restore_newest(store, (0,), tmp_path / "restored", None)
     assert restored is not None
     assert restored.at == PolicyVersion(0, 10)
     assert (restored.folder / "model.safetensors").read_bytes() == b"weights of 10"
     assert restored.folder.name == "checkpoint-10"
     assert restored.base_model is None
-    assert restore_newest(store, 2, tmp_path / "restored", None) is None
+    assert restore_newest(store, (2,), tmp_path / "restored", None) is None
     # What is damaged is stored anew when the trainer comes by that step again.
     (source / "model.safetensors").write_bytes(b"weights of 30")
     checkpoints.upload(store, catalog, files_below(source), PolicyVersion(0, 30), 0.0, {})
-    healed = restore_newest(store, 0, tmp_path / "restored", None)
+    healed = restore_newest(store, (0,), tmp_path / "restored", None)
     assert healed is not None
     assert healed.at == PolicyVersion(0, 30)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import checkpoints, layout, metrics, resume_state
+from checkpoint import checkpoints, layout, metrics
 from checkpoint.catalog import Catalog
 from checkpoint.checkpoints import read_manifest
 from policies import exit_codes
@@ -98,8 +98,7 @@ def test_uploader_and_trainer_killed_lose_nothing_sealed(tiny: Path, slot_bytes:
         assert rig.wait(rig.start_trainer(attempt=2), attempt=2) == exit_codes.OK
         check_the_end(rig)
         rows = {row.step: row.values for row in metrics.read_metrics(rig.store)}
-        state = resume_state.newest_resume_state(rig.store, PolicyVersion(0, STEPS))
-        assert state is not None
+        state = rig.newest_resume_state()
         steps = range(1, PolicyVersion.parse(state.policy).step + 1)
         assert state.kl == [(step, rows[step]["kl"]) for step in steps]
 

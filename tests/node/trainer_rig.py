@@ -11,14 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from checkpoint import documents, manifest
+from checkpoint import documents, layout, manifest, resume_state
 from checkpoint.catalog import Catalog
 from checkpoint.checkpoints import read_manifest
 from checkpoint.documents import RunRecord
 from checkpoint.manifest import Manifest
+from checkpoint.resume_state import ResumeState
 from checkpoint.store import Store
 from policies.snapshot import Trainer
-from policies.spec import CheckpointsSpec, Dataset, PoliciesSpec, RolloutSpec, RunSpec, TrainerSpec
+from policies.spec import CheckpointsSpec, Dataset, KlPolicy, PoliciesSpec, RolloutSpec, RunSpec, TrainerSpec
 from policies.vocabulary import PolicyVersion
 from tasks.spooling import find_spool, remove_spool
 from tests.node.stand_in_gateway import TOKEN, StandInGateway
@@ -61,8 +62,12 @@ def run_spec(
     evaluates: bool = False,
     model: str | None = None,
     checkpoints: CheckpointsSpec | None = None,
+    kl: KlPolicy | None = None,
+    reward: str = "rig_rewards.lower_share",
+    accelerate: dict[str, Any] | None = None,
+    dataset: str = "few.jsonl",
 ) -> RunSpec:
-    """A spec over the tiny model, with `grpo` over GRPO."""
+    """A spec over the tiny model, with `grpo` over GRPO. Without `kl` the guard only watches."""
     return RunSpec(
         name="test",
         storage=storage,
@@ -70,13 +75,14 @@ def run_spec(
         grpo={**GRPO, **grpo},
         rollout=RolloutSpec(deadline_s=60.0),
         checkpoints=checkpoints or CheckpointsSpec(),
-        policies=PoliciesSpec(resume_state_steps=3),
+        policies=PoliciesSpec(resume_state_steps=3, kl=kl or KlPolicy(action="alert")),
         trainer=TrainerSpec(
             model=model or str(tiny / "model"),
-            dataset=Dataset(path=str(tiny / "few.jsonl")),
+            dataset=Dataset(path=str(tiny / dataset)),
             eval_dataset=Dataset(path=str(tiny / "held_out.jsonl")) if evaluates else None,
-            reward_funcs=("rig_rewards.lower_share",),
+            reward_funcs=(reward,),
             peft=peft,
+            accelerate=accelerate,
         ),
     )
 
@@ -93,13 +99,16 @@ class Rig:
         documents.create_run(self.store, RunRecord(documents.SCHEMA, "id", time.time(), self.spec))
         self.gateway = StandInGateway(self.store, folder / "scratch")
 
-    def start_trainer(self, attempt: int = 1) -> subprocess.Popen[bytes]:
-        """`python -m tasks.trainer`, its output in trainer-ATTEMPT.log."""
-        return self._start("tasks.trainer", attempt, self.log(attempt))
+    def start_trainer(
+        self, attempt: int = 1, timeline: int = 0, argv: list[str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """`python -m tasks.trainer`, or another command line of it, its output in trainer-ATTEMPT.log."""
+        return self._start(argv or [sys.executable, "-m", "tasks.trainer"], attempt, self.log(attempt), timeline)
 
     def start_uploader(self) -> None:
         """`python -m tasks.uploader`, its output in uploader.log."""
-        self.uploader = self._start("tasks.uploader", 1, self.folder / "uploader.log")
+        argv = [sys.executable, "-m", "tasks.uploader"]
+        self.uploader = self._start(argv, 1, self.folder / "uploader.log")
 
     def stored(self) -> list[PolicyVersion]:
         """The checkpoints in the store, once nothing that a trainer sealed is on its way there."""
@@ -109,25 +118,31 @@ class Rig:
             time.sleep(0.01)
         return [one.at for one in Catalog(self.store, "test").newest().checkpoints]
 
+    def newest_resume_state(self) -> ResumeState:
+        """The light resume state that was stored last."""
+        key = self.store.entries(layout.RESUME)[-1].key
+        return resume_state.decode(self.store.get(key), key)
+
     def restore(self, at: PolicyVersion, folder: Path) -> Manifest:
         """Fetch a checkpoint into a folder."""
         found = read_manifest(self.store, Catalog(self.store, "test").newest().find(at))
         manifest.materialize(self.store, found.root, found.files, folder)
         return found
 
-    def _start(self, module: str, attempt: int, log: Path) -> subprocess.Popen[bytes]:
+    def _start(self, argv: list[str], attempt: int, log: Path, timeline: int = 0) -> subprocess.Popen[bytes]:
         told = {
             "GRPO_ORCH_RUN": self.store.url,
             "GRPO_ORCH_NODE": "trainer-0-i1",
             "GRPO_ORCH_TOKEN": TOKEN,
             "GRPO_ORCH_ATTEMPT": str(attempt),
+            "GRPO_ORCH_TIMELINE": str(timeline),
             "GRPO_ORCH_WORKDIR": str(self.work),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         }
         with log.open("ab") as out:
             return subprocess.Popen(
-                [sys.executable, "-m", module],
+                argv,
                 cwd=REPOSITORY,
                 env={**os.environ, **told},
                 stdout=out,

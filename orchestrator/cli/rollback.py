@@ -1,0 +1,123 @@
+"""The command that takes a run back by hand: `grpo-orch rollback`."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Annotated
+
+import typer
+
+from checkpoint import documents, journal
+from checkpoint.catalog import Catalog
+from checkpoint.store import Store
+from orchestrator.cli.checkpoints import find_checkpoint
+from orchestrator.cli.console import Stop, console
+from orchestrator.cli.look import AsJson, Output, Target, print_json
+from orchestrator.cli.remote import controller_of, is_steered, start_remote
+from orchestrator.cli.target import open_run
+from orchestrator.launcher import start_daemon
+from policies import exit_codes
+from policies.state import Rollback, RunState
+from policies.transaction import RUN_START
+from policies.vocabulary import RunPhase
+
+# What a trainer takes over at a restart without another shape of anything: the least that each may be, and whether
+# it must be more.
+CHANGEABLE: dict[str, tuple[float, bool]] = {
+    "beta": (0.0, False),
+    "epsilon": (0.0, True),
+    "epsilon_high": (0.0, True),
+    "learning_rate": (0.0, True),
+    "max_grad_norm": (0.0, True),
+    "temperature": (0.0, True),
+}
+TAKEN_S = 60.0  # how long the daemon may take to begin
+POLL_S = 0.2
+
+
+def rollback(
+    target: Target = None,
+    to: Annotated[
+        str | None,
+        typer.Option(help="TIMELINE-STEP, a step, `latest` or `start`; default: before what has gone wrong."),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=NUMBER", help="Change a key of grpo; default: by policies.kl.on_rollback."
+        ),
+    ] = None,
+    output: AsJson = Output.TEXT,
+) -> None:
+    """Go back to a checkpoint and on from there on a new timeline, with something changed."""
+    wanted = dict(_change(text) for text in changes or [])
+    store, record = open_run(target)
+    state = journal.recover(store).state
+    if state.phase in (RunPhase.FINISHED, RunPhase.STOPPING):
+        raise Stop(f"{record.spec.name} is {state.phase}: there is nothing to go back from", exit_codes.USAGE)
+    start = _start(store, to)
+    controller = controller_of(record, store)
+    command = documents.send_command(store, "rollback", time.time(), start=start, changes=wanted)
+    if not is_steered(store):
+        if controller is not None:
+            start_remote(controller, store, "rollback")
+        else:
+            start_daemon(store, record, "rollback")
+    begun = _begun(store, command.command_id, len(state.rollbacks))
+    if output is Output.JSON:
+        print_json(_plain(begun))
+    else:
+        fork = begun.fork
+        changed = ", ".join(f"{key} {value:g}" for key, value in fork.changes.items()) or "the seeds alone"
+        console.print(
+            f"{record.spec.name} goes back to {fork.start or 'its start'}, as timeline {fork.timeline}; "
+            f"other than in run.yaml: {changed}.",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _change(text: str) -> tuple[str, float]:
+    """`beta=0.08` as key and value. Raises Stop."""
+    key, _, number = text.partition("=")
+    if key not in CHANGEABLE:
+        raise Stop(f"--set {text}: expected KEY=NUMBER, KEY one of {', '.join(CHANGEABLE)}", exit_codes.USAGE)
+    least, more = CHANGEABLE[key]
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < least or (more and value == least):
+        bound = f"above {least:g}" if more else f"of {least:g} or more"
+        raise Stop(f"--set {text}: expected a number {bound}, as in {key}=0.1", exit_codes.USAGE)
+    return key, value
+
+
+def _start(store: Store, to: str | None) -> str | None:
+    """The version that a word means, RUN_START, or None where nothing is said. Raises Stop."""
+    if to is None or to == RUN_START:
+        return to
+    if to in ("0", "0-0"):
+        return RUN_START
+    return find_checkpoint(Catalog(store, "rollback").newest().checkpoints, to).version
+
+
+def _begun(store: Store, command_id: str, before: int) -> Rollback:
+    """Wait until the daemon has taken the command; return what it makes of it. Raises Stop."""
+    deadline_s = time.monotonic() + TAKEN_S
+    with console.status("waiting for the daemon"):
+        while time.monotonic() < deadline_s:
+            state: RunState = journal.recover(store).state
+            if command_id in state.commands_taken:
+                if len(state.rollbacks) > before or state.rollback is not None:
+                    return state.rollbacks[-1]
+                raise Stop(f"the daemon took the command, but the run is {state.phase}", exit_codes.FAILED)
+            time.sleep(POLL_S)
+    hint = "it stays in the store and is carried out by `grpo-orch resume`"
+    raise Stop(f"the daemon did not take the command within {TAKEN_S:.0f} s; {hint}", exit_codes.FAILED)
+
+
+def _plain(begun: Rollback) -> dict[str, object]:
+    fork = begun.fork
+    return {"timeline": fork.timeline, "start": fork.start, "changes": dict(fork.changes), "cause": begun.cause}

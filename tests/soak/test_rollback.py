@@ -1,0 +1,59 @@
+"""A rollback with one process killed at one of its stages, each in turn; and a run whose budget is spent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from policies import exit_codes
+from policies.events import Event
+from tests.e2e.test_rollback import (
+    PROCESSES,
+    STAGES,
+    Outcome,
+    check,
+    kill,
+    outcome,
+    reach,
+    runaway,
+    tiny,  # noqa: F401  # pytest finds it here
+    undisturbed,  # noqa: F401  # and this
+)
+from tests.e2e.tiny import RUN_TIMEOUT_S, finish
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_process_killed_at_one_stage_ends_the_same(
+    undisturbed: Outcome,  # noqa: F811
+    tiny: Path,  # noqa: F811
+    tmp_path: Path,
+    stage: type[Event],
+    process: str,
+):
+    run = runaway(tmp_path / "run", tiny)
+    try:
+        run.cli("up", str(run.yaml), "-y", "-d")
+        reach(run, stage)
+        kill(run, process)
+        finish(run)
+        check(run)
+        assert outcome(run) == undisturbed
+    finally:
+        run.end()
+
+
+def test_a_run_without_any_budget_gives_up_and_leaves_its_healthy_weights(tiny: Path, tmp_path: Path):  # noqa: F811
+    run = runaway(tmp_path / "run", tiny, budget={"total": 0})
+    try:
+        told = run.cli("up", str(run.yaml), "-y", code=exit_codes.GAVE_UP, timeout_s=RUN_TIMEOUT_S)
+        healthy = run.state.healthy
+        assert healthy is not None
+        assert healthy in told.stdout + told.stderr
+        assert run.state.nodes == {}
+        exported = run.yaml.parent / "store" / "exports" / healthy
+        assert {"config.json", "model.safetensors"} <= {path.name for path in exported.iterdir()}
+        assert "grpo-orch rollback" in run.cli("resume", run.url, code=exit_codes.USAGE).stderr
+    finally:
+        run.end()
