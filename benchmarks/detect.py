@@ -85,10 +85,10 @@ def show(outcomes: dict[str, list[Outcome]], point_us: float) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    title = "Divergence; delays in points and losses in steps are medians"
-    table = Table(title=title, box=None, header_style="dim", pad_edge=False)
+    title = "Divergence: median delay in points, good targets, median loss in steps"
+    table = Table(title=title, box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("family", no_wrap=True)
-    for column in ("traces", "missed", "false", "delay", "most", "targets good", "lost", "of it good"):
+    for column in ("traces", "missed", "false", "delay", "most", "targets", "lost", "good"):
         table.add_column(column, justify="right")
     for family, found in by_family(every).items():
         table.add_row(family.replace("_", " "), *_cells(score(found)))

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from policies.signals import BRIEF_POINTS, LONG_POINTS, Series, follow_series, rise, shift
+from policies.signals import BRIEF_POINTS, HUGE, LONG_POINTS, Series, follow_series, rise, shift
 from policies.symptoms import LINEAR, SIGNS, Symptom, compared, reward_rises, symptoms
 
 LOGARITHMIC = frozenset({"kl", *(sign.name for sign in SIGNS)})
@@ -34,10 +34,14 @@ TRIP_SCORE = 4.0
 WATCH_SCORE = 2.0
 # A smaller factor than e is no excursion that others could confirm.
 KL_LEAST = 1.0
-# Each group of symptoms lowers the bar by a factor of e. A reward that rises meanwhile raises it by two, or by one
-# where the KL is far over what any reward needs: a format that is learnt in thirty steps brings the KL from
-# nothing to 0.3.
-REWARDED, REWARDED_LEAST, REWARDED_KL = 2.0, 1.0, 1.0
+# In nats per token above the start's: no reward is worth more.
+PAID_MOST = 5.0
+# A gain of so many wobbles is no luck.
+SURE_WOBBLES = 3.0
+# Each group of symptoms lowers the bar by a factor of e. A reward that rises meanwhile raises it by two, for a format
+# that is learnt in thirty steps brings the KL from nothing to 0.3; the less the further the KL is over 1, for no
+# reward needs that.
+REWARDED, REWARDED_KL = 2.0, 1.0
 # Where the KL is calm, what stands beside a fallen reward must be strong or last: dips of the reward recover.
 LASTING_POINTS = 15
 # What is seen on and off is watched as one, so that its onset stays.
@@ -83,17 +87,32 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Paid:
+    """What the KL has bought: while the reward gains, the KL at which it does so is learning, and no excursion.
+
+    `kl` and `sure_kl` are logarithms. Any gain holds a trip off; only a sure one moves what counts as calm, for by
+    luck there is one now and then, and a target must not lie behind the onset.
+    """
+
+    gained: float | None = None
+    kl: float = -HUGE
+    surely_gained: float | None = None
+    sure_kl: float = -HUGE
+
+
+@dataclass(frozen=True, slots=True)
 class Detector:
     """What must be remembered between two points. JSON types only, and no more of them the longer the run.
 
-    `not_finite` is by signal: for how many points in a row it was none, and a step from before them. `quiet` counts
-    the points since what is watched was last seen.
+    `not_finite` is by signal: for how many points in a row it was none, and a step from before them. `quiet`
+    counts the points since what is watched was last seen.
     """
 
     verdict: Verdict = Verdict()
     points: int = 0
     series: dict[str, Series] = field(default_factory=dict)
     not_finite: dict[str, tuple[int, int]] = field(default_factory=dict)
+    paid: Paid = Paid()
     quiet: int = 0
 
 
@@ -141,7 +160,25 @@ def _remember(detector: Detector, point: Point) -> Detector:
             since = 2 * detector.verdict.step - point.step
             count, since = not_finite.get(name, (0, since))
             not_finite[name] = (count + 1, since)
-    return Detector(detector.verdict, detector.points + 1, series, not_finite)
+    return Detector(detector.verdict, detector.points + 1, series, not_finite, _paid(detector.paid, series))
+
+
+def _paid(before: Paid, series: Mapping[str, Series]) -> Paid:
+    """What the KL has bought after one more point."""
+    reward, kl = series.get("reward"), series.get("kl")
+    if reward is None or kl is None or kl.start is None or reward.start is None:
+        return before
+    level, after = reward.sustained(1.0, BRIEF_POINTS), before
+    now = min(kl.now, math.log(math.exp(kl.start) + PAID_MOST))
+    if level > _or(before.gained, reward.start) + reward.wobble:
+        after = replace(after, gained=level, kl=max(before.kl, now))
+    if level > _or(before.surely_gained, reward.start) + SURE_WOBBLES * reward.wobble:
+        after = replace(after, surely_gained=level, sure_kl=max(before.sure_kl, now))
+    return after
+
+
+def _or(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
 
 
 def _judge(detector: Detector, step: int, limit: float | None) -> tuple[Health, Sequence[Symptom]]:
@@ -157,7 +194,7 @@ def _judge(detector: Detector, step: int, limit: float | None) -> tuple[Health, 
         if over is not None:
             return Health.TRIPPED, [over]
     brief = symptoms(detector.series, BRIEF_POINTS)
-    health, found = _excursion(kl, detector.series.get("reward"), brief)
+    health, found = _excursion(kl, detector.series.get("reward"), brief, detector.paid)
     if health is Health.TRIPPED or not brief:
         return health, found
     rises = reward_rises(detector.series.get("reward"), None)
@@ -193,26 +230,29 @@ def _over_limit(kl: Series, start: float, limit: float) -> Symptom | None:
     return Symptom("kl", text, onset, found.points)
 
 
-def _excursion(kl: Series | None, reward: Series | None, brief: Sequence[Symptom]) -> tuple[Health, list[Symptom]]:
+def _excursion(
+    kl: Series | None, reward: Series | None, brief: Sequence[Symptom], paid: Paid
+) -> tuple[Health, list[Symptom]]:
     """Judge the KL against its own past: over seven points where others confirm, over nine where none does."""
     health, found = Health.HEALTHY, list[Symptom]()
     if kl is None or kl.start is None:
         return health, found
     for points in (BRIEF_POINTS, LONG_POINTS):
-        left = shift(kl, 1.0, points, KL_LEAST, math.log(KL_FLOOR))
-        if left is None:
+        left = shift(kl, 1.0, points, KL_LEAST, max(math.log(KL_FLOOR), paid.kl))
+        dated = shift(kl, 1.0, points, KL_LEAST, max(math.log(KL_FLOOR), paid.sure_kl))
+        if left is None or dated is None:
             break
-        level, calm = math.exp(kl.sustained(1.0, points)), math.exp(left.calm)
+        level, calm = math.exp(kl.sustained(1.0, points)), math.exp(dated.calm)
         above = level - math.exp(kl.start)
-        # While rewards rise everything changes.
+        # While rewards rise everything changes, but not beyond recognition.
         rises = reward_rises(reward, left.calm_step)
-        confirming = [] if rises else brief
+        confirming = [one for one in brief if one.strong or not rises]
         groups = len({one.group for one in confirming})
         score = left.by + _level_score(above) + groups - (_rewarded(above) if rises else 0.0)
         if score < WATCH_SCORE:
             continue
-        text = f"KL {level:.3g}, {compared(level, calm)} its calm level of {calm:.3g} at step {left.calm_step}"
-        found = [Symptom("kl", text, left.onset_step, left.points), *confirming]
+        text = f"KL {level:.3g}, {compared(level, calm)} its calm level of {calm:.3g} at step {dated.calm_step}"
+        found = [Symptom("kl", text, dated.onset_step, dated.points), *confirming]
         if score >= TRIP_SCORE and (groups or points == LONG_POINTS):
             return Health.TRIPPED, found
         health = Health.WATCH
@@ -227,7 +267,7 @@ def _level_score(above: float) -> float:
 
 def _rewarded(above: float) -> float:
     far = max(0.0, math.log(max(above, REWARDED_KL) / REWARDED_KL))
-    return max(REWARDED_LEAST, REWARDED - far / 2)
+    return max(0.0, REWARDED - far / 2)
 
 
 def _broken(found: Sequence[Symptom], *, has_kl: bool) -> bool:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from statistics import median
 
 from policies.divergence import Point
+from policies.signals import HUGE
 from policies.symptoms import CLIPPED, NO_VARIANCE, SAMPLING
 
 WINDOW_POINTS = 16
@@ -95,7 +96,11 @@ def watch_for(state: Pitfalls, point: Point) -> tuple[Pitfalls, tuple[Pitfall, .
     """Return the state after one more logged point, and what there is to say now. An earlier step says nothing."""
     if point.step <= state.step:
         return state, ()
-    values = {name: value for name, value in point.values.items() if value is not None and math.isfinite(value)}
+    values = {
+        name: min(max(value, -HUGE), HUGE)
+        for name, value in point.values.items()
+        if value is not None and math.isfinite(value)
+    }
     state = _remember(state, values, point.step)
     said, new = dict(state.said), list[Pitfall]()
     for found in _found(state):

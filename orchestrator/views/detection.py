@@ -92,7 +92,7 @@ def render(found: Sequence[Detection]) -> RenderableType:
         table.add_row(Text(one.file), str(plain["points"]), kl, health, *steps)
         if one.evidence:
             parts.append(Text(f"\n{one.file}"))
-            parts += [Padding(Text(f"- {sentence}"), (0, 0, 0, 2)) for sentence in one.evidence]
+            parts += [Padding(Text(f"- {sentence}"), (0, 0, 0, 2), expand=False) for sentence in one.evidence]
     return Group(*parts)
 
 
