@@ -36,11 +36,14 @@ WATCH_SCORE = 2.0
 KL_LEAST = 1.0
 # In nats per token above the start's: no reward is worth more.
 PAID_MOST = 5.0
+# And so far above it, or with gradients that explode, it buys nothing: the policy writes what the reference never
+# would.
+PAID_FAR = 20.0
 # A gain of so many wobbles is no luck.
 SURE_WOBBLES = 3.0
-# Each group of symptoms lowers the bar by a factor of e. A reward that rises meanwhile raises it by two, for a format
-# that is learnt in thirty steps brings the KL from nothing to 0.3; the less the further the KL is over 1, for no
-# reward needs that.
+# Each group of symptoms lowers the bar by a factor of e. A reward that rises meanwhile raises it by two, for a
+# format that is learnt in thirty steps brings the KL from nothing to 0.3; the less the further the KL is over 1,
+# for no reward needs that.
 REWARDED, REWARDED_KL = 2.0, 1.0
 # Where the KL is calm, what stands beside a fallen reward must be strong or last: dips of the reward recover.
 LASTING_POINTS = 15
@@ -237,13 +240,16 @@ def _excursion(
     health, found = Health.HEALTHY, list[Symptom]()
     if kl is None or kl.start is None:
         return health, found
+    exploding = any(one.group == "gradients" and one.strong for one in brief)
     for points in (BRIEF_POINTS, LONG_POINTS):
-        left = shift(kl, 1.0, points, KL_LEAST, max(math.log(KL_FLOOR), paid.kl))
-        dated = shift(kl, 1.0, points, KL_LEAST, max(math.log(KL_FLOOR), paid.sure_kl))
+        level = math.exp(kl.sustained(1.0, points))
+        above = level - math.exp(kl.start)
+        bought = paid if above < PAID_FAR and not exploding else Paid()
+        left = shift(kl, 1.0, points, KL_LEAST, max(math.log(KL_FLOOR), bought.kl))
+        dated = shift(kl, 1.0, points, KL_LEAST, max(math.log(KL_FLOOR), bought.sure_kl))
         if left is None or dated is None:
             break
-        level, calm = math.exp(kl.sustained(1.0, points)), math.exp(dated.calm)
-        above = level - math.exp(kl.start)
+        calm = math.exp(dated.calm)
         # While rewards rise everything changes, but not beyond recognition.
         rises = reward_rises(reward, left.calm_step)
         confirming = [one for one in brief if one.strong or not rises]

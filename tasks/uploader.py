@@ -38,7 +38,7 @@ def main() -> int:
     spec = documents.read_run(store).spec.checkpoints
     while (spool := find_spool(Path(env.workdir))) is None:
         time.sleep(LOOK_S)
-    Uploader(store, spool, env.node, _retention(store, spec), lambda at: _is_replaced(store, env, at)).run()
+    Uploader(store, spool, env.node, _retention(store, spec), lambda at: is_replaced(store, env, at)).run()
     return 0
 
 
@@ -52,7 +52,7 @@ def _retention(store: Store, spec: CheckpointsSpec) -> Retire:
     return retire
 
 
-def _is_replaced(store: Store, env: NodeEnv, at: PolicyVersion) -> bool:
+def is_replaced(store: Store, env: NodeEnv, at: PolicyVersion) -> bool:
     """Whether the run goes on without this version: it is of a stretch that a fork has left, or a trainer of
     another machine is the newer one. One on this machine has waited for the spool."""
     forks = read_forks(store)

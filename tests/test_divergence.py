@@ -116,6 +116,18 @@ DIVERGING: dict[str, tuple[list[Point], int]] = {
         run(kl=after(ONSET, level(0.08), level(300.0)), reward=lambda step: 0.2 + step / 500),
         7,
     ),
+    "far beyond what a rising reward can pay for": (
+        run(kl=lambda step: min(60.0, growing(3.5, 25)(step) or 0.0), reward=lambda step: step / 500),
+        120,
+    ),
+    "gradients explode while rewards rise": (
+        run(
+            kl=after(ONSET, level(0.006), level(6.0)),
+            grad_norm=after(ONSET, level(1.0), level(160.0)),
+            reward=lambda step: step / 500,
+        ),
+        9,
+    ),
     "ramp": (run(kl=growing(0.08, 12)), 75),
     "slow ramp": (run(kl=growing(0.08, 25)), 120),
     "begins at 3 and runs away": (run(kl=growing(3.0, 8)), 45),

@@ -21,7 +21,7 @@ def test_metrics_rows_survive_a_restarted_writer():
 
 
 def test_a_row_tells_the_detector_what_the_guard_was_told():
-    """The row of a step gets more than the log that the guard saw: of an evaluation, and of the end of training."""
+    """The row of a step gets more than the log that the guard saw: of an evaluation, of the end of training."""
     logged = {"kl": 0.25, "reward": 1.5, "orch/nonfinite/grad_norm": 1.0}
     added = {
         "orch/tokens": 96.0,

@@ -153,11 +153,11 @@ def test_clusters_are_seen_whoever_launched_them_and_machines_without_a_record_t
             Instance("i-1", name, "us-east-1", "us-east-1b", "m6i.large", True, "up", "198.18.0.7")
             for name in ("grpo-r-trainer-0-i1", "grpo-r-rollout-0-i1")
         ]
-        sky._has_aws = True
+        skypilot.sdk.enabled_clouds = lambda: ["AWS"]
         (stray,) = [sky.as_cluster(one) for one in sky.strays("grpo-r-", ["aws/us-east-1"])]
         print(json.dumps({
             "clusters": [cluster.name for cluster in sky.clusters("grpo-r-")],
-            "record": skypilot._record("grpo-r-trainer-0-i1") is not None,
+            "record": skypilot._record("grpo-r-trainer-0-i1", 1.0) is not None,
             "stray": [stray.name, stray.stray, stray.infra, stray.price_usd_per_h, stray.on_demand_usd_per_h],
             "of other clouds": sky.strays("grpo-r-", ["gcp"]),
         }))
@@ -169,6 +169,85 @@ def test_clusters_are_seen_whoever_launched_them_and_machines_without_a_record_t
         "stray": ["grpo-r-rollout-0-i1", True, "aws/us-east-1/us-east-1b", 0.035, 0.096],
         "of other clouds": [],
     }
+
+
+def test_a_log_comes_without_colours_and_ends_with_why_it_broke_off(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        r"""
+        import io
+        import requests
+        from sky import exceptions
+
+        asked, said = [], {}
+
+        def answer(method, path, json, **_):
+            asked.append([path, json["cluster_name"], json["follow"]])
+            answered = requests.Response()
+            answered.status_code = 200
+            answered.headers["X-Skypilot-Request-ID"] = "request"
+            answered.raw = io.BytesIO(b"\x1b[36m(n-1, pid=7)\x1b[0m one\n10%\r\ntwo\n" if end is None else b"")
+            return answered
+
+        def get(_):
+            if end is not None:
+                raise end
+            return exceptions.JobExitCode.NOT_FINISHED
+
+        skypilot._see_server = skypilot.server.check_server_healthy_or_start_fn = lambda *_: None
+        skypilot._record = lambda name, _: None if name == "n-2" else "a record"
+        skypilot.server.make_authenticated_request = answer
+        skypilot.sdk.get = get
+        sky = skypilot.SkyPilot()
+        for name, follow, end in (
+            ("n-1", True, None),
+            ("n-1", False, exceptions.ClusterNotUpError("skipped for cluster 'n-1' (status: INIT)", None)),
+            ("n-2", False, None),
+        ):
+            lines = []
+            try:
+                lines += sky.tail(name, follow=follow)
+            except (KeyError, CloudUnavailable) as error:
+                lines.append(repr(error))
+            said[f"{name} {follow}"] = lines
+        print(json.dumps(said | {"asked": asked}))
+        """,
+    )
+    assert found["asked"] == [["/logs", "n-1", True], ["/logs", "n-1", False]]
+    assert found["n-1 True"] == ["(n-1, pid=7) one", "10%", "two"]
+    (why,) = found["n-1 False"]
+    assert "the log of n-1 broke off: skipped for cluster 'n-1' (status: INIT)" in why
+    assert found["n-2 False"] == ["KeyError('n-2')"]
+
+
+def test_what_a_command_asks_once_waits_for_a_server_that_was_just_started(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        asked = {}
+
+        def ask(submit, timeout_s):
+            asked.setdefault(call, []).append(timeout_s)
+            return [] if call == "log" else {}
+
+        skypilot._see_server = lambda: None
+        skypilot._reason = lambda _: ""
+        skypilot._ask = ask
+        sky = skypilot.SkyPilot()
+        for call, once in {
+            "log": lambda: sky.tail("n-1", follow=False),
+            "offers": lambda: sky.offers({}, spot=True),
+            "clouds": sky.clouds,
+        }.items():
+            try:
+                once()
+            except (KeyError, skypilot.CloudRefused):  # there is nothing
+                pass
+        print(json.dumps(asked))
+        """,
+    )
+    assert found.keys() == {"log", "offers", "clouds"}
+    assert all(min(waits) >= 180.0 for waits in found.values()), "it took more than a minute on two busy cores"
 
 
 def test_an_api_server_elsewhere_that_is_away_is_told_and_none_is_started_here(tmp_path: Path) -> None:

@@ -12,13 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.documents import RunRecord
+from checkpoint.resume_state import SCHEMA, ResumeState
 from checkpoint.spool import Seal, Spool, UploaderState
 from checkpoint.store import Store
 from checkpoint.uploader import Uploader
+from policies.divergence import Detector, Health, Verdict
+from policies.snapshot import Trainer
 from policies.spec import CheckpointsSpec
 from policies.vocabulary import PolicyVersion
 from tasks import spooling
+from tasks.checkpoints import Checkpoints
+from tasks.heartbeat import Heartbeat
 from tasks.spooling import GIB, NoRoom, find_spool, make_spool, remove_spool
+from tests.world import spec
 
 SIZE = 100_000
 
@@ -265,3 +272,34 @@ def test_a_checkpoint_that_cannot_fit_is_refused_with_the_key_to_change(
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(NoRoom, match="name a folder that can be written"):
         make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path / "file" / "below")), 1)
+
+
+def checkpoints_of(spool: Spool, timeline: int, verdict: Verdict) -> Checkpoints:
+    heartbeat = Heartbeat(Store("memory://unused"), Trainer("trainer-0-i1", 1, timeline, 0, 0, "starting", 0.0))
+    state = ResumeState(SCHEMA, f"{timeline}-0", 0.0, detector=Detector(verdict))
+    record = RunRecord(1, "id", 0.0, spec())
+    return Checkpoints(
+        spool, heartbeat, record, timeline, meta={}, frozen={}, max_behind_steps=10, history=lambda _: state
+    )
+
+
+def test_what_an_abandoned_timeline_stored_is_not_taken_for_the_present_ones(spool: Spool):
+    checkpoints = checkpoints_of(spool, 1, Verdict())
+    checkpoints.begin_from(20, logging_steps=1)
+    spool.say(UploaderState(stored="0-30"))
+    assert checkpoints.stored_step() == 20
+    spool.say(UploaderState(stored="1-25"))
+    assert checkpoints.stored_step() == 25
+
+
+@pytest.mark.parametrize(
+    ("verdict", "before"),
+    [(Verdict(), 60), (Verdict(Health.WATCH, 100, onset_step=93), 93), (Verdict(Health.TRIPPED, 99, 95, 99), 95)],
+)
+def test_a_seal_says_from_before_which_step_one_must_stay(spool: Spool, verdict: Verdict, before: int):
+    checkpoints = checkpoints_of(spool, 0, verdict)
+    checkpoints.begin_from(0, logging_steps=2)
+    slot = checkpoints.open(100, last=False)
+    assert slot is not None
+    checkpoints.seal(100, slot)
+    assert [seal.keep_before_step for seal, _ in spool.sealed()] == [before]

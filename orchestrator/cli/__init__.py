@@ -42,7 +42,8 @@ def main() -> None:
     try:
         app()
     except Stop as stop:
-        (console if stop.exit_code == exit_codes.OK else errors).print(str(stop), highlight=False, soft_wrap=True)
+        told = console if stop.exit_code == exit_codes.OK else errors
+        told.print(str(stop), highlight=False, markup=False, soft_wrap=True)
         sys.exit(stop.exit_code)
     except (ConfigError, NoSuchRun) as error:
         errors.print(str(error), highlight=False, markup=False, soft_wrap=True)

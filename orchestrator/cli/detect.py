@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.look import AsJson, Output, print_json
@@ -45,7 +44,7 @@ def detect(
     try:
         traces = [(str(file), read_trace(file)) for file in files]
     except NotATrace as error:
-        raise Stop(escape(str(error)), exit_codes.USAGE) from None
+        raise Stop(str(error), exit_codes.USAGE) from None
     found = [follow(file, trace, limit, save_steps) for file, trace in traces]
     out = PICTURE if out is None and output is Output.TEXT else out
     if out is not None:
@@ -55,7 +54,7 @@ def detect(
         try:
             plot_detections(found, out)
         except OSError as error:
-            raise Stop(escape(f"{out}: {error.strerror}"), exit_codes.USAGE) from None
+            raise Stop(f"{out}: {error.strerror}", exit_codes.USAGE) from None
     if output is Output.JSON:
         print_json([to_json(one) for one in found])
         return

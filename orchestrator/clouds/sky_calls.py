@@ -1,4 +1,4 @@
-"""A call that answers late, or never, with a deadline for the caller; how long calls took. Imports no SkyPilot.
+"""A call that answers late, or never, with a deadline for the caller and our errors. Imports no SkyPilot.
 
 Waiting for SkyPilot's API server has no time-out of its own, so it is done in a thread that may be left behind;
 what was asked for is then cancelled, also when it is submitted only after the deadline.
@@ -15,10 +15,14 @@ from typing import Generic, TypeVar
 
 import structlog
 
+from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+from orchestrator.clouds.sky_errors import Failure, understand
+
 log = structlog.get_logger()
 Result = TypeVar("Result")
 
 CANCEL_TIMEOUT_S = 5.0
+FIND_TIMEOUT_S = 60.0
 TOLD_FROM_S = 0.1  # shorter calls are not in the log
 
 
@@ -31,6 +35,11 @@ def told(call: str, cluster: str) -> Iterator[None]:
     finally:
         if (seconds := time.monotonic() - began_s) >= TOLD_FROM_S:
             log.info("skypilot_called", call=call, cluster=cluster, seconds=round(seconds, 2))
+
+
+def restore_tracebacks() -> None:
+    """Undo what SkyPilot does before it raises: it limits them to nothing, for the whole process."""
+    vars(sys).pop("tracebacklimit", None)
 
 
 class Call(threading.Thread, Generic[Result]):
@@ -57,8 +66,7 @@ class Call(threading.Thread, Generic[Result]):
         except Exception as error:  # noqa: BLE001 the caller raises it
             self._error = error
         finally:
-            # SkyPilot sets it to 0 before it raises, and leaves it so for the whole process.
-            vars(sys).pop("tracebacklimit", None)
+            restore_tracebacks()
 
     def result(self, timeout_s: float) -> Result:
         """Make the call. Raises TimeoutError at the deadline, and whatever the call raised."""
@@ -82,3 +90,37 @@ class Call(threading.Thread, Generic[Result]):
         # What cannot be cancelled goes on; its result is on record, where the next call finds it.
         with contextlib.suppress(Exception):
             self._cancel(submitted)
+
+
+def ask_cloud(function: Callable[[], Result], timeout_s: float) -> Result:
+    """Call what asks clouds and catalogs from this process. Raises CloudRefused, CloudUnavailable."""
+    call = Call(lambda: "", lambda _: function(), lambda _: None)
+    try:
+        return call.result(timeout_s)
+    except TimeoutError:
+        raise CloudUnavailable(f"a cloud has not answered within {timeout_s:g} s; try again") from None
+    except (CloudRefused, CloudUnavailable):
+        raise
+    except Exception as error:
+        raise understand(failure_of(error)) from error
+
+
+def find_out(function: Callable[[], Result]) -> Result:
+    """Call what asks a cloud for no machine, so that nothing is refused. Raises CloudUnavailable."""
+    with nothing_refused():
+        return ask_cloud(function, FIND_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def nothing_refused() -> Iterator[None]:
+    """Where no machine is asked for, a refusal is no answer: it is raised as CloudUnavailable."""
+    try:
+        yield
+    except CloudRefused as refused:
+        raise CloudUnavailable(str(refused)) from refused
+
+
+def failure_of(error: Exception, log: str = "") -> Failure:
+    """What is known of a failure; `log` is the request's."""
+    history = tuple((type(one).__name__, str(one)) for one in getattr(error, "failover_history", ()))
+    return Failure(type(error).__name__, str(error), history, log)

@@ -255,6 +255,7 @@ class SkyCloud:
                 known = {cluster.name: cluster for cluster in self._sky.clusters(self._prefix)}
                 self._book.end_look(began, (strays | known).values())
                 if self._looked_at_s is None:
+                    log.info("machines_found", here=sorted(known), elsewhere=sorted(strays.keys() - known.keys()))
                     self._read()  # which attempts are under way must be known before any is started
                 self._looked_at_s = time.monotonic()
             except (CloudUnavailable, StoreError) as error:

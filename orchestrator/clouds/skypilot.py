@@ -11,13 +11,12 @@ import contextlib
 import copy
 import io
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import sky
 from sky import clouds, exceptions, global_user_state, provision, sky_logging, skypilot_config
@@ -25,32 +24,27 @@ from sky.adaptors import aws
 from sky.client import sdk
 from sky.server import common as server
 from sky.skylet import constants, runtime_utils
-from sky.utils import registry, resources_utils, status_lib
+from sky.utils import registry, resources_utils
 
 from orchestrator.clouds import sky_aws
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky_calls import Call
-from orchestrator.clouds.sky_errors import OTHER_MACHINE, Failure, one_line, understand
+from orchestrator.clouds.sky_calls import Call, ask_cloud, failure_of, find_out, nothing_refused
+from orchestrator.clouds.sky_errors import OTHER_MACHINE, one_line, understand
+from orchestrator.clouds.sky_log import lines_from
+from orchestrator.clouds.sky_records import cluster_at, cluster_of, labelled, offer_of
 from orchestrator.clouds.sky_server import start_server
 from orchestrator.clouds.sky_types import ApiServer, CloudCheck, Cluster, ClusterState, Instance, SkyOffer
 from orchestrator.clouds.sky_work import Work
 from policies.vocabulary import Refusal
 
-LABEL = "grpo-orch"  # on every machine, with the cluster's name
 LOOK_TIMEOUT_S = 60.0  # for what SkyPilot has on record
+FIRST_TIMEOUT_S = 300.0  # for the first answer of a server that was just started: minutes on busy cores
 CHECK_TIMEOUT_S = 120.0  # for what clouds and catalogs are asked for
 GONE_EVERY_S = 1.0
 LOG_LINES = 400
 SSH_PORT = 22
 
-_STATES = {
-    status_lib.ClusterStatus.INIT: ClusterState.STARTING,
-    status_lib.ClusterStatus.UP: ClusterState.UP,
-    status_lib.ClusterStatus.STOPPED: ClusterState.STOPPED,
-}
 _SETTINGS = dict(skypilot_config.to_dict())  # before `_own_group`
-_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-Result = TypeVar("Result")
 _starting = threading.Lock()
 _overlay = contextlib.ExitStack()  # what goes along with every request of this process; never left
 
@@ -74,7 +68,7 @@ class SkyPilot:
         self._group = group if server.is_api_server_local() else None
         if self._group:
             _own_group(self._group)
-        self._has_aws = False
+        self._aws = sky_aws.Account(_ec2, self._group, self._enabled)
         self._handles: dict[str, Any] = {}  # as last seen, by cluster
         # What asks the cloud for the machines of each cluster that was taken down and not yet seen to be gone.
         self._unproven: dict[str, Callable[[], Iterable[str]]] = {}
@@ -83,12 +77,12 @@ class SkyPilot:
         """Every cluster on SkyPilot's record whose name begins with `prefix`; no cloud is asked."""
         records = [one for one in _status(None, LOOK_TIMEOUT_S) if one.name.startswith(prefix)]
         self._handles.update({record.name: record.handle for record in records})
-        return [_cluster(record) for record in records]
+        return [cluster_of(record) for record in records]
 
     def confirm(self, name: str, timeout_s: float) -> Cluster | None:
         """Have SkyPilot ask the cloud and the machine about a cluster. Returns None when it is gone."""
         records = _status([name], timeout_s, sky.StatusRefreshMode.FORCE)
-        return _cluster(records[0]) if records else None
+        return cluster_of(records[0]) if records else None
 
     def has_machines(self, name: str) -> bool | None:
         """Whether the cloud has machines of a cluster that was on record. None: ask SkyPilot, see `confirm`.
@@ -99,7 +93,7 @@ class SkyPilot:
         if handle is None:
             return None
         instances = _instances_of(handle)
-        return None if instances is tuple else bool(_find_out(instances))
+        return None if instances is tuple else bool(find_out(instances))
 
     def launch(self, name: str, work: Work, timeout_s: float) -> Cluster:
         """Provision the cluster or take it up where it is, set it up and submit the work.
@@ -109,7 +103,7 @@ class SkyPilot:
         """
         _, handle = _ask(lambda: sdk.launch(_task(name, work), cluster_name=name), timeout_s)
         self._handles[name] = handle
-        return _cluster_of(name, ClusterState.UP, handle)
+        return cluster_at(name, ClusterState.UP, handle)
 
     def run_again(self, name: str, work: Work, timeout_s: float) -> None:
         """Submit the work once more to a cluster that is up, without its set-up. Raises CloudRefused."""
@@ -125,10 +119,10 @@ class SkyPilot:
         A launch of it that is under way ends. Raises CloudUnavailable also when something is still there.
         """
         deadline = time.monotonic() + timeout_s
-        if (record := _record(name)) is not None:
+        if (record := _record(name, timeout_s)) is not None:
             self._unproven[name] = _instances_of(record.handle)
             _look(lambda: sdk.down(name), timeout_s)
-        while left := _find_out(self._unproven.get(name, tuple)):
+        while left := find_out(self._unproven.get(name, tuple)):
             if time.monotonic() > deadline:
                 what = f"{name} was taken down, but its cloud still has {', '.join(sorted(left))}"
                 raise CloudUnavailable(f"{what}: still there; it is tried again, or end it at the cloud's console")
@@ -137,34 +131,23 @@ class SkyPilot:
         self._handles.pop(name, None)
 
     def drop_group(self, places: Iterable[str | None], timeout_s: float) -> None:
-        """Delete the security groups of this group on AWS; their machines may still be shutting down.
-
-        `places`: where clusters may have been, as in `aws/us-east-1`, `aws` or `gcp`; None: anywhere.
-        No error when there is none. Raises CloudUnavailable also when AWS still keeps one.
-        """
-        deadline = time.monotonic() + timeout_s
-        regions, group = self._regions(places), self._group or ""
-        while left := _find_out(lambda: sky_aws.drop_groups(_ec2, regions, group)):
-            if time.monotonic() > deadline:
-                kept = f"no machine is left, but security group {group}, which costs nothing"
-                raise CloudUnavailable(f"{kept}: {'; '.join(left)}; try again later")
-            time.sleep(GONE_EVERY_S)
+        """See `sky_aws.Account.drop_group`."""
+        self._aws.drop_group(places, timeout_s)
 
     def strays(self, prefix: str, places: Iterable[str | None]) -> list[Instance]:
         """The machines on AWS whose label begins with `prefix` and of which SkyPilot here has no record.
 
-        `places`: see `drop_group`.
+        `places`: see `sky_aws.Account`.
         """
-        if not (regions := self._regions(places)):
-            return []
         # In this order: SkyPilot has a cluster on record before AWS has its machine.
-        there = _find_out(lambda: sky_aws.labelled(_ec2, regions, LABEL, prefix))
+        if not (there := self._aws.machines(prefix, places)):
+            return []
         known = {record.name for record in _status(None, LOOK_TIMEOUT_S)}
         return [instance for instance in there if instance.name not in known]
 
     def end(self, strays: Iterable[Instance]) -> None:
         """Have machines shut down that SkyPilot here has no record of."""
-        _find_out(lambda: sky_aws.terminate(_ec2, strays))
+        self._aws.end(strays)
 
     def as_cluster(self, stray: Instance) -> Cluster:
         """A stray machine as a cluster."""
@@ -181,28 +164,18 @@ class SkyPilot:
             stray=True,
         )
 
-    def _regions(self, places: Iterable[str | None]) -> set[str]:
-        """The regions of AWS among `places`; none where AWS is not to be asked from here."""
-        named = {region for place in places if (region := _aws_region(place)) is not None}
-        if not self._group or not named:
-            return set()
-        self._has_aws = self._has_aws or "aws" in map(str.lower, self._enabled())
-        if not self._has_aws:
-            return set()
-        return _find_out(lambda: sky_aws.all_regions(_ec2)) if "" in named else named
-
     def _enabled(self) -> list[str]:
         """The clouds that SkyPilot may use."""
-        found: list[str] = _look(sdk.enabled_clouds, LOOK_TIMEOUT_S)
+        found: list[str] = _look(sdk.enabled_clouds, FIRST_TIMEOUT_S)
         # A user who has never run `sky check` may well have credentials.
         return found or [cloud.name for cloud in self.clouds() if cloud.enabled]
 
     def tail(self, name: str, *, follow: bool) -> Iterator[str]:
         """Lines of the log of the cluster's newest job. Raises KeyError when there is no such cluster."""
-        _do(_see_server, CHECK_TIMEOUT_S)  # a look has no time to start one
-        if _record(name) is None:
+        ask_cloud(_see_server, CHECK_TIMEOUT_S)  # a look has no time to start one
+        if _record(name, FIRST_TIMEOUT_S) is None:
             raise KeyError(name)
-        return _log_lines(name, follow)
+        return lines_from(name, lambda sink: _write_log(name, follow, sink))
 
     def offers(self, resources: dict[str, Any], *, spot: bool) -> list[SkyOffer]:
         """What could be launched in each region or zone, the cheapest first; nothing is launched.
@@ -211,7 +184,7 @@ class SkyPilot:
         """
         if not (enabled := self._enabled()):
             raise CloudRefused(Refusal.CREDENTIALS, "no cloud is enabled; see why with `grpo-orch doctor`")
-        return _do(lambda: _offers(resources, spot, enabled), CHECK_TIMEOUT_S)
+        return ask_cloud(lambda: _offers(resources, spot, enabled), CHECK_TIMEOUT_S)
 
     def has_quota(self, offer: SkyOffer) -> bool:
         """False when the account's quota for such machines there is known to be zero (AWS and GCP tell)."""
@@ -220,11 +193,11 @@ class SkyPilot:
             one = sky.Resources(infra=offer.infra, instance_type=offer.instance_type, use_spot=offer.spot)
             return bool(one.cloud.check_quota_available(one))
 
-        return _do(ask, CHECK_TIMEOUT_S)
+        return ask_cloud(ask, CHECK_TIMEOUT_S)
 
     def clouds(self) -> list[CloudCheck]:
         """Every cloud that SkyPilot knows, its credentials tried anew; enabled ones first."""
-        workspaces = _look(lambda: sdk.check(None, verbose=False), CHECK_TIMEOUT_S)
+        workspaces = _look(lambda: sdk.check(None, verbose=False), FIRST_TIMEOUT_S)
         enabled = {
             name.partition("/")[0].lower()
             for workspace in workspaces.values()
@@ -232,7 +205,7 @@ class SkyPilot:
             if "compute" in abilities
         }
         others = {name: cloud for name, cloud in registry.CLOUD_REGISTRY.items() if name not in enabled}
-        reasons = _do(lambda: {name: _reason(cloud) for name, cloud in others.items()}, CHECK_TIMEOUT_S)
+        reasons = ask_cloud(lambda: {name: _reason(cloud) for name, cloud in others.items()}, CHECK_TIMEOUT_S)
         return [
             *(CloudCheck(name, True, "") for name in sorted(enabled)),
             *(CloudCheck(name, False, reasons[name]) for name in sorted(reasons)),
@@ -244,8 +217,8 @@ class SkyPilot:
 
     def server(self) -> ApiServer:
         """The API server, started first where it is this machine's own and is not running."""
-        _do(_see_server, CHECK_TIMEOUT_S)
-        info = _do(server.get_api_server_status, LOOK_TIMEOUT_S)
+        ask_cloud(_see_server, CHECK_TIMEOUT_S)
+        info = ask_cloud(server.get_api_server_status, LOOK_TIMEOUT_S)
         endpoint = server.redact_url_password(server.get_server_url())
         return ApiServer(endpoint, info.version or "unknown", server.is_api_server_local())
 
@@ -267,42 +240,15 @@ def _ask(submit: Callable[[], str], timeout_s: float) -> Any:
         raise
     except Exception as error:
         server.get_api_server_status_response.cache_clear()  # it may be the server that is gone
-        raise understand(_failure(error, call.id)) from error
+        refused = isinstance(error, exceptions.ResourcesUnavailableError)
+        log = _request_log(call.id) if refused and call.id else ""
+        raise understand(failure_of(error, log)) from error
 
 
 def _look(submit: Callable[[], str], timeout_s: float) -> Any:
     """Have a request done that gives no machine, so that nothing is refused. Raises CloudUnavailable."""
-    try:
+    with nothing_refused():
         return _ask(submit, timeout_s)
-    except CloudRefused as refused:
-        raise CloudUnavailable(str(refused)) from refused
-
-
-def _do(function: Callable[[], Result], timeout_s: float) -> Result:
-    """Call what asks clouds and catalogs from this process. Raises CloudRefused, CloudUnavailable."""
-    call = Call(lambda: "", lambda _: function(), lambda _: None)
-    try:
-        return call.result(timeout_s)
-    except TimeoutError:
-        raise CloudUnavailable(f"a cloud has not answered within {timeout_s:g} s; try again") from None
-    except (CloudRefused, CloudUnavailable):
-        raise
-    except Exception as error:
-        raise understand(_failure(error, None)) from error
-
-
-def _find_out(function: Callable[[], Result]) -> Result:
-    """Call what asks a cloud for no machine, so that nothing is refused. Raises CloudUnavailable."""
-    try:
-        return _do(function, LOOK_TIMEOUT_S)
-    except CloudRefused as refused:
-        raise CloudUnavailable(str(refused)) from refused
-
-
-def _failure(error: Exception, request: str | None) -> Failure:
-    history = tuple((type(one).__name__, str(one)) for one in getattr(error, "failover_history", ()))
-    log = _request_log(request) if request and isinstance(error, exceptions.ResourcesUnavailableError) else ""
-    return Failure(type(error).__name__, str(error), history, log)
 
 
 def _request_log(request: str) -> str:
@@ -352,24 +298,12 @@ def _task(name: str, work: Work) -> Any:
         workdir=work.workdir,
         file_mounts=work.files,
     )
-    task.set_resources(sky.Resources.from_yaml_config(_labelled(work.resources, name)))
+    task.set_resources(sky.Resources.from_yaml_config(labelled(work.resources, name)))
     return task
 
 
-def _labelled(resources: dict[str, Any], name: str) -> dict[str, Any]:
-    """The resources with the cluster's name on every alternative.
-
-    Labels above the alternatives are put into each: SkyPilot would mix those of all.
-    """
-    config = copy.deepcopy(resources)
-    above = config.pop("labels", {})
-    for place in config.get("any_of") or config.get("ordered") or [config]:
-        place["labels"] = {**above, **place.get("labels", {}), LABEL: name}
-    return config
-
-
-def _record(name: str) -> Any:
-    records = _status([name], LOOK_TIMEOUT_S)
+def _record(name: str, timeout_s: float) -> Any:
+    records = _status([name], timeout_s)
     return records[0] if records else None
 
 
@@ -379,29 +313,6 @@ def _status(names: list[str] | None, timeout_s: float, refresh: Any = sky.Status
     return records
 
 
-def _cluster(record: Any) -> Cluster:
-    return _cluster_of(record.name, _STATES[record.status], record.handle)
-
-
-def _cluster_of(name: str, state: ClusterState, handle: Any) -> Cluster:
-    launched = handle.launched_resources
-    return Cluster(
-        name=name,
-        state=state,
-        infra=launched.infra.to_str(),
-        spot=launched.use_spot,
-        price_usd_per_h=float(launched.get_cost(3600)),
-        ssh_address=_ssh_address(handle),
-        machine=launched.instance_type or "",
-        on_demand_usd_per_h=float(launched.copy(use_spot=False).get_cost(3600)),
-    )
-
-
-def _ssh_address(handle: Any) -> tuple[str, int] | None:
-    addresses, ports = handle.cached_external_ips, handle.cached_external_ssh_ports
-    return (addresses[0], ports[0]) if addresses and ports else None
-
-
 def _instances_of(handle: Any) -> Callable[[], Iterable[str]]:
     """What asks the cloud for the machines of a cluster, also after its record is gone.
 
@@ -409,7 +320,7 @@ def _instances_of(handle: Any) -> Callable[[], Iterable[str]]:
     """
     if not server.is_api_server_local() or handle.cluster_yaml is None:
         return tuple
-    provider = _find_out(lambda: global_user_state.get_cluster_yaml_dict(handle.cluster_yaml))["provider"]
+    provider = find_out(lambda: global_user_state.get_cluster_yaml_dict(handle.cluster_yaml))["provider"]
     cloud = repr(handle.launched_resources.cloud)
     names = handle.cluster_name, handle.cluster_name_on_cloud
     return lambda: list(provision.query_instances(cloud, *names, provider))
@@ -433,21 +344,9 @@ def _ec2(region: str) -> Any:
     return aws.client("ec2", region_name=region)
 
 
-def _aws_region(place: str | None) -> str | None:
-    """The region of AWS that `place` is or may be; empty: any. None: it is on another cloud."""
-    cloud, region, *_ = [*(place or "*").split("/"), ""]
-    return region.replace("*", "") if cloud in ("aws", "*") else None
-
-
-def _log_lines(name: str, follow: bool) -> Iterator[str]:
-    _see_server()
-    try:
-        with sky_logging.silent():  # no spinner while it waits
-            for text in sdk.tail_logs(name, None, follow, preload_content=False):
-                if text is not None:
-                    yield _COLOUR.sub("", text).rstrip()
-    except Exception as error:
-        raise CloudUnavailable(f"the log of {name} broke off: {one_line(str(error))}") from error
+def _write_log(name: str, follow: bool, sink: io.TextIOBase) -> None:
+    with sky_logging.silent():
+        sdk.tail_logs(name, None, follow, output_stream=sink)
 
 
 def _offers(resources: dict[str, Any], spot: bool, enabled: list[str]) -> list[SkyOffer]:
@@ -462,18 +361,12 @@ def _offers(resources: dict[str, Any], spot: bool, enabled: list[str]) -> list[S
                 feasible = cloud.get_feasible_launchable_resources(one, 1)
                 like.update(feasible.fuzzy_candidate_list)
                 for machine in feasible.resources_list[:1]:  # the cheapest, which a launch would take
-                    found.update(map(_offer, resources_utils.make_launchables_for_valid_region_zones(machine)))
+                    found.update(map(offer_of, resources_utils.make_launchables_for_valid_region_zones(machine)))
     if not found:
         hint = f"there is {', '.join(sorted(like))}" if like else OTHER_MACHINE
         said = f"no enabled cloud ({', '.join(enabled)}) has {'spot ' if spot else ''}machines for {resources}"
         raise CloudRefused(Refusal.QUOTA, f"{said}; {hint}")
     return sorted(found, key=lambda offer: (offer.price_usd_per_h, offer.infra, offer.instance_type))
-
-
-def _offer(machine: Any) -> SkyOffer:
-    accelerators = ", ".join(f"{name}:{count}" for name, count in (machine.accelerators or {}).items())
-    price = float(machine.get_cost(3600))
-    return SkyOffer(machine.infra.to_str(), machine.instance_type, accelerators, machine.use_spot, price)
 
 
 def _reason(cloud: Any) -> str:

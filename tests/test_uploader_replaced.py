@@ -1,0 +1,45 @@
+"""What of a spool still belongs to the run: not what a fork has left, nor what a newer trainer makes anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpoint import documents
+from checkpoint.store import Store
+from checkpoint.timelines import write_fork
+from policies.snapshot import Trainer
+from policies.timelines import Fork
+from policies.vocabulary import PolicyVersion
+from tasks.node_env import NodeEnv
+from tasks.uploader import is_replaced
+
+
+@pytest.mark.parametrize(
+    ("says", "forks", "beat", "version", "replaced"),
+    [
+        ("nobody has spoken yet", [], None, "0-30", False),
+        ("the present trainer's", [], ("trainer-0-i1", 0), "0-30", False),
+        ("of a trainer before it on this machine", [], ("trainer-0-i1", 1), "0-30", False),
+        ("of a machine that was replaced", [], ("trainer-0-i2", 0), "0-30", True),
+        ("left by a fork, before its trainer has begun", ["0-20"], ("trainer-0-i1", 0), "0-30", True),
+        ("left by a fork, on the machine that goes on", ["0-20"], ("trainer-0-i1", 1), "0-30", True),
+        ("what a fork began from", ["0-20"], ("trainer-0-i1", 0), "0-20", False),
+        ("of the new timeline", ["0-20"], ("trainer-0-i1", 1), "1-30", False),
+        ("of the second of three", ["0-20", "1-30"], ("trainer-0-i1", 1), "1-30", False),
+        ("of one that the third has left", ["0-20", "0-10"], ("trainer-0-i1", 1), "1-30", True),
+        ("of a run that began anew", [None], ("trainer-0-i1", 0), "0-20", True),
+    ],
+)
+def test_what_is_replaced(
+    says: str, forks: list[str | None], beat: tuple[str, int] | None, version: str, replaced: bool, tmp_path: Path
+) -> None:
+    store = Store(f"file://{tmp_path}/store")
+    for number, start in enumerate(forks, 1):
+        write_fork(store, Fork(number, start))
+    if beat is not None:
+        node, timeline = beat
+        documents.write_trainer(store, Trainer(node, 1, timeline, 0, 0, "training", 0.0))
+    env = NodeEnv(store.url, "trainer-0-i1", "", 1, 0, str(tmp_path), "127.0.0.1")
+    assert is_replaced(store, env, PolicyVersion.parse(version)) == replaced, says
