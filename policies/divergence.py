@@ -55,7 +55,7 @@ NOT_FINITE_POINTS = 4
 OVERFLOW_STEPS = 16
 OVERFLOW_AGAIN_STEPS = 8  # once gradients were finite: the scale doubles in good times
 NOT_FINITE = ("kl", "loss", "reward", "grad_norm")
-LOG_LEAST, LOG_MOST = 1e-9, 1e30  # what is beyond counts as that
+LOG_LEAST, LOG_MOST = 1e-6, 1e30  # what is beyond counts as that: the zeros of a start must not drag its blocks
 
 
 class Health(StrEnum):

@@ -86,6 +86,14 @@ HEALTHY: dict[str, list[Point]] = {
     "tiny": run(kl=level(1e-5, 0.5)),
     "single wild points": run(kl=lambda step: 80.0 if step % 23 == 0 else 0.05),
     "three wild points in a row": run(kl=lambda step: 900.0 if step % 40 in (1, 2, 3) else 0.05),
+    "five wild points of seven": run(kl=lambda step: 90.0 if step in (101, 102, 103, 105, 106) else 0.05),
+    "the KL goes on for a while when the reward has come": run(
+        kl=lambda step: 0.03 + 1.0 / (1 + math.exp((ONSET - step) / 8)),
+        reward=lambda step: 0.1 + 0.7 / (1 + math.exp((ONSET - 40 - step) / 6)),
+    ),
+    "the entropy fell long before the reward": run(
+        480, entropy=after(60, level(0.6), level(0.002)), reward=after(400, lambda _: 0.6, FALLEN)
+    ),
     "three in a row not finite": run(kl=between(100, 102, level(0.05), lambda _: None)),
     "one in three not finite": run(kl=lambda step: None if step % 3 else 0.05, grad_norm=lambda _: None, steps=16),
     "the search for a loss scale": run(grad_norm=between(1, 14, level(0.4), lambda _: None)),
@@ -109,6 +117,14 @@ def test_what_does_not_trip(points: list[Point]) -> None:
     assert Health.TRIPPED not in {verdict.health for verdict in verdicts(points)}
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["calm", "concave by a thousand", "begins at 3", "no reference, zeros are logged", "all groups of one reward"],
+)
+def test_what_is_not_even_watched(name: str) -> None:
+    assert {verdict.health for verdict in verdicts(HEALTHY[name])} == {Health.HEALTHY}
+
+
 # name: the run, in how many points it must trip
 DIVERGING: dict[str, tuple[list[Point], int]] = {
     "cliff": (run(kl=after(ONSET, level(0.08), level(30.0))), 7),
@@ -117,7 +133,7 @@ DIVERGING: dict[str, tuple[list[Point], int]] = {
         7,
     ),
     "far beyond what a rising reward can pay for": (
-        run(kl=lambda step: min(60.0, growing(3.5, 25)(step) or 0.0), reward=lambda step: step / 500),
+        run(kl=lambda step: min(40.0, growing(3.5, 25)(step) or 0.0), reward=lambda step: step / 500),
         120,
     ),
     "gradients explode while rewards rise": (
@@ -144,6 +160,14 @@ DIVERGING: dict[str, tuple[list[Point], int]] = {
     ),
     "no KL: gradients explode, rewards fall": (
         run(kl=None, reward=after(ONSET, lambda _: 0.6, FALLEN), grad_norm=after(ONSET, level(0.4), level(9.0))),
+        9,
+    ),
+    "KL logged as 0: gradients explode, the entropy falls": (
+        run(
+            kl=lambda _: 0.0,
+            grad_norm=after(ONSET, level(0.4), level(9.0)),
+            entropy=after(ONSET, level(0.6), level(0.01)),
+        ),
         9,
     ),
     "calm KL: answers without end": (
@@ -237,6 +261,13 @@ def test_what_comes_and_goes_is_watched_as_one() -> None:
     assert [verdict.step for verdict in watched] == [*range(watched[0].step, 251)]
     onsets = [verdict.onset_step or 0 for verdict in watched]
     assert ONSET - 10 <= onsets[-1] <= onsets[0] <= ONSET + 1
+
+
+def test_the_onset_is_that_of_the_first_thing_when_another_takes_over() -> None:
+    found = verdicts(run(reward=between(200, 240, lambda _: 0.6, FALLEN), kl=after(235, level(0.01), level(0.12))))
+    assert found[-1].evidence[0].startswith("KL 0.1")
+    assert len(found[-1].evidence) == 1
+    assert (found[-1].onset_step or 0) <= ONSET
 
 
 def test_a_trip_stays_whatever_comes_then() -> None:

@@ -114,6 +114,13 @@ def test_levels_under_the_floor_are_at_the_floor() -> None:
     assert shift(series, 1.0, LONG_POINTS, FACTOR_OF_E, floor=-4.5) is None
 
 
+def test_a_start_far_under_the_floor_is_not_what_calm_was() -> None:
+    found = shift(followed([*[-13.8] * 8, *[-4.0] * 300, *[0.0] * 7]), 1.0, BRIEF_POINTS, FACTOR_OF_E, floor=-5.3)
+    assert found is not None
+    assert found.calm == -4.0
+    assert found.onset_step > 280
+
+
 def test_a_bump_in_the_beginning_is_forgotten() -> None:
     bump = [*[0.0] * 20, *[3.0] * 20]
     assert risen([*bump, *[0.0] * 60, *[3.0] * 7]) is None
@@ -129,11 +136,11 @@ def test_a_sudden_change_is_dated_to_the_point_before_it_or_little_earlier(chang
     assert found.onset_step <= found.calm_step <= changed * gap
 
 
-def test_what_swings_with_growing_amplitude_began_with_the_first_swing() -> None:
-    swings = [n / 40 * (1 + 0.9 * math.sin(n / 4)) for n in range(160)]
+def test_what_swings_with_growing_amplitude_did_not_begin_at_the_last_trough() -> None:
+    swings = [n / 40 * (1 + 1.2 * math.sin(n / 4)) for n in range(185)]
     found = risen([*noisy(8, 200, 0.1), *swings])
     assert found is not None
-    assert found.onset_step <= 215
+    assert found.onset_step <= 250  # the trough before, of the same depth, is at 320
 
 
 def test_a_rise_and_a_fall_in_the_signals_own_unit() -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from checkpoint.documents import read_trainer
 from checkpoint.metrics import REPLAYED, read_metrics
-from tests.e2e.tiny import RUN_TIMEOUT_S, check_healthy, final_weights, finish, make_tiny, reach, step, tiny_run
+from tests.e2e.tiny import check_healthy, final_weights, finish, make_tiny, reach, step, tiny_run
 from tests.store_rig.server import S3Server
 
 
@@ -32,19 +29,6 @@ def undisturbed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
         report = check_healthy(run)
         assert (report["faults_survived"], report["tokens_regenerated"]) == (0, 0)
         return final_weights(run)
-    finally:
-        run.end()
-
-
-def test_two_nodes_give_the_same_weights_as_one(undisturbed: str, tiny: Path, tmp_path: Path):
-    run = tiny_run(tmp_path / "run", tiny, replicas=2)
-    try:
-        run.cli("up", str(run.yaml), "-y", "-d")
-        finish(run)
-        check_healthy(run)
-        assert final_weights(run) == undisturbed
-        run.cli("plot", run.url, "--out", str(tmp_path / "plot.png"))
-        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     finally:
         run.end()
 
@@ -93,48 +77,9 @@ def test_every_fault_is_survived_and_changes_no_weight(
         assert report["faults_survived"] >= 5
         assert sum(row.values.get(REPLAYED, 0) for row in read_metrics(run.store)) >= 1
         assert report["restarts"]["trainer-0"] == 1
-        assert final_weights(run) == undisturbed
+        assert final_weights(run) == undisturbed  # of one node: how many there are changes nothing either
+        run.cli("plot", run.url, "--out", str(tmp_path / "plot.png"))
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
         assert not ceph.client().list_multipart_uploads(Bucket=ceph.bucket).get("Uploads")
     finally:
-        run.end()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of a few megabytes, mounted for the test."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], check=True)
-    yield disk
-    subprocess.run(["umount", disk], check=True)
-
-
-def test_a_full_store_is_waited_for_and_loses_nothing(
-    undisturbed: str, tiny: Path, tmp_path: Path, small_disk: Path
-):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "store").symlink_to(small_disk)
-    run = tiny_run(tmp_path / "run", tiny, replicas=1)
-    filler = small_disk / "filler"
-    try:
-        run.cli("up", str(run.yaml), "-y", "-d")
-        reach(run, 4)
-        with filler.open("wb") as out, contextlib.suppress(OSError):
-            while True:
-                out.write(b"0" * 65536)
-                out.flush()
-        log = run.machine("trainer-0-i1") / "log"
-        run.until("the trainer says why it waits", lambda: "free some space" in log.read_text(), RUN_TIMEOUT_S)
-        held_at = step(run)
-        filler.unlink()
-        reach(run, held_at + 2)
-        finish(run)
-        check_healthy(run)
-        assert run.state.slots["trainer-0"].job_restarts == 0, "a full disk is no reason to start again"
-        assert run.state.epoch == 1, "the daemon lived through it"
-        assert final_weights(run) == undisturbed
-    finally:
-        filler.unlink(missing_ok=True)
         run.end()
