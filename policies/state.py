@@ -106,6 +106,7 @@ class RunState:
     trainer_failed_step: int = -1
     watched: DivergenceWatched | None = None  # what is off on the present timeline
     diverged: Diverged | None = None  # what has tripped on the present timeline
+    diverged_at_s: float = 0.0
     rollbacks: tuple[Rollback, ...] = ()  # in order; the last one may be under way
     healthy: str | None = None  # the last healthy checkpoint of a run that ended diverged, PolicyVersion as text
     exported: str | None = None  # that checkpoint, once its weights are exported
@@ -176,7 +177,7 @@ def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState
         case DivergenceCleared():
             return replace(state, watched=None)
         case Diverged():
-            return replace(state, watched=None, diverged=event)
+            return replace(state, watched=None, diverged=event, diverged_at_s=time_s)
         case RollbackBegun():
             begun = Rollback(event.fork, event.cause, event.from_step, RollbackStage.BEGUN, time_s)
             kept = tuple(one for one in state.rollbacks if one.stage is not RollbackStage.BEGUN)

@@ -24,6 +24,7 @@ from policies.events import (
     TimelineResumed,
     TrainerFenced,
 )
+from policies.mirror import HEARTBEAT_FRESH_S
 from policies.rollback import before_step_of, changes_after, choose_start, halved, spent
 from policies.snapshot import Command
 from policies.state import Node, Rollback
@@ -35,6 +36,10 @@ from policies.wire import labelled_version
 # An old trainer stops at its next look at the store, and its process ends itself where it hangs (20 s). A machine
 # on which neither happens is given up.
 FENCE_WAIT_S = 120.0
+# A guard that has tripped stores what was sealed before it ends its trainer: among that may be the best target.
+# One that may be about to say so is waited for as well, for a beat or two.
+DRAIN_WAIT_S = 600.0
+GUARD_WAIT_S = 6.0
 NOT_YET = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet
 RUN_START = "start"  # in a command: the run's start, as against a checkpoint
 _ALIVE = frozenset({RunPhase.STARTING, RunPhase.TRAINING})
@@ -162,7 +167,7 @@ def _served(tick: Tick) -> list[PolicyVersion]:
 def _answer_divergence(tick: Tick) -> None:
     state, policy = tick.state, tick.spec.policies.kl
     trip, checkpoints = state.diverged, tick.snapshot.checkpoints
-    if trip is None or policy.action == "alert" or checkpoints is None:
+    if trip is None or policy.action == "alert" or checkpoints is None or _is_storing(tick):
         return
     before_step = before_step_of(trip.onset_step, state.rollback)
     start = choose_start(checkpoints, state.forks, state.timeline, before_step)
@@ -178,6 +183,18 @@ def _answer_divergence(tick: Tick) -> None:
         return
     reason = f"diverged since step {trip.onset_step}: {trip.evidence[0] if trip.evidence else 'no evidence kept'}"
     _begin(tick, start, Cause.DIVERGED, _changes_by_rule(tick), reason)
+
+
+def _is_storing(tick: Tick) -> bool:
+    """Whether the trainer that diverged may still bring checkpoints into the store."""
+    beat, now_s = tick.snapshot.trainer, tick.snapshot.now_s
+    if beat is None or beat.timeline != tick.state.timeline or now_s - beat.beat_at_s > HEARTBEAT_FRESH_S:
+        return False
+    node = tick.node(beat.node)
+    if node is None or node.attempt != beat.attempt or not _may_work(node):
+        return False
+    tripped = beat.verdict is not None and beat.verdict.health is Health.TRIPPED
+    return now_s - tick.state.diverged_at_s < (DRAIN_WAIT_S if tripped else GUARD_WAIT_S)
 
 
 def _answer_memory(tick: Tick) -> None:

@@ -29,12 +29,13 @@ from policies.events import (
     TimelineResumed,
     TrainerFenced,
 )
+from policies.mirror import HEARTBEAT_FRESH_S
 from policies.pitfalls import Pitfall
 from policies.rollback import TRL_DEFAULTS
 from policies.snapshot import Command, Launch, Watched, WriteFork
 from policies.spec import KlPolicy, OnRollback, RollbackBudget, RunSpec
 from policies.timelines import Skipped
-from policies.transaction import FENCE_WAIT_S
+from policies.transaction import DRAIN_WAIT_S, FENCE_WAIT_S, GUARD_WAIT_S
 from policies.vocabulary import Cause, NodePhase, PolicyVersion, Role, RunPhase
 from tests.world import World, spec
 
@@ -387,3 +388,28 @@ def test_targets_are_versions_of_the_present_line():
 def test_the_defaults_are_those_of_trl():
     keys = json.loads((Path(config.__file__).parent / "grpo_keys.json").read_text())["keys"]
     assert {key: keys[key]["default"] for key in TRL_DEFAULTS} == dict(TRL_DEFAULTS)
+
+
+def test_what_a_tripped_guard_still_stores_may_be_the_target():
+    world = world_of({0: (13, 9)})
+    until(world, lambda w: w.state.diverged is not None)
+    working = replace(world.machines["trainer-0-i1"], exit_code=None)
+    node = replace(world.state.nodes["trainer-0-i1"], attempt_ended_at_s=None, phase=NodePhase.SERVING)
+    state = replace(world.state, rollbacks=(), nodes={**world.state.nodes, node.id: node})
+    state = replace(state, diverged=Diverged(0, 13, 9, ("KL 9",), "trainer"), diverged_at_s=world.now_s)
+    machines = {**world.machines, node.id: working}
+
+    def decided(**seen: object) -> list[RollbackBegun]:
+        snapshot = replace(world.snapshot(), machines=machines, **seen)  # type: ignore[arg-type]  # a snapshot's own fields
+        return [e for e in decide(state, snapshot, world.spec).events if isinstance(e, RollbackBegun)]
+
+    assert world.beat is not None
+    storing = replace(world.beat, activity="storing", beat_at_s=world.now_s)
+    assert not decided(trainer=storing)
+    late_s = world.now_s + GUARD_WAIT_S + 1
+    assert not decided(trainer=replace(storing, beat_at_s=late_s), now_s=late_s)
+    silent = replace(storing, verdict=None, beat_at_s=late_s)
+    assert decided(trainer=silent, now_s=late_s), "a guard that says nothing is not waited for"
+    assert decided(trainer=storing, now_s=world.now_s + HEARTBEAT_FRESH_S + 1), "nor is a trainer that is gone"
+    end_s = world.now_s + DRAIN_WAIT_S + 1
+    assert decided(trainer=replace(storing, beat_at_s=end_s), now_s=end_s), "nor one that never ends"

@@ -135,6 +135,7 @@ def test_the_next_timeline_goes_on_from_its_start_with_its_settings(diverged: Di
     rig.restore(PolicyVersion(1, STEPS), tmp_path / "last")
     record = from_json((tmp_path / "last" / RUN_FILE).read_bytes(), RunRecord, RUN_FILE)
     assert record.spec.grpo == {**rig.spec.grpo, **CALM}
+    assert read_history(tmp_path / "last").detector.points == STEPS, "the guard knows what lies before the start"
     beat = rig.beat()
     assert beat is not None
     assert (beat.timeline, beat.step, beat.activity, tripped(beat)) == (1, STEPS, "done", False)

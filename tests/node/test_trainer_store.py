@@ -101,6 +101,7 @@ def test_uploader_and_trainer_killed_lose_nothing_sealed(tiny: Path, slot_bytes:
         state = rig.newest_resume_state()
         steps = range(1, PolicyVersion.parse(state.policy).step + 1)
         assert state.kl == [(step, rows[step]["kl"]) for step in steps]
+        assert state.detector.points == len(steps)
 
 
 @pytest.fixture
