@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import settings
 
 from tests.sky_rig.fixtures import sky_image, sky_rig  # noqa: F401  # pytest finds them here
@@ -18,6 +19,13 @@ from tests.store_rig.server import S3Server
 
 settings.register_profile("no deadline", deadline=None)  # how long an example takes says how busy the machine is
 settings.load_profile("no deadline")
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """What a test has the log configured to, the command line above all, ends with it: its stderr does."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
