@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from checkpoint import layout, metrics
 from checkpoint.metrics import Row
 from checkpoint.store import Store
+from policies.abandoned import on_line
 from policies.divergence import Detector, Point, follow
 from policies.pitfalls import Pitfall, Pitfalls, watch_for
 from policies.snapshot import Trainer, Watched
-from policies.timelines import Fork, lineage
+from policies.timelines import Fork
 
 
 class MetricsWatch:
@@ -32,18 +33,19 @@ class MetricsWatch:
         self._logging_steps = logging_steps
         self._begin(None)
 
-    def look(self, trainer: Trainer | None, forks: Sequence[Fork], timeline: int) -> Watched | None:
-        """Return the verdict on `timeline` as of its newest row; None while no trainer has spoken.
+    def look(self, trainer: Trainer | None, forks: Sequence[Fork]) -> Watched | None:
+        """Return the verdict on the newest timeline as of its newest row; None while no trainer has spoken.
 
         A trainer that was started again writes rows anew, so all are read again then. Raises StoreError, Corrupt.
         """
         if trainer is None:
             return None
+        timeline = forks[-1].timeline if forks else 0
         present = (timeline, trainer.node, trainer.attempt)
         rows: list[Row] = []
         if present != self._followed:
             self._begin(present)
-            rows = list(self._earlier(forks, timeline))
+            rows, _ = on_line(metrics.read_metrics(self._store), forks)
         elif trainer.timeline == timeline and trainer.step >= self._step + self._logging_steps:
             rows = list(self._rows(timeline, self._noticed_step + 1, trainer.step))
         for row in rows:
@@ -70,16 +72,6 @@ class MetricsWatch:
             self._pitfalls, new = watch_for(self._pitfalls, Point(row.step, row.values))
             found += new
         return tuple(found)
-
-    def _earlier(self, forks: Sequence[Fork], timeline: int) -> Iterator[Row]:
-        """Every row of the line that is stored, in order."""
-        first = 1
-        for stretch in reversed(lineage(forks, timeline)):
-            number, last = (stretch, None) if isinstance(stretch, int) else (stretch.timeline, stretch.step)
-            for row in metrics.read_metrics(self._store, number):
-                if row.step >= first and (last is None or row.step <= last):
-                    yield row
-            first = first if last is None else last + 1
 
     def _rows(self, timeline: int, first: int, last: int) -> Iterator[Row]:
         chunk = layout.METRICS_CHUNK_STEPS

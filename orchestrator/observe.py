@@ -122,7 +122,7 @@ class Observer:
             trainer=trainer,
             refused=refused,
             commands=commands,
-            watched=self._metrics.look(trainer, state.forks, state.timeline),
+            watched=self._metrics.look(trainer, state.forks),
             checkpoints=tuple(one.at for one in self._catalog.newest().checkpoints) if target_wanted else None,
             timeline=timelines.newest_timeline(self._store) if state.rollback is not None or target_wanted else 0,
             exported_to=None if state.healthy is None else self._exported_to(state.healthy),

@@ -44,7 +44,7 @@ class Run:
         self.beat = Trainer(beat.node, beat.attempt, beat.timeline, last, 1000, "training", 1.0)
 
     def looks(self, watch: MetricsWatch | None = None) -> Watched:
-        found = (watch or self.watch).look(self.beat, self.forks, max((f.timeline for f in self.forks), default=0))
+        found = (watch or self.watch).look(self.beat, self.forks)
         assert found is not None
         return found
 
@@ -60,7 +60,7 @@ class Run:
 
 def test_nothing_is_known_before_a_trainer_has_spoken():
     run = Run()
-    assert run.watch.look(None, (), 0) is None
+    assert run.watch.look(None, ()) is None
     assert run.looks() == Watched(0, Verdict())
 
 
