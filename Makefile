@@ -6,7 +6,7 @@ NODE := .venv-node/bin
 NODE_EXTRA ?= node-cpu
 BENCHES := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py)))
 
-.PHONY: demo test test-node test-controller soak check bench env node-env system-packages test-packages haproxy sky-image clean $(BENCHES)
+.PHONY: demo test test-node test-unit test-e2e soak check bench env node-env system-packages test-packages haproxy sky-image clean $(BENCHES)
 
 env: .venv/.ready
 node-env: .venv-node/.ready
@@ -51,13 +51,19 @@ sky-image: env test-packages
 demo: env node-env
 	examples/tiny/demo.sh
 
-test: test-node test-controller
+test: test-node test-unit test-e2e
 
 test-node: node-env
 	$(NODE)/python -m pytest tests/node
 
-test-controller: env node-env test-packages
-	$(BIN)/python -m pytest tests --ignore tests/node --ignore tests/soak --durations=12
+# In as many processes as there are cores; what shares one server shares a process (tests/conftest.py).
+test-unit: env node-env test-packages
+	$(BIN)/python -m pytest tests --numprocesses $$(nproc) --dist loadgroup \
+		--ignore tests/node --ignore tests/e2e --ignore tests/soak --durations=12
+
+# Whole runs on real parts, one at a time: each of them takes all the cores there are.
+test-e2e: env node-env test-packages
+	$(BIN)/python -m pytest tests/e2e --durations=12
 
 # Any process, at any moment; KILLS=n how many, SEED=n to repeat one.
 soak: env node-env test-packages

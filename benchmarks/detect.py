@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.rig.local_run import ROOT
-from policies.divergence import Detector, follow
+from policies.divergence import Detector, Verdict, follow
 from tests.divergence_diverging import SAVE_STEPS
-from tests.divergence_score import Outcome, Score, by_family, judge, score
+from tests.divergence_score import Checkpoints, Outcome, Score, by_family, judge, score
 from tests.divergence_signals import Setting
 from tests.divergence_traces import Trace, traces
 
@@ -55,12 +55,14 @@ def main() -> None:
 def judge_by_a_line(trace: Trace) -> Outcome:
     """What most people would do: stop where KL is above a fixed line for some points in a row, or no number."""
     above: list[int] = []
+    kept = Checkpoints(trace.logging_steps)
     for point in trace.points:
+        kept.save_before(point.step, Verdict())
         kl = point.values.get("kl", 0.0)
         above = [*above, point.step] if kl is None or kl > LINE_NATS else []
         if len(above) == LINE_POINTS:
-            return Outcome(trace, point.step, above[0])
-    return Outcome(trace, None, None)
+            return Outcome(trace, point.step, above[0], kept.steps)
+    return Outcome(trace, None, None, kept.steps)
 
 
 def microseconds_a_point(made: Sequence[Trace]) -> float:
@@ -80,7 +82,8 @@ def show(outcomes: dict[str, list[Outcome]], point_us: float) -> None:
     total = score(every)
     console.print(
         f"Conditions: {total.traces} synthetic traces, {total.healthy_steps:,} healthy steps, logged every "
-        f"1, 5, 10 or 20 steps, a checkpoint every {SAVE_STEPS}. Delay: logged points from the first bad update "
+        f"1, 5, 10 or 20 steps, a checkpoint every {SAVE_STEPS}, of which the default retention keeps what it "
+        "keeps. Delay: logged points from the first bad update "
         "to the trip. False trips are for each 1,000 healthy steps.",
         highlight=False,
         soft_wrap=True,
@@ -131,6 +134,7 @@ def _figures(one: Score) -> dict[str, Any]:
         "target_before_onset_share": one.target_before_onset_share,
         "steps_thrown_away_median": one.steps_thrown_away_median,
         "good_steps_thrown_away_median": one.good_steps_thrown_away_median,
+        "without_target": one.without_target,
     }
 
 

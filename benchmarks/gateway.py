@@ -1,7 +1,8 @@
-"""Our gateway beside other balancers: `make bench-gateway`, as root, under six minutes.
+"""Our gateway beside other balancers: `make bench-gateway`, as root, under seven minutes.
 
 One of three servers is killed, stopped or cut off with 64 requests under way: what fails, what is made twice, how
-long it takes. Then, while nothing fails: CPU time per token, added latency, short requests a second on one core.
+long it takes. Then, while nothing fails: CPU time per token, added latency, short requests a second on one core;
+and how evenly a step is divided whose members come one after another.
 Servers and client are small programs in C, so that what is measured is what stands between them.
 """
 
@@ -21,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.rig import costs, faults
+from benchmarks.rig import costs, faults, skew
 from benchmarks.rig.balancers import (
     NOBODY,
     OURS,
@@ -37,6 +38,7 @@ from benchmarks.rig.costs import Cost, Costs
 from benchmarks.rig.fakes import compile_programs
 from benchmarks.rig.faults import Outcome
 from benchmarks.rig.local_run import ROOT
+from benchmarks.rig.skew import Skewed
 
 Struck = dict[str, dict[str, Outcome | str]]  # by fault and system
 
@@ -66,15 +68,17 @@ def main() -> None:
         with console.status("what it costs when nothing fails"):
             nothing = System(NOBODY, start_nothing, streams)
             found_costs = costs.measure([OURS, *streaming, nothing], [OURS, *whole, nothing], base / "costs")
+        with console.status("a step whose members come one after another"):
+            skewed = skew.measure(base)
     for one in others(streams):
         if one.name not in versions:
             found_costs.missing[one.name] = "it could not be installed here"
-    show(versions, struck, found_costs)
+    show(versions, struck, found_costs, skewed)
     if OURS.name in found_costs.missing:
         raise SystemExit("our own gateway could not be measured")
 
 
-def show(versions: dict[str, str], struck: Struck, found: Costs) -> None:
+def show(versions: dict[str, str], struck: Struck, found: Costs, skewed: Sequence[Skewed]) -> None:
     """Print the tables and write the figures."""
     console.print(conditions(versions), highlight=False, soft_wrap=True)
     for fault, outcomes in struck.items():
@@ -87,9 +91,11 @@ def show(versions: dict[str, str], struck: Struck, found: Costs) -> None:
         cpu = "" if name == NOBODY else f"{average(turns, 'cpu_us'):.0f}"
         table.add_row(name, f"{average(turns, 'per_s'):,.0f}", cpu)
     console.print(table)
+    console.print(skew_table(skewed))
     for name, why in found.missing.items():
         console.print(f"Not measured: {name}: {why}", highlight=False)
     figures = figures_of(versions, struck, found)
+    figures["skew"] = [asdict(one) for one in skewed]
     out = ROOT / "benchmarks" / "results" / "gateway.json"
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(figures, indent=2) + "\n")
@@ -144,6 +150,15 @@ def latency_table(number: int, found: Costs) -> Table:
         added = [f"{average(each, 'latency_ms'):.0f} ({average(each, 'latency_99_ms'):.0f})" for each in turns]
         failed = sum(cost.failed for each in turns for cost in each)
         table.add_row(name + (f", {failed} FAILED" if failed else ""), *added)
+    return table
+
+
+def skew_table(skewed: Sequence[Skewed]) -> Table:
+    title = f"A step of {skew.REQUESTS} requests, {len(skew.HOSTS)} members ready one after another"
+    table = Table("seconds apart", "took, s", "ideal, s", "ratio", "requests moved", title=title)
+    for one in skewed:
+        took = f"{one.took_s:.2f}", f"{one.ideal_s:.2f}", f"{one.took_s / one.ideal_s:.3f}"
+        table.add_row(f"{one.skew_s:g}", *took, str(one.moved))
     return table
 
 

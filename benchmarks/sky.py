@@ -22,6 +22,7 @@ from rich.table import Table
 
 from benchmarks.rig.local_run import ROOT, make_tiny
 from benchmarks.rig.managed_job import ManagedJob
+from checkpoint import layout
 from checkpoint.codec import from_json
 from policies.wire import GatewayStatus, MemberStatus
 from tests.e2e.sky_harness import BUCKET, MACHINE, SkyRun
@@ -70,8 +71,10 @@ class Watch:
 
     def _members(self) -> list[MemberStatus]:
         with self._rig.inside():
-            body = self._s3.get_object(Bucket=BUCKET, Key="tiny/members.json")["Body"].read()
-        return from_json(body, GatewayStatus, "members.json").members
+            found = self._s3.list_objects_v2(Bucket=BUCKET, Prefix=f"tiny/{layout.MEMBERS}/").get("Contents", [])
+            newest = max(one["Key"] for one in found)
+            body = self._s3.get_object(Bucket=BUCKET, Key=newest)["Body"].read()
+        return from_json(body, GatewayStatus, newest).members
 
     def calls(self, *nodes: str) -> Iterator[Call]:
         """What was waited for of SkyPilot's calls about these nodes."""

@@ -4,22 +4,29 @@ A checkpoint exists from the revision that lists it to the revision that does no
 one before and wins its number or is made again, so uploads, pins and removals by any number of processes happen in
 one order. Names that a revision condemns are deleted after it, and never referred to again: an upload that relied
 on one of them finds out when it commits, whatever the clocks say. Revisions are never deleted, for a late writer
-must meet the number it believes to be free.
+must meet the number it believes to be free. One that a power cut has torn keeps its number, too, and has no say,
+for nobody was told of it: the next is made from the one before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import structlog
+
 from checkpoint import layout
 from checkpoint.codec import from_json, to_json
-from checkpoint.errors import AlreadyExists, Corrupt, NotFound
+from checkpoint.errors import AlreadyExists, Corrupt, NotFound, Torn
 from checkpoint.store import Store
 from policies.vocabulary import PolicyVersion
 
+log = structlog.get_logger()
+
 SCHEMA = 1
+READS = 3  # of a torn revision: the wire may be at fault, not the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +97,17 @@ class Catalog:
         after = layout.catalog_revision(self._known.number) if self._known.number else None
         listed = [entry.key for entry in self._store.entries(layout.CATALOG, after=after)]
         keys = [key for key in listed if layout.number_of(key) is not None]
+        for key in reversed(keys):
+            try:
+                found = _read(self._store, key)
+            except Torn as error:
+                log.warning("torn_revision_left_out", key=key, error=str(error))
+                continue
+            self._known = found
+            break
         if keys:
-            self._known = _read(self._store, keys[-1])
+            # A torn one has no say, but it has its number.
+            self._known = replace(self._known, number=layout.number_of(keys[-1]) or 0)
         return self._known
 
     def change(self, now_s: float, wanted: Callable[[Revision], Revision]) -> Revision:
@@ -118,7 +134,7 @@ class Catalog:
                 self._store.create(key, to_json(new))
             except AlreadyExists:
                 # Ours, if an answer was lost and the retry met the object that the first try had made.
-                if _read(self._store, key).nonce != new.nonce:
+                if not self._is_ours(key, new):
                     continue
             self._known = new
             return new
@@ -168,12 +184,25 @@ class Catalog:
         """
         names = set(present.condemned)
         for between in range(number + 1, present.number):
-            names.update(_read(self._store, layout.catalog_revision(between)).condemned)
+            with contextlib.suppress(Torn):  # what nobody was told of has condemned nothing
+                names.update(_read(self._store, layout.catalog_revision(between)).condemned)
         return names
+
+    def _is_ours(self, key: str, new: Revision) -> bool:
+        try:
+            return _read(self._store, key).nonce == new.nonce
+        except Torn:
+            return False
 
 
 def _read(store: Store, key: str) -> Revision:
-    revision = from_json(store.get(key), Revision, key)
+    for left in reversed(range(READS)):
+        try:
+            revision = from_json(store.get(key), Revision, key)
+            break
+        except Torn:
+            if not left:
+                raise
     if revision.schema > SCHEMA:
         raise Corrupt(f"{key}: schema {revision.schema}", f"this grpo-orch reads up to {SCHEMA}; use a newer one")
     return revision

@@ -37,7 +37,7 @@ def upload(
     while True:
         # The catalog before the listing: what is condemned later is found when the commit is tried.
         present = catalog.newest()
-        stored = _reliable(store, catalog, present)
+        listed, stored = _reliable(store, catalog, present)
         # A name that was condemned is not used again: the number in it is older than the revision that did so.
         sent = chunks.send(
             store, layout.BLOBS, files, stored=stored, suffix=f".{present.number}", progress=progress
@@ -48,15 +48,17 @@ def upload(
         entry = Checkpoint(str(version), key, blake3(data).hexdigest(), now_s, made.size_bytes)
         objects = frozenset({key, *(f"{layout.BLOBS}/{chunk}" for chunk in made.chunks)})
         try:
+            # Before a revision says that they are there; what a listed checkpoint names has been already.
+            store.secure(sorted(objects - {f"{layout.BLOBS}/{chunk}" for chunk in listed}))
             catalog.commit(now_s, entry, objects, present.number)
-        except Condemned:
+        except (Condemned, NotFound):  # the latter: condemned, and deleted already
             continue
         return entry
 
 
-def _reliable(store: Store, catalog: Catalog, present: Revision) -> dict[str, str]:
-    """The chunks that a new checkpoint may refer to, by digest: what the newest one names, and what uploads that
-    were cut off lately have left.
+def _reliable(store: Store, catalog: Catalog, present: Revision) -> tuple[frozenset[str], dict[str, str]]:
+    """What the newest checkpoint names; and by digest what a new one may refer to: as much of that as is there,
+    and what uploads that were cut off lately have left.
 
     A chunk that is merely there may not be relied upon. It can have been condemned, deleted and forgotten, and be
     there again because some writer was late; a collector that is late, too, then deletes it once more.
@@ -69,7 +71,7 @@ def _reliable(store: Store, catalog: Catalog, present: Revision) -> dict[str, st
     late = {name: number for name in there - named if (number := _number_in(name)) >= present.number - LATELY}
     condemned = catalog.condemned_since(min(late.values(), default=present.number), present)
     unusable = {*present.suspect, *(key.removeprefix(f"{layout.BLOBS}/") for key in condemned)}
-    return {chunks.digest_of(name): name for name in sorted((there & named | late.keys()) - unusable)}
+    return named, {chunks.digest_of(name): name for name in sorted((there & named | late.keys()) - unusable)}
 
 
 def _number_in(chunk: str) -> int:
@@ -94,4 +96,4 @@ def verify(store: Store, checkpoint: Checkpoint, *, progress: Progress = lambda 
         found = read_manifest(store, checkpoint)
     except (Corrupt, NotFound) as error:
         return [str(error)]
-    return chunks.check(store, found.root, sorted(found.chunks), progress=progress)
+    return list(chunks.check(store, found.root, sorted(found.chunks), progress=progress).values())

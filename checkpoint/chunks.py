@@ -9,6 +9,7 @@ chunk's size bound the memory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -60,6 +61,11 @@ def digest_of(chunk: str) -> str:
     return chunk.partition(".")[0]
 
 
+def is_of(content: memoryview, chunk: str) -> bool:
+    """Whether these bytes are what a chunk's name says."""
+    return bool(blake3(content).hexdigest() == digest_of(chunk))
+
+
 def send(
     store: Store,
     root: str,
@@ -80,19 +86,19 @@ def send(
     """
 
     def one(path: Path, offset: int) -> str:
-        with _window(path, offset) as window:
-            digest = blake3(window).hexdigest()
+        with window(path, offset) as content:
+            digest = blake3(content).hexdigest()
             name = stored.get(digest)
             if name is None:
                 name = digest + suffix
-                store.put(f"{root}/{name}", window)
+                store.put(f"{root}/{name}", content)
                 stored[digest] = name
-            progress(len(window))
+            progress(len(content))
             return name
 
     with ThreadPoolExecutor(TRANSFERS, thread_name_prefix="send") as pool:
         sent = [
-            (name, path.stat().st_size, [pool.submit(one, path, at) for at in _offsets(path.stat().st_size)])
+            (name, path.stat().st_size, [pool.submit(one, path, at) for at in offsets(path.stat().st_size)])
             for name, path in files
         ]
         _all_or_first_error([future for _, _, futures in sent for future in futures], pool)
@@ -110,14 +116,14 @@ def receive(
         futures: list[Future[None]] = []
         for file in files:
             path = _below(folder, file.name, root)
-            offsets = _offsets(file.size_bytes)
-            if file.size_bytes < 0 or len(offsets) != len(file.chunks):
+            places = offsets(file.size_bytes)
+            if file.size_bytes < 0 or len(places) != len(file.chunks):
                 raise Corrupt(f"{root}: {file.name} has {file.size_bytes} bytes in {len(file.chunks)} chunks")
             path.parent.mkdir(parents=True, exist_ok=True)
             begun = path.exists()
             with path.open("ab") as out:
                 out.truncate(file.size_bytes)
-            for offset, chunk in zip(offsets, file.chunks, strict=True):
+            for offset, chunk in zip(places, file.chunks, strict=True):
                 futures.append(pool.submit(_receive, store, f"{root}/{chunk}", path, offset, begun, progress))
         _all_or_first_error(futures, pool)
 
@@ -132,25 +138,25 @@ def same(file: File, path: Path) -> bool:
     """Whether a local file holds what `file` describes."""
     if not path.is_file() or path.stat().st_size != file.size_bytes:
         return False
-    for offset, chunk in zip(_offsets(file.size_bytes), file.chunks, strict=True):
-        with _window(path, offset) as window:
-            if blake3(window).hexdigest() != digest_of(chunk):
+    for offset, chunk in zip(offsets(file.size_bytes), file.chunks, strict=True):
+        with window(path, offset) as content:
+            if not is_of(content, chunk):
                 return False
     return True
 
 
-def check(store: Store, root: str, names: Iterable[str], *, progress: Progress = lambda _: None) -> list[str]:
-    """Read chunks; return a line for each that is missing or damaged. Raises StoreError."""
+def check(store: Store, root: str, names: Iterable[str], *, progress: Progress = lambda _: None) -> dict[str, str]:
+    """Read chunks; return what is wrong with each that is missing or damaged, by name. Raises StoreError."""
 
-    def one(name: str) -> str | None:
+    def one(name: str) -> tuple[str, str] | None:
         try:
             progress(len(_verified(store, f"{root}/{name}")))
         except (DamagedChunk, NotFound) as error:
-            return str(error)
+            return name, str(error)
         return None
 
     with ThreadPoolExecutor(TRANSFERS, thread_name_prefix="check") as pool:
-        return [line for line in pool.map(one, names) if line is not None]
+        return dict(found for found in pool.map(one, names) if found is not None)
 
 
 def _below(folder: Path, name: str, root: str) -> Path:
@@ -165,15 +171,17 @@ def _receive(store: Store, key: str, path: Path, offset: int, begun: bool, progr
     chunk = key.rpartition("/")[2]
     wanted_bytes = min(CHUNK_BYTES, path.stat().st_size - offset)
     if begun:
-        with _window(path, offset) as window:
-            if blake3(window).hexdigest() == digest_of(chunk):
+        with window(path, offset) as content:
+            if is_of(content, chunk):
                 progress(wanted_bytes)
                 return
     data = _verified(store, key)
     if len(data) != wanted_bytes:
         raise Corrupt(f"{key}: {len(data)} bytes where the manifest needs {wanted_bytes}")
     with path.open("r+b") as out:
-        os.pwrite(out.fileno(), data, offset)
+        written = os.pwrite(out.fileno(), data, offset)
+    if written != wanted_bytes:  # the last that a disk takes before it is full
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     progress(wanted_bytes)
 
 
@@ -182,15 +190,15 @@ def _verified(store: Store, key: str) -> memoryview:
     chunk = key.rpartition("/")[2]
     for read in range(1, READS + 1):
         data = memoryview(store.get_buffer(key))
-        if blake3(data).hexdigest() == digest_of(chunk):
+        if is_of(data, chunk):
             return data
         log.warning("wrong_bytes", key=key, read=read, of=READS)
     raise DamagedChunk(chunk, key)
 
 
 @contextlib.contextmanager
-def _window(path: Path, offset: int) -> Iterator[memoryview]:
-    """One chunk of a file, mapped, not read: what is sent is copied once, by the client."""
+def window(path: Path, offset: int) -> Iterator[memoryview]:
+    """The bytes of one chunk of a file, mapped, not read: what is sent is copied once, by the client."""
     with path.open("rb") as file:
         size_bytes = min(CHUNK_BYTES, os.fstat(file.fileno()).st_size - offset)
         with (
@@ -200,7 +208,8 @@ def _window(path: Path, offset: int) -> Iterator[memoryview]:
             yield view
 
 
-def _offsets(size_bytes: int) -> range:
+def offsets(size_bytes: int) -> range:
+    """Where the chunks of a file of that size begin."""
     return range(0, size_bytes, CHUNK_BYTES)
 
 

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from checkpoint.errors import Corrupt
+from checkpoint.errors import Corrupt, Torn
 from policies.events import EVENT_TYPES, Event
 from policies.state import RunState
 
 # Raise it whenever a state's fields change, or `policies.state.apply` makes another state of the same events: a
 # state that was stored under another number is not continued but folded anew.
-STATE_SCHEMA = 4
+STATE_SCHEMA = 8
 
 T = TypeVar("T")
 
@@ -25,11 +25,14 @@ def to_json(document: object) -> bytes:
 
 
 def from_json(data: bytes, cls: type[T], where: str) -> T:
-    """Decode and check against `cls`. Raises Corrupt naming `where`."""
+    """Decode and check against `cls`. Raises Corrupt naming `where`, Torn for what is no JSON at all."""
     try:
         return msgspec.json.decode(data, type=cls)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Corrupt(f"{where}: {error}", "it was not written by this version of grpo-orch") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        told, hint = f"{where}: {error}", "it was not written by this version of grpo-orch"
+        if isinstance(error, msgspec.ValidationError | RecursionError):
+            raise Corrupt(told, hint) from error
+        raise Torn(f"{where}: {len(data)} bytes, {error}", "it was damaged, or its write was cut off") from error
 
 
 def event_to_plain(event: Event) -> dict[str, Any]:
@@ -54,7 +57,13 @@ def event_from_plain(data: dict[str, Any], where: str) -> Event:
 def state_to_plain(state: RunState) -> dict[str, Any]:
     """A state as JSON data: sets sorted, so that one history is one text; mappings in their own order."""
     plain = msgspec.to_builtins(
-        replace(state, nodes=dict(state.nodes), slots=dict(state.slots), noticed=dict(state.noticed))
+        replace(
+            state,
+            nodes=dict(state.nodes),
+            slots=dict(state.slots),
+            kinds=dict(state.kinds),
+            noticed=dict(state.noticed),
+        )
     )
     return {**plain, "commands_taken": sorted(state.commands_taken)}
 
@@ -65,5 +74,10 @@ def state_from_plain(data: dict[str, Any], where: str) -> RunState:
         state = msgspec.convert(data, RunState)
     except msgspec.ValidationError as error:
         raise Corrupt(f"{where}: {error}", "use the grpo-orch that wrote it, or a newer one") from error
-    nodes, slots = MappingProxyType(dict(state.nodes)), MappingProxyType(dict(state.slots))
-    return replace(state, nodes=nodes, slots=slots, noticed=MappingProxyType(dict(state.noticed)))
+    return replace(
+        state,
+        nodes=MappingProxyType(dict(state.nodes)),
+        slots=MappingProxyType(dict(state.slots)),
+        kinds=MappingProxyType(dict(state.kinds)),
+        noticed=MappingProxyType(dict(state.noticed)),
+    )

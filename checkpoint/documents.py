@@ -1,21 +1,31 @@
-"""The small documents of a run that are rewritten in place: spec, lease, addresses, heartbeats, commands."""
+"""The small documents of a run that are rewritten in place: spec, lease, addresses, heartbeats, commands.
+
+Those that are optional are read with `unreadable`: what is damaged is noted there and counts as not there. Without
+it, and for all others, it raises Corrupt.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from checkpoint import layout
 from checkpoint.codec import from_json, to_json
 from checkpoint.errors import AlreadyExists, Corrupt, NotFound
 from checkpoint.store import Store
+from checkpoint.unreadable import Unreadable
 from policies.snapshot import Command, Trainer
 from policies.spec import RunSpec
-from policies.wire import GatewayStatus
+from policies.transaction import RUN_START
+from policies.vocabulary import PolicyVersion, Precedence
+from policies.wire import GatewayStatus, labelled_version
 
 SCHEMA = 1
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +62,7 @@ class ControllerMachine:
 
 @dataclass(frozen=True, slots=True)
 class GatewayAddress:
-    """Where the gateway listens, written by the gateway itself at each start."""
+    """Where a trainer machine's gateway listens, written by the gateway itself at each start."""
 
     url: str
     boot_id: str
@@ -79,17 +89,28 @@ class SecretMark:
     digest: str
 
 
-def create_run(store: Store, record: RunRecord) -> None:
-    """Raises AlreadyExists when the store holds a run."""
-    store.create(layout.RUN, to_json(record))
+def create_run(store: Store, record: RunRecord) -> bytes:
+    """Return run.json as it was written. Raises AlreadyExists when the store holds a run."""
+    data = to_json(record)
+    store.create(layout.RUN, data)
+    return data
 
 
 def read_run(store: Store) -> RunRecord:
-    """Raises NotFound when there is no run at that URL, Corrupt for one of a newer schema."""
+    """To look at: who acts on it reads it with `vouched`. Raises what `run_bytes` and `decode_run` raise."""
+    return decode_run(store, run_bytes(store))
+
+
+def run_bytes(store: Store) -> bytes:
+    """run.json as it is in the store. Raises NotFound when there is no run at that URL."""
     try:
-        data = store.get(layout.RUN)
+        return store.get(layout.RUN)
     except NotFound as error:
         raise NotFound(f"no run in {store.url}", "start one with `grpo-orch up run.yaml`") from error
+
+
+def decode_run(store: Store, data: bytes) -> RunRecord:
+    """Read run.json's bytes. Raises Corrupt, for one of a newer schema, too."""
     record = from_json(data, RunRecord, f"{store.url}/{layout.RUN}")
     if record.schema > SCHEMA:
         raise Corrupt(f"{store.url}: run of schema {record.schema}", f"this grpo-orch reads up to {SCHEMA}")
@@ -100,9 +121,8 @@ def write_lease(store: Store, lease: Lease) -> None:
     store.put(layout.LEASE, to_json(lease))
 
 
-def read_lease(store: Store) -> Lease | None:
-    data = store.get_or_none(layout.LEASE)
-    return None if data is None else from_json(data, Lease, layout.LEASE)
+def read_lease(store: Store, unreadable: Unreadable | None = None) -> Lease | None:
+    return _read(store, layout.LEASE, Lease, unreadable)
 
 
 def drop_lease(store: Store) -> None:
@@ -132,33 +152,49 @@ def read_secret_mark(store: Store) -> SecretMark | None:
     return None if data is None else from_json(data, SecretMark, layout.SECRET)
 
 
-def write_gateway(store: Store, address: GatewayAddress) -> None:
-    store.put(layout.GATEWAY, to_json(address))
+def write_gateway(store: Store, by: Precedence, address: GatewayAddress) -> None:
+    """Say where the gateway beside the trainer of that precedence listens."""
+    store.put(layout.gateway(by), to_json(address))
+
+
+def newest_gateway(store: Store) -> Precedence | None:
+    """Whose gateway is the run's: an older one, however late it writes, is not. None where none has a name."""
+    found = (layout.gateway_of(entry.key) for entry in store.entries(layout.GATEWAYS))
+    return max((by for by in found if by is not None), default=None)
 
 
 def read_gateway(store: Store) -> GatewayAddress | None:
-    data = store.get_or_none(layout.GATEWAY)
-    return None if data is None else from_json(data, GatewayAddress, layout.GATEWAY)
+    return gateway_at(store, newest_gateway(store))
 
 
-def write_members(store: Store, status: GatewayStatus) -> None:
-    store.put(layout.MEMBERS, to_json(status))
+def gateway_at(store: Store, by: Precedence | None, unreadable: Unreadable | None = None) -> GatewayAddress | None:
+    """What the gateway of that precedence has said; with None, of a run that began before they had names."""
+    key = layout.OLD_GATEWAY if by is None else layout.gateway(by)
+    return _read(store, key, GatewayAddress, unreadable)
+
+
+def write_members(store: Store, by: Precedence, status: GatewayStatus) -> None:
+    store.put(layout.members(by), to_json(status))
 
 
 def read_members(store: Store) -> GatewayStatus | None:
-    data = store.get_or_none(layout.MEMBERS)
-    return None if data is None else from_json(data, GatewayStatus, layout.MEMBERS)
+    """What the run's gateway knows of its members, or None while it has said nothing."""
+    return members_at(store, newest_gateway(store))
+
+
+def members_at(store: Store, by: Precedence | None, unreadable: Unreadable | None = None) -> GatewayStatus | None:
+    """As `gateway_at`, for its members."""
+    key = layout.OLD_MEMBERS if by is None else layout.members(by)
+    return _read(store, key, GatewayStatus, unreadable)
 
 
 def write_machine(store: Store, report: MachineReport) -> None:
     store.put(layout.machine(report.node), to_json(report))
 
 
-def read_machine(store: Store, node: str) -> MachineReport | None:
+def read_machine(store: Store, node: str, unreadable: Unreadable | None = None) -> MachineReport | None:
     """What the machine has last said, or None while it has said nothing."""
-    key = layout.machine(node)
-    data = store.get_or_none(key)
-    return None if data is None else from_json(data, MachineReport, key)
+    return _read(store, layout.machine(node), MachineReport, unreadable)
 
 
 def drop_machine(store: Store, node: str) -> None:
@@ -169,9 +205,18 @@ def write_trainer(store: Store, beat: Trainer) -> None:
     store.put(layout.TRAINER, to_json(beat))
 
 
-def read_trainer(store: Store) -> Trainer | None:
-    data = store.get_or_none(layout.TRAINER)
-    return None if data is None else from_json(data, Trainer, layout.TRAINER)
+def read_trainer(store: Store, unreadable: Unreadable | None = None) -> Trainer | None:
+    return _read(store, layout.TRAINER, Trainer, unreadable)
+
+
+def ask_to_stop(store: Store, node: str, attempt: int, now_s: float) -> None:
+    """Ask a trainer's attempt to store what it has, and to end; asked again, nothing is written."""
+    if not is_asked_to_stop(store, node, attempt):
+        store.put(layout.stop(node, attempt), to_json({"asked_at_s": now_s}))
+
+
+def is_asked_to_stop(store: Store, node: str, attempt: int) -> bool:
+    return store.get_or_none(layout.stop(node, attempt)) is not None
 
 
 def send_command(
@@ -184,10 +229,59 @@ def send_command(
     return command
 
 
-def read_commands(store: Store) -> tuple[Command, ...]:
-    """Every command that was not dropped yet, oldest first."""
-    return tuple(from_json(store.get(e.key), Command, e.key) for e in store.entries(layout.COMMANDS))
+def read_commands(
+    store: Store, unreadable: Unreadable | None = None, left_out: Collection[str] = ()
+) -> tuple[Command, ...]:
+    """Every command that was not dropped yet, oldest first; objects in `left_out` are not looked at."""
+    keys = [entry.key for entry in store.entries(layout.COMMANDS) if entry.key not in left_out]
+    found = [_read(store, key, Command, unreadable) for key in keys]
+    return tuple(command for command in found if command is not None)
 
 
 def drop_command(store: Store, command_id: str) -> None:
     store.delete([layout.command(command_id)])
+
+
+def set_aside(store: Store, key: str) -> None:
+    """Move a command that cannot be read to where nobody looks for one. Nothing happens if it is gone."""
+    data = store.get_or_none(key)
+    if data is not None:
+        store.put(layout.aside(key), data)
+        store.delete([key])
+
+
+def _read(store: Store, key: str, cls: type[T], unreadable: Unreadable | None = None) -> T | None:
+    """The document, or None where there is none. Raises Corrupt where nobody takes note of it."""
+    data = store.get_or_none(key)
+    if data is None:
+        return None
+    try:
+        document = from_json(data, cls, key)
+        _check(document, key)
+    except Corrupt as error:
+        if unreadable is None:
+            raise
+        unreadable.note(key, error)
+        return None
+    return document
+
+
+def _check(document: object, key: str) -> None:
+    """Raise Corrupt for what has the right types and still is not what its reader can work with."""
+    try:
+        match document:
+            case Command():
+                if document.start not in (None, RUN_START):
+                    PolicyVersion.parse(document.start or "")
+                if layout.command(document.command_id) != key:
+                    raise ValueError(f"command {document.command_id!r} under another one's name")
+            case Trainer():
+                _ = document.precedence
+            case GatewayStatus():
+                for label in [document.policy, *(member.policy for member in document.members)]:
+                    labelled_version(label or "0-0")
+            case MachineReport():
+                if layout.machine(document.node) != key:
+                    raise ValueError(f"a report of {document.node!r} under another one's name")
+    except ValueError as error:
+        raise Corrupt(f"{key}: {error}", "it was not written by this version of grpo-orch") from error

@@ -31,5 +31,13 @@ class StoreUnusable(StoreError):
     """The URL is not a store this project can work on."""
 
 
+class NothingWhole(StoreError):
+    """Checkpoints are listed and none of them can be restored: a person has to decide, not another try."""
+
+
 class Corrupt(StoreError):
     """What was read is not what was written, or of a schema this version does not know."""
+
+
+class Torn(Corrupt):
+    """What was read is no document at all: empty, cut off or overwritten, as a power cut leaves a file."""

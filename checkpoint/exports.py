@@ -16,6 +16,7 @@ from checkpoint.checkpoints import read_manifest
 from checkpoint.codec import from_json, to_json
 from checkpoint.errors import Corrupt, NotFound
 from checkpoint.store import Store
+from checkpoint.unreadable import Unreadable
 from policies.vocabulary import PolicyVersion
 
 # What only a resumed trainer needs.
@@ -34,15 +35,16 @@ class Export:
 
 def export_weights(store: Store, version: PolicyVersion) -> Export:
     """Export a listed checkpoint, unless it is there already. Raises StoreError when the store fails."""
-    done = read_export(store, version)
+    done = read_export(store, version, Unreadable())
     if done is not None:
         return done
     prefix = layout.export(version)
     try:
         found = read_manifest(store, Catalog(store, "export").newest().find(version))
-        for file in found.files:
-            if _is_weights(file.name):
-                store.put_parts(f"{prefix}/{file.name}", functools.partial(chunks.parts, store, found.root, file))
+        wanted = [file for file in found.files if _is_weights(file.name)]
+        for file in wanted:
+            store.put_parts(f"{prefix}/{file.name}", functools.partial(chunks.parts, store, found.root, file))
+        store.secure([f"{prefix}/{file.name}" for file in wanted])
         export = Export(str(version), prefix)
     except (Corrupt, NotFound) as error:  # no further try can help
         export = Export(str(version), "", str(error))
@@ -50,11 +52,20 @@ def export_weights(store: Store, version: PolicyVersion) -> Export:
     return export
 
 
-def read_export(store: Store, version: PolicyVersion) -> Export | None:
-    """What became of an export; None while it is not done. Raises Corrupt, StoreError."""
+def read_export(store: Store, version: PolicyVersion, unreadable: Unreadable | None = None) -> Export | None:
+    """What became of an export; None while it is not done. Raises StoreError, and Corrupt where nobody takes note.
+
+    One that is damaged counts as not done: it is made anew.
+    """
     key = f"{layout.export(version)}.json"
     data = store.get_or_none(key)
-    return None if data is None else from_json(data, Export, key)
+    try:
+        return None if data is None else from_json(data, Export, key)
+    except Corrupt as error:
+        if unreadable is None:
+            raise
+        unreadable.note(key, error)
+        return None
 
 
 def _is_weights(name: str) -> bool:

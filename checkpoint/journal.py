@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from itertools import takewhile
 
 import structlog
 
@@ -75,7 +76,7 @@ class Journal:
     def __init__(self, store: Store, writer: str) -> None:
         self._store = store
         self._writer = writer
-        self._unsettled: Record | None = None
+        self._open: list[Record] = []  # tried for the next number, and nobody knows what became of them
         self._segmented = RunState()  # as of the newest segment
         self._since: list[Record] = []  # what the next segments will hold
         self.number = 0
@@ -84,13 +85,15 @@ class Journal:
     def take_over(self, now_s: float, host: str, pid: int, reason: str) -> RunState:
         """Write the take-over entry behind the last one and return the state behind it.
 
-        Raises Fenced when another controller takes over at the same moment.
+        Torn entries right before it are set aside for good. Raises Fenced when another controller takes over at
+        the same moment.
         """
         found = recover(self._store)
         self._segmented, self._since = found.before, found.records
         self.number = found.number
         self.epoch = self.number + 1
-        return advance(found.state, [self.append(now_s, (TookOver(host, pid, reason),))])
+        torn = [one.number for one in takewhile(lambda record: record.is_void, reversed(found.records))]
+        return advance(found.state, [self._append(now_s, (TookOver(host, pid, reason),), torn)])
 
     def append(self, now_s: float, events: tuple[Event, ...]) -> Record:
         """Write one entry. Returns it once it is durable.
@@ -98,7 +101,24 @@ class Journal:
         Raises Fenced. After a StoreError the entry may be in the store, or not, or come there late: `settle` it
         before the next.
         """
-        self._unsettled = Record(
+        return self._append(now_s, events, [])
+
+    def settle(self, now_s: float) -> Record | None:
+        """Close the number that a StoreError left open, and return the entry that has it; None if none is open.
+
+        What was decided then is not written now, for the world has gone on: an entry without events takes its
+        place, so that it can't come late either, unless it is in the store already. Raises Fenced.
+        """
+        return self.append(now_s, ()) if self._open else None
+
+    def check(self) -> None:
+        """See that nobody has written behind this controller's last entry: one small read. Raises Fenced."""
+        number = self.number + 1
+        if self._store.get_or_none(layout.journal_entry(number)) is not None:
+            self._own(entry(self._store, number))
+
+    def _append(self, now_s: float, events: tuple[Event, ...], set_aside: list[int]) -> Record:
+        record = Record(
             schema=SCHEMA,
             number=self.number + 1,
             epoch=self.epoch,
@@ -106,29 +126,28 @@ class Journal:
             nonce=secrets.token_hex(8),
             time_s=now_s,
             events=[event_to_plain(event) for event in events],
+            set_aside=set_aside,
         )
-        return self._write(self._unsettled)
-
-    def settle(self) -> Record | None:
-        """Write the entry that a StoreError left open, and return it once it is durable; None if there is none.
-
-        Raises Fenced.
-        """
-        return None if self._unsettled is None else self._write(self._unsettled)
+        self._open.append(record)
+        return self._write(record)
 
     def _write(self, record: Record) -> Record:
         try:
             self._store.create(layout.journal_entry(record.number), to_json(record))
         except AlreadyExists:
             # Ours, if an answer was lost and the retry met the object that the first try had made.
-            winner = entry(self._store, record.number)
-            if winner.nonce != record.nonce:
-                raise Fenced(f"{winner.writer} wrote journal entry {record.number}") from None
-        self._unsettled = None
+            record = self._own(entry(self._store, record.number))
+        self._open.clear()
         self.number = record.number
         self._since.append(record)
         self._store_segments()
         return record
+
+    def _own(self, winner: Record) -> Record:
+        """The entry that has a number, if this controller wrote it. Raises Fenced."""
+        if winner.nonce not in [record.nonce for record in self._open]:
+            raise Fenced(f"{winner.writer} wrote journal entry {winner.number}")
+        return winner
 
     def _store_segments(self) -> None:
         """Store what fills a segment. Its entries are durable: no trouble here may hide that."""

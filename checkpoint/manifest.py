@@ -20,6 +20,10 @@ from checkpoint.store import Store
 from policies.vocabulary import PolicyVersion
 
 SCHEMA = 2  # 1 kept whole files
+# By it alone a node tells a policy's weights from others: nobody may be able to make two of one digest, by luck or
+# on purpose.
+DIGEST_BYTES = 16
+OLD_DIGEST_CHARS = 12  # the first of the same, which trainers named before
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +40,14 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Names the content: twelve hex digits of BLAKE3 over the names and digests of all files."""
+        """Names the content: 128 bits in hex, of BLAKE3 over the names and digests of all files."""
         lines = "".join(f"{file.name} {file.digest}\n" for file in sorted(self.files, key=lambda f: f.name))
-        return blake3(lines.encode()).hexdigest()[:12]
+        return blake3(lines.encode()).hexdigest(DIGEST_BYTES)
+
+    def digest_as(self, wanted: str) -> str:
+        """The digest as whoever wants this content names it: a trainer that runs on while the run's other machines
+        get a newer version names fewer digits, and no digest says that any will do."""
+        return self.digest[: len(wanted)] if len(wanted) in (0, OLD_DIGEST_CHARS) else self.digest
 
     @property
     def size_bytes(self) -> int:
@@ -88,11 +97,16 @@ def decode(data: bytes, key: str) -> Manifest:
     return manifest
 
 
-def fetch(store: Store, prefix: str, folder: Path) -> Manifest:
+def fetch(store: Store, prefix: str, folder: Path, progress: Progress = lambda _: None) -> Manifest:
     """Download a published folder; see `materialize`. Raises NotFound, Corrupt, StoreError, OSError."""
     manifest = load(store, prefix)
-    materialize(store, manifest.root, manifest.files, folder)
+    materialize(store, manifest.root, manifest.files, folder, progress)
     return manifest
+
+
+def part_of(folder: Path) -> Path:
+    """Where a folder is while it is downloaded."""
+    return folder.with_name(f".{folder.name}.part")
 
 
 def materialize(
@@ -103,7 +117,7 @@ def materialize(
     One process at a time may do so for a folder. What a killed one has left beside it is taken up again.
     Raises NotFound, Corrupt, StoreError, OSError.
     """
-    part = folder.with_name(f".{folder.name}.part")
+    part = part_of(folder)
     part.mkdir(parents=True, exist_ok=True)
     wanted = {file.name for file in files}
     for name, path in files_below(part):  # of another manifest, begun earlier

@@ -2,7 +2,8 @@
 
 A hundred steps share one object that is rewritten at each step, so that reading ten thousand steps is a hundred
 reads. One trainer writes a timeline; a restarted one reads the present object and goes on, and a step logged again
-replaces the earlier row and keeps its first time.
+replaces the earlier row and keeps its first time. A row that cannot be read is left out, and gone with the next
+step of its hundred: the run does not depend on it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass, replace
 
 from checkpoint import layout
 from checkpoint.codec import from_json, to_json
+from checkpoint.errors import Corrupt
 from checkpoint.store import Store
+from checkpoint.unreadable import Unreadable
 from policies.divergence import Point
 
 # Ours, beside TRL's names.
@@ -22,6 +25,11 @@ REPLAYED = "orch/replayed"  # 1 where the completions came from the rollout jour
 WAIT_S = "orch/wait_s"  # seconds in which no node could serve
 REWARD_MIN = "orch/reward_min"
 REWARD_MAX = "orch/reward_max"
+PROMPTS_REFUSED = "orch/prompts_refused"  # prompts that no node took; absent where all were taken
+# Of the last such prompt: its row in the dataset, its length, and how long prompt and completion may be together.
+REFUSED_ROW = "orch/refused_row"
+REFUSED_TOKENS = "orch/refused_tokens"
+REFUSED_LIMIT = "orch/refused_limit_tokens"
 # JSON has no NaN: a value that was logged as NaN, infinite or None is left out, and `orch/nonfinite/NAME` is 1.
 NONFINITE = "orch/nonfinite/"
 OURS = "orch/"
@@ -52,7 +60,7 @@ class Row:
 
 def read_metrics(store: Store, timeline: int | None = None) -> list[Row]:
     """Return the rows in (timeline, step) order; a step that was logged twice appears as last logged."""
-    prefix = layout.METRICS if timeline is None else f"{layout.METRICS}/{timeline:04d}"
+    prefix = layout.METRICS if timeline is None else layout.metrics(timeline)
     return in_order(row for entry in store.entries(prefix) for row in read_chunk(store, entry.key))
 
 
@@ -82,10 +90,29 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
     return sorted({(row.timeline, row.step): row for row in rows}.values(), key=lambda r: (r.timeline, r.step))
 
 
-def read_chunk(store: Store, key: str) -> list[Row]:
-    """Return the rows of one metrics object, none where there is no such object."""
+def read_chunk(store: Store, key: str, unreadable: Unreadable | None = None) -> list[Row]:
+    """Return the rows of one metrics object, none where there is no such object. Raises StoreError.
+
+    What is no row of that object is left out, and noted in `unreadable`.
+    """
     data = store.get_or_none(key)
-    return [] if data is None else [from_json(line, Row, key) for line in data.splitlines()]
+    return [] if data is None else rows_of(data, key, unreadable)
+
+
+def rows_of(data: bytes, key: str, unreadable: Unreadable | None = None) -> list[Row]:
+    """Decode a metrics object; see `read_chunk`."""
+    rows = []
+    for line in data.splitlines():
+        try:
+            row = from_json(line, Row, key)
+            if layout.metrics_chunk(row.timeline, row.step) != key:
+                raise Corrupt(f"{key}: a row of timeline {row.timeline}, step {row.step}, which belongs elsewhere")
+        except Corrupt as error:
+            if unreadable is not None:
+                unreadable.note(key, error)
+        else:
+            rows.append(row)
+    return rows
 
 
 class MetricsWriter:
@@ -97,7 +124,7 @@ class MetricsWriter:
         self._rows: dict[int, Row] = {}
 
     def append(self, row: Row) -> None:
-        """Add a row; one of a step that was logged before keeps its first time. Raises StoreError, Corrupt."""
+        """Add a row; one of a step that was logged before keeps its first time. Raises StoreError."""
         key = layout.metrics_chunk(row.timeline, row.step)
         if key != self._key:
             self._key, self._rows = key, {old.step: old for old in read_chunk(self._store, key)}

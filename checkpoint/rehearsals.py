@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Container
 from dataclasses import dataclass
 
 from checkpoint import layout
 from checkpoint.codec import from_json, to_json
+from checkpoint.errors import Corrupt
 from checkpoint.store import Store
 
 
@@ -28,12 +30,12 @@ def write_fault(store: Store, fault: RehearsedFault) -> None:
 
 
 def read_faults(store: Store, known: Container[int] = ()) -> list[RehearsedFault]:
-    """Return the faults whose number is not in `known`, in the order in which they were done. Raises Corrupt."""
-    keys = [entry.key for entry in store.entries(layout.REHEARSAL)]
-    unread = [key for key in keys if _number_of(key) not in known]
-    return sorted((from_json(store.get(key), RehearsedFault, key) for key in unread), key=lambda f: f.time_s)
-
-
-def _number_of(key: str) -> int:
-    """The inverse of `layout.rehearsal`."""
-    return int(key.rsplit("/", 1)[-1].removesuffix(".json"))
+    """Return the faults whose number is not in `known`, in the order in which they were done. What cannot be read
+    is left out: it is for the report alone."""
+    found = []
+    for entry in store.entries(layout.REHEARSAL):
+        number = layout.rehearsal_of(entry.key)
+        if number is not None and number not in known:
+            with contextlib.suppress(Corrupt):
+                found.append(from_json(store.get(entry.key), RehearsedFault, entry.key))
+    return sorted(found, key=lambda fault: fault.time_s)

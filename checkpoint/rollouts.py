@@ -6,6 +6,8 @@ costs no token twice and ends in the same weights.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ from blake3 import blake3
 from checkpoint import layout
 from checkpoint.codec import from_json, to_json
 from checkpoint.store import Store
-from policies.vocabulary import PolicyVersion
+from policies.vocabulary import PolicyVersion, Precedence
 from policies.wire import Completion, CompletionRequest
 
 SCHEMA = 1
@@ -42,19 +44,39 @@ def digest_of(requests: list[CompletionRequest], sampling: dict[str, Any]) -> st
     return blake3(to_json([sampling, requests])).hexdigest()
 
 
-def write_rollout(store: Store, rollout: Rollout) -> None:
-    """Store a finished call; a record of the same version and call is replaced."""
-    store.put(layout.rollout(PolicyVersion.parse(rollout.policy), rollout.call), to_json(rollout))
+def write_rollout(store: Store, rollout: Rollout, by: Precedence) -> None:
+    """Store a finished call as the record of the trainer `by`; another's of the same call is left alone."""
+    key = layout.rollout(PolicyVersion.parse(rollout.policy), rollout.call, by)
+    store.put(key, to_json(rollout))
+    store.secure([key])  # the step that is applied next rests on it
 
 
-def read_rollout(store: Store, version: PolicyVersion, call: int) -> Rollout | None:
-    """Return the record of a call, or None. Raises Corrupt."""
-    key = layout.rollout(version, call)
+def read_rollout(store: Store, key: str) -> Rollout | None:
+    """Return the record of that name, or None. Raises Corrupt."""
     data = store.get_or_none(key)
     return None if data is None else from_json(data, Rollout, key)
 
 
-def stored_since(store: Store, version: PolicyVersion) -> frozenset[str]:
-    """The names of the records of this version and of later ones on its timeline."""
+def stored_since(store: Store, version: PolicyVersion) -> dict[tuple[PolicyVersion, int], list[str]]:
+    """The names of the records of this version and of later ones on its timeline, by version and call: the newest
+    trainer's first, for what an older one has written, however late, is worth less."""
     folder, _, first = layout.rollout(version, 0).rpartition("/")
-    return frozenset(entry.key for entry in store.entries(folder, after=f"{folder}/{first.partition('-')[0]}"))
+    found: dict[tuple[PolicyVersion, int], list[str]] = {}
+    for entry in store.entries(folder, after=f"{folder}/{first.partition('-')[0]}"):
+        with contextlib.suppress(ValueError):  # a foreign file in the prefix
+            found.setdefault(layout.call_of(entry.key), []).append(entry.key)
+    return {call: sorted(keys, key=layout.author_of, reverse=True) for call, keys in found.items()}
+
+
+def collect(store: Store, going: Callable[[Sequence[PolicyVersion]], Iterable[PolicyVersion]]) -> int:
+    """Delete the records of the versions that `going`, told all that there are, returns; say how many.
+
+    Raises StoreError.
+    """
+    records: dict[PolicyVersion, list[str]] = {}
+    for entry in store.entries(layout.ROLLOUTS):
+        with contextlib.suppress(ValueError):  # a foreign file in the prefix
+            records.setdefault(layout.call_of(entry.key)[0], []).append(entry.key)
+    doomed = [key for version in going(list(records)) for key in records[version]]
+    store.delete(doomed)
+    return len(doomed)

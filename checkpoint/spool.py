@@ -57,6 +57,7 @@ class UploaderState:
     done_bytes: int = 0
     total_bytes: int = 0
     error: str = ""
+    took_s: float | None = None  # what storing the last one has taken
 
 
 class Spool:

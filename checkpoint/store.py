@@ -19,6 +19,7 @@ from checkpoint.backends import Backend, BytesLike, Entry, Options
 from checkpoint.backends.answers import one_line
 from checkpoint.backends.obstore_backend import open_obstore
 from checkpoint.errors import NotFound, StoreUnavailable, StoreUnusable
+from checkpoint.pace import Pace, interval_of
 
 __all__ = ["OPTIONS_ENV", "Entry", "Store"]
 
@@ -50,7 +51,9 @@ class Store:
         self.url = url.rstrip("/")
         self.patience_s = patience_s
         self._shown = one_line(self.url)
-        self._backend = _open(self.url, _options_of_environment() if options is None else options)
+        self._pace = Pace(interval_of(self.url))
+        self.options = _options_of_environment() if options is None else options  # may hold secrets
+        self._backend = _open(self.url, self.options)
 
     def get(self, key: str) -> bytes:
         """Return the object's bytes. Raises NotFound."""
@@ -68,7 +71,11 @@ class Store:
             return None
 
     def put(self, key: str, data: BytesLike) -> None:
-        """Write the object in one request, replacing any of that name; readers see the old or the new one."""
+        """Write the object in one request, replacing any of that name; readers see the old or the new one.
+
+        Waits where the store asks that writes to one object be apart.
+        """
+        self._pace.wait(key)
         self._try(f"write {key}", lambda: self._backend.put(key, data))
 
     def put_parts(self, key: str, parts: Callable[[], Iterable[BytesLike]]) -> None:
@@ -85,6 +92,14 @@ class Store:
         tell the two apart reads it back (see `checkpoint.journal`).
         """
         self._try(f"create {key}", lambda: self._backend.create(key, data))
+
+    def secure(self, keys: Sequence[str]) -> None:
+        """Return once these objects outlive a power cut, before anything is told that rests on them.
+
+        Object stores answer when they do. Files do at once if they were created, or are documents of up to 1 MiB.
+        Raises NotFound.
+        """
+        self._try("secure what was written", lambda: self._backend.secure(keys))
 
     def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
         """Return every object below `prefix/` in name order; with `after`, only names beyond that key."""

@@ -22,19 +22,22 @@ from checkpoint.errors import StoreError
 from checkpoint.manifest import files_below
 from checkpoint.spool import Seal, Spool, UploaderState
 from checkpoint.store import Store
+from checkpoint.upkeep import Upkeep
 from policies.vocabulary import PolicyVersion
 
 log = structlog.get_logger()
 
 LOOK_S = 0.2  # between looks for a sealed slot: the trainer must not be held up by telling anyone
 TROUBLE_WAIT_S = 2.0
+UPKEEP_S = 600.0  # between looks at what all checkpoints share, where none is stored so often
 SAY_S = 0.5
 
 Retire = Callable[[Sequence[Checkpoint], Seal | None], Sequence[PolicyVersion]]
+Tidy = Callable[[Sequence[Checkpoint]], object]
 
 
 class Uploader:
-    """Uploads slot after slot, and collects what retention retires.
+    """Uploads slot after slot, collects what retention retires, and looks after what all checkpoints share.
 
     Args:
         store: the run's store.
@@ -42,17 +45,27 @@ class Uploader:
         writer: this node, for the catalog.
         retire: returns the versions that may go, given the listed ones and the seal of the newest that was stored.
         is_replaced: whether the run has gone on without this version, so that it must not be listed any more.
+        tidy: takes away what else nobody needs any more, given the listed checkpoints.
     """
 
     def __init__(
-        self, store: Store, spool: Spool, writer: str, retire: Retire, is_replaced: Callable[[PolicyVersion], bool]
+        self,
+        store: Store,
+        spool: Spool,
+        writer: str,
+        retire: Retire,
+        is_replaced: Callable[[PolicyVersion], bool],
+        tidy: Tidy = lambda _: None,
     ) -> None:
         self._store = store
         self._spool = spool
         self._catalog = Catalog(store, writer)
         self._retire = retire
         self._is_replaced = is_replaced
+        self._tidy = tidy
         self._newest: Seal | None = None
+        self._upkeep = Upkeep(store, self._catalog)
+        self._looked_s = time.monotonic()
         self._collector = Collector(store, self._catalog, lambda listed: self._retire(listed, self._newest))
         self._state = UploaderState()
 
@@ -61,6 +74,8 @@ class Uploader:
         while True:
             waiting = self._spool.sealed()
             if not waiting:
+                if self._newest is not None and time.monotonic() - self._looked_s > UPKEEP_S:
+                    self._look_after(self._newest)
                 time.sleep(LOOK_S)
                 continue
             try:
@@ -72,6 +87,7 @@ class Uploader:
                 continue
             try:
                 self._collector.collect(time.time())
+                self._tidy(self._catalog.newest().checkpoints)
             except StoreError as error:  # the next collection takes up what this one has left
                 log.warning("not_collected", error=str(error))
 
@@ -84,15 +100,24 @@ class Uploader:
         files = [*files_below(slot), *((name, Path(path)) for name, path in sorted(seal.frozen.items()))]
         report = _Report(self._spool, replace(self._state, storing=seal.version, total_bytes=_size(files)))
         began_s = time.monotonic()
+        self._look_after(seal)  # before: what is mended is not stored a second time under another name
         checkpoints.upload(
             self._store, self._catalog, files, seal.at, seal.made_at_s, seal.meta, progress=report.add
         )
         self._newest = seal
-        self._state = UploaderState(stored=seal.version)
+        took_s = round(time.monotonic() - began_s, 3)
+        self._state = UploaderState(stored=seal.version, took_s=took_s)
         self._spool.say(self._state)
         self._spool.release(slot)
-        took_s = round(time.monotonic() - began_s, 3)
         log.info("checkpoint_stored", checkpoint=seal.version, size_bytes=_size(files), took_s=took_s)
+
+    def _look_after(self, seal: Seal) -> None:
+        """Mend what earlier checkpoints share with this one. No trouble with that keeps a new one waiting."""
+        self._looked_s = time.monotonic()
+        try:
+            self._upkeep.look(time.time(), seal.frozen)
+        except (StoreError, OSError) as error:
+            log.warning("not_looked_after", error=str(error))
 
 
 class _Report:

@@ -19,18 +19,23 @@ from checkpoint import documents
 from checkpoint.documents import RunRecord
 from checkpoint.errors import StoreError
 from checkpoint.journal import Fenced, Journal
+from checkpoint.redaction import Redactor, guard_output
 from checkpoint.store import OPTIONS_ENV, Store
+from checkpoint.vouched import NotVouched
+from orchestrator import trust
 from orchestrator.actuate import Actuator
 from orchestrator.clouds import open_cloud
-from orchestrator.clouds.protocol import Cloud, CloudUnavailable
+from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable
 from orchestrator.controller import Controller
 from orchestrator.home import run_token, token_mark
 from orchestrator.lease import RENEW_S, own_lease
 from orchestrator.observe import Observer
+from orchestrator.run_clock import RunClock
+from orchestrator.run_secrets import all_secrets, handed_on, missing, secrets_for
 from policies import exit_codes
 from policies.events import Event, RunCreated, RunMoved
 from policies.snapshot import Launch
-from policies.vocabulary import RunPhase
+from policies.vocabulary import Refusal, Role, RunPhase
 
 log = structlog.get_logger()
 
@@ -45,10 +50,16 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for whoever watches
     try:
-        return steer(Store(sys.argv[1], patience_s=STORE_PATIENCE_S), sys.argv[2], stop)
+        store = Store(sys.argv[1], patience_s=STORE_PATIENCE_S)
+        guard_output(_redactor(trust.known_run(store)[0]))
+        structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stdout))
+        return steer(store, sys.argv[2], stop)
     except Fenced as error:
         log.warning("fenced", error=str(error))
         return exit_codes.HELD
+    except NotVouched as error:
+        log.error("run_not_vouched", error=str(error))
+        return exit_codes.BAD_SPEC
     except StoreError as error:
         log.error("store", error=str(error))
         return exit_codes.FAILED
@@ -67,18 +78,23 @@ def log_as_json() -> None:
 
 
 def steer(store: Store, reason: str, stop: threading.Event) -> int:
-    """Take the run over and steer it to its end, or until `stop`. Raises Fenced, StoreError."""
-    record = documents.read_run(store)
+    """Take the run over and steer it to its end, or until `stop`. Raises Fenced, NotVouched, StoreError."""
+    record, run_json = trust.known_run(store)
     host, pid = socket.gethostname(), os.getpid()
-    journal = Journal(store, f"{host}/{pid}")
-    state = journal.take_over(time.time(), host, pid, reason)
+    clock, journal = RunClock(), Journal(store, f"{host}/{pid}")
+    state = journal.take_over(clock.now_s(), host, pid, reason)
     token = run_token(record.run_id)
     if not state.nodes:
         documents.write_secret_mark(store, token_mark(token))
+    trust.vouch(store, token, run_json)
     cloud = open_cloud(record, store)
 
     def environment_of(launch: Launch) -> dict[str, str]:
+        if wrong := missing(record.spec, os.environ):
+            raise CloudRefused(Refusal.CREDENTIALS, f"{wrong}; export it and `grpo-orch resume {store.url}`")
+        role = Role(launch.slot.split("-")[0])
         return {
+            **handed_on(secrets_for(record.spec, role, os.environ)),
             "GRPO_ORCH_RUN": store.url,
             "GRPO_ORCH_NODE": launch.node,
             "GRPO_ORCH_ATTEMPT": str(launch.attempt),
@@ -88,22 +104,27 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
             **{name: os.environ[name] for name in (OPTIONS_ENV,) if name in os.environ},
         }
 
-    actuator = Actuator(cloud, store, environment_of)
+    actuator = Actuator(cloud, store, environment_of, _redactor(record))
     observer = Observer(store, cloud, record.spec)
     controller = Controller(store, record.spec, journal, state, observer, actuator)
     opening = _opening(controller, record, reason)
     if opening:
-        controller.record(time.time(), opening)
-    documents.write_lease(store, own_lease(journal.epoch, time.time()))
+        controller.record(clock.now_s(), opening)
+    renew(store, controller, journal.epoch)
     try:
-        _loop(store, controller, journal.epoch, stop)
+        _loop(store, controller, clock, journal.epoch, stop)
         if controller.finished:
-            _clean_up(store, cloud, journal.epoch, stop)
+            _clean_up(store, cloud, controller, journal.epoch, stop)
     finally:
         actuator.close()
         cloud.close()
     documents.drop_lease(store)
     return exit_codes.OK
+
+
+def _redactor(record: RunRecord) -> Redactor:
+    """Blanks what the run's machines are given as secrets."""
+    return Redactor([run_token(record.run_id), *all_secrets(record.spec, os.environ).values()])
 
 
 def _opening(controller: Controller, record: RunRecord, reason: str) -> tuple[Event, ...]:
@@ -114,35 +135,41 @@ def _opening(controller: Controller, record: RunRecord, reason: str) -> tuple[Ev
     return (RunMoved(RunPhase.STARTING, "resumed"),) if ended and reason == "resume" else ()
 
 
-def _loop(store: Store, controller: Controller, epoch: int, stop: threading.Event) -> None:
+def renew(store: Store, controller: Controller, epoch: int) -> None:
+    """Say that this controller lives, unless another has taken over. Raises Fenced, StoreError."""
+    controller.fence()
+    documents.write_lease(store, own_lease(epoch, time.time()))
+
+
+def _loop(store: Store, controller: Controller, clock: RunClock, epoch: int, stop: threading.Event) -> None:
     renewed_at_s = 0.0
     while not (stop.is_set() or controller.finished):
-        now_s = time.time()
         wait_s = TROUBLE_WAIT_S
         try:
-            if now_s - renewed_at_s > RENEW_S:
-                documents.write_lease(store, own_lease(epoch, now_s))
-                renewed_at_s = now_s
-            wait_s = controller.tick(now_s).requeue_after_s
+            if clock.now_s() - renewed_at_s > RENEW_S:
+                renew(store, controller, epoch)
+                renewed_at_s = clock.now_s()
+            wait_s = controller.tick(clock.now_s()).requeue_after_s
         except Fenced:
             raise
         except StoreError as error:
+            controller.broke()
             log.warning("store_away", error=str(error))
         except Exception:  # the daemon's loop: a bug in one tick must not end the watching
             log.exception("tick_failed")
         stop.wait(wait_s)
 
 
-def _clean_up(store: Store, cloud: Cloud, epoch: int, stop: threading.Event) -> None:
-    """Have the cloud let go of what the machines shared, which may take it a while. Raises StoreError."""
+def _clean_up(store: Store, cloud: Cloud, controller: Controller, epoch: int, stop: threading.Event) -> None:
+    """Have the cloud let go of what the machines shared, which may take it a while. Raises Fenced, StoreError."""
     deadline_s = time.monotonic() + CLEAN_UP_S
     while not stop.is_set() and time.monotonic() < deadline_s:
+        renew(store, controller, epoch)
         try:
             cloud.clean_up()
             return
         except CloudUnavailable as error:
             log.warning("not_cleaned_up", error=str(error))
-        documents.write_lease(store, own_lease(epoch, time.time()))
         stop.wait(TROUBLE_WAIT_S)
 
 

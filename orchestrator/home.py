@@ -83,8 +83,32 @@ def kept_store_options(store_url: str) -> dict[str, str]:
     return options
 
 
+def keep_run_digest(store_url: str, digest: str) -> None:
+    """Keep by what the run.json of the run at that URL is known again."""
+    path = run_digest_file(store_url)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part = path.with_suffix(f".{secrets.token_hex(4)}")
+    part.write_text(digest)
+    part.replace(path)
+
+
+def kept_run_digest(store_url: str) -> str | None:
+    """What `keep_run_digest` kept on this machine, or None."""
+    path = run_digest_file(store_url)
+    return path.read_text().strip() if path.exists() else None
+
+
+def run_digest_file(store_url: str) -> Path:
+    """Where `keep_run_digest` keeps it."""
+    return _store_file(store_url, "run")
+
+
 def _options_file(store_url: str) -> Path:
-    return home() / "stores" / f"{blake3(store_url.encode()).hexdigest()[:16]}.json"
+    return _store_file(store_url, "json")
+
+
+def _store_file(store_url: str, suffix: str) -> Path:
+    return home() / "stores" / f"{blake3(store_url.encode()).hexdigest(16)}.{suffix}"
 
 
 def remember_run(store_url: str) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from checkpoint import documents
 from checkpoint.documents import RunRecord
 from checkpoint.store import Store
+from checkpoint.unreadable import Unreadable
 from orchestrator.home import run_dir
+from orchestrator.trust import known_run
 
 START_TIMEOUT_S = 30.0
 
@@ -20,12 +22,13 @@ class DaemonFailed(Exception):
 
 
 def start_daemon(store: Store, record: RunRecord, reason: str) -> int:
-    """Start a daemon for the run and return its pid once it holds the lease. Raises DaemonFailed."""
+    """Start a daemon for the run and return its pid once it holds the lease. Raises DaemonFailed, NotVouched."""
+    known_run(store)  # or the daemon would refuse it, and nobody reads its log
     log = run_dir(record.run_id) / "daemon.log"
     process = _spawn(["-m", "orchestrator.daemon", store.url, reason], log)
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
-        lease = documents.read_lease(store)
+        lease = documents.read_lease(store, Unreadable())
         if lease is not None and lease.pid == process.pid:
             return process.pid
         if process.poll() is not None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from checkpoint import documents, exports, timelines
-from checkpoint.catalog import Catalog
+from checkpoint.catalog import Catalog, Revision
+from checkpoint.errors import Corrupt
 from checkpoint.store import Store
+from checkpoint.unreadable import Unreadable
 from orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from orchestrator.metrics_watch import MetricsWatch
+from orchestrator.run_clock import awake_or_asleep_s
 from policies import exit_codes
 from policies.snapshot import Command, LaunchRefused, Machine, Member, Snapshot, Trainer
 from policies.spec import RunSpec
@@ -21,12 +22,6 @@ from policies.vocabulary import PolicyVersion
 from policies.wire import STATUS_S, GatewayStatus, MemberStatus
 
 FRESH_S = 3 * STATUS_S  # what is older than this says nothing about now
-_CLOCK = time.CLOCK_BOOTTIME if sys.platform == "linux" else time.CLOCK_MONOTONIC
-
-
-def _awake_or_asleep_s() -> float:
-    """Seconds on a clock that never goes back, and goes on while a laptop sleeps."""
-    return time.clock_gettime(_CLOCK)
 
 
 class GatewayWatch:
@@ -39,12 +34,19 @@ class GatewayWatch:
         store: the run's store.
         believe_first: take what the first look finds for fresh, though nothing shows when it was written.
         clock: seconds on a clock of this machine that never goes back.
+        unreadable: takes note of what is damaged, which counts as not there.
     """
 
     def __init__(
-        self, store: Store, *, believe_first: bool = False, clock: Callable[[], float] = _awake_or_asleep_s
+        self,
+        store: Store,
+        *,
+        believe_first: bool = False,
+        clock: Callable[[], float] = awake_or_asleep_s,
+        unreadable: Unreadable | None = None,
     ) -> None:
         self._store = store
+        self._unreadable = unreadable or Unreadable()
         self._clock = clock
         self._status: GatewayStatus | None = None
         self._looked_at_s = clock() if believe_first else -math.inf
@@ -56,9 +58,10 @@ class GatewayWatch:
         Raises StoreError when the store cannot be read.
         """
         now_s = self._clock()
-        address = documents.read_gateway(self._store)
-        found = documents.read_members(self._store)
-        # A gateway that was replaced may write on for a while, beside its successor.
+        newest = documents.newest_gateway(self._store)
+        address = documents.gateway_at(self._store, newest, self._unreadable)
+        found = documents.members_at(self._store, newest, self._unreadable)
+        # Of the process before, on the same machine: the one that listens now has not written yet.
         if address is None or (found is not None and found.boot_id != address.boot_id):
             found = None
         if found is not None and self._is_news(found):
@@ -79,28 +82,40 @@ class TrainerWatch:
     The first one found counts as new: a trainer that is dead is noticed so much later by a new controller.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, unreadable: Unreadable | None = None) -> None:
         self._store = store
+        self._unreadable = unreadable or Unreadable()
         self._said: Trainer | None = None
         self._seen_at_s = 0.0
 
     def look(self, now_s: float) -> Trainer | None:
         """Return the newest beat with the time at which it was first seen. Raises StoreError."""
-        beat = documents.read_trainer(self._store)
+        beat = documents.read_trainer(self._store, self._unreadable)
         if beat != self._said:
             self._said, self._seen_at_s = beat, now_s
         return None if beat is None else replace(beat, beat_at_s=self._seen_at_s)
 
 
 class Observer:
-    """Looks. Remembers of earlier looks only what shows whether gateway and trainer are alive, and the metrics."""
+    """Looks. Remembers of earlier looks only what shows whether gateway and trainer are alive, and the metrics.
 
-    def __init__(self, store: Store, cloud: Cloud, spec: RunSpec) -> None:
+    Args:
+        store: the run's store.
+        cloud: where the machines are.
+        spec: the run's.
+        clock: as GatewayWatch's.
+    """
+
+    def __init__(
+        self, store: Store, cloud: Cloud, spec: RunSpec, clock: Callable[[], float] = awake_or_asleep_s
+    ) -> None:
         self._store = store
         self._cloud = cloud
-        self._gateway = GatewayWatch(store)
-        self._trainer = TrainerWatch(store)
-        self._metrics = MetricsWatch(store, spec.policies.kl.limit, int(spec.grpo.get("logging_steps", 1)))
+        self._unreadable = Unreadable()
+        self._gateway = GatewayWatch(store, clock=clock, unreadable=self._unreadable)
+        self._trainer = TrainerWatch(store, self._unreadable)
+        logging_steps = int(spec.grpo.get("logging_steps", 1))
+        self._metrics = MetricsWatch(store, spec.policies.kl.limit, logging_steps, self._unreadable)
         self._catalog = Catalog(store, "controller")
 
     def look(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState) -> Snapshot:
@@ -111,8 +126,10 @@ class Observer:
         status = self._gateway.look()
         machines = self._machines()
         trainer = self._trainer.look(now_s)
-        commands = documents.read_commands(self._store)
+        left_out = {event.key for event in state.set_aside}
+        commands = documents.read_commands(self._store, self._unreadable, left_out)
         target_wanted = _wants_a_target(state, machines, commands)
+        catalog, damaged = self._checkpoints() if target_wanted else (None, "")
         return Snapshot(
             now_s=now_s,
             machines=machines,
@@ -123,13 +140,23 @@ class Observer:
             refused=refused,
             commands=commands,
             watched=self._metrics.look(trainer, state.forks),
-            checkpoints=tuple(one.at for one in self._catalog.newest().checkpoints) if target_wanted else None,
+            checkpoints=None if catalog is None else tuple(one.at for one in catalog.checkpoints),
+            damaged=damaged,
+            ever_stored=catalog is not None and catalog.number > 0,
             timeline=timelines.newest_timeline(self._store) if state.rollback is not None or target_wanted else 0,
             exported_to=None if state.healthy is None else self._exported_to(state.healthy),
+            unreadable=dict(self._unreadable.found),
         )
 
+    def _checkpoints(self) -> tuple[Revision | None, str]:
+        """What is listed, or why that cannot be read: then there is no going back, but a run can be stopped."""
+        try:
+            return self._catalog.newest(), ""
+        except Corrupt as error:
+            return None, str(error)
+
     def _exported_to(self, version: str) -> str | None:
-        export = exports.read_export(self._store, PolicyVersion.parse(version))
+        export = exports.read_export(self._store, PolicyVersion.parse(version), self._unreadable)
         return None if export is None else export.prefix
 
     def _machines(self) -> dict[str, Machine] | None:
@@ -146,4 +173,6 @@ def _wants_a_target(state: RunState, machines: Mapping[str, Machine] | None, com
 
 
 def _member(status: MemberStatus) -> Member:
-    return Member(status.node, status.boot_id, status.policy, status.serving, status.requests_running)
+    return Member(
+        status.node, status.boot_id, status.policy, status.serving, status.requests_running, status.unfit
+    )

@@ -13,6 +13,7 @@ from policies.phases import LIVE_NODE, TERMINAL_RUN
 from policies.snapshot import Action, Confirm, Decision, Export, Launch, Machine, Snapshot, Terminate, WriteFork
 from policies.spec import RunSpec
 from policies.state import Node, RunState
+from policies.stopping import to_be_asked
 from policies.tick import Tick
 from policies.transaction import steer_timeline
 from policies.vocabulary import MachineState, NodePhase, Role, RollbackStage
@@ -60,6 +61,8 @@ def actions_for(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
             actions.append(Launch(node.id, node.slot, node.market, node.attempt, state.timeline))
         elif node.phase is NodePhase.TERMINATING and machine is not None:
             actions.append(Terminate(node.id))
+        elif machine is not None and (ask := to_be_asked(state, node, snapshot)):
+            actions += ask
         elif machine is not None and _is_silent(node, machine, snapshot):
             actions.append(Confirm(node.id))
     # No intent explains these: machines of a lost race, or remains of nodes that are gone.
@@ -89,7 +92,7 @@ def _is_silent(node: Node, machine: Machine, snapshot: Snapshot) -> bool:
         return False
     if node.phase is NodePhase.SERVING and node.role is Role.TRAINER:
         beat = snapshot.trainer
-        return beat is None or snapshot.now_s - beat.beat_at_s > HEARTBEAT_FRESH_S
+        return beat is None or snapshot.silent_s(beat.beat_at_s) > HEARTBEAT_FRESH_S
     return node.phase is NodePhase.BOOTING
 
 

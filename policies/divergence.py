@@ -147,6 +147,15 @@ def follow(detector: Detector, point: Point, limit: float | None = None) -> Dete
     return replace(after, verdict=verdict)
 
 
+def trip_at(detector: Detector, step: int, onset_step: int, evidence: str) -> Detector:
+    """Return the detector tripped at `step` by what no point tells."""
+    before = detector.verdict
+    if before.health is Health.TRIPPED:
+        return detector
+    onset = max(1, onset_step if before.onset_step is None else min(onset_step, before.onset_step))
+    return replace(detector, verdict=Verdict(Health.TRIPPED, step, onset, step, (evidence,)))
+
+
 def _remember(detector: Detector, point: Point) -> Detector:
     series, not_finite = dict(detector.series), dict(detector.not_finite)
     for name, value in point.values.items():

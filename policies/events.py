@@ -6,7 +6,8 @@ still read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import get_args
 
 from policies.timelines import Fork
@@ -52,12 +53,28 @@ class NodeRequested:
 
 @dataclass(frozen=True, slots=True)
 class NodeMoved:
-    """A node changed its phase. `refusal` is set when the move is to REFUSED."""
+    """A node changed its phase. `refusal` is set when the move is to REFUSED, and when a machine is given up that
+    never served."""
 
     node: str
     phase: NodePhase
     reason: str
     refusal: Refusal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BuyingStopped:
+    """No more machines of a kind are asked for, but for one now and then that shows whether it works again."""
+
+    kind: str  # vocabulary.kind_of
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BuyingResumed:
+    """Machines of a kind are asked for again."""
+
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +159,7 @@ class RollbackBegun:
     cause: Cause
     from_step: int  # how far the timeline before had come
     reason: str
+    effects: Mapping[str, str] = field(default_factory=dict)  # what each change does, by key of `grpo`
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +242,22 @@ class StoreCaughtUp:
     stored_step: int
 
 
+@dataclass(frozen=True, slots=True)
+class DataSetAside:
+    """An optional object of the store, or part of it, cannot be read and is left out; a command is moved away."""
+
+    key: str
+    why: str
+
+
 Event = (
     RunCreated
     | TookOver
     | RunMoved
     | NodeRequested
     | NodeMoved
+    | BuyingStopped
+    | BuyingResumed
     | MachineBought
     | JobExited
     | JobRestarted
@@ -249,6 +277,7 @@ Event = (
     | Noticed
     | StoreSlowed
     | StoreCaughtUp
+    | DataSetAside
 )
 
 EVENT_TYPES: dict[str, type[Event]] = {cls.__name__: cls for cls in get_args(Event)}

@@ -13,5 +13,9 @@ FENCED = 76
 DIVERGED = 77
 # The run diverged again and again, and its budget of rollbacks is spent.
 GAVE_UP = 79
+# 128 and SIGTERM: the trainer was told to end, and what it had is stored.
+STOPPED = 143
 # The trainer ran out of memory, the accelerator's or the machine's.
 OUT_OF_MEMORY = 80
+# The run has checkpoints, and none of them can be restored: training anew from the start is a person's decision.
+NOTHING_WHOLE = 81

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from policies.wire import SILENT_S, Announce, labelled_version
+from policies.wire import SILENT_S, Announce, EngineWord, labelled_version
 
 # Requests of one prompt stay together on the member that has its prompt cached, until that member has so many such
 # requests more to do than the least loaded one: up to there a batch costs a server hardly more time per token.
@@ -21,10 +21,13 @@ GROUPS_MAX = 100_000  # remembered; then all are forgotten, which costs a cached
 # A new member may be cold, or not work at all: it is given so many requests first, and one more for each that gets
 # its first token, which doubles them with every round.
 EASE_IN_REQUESTS = 8
+KV_FULL = 0.9  # of an engine's room for keys and values
 DOUBTED_REQUESTS = 1  # with which a member proves itself that failed as a whole
 # Requests that are handed over bring their tokens as a prompt to be computed again, which stalls whoever decodes
 # there. So many tokens at a time are two of vLLM's own steps of 8,192.
 REPLAY_TOKENS_MAX = 16_384
+# Nodes break one by one; a policy that no node can load is broken itself.
+EVERY_ONE_UNFIT = "; so is every other member, and then it is the policy and not the nodes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +82,22 @@ class Row:
     doubted: bool = False
     mute: bool = False
     stuck: bool = False
+    unfit: str = ""  # why its agent has stopped trying to load what is wanted
     running: int = 0
     outstanding: int = 0  # tokens of the requests that run
     replaying: int = 0  # of them those that are computed again and are not done with
     allowed: int = EASE_IN_REQUESTS
+    kv_tokens: int = 0
+    engine: EngineWord | None = None  # what it said last
+
+    @property
+    def places(self) -> int:
+        """For how many requests more there is room."""
+        return max(0, min(self.allowed, self.max_requests) - self.running)
 
     def takes(self, load: Load) -> bool:
         """Whether there is room for it."""
-        if self.running >= min(self.allowed, self.max_requests):
+        if not self.places:
             return False
         return not load.replayed or not self.replaying or self.replaying + load.replayed <= REPLAY_TOKENS_MAX
 
@@ -136,21 +147,50 @@ class Membership:
             self._draining.add(node)
         row, holds = self._rows.get(node), f"holds {said.policy or 'base weights'}{', drains' if leaves else ''}"
         if row is not None and row.boot_id == said.boot_id:
-            before, doubted = row.policy, row.doubted
+            before, doubted, unfit = row.policy, row.doubted, row.unfit
+            self._hear_engine(row, said)
             row.address, row.policy, row.max_requests = said.address, said.policy, said.max_requests
-            row.seen_at_s, row.doubted = now_s, False
+            row.seen_at_s, row.doubted, row.unfit = now_s, False, said.unfit
             row.stuck = row.stuck and before == said.policy
+            if unfit != said.unfit:
+                return Change(f"{node}: {holds}, {self._unfit_words(said.unfit)}")
             if before != said.policy:
                 return Change(f"{node}: {holds}, before: {before or 'base weights'}")
             return Change(f"{node}: {holds}{', no longer in doubt' if doubted else ''}", news=leaves or doubted)
         self._terms += 1
         self._rows[node] = Row(
-            self._terms, node, said.boot_id, said.address, said.policy, said.max_requests, seen_at_s=now_s
+            self._terms,
+            node,
+            said.boot_id,
+            said.address,
+            said.policy,
+            said.max_requests,
+            seen_at_s=now_s,
+            unfit=said.unfit,
+            kv_tokens=said.kv_tokens,
+            engine=said.engine,
         )
+        unfit = f", {self._unfit_words(said.unfit)}" if said.unfit else ""
         if row is None:
-            return Change(f"{node}: joined as boot {said.boot_id}, {holds}")
+            return Change(f"{node}: joined as boot {said.boot_id}, {holds}{unfit}")
         self._void.add(row.boot_id)
-        return Change(f"{node}: boot {said.boot_id} in place of {row.boot_id}, {holds}", (row.term,))
+        return Change(f"{node}: boot {said.boot_id} in place of {row.boot_id}, {holds}{unfit}", (row.term,))
+
+    def _hear_engine(self, row: Row, said: Announce) -> None:
+        """An engine whose room is full has what it can take: more would wait in it, or push out others, and what
+        waits here can go to any member. With each first token it gets one more again."""
+        before, row.engine, row.kv_tokens = row.engine, said.engine, said.kv_tokens
+        if before is None or said.engine is None:
+            return
+        full = said.engine.waiting > 0 and said.engine.kv_usage >= KV_FULL
+        if full or said.engine.preemptions > before.preemptions:
+            row.allowed = min(row.allowed, max(EASE_IN_REQUESTS, said.engine.running))
+
+    def _unfit_words(self, unfit: str) -> str:
+        if not unfit:
+            return "no longer unfit"
+        every = len(self._rows) > 1 and all(row.unfit for row in self._rows.values())
+        return f"unfit: {unfit}{EVERY_ONE_UNFIT if every else ''}"
 
     def connection_lost(self, node: str, boot_id: str) -> Change:
         """The connection on which the boot announced itself broke. It may announce itself again."""
@@ -223,20 +263,39 @@ class Membership:
             if not row.doubted and not row.mute and row.node not in self._draining and wanted.accepts(row.policy)
         )
 
-    def choose(self, wanted: Wanted, load: Load, avoid: str | None = None) -> Row | None:
+    def loading(self, wanted: Wanted) -> tuple[Row, ...]:
+        """The members that do not hold it, and as far as is known will."""
+        return tuple(
+            row
+            for row in self._rows.values()
+            if not (row.mute or row.stuck or row.unfit or row.node in self._draining or wanted.accepts(row.policy))
+        )
+
+    def choose(
+        self,
+        wanted: Wanted,
+        load: Load,
+        avoid: frozenset[str] = frozenset(),
+        refused_by: frozenset[str] = frozenset(),
+    ) -> Row | None:
         """Return the member for one more request, or None when there is none with room.
 
         It is the one with the fewest tokens to do, or the one where the group's last request went while that has
-        not much more. One that was stuck is taken for want of any other.
+        not much more. One that was stuck is taken only when no other has room.
 
         Args:
             wanted: what the member must hold.
             load: the request.
-            avoid: the node where the request failed last; taken only when no other serves.
+            avoid: nodes where the request failed last; taken only when no other has room, for a node that is back
+                must not stand idle while they are full.
+            refused_by: nodes that refused it; taken only when no other serves.
         """
         serving = self.serving(wanted)
-        serving = tuple(row for row in serving if not row.stuck) or serving
-        able = [row for row in [row for row in serving if row.node != avoid] or serving if row.takes(load)]
+        serving = tuple(row for row in serving if row.node not in refused_by) or serving
+        well = tuple(row for row in serving if not row.stuck)
+        others = tuple(row for row in well if row.node not in avoid)
+        best = next((some for some in (others, well) if any(row.places for row in some)), serving)
+        able = [row for row in best if row.takes(load)]
         if not able:
             return None
         least = min(able, key=lambda row: row.outstanding)

@@ -9,7 +9,11 @@ from policies.tick import Tick
 from policies.vocabulary import MachineState, NodePhase, Role
 
 HEARTBEAT_FRESH_S = 10.0  # the trainer beats every 2 s
-HEARTBEAT_LOST_S = 120.0  # beyond this it hangs, whatever its machine says
+# Beyond this it hangs, if the gateway beside it is heard: then its machine works, and reaches the store.
+HEARTBEAT_LOST_S = 120.0
+# Where nothing of that machine is heard, its cloud is asked again and again, and says so when it is lost. It may
+# as well train, cut off from the store; only what has been cut off for this long is worth no more waiting.
+MACHINE_LOST_S = 3600.0
 # A gateway younger than this may not have heard from every node: their absence means nothing yet.
 MEMBERSHIP_SETTLES_S = 5.0
 

@@ -23,6 +23,8 @@ AGAIN_STEPS = 200
 EVALUATIONS = 4
 EVAL_REWARD, REWARD = "eval_reward", "reward"
 WAIT_S, STEP_TIME = "orch/wait_s", "step_time"
+PROMPTS_REFUSED = "orch/prompts_refused"
+REFUSED_ROW, REFUSED_TOKENS, REFUSED_LIMIT = "orch/refused_row", "orch/refused_tokens", "orch/refused_limit_tokens"
 WAITING_SHARE = 0.25  # of the time of its steps: a fourth node for three would pay
 
 
@@ -117,6 +119,12 @@ def _remember(state: Pitfalls, values: Mapping[str, float], step: int) -> Pitfal
     for name in [high.name for high in _HIGH]:
         if name in values:
             windows[name] = (*windows.get(name, ()), values[name])[-WINDOW_POINTS:]
+    windows[PROMPTS_REFUSED] = (*windows.get(PROMPTS_REFUSED, ()), values.get(PROMPTS_REFUSED, 0.0))[
+        -WINDOW_POINTS:
+    ]
+    if PROMPTS_REFUSED in values:
+        for name in (REFUSED_ROW, REFUSED_TOKENS, REFUSED_LIMIT):
+            windows[name] = (values[name],) if name in values else ()
     if WAIT_S in values and STEP_TIME in values and state.step:
         # The one is a sum over the steps of the point, the other their mean.
         took_s = values[STEP_TIME] * (step - state.step)
@@ -146,8 +154,23 @@ def _found(state: Pitfalls) -> Iterator[_Found]:
         count = sum(value >= high.least for value in window)
         there, gone = count >= WINDOW_POINTS - OUTLIERS, 2 * count < len(window)
         yield _Found(high.kind, there, gone, high.text.format(median(window) if window else 0.0))
+    yield _refused(state.windows)
     yield _waiting(state.windows.get(WAIT_S, ()), sum(state.windows.get(STEP_TIME, ())))
     yield _overfits(state.evaluations)
+
+
+def _refused(windows: Mapping[str, tuple[float, ...]]) -> _Found:
+    counts = windows.get(PROMPTS_REFUSED, ())
+    row, tokens, limit = (windows.get(name, ()) for name in (REFUSED_ROW, REFUSED_TOKENS, REFUSED_LIMIT))
+    which = f"row {row[0]:.0f} of the dataset" if row else "one whose row is not known"
+    length = f", {tokens[0]:.0f} tokens" if tokens else ""
+    takes = f" where a sequence may have {limit[0]:.0f}" if limit else ""
+    text = (
+        f"no rollout node took {sum(counts):.0f} of the prompts of the last {len(counts)} points, and they were "
+        f"left out; the last is {which}{length}{takes}: shorten or drop such prompts, or raise "
+        "rollout.vllm.max-model-len; policies.on_bad_prompt: fail ends the run instead"
+    )
+    return _Found("prompts_refused", bool(counts and counts[-1]), not any(counts), text)
 
 
 def _waiting(waited_s: tuple[float, ...], took_s: float) -> _Found:

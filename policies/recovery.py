@@ -63,6 +63,8 @@ _PROMPT = frozenset(
         "top_logprobs",
     }
 )
+# They look at what was generated alone. Behind a seam they begin anew: nearly the same.
+NEARLY = frozenset({"bad_words", "frequency_penalty", "presence_penalty", "stop"})
 # They count what was generated; at 0 they do nothing.
 _PENALTIES = frozenset({"frequency_penalty", "presence_penalty"})
 
@@ -74,6 +76,12 @@ def continues(body: Mapping[str, Any]) -> bool:
     return known and limit_of(body) is not None
 
 
+def nearly_continues(body: Mapping[str, Any]) -> bool:
+    """Whether a completion with these parameters may go on from the middle where it cannot be made again, since
+    other nodes compute other last bits: it is one that a node could have made, but for what `NEARLY` forgets."""
+    return all(name in SAFE or name in NEARLY or name in _PROMPT or _is_off(name, body[name]) for name in body)
+
+
 def limit_of(body: Mapping[str, Any]) -> int | None:
     """How many tokens the request may get, or None when it does not say."""
     limit = body.get("max_completion_tokens")
@@ -82,17 +90,24 @@ def limit_of(body: Mapping[str, Any]) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-def rest(body: Mapping[str, Any], arrived: int) -> dict[str, Any]:
+def rest(body: Mapping[str, Any], arrived: int, unlimited: int | None = None) -> dict[str, Any]:
     """Return the parameters for what is missing behind `arrived` tokens: those of sampling, without the prompt.
 
     Args:
-        body: the whole request's, which `continues`.
+        body: the whole request's, which continues, or nearly.
         arrived: fewer than the request's limit.
+        unlimited: what is asked for where the request has no limit.
     """
     limit = limit_of(body)
+    if limit is None and unlimited is not None:
+        limit = arrived + unlimited
     if limit is None or arrived >= limit:
         raise ValueError(f"nothing is left of {limit} tokens behind {arrived}")
-    left = {name: value for name, value in body.items() if name in SAFE}
+    left = {
+        name: value
+        for name, value in body.items()
+        if name in SAFE or (name in NEARLY and not _is_off(name, value))
+    }
     left.pop("max_completion_tokens", None)  # its name in chats; the rest is asked as a completion
     left["max_tokens"] = limit - arrived
     if "min_tokens" in left:

@@ -3,25 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from policies.objective import CLIPPING, is_on_policy, loss_of, value_of, weight_cap
 from policies.spec import OnRollback, RollbackBudget
 from policies.state import Rollback
 from policies.timelines import Fork, lineage, on_lineage
 from policies.vocabulary import Cause, PolicyVersion
 
-# GRPOConfig's own, of TRL 1.16, for keys that run.yaml leaves out.
-TRL_DEFAULTS: Mapping[str, float] = {
-    "beta": 0.0,
-    "epsilon": 0.2,
-    "learning_rate": 1e-6,
-    "num_generations": 8,
-    "per_device_train_batch_size": 8,
-    "max_completion_length": 512,
-}
-# Below this a group's mean says too little of its prompt; then completions are made shorter instead.
-LEAST_GROUP = 4
-LEAST_COMPLETION_TOKENS = 16
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a rollback may go: to a checkpoint, to the run's start (`start` None), or, where `missing` says why,
+    nowhere without a person."""
+
+    start: PolicyVersion | None
+    missing: str = ""
+
+    def __str__(self) -> str:
+        return self.missing or ("the start" if self.start is None else f"checkpoint {self.start}")
+
+
+def choose_target(
+    checkpoints: Sequence[PolicyVersion],
+    forks: Sequence[Fork],
+    timeline: int,
+    before_step: int | None,
+    *,
+    ever_stored: bool,
+) -> Target:
+    """Return where a rollback goes by itself: the newest checkpoint on the line, from before `before_step`.
+
+    The run's start only where nothing is lost by it: no checkpoint was ever stored, or, without `before_step`, the
+    timeline began there by a person's word and has stored none yet.
+
+    Args:
+        ever_stored: whether the store has ever listed a checkpoint, whatever it lists now.
+    """
+    start = choose_start(checkpoints, forks, timeline, before_step)
+    if start is not None:
+        return Target(start)
+    began_anew = timeline != 0 and all(isinstance(part, int) for part in lineage(forks, timeline))
+    if not (checkpoints or ever_stored) or (began_anew and before_step is None):
+        return Target(None)
+    if before_step is None:
+        return Target(None, "the store has no checkpoint of this timeline any more")
+    there = (
+        f"there are {', '.join(map(str, sorted(checkpoints)))}" if checkpoints else "the store has none any more"
+    )
+    return Target(None, f"no checkpoint is from before step {before_step}, {there}")
 
 
 def choose_start(
@@ -29,7 +60,7 @@ def choose_start(
 ) -> PolicyVersion | None:
     """Return the newest checkpoint on the line of `timeline` whose step is below `before_step`.
 
-    None where there is none: then the run's start is the target. Without `before_step` the newest one.
+    None where there is none. Without `before_step` the newest one.
     """
     stretches = lineage(forks, timeline)
     found = [
@@ -40,49 +71,44 @@ def choose_start(
     return max(found, key=lambda version: version.step, default=None)
 
 
-def before_step_of(onset_step: int, rollback: Rollback | None) -> int:
+def before_step_of(onset_step: int, rollbacks: Sequence[Rollback]) -> int:
     """Return the step that the next target must lie before.
 
     A timeline that trips in its probation has shown that what it started from was too late, so the next target
-    lies before that one, too.
+    lies before that one, too; also where memory ran out in between. Of the run's start that cannot be.
     """
-    if rollback is None or rollback.cause is not Cause.DIVERGED:
-        return onset_step
-    start = rollback.fork.start_at
-    return 0 if start is None else min(onset_step, start.step)
+    for one in reversed(rollbacks):
+        if one.passed or one.cause is Cause.USER:
+            break
+        if one.cause is Cause.DIVERGED:
+            start = one.fork.start_at
+            return onset_step if start is None else min(onset_step, start.step)
+    return onset_step
 
 
-def changes_after(grpo: Mapping[str, Any], rules: OnRollback) -> dict[str, float]:
-    """Return the keys of `grpo` that a rollback changes, with their new values.
+def changes_after(grpo: Mapping[str, Any], rules: OnRollback, processes: int = 1) -> dict[str, float]:
+    """Return the keys of `grpo` that a rollback changes, with their new values: those that do something.
 
-    Without a KL term (beta 0) there is none to strengthen. `epsilon_high` follows `epsilon` where it is set.
+    Without a KL term (`beta` 0) there is none to strengthen, and none is begun: it would need the memory of a
+    reference model, and be another objective than the user's. `epsilon`, and `epsilon_high` where it is set, only
+    where they clip a ratio other than 1; `cispo` has a cap on weights in their place, which comes nearer to 1.
+
+    Args:
+        processes: how many train.
     """
-    factors = {
-        "beta": rules.beta_factor,
-        "epsilon": rules.epsilon_factor,
-        "epsilon_high": rules.epsilon_factor,
-        "learning_rate": rules.learning_rate_factor,
-    }
-    values = {key: grpo.get(key) if grpo.get(key) is not None else TRL_DEFAULTS.get(key) for key in factors}
+    factors = {"learning_rate": rules.learning_rate_factor, "beta": rules.beta_factor}
+    off_policy = not is_on_policy(grpo, processes)
+    if off_policy and loss_of(grpo) in CLIPPING:
+        factors["epsilon"] = rules.epsilon_factor
+        if grpo.get("epsilon_high") is not None:
+            factors["epsilon_high"] = rules.epsilon_factor
+    values = {key: weight_cap(grpo) if key == "epsilon_high" else value_of(grpo, key) for key in factors}
+    wanted = {key: value * factors[key] for key, value in values.items()}
+    if off_policy and loss_of(grpo) == "cispo" and (cap := weight_cap(grpo)) > 1:
+        values["epsilon_high"], wanted["epsilon_high"] = cap, 1 + (cap - 1) * rules.epsilon_factor
     # Ten digits, so that 0.1 x 3 is not told as 0.30000000000000004.
-    changed = {key: float(f"{value * factors[key]:.10g}") for key, value in values.items() if value}
+    changed = {key: float(f"{value:.10g}") for key, value in wanted.items()}
     return {key: value for key, value in changed.items() if value != values[key]}
-
-
-def halved(grpo: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return smaller settings for a trainer that ran out of memory, or None where nothing is left to halve.
-
-    The group first, and the batch on each device with it, so that as many prompts share it as before and every
-    divisibility stays; then the completion length.
-    """
-    values = {key: int(grpo.get(key) or default) for key, default in TRL_DEFAULTS.items()}
-    group, batch = values["num_generations"], values["per_device_train_batch_size"]
-    whole = grpo.get("generation_batch_size")
-    if group % 2 == 0 and group // 2 >= LEAST_GROUP and batch % 2 == 0 and (not whole or int(whole) % 2 == 0):
-        smaller = {"num_generations": group // 2, "per_device_train_batch_size": batch // 2}
-        return {**smaller, "generation_batch_size": int(whole) // 2} if whole else smaller
-    length = values["max_completion_length"]
-    return {"max_completion_length": length // 2} if length // 2 >= LEAST_COMPLETION_TOKENS else None
 
 
 def spent(rollbacks: Sequence[Rollback], step: int, budget: RollbackBudget) -> str:

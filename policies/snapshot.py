@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ from policies.divergence import Verdict
 from policies.events import Event
 from policies.pitfalls import Pitfall
 from policies.timelines import Fork
-from policies.vocabulary import MachineState, Market, PolicyVersion, Refusal, slot_and_incarnation
+from policies.vocabulary import MachineState, Market, PolicyVersion, Precedence, Refusal, precedence_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Member:
     policy: str | None
     serving: bool
     requests_running: int = 0
+    unfit: str = ""  # why it cannot hold the wanted policy and has stopped trying; empty where it can
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,12 @@ class Trainer:
     stored_step: int | None = None  # of the newest checkpoint in the store
     store_slow: bool = False  # a checkpoint was put off: the ones before it are still on their way
     verdict: Verdict | None = None  # of the trainer's own guard
+    leaving: bool = False  # it knows that it is to end, or that its machine is: it stores what it has
 
     @property
-    def precedence(self) -> tuple[int, int, int]:
+    def precedence(self) -> Precedence:
         """Of two trainers of a run the one with the higher precedence is the newer, and the other one stops."""
-        return self.timeline, slot_and_incarnation(self.node)[1], self.attempt
+        return precedence_of(self.timeline, self.node, self.attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class LaunchRefused:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a user asked for through the store: `down`, `rollback`."""
+    """What a user asked for through the store: `down`, `down_now`, `rollback`."""
 
     command_id: str
     kind: str
@@ -92,7 +95,11 @@ class Watched:
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """One look at the world. `machines` or `members` is None when that party did not answer: then nothing
-    may be concluded from an absence."""
+    may be concluded from an absence.
+
+    `now_s` never goes back and never jumps while one controller looks. For `steady_s` seconds that one has looked,
+    with answers from store and cloud, and written, without a break: nobody can be called silent for longer.
+    """
 
     now_s: float
     machines: Mapping[str, Machine] | None = None
@@ -103,9 +110,17 @@ class Snapshot:
     refused: tuple[LaunchRefused, ...] = ()
     commands: tuple[Command, ...] = ()
     watched: Watched | None = None
-    checkpoints: tuple[PolicyVersion, ...] | None = None  # None: there was no reason to look
+    unreadable: Mapping[str, str] = field(default_factory=dict)  # optional objects that are damaged: why
+    checkpoints: tuple[PolicyVersion, ...] | None = None  # None: there was no reason to look, or `damaged`
+    damaged: str = ""  # why it cannot be read which checkpoints there are, and what helps
+    ever_stored: bool = False  # the store has ever listed a checkpoint; known where `checkpoints` is
     timeline: int = 0  # the newest that is in the store
+    steady_s: float = math.inf
     exported_to: str | None = None  # where the export that was asked for lies, once it is done; "": it failed
+
+    def silent_s(self, since_s: float) -> float:
+        """Seconds since then in which the one who looks would have noticed a word."""
+        return min(self.now_s - since_s, self.steady_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +149,14 @@ class Confirm:
 
 
 @dataclass(frozen=True, slots=True)
+class AskToStop:
+    """See that the trainer of that attempt knows that it is to store what it has, and to end. Idempotent."""
+
+    node: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class WriteFork:
     """See that the fork is in the store. Idempotent."""
 
@@ -147,7 +170,7 @@ class Export:
     version: str  # PolicyVersion as text
 
 
-Action = Launch | Terminate | Confirm | WriteFork | Export
+Action = Launch | Terminate | Confirm | AskToStop | WriteFork | Export
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 from policies.recovery import Recovery
 
+# What is done about a prompt that no rollout node takes: it is left out of its step, or the run fails.
+OnBadPrompt = Literal["skip", "fail"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
@@ -96,7 +99,9 @@ class PoliciesSpec:
     kl: KlPolicy = field(default_factory=KlPolicy)
     resume_state_steps: int = 25  # how often the light resume state is stored
     boot_timeout_s: float = 900.0  # from the request to the first work; then the machine is replaced
+    on_bad_prompt: OnBadPrompt = "skip"  # one prompt of many thousands is no reason to lose a night
     trainer_restarts: int = 5  # trainer exits in a row without one step of progress; then the run fails
+    min_completion_length: int | None = None  # to which completions may be cut for want of memory; None: never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +110,7 @@ class CheckpointsSpec:
 
     keep_last: int = 3  # the newest stay
     keep_every_steps: int | None = None  # a checkpoint whose step is a multiple of it stays for good
+    keep_rollouts_every_steps: int = 100  # a step's stored completions stay for good if it is a multiple of it
     spool: str = ""  # folder for what is on its way to the store; empty: /dev/shm if it has room, else the node's
     spool_gib: float | None = None  # how much may lie there; None: half of what is free there at the start
     max_behind_steps: int | None = None  # training waits when the store's newest is so old; None: 10 x save_steps
@@ -150,6 +156,19 @@ class RunSpec:
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
     policies: PoliciesSpec = field(default_factory=PoliciesSpec)
     checkpoints: CheckpointsSpec = field(default_factory=CheckpointsSpec)
+    secrets: tuple[str, ...] = ()  # environment variables that reach the nodes; their values are stored nowhere
     cloud: Literal["local", "sky"] = "local"
     rehearse: Rehearsal | None = None
     workdir: str = ""  # the folder of run.yaml: relative paths and reward modules are found from here
+
+
+def processes_of(spec: RunSpec) -> int:
+    """How many processes train, by the accelerate config."""
+    count = (spec.trainer.accelerate or {}).get("num_processes")
+    return count if isinstance(count, int) and count > 0 else 1
+
+
+def fixes_accumulation(spec: RunSpec) -> bool:
+    """Whether the accelerate config names DeepSpeed's accumulation: another one in `grpo` would contradict it."""
+    deepspeed = (spec.trainer.accelerate or {}).get("deepspeed_config") or {}
+    return bool(deepspeed.get("gradient_accumulation_steps", "auto") != "auto")

@@ -11,8 +11,12 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import assert_never
 
+from policies import exit_codes
 from policies.events import (
+    BuyingResumed,
+    BuyingStopped,
     CommandTaken,
+    DataSetAside,
     Diverged,
     DivergenceCleared,
     DivergenceWatched,
@@ -38,9 +42,10 @@ from policies.events import (
     TookOver,
     TrainerFenced,
 )
+from policies.kinds import Kind, after_move
 from policies.phases import check_node_move, check_run_move
-from policies.timelines import Fork
-from policies.vocabulary import Cause, Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
+from policies.timelines import Fork, probation_until
+from policies.vocabulary import Cause, Market, NodePhase, Refusal, Role, RollbackStage, RunPhase, kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,8 @@ class Node:
     attempt: int = 1
     price_usd_per_h: float = 0.0  # known once its machine was seen
     attempt_ended_at_s: float | None = None  # when this attempt's work ended, until it is restarted
+    kind: str = ""  # what was asked for, `vocabulary.kind_of`
+    served: bool = False  # ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +92,7 @@ class Rollback:
 
     @property
     def probation_until_step(self) -> int:
-        """As far beyond the trip as the trip was from the start: what diverges again has done so by then."""
-        start = self.fork.start_at
-        return 2 * self.from_step - (0 if start is None else start.step)
+        return probation_until(self.from_step, self.fork.start_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,8 @@ class RunState:
     epoch: int = 0
     nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
     slots: Mapping[str, Slot] = field(default_factory=lambda: MappingProxyType({}))
+    kinds: Mapping[str, Kind] = field(default_factory=lambda: MappingProxyType({}))
+    trainerless_since_s: float | None = None  # there has been no machine for the trainer since
     commands_taken: frozenset[str] = frozenset()
     gateway_boot_id: str | None = None
     trainer_failures: int = 0  # exits in a row without one step of progress between them
@@ -112,6 +119,7 @@ class RunState:
     exported: str | None = None  # that checkpoint, once its weights are exported
     noticed: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # step by kind of pitfall
     store_slow: bool = False  # a checkpoint was put off, and none has found room since
+    set_aside: tuple[DataSetAside, ...] = ()  # what of the store could not be read and was told, each object once
 
     @property
     def rollback(self) -> Rollback | None:
@@ -127,6 +135,11 @@ class RunState:
     def timeline(self) -> int:
         """What the run is on."""
         return self.forks[-1].timeline if self.forks else 0
+
+    @property
+    def trainer_machines(self) -> list[Node]:
+        """The trainer's nodes that have a machine, and do not go down."""
+        return [node for node in self.live(Role.TRAINER) if node.phase is not NodePhase.REQUESTED]
 
     def live(self, role: Role) -> list[Node]:
         """Nodes of a role that are wanted or working, in slot order."""
@@ -149,15 +162,24 @@ def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState
         case RunCreated():
             return replace(state, name=event.name)
         case TookOver():
-            return replace(state, epoch=number)
+            return replace(_no_later(state, time_s), epoch=number)
         case RunMoved():
             check_run_move(state.phase, event.phase)
-            failures = 0 if event.phase is RunPhase.STARTING else state.trainer_failures
-            return replace(state, phase=event.phase, reason=event.reason, trainer_failures=failures)
+            state = replace(state, phase=event.phase, reason=event.reason)
+            if event.phase is RunPhase.STARTING:  # somebody has mended something, or wants another try
+                return replace(state, trainer_failures=0, kinds=MappingProxyType({}))
+            return state
         case NodeRequested():
             return _requested(state, event, time_s)
         case NodeMoved():
             return _moved(state, event, time_s)
+        case BuyingStopped():
+            kind = state.kinds.get(event.kind, Kind())
+            stopped = replace(kind, stopped=event.reason, stopped_at_s=time_s, probes=0)
+            return _with_kind(state, event.kind, stopped)
+        case BuyingResumed():
+            kind = state.kinds.get(event.kind, Kind())
+            return _with_kind(state, event.kind, replace(kind, stopped="", probes=0, broke_in_a_row=0))
         case MachineBought():
             bought = replace(state.nodes[event.node], market=event.market, price_usd_per_h=event.price_usd_per_h)
             return _with_node(state, bought)
@@ -203,6 +225,8 @@ def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState
             return replace(state, store_slow=True)
         case StoreCaughtUp():
             return replace(state, store_slow=False)
+        case DataSetAside():
+            return replace(state, set_aside=(*state.set_aside, event))
         case _:
             assert_never(event)
 
@@ -218,7 +242,10 @@ def _requested(state: RunState, event: NodeRequested, time_s: float) -> RunState
         since_s=time_s,
         requested_at_s=time_s,
         reason=event.reason,
+        kind=kind_of(event.role, event.market),
     )
+    if kind := state.kinds.get(node.kind):
+        state = _with_kind(state, node.kind, replace(kind, probes=kind.probes + bool(kind.stopped)))
     slot = state.slots.get(event.slot, Slot())
     return _with_node(_with_slot(state, event.slot, replace(slot, incarnations=event.incarnation)), node)
 
@@ -227,22 +254,63 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
     node = state.nodes[event.node]
     check_node_move(node.phase, event.phase)
     slot = state.slots.get(node.slot, Slot())
-    never_served = event.phase is NodePhase.GONE and node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING)
-    if event.phase is NodePhase.REFUSED or never_served:
+    unserved = node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and not node.served
+    lost = event.phase is NodePhase.GONE and unserved
+    if event.phase is NodePhase.REFUSED or event.refusal is not None or lost:
         refusals = slot.refusals_in_a_row + 1
         slot = replace(slot, refusals_in_a_row=refusals, refused_at_s=time_s, last_refusal=event.refusal)
     elif event.phase is NodePhase.SERVING:
         slot = replace(slot, refusals_in_a_row=0, last_refusal=None)
     state = _with_slot(state, node.slot, slot)
+    came, served = node.phase is not NodePhase.REQUESTED, node.served or node.phase is NodePhase.TERMINATING
+    kind = state.kinds.get(node.kind, Kind())
+    kind = after_move(kind, event, time_s, came=came, served=served, asked_at_s=node.requested_at_s)
+    state = _with_kind(state, node.kind, kind)
     if event.phase in (NodePhase.GONE, NodePhase.REFUSED):
-        return replace(state, nodes=MappingProxyType({k: n for k, n in state.nodes.items() if k != node.id}))
-    return _with_node(state, replace(node, phase=event.phase, since_s=time_s, reason=event.reason))
+        state = replace(state, nodes=MappingProxyType({k: n for k, n in state.nodes.items() if k != node.id}))
+    else:
+        served = node.served or event.phase is NodePhase.SERVING
+        node = replace(node, phase=event.phase, since_s=time_s, reason=event.reason, served=served)
+        state = _with_node(state, node)
+    return _with_trainer_or_without(state, time_s)
+
+
+def _with_trainer_or_without(state: RunState, time_s: float) -> RunState:
+    if state.trainer_machines:
+        return replace(state, trainerless_since_s=None)
+    return replace(state, trainerless_since_s=time_s) if state.trainerless_since_s is None else state
+
+
+def _no_later(state: RunState, time_s: float) -> RunState:
+    """A controller takes over: what was journalled before has happened before, whatever its clock said."""
+    nodes = {
+        name: replace(
+            node,
+            since_s=min(node.since_s, time_s),
+            requested_at_s=min(node.requested_at_s, time_s),
+            attempt_ended_at_s=None if node.attempt_ended_at_s is None else min(node.attempt_ended_at_s, time_s),
+        )
+        for name, node in state.nodes.items()
+    }
+    slots = {name: replace(one, refused_at_s=min(one.refused_at_s, time_s)) for name, one in state.slots.items()}
+    kinds = {name: replace(one, failed_at_s=min(one.failed_at_s, time_s)) for name, one in state.kinds.items()}
+    without_s = state.trainerless_since_s
+    return replace(
+        state,
+        nodes=MappingProxyType(nodes),
+        slots=MappingProxyType(slots),
+        kinds=MappingProxyType(kinds),
+        trainerless_since_s=None if without_s is None else min(without_s, time_s),
+        diverged_at_s=min(state.diverged_at_s, time_s),
+        rollbacks=tuple(replace(one, since_s=min(one.since_s, time_s)) for one in state.rollbacks),
+    )
 
 
 def _exited(state: RunState, event: JobExited, time_s: float) -> RunState:
     node = state.nodes[event.node]
     state = _with_node(state, replace(node, attempt_ended_at_s=time_s))
-    if node.role is not Role.TRAINER or event.exit_code == 0:
+    replaced = event.exit_code == exit_codes.FENCED or node.phase is NodePhase.DRAINING
+    if node.role is not Role.TRAINER or event.exit_code in (exit_codes.OK, exit_codes.STOPPED) or replaced:
         return state
     progressed = event.step > state.trainer_failed_step
     failures = 1 if progressed else state.trainer_failures + 1
@@ -258,6 +326,10 @@ def _at_stage(state: RunState, stage: RollbackStage, time_s: float) -> RunState:
 
 def _with_node(state: RunState, node: Node) -> RunState:
     return replace(state, nodes=MappingProxyType({**state.nodes, node.id: node}))
+
+
+def _with_kind(state: RunState, name: str, kind: Kind) -> RunState:
+    return replace(state, kinds=MappingProxyType({**state.kinds, name: kind}))
 
 
 def _with_slot(state: RunState, name: str, slot: Slot) -> RunState:

@@ -55,7 +55,7 @@ def take_over(
         expected_tokens: the mean length of finished completions.
         max_tokens: the most that a completion may have.
     """
-    left = {one.request: _left(one, expected_tokens, max_tokens) for one in running}
+    left = {one.request: left_of(one.arrived, expected_tokens, max_tokens) for one in running}
     stay_s = {one.request: _over(left[one.request], one.rate_tokens_s) for one in running}
     free = {one.node: one.free for one in idle}
     replay = dict.fromkeys(free, 0)  # tokens that a member computes first, one request after another
@@ -78,9 +78,9 @@ def take_over(
     return moves
 
 
-def _left(one: Running, expected_tokens: float, max_tokens: int) -> float:
+def left_of(arrived: int, expected_tokens: float, max_tokens: int) -> float:
     """Tokens to come. One that has outlived the expectation is a long one: half of it again is to come."""
-    return min(max_tokens - one.arrived, max(expected_tokens - one.arrived, expected_tokens / 2))
+    return min(max_tokens - arrived, max(expected_tokens - arrived, expected_tokens / 2))
 
 
 def _over(tokens: float, rate_tokens_s: float) -> float:

@@ -46,5 +46,13 @@ class Tick:
     def restart(self, node: Node, reason: str) -> None:
         self.emit(JobRestarted(node.id, node.attempt + 1, reason), f"{node.id}: {reason}")
 
+    def waited_s(self, since_s: float) -> float:
+        """Seconds since then, for who waits before the next try."""
+        return self.snapshot.now_s - since_s
+
+    def silent_s(self, since_s: float) -> float:
+        """Seconds since then in which this controller would have noticed a word: what may count against a node."""
+        return self.snapshot.silent_s(since_s)
+
     def node(self, node_id: str) -> Node | None:
         return self.state.nodes.get(node_id)

@@ -27,18 +27,31 @@ class Fork:
     """How a timeline began. `timelines/NNNN.json` in the store; timeline 0 has none.
 
     `start` is the checkpoint that it goes on from, a PolicyVersion as text; None: it begins where the run began.
-    `changes` and `skipped` are all that this timeline has other than run.yaml, those of its predecessors included.
+    `changes` are all that this timeline has other than run.yaml, those of its predecessors included; `skipped` are
+    the steps whose prompts it leaves out until it has passed its probation. `from_step` is how far the timeline
+    before had come; None in a store from before it was noted.
     """
 
     timeline: int
     start: str | None
-    changes: Mapping[str, int | float] = field(default_factory=dict)  # keys of `grpo`
+    changes: Mapping[str, bool | int | float] = field(default_factory=dict)  # keys of `grpo`
     skipped: tuple[Skipped, ...] = ()
     reason: str = ""
+    from_step: int | None = None
 
     @property
     def start_at(self) -> PolicyVersion | None:
         return None if self.start is None else PolicyVersion.parse(self.start)
+
+    @property
+    def probation_until_step(self) -> int | None:
+        """The last step of its probation; None where `from_step` is not known."""
+        return None if self.from_step is None else probation_until(self.from_step, self.start_at)
+
+
+def probation_until(from_step: int, start: PolicyVersion | None) -> int:
+    """As far beyond the trip as the trip was from the start: what diverges again has done so by then."""
+    return 2 * from_step - (0 if start is None else start.step)
 
 
 def lineage(forks: Sequence[Fork], timeline: int) -> tuple[PolicyVersion | int, ...]:

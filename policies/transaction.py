@@ -6,7 +6,7 @@ a controller that dies between any two is continued by the next one, whatever ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from policies import exit_codes
 from policies.divergence import Health, Verdict
@@ -24,10 +24,13 @@ from policies.events import (
     TimelineResumed,
     TrainerFenced,
 )
+from policies.memory import smaller
 from policies.mirror import HEARTBEAT_FRESH_S
-from policies.rollback import before_step_of, changes_after, choose_start, halved, spent
+from policies.objective import effects
+from policies.rollback import Target, before_step_of, changes_after, choose_start, choose_target, spent
 from policies.snapshot import Command
-from policies.state import Node, Rollback
+from policies.spec import fixes_accumulation, processes_of
+from policies.state import Node, Rollback, RunState
 from policies.tick import Tick
 from policies.timelines import Fork, Skipped, forked_spec
 from policies.vocabulary import Cause, NodePhase, PolicyVersion, Role, RollbackStage, RunPhase
@@ -42,6 +45,14 @@ DRAIN_WAIT_S = 600.0
 GUARD_WAIT_S = 6.0
 NOT_YET = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet
 RUN_START = "start"  # in a command: the run's start, as against a checkpoint
+NAME_ONE = (
+    "`grpo-orch rollback --to TIMELINE-STEP` goes to one all the same, `--to start` begins from step 0 again"
+)
+NOTHING_SMALLER = (
+    "nothing is left to make smaller without other completions: `grpo-orch rollback --to latest --set "
+    "max_completion_length=NUMBER` makes them shorter, and so does policies.min_completion_length by itself"
+)
+WHOLE = frozenset({"max_completion_length"})  # keys that a person may set, and that are whole numbers
 _ALIVE = frozenset({RunPhase.STARTING, RunPhase.TRAINING})
 _UNDER_WAY = frozenset({RollbackStage.BEGUN, RollbackStage.FORKED, RollbackStage.FENCED})
 
@@ -65,18 +76,43 @@ def steer_timeline(tick: Tick) -> None:
 def begin_by_hand(tick: Tick, command: Command) -> None:
     """Begin what a user asked for; a run that has ended goes on with it."""
     state = tick.state
-    if state.phase in (RunPhase.FINISHED, RunPhase.STOPPING) or tick.snapshot.checkpoints is None:
+    if state.phase in (RunPhase.FINISHED, RunPhase.STOPPING):
         return
-    trouble = state.diverged or state.watched
+    if tick.snapshot.checkpoints is None:
+        text = f"no rollback was begun: {tick.snapshot.damaged}"
+        tick.emit(Noticed("no_target", _reached(tick), text), text)
+        return
     if command.start is None:
-        before_step = None if trouble is None else before_step_of(trouble.onset_step, state.rollback)
-        start = choose_start(tick.snapshot.checkpoints, state.forks, state.timeline, before_step)
+        target = target_by_hand(state, tick.snapshot.checkpoints, ever_stored=tick.snapshot.ever_stored)
+    elif command.start == RUN_START:
+        target = Target(None)
     else:
-        start = None if command.start == RUN_START else PolicyVersion.parse(command.start)
-    changes = dict(command.changes) or _changes_by_rule(tick)
+        named = PolicyVersion.parse(command.start)
+        gone = "" if named in tick.snapshot.checkpoints else f"checkpoint {named} is not in the store any more"
+        target = Target(named, gone)
+    if target.missing:
+        text = f"no rollback was begun: {target.missing}; {NAME_ONE}"
+        tick.emit(Noticed("no_target", _reached(tick), text), text)
+        return
+    changes = {key: _as_whole(key, value) for key, value in command.changes.items()} or _changes_by_rule(tick)
     if state.phase not in _ALIVE:
         tick.move_run(RunPhase.STARTING, "rolled back by hand")
-    _begin(tick, start, Cause.USER, changes, "asked for by hand")
+    _begin(tick, target.start, Cause.USER, changes, "asked for by hand")
+
+
+def target_by_hand(state: RunState, checkpoints: Sequence[PolicyVersion], *, ever_stored: bool) -> Target:
+    """Where a rollback goes that a person asks for without naming a target: before what has gone wrong."""
+    trouble = state.diverged or state.watched
+    onset_step = None if trouble is None else trouble.onset_step
+    return _target(state, checkpoints, onset_step, ever_stored=ever_stored)
+
+
+def _target(
+    state: RunState, checkpoints: Sequence[PolicyVersion], onset_step: int | None, *, ever_stored: bool
+) -> Target:
+    """Where to go back to, for a divergence since `onset_step`; None: there is none."""
+    before_step = None if onset_step is None else before_step_of(onset_step, state.rollbacks)
+    return choose_target(checkpoints, state.forks, state.timeline, before_step, ever_stored=ever_stored)
 
 
 def _note_health(tick: Tick) -> None:
@@ -142,7 +178,7 @@ def _carry_on(tick: Tick, rollback: Rollback) -> None:
 def _fence(tick: Tick, rollback: Rollback) -> None:
     trainers = tick.state.live(Role.TRAINER)
     working = [node for node in trainers if _may_work(node)]
-    if working and tick.snapshot.now_s - rollback.since_s > FENCE_WAIT_S:
+    if working and tick.silent_s(rollback.since_s) > FENCE_WAIT_S:
         for node in working:
             tick.move(node, NodePhase.TERMINATING, "its trainer does not stop for the new timeline")
         return
@@ -167,48 +203,67 @@ def _served(tick: Tick) -> list[PolicyVersion]:
 def _answer_divergence(tick: Tick) -> None:
     state, policy = tick.state, tick.spec.policies.kl
     trip, checkpoints = state.diverged, tick.snapshot.checkpoints
-    if trip is None or policy.action == "alert" or checkpoints is None or _is_storing(tick):
+    if trip is None or policy.action == "alert" or _is_storing(tick):
         return
-    before_step = before_step_of(trip.onset_step, state.rollback)
-    start = choose_start(checkpoints, state.forks, state.timeline, before_step)
-    whereto = "the start" if start is None else f"checkpoint {start}"
-    if policy.action == "pause":
-        why = f"diverged since step {trip.onset_step}; `grpo-orch rollback` goes back to {whereto}"
+    if checkpoints is None:
+        _pause_if_damaged(tick, f"diverged since step {trip.onset_step}")
+        return
+    target = _target(state, checkpoints, trip.onset_step, ever_stored=tick.snapshot.ever_stored)
+    if policy.action == "pause" and not target.missing:
+        why = f"diverged since step {trip.onset_step}; `grpo-orch rollback` goes back to {target}"
         tick.move_run(RunPhase.PAUSED, why)
         return
     why = spent(state.rollbacks, trip.step, policy.budget)
-    if why:
-        tick.emit(HealthyChosen(None if start is None else str(start)), f"the last healthy one is {whereto}")
-        tick.move_run(RunPhase.GAVE_UP, f"diverged at step {trip.step}, and was {why}; last healthy: {whereto}")
+    if why and policy.action == "rollback":
+        start = None if target.start is None else str(target.start)
+        tick.emit(HealthyChosen(start), f"the last healthy one is {target}")
+        tick.move_run(RunPhase.GAVE_UP, f"diverged at step {trip.step}, and was {why}; last healthy: {target}")
+        return
+    if target.missing:
+        tick.move_run(RunPhase.PAUSED, f"diverged since step {trip.onset_step}; {target.missing}; {NAME_ONE}")
         return
     reason = f"diverged since step {trip.onset_step}: {trip.evidence[0] if trip.evidence else 'no evidence kept'}"
-    _begin(tick, start, Cause.DIVERGED, _changes_by_rule(tick), reason)
+    _begin(tick, target.start, Cause.DIVERGED, _changes_by_rule(tick), reason)
 
 
 def _is_storing(tick: Tick) -> bool:
-    """Whether the trainer that diverged may still bring checkpoints into the store."""
-    beat, now_s = tick.snapshot.trainer, tick.snapshot.now_s
-    if beat is None or beat.timeline != tick.state.timeline or now_s - beat.beat_at_s > HEARTBEAT_FRESH_S:
+    """Whether the trainer that diverged may still bring checkpoints into the store. While that is away it cannot,
+    nor say so."""
+    beat = tick.snapshot.trainer
+    if beat is None or beat.timeline != tick.state.timeline or tick.silent_s(beat.beat_at_s) > HEARTBEAT_FRESH_S:
         return False
     node = tick.node(beat.node)
     if node is None or node.attempt != beat.attempt or not _may_work(node):
         return False
     tripped = beat.verdict is not None and beat.verdict.health is Health.TRIPPED
-    return now_s - tick.state.diverged_at_s < (DRAIN_WAIT_S if tripped else GUARD_WAIT_S)
+    return tick.silent_s(tick.state.diverged_at_s) < (DRAIN_WAIT_S if tripped else GUARD_WAIT_S)
 
 
 def _answer_memory(tick: Tick) -> None:
     checkpoints, state = tick.snapshot.checkpoints, tick.state
-    if checkpoints is None or not _out_of_memory(tick) or tick.state.phase not in _ALIVE:
+    if not _out_of_memory(tick) or state.phase not in _ALIVE:
         return
     if state.rollback is not None and state.rollback.stage in _UNDER_WAY:
         return
-    smaller = halved(_effective(tick))
-    if smaller is None:
-        tick.move_run(RunPhase.FAILED, "the trainer is out of memory, and nothing is left to halve")
+    if checkpoints is None:
+        _pause_if_damaged(tick, "the trainer is out of memory")
         return
-    start = choose_start(checkpoints, state.forks, state.timeline, None)
-    _begin(tick, start, Cause.OUT_OF_MEMORY, smaller, "the trainer is out of memory")
+    least, accumulates = tick.spec.policies.min_completion_length, not fixes_accumulation(tick.spec)
+    changes = smaller(_effective(tick), least, accumulates=accumulates)
+    if changes is None:
+        tick.move_run(RunPhase.PAUSED, f"the trainer is out of memory; {NOTHING_SMALLER}")
+        return
+    target = _target(state, checkpoints, None, ever_stored=tick.snapshot.ever_stored)
+    if target.missing:
+        tick.move_run(RunPhase.PAUSED, f"the trainer is out of memory; {target.missing}; {NAME_ONE}")
+        return
+    _begin(tick, target.start, Cause.OUT_OF_MEMORY, changes, "the trainer is out of memory")
+
+
+def _pause_if_damaged(tick: Tick, why: str) -> None:
+    """Wait for a person, without machines, where nobody can tell which checkpoints there are."""
+    if tick.snapshot.damaged:
+        tick.move_run(RunPhase.PAUSED, f"{why}; {tick.snapshot.damaged}; then `grpo-orch rollback`")
 
 
 def _out_of_memory(tick: Tick) -> bool:
@@ -222,22 +277,33 @@ def _out_of_memory(tick: Tick) -> bool:
 
 
 def _begin(
-    tick: Tick, start: PolicyVersion | None, cause: Cause, changes: Mapping[str, int | float], reason: str
+    tick: Tick, start: PolicyVersion | None, cause: Cause, changes: Mapping[str, bool | int | float], reason: str
 ) -> None:
-    state, beat = tick.state, tick.snapshot.trainer
+    state = tick.state
     known = [state.timeline, tick.snapshot.timeline, *(one.fork.timeline for one in state.rollbacks)]
     before = state.forks[-1] if state.forks else Fork(0, None)
+    passed = any(one.passed for one in state.rollbacks if one.fork == before)
     fork = Fork(
         timeline=max(known) + 1,
         start=None if start is None else str(start),
         changes={**before.changes, **changes},
-        skipped=(*before.skipped, *_skipped(tick, before)),
+        skipped=(*(() if passed else before.skipped), *_skipped(tick, before)),
         reason=reason,
+        from_step=_reached(tick),
     )
-    from_step = beat.step if beat is not None and beat.timeline == state.timeline else 0
+    told = effects(changes, _effective(tick), processes_of(tick.spec))
+    event = RollbackBegun(fork, cause, _reached(tick), reason, told)
+    tick.emit(event, f"back to {fork.start or 'the start'}: {reason}")
+
+
+def _reached(tick: Tick) -> int:
+    """How far the present timeline has come: to its trip, or as its trainer and its checkpoints say."""
+    state, beat = tick.state, tick.snapshot.trainer
     if state.diverged is not None:
-        from_step = state.diverged.step
-    tick.emit(RollbackBegun(fork, cause, from_step, reason), f"back to {fork.start or 'the start'}: {reason}")
+        return state.diverged.step
+    steps = [beat.step] if beat is not None and beat.timeline == state.timeline else []
+    newest = choose_start(tick.snapshot.checkpoints or (), state.forks, state.timeline, None)
+    return max([*steps, 0 if newest is None else newest.step])
 
 
 def _skipped(tick: Tick, before: Fork) -> tuple[Skipped, ...]:
@@ -249,8 +315,14 @@ def _skipped(tick: Tick, before: Fork) -> tuple[Skipped, ...]:
     return (Skipped(trip.timeline, max(trip.onset_step, first_of_timeline), trip.step),)
 
 
-def _changes_by_rule(tick: Tick) -> dict[str, int | float]:
-    return {**changes_after(_effective(tick), tick.spec.policies.kl.on_rollback)}
+def _changes_by_rule(tick: Tick) -> dict[str, bool | int | float]:
+    rules = tick.spec.policies.kl.on_rollback
+    return {**changes_after(_effective(tick), rules, processes_of(tick.spec))}
+
+
+def _as_whole(key: str, value: float) -> int | float:
+    """A command's numbers have all become fractions on their way through the store."""
+    return int(value) if key in WHOLE else value
 
 
 def _effective(tick: Tick) -> dict[str, object]:

@@ -107,6 +107,23 @@ class Refusal(StrEnum):
     QUOTA = "quota"  # ask for a smaller or another machine
     CREDENTIALS = "credentials"  # nothing helps but the user
     UNKNOWN = "unknown"  # try again
+    NEVER_SERVED = "never_served"  # it was given, and did no work: see its log, or `policies.boot_timeout_s`
+    SOON_BROKEN = "soon_broken"  # it served, and its work failed for good within the hour: see its log
+
+
+def kind_of(role: Role, market: Market) -> str:
+    """`rollout on spot`: what machines share that may serve in each other's slots. Resources go with the role."""
+    return f"{role} on {'spot' if market is Market.SPOT else 'demand'}"
+
+
+# Timeline, incarnation of its machine, attempt: of two trainers of a run, and of two gateways beside them, the one
+# with the higher precedence is the newer, and what the other one still says or writes counts for nothing.
+Precedence = tuple[int, int, int]
+
+
+def precedence_of(timeline: int, node_id: str, attempt: int) -> Precedence:
+    """The precedence of what works on a trainer's machine. Raises ValueError for what is no node's name."""
+    return timeline, slot_and_incarnation(node_id)[1], attempt
 
 
 def slot_of(role: Role, index: int) -> str:

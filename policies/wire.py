@@ -4,10 +4,10 @@
 |---|---|---|---|
 | node agent, gateway | `POST /members/{node}` | Announce | AnnounceReply, held until it changes or `HOLD_S` |
 | node agent, gateway | `DELETE /members/{node}?boot=ID` | | 204 |
-| trainer, gateway | `POST /v1/rollouts` | Batch | newline-delimited BatchLine, a completion as each is done |
+| trainer, gateway | `POST /v1/rollouts` | lines: Batch, PromptLine ... | lines: BatchLine, as each is done |
 | controller, gateway | `POST /members/{node}/drain` | | 204 |
 | gateway, node | `POST /v1/completions` | vLLM's | vLLM's events |
-| node agent, its own vLLM | `PUT /grpo/policy` | LoadPolicy | 204 |
+| node agent, its own vLLM | `PUT /grpo/policy` | LoadPolicy | 204, or 422 with why it is refused |
 
 What others want to know of the gateway, GatewayStatus, it writes to the run's store: they may not reach it.
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from policies.canary import Canary
 from policies.recovery import Recovery
 from policies.vocabulary import PolicyVersion
 
@@ -28,6 +29,7 @@ HEADER_BOOT = "X-Grpo-Boot"
 HEADER_POLICY = "X-Grpo-Policy"
 HOLD_S = 1.0  # how long the gateway holds an announcement; also the heartbeat
 SILENT_S = 2.5  # a member that has said nothing for so long is out
+REFUSED = "refused"  # how a completion ends that no node takes
 STATUS_S = 2.0  # the gateway writes its status to the store at least so often
 
 
@@ -46,13 +48,26 @@ class PolicyRef:
 
     @property
     def label(self) -> str:
-        """`0-120@1f2e3d4c5b6a`: what a node holds, a request demands and a completion was made from."""
+        """`0-120@` and 32 hex digits: what a node holds, a request demands and a completion was made from."""
         return f"{self.version}@{self.digest}" if self.digest else self.version
 
 
 def labelled_version(label: str) -> PolicyVersion:
     """The version that a label names. Raises ValueError for other text."""
     return PolicyVersion.parse(label.partition("@")[0])
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWord:
+    """What a node's engine says of its work: requests that run in it and that wait in it, for room or for their
+    prompt's turn; the share of its KV room that is used, from 0 to 1; counts since its start of requests that lost
+    their room to others and of tokens, prompts' and completions'."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    preemptions: int = 0
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +79,9 @@ class Announce:
     policy: str | None  # the version it holds; None while on base weights
     max_requests: int = 256
     draining: bool = False  # it will be taken: nothing new, please
+    unfit: str = ""  # why it cannot hold what is wanted and has stopped trying; one line, empty where it can
+    kv_tokens: int = 0  # for so many its engine has room, prompts' and completions'; 0 where it does not say
+    engine: EngineWord | None = None  # of the last second or two
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +95,12 @@ class AnnounceReply:
 
 @dataclass(frozen=True, slots=True)
 class LoadPolicy:
-    """Weights that the agent has fetched and verified, to be loaded by the vLLM beside it."""
+    """Weights that the agent has fetched and verified, to be loaded by the vLLM beside it, and what it must then
+    compute before it serves them."""
 
     version: str
     path: str
+    canary: Canary | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +130,37 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion of the prompt whose line it is on; as a CompletionRequest has them."""
+
+    index: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLine:
+    """A prompt of a batch, which crosses once, and all that is asked of it. What is on such lines belongs to the
+    batch as what is in its `requests` does."""
+
+    prompt_token_ids: list[int]
+    samples: list[Sample]
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished completion: token ids with the log-probability of each, in natural logarithms."""
+    """One finished completion: token ids with the log-probability of each, in natural logarithms.
+
+    Of a request that no node took it holds no token, and in `refused` why, in vLLM's words.
+    """
 
     index: int
     token_ids: list[int]
     logprobs: list[float]
-    finish_reason: str
+    finish_reason: str  # vLLM's, or REFUSED
     policy: str
     node: str
+    refused: str = ""
+    limit_tokens: int | None = None  # how long a sequence may be on that node, where the prompt is too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +197,10 @@ class MemberStatus:
     draining: bool
     requests_running: int
     seen_s_ago: float
+    unfit: str = ""  # why it cannot hold the wanted policy, as its agent says
+    max_requests: int = 0  # that it takes at a time, as its engine says
+    kv_tokens: int = 0
+    engine: EngineWord | None = None
 
 
 @dataclass(frozen=True, slots=True)

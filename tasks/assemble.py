@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +26,12 @@ from tasks.checkpoints import BASE_MODEL, Checkpoints, Restored, read_history
 from tasks.fleet_client import FleetClient
 from tasks.gateway_client import GatewayClient
 from tasks.heartbeat import Heartbeat
+from tasks.leaving import Leaving
 from tasks.node_env import NodeEnv
 from tasks.publish import PolicyPublisher
+from tasks.refused_prompts import RefusedPrompts
 from tasks.rollout_source import RolloutSource
-from tasks.skipped_prompts import Walk, replacements, walk_of
+from tasks.skipped_prompts import Replaced, Walk, replacements, walk_of
 from tasks.spooling import LINK, NoRoom, make_spool
 from tasks.step_costs import StepCosts
 from tasks.user_objects import (
@@ -49,6 +52,7 @@ def assemble(
     record: RunRecord,
     store: Store,
     heartbeat: Heartbeat,
+    leaving: Leaving,
     restored: Restored | None,
     forks: Sequence[Fork] = (),
 ) -> tuple[Any, Spool]:
@@ -69,11 +73,14 @@ def assemble(
     train_set = load_dataset("trainer.dataset", wanted.dataset, workdir)
     eval_set = wanted.eval_dataset and load_dataset("trainer.eval_dataset", wanted.eval_dataset, workdir)
     costs = StepCosts()
+    refused = RefusedPrompts(spec.policies.on_bad_prompt, costs)
     rollouts = RolloutSource(
         store,
-        GatewayClient(store, env.token, heartbeat),
+        GatewayClient(store, env.token, heartbeat, leaving.check),
         heartbeat,
         costs,
+        refused,
+        by=env.precedence,
         run_seed=config.seed,
         deadline_s=spec.rollout.deadline_s,
         recovery=spec.rollout.recovery,
@@ -100,23 +107,33 @@ def assemble(
         if passes(error):
             raise
         raise BadSpec(f"trainer.model {wanted.model}, with the settings of `grpo`: {first_line(error)}") from error
-    publisher = PolicyPublisher(store, trl_grpo.plain_model(trainer.model).config, Path(env.workdir) / "policy")
+    if trl_grpo.shards_reference(trainer):
+        raise BadSpec("grpo.sync_ref_model: a reference model in shards (FSDP, ZeRO stage 3) survives no restart")
+    config_of_model = trl_grpo.plain_model(trainer.model).config
+    # Of each process its own: they start together, and each begins with an empty one.
+    scratch = Path(env.workdir) / f"policy-{config.process_index}"
+    publisher = PolicyPublisher(store, config_of_model, scratch, env.precedence)
+    refused.row_of = trainer.row_of
     client.attach(trainer, publisher, env.timeline)
     trainer.remove_callback(PrinterCallback)  # MetricsCallback says in a line what it prints in thirty
-    trainer.add_callback(callbacks.CheckpointCallback(lambda: trainer.save_is_due))
+    leave_if_due = functools.partial(trainer.leave_if_due, in_step=True)
+    trainer.add_callback(callbacks.CheckpointCallback(lambda: trainer.save_is_due, leave_if_due))
     spool = _spool(Path(env.workdir), spec, trainer)
     if trainer.is_world_process_zero():
-        _add_first(trainer, spool, env, replace(record, spec=spec), store, heartbeat, costs, restored)
+        record = replace(record, spec=spec)
+        _add_first(trainer, client, spool, env, record, store, heartbeat, leaving, costs, restored)
     return trainer, spool
 
 
 def _add_first(
     trainer: Any,
+    client: FleetClient,
     spool: Spool,
     env: NodeEnv,
     record: RunRecord,
     store: Store,
     heartbeat: Heartbeat,
+    leaving: Leaving,
     costs: StepCosts,
     restored: Restored | None,
 ) -> None:
@@ -125,6 +142,7 @@ def _add_first(
     base_model = restored.base_model if restored is not None else None
     kept = read_history(restored.folder) if restored is not None else None
     guard = callbacks.GuardCallback(heartbeat, spec.policies.kl, Detector() if kept is None else kept.detector)
+    client.when_gone = guard.policy_is_gone
     history = callbacks.ResumeStateCallback(
         store, env.timeline, spec.policies.resume_state_steps, kept, lambda: guard.detector
     )
@@ -138,8 +156,8 @@ def _add_first(
         max_behind_steps=spec.checkpoints.max_behind_steps or BEHIND_SAVES * int(trainer.args.save_steps),
         history=history.state,
     )
-    trainer.attach(checkpoints)
-    trainer.add_callback(callbacks.HeartbeatCallback(heartbeat, checkpoints))
+    trainer.attach(checkpoints, leaving)
+    trainer.add_callback(callbacks.HeartbeatCallback(heartbeat, checkpoints, leaving))
     trainer.add_callback(callbacks.MetricsCallback(store, costs, env.timeline, env.attempt))
     # Behind the row: what the guard judges by is in the store before it ends the trainer.
     trainer.add_callback(guard)
@@ -163,7 +181,7 @@ def _spec_on(spec: RunSpec, forks: Sequence[Fork], timeline: int) -> RunSpec:
     return forked_spec(spec, next((fork for fork in forks if fork.timeline == timeline), None))
 
 
-def _replaced_prompts(spec: RunSpec, forks: Sequence[Fork], timeline: int, prompts: int) -> dict[int, int]:
+def _replaced_prompts(spec: RunSpec, forks: Sequence[Fork], timeline: int, prompts: int) -> Replaced:
     """Which prompts the timeline takes in the place of which; an earlier one had as many processes as this."""
 
     def walk(of_timeline: int) -> Walk:

@@ -18,27 +18,31 @@ from checkpoint import metrics, resume_state
 from checkpoint.metrics import Row
 from checkpoint.resume_state import ResumeState
 from checkpoint.store import Store
-from policies.divergence import Detector, Health, Verdict, follow
+from policies.divergence import Detector, Health, Verdict, follow, trip_at
 from policies.spec import KlPolicy
 from policies.vocabulary import PolicyVersion
 from tasks.checkpoints import Checkpoints
 from tasks.heartbeat import Heartbeat
+from tasks.leaving import Leaving
 from tasks.step_costs import StepCosts
 
 log = structlog.get_logger()
 
+ADD_UP = (metrics.TOKENS, metrics.TOKENS_DISCARDED, metrics.WAIT_S, metrics.PROMPTS_REFUSED)  # over a row's logs
 SAID = ("reward", "eval_reward", "kl", "loss", "grad_norm")  # of each row, in the trainer's own log
 
 
 class HeartbeatCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
     """Keeps the heartbeat true, and stops a trainer that was replaced at its next step."""
 
-    def __init__(self, heartbeat: Heartbeat, checkpoints: Checkpoints) -> None:
+    def __init__(self, heartbeat: Heartbeat, checkpoints: Checkpoints, leaving: Leaving) -> None:
         self._heartbeat = heartbeat
         self._checkpoints = checkpoints
+        self._leaving = leaving
 
     def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         self._checkpoints.begin_from(state.global_step, state.logging_steps)
+        self._leaving.begin(self._checkpoints.store_s)
         self._heartbeat.say("training", step=state.global_step, max_steps=state.max_steps)
 
     def on_step_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
@@ -74,7 +78,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         if state.global_step != self._step:
             self._step, self._values = state.global_step, {}
         for name, value in self._costs.take().items():
-            adds_up = name in (metrics.TOKENS, metrics.TOKENS_DISCARDED, metrics.WAIT_S)
+            adds_up = name in ADD_UP
             self._values[name] = round(value + self._values.get(name, 0.0), 3) if adds_up else value
         self._values.update(storable(logs))
         said = {name: self._values[name] for name in SAID if name in logs and name in self._values}
@@ -110,8 +114,18 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]  # transformers has 
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         point = metrics.point_at(state.global_step, storable(logs))
-        before, self.detector = self.detector.verdict, follow(self.detector, point, self._policy.limit)
-        verdict = self.detector.verdict
+        self._take(follow(self.detector, point, self._policy.limit))
+
+    def policy_is_gone(self, step: int, onset_step: int) -> None:
+        """The weights of `step` compute no number, from which no completion comes and so nothing to log.
+
+        Raises Diverged.
+        """
+        self._take(trip_at(self.detector, step, onset_step, "the policy's log-probabilities are not numbers"))
+
+    def _take(self, detector: Detector) -> None:
+        before, self.detector = self.detector.verdict, detector
+        verdict = detector.verdict
         self._heartbeat.say(verdict=verdict)
         if verdict.health is not before.health:
             log.warning("verdict", health=verdict.health, onset_step=verdict.onset_step, evidence=verdict.evidence)
@@ -171,10 +185,19 @@ class ResumeStateCallback(TrainerCallback):  # type: ignore[misc]  # transformer
 
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
-    """Sees that the last step is saved, and that a save which found no room is tried again. In every process."""
+    """Sees that the last step is saved, and that a save which found no room is tried again. In every process.
 
-    def __init__(self, save_is_due: Callable[[], bool]) -> None:
+    Args:
+        save_is_due: whether one has found no room.
+        leave_if_due: raises LeaveNow in the middle of a step where the trainer is to end.
+    """
+
+    def __init__(self, save_is_due: Callable[[], bool], leave_if_due: Callable[[], None]) -> None:
         self._save_is_due = save_is_due
+        self._leave_if_due = leave_if_due
+
+    def on_substep_end(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+        self._leave_if_due()
 
     def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step >= state.max_steps or self._save_is_due():

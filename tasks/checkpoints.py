@@ -17,7 +17,7 @@ from checkpoint.catalog import Catalog, Checkpoint
 from checkpoint.chunks import DamagedChunk, same
 from checkpoint.codec import to_json
 from checkpoint.documents import RunRecord
-from checkpoint.errors import Corrupt, NotFound, StoreUnavailable
+from checkpoint.errors import Corrupt, NotFound, NothingWhole, StoreUnavailable
 from checkpoint.manifest import Manifest
 from checkpoint.resume_state import ResumeState
 from checkpoint.spool import Seal, Spool
@@ -36,6 +36,7 @@ BASE_MODEL = "base_model"  # folder of a checkpoint: the model that training beg
 RUN_FILE = "run.json"
 RESUME_FILE = "resume_state.json"
 LOOK_S = 0.2  # between looks for what the uploader has done
+TOLD = 3  # kinds of damage that are named
 STUCK_S = 600.0  # an uploader that gets nothing done for so long is not waited for
 
 
@@ -74,11 +75,22 @@ class Checkpoints:
         self._max_behind_steps = max_behind_steps
         self._history = history
         self._stored_step = 0
+        self._sealed_step = 0
         self._logging_steps = 1
 
     def begin_from(self, step: int, logging_steps: int) -> None:
         """Name the step of the checkpoint that training goes on from, and how often is logged from there."""
-        self._stored_step, self._logging_steps = step, logging_steps
+        self._stored_step = self._sealed_step = step
+        self._logging_steps = logging_steps
+
+    @property
+    def sealed_step(self) -> int:
+        """The step of the newest checkpoint that is in the store or on its way there."""
+        return self._sealed_step
+
+    def store_s(self) -> float | None:
+        """What storing the last one has taken; None before the first."""
+        return self._spool.heard().took_s
 
     def stored_step(self) -> int:
         """The step of the newest checkpoint that the store is known to have."""
@@ -114,6 +126,7 @@ class Checkpoints:
         since = keep_since(step, self._logging_steps)
         at = str(PolicyVersion(self._timeline, step))
         self._spool.seal(slot, Seal(at, time.time(), self._meta, self._frozen, before, since))
+        self._sealed_step = step
 
     def give_up(self, slot: Path) -> None:
         """Take back a checkpoint for which there was no room after all: it is due again when another is stored.
@@ -166,23 +179,50 @@ def restore_newest(
         line: what `policies.timelines.lineage` says of the timeline.
         local_model: this machine's folder of the model; what it has is not fetched again.
 
-    Returns None where the line has no whole checkpoint. Raises StoreError when the store fails, OSError.
+    One that is damaged is passed over for the next older one. Returns None where the line has no checkpoint yet.
+    Raises NothingWhole where it has some and all are damaged, or where it goes on from one that is not there;
+    StoreError when the store fails, OSError.
     """
     catalog = Catalog(store, "restore")
-    unusable: set[str] = set()
-    # Read anew each time: an uploader elsewhere may have retired all that was listed, for newer ones.
-    while found := [
-        one for one in catalog.newest().checkpoints if on_lineage(one.at, line) and one.manifest not in unusable
-    ]:
+    unusable: dict[str, str] = {}  # what is wrong, by manifest
+    while True:
+        # Read anew each time: an uploader elsewhere may have retired all that was listed, for newer ones.
+        listed = [one for one in catalog.newest().checkpoints if on_lineage(one.at, line)]
+        found = [one for one in listed if one.manifest not in unusable]
+        if not found:
+            break
         checkpoint = found[-1]
         try:
             return _restore(store, checkpoint, folder, local_model)
         except (Corrupt, NotFound) as error:
             log.warning("checkpoint_unusable", checkpoint=checkpoint.version, error=str(error), next="another one")
-            unusable.add(checkpoint.manifest)
+            unusable[checkpoint.manifest] = str(error)
             if isinstance(error, DamagedChunk):
                 catalog.suspect(time.time(), error.chunk)
+    if listed:
+        raise NothingWhole(_all_damaged([(one.version, unusable[one.manifest]) for one in listed]), _MEND)
+    begun_from = [str(stretch) for stretch in line if isinstance(stretch, PolicyVersion)]
+    if begun_from:
+        raise NothingWhole(
+            f"the timeline goes on from {begun_from[0]}, and neither it nor an older one is there", _MEND
+        )
     return None
+
+
+_MEND = (
+    "put the objects back, from a copy of the store or from the bucket's older versions, and `grpo-orch resume`; "
+    "`grpo-orch checkpoints verify` names what is damaged"
+)
+
+
+def _all_damaged(damage: Sequence[tuple[str, str]]) -> str:
+    """In words, the newest first, those with the same damage together; `checkpoints verify` tells the rest."""
+    by_damage: dict[str, list[str]] = {}
+    for at, why in reversed(damage):
+        by_damage.setdefault(why, []).append(at)
+    told = [f"{', '.join(ats)}: {why}" for why, ats in by_damage.items()]
+    more = f"; and {len(told) - TOLD} more" if len(told) > TOLD else ""
+    return f"none of the run's checkpoints can be restored: {'; '.join(told[:TOLD])}{more}"
 
 
 def _restore(store: Store, checkpoint: Checkpoint, folder: Path, local_model: Path | None) -> Restored:

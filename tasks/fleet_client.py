@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from policies.canary import Canary
 from policies.vocabulary import PolicyVersion
 from policies.wire import PolicyRef
+from tasks.leaving import LeaveNow
 from tasks.publish import PolicyPublisher
 from tasks.rollout_source import RolloutSource
 
+LEFT = [-1]  # in the place of each completion: the trainer is to leave, and there are none
+
 
 class FleetClient:
-    """What TRL takes for its VLLMClient. `rollouts` answers its generate calls."""
+    """What TRL takes for its VLLMClient. `rollouts` answers its generate calls.
+
+    Attributes:
+        when_gone: called with the present step, and the first that may be to blame, where the weights compute
+            no number: no node would serve them.
+    """
 
     def __init__(self, rollouts: RolloutSource) -> None:
         self._rollouts = rollouts
@@ -23,10 +32,21 @@ class FleetClient:
         self._timeline = 0
         self._weights: Iterator[tuple[str, torch.Tensor]] | None = None
         self._published: PolicyRef | None = None
+        self._canary: Canary | None = None  # what the weights of the present step compute
+        self._finite_at: int | None = None  # the last step whose weights computed numbers
+        self.when_gone: Callable[[int, int], None] = lambda *_: None
 
     def attach(self, trainer: Any, publisher: PolicyPublisher, timeline: int) -> None:
         """Name the trainer whose steps these are, before its first generate call."""
         self._trainer, self._publisher, self._timeline = trainer, publisher, timeline
+
+    def computed(self, canary: Canary) -> None:
+        """Take what the weights of the present step compute."""
+        self._canary, step = canary, self._version().step
+        if any(one is not None for one in canary.logprobs):
+            self._finite_at = step
+        else:
+            self.when_gone(step, step if self._finite_at is None else self._finite_at + 1)
 
     def get_server_info(self) -> dict[str, Any]:
         """What TRL asks of a server: every rollout node is started so, and run.yaml cannot change it."""
@@ -69,7 +89,10 @@ class FleetClient:
         structured_outputs_regex: str | None = None,
         generation_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return `n` completions of each prompt in TRL's shapes, prompt by prompt."""
+        """Return `n` completions of each prompt in TRL's shapes, prompt by prompt.
+
+        One that no node took is its end alone, without a log-probability: see `tasks.trl_refused`.
+        """
         if features is not None or logprobs != 0:
             raise NotImplementedError(
                 "the rollout fleet serves text prompts, and the sampled tokens' logprobs alone"
@@ -85,19 +108,25 @@ class FleetClient:
         if structured_outputs_regex is not None:
             sampling["structured_outputs"] = {"regex": structured_outputs_regex}
         sampling.update(generation_kwargs or {})
-        rollout = self._rollouts.complete(
-            self._version(),
-            prompts,
-            n,
-            sampling,
-            training=bool(self._trainer.model.training),
-            publish=self._publish,
-        )
+        try:
+            rollout = self._rollouts.complete(
+                self._version(),
+                prompts,
+                n,
+                sampling,
+                training=bool(self._trainer.model.training),
+                publish=self._publish,
+            )
+        except LeaveNow:  # the other processes wait for completions: they are told with them
+            return {"prompt_ids": prompts, "completion_ids": [LEFT] * (len(prompts) * n), "logprobs": None}
+        end = [self._trainer.eos_token_ids[0]]
+        completion_ids = [end if one.refused else one.token_ids for one in rollout.completions]
+        of_tokens = [[None] if one.refused else one.logprobs for one in rollout.completions]
         return {
             "prompt_ids": prompts,
-            "completion_ids": [one.token_ids for one in rollout.completions],
-            "logprobs": [[[logprob] for logprob in one.logprobs] for one in rollout.completions],
-            "logprob_token_ids": [[[token] for token in one.token_ids] for one in rollout.completions],
+            "completion_ids": completion_ids,
+            "logprobs": [[[logprob] for logprob in of_one] for of_one in of_tokens],
+            "logprob_token_ids": [[[token] for token in of_one] for of_one in completion_ids],
         }
 
     def _version(self) -> PolicyVersion:
@@ -108,6 +137,6 @@ class FleetClient:
         if self._published is None:
             if self._weights is None or self._publisher is None:
                 raise RuntimeError("TRL generates before it has synchronized its weights")
-            self._published = self._publisher.publish(self._version(), self._weights)
+            self._published = self._publisher.publish(self._version(), self._weights, self._canary)
             self._weights = None
         return self._published

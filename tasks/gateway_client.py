@@ -7,8 +7,9 @@ for again, at whatever address the store names by then.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import httpx
 import msgspec
@@ -18,7 +19,7 @@ from checkpoint import documents, identity
 from checkpoint.codec import to_json
 from checkpoint.errors import Corrupt
 from checkpoint.store import Store
-from policies.wire import Batch, BatchLine, Completion, Progress
+from policies.wire import Batch, BatchLine, Completion, Progress, PromptLine, Sample
 from tasks.heartbeat import Heartbeat
 
 log = structlog.get_logger()
@@ -26,6 +27,7 @@ log = structlog.get_logger()
 RETRY_S = 0.5  # between two looks for a gateway
 SILENT_S = 10.0  # the gateway reports several times a second: one that says nothing for so long is gone
 SAY_WAITING_S = 10.0
+PIECE_SIZE = 256 * 1024  # of a batch on its way
 FATAL_STATUS = frozenset({400, 401, 403, 413, 415, 422})  # the gateway understood, and asking again will not help
 
 _decoder = msgspec.json.Decoder(BatchLine)
@@ -56,10 +58,14 @@ class GatewayClient:
         store: where the gateway's address is.
         token: the run's secret.
         heartbeat: told whether the trainer waits or generates; ends a wait when a newer trainer appears.
+        interrupt: raises LeaveNow when the trainer is to leave its machine.
     """
 
-    def __init__(self, store: Store, token: str, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self, store: Store, token: str, heartbeat: Heartbeat, interrupt: Callable[[], None] = lambda: None
+    ) -> None:
         self._store = store
+        self._interrupt = interrupt
         # One client for all batches: making one takes 25 ms. The gateway stands beside the trainer: proxies that
         # the environment names are not for it.
         headers = {"Authorization": f"Bearer {token}"}
@@ -72,7 +78,7 @@ class GatewayClient:
         """Return once every request of the batch is finished.
 
         Raises GenerationFailed after `batch.deadline_s` without a token, or when the gateway refuses the batch;
-        Fenced; StoreError.
+        Fenced; LeaveNow; StoreError.
         """
         call = _Call(batch)
         while not call.finished:
@@ -107,7 +113,9 @@ class GatewayClient:
         Raises GatewayLost, GenerationFailed, httpx.TransportError.
         """
         where = f"{url.rstrip('/')}/v1/rollouts"
-        with self._http.stream("POST", where, content=to_json(call.missing())) as answer:
+        body = body_of(call.missing())
+        size = {"Content-Length": str(len(body))}
+        with self._http.stream("POST", where, content=_pieces(body), headers=size) as answer:
             if answer.status_code in FATAL_STATUS:
                 raise GenerationFailed(
                     f"the gateway answered {answer.status_code}: {answer.read().decode()[:500]}"
@@ -123,6 +131,7 @@ class GatewayClient:
 
     def _tell(self, call: _Call, error: Exception | None = None) -> None:
         self._heartbeat.check()
+        self._interrupt()
         self._heartbeat.say("generating" if call.served else "waiting")
         if call.idle_s > call.batch.deadline_s:
             raise GenerationFailed(
@@ -218,6 +227,20 @@ class _Call:
         self.served = True
         self._finished_tokens += len(completion.token_ids)
         self.done.setdefault(completion.index, completion)
+
+
+def body_of(batch: Batch) -> bytes:
+    """The batch as it is sent: each prompt once, whatever is asked of it."""
+    lines = [to_json(replace(batch, requests=[]))]
+    for prompt, requests in groupby(batch.requests, key=lambda one: one.prompt_token_ids):
+        lines.append(to_json(PromptLine(prompt, [Sample(one.index, one.seed) for one in requests])))
+    return b"\n".join(lines)
+
+
+def _pieces(body: bytes) -> Iterator[bytes]:
+    """What is sent as a whole is copied again for each part of it that the socket takes."""
+    for start in range(0, len(body), PIECE_SIZE):
+        yield body[start : start + PIECE_SIZE]
 
 
 def _split(chunks: Iterator[bytes]) -> Iterator[bytes]:

@@ -19,12 +19,15 @@ from checkpoint import documents
 from checkpoint.errors import StoreError
 from checkpoint.store import Store
 from checkpoint.timelines import newest_timeline
+from checkpoint.unreadable import Unreadable
 from policies import exit_codes
 from policies.divergence import Verdict
 from policies.snapshot import Trainer
+from tasks.leaving import Leaving
 
 log = structlog.get_logger()
 
+NOTHING_YET = frozenset({"starting", "restoring"})  # activities
 BEAT_S = 2.0
 CALM_S = 0.25  # between two beats at least: steps may be shorter, and each beat reads and writes the store
 # How long a replaced trainer has to stop by itself. A step may take minutes, and a collective that has lost a
@@ -42,6 +45,7 @@ class Heartbeat:
     Args:
         store: the run's store, with little patience: a late beat is worth less than the next one.
         first: the beat to begin with; its node, attempt and timeline stay.
+        leaving: told when the run is asked to stop, and asked whether the trainer is to end.
         end: ends this process with an exit code, at once and from any thread.
         grace_s: how long the main thread has to come to a check before that.
     """
@@ -51,11 +55,13 @@ class Heartbeat:
         store: Store,
         first: Trainer,
         *,
+        leaving: Leaving | None = None,
         end: Callable[[int], object] = os._exit,
         grace_s: float = FENCED_GRACE_S,
     ) -> None:
         self._store = store
         self._beat = first
+        self._leaving = leaving
         self._end = end
         self._grace_s = grace_s
         self._changed = threading.Event()
@@ -121,6 +127,7 @@ class Heartbeat:
         while not self._ended.is_set() and not self._fenced.is_set():
             try:
                 self._write()
+                self._look_for_the_end()
             except StoreError as error:
                 log.warning("heartbeat_not_written", error=str(error))
             self._ended.wait(CALM_S)
@@ -138,14 +145,27 @@ class Heartbeat:
             self._newer = newer
             self._fenced.set()
             return
-        documents.write_trainer(self._store, replace(own, beat_at_s=time.time()))
+        leaving = self._leaving is not None and self._leaving.told
+        documents.write_trainer(self._store, replace(own, beat_at_s=time.time(), leaving=leaving))
+
+    def _look_for_the_end(self) -> None:
+        """Tell the main thread when the run is asked to stop; end the process while it has nothing to store."""
+        leaving, own = self._leaving, self._beat
+        if leaving is None:
+            return
+        if not leaving.asked and documents.is_asked_to_stop(self._store, own.node, own.attempt):
+            leaving.ask()
+            self._changed.set()
+        if leaving.asked and own.activity in NOTHING_YET:
+            print("grpo-orch trainer: told to end before it trained", file=sys.stderr, flush=True)
+            self._end(exit_codes.STOPPED)
 
     def _taken_over(self, own: Trainer) -> str:
         """What is newer than this trainer, in words; empty while it is the newest."""
         timeline = newest_timeline(self._store)
         if timeline > own.timeline:
             return f"timeline {timeline} has begun, and this is timeline {own.timeline}"
-        seen = documents.read_trainer(self._store)
+        seen = documents.read_trainer(self._store, Unreadable())  # one that is damaged is written over
         if seen is not None and seen.precedence > own.precedence:
             return f"attempt {seen.attempt} on {seen.node}, timeline {seen.timeline}, has taken over"
         return ""

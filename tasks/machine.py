@@ -16,8 +16,8 @@ A newer attempt is ordered when the one before has reported its end, which is a 
 waits that moment and no longer, for a process that hangs may hold the lock for ever, and then leaves with
 `exit_codes.HELD`.
 
-SIGTERM is the notice of Kubernetes, of Slurm and of `sky cancel`. A trainer is told at once. A rollout node drains
-first, for as long as the shortest of their graces allows, or until a second SIGTERM.
+SIGTERM is the notice of Kubernetes, of Slurm and of `sky cancel`. A trainer is told at once, and stores what it
+has. A rollout node drains first, for as long as the shortest of their graces allows, or until a second SIGTERM.
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ import structlog
 
 from checkpoint.codec import from_json, to_json
 from checkpoint.errors import StoreError
+from checkpoint.redaction import guard_output
 from checkpoint.store import Store
 from policies import exit_codes
+from policies.leaving import NOTICE_S
 from policies.vocabulary import Role
 from tasks import metadata
 from tasks.children import adopt_orphans, end_descendants, start_child
+from tasks.leaving import NOTICE
 from tasks.machine_reporter import Reporter, first_report
 from tasks.metadata import MetadataService
 from tasks.node_env import NodeEnv, NotANode, read_node_env
@@ -68,6 +71,7 @@ class Started:
 
 
 def main() -> int:
+    guard_output()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     if len(sys.argv) != 2 or sys.argv[1] not in list(Role):
         print(f"usage: python -m tasks.machine {'|'.join(Role)}", file=sys.stderr)
@@ -143,9 +147,9 @@ def _attempt(
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     reporter = _reporter(env, store)
 
-    def noticed(why: str) -> None:
-        log.warning("preemption_notice", why=why)
-        (workdir / "notice").touch()  # the work's word for it
+    def noticed(why: str, lasts_s: float) -> None:
+        log.warning("preemption_notice", why=why, lasts_s=lasts_s)
+        (workdir / NOTICE).write_text(str(lasts_s))  # the work's word for it
         reporter.notice()
 
     stop = threading.Event()
@@ -182,9 +186,9 @@ def _with_environment(variable: bytes) -> list[int]:
     return found
 
 
-def _pass_on_sigterm(work: subprocess.Popen[bytes], drain_s: float, noticed: Callable[[str], None]) -> None:
+def _pass_on_sigterm(work: subprocess.Popen[bytes], drain_s: float, noticed: Callable[[str, float], None]) -> None:
     signal.sigwait({signal.SIGTERM})
-    noticed("SIGTERM")
+    noticed("SIGTERM", NOTICE_S)
     signal.sigtimedwait({signal.SIGTERM}, drain_s)  # a second one ends the waiting
     work.terminate()
 

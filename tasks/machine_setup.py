@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from pathlib import Path
 
@@ -19,5 +20,6 @@ def set_up(workdir: Path, script: str) -> bool:
     if code != 0:
         log.error("setup_failed", exit_code=code, hint="see the lines above; it is `setup` of run.yaml")
         return False
-    done.touch()
+    with contextlib.suppress(OSError):  # a disk that is full now: the script runs once more at the next start
+        done.touch()
     return True

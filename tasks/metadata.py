@@ -15,6 +15,8 @@ from typing import Protocol
 import httpx
 import msgspec
 
+from policies.leaving import NOTICE_S
+
 BASE = "http://169.254.169.254"  # link-local, the same on all three
 TIMEOUT_S = 1.0
 POLL_S = 1.0
@@ -23,7 +25,13 @@ AWS_TOKEN_TTL_S = 21600  # the longest there is
 
 
 class MetadataService(Protocol):
-    """One cloud's. Both calls raise httpx.HTTPError when it does not answer, msgspec.DecodeError for nonsense."""
+    """One cloud's. Both calls raise httpx.HTTPError when it does not answer, msgspec.DecodeError for nonsense.
+
+    `notice_s` is how long the machine stays after a notice, at least.
+    """
+
+    @property
+    def notice_s(self) -> float: ...
 
     def locate(self, http: httpx.Client) -> str | None:
         """The machine's zone; None where it is not this cloud that answers."""
@@ -38,6 +46,7 @@ class Aws:
 
     base: str = BASE
     token: str = ""
+    notice_s: float = 120.0
 
     def locate(self, http: httpx.Client) -> str | None:
         """See `MetadataService.locate`."""
@@ -72,6 +81,7 @@ class Gcp:
     """Compute Engine's. Machines with accelerators are ended for maintenance, too: that is told an hour before."""
 
     base: str = BASE
+    notice_s: float = NOTICE_S
 
     def locate(self, http: httpx.Client) -> str | None:
         """See `MetadataService.locate`."""
@@ -98,6 +108,7 @@ class Azure:
 
     base: str = BASE
     name: str = ""
+    notice_s: float = NOTICE_S
 
     def locate(self, http: httpx.Client) -> str | None:
         """See `MetadataService.locate`."""
@@ -156,11 +167,12 @@ def services() -> tuple[MetadataService, ...]:
 def watch(
     known: Sequence[MetadataService],
     located: Callable[[str], None],
-    noticed: Callable[[str], None],
+    noticed: Callable[[str, float], None],
     stop: threading.Event,
     poll_s: float = POLL_S,
 ) -> None:
-    """Call `located` with the zone once it is known, and `noticed` once there is a notice, which is the end.
+    """Call `located` with the zone once it is known, and `noticed` once there is a notice, with the seconds
+    for which the machine stays, which is the end.
 
     To be run in a thread, for it waits on the network. It returns at `stop`, too.
     """
@@ -174,7 +186,7 @@ def watch(
         while not (why := _notice(service, http)):
             if stop.wait(poll_s):
                 return
-        noticed(why)
+        noticed(why, service.notice_s)
 
 
 def _detect(known: Sequence[MetadataService], http: httpx.Client) -> tuple[MetadataService, str] | None:

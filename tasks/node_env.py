@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from checkpoint import documents
 from checkpoint.documents import RunRecord
 from checkpoint.store import Store
+from checkpoint.vouched import read_vouched_run
+from policies.vocabulary import Precedence, precedence_of
 
 
 class NotANode(Exception):
@@ -26,6 +27,11 @@ class NodeEnv:
     workdir: str  # GRPO_ORCH_WORKDIR: a folder of this machine alone, gone with it
     host: str  # GRPO_ORCH_NODE_HOST: the address at which other machines reach this one
 
+    @property
+    def precedence(self) -> Precedence:
+        """What this attempt has over others."""
+        return precedence_of(self.timeline, self.node, self.attempt)
+
 
 def read_node_env() -> NodeEnv:
     """Read it. Raises NotANode naming the variable that is missing."""
@@ -43,12 +49,12 @@ def read_node_env() -> NodeEnv:
         raise NotANode(f"{error.args[0]} is not set; a node's work is started by the controller") from error
 
 
-def read_run_here(store: Store) -> RunRecord:
-    """The run, its `workdir` being where the folder of run.yaml is on this machine.
+def read_run_here(store: Store, token: str) -> RunRecord:
+    """The run as its secret vouches for it, its `workdir` being where the folder of run.yaml is on this machine.
 
-    A cloud's machine has a copy of that folder, and its work is started in it. Raises what `read_run` raises.
+    A cloud's machine has a copy of that folder, and its work is started in it. Raises NotVouched, StoreError.
     """
-    record = documents.read_run(store)
+    record = read_vouched_run(store, token)
     if record.spec.cloud == "local":
         return record
     return replace(record, spec=replace(record.spec, workdir=os.getcwd()))

@@ -2,33 +2,42 @@
 
 Three loops share one state: `serve` starts vLLM again whenever it ends, `announce` tells the gateway what the node
 is and hears what it should be, `follow` fetches and loads the wanted policy. A version is announced only after its
-files' digests were verified and vLLM has loaded it; vLLM is told of no others, because one bad file kills its
-engine. On a preemption notice the node leaves the gateway once its requests are done, and waits for its end.
+files' digests were verified, its tensors are the model's, and vLLM has loaded it and computes with it what the
+trainer does; vLLM is told of no others, because one bad file kills its engine. On a preemption notice the node
+leaves the gateway once its requests are done, and waits for its end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import aiohttp
 import structlog
 
-from checkpoint import identity, manifest
-from checkpoint.errors import Corrupt, StoreError
+from checkpoint import identity
+from checkpoint.errors import Corrupt, NotFound, StoreError
+from checkpoint.redaction import guard_output
 from checkpoint.store import Store
+from checkpoint.vouched import NotVouched
 from policies import exit_codes
+from policies.fitness import AGAIN_S, Fitness
 from policies.spec import RunSpec
-from policies.wire import Announce, PolicyRef
+from policies.wire import Announce, EngineWord, PolicyRef
 from tasks import vllm_server
 from tasks.children import adopt_orphans
 from tasks.gateway_link import GatewayLink, GatewayUnreachable
+from tasks.lasting_log import lasting
 from tasks.machine_setup import set_up
 from tasks.node_env import NodeEnv, read_node_env, read_run_here
-from tasks.vllm_server import Server, ServerFailed, Unfit
+from tasks.policy_check import PolicyCheck
+from tasks.policy_folders import DiskFailed, Overtaken, PolicyFolders
+from tasks.vllm_server import PolicyRefused, Server, ServerFailed, Unfit
 
 log = structlog.get_logger()
 
@@ -36,6 +45,8 @@ STARTS_MAX = 3  # in a row that did not come up: the node says so by ending, and
 RESTART_WAIT_S = 0.5  # doubled for each such start
 RETRY_S = 0.5  # before the gateway or the store is tried again
 NOTICE_POLL_S = 0.25
+ENGINE_S = 1.0
+WHY_SIZE_MAX = 500  # of what is announced
 
 
 class GaveUp(Exception):
@@ -51,11 +62,14 @@ class Agent:
         self._store = store
         self._http = http
         self._gateway = GatewayLink(store, env, http)
-        self._policies = Path(env.workdir) / "policies"
+        self._folders = PolicyFolders(store, Path(env.workdir) / "policies")
+        self._check = PolicyCheck(spec)
+        self._fitness = Fitness()
         self._server: Server | None = None
         self._policy: str | None = None  # what the server holds
         self._wanted: PolicyRef | None = None
         self._leaving = False
+        self._engine: EngineWord | None = None
         self._changed = asyncio.Event()  # what is announced is no longer what is
         self._work = asyncio.Event()  # a server or a wanted policy is new
 
@@ -66,6 +80,7 @@ class Agent:
                 group.create_task(self._serve())
                 group.create_task(self._announce())
                 group.create_task(self._follow())
+                group.create_task(self._listen_to_engine())
                 group.create_task(self._watch_for_notice())
         finally:
             if self._server is not None:
@@ -127,47 +142,95 @@ class Agent:
                 self._work.set()
 
     async def _follow(self) -> None:
-        """Load what is wanted, for as long as that is not what the server holds."""
+        """Load what is wanted, for as long as that is not what the server holds and there is a point in trying."""
         while True:
             await self._work.wait()
             self._work.clear()
             server, wanted = self._server, self._wanted
-            if server is None or wanted is None or wanted.label == self._policy:
+            if server is None or wanted is None:
+                continue
+            if wanted.label == self._policy:
+                self._fitness = Fitness()
+                self._say()
+                continue
+            if not self._fitness.tries(_name(wanted)):
+                await self._wait_for_work(AGAIN_S)
+                self._fitness = self._fitness.after_time()
                 continue
             try:
-                folder = await asyncio.to_thread(self._fetched, wanted)
+                folder = await asyncio.to_thread(self._folders.fetch, wanted, partial(self._wants, wanted))
                 await self._load(server, wanted, folder)
+            except Overtaken:
+                self._work.set()
+            except (Corrupt, NotFound, DiskFailed, OSError) as error:
+                await self._failed(wanted, str(error), passes=True)
             except StoreError as error:
                 log.error("policy_not_fetched", policy=wanted.label, why=str(error))
-                await asyncio.sleep(RETRY_S)
-                self._work.set()
+                await self._wait_for_work(RETRY_S)
+            except PolicyRefused as error:
+                if error.touched:
+                    await self._end(server)
+                await self._failed(wanted, error.reason, passes=False)
             except ServerFailed as error:
-                log.error("policy_not_loaded", policy=wanted.label, why=str(error))
-                await server.stop()  # what it holds now is unknown
+                await self._end(server)  # what it holds now is unknown
+                await self._failed(wanted, str(error), passes=False)
 
-    def _fetched(self, wanted: PolicyRef) -> Path:
-        """Return the folder with that policy's verified files. Raises StoreError."""
-        folder = self._policies / wanted.label
-        if not folder.exists():
-            found = manifest.fetch(self._store, wanted.prefix, folder)
-            holds = PolicyRef(found.version, wanted.prefix, found.digest if wanted.digest else "")
-            if holds != wanted:
-                shutil.rmtree(folder)
-                raise Corrupt(f"{wanted.prefix} holds policy {holds.label}, not {wanted.label}")
-        return folder
+    async def _end(self, server: Server) -> None:
+        """Stop a server, so that `_serve` starts another; nothing is asked of this one any more."""
+        if server is self._server:
+            self._server = self._policy = None
+        await server.stop()
+
+    async def _failed(self, wanted: PolicyRef, why: str, *, passes: bool) -> None:
+        """One try with a policy failed: have another one made, or say that the node is unfit."""
+        line = " ".join(f"policy {wanted.label}: {why}".split())[:WHY_SIZE_MAX]
+        why = "".join(one if one.isprintable() else "?" for one in line)
+        self._fitness = self._fitness.after_failure(_name(wanted), why, passes=passes)
+        log.error("policy_failed", why=why, failed=self._fitness.failed, unfit=bool(self._fitness.unfit))
+        self._say()
+        await self._wait_for_work(RETRY_S)
+
+    async def _wait_for_work(self, at_most_s: float) -> None:
+        """Return when there is something new to do or the time is over, and have it looked at."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(at_most_s):
+                await self._work.wait()
+        self._work.set()
 
     async def _load(self, server: Server, wanted: PolicyRef, folder: Path) -> None:
+        canary = await asyncio.to_thread(self._check.passed, folder)
         if server is not self._server or wanted != self._wanted:
             self._work.set()  # overtaken while it was fetched
             return
         self._policy = None
         self._say()
-        await server.load(wanted.label, folder)
+        await server.load(wanted.label, folder, canary)
         if server is self._server:
-            self._policy = wanted.label
+            self._policy, self._fitness = wanted.label, Fitness()
             self._say()
-            log.info("policy_loaded", policy=wanted.label, boot_id=server.boot_id)
-        await asyncio.to_thread(_keep_only, folder)
+            log.info("policy_loaded", policy=wanted.label, boot_id=server.boot_id, proved=canary is not None)
+        await asyncio.to_thread(self._folders.keep_only, folder)
+
+    async def _listen_to_engine(self) -> None:
+        """Ask the engine each ENGINE_S for its numbers, which go along with the next announcement; that it has
+        become full, or is so no more, is announced at once."""
+        silent = False
+        while True:
+            await asyncio.sleep(ENGINE_S)
+            server = self._server
+            try:
+                said = None if server is None else await server.word()
+            except ServerFailed as error:
+                if not silent and server is self._server:
+                    log.warning("engine_does_not_say", why=str(error))
+                said, silent = None, True
+            else:
+                silent = False
+            if server is not self._server:
+                said = None
+            before, self._engine = self._engine, said
+            if (before is not None and before.waiting > 0) != (said is not None and said.waiting > 0):
+                self._say()
 
     async def _watch_for_notice(self) -> None:
         """Wait for the word that this machine will be taken back: a file, where a cloud has a metadata service."""
@@ -178,18 +241,28 @@ class Agent:
         self._leaving = True
         self._say()
 
+    def _wants(self, policy: PolicyRef) -> bool:
+        return self._wanted is policy
+
     def _announcement(self, server: Server) -> Announce:
-        requests = vllm_server.max_requests_of(self._spec)
-        return Announce(server.boot_id, server.address, self._policy, requests, self._leaving)
+        return Announce(
+            boot_id=server.boot_id,
+            address=server.address,
+            policy=self._policy,
+            max_requests=server.limits.max_requests,
+            draining=self._leaving,
+            unfit=self._fitness.unfit,
+            kv_tokens=server.limits.kv_tokens,
+            engine=self._engine,
+        )
 
     def _say(self) -> None:
         self._changed.set()
 
 
-def _keep_only(folder: Path) -> None:
-    for other in folder.parent.iterdir():
-        if other != folder:
-            shutil.rmtree(other, ignore_errors=True)
+def _name(wanted: PolicyRef) -> str:
+    """A policy that was published anew is another try's, whatever its content."""
+    return f"{wanted.prefix} {wanted.label}"
 
 
 async def serve(env: NodeEnv, spec: RunSpec, store: Store) -> int:
@@ -213,10 +286,15 @@ async def serve(env: NodeEnv, spec: RunSpec, store: Store) -> int:
 
 
 def main() -> int:
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    guard_output()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(lasting(sys.stderr)))
     env = read_node_env()
     store = Store(env.run)
-    spec = read_run_here(store).spec
+    try:
+        spec = read_run_here(store, env.token).spec
+    except NotVouched as error:
+        print(f"grpo-orch rollout: {error}", file=sys.stderr, flush=True)
+        return exit_codes.BAD_SPEC
     if not set_up(Path(env.workdir), spec.rollout.setup):
         return exit_codes.BAD_SPEC
     shutil.rmtree(Path(env.workdir) / "policies", ignore_errors=True)

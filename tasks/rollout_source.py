@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import structlog
 
-from checkpoint import layout, rollouts
+from checkpoint import rollouts
 from checkpoint.errors import Corrupt
 from checkpoint.rollouts import Rollout
 from checkpoint.store import Store
 from policies.recovery import Recovery
 from policies.seeds import request_seed
-from policies.vocabulary import PolicyVersion
+from policies.vocabulary import PolicyVersion, Precedence
 from policies.wire import Batch, CompletionRequest, PolicyRef
 from tasks.gateway_client import GatewayClient
 from tasks.heartbeat import Heartbeat
+from tasks.refused_prompts import RefusedPrompts
 from tasks.step_costs import StepCosts
 
 log = structlog.get_logger()
@@ -34,6 +36,8 @@ class RolloutSource:
         gateway: completes what the journal does not hold.
         heartbeat: told when generation is over.
         costs: charged for each call.
+        refused: judges what no node took.
+        by: the precedence of this trainer.
         run_seed: GRPOConfig's `seed`.
         deadline_s: how long a call may go without a token.
         recovery: what a completion does whose node is lost.
@@ -45,7 +49,9 @@ class RolloutSource:
         gateway: GatewayClient,
         heartbeat: Heartbeat,
         costs: StepCosts,
+        refused: RefusedPrompts,
         *,
+        by: Precedence,
         run_seed: int,
         deadline_s: float,
         recovery: Recovery = "continue",
@@ -54,12 +60,16 @@ class RolloutSource:
         self._gateway = gateway
         self._heartbeat = heartbeat
         self._costs = costs
+        self._refused = refused
+        self._by = by
         self._run_seed = run_seed
         self._deadline_s = deadline_s
         self._recovery = recovery
         self._version = PolicyVersion(-1, -1)
         self._calls = {True: 0, False: 0}  # made at that version, training and evaluation
-        self._stored: frozenset[str] | None = None  # records of earlier trainers, once they are asked for
+        self._stored: dict[tuple[PolicyVersion, int], list[str]] | None = (
+            None  # records of earlier trainers, once they are asked for
+        )
 
     def complete(
         self,
@@ -74,7 +84,7 @@ class RolloutSource:
         """Return `samples` completions of each prompt, prompt by prompt.
 
         `publish` is called only if something has to be generated, and must return once `version` can be pulled.
-        Raises GenerationFailed, Fenced, StoreError.
+        Raises GenerationFailed, BadPrompts, Fenced, LeaveNow, StoreError.
         """
         self._heartbeat.check()
         call = self._next_call(version, training)
@@ -83,15 +93,28 @@ class RolloutSource:
         rollout = self._journalled(version, call, digest)
         replayed = rollout is not None
         if rollout is None:
+            began_s = time.monotonic()
             batch = Batch(publish(), sampling, requests, self._deadline_s, self._recovery)
             got = self._gateway.complete(batch)
+            self._costs.generated_s += time.monotonic() - began_s
             rollout = Rollout(
                 rollouts.SCHEMA, str(version), call, digest, got.completions, got.discarded, got.wait_s
             )
-            rollouts.write_rollout(self._store, rollout)
+            self._refused.judge(prompts, samples, rollout.completions)  # what ends the run is asked for anew
+            if training:
+                self._leave_the_journal(version)
+            rollouts.write_rollout(self._store, rollout, self._by)
+        else:
+            self._refused.judge(prompts, samples, rollout.completions)
         self._costs.add(rollout, training=training, replayed=replayed)
         self._heartbeat.say("training")
         return rollout
+
+    def _leave_the_journal(self, version: PolicyVersion) -> None:
+        """Pass over what is stored of later steps. A step that was made anew has, but where every node computes to
+        the last bit alike, led to other weights than those that its records were sampled from."""
+        if self._stored is not None:
+            self._stored = {call: keys for call, keys in self._stored.items() if call[0] <= version}
 
     def _next_call(self, version: PolicyVersion, training: bool) -> int:
         if version != self._version:
@@ -107,7 +130,7 @@ class RolloutSource:
         return [
             CompletionRequest(
                 index=number * samples + sample,
-                prompt_token_ids=list(prompt),
+                prompt_token_ids=prompt,
                 seed=request_seed(self._run_seed, version.timeline, version.step, call, number, sample),
             )
             for number, prompt in enumerate(prompts)
@@ -118,17 +141,16 @@ class RolloutSource:
         """The journal's record of the call, if it is whole and of the same requests."""
         if self._stored is None:
             self._stored = rollouts.stored_since(self._store, version)
-        if layout.rollout(version, call) not in self._stored:
-            return None
-        try:
-            rollout = rollouts.read_rollout(self._store, version, call)
-        except Corrupt as error:
-            log.warning("rollout_unreadable", policy=str(version), call=call, error=str(error))
-            return None
-        if rollout is None:
-            return None
-        if rollout.requests_digest != digest:
+        for key in self._stored.get((version, call), ()):
+            try:
+                rollout = rollouts.read_rollout(self._store, key)
+            except Corrupt as error:
+                log.warning("rollout_unreadable", policy=str(version), call=call, error=str(error))
+                continue
+            if rollout is None:
+                continue
+            if rollout.requests_digest == digest:
+                log.info("rollout_replayed", policy=str(version), call=call)
+                return rollout
             log.warning("rollout_of_other_requests", policy=str(version), call=call)
-            return None
-        log.info("rollout_replayed", policy=str(version), call=call)
-        return rollout
+        return None

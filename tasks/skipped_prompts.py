@@ -6,7 +6,7 @@ They are replaced, not removed: epochs stay as long as they are, and a restart f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -44,22 +44,47 @@ class Walk:
         epochs, more = divmod(steps, self.steps_per_epoch)
         return epochs * self.batches_per_epoch + more * self.batches_per_step
 
+    def first_step_of(self, epoch: int, window: int) -> int:
+        """The step that takes the first batch of an epoch's window."""
+        return epoch * self.steps_per_epoch + window * self.batches_per_window // self.batches_per_step + 1
+
     def prompts_of(self, first_step: int, last_step: int) -> set[int]:
         """The prompts of these steps, by their places in the dataset: of each window that a step has a batch of,
         all, for they were shuffled. Steps count from 1, both are included."""
+        return {prompt for _, prompt in self.windows_of(first_step, last_step)}
+
+    def windows_of(self, first_step: int, last_step: int) -> Iterator[tuple[int, int]]:
+        """The same prompts, each behind the first step of its window."""
         if self.batches_per_epoch == 0:
-            return set()
+            return
         first, behind = self.batches_before(first_step - 1), self.batches_before(last_step)
         windows: dict[int, set[int]] = {}  # by epoch
         for batch in range(first, behind):
             epoch, batch_of_epoch = divmod(batch, self.batches_per_epoch)
             windows.setdefault(epoch, set()).add(batch_of_epoch // self.batches_per_window)
-        return {prompt for epoch, used in windows.items() for prompt in self._of_windows(epoch, used)}
+        for epoch, used in windows.items():
+            order, size = self.order(epoch), self.prompts_per_window
+            for window in used:
+                step = self.first_step_of(epoch, window)
+                yield from ((step, prompt) for prompt in order[window * size : (window + 1) * size])
 
-    def _of_windows(self, epoch: int, windows: set[int]) -> Iterator[int]:
-        order, size = self.order(epoch), self.prompts_per_window
-        for window in windows:
-            yield from order[window * size : (window + 1) * size]
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """Prompts in the place of others, by their numbers in the dataset, in windows that begin at `until_step` or
+    before; None: in all."""
+
+    others: Mapping[int, int] = field(default_factory=dict)
+    until_step: int | None = None
+
+    def at(self, step: int) -> Mapping[int, int]:
+        """What stands in the place of what in a window that begins with `step`."""
+        return self.others if self.until_step is None or step <= self.until_step else {}
+
+    def seen(self, walk: Walk, first_step: int, last_step: int) -> set[int]:
+        """The prompts that these steps really see."""
+        found = walk.windows_of(first_step, last_step)
+        return {self.at(step).get(prompt, prompt) for step, prompt in found}
 
 
 def walk_of(config: Any, prompts: int) -> Walk:
@@ -89,8 +114,9 @@ def draw_epochs_before(epoch: int, prompts: int, generator: torch.Generator, see
         torch.randperm(prompts, generator=generator)
 
 
-def replacements(forks: Sequence[Fork], timeline: int, walk: Callable[[int], Walk]) -> dict[int, int]:
-    """Return which prompt of the dataset is taken in the place of which, on `timeline`.
+def replacements(forks: Sequence[Fork], timeline: int, walk: Callable[[int], Walk]) -> Replaced:
+    """Return which prompt of the dataset is taken in the place of which on `timeline`, until its probation ends:
+    what it passes was not the prompts' doing.
 
     None is replaced where more than half of the dataset would have to go.
 
@@ -99,18 +125,18 @@ def replacements(forks: Sequence[Fork], timeline: int, walk: Callable[[int], Wal
     """
     fork = next((one for one in forks if one.timeline == timeline), None)
     if fork is None or not fork.skipped:
-        return {}
+        return Replaced()
     prompts = walk(timeline).prompts
     skipped = sorted({prompt for part in fork.skipped for prompt in _trained_on(part, forks, walk)})
     if 2 * len(skipped) > prompts:
         log.warning("prompts_not_replaced", why="they are most of the dataset", skipped=len(skipped), of=prompts)
-        return {}
+        return Replaced()
     others = sorted(set(range(prompts)) - set(skipped))
     # Evenly over the others, each once: none is seen much more often than the rest.
-    return {prompt: others[number * len(others) // len(skipped)] for number, prompt in enumerate(skipped)}
+    found = {prompt: others[number * len(others) // len(skipped)] for number, prompt in enumerate(skipped)}
+    return Replaced(found, fork.probation_until_step)
 
 
 def _trained_on(part: Skipped, forks: Sequence[Fork], walk: Callable[[int], Walk]) -> set[int]:
     """The prompts that these steps saw, the replacements of their own timeline among them."""
-    replaced: Mapping[int, int] = replacements(forks, part.timeline, walk)
-    return {replaced.get(one, one) for one in walk(part.timeline).prompts_of(part.first_step, part.last_step)}
+    return replacements(forks, part.timeline, walk).seen(walk(part.timeline), part.first_step, part.last_step)

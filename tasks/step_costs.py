@@ -17,7 +17,9 @@ class StepCosts:
     discarded: int = 0
     wait_s: float = 0.0
     replayed: list[bool] = field(default_factory=list)  # of each training call
+    generated_s: float = 0.0  # what generating has taken so far; never begun anew
     rewards: list[float] = field(default_factory=list)  # of each completion trained on
+    refused: dict[str, float] = field(default_factory=dict)  # how many prompts, and the numbers of the last one
 
     def add(self, rollout: Rollout, *, training: bool, replayed: bool) -> None:
         self.discarded += rollout.discarded
@@ -25,6 +27,13 @@ class StepCosts:
         if training:
             self.tokens += sum(len(one.token_ids) for one in rollout.completions)
             self.replayed.append(replayed)
+
+    def refuse(self, prompts: int, row: int | None, tokens: int, limit_tokens: int | None) -> None:
+        """So many prompts were left out; the numbers are the last one's, where they are known."""
+        before = self.refused.get(metrics.PROMPTS_REFUSED, 0.0)
+        numbers = {metrics.REFUSED_ROW: row, metrics.REFUSED_TOKENS: tokens, metrics.REFUSED_LIMIT: limit_tokens}
+        known = {name: float(number) for name, number in numbers.items() if number is not None}
+        self.refused = {metrics.PROMPTS_REFUSED: before + prompts, **known}
 
     def take(self) -> dict[str, float]:
         """Return the sums under their names in `checkpoint.metrics` and begin anew."""
@@ -37,7 +46,8 @@ class StepCosts:
             values[metrics.REPLAYED] = float(all(self.replayed))
         if finite := [reward for reward in self.rewards if math.isfinite(reward)]:
             values[metrics.REWARD_MIN], values[metrics.REWARD_MAX] = min(finite), max(finite)
-        self.tokens, self.discarded, self.wait_s = 0, 0, 0.0
+        values |= self.refused
+        self.tokens, self.discarded, self.wait_s, self.refused = 0, 0, 0.0, {}
         self.replayed.clear()
         self.rewards.clear()
         return values

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import sys
 import time
 import warnings
@@ -19,9 +20,11 @@ from typing import Any
 import structlog
 
 from checkpoint.documents import RunRecord
-from checkpoint.errors import NotFound, StoreError
+from checkpoint.errors import NotFound, NothingWhole, StoreError
+from checkpoint.redaction import guard_output
 from checkpoint.store import Store
 from checkpoint.timelines import read_forks
+from checkpoint.vouched import NotVouched
 from policies import exit_codes
 from policies.snapshot import Trainer
 from policies.timelines import Fork, lineage
@@ -29,7 +32,9 @@ from policies.vocabulary import PolicyVersion
 from tasks.exit_note import leave_exit_code
 from tasks.gateway_client import GenerationFailed
 from tasks.heartbeat import Fenced, Heartbeat
+from tasks.leaving import LeaveNow, Leaving, await_predecessor, stop_file
 from tasks.node_env import NodeEnv, NotANode, read_node_env, read_run_here
+from tasks.refused_prompts import BadPrompts
 from tasks.spooling import NoRoom, find_spool, remove_spool
 
 log = structlog.get_logger()
@@ -40,6 +45,7 @@ BEAT_PATIENCE_S = 5.0
 LAST_WORDS = {
     exit_codes.OK: "done",
     exit_codes.DIVERGED: "diverged",
+    exit_codes.STOPPED: "stopped",
     exit_codes.OUT_OF_MEMORY: "out_of_memory",
 }
 # CUDA's and ROCm's allocators, cuBLAS for its workspace, and torch's allocator of the machine's own memory.
@@ -50,6 +56,7 @@ RANK = int(os.environ.get("RANK", "0"))  # set by accelerate's launcher; the fir
 
 def main() -> int:
     """Train the run that the environment names. Returns the exit code."""
+    guard_output()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     try:
         env = read_node_env()
@@ -66,21 +73,31 @@ def _run(env: NodeEnv) -> End:
     store = Store(env.run, patience_s=STORE_PATIENCE_S)
     beat = Trainer(env.node, env.attempt, env.timeline, 0, 0, "starting", time.time())
     end = functools.partial(_end_at_once, Path(env.workdir))
-    heartbeat = Heartbeat(Store(env.run, patience_s=BEAT_PATIENCE_S), beat, end=end)
+    leaving = Leaving(Path(env.workdir), env.attempt)
+    # Slurm signals every process of a job. It would end this one before it has stored what it has.
+    signal.signal(signal.SIGTERM, lambda *_: stop_file(Path(env.workdir), env.attempt).touch())
+    heartbeat = Heartbeat(Store(env.run, patience_s=BEAT_PATIENCE_S), beat, leaving=leaving, end=end)
     try:
-        record = read_run_here(store)
+        record = read_run_here(store, env.token)
         if RANK == 0:
+            await_predecessor(store, env, frozenset(LAST_WORDS.values()))
             heartbeat.start()
-        return _train(env, record, store, heartbeat)
+        return _train(env, record, store, heartbeat, leaving)
     except Fenced as error:
         return exit_codes.FENCED, f"stopped: {error}"
+    except BadPrompts as error:
+        return exit_codes.BAD_SPEC, str(error)
     except GenerationFailed as error:
         return exit_codes.FAILED, f"generation failed: {error}"
+    except NothingWhole as error:
+        return exit_codes.NOTHING_WHOLE, str(error)
+    except NotVouched as error:
+        return exit_codes.BAD_SPEC, str(error)
     except StoreError as error:
         return exit_codes.FAILED, f"the run store failed: {error}"
 
 
-def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat) -> End:
+def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, leaving: Leaving) -> End:
     # Behind the first heartbeat: these imports take seconds.
     import torch
 
@@ -107,7 +124,7 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat) 
             heartbeat.stop("done")
         return exit_codes.OK, f"nothing left to train: the run is complete at step {resumed_at.step}"
     try:
-        trainer, spool = assemble(env, record, store, heartbeat, restored, forks)
+        trainer, spool = assemble(env, record, store, heartbeat, leaving, restored, forks)
     except BadSpec as error:
         return exit_codes.BAD_SPEC, str(error)
     log.info("training", from_policy=str(resumed_at), timeline=env.timeline, attempt=env.attempt)
@@ -115,6 +132,8 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat) 
     if RANK == 0 and code in LAST_WORDS:
         heartbeat.say("storing")
         drain(spool, heartbeat)
+        if (stored := spool.heard().stored) is not None:
+            heartbeat.say(stored_step=PolicyVersion.parse(stored).step)
         remove_spool(workdir)
         heartbeat.stop(LAST_WORDS[code])
     return code, why
@@ -126,6 +145,11 @@ def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
 
     try:
         trainer.train(resume_from_checkpoint=resume_from)
+    except LeaveNow:
+        stored = trainer.save_before_leaving()
+        # A launcher ends the others where one fails, and the first still waits for its uploader.
+        code = exit_codes.STOPPED if RANK == 0 else exit_codes.OK
+        return code, f"told to end at step {trainer.state.global_step}; stored up to {stored or 0}"
     except NoRoom as error:
         return exit_codes.BAD_SPEC, str(error)
     except Diverged as error:

@@ -16,35 +16,52 @@ from pathlib import Path
 
 import structlog
 
-from checkpoint import documents
 from checkpoint.codec import to_json
+from checkpoint.redaction import guard_output
 from checkpoint.store import Store
+from checkpoint.uploader import LOOK_S
+from checkpoint.vouched import NotVouched
 from policies import exit_codes
 from policies.spec import TrainerSpec
 from tasks.children import start_child
 from tasks.exit_note import take_exit_code
+from tasks.leaving import stop_file
 from tasks.machine_setup import set_up
-from tasks.node_env import NodeEnv, read_node_env
+from tasks.node_env import NodeEnv, read_node_env, read_run_here
+from tasks.spooling import find_spool
 
 log = structlog.get_logger()
 
 RESTART_WAIT_S = 0.2  # doubled while it ends within STEADY_S of its start
 RESTART_WAIT_MAX_S = 5.0
 STEADY_S = 10.0
+UPLOAD_S = 60.0  # the next attempt takes up what takes longer
 
 
 def main() -> int:
+    guard_output()
     env = read_node_env()
-    spec = documents.read_run(Store(env.run)).spec
+    try:
+        spec = read_run_here(Store(env.run), env.token).spec
+    except NotVouched as error:
+        print(f"grpo-orch trainer machine: {error}", file=sys.stderr, flush=True)
+        return exit_codes.BAD_SPEC
     if not set_up(Path(env.workdir), spec.trainer.setup):
         return exit_codes.BAD_SPEC
     take_exit_code(Path(env.workdir))  # of an earlier attempt
     trainer = start_child(trainer_argv(env, spec.trainer), {**os.environ, **spec.trainer.env})
-    signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
+
+    def end(*_: object) -> None:
+        """Ask the trainer to leave, in words that all of its processes hear; a second signal ends it as it is."""
+        signal.signal(signal.SIGTERM, lambda *_: trainer.kill())
+        stop_file(Path(env.workdir), env.attempt).touch()
+
+    signal.signal(signal.SIGTERM, end)
     beside = [Beside("gateway", "orchestrator.gateway"), Beside("uploader", "tasks.uploader")]
     while True:
         pid, status = os.wait()
         if pid == trainer.pid:
+            let_upload(Path(env.workdir))
             for one in beside:
                 one.end()
             code = os.waitstatus_to_exitcode(status)
@@ -55,6 +72,14 @@ def main() -> int:
         for one in beside:
             if pid == one.process.pid:
                 one.restart(status)
+
+
+def let_upload(workdir: Path, patience_s: float = UPLOAD_S) -> None:
+    """Give the uploader a while to store what a trainer that has died had sealed; it may be the machine's end."""
+    deadline_s = time.monotonic() + patience_s
+    spool = find_spool(workdir)
+    while spool is not None and spool.sealed() and time.monotonic() < deadline_s:
+        time.sleep(LOOK_S)
 
 
 class Beside:

@@ -4,17 +4,17 @@ TRL asks a `VLLMClient` for completions and hands it new weights. `tasks.fleet_c
 that TRL's own behaviour behind it stays, importance-sampling correction and its metrics included. The rest makes a
 restart exact: what TRL keeps in memory only is saved with the checkpoint, or made a function of the epoch.
 
-Every name of TRL that is not public is used here and nowhere else; `tests/node/test_trl_contract.py` says when a
-release has changed one.
+Every name of TRL that is not public is used here, in `tasks.trl_leaving` and in `tasks.trl_refused`;
+`tests/node/test_trl_contract.py` says when a release has changed one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -26,10 +26,14 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from tasks import fast_save
+from tasks.canary import canary_of
 from tasks.checkpoints import Checkpoints
-from tasks.fleet_client import FleetClient
-from tasks.skipped_prompts import draw_epochs_before, walk_of
+from tasks.fleet_client import LEFT, FleetClient
+from tasks.leaving import LeaveNow, Leaving
+from tasks.skipped_prompts import Replaced, Walk, draw_epochs_before, walk_of
 from tasks.step_costs import StepCosts
+from tasks.trl_leaving import LeavesInTime
+from tasks.trl_refused import LeavesOutRefused
 
 # The trainer generates nothing itself, and importing vLLM takes longer than all else that a restart does. TRL
 # imports it wherever it is installed, unless it believes that it is not.
@@ -89,32 +93,67 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
         self._weight_metadata: list[Any] = []  # what to announce to a collective: there is none
         self.accelerator.wait_for_everyone()
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's; raises LeaveNow in every process where the first one was told to leave."""
+        found = super().generate(*args, **kwargs)
+        if LEFT in found[1]:
+            raise LeaveNow
+        return found
+
+    def sync_weights(self) -> None:
+        """Publish the weights with what they compute, in every process at once: it may take all of them.
+
+        Raises Diverged, in the first process, where that is nothing at all.
+        """
+        if not self._is_fsdp1:
+            self._fleet_client.computed(canary_of(self.model, self.accelerator.mixed_precision))
+        super().sync_weights()
+
+    @property
+    def _is_fsdp1(self) -> bool:
+        """Under the first version of FSDP the model alone, outside its wrapper, computes nothing, and it takes all
+        processes to list its state."""
+        return bool(self._dist.is_fsdp and self._dist.fsdp_version == 1)
+
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """TRL's weights, adapters merged, under the names of the model's own checkpoint.
+        """TRL's weights, adapters merged, under the names of the model's own checkpoint, and what else that holds.
 
         Merging adapters and taking them out again does not give back the same bits, and a restart has not done it
         as often: so the base weights are put back.
         """
         if self._dist.is_fsdp or self._dist.is_zero3:
-            yield from super()._iter_named_params()
+            yield from self._iter_gathered_params()
             return
         base = [(weight, weight.detach().clone()) for weight in _adapted_weights(self.model)]
         # TRL takes the adapters out again when it has yielded its last weight: with adapters, copies are needed.
         named = {name: weight.detach().to("cpu", copy=bool(base)) for name, weight in super()._iter_named_params()}
         for weight, kept in base:
             weight.data.copy_(kept)
-        yield from revert_weight_conversion(plain_model(self.model), named).items()
+        model = plain_model(self.model)
+        yield from revert_weight_conversion(model, named | _stored_buffers(model)).items()
+
+    def _iter_gathered_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of a model in shards: gathered by all processes, one weight at a time, and kept by the first alone."""
+        gathered = super()._iter_named_params()
+        if not self.accelerator.is_main_process:
+            yield from gathered
+            return
+        named = {name: weight.detach().to("cpu", copy=True) for name, weight in gathered}
+        model = plain_model(self.model)
+        named |= {} if self._is_fsdp1 else _stored_buffers(model)
+        yield from revert_weight_conversion(model, named).items()
 
 
 class EpochSampler(RepeatSampler):  # type: ignore[misc]  # TRL has no types
     """TRL's sampler with its order a function of seed and epoch alone, the same order that TRL would draw.
 
     TRL draws each epoch's permutation from one generator whose state no checkpoint holds. `replaced` names prompts
-    in the place of others, by their numbers in the dataset.
+    in the place of others, by the step of `walk` that takes a window of them first.
     """
 
     epoch = 0
-    replaced: Mapping[int, int] = MappingProxyType({})
+    replaced = Replaced()
+    walk: Walk  # needed where something is replaced
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -122,21 +161,28 @@ class EpochSampler(RepeatSampler):  # type: ignore[misc]  # TRL has no types
     def __iter__(self) -> Iterator[int]:
         if self.shuffle:
             draw_epochs_before(self.epoch, self.num_samples, self.generator, self.seed)
-        return (self.replaced.get(index, index) for index in super().__iter__())
+        found: Iterator[int] = super().__iter__()
+        return self._replaced(found) if self.replaced.others else found
+
+    def _replaced(self, found: Iterator[int]) -> Iterator[int]:
+        window_size = self.batch_size * self.mini_repeat_count * self.repeat_count
+        for place, index in enumerate(found):
+            step = self.walk.first_step_of(self.epoch, place // window_size)
+            yield self.replaced.at(step).get(index, index)
 
 
-class FleetGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
+class FleetGRPOTrainer(LeavesInTime, LeavesOutRefused, GRPOTrainer):  # type: ignore[misc]  # TRL has no types
     """GRPOTrainer whose completions come from the fleet and whose restarts are exact.
 
     Args:
         client: stands in the place of TRL's.
         costs: told what each completion earned.
         timeline: that this trainer trains; a checkpoint of an earlier one is where a fork begins.
-        replaced: prompts in the place of others, by their numbers in the dataset.
+        replaced: prompts in the place of others.
     """
 
     def __init__(
-        self, client: FleetClient, costs: StepCosts, timeline: int, replaced: Mapping[int, int], **kwargs: Any
+        self, client: FleetClient, costs: StepCosts, timeline: int, replaced: Replaced, **kwargs: Any
     ) -> None:
         self._costs = costs
         self._timeline = timeline
@@ -156,29 +202,34 @@ class FleetGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
             shuffle=theirs.shuffle,
             seed=theirs.seed,
         )
-        sampler.replaced = self._replaced
+        sampler.replaced, sampler.walk = self._replaced, walk_of(self.args, len(theirs.data_source))
         return sampler
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        per_function: torch.Tensor = super()._calculate_rewards(*args, **kwargs)
+        per_function: torch.Tensor = self.without_refused(super()._calculate_rewards(*args, **kwargs))
         if self.model.training:
             rewards = (per_function * self.reward_weights.to(per_function.device)).nansum(dim=1)
             scored = ~torch.isnan(per_function).all(dim=1)
             self._costs.rewards.extend(rewards[scored].tolist())
         return per_function
 
-    def attach(self, checkpoints: Checkpoints) -> None:
-        """Name where checkpoints go. In the first process, before training."""
-        self._checkpoints = checkpoints
+    def attach(self, checkpoints: Checkpoints, leaving: Leaving) -> None:
+        """Name where checkpoints go, and who knows when to leave. In the first process, before training."""
+        self._checkpoints, self._leaving = checkpoints, leaving
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save into the spool; without room there, at a later step."""
         step = self.state.global_step
-        last = step >= self.state.max_steps
+        last = self._leaves or step >= self.state.max_steps
         while True:
             slot = self._checkpoints.open(step, last=last) if self._checkpoints is not None else None
             self.save_is_due = not broadcast_object_list([slot is not None])[0]
-            if self.save_is_due or self._save_into(slot, lambda: self._save_all(model, trial)):
+            began_s = time.monotonic()
+            if self.save_is_due:
+                return
+            if self._save_into(slot, lambda: self._save_all(model, trial)):
+                if self._leaving is not None:
+                    self._leaving.saved(time.monotonic() - began_s)
                 return
 
     def _save_into(self, slot: Path | None, save: Callable[[], None]) -> bool:
@@ -198,9 +249,8 @@ class FleetGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
 
     def _save_more(self, folder: Path) -> None:
         """What TRL keeps in memory only."""
-        window = self.args.steps_per_generation * self.num_iterations
         # Behind a whole window the next step generates anew and the buffer is spent.
-        buffered = self._buffered_inputs if self._step % window else None
+        buffered = self._buffered_inputs if self._step % self._window else None
         state = {
             "step": self._step,
             "buffered": buffered,
@@ -263,6 +313,14 @@ def scale_learning_rate(optimizer: Any, scheduler: Any, ratio: float) -> None:
             setattr(scheduler, name, [value * ratio for value in getattr(scheduler, name)])
 
 
+def shards_reference(trainer: Any) -> bool:
+    """Whether a reference model that is synchronised lies in shards, of which a checkpoint would hold an empty
+    shell: after a restart the reference would be the base model again."""
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    in_shards = trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
+    return bool(trainer.args.sync_ref_model and in_shards)
+
+
 def checkpoint_bytes(trainer: Any) -> tuple[int, int]:
     """What the weights and the optimizer's state of a checkpoint will take, about: AdamW keeps two values for each
     weight that is trained."""
@@ -275,6 +333,13 @@ def checkpoint_bytes(trainer: Any) -> tuple[int, int]:
 def plain_model(model: Any) -> Any:
     """The model itself, without the adapters around it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _stored_buffers(model: Any) -> dict[str, torch.Tensor]:
+    """What a model's checkpoint holds besides its parameters, such as the biases of some routers: an engine that
+    is given the one without the other does not keep the other."""
+    stored = model.state_dict().keys()
+    return {name: one.detach().to("cpu") for name, one in model.named_buffers() if name in stored}
 
 
 def _adapted_weights(model: Any) -> list[torch.Tensor]:

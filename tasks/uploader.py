@@ -13,32 +13,45 @@ from pathlib import Path
 
 import structlog
 
-from checkpoint import documents
+from checkpoint import documents, rollouts
 from checkpoint.catalog import Checkpoint
 from checkpoint.errors import StoreError
+from checkpoint.redaction import guard_output
 from checkpoint.spool import Seal
 from checkpoint.store import Store
 from checkpoint.timelines import read_forks
-from checkpoint.uploader import LOOK_S, Retire, Uploader, yield_to_others
+from checkpoint.unreadable import Unreadable
+from checkpoint.uploader import LOOK_S, Retire, Tidy, Uploader, yield_to_others
+from checkpoint.vouched import NotVouched
+from policies import exit_codes
+from policies.replay import may_go
 from policies.retention import Kept, retired
 from policies.spec import CheckpointsSpec
 from policies.timelines import lineage, on_lineage
-from policies.vocabulary import PolicyVersion, slot_and_incarnation
-from tasks.node_env import NodeEnv, read_node_env
+from policies.vocabulary import PolicyVersion
+from tasks.node_env import NodeEnv, read_node_env, read_run_here
 from tasks.spooling import find_spool
+
+log = structlog.get_logger()
 
 STORE_PATIENCE_S = 30.0  # then the trainer is told, and it is tried again
 
 
 def main() -> int:
+    guard_output()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     yield_to_others()
     env = read_node_env()
     store = Store(env.run, patience_s=STORE_PATIENCE_S)
-    spec = documents.read_run(store).spec.checkpoints
+    try:
+        spec = read_run_here(store, env.token).spec.checkpoints
+    except NotVouched as error:
+        print(f"grpo-orch uploader: {error}", file=sys.stderr, flush=True)
+        return exit_codes.BAD_SPEC
     while (spool := find_spool(Path(env.workdir))) is None:
         time.sleep(LOOK_S)
-    Uploader(store, spool, env.node, _retention(store, spec), lambda at: is_replaced(store, env, at)).run()
+    retire, tidy = _retention(store, spec), _tidying(store, spec)
+    Uploader(store, spool, env.node, retire, lambda at: is_replaced(store, env, at), tidy).run()
     return 0
 
 
@@ -52,17 +65,29 @@ def _retention(store: Store, spec: CheckpointsSpec) -> Retire:
     return retire
 
 
+def _tidying(store: Store, spec: CheckpointsSpec) -> Tidy:
+    def tidy(listed: Sequence[Checkpoint]) -> None:
+        def going(stored: Sequence[PolicyVersion]) -> Sequence[PolicyVersion]:
+            held = [one.at for one in listed]
+            # Read behind the list, as above.
+            return may_go(stored, held, spec.keep_last, spec.keep_rollouts_every_steps, read_forks(store))
+
+        if deleted := rollouts.collect(store, going):
+            log.info("rollouts_deleted", records=deleted)
+
+    return tidy
+
+
 def is_replaced(store: Store, env: NodeEnv, at: PolicyVersion) -> bool:
     """Whether the run goes on without this version: it is of a stretch that a fork has left, or a trainer of
     another machine is the newer one. One on this machine has waited for the spool."""
     forks = read_forks(store)
     if forks and not on_lineage(at, lineage(forks, forks[-1].timeline)):
         return True
-    beat = documents.read_trainer(store)
+    beat = documents.read_trainer(store, Unreadable())
     if beat is None or beat.node == env.node:
         return False
-    own = (env.timeline, slot_and_incarnation(env.node)[1], env.attempt)
-    return beat.precedence > own
+    return beat.precedence > env.precedence
 
 
 if __name__ == "__main__":

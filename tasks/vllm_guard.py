@@ -2,9 +2,9 @@
 
 It answers for what the node may be asked: a completion is let through only if it is meant for this boot and for
 the policy that is loaded at that moment, and a change of weights first ends every completion that runs, so that
-none is ever made of two policies. Changing weights, or how tokens are drawn, is for the agent beside it alone.
-vLLM's development endpoints, which do the same for anyone, are not needed, and every path that is not named here
-does not exist.
+none is ever made of two policies. New weights serve nobody until the engine has computed the policy's canary,
+alone. Changing weights, or how tokens are drawn, is for the agent beside it alone. vLLM's development endpoints,
+which do the same for anyone, are not needed, and every path that is not named here does not exist.
 
 The engine is reached as vLLM's own endpoints reach it, through `app.state.engine_client`; nothing of vLLM is
 imported. With more than one API server process (`--api-server-count`) only one of them would learn of new weights;
@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from policies.canary import QUANTISED, Canary, disagreement
 from policies.wire import HEADER_BOOT, HEADER_POLICY, LoadPolicy
 
 Scope = MutableMapping[str, Any]
@@ -68,9 +69,13 @@ class Guard:
                 await _answer(send, 200, "; ".join(sorted(set(said) - {""})))
             case ("POST", "/v1/completions") if agent:  # the agent's trial, before anybody is let in
                 await self._app(scope, receive, send)
+            case ("GET", "/grpo/engine") if agent:
+                await _answer(send, 200, engine_limits(scope["app"].state.engine_client.vllm_config))
+            case ("GET", "/metrics") if agent:
+                await self._app(scope, receive, send)
             case _ if not _bears(headers, self._token):
                 await _answer(send, 401, "")
-            case ("GET", "/health"):
+            case ("GET", "/health" | "/metrics"):
                 await self._app(scope, receive, send)
             case ("POST", path) if path in _COMPLETIONS:
                 await self._complete(scope, receive, send, headers)
@@ -111,8 +116,9 @@ class Guard:
             await _answer(send, 409, "the weights change")
 
     async def _load(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Load a policy that the agent has verified. Any failure leaves the node without a policy: the error goes
-        to vLLM's log, the agent sees 500 and starts the server anew."""
+        """Load a policy that the agent has verified, and let it be asked for once the engine computes its canary
+        as the trainer does. Any failure leaves the node without one: the agent sees 422 and the reason, or 500 and
+        the error in vLLM's log, and starts the server anew."""
         try:
             wanted = msgspec.json.decode(await _body(receive), type=LoadPolicy)
         except msgspec.DecodeError as error:
@@ -122,9 +128,31 @@ class Guard:
             if wanted.version != self._policy:
                 self._policy = None  # from here on nobody is let in
                 await self._end_running()
-                await _change_weights(scope["app"].state.engine_client, wanted.path)
+                engine = scope["app"].state.engine_client
+                await _change_weights(engine, wanted.path)
+                if wanted.canary is not None and (why := await self._disagreement(scope, engine, wanted.canary)):
+                    await _answer(send, 422, why)
+                    return
                 self._policy = wanted.version
         await _answer(send, 204, "")
+
+    async def _disagreement(self, scope: Scope, engine: Any, canary: Canary) -> str:
+        """Why the engine does not compute what the trainer does, now that it has the trainer's weights."""
+        # The engine makes one token behind the text, for which its context must have room.
+        token_ids = canary.token_ids[: engine.model_config.max_model_len - 1]
+        body = {
+            "model": "policy",
+            "prompt": token_ids,
+            "prompt_logprobs": 0,  # of the prompt's own tokens; vLLM takes them from no cache
+            "max_tokens": 1,
+            "temperature": 0.0,
+        }
+        status, said = await _asked(self._app, scope, "/v1/completions", body)
+        if status != 200:
+            return f"the engine does not compute the canary: {status} {said[:500].decode(errors='replace')}"
+        rows = json.loads(said)["choices"][0]["prompt_logprobs"][1:]  # nothing is before the first
+        logprobs = [float(row[str(token)]["logprob"]) for row, token in zip(rows, token_ids[1:], strict=True)]
+        return disagreement(canary, logprobs, _computes_in(engine))
 
     async def _end_running(self) -> None:
         for task in self._running:
@@ -140,6 +168,43 @@ async def _change_weights(engine: Any, path: str) -> None:
     await engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
     await engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
     await engine.resume_generation()
+
+
+def _computes_in(engine: Any) -> str:
+    """What the engine computes in, as the canary's rule has it."""
+    config = engine.vllm_config
+    if config.model_config.quantization or str(config.cache_config.cache_dtype).startswith("fp8"):
+        return QUANTISED
+    return str(config.model_config.dtype).removeprefix("torch.")
+
+
+async def _asked(app: App, scope: Scope, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    """Status and body of what the server itself answers, asked behind the door."""
+    status, said = 500, b""
+    messages: asyncio.Queue[Message] = asyncio.Queue()  # who asks does not go away, which vLLM waits to hear
+    messages.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+
+    async def send(message: Message) -> None:
+        nonlocal status, said
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        said += message.get("body", b"")
+
+    headers = [(b"content-type", b"application/json")]
+    asked = {**scope, "method": "POST", "path": path, "raw_path": path.encode(), "headers": headers}
+    try:
+        await app(asked, messages.get, send)
+    except ValueError as error:  # a log-probability that is no number cannot be written as JSON
+        return 500, str(error).encode()
+    return status, said
+
+
+def engine_limits(config: Any) -> str:
+    """What the engine takes, as JSON: requests at a time, and tokens that it has room for."""
+    cache = config.cache_config
+    kv_tokens = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
+    engines = config.parallel_config.data_parallel_size  # each takes so many
+    return json.dumps({"max_requests": engines * config.scheduler_config.max_num_seqs, "kv_tokens": kv_tokens})
 
 
 def _is_local(scope: Scope) -> bool:

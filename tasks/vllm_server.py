@@ -14,30 +14,36 @@ import socket
 import ssl
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+import structlog
 
 from checkpoint import identity
+from policies.canary import Canary
+from policies.position_trial import judge
 from policies.spec import RunSpec
-from policies.wire import LoadPolicy
+from policies.wire import EngineWord, LoadPolicy
 from tasks.children import end_descendants, start_child
+from tasks.engine import EngineLimits, read_metrics
 from tasks.node_env import NodeEnv
+
+log = structlog.get_logger()
 
 HEALTH_POLL_S = 0.25
 # The first request compiles kernels, which took 25 s on a cold machine; on a large model it may take longer.
 TRIAL_TIMEOUT_S = 600.0
-TRIAL_TOKENS = 8
-TRIALS = 3
+TRIALS = 24
+CUT_TOKENS = 2  # behind which the completions of the trial are cut
 LOAD_TIMEOUT_S = 600.0
+METRICS_TIMEOUT_S = 5.0
 STOP_S = 10.0
 # vLLM's own default, 5 s, closes connections that the gateway holds ready between two steps. Longer than the
 # gateway's limit, so that it is never the node that closes an idle one.
 KEEPALIVE_S = 360
-MAX_REQUESTS = 256  # vLLM's `max_num_seqs`, where run.yaml does not set it
 
 PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size")
 
@@ -62,6 +68,20 @@ class ServerFailed(Exception):
     """The server ended, or did not do what was asked: start another."""
 
 
+class PolicyRefused(Exception):
+    """The policy is not what its trainer computes, here: `reason` says in one line what does not agree.
+
+    Nothing was served of it. With `touched` the engine's weights are those of no policy: start another server
+    before anything else is loaded. Without, they are as they were, and what was held is held. The same policy will
+    be refused again, at this server for certain.
+    """
+
+    def __init__(self, reason: str, *, touched: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.touched = touched
+
+
 class Unfit(Exception):
     """This vLLM cannot do what run.yaml asks of it, and another start would not change that."""
 
@@ -76,11 +96,19 @@ class Server:
     process: subprocess.Popen[bytes]
     _secret: str
     _http: aiohttp.ClientSession
+    limits: EngineLimits = field(default_factory=EngineLimits)  # known once it is up
 
-    async def load(self, version: str, folder: Path) -> None:
-        """Have it load the weights in `folder`, which were verified. Raises ServerFailed."""
-        body = msgspec.json.encode(LoadPolicy(version, str(folder)))
-        await self._ask("PUT", "/grpo/policy", body, 204, LOAD_TIMEOUT_S)
+    async def load(self, version: str, folder: Path, canary: Canary | None = None) -> None:
+        """Have it load the weights in `folder`, which were verified, and compute the canary with them.
+
+        Raises PolicyRefused, ServerFailed.
+        """
+        body = msgspec.json.encode(LoadPolicy(version, str(folder), canary))
+        status, said = await self._exchange("PUT", "/grpo/policy", body, LOAD_TIMEOUT_S)
+        if status == 422:
+            raise PolicyRefused(said.decode(errors="replace"), touched=True)
+        if status != 204:
+            raise ServerFailed(_unexpected("PUT", "/grpo/policy", status, said))
 
     async def try_out(self) -> None:
         """Have it make a few tokens from its base weights, for nobody. Raises ServerFailed."""
@@ -91,18 +119,23 @@ class Server:
         have without the cut. Raises Unfit, ServerFailed."""
         if reason := await self._ask("PUT", "/grpo/sampling", b"", 200, TRIAL_TIMEOUT_S):
             raise Unfit(reason.decode())
-        for seed in range(TRIALS):  # once is enough: at low precision two tokens may be as good as equally likely
-            whole = await self._trial(seed, [])
-            if await self._trial(seed, whole[: TRIAL_TOKENS // 2]) == whole[TRIAL_TOKENS // 2 :]:
-                return
-        raise Unfit(f"{TRIALS} completions that were cut went on otherwise than the whole ones")
+        await self.try_out()  # the first request may take long
+        whole = await asyncio.gather(*(self._trial(seed, []) for seed in range(TRIALS)))
+        cut = await asyncio.gather(*(self._trial(seed, one[:CUT_TOKENS]) for seed, one in enumerate(whole)))
+        trial = judge([one[CUT_TOKENS] for one in whole], [one[0] for one in cut])
+        log.info("drawing_tried", agree=round(trial.agree, 3), chance=round(trial.chance, 3))
+        if not trial.passed:
+            raise Unfit(
+                f"of {TRIALS} completions that were cut {trial.agree:.0%} went on as the whole ones did, and "
+                f"chance alone gives {trial.chance:.0%}: it does not draw by seed and position"
+            )
 
     async def _trial(self, seed: int, begun: list[int]) -> list[int]:
-        """The rest of a completion of `TRIAL_TOKENS` tokens, behind those that are given."""
+        """The rest of a completion of a token more than CUT_TOKENS, behind those that are given."""
         body = {
             "model": "policy",
             "prompt": [0, 0, *begun],
-            "max_tokens": TRIAL_TOKENS - len(begun),
+            "max_tokens": CUT_TOKENS + 1 - len(begun),
             "ignore_eos": True,
             "seed": seed,
             "logprobs": 0,
@@ -113,6 +146,16 @@ class Server:
         tokens: list[int] = json.loads(made)["choices"][0]["token_ids"]
         return tokens
 
+    async def ask_limits(self) -> EngineLimits:
+        """What its engine takes. Raises ServerFailed."""
+        said = await self._ask("GET", "/grpo/engine", b"", 200, METRICS_TIMEOUT_S)
+        return msgspec.json.decode(said, type=EngineLimits)
+
+    async def word(self) -> EngineWord | None:
+        """What its engine says of its work, if it does. Raises ServerFailed."""
+        said = await self._ask("GET", "/metrics", b"", 200, METRICS_TIMEOUT_S)
+        return read_metrics(said.decode(errors="replace"))
+
     async def ended(self) -> int:
         """Return its exit code once it has ended."""
         return await asyncio.to_thread(self.process.wait)
@@ -122,17 +165,24 @@ class Server:
         await asyncio.to_thread(stop, self.process)
 
     async def _ask(self, method: str, path: str, body: bytes, status: int, timeout_s: float) -> bytes:
+        answered, said = await self._exchange(method, path, body, timeout_s)
+        if answered != status:
+            raise ServerFailed(_unexpected(method, path, answered, said))
+        return said
+
+    async def _exchange(self, method: str, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         headers = {"Authorization": f"Bearer {self._secret}", "Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         url = f"{self.url}{path}"
         try:
             async with self._http.request(method, url, data=body, headers=headers, timeout=timeout) as answer:
-                said = await answer.read()
+                return answer.status, await answer.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerFailed(f"{method} {path}: {str(error) or type(error).__name__}") from error
-        if answer.status != status:
-            raise ServerFailed(f"{method} {path}: {answer.status} {said[:500].decode(errors='replace')}")
-        return said
+
+
+def _unexpected(method: str, path: str, status: int, said: bytes) -> str:
+    return f"{method} {path}: {status} {said[:500].decode(errors='replace')}"
 
 
 async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession) -> Server:
@@ -144,7 +194,10 @@ async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession) -> Se
     pem = None
     if identity.protects(node.host):
         pem = Path(node.workdir) / "identity.pem"
-        identity.write_pem(node.token, pem)
+        try:
+            identity.write_pem(node.token, pem)
+        except OSError as error:
+            raise ServerFailed(f"{pem}: {error}") from error
     env = {
         **os.environ,
         **light_env(spec),
@@ -163,10 +216,10 @@ async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession) -> Se
     try:
         await _until_healthy(server, node.token, http)
         await (server.sample_by_position() if spec.rollout.recovery == "continue" else server.try_out())
+        return replace(server, limits=await server.ask_limits())
     except BaseException:
         await server.stop()
         raise
-    return server
 
 
 def argv_of(spec: RunSpec, host: str, port: int, pem: Path | None) -> list[str]:
@@ -222,11 +275,6 @@ def model_of(spec: RunSpec) -> str:
     """The model's folder, found from the folder of run.yaml, or its name on the hub."""
     folder = Path(spec.workdir) / spec.trainer.model
     return str(folder) if folder.is_dir() else spec.trainer.model
-
-
-def max_requests_of(spec: RunSpec) -> int:
-    """How many requests the server takes at a time."""
-    return int(_user_flags(spec).get("max-num-seqs") or MAX_REQUESTS)
 
 
 def _user_flags(spec: RunSpec) -> dict[str, Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+
+os.environ["COLUMNS"] = "200"  # the terminal of the commands, which is measured when they are imported
+
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import structlog
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.sky_rig.fixtures import sky_image, sky_rig  # noqa: F401  # pytest finds them here
 from tests.store_rig.ceph_server import ceph_server, missing_programs
@@ -17,8 +20,22 @@ from tests.store_rig.fault_proxy import FaultProxy, fault_proxy
 from tests.store_rig.moto_server import moto_server
 from tests.store_rig.server import S3Server
 
-settings.register_profile("no deadline", deadline=None)  # how long an example takes says how busy the machine is
-settings.load_profile("no deadline")
+# How long an example takes, or takes to be made, says how busy the machine is and nothing of the code. In CI the
+# examples are the same each time, so that a change is judged by what it changed.
+settings.register_profile(
+    "any load",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    derandomize=bool(os.environ.get("CI")),
+)
+settings.load_profile("any load")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run side by side, those on Ceph keep to one process: its daemons take a gigabyte."""
+    for item in items:
+        if {"ceph", "ceph_users", "ceph_proxy"} & set(getattr(item, "fixturenames", ())) or "ceph" in item.name:
+            item.add_marker(pytest.mark.xdist_group("ceph"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""How well the detector tells diverging runs from healthy ones, and how far back it would go."""
+"""How well the detector tells diverging runs from healthy ones, and how far back its run would go."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from policies.divergence import Detector, Health, Point, follow
+from policies.divergence import Detector, Health, Point, Verdict, follow
+from policies.spec import CheckpointsSpec
+from policies.vocabulary import PolicyVersion
 from tests.divergence_diverging import SAVE_STEPS
 from tests.divergence_traces import Trace
+from tests.world_store import stored
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the detector made of a trace."""
+    """What the detector made of a trace. `kept`: the steps of the checkpoints that retention had left by then."""
 
     trace: Trace
     trip_step: int | None
     told_onset_step: int | None
+    kept: tuple[int, ...] = ()
 
     @property
     def healthy_steps(self) -> int:
@@ -49,13 +53,18 @@ class Outcome:
 
     @property
     def target_step(self) -> int:
-        """The newest checkpoint from before the onset that was told; 0 is the start."""
-        return max(0, (self.told_onset_step or 0) - 1) // SAVE_STEPS * SAVE_STEPS
+        """The newest checkpoint from before the onset that was told, of those that are left; 0: there is none."""
+        return max([step for step in self.kept if step < (self.told_onset_step or 0)], default=0)
+
+    @property
+    def has_no_target(self) -> bool:
+        """Whether none is left though one from before the told onset was saved."""
+        return self.target_step == 0 and (self.told_onset_step or 0) > SAVE_STEPS
 
     @property
     def target_is_good(self) -> bool:
-        """Whether that checkpoint is from before the first bad update."""
-        return self.target_step < (self.trace.onset_step or 0)
+        """Whether there is one, from before the first bad update."""
+        return not self.has_no_target and self.target_step < (self.trace.onset_step or 0)
 
     @property
     def thrown_away_steps(self) -> int:
@@ -81,6 +90,7 @@ class Score:
     target_before_onset_share: float | None
     steps_thrown_away_median: float | None
     good_steps_thrown_away_median: float | None
+    without_target: int
 
     @property
     def false_trips_per_1000(self) -> float:
@@ -89,13 +99,35 @@ class Score:
 
 
 def judge(trace: Trace) -> Outcome:
-    """Follow the trace until the detector trips."""
-    detector = Detector()
+    """Follow the trace until the detector trips, with checkpoints that are saved and retired as in a run."""
+    detector, kept = Detector(), Checkpoints(trace.logging_steps)
     for point in trace.points:
+        kept.save_before(point.step, detector.verdict)
         detector = follow(detector, point, trace.limit)
         if detector.verdict.health is Health.TRIPPED:
-            return Outcome(trace, detector.verdict.tripped_step, detector.verdict.onset_step)
-    return Outcome(trace, None, None)
+            return Outcome(trace, detector.verdict.tripped_step, detector.verdict.onset_step, kept.steps)
+        kept.save_before(point.step + 1, detector.verdict)
+    return Outcome(trace, None, None, kept.steps)
+
+
+class Checkpoints:
+    """What the store of a run has that saves every SAVE_STEPS, under the default retention."""
+
+    def __init__(self, logging_steps: int) -> None:
+        self._logging_steps = logging_steps
+        self._listed: list[PolicyVersion] = []
+        self._due = SAVE_STEPS
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(one.step for one in self._listed)
+
+    def save_before(self, step: int, verdict: Verdict) -> None:
+        """Save what is due before `step`: what a restarted trainer saves again is there already."""
+        while self._due < step:
+            new = PolicyVersion(0, self._due)
+            self._listed = stored(self._listed, new, verdict, (), CheckpointsSpec(), self._logging_steps)
+            self._due += SAVE_STEPS
 
 
 def score(outcomes: Sequence[Outcome]) -> Score:
@@ -111,6 +143,7 @@ def score(outcomes: Sequence[Outcome]) -> Score:
         target_before_onset_share=sum(one.target_is_good for one in caught) / len(caught) if caught else None,
         steps_thrown_away_median=_median(one.thrown_away_steps for one in caught),
         good_steps_thrown_away_median=_median(one.good_steps_thrown_away for one in caught),
+        without_target=sum(one.has_no_target for one in caught),
     )
 
 

@@ -30,6 +30,8 @@ from policies.wire import HEADER_BOOT, HEADER_POLICY, Announce, AnnounceReply
 
 STREAM_INTERVAL = 4
 VOCABULARY = 1000
+CONTEXT = 4096  # tokens of prompt and answer together
+UNEQUAL = 20
 # How a stream may end after its first event without being complete.
 BREAKS = {
     "nothing": b"",
@@ -45,8 +47,12 @@ BREAKS = {
 }
 
 
-def completion(body: dict[str, Any], prompt: list[int]) -> tuple[list[int], list[float], str]:
-    """The tokens, their log-probabilities and the finish reason that any stand-in gives for this request."""
+def completion(body: dict[str, Any], prompt: list[int], unequal: str = "") -> tuple[list[int], list[float], str]:
+    """The tokens, their log-probabilities and the finish reason that any stand-in gives for this request.
+
+    One that computes `unequal` last bits gives a neighbouring token one time in UNEQUAL, others than a stand-in
+    of another such name, and other last bits of each log-probability.
+    """
     digest = hashlib.blake2b(str(body["seed"]).encode(), digest_size=4)
     for token in prompt:
         digest.update(token.to_bytes(4, "big"))
@@ -55,15 +61,19 @@ def completion(body: dict[str, Any], prompt: list[int]) -> tuple[list[int], list
     tokens: list[int] = []
     logprobs: list[float] = []
     stops = set(body.get("stop_token_ids") or [])
-    while len(tokens) < body["max_tokens"]:
+    limit = body.get("max_tokens")
+    while len(tokens) < (CONTEXT - len(prompt) if limit is None else limit):
         number = int.from_bytes(digest.copy().digest(), "big")
         if own is not None:
             number += int.from_bytes(own.copy().digest(), "big")
-        token = number % VOCABULARY
+        token, ulps = number % VOCABULARY, 0
+        if unequal:
+            ulps = int.from_bytes(hashlib.blake2b(unequal.encode() + digest.digest()).digest()[:4], "big")
+            token = (token + (ulps % UNEQUAL == 0)) % VOCABULARY
         while len(tokens) < body.get("min_tokens", 0) and token in stops:
             token = (token + 1) % VOCABULARY
         tokens.append(token)
-        logprobs.append(-(number % 1009) / 1009)
+        logprobs.append(-(number % 1009) / 1009 * (1 + (ulps % 7) * 1e-7))
         digest.update(token.to_bytes(4, "big"))
         if own is not None:
             own.update(token.to_bytes(4, "big"))
@@ -176,10 +186,10 @@ class FakeNode:
                 raise SystemExit(0)
 
 
-def events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def events(body: dict[str, Any], unequal: str = "") -> Iterator[dict[str, Any]]:
     """vLLM's events for one completion: the first token alone, then STREAM_INTERVAL at a time."""
     prompt = prompt_of(body)
-    tokens, logprobs, reason = completion(body, prompt)
+    tokens, logprobs, reason = completion(body, prompt, unequal)
     shown, count = texts(tokens), len(tokens)
     cuts = sorted({0, *range(1, count, STREAM_INTERVAL), count})
     for start, end in pairwise(cuts):
@@ -201,11 +211,11 @@ def events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"id": "cmpl-0", "choices": [choice]}
 
 
-def chat_events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def chat_events(body: dict[str, Any], unequal: str = "") -> Iterator[dict[str, Any]]:
     """The same as a chat has them, behind an event with the role and the prompt."""
     empty = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     yield {"id": "chatcmpl-0", "choices": [empty], "prompt_token_ids": prompt_of(body)}
-    for event in events(body):
+    for event in events(body, unequal):
         said = event["choices"][0]
         logprobs = said["logprobs"]
         content = [

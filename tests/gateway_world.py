@@ -17,10 +17,11 @@ from orchestrator.gateway.members import Members
 from orchestrator.gateway.watch import DRAIN_S, Watch
 from policies.membership import Row
 from policies.patience import Patience
-from policies.wire import Announce, PolicyRef
-from tests.fake_vllm import chat_events, completion, events, prompt_of
+from policies.wire import Announce, EngineWord, PolicyRef
+from tests.fake_vllm import CONTEXT, chat_events, completion, events, prompt_of
 
 PATIENCE_S = 20.0
+TOO_MANY = b'{"error":{"message":"max_tokens=%d cannot be greater than max_model_len=%d. Please request fewer"}}'
 T = TypeVar("T")
 EVENT_STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -32,16 +33,23 @@ class Node:
         self.world, self.name, self.policy, self.max_requests = world, name, policy, max_requests
         self.boot_id = f"boot-of-{name}"
         self.event_s = 0.0
+        self.doubling = 0  # requests that make an event take twice as long; 0: none do
         self.stalls = 1_000_000  # sends no token after so many of a request
         self.deaf = False  # does not answer GET /health
         self.raw = b""  # sent in place of any answer
         self.breaks: bytes | None = None  # sent in place of all events but the first
         self.extra = b""  # sent behind every answer
         self.refuses: Callable[[dict[str, Any]], bool] = lambda _: False  # answers 400 to these
+        self.unequal = ""  # its last bits are others than those of a node with another such name
         self.done = True  # ends its answers
         self.changed = asyncio.Event()  # look again
+        self.at_a_time = 1_000_000  # requests that its engine works at; the others wait in their order
+        self.loses: set[int] = set()  # seeds of which it makes nothing
+        self.engine: EngineWord | None = None  # what it says of itself
         self.running = 0
+        self._working: list[object] = []
         self.asked: list[dict[str, Any]] = []  # every request's body
+        self.stalled = 0  # requests that have come to where it stalls
         self.aborted = 0
         self._writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
@@ -74,7 +82,7 @@ class Node:
         assert self._server is not None
         port = self._server.sockets[0].getsockname()[1]
         while True:
-            said = Announce(self.boot_id, f"127.0.0.1:{port}", self.policy, self.max_requests)
+            said = Announce(self.boot_id, f"127.0.0.1:{port}", self.policy, self.max_requests, engine=self.engine)
             if (await self.world.members.announce(self.name, said)).drain:
                 self.world.members.leave(self.name, self.boot_id)
                 return
@@ -93,17 +101,34 @@ class Node:
                 self.asked.append(json.loads(body))
                 self.running += 1
                 try:
-                    await self._answer(json.loads(body), reader, writer)
+                    await self._in_turn(json.loads(body), reader, writer)
                 finally:
                     self.running -= 1
         self._writers.discard(writer)
         writer.close()
+
+    async def _in_turn(
+        self, body: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await self._until(lambda: body["seed"] not in self.loses, reader)
+        turn = object()
+        self._working.append(turn)
+        try:
+            await self._until(lambda: self._working.index(turn) < self.at_a_time, reader)
+            await self._answer(body, reader, writer)
+        finally:
+            self._working.remove(turn)
+            self.change()
 
     async def _answer(
         self, body: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         if self.refuses(body):
             writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 2\r\n\r\nno")
+            return
+        if (body.get("max_tokens") or 0) > CONTEXT:
+            said = TOO_MANY % (body["max_tokens"], CONTEXT)
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n%b" % (len(said), said))
             return
         if self.raw:
             writer.write(self.raw)
@@ -112,9 +137,11 @@ class Node:
             raise ConnectionError
         writer.write(EVENT_STREAM)
         policy, sent = self.policy, 0
-        for event in chat_events(body) if "messages" in body else events(body):
-            await asyncio.sleep(self.event_s)
+        make = chat_events if "messages" in body else events
+        for event in make(body, self.unequal):
+            await asyncio.sleep(self.event_s * (1 + (self.running / self.doubling if self.doubling else 0)))
             tokens = sum(len(choice.get("token_ids") or []) for choice in event["choices"])
+            self.stalled += sent >= self.stalls
             await self._until(lambda sent=sent: sent < self.stalls, reader)  # type: ignore[misc]
             if self.policy != policy:
                 event = {"error": {"message": "other weights now", "code": 409}}
@@ -151,9 +178,10 @@ class World:
         self.watch = Watch(self.members, drain_s)
         self.nodes: list[Node] = []
 
-    async def node(self, name: str, policy: str = "0-0", max_requests: int = 256) -> Node:
-        """Start a node that is a member when this returns."""
+    async def node(self, name: str, policy: str = "0-0", max_requests: int = 256, **attributes: Any) -> Node:
+        """Start a node that is a member when this returns, and from its first request on has these attributes."""
         node = Node(self, name, policy, max_requests)
+        node.change(**attributes)
         self.nodes.append(node)
         await node.start()
         await self.until(lambda: self.members.table.row(name) is not None)

@@ -95,6 +95,9 @@ class ScriptedStore(Store):
     def get_buffer(self, key: str) -> memoryview:
         return self._read(lambda: self._inner.get_buffer(key))
 
+    def secure(self, keys: Sequence[str]) -> None:
+        self._read(lambda: self._inner.secure(keys))
+
     def put(self, key: str, data: BytesLike) -> None:
         kept = bytes(data)  # a late one arrives when the writer's memory is gone
         self._write(lambda: self._inner.put(key, kept))

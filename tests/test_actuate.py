@@ -11,9 +11,10 @@ import pytest
 from checkpoint import exports, timelines
 from checkpoint.backends import BytesLike
 from checkpoint.errors import StoreUnavailable
+from checkpoint.journal import Fenced
 from checkpoint.store import Store
 from orchestrator import actuate
-from orchestrator.actuate import Actuator
+from orchestrator.actuate import ACT_WITHIN_S, Actuator
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
 from policies.snapshot import Confirm, Export, Launch, LaunchRefused, Machine, Terminate, WriteFork
 from policies.timelines import Fork
@@ -91,6 +92,10 @@ def actuator(cloud: Clouds, store: AwayStore) -> Iterator[Actuator]:
     made.close()
 
 
+def held() -> None:
+    """The journal has not moved on."""
+
+
 def until(holds: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 10
     while not holds():
@@ -100,22 +105,22 @@ def until(holds: Callable[[], bool]) -> None:
 
 def test_an_action_that_runs_is_not_started_again(cloud: Clouds, actuator: Actuator):
     for _ in range(3):
-        actuator.submit((LAUNCH, Confirm("trainer-0-i1")))
+        actuator.submit((LAUNCH, Confirm("trainer-0-i1")), held)
     until(lambda: len(cloud.calls) == 2)
     assert sorted(cloud.calls) == ["confirm trainer-0-i1", "launch rollout-0-i1"]
 
 
 def test_a_machine_can_be_given_up_while_it_is_being_launched(cloud: Clouds, actuator: Actuator):
-    actuator.submit((LAUNCH,))
+    actuator.submit((LAUNCH,), held)
     until(lambda: cloud.calls == ["launch rollout-0-i1"])
-    actuator.submit((TERMINATE,))
+    actuator.submit((TERMINATE,), held)
     until(lambda: cloud.calls == ["launch rollout-0-i1", "terminate rollout-0-i1"])
 
 
 def test_a_refusal_is_told_once(cloud: Clouds, actuator: Actuator):
     cloud.fails = CloudRefused(Refusal.QUOTA, "no vCPUs left")
     cloud.go.set()
-    actuator.submit((LAUNCH,))
+    actuator.submit((LAUNCH,), held)
     told: list[LaunchRefused] = []
     until(lambda: bool(told.extend(actuator.collect()) or told))
     assert told == [LaunchRefused("rollout-0-i1", Refusal.QUOTA, "no vCPUs left")]
@@ -125,9 +130,9 @@ def test_a_refusal_is_told_once(cloud: Clouds, actuator: Actuator):
 def test_a_cloud_that_does_not_answer_is_not_asked_again_at_once(cloud: Clouds, actuator: Actuator):
     cloud.fails = CloudUnavailable("the API server is away")
     cloud.go.set()
-    actuator.submit((LAUNCH,))
+    actuator.submit((LAUNCH,), held)
     until(lambda: not actuator.collect() and len(cloud.calls) == 1 and not actuator._running)
-    actuator.submit((LAUNCH, TERMINATE))
+    actuator.submit((LAUNCH, TERMINATE), held)
     until(lambda: cloud.calls == ["launch rollout-0-i1", "terminate rollout-0-i1"])
 
 
@@ -139,7 +144,7 @@ def test_a_fork_is_written_though_the_store_was_away(
     fork = Fork(1, "0-8", {"beta": 0.08})
 
     def written() -> bool:
-        actuator.submit((WriteFork(fork),))
+        actuator.submit((WriteFork(fork),), held)
         actuator.collect()
         return timelines.newest_timeline(store) == 1
 
@@ -148,8 +153,37 @@ def test_a_fork_is_written_though_the_store_was_away(
 
 
 def test_an_export_that_cannot_be_is_told_and_not_tried_for_ever(store: AwayStore, actuator: Actuator):
-    actuator.submit((Export("0-8"),))
+    actuator.submit((Export("0-8"),), held)
     until(lambda: exports.read_export(store, PolicyVersion(0, 8)) is not None)
     done = exports.read_export(store, PolicyVersion(0, 8))
     assert done is not None
     assert (done.prefix, "no checkpoint 0-8" in done.error) == ("", True)
+
+
+def test_nothing_is_begun_behind_a_journal_that_has_moved_on(cloud: Clouds, actuator: Actuator):
+    def replaced() -> None:
+        raise Fenced("b/2 wrote journal entry 7")
+
+    with pytest.raises(Fenced):
+        actuator.submit((LAUNCH, TERMINATE), replaced)
+    assert cloud.calls == []
+    actuator.submit((), replaced)  # nothing is to be done, and nothing is read
+    actuator.submit((TERMINATE,), held)
+    until(lambda: cloud.calls == ["terminate rollout-0-i1"])
+    actuator.submit((TERMINATE,), replaced)  # it is under way already
+
+
+def test_what_was_fenced_too_long_ago_is_not_begun(cloud: Clouds, store: AwayStore):
+    """This process is stopped between its look at the journal and the call."""
+    now_s = [100.0]
+    actuator = Actuator(cloud, store, lambda _: {}, clock=lambda: now_s[0])
+
+    def stopped() -> None:
+        now_s[0] += ACT_WITHIN_S + 1
+
+    cloud.go.set()
+    actuator.submit((TERMINATE,), stopped)
+    until(lambda: not actuator.collect() and not actuator._running)
+    assert cloud.calls == []
+    actuator.submit((TERMINATE,), held)
+    until(lambda: cloud.calls == ["terminate rollout-0-i1"])

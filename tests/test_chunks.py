@@ -135,7 +135,7 @@ def test_a_damaged_chunk_is_named_and_nothing_of_it_is_used(wire: Wire, source: 
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     names = [c for file in files for c in file.chunks]
-    assert chunks.check(wire, "root", names) == [str(caught.value)]
+    assert chunks.check(wire, "root", names) == {chunk: str(caught.value)}
     del wire.objects[f"root/{chunk}"]
     assert len(chunks.check(wire, "root", names)) == 1
 

@@ -80,7 +80,6 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.chdir(tmp_path)
     return Run(tmp_path)
 
@@ -120,11 +119,11 @@ def test_ls_says_what_there_is_and_why_it_stays(run: Run, cli: Cli) -> None:
     rows = [" ".join(line.split()) for line in cli("ls").out.splitlines()]
     assert rows == [
         "version age size pinned kept as",
-        "0-100 2:00 h 16.0 MiB every 100 steps",
+        "0-100 2:00 h 16.0 MiB every 100 steps, doubling ages",
         "0-120 2:00 h 16.0 MiB yes –",
         "0-200 2:00 h 16.0 MiB –",
-        "1-130 2:00 h 16.0 MiB newest 2",
-        "1-140 2:00 h 16.0 MiB newest 2",
+        "1-130 2:00 h 16.0 MiB newest 2, doubling ages",
+        "1-140 2:00 h 16.0 MiB newest 2, doubling ages",
     ]
     listed = plain(cli("ls", "-o", "json"))
     assert [(one["version"], one["timeline"], one["step"], one["pinned"]) for one in listed] == [
@@ -139,15 +138,19 @@ def test_ls_says_what_there_is_and_why_it_stays(run: Run, cli: Cli) -> None:
 
 
 def test_every_rule_that_keeps_a_checkpoint_is_named(run: Run) -> None:
-    for step in (100, 150, 200):
+    for step in (100, 200, 250, 500, 600):
         run.saves(0, step)
+    run.saves(1, 650)
     listed = run.catalog.newest().checkpoints
-    assert list(kept_as(listed, CheckpointsSpec(keep_last=1, keep_every_steps=100), ()).values()) == [
-        ["every 100 steps"],
-        [],
-        ["newest 1", "every 100 steps"],
-    ]
-    assert list(kept_as(listed, CheckpointsSpec(keep_last=2), ()).values()) == [[], ["newest 2"], ["newest 2"]]
+    spec, forks = CheckpointsSpec(keep_last=1, keep_every_steps=200), (Fork(1, "0-500", from_step=600),)
+    assert {str(at): rules for at, rules in kept_as(listed, spec, forks).items()} == {
+        "0-100": ("doubling ages",),
+        "0-200": ("every 200 steps",),
+        "0-250": ("rollback on probation",),
+        "0-500": ("doubling ages", "rollback on probation"),
+        "0-600": ("abandoned, until probation has passed",),
+        "1-650": ("newest 1", "doubling ages"),
+    }
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,6 @@ Cli = Callable[..., Answer]
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
     """`grpo-orch detect ...` in a folder of its own."""
-    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.chdir(tmp_path)
 
     def call(*words: str) -> Answer:

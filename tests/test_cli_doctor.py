@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import structlog
 
+from checkpoint import checkpoints, layout
+from checkpoint.catalog import Catalog
+from checkpoint.store import Store
 from orchestrator.cli import main
 from orchestrator.cli.doctor import INSTALL, Finding, SkyPilotLike, examine, is_usable
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky_types import ApiServer, CloudCheck, SkyOffer
 from policies.spec import RunSpec
-from policies.vocabulary import Refusal
+from policies.vocabulary import PolicyVersion, Refusal
 from tests import config_world
 from tests.world import spec
 
@@ -147,7 +150,6 @@ def run_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A local run's file, with a node environment on this machine."""
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("GRPO_ORCH_NODE_PYTHON", sys.executable)
-    monkeypatch.setenv("COLUMNS", "200")
     yield config_world.furnish(tmp_path)
     structlog.reset_defaults()
 
@@ -168,6 +170,7 @@ def test_the_command_prints_a_table_and_its_twin(
         "ok": True,
         "needed": True,
         "told": sys.executable,
+        "warning": False,
     }
     monkeypatch.setattr(sys, "argv", ["grpo-orch", "doctor", str(run_yaml)])
     with pytest.raises(SystemExit):
@@ -187,3 +190,31 @@ def test_the_command_fails_for_what_the_run_needs(
     assert ended.value.code == 1
     assert told.err == "missing: store\n"
     assert "missing" in told.out
+
+
+def test_a_run_whose_checkpoints_are_damaged_is_told_before_it_needs_them(
+    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, weights = Store((run_yaml.parent / "run").as_uri()), run_yaml.parent / "weights"
+
+    def found() -> Any:
+        monkeypatch.setattr(sys, "argv", ["grpo-orch", "doctor", str(run_yaml), "-o", "json"])
+        with pytest.raises(SystemExit):
+            main()
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        return next((finding for finding in findings if finding["what"] == "checkpoints"), None)
+
+    assert found() is None
+    for step in (10, 20):
+        weights.write_bytes(b"%d" % step)
+        files = [("model.safetensors", weights)]
+        checkpoints.upload(store, Catalog(store, "test"), files, PolicyVersion(0, step), 1.0, {})
+    assert found()["ok"]
+    blobs = store.entries(layout.BLOBS)
+    older = next(one.key for one in blobs if store.get(one.key) == b"10")
+    store.delete([older])
+    damaged = found()
+    assert (damaged["ok"], damaged["needed"]) == (False, False)
+    assert damaged["told"].startswith(f"damaged: 0-10; of 0-10: {older} of model.safetensors is missing; see")
+    store.delete([one.key for one in blobs])
+    assert found()["needed"], "no restart would find a whole one"

@@ -67,7 +67,6 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)
     made = Run(tmp_path)
     for name in ("rollback", "start"):
@@ -103,6 +102,8 @@ def test_a_target_and_changes_are_taken_as_given(run: Run, cli: Cli):
     code, out, _ = cli("rollback", "--to", "4", "--set", "beta=0.08", "--set", "learning_rate=1e-5")
     assert code == 0
     assert "goes back to 0-4, as timeline 1; other than in run.yaml: beta 0.08, learning_rate 1e-05." in out
+    assert "beta: a KL term where there was none: a reference model is loaded beside the trained one\n" in out
+    assert "learning_rate: updates of 10 times the size\n" in out
     assert begun(run) == ("0-4", {"beta": 0.08, "learning_rate": 1e-5})
     assert run.started == ["rollback"]
 
@@ -114,11 +115,21 @@ def test_without_words_it_goes_to_before_the_trouble_with_the_changes_by_rule(ru
     assert code == 0
     told = json.loads(out)
     assert (told["timeline"], told["start"], told["cause"]) == (1, "0-4", "user")
-    assert told["changes"] == {
-        "epsilon": 0.1,
-        "learning_rate": 5e-7,
-    }  # by rule, from TRL's own defaults; no KL term
+    # By rule, from TRL's own defaults: no KL term, and no ratio to clip.
+    assert told["changes"] == {"learning_rate": 5e-7}
+    assert told["effects"] == {"learning_rate": "updates of half the size"}
     assert run.state.phase is RunPhase.STARTING
+
+
+def test_with_nothing_to_go_back_to_it_asks_for_a_word_and_begins_nothing(run: Run, cli: Cli):
+    run.saves("0-50")
+    run.happens(Diverged(0, 90, 30, ("KL 9",), "trainer"), RunMoved(RunPhase.PAUSED, "diverged"))
+    code, _, err = cli("rollback")
+    assert code == 2
+    assert "no checkpoint is from before step 30, there are 0-50" in err
+    assert "--to start" in err
+    assert not run.state.rollbacks
+    assert not run.started
 
 
 @pytest.mark.parametrize("word", ["start", "0"])
@@ -143,6 +154,7 @@ def test_the_newest_checkpoint_has_a_name(run: Run, cli: Cli):
         (["--set", "beta=much"], "--set beta=much: expected a number of 0 or more"),
         (["--set", "beta=nan"], "--set beta=nan: expected a number of 0 or more"),
         (["--set", "learning_rate=0"], "--set learning_rate=0: expected a number above 0"),
+        (["--set", "max_completion_length=2.5"], "--set max_completion_length=2.5: expected a whole number"),
         (
             ["--set", "max_steps=3"],
             "--set max_steps=3: expected KEY=NUMBER, KEY one of beta, epsilon, epsilon_high",

@@ -27,14 +27,14 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         "unknown key at the top",
         [("policies:", "policy:")],
         [
-            'run.yaml:19: policy: unknown key; expected one of checkpoints, cloud, grpo, name, policies, rehearse, rollout, storage, trainer; did you mean "policies"?'
+            'run.yaml:19: policy: unknown key; expected one of checkpoints, cloud, grpo, name, policies, rehearse, rollout, secrets, storage, trainer; did you mean "policies"?'
         ],
     ),
     (
         "workdir is no key of the file",
         [("storage: ./run", "storage: ./run\nworkdir: /tmp")],
         [
-            "run.yaml:3: workdir: unknown key; expected one of checkpoints, cloud, grpo, name, policies, rehearse, rollout, storage, trainer"
+            "run.yaml:3: workdir: unknown key; expected one of checkpoints, cloud, grpo, name, policies, rehearse, rollout, secrets, storage, trainer"
         ],
     ),
     (
@@ -378,7 +378,7 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
             )
         ],
         [
-            'run.yaml:20: checkpoints.keep_lats: unknown key; expected one of keep_every_steps, keep_last, max_behind_steps, spool, spool_gib; did you mean "keep_last"?',
+            'run.yaml:20: checkpoints.keep_lats: unknown key; expected one of keep_every_steps, keep_last, keep_rollouts_every_steps, max_behind_steps, spool, spool_gib; did you mean "keep_last"?',
             "run.yaml:21: checkpoints.keep_last: expected at least 1, got 0",
             "run.yaml:22: checkpoints.keep_every_steps: expected at least 1, got 0",
             "run.yaml:23: checkpoints.spool: expected a whole path, for it is a folder of the trainer's machine; got 'shm'",
@@ -601,6 +601,52 @@ def test_machines_of_a_cloud_get_nothing_from_beside_the_folder_of_the_file(tmp_
         f"{run_yaml}:5: trainer.model: ./a/../../model {why}",
         f"{run_yaml}:6: trainer.dataset: ../prompts.jsonl {why}",
     ]
+
+
+SHARDED = "a reference model in shards ({}) does not survive a restart; expected ZeRO stage 0 to 2, or DDP"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "grpo", "said"),
+    [
+        ("accelerate: {distributed_type: MULTI_GPU, num_processes: 2}", "", None),
+        ("accelerate: {distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: 2}}", "", None),
+        (
+            "accelerate: {distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: 3}}",
+            "",
+            SHARDED.format("trainer.accelerate.deepspeed_config, ZeRO stage 3"),
+        ),
+        (
+            "accelerate: {distributed_type: DEEPSPEED, deepspeed_config: {deepspeed_config_file: ds.json}}",
+            "",
+            SHARDED.format("trainer.accelerate.deepspeed_config, ZeRO stage in a file"),
+        ),
+        ("accelerate: {distributed_type: FSDP, fsdp_config: {fsdp_version: 2}}", "", SHARDED.format("FSDP")),
+        ("", "deepspeed: {zero_optimization: {stage: 1}}", None),
+        ("", "deepspeed: {zero_optimization: {stage: 3}}", SHARDED.format("grpo.deepspeed, ZeRO stage 3")),
+        (
+            "peft: {r: 4}",
+            "",
+            "adapters are their own reference when they are taken off; remove this one, or trainer.peft",
+        ),
+    ],
+)
+def test_a_reference_that_moves_comes_through_a_restart_or_is_refused(
+    trainer: str, grpo: str, said: str | None, tmp_path: Path
+) -> None:
+    run_yaml = furnish(tmp_path)
+    more = "".join(f"\n  {line}" for line in ("sync_ref_model: true", grpo) if line)
+    changes = [
+        (GRPO, f"{GRPO}{more}"),
+        ("  reward_funcs", f"  {trainer}\n  reward_funcs" if trainer else "  reward_funcs"),
+    ]
+    run_yaml.write_text(changed(*changes, (DROP, "")))
+    if said is None:
+        load_spec(run_yaml)
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_spec(run_yaml)
+    assert f"grpo.sync_ref_model: {said}" in str(caught.value)
 
 
 def test_no_file_and_a_folder(tmp_path: Path) -> None:

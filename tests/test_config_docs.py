@@ -13,6 +13,7 @@ import yaml
 from checkpoint.store import OPTIONS_ENV
 from orchestrator.config import checks, foreign_keys, load, rehearsal, storage
 from orchestrator.config.structure import NOT_IN_FILE
+from orchestrator.run_secrets import SINKS
 from policies import spec
 from tests.config_world import furnish
 
@@ -69,7 +70,7 @@ def default(field: dataclasses.Field[Any]) -> str:
         return "as below" if dataclasses.is_dataclass(field.default_factory) else ""
     if field.default is dataclasses.MISSING:
         return "required"
-    return "" if field.default is None else str(field.default)
+    return "" if field.default in (None, ()) else str(field.default)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -103,6 +104,16 @@ def test_our_defaults() -> None:
         "eval_steps": checks.EVAL_STEPS,
     }
     assert documented.items() >= {key: str(value) for key, value in ours.items()}.items()
+
+
+def test_the_usual_secrets() -> None:
+    rows = [tuple(row) for row in tables("secrets")[0]]
+    sinks = [
+        (", ".join(f"`{name}`" for name in names), "trainer", f"`grpo.report_to` has `{sink}`")
+        for sink, names in SINKS.items()
+    ]
+    assert rows[2:] == sinks
+    assert [row[:2] for row in rows[:2]] == [("`HF_TOKEN`", "trainer"), ("`HF_TOKEN`", "rollout nodes")]
 
 
 def test_storage() -> None:

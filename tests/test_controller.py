@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 
 from checkpoint import documents, journal
 from checkpoint.errors import StoreUnavailable
-from checkpoint.journal import Journal
+from checkpoint.journal import Fenced, Journal
 from checkpoint.store import Store
 from orchestrator.controller import Controller
-from policies.snapshot import Action, LaunchRefused, Snapshot
+from policies.snapshot import Action, LaunchRefused, Machine, Snapshot
 from policies.state import RunState
-from policies.vocabulary import RunPhase
+from policies.vocabulary import MachineState, NodePhase, Role, RunPhase
 from tests.world import World
 
 names = itertools.count()
@@ -47,7 +48,11 @@ class Eyes:
         self._world = world
         self._store = store
 
+    away = False
+
     def look(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState) -> Snapshot:  # noqa: ARG002  # the Observer's own signature
+        if self.away:
+            raise StoreUnavailable("read trainer.json")
         self._world.commands = list(documents.read_commands(self._store))
         return self._world.snapshot()
 
@@ -61,7 +66,9 @@ class Hands:
     def collect(self) -> tuple[LaunchRefused, ...]:
         return ()
 
-    def submit(self, actions: tuple[Action, ...]) -> None:
+    def submit(self, actions: tuple[Action, ...], fence: Callable[[], None]) -> None:
+        if actions:
+            fence()
         for action in actions:
             self._world.act(action)
 
@@ -90,3 +97,40 @@ def test_a_store_that_goes_away_in_a_tick_leaves_state_and_journal_agreed(leaves
         assert controller.state.phase is RunPhase.STOPPED
         assert len(controller.state.commands_taken) == 1
         assert store.leaves is None
+
+
+def test_who_was_replaced_acts_no_more_not_even_in_a_tick_without_events():
+    """It was stopped; the machine that it does not know is its successor's."""
+    store, world = Store(f"memory://controller-{next(names)}", patience_s=0.0), World(max_steps=10**6)
+    writer = Journal(store, "a/1")
+    state = writer.take_over(world.now_s, "a", 1, "up")
+    controller = Controller(store, world.spec, writer, state, Eyes(world, store), Hands(world))  # type: ignore[arg-type]
+    for _ in range(30):
+        controller.tick(world.now_s)
+        world.advance()
+    Journal(store, "b/2").take_over(world.now_s, "b", 2, "resume")
+    world.machines["rollout-0-i7"] = Machine("rollout-0-i7", MachineState.UP)
+    with pytest.raises(Fenced, match="b/2"):
+        controller.tick(world.now_s)
+    assert "rollout-0-i7" in world.machines
+
+
+def test_no_silence_from_before_an_outage_counts():
+    """The trainer beats all the time; its controller does not see it for a while, and then sees its last beat."""
+    store, world = Store(f"memory://controller-{next(names)}", patience_s=0.0), World(max_steps=10**6)
+    writer = Journal(store, "a/1")
+    state = writer.take_over(world.now_s, "a", 1, "up")
+    eyes, hands = Eyes(world, store), Hands(world)
+    controller = Controller(store, world.spec, writer, state, eyes, hands)  # type: ignore[arg-type]
+    for _ in range(40):
+        controller.tick(world.now_s)
+        world.advance()
+    eyes.away = True
+    for _ in range(30):
+        world.now_s += 5.0
+        with pytest.raises(StoreUnavailable):
+            controller.tick(world.now_s)
+    eyes.away = False
+    controller.tick(world.now_s)
+    assert "trainer-0-i1" in world.up(Role.TRAINER)
+    assert controller.state.nodes["trainer-0-i1"].phase is NodePhase.SERVING

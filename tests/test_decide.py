@@ -22,13 +22,14 @@ from policies.events import (
     StoreCaughtUp,
     StoreSlowed,
 )
-from policies.fleet import back_off_s, market_of
+from policies.fleet import market_of
+from policies.kinds import back_off_s
 from policies.lifecycle import NOTICE_TAKES_S
-from policies.mirror import HEARTBEAT_FRESH_S
+from policies.mirror import HEARTBEAT_FRESH_S, HEARTBEAT_LOST_S
 from policies.phases import NODE_EDGES, RUN_EDGES, IllegalMove, check_node_move, check_run_move
-from policies.snapshot import Command, Confirm, Launch, LaunchRefused, Machine, Terminate
-from policies.state import Slot
-from policies.vocabulary import MachineState, Market, NodePhase, Refusal, Role, RunPhase
+from policies.snapshot import AskToStop, Command, Confirm, Launch, LaunchRefused, Machine, Terminate
+from policies.stopping import STOP_WAIT_S
+from policies.vocabulary import MachineState, Market, NodePhase, PolicyVersion, Refusal, Role, RunPhase
 from tests.world import BOOT_S, World, spec
 
 
@@ -152,7 +153,12 @@ def test_trainer_exit_restarts_its_work_on_the_same_machine():
 
 @pytest.mark.parametrize(
     ("code", "phase"),
-    [(exit_codes.OK, RunPhase.FINISHED), (exit_codes.BAD_SPEC, RunPhase.FAILED), (1, RunPhase.TRAINING)],
+    [
+        (exit_codes.OK, RunPhase.FINISHED),
+        (exit_codes.BAD_SPEC, RunPhase.FAILED),
+        (exit_codes.NOTHING_WHOLE, RunPhase.FAILED),
+        (1, RunPhase.TRAINING),
+    ],
 )
 def test_what_the_trainers_exit_code_decides(code: int, phase: RunPhase):
     world = until_training(World())
@@ -235,6 +241,8 @@ def test_orphans_are_taken_down_and_known_machines_are_not():
 def test_a_node_that_never_works_is_replaced():
     world = World(spec(boot_timeout_s=20.0), max_steps=1000)
     world.tick()
+    world.tick()
+    world.tick()  # the trainer's machine is there, and so rollout nodes are asked for
     world.booted_at_s["rollout-0-i1", 1] = float("inf")
     for _ in range(100):
         world.tick()
@@ -260,6 +268,79 @@ def test_down_stops_everything_and_is_taken_once():
     assert world.machines == {}
     moves = [e for _, _, events in world.history for e in events if isinstance(e, RunMoved)]
     assert [e.phase for e in moves] == [RunPhase.TRAINING, RunPhase.STOPPING, RunPhase.STOPPED]
+
+
+def test_down_gives_the_trainer_the_time_to_store_what_it_has():
+    """The rollout nodes go at once, and the trainer as soon as it has ended: not before, and not much later."""
+    world = until_training(World(storing_s=40.0))
+    world.commands.append(Command("c1", "down"))
+    world.tick()
+    assert world.up(Role.ROLLOUT) == []
+    asked_at_s, step = world.now_s, int(world.steps)
+    while world.up(Role.TRAINER):
+        world.advance()
+        world.tick()
+    assert 40.0 <= world.now_s - asked_at_s < 45.0
+    assert world.checkpoints[-1] == PolicyVersion(0, step)
+    world.run()
+    assert (world.state.phase, world.state.trainer_failures) == (RunPhase.STOPPED, 0)
+
+
+@pytest.mark.parametrize("case", ["hangs", "hangs silently", "is asked not to wait", "has no word yet"])
+def test_down_does_not_wait_for_what_does_not_come(case: str):
+    world = World(storing_s=10_000.0)
+    if case == "has no word yet":
+        while not world.machines:
+            world.tick()
+        world.tick()
+    else:
+        until_training(world)
+    world.commands.append(Command("c1", "down"))
+    world.tick()
+    began_s = world.now_s
+    while world.machines:
+        world.now_s += 0.5
+        assert world.now_s - began_s < 2 * STOP_WAIT_S
+        if case != "hangs silently" and world.beat is not None:
+            world.beat = replace(world.beat, beat_at_s=world.now_s)
+        if case == "is asked not to wait" and world.now_s - began_s > 5.0:
+            world.commands = [Command("c2", "down_now")]
+        world.tick()
+    took_s = world.now_s - began_s
+    limit_s = {"hangs": STOP_WAIT_S, "hangs silently": HEARTBEAT_LOST_S, "is asked not to wait": 5.0}.get(
+        case, 0.0
+    )
+    assert limit_s <= took_s < limit_s + 5.0
+    world.run()
+    assert world.state.phase is RunPhase.STOPPED
+
+
+def test_a_trainer_is_asked_until_it_says_that_it_leaves():
+    world = until_training(World())
+    asked = AskToStop("trainer-0-i1", 1)
+    world.commands.append(Command("c1", "down"))
+    assert asked in decide(world.state, world.snapshot(), world.spec).actions
+    world.tick(journal_only=True)
+    assert asked in decide(world.state, world.snapshot(), world.spec).actions, (
+        "the controller died before it acted"
+    )
+    world.tick()
+    world.advance()
+    assert world.beat is not None
+    assert world.beat.leaving
+    assert asked not in decide(world.state, world.snapshot(), world.spec).actions
+
+
+def test_a_machine_that_was_noticed_goes_back_when_its_trainer_has_stored_what_it_had():
+    world = until_training(World())
+    world.machines["trainer-0-i1"] = replace(world.machines["trainer-0-i1"], notice=True)
+    world.tick()
+    world.exit("trainer-0-i1", exit_codes.STOPPED)
+    world.tick()
+    world.tick()
+    assert "trainer-0-i1" not in world.machines
+    world.run()
+    assert world.state.phase is RunPhase.FINISHED
 
 
 @pytest.mark.parametrize(
@@ -387,9 +468,8 @@ def test_every_edge_of_the_tables_has_a_reason_and_every_other_is_refused():
 
 
 def test_back_off_doubles_to_the_limit_that_the_need_sets():
-    slots = [Slot(refusals_in_a_row=n, last_refusal=Refusal.NO_CAPACITY) for n in range(12)]
-    assert [back_off_s(s, needed=True) for s in slots[:6]] == [0, 2, 4, 8, 15, 15]
-    assert back_off_s(slots[11], needed=False) == 120
+    assert [back_off_s(failures, needed=True) for failures in range(6)] == [0, 2, 4, 8, 15, 15]
+    assert back_off_s(11, needed=False) == 120
 
 
 def test_markets():

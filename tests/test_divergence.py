@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.codec import from_json, to_json
-from policies.divergence import Detector, Health, Point, Verdict, follow
+from policies.divergence import Detector, Health, Point, Verdict, follow, trip_at
 
 Values = dict[str, float | None]
 Metric = Callable[[int], float | None]
@@ -349,3 +349,14 @@ def test_ten_thousand_points_are_remembered_in_a_few_kilobytes() -> None:
         detector = follow(detector, point)
     assert detector.verdict == Verdict(step=10_000)
     assert len(to_json(detector)) < 12_000
+
+
+@pytest.mark.parametrize(("watched_since", "onset_step"), [(None, 7), (5, 5), (9, 7)])
+def test_what_no_point_tells_trips_it_too_from_the_first_step_that_may_be_to_blame(
+    watched_since: int | None, onset_step: int
+) -> None:
+    before = Verdict() if watched_since is None else Verdict(Health.WATCH, 9, watched_since)
+    tripped = trip_at(Detector(before, 10), 12, 7, "gone")
+    assert tripped.verdict == Verdict(Health.TRIPPED, 12, onset_step, 12, ("gone",))
+    assert trip_at(tripped, 13, 13, "again") == tripped
+    assert follow(tripped, Point(13, {"kl": 0.1})).verdict.health is Health.TRIPPED

@@ -16,6 +16,9 @@ SETTING = Setting(seed=1)
 EACH = len(LOGGING_STEPS)  # diverging traces a family
 
 
+pytestmark = pytest.mark.xdist_group("divergence score")  # they share what takes long: the judging
+
+
 @pytest.fixture(scope="module")
 def outcomes() -> list[Outcome]:
     return [judge(one) for one in traces(SETTING, healthy_each=1, diverging_each=EACH)]
@@ -46,6 +49,7 @@ def test_divergence_is_told_within_a_dozen_points(total: Score) -> None:
 
 def test_the_target_is_from_before_the_onset_and_not_from_the_stone_age(total: Score) -> None:
     assert total.target_before_onset_share == 1.0
+    assert total.without_target == 0
     assert total.good_steps_thrown_away_median is not None
     assert total.good_steps_thrown_away_median <= 3 * SAVE_STEPS
 
@@ -61,9 +65,12 @@ def test_a_trace_is_always_the_same_and_in_order(family) -> None:
     assert one.onset_step is None or one.onset_step + 100 < max(steps)
 
 
-def outcome(onset_step: int | None, trip_step: int | None, told_onset_step: int | None) -> Outcome:
+def outcome(
+    onset_step: int | None, trip_step: int | None, told_onset_step: int | None, kept: tuple[int, ...] | None = None
+) -> Outcome:
     told = tuple(Point(step, {}) for step in range(10, 310, 10))
-    return Outcome(Trace("made", told, onset_step, 10, None), trip_step, told_onset_step)
+    kept = tuple(range(SAVE_STEPS, trip_step or 301, SAVE_STEPS)) if kept is None else kept
+    return Outcome(Trace("made", told, onset_step, 10, None), trip_step, told_onset_step, kept)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +82,8 @@ def outcome(onset_step: int | None, trip_step: int | None, told_onset_step: int 
         (outcome(126, 200, 90), 75, True),
         (outcome(20, 200, 26), 25, False),
         (outcome(20, 200, 1), 0, True),
+        (outcome(101, 200, 101, kept=(75, 125, 150)), 75, True),
+        (outcome(101, 200, 101, kept=(125, 150)), 0, False),  # it was saved, and retention has taken it
     ],
 )
 def test_a_target_is_good_where_no_bad_update_is_in_it(made: Outcome, target: int, is_good: bool) -> None:
@@ -94,7 +103,9 @@ def test_the_score_counts_what_it_says() -> None:
         target_before_onset_share=1.0,
         steps_thrown_away_median=75,
         good_steps_thrown_away_median=25,
+        without_target=0,
     )
+    assert score([outcome(101, 150, 90, kept=(125,))]).without_target == 1
     assert score([early]).false_trips_per_1000 == pytest.approx(1000 / 80)
 
 

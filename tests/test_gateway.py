@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 
-from policies.wire import Batch
+from policies.wire import REFUSED, Batch
 from tests.gateway_rig import TOKEN, Rig, check_complete, hear, make_batch, until
 
 
@@ -120,13 +120,15 @@ def test_malformed_bodies_are_refused_and_do_no_harm(rig: Rig) -> None:
     check_complete(batch, rig.complete(batch))
 
 
-def test_a_request_that_no_node_can_serve_ends_the_batch_with_its_name(rig: Rig) -> None:
+def test_a_request_that_no_node_takes_is_told_in_its_place(rig: Rig) -> None:
     rig.gateway()
     rig.node("rollout-0", status=400)
     heard = rig.complete(make_batch("0-0", requests=1))
-    assert heard.error is not None
-    assert "request 0: vLLM answered 400" in heard.error
-    assert "refused by the stand-in" in heard.error
+    assert heard.error is None
+    (refused,) = heard.completions
+    assert (refused.token_ids, refused.finish_reason, refused.node) == ([], REFUSED, "rollout-0")
+    assert "vLLM answered 400" in refused.refused
+    assert "refused by the stand-in" in refused.refused
 
 
 @pytest.mark.parametrize("failing", [{"status": 409}, {"breaks": "nothing"}], ids=str)

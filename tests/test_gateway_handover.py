@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.gateway.connection import Pool
-from orchestrator.gateway.job import Finished, Job, RequestRefused
+from orchestrator.gateway.job import Finished, Job
 from policies.patience import Patience
 from tests.fake_vllm import BREAKS, texts
 from tests.gateway_world import EVENT_STREAM, World, job, run, undisturbed
@@ -271,18 +271,6 @@ def test_a_rest_that_is_refused_is_asked_for_as_a_whole() -> None:
         check(one, await asked)
         assert [len(body["prompt"]) for body in second.asked] == [8, 3]
         assert (world.ledger.saved, world.ledger.discarded) == (0, 5)
-
-    run(story)
-
-
-def test_the_requests_own_fault_is_told_and_not_tried_elsewhere() -> None:
-    async def story(world: World) -> None:
-        for name in ("first", "second"):
-            (await world.node(name)).raw = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 5\r\n\r\nno, 1"
-        with pytest.raises(RequestRefused, match="vLLM answered 400: no, 1"):
-            await world.ask(job())
-        assert sum(len(node.asked) for node in world.nodes) == 1
-        assert world.ledger.handovers == 0
 
     run(story)
 

@@ -399,6 +399,10 @@ def test_an_announcement_is_refused_when_no_agent_could_mean_it() -> None:
         {"policy": "é"},
         {"max_requests": 0},
         {"max_requests": 10**40},
+        {"kv_tokens": -1},
+        {"engine": {"running": -1}},
+        {"engine": {"tokens": 10**40}},
+        {"engine": {"kv_usage": 1.5}},
     ]
     with gateway() as served:
         for change in changes:

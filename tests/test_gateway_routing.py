@@ -54,6 +54,44 @@ def test_long_jobs_are_handed_over_one_after_another_and_new_ones_need_not_wait_
     run(story)
 
 
+def test_a_member_that_is_back_does_not_stand_idle_while_the_others_are_full() -> None:
+    async def story(world: World) -> None:
+        back, full = await world.node("back", max_requests=4), await world.node("full", max_requests=4)
+        back.stalls = full.stalls = 1
+        jobs = [job(max_tokens=50) for _ in range(8)]
+        asked = [world.ask(one) for one in jobs]
+        await world.until(lambda: back.stalled + full.stalled == 8)
+        back.boot_id, back.stalls = "second-boot", 1000
+        world.members._answer("back")
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        assert full.row.running == 4
+        full.change(stalls=1000)
+        for one, got in zip(jobs, await asyncio.gather(*asked), strict=True):
+            assert got.token_ids == undisturbed(one)[0]
+
+    run(story)
+
+
+def test_who_waits_because_one_member_refused_it_keeps_nobody_from_that_member() -> None:
+    async def story(world: World) -> None:
+        full = await world.node("full", max_requests=1)
+        full.stalls = 0
+        held = world.ask(job())
+        await world.until(lambda: full.running == 1)
+        strict = await world.node("strict")
+        strict.refuses = lambda body: len(body["prompt"]) > 100
+        long = job(prompt=[1] * 200)
+        asked = world.ask(long)
+        await world.until(lambda: long.refused_by and world.members.waiting())
+        assert {(await world.ask(job())).node for _ in range(4)} == {"strict"}
+        assert not asked.done()
+        full.change(stalls=100)
+        await held
+        assert (await asked).node == "full"
+
+    run(story)
+
+
 def test_a_slow_members_tail_is_taken_over_once() -> None:
     async def story(world: World) -> None:
         slow = await world.node("slow")

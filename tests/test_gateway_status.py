@@ -8,15 +8,18 @@ import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from checkpoint import codec
+from checkpoint import codec, layout
 from checkpoint.errors import StoreUnavailable
 from checkpoint.store import Store
 from orchestrator.gateway.status_writer import StatusWriter
 from policies.wire import STATUS_S, GatewayStatus, MemberStatus
+from tests.gateway_rig import Rig, until
 
 PATIENCE_S = 20.0
+BY = (0, 1, 1)
 names = itertools.count()
 
 
@@ -33,7 +36,7 @@ class WatchedStore(Store):
         self.held = threading.Event()
 
     def put(self, key: str, data: bytes) -> None:
-        assert key == "members.json"
+        assert key == layout.members(BY)
         if self.away:
             self.refused += 1
             raise StoreUnavailable("away")
@@ -78,7 +81,7 @@ def run(story: Callable[[World], Coroutine[Any, Any, None]]) -> World:
     world = World()
 
     async def both() -> None:
-        writing = asyncio.ensure_future(StatusWriter(world.store, world.look, clock=lambda: world.now_s).run())
+        writing = asyncio.ensure_future(StatusWriter(world.store, BY, world.look, clock=lambda: world.now_s).run())
         await story(world)
         assert not writing.done()
         writing.cancel()
@@ -150,3 +153,21 @@ def test_a_store_that_is_away_is_tried_again_and_gets_the_newest() -> None:
     world = run(story)
     assert world.nodes() == [[], ["b"]]
     assert world.store.written[-1].seq > world.store.written[0].seq
+
+
+def test_the_gateway_of_a_replaced_machine_does_not_come_back_as_the_runs(tmp_path: Path) -> None:
+    """Its supervisor starts it again after a crash, beside a trainer that does not know yet."""
+    rig = Rig(tmp_path)
+    try:
+        for node in ("trainer-0-i1", "trainer-0-i2"):
+            rig.env.update(GRPO_ORCH_NODE=node, GRPO_ORCH_ATTEMPT="1")
+            rig.gateway()
+        newest = rig.status()
+        rig.env.update(GRPO_ORCH_NODE="trainer-0-i1")
+        old = layout.gateway((0, 1, 1))
+        before = rig.store.get(old)
+        rig.spawn("-m", "orchestrator.gateway")
+        until("the old machine's gateway", lambda: rig.store.get(old) != before)
+        assert rig.status().boot_id == newest.boot_id
+    finally:
+        rig.stop()

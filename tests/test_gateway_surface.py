@@ -13,9 +13,9 @@ import structlog
 
 from checkpoint import documents
 from orchestrator.cli import main
-from orchestrator.gateway.describe import State, state_of
+from orchestrator.gateway.describe import State, describe, state_of
 from orchestrator.home import run_dir
-from policies.wire import Announce, MemberStatus
+from policies.wire import Announce, MembershipChange, MemberStatus
 from tests.fake_vllm import completion
 from tests.gateway_rig import TOKEN, Rig
 from tests.gateway_served import Served, serve, two_nodes
@@ -116,6 +116,21 @@ def test_states(policy: str | None, serving: bool, draining: bool, state: State)
     assert state_of(MemberStatus("a", "b", "h:1", policy, serving, draining, 0, 0.0), "0-1") is state
 
 
+@pytest.mark.parametrize(
+    ("policy", "serving", "state"), [(None, False, State.UNFIT), ("0-1", True, State.SERVING)]
+)
+def test_who_cannot_load_what_is_wanted_is_unfit_and_says_why(
+    policy: str | None, serving: bool, state: State
+) -> None:
+    member = MemberStatus("a", "b", "h:1", policy, serving, False, 0, 0.0, unfit="policy 0-1: disk full")
+    (told,) = describe([member], [MembershipChange(1, 0.0, "a: holds 0-0, before: base weights")], "0-1")
+    assert (told.state, told.reason, told.unfit) == (
+        state,
+        "unfit: policy 0-1: disk full",
+        "policy 0-1: disk full",
+    )
+
+
 def test_before_anything_is_wanted_nobody_is_in_doubt() -> None:
     assert state_of(MemberStatus("a", "b", "h:1", None, False, False, 0, 0.0), None) is State.BEHIND
 
@@ -123,7 +138,6 @@ def test_before_anything_is_wanted_nobody_is_in_doubt() -> None:
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", "160")
     rig = Rig(tmp_path)
     documents.create_run(rig.store, documents.RunRecord(documents.SCHEMA, "run-1", time.time(), spec()))
     (run_dir("run-1") / "token").write_text(TOKEN)

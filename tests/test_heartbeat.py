@@ -20,6 +20,7 @@ from policies.divergence import Health, Verdict
 from policies.snapshot import Trainer
 from policies.timelines import Fork
 from tasks.heartbeat import Fenced, Heartbeat
+from tasks.leaving import Leaving
 
 WAIT_S = 30.0
 BEGUN = "timeline 1 has begun, and this is timeline 0"
@@ -120,3 +121,34 @@ def test_the_guards_verdict_is_said(store: Store) -> None:
     said = documents.read_trainer(store)
     assert said is not None
     assert (said.verdict, said.step, said.activity) == (verdict, 40, "diverged")
+
+
+def test_asked_to_stop_the_main_thread_is_told_and_the_beat_says_so(store: Store, tmp_path: Path) -> None:
+    ended: queue.Queue[int] = queue.Queue()
+    leaving = Leaving(tmp_path, 1)
+    heartbeat = Heartbeat(store, beat(), leaving=leaving, end=ended.put)
+    heartbeat.say("training", step=3)
+    heartbeat.start()
+    documents.ask_to_stop(store, "trainer-0-i1", 2, 0.0)  # another attempt
+    heartbeat.say(step=4)
+    until = time.monotonic() + WAIT_S
+    while (said := documents.read_trainer(store)) is None or said.step != 4:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert (said.leaving, leaving.asked) == (False, False)
+    documents.ask_to_stop(store, "trainer-0-i1", 1, 0.0)
+    while (said := documents.read_trainer(store)) is None or not said.leaving:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert leaving.asked
+    assert ended.empty(), "it has something to store"
+    heartbeat.stop("stopped")
+
+
+def test_asked_to_stop_before_it_trains_the_process_ends(store: Store, tmp_path: Path) -> None:
+    ended: queue.Queue[int] = queue.Queue()
+    documents.ask_to_stop(store, "trainer-0-i1", 1, 0.0)
+    heartbeat = Heartbeat(store, beat(), leaving=Leaving(tmp_path, 1), end=ended.put)
+    heartbeat.start()
+    assert ended.get(timeout=WAIT_S) == exit_codes.STOPPED
+    heartbeat.stop("stopped")

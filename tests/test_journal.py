@@ -113,12 +113,38 @@ def test_an_entry_of_unknown_fate_is_settled_and_its_writer_goes_on(done: bool):
     doubtful.done = done
     with pytest.raises(StoreUnavailable):
         writer.append(2.0, (RunCreated("r", "id"),))
-    settled = writer.settle()
+    settled = writer.settle(9.0)
     assert settled is not None
-    assert (settled.number, settled.time_s, settled.decoded()) == (2, 2.0, (RunCreated("r", "id"),))
-    assert writer.settle() is None
-    assert writer.append(3.0, (RunCreated("s", "id"),)).number == 3
+    kept = (2.0, (RunCreated("r", "id"),)) if done else (9.0, ())  # what was decided then is not written now
+    assert (settled.number, settled.time_s, settled.decoded()) == (2, *kept)
+    assert writer.settle(9.0) is None
+    assert writer.append(10.0, (RunCreated("s", "id"),)).number == 3
     assert journal.read(doubtful.store)[1] == settled
+
+
+def test_what_comes_late_finds_its_number_taken_and_what_came_before_is_known():
+    """An entry that the store took after its writer was told otherwise, while the writer closes that number."""
+    doubtful = Doubtful(fresh())
+    writer = Journal(doubtful, "a")  # type: ignore[arg-type]
+    writer.take_over(1.0, "h", 1, "up")
+    for done in (True, False):  # it landed; then its closing entry is lost on the way
+        doubtful.done = done
+        with pytest.raises(StoreUnavailable):
+            writer.append(2.0, (RunCreated("r", "id"),)) if done else writer.settle(3.0)
+    settled = writer.settle(4.0)
+    assert settled is not None
+    assert settled.decoded() == (RunCreated("r", "id"),)
+
+
+def test_a_controller_can_see_at_any_time_that_it_was_replaced():
+    store = fresh()
+    old, new = Journal(store, "old"), Journal(store, "new")
+    old.take_over(1.0, "h", 1, "up")
+    old.check()
+    new.take_over(2.0, "h", 2, "resume")
+    new.check()
+    with pytest.raises(Fenced, match="new wrote journal entry 2"):
+        old.check()
 
 
 def test_who_was_replaced_while_the_store_was_away_is_fenced():
@@ -131,4 +157,4 @@ def test_who_was_replaced_while_the_store_was_away_is_fenced():
     Journal(doubtful.store, "b").take_over(3.0, "h", 2, "resume")
     for _ in range(2):
         with pytest.raises(Fenced, match="b wrote journal entry 2"):
-            writer.settle()
+            writer.settle(4.0)

@@ -264,7 +264,7 @@ def check_survives(state: RunState) -> None:
     assert list(back.nodes) == list(state.nodes), "actions come in this order"
     assert list(back.slots) == list(state.slots)
     assert to_json(state_to_plain(back)) == data
-    for field in ("nodes", "slots", "commands_taken"):
+    for field in ("nodes", "slots", "kinds", "commands_taken"):
         assert type(getattr(back, field)) is type(getattr(state, field))
     assert all(type(node.role) is Role for node in back.nodes.values())
 
@@ -281,6 +281,6 @@ def test_who_changes_the_state_raises_its_schema():
     for one in schema["$defs"].values():
         one.pop("description", None)
     shape = hashlib.sha256(json.dumps(schema, sort_keys=True).encode()).hexdigest()[:16]
-    assert (STATE_SCHEMA, shape) == (4, "e6aec31b3485a926"), (
+    assert (STATE_SCHEMA, shape) == (8, "2887c38d6965ecea"), (
         "raise codec.STATE_SCHEMA, then note the new pair here"
     )

@@ -16,6 +16,7 @@ import pytest
 from checkpoint import documents
 from checkpoint.documents import MachineReport, RunRecord
 from checkpoint.store import Store
+from checkpoint.vouched import vouch
 from policies import exit_codes
 from policies.spec import Dataset, RunSpec, TrainerSpec
 from tasks.node_env import read_run_here
@@ -340,8 +341,9 @@ def test_the_folder_of_run_yaml_is_where_it_is_on_this_machine(
         workdir="/home/me/run",
     )
     documents.create_run(store, RunRecord(documents.SCHEMA, "r", 0.0, spec))
+    vouch(store, "secret")
     monkeypatch.chdir(tmp_path)
-    assert read_run_here(store).spec == replace(spec, workdir=found or str(tmp_path))
+    assert read_run_here(store, "secret").spec == replace(spec, workdir=found or str(tmp_path))
 
 
 @pytest.mark.parametrize("arguments", [[], ["gateway"], ["trainer", "x"]])

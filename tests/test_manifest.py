@@ -13,6 +13,7 @@ from checkpoint.errors import Corrupt, NotFound
 from checkpoint.manifest import SCHEMA, Manifest
 from checkpoint.store import Store
 from policies.vocabulary import PolicyVersion
+from policies.wire import labelled_version
 
 VERSION = PolicyVersion(0, 7)
 PREFIX = layout.policy(VERSION)
@@ -86,6 +87,12 @@ def test_the_digest_names_the_content(store: Store, tmp_path: Path):
     )
     swapped = manifest.publish(store, "c", folder(tmp_path / "3", x=b"y", y=b"x"), VERSION, 0.0)
     assert first.digest == same.digest != swapped.digest
+    assert len(bytes.fromhex(first.digest)) * 8 >= 128, "nobody may be able to make two policies of one digest"
+
+
+@pytest.mark.parametrize("label", ["0-12", "0-12@1f2e3d4c5b6a", f"0-12@{'1f' * 16}"])
+def test_a_label_is_read_whatever_the_length_of_its_digest(label: str):
+    assert labelled_version(label) == PolicyVersion(0, 12)
 
 
 def test_a_truncated_manifest_is_one_clear_line(store: Store, tmp_path: Path):

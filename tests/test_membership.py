@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from policies.membership import (
     Row,
     Wanted,
 )
-from policies.wire import SILENT_S, Announce
+from policies.wire import SILENT_S, Announce, EngineWord
 
 ONE = Load("p")
 
@@ -32,7 +33,9 @@ def table() -> Membership:
     return table
 
 
-def choose(table: Membership, policy: str = "0-1", load: Load = ONE, avoid: str | None = None) -> Row | None:
+def choose(
+    table: Membership, policy: str = "0-1", load: Load = ONE, avoid: frozenset[str] = frozenset()
+) -> Row | None:
     return table.choose(Wanted(policy), load, avoid)
 
 
@@ -121,13 +124,22 @@ def test_the_end_of_a_request_of_an_earlier_term_changes_nothing(table: Membersh
 
 
 def test_the_node_where_it_failed_is_taken_only_for_want_of_another(table: Membership) -> None:
-    chosen = choose(table, avoid="a")
+    chosen = choose(table, avoid=frozenset("a"))
     assert chosen is not None
     assert chosen.node == "a"
     table.announce("b", say("y"), 0.0)
-    chosen = choose(table, avoid="a")
+    chosen = choose(table, avoid=frozenset("a"))
     assert chosen is not None
     assert chosen.node == "b"
+
+
+def test_it_is_taken_as_well_when_the_others_are_full_but_not_where_it_was_refused(table: Membership) -> None:
+    table.announce("b", say("y", max_requests=1), 0.0)
+    table.started("b", ONE)
+    chosen = choose(table, avoid=frozenset("a"))
+    assert chosen is not None
+    assert chosen.node == "a"
+    assert table.choose(Wanted("0-1"), ONE, refused_by=frozenset("a")) is None
 
 
 def eased_in(table: Membership, node: str) -> None:
@@ -264,7 +276,7 @@ def test_a_removed_boot_does_not_come_back(table: Membership) -> None:
     assert choose(table) is not None
 
 
-def test_a_member_that_was_stuck_is_taken_for_want_of_any_other_until_it_makes_a_token() -> None:
+def test_a_member_that_was_stuck_is_taken_when_no_other_has_room_until_it_makes_a_token() -> None:
     table = Membership()
     eased_in(table, "a")
     term = table.rows[0].term
@@ -279,6 +291,15 @@ def test_a_member_that_was_stuck_is_taken_for_want_of_any_other_until_it_makes_a
     chosen = choose(table)
     assert chosen is not None
     assert chosen.node == "b"
+    while table.rows[1].places:
+        table.started("b", ONE)
+    chosen = choose(table)
+    assert chosen is not None
+    assert chosen.node == "a"
+    table.finished("b", table.rows[1].term, ONE, begun=True)
+    chosen = choose(table)
+    assert chosen is not None
+    assert chosen.node == "b"
     table.first_token("a", term, ONE)
     chosen = choose(table)
     assert chosen is not None
@@ -286,3 +307,47 @@ def test_a_member_that_was_stuck_is_taken_for_want_of_any_other_until_it_makes_a
     table.doubt("a", term, "no token", whole=True)
     table.announce("a", say("boot-a", "0-2"), 0.2)
     assert not table.rows[0].stuck
+
+
+def test_a_node_that_says_it_is_unfit_is_waited_for_no_longer(table: Membership) -> None:
+    wanted = Wanted("0-2")
+    assert [row.node for row in table.loading(wanted)] == ["a"]
+    why = "policy 0-2: no such tensor"
+    change = table.announce("a", Announce("x", "h:1", None, 4, unfit=why), 0.1)
+    assert (change.reason, change.news) == (f"a: holds base weights, unfit: {why}", True)
+    assert not table.announce("a", Announce("x", "h:1", None, 4, unfit=why), 0.2).news
+    assert table.loading(wanted) == ()
+    again = table.announce("a", say("x", "0-2"), 0.3)
+    assert again.reason == "a: holds 0-2, no longer unfit"
+    assert [row.node for row in table.serving(wanted)] == ["a"]
+
+
+def test_a_policy_that_every_member_refuses_is_named_as_what_is_broken(table: Membership) -> None:
+    unfit = [Announce(boot, "h:1", None, 4, unfit="policy 0-2: no such tensor") for boot in ("x", "y")]
+    assert "every other" not in table.announce("a", unfit[0], 0.1).reason
+    assert table.announce("b", unfit[1], 0.2).reason == (
+        "b: joined as boot y, holds base weights, unfit: policy 0-2: no such tensor; "
+        "so is every other member, and then it is the policy and not the nodes"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "allowed"),
+    [
+        (EngineWord(running=60, waiting=40, kv_usage=0.99), 60),  # the rest waits for room
+        (EngineWord(running=100, preemptions=1), 100),  # some have lost theirs
+        (EngineWord(running=60, waiting=40, kv_usage=0.3), 1000),  # they wait for their prompts' turn
+        (EngineWord(running=100, waiting=0, kv_usage=0.99), 1000),
+        (EngineWord(running=2, waiting=1, kv_usage=1.0), EASE_IN_REQUESTS),
+        (None, 1000),
+    ],
+)
+def test_an_engine_that_is_full_is_sent_no_more_than_it_runs(word: EngineWord | None, allowed: int) -> None:
+    table = Membership()
+    eased_in(table, "a")
+    first = replace(say("boot-a", max_requests=1000), engine=EngineWord())
+    table.announce("a", first, 0.1)
+    table.announce("a", replace(first, engine=word), 0.2)
+    assert table.rows[0].allowed == allowed
+    table.first_token("a", table.rows[0].term, ONE)
+    assert table.rows[0].allowed == min(allowed + 1, 1000)

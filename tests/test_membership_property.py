@@ -218,19 +218,32 @@ class AnySequence(RuleBasedStateMachine):
         load=st.builds(
             Load, st.integers(0, 2), st.sampled_from((1, 500, 9000)), st.sampled_from((0, 0, 0, 5000, 20_000))
         ),
-        avoid=st.sampled_from((None, *NODES)),
+        avoid=st.frozensets(st.sampled_from(NODES)),
+        refused_by=st.frozensets(st.sampled_from(NODES)),
         count=st.integers(1, 12),
     )
     def requests_come(
-        self, label: str, like: str | None, staleness: int, load: Load, avoid: str | None, count: int
+        self,
+        label: str,
+        like: str | None,
+        staleness: int,
+        load: Load,
+        avoid: frozenset[str],
+        refused_by: frozenset[str],
+        count: int,
     ) -> None:
         if like in self.members and self.members[like].said.policy in LABELS:
             label = self.members[like].said.policy
         for _ in range(count):
             serving = self.serving(label, staleness)
-            serving = {node for node in serving if not self.members[node].stuck} or serving
-            able = {node for node in serving - {avoid} or serving if self.has_room(node, load)}
-            row = self.table.choose(Wanted(label, staleness), load, avoid)
+            serving = serving - refused_by or serving
+            well = {node for node in serving if not self.members[node].stuck}
+            for some in (well - avoid, well):
+                if any(self.has_room(node, Load(None)) for node in some):
+                    serving = some
+                    break
+            able = {node for node in serving if self.has_room(node, load)}
+            row = self.table.choose(Wanted(label, staleness), load, avoid, refused_by)
             if not able:
                 assert row is None
                 return

@@ -26,7 +26,7 @@ class Watched:
     thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
-        args = (self.known, self.zones.append, self.notices.append, self.stop, 0.02)
+        args = (self.known, self.zones.append, lambda why, _: self.notices.append(why), self.stop, 0.02)
         self.thread = threading.Thread(target=metadata.watch, args=args)
         self.thread.start()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from checkpoint import documents, timelines
+from checkpoint import documents, layout, timelines
 from checkpoint.catalog import Catalog, Checkpoint
+from checkpoint.codec import to_json
 from checkpoint.documents import GatewayAddress
 from checkpoint.store import Store
 from orchestrator.clouds.protocol import CloudUnavailable
@@ -22,6 +23,7 @@ from tests.world import spec
 
 names = itertools.count()
 TICK_S = 1.0
+BY = (0, 1, 1)  # the trainer that the gateway stands beside
 
 
 class World:
@@ -38,11 +40,11 @@ class World:
         return GatewayWatch(self.store, believe_first=believe_first, clock=lambda: self.now_s)
 
     def starts(self, boot_id: str) -> None:
-        documents.write_gateway(self.store, GatewayAddress("http://10.0.0.1:1", boot_id))
+        documents.write_gateway(self.store, BY, GatewayAddress("http://10.0.0.1:1", boot_id))
 
     def writes(self, seq: int, boot_id: str = "g1", *nodes: str) -> None:
         members = [MemberStatus(node, "b", "10.0.0.2:1", "0-1", True, False, 4, 0.1) for node in nodes]
-        documents.write_members(self.store, GatewayStatus(boot_id, "0-1", members, seq=seq, up_s=7.0))
+        documents.write_members(self.store, BY, GatewayStatus(boot_id, "0-1", members, seq=seq, up_s=7.0))
 
     def looks(self, after_s: float = TICK_S) -> int | None:
         """The number of what is believed, or None."""
@@ -191,6 +193,16 @@ def test_the_checkpoints_are_looked_at_where_a_rollback_may_be_decided() -> None
     assert observer.look(5.0, (), RunState()).checkpoints == both
 
 
+def test_a_catalog_that_cannot_be_read_ends_no_look() -> None:
+    """Else a run that has diverged could not even be stopped, and would be paid for ever."""
+    world = World()
+    world.store.put(layout.catalog_revision(1), b'{"schema": 2, "number": 1}')
+    observer = Observer(world.store, OneMachine(), spec())  # type: ignore[arg-type]  # of a cloud it wants the machines alone
+    tripped = observer.look(1.0, (), RunState(diverged=Diverged(0, 3, 2, (), "trainer")))
+    assert (tripped.checkpoints, tripped.ever_stored) == (None, False)
+    assert tripped.damaged == "catalog/000000000001.json: schema 2; this grpo-orch reads up to 1; use a newer one"
+
+
 def test_a_trainers_beat_is_dated_by_this_machines_clock() -> None:
     store = Store("memory://beats")
     watch = TrainerWatch(store)
@@ -203,3 +215,32 @@ def test_a_trainers_beat_is_dated_by_this_machines_clock() -> None:
     assert watch.look(1010.0) == seen  # silent since
     documents.write_trainer(store, replace(beat, beat_at_s=101.0))
     assert watch.look(1011.0) == replace(seen, beat_at_s=1011.0)
+
+
+def test_a_gateway_that_was_replaced_takes_nothing_back_however_late_it_writes() -> None:
+    world = World(gateway=None)
+    for by, boot_id in (((0, 1, 1), "g1"), ((0, 2, 1), "g2"), ((0, 1, 1), "g1"), ((0, 1, 9), "g1 once more")):
+        documents.write_gateway(world.store, by, GatewayAddress(f"http://{boot_id}", boot_id))
+        documents.write_members(world.store, by, GatewayStatus(boot_id, "0-1", [], seq=99))
+    found, status = documents.read_gateway(world.store), documents.read_members(world.store)
+    assert found is not None
+    assert status is not None
+    assert (found.url, found.boot_id, status.boot_id) == ("http://g2", "g2", "g2")
+    # The timeline counts more than the machine, and the machine more than the attempt; by number, not by name.
+    order = [(0, 2, 3), (0, 10, 1), (0, 999_999, 1), (0, 1_000_000, 1), (3, 1, 1), (3, 1, 2), (10_000, 1, 1)]
+    for by in [*order, *order[:-1]]:
+        documents.write_gateway(world.store, by, GatewayAddress("http://x", str(by)))
+    assert documents.newest_gateway(world.store) == order[-1]
+
+
+def test_a_store_of_an_earlier_release_names_its_gateway_until_a_new_one_listens() -> None:
+    world = World(gateway=None)
+    world.store.put("gateway.json", to_json(GatewayAddress("http://old", "g0")))
+    world.store.put("members.json", to_json(GatewayStatus("g0", "0-1", [], seq=1)))
+    world.looks()
+    world.store.put("members.json", to_json(GatewayStatus("g0", "0-1", [], seq=2)))
+    assert world.looks() == 2
+    world.starts("g1")
+    assert world.looks() is None
+    world.writes(1)
+    assert world.looks() == 1

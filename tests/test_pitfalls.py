@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.codec import from_json, to_json
-from checkpoint.metrics import WAIT_S
+from checkpoint.metrics import PROMPTS_REFUSED, REFUSED_LIMIT, REFUSED_ROW, REFUSED_TOKENS, WAIT_S
 from policies import pitfalls
 from policies.divergence import Point
 from policies.pitfalls import Pitfall, Pitfalls, watch_for
@@ -112,16 +112,32 @@ def test_it_says_what_is_seen_and_what_to_do() -> None:
     )
 
 
+def test_refused_prompts_are_told_at_once_with_their_numbers() -> None:
+    numbers = {PROMPTS_REFUSED: 2.0, REFUSED_ROW: 1234.0, REFUSED_TOKENS: 5000.0, REFUSED_LIMIT: 4096.0}
+    (one,) = told(logged(30, lambda step: numbers if step in (3, 9) else {}))
+    assert (one.kind, one.step) == ("prompts_refused", 3)
+    assert one.text.startswith(
+        "no rollout node took 2 of the prompts of the last 3 points, and they were left out; the last is row 1234 "
+        "of the dataset, 5000 tokens where a sequence may have 4096: shorten or drop such prompts"
+    )
+    assert [step for _, step in seen(600, lambda _: numbers)] == [1, 201, 401]
+    assert [step for _, step in seen(60, lambda step: numbers if step in (3, 40) else {})] == [3, 40]
+    (bare,) = told(logged(1, lambda _: {PROMPTS_REFUSED: 1.0}))
+    assert "the last is one whose row is not known: shorten" in bare.text
+
+
 def test_a_step_that_is_not_later_is_ignored() -> None:
     state, _ = watch_for(Pitfalls(), Point(5, {CLIPPED: 1.0}))
     assert watch_for(state, Point(5, {CLIPPED: 1.0})) == (state, ())
 
 
-def test_its_name_of_the_wait_is_the_stores() -> None:
+def test_its_names_are_the_stores() -> None:
     assert pitfalls.WAIT_S == WAIT_S
+    ours = (pitfalls.PROMPTS_REFUSED, pitfalls.REFUSED_ROW, pitfalls.REFUSED_TOKENS, pitfalls.REFUSED_LIMIT)
+    assert ours == (PROMPTS_REFUSED, REFUSED_ROW, REFUSED_TOKENS, REFUSED_LIMIT)
 
 
-NAMES = [ZERO_STD, DIFFERENCE, CLIPPED, WAIT_S, "step_time", "reward", "eval_reward"]
+NAMES = [ZERO_STD, DIFFERENCE, CLIPPED, WAIT_S, "step_time", "reward", "eval_reward", PROMPTS_REFUSED, REFUSED_ROW]
 WILD = st.one_of(st.none(), st.floats(), st.floats(0.0, 1.0), st.sampled_from([1e308, -1e308, math.nan, math.inf]))
 
 

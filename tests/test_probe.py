@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.spec import AbstractFileSystem
 
-from checkpoint.errors import StoreDenied, StoreUnavailable, StoreUnusable
+from checkpoint.errors import AlreadyExists, StoreDenied, StoreUnavailable, StoreUnusable
 from checkpoint.probe import FOLDER, probe
 from checkpoint.store import BytesLike, Entry, Store
 from tests.store_rig.fault_proxy import Answer, Away, FaultProxy, IgnoreConditions, LoseAnswer, WrongBytes
 from tests.store_rig.server import S3Server
 
 
-@pytest.mark.parametrize("backend", ["memory", "file", "moto", "moto-fsspec", "ceph", "ceph-fsspec"])
+@pytest.mark.parametrize(
+    "backend", ["memory", "memory-fsspec", "file", "file-fsspec", "moto", "moto-fsspec", "ceph", "ceph-fsspec"]
+)
 def test_a_good_store_passes_and_nothing_is_left(request: pytest.FixtureRequest, tmp_path: Path, backend: str):
     name, _, driver = backend.partition("-")
     if name in ("memory", "file"):
-        store = Store(f"{name}://{tmp_path}/run")
+        store = Store(f"{name}://{tmp_path}/run", options={"driver": "fsspec"} if driver else {})
     else:
         server: S3Server = request.getfixturevalue(name)
         store = Store(server.url(tmp_path.name), options=server.fsspec_options() if driver else server.options())
@@ -81,6 +86,40 @@ def test_every_lie_is_found_out(lie: str, told: str):
     if lie != "keeps":
         store.lie = ""
         assert store.entries(FOLDER) == []
+
+
+class LooksFirst(Store):
+    """Creates as most filesystems of fsspec do: looks whether the object is there, and then writes it."""
+
+    def create(self, key: str, data: BytesLike) -> None:
+        if self.get_or_none(key) is not None:
+            raise AlreadyExists(key)
+        time.sleep(0.005)  # the way there and back
+        self.put(key, data)
+
+
+def test_a_store_on_which_two_win_at_the_same_moment_is_refused():
+    store = LooksFirst("memory://probe-looks-first")
+    with pytest.raises(StoreUnusable, match=r"at the same moment [2-8] win: two controllers"):
+        probe(store)
+    assert store.entries(FOLDER) == []
+
+
+def test_a_filesystem_of_fsspec_without_a_create_only_write_is_refused_whoever_is_quicker():
+    class Other(AbstractFileSystem):
+        """Takes over everything from fsspec, as those of SFTP, SMB, HDFS and FTP do."""
+
+        protocol = "other"
+
+        def exists(self, path: str, **_: object) -> bool:  # type: ignore[override]
+            raise AssertionError(f"{path} was looked for")
+
+        def rm_file(self, path: str) -> None:
+            raise FileNotFoundError(path)
+
+    fsspec.register_implementation("other", Other, clobber=True)
+    with pytest.raises(StoreUnusable, match=r"Other of fsspec looks whether .*, and then writes; use a"):
+        probe(Store("other://host/run", patience_s=0.0))
 
 
 def test_what_the_store_says_itself_comes_through(moto: S3Server, proxy: FaultProxy, tmp_path: Path):

@@ -19,17 +19,21 @@ import pytest
 import structlog
 import yaml
 
-from checkpoint import documents, journal
+from checkpoint import documents, journal, layout
 from checkpoint.documents import RunRecord
+from checkpoint.redaction import NAMES_ENV
 from checkpoint.store import OPTIONS_ENV, Store
+from checkpoint.vouched import NotVouched
 from orchestrator import clouds, daemon
-from orchestrator.cli import main, remote, start
+from orchestrator.cli import main, remote
 from orchestrator.clouds import as_shipped, sky_cloud
 from orchestrator.clouds.protocol import CloudRefused
 from orchestrator.clouds.sky_cloud import SkyCloud
 from orchestrator.clouds.sky_remote import FOLDER_ENV, RemoteController
 from orchestrator.clouds.sky_types import CloudCheck, Cluster
 from orchestrator.clouds.sky_work import Work
+from orchestrator.home import keep_run_digest
+from orchestrator.trust import DIGEST_ENV, run_digest
 from policies import exit_codes
 from policies.events import TookOver
 from policies.spec import RunSpec
@@ -117,7 +121,6 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv(OPTIONS_ENV, "")  # and put back: the command line sets it
     for module, name, value_s in (
         (sky_cloud, "WATCH_S", 0.01), (sky_cloud, "REPORTS_S", 0.01), (sky_cloud, "REGION_WAIT_S", 0.05),
@@ -174,7 +177,7 @@ def begun(world: World, cli: Cli) -> None:
     documents.create_run(world.store, world.record)
     done = cli("resume", "--remote", "-d", world.store.url)
     assert done.code == 0, done
-    world.until(lambda: "grpo-sim-0-trainer-0-i1" in world.sky.beyond.table)
+    world.until(lambda: len(world.sky.beyond.table) == 3)
 
 
 def test_down_through_the_store_leaves_nothing(world: World, cli: Cli) -> None:
@@ -237,7 +240,11 @@ def test_a_lost_controller_machine_is_said_with_what_it_knew(
     assert world.sky.table == {}
     world.sky.beyond = Table()  # a daemon that is started now is started here, and finds nothing
     stop = threading.Event()
-    monkeypatch.setattr(start, "start_daemon", lambda store, _record, reason: daemon.steer(store, reason, stop))
+    monkeypatch.setattr(
+        sys.modules["orchestrator.cli.down"],
+        "start_daemon",
+        lambda store, _record, reason: daemon.steer(store, reason, stop),
+    )
     told = cli("down", world.store.url)
     assert told.code == exit_codes.FAILED
     assert (
@@ -409,6 +416,26 @@ def test_it_gets_the_folder_and_the_daemon_there_hands_its_copy_on(
     assert as_shipped(world.record) == world.record
     monkeypatch.setenv(FOLDER_ENV, "/home/x/sky_workdir")
     assert as_shipped(world.record).spec.workdir == "/home/x/sky_workdir"
+
+
+def test_it_is_given_the_secrets_to_hand_on_and_by_what_to_know_the_run(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"LICENCE": "my-licence-s3cret", "HF_TOKEN": "hf_" + "S3cr3t" * 5}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    made = controller(world, replace(world.record.spec, secrets=("LICENCE",)))
+    run_json = world.store.get(layout.RUN)
+    keep_run_digest(world.store.url, run_digest(run_json))
+    made.launch("up")
+    (work,) = world.sky.works
+    assert work.secrets.items() >= given.items()
+    assert work.env[NAMES_ENV].split(",") == list(given)
+    assert work.env[DIGEST_ENV] == run_digest(run_json)
+    assert not any(value in repr(work) for value in given.values())
+    world.store.put(layout.RUN, run_json.replace(b'"name":', b'"name" :'))
+    with pytest.raises(NotVouched):
+        made.launch("resume")
 
 
 def test_the_users_settings_of_skypilot_go_along(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from orchestrator.clouds.sky_strays import Strays
 from orchestrator.clouds.sky_types import Cluster, ClusterState
 from orchestrator.home import run_token, token_file
 from policies import exit_codes
+from policies.vocabulary import NodePhase
 from tests.cloud_worlds import hurry
 from tests.sky_table import PREFIX, Table
 from tests.world import spec
@@ -92,12 +93,17 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setenv(OPTIONS_ENV, "")  # and put back: the command line sets it
     made = World(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(clouds, "_open_skypilot", lambda _: made.sky)
-    monkeypatch.setattr(start, "start_daemon", made.start_daemon)
+    for command in (start, sys.modules["orchestrator.cli.down"]):  # the package has the function of that name
+        monkeypatch.setattr(command, "start_daemon", made.start_daemon)
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     monkeypatch.setattr(structlog, "configure", lambda **_: None)
     yield made
     made.daemon_dies()
     structlog.reset_defaults()
+
+
+def phases(world: World) -> set[NodePhase]:
+    return {node.phase for node in journal.recover(world.store).state.nodes.values()}
 
 
 def nodes(world: World) -> list[str]:
@@ -137,6 +143,7 @@ def test_a_skypilot_that_launched_nothing_finds_watches_and_returns_the_runs_mac
     world.until(lambda: len(world.sky.table) == 3)
     for node in nodes(world):
         world.says(node, 1)
+    world.until(lambda: phases(world) == {NodePhase.BOOTING})
     world.daemon_dies()
 
     world.sky = Table(elsewhere=world.sky.table)

@@ -18,10 +18,17 @@ def held(text: str) -> list[Kept]:
 
 
 def forked(text: str) -> tuple[Fork, ...]:
-    """`0-20 start`: timeline 1 began from 0-20, timeline 2 where the run began."""
-    starts = [None if one == "start" else one for one in text.split()]
-    return tuple(Fork(number, start) for number, start in enumerate(starts, 1))
+    """`0-20:40 start`: timeline 1 began from 0-20 when 0 had come to 40, timeline 2 where the run began."""
+    forks = []
+    for number, one in enumerate(text.split(), 1):
+        start, _, reached = one.partition(":")
+        forks.append(
+            Fork(number, None if start == "start" else start, from_step=int(reached) if reached else None)
+        )
+    return tuple(forks)
 
+
+TO_80 = "0-10 0-20 0-30 0-40 0-50 0-60 0-70 0-80"
 
 # what it shows, the forks, what the store holds, keep_last, keep_every_steps, keep_before_step, what may go
 RETIRED: list[tuple[str, str, str, int, int | None, int | None, str]] = [
@@ -29,37 +36,72 @@ RETIRED: list[tuple[str, str, str, int, int | None, int | None, str]] = [
     ("the only one", "", "0-10", 1, None, None, ""),
     ("the only one, in an excursion from its very step", "", "0-10", 1, None, 10, ""),
     ("as many as stay", "", "0-10 0-20 0-30", 3, None, None, ""),
-    ("one more", "", "0-10 0-20 0-30 0-40", 3, None, None, "0-10"),
-    ("the newest alone", "", "0-10 0-20 0-30", 1, None, None, "0-10 0-20"),
-    ("in any order", "", "0-30 0-10 0-40 0-20", 2, None, None, "0-10 0-20"),
-    ("pinned", "", "0-10! 0-20 0-30", 1, None, None, "0-20"),
-    ("multiples stay", "", "0-10 0-20 0-30 0-40 0-50", 1, 20, None, "0-10 0-30"),
-    ("every step is a multiple of 1", "", "0-10 0-20 0-30", 1, 1, None, ""),
-    ("none from before the excursion", "", "0-10 0-20 0-30", 1, None, 10, "0-10 0-20"),
-    ("one at the step where it began is touched by it", "", "0-10 0-20 0-30 0-40", 1, None, 20, "0-20 0-30"),
-    ("the newest before it, long after", "", "0-10 0-20 0-30 0-40 0-50", 2, None, 25, "0-10 0-30"),
-    ("the newest of all is before it", "", "0-10 0-20 0-30", 1, None, 31, "0-10 0-20"),
-    ("what a fork left goes at once", "0-20", "0-10 0-20 0-30 0-40", 2, None, None, "0-30 0-40"),
-    ("unless it is pinned", "0-20", "0-10 0-20 0-30! 0-40", 2, None, None, "0-40"),
-    ("a fork's start counts, and what lies before it", "0-20", "0-10 0-20 0-30 1-25", 3, None, None, "0-30"),
-    ("until the timeline has enough", "0-20", "0-10 0-20 0-30 1-25 1-30", 2, None, None, "0-10 0-20 0-30"),
-    ("multiples stay on the line alone", "0-20", "0-10 0-20 0-40 1-30 1-40 1-50", 1, 20, None, "0-10 0-40 1-30"),
+    ("at doubling ages", "", TO_80, 1, None, None, "0-20 0-30 0-60"),
+    ("the newest three", "", TO_80, 3, None, None, "0-20 0-30"),
+    ("in any order", "", "0-80 0-30 0-10 0-40 0-20 0-60 0-70 0-50", 1, None, None, "0-20 0-30 0-60"),
+    ("pinned", "", TO_80.replace("0-30", "0-30!"), 1, None, None, "0-20 0-60"),
+    ("multiples stay", "", TO_80, 1, 30, None, "0-20"),
+    ("every step is a multiple of 1", "", TO_80, 1, 1, None, ""),
+    ("the newest before the excursion", "", TO_80, 1, None, 65, "0-20 0-30"),
+    ("one at the step where it began is touched by it", "", TO_80, 1, None, 60, "0-20 0-30 0-60"),
+    ("the newest before it, long after", "", TO_80, 1, None, 21, "0-30 0-60"),
+    ("none from before the excursion", "", TO_80, 1, None, 10, "0-20 0-30 0-60"),
     (
-        "the last from before lies before the fork",
+        "what a fork left goes, where nobody noted how far it had come",
         "0-20",
-        "0-10 0-20 0-30 1-25 1-30",
+        "0-10 0-20 0-30 1-25",
+        3,
+        None,
+        None,
+        "0-30",
+    ),
+    ("unless it is pinned", "0-20", "0-10 0-20 0-30! 0-40 1-25", 2, None, None, "0-40"),
+    (
+        "not before its line has passed the probation",
+        "0-20:40",
+        "0-10 0-20 0-30 0-40 1-50 1-60",
         1,
         None,
-        22,
-        "0-10 0-30 1-25",
+        None,
+        "",
     ),
-    ("and not on what it left", "0-20", "0-10 0-20 0-22 1-25 1-30", 1, None, 24, "0-10 0-22 1-25"),
+    ("then it does", "0-20:40", "0-10 0-20 0-30 0-40 1-50 1-60 1-61", 1, None, None, "0-30 0-40"),
+    (
+        "on probation the start and the one before it",
+        "0-50:70",
+        "0-10 0-20 0-30 0-40 0-50 1-60 1-70",
+        1,
+        None,
+        None,
+        "0-20 0-30",
+    ),
+    (
+        "and behind it as any others",
+        "0-50:60",
+        "0-10 0-20 0-30 0-40 0-50 1-60 1-70 1-80",
+        1,
+        None,
+        None,
+        "0-20 0-30 1-60",
+    ),
+    ("multiples stay on the line alone", "0-20", "0-10 0-20 0-40 1-30 1-40 1-50", 1, 20, None, "0-40 1-30"),
+    (
+        "the last from before lies before the fork",
+        "0-30",
+        "0-10 0-20 0-30 0-40 1-40 1-50 1-60 1-70 1-80",
+        1,
+        None,
+        31,
+        "0-20 0-40 1-60",
+    ),
+    ("and not on what it left", "0-20", "0-10 0-20 0-22 1-25 1-30", 1, None, 24, "0-22"),
     ("of two forks the later one goes back further", "0-20 0-10", "0-10 0-20 1-30", 1, None, None, "0-20 1-30"),
-    ("of two forks on one line", "0-20 1-30", "0-10 0-20 1-30 1-40 2-35", 3, None, None, "0-10 1-40"),
+    ("of two forks on one line", "0-20 1-30", "0-10 0-20 1-30 1-40 2-35", 3, None, None, "1-40"),
     ("its start is gone: what is before that stays", "0-20", "0-10 0-30", 1, None, None, "0-30"),
     ("from the run's start, with nothing yet", "start", "0-10 0-20", 1, None, None, ""),
     ("from the run's start, with its first one", "start", "0-10 0-20! 1-5", 1, None, None, "0-10"),
-    ("of a timeline whose fork is not known yet", "0-20", "0-10 0-20 2-25", 1, None, None, "0-10"),
+    ("from the run's start, on probation", "start:20", "0-10 0-20 1-40", 1, None, None, ""),
+    ("of a timeline whose fork is not known yet", "0-20", "0-10 0-20 0-30 2-25", 1, None, None, "0-30"),
 ]
 
 
@@ -146,10 +188,9 @@ def test_what_was_abandoned_goes_once_the_line_has_one(checkpoints: list[Kept], 
 
 # what it shows, the forks, what the store holds, keep_since_step, what may go
 SINCE: list[tuple[str, str, str, int, str]] = [
-    ("all since then", "", "0-10 0-15 0-20 0-25 0-30", 15, "0-10"),
-    ("all there are", "", "0-10 0-15 0-20", 0, ""),
-    ("the newest stays though it is older", "", "0-10 0-15 0-20", 40, "0-10 0-15"),
-    ("on the line alone", "0-15", "0-10 0-15 0-20 0-25 1-18 1-20", 12, "0-10 0-20 0-25"),
+    ("all since then", "", TO_80, 60, "0-20 0-30"),
+    ("all there are", "", TO_80, 0, ""),
+    ("on the line alone", "0-70", TO_80 + " 1-75 1-78 1-79", 74, "0-20 0-30 0-80"),
 ]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ import pytest
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
+from policies.position_trial import Trial, judge
 from policies.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from tasks.node_env import NotANode, read_node_env
 from tasks.vllm_server import Server, Unfit, argv_of, flags_of, light_env
@@ -128,25 +131,39 @@ def test_vllm_on_a_cpu_starts_no_more_than_it_needs(
     assert light_env(spec) == ({"TORCHDYNAMO_DISABLE": "1"} if spares_compiling else {})
 
 
+VOCABULARY = 300
+
+
 @dataclass
 class FakeSampler:
-    """A vLLM that draws by seed and, unless it is `forgetful`, by position. At each of the first `ties`
-    seeds it draws once otherwise, as rounding may."""
+    """A vLLM that draws by seed and, unless it is `forgetful`, by position, from logits as far apart as `spread`.
+
+    What it computes of a logit is other by up to `rounding` in another request, as sums are in another batch.
+    """
 
     forgetful: bool = False
-    ties: int = 0
+    rounding: float = 0.0
+    spread: float = 1.0
+    model: int = 0
     refusal: str = ""
-    asked: list[int] = field(default_factory=list)  # the seeds of its completions
+    asked: int = 0
 
     async def completion(self, request: web.Request) -> web.Response:
         body = await request.json()
-        begun = len(body["prompt"])
-        start = 0 if self.forgetful else begun
-        tokens = [hash((body["seed"], start + i)) % 1000 for i in range(body["max_tokens"])]
-        if begun > 2 and body["seed"] < self.ties:
-            tokens[0] += 1
-        self.asked.append(body["seed"])
-        return web.json_response({"choices": [{"token_ids": tokens}]})
+        assert body["temperature"] <= 2.0  # vLLM takes no more
+        self.asked += 1
+        tokens: list[int] = list(body["prompt"])
+        begun, rounded = len(tokens), random.Random(f"{self.model} {self.asked}")
+        for position in range(begun, begun + body["max_tokens"]):
+            weights = random.Random(f"{self.model} {tokens}")
+            noise = random.Random(f"{body['seed']} {position - begun if self.forgetful else position}")
+            scores = [
+                (weights.gauss(0, self.spread) + rounded.uniform(-1, 1) * self.rounding) / body["temperature"]
+                - math.log(-math.log(noise.random()))
+                for _ in range(VOCABULARY)
+            ]
+            tokens.append(scores.index(max(scores)))
+        return web.json_response({"choices": [{"token_ids": tokens[begun:]}]})
 
     async def install(self, _: web.Request) -> web.Response:
         return web.Response(text=self.refusal)
@@ -161,24 +178,35 @@ class FakeSampler:
             await Server("boot", "", url, no_process, "secret", http).sample_by_position()
 
 
-@pytest.mark.parametrize(("ties", "seeds"), [(0, {0}), (2, {0, 1, 2})])
-def test_a_vllm_that_goes_on_as_it_would_have_is_fit(ties: int, seeds: set[int]) -> None:
-    vllm = FakeSampler(ties=ties)
-    asyncio.run(vllm.tried())
-    assert set(vllm.asked) == seeds
-
-
+@pytest.mark.parametrize("model", range(4))
 @pytest.mark.parametrize(
-    ("vllm", "why"),
-    [
-        (FakeSampler(forgetful=True), "3 completions that were cut went on otherwise"),
-        (FakeSampler(ties=3), "3 completions that were cut went on otherwise"),
-        (FakeSampler(refusal="with speculative decoding"), "with speculative decoding"),
-    ],
+    "rounding",
+    [0.0, 1e-6, 0.06, 0.25],  # a bf16 logit between 16 and 32 has steps of 0.125, one of fp8 weights errs by more
 )
-def test_a_vllm_that_goes_on_otherwise_is_not_let_in(vllm: FakeSampler, why: str) -> None:
-    with pytest.raises(Unfit, match=why):
-        asyncio.run(vllm.tried())
+@pytest.mark.parametrize("spread", [1.0, 4.0])
+def test_a_vllm_that_draws_by_position_is_fit_whatever_its_last_bits(
+    model: int, rounding: float, spread: float
+) -> None:
+    asyncio.run(FakeSampler(rounding=rounding, spread=spread, model=model).tried())
+
+
+@pytest.mark.parametrize("model", range(4))
+@pytest.mark.parametrize("spread", [1.0, 4.0])
+def test_a_vllm_that_draws_anew_is_not_let_in(model: int, spread: float) -> None:
+    with pytest.raises(Unfit, match="it does not draw by seed and position"):
+        asyncio.run(FakeSampler(forgetful=True, spread=spread, model=model).tried())
+
+
+def test_a_vllm_that_says_it_cannot_is_not_let_in() -> None:
+    with pytest.raises(Unfit, match="with speculative decoding"):
+        asyncio.run(FakeSampler(refusal="with speculative decoding").tried())
+
+
+def test_what_chance_alone_gives_is_no_proof() -> None:
+    assert judge([1, 2, 3, 4], [1, 2, 3, 9]) == Trial(0.75, 0.0)
+    assert judge([5, 5, 5, 6], [5, 5, 5, 6]) == Trial(1.0, 0.5)
+    assert judge([5, 5, 5, 6], [5, 5, 5, 6]).passed
+    assert not judge([5, 5, 6, 6], [5, 6, 6, 5]).passed
 
 
 def test_a_node_names_the_variable_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

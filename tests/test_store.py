@@ -20,7 +20,7 @@ from checkpoint.errors import AlreadyExists, NotFound, StoreUnavailable
 from checkpoint.store import Store
 from tests.store_rig.server import S3Server
 
-BACKENDS = ("memory", "file", "moto", "moto-fsspec", "ceph", "ceph-fsspec")
+BACKENDS = ("memory", "memory-fsspec", "file", "file-fsspec", "moto", "moto-fsspec", "ceph", "ceph-fsspec")
 _numbers = count(1)
 
 
@@ -33,11 +33,12 @@ def fresh_store(request: pytest.FixtureRequest, tmp_path: Path, backend: str) ->
     """An empty store. A blank in its name, because a user may have one."""
     number = next(_numbers)
     server_name, _, driver = backend.partition("-")
+    plain = {"driver": driver} if driver else {}
     match server_name:
         case "memory":
-            return Store(f"memory://store-{number}", patience_s=0.2)
+            return Store(f"memory://store-{number}", patience_s=0.2, options=plain)
         case "file":
-            return Store(f"file://{tmp_path}/the run {number}", patience_s=0.2)
+            return Store(f"file://{tmp_path}/the run {number}", patience_s=0.2, options=plain)
         case _:
             server: S3Server = request.getfixturevalue(server_name)
             options = server.fsspec_options() if driver else server.options()

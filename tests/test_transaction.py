@@ -30,12 +30,12 @@ from policies.events import (
     TrainerFenced,
 )
 from policies.mirror import HEARTBEAT_FRESH_S
+from policies.objective import DEFAULT_LOSS, TRL_DEFAULTS
 from policies.pitfalls import Pitfall
-from policies.rollback import TRL_DEFAULTS
 from policies.snapshot import Command, Launch, Watched, WriteFork
 from policies.spec import KlPolicy, OnRollback, RollbackBudget, RunSpec
 from policies.timelines import Skipped
-from policies.transaction import DRAIN_WAIT_S, FENCE_WAIT_S, GUARD_WAIT_S
+from policies.transaction import DRAIN_WAIT_S, FENCE_WAIT_S, GUARD_WAIT_S, NAME_ONE
 from policies.vocabulary import Cause, NodePhase, PolicyVersion, Role, RunPhase
 from tests.world import World, spec
 
@@ -77,7 +77,7 @@ def test_a_run_that_diverges_goes_back_to_before_the_onset_and_finishes():
     (one,) = begun(world)
     assert one.fork.start == "0-8"  # 10 and 12 are newer, and not from before step 9
     assert one.fork.timeline == 1
-    assert one.fork.changes == {"beta": 0.08, "epsilon": 0.1, "learning_rate": 5e-4}
+    assert one.fork.changes == {"beta": 0.08, "learning_rate": 5e-4}
     assert one.fork.skipped == (Skipped(0, 9, 13),)
     assert [type(event) for event in events_of(world, tuple(STAGES))] == STAGES
     assert world.beat is not None
@@ -168,7 +168,7 @@ def test_a_second_trip_in_the_probation_goes_one_further_back_and_the_changes_ad
     until(world, lambda w: len(begun(w)) == 2)
     first, second = begun(world)
     assert (first.fork.start, second.fork.start) == ("0-8", "0-6")
-    assert second.fork.changes == {"beta": 0.16, "epsilon": 0.05, "learning_rate": 2.5e-4}
+    assert second.fork.changes == {"beta": 0.16, "learning_rate": 2.5e-4}
     assert second.fork.skipped == (Skipped(0, 9, 13), Skipped(1, 9, 11))
     world.run()
     assert world.state.phase is RunPhase.FINISHED
@@ -178,16 +178,63 @@ def test_a_second_trip_in_the_probation_goes_one_further_back_and_the_changes_ad
 def test_a_second_trip_behind_the_probation_goes_to_the_new_timelines_own_checkpoint():
     world = world_of({0: (13, 9), 1: (30, 27)}, budget=RollbackBudget(recent_steps=5))
     world.run()
-    assert [one.fork.start for one in begun(world)] == ["0-8", "1-26"]
+    first, second = begun(world)
+    assert (first.fork.start, second.fork.start) == ("0-8", "1-26")
+    assert first.fork.skipped == (Skipped(0, 9, 13),)
+    assert second.fork.skipped == (Skipped(1, 27, 30),), "what has passed its probation sees all prompts again"
 
 
-def test_with_no_checkpoint_from_before_the_onset_the_run_begins_anew():
+def test_with_no_checkpoint_from_before_the_onset_the_run_waits_for_a_person():
     world = world_of({0: (5, 2)})
     world.save_steps = 3
     world.run()
-    (one,) = begun(world)
-    assert one.fork.start is None
+    assert not begun(world)
+    assert world.state.phase is RunPhase.PAUSED
+    assert (
+        world.state.reason
+        == f"diverged since step 2; no checkpoint is from before step 2, there are 0-3; {NAME_ONE}"
+    )
+    assert world.checkpoints == [PolicyVersion(0, 3)]
+    world.commands = [Command("c1", "rollback")]
+    world.take_over()
+    world.run()
+    assert not begun(world), "nor does a person begin from step 0 without saying so"
+    assert world.state.phase is RunPhase.PAUSED
+    assert [one.kind for one in events_of(world, Noticed) if isinstance(one, Noticed)] == ["no_target"]
+    world.commands = [Command("c1", "rollback"), Command("c2", "rollback", "start")]
+    world.take_over()
+    world.run()
+    assert begun(world)[0].fork.start is None
     assert world.state.phase is RunPhase.FINISHED
+
+
+def test_a_checkpoint_that_is_listed_no_longer_was_one_all_the_same():
+    world = world_of({0: (5, 2)})
+    until(world, lambda w: w.state.diverged is not None)
+    snapshot = replace(world.snapshot(), checkpoints=(), ever_stored=True)
+    state = replace(world.state, rollbacks=(), phase=RunPhase.TRAINING)
+    events = decide(state, snapshot, world.spec).events
+    assert not [event for event in events if isinstance(event, RollbackBegun)]
+    assert [event.phase for event in events if isinstance(event, RunMoved)] == [RunPhase.PAUSED]
+
+
+def test_a_trip_before_the_first_checkpoint_begins_the_run_anew():
+    world = world_of({0: (5, 2), 1: (9, 8)})
+    world.save_steps = 7
+    until(world, lambda w: len(begun(w)) == 2)
+    first, second = begun(world)
+    assert first.fork.start is None
+    assert second.fork.start == "1-7", "the start cannot have been too late"
+
+
+def test_two_trips_late_in_a_long_run_with_all_defaults():
+    world = World(spec=spec(), max_steps=5200, save_steps=50, trips={0: (5020, 4990), 1: (5060, 5030)})
+    world.steps = 4700
+    world.checkpoints = [PolicyVersion(0, step) for step in (50, 3200, 4100, 4500, 4600, 4650, 4700)]
+    world.run(limit=4000)
+    assert [one.fork.start for one in begun(world)] == ["0-4950", "0-4900"]
+    assert world.state.phase is RunPhase.FINISHED
+    assert PolicyVersion(0, 50) in world.checkpoints
 
 
 def test_the_budget_within_so_many_steps_ends_the_run():
@@ -269,6 +316,17 @@ def test_a_rollback_by_hand_takes_the_target_and_the_changes_that_it_is_given():
     assert world.timelines["trainer-0-i1", 2] == 1
 
 
+def test_a_rollback_by_hand_to_what_was_retired_meanwhile_begins_nothing():
+    world = world_of({})
+    until(world, lambda w: w.steps >= 9)
+    world.commands = [Command("c1", "rollback", "0-3")]
+    world.run()
+    assert not begun(world)
+    (told,) = [one for one in events_of(world, Noticed) if isinstance(one, Noticed)]
+    assert told.text.startswith("no rollback was begun: checkpoint 0-3 is not in the store any more; ")
+    assert world.state.phase is RunPhase.FINISHED
+
+
 def test_a_rollback_by_hand_goes_to_the_start_or_the_newest_checkpoint():
     for asked, start in (("start", None), (None, "0-8")):
         world = world_of({})
@@ -299,27 +357,47 @@ def test_a_finished_run_does_not_go_back():
     assert not begun(world)
 
 
-def test_out_of_memory_halves_the_group_then_the_completions_and_then_fails():
-    world = World(spec=replace(with_kl(), grpo={"num_generations": 8, "max_completion_length": 40}), max_steps=40)
-    starts = []
-    for _ in range(4):
-        until(world, lambda w: w.state.phase is RunPhase.FAILED or (bool(w.up(Role.TRAINER)) and w.steps >= 5))
-        if world.state.phase is RunPhase.FAILED:
-            break
+def test_out_of_memory_keeps_the_objective_as_long_as_it_can_and_then_waits_for_a_person():
+    grpo = {"num_generations": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    world = World(spec=replace(with_kl(), grpo={**grpo, "gradient_checkpointing": False}), max_steps=40)
+    while world.state.phase is not RunPhase.PAUSED:
+        until(world, lambda w: bool(w.up(Role.TRAINER)) and w.steps >= 5)
         count = len(begun(world))
         (trainer,) = world.up(Role.TRAINER)
         world.exit(trainer, exit_codes.OUT_OF_MEMORY)
         world.beat, world.steps = None, 0
-        until(world, lambda w, n=count: len(begun(w)) > n or w.state.phase is RunPhase.FAILED)  # type: ignore[misc]  # mypy cannot infer a default's type here
-        starts.append(begun(world)[-1].fork.start)
-    smaller = [one.fork.changes for one in begun(world)]
-    assert smaller == [
-        {"num_generations": 4, "per_device_train_batch_size": 4},
-        {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 20},
-    ]
-    assert all(one.cause is Cause.OUT_OF_MEMORY for one in begun(world))
-    assert world.state.phase is RunPhase.FAILED
-    assert "nothing is left to halve" in world.state.reason
+        until(world, lambda w, n=count: len(begun(w)) > n or w.state.phase is RunPhase.PAUSED)  # type: ignore[misc]  # mypy cannot infer a default's type here
+    first, second, third = begun(world)
+    pieces = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    assert first.fork.changes == pieces
+    assert set(first.effects.values()) == {"the same batch and gradient, computed in smaller pieces"}
+    assert second.fork.changes == {**pieces, "gradient_checkpointing": True}
+    assert third.fork.changes == {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 4,
+        "gradient_checkpointing": True,
+        "num_generations": 4,
+    }
+    assert third.fork.start is not None
+    assert all(one.cause is Cause.OUT_OF_MEMORY for one in (first, second, third))
+    assert "max_completion_length" in world.state.reason
+    assert world.machines == {}
+    world.commands = [Command("c1", "rollback", third.fork.start, {"max_completion_length": 256.0})]
+    world.take_over()
+    until(world, lambda w: len(begun(w)) == 4)
+    assert begun(world)[3].fork.changes["max_completion_length"] == 256
+    assert isinstance(begun(world)[3].fork.changes["max_completion_length"], int), "as the node's TRL wants it"
+
+
+def test_out_of_memory_where_the_lines_checkpoints_are_gone_waits_for_a_person():
+    world = world_of({})
+    until(world, lambda w: w.steps >= 5)
+    world.exit("trainer-0-i1", exit_codes.OUT_OF_MEMORY)
+    until(world, lambda w: w.state.nodes["trainer-0-i1"].attempt_ended_at_s is not None)
+    state = replace(world.state, rollbacks=())
+    events = decide(state, replace(world.snapshot(), checkpoints=(), ever_stored=True), world.spec).events
+    assert not [event for event in events if isinstance(event, RollbackBegun)]
+    assert RunPhase.PAUSED in [event.phase for event in events if isinstance(event, RunMoved)]
 
 
 def test_an_old_trainer_that_does_not_stop_loses_its_machine():
@@ -346,6 +424,25 @@ def test_nothing_is_decided_while_the_checkpoints_are_not_known():
     world.looking = True
     world.tick()
     assert begun(world)
+
+
+def test_without_a_catalog_that_can_be_read_the_run_pauses_and_can_be_taken_back_later():
+    world = world_of({0: (13, 9)})
+    world.looking = False
+    until(world, lambda w: w.state.diverged is not None)
+    damaged = replace(world.snapshot(), checkpoints=None, damaged="catalog/1.json: schema 2; use a newer one")
+    (paused,) = [e for e in decide(world.state, damaged, world.spec).events if isinstance(e, RunMoved)]
+    assert paused.phase is RunPhase.PAUSED
+    assert paused.reason == (
+        "diverged since step 9; catalog/1.json: schema 2; use a newer one; then `grpo-orch rollback`"
+    )
+    world.journal((paused,))
+    asked = replace(damaged, commands=(Command("c1", "rollback"),))
+    (told,) = [e for e in decide(world.state, asked, world.spec).events if isinstance(e, Noticed)]
+    assert told.text == "no rollback was begun: catalog/1.json: schema 2; use a newer one"
+    world.looking, world.commands = True, [Command("c2", "rollback")]
+    until(world, lambda w: bool(begun(w)))
+    assert begun(world)[0].fork.start == "0-8"
 
 
 def test_prompts_are_kept_where_run_yaml_says_so():
@@ -380,14 +477,17 @@ def test_no_rollback_begins_in_a_run_that_ends():
 
 def test_targets_are_versions_of_the_present_line():
     world = world_of({0: (13, 9), 1: (30, 27)}, budget=RollbackBudget(recent_steps=5))
-    world.run()
+    until(world, lambda w: bool(events_of(w, FleetMoved)))
     assert PolicyVersion(0, 12) in world.checkpoints  # abandoned: newer than 0-8, and never a target again
+    world.run()
     assert begun(world)[1].fork.start == "1-26"
+    assert PolicyVersion(0, 12) not in world.checkpoints  # nor kept once the probation has passed
 
 
 def test_the_defaults_are_those_of_trl():
     keys = json.loads((Path(config.__file__).parent / "grpo_keys.json").read_text())["keys"]
     assert {key: keys[key]["default"] for key in TRL_DEFAULTS} == dict(TRL_DEFAULTS)
+    assert keys["loss_type"]["default"] == DEFAULT_LOSS
 
 
 def test_what_a_tripped_guard_still_stores_may_be_the_target():
@@ -413,3 +513,5 @@ def test_what_a_tripped_guard_still_stores_may_be_the_target():
     assert decided(trainer=storing, now_s=world.now_s + HEARTBEAT_FRESH_S + 1), "nor is a trainer that is gone"
     end_s = world.now_s + DRAIN_WAIT_S + 1
     assert decided(trainer=replace(storing, beat_at_s=end_s), now_s=end_s), "nor one that never ends"
+    assert not decided(trainer=storing, now_s=end_s, steady_s=1.0), "the store was away: it could not say that"
+    assert decided(trainer=storing, now_s=end_s, steady_s=HEARTBEAT_FRESH_S + 1)

@@ -1,4 +1,7 @@
-"""What of a spool still belongs to the run: not what a fork has left, nor what a newer trainer makes anew."""
+"""What of a spool still belongs to the run: not what a fork has left, nor what a newer trainer makes anew.
+
+And what the uploader retires.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,19 @@ from pathlib import Path
 import pytest
 
 from checkpoint import documents
+from checkpoint.catalog import Checkpoint
+from checkpoint.spool import Seal
 from checkpoint.store import Store
 from checkpoint.timelines import write_fork
+from policies.divergence import Verdict
+from policies.retention import keep_before, keep_since
 from policies.snapshot import Trainer
+from policies.spec import CheckpointsSpec
 from policies.timelines import Fork
 from policies.vocabulary import PolicyVersion
 from tasks.node_env import NodeEnv
-from tasks.uploader import is_replaced
+from tasks.uploader import _retention, is_replaced
+from tests.world_store import stored
 
 
 @pytest.mark.parametrize(
@@ -43,3 +52,19 @@ def test_what_is_replaced(
         documents.write_trainer(store, Trainer(node, 1, timeline, 0, 0, "training", 0.0))
     env = NodeEnv(store.url, "trainer-0-i1", "", 1, 0, str(tmp_path), "127.0.0.1")
     assert is_replaced(store, env, PolicyVersion.parse(version)) == replaced, says
+
+
+def test_it_retires_as_the_simulated_worlds_store_does(tmp_path: Path) -> None:
+    store, spec = Store(f"file://{tmp_path}/store"), CheckpointsSpec(keep_last=1)
+    forks = (Fork(1, "0-300", from_step=330), Fork(2, "1-350", from_step=380))
+    retire, listed, numbers = _retention(store, spec), [], [(0, 10, 330), (1, 310, 380), (2, 360, 600)]
+    for timeline, first, last in numbers:
+        for fork in forks[timeline - 1 : timeline] if timeline else ():
+            write_fork(store, fork)
+        for step in range(first, last + 1, 10):
+            at, verdict = PolicyVersion(timeline, step), Verdict(step=step)
+            held = [Checkpoint(str(one), "", "", 0.0, 0) for one in sorted({*listed, at})]
+            seal = Seal(str(at), 0.0, {}, {}, keep_before(step, verdict, 1), keep_since(step, 1))
+            gone = set(retire(held, seal))
+            listed = stored(listed, at, verdict, forks[:timeline], spec)
+            assert [one.at for one in held if one.at not in gone] == listed

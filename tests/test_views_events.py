@@ -10,7 +10,10 @@ from checkpoint.journal import read
 from orchestrator.views.events import event_json, lines, sentence
 from policies.events import (
     EVENT_TYPES,
+    BuyingResumed,
+    BuyingStopped,
     CommandTaken,
+    DataSetAside,
     Diverged,
     DivergenceCleared,
     DivergenceWatched,
@@ -54,6 +57,12 @@ SAMPLES: list[tuple[Event, str]] = [
     ),
     (NodeMoved("rollout-0-i1", NodePhase.GONE, "preempted"), "rollout-0-i1 is gone: preempted"),
     (
+        BuyingStopped("rollout on spot", "3 in a row came to nothing: no work seen within 900 s"),
+        "No more machines are bought, rollout on spot, but one now and then to try: 3 in a row came to nothing: "
+        "no work seen within 900 s",
+    ),
+    (BuyingResumed("rollout on spot"), "Machines are bought again, rollout on spot"),
+    (
         MachineBought("rollout-0-i2", Market.SPOT, "aws/us-east-1/us-east-1b g6.xlarge", 0.3, 0.8),
         "rollout-0-i2 has a machine on spot, aws/us-east-1/us-east-1b g6.xlarge, at 0.30 USD an hour",
     ),
@@ -63,6 +72,7 @@ SAMPLES: list[tuple[Event, str]] = [
     ),
     (JobExited("trainer-0-i1", 1, -9, 7), "trainer-0-i1 ended with signal 9 at step 7 (attempt 1)"),
     (JobExited("trainer-0-i1", 2, 78, 0), "trainer-0-i1 ended with exit code 78 at step 0 (attempt 2)"),
+    (JobExited("trainer-0-i1", 1, 143, 7), "trainer-0-i1 ended, as it was told to, at step 7 (attempt 1)"),
     (JobExited("trainer-0-i1", 2, 0, 40), "trainer-0-i1 finished its work at step 40 (attempt 2)"),
     (
         JobRestarted("trainer-0-i1", 2, "after exit code -9"),
@@ -92,13 +102,29 @@ SAMPLES: list[tuple[Event, str]] = [
         RollbackBegun(Fork(2, None), Cause.USER, 30, "asked for by hand"),
         "Rollback from step 30 to the run's start, as timeline 2: asked for by hand",
     ),
+    (
+        RollbackBegun(
+            Fork(3, "0-5", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
+            Cause.OUT_OF_MEMORY,
+            30,
+            "the trainer is out of memory",
+            {
+                "per_device_train_batch_size": "the same",
+                "gradient_accumulation_steps": "the same",
+                "beta": "other",
+            },
+        ),
+        "Rollback from step 30 to checkpoint 0-5, as timeline 3, with per_device_train_batch_size 4, "
+        "gradient_accumulation_steps 2: the trainer is out of memory (per_device_train_batch_size, "
+        "gradient_accumulation_steps: the same; beta: other)",
+    ),
     (TimelineForked(1), "Timeline 1 is in the store: no trainer of an older one goes on"),
     (TrainerFenced(1), "The old trainer has ended, as timeline 1 wants"),
     (TimelineResumed(1, 5), "Timeline 1 is trained, from step 5"),
     (FleetMoved(1, "1-5"), "The fleet serves timeline 1, policy 1-5"),
     (ProbationPassed(1, 16), "Timeline 1 has passed its probation at step 16"),
     (HealthyChosen("0-5"), "The last healthy checkpoint is 0-5; its weights are to be exported"),
-    (HealthyChosen(None), "There is no healthy checkpoint: the run diverged before its first"),
+    (HealthyChosen(None), "There is no healthy checkpoint: none is from before the divergence"),
     (Exported("0-5", "exports/0-5"), "The weights of 0-5 are exported to exports/0-5 in the store"),
     (Exported("0-5", ""), "The weights of 0-5 could not be exported; `grpo-orch checkpoints verify 0-5` says why"),
     (Noticed("overfitting", 40, "the reward rises [alone]"), "Noticed at step 40: the reward rises [alone]"),
@@ -108,6 +134,10 @@ SAMPLES: list[tuple[Event, str]] = [
     ),
     (StoreSlowed(20, 0), "The store is slow: the checkpoint of step 20 is put off, none is stored"),
     (StoreCaughtUp(130, 100), "The store has caught up at step 130: it has the checkpoint of 100"),
+    (
+        DataSetAside("commands/000-x.json", "Input data was truncated"),
+        "commands/000-x.json in the store cannot be read and is left out: Input data was truncated",
+    ),
 ]
 
 
@@ -155,5 +185,6 @@ def test_json_has_a_rollback_s_fork_whole() -> None:
         "changes": {"learning_rate": 0.0005, "beta": 0.04},
         "skipped": [{"timeline": 0, "first_step": 7, "last_step": 10}],
         "reason": FIRST_FORK.reason,
+        "from_step": FIRST_FORK.from_step,
     }
     assert (told["cause"], told["from_step"]) == ("diverged", 10)

@@ -15,6 +15,8 @@ from orchestrator.views.model import HealthView, RunView, run_view, to_json, vie
 from orchestrator.views.reader import Reader
 from policies.divergence import Health
 from policies.events import (
+    BuyingResumed,
+    BuyingStopped,
     DivergenceCleared,
     DivergenceWatched,
     FleetMoved,
@@ -104,6 +106,22 @@ def test_a_training_run_is_seen_whole(tmp_path: Path) -> None:
     assert (trainer.role, trainer.market, trainer.price_usd_per_h) == (Role.TRAINER, Market.ON_DEMAND, 7.2)
     assert (trainer.phase, trainer.since_s, trainer.restarts) == (NodePhase.SERVING, T0 + 10, 0)
     assert view.events[-1].text == "Run is training: the trainer has its first heartbeat"
+
+
+def test_what_is_not_bought_is_seen_until_it_is_again() -> None:
+    world = World()
+    world.starts()
+    assert look(world, 40).not_bought == ()
+    world.happens(41, BuyingStopped("rollout on spot", "3 in a row came to nothing"))
+    [stopped] = look(world, 42).not_bought
+    assert (stopped.kind, stopped.reason, stopped.since_s) == (
+        "rollout on spot",
+        "3 in a row came to nothing",
+        T0 + 41,
+    )
+    assert to_json(look(world, 42))["not_bought"][0]["reason"] == "3 in a row came to nothing"
+    world.happens(43, BuyingResumed("rollout on spot"))
+    assert look(world, 44).not_bought == ()
 
 
 def test_what_a_gateway_said_that_went_with_its_trainer_is_not_shown() -> None:

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.views.model import HealthView, MembershipView, NodeView, RollbackView, RunView, run_view
+from orchestrator.views.model import (
+    HealthView,
+    MembershipView,
+    NodeView,
+    RollbackView,
+    RunView,
+    StoppedKindView,
+    run_view,
+)
 from orchestrator.views.numbers import duration, short, sparkline, usd
 from orchestrator.views.terminal import changes, render, watch
 from policies.divergence import Health
@@ -70,6 +78,17 @@ def test_a_run_without_anything_yet_can_be_drawn() -> None:
 def test_it_says_that_the_store_is_slow(view: RunView) -> None:
     lines = drawn(replace(view, store_slow=True))
     assert "trainer is generating, 3 requests wait, the store is slow" in lines[0]
+    assert max(map(len, lines)) <= 80
+
+
+def test_it_says_what_is_not_bought_and_why(view: RunView) -> None:
+    reason = "3 in a row came to nothing: no work seen within 900 s (`policies.boot_timeout_s`)"
+    stopped = StoppedKindView("rollout on spot", reason, T0, T0 + 642, 1)
+    lines = drawn(replace(view, not_bought=(stopped,)))
+    place = next(place for place, line in enumerate(lines) if line.startswith("not bought"))
+    assert " ".join(" ".join(lines[place : place + 2]).split()) == (
+        f"not bought rollout on spot, one is tried in 10:00 min: {reason}"
+    )
     assert max(map(len, lines)) <= 80
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from policies import exit_codes
 from policies.decide import decide, done
 from policies.divergence import Health, Verdict
-from policies.events import Event, RunCreated, TookOver
+from policies.events import Event, RunCreated, RunMoved, TookOver
 from policies.rollback import choose_start
 from policies.snapshot import (
     Action,
+    AskToStop,
     Command,
     Confirm,
     Export,
@@ -28,12 +29,25 @@ from policies.snapshot import (
     WriteFork,
 )
 from policies.spec import Dataset, PoliciesSpec, Replicas, RolloutSpec, RunSpec, TrainerSpec
-from policies.state import RunState, fold
+from policies.state import RunState, apply
 from policies.timelines import Fork
-from policies.vocabulary import MachineState, PolicyVersion, Refusal, Role
+from policies.vocabulary import MachineState, PolicyVersion, Refusal, Role, RunPhase, slot_and_incarnation
+from tests.world_store import stored
 
 BOOT_S = 5.0
 STEP_S = 1.0
+
+
+class Folded:
+    """The state behind the first `count` entries of a history, so that no entry is folded twice."""
+
+    def __init__(self) -> None:
+        self.count, self.state = 0, RunState()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Folded:
+        same = Folded()
+        same.count, same.state = self.count, self.state
+        return same
 
 
 def spec(max_replicas: int = 2, **policies: float) -> RunSpec:
@@ -57,9 +71,14 @@ class World:
     history: list[tuple[int, float, tuple[Event, ...]]] = field(default_factory=list)
     machines: dict[str, Machine] = field(default_factory=dict)
     booted_at_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    up_at_s: dict[str, float] = field(default_factory=dict)
     launches: list[tuple[str, int]] = field(default_factory=list)
     confirmed: list[str] = field(default_factory=list)
     refusing: bool = False
+    refusing_rollouts: bool = False
+    launch_s: float = 0.0  # from the order until the machine is up
+    boot_s: dict[Role, float] = field(default_factory=dict)  # from there until its work is; BOOT_S where not said
+    fails: dict[Role, int] = field(default_factory=dict)  # with which exit code the work ends instead
     refused: list[LaunchRefused] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
     steps: float = 0.0
@@ -73,20 +92,31 @@ class World:
     trips: dict[int, tuple[int, int]] = field(default_factory=dict)
     guarded: bool = True  # the trainer can tell; else only the controller's own detectors do
     exports: set[str] = field(default_factory=set)
+    storing_s: float = 3.0  # what a trainer takes to store what it has, once it is asked to end
+    stops_at_s: float | None = None
     looking: bool = True  # whether a look finds the checkpoints
+    folded: Folded = field(default_factory=Folded)
 
     def __post_init__(self) -> None:
         self.journal((TookOver("here", 1, "up"), RunCreated("sim", "sim-0")))
 
     @property
     def state(self) -> RunState:
-        return fold(self.history)
+        for number, time_s, events in self.history[self.folded.count :]:
+            for event in events:
+                self.folded.state = apply(self.folded.state, event, time_s, number)
+        self.folded.count = len(self.history)
+        return self.folded.state
 
     def journal(self, events: tuple[Event, ...]) -> None:
         self.history.append((len(self.history) + 1, self.now_s, events))
 
     def take_over(self) -> None:
         self.journal((TookOver("elsewhere", 2, "resume"),))
+
+    def resume(self) -> None:
+        """As a user does it with a run that has ended."""
+        self.journal((TookOver("elsewhere", 2, "resume"), RunMoved(RunPhase.STARTING, "resumed")))
 
     def snapshot(self) -> Snapshot:
         policy = None if self.beat is None else f"{self.beat.timeline}-{self.beat.step}@1f2e"
@@ -102,12 +132,13 @@ class World:
             machines=dict(self.machines),
             members=members if self._trainer() else None,
             gateway_boot_id="g1" if self._trainer() else None,
-            gateway_age_s=100.0,
+            gateway_age_s=self._gateway_age_s(),
             trainer=self.beat,
             refused=refused,
             commands=tuple(self.commands),
             watched=self._watched(state.timeline),
             checkpoints=tuple(self.checkpoints) if self.looking else None,
+            ever_stored=bool(self.checkpoints),
             timeline=max((fork.timeline for fork in self.forks), default=0),
             exported_to=f"exports/{state.healthy}" if state.healthy in self.exports else None,
         )
@@ -128,19 +159,28 @@ class World:
     def act(self, action: Action) -> None:
         match action:
             case Launch():
-                if self.refusing:
+                role = Role(action.slot.split("-")[0])
+                if self.refusing or (self.refusing_rollouts and role is Role.ROLLOUT):
                     self.refused.append(LaunchRefused(action.node, Refusal.NO_CAPACITY, "nothing to be had"))
                     return
                 known = self.machines.get(action.node)
-                if known is None or known.attempt < action.attempt:
+                if known is None or 0 < known.attempt < action.attempt:
                     self.launches.append((action.node, action.attempt))
-                    self.booted_at_s[action.node, action.attempt] = self.now_s + BOOT_S
-                    self.machines[action.node] = Machine(action.node, MachineState.UP, action.attempt)
+                    self.up_at_s.setdefault(action.node, self.now_s + self.launch_s)
+                    booted_at_s = max(self.now_s, self.up_at_s[action.node]) + self.boot_s.get(role, BOOT_S)
+                    self.booted_at_s[action.node, action.attempt] = booted_at_s
+                    if self.launch_s and known is None:
+                        self.machines[action.node] = Machine(action.node, MachineState.STARTING, attempt=0)
+                    else:
+                        self.machines[action.node] = Machine(action.node, MachineState.UP, action.attempt)
                     self.timelines[action.node, action.attempt] = action.timeline
             case Confirm():
                 self.confirmed.append(action.node)
             case Terminate():
                 self.machines.pop(action.node, None)
+            case AskToStop():
+                if self.stops_at_s is None:
+                    self.stops_at_s = self.now_s + self.storing_s
             case WriteFork():
                 if action.fork.timeline not in [fork.timeline for fork in self.forks]:
                     self.forks.append(action.fork)
@@ -150,24 +190,38 @@ class World:
     def advance(self, dt_s: float = 0.5) -> None:
         """Let time pass: machines boot, the trainer beats, and steps while a rollout node serves."""
         self.now_s += dt_s
+        for node, machine in list(self.machines.items()):
+            if machine.state is MachineState.STARTING and self.now_s >= self.up_at_s[node]:
+                self.machines[node] = replace(machine, state=MachineState.UP, attempt=1)
+            code = self.fails.get(Role(node.split("-")[0]))
+            if code is not None and self._works(self.machines[node]):
+                self.exit(node, code)
         trainer = self._trainer()
+        for older in [m for m in self._trainers() if m is not trainer]:
+            self.exit(older.node, exit_codes.FENCED)
         if trainer is None:
             return
         timeline = self.timelines[trainer.node, trainer.attempt]
         if any(fork.timeline > timeline for fork in self.forks):
             self.exit(trainer.node, exit_codes.FENCED)
             return
+        if self.stops_at_s is not None and self.now_s >= self.stops_at_s:
+            self.checkpoints = sorted({*self.checkpoints, PolicyVersion(timeline, int(self.steps))})
+            self.exit(trainer.node, exit_codes.STOPPED)
+            self.stops_at_s = None
+            return
         first = self.beat is None or (self.beat.node, self.beat.attempt) != (trainer.node, trainer.attempt)
         if first:  # it takes up the newest checkpoint of its line, and knows nothing of the store yet
             found = choose_start(self.checkpoints, self.forks, timeline, None)
             self.steps = 0 if found is None else found.step
         rollouts = any(n.startswith(Role.ROLLOUT) and self._works(m) for n, m in self.machines.items())
-        if rollouts:
+        if rollouts and self.stops_at_s is None:
             self.steps = min(self.max_steps, self.steps + dt_s / STEP_S)
         step = int(self.steps)
         tripped = timeline in self.trips and step >= self.trips[timeline][0]
         if step and step % self.save_steps == 0 and not tripped:
-            self.checkpoints = sorted({*self.checkpoints, PolicyVersion(timeline, step)})
+            new, verdict = PolicyVersion(timeline, step), self._verdict(timeline)
+            self.checkpoints = stored(self.checkpoints, new, verdict, self.forks, self.spec.checkpoints)
         activity = "done" if step == self.max_steps else "training"
         if tripped and self.guarded:
             activity = "diverged"
@@ -182,6 +236,7 @@ class World:
             stored_step=None if first else step,
             store_slow=self.store_slow and not first,
             verdict=self._verdict(timeline) if self.guarded else None,
+            leaving=self.stops_at_s is not None,
         )
         if activity != "training":
             self.exit(trainer.node, exit_codes.OK if activity == "done" else exit_codes.DIVERGED)
@@ -223,4 +278,13 @@ class World:
         return machine.state is MachineState.UP and machine.exit_code is None and self.now_s >= booted
 
     def _trainer(self) -> Machine | None:
-        return next((m for n, m in self.machines.items() if n.startswith(Role.TRAINER) and self._works(m)), None)
+        """The newest at work: it fences the others."""
+        return max(self._trainers(), key=lambda m: slot_and_incarnation(m.node), default=None)
+
+    def _trainers(self) -> list[Machine]:
+        return [m for n, m in self.machines.items() if n.startswith(Role.TRAINER) and self._works(m)]
+
+    def _gateway_age_s(self) -> float:
+        """The gateway comes up with the trainer's machine, before the model is loaded."""
+        trainer = self._trainer()
+        return 0.0 if trainer is None else self.now_s - self.up_at_s[trainer.node]

@@ -149,7 +149,8 @@ class System:
         return [Ask(seed, prompts[seed // GROUP], max_tokens) for seed in range(count)]
 
 
-def start_gateway(stand: Stand) -> Running:
+def start_gateway(stand: Stand, loads_s: Sequence[float] = ()) -> Running:
+    """Its members hold POLICY from the start; with `loads_s` each loads what is wanted, in so long a time."""
     store = Store((stand.folder / "store").as_uri())
     env = {"GRPO_ORCH_RUN": store.url, "GRPO_ORCH_TOKEN": TOKEN, "GRPO_ORCH_GATEWAY_HOST": HOST}
     process = stand.spawn([sys.executable, "-m", "orchestrator.gateway"], **env)
@@ -161,6 +162,7 @@ def start_gateway(stand: Stand) -> Running:
     agents = []
     for number, fake in enumerate(stand.fakes):
         said = [address.url, f"rollout-{number}", fake.address, POLICY.label]
+        said += [str(loads_s[number])] if loads_s else []
         agents.append(stand.spawn_beside([sys.executable, "-m", "benchmarks.rig.announcer", *said], **env))
     return Running(process, int(address.url.rsplit(":", 1)[1]), agents=agents)
 

@@ -7,6 +7,7 @@
 // Python: benchmarks/rig/fakes.py). Boot, policy and bearer token are accepted, whatever they are.
 //
 //   --step-us N     one step; 0 (the default): a request is answered at once
+//   --doubling N    so many requests make a step take twice as long; 0 (the default): none do
 //   --interval N    tokens an event (default 1)
 //                   both may be changed while it runs: POST /pace {"step_us": N, "interval": N}
 //   --stats FILE    `struct stats` below is kept there, readable by others, also after this process was killed
@@ -30,7 +31,7 @@ struct connection {
 };
 
 static uint32_t interval = 1;
-static uint64_t step_us;
+static uint64_t step_us, doubling;
 static int epoll_fd, timer;
 static struct stats *stats;
 static struct connection **running;
@@ -132,7 +133,8 @@ static bool start_completion(struct connection *c, const char *body, const char 
 }
 
 static void set_timer(void) {
-    struct itimerspec every = {.it_interval = {step_us / 1000000, step_us % 1000000 * 1000}};
+    uint64_t us = doubling ? step_us + step_us * running_count / doubling : step_us;
+    struct itimerspec every = {.it_interval = {us / 1000000, us % 1000000 * 1000}};
     every.it_value = every.it_interval;
     if (timerfd_settime(timer, 0, &every, NULL)) fail("timerfd_settime");
 }
@@ -249,18 +251,20 @@ static void open_stats(const char *path) {
 
 int main(int argc, char **argv) {
     static const struct option options[] = {{"step-us", required_argument, NULL, 's'},
+                                            {"doubling", required_argument, NULL, 'd'},
                                             {"interval", required_argument, NULL, 'i'},
                                             {"stats", required_argument, NULL, 'f'},
                                             {0}};
     const char *stats_path = NULL;
     for (int option; (option = getopt_long(argc, argv, "", options, NULL)) != -1;) switch (option) {
             case 's': step_us = strtoull(optarg, NULL, 10); break;
+            case 'd': doubling = strtoull(optarg, NULL, 10); break;
             case 'i': interval = atoi(optarg); break;
             case 'f': stats_path = optarg; break;
             default: return 2;
         }
     if (argc - optind != 2 || interval < 1) {
-        fprintf(stderr, "usage: fake_vllm [--step-us N] [--interval N] [--stats FILE] HOST PORT\n");
+        fprintf(stderr, "usage: fake_vllm [--step-us N] [--doubling N] [--interval N] [--stats FILE] HOST PORT\n");
         return 2;
     }
     prctl(PR_SET_PDEATHSIG, SIGKILL);  // it ends with who started it
@@ -286,6 +290,8 @@ int main(int argc, char **argv) {
                 serve_connection(events[i].data.ptr, events[i].events);
         }
         // After the connections: a step may drop one that `events` still names.
+        bool stepped = steps > 0;
         while (steps--) step_all();
+        if (stepped && doubling) set_timer();
     }
 }

@@ -52,12 +52,14 @@ class FakeVllm:
         folder: where its counts are kept.
         step_us: it makes a token every so many microseconds for each request, and an event of each.
         prefix: the command's beginning.
+        doubling: so many requests make a token take twice as long; 0: none do.
     """
 
-    def __init__(self, host: str, folder: Path, step_us: int, prefix: Sequence[str]) -> None:
+    def __init__(self, host: str, folder: Path, step_us: int, prefix: Sequence[str], doubling: int = 0) -> None:
         self.host, self.address = host, f"{host}:{PORT}"
         stats = folder / f"{host}.stats"
-        command = [*prefix, str(BUILD / "fake_vllm"), "--step-us", str(step_us), "--stats", str(stats)]
+        command = [*prefix, str(BUILD / "fake_vllm"), "--step-us", str(step_us), "--doubling", str(doubling)]
+        command += ["--stats", str(stats)]
         self.process = subprocess.Popen([*command, host, str(PORT)], stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         if not self.process.stdout.readline():

@@ -112,12 +112,14 @@ def warm_up(stand: Stand, system: System, running: Running, count: int) -> bool:
     return all(answer.right for answer in call.answers())
 
 
-def make_stand(folder: Path, hosts: Sequence[str], exits: ExitStack, *, step_us: int, pinned: bool) -> Stand:
+def make_stand(
+    folder: Path, hosts: Sequence[str], exits: ExitStack, *, step_us: int, pinned: bool, doubling: int = 0
+) -> Stand:
     """Start stand-ins with these addresses, in a folder of their own."""
     folder.mkdir()
     fakes = []
     for host in hosts:
-        fake = FakeVllm(host, folder, step_us, pin(LOAD_CPU, pinned))
+        fake = FakeVllm(host, folder, step_us, pin(LOAD_CPU, pinned), doubling)
         exits.callback(fake.end)
         fakes.append(fake)
     return Stand(folder, fakes, exits, pinned)

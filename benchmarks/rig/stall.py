@@ -23,6 +23,7 @@ from checkpoint import documents, layout, manifest
 from checkpoint.documents import RunRecord
 from checkpoint.spool import Seal, Spool
 from checkpoint.store import Store
+from checkpoint.vouched import vouch
 from policies.spec import Dataset, RunSpec, TrainerSpec
 from policies.vocabulary import PolicyVersion
 from tasks import fast_save
@@ -101,6 +102,7 @@ def main() -> None:
     trainer = TrainerSpec(model="none", dataset=Dataset(path="none"), reward_funcs=())
     spec = RunSpec(name="stall", storage=env.run, trainer=trainer, grpo={})
     documents.create_run(store, RunRecord(documents.SCHEMA, "stall", time.time(), spec))
+    vouch(store, env.token)
     work = Work()
     spool = make_spool(Path(env.workdir), spec.checkpoints, sum(work.sizes.values()))
     spool.prepare(work.sizes)

@@ -53,6 +53,9 @@ class Backend(Protocol):
     def create(self, key: str, data: BytesLike) -> None:
         """As `put`, only if there is no object of that name."""
 
+    def secure(self, keys: Sequence[str]) -> None:
+        """Return once these objects outlive a power cut. What is created, and what is small, does at once."""
+
     def delete(self, keys: Sequence[str]) -> None:
         """Delete all of them, in few requests where the store can; missing ones are no error."""
 

@@ -12,6 +12,7 @@ import re
 from checkpoint.backends import Fault
 from checkpoint.errors import AlreadyExists, NotFound, StoreDenied, StoreError, StoreUnavailable, StoreUnusable
 
+CREATE_ONLY = "use a store that knows If-None-Match: AWS S3, Google Cloud Storage, Azure, Ceph, or a folder"
 FREE_SPACE = "free some space"
 RIGHTS = "check the credentials and their rights to this store"
 
@@ -99,7 +100,7 @@ def of_errno(number: int | None, text: str) -> Fault:
     if number in _DENIED_ERRNO:
         return Fault(StoreDenied, one_line(text), "name a folder that can be written")
     if number == errno.ENOENT:
-        return Fault(NotFound, one_line(text))
+        return Fault(NotFound, "there is no such object")
     if number == errno.EEXIST:
         return Fault(AlreadyExists, one_line(text))
     if number in _NAMES_ERRNO:

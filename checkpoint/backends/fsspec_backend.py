@@ -1,28 +1,37 @@
 """Stores through fsspec: the fallback for every scheme that obstore does not speak, and a second way into S3.
 
-It moves the bytes through Python and copies them. What a filesystem of fsspec promises about create-only writes
-and about readers during a write is its own affair: `checkpoint.probe` tries the first before a run begins.
+It moves the bytes through Python and copies them. Most filesystems of fsspec have no create-only write of their
+own, and what they take over from fsspec is none: such a store can hold no run. For the others `checkpoint.probe`
+tries it before a run begins. What readers see during a write is their own affair; files are written as by obstore.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
+import threading
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
 
-from checkpoint.backends import BytesLike, Entry, Fault, Options
-from checkpoint.backends.answers import of_answer, of_errno, one_line
-from checkpoint.errors import AlreadyExists, NotFound, StoreDenied, StoreUnavailable, StoreUnusable
+from checkpoint.backends import BytesLike, Entry, Fault, Options, files
+from checkpoint.backends.answers import CREATE_ONLY, of_answer, of_errno, one_line
+from checkpoint.errors import AlreadyExists, NotFound, StoreDenied, StoreError, StoreUnavailable, StoreUnusable
 
 S3_SCHEMES = ("s3", "s3a")
 READ_TIMEOUT_S = 120  # it runs while a request goes up as well: 16 MiB at 140 KB/s
 ONE_PUT_BYTES = 5 << 30  # s3fs goes over to multipart uploads beyond twice its chunk size; 5 GiB is S3's own limit
 PART_BYTES = 16 << 20  # S3 allows 10,000 parts
 BULK_KEYS = 1000
+_memory = threading.Lock()
 _TIMES = ("LastModified", "last_modified", "modified", "mtime", "updated", "created")
 _MISTAKES = (TypeError, AttributeError, NameError, NotImplementedError, AssertionError)
 
@@ -35,6 +44,8 @@ class FsspecBackend:
 
     def __init__(self, filesystem: Any, root: str, is_s3: bool) -> None:
         self._fs = filesystem
+        self._folder = Path(root) if isinstance(filesystem, LocalFileSystem) else None
+        self._creates = _creates(filesystem)
         self._root = root.rstrip("/")
         self._is_s3 = is_s3
         self._put_options = {"chunksize": ONE_PUT_BYTES} if is_s3 else {}
@@ -53,7 +64,16 @@ class FsspecBackend:
                 out.write(bytes(part))
 
     def create(self, key: str, data: BytesLike) -> None:
-        self._write(key, data, "create")
+        if not self._creates:
+            name = type(self._fs).__name__
+            raise StoreUnusable(f"{name} of fsspec looks whether an object is there, and then writes", CREATE_ONLY)
+        # A process's own memory has one writer at a time.
+        with _memory if isinstance(self._fs, MemoryFileSystem) else contextlib.nullcontext():
+            self._write(key, data, "create")
+
+    def secure(self, keys: Sequence[str]) -> None:
+        if self._folder is not None:
+            files.secure(self._folder / key for key in keys)
 
     def delete(self, keys: Sequence[str]) -> None:
         single = list(keys)
@@ -69,6 +89,8 @@ class FsspecBackend:
             except FileNotFoundError as error:
                 if _code(error) == "NoSuchBucket":
                     raise
+        if self._folder is not None:
+            files.leave_no_empty({(self._folder / key).parent for key in keys}, self._folder)
 
     def entries(self, prefix: str, after: str | None) -> list[Entry]:  # noqa: ARG002  # fsspec lists whole folders
         below = f"{self._path(prefix)}/"
@@ -76,7 +98,7 @@ class FsspecBackend:
         return [
             Entry(path.removeprefix(f"{self._root}/"), int(info["size"]), _time_of(info))
             for path, info in found.items()
-            if path.startswith(below) and info["type"] == "file"
+            if path.startswith(below) and info["type"] == "file" and not self._is_staged(path)
         ]
 
     def folders(self, prefix: str) -> list[str]:
@@ -93,10 +115,12 @@ class FsspecBackend:
         ]
 
     def sweep(self, prefix: str, older_than_s: float) -> None:
-        """Nothing: what a filesystem of fsspec leaves behind, its listings show."""
+        """Nothing but for files: what another filesystem of fsspec leaves behind, its listings show."""
+        if self._folder is not None:
+            files.sweep(self._folder / prefix, older_than_s)
 
     def fault(self, error: Exception) -> Fault | None:
-        if isinstance(error, _MISTAKES):
+        if isinstance(error, (*_MISTAKES, StoreError)):
             return None
         answer = _answer(error)
         if answer is not None:
@@ -120,6 +144,9 @@ class FsspecBackend:
         return Fault(StoreUnavailable, one_line(str(error) or type(error).__name__))
 
     def _write(self, key: str, data: BytesLike, mode: str) -> None:
+        if self._folder is not None:
+            files.write(self._folder / key, data, create=mode == "create")
+            return
         # Copied: the libraries below take nothing but bytes.
         path, content = self._path(key), bytes(data)
         try:
@@ -129,6 +156,9 @@ class FsspecBackend:
                 raise  # the bucket is missing, and is not ours to make
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._fs.pipe_file(path, content, mode=mode)
+
+    def _is_staged(self, path: str) -> bool:
+        return self._folder is not None and files.is_staged(path)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
@@ -150,6 +180,20 @@ def open_fsspec(url: str, options: Options) -> FsspecBackend:
     if is_s3:
         filesystem.retries = 1  # tries in all: retrying is checkpoint.store's
     return FsspecBackend(filesystem, root, is_s3)
+
+
+def _creates(filesystem: Any) -> bool:
+    """Whether a filesystem can create in one act: files and memory with our help, else where it says so itself.
+
+    What it takes over from fsspec asks whether the object is there before it writes. The probe tries the rest.
+    """
+    if isinstance(filesystem, LocalFileSystem | MemoryFileSystem):
+        return True
+    own = type(filesystem)
+    method = own._pipe_file if issubclass(own, AsyncFileSystem) else own.pipe_file
+    if method in (AsyncFileSystem._pipe_file, AbstractFileSystem.pipe_file):
+        return False
+    return "mode" in inspect.signature(method).parameters
 
 
 def _s3_arguments(shown: str, arguments: dict[str, Any]) -> dict[str, Any]:

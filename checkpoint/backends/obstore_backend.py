@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -14,7 +12,7 @@ import obstore
 from obstore import exceptions as raw
 from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
-from checkpoint.backends import BytesLike, Entry, Fault, Options
+from checkpoint.backends import BytesLike, Entry, Fault, Options, files
 from checkpoint.backends.answers import RIGHTS, of_answer, of_errno, one_line
 from checkpoint.backends.aws import aws_settings
 from checkpoint.errors import AlreadyExists, NotFound, StoreDenied, StoreUnavailable, StoreUnusable
@@ -57,7 +55,6 @@ _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
 _MESSAGE = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-_STAGED = re.compile(r"#\d+$")
 _METADATA_SERVICE = "http://169.254.169.254/"
 
 _REFUSED = (raw.BaseError, ValueError, TypeError)
@@ -93,6 +90,10 @@ class ObstoreBackend:
     def put(self, key: str, data: BytesLike) -> None:
         self._put(key, data, "overwrite")
 
+    def secure(self, keys: Sequence[str]) -> None:
+        if self._folder is not None:
+            files.secure(self._folder / key for key in keys)
+
     def put_parts(self, key: str, parts: Iterable[BytesLike]) -> None:
         with obstore.open_writer(self._patient, key, buffer_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE) as out:
             for part in parts:
@@ -120,13 +121,8 @@ class ObstoreBackend:
         return list(obstore.list_with_delimiter(self._quick, prefix)["common_prefixes"])
 
     def sweep(self, prefix: str, older_than_s: float) -> None:
-        if self._folder is None:
-            return
-        # obstore writes a file beside its place, as NAME#1, before it moves it there.
-        for path in (self._folder / prefix).rglob("*#*"):
-            with contextlib.suppress(FileNotFoundError):
-                if _STAGED.search(path.name) and time.time() - path.stat().st_mtime > older_than_s:
-                    path.unlink()
+        if self._folder is not None:
+            files.sweep(self._folder / prefix, older_than_s)
 
     def fault(self, error: Exception) -> Fault | None:
         text = str(error)
@@ -156,6 +152,9 @@ class ObstoreBackend:
                 return Fault(StoreUnavailable, one_line(text.partition(" - ")[2] or text))
 
     def _put(self, key: str, data: BytesLike, mode: Literal["overwrite", "create"]) -> None:
+        if self._folder is not None:
+            files.write(self._folder / key, data, create=mode == "create")
+            return
         store = self._patient if memoryview(data).nbytes > LARGE_BYTES else self._quick
         content = bytes(data) if self._keeps_input else data
         obstore.put(store, key, content, mode=mode, use_multipart=False)
@@ -177,7 +176,7 @@ def open_obstore(url: str, options: Options) -> ObstoreBackend:
 
 def _local(url: str, path: str) -> LocalStore:
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
+        files.make(Path(path))
     except OSError as error:
         raise StoreUnusable(f"store {url!r}: {error.strerror}", "name a folder that can be written") from error
     return LocalStore(prefix=path, automatic_cleanup=True)

@@ -12,9 +12,10 @@ from orchestrator.cli import checkpoints, members
 from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.detect import detect
 from orchestrator.cli.doctor import doctor
+from orchestrator.cli.down import down
 from orchestrator.cli.look import events, logs, plot, report, status
 from orchestrator.cli.rollback import rollback
-from orchestrator.cli.start import down, resume, up
+from orchestrator.cli.start import resume, up
 from orchestrator.cli.target import NoSuchRun
 from orchestrator.cli.write import init, validate
 from orchestrator.clouds import CloudMissing

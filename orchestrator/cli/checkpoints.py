@@ -28,7 +28,7 @@ from orchestrator.cli.look import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run
 from orchestrator.views.numbers import NOT_KNOWN, data_size, duration
 from policies import exit_codes
-from policies.retention import Kept, retired
+from policies.retention import Kept, kept_by
 from policies.spec import CheckpointsSpec
 from policies.timelines import Fork
 from policies.vocabulary import PolicyVersion
@@ -140,18 +140,9 @@ def export(
 
 def kept_as(
     listed: Sequence[Checkpoint], spec: CheckpointsSpec, forks: Sequence[Fork]
-) -> dict[PolicyVersion, list[str]]:
+) -> dict[PolicyVersion, tuple[str, ...]]:
     """Which rules of retention keep each checkpoint; what is kept from before a divergence is not known here."""
-    kept, every = [Kept(one.at) for one in listed], spec.keep_every_steps
-    older = set(retired(kept, spec.keep_last, None, None, forks))
-    others = set(retired(kept, spec.keep_last, every, None, forks))
-    reasons: dict[PolicyVersion, list[str]] = {one.at: [] for one in listed}
-    for at, why in reasons.items():
-        if at not in older:
-            why.append(f"newest {spec.keep_last}")
-        if every is not None and at not in others and at.step % every == 0:
-            why.append(f"every {every} steps")
-    return reasons
+    return kept_by([Kept(one.at) for one in listed], spec.keep_last, spec.keep_every_steps, None, forks)
 
 
 def _pin(version: str, target: str | None, output: Output, *, pinned: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -12,11 +12,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from checkpoint.errors import StoreError
-from checkpoint.probe import probe
 from orchestrator.cli.console import Stop, console, errors
+from orchestrator.cli.doctor_store import examine_store
+from orchestrator.cli.finding import Finding
 from orchestrator.cli.look import AsJson, Output, print_json
-from orchestrator.cli.target import open_store
 from orchestrator.clouds.local import node_python
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky_types import ApiServer, CloudCheck, SkyOffer
@@ -39,16 +38,6 @@ class SkyPilotLike(Protocol):
     def has_quota(self, offer: SkyOffer) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that is there or missing; `told` holds the remedy then. Without a `needed` one nothing starts."""
-
-    what: str
-    ok: bool
-    needed: bool
-    told: str
-
-
 def doctor(
     run_yaml: Annotated[Path | None, typer.Argument(help="Look at what this run needs, too.")] = None,
     output: AsJson = Output.TEXT,
@@ -58,7 +47,7 @@ def doctor(
     with errors.status("asking SkyPilot and its clouds"):
         findings = list(examine(spec, skypilot_version(), _open_skypilot))
         if run_yaml:
-            findings.append(_store(run_yaml))
+            findings.extend(examine_store(load_storage(run_yaml)))
     if output is Output.JSON:
         print_json({"usable": is_usable(findings), "findings": [asdict(finding) for finding in findings]})
     else:
@@ -125,15 +114,6 @@ def _node_environment(needed: bool) -> Finding:
         return Finding("node environment", False, needed, str(error))
 
 
-def _store(run_yaml: Path) -> Finding:
-    storage = load_storage(run_yaml)
-    try:
-        probe(open_store(storage))
-    except StoreError as error:
-        return Finding("store", False, True, str(error))
-    return Finding("store", True, True, f"{storage.url} can be written, read, listed and deleted from")
-
-
 def _machine(
     skypilot: SkyPilotLike, role: Role, resources: dict[str, Any], market: Market, wanted: Market
 ) -> Finding:
@@ -166,11 +146,12 @@ def _table(findings: list[Finding]) -> Table:
     """What is there or needed first; of the rest a line each, cut where the terminal ends."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings:
-        if finding.ok or finding.needed:
-            word = Text("OK", style="green") if finding.ok else Text("missing", style="red")
+        if finding.ok or finding.needed or finding.warning:
+            kind = ("OK", "green") if finding.ok else ("missing", "red") if finding.needed else ("note", "yellow")
+            word = Text(kind[0], style=kind[1])
             table.add_row(word, finding.what, Text(finding.told))
     for finding in findings:
-        if not (finding.ok or finding.needed):
+        if not (finding.ok or finding.needed or finding.warning):
             told = Text(finding.told, style="dim", no_wrap=True, overflow="ellipsis")
             table.add_row(Text("no", style="dim"), Text(finding.what, style="dim"), told)
     return table

@@ -29,6 +29,7 @@ from orchestrator.views.numbers import clock
 from orchestrator.views.reader import Reader
 from orchestrator.views.report import Report
 from policies import exit_codes
+from policies.transaction import NAME_ONE
 from policies.vocabulary import RunPhase
 
 FOLLOW_EVERY_S = 0.5
@@ -149,6 +150,8 @@ def _bad_end(built: Report) -> Stop | None:
             return Stop(f"{built.name} failed: {built.reason}; {hint}", exit_codes.FAILED)
         case RunPhase.PAUSED:
             hint = f"go on with: grpo-orch rollback {built.store}"
+            if NAME_ONE in built.reason:
+                hint = f"see: grpo-orch checkpoints ls {built.store}"
             return Stop(f"{built.name} is paused: {built.reason}; {hint}", exit_codes.FAILED)
         case RunPhase.GAVE_UP:
             hint = f"go on by hand, with something changed: grpo-orch rollback {built.store}"

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from checkpoint import documents, journal
 from checkpoint.documents import RunRecord
 from checkpoint.store import Store
+from checkpoint.unreadable import Unreadable
 from orchestrator.cli.console import Stop, console
 from orchestrator.clouds import open_controller
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky_remote import RemoteController
-from orchestrator.lease import is_alive
+from orchestrator.lease import is_held
 from policies import exit_codes
 from policies.phases import TERMINAL_RUN
 
@@ -58,16 +59,23 @@ def start_remote(controller: RemoteController, store: Store, reason: str) -> Non
         _wait_for_daemon(controller, store)
 
 
-def stop_remote(controller: RemoteController, store: Store, *, known: bool) -> None:
-    """Have the daemon there stop the run and return its machines, then return its own. Raises Stop."""
+def stop_remote(
+    controller: RemoteController,
+    store: Store,
+    *,
+    known: bool,
+    kind: str,
+    wait: Callable[[Callable[[], bool]], None],
+) -> None:
+    """Have the daemon there stop the run and return its machines, then return its own. Raises Stop.
+
+    `kind` is the command that stops it; `wait` returns once what it is given is true.
+    """
     if not _is_over(store):
-        command = documents.send_command(store, "down", time.time())
+        command = documents.send_command(store, kind, time.time())
         if not is_steered(store):
             start_remote(controller, store, "down")
-        with console.status(f"the daemon on {controller.cluster} returns the machines"):
-            while not _is_over(store):
-                _refuse_ended(controller, store)
-                time.sleep(POLL_S)
+        wait(lambda: _is_over_there(controller, store))
         # One that nobody took would stop the run when it is resumed.
         documents.drop_command(store, command.command_id)
     if not known:
@@ -108,8 +116,7 @@ def remote_log(controller: RemoteController, store: Store, node: str, follow: bo
 
 def is_steered(store: Store) -> bool:
     """Whether a daemon holds the run, wherever."""
-    lease = documents.read_lease(store)
-    return lease is not None and is_alive(lease, time.time())
+    return is_held(lambda: documents.read_lease(store, Unreadable()))
 
 
 def _is_over(store: Store) -> bool:
@@ -118,6 +125,14 @@ def _is_over(store: Store) -> bool:
         return False
     state = journal.recover(store).state
     return state.phase in TERMINAL_RUN and not state.nodes
+
+
+def _is_over_there(controller: RemoteController, store: Store) -> bool:
+    """Whether the run has ended, as above. Raises Stop when nobody there will end it."""
+    if _is_over(store):
+        return True
+    _refuse_ended(controller, store)
+    return False
 
 
 def _wait_for_daemon(controller: RemoteController, store: Store) -> None:

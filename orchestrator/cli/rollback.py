@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
@@ -15,11 +16,15 @@ from orchestrator.cli.checkpoints import find_checkpoint
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.look import AsJson, Output, Target, print_json
 from orchestrator.cli.remote import controller_of, is_steered, start_remote
+from orchestrator.cli.start import refuse_missing_secrets
 from orchestrator.cli.target import open_run
 from orchestrator.launcher import start_daemon
 from policies import exit_codes
+from policies.objective import effects
+from policies.spec import processes_of
 from policies.state import Rollback, RunState
-from policies.transaction import RUN_START
+from policies.timelines import Fork, forked_spec
+from policies.transaction import NAME_ONE, RUN_START, WHOLE, target_by_hand
 from policies.vocabulary import RunPhase
 
 # What a trainer takes over at a restart without another shape of anything: the least that each may be, and whether
@@ -31,6 +36,7 @@ CHANGEABLE: dict[str, tuple[float, bool]] = {
     "learning_rate": (0.0, True),
     "max_grad_norm": (0.0, True),
     "temperature": (0.0, True),
+    "max_completion_length": (1.0, False),
 }
 TAKEN_S = 60.0  # how long the daemon may take to begin
 POLL_S = 0.2
@@ -53,10 +59,14 @@ def rollback(
     """Go back to a checkpoint and on from there on a new timeline, with something changed."""
     wanted = dict(_change(text) for text in changes or [])
     store, record = open_run(target)
+    if not is_steered(store):
+        refuse_missing_secrets(record.spec)
     state = journal.recover(store).state
     if state.phase in (RunPhase.FINISHED, RunPhase.STOPPING):
         raise Stop(f"{record.spec.name} is {state.phase}: there is nothing to go back from", exit_codes.USAGE)
     start = _start(store, to)
+    if start is None:
+        _refuse_without_target(store, state)
     controller = controller_of(record, store)
     command = documents.send_command(store, "rollback", time.time(), start=start, changes=wanted)
     if not is_steered(store):
@@ -64,9 +74,11 @@ def rollback(
             start_remote(controller, store, "rollback")
         else:
             start_daemon(store, record, "rollback")
-    begun = _begun(store, command.command_id, len(state.rollbacks))
+    begun = _begun(store, command.command_id, state.rollbacks[-1:])
+    grpo = forked_spec(record.spec, state.forks[-1] if state.forks else None).grpo
+    does = effects(_new_changes(begun.fork, grpo), grpo, processes_of(record.spec))
     if output is Output.JSON:
-        print_json(_plain(begun))
+        print_json({**_plain(begun), "effects": does})
     else:
         fork = begun.fork
         changed = ", ".join(f"{key} {value:g}" for key, value in fork.changes.items()) or "the seeds alone"
@@ -76,6 +88,13 @@ def rollback(
             highlight=False,
             soft_wrap=True,
         )
+        for key, text in does.items():
+            console.print(f"{key}: {text}", highlight=False, soft_wrap=True)
+
+
+def _new_changes(fork: Fork, grpo: Mapping[str, Any]) -> dict[str, float]:
+    """Those of a fork's changes that its predecessors had not made."""
+    return {key: value for key, value in fork.changes.items() if grpo.get(key) != value}
 
 
 def _change(text: str) -> tuple[str, float]:
@@ -91,6 +110,8 @@ def _change(text: str) -> tuple[str, float]:
     if not math.isfinite(value) or value < least or (more and value == least):
         bound = f"above {least:g}" if more else f"of {least:g} or more"
         raise Stop(f"--set {text}: expected a number {bound}, as in {key}=0.1", exit_codes.USAGE)
+    if key in WHOLE and not value.is_integer():
+        raise Stop(f"--set {text}: expected a whole number, as in {key}=256", exit_codes.USAGE)
     return key, value
 
 
@@ -103,16 +124,26 @@ def _start(store: Store, to: str | None) -> str | None:
     return find_checkpoint(Catalog(store, "rollback").newest().checkpoints, to).version
 
 
-def _begun(store: Store, command_id: str, before: int) -> Rollback:
+def _refuse_without_target(store: Store, state: RunState) -> None:
+    """Raise Stop where the policy has nothing to go back to: a person must name it."""
+    present = Catalog(store, "rollback").newest()
+    target = target_by_hand(state, [one.at for one in present.checkpoints], ever_stored=present.number > 0)
+    if target.missing:
+        raise Stop(f"{target.missing}; {NAME_ONE}", exit_codes.USAGE)
+
+
+def _begun(store: Store, command_id: str, before: tuple[Rollback, ...]) -> Rollback:
     """Wait until the daemon has taken the command; return what it makes of it. Raises Stop."""
     deadline_s = time.monotonic() + TAKEN_S
     with console.status("waiting for the daemon"):
         while time.monotonic() < deadline_s:
             state: RunState = journal.recover(store).state
             if command_id in state.commands_taken:
-                if len(state.rollbacks) > before or state.rollback is not None:
-                    return state.rollbacks[-1]
-                raise Stop(f"the daemon took the command, but the run is {state.phase}", exit_codes.FAILED)
+                last = state.rollbacks[-1:]
+                if last and [one.fork for one in last] != [one.fork for one in before]:
+                    return last[0]
+                why = f"but the run is {state.phase}, and no rollback was begun; see `grpo-orch events`"
+                raise Stop(f"the daemon took the command, {why}", exit_codes.FAILED)
             time.sleep(POLL_S)
     hint = "it stays in the store and is carried out by `grpo-orch resume`"
     raise Stop(f"the daemon did not take the command within {TAKEN_S:.0f} s; {hint}", exit_codes.FAILED)

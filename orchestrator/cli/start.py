@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -14,32 +15,37 @@ from checkpoint.documents import Lease, RunRecord
 from checkpoint.errors import AlreadyExists
 from checkpoint.probe import probe
 from checkpoint.store import Store
+from checkpoint.unreadable import Unreadable
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.look import attach
 from orchestrator.cli.remote import (
     controller_of,
     is_steered,
     refuse_unknown_machines,
-    say_lost,
     start_remote,
-    stop_remote,
 )
-from orchestrator.cli.target import keep_options, open_run, open_store, record_of, storage_of
+from orchestrator.cli.target import keep_options, open_store, record_of, storage_of
 from orchestrator.cli.write import print_notices
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.local import node_python
-from orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from orchestrator.clouds.sky_remote import RemoteController
 from orchestrator.config.load import load, load_storage
-from orchestrator.home import known_token, remember_run, run_id_of, run_token, token_file, token_mark
+from orchestrator.home import (
+    keep_run_digest,
+    known_token,
+    remember_run,
+    run_id_of,
+    run_token,
+    token_file,
+    token_mark,
+)
 from orchestrator.launcher import start_daemon, start_rehearsal
-from orchestrator.lease import is_alive
+from orchestrator.run_secrets import missing
+from orchestrator.trust import run_digest
 from policies import exit_codes
 from policies.spec import RunSpec
 from policies.state import RunState
 from policies.vocabulary import Market, RunPhase
-
-CLOUD_PATIENCE_S = 60.0  # an API server that has to be started takes ten seconds
 
 Detach = Annotated[bool, typer.Option("-d", "--detach", help="Do not attach the live view.")]
 Remote = Annotated[
@@ -60,6 +66,7 @@ def up(
     loaded = load(run_yaml)
     spec = loaded.spec
     storage = load_storage(run_yaml)
+    refuse_missing_secrets(spec)
     store = open_store(storage)
     record = RunRecord(documents.SCHEMA, run_id_of(spec.name, store.url), time.time(), spec)
     _refuse_existing(store)
@@ -72,12 +79,18 @@ def up(
     if not yes and not typer.confirm("Start?", default=True):
         raise Stop("nothing was started", exit_codes.OK)
     try:
-        documents.create_run(store, record)
+        keep_run_digest(store.url, run_digest(documents.create_run(store, record)))
     except AlreadyExists:
         _refuse_existing(store)
         raise
     keep_options(storage)
     _start(store, record, "up", detach, controller)
+
+
+def refuse_missing_secrets(spec: RunSpec) -> None:
+    """Raise Stop when the environment lacks what the nodes are to be given."""
+    if wrong := missing(spec, os.environ):
+        raise Stop(f"{wrong}; export it, or take it out", exit_codes.USAGE)
 
 
 def resume(target: Target = None, detach: Detach = False, remote: Remote = False) -> None:
@@ -98,6 +111,7 @@ def resume(target: Target = None, detach: Detach = False, remote: Remote = False
             f"grpo-orch rollback {store.url}",
             exit_codes.USAGE,
         )
+    refuse_missing_secrets(record.spec)
     controller = controller_of(record, store, wanted=remote)
     if controller is not None:
         refuse_unknown_machines(controller, store, sorted(state.nodes))
@@ -106,53 +120,6 @@ def resume(target: Target = None, detach: Detach = False, remote: Remote = False
     probe(store)
     keep_options(storage)
     _start(store, record, "resume", detach, controller)
-
-
-def down(target: Target = None) -> None:
-    """Stop a run and return its machines. What is stored stays; `resume` continues it."""
-    store, record = open_run(target)
-    controller = controller_of(record, store)
-    if controller is None:
-        _stop_here(store, record)
-    elif not (known := controller.exists()) and not is_steered(store):
-        nodes = sorted(_state(store).nodes)
-        _stop_here(store, record)
-        documents.drop_controller(store)
-        say_lost(controller, nodes)
-    else:
-        stop_remote(controller, store, known=known)
-    phase = _state(store).phase
-    console.print(f"{record.spec.name} is {phase}; no machine of it is left.", highlight=False)
-    if phase is not RunPhase.FINISHED:
-        console.print(f"Continue with: grpo-orch resume {store.url}", highlight=False, soft_wrap=True)
-
-
-def _stop_here(store: Store, record: RunRecord) -> None:
-    """Have a daemon of this machine stop the run, the one that steers it or a new one. Raises Stop."""
-    cloud = open_cloud(record, store)
-    documents.send_command(store, "down", time.time())
-    if not is_steered(store):
-        start_daemon(store, record, "down")
-    with console.status("returning the machines"):
-        while is_steered(store):
-            time.sleep(0.2)
-        left = _machines_left(cloud)
-        if not left:
-            cloud.clean_up()
-    if left:
-        raise Stop(f"still there: {', '.join(left)}; run `grpo-orch down {store.url}` again", exit_codes.FAILED)
-
-
-def _machines_left(cloud: Cloud) -> list[str]:
-    """What the cloud still shows of the run. Raises CloudUnavailable when it does not say so for too long."""
-    deadline_s = time.monotonic() + CLOUD_PATIENCE_S
-    while True:
-        try:
-            return sorted(cloud.machines())
-        except CloudUnavailable:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.2)
 
 
 def _start(
@@ -185,8 +152,7 @@ def _refuse_existing(store: Store) -> None:
 
 
 def _refuse_held(store: Store) -> None:
-    lease = documents.read_lease(store)
-    if lease is not None and is_alive(lease, time.time()):
+    if is_steered(store) and (lease := documents.read_lease(store, Unreadable())):
         raise Stop(_held(store, lease), exit_codes.HELD)
 
 

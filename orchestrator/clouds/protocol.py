@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from policies.snapshot import Machine
@@ -24,13 +24,16 @@ class CloudUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One machine and the work to run on it. `environment` may hold secrets and is never written down."""
+    """One machine and the work to run on it.
+
+    `environment` holds secrets and is never written down; `redaction.NAMES_ENV` in it names those of the user's.
+    """
 
     node: str
     role: Role
     market: Market
     attempt: int
-    environment: dict[str, str]
+    environment: dict[str, str] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

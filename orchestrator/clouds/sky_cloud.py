@@ -19,6 +19,7 @@ from checkpoint import documents
 from checkpoint.documents import MachineReport, RunRecord
 from checkpoint.errors import StoreError
 from checkpoint.store import Store
+from checkpoint.unreadable import Unreadable
 from orchestrator.clouds.local import lines_of
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
 from orchestrator.clouds.sky_book import Book, Entry
@@ -63,6 +64,7 @@ class SkyCloud:
         self._prefix = f"grpo-{record.run_id}-"
         self._book = Book()
         self._reports: dict[str, MachineReport] = {}
+        self._unreadable = Unreadable()
         self._reading = threading.Lock()
         self._looked_at_s: float | None = None
         self._trouble = "SkyPilot has not been asked yet"
@@ -279,7 +281,8 @@ class SkyCloud:
         """Read what the machines of this run say. Raises StoreError."""
         nodes = [name.removeprefix(self._prefix) for name in self._book.entries()]
         with self._reading:
-            said = {node: documents.read_machine(self._store, node) for node in nodes}
+            # A report that is damaged says nothing, and keeps none of the others from being heard.
+            said = {node: documents.read_machine(self._store, node, self._unreadable) for node in nodes}
             self._reports = {node: report for node, report in said.items() if report is not None}
 
 

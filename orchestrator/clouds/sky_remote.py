@@ -29,7 +29,9 @@ from orchestrator.clouds.sky_settings import settings_elsewhere
 from orchestrator.clouds.sky_types import SkyOffer
 from orchestrator.clouds.sky_work import Work, places, region_of, work_for
 from orchestrator.clouds.wheel import build_wheel
-from orchestrator.home import run_dir
+from orchestrator.home import kept_run_digest, run_dir
+from orchestrator.run_secrets import all_secrets, handed_on
+from orchestrator.trust import DIGEST_ENV, known_run
 from policies.vocabulary import Market, Role
 
 if TYPE_CHECKING:
@@ -60,8 +62,9 @@ class RemoteController:
     def launch(self, reason: str) -> None:
         """See that the machine exists and that a daemon is watched over there, taking the run over for `reason`.
 
-        Nothing is done twice, however often it is called. Raises CloudRefused.
+        Nothing is done twice, however often it is called. Raises CloudRefused, NotVouched.
         """
+        known_run(self._store)
         before = documents.read_controller(self._store)
         infra = before.infra if before else ""
         # First, for a machine that is not known of is not returned.
@@ -113,12 +116,15 @@ class RemoteController:
 
     def _work(self, reason: str) -> Work:
         """What a trainer gets, the folder and what it names, for that is handed on; the rest is a daemon's."""
-        handed_on = {name: os.environ[name] for name in (OPTIONS_ENV, NO_USAGE_ENV) if os.environ.get(name)}
+        known_as = kept_run_digest(self._store.url)
+        settings = {name: os.environ[name] for name in (OPTIONS_ENV, NO_USAGE_ENV) if os.environ.get(name)}
         environment = {
             "GRPO_ORCH_RUN": self._store.url,
             "GRPO_ORCH_REASON": reason,
             "GRPO_ORCH_CLOUDS": ",".join(self._clouds()),
-            **handed_on,
+            **({DIGEST_ENV: known_as} if known_as else {}),
+            **settings,
+            **handed_on(all_secrets(self._record.spec, os.environ)),
         }
         order = Order(self.cluster, Role.TRAINER, Market.ON_DEMAND, 1, environment)
         wheel = build_wheel(run_dir(self._record.run_id) / "wheel")

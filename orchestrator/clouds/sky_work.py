@@ -13,6 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from checkpoint.redaction import secret_names
 from checkpoint.store import OPTIONS_ENV
 from orchestrator.clouds.protocol import CloudRefused, Order
 from orchestrator.config.resources import ALTERNATIVES
@@ -55,12 +56,14 @@ def work_for(order: Order, spec: RunSpec, wheel: Path, pinned: str | None) -> Wo
     section: TrainerSpec | RolloutSpec = spec.trainer if order.role is Role.TRAINER else spec.rollout
     shipped = f"{REMOTE_WHEELS}/{wheel.parent.name}/{wheel.name}"
     environment = {**order.environment, "GRPO_ORCH_ROLE": order.role.value, "GRPO_ORCH_WHEEL": shipped}
+    named = secret_names(environment)
+    hidden = {name for name in environment if name in named or is_secret(name)}
     return Work(
         setup=_script("setup.sh"),
         run=_script("run.sh"),
         resources=resources_for(section.resources, order.role, order.market, pinned),
-        env={name: value for name, value in environment.items() if not is_secret(name)},
-        secrets={name: value for name, value in environment.items() if is_secret(name)},
+        env={name: value for name, value in environment.items() if name not in hidden},
+        secrets={name: value for name, value in environment.items() if name in hidden},
         files={f"~/{shipped}": str(wheel), **_named_files(order.role, spec)},
         workdir=_workdir(spec),
     )

@@ -15,6 +15,7 @@ from typing import Any
 from orchestrator.config.bounds import check_bounds
 from orchestrator.config.given import Doubtful, Given
 from orchestrator.config.problems import Findings, KeyPath
+from orchestrator.config.secrets import check_secrets
 
 NAME = re.compile(r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")  # it becomes part of machine names
 SAVE_STEPS = 50
@@ -192,9 +193,41 @@ def _precision(given: Given, findings: Findings) -> None:
         findings.add(("grpo", "fp16"), "TRL takes fp16 or bf16, not both; remove one")
 
 
-def _sync_needs_beta(given: Given, findings: Findings) -> None:
-    if given.at("grpo", "sync_ref_model") and given.grpo("beta") == 0:
+def _reference_that_moves(given: Given, findings: Findings) -> None:
+    """A reference model that is synchronised is part of the run, and has to come through a restart with it."""
+    if not given.at("grpo", "sync_ref_model"):
+        return
+    if given.grpo("beta") == 0:
         findings.add(("grpo", "sync_ref_model"), "needs grpo.beta above 0: without it there is no reference model")
+    if given.at("trainer", "peft") is not None:
+        message = "adapters are their own reference when they are taken off; remove this one, or trainer.peft"
+        findings.add(("grpo", "sync_ref_model"), message)
+    if where := _shards_the_reference(given):
+        message = (
+            f"a reference model in shards ({where}) does not survive a restart; expected ZeRO stage 0 to 2, or DDP"
+        )
+        findings.add(("grpo", "sync_ref_model"), message)
+
+
+def _shards_the_reference(given: Given) -> str:
+    """What spreads the reference model over the processes, or may; empty where each has all of it."""
+    if given.at("grpo", "fsdp") or given.at("trainer", "accelerate", "distributed_type") == "FSDP":
+        return "FSDP"
+    for path in (("grpo", "deepspeed"), ("trainer", "accelerate", "deepspeed_config")):
+        if (config := given.at(*path)) and _zero_stage(config) not in (0, 1, 2):
+            return f"{'.'.join(path)}, ZeRO stage {_zero_stage(config)}"
+    return ""
+
+
+def _zero_stage(config: Any) -> int | str:
+    """Of a DeepSpeed configuration, DeepSpeed's own or accelerate's; a text where it stands elsewhere."""
+    if not isinstance(config, Mapping):
+        return "in a file"
+    if "deepspeed_config_file" in config:
+        return "in a file"
+    zero = config.get("zero_optimization")
+    stage = config.get("zero_stage", zero.get("stage", 0) if isinstance(zero, Mapping) else 0)
+    return stage if isinstance(stage, int) else str(stage)
 
 
 def _faults_come_in_time(given: Given, findings: Findings) -> None:
@@ -210,6 +243,7 @@ def _faults_come_in_time(given: Given, findings: Findings) -> None:
 
 
 CHECKS: tuple[Callable[[Given, Findings], None], ...] = (
+    check_secrets,
     _name,
     _replicas,
     _both_batch_keys,
@@ -228,7 +262,7 @@ CHECKS: tuple[Callable[[Given, Findings], None], ...] = (
     _no_guesses_where_completions_go_on,
     _no_seed_for_all,
     _precision,
-    _sync_needs_beta,
+    _reference_that_moves,
     _faults_come_in_time,
 )
 

@@ -19,7 +19,9 @@ from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem
 DEPTH_MAX = 40
 NODES_MAX = 20_000  # aliases make a small file large
 INTEGER_MAX = 2**63 - 1
-OPTIONS: KeyPath = ("storage", "options")  # what stands below may be a secret, which no message may quote
+# What stands there or below may be a secret, which no message may quote.
+OPTIONS: KeyPath = ("storage", "options")
+NOT_QUOTED: tuple[KeyPath, ...] = (OPTIONS, ("secrets",))
 
 _TAG = "tag:yaml.org,2002:"
 # PyYAML quotes these names, and an unquoted secret that begins with *, & or ! looks like one.
@@ -150,7 +152,7 @@ class _Reader:
         try:
             return _plain(node.tag.removeprefix(_TAG), str(node.value))
         except ValueError as error:
-            secret = path[: len(OPTIONS)] == OPTIONS
+            secret = any(path[: len(above)] == above for above in NOT_QUOTED)
             self._findings.add(path, "cannot be read; put it in quotes" if secret else str(error))
             return None
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from orchestrator.config.foreign_keys import grpo_table
 from orchestrator.config.problems import Findings
+from orchestrator.config.secrets import note_secrets
 from policies.rollback import changes_after
-from policies.spec import RunSpec
+from policies.spec import RunSpec, processes_of
 
 # The detectors know a divergence by about so many logged points.
 POINTS_TO_NOTICE = 10
@@ -18,6 +19,7 @@ def find_notices(spec: RunSpec, findings: Findings) -> None:
     _no_kl_is_logged(spec, findings)
     _rollback_changes_nothing(spec, findings)
     _late_to_notice(spec, findings)
+    note_secrets(spec, findings)
 
 
 def _no_kl_is_logged(spec: RunSpec, findings: Findings) -> None:
@@ -29,7 +31,11 @@ def _no_kl_is_logged(spec: RunSpec, findings: Findings) -> None:
 
 def _rollback_changes_nothing(spec: RunSpec, findings: Findings) -> None:
     kl = spec.policies.kl
-    if kl.action != "rollback" or kl.on_rollback.skip_prompts or changes_after(spec.grpo, kl.on_rollback):
+    if (
+        kl.action != "rollback"
+        or kl.on_rollback.skip_prompts
+        or changes_after(spec.grpo, kl.on_rollback, processes_of(spec))
+    ):
         return
     message = "a rollback changes the sampling seeds alone, and what diverged once may do so again"
     findings.notice(("policies", "kl", "on_rollback"), f"{message}; set a factor, or skip_prompts: true")

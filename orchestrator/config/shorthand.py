@@ -20,6 +20,8 @@ def write_out(document: Document, workdir: Path, findings: Findings) -> None:
     """Bring the document's data to the shape of `policies.spec.RunSpec`, in place."""
     data = document.data
     is_sky = data.get("cloud") == "sky"
+    if isinstance(data.get("secrets"), str):
+        data["secrets"] = [data["secrets"]]
     trainer = data.get("trainer")
     if isinstance(trainer, dict):
         _trainer(trainer, workdir, findings, is_sky=is_sky)

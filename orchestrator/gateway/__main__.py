@@ -1,9 +1,10 @@
 """The gateway's process: `python -m orchestrator.gateway`.
 
 Environment: GRPO_ORCH_RUN (the store's URL), GRPO_ORCH_TOKEN (the run's secret), GRPO_ORCH_GATEWAY_HOST (the
-address to listen on and to be reached at, 127.0.0.1 by default). It takes the port of its predecessor if that is
-free, so that who knew the old one need not look again, and writes its address to the store once it listens, and
-from then on what it knows of its members. SIGTERM ends it.
+address to listen on and to be reached at, 127.0.0.1 by default); beside a trainer also GRPO_ORCH_TIMELINE,
+GRPO_ORCH_NODE and GRPO_ORCH_ATTEMPT, which say whether it is the newest. It takes the port of its predecessor
+if that is free, so that who knew the old one need not look again, and writes its address to the store once it
+listens, and from then on what it knows of its members. SIGTERM ends it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from orchestrator.gateway.listener import BACKLOG, listening
 from orchestrator.gateway.status_writer import StatusWriter
 from orchestrator.gateway.watch import Watch
 from policies import exit_codes
+from policies.vocabulary import Precedence, precedence_of
 
 log = structlog.get_logger()
 
@@ -66,6 +68,15 @@ def former_port(store: Store, host: str) -> int | None:
     return parts.port if parts and parts.hostname == host else None
 
 
+def own_precedence() -> Precedence:
+    """Of the trainer that this gateway stands beside; the lowest where it stands alone. Raises ValueError."""
+    node = os.environ.get("GRPO_ORCH_NODE")
+    if node is None:
+        return 0, 0, 0
+    timeline, attempt = os.environ.get("GRPO_ORCH_TIMELINE", "0"), os.environ.get("GRPO_ORCH_ATTEMPT", "0")
+    return precedence_of(int(timeline), node, int(attempt))
+
+
 async def serve(sock: socket.socket, tls: ssl.SSLContext | None, gateway: Gateway, writer: StatusWriter) -> None:
     """Serve until SIGTERM or SIGINT."""
     stop = asyncio.Event()
@@ -93,8 +104,9 @@ def main() -> int:
     url = identity.url(host, sock.getsockname()[1])
     tls = identity.server_context(token) if identity.protects(host) else None
     gateway = Gateway(boot_id, token)
-    documents.write_gateway(store, GatewayAddress(url, boot_id))
-    writer = StatusWriter(Store(store.url, patience_s=0.0), gateway.status)
+    by = own_precedence()
+    documents.write_gateway(store, by, GatewayAddress(url, boot_id))
+    writer = StatusWriter(Store(store.url, patience_s=0.0), by, gateway.status)
     # Every request under way has a connection, and the usual limit is 1,024 files.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -23,9 +23,9 @@ from orchestrator.gateway.job import QueueFull
 from orchestrator.gateway.members import Members
 from orchestrator.gateway.metrics import CONTENT_TYPE, Metrics
 from orchestrator.gateway.openai import OpenAI, error_document
-from policies.wire import Announce, Batch, GatewayStatus
+from policies.wire import Announce, GatewayStatus
 
-_announce, _batch = msgspec.json.Decoder(Announce), msgspec.json.Decoder(Batch)
+_announce = msgspec.json.Decoder(Announce)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ROLLOUTS = "/v1/rollouts"
 
@@ -122,16 +122,15 @@ class Gateway:
         return _json(await self.members.announce(node, said))
 
     async def _rollouts(self, request: web.Request) -> web.StreamResponse:
-        batch = intake.decode(await intake.read(request, intake.BATCH_SIZE_MAX), _batch, "a Batch")
-        intake.check_batch(batch)
         try:
             self.members.check_room()
         except QueueFull as error:
             raise Refused(503, str(error)) from error
+        batch, prompts = await intake.read_batch(request, self.members.turns)
         self.members.want(batch.policy, batch.recovery)
         response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "application/x-ndjson"})
         await response.prepare(request)
-        run = BatchRun(batch, self.members, self._completer, self._ledger)
+        run = BatchRun(batch, prompts, self.members, self._completer, self._ledger)
         # When the trainer goes away this handler is cancelled, or its next write fails: both close the iterator.
         async with aclosing(run.chunks()) as chunks:
             async for chunk in chunks:

@@ -16,6 +16,7 @@ class State(StrEnum):
     DRAINING = "draining"
     IN_DOUBT = "in doubt"  # holds what is wanted, but a request failed there, or it does not answer
     BEHIND = "behind"  # holds other weights than are wanted
+    UNFIT = "unfit"  # the same, and has stopped trying
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Described:
     boot_id: str
     requests_running: int
     seen_s_ago: float
+    unfit: str  # why it cannot hold what is wanted; empty where it can
 
 
 def state_of(member: MemberStatus, wanted: str | None) -> State:
@@ -38,7 +40,9 @@ def state_of(member: MemberStatus, wanted: str | None) -> State:
         return State.DRAINING
     if member.serving:
         return State.SERVING
-    return State.IN_DOUBT if wanted is not None and member.policy == wanted else State.BEHIND
+    if wanted is not None and member.policy == wanted:
+        return State.IN_DOUBT
+    return State.UNFIT if member.unfit else State.BEHIND
 
 
 def describe(
@@ -53,12 +57,13 @@ def describe(
         Described(
             node=one.node,
             state=state_of(one, wanted),
-            reason=reasons.get(one.node, ""),
+            reason=f"unfit: {one.unfit}" if one.unfit else reasons.get(one.node, ""),
             policy=one.policy,
             address=one.address,
             boot_id=one.boot_id,
             requests_running=one.requests_running,
             seen_s_ago=one.seen_s_ago,
+            unfit=one.unfit,
         )
         for one in members
     ]

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from orchestrator.gateway.job import Finished, Job, RequestRefused
+from orchestrator.gateway.job import Finished, Job, RequestRefused, ToldOtherwise, WeightsRefused
 from orchestrator.gateway.link import NodeFailed, Why
-from orchestrator.gateway.members import Members, Place
+from orchestrator.gateway.members import Members
 from orchestrator.gateway.upstream import Attempt, End
+from orchestrator.gateway.waiting import Place
 from policies.membership import Load
+from policies.recovery import limit_of
 
 RETRY_S = 0.05  # after the second try in a row that brought no token, doubled after each later one
 RETRY_MAX_S = 1.0
@@ -24,7 +26,7 @@ EXPECTED_SHARE = 0.02  # of each finished completion in the mean length that the
 PACE_SHARE = 0.1  # the same for what a member is known to do in a second
 PACE_TOKENS_MIN = 8  # shorter ones say nothing of a member's pace
 # Then the member was judged already, or does no worse than it should.
-_NO_DOUBT = frozenset({Why.LEFT, Why.SILENT, Why.DRAINED, Why.TAIL})
+_NO_DOUBT = frozenset({Why.LEFT, Why.SILENT, Why.DRAINED, Why.TAIL, Why.SHARED})
 
 
 @dataclass(slots=True)
@@ -69,27 +71,43 @@ class Completer:
     async def complete(self, job: Job) -> Finished:
         """Have the job completed, however many members that takes and however long there is none.
 
-        Raises RequestRefused, QueueFull. Cancelling gives the job up and frees its place; what arrived of it is
-        then the asker's to count as discarded.
+        Raises RequestRefused, CannotGoOn, QueueFull. Cancelling gives the job up and frees its place; what arrived
+        of it is then the asker's to count as discarded.
         """
         asked_s = asyncio.get_running_loop().time()
-        avoid, fruitless = None, 0
+        avoid, fruitless = frozenset[str](), 0
+        refused: RequestRefused | None = None
         while True:
+            if refused is not None and not await self._members.another(job):
+                self._ledger.refused += 1
+                raise refused
+            refused = None
             place = await self._place(job, avoid)
             attempt = Attempt(job, place.link, place.policy, partial(self._members.begun, place))
             try:
                 end = await attempt.run()
             except NodeFailed as error:
-                fruitless = 0 if attempt.tokens else fruitless + 1
+                fruitless = 0 if attempt.tokens or error.why is Why.SHARED else fruitless + 1
                 self._left(job, attempt, error)
-                avoid = place.link.node
-            except RequestRefused:
-                if not attempt.continued:
+                avoid = frozenset({place.link.node})
+            except ToldOtherwise:
+                self._go_back(job)
+                if len(job.token_ids) >= job.max_tokens:
+                    return self._finish(job, attempt, End("length", None), asked_s)
+            except RequestRefused as error:
+                if attempt.continued and _learns_room(job, error):
+                    continue
+                if attempt.continued:  # asked anew from its start, the request itself is on trial
+                    job.recovery = "exact"
+                    self._start_over(job)
+                    continue
+                # Another node may have room for a longer prompt, now or when it has loaded the policy.
+                again = place.link.node in job.refused_by
+                job.refused_by |= {place.link.node}
+                if again or isinstance(error, WeightsRefused):
                     self._ledger.refused += 1
                     raise
-                # Asked anew from its start, the request itself is on trial.
-                job.recovery = "exact"
-                self._start_over(job)
+                refused = error
             else:
                 return self._finish(job, attempt, end, asked_s)
             finally:
@@ -97,14 +115,10 @@ class Completer:
             if fruitless > 1:
                 await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2 ** (fruitless - 2)))
 
-    async def _place(self, job: Job, avoid: str | None) -> Place:
+    async def _place(self, job: Job, avoid: frozenset[str]) -> Place:
         # What one member has computed, the next has to compute again.
         replayed = 0 if job.first_token_s is None else job.prompt_tokens + len(job.token_ids)
-        job.waiting = True
-        try:
-            place = await self._members.place(job, self._load(job, replayed), avoid)
-        finally:
-            job.waiting = False
+        place = await self._members.place(job, self._load(job, replayed), avoid)
         if job.token_ids and place.policy != job.made_from:
             self._start_over(job)
         job.made_from = place.policy
@@ -138,6 +152,11 @@ class Completer:
         self._ledger.saved -= job.saved
         job.saved = 0
 
+    def _go_back(self, job: Job) -> None:
+        lost = job.go_back()
+        job.discarded += lost
+        self._ledger.discarded += lost
+
     def _finish(self, job: Job, attempt: Attempt, end: End, asked_s: float) -> Finished:
         self._learn(job, attempt)
         self._ledger.finished += 1
@@ -169,6 +188,14 @@ class Completer:
             prompt = job.prompt_tokens + len(job.token_ids) - attempt.tokens
             link.rate_tokens_s = _mean(link.rate_tokens_s, attempt.tokens / took_s, PACE_SHARE)
             link.prefill_tokens_s = _mean(link.prefill_tokens_s, prompt / prefill_s, PACE_SHARE)
+
+
+def _learns_room(job: Job, error: RequestRefused) -> bool:
+    """Whether the rest of a job without a limit was asked for in vain only because it has to name one."""
+    if limit_of(job.body) is not None or error.limit_tokens in (None, job.context_tokens):
+        return False
+    job.context_tokens = error.limit_tokens
+    return True
 
 
 def _mean(mean: float, value: float, share: float) -> float:

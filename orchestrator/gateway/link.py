@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from orchestrator.gateway.connection import Pool
+from orchestrator.gateway.turns import Turns
 from policies.patience import Patience
 from policies.wire import HEADER_BOOT, HEADER_POLICY
 
@@ -30,6 +31,7 @@ class Why(StrEnum):
     LEFT = "left"  # its term ended
     DRAINED = "drained"
     TAIL = "tail"  # another will finish it sooner
+    SHARED = "shared"  # another has less to do
 
 
 class NodeFailed(Exception):
@@ -52,9 +54,16 @@ class Link:
     pool: Pool
     patience: Patience
     running: set[Attempt]
+    turns: Turns
     heard_s: float = 0.0  # the last event of any request, or when one was sent to a member that had none
+    worked_s: float = 0.0  # when its engine was last known to have computed tokens, heard or not
+    newest_begun_s: float = 0.0  # when that one of its requests was sent which got a first token and was sent last
     probed_s: float = 0.0
     probe: asyncio.Task[None] | None = None
+    arrived: int = 0  # tokens, of all requests so far
+    prompts: int = 0  # tokens of those that got a first token here
+    most_prompts_tokens_s: float = 0.0  # of late; many are computed at a time
+    speed_tokens_s: float = 0.0  # of a request that is alone, as far as is known; 0 while it is not
     rate_tokens_s: float = 0.0  # of one request, as those that finished here had it; 0 while unknown
     prefill_tokens_s: float = 0.0
     _head: tuple[str, str, str] = ("", "", "")  # the last one made: path, policy, and all but the size
@@ -78,6 +87,11 @@ class Link:
             return self.patience.hard_limit_s
         longest = max(attempt.job.prompt_tokens for attempt in self.running)
         return self.patience.first_token_limit_s(longest)
+
+    def waits(self, attempt: Attempt) -> bool:
+        """Whether a silent request may be waiting for room in the engine: then none that was sent after it was
+        heard last has got a token, for an engine takes them in their order, and those first that it pushed out."""
+        return self.newest_begun_s <= attempt.heard_s
 
     def give_up(self, why: Why, message: str) -> None:
         """End every try that runs here: their jobs go on elsewhere."""

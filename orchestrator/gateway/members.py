@@ -10,14 +10,16 @@ import asyncio
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import structlog
 
 from orchestrator.gateway.connection import Pool
 from orchestrator.gateway.job import Job, QueueFull
 from orchestrator.gateway.link import Link, Why
+from orchestrator.gateway.turns import Turns
+from orchestrator.gateway.waiting import Place, Queue, Waiter
 from policies.membership import Change, Load, Membership, Row, Wanted
 from policies.patience import Patience
 from policies.recovery import Recovery
@@ -26,6 +28,9 @@ from policies.wire import HOLD_S, Announce, AnnounceReply, MembershipChange, Mem
 log = structlog.get_logger()
 
 GONE = "it is no member any more"
+# So long the first member with a new policy is given no more than its share while others load it. What it gets
+# beyond that and they take back costs a connection each, and what was computed of their prompts.
+SHARES_S = 0.25
 CHANGES_MAX = 64  # of the membership that are remembered
 # A trainer's batch of 4,096 requests waits whole while there is no node, and so do those of some impatient
 # clients; beyond this somebody asks in a loop.
@@ -33,39 +38,6 @@ WAITING_MAX = 65_536
 # Their prompts, at 8 bytes a token: two batches of 4,096 prompts of 16,384 tokens.
 WAITING_SIZE_MAX = 1024**3
 TOKEN_SIZE = 8
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """A job's place on a member, to be given back with `Members.give_back`."""
-
-    link: Link
-    policy: str  # the label that the member held then
-    load: Load
-    begun: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    job: Job
-    load: Load
-    avoid: str | None
-    place: asyncio.Future[Place]
-
-
-class _Queue:
-    """Those who wait for one policy. Who was handed over has waited once already, and comes first; but what holds
-    them back, a limit to tokens that are computed again, does not hold back the others."""
-
-    def __init__(self) -> None:
-        self.handed_over: deque[_Waiter] = deque()
-        self.new: deque[_Waiter] = deque()
-
-    def add(self, waiter: _Waiter) -> None:
-        (self.handed_over if waiter.load.replayed else self.new).append(waiter)
-
-    def __bool__(self) -> bool:
-        return bool(self.handed_over or self.new)
 
 
 class Members:
@@ -85,14 +57,17 @@ class Members:
         self.recovery: Recovery = "continue"
         self.links: dict[int, Link] = {}  # by term
         self.expected_tokens = 0.0  # the mean length of finished completions; 0 before the first
+        self.turns = Turns()
         self._token = token
         self._tls = tls
         self._patience = patience
         self._held: dict[str, asyncio.Future[None]] = {}  # by node
         self._told: dict[str, AnnounceReply] = {}  # by boot
-        self._queues: dict[Wanted, _Queue] = {}
+        self._queues: dict[Wanted, Queue] = {}
         self._waiting = 0
         self._waiting_size = 0
+        self._changed = asyncio.Event()  # set once, by the next change of the table or of what is wanted
+        self._shares_until_s: float | None = 0.0  # that are kept for members that load; None: nobody serves yet
         self._started_at_s = time.monotonic()
         self._changes: deque[MembershipChange] = deque(maxlen=CHANGES_MAX)
         self._changes_seen = 0
@@ -103,21 +78,35 @@ class Members:
         if policy != self.wanted:
             log.info("policy_wanted", policy=policy.label)
             self.wanted = policy
+            self._shares_until_s = None
             self.table.forget_groups()
+            self._note_change()
             for node in list(self._held):
                 self._answer(node)
 
     async def announce(self, node: str, said: Announce) -> AnnounceReply:
         """Take an announcement and return the answer: at once if it is news to that boot, else after HOLD_S."""
         self._answer(node)  # an earlier announcement that is still held is superseded
+        before = self.table.row(node)
+        tokens = before.engine.tokens if before is not None and before.engine is not None else None
         self.apply(self.table.announce(node, said, time.monotonic()))
+        if tokens is not None and said.engine is not None and said.engine.tokens > tokens:
+            self._note_work(node)
         if self.table.is_void(said.boot_id):
             return AnnounceReply(drain=True)
+        self._note_first()
         self._serve_waiting()
         if self._reply(node) == self._told.get(said.boot_id):
             await self._hold(node, said.boot_id)
         reply = self._told[said.boot_id] = self._reply(node)
         return reply
+
+    def _note_work(self, node: str) -> None:
+        """Its engine has computed tokens since its last word, whether an event has told of them or not."""
+        row = self.table.row(node)
+        link = None if row is None else self.links.get(row.term)
+        if link is not None:
+            link.worked_s = asyncio.get_running_loop().time()
 
     def leave(self, node: str, boot_id: str) -> None:
         """The node says that this boot is over."""
@@ -151,7 +140,7 @@ class Members:
         self.apply(self.table.answered(link.node, link.term))
         self._serve_waiting()
 
-    async def place(self, job: Job, load: Load, avoid: str | None) -> Place:
+    async def place(self, job: Job, load: Load, avoid: frozenset[str]) -> Place:
         """Return a place on a member that may serve the job, waiting for as long as there is none.
 
         Raises QueueFull.
@@ -161,23 +150,53 @@ class Members:
             row = self._choose(wanted, job, load, avoid)
             if row is not None:
                 return self._place_on(row, load)
-        size = job.prompt_tokens * TOKEN_SIZE
+        with self._counted(job):
+            waiter = Waiter(job, load, avoid, asyncio.get_running_loop().create_future())
+            self._queues.setdefault(wanted, Queue()).add(waiter)
+            self._serve_waiting()  # those before it may have gone away
+            try:
+                return await waiter.place
+            except asyncio.CancelledError:
+                if waiter.place.done() and not waiter.place.cancelled():
+                    self.give_back(waiter.place.result())
+                raise
+
+    async def another(self, job: Job) -> bool:
+        """Return whether a member may serve the job that has not refused it, waiting for as long as one loads what
+        the job wants and none does.
+
+        Raises QueueFull.
+        """
+        wanted = Wanted(job.policy, job.max_staleness_steps)
+        if self._not_refused(job, self.table.serving(wanted)):
+            return True
+        with self._counted(job):
+            while self.wanted and wanted.accepts(self.wanted.label):
+                if not self._not_refused(job, self.table.loading(wanted)):
+                    break
+                await self._changed.wait()
+                if self._not_refused(job, self.table.serving(wanted)):
+                    return True
+        return False
+
+    def _not_refused(self, job: Job, rows: tuple[Row, ...]) -> bool:
+        return any(row.node not in job.refused_by for row in rows)
+
+    @contextmanager
+    def _counted(self, job: Job) -> Iterator[None]:
+        """As one that waits. Raises QueueFull."""
+        size = job.prompt_tokens * TOKEN_SIZE if job.prompt_size is None else job.prompt_size
         if not job.admitted:
             self.check_room(size)
-        waiter = _Waiter(job, load, avoid, asyncio.get_running_loop().create_future())
-        self._queues.setdefault(wanted, _Queue()).add(waiter)
         self._waiting += 1
         self._waiting_size += size
-        self._serve_waiting()  # those before it may have gone away
+        job.waiting = True
         try:
-            return await waiter.place
-        except asyncio.CancelledError:
-            if waiter.place.done() and not waiter.place.cancelled():
-                self.give_back(waiter.place.result())
-            raise
+            yield
         finally:
             self._waiting -= 1
             self._waiting_size -= size
+            job.waiting = False
 
     def begun(self, place: Place) -> None:
         """The job at this place got its first token there."""
@@ -261,8 +280,13 @@ class Members:
             self._changes_seen += 1
             at_s = time.monotonic() - self._started_at_s
             self._changes.append(MembershipChange(self._changes_seen, at_s, change.reason))
+            self._note_change()
         for term in change.ended:
             self._end(term, GONE)
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _end(self, term: int, why: str) -> None:
         link = self.links.pop(term, None)
@@ -272,26 +296,53 @@ class Members:
             if link.probe is not None:
                 link.probe.cancel()
 
-    def _choose(self, wanted: Wanted, job: Job, load: Load, avoid: str | None) -> Row | None:
+    def waits(self, policy: str) -> bool:
+        """Whether a job has no place that a member with this policy could have."""
+        return any(wanted.accepts(policy) for wanted in self._queues)
+
+    def _note_first(self) -> None:
+        """The first member that serves a new policy is given its share; the others may be there in a moment."""
+        if self._shares_until_s is None and self.wanted and self.table.serving(Wanted(self.wanted.label)):
+            self._shares_until_s = time.monotonic() + SHARES_S
+            asyncio.get_running_loop().call_later(SHARES_S, self._serve_waiting)
+
+    def _has_its_share(self, wanted: Wanted, row: Row) -> bool:
+        """Whether the rest is kept for members that load."""
+        if self._shares_until_s is None or time.monotonic() >= self._shares_until_s:
+            return False
+        serving, loading = self.table.serving(wanted), self.table.loading(wanted)
+        if not loading:
+            return False
+        queue = self._queues.get(wanted)
+        tokens = sum(one.outstanding for one in serving) + (queue.tokens if queue else 0)
+        return row.outstanding * (len(serving) + len(loading)) >= tokens
+
+    def _choose(self, wanted: Wanted, job: Job, load: Load, avoid: frozenset[str]) -> Row | None:
         """A completion is of one policy: that which made what has arrived, while anybody serves that."""
         if job.token_ids and job.made_from != wanted.label:
             same = Wanted(job.made_from)
             if self.table.serving(same):
-                return self.table.choose(same, load, avoid)
-        return self.table.choose(wanted, load, avoid)
+                return self.table.choose(same, load, avoid, job.refused_by)
+        row = self.table.choose(wanted, load, avoid, job.refused_by)
+        return None if row is not None and not load.replayed and self._has_its_share(wanted, row) else row
 
     def _serve_waiting(self) -> None:
         """Give places to those who wait, in their order, for as long as there are any."""
         for wanted, queue in list(self._queues.items()):
             for waiters in (queue.handed_over, queue.new):
+                aside = []  # what one member has refused does not keep the others from that member
                 while waiters:
                     waiter = waiters[0]
                     if not waiter.place.done():
                         row = self._choose(wanted, waiter.job, waiter.load, waiter.avoid)
+                        if row is None and waiter.job.refused_by:
+                            aside.append(waiters.popleft())
+                            continue
                         if row is None:
                             break
                         waiter.place.set_result(self._place_on(row, waiter.load))
-                    waiters.popleft()
+                    queue.tokens -= waiters.popleft().load.tokens
+                waiters.extendleft(reversed(aside))
             if not queue:
                 del self._queues[wanted]
 
@@ -299,7 +350,17 @@ class Members:
         link = self.links.get(row.term)
         if link is None:
             pool = Pool(row.address, self._tls)
-            link = Link(row.node, row.boot_id, row.term, row.address, self._token, pool, self._patience(), set())
+            link = Link(
+                row.node,
+                row.boot_id,
+                row.term,
+                row.address,
+                self._token,
+                pool,
+                self._patience(),
+                set(),
+                self.turns,
+            )
             self.links[row.term] = link
         self.table.started(row.node, load)
         assert row.policy is not None
@@ -315,4 +376,8 @@ class Members:
             draining=self.table.draining(row.node),
             requests_running=row.running,
             seen_s_ago=now_s - row.seen_at_s,
+            max_requests=row.max_requests,
+            kv_tokens=row.kv_tokens,
+            engine=row.engine,
+            unfit=row.unfit,
         )

@@ -17,9 +17,9 @@ from aiohttp import hdrs, web
 from orchestrator.gateway import intake, openai_request
 from orchestrator.gateway.dispatch import Completer, Ledger
 from orchestrator.gateway.intake import Refused
-from orchestrator.gateway.job import CHAT, COMPLETIONS, Finished, Job, QueueFull, RequestRefused
+from orchestrator.gateway.job import CHAT, COMPLETIONS, CannotGoOn, Finished, Job, QueueFull, RequestRefused
 from orchestrator.gateway.members import Members
-from orchestrator.gateway.openai_answer import Diverged, Told, Voice
+from orchestrator.gateway.openai_answer import Told, Voice
 from orchestrator.gateway.openai_request import Asked
 from orchestrator.gateway.upstream import MODEL
 from policies.wire import HEADER_POLICY
@@ -27,6 +27,11 @@ from policies.wire import HEADER_POLICY
 # So long nothing may come of a request, for want of a node or otherwise; OpenAI's clients wait as long.
 SILENCE_S = 600.0
 MODELS = "/v1/models"
+DIVERGED = (
+    "the node that made this stream was lost, another one computes other last bits and so other tokens, and "
+    "with these parameters a stream cannot go on from its middle: ask again; with VLLM_BATCH_INVARIANT=1 on the "
+    "nodes it does not happen"
+)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -153,6 +158,8 @@ def _check(task: asyncio.Task[Finished]) -> None:
         raise Refused(error.status, str(error)) from error
     except QueueFull as error:
         raise Refused(503, str(error)) from error
+    except CannotGoOn as error:
+        raise Refused(503, DIVERGED, code="stream_diverged") from error
 
 
 async def _stream(
@@ -180,9 +187,6 @@ async def _stream(
                 await run.until_news()
     except Refused as error:
         await response.write(_event(error_document(error)))
-    except Diverged:
-        broken = Refused(500, "a node gave other tokens for the same seed: the stream cannot go on")
-        await response.write(_event(error_document(broken)))
     else:
         run.delivered = True
         if asked.usage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -14,31 +14,13 @@ from orchestrator.gateway.openai_request import Asked
 from orchestrator.gateway.upstream import MODEL
 
 
-class Diverged(Exception):
-    """What a job has come to is not what the client was told of it before."""
-
-
 @dataclass(slots=True)
 class Told:
     """How much of a job the client was told already."""
 
-    token_ids: list[int] = field(default_factory=list)
+    tokens: int = 0
     text: str = ""
     started: bool = False
-    _discarded: int = 0  # the job's, when it was last seen to agree
-
-    def agrees(self, job: Job, finished: bool) -> bool:
-        """Whether there may be news: a job that started over first grows to where it was. Raises Diverged."""
-        if job.discarded == self._discarded:
-            return True
-        if len(job.token_ids) < len(self.token_ids) or len(job.text) < len(self.text):
-            if finished:
-                raise Diverged
-            return False
-        if job.token_ids[: len(self.token_ids)] != self.token_ids:
-            raise Diverged
-        self._discarded = job.discarded
-        return True
 
 
 class Voice:
@@ -70,16 +52,18 @@ class Voice:
         return document
 
     def chunk(self, index: int, told: Told, answer: Finished | None) -> dict[str, Any] | None:
-        """What is new of the job at that index, or None; `answer` once it is finished. Raises Diverged."""
+        """What is new of the job at that index, or None; `answer` once it is finished."""
         asked = self._asked
         job = asked.jobs[index]
-        if not told.agrees(job, answer is not None):
+        if job.regrowing:
             return None
-        start, text = len(told.token_ids), job.text[len(told.text) :]
-        fresh = text or answer is not None or (len(job.token_ids) > start and (asked.logprobs or asked.token_ids))
+        # Half of a character is told with the other: another node could not go on from between them.
+        start, end = told.tokens, job.whole() if answer is None else len(job.token_ids)
+        text = job.text[len(told.text) :]
+        fresh = text or answer is not None or (end > start and (asked.logprobs or asked.token_ids))
         if not fresh:
             return None
-        choice: dict[str, Any] = {"index": index, "logprobs": self._logprobs(job, start)}
+        choice: dict[str, Any] = {"index": index, "logprobs": self._logprobs(job, start, end)}
         if asked.chat:
             role = {} if told.started else {"role": "assistant"}
             choice["delta"] = {**role, "content": text}
@@ -89,11 +73,11 @@ class Voice:
         if answer is not None:
             choice["stop_reason"] = answer.stop_reason
         if asked.token_ids:
-            choice["token_ids"] = job.token_ids[start:]
+            choice["token_ids"] = job.token_ids[start:end]
             if not told.started:
                 choice["prompt_token_ids"] = job.prompt_token_ids
-        told.token_ids += job.token_ids[start:]
-        told.text, told.started = job.text, True
+        told.tokens = job.told = max(start, end)
+        told.text, told.started = told.text + text, True
         return self._chunk([choice])
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -122,7 +106,7 @@ class Voice:
             choice["message"] = {"role": "assistant", "content": answer.text}
         else:
             choice["text"] = answer.text
-        choice["logprobs"] = self._logprobs(job, 0)
+        choice["logprobs"] = self._logprobs(job, 0, len(job.token_ids))
         choice["finish_reason"] = answer.finish_reason
         choice["stop_reason"] = answer.stop_reason
         if asked.token_ids:
@@ -131,11 +115,11 @@ class Voice:
                 choice["prompt_token_ids"] = answer.prompt_token_ids
         return choice
 
-    def _logprobs(self, job: Job, start: int) -> dict[str, Any] | None:
-        """Of the tokens from `start` on, in the endpoint's form."""
+    def _logprobs(self, job: Job, start: int, end: int) -> dict[str, Any] | None:
+        """Of the tokens from `start` to before `end`, in the endpoint's form."""
         if not self._asked.logprobs:
             return None
-        tokens, logprobs, top = job.tokens[start:], job.logprobs[start:], job.top_logprobs[start:]
+        tokens, logprobs, top = job.tokens[start:end], job.logprobs[start:end], job.top_logprobs[start:end]
         if self._asked.chat:
             likeliest = top or [{} for _ in tokens]
             content = [

@@ -16,6 +16,7 @@ import structlog
 from checkpoint import documents
 from checkpoint.errors import StoreError
 from checkpoint.store import Store
+from policies.vocabulary import Precedence
 from policies.wire import STATUS_S, GatewayStatus
 
 log = structlog.get_logger()
@@ -30,14 +31,20 @@ class StatusWriter:
     Args:
         store: the run's store, with no patience: what failed to be written is old, and the next try writes what is
             true then.
+        by: the precedence of the machine's trainer, under which it is written.
         look: returns the status as it is now; called on the event loop. `seq` is set here.
         clock: seconds, never going back.
     """
 
     def __init__(
-        self, store: Store, look: Callable[[], GatewayStatus], clock: Callable[[], float] = time.monotonic
+        self,
+        store: Store,
+        by: Precedence,
+        look: Callable[[], GatewayStatus],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._by = by
         self._look = look
         self._clock = clock
         self._seq = 0
@@ -58,7 +65,7 @@ class StatusWriter:
 
     def _write(self, status: GatewayStatus) -> None:
         try:
-            documents.write_members(self._store, status)
+            documents.write_members(self._store, self._by, status)
         except StoreError as error:
             if not self._failing:
                 log.warning("status_not_written", error=str(error))

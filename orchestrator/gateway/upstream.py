@@ -8,6 +8,7 @@ RequestRefused. No answer, however broken, is an error in this program.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import msgspec
 
 from orchestrator.gateway import events
 from orchestrator.gateway.connection import Connection
-from orchestrator.gateway.job import CHAT, COMPLETIONS, Job, RequestRefused
+from orchestrator.gateway.job import CHAT, COMPLETIONS, Job, RequestRefused, ToldOtherwise, WeightsRefused
 from orchestrator.gateway.link import Link, NodeFailed, Why
 from policies import recovery
 
@@ -25,7 +26,12 @@ RESERVED = frozenset({"model", "prompt", "seed", "stream", "stream_options", "n"
 MODEL = "policy"  # the name under which every node serves
 EVENT_SIZE_MAX = 16 * 1024 * 1024  # the first event of a chat holds its prompt: a million tokens are 8 MB
 REFUSAL_SIZE_MAX = 2000  # of an error's text
+# Prompts of batches are arrays.
+_encode = msgspec.json.Encoder(enc_hook=list).encode
 _UNFINISHED = frozenset({"abort", "error"})
+UNLIMITED = 2**31 - 1  # tokens, where nobody has said how many fit: the node says so then
+# Its words for a prompt that is too long, and for too many tokens (`renderers/params.py`).
+_TOO_LONG = re.compile(r"(?:maximum context length is |max_tokens=\d+ cannot be greater than \w+=)(\d+)")
 _RETRYABLE = frozenset({401, 404, 408, 409, 425, 429})  # the node's fault or a passing one, although 4xx
 
 
@@ -52,7 +58,6 @@ class Attempt:
         "_begun",
         "_connection",
         "_done",
-        "_limit",
         "_now",
         "_rest",
         "_said",
@@ -62,6 +67,8 @@ class Attempt:
         "job",
         "link",
         "mark",
+        "max_tokens",
+        "moving_s",
         "policy",
         "sent_s",
     )
@@ -75,9 +82,10 @@ class Attempt:
         self._rest = bytearray()
         self._said = b""
         self._status = 0
-        self._before, self._limit = len(job.token_ids), job.max_tokens
+        self._before, self.max_tokens = len(job.token_ids), job.max_tokens
         self.sent_s = self.heard_s = self._now()
         self.begun_s: float | None = None
+        self.moving_s = 0.0  # when it was last known to be waiting for its turn in the engine
         self.mark = (self.sent_s, self._before)  # a time and how many tokens there were then, for its pace
 
     @property
@@ -91,14 +99,19 @@ class Attempt:
         return len(self.job.token_ids) - self._before
 
     async def run(self) -> End:
-        """Return how the completion ended. Raises NodeFailed, RequestRefused.
+        """Return how the completion ended. Raises NodeFailed, RequestRefused, ToldOtherwise.
 
         Leaving early, by an error or a cancellation, closes the connection, which makes vLLM abort the request.
         """
-        if not self.link.running:
-            self.link.heard_s = self.sent_s
-        self.link.running.add(self)
+        link = self.link
+        if not link.running:
+            link.heard_s = self.sent_s
+        link.running.add(self)
         try:
+            await link.turns.take()
+            if self._done.done():
+                return self._done.result()
+            self.sent_s = self.heard_s = self._now()
             request = self._request()
             self._connection = self.link.pool.take() or await self._connect()
             if not self._done.done():
@@ -169,7 +182,7 @@ class Attempt:
     def _request(self) -> list[bytes]:
         path, body = _body_of(self.job)
         try:
-            encoded = msgspec.json.encode(body)
+            encoded = _encode(body)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise RequestRefused(f"it cannot be sent to a node: {error}") from error
         return [self.link.head("POST", path, self.policy, len(encoded)), encoded]
@@ -231,23 +244,29 @@ class Attempt:
         if None in logprobs:
             # vLLM's JSON has no NaN. Every node with these weights would say the same.
             message = "vLLM's log-probabilities are not numbers; the policy's weights may hold NaN"
-            self.fail(RequestRefused(message, 422))
+            self.fail(WeightsRefused(message, 422))
             return False
         job, link, now_s = self.job, self.link, self._now()
         job.token_ids += token_ids
         job.logprobs += logprobs  # type: ignore[arg-type]  # there is no None among them
         link.heard_s = now_s
+        link.arrived += len(token_ids)
         if self.begun_s is not None:
             link.patience.gap(now_s - self.heard_s)
         elif token_ids:
             self.begun_s = now_s
             if job.first_token_s is None:
                 job.first_token_s = now_s
+            link.newest_begun_s = max(link.newest_begun_s, self.sent_s)
+            link.prompts += job.prompt_tokens + self._before
             link.patience.first_token(now_s - self.sent_s, job.prompt_tokens)
             self._begun()
         self.heard_s = now_s
-        if len(job.token_ids) > self._limit:
-            self._break(f"it sent {len(job.token_ids)} tokens where at most {self._limit} were asked for")
+        if len(job.token_ids) > self.max_tokens:
+            self._break(f"it sent {len(job.token_ids)} tokens where at most {self.max_tokens} were asked for")
+            return False
+        if not job.agrees():
+            self.fail(ToldOtherwise())
             return False
         return True
 
@@ -256,13 +275,17 @@ class Attempt:
         if finish_reason in _UNFINISHED:
             self.fail(NodeFailed(Why.REFUSED, f"it stopped after {self.tokens} tokens: {finish_reason}"))
             return
+        if self.job.regrowing:  # it ends before it is where it was
+            self.fail(ToldOtherwise())
+            return
         assert self._connection is not None
         self._connection.forget(self.heard_s)
         self._done.set_result(End(finish_reason, stop_reason))
 
     def _refuse(self, status: int, said: str) -> None:
         if 400 <= status < 500 and status not in _RETRYABLE:
-            self.fail(RequestRefused(f"vLLM {said}", status))
+            limit = _TOO_LONG.search(said)
+            self.fail(RequestRefused(f"vLLM {said}", status, None if limit is None else int(limit[1])))
         else:
             self.fail(NodeFailed(Why.REFUSED, f"it {said[:200]}"))
 
@@ -276,7 +299,7 @@ def _body_of(job: Job) -> tuple[str, dict[str, Any]]:
     if job.token_ids and job.prompt_token_ids is not None:
         wanted = job.body.get("top_logprobs" if job.path == CHAT else "logprobs") or 0
         prompt = [*job.prompt_token_ids, *job.token_ids]
-        body = recovery.rest(job.body, len(job.token_ids))
+        body = recovery.rest(job.body, len(job.token_ids), job.context_tokens or UNLIMITED)
         return COMPLETIONS, {**body, **ours, "prompt": prompt, "seed": job.body.get("seed"), "logprobs": wanted}
     if job.path == CHAT:
         return CHAT, {**job.body, **ours, "logprobs": True}

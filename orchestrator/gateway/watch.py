@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from statistics import median
 
+from orchestrator.gateway.balance import Balance, movable
 from orchestrator.gateway.connection import STALLED_S
 from orchestrator.gateway.link import PROBE_S, Link, NodeFailed, Why
 from orchestrator.gateway.members import Members
@@ -41,6 +42,7 @@ class Watch:
         self._drain_s = drain_s
         self._drained_at_s: dict[int, float] = {}  # by term
         self._seldom_at_s = 0.0
+        self._balance = Balance(members)
 
     async def run(self) -> None:
         """Look, for ever."""
@@ -64,18 +66,21 @@ class Watch:
             if row is not None and row.term == link.term and row.mute:
                 self._probe(link, now_s)
         self._clear_drained(now_s)
+        self._balance.look(now_s)
         if now_s - self._seldom_at_s >= SELDOM_S:
             self._seldom_at_s = now_s
             for link in links:
                 link.pool.tidy(now_s)
-                _end_stuck(link, now_s)
+                row = self._members.table.row(link.node)
+                word = None if row is None or row.term != link.term else row.engine
+                _end_stuck(link, word is not None and word.waiting > 0, now_s)
             self._share_tails(now_s)
 
     def _listen(self, link: Link, now_s: float) -> None:
         silent_s = now_s - link.heard_s
         if silent_s > link.patience.soft_limit_s:
             self._probe(link, now_s)
-            if silent_s > link.silence_limit_s():
+            if now_s - max(link.heard_s, link.worked_s) > link.silence_limit_s():
                 link.patience.gap(silent_s)
                 self._members.doubt(link, f"no token for {silent_s:.1f} s, although it answers", whole=True)
                 link.give_up(Why.SILENT, f"no token for {silent_s:.1f} s")
@@ -103,7 +108,7 @@ class Watch:
             seen[row.term] = self._drained_at_s.get(row.term, now_s)
             if now_s - seen[row.term] > self._drain_s and row.policy and table.serving(Wanted(row.policy)):
                 for attempt in list(self._members.links[row.term].running):
-                    if _movable(attempt):
+                    if movable(attempt):
                         attempt.fail(NodeFailed(Why.DRAINED, f"it drains and was not done in {self._drain_s:g} s"))
         self._drained_at_s = seen
 
@@ -113,7 +118,7 @@ class Watch:
         alike: dict[tuple[str, int], list[Attempt]] = defaultdict(list)
         for link in self._members.links.values():
             for attempt in link.running:
-                if attempt.begun_s is not None and not attempt.job.taken_over and _movable(attempt):
+                if attempt.begun_s is not None and not attempt.job.taken_over and movable(attempt):
                     alike[attempt.policy, attempt.job.max_tokens].append(attempt)
         for (policy, max_tokens), attempts in alike.items():
             idle = list(self._idle(policy))
@@ -143,15 +148,14 @@ class Watch:
                 )
 
 
-def _end_stuck(link: Link, now_s: float) -> None:
-    """While others move, one that stands still waits its turn: but not for ever."""
-    for attempt in [one for one in link.running if now_s - one.heard_s > MOST_S]:
-        attempt.fail(NodeFailed(Why.SILENT, f"no token for {MOST_S:g} s"))
-
-
-def _movable(attempt: Attempt) -> bool:
-    """Whether the job loses nothing when it goes on elsewhere."""
-    return not attempt.job.token_ids or attempt.job.may_continue()
+def _end_stuck(link: Link, engine_full: bool, now_s: float) -> None:
+    """While others move, one that stands still waits its turn, however long; once others have gone before it, no
+    longer than MOST_S."""
+    for attempt in list(link.running):
+        if engine_full or link.waits(attempt):
+            attempt.moving_s = now_s
+        elif now_s - max(attempt.heard_s, attempt.moving_s) > MOST_S:
+            attempt.fail(NodeFailed(Why.SILENT, f"no token for {MOST_S:g} s"))
 
 
 def _pace(attempt: Attempt, now_s: float) -> float | None:

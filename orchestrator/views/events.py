@@ -9,9 +9,13 @@ from typing import Any, assert_never
 from checkpoint.codec import event_to_plain
 from checkpoint.entries import Record
 from checkpoint.rehearsals import RehearsedFault
-from orchestrator.views.timelines import skipped_words, start_words
+from orchestrator.views.timelines import effect_words, skipped_words, start_words
+from policies import exit_codes
 from policies.events import (
+    BuyingResumed,
+    BuyingStopped,
     CommandTaken,
+    DataSetAside,
     Diverged,
     DivergenceCleared,
     DivergenceWatched,
@@ -98,13 +102,16 @@ def sentence(event: Event) -> str:
             return f"{event.node} was refused, {why}: {event.reason}"
         case NodeMoved():
             return f"{event.node} {_NODE_VERBS[event.phase]}: {event.reason}"
+        case BuyingStopped():
+            return f"No more machines are bought, {event.kind}, but one now and then to try: {event.reason}"
+        case BuyingResumed():
+            return f"Machines are bought again, {event.kind}"
         case MachineBought():
             where = event.where or "here"
             price = f"{event.price_usd_per_h:.2f} USD an hour"
             return f"{event.node} has a machine {market_words(event.market)}, {where}, at {price}"
         case JobExited():
-            end = "finished its work" if event.exit_code == 0 else f"ended with {exit_words(event.exit_code)}"
-            return f"{event.node} {end} at step {event.step} (attempt {event.attempt})"
+            return f"{event.node} {_end_words(event.exit_code)} at step {event.step} (attempt {event.attempt})"
         case JobRestarted():
             return f"{event.node} starts its work again (attempt {event.attempt}): {event.reason}"
         case GatewayRestarted():
@@ -123,6 +130,8 @@ def sentence(event: Event) -> str:
             return f"The store is slow: the checkpoint of step {event.step} is put off, {stored}"
         case StoreCaughtUp():
             return f"The store has caught up at step {event.step}: it has the checkpoint of {event.stored_step}"
+        case DataSetAside():
+            return f"{event.key} in the store cannot be read and is left out: {event.why}"
         case _:
             assert_never(event)
 
@@ -141,7 +150,7 @@ def _health(
         case Noticed():
             return f"Noticed at step {event.step}: {event.text}"
         case HealthyChosen(version=None):
-            return "There is no healthy checkpoint: the run diverged before its first"
+            return "There is no healthy checkpoint: none is from before the divergence"
         case HealthyChosen():
             return f"The last healthy checkpoint is {event.version}; its weights are to be exported"
         case Exported(prefix=""):
@@ -162,7 +171,8 @@ def _rollback(event: RollbackBegun | TimelineForked | TrainerFenced | TimelineRe
             )
             changed = ", ".join(f"{key} {value:g}" for key, value in fork.changes.items())
             other = " and ".join(part for part in (changed, skipped_words(fork.skipped)) if part)
-            return f"{whereto}{f', with {other}' if other else ''}: {event.reason}"
+            does = effect_words(event.effects)
+            return f"{whereto}{f', with {other}' if other else ''}: {event.reason}{f' ({does})' if does else ''}"
         case TimelineForked():
             return f"Timeline {event.timeline} is in the store: no trainer of an older one goes on"
         case TrainerFenced():
@@ -187,6 +197,12 @@ def market_words(market: Market) -> str:
             return "on demand"
         case _:
             assert_never(market)
+
+
+def _end_words(exit_code: int) -> str:
+    if exit_code == exit_codes.STOPPED:
+        return "ended, as it was told to,"
+    return "finished its work" if exit_code == exit_codes.OK else f"ended with {exit_words(exit_code)}"
 
 
 def exit_words(exit_code: int) -> str:
@@ -218,4 +234,6 @@ _REFUSALS = {
     Refusal.QUOTA: "over quota",
     Refusal.CREDENTIALS: "credentials do not allow it",
     Refusal.UNKNOWN: "reason unknown",
+    Refusal.NEVER_SERVED: "it never served",
+    Refusal.SOON_BROKEN: "it did not serve for long",
 }

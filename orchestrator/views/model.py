@@ -10,11 +10,11 @@ from typing import Any
 
 from checkpoint.metrics import TOKENS, Row
 from checkpoint.store import Store
-from orchestrator.lease import is_alive
 from orchestrator.views.events import EventLine, event_json
 from orchestrator.views.reader import Reader
 from orchestrator.views.timelines import stage_words
 from policies.divergence import Health
+from policies.kinds import probe_wait_s
 from policies.phases import TERMINAL_RUN
 from policies.snapshot import Trainer
 from policies.state import Node, RunState
@@ -50,6 +50,7 @@ class NodeView:
     restarts: int  # of the machine and of its work
     since_s: float  # when it came into its phase, seconds since the epoch
     price_usd_per_h: float
+    unfit: str = ""  # why it cannot hold the wanted policy, as it says itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,25 @@ class RollbackView:
 
 
 @dataclass(frozen=True, slots=True)
+class SetAsideView:
+    """An optional object of the store that could not be read, and was left out."""
+
+    key: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedKindView:
+    """Machines of one kind are not bought for now: it has failed again and again."""
+
+    kind: str  # `rollout on spot`
+    reason: str
+    since_s: float  # seconds since the epoch
+    tried_again_s: float  # one machine is, not before then; seconds since the epoch
+    tries: int  # so far
+
+
+@dataclass(frozen=True, slots=True)
 class DaemonView:
     """Who steers, by its lease; all None when nobody does."""
 
@@ -128,8 +148,10 @@ class RunView:
     eta_s: float | None
     requests_waiting: int | None  # None when the gateway is not heard from
     nodes: tuple[NodeView, ...]
+    not_bought: tuple[StoppedKindView, ...]
     checkpoint: CheckpointView | None
     store_slow: bool  # a checkpoint was put off: the ones before it are still on their way
+    set_aside: tuple[SetAsideView, ...]  # what could not be read so far, each object once
     daemon: DaemonView
     recent: tuple[Point, ...]
     membership: tuple[MembershipView, ...]  # the newest last; empty when the gateway is not heard from
@@ -180,8 +202,10 @@ def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunV
         eta_s=(max_steps - step) * step_s if step_s is not None and max_steps is not None and running else None,
         requests_waiting=gateway.requests_waiting if gateway else None,
         nodes=_nodes(reader, beat, gateway),
+        not_bought=_not_bought(state) if running else (),
         checkpoint=_checkpoint(reader, now_s),
         store_slow=state.store_slow and running,
+        set_aside=_set_aside(reader),
         daemon=_daemon(reader, now_s),
         recent=tuple(Point(r.step, r.values.get("reward"), r.values.get("kl")) for r in rows[-RECENT_STEPS:]),
         membership=_membership(gateway),
@@ -223,18 +247,29 @@ def _rollback(state: RunState) -> RollbackView | None:
     )
 
 
+def _not_bought(state: RunState) -> tuple[StoppedKindView, ...]:
+    stopped = [(name, kind) for name, kind in sorted(state.kinds.items()) if kind.stopped]
+    return tuple(
+        StoppedKindView(
+            name, kind.stopped, kind.stopped_at_s, kind.failed_at_s + probe_wait_s(kind, needed=True), kind.probes
+        )
+        for name, kind in stopped
+    )
+
+
 def _nodes(reader: Reader, beat: Trainer | None, gateway: GatewayStatus | None) -> tuple[NodeView, ...]:
     """One line a slot, the trainer first, `rollout-10` behind `rollout-9`."""
     members = gateway.members if gateway else []
     # The content digest behind the version is for machines.
     holds = {member.node: member.policy and member.policy.partition("@")[0] for member in members}
+    unfit = {member.node: member.unfit for member in members}
     if beat is not None:
         holds[beat.node] = str(PolicyVersion(beat.timeline, beat.step))
     newest = sorted(reader.newest_node.values(), key=lambda n: (n.role is not Role.TRAINER, len(n.slot), n.slot))
-    return tuple(_node(reader, node, holds.get(node.id)) for node in newest)
+    return tuple(_node(reader, node, holds.get(node.id), unfit.get(node.id, "")) for node in newest)
 
 
-def _node(reader: Reader, node: Node, policy: str | None) -> NodeView:
+def _node(reader: Reader, node: Node, policy: str | None, unfit: str) -> NodeView:
     slot = reader.state.slots[node.slot]
     left = node.phase in (NodePhase.GONE, NodePhase.REFUSED)
     return NodeView(
@@ -248,6 +283,7 @@ def _node(reader: Reader, node: Node, policy: str | None) -> NodeView:
         restarts=slot.incarnations - 1 + slot.job_restarts,
         since_s=node.since_s,
         price_usd_per_h=node.price_usd_per_h,
+        unfit="" if left else unfit,
     )
 
 
@@ -266,12 +302,18 @@ def _checkpoint(reader: Reader, now_s: float) -> CheckpointView | None:
     return CheckpointView(newest.version, max(0.0, now_s - newest.created_at_s))
 
 
+def _set_aside(reader: Reader) -> tuple[SetAsideView, ...]:
+    """What the controller has told, and what is met here."""
+    told = {event.key: event.why for event in reader.state.set_aside}
+    return tuple(SetAsideView(key, why) for key, why in (told | reader.unreadable.found).items())
+
+
 def _daemon(reader: Reader, now_s: float) -> DaemonView:
     lease = reader.lease
     if lease is None:
         return DaemonView(alive=False)
     ago_s = max(0.0, now_s - lease.renewed_at_s)
-    return DaemonView(is_alive(lease, now_s), lease.host, lease.pid, ago_s)
+    return DaemonView(reader.lease_watch.look(lease, now_s), lease.host, lease.pid, ago_s)
 
 
 def _last(rows: Sequence[Row], metric: str) -> float | None:

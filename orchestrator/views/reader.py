@@ -18,6 +18,8 @@ from checkpoint.entries import Record, tail
 from checkpoint.metrics import Row
 from checkpoint.rehearsals import RehearsedFault, read_faults
 from checkpoint.store import Entry, Store
+from checkpoint.unreadable import Unreadable
+from orchestrator.lease import LeaseWatch
 from orchestrator.views.events import EventLine, lines, rehearsed_line
 from policies.abandoned import on_line
 from policies.accounting import lived
@@ -41,6 +43,7 @@ class Reader:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.record = documents.read_run(store)
+        self.unreadable = Unreadable()  # optional data that is damaged, which counts as not there
         self.state = RunState()
         self.last: Record | None = None  # the newest journal entry
         self.newest_node: dict[str, Node] = {}  # by slot, kept after the node has gone
@@ -51,6 +54,7 @@ class Reader:
         self.path: list[Row] = []
         self.abandoned: list[Row] = []  # by rollbacks, in the order of time
         self.lease: documents.Lease | None = None
+        self.lease_watch = LeaseWatch()
         self.trainer: Trainer | None = None
         self.checkpoints: list[Checkpoint] = []  # in version order
         self._catalog = Catalog(store, "reader")  # which writes nothing
@@ -78,12 +82,13 @@ class Reader:
         self._read_journal()
         self._read_metrics()
         self.checkpoints = self._catalog.newest().checkpoints
-        self.lease = documents.read_lease(self.store)
-        self.trainer = documents.read_trainer(self.store)
+        self.lease = documents.read_lease(self.store, self.unreadable)
+        self.trainer = documents.read_trainer(self.store, self.unreadable)
 
     def history(self) -> list[tuple[int, float, tuple[Event, ...]]]:
         """Read the whole journal as `(entry number, time_s, events)`. Raises Corrupt."""
-        return [(record.number, record.time_s, record.decoded()) for record in journal.read(self.store)]
+        records = [record for record in journal.read(self.store) if not record.is_void]
+        return [(record.number, record.time_s, record.decoded()) for record in records]
 
     def _read_journal(self) -> None:
         records = tail(self.store, after=self.last.number) if self.last else self._recent()
@@ -137,7 +142,7 @@ class Reader:
         newest = max((entry.modified_at for entry in entries), default=None)
         changed = [entry for entry in entries if entry.modified_at == newest or not self._holds(entry)]
         for entry in changed:
-            rows = metrics.read_chunk(self.store, entry.key)
+            rows = metrics.read_chunk(self.store, entry.key, self.unreadable)
             self._chunks[entry.key] = (entry.size_bytes, entry.modified_at, rows)
         if changed:
             self.rows = metrics.in_order(row for _, _, rows in self._chunks.values() for row in rows)

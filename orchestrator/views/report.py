@@ -15,6 +15,7 @@ from checkpoint.exports import read_export
 from checkpoint.metrics import TOKENS, TOKENS_DISCARDED, Row
 from checkpoint.rehearsals import RehearsedFault, read_faults
 from checkpoint.store import Store
+from checkpoint.unreadable import Unreadable
 from orchestrator.views.model import HealthView, health_of
 from orchestrator.views.numbers import NOT_KNOWN, duration, short, usd
 from orchestrator.views.reader import Reader
@@ -216,7 +217,7 @@ def _rollbacks(state: RunState, spec: RunSpec, steps: Sequence[Step]) -> tuple[R
 
 
 def _exported_to(store: Store, healthy: str | None) -> str | None:
-    export = None if healthy is None else read_export(store, PolicyVersion.parse(healthy))
+    export = None if healthy is None else read_export(store, PolicyVersion.parse(healthy), Unreadable())
     return f"{store.url}/{export.prefix}" if export is not None and export.prefix else None
 
 

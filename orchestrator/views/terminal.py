@@ -194,7 +194,7 @@ def _is_above_limit(view: RunView) -> bool:
 
 
 def _health_lines(view: RunView) -> list[RenderableType]:
-    """What is off, and how far a rollback is: nothing while all is well."""
+    """What is off, how far a rollback is, what is not bought: nothing while all is well."""
     health, rollback, told = view.health, view.rollback, list[Text]()
     if health.health is not Health.HEALTHY:
         word = "diverged" if health.health is Health.TRIPPED else "watched"
@@ -208,6 +208,14 @@ def _health_lines(view: RunView) -> list[RenderableType]:
         start = rollback.start or "the start"
         words = f"timeline {rollback.timeline}, from {start}, {rollback.text} ({passed_s})"
         told.append(Text(f"{'rollback':<10} {words}", "cyan", no_wrap=True, overflow="ellipsis"))
+    for one in view.not_bought:
+        wait_s = duration(max(0.0, one.tried_again_s - view.now_s))
+        words = f"{one.kind}, one is tried in {wait_s}: {one.reason}"
+        fitting = textwrap.wrap(words, HEALTH_WIDTH, max_lines=HEALTH_LINES, placeholder=" …")
+        told += [
+            Text(f"{'not bought' if place == 0 else '':<10} {line}", "bold red")
+            for place, line in enumerate(fitting)
+        ]
     return [*told]
 
 
@@ -246,7 +254,7 @@ def _node_cells(view: RunView, node: NodeView) -> list[RenderableType]:
         Text(node.phase, style=NODE_STYLES[node.phase]),
         duration(view.now_s - node.since_s),
         node.market.replace("_", " "),
-        node.policy or NOT_KNOWN,
+        Text("unfit", style="bold red") if node.unfit else node.policy or NOT_KNOWN,
         Text(str(node.restarts), style="yellow" if node.restarts else "dim"),
         f"{node.price_usd_per_h:.2f}",
     ]

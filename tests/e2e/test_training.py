@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
+from checkpoint.catalog import Catalog
 from checkpoint.documents import read_trainer
 from checkpoint.metrics import REPLAYED, read_metrics
-from tests.e2e.tiny import check_healthy, final_weights, finish, make_tiny, reach, step, tiny_run
+from tests.e2e.harness import Run
+from tests.e2e.tiny import (
+    RUN_TIMEOUT_S,
+    STEPS,
+    check_healthy,
+    final_weights,
+    finish,
+    make_tiny,
+    reach,
+    step,
+    tiny_run,
+)
 from tests.store_rig.server import S3Server
 
 
@@ -83,3 +96,44 @@ def test_every_fault_is_survived_and_changes_no_weight(
         assert not ceph.client().list_multipart_uploads(Bucket=ceph.bucket).get("Uploads")
     finally:
         run.end()
+
+
+def test_neither_a_notice_nor_down_loses_a_step(undisturbed: str, tiny: Path, tmp_path: Path):
+    """No checkpoint is due before the last step: what is gone on from was stored when it was left."""
+    run = tiny_run(tmp_path / "run", tiny, replicas=1, save_steps=10 * STEPS)
+    try:
+        run.cli("up", str(run.yaml), "-y", "-d")
+        reach(run, 3)
+        (run.machine("trainer-0-i1") / "work" / "notice").write_text("8")  # seconds
+        run.until("another machine trains", lambda: trained_by(run) == "trainer-0-i2", RUN_TIMEOUT_S)
+        run.until("the other one is gone", lambda: run.pids("trainer-0-i1") == [])
+        assert stored(run) == [step_restored(run)], "it goes on from what was stored last"
+
+        reach(run, step(run) + 3)
+        said = run.json("down", run.url)
+        assert (said["phase"], said["machines"]) == ("stopped", [])
+        assert said["step"] == said["stored_step"] == stored(run)[-1]
+
+        run.cli("resume", run.url, "-d")
+        finish(run)
+        check_healthy(run)
+        assert final_weights(run) == undisturbed
+    finally:
+        run.end()
+
+
+def trained_by(run: Run) -> str | None:
+    """The machine whose trainer has begun to train."""
+    beat = read_trainer(run.store)
+    return beat.node if beat is not None and beat.max_steps > 0 else None
+
+
+def stored(run: Run) -> list[int]:
+    return [one.at.step for one in Catalog(run.store, "test").newest().checkpoints]
+
+
+def step_restored(run: Run) -> int:
+    """Where the second machine's trainer went on."""
+    log = (run.machine("trainer-0-i2") / "log").read_text()
+    (found,) = re.findall(r"training .*from_policy=0-(\d+)", re.sub(r"\x1b\[[0-9;]*m", "", log))
+    return int(found)

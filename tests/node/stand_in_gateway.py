@@ -19,11 +19,14 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM
 
-from checkpoint import documents, manifest
+from checkpoint import documents, layout, manifest
 from checkpoint.codec import to_json
 from checkpoint.documents import GatewayAddress
 from checkpoint.store import Store
-from policies.wire import Batch, BatchLine, Completion, Progress
+from policies.canary import Canary, disagreement
+from policies.vocabulary import Precedence
+from policies.wire import REFUSED, Batch, BatchLine, Completion, CompletionRequest, Progress, PromptLine
+from tasks.canary import canary_of
 
 TOKEN = "run-secret"
 
@@ -37,6 +40,8 @@ class StandInGateway:
         asked: every request seen, as (policy, seed).
         prompts: the prompts of each policy's requests, as token ids.
         made: completions sent.
+        refuses: whether no node takes a prompt.
+        unproved: why a policy that was loaded is not what its trainer says that it computes.
         on_completion: called after each completion that was sent, with `made`.
     """
 
@@ -49,13 +54,15 @@ class StandInGateway:
         self.asked: list[tuple[str, int]] = []
         self.prompts: dict[str, set[tuple[int, ...]]] = {}
         self.made = 0
+        self.refuses: Callable[[list[int]], bool] = lambda _: False
         self.on_completion: Callable[[int], None] = lambda _: None
+        self.unproved: list[str] = []
         self.policy_of: dict[str, torch.nn.Module] = {}
         self._lock = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
 
-    def open(self) -> None:
-        """Listen on a free port and write the address to the store."""
+    def open(self, by: Precedence = (0, 1, 1)) -> None:
+        """Listen on a free port and write the address to the store, as the gateway beside the trainer `by`."""
         gateway = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -70,7 +77,7 @@ class StandInGateway:
         self._server = _Server(("127.0.0.1", 0), Handler)
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         url = f"http://127.0.0.1:{self._server.server_port}"
-        documents.write_gateway(self.store, GatewayAddress(url, "stand-in"))
+        documents.write_gateway(self.store, by, GatewayAddress(url, "stand-in"))
 
     def close(self) -> None:
         """Stop listening: the next connection is refused."""
@@ -84,7 +91,12 @@ class StandInGateway:
         if handler.headers["Authorization"] != f"Bearer {TOKEN}":
             handler.send_error(401, "who are you?")
             return
-        batch = msgspec.json.decode(body, type=Batch)
+        first, *lines = body.split(b"\n")
+        batch = msgspec.json.decode(first, type=Batch)
+        for line in (msgspec.json.decode(line, type=PromptLine) for line in lines):
+            batch.requests.extend(
+                CompletionRequest(one.index, line.prompt_token_ids, one.seed) for one in line.samples
+            )
         seen = self.prompts.setdefault(batch.policy.version, set())
         seen.update(tuple(one.prompt_token_ids) for one in batch.requests)
         self.asked += [(batch.policy.version, one.seed) for one in batch.requests]
@@ -119,6 +131,9 @@ class StandInGateway:
         handler.wfile.write(b"0\r\n\r\n")
 
     def _complete(self, batch: Batch, index: int, prompt: list[int], seed: int) -> Completion:
+        if self.refuses(prompt):
+            said = {"refused": "vLLM answered 400: too long", "limit_tokens": 9}
+            return Completion(index, [], [], REFUSED, batch.policy.label, "stand-in", **said)
         if self.samples_with_model:
             token_ids, logprobs = _sample(self._policy(batch), prompt, seed, batch.sampling)
         else:
@@ -131,8 +146,20 @@ class StandInGateway:
         if version not in self.policy_of:
             folder = self.scratch / f"policy-{version}"
             manifest.fetch(self.store, batch.policy.prefix, folder)
-            self.policy_of = {version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()}
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            self.unproved += _unproved(model, folder)
+            self.policy_of = {version: model}
         return self.policy_of[version]
+
+
+def _unproved(model: torch.nn.Module, folder: Path) -> list[str]:
+    """Why the model's log-probabilities are not those that its trainer published; empty where they are."""
+    if not (folder / layout.CANARY).exists():
+        return [f"{folder.name} has no canary"]
+    theirs = msgspec.json.decode((folder / layout.CANARY).read_bytes(), type=Canary)
+    ours = [one for one in canary_of(model, "no").logprobs if one is not None]
+    why = disagreement(theirs, ours, "float32")
+    return [f"{folder.name}: {why}"] if why else []
 
 
 class _Server(ThreadingHTTPServer):

@@ -15,15 +15,19 @@ import httpx
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from checkpoint import documents, identity, layout, manifest
+from checkpoint.codec import to_json
 from checkpoint.documents import RunRecord
 from checkpoint.store import Store
+from checkpoint.vouched import vouch
 from policies.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.vocabulary import PolicyVersion
 from policies.wire import Batch, BatchLine, Completion, CompletionRequest, MemberStatus, PolicyRef
+from tasks.canary import canary_of
 from tests.strangers import check_closed
 
 TOKEN = "the-run's-secret"
@@ -42,7 +46,7 @@ def until(what: str, look: Callable[[], T | None], patience_s: float = BOOT_PATI
     raise AssertionError(f"not within {patience_s:g} s: {what}")
 
 
-def make_model(folder: Path, seed: int) -> LlamaForCausalLM:
+def make_model(folder: Path, seed: int, head_dim: int = 32) -> LlamaForCausalLM:
     """A random model whose next-token distribution is far from flat, with a tokenizer."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -52,6 +56,7 @@ def make_model(folder: Path, seed: int) -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=2,  # vLLM's CPU attention takes heads of 32 and more
         num_key_value_heads=2,
+        head_dim=head_dim,
         max_position_embeddings=256,
         initializer_range=0.15,
         bos_token_id=1,
@@ -105,6 +110,7 @@ class Lab:
             ),
         )
         documents.create_run(self.store, RunRecord(documents.SCHEMA, "test", 0.0, spec))
+        vouch(self.store, TOKEN)
         tls, headers = identity.client_context(TOKEN), {"Authorization": f"Bearer {TOKEN}"}
         self.http = httpx.Client(headers=headers, timeout=BOOT_PATIENCE_S, verify=tls)
         self.gateway = self.start("orchestrator.gateway")
@@ -113,10 +119,16 @@ class Lab:
     def start(self, module: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-m", module], env=self.env)
 
-    def publish(self, version: str, seed: int) -> PolicyRef:
+    def publish(self, version: str, seed: int, lacking: str | None = None) -> PolicyRef:
+        """Publish a model as its trainer does, but for a tensor that may be `lacking`."""
         parsed = PolicyVersion.parse(version)
         folder = self.folder / f"made-{version}-{seed}"
         self.models[version] = make_model(folder, seed)
+        (folder / layout.CANARY).write_bytes(to_json(canary_of(self.models[version], "no")))
+        if lacking is not None:
+            tensors = load_file(folder / "model.safetensors")
+            del tensors[lacking]
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         manifest.publish(self.store, layout.policy(parsed), folder, parsed, now_s=0.0)
         return PolicyRef(version, layout.policy(parsed))
 
@@ -222,13 +234,18 @@ def test_the_nodes_door_lets_nobody_else_in(lab: Lab) -> None:
             answer = http.post(f"{node}{path}", json=asked, headers={**right, name: value})
             assert answer.status_code == status
     assert http.get(f"{node}/health").status_code == 401
+    assert http.get(f"{node}/metrics").status_code == 401
+    assert "vllm:num_requests_running" in http.get(f"{node}/metrics", headers=right).text
+    assert member.max_requests == 128  # vLLM's own default on a CPU
+    assert member.kv_tokens > 256
+    said = until("a word of the engine", lambda: (one := lab.member()) and one.engine)
+    assert (said.running, said.waiting, said.tokens > 0) == (0, 0, True)
     load = {"version": "0-9", "path": "/nowhere"}
     assert http.put(f"{node}/grpo/policy", json=load).status_code == 401
     assert http.put(f"{node}/grpo/policy", json=load, headers=right).status_code == 404
     for method, path in (
         ("POST", "/collective_rpc"),
         ("POST", "/pause"),
-        ("GET", "/metrics"),
         ("GET", "/v1/models"),
         ("PUT", "/grpo/sampling"),
         ("GET", "/docs"),
@@ -267,8 +284,19 @@ def test_a_damaged_policy_is_never_served_and_a_repaired_one_is(lab: Lab) -> Non
     assert until("a member", lab.member).boot_id == boot_id  # vLLM never saw the damaged file
 
 
+def test_a_policy_that_lacks_a_tensor_is_never_served_and_the_next_one_is(lab: Lab) -> None:
+    boot_id = until("a member", lab.member).boot_id
+    policy = lab.publish("0-4", seed=5, lacking="model.layers.1.mlp.down_proj.weight")
+    lines = list(lab.ask(policy, deadline_s=3.0))
+    assert lines[-1].error is not None
+    assert not any(line.completion for line in lines)
+    made = completions(list(lab.ask(lab.publish("0-5", seed=6))))
+    assert largest_difference(lab.models["0-5"], made) < 1e-5
+    assert until("a member", lab.member).boot_id == boot_id  # vLLM never saw it
+
+
 def test_a_killed_vllm_is_a_new_boot_that_serves_only_with_the_policy(lab: Lab) -> None:
-    policy = lab.publish("0-4", seed=5)
+    policy = lab.publish("0-6", seed=7)
     undisturbed = completions(list(lab.ask(policy, max_tokens=250, ignore_eos=True)))
     before = until("a member", lab.member)
     old = lab.processes()

@@ -25,6 +25,7 @@ from policies.vocabulary import PolicyVersion
 from tasks.assemble import assemble
 from tasks.checkpoints import read_history
 from tasks.heartbeat import Heartbeat
+from tasks.leaving import Leaving
 from tasks.node_env import NodeEnv
 from tasks.spooling import find_spool
 from tasks.user_objects import BadSpec, passes
@@ -112,6 +113,10 @@ def test_completions_come_from_the_trainers_own_weights(finished: Finished) -> N
     assert max(worst) < 1e-5
 
 
+def test_each_policy_computes_what_its_trainer_says(finished: Finished) -> None:
+    assert finished.rig.gateway.unproved == []
+
+
 def test_what_a_fault_cost_is_told(finished: Finished) -> None:
     rows = rows_of(finished)
     assert rows[1][metrics.WAIT_S] > 0
@@ -137,7 +142,7 @@ def test_only_what_is_missing_is_asked_for_again(finished: Finished) -> None:
 def test_two_policies_are_kept_and_are_the_trainers(finished: Finished, tmp_path: Path) -> None:
     kept = manifest.committed(finished.store, layout.POLICIES)
     assert kept == [PolicyVersion(0, STEPS - 1), PolicyVersion(0, STEPS)]
-    manifest.fetch(finished.store, layout.policy(kept[-1]), tmp_path / "policy")
+    manifest.fetch(finished.store, layout.policy(kept[-1], (0, 1, 1)), tmp_path / "policy")
     finished.rig.restore(kept[-1], tmp_path / "checkpoint")
     published = load_file(tmp_path / "policy" / "model.safetensors")
     saved = load_file(tmp_path / "checkpoint" / "model.safetensors")
@@ -254,7 +259,7 @@ def test_users_mistakes_are_named(part: str, value: object, says: str, tiny: Pat
     env = NodeEnv(store.url, "trainer-0-i1", "secret", 1, 0, str(tmp_path), "127.0.0.1")
     heartbeat = Heartbeat(store, Trainer(env.node, 1, 0, 0, 0, "starting", 0.0))
     with pytest.raises(BadSpec) as caught:
-        assemble(env, RunRecord(documents.SCHEMA, "id", 0.0, spec), store, heartbeat, None)
+        assemble(env, RunRecord(documents.SCHEMA, "id", 0.0, spec), store, heartbeat, Leaving(tmp_path, 1), None)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 

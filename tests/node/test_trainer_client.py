@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from checkpoint import checkpoints, layout, rollouts
+from checkpoint import checkpoints, layout, metrics, rollouts
 from checkpoint.catalog import Catalog
 from checkpoint.manifest import files_below
+from checkpoint.rollouts import Rollout
 from checkpoint.store import Store
 from policies.seeds import request_seed
 from policies.snapshot import Trainer
-from policies.vocabulary import PolicyVersion
+from policies.spec import OnBadPrompt
+from policies.vocabulary import PolicyVersion, Precedence
 from policies.wire import Batch, CompletionRequest, PolicyRef
 from tasks.checkpoints import restore_newest
 from tasks.gateway_client import GatewayClient, GenerationFailed
 from tasks.heartbeat import Heartbeat
+from tasks.refused_prompts import NONE_TAKEN, BadPrompts, RefusedPrompts
 from tasks.rollout_source import EVALUATION_CALLS, RolloutSource
 from tasks.step_costs import StepCosts
 from tests.node.stand_in_gateway import TOKEN, StandInGateway
 
 LENGTH = 5
+BY = (0, 1, 1)
 SAMPLING = {"max_tokens": LENGTH, "temperature": 1.0}
 
 
@@ -33,12 +38,17 @@ class World:
         self.gateway = StandInGateway(self.store, folder / "scratch", model=False)
         self.heartbeat = Heartbeat(self.store, Trainer("trainer-0-i1", 1, 0, 0, 0, "starting", 0.0))
         self.costs = StepCosts()
+        self.rule: OnBadPrompt = "skip"
 
     def client(self, token: str = TOKEN) -> GatewayClient:
         return GatewayClient(self.store, token, self.heartbeat)
 
-    def source(self) -> RolloutSource:
-        return RolloutSource(self.store, self.client(), self.heartbeat, self.costs, run_seed=42, deadline_s=10.0)
+    def source(self, by: Precedence = BY) -> RolloutSource:
+        refused, client = RefusedPrompts(self.rule, self.costs), self.client()
+        refused.row_of = lambda prompt: 100 + prompt[0]
+        return RolloutSource(
+            self.store, client, self.heartbeat, self.costs, refused, by=by, run_seed=42, deadline_s=10.0
+        )
 
 
 @pytest.fixture
@@ -127,14 +137,69 @@ def test_a_record_of_other_requests_is_not_taken(change: str, world: World) -> N
         case "sampling":
             sampling["temperature"] = 0.7
         case _:
-            key = layout.rollout(version, 0)
+            key = layout.rollout(version, 0, BY)
             world.store.put(key, world.store.get(key)[:-20])
     world.source().complete(version, prompts, 2, sampling, training=True, publish=lambda: ref)
     world.gateway.close()
     assert len(world.gateway.asked) == 4
-    kept = rollouts.read_rollout(world.store, version, 0)
+    kept = rollouts.read_rollout(world.store, layout.rollout(version, 0, BY))
     assert kept is not None
     assert len(kept.completions) == 2
+
+
+def test_behind_a_step_that_was_made_anew_nothing_is_replayed(world: World) -> None:
+    """Its completions may be others, and the weights behind it then are not those of the records."""
+    world.gateway.open()
+    prompts, steps = [[5, 6]], range(3, 6)
+
+    def complete(source: RolloutSource, step: int) -> None:
+        version = PolicyVersion(0, step)
+        ref = PolicyRef(str(version), layout.policy(version))
+        for training in (False, True, True):
+            source.complete(version, prompts, 1, SAMPLING, training=training, publish=lambda: ref)
+
+    def asked_for(source: RolloutSource) -> list[int]:
+        counts = []
+        for step in steps:
+            before = len(world.gateway.asked)
+            complete(source, step)
+            counts.append(len(world.gateway.asked) - before)
+        return counts
+
+    assert asked_for(world.source()) == [3, 3, 3]
+    world.store.delete([layout.rollout(PolicyVersion(0, 3), EVALUATION_CALLS, BY)])
+    assert asked_for(world.source((0, 1, 2))) == [1, 0, 0], "an evaluation moves no weights"
+    world.store.delete([layout.rollout(PolicyVersion(0, 4), 0, BY)])
+    assert asked_for(world.source((0, 1, 3))) == [0, 1, 3], "the other call of that step is of the same weights"
+    world.gateway.close()
+
+
+def test_what_a_replaced_trainer_stores_late_is_not_replayed(world: World) -> None:
+    """Nor does it replace anything; what is the newest trainer's, or was there before it, counts."""
+    world.gateway.open()
+    version, prompts = PolicyVersion(0, 3), [[5, 6]]
+    ref = PolicyRef(str(version), layout.policy(version))
+
+    def complete(source: RolloutSource) -> Rollout:
+        return source.complete(version, prompts, 2, SAMPLING, training=True, publish=lambda: ref)
+
+    complete(world.source((0, 2, 1)))
+    newer = layout.rollout(version, 0, (0, 2, 1))
+    stored = world.store.get(newer)
+    record = rollouts.read_rollout(world.store, newer)
+    assert record is not None
+    late = replace(record, completions=[replace(one, token_ids=[9] * LENGTH) for one in record.completions])
+    rollouts.write_rollout(world.store, late, (0, 1, 7))
+    assert world.store.get(newer) == stored
+    assert complete(world.source((0, 3, 1))) == record
+    world.store.delete([newer])
+    assert complete(world.source((0, 3, 1))) == late, "what there is, is used"
+    # As a run of an earlier release has named it.
+    world.store.put(layout.rollout(version, 0), stored)
+    world.store.delete([layout.rollout(version, 0, (0, 1, 7))])
+    assert complete(world.source((0, 3, 1))) == record
+    world.gateway.close()
+    assert len(world.gateway.asked) == 2
 
 
 def test_calls_are_numbered_within_step_and_kind(world: World) -> None:
@@ -174,3 +239,52 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     healed = restore_newest(store, (0,), tmp_path / "restored", None)
     assert healed is not None
     assert healed.at == PolicyVersion(0, 30)
+
+
+def test_a_refused_prompt_is_told_with_its_numbers_and_the_call_goes_on(world: World) -> None:
+    world.gateway.open()
+    world.gateway.refuses = lambda prompt: len(prompt) > 2
+    version, prompts = PolicyVersion(0, 3), [[5, 6], [7, 8, 9], [4, 4]]
+    ref = PolicyRef(str(version), layout.policy(version))
+    for _ in range(2):  # the second is from the journal
+        got = world.source().complete(version, prompts, 2, SAMPLING, training=True, publish=lambda: ref)
+        assert [len(one.token_ids) for one in got.completions] == [LENGTH, LENGTH, 0, 0, LENGTH, LENGTH]
+    world.gateway.close()
+    told = {name: value for name, value in world.costs.take().items() if "refused" in name}
+    assert told == {
+        metrics.PROMPTS_REFUSED: 2,
+        metrics.REFUSED_ROW: 107,
+        metrics.REFUSED_TOKENS: 3,
+        metrics.REFUSED_LIMIT: 9,
+    }
+    assert metrics.PROMPTS_REFUSED not in world.costs.take()
+
+
+def test_where_a_refused_prompt_fails_the_run_it_is_named_and_asked_for_again_later(world: World) -> None:
+    world.gateway.open()
+    world.gateway.refuses, world.rule = (lambda prompt: len(prompt) > 2), "fail"
+    version, ref = PolicyVersion(0, 3), PolicyRef("0-3", "policies")
+    call = ([[5, 6], [7, 8, 9]], 1, SAMPLING)
+    with pytest.raises(BadPrompts, match="row 107 of the dataset has 3 tokens, and the nodes take sequences of 9"):
+        world.source().complete(version, *call, training=True, publish=lambda: ref)
+    world.gateway.refuses = lambda _: False  # rollout.vllm.max-model-len was raised
+    got = world.source().complete(version, *call, training=True, publish=lambda: ref)
+    world.gateway.close()
+    assert not any(one.refused for one in got.completions)
+
+
+def test_a_fleet_that_takes_nothing_is_not_the_prompts_fault(world: World) -> None:
+    world.gateway.open()
+    world.gateway.refuses = lambda prompt: prompt[0] != 1
+    source, version, ref = world.source(), PolicyVersion(0, 3), PolicyRef("0-3", "policies")
+
+    def ask(*prompts: list[int]) -> None:
+        source.complete(version, list(prompts), 1, SAMPLING, training=True, publish=lambda: ref)
+
+    bad = [[2]] * (NONE_TAKEN - 1)
+    ask(*bad)
+    ask([1], *bad, [2])
+    ask(*bad)
+    with pytest.raises(BadPrompts, match=f"no node takes any prompt, {NONE_TAKEN} in a row"):
+        ask([2])
+    world.gateway.close()

@@ -19,6 +19,7 @@ from policies.vocabulary import PolicyVersion
 from tasks.assemble import assemble
 from tasks.checkpoints import Restored
 from tasks.heartbeat import Heartbeat
+from tasks.leaving import Leaving
 from tasks.node_env import NodeEnv
 from tasks.skipped_prompts import Walk, replacements
 from tasks.trl_grpo import scale_learning_rate
@@ -55,7 +56,7 @@ def train_here(rig: Rig, timeline: int, start: PolicyVersion | None) -> dict[int
     env = NodeEnv(rig.store.url, "trainer-0-i1", TOKEN, 1, timeline, str(rig.work), "127.0.0.1")
     heartbeat = Heartbeat(rig.store, Trainer(env.node, 1, timeline, 0, 0, "starting", 0.0))
     record, forks = documents.read_run(rig.store), read_forks(rig.store)
-    trainer, _ = assemble(env, record, rig.store, heartbeat, restored, forks)
+    trainer, _ = assemble(env, record, rig.store, heartbeat, Leaving(rig.work, 1), restored, forks)
     trainer.add_callback(rates := Rates())
     trainer.train(resume_from_checkpoint=None if restored is None else str(restored.folder))
     rig.stored()
@@ -127,6 +128,19 @@ def test_the_prompts_of_skipped_steps_are_not_seen_again(rig: Rig) -> None:
     assert any(seen[f"0-{step}"] & gone for step in range(5, STEPS)), "they would have come again"
 
 
+@pytest.mark.parametrize("rig", [PLAIN], ids=["plain"], indirect=True)
+def test_skipped_prompts_come_back_once_the_probation_is_over(rig: Rig) -> None:
+    train_here(rig, 0, None)
+    # Back to 4 from 5: on probation until step 6, within the second epoch, of which the third step is 6.
+    write_fork(rig.store, Fork(1, str(START), {}, (Skipped(0, 5, 5),), from_step=5))
+    train_here(rig, 1, START)
+    seen = rig.gateway.prompts
+    gone = seen["0-4"]
+    assert not (seen["1-4"] | seen["1-5"]) & gone
+    assert (seen["1-6"], seen["1-7"]) == (seen["0-6"], seen["0-7"]), "steps 7 and 8"
+    assert (seen["1-6"] | seen["1-7"]) & gone, "two prompts of six came back in time"
+
+
 @pytest.mark.parametrize("rig", [WINDOW], ids=["window"], indirect=True)
 def test_a_window_that_the_fork_divides_is_made_anew_with_other_prompts(rig: Rig) -> None:
     train_here(rig, 0, None)
@@ -192,7 +206,7 @@ def test_the_prompts_of_steps(walk: Walk, first: int, last: int, prompts: set[in
 def replaced(forks: Sequence[Fork], timeline: int) -> list[int]:
     """What stands where, of ten prompts, of which a step takes one."""
     found = replacements(forks, timeline, lambda _: Walk(10, 1, 1, 1, forwards))
-    return [found.get(prompt, prompt) for prompt in range(10)]
+    return [found.others.get(prompt, prompt) for prompt in range(10)]
 
 
 FIRST = Fork(1, "0-2", {}, (Skipped(0, 3, 4),))  # of prompts 2 and 3
@@ -209,6 +223,30 @@ def test_replacements() -> None:
     assert not {2, 3, once[3], 8} & set(twice)
     assert [place for place in unchanged if twice[place] != place] == [2, 3, 6, 8]
     assert len({twice[place] for place in (2, 3, 6, 8)}) == 4, "each by another one"
+
+
+def test_what_a_later_timeline_leaves_out_is_what_an_earlier_one_saw_behind_its_probation() -> None:
+    once = Fork(1, "0-2", {}, (Skipped(0, 3, 4),), from_step=4)
+    walk = Walk(10, 1, 1, 1, forwards)
+    assert once.probation_until_step == 6
+    found = replacements((once,), 1, lambda _: walk)
+    assert found.seen(walk, 3, 4) == {0, 6}
+    assert found.seen(walk, 13, 14) == {2, 3}, "themselves again"
+    late = Fork(2, "1-6", {}, (Skipped(1, 13, 14),))
+    assert set(replacements((once, late), 2, lambda _: walk).others) == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("walk", "starts"),
+    [
+        (Walk(10, 2, 1, 1, forwards), [(0, 0, 1), (0, 4, 5), (1, 0, 6), (2, 3, 14)]),
+        (Walk(10, 5, 4, 1, forwards), [(0, 0, 1), (0, 1, 5), (1, 0, 9)]),
+        (Walk(10, 1, 2, 4, forwards), [(0, 0, 1), (0, 1, 1), (0, 2, 2), (1, 0, 6)]),
+        (Walk(10, 1, 2, 3, forwards), [(0, 1, 1), (0, 2, 2)]),
+    ],
+)
+def test_the_step_that_a_window_begins_with(walk: Walk, starts: list[tuple[int, int, int]]) -> None:
+    assert [(epoch, window, walk.first_step_of(epoch, window)) for epoch, window, _ in starts] == starts
 
 
 @pytest.mark.parametrize(("last", "most"), [(5, False), (6, True)])

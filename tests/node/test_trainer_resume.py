@@ -69,6 +69,7 @@ def test_killed_trainer_ends_in_the_same_weights(name: str, tiny: Path, tmp_path
         asked_before = len(killed.gateway.asked)
         assert killed.wait(killed.start_trainer(3), 3) == 0
         assert final_files(killed) == final_files(calm)
+    assert killed.gateway.unproved == calm.gateway.unproved == []
     again = {PolicyVersion.parse(policy).step for policy, _ in killed.gateway.asked[asked_before:]}
     assert not again & journalled, "completions that the journal holds were asked for again"
     rows = {row.step: row.values for row in metrics.read_metrics(killed.store)}
@@ -114,7 +115,7 @@ def kill_at_step(rig: Rig, attempt: int, step: int, delay_s: float) -> None:
 def journalled_steps(store: Store) -> set[int]:
     """The steps whose training completions the journal holds."""
     keys = [entry.key for entry in store.entries(layout.ROLLOUTS)]
-    return {layout.version_of(key).step for key in keys if key.endswith("-00.json")}
+    return {version.step for version, call in map(layout.call_of, keys) if call == 0}
 
 
 def to_replay(rig: Rig) -> set[int]:

@@ -56,6 +56,13 @@ def check_the_end(rig: Rig) -> None:
     needed = {f"{layout.BLOBS}/{chunk}" for one in listed for chunk in read_manifest(rig.store, one).chunks}
     assert [line for one in listed for line in checkpoints.verify(rig.store, one)] == []
     assert needed == {entry.key for entry in rig.store.entries(layout.BLOBS)}
+    # Completions that a restart could be given again, and of the sample step 0.
+    kept = {0, *range(listed[-CheckpointsSpec().keep_last].at.step, STEPS)}
+    until(rig, "rid of completions that no restart needs", lambda: stored_completions(rig) == kept)
+
+
+def stored_completions(rig: Rig) -> set[int]:
+    return {layout.call_of(entry.key)[0].step for entry in rig.store.entries(layout.ROLLOUTS)}
 
 
 def test_behind_a_store_that_stands_still_training_goes_on_and_then_waits(
@@ -147,3 +154,18 @@ def test_without_room_for_one_checkpoint_the_run_ends_with_one_line(
     last = output.splitlines()[-1]
     assert last.startswith(f"grpo-orch trainer: checkpoints.spool: {memory}/")
     assert "has no room for one checkpoint; free some space, or name another folder" in last
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_train_from_the_start(tiny: Path, tmp_path: Path) -> None:
+    with open_rig(tmp_path, tiny, grpo=GRPO) as rig:
+        (tmp_path / "weights").write_bytes(b"weights")
+        files = [("model.safetensors", tmp_path / "weights")]
+        stored = checkpoints.upload(rig.store, Catalog(rig.store, "test"), files, PolicyVersion(0, 5), 1.0, {})
+        lost = f"{layout.BLOBS}/{read_manifest(rig.store, stored).files[0].chunks[0]}"
+        rig.store.delete([lost])
+        assert rig.wait(rig.start_trainer()) == exit_codes.NOTHING_WHOLE
+        last = rig.log().read_text().splitlines()[-1]
+        assert last.startswith(
+            f"grpo-orch trainer: none of the run's checkpoints can be restored: 0-5: read {lost}"
+        )
+        assert rig.gateway.asked == [], "no token was made from the start's weights"

@@ -7,12 +7,19 @@ import inspect
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import Trainer
 
+from policies.canary import Canary
+from policies.tensors import mismatch
 from tasks import trl_grpo
 from tasks.fleet_client import FleetClient
+from tasks.policy_check import tensors_in
 from tasks.trl_grpo import EpochSampler, FleetGRPOTrainer
 
 import trl.generation.vllm_client as vllm_client  # isort: skip  # trl_grpo first: it decides what TRL imports
@@ -62,6 +69,9 @@ def test_generation_is_made_where_it_is_replaced() -> None:
     [
         "_get_train_sampler",
         "_calculate_rewards",
+        "_generate",
+        "_generate_and_score_completions",
+        "_compute_loss",
         "_save_checkpoint",
         "_load_optimizer_and_scheduler",
         "_get_output_dir",
@@ -123,7 +133,86 @@ def test_merging_adapters_does_not_touch_the_base_weights() -> None:
     assert published[f"{query}.weight"].equal(expected)
 
 
+def test_what_the_weights_compute_is_known_when_they_are_handed_over() -> None:
+    """With several processes they are published at once, from within TRL's synchronization."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    handed: list[object] = []
+
+    class Client:
+        def computed(self, canary: Canary) -> None:
+            self.canary = canary
+
+        def update_named_params(self, *_: object) -> None:
+            handed.append(self.canary)
+
+        def reset_prefix_cache(self) -> None:
+            pass
+
+    generation = object.__new__(trl_grpo.FleetGeneration)
+    generation.model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    generation.mode, generation._weight_metadata = "server", []
+    generation.accelerator = SimpleNamespace(mixed_precision="bf16", is_main_process=True, state=None)
+    generation._dist = SimpleNamespace(is_fsdp=False, is_zero3=False, fsdp_version=None, gather_params=fake_gather)
+    generation._fleet_client = generation.vllm_client = Client()
+    generation.sync_weights()
+    assert isinstance(handed[0], Canary)
+    assert handed[0].dtype == "bfloat16"
+    generation.model.lm_head.weight.data.mul_(2)
+    generation.sync_weights()
+    assert handed[1] != handed[0]
+
+
+@pytest.mark.parametrize("in_shards", [False, True])
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2", "gpt2", "qwen3_moe", "glm4_moe"])
+def test_what_is_published_is_named_as_the_models_own_checkpoint(
+    kind: str, in_shards: bool, tmp_path: Path
+) -> None:
+    """With heads that are tied, experts that transformers holds as one tensor, and routers with stored buffers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "n_group": 1, "topk_group": 1}
+    experts = {"moe_intermediate_size": 32, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads, **experts)).save_pretrained(
+        tmp_path / "base"
+    )
+    generation = object.__new__(trl_grpo.FleetGeneration)
+    generation.model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    dist = {"is_fsdp": False, "is_zero3": in_shards, "gather_params": fake_gather}
+    generation._dist = type("Dist", (), dist)()
+    generation.accelerator = SimpleNamespace(is_main_process=True)
+    generation.mode = "server"
+    published = {name: tensor.clone().contiguous() for name, tensor in generation._iter_named_params()}
+    save_file(published, tmp_path / "model.safetensors")
+    tied = bool(generation.model.config.tie_word_embeddings)
+    assert mismatch(tensors_in(tmp_path), tensors_in(tmp_path / "base"), tied=tied) == ""
+
+
 def fake_gather(_self: object, _parameters: object) -> object:
     import contextlib
 
     return contextlib.nullcontext()
+
+
+def test_a_step_ends_where_its_end_is_kept() -> None:
+    """What leaving in the middle of a step relies on: when its state is kept, and how generation is left."""
+    step = inspect.getsource(Trainer._run_epoch)
+    order = [
+        "self.optimizer.step()",
+        "callback_handler.on_step_end",
+        "self._maybe_log_save_evaluate(",
+        "on_substep_end",
+    ]
+    places = [step.index(text) for text in order]
+    assert places == sorted(places), "a step no longer ends in this order"
+    resumed = [
+        step.index(text)
+        for text in ("self.get_batch_samples(", "_load_rng_state(resume_from_checkpoint)\n                rng")
+    ]
+    assert resumed == sorted(resumed), (
+        "random states are no longer put back behind the fetching of a step's batches"
+    )
+    generated = inspect.getsource(vllm_generation.VLLMGeneration.generate)
+    assert "return prompt_ids, completion_ids, logprobs" in generated

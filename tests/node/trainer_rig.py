@@ -18,8 +18,18 @@ from checkpoint.documents import RunRecord
 from checkpoint.manifest import Manifest
 from checkpoint.resume_state import ResumeState
 from checkpoint.store import Store
+from checkpoint.vouched import vouch
 from policies.snapshot import Trainer
-from policies.spec import CheckpointsSpec, Dataset, KlPolicy, PoliciesSpec, RolloutSpec, RunSpec, TrainerSpec
+from policies.spec import (
+    CheckpointsSpec,
+    Dataset,
+    KlPolicy,
+    OnBadPrompt,
+    PoliciesSpec,
+    RolloutSpec,
+    RunSpec,
+    TrainerSpec,
+)
 from policies.vocabulary import PolicyVersion
 from tasks.spooling import find_spool, remove_spool
 from tests.node.stand_in_gateway import TOKEN, StandInGateway
@@ -66,6 +76,7 @@ def run_spec(
     reward: str = "rig_rewards.lower_share",
     accelerate: dict[str, Any] | None = None,
     dataset: str = "few.jsonl",
+    on_bad_prompt: OnBadPrompt = "skip",
 ) -> RunSpec:
     """A spec over the tiny model, with `grpo` over GRPO. Without `kl` the guard only watches."""
     return RunSpec(
@@ -75,7 +86,9 @@ def run_spec(
         grpo={**GRPO, **grpo},
         rollout=RolloutSpec(deadline_s=60.0),
         checkpoints=checkpoints or CheckpointsSpec(),
-        policies=PoliciesSpec(resume_state_steps=3, kl=kl or KlPolicy(action="alert")),
+        policies=PoliciesSpec(
+            resume_state_steps=3, kl=kl or KlPolicy(action="alert"), on_bad_prompt=on_bad_prompt
+        ),
         trainer=TrainerSpec(
             model=model or str(tiny / "model"),
             dataset=Dataset(path=str(tiny / dataset)),
@@ -97,6 +110,7 @@ class Rig:
         self.store = Store(f"file://{folder}/store")
         self.spec = run_spec(self.store.url, tiny, **spec)
         documents.create_run(self.store, RunRecord(documents.SCHEMA, "id", time.time(), self.spec))
+        vouch(self.store, TOKEN)
         self.gateway = StandInGateway(self.store, folder / "scratch")
 
     def start_trainer(

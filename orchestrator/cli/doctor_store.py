@@ -1,0 +1,110 @@
+"""What `doctor` finds in a run's store: whether a run can live on it, and whether what is there is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from checkpoint.bucket import BucketRules, rules_of
+from checkpoint.catalog import Catalog
+from checkpoint.errors import StoreError
+from checkpoint.probe import probe
+from checkpoint.store import Store
+from checkpoint.upkeep import absences
+from orchestrator.cli.finding import Finding
+from orchestrator.cli.target import open_store
+from orchestrator.config.storage import Storage
+
+# Weights of 32 billion parameters in bfloat16, published whole for each of ten steps an hour, and deleted when the
+# next are there: 64 GB x 10 x 24. Deltas are a fraction of it. S3 Standard in us-east-1, list price.
+DELETED_TB_A_DAY = 15.4
+USD_PER_GB_MONTH = 0.023
+EXAMPLE = "of a 32B model at ten steps an hour"
+COSTS = (
+    f"{EXAMPLE} each day that is kept is {DELETED_TB_A_DAY:.0f} TB, "
+    f"about {DELETED_TB_A_DAY * 1000 * USD_PER_GB_MONTH:.0f} $ a month"
+)
+NEEDED = (
+    "those that a run needs too: the base model that all its checkpoints share, its journal; "
+    "leave the run's prefix out of that rule"
+)
+HELP = {
+    "gs": (
+        "a bucket keeps what is deleted for 7 days unless that was turned off: `gcloud storage buckets describe "
+        "gs://{bucket} --format='default(soft_delete_policy,versioning,retention_policy,lifecycle_config)'` "
+        "tells, `gcloud storage buckets update gs://{bucket} --clear-soft-delete` turns it off"
+    ),
+    "az": (
+        "an account may keep what is deleted for days: `az storage account blob-service-properties show` tells "
+        "its deleteRetentionPolicy and isVersioningEnabled"
+    ),
+}
+
+
+def examine_store(storage: Storage) -> Iterator[Finding]:
+    """Try the store for real, and look at the run that is there already."""
+    try:
+        store = open_store(storage)
+        probe(store)
+        yield Finding("store", True, True, f"{storage.url} can be written, read, listed and deleted from")
+        yield from lifecycle(store)
+        yield from _checkpoints(store)
+    except StoreError as error:
+        yield Finding("store", False, True, str(error))
+
+
+def lifecycle(store: Store) -> Iterator[Finding]:
+    """What the bucket does by itself, and what it would cost: a finding for each trap, one where there is none."""
+    scheme, bucket = urlsplit(store.url).scheme, urlsplit(store.url).netloc
+    if scheme in ("file", "memory"):
+        return
+    try:
+        rules = rules_of(store.url, store.options)
+    except StoreError as error:
+        hint = HELP.get(scheme, f"look for versioning, soft delete, object lock and lifecycle rules of {bucket!r}")
+        yield Finding("lifecycle", False, False, f"{error}; {hint.format(bucket=bucket)}; {COSTS}", warning=True)
+        return
+    traps = list(_traps(rules, bucket))
+    yield from (Finding("lifecycle", False, False, told, warning=True) for told in traps)
+    if not traps:
+        told = f"{bucket!r} keeps nothing that is deleted, and deletes nothing itself"
+        yield Finding("lifecycle", True, False, told)
+
+
+def _traps(rules: BucketRules, bucket: str) -> Iterator[str]:
+    kept_days = max(rules.locked_days, rules.versions_days or 0)
+    if rules.locked_days:
+        yield f"{bucket!r} locks each object for {rules.locked_days} days: {_at_rest(kept_days)}; use one without"
+    if rules.versioned and rules.versions_days is None:
+        yield (
+            f"{bucket!r} is versioned, and keeps for ever what a run deletes or writes over: {COSTS}; "
+            "use one without versions, or add a lifecycle rule with NoncurrentVersionExpiration"
+        )
+    elif rules.versioned and not rules.locked_days:
+        yield f"{bucket!r} is versioned, and keeps what a run deletes for {kept_days} days: {_at_rest(kept_days)}"
+    if rules.expires_days is not None:
+        yield f"{bucket!r} deletes objects that are {rules.expires_days} days old, {NEEDED}"
+    if rules.expires_on is not None:
+        yield f"{bucket!r} deletes all objects from {rules.expires_on} on, {NEEDED}"
+    if rules.archived_days is not None:
+        yield f"{bucket!r} archives objects that are {rules.archived_days} days old, {NEEDED}"
+
+
+def _at_rest(days: int) -> str:
+    stored_tb = DELETED_TB_A_DAY * days
+    return f"{EXAMPLE} that is {stored_tb:.0f} TB at rest, {stored_tb * 1000 * USD_PER_GB_MONTH:,.0f} $ a month"
+
+
+def _checkpoints(store: Store) -> Iterator[Finding]:
+    """Whether the checkpoints are whole, as far as a listing tells. Raises StoreError."""
+    listed = Catalog(store, "doctor").newest().checkpoints
+    found = absences(store, listed)
+    damaged = [version for version, lines in found.items() if lines]
+    if damaged:
+        newest = f"{damaged[-1]}: {found[damaged[-1]][0]}"
+        told = f"damaged: {', '.join(damaged)}; of {newest}; see `grpo-orch checkpoints verify`"
+        # A restart takes the newest that is whole: without one it ends.
+        yield Finding("checkpoints", False, len(damaged) == len(listed), told, warning=True)
+    elif listed:
+        told = f"{len(listed)}, and nothing of them is missing; `grpo-orch checkpoints verify` reads every byte"
+        yield Finding("checkpoints", True, False, told)

@@ -1,0 +1,42 @@
+"""Whether a rollout node goes on trying to hold the policy that is wanted of it, or says that it is unfit.
+
+A node that failed `TRIES` times with one policy stops, and says why: going on would be a loop of downloads and of
+server starts. The next policy is a new chance, for that one may have been broken itself; so is time, for what may
+pass without one. Who was unfit before has one try with each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRIES = 3
+# A disk may be made room on, a store may be healed.
+AGAIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fitness:
+    """One node's tries. `unfit` says why it is; empty while it is not."""
+
+    wanted: str = ""  # the policy that they are of
+    failed: int = 0  # in a row
+    unfit: str = ""
+    passes: bool = False  # the last failure may be gone without another policy
+
+    def tries(self, wanted: str) -> bool:
+        """Whether that policy is to be tried now."""
+        return wanted != self.wanted or not self._spent
+
+    def after_failure(self, wanted: str, why: str, *, passes: bool) -> Fitness:
+        """The next one, after a try that failed; `passes`: another one may succeed later with the same policy."""
+        failed = self.failed + 1 if wanted == self.wanted else 1
+        unfit = why if self.unfit or failed >= TRIES else ""
+        return Fitness(wanted, failed, unfit, passes)
+
+    def after_time(self) -> Fitness:
+        """The next one, after AGAIN_S without another policy."""
+        return Fitness(unfit=self.unfit) if self._spent and self.passes else self
+
+    @property
+    def _spent(self) -> bool:
+        return bool(self.unfit)

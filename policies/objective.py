@@ -1,0 +1,129 @@
+"""What keys of `grpo` do to the objective, by the loss in use; read in `GRPOTrainer._compute_loss` of TRL 1.16."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# GRPOConfig's own, of TRL 1.16, for keys that run.yaml leaves out.
+TRL_DEFAULTS: Mapping[str, float] = {
+    "beta": 0.0,
+    "epsilon": 0.2,
+    "learning_rate": 1e-6,
+    "num_generations": 8,
+    "num_iterations": 1,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "gradient_checkpointing": True,
+    "max_completion_length": 512,
+    "entropy_coef": 0.0,
+    "top_entropy_quantile": 1.0,
+}
+DEFAULT_LOSS = "dapo"
+# Those that clip the policy ratio at 1 - epsilon and 1 + epsilon_high. `cispo` weighs each token by the ratio up
+# to epsilon_high, and `sapo` and `vespo` know neither.
+CLIPPING = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo"})
+
+# How many completions are computed, gathered and generated at a time.
+BATCHES = frozenset(
+    {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"}
+)
+
+
+def value_of(grpo: Mapping[str, Any], key: str) -> float:
+    """A key's value, or TRL's default."""
+    value = grpo.get(key)
+    return TRL_DEFAULTS[key] if value is None else float(value)
+
+
+def loss_of(grpo: Mapping[str, Any]) -> str:
+    return str(grpo.get("loss_type") or DEFAULT_LOSS)
+
+
+def is_on_policy(grpo: Mapping[str, Any], processes: int) -> bool:
+    """Whether every completion is trained on by the weights that it was generated with: then the ratio is 1."""
+    accumulated = int(value_of(grpo, "gradient_accumulation_steps"))
+    batches = int(grpo.get("steps_per_generation") or accumulated)
+    if (whole := grpo.get("generation_batch_size")) is not None:
+        batches = int(whole) // (int(value_of(grpo, "per_device_train_batch_size")) * processes)
+    return value_of(grpo, "num_iterations") == 1 and batches <= accumulated
+
+
+def weight_cap(grpo: Mapping[str, Any]) -> float:
+    """`epsilon_high` as TRL completes it; for `cispo` the most that the ratio may weigh a token."""
+    high = grpo.get("epsilon_high")
+    return value_of(grpo, "epsilon") if high is None else float(high)
+
+
+def is_cut_alike(grpo: Mapping[str, Any]) -> bool:
+    """Whether smaller batches on each device, and more of them, give the same gradient.
+
+    `bnpo` weighs a completion by the tokens of its device's batch; the entropy bonus and the choice of tokens by
+    their entropy are means over that batch, too.
+    """
+    plain = value_of(grpo, "entropy_coef") == 0 and not grpo.get("use_adaptive_entropy")
+    return plain and value_of(grpo, "top_entropy_quantile") == 1 and loss_of(grpo) != "bnpo"
+
+
+def effects(changes: Mapping[str, float], before: Mapping[str, Any], processes: int) -> dict[str, str]:
+    """Return what each change does, in some words, by key.
+
+    Args:
+        changes: keys of `grpo` with their new values.
+        before: `grpo` as it was.
+    """
+    after = {**before, **changes}
+    of_group = BATCHES if "num_generations" in changes else frozenset()
+    return {
+        key: _effect("num_generations" if key in of_group else key, before, after, processes) for key in changes
+    }
+
+
+def _effect(key: str, before: Mapping[str, Any], after: Mapping[str, Any], processes: int) -> str:
+    match key:
+        case "beta":
+            return _of_beta(value_of(before, key), value_of(after, key))
+        case "learning_rate" if value_of(before, key) > 0:
+            return f"updates of {_times(value_of(after, key) / value_of(before, key))} the size"
+        case "epsilon" | "epsilon_high":
+            return _of_epsilon(key, after, processes)
+        case "max_grad_norm":
+            return f"a gradient of a norm above {after[key]:g} is scaled down to it"
+        case "temperature":
+            return f"completions are sampled at temperature {after[key]:g}"
+        case _ if key in BATCHES:
+            if is_cut_alike(after):
+                return "the same batch and gradient, computed in smaller pieces"
+            return "the same batch in smaller pieces; what this loss averages over a piece changes"
+        case "gradient_checkpointing":
+            return "the same gradient: activations are computed twice in the place of being kept"
+        case "num_generations":
+            return f"{after[key]:g} completions for each prompt, of as many prompts as before"
+        case "max_completion_length":
+            return f"completions end after {after[key]:g} tokens"
+    return "told to TRL"
+
+
+def _of_beta(before: float, after: float) -> str:
+    if after == 0:
+        return "no KL term"
+    if before == 0:
+        return "a KL term where there was none: a reference model is loaded beside the trained one"
+    return f"the KL term pulls {_times(after / before)} as hard towards the reference model"
+
+
+def _of_epsilon(key: str, after: Mapping[str, Any], processes: int) -> str:
+    loss, cap = loss_of(after), weight_cap(after)
+    if loss == "cispo" and key == "epsilon" and after.get("epsilon_high") is not None:
+        return "nothing: loss_type cispo has no lower bound"
+    if loss not in CLIPPING and loss != "cispo":
+        return f"nothing: loss_type {loss} clips no ratio"
+    if loss == "cispo" and not (is_on_policy(after, processes) and cap >= 1):
+        return f"the ratio weighs a token by {cap:g} at most"
+    if is_on_policy(after, processes):
+        return "nothing: each completion is trained on once, by the weights that made it, so that the ratio is 1"
+    return f"the ratio is clipped below {1 - value_of(after, 'epsilon'):g} and above {1 + cap:g}"
+
+
+def _times(ratio: float) -> str:
+    return "half" if ratio == 0.5 else f"{ratio:.3g} times"

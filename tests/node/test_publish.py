@@ -1,0 +1,101 @@
+"""Who may remove which published policy, with a publisher that was replaced and does not know it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoint import layout, manifest
+from checkpoint.store import Store
+from policies.vocabulary import PolicyVersion, Precedence
+from policies.wire import PolicyRef
+from tasks.publish import PolicyPublisher
+
+FIRST, SECOND, FORKED = (0, 1, 1), (0, 2, 1), (1, 2, 2)
+
+
+class Model:
+    """A model's configuration, as far as a publisher asks for it."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+
+
+class World:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = Store(f"file://{folder}/store")
+
+    def publisher(self, by: Precedence) -> PolicyPublisher:
+        return PolicyPublisher(self.store, Model(), self.folder / "-".join(map(str, by)), by)
+
+    def served(self, ref: PolicyRef) -> torch.Tensor:
+        """What a node gets that is told to hold the policy."""
+        folder = self.folder / "node" / ref.label
+        assert manifest.fetch(self.store, ref.prefix, folder).digest == ref.digest
+        return load_file(folder / "model.safetensors")["w"]
+
+    def left(self) -> list[str]:
+        keys = [entry.key for entry in self.store.entries(layout.POLICIES)]
+        return sorted({key.removeprefix("policies/").rpartition("/")[0] for key in keys})
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def publish(publisher: PolicyPublisher, timeline: int, *steps: int, weights: float = 0.0) -> PolicyRef:
+    """Publish these steps one after another, and let what is removed behind the last be gone."""
+    for step in steps:
+        ref = publisher.publish(PolicyVersion(timeline, step), [("w", torch.full((4,), step + weights))], None)
+    settle(publisher)
+    return ref
+
+
+def settle(publisher: Any) -> None:
+    publisher._removing.result()
+
+
+def test_a_replaced_publisher_takes_nothing_from_the_newer_one(world: World) -> None:
+    zombie = world.publisher(FIRST)
+    publish(zombie, 0, 58, 59)
+    newer = world.publisher(SECOND)
+    before, wanted = publish(newer, 0, 41), publish(newer, 0, 42)
+    late = publish(zombie, 0, 60)
+    assert world.served(wanted).tolist() == [42.0] * 4
+    assert world.served(before).tolist() == [41.0] * 4, "a node may be at it"
+    # Nor when it comes by the same steps with other weights, as where sums have no fixed order.
+    zombie_of_same = world.publisher((0, 1, 9))
+    publish(zombie_of_same, 0, 42, weights=0.5)
+    assert world.served(wanted).tolist() == [42.0] * 4
+    assert wanted.prefix != late.prefix
+    publish(newer, 0, 43)
+    assert world.left() == ["0000/00000042-i2-a1", "0000/00000043-i2-a1"], "what the other one left goes with it"
+
+
+def test_the_one_before_stays_also_where_another_machine_made_it(world: World) -> None:
+    publish(world.publisher(FIRST), 0, 58, 59)
+    publish(world.publisher(SECOND), 0, 41)
+    assert world.left() == ["0000/00000041-i2-a1", "0000/00000059-i1-a1"]
+
+
+def test_what_older_timelines_published_goes(world: World) -> None:
+    publish(world.publisher(SECOND), 0, 98, 99)
+    publish(world.publisher(FORKED), 1, 50)
+    assert world.left() == ["0000/00000099-i2-a1", "0001/00000050-i2-a2"]
+    publish(world.publisher(FORKED), 1, 51)
+    assert world.left() == ["0001/00000050-i2-a2", "0001/00000051-i2-a2"]
+
+
+def test_remains_go_and_foreign_files_stay(world: World) -> None:
+    world.store.put("policies/README", b"a foreign file")
+    world.store.put("policies/notes/mine/text", b"another")
+    world.store.put(f"{layout.policy(PolicyVersion(0, 7), FIRST)}/chunk", b"cut off before its manifest")
+    world.store.put(f"{layout.policy(PolicyVersion(0, 3))}/manifest.json", b"as earlier releases named it")
+    publish(world.publisher(SECOND), 0, 5, 6)
+    assert world.left() == ["", "0000/00000005-i2-a1", "0000/00000006-i2-a1", "notes/mine"]

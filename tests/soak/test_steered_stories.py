@@ -1,0 +1,22 @@
+"""The stories of `tests/test_steered_stories.py`, thousands of them: STORIES=n how many, SEED=n where to begin."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+import structlog
+
+from tests.steered_stories import tell
+
+STORIES = int(os.environ.get("STORIES", "3000"))
+SEED = int(os.environ.get("SEED", str(time.time_ns() % 10**9)))
+
+
+def test_any_number_of_stories():
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    print(f"{STORIES} stories from SEED={SEED}")
+    for seed in range(SEED, SEED + STORIES):
+        world = tell(seed)  # what it raises names the seed
+        world.holds(len(world.bought) <= 25, f"bought {world.bought}")
