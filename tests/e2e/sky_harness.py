@@ -99,9 +99,13 @@ class SkyRun:
         """The phase of every slot's newest node."""
         return {node["slot"]: node["phase"] for node in self.status()["nodes"]}
 
-    def reasons(self, node: str) -> list[str]:
-        """Why the node moved, each time."""
-        return [event["reason"] for event in self.events() if event.get("node") == node and "reason" in event]
+    def told(self, node: str, reason: str) -> None:
+        """Wait until the events tell this reason of a node's: they come apart from the status, and later or earlier."""
+
+        def reasons() -> list[str]:
+            return [event["reason"] for event in self.events() if event.get("node") == node and "reason" in event]
+
+        self.until(f"{node}: {reason}", lambda: reason in reasons())
 
     def instance(self, node: str) -> Instance:
         """The running instance that is this node's machine."""

@@ -47,8 +47,8 @@ def test_two_nodes_are_lost_and_replaced_although_api_server_and_daemon_die_mean
     sky_rig.preempt(run.instance(taken).id, grace_s=0)
     run.replaced("rollout-0", warned)
     run.replaced("rollout-1", taken)
-    assert "the cloud will take it back" in run.reasons(warned)
-    assert "preempted" in run.reasons(taken)
+    run.told(warned, "the cloud will take it back")
+    run.told(taken, "preempted")
     others = run.node("rollout-0"), run.node("rollout-1")
     run.until("a machine is bought", lambda: any(node in i.cluster for i in run.running() for node in others))
     for pid in sky_rig.api_server_pids():
@@ -70,7 +70,7 @@ def test_a_dead_host_that_its_cloud_calls_running_is_given_up_and_a_lack_of_capa
     machine = run.instance(dead).id
     sky_rig.crash(machine)
     run.replaced("rollout-0", dead)
-    assert "it does not answer, though its cloud calls it running" in run.reasons(dead)
+    run.told(dead, "it does not answer, though its cloud calls it running")
     run.until("another is refused", lambda: any(e.get("refusal") == "no_capacity" for e in run.events()))
     run.until("the dead one is returned", lambda: machine not in {instance.id for instance in run.running()})
     run.stepped()

@@ -57,7 +57,7 @@ def test_the_machines_work_on_new_ones_join_them_and_all_are_returned(
         taken = run.node("rollout-0")
         sky_rig.preempt(run.instance(taken).id, grace_s=0)
         run.replaced("rollout-0", taken)
-        assert "preempted" in run.reasons(taken)
+        run.told(taken, "preempted")
         run.serving(*SLOTS)
         run.stepped()
 

@@ -38,7 +38,7 @@ def test_another_machine_goes_on_from_the_newest_checkpoint_with_the_stored_comp
     sky_rig.preempt(run.instance(trainer).id, grace_s=0)
 
     run.replaced("trainer-0", trainer)
-    assert "the cloud no longer has it" in run.reasons(trainer)
+    run.told(trainer, "the cloud no longer has it")
     run.until("the run is over", lambda: run.status()["phase"] == "finished")
     assert [run.node("rollout-0"), run.node("rollout-1")] == rollouts, "they found the gateway's new address"
 
