@@ -46,7 +46,7 @@ test-packages:
 
 # What the machines of the rig for SkyPilot start from: made by the first test that needs it, or here.
 sky-image: env test-packages
-	$(BIN)/python -m tests.sky_rig.image build
+	$(BIN)/python -m tests.rigs.sky.image build
 
 demo: env node-env
 	examples/tiny/demo.sh

@@ -1,7 +1,7 @@
 """How soon divergence is told, how often wrongly, and how far back a run would go: `make bench-detect`.
 
-The runs are synthetic, healthy and diverging, labelled, and logged as TRL would (`tests/divergence_traces.py`).
-Half are of the ranges that the tests draw from, half of wilder ones.
+The runs are synthetic, healthy and diverging, labelled, and logged as TRL would
+(`tests/generators/divergence_traces.py`). Half are of the ranges that the tests draw from, half of wilder ones.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.rig.local_run import ROOT
-from policies.divergence import Detector, Verdict, follow
-from tests.divergence_diverging import SAVE_STEPS
-from tests.divergence_score import Checkpoints, Outcome, Score, by_family, judge, score
-from tests.divergence_signals import Setting
-from tests.divergence_traces import Trace, traces
+from policies.detect.divergence import Detector, Verdict, follow
+from tests.generators.divergence_diverging import SAVE_STEPS
+from tests.generators.divergence_score import Checkpoints, Outcome, Score, by_family, judge, score
+from tests.generators.divergence_signals import Setting
+from tests.generators.divergence_traces import Trace, traces
 
 SETS = {
     "as in the tests": Setting(seed=2),

@@ -22,13 +22,13 @@ from rich.table import Table
 
 from benchmarks.rig.local_run import ROOT, make_tiny
 from benchmarks.rig.managed_job import ManagedJob
-from checkpoint import layout
-from checkpoint.codec import from_json
-from policies.wire import GatewayStatus, MemberStatus
+from checkpoint.store import layout
+from checkpoint.store.codec import from_json
+from policies.serving.wire import GatewayStatus, MemberStatus
 from tests.e2e.sky_harness import BUCKET, MACHINE, SkyRun
-from tests.sky_rig.image import image
-from tests.sky_rig.missing import missing
-from tests.sky_rig.rig import SkyRig
+from tests.rigs.sky.image import image
+from tests.rigs.sky.missing import missing
+from tests.rigs.sky.rig import SkyRig
 
 NOTICE_S = 120.0  # AWS's
 # The slot that is struck, and how its machine is lost.

@@ -14,11 +14,11 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from tests.sky_rig.fixtures import sky_image, sky_rig  # noqa: F401  # pytest finds them here
-from tests.store_rig.ceph_server import ceph_server, missing_programs
-from tests.store_rig.fault_proxy import FaultProxy, fault_proxy
-from tests.store_rig.moto_server import moto_server
-from tests.store_rig.server import S3Server
+from tests.rigs.sky.fixtures import sky_image, sky_rig  # noqa: F401  # pytest finds them here
+from tests.rigs.store.ceph_server import ceph_server, missing_programs
+from tests.rigs.store.fault_proxy import FaultProxy, fault_proxy
+from tests.rigs.store.moto_server import moto_server
+from tests.rigs.store.server import S3Server
 
 # How long an example takes, or takes to be made, says how busy the machine is and nothing of the code. In CI the
 # examples are the same each time, so that a change is judged by what it changed.

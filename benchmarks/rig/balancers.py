@@ -24,9 +24,9 @@ import msgspec
 from benchmarks.rig.fakes import PORT as FAKE_PORT
 from benchmarks.rig.fakes import FakeVllm, Prompt
 from benchmarks.rig.local_run import ROOT
-from checkpoint import documents
-from checkpoint.store import Store
-from policies.wire import HEADER_POLICY, Batch, CompletionRequest, PolicyRef
+from checkpoint.records import documents
+from checkpoint.store.run_store import Store
+from policies.serving.wire import HEADER_POLICY, Batch, CompletionRequest, PolicyRef
 
 HOST, PORT = "127.0.0.1", 9000
 TOKEN = "the-run's-secret"

@@ -12,15 +12,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from checkpoint import layout, segments
-from checkpoint.codec import event_to_plain, to_json
-from checkpoint.entries import SCHEMA, Record, advance
-from checkpoint.journal import Journal, recover
-from checkpoint.store import Entry, Store
-from policies.events import Event, GatewayRestarted, TookOver
-from policies.state import RunState, apply
-from policies.vocabulary import Role
-from tests.world import World, spec
+from checkpoint.journal import segments
+from checkpoint.journal.entries import SCHEMA, Record, advance
+from checkpoint.journal.journal import Journal, recover
+from checkpoint.store import layout
+from checkpoint.store.codec import event_to_plain, to_json
+from checkpoint.store.run_store import Entry, Store
+from policies.model.events import Event, GatewayRestarted, TookOver
+from policies.model.state import RunState, apply
+from policies.model.vocabulary import Role
+from tests.stand_ins.world import World, spec
 
 WRITERS = 8
 BATCH = 4096  # entries that wait for a store at once

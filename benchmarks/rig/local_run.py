@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from checkpoint.metrics import Row, read_metrics
-from checkpoint.store import Store
+from checkpoint.records.metrics import Row, read_metrics
+from checkpoint.store.run_store import Store
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny"

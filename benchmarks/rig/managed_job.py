@@ -12,7 +12,7 @@ from contextlib import closing
 import yaml
 
 from benchmarks.rig.local_run import ROOT
-from tests.sky_rig.rig import Instance, SkyRig
+from tests.rigs.sky.rig import Instance, SkyRig
 
 NAME = "sleeper"
 

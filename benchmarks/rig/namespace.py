@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.sky_rig import network
+from tests.rigs.sky import network
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from benchmarks.rig.balancers import START_S, TOKEN, start_gateway
 from benchmarks.rig.fakes import compile_programs
 from benchmarks.rig.load import make_stand
 from benchmarks.rig.namespace import namespace
-from policies.wire import Batch, BatchLine, CompletionRequest, PolicyRef
+from policies.serving.wire import Batch, BatchLine, CompletionRequest, PolicyRef
 
 SKEWS_S = (0.0, 0.02, 1.5)
 HOSTS = tuple(f"127.0.0.{number}" for number in range(21, 25))

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from checkpoint import checkpoints, manifest
-from checkpoint.catalog import Catalog
-from checkpoint.store import OPTIONS_ENV, Store
-from policies.vocabulary import PolicyVersion
+from checkpoint.store.run_store import OPTIONS_ENV, Store
+from checkpoint.stream import manifest, transfer
+from checkpoint.stream.catalog import Catalog
+from policies.model.vocabulary import PolicyVersion
 
 AT = PolicyVersion(0, 1)
 PART_BYTES = 16 * 1024 * 1024  # for the plain clients: what was fastest of 5, 8, 16 and 32 MiB
@@ -27,9 +27,9 @@ def ours(direction: str, url: str, file: Path) -> None:
     store = Store(url)
     catalog = Catalog(store, "benchmark")
     if direction == "up":
-        checkpoints.upload(store, catalog, [(file.name, file)], AT, time.time(), {})
+        transfer.upload(store, catalog, [(file.name, file)], AT, time.time(), {})
         return
-    found = checkpoints.read_manifest(store, catalog.newest().find(AT))
+    found = transfer.read_manifest(store, catalog.newest().find(AT))
     manifest.materialize(store, found.root, found.files, file.parent / "restored")
 
 

@@ -7,7 +7,7 @@ import sys
 import structlog
 import typer
 
-from checkpoint.errors import StoreError
+from checkpoint.store.errors import StoreError
 from orchestrator.cli import checkpoints, members
 from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.detect import detect
@@ -21,8 +21,8 @@ from orchestrator.cli.write import init, validate
 from orchestrator.clouds import CloudMissing
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.config.load import ConfigError
-from orchestrator.launcher import DaemonFailed
-from policies import exit_codes
+from orchestrator.control.launcher import DaemonFailed
+from policies.model import exit_codes
 
 app = typer.Typer(
     name="grpo-orch",

@@ -15,23 +15,23 @@ import typer
 from rich import progress as bars
 from rich.table import Table
 
-from checkpoint import manifest
-from checkpoint.catalog import Catalog, Checkpoint
-from checkpoint.checkpoints import read_manifest
-from checkpoint.checkpoints import verify as read_all
-from checkpoint.chunks import Progress
-from checkpoint.errors import NotFound
-from checkpoint.store import Store
-from checkpoint.timelines import read_forks
+from checkpoint.records.forks import read_forks
+from checkpoint.store.errors import NotFound
+from checkpoint.store.run_store import Store
+from checkpoint.stream import manifest
+from checkpoint.stream.catalog import Catalog, Checkpoint
+from checkpoint.stream.chunks import Progress
+from checkpoint.stream.transfer import read_manifest
+from checkpoint.stream.transfer import verify as read_all
 from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.look import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run
 from orchestrator.views.numbers import NOT_KNOWN, data_size, duration
-from policies import exit_codes
-from policies.retention import Kept, kept_by
-from policies.spec import CheckpointsSpec
-from policies.timelines import Fork
-from policies.vocabulary import PolicyVersion
+from policies.ledger.retention import Kept, kept_by
+from policies.model import exit_codes
+from policies.model.spec import CheckpointsSpec
+from policies.model.timelines import Fork
+from policies.model.vocabulary import PolicyVersion
 
 NEWEST = "latest"
 WANTED = f"expected TIMELINE-STEP as in 0-120, a step, or `{NEWEST}`"

@@ -13,7 +13,7 @@ from orchestrator.cli.look import AsJson, Output, print_json
 from orchestrator.views.detection import detect as follow
 from orchestrator.views.detection import render, to_json
 from orchestrator.views.traces import NotATrace, read_trace
-from policies import exit_codes
+from policies.model import exit_codes
 
 PICTURE = Path("detect.png")
 

@@ -16,21 +16,21 @@ from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.doctor_store import examine_store
 from orchestrator.cli.finding import Finding
 from orchestrator.cli.look import AsJson, Output, print_json
-from orchestrator.clouds.local import node_python
+from orchestrator.clouds.local.cloud import node_python
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky_types import ApiServer, CloudCheck, SkyOffer
+from orchestrator.clouds.sky.types import ApiServer, CloudCheck, SkyOffer
 from orchestrator.config.load import load_spec, load_storage
-from policies import exit_codes
-from policies.fleet import market_of
-from policies.spec import RunSpec
-from policies.vocabulary import Market, Role
+from policies.control.fleet import market_of
+from policies.model import exit_codes
+from policies.model.spec import RunSpec
+from policies.model.vocabulary import Market, Role
 
 INSTALL = "pip install 'grpo-orch[sky]' 'skypilot[aws]==0.14.1' (or gcp, azure, kubernetes for aws)"
 QUOTA_HELP = "https://docs.skypilot.co/en/latest/cloud-setup/quota.html"
 
 
 class SkyPilotLike(Protocol):
-    """What is asked of SkyPilot; see `orchestrator.clouds.skypilot`."""
+    """What is asked of SkyPilot; see `orchestrator.clouds.sky.skypilot`."""
 
     def server(self) -> ApiServer: ...
     def clouds(self) -> list[CloudCheck]: ...
@@ -102,7 +102,7 @@ def skypilot_version() -> str | None:
 
 
 def _open_skypilot() -> SkyPilotLike:
-    from orchestrator.clouds.skypilot import SkyPilot  # seconds, and only where it is installed
+    from orchestrator.clouds.sky.skypilot import SkyPilot  # seconds, and only where it is installed
 
     return SkyPilot()
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from checkpoint.bucket import BucketRules, rules_of
-from checkpoint.catalog import Catalog
-from checkpoint.errors import StoreError
-from checkpoint.probe import probe
-from checkpoint.store import Store
-from checkpoint.upkeep import absences
+from checkpoint.store.bucket import BucketRules, rules_of
+from checkpoint.store.errors import StoreError
+from checkpoint.store.probe import probe
+from checkpoint.store.run_store import Store
+from checkpoint.stream.catalog import Catalog
+from checkpoint.stream.upkeep import absences
 from orchestrator.cli.finding import Finding
 from orchestrator.cli.target import open_store
-from orchestrator.config.storage import Storage
+from orchestrator.config.rules.storage import Storage
 
 # Weights of 32 billion parameters in bfloat16, published whole for each of ten steps an hour, and deleted when the
 # next are there: 64 GB x 10 x 24. Deltas are a fraction of it. S3 Standard in us-east-1, list price.

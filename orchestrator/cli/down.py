@@ -8,21 +8,22 @@ from typing import Annotated, Any
 
 import typer
 
-from checkpoint import documents, journal
-from checkpoint.documents import RunRecord
-from checkpoint.store import Store
+from checkpoint.journal import journal
+from checkpoint.records import documents
+from checkpoint.records.documents import RunRecord
+from checkpoint.store.run_store import Store
 from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.look import AsJson, Output, print_json
 from orchestrator.cli.remote import controller_of, is_steered, say_lost, stop_remote
 from orchestrator.cli.target import open_run
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.protocol import Cloud, CloudUnavailable
-from orchestrator.launcher import start_daemon
-from policies import exit_codes
-from policies.snapshot import Command
-from policies.state import RunState
-from policies.stopping import DOWN, DOWN_NOW, STOP_WAIT_S
-from policies.vocabulary import NodePhase, Role, RunPhase
+from orchestrator.control.launcher import start_daemon
+from policies.control.snapshot import Command
+from policies.control.stopping import DOWN, DOWN_NOW, STOP_WAIT_S
+from policies.model import exit_codes
+from policies.model.state import RunState
+from policies.model.vocabulary import NodePhase, Role, RunPhase
 
 CLOUD_PATIENCE_S = 60.0  # an API server that has to be started takes ten seconds
 POLL_S = 0.2

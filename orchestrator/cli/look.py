@@ -12,15 +12,15 @@ from typing import Annotated
 
 import typer
 
-from checkpoint import journal
-from checkpoint.documents import RunRecord
-from checkpoint.rehearsals import read_faults
-from checkpoint.store import Store
+from checkpoint.journal import journal
+from checkpoint.records.documents import RunRecord
+from checkpoint.records.rehearsals import read_faults
+from checkpoint.store.run_store import Store
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.remote import controller_of, remote_log
 from orchestrator.cli.target import open_run
 from orchestrator.clouds import open_cloud
-from orchestrator.observe import GatewayWatch
+from orchestrator.control.observe import GatewayWatch
 from orchestrator.views import model, terminal
 from orchestrator.views import report as reports
 from orchestrator.views.events import EventLine, event_json, lines, rehearsed_line
@@ -28,9 +28,9 @@ from orchestrator.views.model import RunView
 from orchestrator.views.numbers import clock
 from orchestrator.views.reader import Reader
 from orchestrator.views.report import Report
-from policies import exit_codes
-from policies.transaction import NAME_ONE
-from policies.vocabulary import RunPhase
+from policies.control.rollback_stages import NAME_ONE
+from policies.model import exit_codes
+from policies.model.vocabulary import RunPhase
 
 FOLLOW_EVERY_S = 0.5
 

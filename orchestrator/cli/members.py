@@ -9,16 +9,17 @@ import httpx
 import typer
 from rich.table import Table
 
-from checkpoint import documents, identity
-from checkpoint.store import Store
+from checkpoint.records import documents
+from checkpoint.security import identity
+from checkpoint.store.run_store import Store
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.look import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run
-from orchestrator.gateway.describe import describe
-from orchestrator.home import known_token
-from orchestrator.observe import GatewayWatch
+from orchestrator.control.observe import GatewayWatch
+from orchestrator.gateway.surface.describe import describe
+from orchestrator.home.folder import known_token
 from orchestrator.views.numbers import NOT_KNOWN, duration
-from policies import exit_codes
+from policies.model import exit_codes
 
 PATIENCE_S = 5.0  # a person waits
 

@@ -10,17 +10,18 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from checkpoint import documents, journal
-from checkpoint.documents import RunRecord
-from checkpoint.store import Store
-from checkpoint.unreadable import Unreadable
+from checkpoint.journal import journal
+from checkpoint.records import documents
+from checkpoint.records.documents import RunRecord
+from checkpoint.store.run_store import Store
+from checkpoint.store.unreadable import Unreadable
 from orchestrator.cli.console import Stop, console
 from orchestrator.clouds import open_controller
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky_remote import RemoteController
-from orchestrator.lease import is_held
-from policies import exit_codes
-from policies.phases import TERMINAL_RUN
+from orchestrator.clouds.sky.remote import RemoteController
+from orchestrator.control.lease import is_held
+from policies.model import exit_codes
+from policies.model.phases import TERMINAL_RUN
 
 DAEMON_TIMEOUT_S = 1200.0  # a bare machine gets an environment first
 POLL_S = 0.5

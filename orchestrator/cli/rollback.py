@@ -9,23 +9,24 @@ from typing import Annotated, Any
 
 import typer
 
-from checkpoint import documents, journal
-from checkpoint.catalog import Catalog
-from checkpoint.store import Store
+from checkpoint.journal import journal
+from checkpoint.records import documents
+from checkpoint.store.run_store import Store
+from checkpoint.stream.catalog import Catalog
 from orchestrator.cli.checkpoints import find_checkpoint
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.look import AsJson, Output, Target, print_json
 from orchestrator.cli.remote import controller_of, is_steered, start_remote
 from orchestrator.cli.start import refuse_missing_secrets
 from orchestrator.cli.target import open_run
-from orchestrator.launcher import start_daemon
-from policies import exit_codes
-from policies.objective import effects
-from policies.spec import processes_of
-from policies.state import Rollback, RunState
-from policies.timelines import Fork, forked_spec
-from policies.transaction import NAME_ONE, RUN_START, WHOLE, target_by_hand
-from policies.vocabulary import RunPhase
+from orchestrator.control.launcher import start_daemon
+from policies.control.objective import effects
+from policies.control.rollback_stages import NAME_ONE, RUN_START, WHOLE, target_by_hand
+from policies.model import exit_codes
+from policies.model.spec import processes_of
+from policies.model.state import Rollback, RunState
+from policies.model.timelines import Fork, forked_spec
+from policies.model.vocabulary import RunPhase
 
 # What a trainer takes over at a restart without another shape of anything: the least that each may be, and whether
 # it must be more.

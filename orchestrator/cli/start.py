@@ -10,12 +10,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from checkpoint import documents, journal
-from checkpoint.documents import Lease, RunRecord
-from checkpoint.errors import AlreadyExists
-from checkpoint.probe import probe
-from checkpoint.store import Store
-from checkpoint.unreadable import Unreadable
+from checkpoint.journal import journal
+from checkpoint.records import documents
+from checkpoint.records.documents import Lease, RunRecord
+from checkpoint.store.errors import AlreadyExists
+from checkpoint.store.probe import probe
+from checkpoint.store.run_store import Store
+from checkpoint.store.unreadable import Unreadable
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.look import attach
 from orchestrator.cli.remote import (
@@ -27,10 +28,11 @@ from orchestrator.cli.remote import (
 from orchestrator.cli.target import keep_options, open_store, record_of, storage_of
 from orchestrator.cli.write import print_notices
 from orchestrator.clouds import open_cloud
-from orchestrator.clouds.local import node_python
-from orchestrator.clouds.sky_remote import RemoteController
+from orchestrator.clouds.local.cloud import node_python
+from orchestrator.clouds.sky.remote import RemoteController
 from orchestrator.config.load import load, load_storage
-from orchestrator.home import (
+from orchestrator.control.launcher import start_daemon, start_rehearsal
+from orchestrator.home.folder import (
     keep_run_digest,
     known_token,
     remember_run,
@@ -39,13 +41,12 @@ from orchestrator.home import (
     token_file,
     token_mark,
 )
-from orchestrator.launcher import start_daemon, start_rehearsal
-from orchestrator.run_secrets import missing
-from orchestrator.trust import run_digest
-from policies import exit_codes
-from policies.spec import RunSpec
-from policies.state import RunState
-from policies.vocabulary import Market, RunPhase
+from orchestrator.home.run_secrets import missing
+from orchestrator.home.trust import run_digest
+from policies.model import exit_codes
+from policies.model.spec import RunSpec
+from policies.model.state import RunState
+from policies.model.vocabulary import Market, RunPhase
 
 Detach = Annotated[bool, typer.Option("-d", "--detach", help="Do not attach the live view.")]
 Remote = Annotated[

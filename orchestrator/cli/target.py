@@ -6,12 +6,13 @@ import json
 import os
 from pathlib import Path
 
-from checkpoint import documents, layout
-from checkpoint.documents import RunRecord
-from checkpoint.errors import NotFound
-from checkpoint.store import OPTIONS_ENV, Store
+from checkpoint.records import documents
+from checkpoint.records.documents import RunRecord
+from checkpoint.store import layout
+from checkpoint.store.errors import NotFound
+from checkpoint.store.run_store import OPTIONS_ENV, Store
 from orchestrator.config.load import Storage, load_storage
-from orchestrator.home import keep_store_options, kept_store_options, latest_run
+from orchestrator.home.folder import keep_store_options, kept_store_options, latest_run
 
 PATIENCE_S = 5.0  # a person waits
 

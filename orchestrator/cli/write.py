@@ -12,7 +12,7 @@ from orchestrator.cli.console import Stop, console
 from orchestrator.cli.look import AsJson, Output, print_json
 from orchestrator.config.load import ConfigError, Loaded, Problem, load
 from orchestrator.config.template import init_text
-from policies import exit_codes
+from policies.model import exit_codes
 
 
 def init(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from checkpoint.documents import RunRecord
-from checkpoint.store import Store
-from orchestrator.clouds.local import LocalCloud
+from checkpoint.records.documents import RunRecord
+from checkpoint.store.run_store import Store
+from orchestrator.clouds.local.cloud import LocalCloud
 from orchestrator.clouds.protocol import Cloud
-from orchestrator.clouds.sky_remote import RemoteController, as_shipped
-from orchestrator.home import run_dir
+from orchestrator.clouds.sky.remote import RemoteController, as_shipped
+from orchestrator.home.folder import run_dir
 
 if TYPE_CHECKING:
-    from orchestrator.clouds.skypilot import SkyPilot
+    from orchestrator.clouds.sky.skypilot import SkyPilot
 
 
 class CloudMissing(Exception):
@@ -24,7 +24,7 @@ def open_cloud(record: RunRecord, store: Store) -> Cloud:
     """Return the cloud of a run. Raises CloudMissing."""
     if record.spec.cloud == "local":
         return open_local(record)
-    from orchestrator.clouds.sky_cloud import SkyCloud  # SkyPilot takes seconds to import
+    from orchestrator.clouds.sky.cloud import SkyCloud  # SkyPilot takes seconds to import
 
     return SkyCloud(_open_skypilot(f"grpo-{record.run_id}"), as_shipped(record), store)
 
@@ -42,6 +42,6 @@ def open_local(record: RunRecord) -> LocalCloud:
 def _open_skypilot(group: str) -> SkyPilot:
     if importlib.util.find_spec("sky") is None:
         raise CloudMissing("cloud: sky needs SkyPilot here; install it with `pip install 'grpo-orch[sky]'`")
-    from orchestrator.clouds.skypilot import SkyPilot
+    from orchestrator.clouds.sky.skypilot import SkyPilot
 
     return SkyPilot(group)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from policies.snapshot import Machine
-from policies.vocabulary import Market, Refusal, Role
+from policies.control.snapshot import Machine
+from policies.model.vocabulary import Market, Refusal, Role
 
 
 class CloudRefused(Exception):

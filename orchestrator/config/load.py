@@ -12,8 +12,12 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.config.checks import cross_check, grpo_defaults
-from orchestrator.config.foreign_keys import (
+from orchestrator.config.reading.lines import Document, parse
+from orchestrator.config.reading.problems import ConfigError, Findings, KeyPath, Problem
+from orchestrator.config.reading.shorthand import write_out
+from orchestrator.config.reading.structure import check_structure
+from orchestrator.config.rules.checks import cross_check, grpo_defaults
+from orchestrator.config.rules.foreign_keys import (
     accelerate_table,
     as_vllm_spells,
     check_keys,
@@ -22,16 +26,12 @@ from orchestrator.config.foreign_keys import (
     vllm_table,
     without_idle_switches,
 )
-from orchestrator.config.lines import Document, parse
-from orchestrator.config.notices import find_notices
-from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem
-from orchestrator.config.rehearsal import write_out_rehearsal
-from orchestrator.config.resources import check_resources
-from orchestrator.config.rewards import reward_problem
-from orchestrator.config.shorthand import write_out
-from orchestrator.config.storage import EXPECTED, Storage, write_out_storage
-from orchestrator.config.structure import check_structure
-from policies.spec import Replicas, RunSpec
+from orchestrator.config.rules.notices import find_notices
+from orchestrator.config.rules.rehearsal import write_out_rehearsal
+from orchestrator.config.rules.resources import check_resources
+from orchestrator.config.rules.rewards import reward_problem
+from orchestrator.config.rules.storage import EXPECTED, Storage, write_out_storage
+from policies.model.spec import Replicas, RunSpec
 
 __all__ = ["ConfigError", "Loaded", "Problem", "Storage", "load", "load_spec", "load_storage"]
 

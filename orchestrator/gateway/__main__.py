@@ -24,16 +24,17 @@ from urllib.parse import urlsplit
 import structlog
 import uvloop
 
-from checkpoint import documents, identity
-from checkpoint.documents import GatewayAddress
-from checkpoint.errors import Corrupt
-from checkpoint.store import Store
-from orchestrator.gateway.app import Gateway
-from orchestrator.gateway.listener import BACKLOG, listening
-from orchestrator.gateway.status_writer import StatusWriter
-from orchestrator.gateway.watch import Watch
-from policies import exit_codes
-from policies.vocabulary import Precedence, precedence_of
+from checkpoint.records import documents
+from checkpoint.records.documents import GatewayAddress
+from checkpoint.security import identity
+from checkpoint.store.errors import Corrupt
+from checkpoint.store.run_store import Store
+from orchestrator.gateway.routing.watch import Watch
+from orchestrator.gateway.surface.app import Gateway
+from orchestrator.gateway.surface.listener import BACKLOG, listening
+from orchestrator.gateway.surface.status_writer import StatusWriter
+from policies.model import exit_codes
+from policies.model.vocabulary import Precedence, precedence_of
 
 log = structlog.get_logger()
 

@@ -1,7 +1,7 @@
 """One completion on its way: what is asked for, and what of it has arrived, whichever nodes it came from.
 
-A job outlives the nodes that work at it. `orchestrator.gateway.upstream` fills it event by event; the completer
-moves it; who wants it looks at it at any time, and is called after each event if it asks for that.
+A job outlives the nodes that work at it. `orchestrator.gateway.nodes.upstream` fills it event by event; the
+completer moves it; who wants it looks at it at any time, and is called after each event if it asks for that.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from policies import recovery
-from policies.recovery import Recovery
+from policies.model.vocabulary import Recovery
+from policies.serving import recovery
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from orchestrator.views.numbers import NOT_KNOWN
 from orchestrator.views.traces import Trace
-from policies.divergence import Detector, Health, Verdict, follow
+from policies.detect.divergence import Detector, Health, Verdict, follow
 
 HEALTH_STYLES = {Health.HEALTHY: "green", Health.WATCH: "yellow", Health.TRIPPED: "bold red"}
 

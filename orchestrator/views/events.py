@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from checkpoint.codec import event_to_plain
-from checkpoint.entries import Record
-from checkpoint.rehearsals import RehearsedFault
-from orchestrator.views.timelines import effect_words, skipped_words, start_words
-from policies import exit_codes
-from policies.events import (
+from checkpoint.journal.entries import Record
+from checkpoint.records.rehearsals import RehearsedFault
+from checkpoint.store.codec import event_to_plain
+from orchestrator.views.lineage import effect_words, skipped_words, start_words
+from policies.model import exit_codes
+from policies.model.events import (
     BuyingResumed,
     BuyingStopped,
     CommandTaken,
@@ -41,7 +41,7 @@ from policies.events import (
     TookOver,
     TrainerFenced,
 )
-from policies.vocabulary import Market, NodePhase, Refusal, RunPhase
+from policies.model.vocabulary import Market, NodePhase, Refusal, RunPhase
 
 REHEARSED = "RehearsedFault"
 

@@ -8,18 +8,18 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from checkpoint.metrics import TOKENS, Row
-from checkpoint.store import Store
+from checkpoint.records.metrics import TOKENS, Row
+from checkpoint.store.run_store import Store
 from orchestrator.views.events import EventLine, event_json
+from orchestrator.views.lineage import stage_words
 from orchestrator.views.reader import Reader
-from orchestrator.views.timelines import stage_words
-from policies.divergence import Health
-from policies.kinds import probe_wait_s
-from policies.phases import TERMINAL_RUN
-from policies.snapshot import Trainer
-from policies.state import Node, RunState
-from policies.vocabulary import Cause, Market, NodePhase, PolicyVersion, Role, RollbackStage, RunPhase
-from policies.wire import GatewayStatus
+from policies.control.snapshot import Trainer
+from policies.detect.divergence import Health
+from policies.model.buying import probe_wait_s
+from policies.model.phases import TERMINAL_RUN
+from policies.model.state import Node, RunState
+from policies.model.vocabulary import Cause, Market, NodePhase, PolicyVersion, Role, RollbackStage, RunPhase
+from policies.serving.wire import GatewayStatus
 
 RECENT_STEPS = 120  # what the sparklines show
 PACE_STEPS = 20  # steps that tell how fast the run is now

@@ -12,23 +12,25 @@ from dataclasses import replace
 from datetime import datetime
 from statistics import median
 
-from checkpoint import documents, journal, layout, metrics
-from checkpoint.catalog import Catalog, Checkpoint
-from checkpoint.entries import Record, tail
-from checkpoint.metrics import Row
-from checkpoint.rehearsals import RehearsedFault, read_faults
-from checkpoint.store import Entry, Store
-from checkpoint.unreadable import Unreadable
-from orchestrator.lease import LeaseWatch
+from checkpoint.journal import journal
+from checkpoint.journal.entries import Record, tail
+from checkpoint.records import documents, metrics
+from checkpoint.records.metrics import Row
+from checkpoint.records.rehearsals import RehearsedFault, read_faults
+from checkpoint.store import layout
+from checkpoint.store.run_store import Entry, Store
+from checkpoint.store.unreadable import Unreadable
+from checkpoint.stream.catalog import Catalog, Checkpoint
+from orchestrator.control.lease import LeaseWatch
 from orchestrator.views.events import EventLine, lines, rehearsed_line
-from policies.abandoned import on_line
-from policies.accounting import lived
-from policies.events import Event, NodeMoved, NodeRequested
-from policies.snapshot import Trainer
-from policies.spec import RunSpec
-from policies.state import Node, RunState, apply
-from policies.timelines import lineage, on_lineage
-from policies.vocabulary import NodePhase
+from policies.control.snapshot import Trainer
+from policies.ledger.abandoned import on_line
+from policies.ledger.accounting import lived
+from policies.model.events import Event, NodeMoved, NodeRequested
+from policies.model.spec import RunSpec
+from policies.model.state import Node, RunState, apply
+from policies.model.timelines import lineage, on_lineage
+from policies.model.vocabulary import NodePhase
 
 EVENTS_KEPT = 200  # the newest, for views; the journal itself is read by `events`
 KL_START_POINTS = 3  # their median is where the detectors, too, say that a run's KL started

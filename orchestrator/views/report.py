@@ -11,15 +11,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from checkpoint.exports import read_export
-from checkpoint.metrics import TOKENS, TOKENS_DISCARDED, Row
-from checkpoint.rehearsals import RehearsedFault, read_faults
-from checkpoint.store import Store
-from checkpoint.unreadable import Unreadable
-from orchestrator.views.model import HealthView, health_of
-from orchestrator.views.numbers import NOT_KNOWN, duration, short, usd
-from orchestrator.views.reader import Reader
-from orchestrator.views.timelines import (
+from checkpoint.records.metrics import TOKENS, TOKENS_DISCARDED, Row
+from checkpoint.records.rehearsals import RehearsedFault, read_faults
+from checkpoint.store.run_store import Store
+from checkpoint.store.unreadable import Unreadable
+from checkpoint.stream.exports import read_export
+from orchestrator.views.lineage import (
     Change,
     change_words,
     changes_of,
@@ -28,8 +25,12 @@ from orchestrator.views.timelines import (
     stage_words,
     start_words,
 )
-from policies.abandoned import abandoned
-from policies.accounting import (
+from orchestrator.views.model import HealthView, health_of
+from orchestrator.views.numbers import NOT_KNOWN, duration, short, usd
+from orchestrator.views.reader import Reader
+from policies.detect.divergence import Health
+from policies.ledger.abandoned import abandoned
+from policies.ledger.accounting import (
     Fault,
     FaultCost,
     History,
@@ -40,12 +41,11 @@ from policies.accounting import (
     merged,
     rentals,
 )
-from policies.divergence import Health
-from policies.phases import TERMINAL_RUN
-from policies.spec import RunSpec
-from policies.state import RunState
-from policies.timelines import Skipped
-from policies.vocabulary import Cause, PolicyVersion, RunPhase
+from policies.model.phases import TERMINAL_RUN
+from policies.model.spec import RunSpec
+from policies.model.state import RunState
+from policies.model.timelines import Skipped
+from policies.model.vocabulary import Cause, PolicyVersion, RunPhase
 
 ENDS = 5  # logged values averaged at either end of the run
 REWARD = "reward"

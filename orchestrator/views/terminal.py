@@ -15,12 +15,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.views.lineage import start_words
 from orchestrator.views.model import MembershipView, NodeView, RunView
 from orchestrator.views.numbers import NOT_KNOWN, clock, duration, short, sparkline
-from orchestrator.views.timelines import start_words
-from policies.divergence import Health
-from policies.phases import TERMINAL_RUN
-from policies.vocabulary import NodePhase, RollbackStage, RunPhase
+from policies.detect.divergence import Health
+from policies.model.phases import TERMINAL_RUN
+from policies.model.vocabulary import NodePhase, RollbackStage, RunPhase
 
 REFRESH_S = 0.5
 SPARK_WIDTH = 22

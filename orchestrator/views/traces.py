@@ -1,4 +1,4 @@
-"""Metrics of a run from whatever file they were left in, as points for `policies.divergence`.
+"""Metrics of a run from whatever file they were left in, as points for `policies.detect.divergence`.
 
 Read are a `trainer_state.json`, the log of a Trainer (a Python dictionary a line amid other text), JSON lines, our
 own metrics objects among them, a JSON list of rows, and CSV. Names become TRL's. A file that is none of these, or
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint.metrics import NONFINITE
-from policies.divergence import Point
+from checkpoint.records.metrics import NONFINITE
+from policies.detect.divergence import Point
 
 EXPECTED = "expected a trainer_state.json, a trainer's log, JSON lines of metrics, or CSV with a header"
 # A row that has none of these is no row of metrics: a configuration that was printed, say.

@@ -7,7 +7,7 @@ set -euo pipefail
 
 WAIT_MAX_S=60
 LIVED_S=300 # a daemon that lived so long did not die of what the one before died of
-HELD=75     # policies.exit_codes: another controller steers the run
+HELD=75     # policies.model.exit_codes: another controller steers the run
 
 say() { echo "grpo-orch controller: $*"; }
 fail() {
@@ -39,7 +39,7 @@ wait_s=1
 while true; do
     started_s=$SECONDS exit_code=0
     say "starting the daemon: $GRPO_ORCH_REASON"
-    "$env/bin/python" -m orchestrator.daemon "$GRPO_ORCH_RUN" "$GRPO_ORCH_REASON" || exit_code=$?
+    "$env/bin/python" -m orchestrator.control.daemon "$GRPO_ORCH_RUN" "$GRPO_ORCH_REASON" || exit_code=$?
     case $exit_code in
         0) say "nothing is left to steer" && exit 0 ;;
         "$HELD") say "another controller steers the run" && exit "$HELD" ;;

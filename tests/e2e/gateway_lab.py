@@ -23,16 +23,19 @@ import httpx
 import msgspec
 import pytest
 
-from checkpoint import documents, identity, layout, manifest
-from checkpoint.documents import RunRecord
-from checkpoint.store import Store
-from checkpoint.vouched import vouch
-from policies.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from policies.vocabulary import PolicyVersion
-from policies.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef
+from checkpoint.records import documents
+from checkpoint.records.documents import RunRecord
+from checkpoint.security import identity
+from checkpoint.security.vouched import vouch
+from checkpoint.store import layout
+from checkpoint.store.run_store import Store
+from checkpoint.stream import manifest
+from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from policies.model.vocabulary import PolicyVersion
+from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef
 from tests.e2e.tiny import NODE_PYTHON
-from tests.gateway_net import GATEWAY, Net, Port, missing
-from tests.gateway_rig import Heard, hear
+from tests.rigs.gateway_net import GATEWAY, Net, Port, missing
+from tests.rigs.gateway_process import Heard, hear
 
 TOKEN = "the-run's-secret"
 REQUESTS = 64
@@ -76,7 +79,7 @@ class Node:
 
     def start(self) -> None:
         with self.port.inside():
-            self._agent = subprocess.Popen([NODE_PYTHON, "-m", "tasks.rollout"], env=self._env)
+            self._agent = subprocess.Popen([NODE_PYTHON, "-m", "tasks.rollout.agent"], env=self._env)
 
     def agent(self) -> int:
         """The pid of its agent."""
@@ -84,7 +87,11 @@ class Node:
 
     def server(self) -> int | None:
         """The pid of vLLM's HTTP server."""
-        found = [pid for pid, line in self._processes() if "tasks.vllm_main" in line and "tasks.leash" not in line]
+        found = [
+            pid
+            for pid, line in self._processes()
+            if "tasks.rollout.vllm_main" in line and "tasks.machine.process_tree" not in line
+        ]
         return found[0] if found else None
 
     def engine(self) -> int:

@@ -14,11 +14,12 @@ from typing import Any
 
 import yaml
 
-from checkpoint import documents, journal
-from checkpoint.store import Store
-from orchestrator.clouds.local import marked_processes
-from policies.state import RunState
-from tests.store_rig.server import S3Server
+from checkpoint.journal import journal
+from checkpoint.records import documents
+from checkpoint.store.run_store import Store
+from orchestrator.clouds.local.cloud import marked_processes
+from policies.model.state import RunState
+from tests.rigs.store.server import S3Server
 
 ROOT = Path(__file__).parents[2]
 

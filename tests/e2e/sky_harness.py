@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from tests.e2e.tiny import TINY
-from tests.sky_rig.rig import Instance, SkyRig
+from tests.rigs.sky.rig import Instance, SkyRig
 
 BUCKET = "runs"
 MACHINE = {"infra": "aws/us-east-1", "instance_type": "m6i.large"}
@@ -100,7 +100,7 @@ class SkyRun:
         return {node["slot"]: node["phase"] for node in self.status()["nodes"]}
 
     def told(self, node: str, reason: str) -> None:
-        """Wait until the events tell this reason of a node's: they come apart from the status, and later or earlier."""
+        """Wait until the events tell this reason of a node's: they come apart from the status."""
 
         def reasons() -> list[str]:
             return [event["reason"] for event in self.events() if event.get("node") == node and "reason" in event]

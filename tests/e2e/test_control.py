@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from checkpoint import journal
-from policies import exit_codes
-from policies.events import NodeRequested
-from policies.vocabulary import NodePhase, RunPhase
+from checkpoint.journal import journal
+from policies.model import exit_codes
+from policies.model.events import NodeRequested
+from policies.model.vocabulary import NodePhase, RunPhase
 from tests.e2e.harness import Run
 
-STAND_IN = Path(__file__).parents[1] / "stand_in_node.sh"
+STAND_IN = Path(__file__).parents[1] / "stand_ins" / "stand_in_node.sh"
 
 
 def small_spec() -> dict[str, Any]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.catalog import Catalog, Checkpoint
-from policies.vocabulary import RunPhase
+from checkpoint.stream.catalog import Catalog, Checkpoint
+from policies.model.vocabulary import RunPhase
 from tests.e2e.harness import Run
 from tests.e2e.tiny import NODE_PYTHON, RUN_TIMEOUT_S
 

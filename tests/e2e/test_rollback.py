@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from checkpoint import journal, timelines
-from checkpoint.catalog import Catalog
-from checkpoint.checkpoints import read_manifest
-from checkpoint.metrics import Row, read_metrics
-from policies.events import (
+from checkpoint.journal import journal
+from checkpoint.records import forks
+from checkpoint.records.metrics import Row, read_metrics
+from checkpoint.stream.catalog import Catalog
+from checkpoint.stream.transfer import read_manifest
+from policies.model.events import (
     Diverged,
     Event,
     FleetMoved,
@@ -25,7 +26,7 @@ from policies.events import (
     TimelineResumed,
     TrainerFenced,
 )
-from policies.timelines import Fork
+from policies.model.timelines import Fork
 from tests.e2e.harness import Run
 from tests.e2e.tiny import NODE_PYTHON, RUN_TIMEOUT_S, TINY, finish, make_tiny
 
@@ -38,7 +39,7 @@ STAGES: tuple[type[Event], ...] = (
     TimelineResumed,
     FleetMoved,
 )
-MODULES = {"trainer": "tasks.trainer", "gateway": "orchestrator.gateway"}
+MODULES = {"trainer": "tasks.trainer.main", "gateway": "orchestrator.gateway"}
 PROCESSES = ("daemon", *MODULES)
 
 
@@ -70,7 +71,7 @@ def outcome(run: Run) -> Outcome:
     assert (newest.at.timeline, newest.at.step) == (1, STEPS)
     weights = next(f.digest for f in read_manifest(run.store, newest).files if f.name == "model.safetensors")
     stages = tuple(type(event) for event in events_of(run) if isinstance(event, STAGES))
-    return Outcome(stages, timelines.read_forks(run.store), weights)
+    return Outcome(stages, forks.read_forks(run.store), weights)
 
 
 def rewards(rows: list[Row], timeline: int) -> dict[int, float]:
@@ -112,7 +113,7 @@ def undisturbed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome
 def check(run: Run) -> None:
     """What a user was promised."""
     (trip,) = (event for event in events_of(run) if isinstance(event, Diverged))
-    (fork,) = timelines.read_forks(run.store)
+    (fork,) = forks.read_forks(run.store)
     assert fork.start_at is not None
     assert fork.start_at.step <= 20 < trip.step, "the learning rate grows from step 21 on"
     assert fork.changes == {"beta": 0.08, "learning_rate": 3e-5}

@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.sky_harness import SkyRun
 from tests.e2e.tiny import make_tiny
-from tests.sky_rig.rig import SkyRig
+from tests.rigs.sky.rig import SkyRig
 
 SLOTS = ("trainer-0", "rollout-0", "rollout-1")
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from checkpoint.store import OPTIONS_ENV, Store
-from policies import exit_codes
-from policies.vocabulary import NodePhase
+from checkpoint.store.run_store import OPTIONS_ENV, Store
+from policies.model import exit_codes
+from policies.model.vocabulary import NodePhase
 from tests.e2e.harness import Run
 from tests.e2e.test_control import STAND_IN, small_spec
-from tests.store_rig.fault_proxy import Answer, FaultProxy, IgnoreConditions, fault_proxy
-from tests.store_rig.moto_server import moto_server
+from tests.rigs.store.fault_proxy import Answer, FaultProxy, IgnoreConditions, fault_proxy
+from tests.rigs.store.moto_server import moto_server
 
 NODES = ("trainer-0-i1", "rollout-0-i1", "rollout-1-i1")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.catalog import Catalog
-from checkpoint.documents import read_trainer
-from checkpoint.metrics import REPLAYED, read_metrics
+from checkpoint.records.documents import read_trainer
+from checkpoint.records.metrics import REPLAYED, read_metrics
+from checkpoint.stream.catalog import Catalog
 from tests.e2e.harness import Run
 from tests.e2e.tiny import (
     RUN_TIMEOUT_S,
@@ -24,7 +24,7 @@ from tests.e2e.tiny import (
     step,
     tiny_run,
 )
-from tests.store_rig.server import S3Server
+from tests.rigs.store.server import S3Server
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +71,12 @@ def test_every_fault_is_survived_and_changes_no_weight(
             assert pids <= set(run.pids(node)), "resume adopts what runs"
 
         reach(run, 13)
-        (trainer,) = run.pids("trainer-0-i1", "tasks.trainer")
+        (trainer,) = run.pids("trainer-0-i1", "tasks.trainer.main")
         os.kill(trainer, signal.SIGKILL)
         run.until(
             "the restarted trainer", lambda: (beat := read_trainer(run.store)) is not None and beat.attempt == 2
         )
-        (uploader,) = run.pids("trainer-0-i1", "tasks.uploader")
+        (uploader,) = run.pids("trainer-0-i1", "tasks.machine.uploader")
         os.kill(uploader, signal.SIGKILL)
         reach(run, 17)
 

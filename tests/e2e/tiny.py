@@ -8,13 +8,13 @@ from typing import Any
 
 import yaml
 
-from checkpoint.catalog import Catalog
-from checkpoint.checkpoints import read_manifest
-from checkpoint.documents import read_trainer
-from checkpoint.metrics import read_metrics
-from policies.vocabulary import RunPhase
+from checkpoint.records.documents import read_trainer
+from checkpoint.records.metrics import read_metrics
+from checkpoint.stream.catalog import Catalog
+from checkpoint.stream.transfer import read_manifest
+from policies.model.vocabulary import RunPhase
 from tests.e2e.harness import ROOT, Run
-from tests.store_rig.server import S3Server
+from tests.rigs.store.server import S3Server
 
 NODE_PYTHON = ROOT / ".venv-node" / "bin" / "python"
 TINY = ROOT / "examples" / "tiny"

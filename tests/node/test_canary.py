@@ -18,15 +18,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from checkpoint import layout
-from checkpoint.codec import to_json
-from policies.canary import Canary
-from policies.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from tasks import vllm_server
-from tasks.canary import canary_of
-from tasks.node_env import NodeEnv
-from tasks.policy_check import PolicyCheck
-from tasks.vllm_server import PolicyRefused
+from checkpoint.store import layout
+from checkpoint.store.codec import to_json
+from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from policies.serving.canary import Canary
+from tasks.machine.node_env import NodeEnv
+from tasks.rollout import vllm_server
+from tasks.rollout.policy_check import PolicyCheck
+from tasks.rollout.vllm_server import PolicyRefused
+from tasks.trl.canary import canary_of
 from tests.node.test_rollout_node import TOKEN, VOCABULARY, make_model
 
 Tensors = dict[str, torch.Tensor]

@@ -9,28 +9,28 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config import make_key_tables
-from orchestrator.config.foreign_keys import grpo_table, vllm_table
 from orchestrator.config.load import ConfigError, load_spec
+from orchestrator.config.rules.foreign_keys import grpo_table, vllm_table
+from orchestrator.config.tables import make
 
-FILES = [*(source[0] for source in make_key_tables.SOURCES), make_key_tables.VLLM_FILE]
+FILES = [*(source[0] for source in make.SOURCES), make.VLLM_FILE]
 
 
 @pytest.fixture(scope="module")
 def installed() -> dict[str, dict[str, Any]]:
-    return make_key_tables.tables()
+    return make.tables()
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_the_shipped_table_is_what_the_installed_package_says(
     installed: dict[str, dict[str, Any]], file: str
 ) -> None:
-    shipped = json.loads((make_key_tables.FOLDER / file).read_text())
-    assert shipped == json.loads(json.dumps(installed[file])), "run python -m orchestrator.config.make_key_tables"
+    shipped = json.loads((make.FOLDER / file).read_text())
+    assert shipped == json.loads(json.dumps(installed[file])), "run python -m orchestrator.config.tables.make"
 
 
 def test_every_key_that_we_refuse_exists() -> None:
-    from orchestrator.config import foreign_keys as keys
+    from orchestrator.config.rules import foreign_keys as keys
 
     for table in (keys.grpo_table(), keys.vllm_table(), keys.lora_table()):
         assert set(table.refused) <= set(table.keys)
@@ -105,8 +105,8 @@ def test_the_generation_window_is_trl_s(tmp_path: Path) -> None:
     """Steps at which TRL generates anew, by its own rule, are the multiples of our window."""
     from trl import GRPOConfig
 
-    from orchestrator.config.given import Given
-    from orchestrator.config.problems import Findings
+    from orchestrator.config.reading.problems import Findings
+    from orchestrator.config.rules.effective import Given
 
     for accumulation, per_generation, iterations in itertools.product((1, 2, 4, 6), (None, 1, 4, 6), (1, 2, 3)):
         grpo = {
@@ -124,7 +124,8 @@ def test_the_generation_window_is_trl_s(tmp_path: Path) -> None:
 
 
 def test_the_nodes_set_what_the_documentation_says() -> None:
-    from tasks import trl_grpo, vllm_server
+    from tasks.rollout import vllm_server
+    from tasks.trl import trl_grpo
 
     text = (Path(__file__).parents[2] / "docs" / "run-yaml.md").read_text()
     table = grpo_table()

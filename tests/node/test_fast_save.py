@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from tasks import fast_save
-from tasks.fast_save import DTYPES, OverwrittenFile, fits, overwriting, save_tensors
+from tasks.trl import fast_save
+from tasks.trl.fast_save import DTYPES, OverwrittenFile, fits, overwriting, save_tensors
 
 LARGE = (1 << 20) + 4096 + 3  # elements
 

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 import openai
 import pytest
 
-from policies.wire import HEADER_POLICY
-from tests.fake_vllm import completion, prompt_of, texts
-from tests.gateway_served import TOKEN, Served, serve, two_nodes
+from policies.serving.wire import HEADER_POLICY
+from tests.rigs.gateway_served import TOKEN, Served, serve, two_nodes
+from tests.stand_ins.fake_vllm import completion, prompt_of, texts
 
 MESSAGES = [{"role": "user", "content": "how are you?"}]
 

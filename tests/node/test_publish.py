@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint import layout, manifest
-from checkpoint.store import Store
-from policies.vocabulary import PolicyVersion, Precedence
-from policies.wire import PolicyRef
-from tasks.publish import PolicyPublisher
+from checkpoint.store import layout
+from checkpoint.store.run_store import Store
+from checkpoint.stream import manifest
+from policies.model.vocabulary import PolicyVersion, Precedence
+from policies.serving.wire import PolicyRef
+from tasks.storing.publish import PolicyPublisher
 
 FIRST, SECOND, FORKED = (0, 1, 1), (0, 2, 1), (1, 2, 2)
 

@@ -19,16 +19,19 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from checkpoint import documents, identity, layout, manifest
-from checkpoint.codec import to_json
-from checkpoint.documents import RunRecord
-from checkpoint.store import Store
-from checkpoint.vouched import vouch
-from policies.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from policies.vocabulary import PolicyVersion
-from policies.wire import Batch, BatchLine, Completion, CompletionRequest, MemberStatus, PolicyRef
-from tasks.canary import canary_of
-from tests.strangers import check_closed
+from checkpoint.records import documents
+from checkpoint.records.documents import RunRecord
+from checkpoint.security import identity
+from checkpoint.security.vouched import vouch
+from checkpoint.store import layout
+from checkpoint.store.codec import to_json
+from checkpoint.store.run_store import Store
+from checkpoint.stream import manifest
+from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from policies.model.vocabulary import PolicyVersion
+from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, MemberStatus, PolicyRef
+from tasks.trl.canary import canary_of
+from tests.stand_ins.strangers import check_closed
 
 TOKEN = "the-run's-secret"
 HOST = "0.0.0.0"  # not loopback, and so under TLS; Linux connects it to this machine
@@ -114,7 +117,7 @@ class Lab:
         tls, headers = identity.client_context(TOKEN), {"Authorization": f"Bearer {TOKEN}"}
         self.http = httpx.Client(headers=headers, timeout=BOOT_PATIENCE_S, verify=tls)
         self.gateway = self.start("orchestrator.gateway")
-        self.agent = self.start("tasks.rollout")
+        self.agent = self.start("tasks.rollout.agent")
 
     def start(self, module: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-m", module], env=self.env)
@@ -302,7 +305,11 @@ def test_a_killed_vllm_is_a_new_boot_that_serves_only_with_the_policy(lab: Lab) 
     old = lab.processes()
     lines = lab.ask(policy, max_tokens=250, ignore_eos=True)
     read = [next(line for line in lines if line.progress and line.progress.tokens)]
-    servers = [pid for pid, line in old.items() if "tasks.vllm_main" in line and "tasks.leash" not in line]
+    servers = [
+        pid
+        for pid, line in old.items()
+        if "tasks.rollout.vllm_main" in line and "tasks.machine.process_tree" not in line
+    ]
     assert len(servers) == 1
     os.kill(servers[0], signal.SIGKILL)
     made = completions(read + list(lines))
@@ -324,8 +331,8 @@ def test_a_notice_takes_the_node_out_and_its_death_leaves_nothing(lab: Lab) -> N
 
 
 def test_sigterm_ends_the_agent_in_good_order_while_vllm_starts(lab: Lab) -> None:
-    agent = lab.start("tasks.rollout")
-    until("vLLM's process", lambda: any("tasks.vllm_main" in line for line in lab.processes().values()))
+    agent = lab.start("tasks.rollout.agent")
+    until("vLLM's process", lambda: any("tasks.rollout.vllm_main" in line for line in lab.processes().values()))
     agent.terminate()
     assert agent.wait(timeout=20) == 0
     assert lab.processes() == {}

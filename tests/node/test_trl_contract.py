@@ -1,4 +1,4 @@
-"""What `tasks/trl_grpo.py` takes for granted of TRL. A failure here names what a new release has changed."""
+"""What `tasks/trl/trl_grpo.py` takes for granted of TRL. A failure here names what a new release has changed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import Trainer
 
-from policies.canary import Canary
-from policies.tensors import mismatch
-from tasks import trl_grpo
-from tasks.fleet_client import FleetClient
-from tasks.policy_check import tensors_in
-from tasks.trl_grpo import EpochSampler, FleetGRPOTrainer
+from policies.serving.canary import Canary
+from policies.serving.tensors import mismatch
+from tasks.rollout.policy_check import tensors_in
+from tasks.trl import trl_grpo
+from tasks.trl.fleet_client import FleetClient
+from tasks.trl.trl_grpo import EpochSampler, FleetGRPOTrainer
 
 import trl.generation.vllm_client as vllm_client  # isort: skip  # trl_grpo first: it decides what TRL imports
 import trl.generation.vllm_generation as vllm_generation  # isort: skip
@@ -105,7 +105,7 @@ def test_an_epochs_order_is_trls_however_it_is_reached(shuffle: bool) -> None:
 
 def test_vllm_is_not_imported_by_a_trainer() -> None:
     """In a process of its own: another test may have imported TRL in its own way."""
-    code = "import sys, tasks.trl_grpo; sys.exit('vllm' in sys.modules)"
+    code = "import sys, tasks.trl.trl_grpo; sys.exit('vllm' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=False)
     assert done.returncode == 0, "importing TRL imports vLLM again: a restart takes twice as long"
 

@@ -17,10 +17,10 @@ import aiohttp
 import numpy as np
 import pytest
 
-from policies.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from tasks import vllm_server
-from tasks.node_env import NodeEnv
-from tasks.vllm_sampling import numbers_at
+from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from tasks.machine.node_env import NodeEnv
+from tasks.rollout import vllm_server
+from tasks.rollout.vllm_sampling import numbers_at
 from tests.node.test_rollout_node import TOKEN, VOCABULARY, make_model
 
 SEED = 20

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from policies import exit_codes
-from policies.events import Event
+from policies.model import exit_codes
+from policies.model.events import Event
 from tests.e2e.test_rollback import (
     PROCESSES,
     STAGES,

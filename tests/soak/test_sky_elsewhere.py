@@ -10,12 +10,12 @@ import shutil
 import signal
 from pathlib import Path
 
-from policies import exit_codes
+from policies.model import exit_codes
 from tests.e2e.sky_harness import SkyRun
 from tests.e2e.tiny import make_tiny
-from tests.sky_rig.home import make_home
-from tests.sky_rig.rig import SkyRig
-from tests.sky_rig.sweep import ssh_sockets, user_id
+from tests.rigs.sky.home import make_home
+from tests.rigs.sky.rig import SkyRig
+from tests.rigs.sky.sweep import ssh_sockets, user_id
 
 SLOTS = ("trainer-0", "rollout-0", "rollout-1")
 

@@ -12,7 +12,7 @@ import yaml
 
 from tests.e2e.sky_harness import SkyRun
 from tests.e2e.tiny import make_tiny
-from tests.sky_rig.rig import SkyRig
+from tests.rigs.sky.rig import SkyRig
 
 NODES = ("rollout-0-i1", "trainer-0-i1")
 

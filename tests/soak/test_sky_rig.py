@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 
-from tests.sky_rig import network
-from tests.sky_rig.rig import Instance, SkyRig
-from tests.sky_rig.sweep import ssh_sockets
+from tests.rigs.sky import network
+from tests.rigs.sky.rig import Instance, SkyRig
+from tests.rigs.sky.sweep import ssh_sockets
 
 _METADATA = "http://169.254.169.254/latest"
 _TOKEN = f"curl -s -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 60' {_METADATA}/api/token"
@@ -211,7 +211,7 @@ def test_nothing_is_left_of_a_rig_that_did_not_start(tmp_path: Path) -> None:
 
 def test_a_rig_of_a_killed_process_is_swept(sky_image: Path) -> None:
     script = (
-        "import pathlib, sys, time; from tests.sky_rig.rig import SkyRig;"
+        "import pathlib, sys, time; from tests.rigs.sky.rig import SkyRig;"
         "rig = SkyRig(pathlib.Path(sys.argv[1])); rig.start(); print(rig.name, flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", script, str(sky_image)]
@@ -220,7 +220,7 @@ def test_a_rig_of_a_killed_process_is_swept(sky_image: Path) -> None:
         name = process.stdout.readline().strip()
         assert network.exists(name)
         process.kill()
-    subprocess.run([sys.executable, "-m", "tests.sky_rig.sweep"], check=True)
+    subprocess.run([sys.executable, "-m", "tests.rigs.sky.sweep"], check=True)
     assert not network.exists(name)
 
 

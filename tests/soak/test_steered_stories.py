@@ -1,4 +1,7 @@
-"""The stories of `tests/test_steered_stories.py`, thousands of them: STORIES=n how many, SEED=n where to begin."""
+"""Thousands of the stories of `tests/policies/control/test_steered_stories.py`.
+
+STORIES=n says how many, SEED=n where to begin.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import time
 
 import structlog
 
-from tests.steered_stories import tell
+from tests.generators.steered_stories import tell
 
 STORIES = int(os.environ.get("STORIES", "3000"))
 SEED = int(os.environ.get("SEED", str(time.time_ns() % 10**9)))

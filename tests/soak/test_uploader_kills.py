@@ -1,4 +1,7 @@
-"""The same kills as in `tests/test_uploader_kills.py`, many more of them: KILLS=n how many, SEED=n to repeat."""
+"""Many more of the kills in `tests/checkpoint/stream/test_uploader_kills.py`.
+
+KILLS=n says how many, SEED=n repeats one.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import os
 import time
 from pathlib import Path
 
-from checkpoint.store import Store
-from tests.test_uploader_kills import kill_and_look
+from checkpoint.store.run_store import Store
+from tests.checkpoint.stream.test_uploader_kills import kill_and_look
 
 KILLS = int(os.environ.get("KILLS", "200"))
 SEED = int(os.environ.get("SEED", str(time.time_ns() % 100_000)))

@@ -1,0 +1,147 @@
+"""The journal's objects as stored, one numbered entry for one tick's events, and how they are read.
+
+Numbers have no gaps: what lies between the first and the last entry is there, or the journal is broken and says
+which is missing. Other names below `journal/` are not ours and are passed over.
+
+A power cut may leave the last entries of a folder torn: there, and without content. What they said is lost, and
+the run goes on without it: a torn entry with nothing but torn ones behind it is void. Its number stays taken, so
+that a late controller meets it. Whoever takes the run over behind it says so in its own entry, and from then on
+that decides; a torn entry that no take-over has set aside is damage, and is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, TypeVar
+
+import structlog
+
+from checkpoint.store import layout
+from checkpoint.store.codec import event_from_plain, from_json
+from checkpoint.store.errors import Corrupt, Torn
+from checkpoint.store.run_store import Store
+from policies.model.events import Event
+from policies.model.state import RunState, apply
+
+SCHEMA = 1
+READS = 3  # of a torn entry: the wire may be at fault, not the store
+READERS = 16  # requests in the air at once; a store answers one in tens of milliseconds
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One journal entry as stored. `nonce` tells a writer's own entry, met again after a lost answer; `set_aside`
+    are the numbers of the torn entries right before a take-over."""
+
+    schema: int
+    number: int
+    epoch: int
+    writer: str
+    nonce: str
+    time_s: float
+    events: list[dict[str, Any]]
+    set_aside: list[int] = field(default_factory=list)
+
+    @property
+    def is_void(self) -> bool:
+        """Whether it stands for a torn entry. No epoch is 0, for no take-over is entry 0."""
+        return self.epoch == 0
+
+    def decoded(self) -> tuple[Event, ...]:
+        """The events, typed. Raises Corrupt."""
+        return tuple(event_from_plain(event, f"journal entry {self.number}") for event in self.events)
+
+
+def entry(store: Store, number: int) -> Record:
+    """Return one entry. Raises Corrupt when it is missing, Torn or not what its name says."""
+    found = _read(store, number)
+    if found is None:
+        hint = "nothing here deletes entries; restore it from a copy of the store"
+        raise Corrupt(f"{store.url}: journal entry {number} is missing", hint)
+    return found
+
+
+def entries(store: Store, numbers: Iterable[int]) -> list[Record]:
+    """Return entries in the order of `numbers`, void ones as such. Raises Corrupt."""
+    found = in_parallel(lambda number: _entry_or_void(store, number), numbers)
+    aside = {number for record in found for number in record.set_aside}
+    return [_void(record.number) if record.number in aside else record for record in found]
+
+
+def _entry_or_void(store: Store, number: int) -> Record:
+    try:
+        return entry(store, number)
+    except Torn as error:
+        if not _is_set_aside(store, number):
+            raise
+        log.warning("torn_entry_left_out", number=number, error=str(error))
+        return _void(number)
+
+
+def _void(number: int) -> Record:
+    return Record(SCHEMA, number, 0, "", "", 0.0, [])
+
+
+def _is_set_aside(store: Store, number: int) -> bool:
+    """Whether the entry behind a torn one sets it aside, torn ones between them not counted; or there is none."""
+    for behind in count(number + 1):
+        try:
+            found = _read(store, behind)
+        except Torn:
+            continue
+        return found is None or number in found.set_aside
+    raise AssertionError("there is no last number")
+
+
+def _read(store: Store, number: int) -> Record | None:
+    """Return one entry, None where there is none. Raises Torn, Corrupt."""
+    key = layout.journal_entry(number)
+    for left in reversed(range(READS)):
+        data = store.get_or_none(key)
+        if data is None:
+            return None
+        try:
+            record = from_json(data, Record, key)
+            break
+        except Torn:
+            if not left:
+                raise
+    if record.schema > SCHEMA:
+        raise Corrupt(f"{key}: entry of schema {record.schema}", f"this grpo-orch reads up to {SCHEMA}")
+    if record.number != number:
+        raise Corrupt(f"{key}: holds entry {record.number}", "it was copied there; restore the store")
+    return record
+
+
+def tail(store: Store, after: int) -> list[Record]:
+    """Return every entry whose number is above `after`, in order, read one by one. Raises Corrupt."""
+    start = layout.journal_entry(after) if after else None
+    numbers = (layout.number_of(one.key) for one in store.entries(layout.JOURNAL, after=start))
+    listed = {number for number in numbers if number is not None}
+    wanted = range(after + 1, max(listed, default=after) + 1)
+    for number in wanted:
+        if number not in listed:
+            # A listing of files may miss what was written while it ran and show what came after: only the entry
+            # itself can be missing. Asked for alone, so that a stray high number is one request, not a million.
+            entry(store, number)
+    return entries(store, wanted)
+
+
+def advance(state: RunState, records: Iterable[Record]) -> RunState:
+    """Fold the records onto `state`. Raises Corrupt, or IllegalMove for a history that cannot have been."""
+    for record in records:
+        for event in record.decoded():
+            state = apply(state, event, record.time_s, record.number)
+    return state
+
+
+def in_parallel(read: Callable[[int], T], numbers: Iterable[int]) -> list[T]:
+    """Return `read` of each number, in their order, with READERS at work. Raises what the first failed one did."""
+    with ThreadPoolExecutor(READERS) as pool:
+        return list(pool.map(read, numbers))

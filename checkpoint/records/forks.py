@@ -1,0 +1,60 @@
+"""The run's timelines in the store: one small document for each that a rollback began, written once.
+
+The document is fork and fence in one: from its writing on the run goes on from where it says, and a trainer of an
+older timeline stops when it sees it.
+"""
+
+from __future__ import annotations
+
+from checkpoint.store import layout
+from checkpoint.store.codec import from_json, to_json
+from checkpoint.store.errors import AlreadyExists, Corrupt
+from checkpoint.store.run_store import Store
+from policies.model.timelines import Fork
+
+
+def write_fork(store: Store, fork: Fork) -> None:
+    """Begin a timeline. Again with the same content, after a lost answer or by another controller, is nothing.
+
+    Raises Corrupt where that timeline has begun otherwise, StoreError.
+    """
+    key = layout.timeline(fork.timeline)
+    try:
+        store.create(key, to_json(fork))
+    except AlreadyExists as error:
+        there = _read(store, key)
+        if there != fork:
+            was = f"from {there.start or 'the start'}, {there.reason!r}"
+            raise Corrupt(f"{key} is there: {was}", "it was to be another fork") from error
+
+
+def read_forks(store: Store) -> tuple[Fork, ...]:
+    """Return how each timeline but the first began, oldest first.
+
+    Raises Corrupt, also for a timeline that goes on from one that never began, StoreError.
+    """
+    forks = tuple(_read(store, layout.timeline(number)) for number in _numbers(store))
+    begun = {0}
+    for fork in forks:
+        if fork.start_at is not None and fork.start_at.timeline not in begun:
+            raise Corrupt(f"{layout.timeline(fork.timeline)}: goes on from {fork.start}, of no timeline before it")
+        begun.add(fork.timeline)
+    return forks
+
+
+def newest_timeline(store: Store) -> int:
+    """Return the number of the newest timeline, 0 while there was no rollback. One listing. Raises StoreError."""
+    return max(_numbers(store), default=0)
+
+
+def _numbers(store: Store) -> list[int]:
+    found = (layout.timeline_of(entry.key) for entry in store.entries(layout.TIMELINES))
+    return sorted(number for number in found if number is not None)
+
+
+def _read(store: Store, key: str) -> Fork:
+    """Raises NotFound, Corrupt."""
+    fork = from_json(store.get(key), Fork, key)
+    if layout.timeline(fork.timeline) != key:
+        raise Corrupt(f"{key}: holds timeline {fork.timeline}")
+    return fork

@@ -1,0 +1,133 @@
+"""What the trainer logs, step by step. Names are TRL's, word for word; ours begin with `orch/`.
+
+A hundred steps share one object that is rewritten at each step, so that reading ten thousand steps is a hundred
+reads. One trainer writes a timeline; a restarted one reads the present object and goes on, and a step logged again
+replaces the earlier row and keeps its first time. A row that cannot be read is left out, and gone with the next
+step of its hundred: the run does not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from checkpoint.store import layout
+from checkpoint.store.codec import from_json, to_json
+from checkpoint.store.errors import Corrupt
+from checkpoint.store.run_store import Store
+from checkpoint.store.unreadable import Unreadable
+from policies.detect.divergence import Point
+
+# Ours, beside TRL's names.
+TOKENS = "orch/tokens"  # completion tokens that this step trained on
+TOKENS_DISCARDED = "orch/tokens_discarded"  # tokens generated for this step and lost with their node
+REPLAYED = "orch/replayed"  # 1 where the completions came from the rollout journal
+WAIT_S = "orch/wait_s"  # seconds in which no node could serve
+REWARD_MIN = "orch/reward_min"
+REWARD_MAX = "orch/reward_max"
+PROMPTS_REFUSED = "orch/prompts_refused"  # prompts that no node took; absent where all were taken
+# Of the last such prompt: its row in the dataset, its length, and how long prompt and completion may be together.
+REFUSED_ROW = "orch/refused_row"
+REFUSED_TOKENS = "orch/refused_tokens"
+REFUSED_LIMIT = "orch/refused_limit_tokens"
+# JSON has no NaN: a value that was logged as NaN, infinite or None is left out, and `orch/nonfinite/NAME` is 1.
+NONFINITE = "orch/nonfinite/"
+OURS = "orch/"
+# What is logged once more at a step that has its row: by an evaluation, and at the end of training.
+ADDED_LATER = ("eval_", "train_", "total_flos")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One logged step. Times are the wall clock at the end of the step, seconds since the epoch.
+
+    A step that is made again after a restart has a new `time_s` and keeps its `first_time_s`, so that what the
+    restart cost lies behind the last step before it.
+    """
+
+    timeline: int
+    step: int
+    time_s: float
+    attempt: int
+    values: dict[str, float]
+    first_time_s: float | None = None  # None: it was logged once
+
+    @property
+    def reached_s(self) -> float:
+        """When the run first had this step."""
+        return self.time_s if self.first_time_s is None else self.first_time_s
+
+
+def read_metrics(store: Store, timeline: int | None = None) -> list[Row]:
+    """Return the rows in (timeline, step) order; a step that was logged twice appears as last logged."""
+    prefix = layout.METRICS if timeline is None else layout.metrics(timeline)
+    return in_order(row for entry in store.entries(prefix) for row in read_chunk(store, entry.key))
+
+
+def point_of(row: Row) -> Point:
+    """Return what the detector of divergence is told of a row: what the trainer's own guard was told."""
+    return point_at(row.step, row.values)
+
+
+def point_at(step: int, values: Mapping[str, float]) -> Point:
+    """Return what the detector of divergence is told of a log that becomes a row.
+
+    Only what training itself logged: an evaluation at that step is added to the row after the guard has judged it,
+    and whoever reads the row later must come to the same verdict.
+    """
+    told: dict[str, float | None] = {name: value for name, value in values.items() if _is_trainings(name)}
+    lost = (name.removeprefix(NONFINITE) for name in values if name.startswith(NONFINITE))
+    told.update({name: None for name in lost if _is_trainings(name)})
+    return Point(step, told)
+
+
+def _is_trainings(name: str) -> bool:
+    return not name.startswith((OURS, *ADDED_LATER))
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows in (timeline, step) order, each step once: the last one given."""
+    return sorted({(row.timeline, row.step): row for row in rows}.values(), key=lambda r: (r.timeline, r.step))
+
+
+def read_chunk(store: Store, key: str, unreadable: Unreadable | None = None) -> list[Row]:
+    """Return the rows of one metrics object, none where there is no such object. Raises StoreError.
+
+    What is no row of that object is left out, and noted in `unreadable`.
+    """
+    data = store.get_or_none(key)
+    return [] if data is None else rows_of(data, key, unreadable)
+
+
+def rows_of(data: bytes, key: str, unreadable: Unreadable | None = None) -> list[Row]:
+    """Decode a metrics object; see `read_chunk`."""
+    rows = []
+    for line in data.splitlines():
+        try:
+            row = from_json(line, Row, key)
+            if layout.metrics_chunk(row.timeline, row.step) != key:
+                raise Corrupt(f"{key}: a row of timeline {row.timeline}, step {row.step}, which belongs elsewhere")
+        except Corrupt as error:
+            if unreadable is not None:
+                unreadable.note(key, error)
+        else:
+            rows.append(row)
+    return rows
+
+
+class MetricsWriter:
+    """Adds rows to a timeline's objects. The timeline's only writer, so it need not read again what it wrote."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._key = ""
+        self._rows: dict[int, Row] = {}
+
+    def append(self, row: Row) -> None:
+        """Add a row; one of a step that was logged before keeps its first time. Raises StoreError."""
+        key = layout.metrics_chunk(row.timeline, row.step)
+        if key != self._key:
+            self._key, self._rows = key, {old.step: old for old in read_chunk(self._store, key)}
+        first = self._rows.get(row.step)
+        self._rows[row.step] = row if first is None else replace(row, first_time_s=first.reached_s)
+        self._store.put(key, b"".join(to_json(self._rows[step]) + b"\n" for step in sorted(self._rows)))

@@ -1,0 +1,82 @@
+"""The rollout journal: what one generate call brought, stored before the step is applied.
+
+Generated tokens are the dear part of a step. A trainer that restarts takes them from here, so that the same step
+costs no token twice and ends in the same weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+
+from checkpoint.store import layout
+from checkpoint.store.codec import from_json, to_json
+from checkpoint.store.run_store import Store
+from policies.model.vocabulary import PolicyVersion, Precedence
+from policies.serving.wire import Completion, CompletionRequest
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """All completions of one generate call, in the order of its requests.
+
+    `requests_digest` says what was asked; `discarded` counts tokens generated for the call and lost with their
+    node; `wait_s` is the time in which no node could serve it.
+    """
+
+    schema: int
+    policy: str  # PolicyVersion as text
+    call: int
+    requests_digest: str
+    completions: list[Completion]
+    discarded: int = 0
+    wait_s: float = 0.0
+
+
+def digest_of(requests: list[CompletionRequest], sampling: dict[str, Any]) -> str:
+    """BLAKE3, in hex, of prompts, seeds and sampling parameters: two calls of one digest ask for the same."""
+    return blake3(to_json([sampling, requests])).hexdigest()
+
+
+def write_rollout(store: Store, rollout: Rollout, by: Precedence) -> None:
+    """Store a finished call as the record of the trainer `by`; another's of the same call is left alone."""
+    key = layout.rollout(PolicyVersion.parse(rollout.policy), rollout.call, by)
+    store.put(key, to_json(rollout))
+    store.secure([key])  # the step that is applied next rests on it
+
+
+def read_rollout(store: Store, key: str) -> Rollout | None:
+    """Return the record of that name, or None. Raises Corrupt."""
+    data = store.get_or_none(key)
+    return None if data is None else from_json(data, Rollout, key)
+
+
+def stored_since(store: Store, version: PolicyVersion) -> dict[tuple[PolicyVersion, int], list[str]]:
+    """The names of the records of this version and of later ones on its timeline, by version and call: the newest
+    trainer's first, for what an older one has written, however late, is worth less."""
+    folder, _, first = layout.rollout(version, 0).rpartition("/")
+    found: dict[tuple[PolicyVersion, int], list[str]] = {}
+    for entry in store.entries(folder, after=f"{folder}/{first.partition('-')[0]}"):
+        with contextlib.suppress(ValueError):  # a foreign file in the prefix
+            found.setdefault(layout.call_of(entry.key), []).append(entry.key)
+    return {call: sorted(keys, key=layout.author_of, reverse=True) for call, keys in found.items()}
+
+
+def collect(store: Store, going: Callable[[Sequence[PolicyVersion]], Iterable[PolicyVersion]]) -> int:
+    """Delete the records of the versions that `going`, told all that there are, returns; say how many.
+
+    Raises StoreError.
+    """
+    records: dict[PolicyVersion, list[str]] = {}
+    for entry in store.entries(layout.ROLLOUTS):
+        with contextlib.suppress(ValueError):  # a foreign file in the prefix
+            records.setdefault(layout.call_of(entry.key)[0], []).append(entry.key)
+    doomed = [key for version in going(list(records)) for key in records[version]]
+    store.delete(doomed)
+    return len(doomed)

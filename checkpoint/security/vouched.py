@@ -1,0 +1,71 @@
+"""run.json, vouched for by the run's secret.
+
+It names code, shell commands and folders: whoever can write it could have a run's machines do anything. So the
+controller, which knows the run and its secret, stores a MAC over its bytes beside it, and no machine acts on a
+run.json that does not match. To read or write the store is then not to run code on a machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from checkpoint.records.documents import RunRecord, decode_run, run_bytes
+from checkpoint.store import layout
+from checkpoint.store.codec import from_json, to_json
+from checkpoint.store.errors import StoreError
+from checkpoint.store.run_store import Store
+
+_KEY_INFO = b"grpo-orch run.json mac key 1"  # for nothing else: TLS has a key of its own from the same secret
+
+
+class NotVouched(StoreError):
+    """run.json is not what the run's secret vouches for: nothing in it may be acted upon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """HMAC-SHA256 in hex over run.json's bytes, its key derived from the run's secret."""
+
+    mac: str
+
+
+def vouch(store: Store, secret: str, data: bytes | None = None) -> None:
+    """Vouch for `data` as the store's run.json; without it for what is there. Raises StoreError."""
+    data = run_bytes(store) if data is None else data
+    store.put(layout.PROOF, to_json(Proof(_mac(secret, data))))
+
+
+def matches(store: Store, secret: str, data: bytes) -> bool | None:
+    """Whether the store's proof is one for `data` by that secret; None where there is no proof. Raises Corrupt."""
+    found = store.get_or_none(layout.PROOF)
+    if found is None:
+        return None
+    return hmac.compare_digest(from_json(found, Proof, layout.PROOF).mac.encode(), _mac(secret, data).encode())
+
+
+def read_vouched_run(store: Store, secret: str) -> RunRecord:
+    """Return the run as the secret vouches for it. Raises NotVouched, StoreError."""
+    data = run_bytes(store)
+    match matches(store, secret, data):
+        case None:
+            hint = f"`grpo-orch resume {store.url}` sees to it"
+            raise NotVouched(f"{store.url}/{layout.RUN} is not vouched for by the run's secret", hint)
+        case False:
+            raise NotVouched(*changed(store))
+    return decode_run(store, data)
+
+
+def changed(store: Store) -> tuple[str, str]:
+    """Message and hint."""
+    what = f"{store.url}/{layout.RUN} is not what the run was started with: somebody has changed it"
+    return what, "put the original back, and see who can write to the store"
+
+
+def _mac(secret: str, data: bytes) -> str:
+    key = HKDF(SHA256(), length=32, salt=None, info=_KEY_INFO).derive(secret.encode())
+    return hmac.new(key, data, hashlib.sha256).hexdigest()

@@ -1,0 +1,258 @@
+"""Stores through fsspec: the fallback for every scheme that obstore does not speak, and a second way into S3.
+
+It moves the bytes through Python and copies them. Most filesystems of fsspec have no create-only write of their
+own, and what they take over from fsspec is none: such a store can hold no run. For the others
+`checkpoint.store.probe` tries it before a run begins. What readers see during a write is their own affair; files
+are written as by obstore.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import threading
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fsspec.asyn import AsyncFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
+
+from checkpoint.store.backends import BytesLike, Entry, Fault, Options, files
+from checkpoint.store.backends.answers import CREATE_ONLY, of_answer, of_errno, one_line
+from checkpoint.store.errors import (
+    AlreadyExists,
+    NotFound,
+    StoreDenied,
+    StoreError,
+    StoreUnavailable,
+    StoreUnusable,
+)
+
+S3_SCHEMES = ("s3", "s3a")
+READ_TIMEOUT_S = 120  # it runs while a request goes up as well: 16 MiB at 140 KB/s
+ONE_PUT_BYTES = 5 << 30  # s3fs goes over to multipart uploads beyond twice its chunk size; 5 GiB is S3's own limit
+PART_BYTES = 16 << 20  # S3 allows 10,000 parts
+BULK_KEYS = 1000
+_memory = threading.Lock()
+_TIMES = ("LastModified", "last_modified", "modified", "mtime", "updated", "created")
+_MISTAKES = (TypeError, AttributeError, NameError, NotImplementedError, AssertionError)
+
+
+class FsspecBackend:
+    """One fsspec filesystem, below one of its folders."""
+
+    # Any library may stand behind the filesystem; `fault` lets mistakes of this project through.
+    errors: tuple[type[Exception], ...] = (Exception,)
+
+    def __init__(self, filesystem: Any, root: str, is_s3: bool) -> None:
+        self._fs = filesystem
+        self._folder = Path(root) if isinstance(filesystem, LocalFileSystem) else None
+        self._creates = _creates(filesystem)
+        self._root = root.rstrip("/")
+        self._is_s3 = is_s3
+        self._put_options = {"chunksize": ONE_PUT_BYTES} if is_s3 else {}
+
+    def get(self, key: str) -> memoryview:
+        return memoryview(self._fs.cat_file(self._path(key)))
+
+    def put(self, key: str, data: BytesLike) -> None:
+        self._write(key, data, "overwrite")
+
+    def put_parts(self, key: str, parts: Iterable[BytesLike]) -> None:
+        if not self._is_s3:
+            self._fs.makedirs(self._path(key).rpartition("/")[0], exist_ok=True)
+        with self._fs.open(self._path(key), "wb", block_size=PART_BYTES) as out:
+            for part in parts:
+                out.write(bytes(part))
+
+    def create(self, key: str, data: BytesLike) -> None:
+        if not self._creates:
+            name = type(self._fs).__name__
+            raise StoreUnusable(f"{name} of fsspec looks whether an object is there, and then writes", CREATE_ONLY)
+        # A process's own memory has one writer at a time.
+        with _memory if isinstance(self._fs, MemoryFileSystem) else contextlib.nullcontext():
+            self._write(key, data, "create")
+
+    def secure(self, keys: Sequence[str]) -> None:
+        if self._folder is not None:
+            files.secure(self._folder / key for key in keys)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        single = list(keys)
+        if self._is_s3:
+            # Bulk deletion reads its names as patterns, so that none with pattern characters may come to it.
+            plain = [key for key in keys if not any(char in key for char in "*?[")]
+            single = [key for key in keys if key not in set(plain)]
+            for start in range(0, len(plain), BULK_KEYS):
+                self._fs.rm([self._path(key) for key in plain[start : start + BULK_KEYS]])
+        for key in single:
+            try:
+                self._fs.rm_file(self._path(key))
+            except FileNotFoundError as error:
+                if _code(error) == "NoSuchBucket":
+                    raise
+        if self._folder is not None:
+            files.leave_no_empty({(self._folder / key).parent for key in keys}, self._folder)
+
+    def entries(self, prefix: str, after: str | None) -> list[Entry]:  # noqa: ARG002  # fsspec lists whole folders
+        below = f"{self._path(prefix)}/"
+        found = self._fs.find(below, detail=True)
+        return [
+            Entry(path.removeprefix(f"{self._root}/"), int(info["size"]), _time_of(info))
+            for path, info in found.items()
+            if path.startswith(below) and info["type"] == "file" and not self._is_staged(path)
+        ]
+
+    def folders(self, prefix: str) -> list[str]:
+        try:
+            found = self._fs.ls(self._path(prefix), detail=True)
+        except FileNotFoundError as error:
+            if _code(error) == "NoSuchBucket":
+                raise
+            return []
+        return [
+            info["name"].rstrip("/").removeprefix(f"{self._root}/")
+            for info in found
+            if info["type"] == "directory"
+        ]
+
+    def sweep(self, prefix: str, older_than_s: float) -> None:
+        """Nothing but for files: what another filesystem of fsspec leaves behind, its listings show."""
+        if self._folder is not None:
+            files.sweep(self._folder / prefix, older_than_s)
+
+    def fault(self, error: Exception) -> Fault | None:
+        if isinstance(error, (*_MISTAKES, StoreError)):
+            return None
+        answer = _answer(error)
+        if answer is not None:
+            told = answer.get("Error", {})
+            status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+            bucket = self._root.partition("/")[0]
+            return of_answer(status, str(told.get("Code", "")), str(told.get("Message", "")), bucket)
+        match error:
+            case FileExistsError():
+                return Fault(AlreadyExists, "it exists")
+            case FileNotFoundError():
+                return Fault(NotFound, "there is no such object")
+            case PermissionError():
+                return Fault(
+                    StoreDenied, one_line(str(error)), "check the credentials and their rights to this store"
+                )
+            case OSError():
+                return of_errno(error.errno, error.strerror or str(error) or type(error).__name__)
+        if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
+            return Fault(StoreDenied, one_line(str(error)), "set the credentials in the environment")
+        return Fault(StoreUnavailable, one_line(str(error) or type(error).__name__))
+
+    def _write(self, key: str, data: BytesLike, mode: str) -> None:
+        if self._folder is not None:
+            files.write(self._folder / key, data, create=mode == "create")
+            return
+        # Copied: the libraries below take nothing but bytes.
+        path, content = self._path(key), bytes(data)
+        try:
+            self._fs.pipe_file(path, content, mode=mode, **self._put_options)
+        except FileNotFoundError:
+            if self._is_s3:
+                raise  # the bucket is missing, and is not ours to make
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(path, content, mode=mode)
+
+    def _is_staged(self, path: str) -> bool:
+        return self._folder is not None and files.is_staged(path)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+
+def open_fsspec(url: str, options: Options) -> FsspecBackend:
+    """The backend of a URL that fsspec knows; `options` are its filesystem's arguments. Raises StoreUnusable."""
+    shown = one_line(url)
+    is_s3 = url.partition("://")[0] in S3_SCHEMES
+    arguments = {key: _decoded(value) for key, value in options.items()}
+    if is_s3:
+        arguments = _s3_arguments(shown, arguments)
+    try:
+        filesystem, root = url_to_fs(url, skip_instance_cache=True, **arguments)
+    except (ImportError, ValueError, TypeError, OSError) as error:
+        raise StoreUnusable(
+            f"store {shown!r}: {one_line(str(error))}", "expected a URL that fsspec knows"
+        ) from error
+    if is_s3:
+        filesystem.retries = 1  # tries in all: retrying is checkpoint.store.run_store's
+    return FsspecBackend(filesystem, root, is_s3)
+
+
+def _creates(filesystem: Any) -> bool:
+    """Whether a filesystem can create in one act: files and memory with our help, else where it says so itself.
+
+    What it takes over from fsspec asks whether the object is there before it writes. The probe tries the rest.
+    """
+    if isinstance(filesystem, LocalFileSystem | MemoryFileSystem):
+        return True
+    own = type(filesystem)
+    method = own._pipe_file if issubclass(own, AsyncFileSystem) else own.pipe_file
+    if method in (AsyncFileSystem._pipe_file, AbstractFileSystem.pipe_file):
+        return False
+    return "mode" in inspect.signature(method).parameters
+
+
+def _s3_arguments(shown: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of s3fs with ours below them. s3fs itself ignores one that it does not know."""
+    from s3fs import S3FileSystem
+
+    known = inspect.signature(S3FileSystem.__init__).parameters
+    for key in arguments:
+        if key not in known:
+            raise StoreUnusable(f"store {shown!r}: option {key!r}", "s3fs has no such argument")
+    ours = {
+        "read_timeout": READ_TIMEOUT_S,
+        "retries": {"max_attempts": 0},
+        # Older stores (Ceph 16) do not take the checksums that newer clients add on their own.
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+    }
+    config = ours | arguments.get("config_kwargs", {})
+    # One range at a time: an object that is replaced while its ranges are read would come out as a mixture.
+    return {"use_listings_cache": False, "max_concurrency": 1, **arguments, "config_kwargs": config}
+
+
+def _decoded(value: Any) -> Any:
+    """Options come as texts; true, false and JSON objects are meant as such, whatever else is a text."""
+    if isinstance(value, str) and (value in ("true", "false") or value.startswith("{")):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _time_of(info: dict[str, Any]) -> datetime:
+    for name in _TIMES:
+        value = info.get(name)
+        if isinstance(value, datetime):
+            return value if value.tzinfo else value.replace(tzinfo=UTC)
+        if isinstance(value, int | float):
+            return datetime.fromtimestamp(value, UTC)
+    raise StoreUnusable(f"{info.get('name')}: the listing gives no time of change", "use another kind of store")
+
+
+def _answer(error: BaseException) -> dict[str, Any] | None:
+    """The answer that botocore keeps with its errors; s3fs wraps them in errors of the system."""
+    for one in (error, error.__cause__):
+        response = getattr(one, "response", None)
+        if isinstance(response, dict) and "Error" in response:
+            return response
+    return None
+
+
+def _code(error: BaseException) -> str:
+    answer = _answer(error)
+    return str(answer["Error"].get("Code", "")) if answer else ""

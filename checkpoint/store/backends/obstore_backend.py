@@ -1,0 +1,233 @@
+"""Stores through obstore: s3, gs, az, file and memory. Bytes move outside Python and are not copied in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+from urllib.parse import urlparse
+
+import obstore
+from obstore import exceptions as raw
+from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
+
+from checkpoint.store.backends import BytesLike, Entry, Fault, Options, files
+from checkpoint.store.backends.answers import RIGHTS, of_answer, of_errno, one_line
+from checkpoint.store.backends.aws import aws_settings
+from checkpoint.store.errors import AlreadyExists, NotFound, StoreDenied, StoreUnavailable, StoreUnusable
+
+# Slow is not dead: an answer that goes on coming may take SLOW_TIMEOUT, 16 MiB at 56 KB/s. One that stops is
+# given up after HANG_TIMEOUT. That clock runs while a request goes up as well, so large uploads have the first
+# one alone.
+HANG_TIMEOUT = "30s"
+SLOW_TIMEOUT = "300s"
+CONNECT_TIMEOUT = "10s"
+LARGE_BYTES = 1 << 20
+# S3 allows 10,000 parts: 156 GiB in one object.
+PART_BYTES = 16 << 20
+PARTS_AT_ONCE = 4
+
+# obstore takes these apart from the store's own keys, and panics where they are among them.
+CLIENT_KEYS = {
+    "allow_http",
+    "allow_invalid_certificates",
+    "connect_timeout",
+    "default_content_type",
+    "default_headers",
+    "http1_only",
+    "http2_keep_alive_interval",
+    "http2_keep_alive_timeout",
+    "http2_keep_alive_while_idle",
+    "http2_only",
+    "pool_idle_timeout",
+    "pool_max_idle_per_host",
+    "proxy_ca_certificate",
+    "proxy_excludes",
+    "proxy_url",
+    "randomize_addresses",
+    "read_timeout",
+    "root_certificate",
+    "timeout",
+    "user_agent",
+}
+_STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
+_MESSAGE = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_METADATA_SERVICE = "http://169.254.169.254/"
+
+_REFUSED = (raw.BaseError, ValueError, TypeError)
+
+_memory: dict[str, MemoryStore] = {}
+
+
+class ObstoreBackend:
+    """One of obstore's stores.
+
+    Args:
+        quick: gives up an answer that stops coming.
+        patient: for large uploads, during which nothing comes for long; may be the same.
+        bucket: named in hints.
+        keeps_input: the store would go on using the caller's own memory as the object.
+        folder: of a store of files.
+    """
+
+    errors: tuple[type[Exception], ...] = (raw.BaseError, OSError)
+
+    def __init__(
+        self, quick: Any, patient: Any, bucket: str = "", *, keeps_input: bool = False, folder: Path | None = None
+    ) -> None:
+        self._quick = quick
+        self._patient = patient
+        self._bucket = bucket
+        self._keeps_input = keeps_input
+        self._folder = folder
+
+    def get(self, key: str) -> memoryview:
+        return memoryview(cast(Any, obstore.get(self._quick, key).bytes()))
+
+    def put(self, key: str, data: BytesLike) -> None:
+        self._put(key, data, "overwrite")
+
+    def secure(self, keys: Sequence[str]) -> None:
+        if self._folder is not None:
+            files.secure(self._folder / key for key in keys)
+
+    def put_parts(self, key: str, parts: Iterable[BytesLike]) -> None:
+        with obstore.open_writer(self._patient, key, buffer_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE) as out:
+            for part in parts:
+                out.write(part)
+
+    def create(self, key: str, data: BytesLike) -> None:
+        self._put(key, data, "create")
+
+    def delete(self, keys: Sequence[str]) -> None:
+        try:
+            obstore.delete(self._quick, list(keys))
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error):
+                raise
+            # Files, GCS and Azure may stop at the first missing object, and do not say which it is.
+            if len(keys) > 1:
+                for key in keys:
+                    self.delete([key])
+
+    def entries(self, prefix: str, after: str | None) -> list[Entry]:
+        pages = obstore.list(self._quick, prefix, offset=after, chunk_size=1000)
+        return [Entry(one["path"], one["size"], one["last_modified"]) for page in pages for one in page]
+
+    def folders(self, prefix: str) -> list[str]:
+        return list(obstore.list_with_delimiter(self._quick, prefix)["common_prefixes"])
+
+    def sweep(self, prefix: str, older_than_s: float) -> None:
+        if self._folder is not None:
+            files.sweep(self._folder / prefix, older_than_s)
+
+    def fault(self, error: Exception) -> Fault | None:
+        text = str(error)
+        if _METADATA_SERVICE in text:
+            return _no_credentials(text)
+        if isinstance(error, raw.UnauthenticatedError) and "credential provider" in text:
+            return Fault(StoreDenied, one_line(text.partition("provider: ")[2]), "renew the credentials")
+        if status := _STATUS.search(text):
+            code, message = _CODE.search(text), _MESSAGE.search(text)
+            return of_answer(
+                int(status[1]), (code[1] or code[2]) if code else "", message[1] if message else "", self._bucket
+            )
+        if number := _OS_ERROR.search(text):
+            return of_errno(int(number[1]), text)
+        match error:
+            case raw.AlreadyExistsError():
+                return Fault(AlreadyExists, "it exists")
+            case FileNotFoundError():
+                return Fault(NotFound, "there is no such object")
+            case raw.PermissionDeniedError() | raw.UnauthenticatedError():
+                return Fault(StoreDenied, one_line(text), RIGHTS)
+            case raw.InvalidPathError() | raw.NotSupportedError():
+                return Fault(StoreUnusable, one_line(text))
+            case OSError():
+                return of_errno(error.errno, str(error.strerror))
+            case _:
+                return Fault(StoreUnavailable, one_line(text.partition(" - ")[2] or text))
+
+    def _put(self, key: str, data: BytesLike, mode: Literal["overwrite", "create"]) -> None:
+        if self._folder is not None:
+            files.write(self._folder / key, data, create=mode == "create")
+            return
+        store = self._patient if memoryview(data).nbytes > LARGE_BYTES else self._quick
+        content = bytes(data) if self._keeps_input else data
+        obstore.put(store, key, content, mode=mode, use_multipart=False)
+
+
+def open_obstore(url: str, options: Options) -> ObstoreBackend:
+    """The backend of a URL whose scheme is file, memory, s3, gs or az. Raises StoreUnusable, StoreDenied."""
+    scheme, _, rest = url.partition("://")
+    if scheme in ("file", "memory"):
+        if options:
+            raise StoreUnusable(f"store {url!r}: option {next(iter(options))!r}", f"{scheme}:// has no options")
+        if scheme == "file":
+            local = _local(url, rest)
+            return ObstoreBackend(local, local, folder=Path(rest))
+        memory = _memory.setdefault(url, MemoryStore())
+        return ObstoreBackend(memory, memory, keeps_input=True)
+    return _remote(url, scheme, options)
+
+
+def _local(url: str, path: str) -> LocalStore:
+    try:
+        files.make(Path(path))
+    except OSError as error:
+        raise StoreUnusable(f"store {url!r}: {error.strerror}", "name a folder that can be written") from error
+    return LocalStore(prefix=path, automatic_cleanup=True)
+
+
+def _remote(url: str, scheme: str, options: Options) -> ObstoreBackend:
+    if not urlparse(url).netloc:
+        raise StoreUnusable(f"store {url!r} names no bucket")
+    config, provider = aws_settings(options) if scheme == "s3" else (dict(options), None)
+    client = {key: config.pop(key) for key in list(config) if key in CLIENT_KEYS}
+    # Retries are checkpoint.store.run_store's alone: one place that knows how long there is patience.
+    settings: dict[str, Any] = {"retry_config": {"max_retries": 0}}
+    if provider:
+        settings["credential_provider"] = provider
+    patient = {"connect_timeout": CONNECT_TIMEOUT, "timeout": SLOW_TIMEOUT, **client}
+    quick = {"read_timeout": HANG_TIMEOUT, **patient}
+    patient.pop("read_timeout", None)
+    try:
+        stores = [_raw(url, config=config, client_options=client, **settings) for client in (quick, patient)]
+    except _REFUSED as error:
+        raise StoreUnusable(f"store {one_line(url)!r}: {_culprit(url, config, client, error)}") from None
+    return ObstoreBackend(stores[0], stores[1], urlparse(url).netloc)
+
+
+def _raw(url: str, **settings: Any) -> Any:
+    scheme, _, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    match scheme:
+        case "s3":
+            return S3Store(bucket, prefix=prefix or None, **settings)
+        case "gs":
+            return GCSStore(bucket, prefix=prefix or None, **settings)
+        case _:
+            return AzureStore.from_url(url, **settings)
+
+
+def _culprit(url: str, config: dict[str, Any], client: dict[str, Any], error: Exception) -> str:
+    """Which option is wrong. obstore names a wrong key, but not the key of a wrong value: so each one is tried."""
+    for kind, given in (("config", config), ("client_options", client)):
+        for key, value in given.items():
+            try:
+                _raw(url, **{kind: {key: value}})
+            except _REFUSED as refusal:
+                if str(refusal) != str(error):
+                    continue  # it is refused for being alone
+                return f"option {key!r}: {one_line(str(refusal)).removeprefix('Generic Config error: ')}"
+    return one_line(str(error))
+
+
+def _no_credentials(text: str) -> Fault:
+    """Where nobody names credentials, obstore asks the machine's metadata service for them."""
+    status = _STATUS.search(text)
+    kind = StoreDenied if status and int(status[1]) < 500 else StoreUnavailable
+    return Fault(kind, "no credentials, and this machine has none of its own", "set them in the environment")

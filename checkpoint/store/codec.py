@@ -1,0 +1,83 @@
+"""How documents are written: JSON, decoded into the types of `policies`, never into bare dictionaries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import msgspec
+
+from checkpoint.store.errors import Corrupt, Torn
+from policies.model.events import EVENT_TYPES, Event
+from policies.model.state import RunState
+
+# Raise it whenever a state's fields change, or `policies.model.state.apply` makes another state of the same
+# events: a state that was stored under another number is not continued but folded anew.
+STATE_SCHEMA = 8
+
+T = TypeVar("T")
+
+
+def to_json(document: object) -> bytes:
+    """Encode a dataclass, a msgspec struct or plain data."""
+    return msgspec.json.encode(document)
+
+
+def from_json(data: bytes, cls: type[T], where: str) -> T:
+    """Decode and check against `cls`. Raises Corrupt naming `where`, Torn for what is no JSON at all."""
+    try:
+        return msgspec.json.decode(data, type=cls)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        told, hint = f"{where}: {error}", "it was not written by this version of grpo-orch"
+        if isinstance(error, msgspec.ValidationError | RecursionError):
+            raise Corrupt(told, hint) from error
+        raise Torn(f"{where}: {len(data)} bytes, {error}", "it was damaged, or its write was cut off") from error
+
+
+def event_to_plain(event: Event) -> dict[str, Any]:
+    """An event as JSON data, its type's name under `type`."""
+    return {"type": type(event).__name__, **msgspec.to_builtins(event)}
+
+
+def event_from_plain(data: dict[str, Any], where: str) -> Event:
+    """The inverse of `event_to_plain`. Raises Corrupt for an event of a newer version."""
+    fields = dict(data)
+    cls = EVENT_TYPES.get(fields.pop("type", ""))
+    if cls is None:
+        raise Corrupt(
+            f"{where}: unknown event {data.get('type')!r}", "use the grpo-orch that wrote it, or a newer one"
+        )
+    try:
+        return msgspec.convert(fields, cls)
+    except msgspec.ValidationError as error:
+        raise Corrupt(f"{where}: {error}", "use the grpo-orch that wrote it, or a newer one") from error
+
+
+def state_to_plain(state: RunState) -> dict[str, Any]:
+    """A state as JSON data: sets sorted, so that one history is one text; mappings in their own order."""
+    plain = msgspec.to_builtins(
+        replace(
+            state,
+            nodes=dict(state.nodes),
+            slots=dict(state.slots),
+            kinds=dict(state.kinds),
+            noticed=dict(state.noticed),
+        )
+    )
+    return {**plain, "commands_taken": sorted(state.commands_taken)}
+
+
+def state_from_plain(data: dict[str, Any], where: str) -> RunState:
+    """The inverse of `state_to_plain`, read-only as `apply` makes it. Raises Corrupt."""
+    try:
+        state = msgspec.convert(data, RunState)
+    except msgspec.ValidationError as error:
+        raise Corrupt(f"{where}: {error}", "use the grpo-orch that wrote it, or a newer one") from error
+    return replace(
+        state,
+        nodes=MappingProxyType(dict(state.nodes)),
+        slots=MappingProxyType(dict(state.slots)),
+        kinds=MappingProxyType(dict(state.kinds)),
+        noticed=MappingProxyType(dict(state.noticed)),
+    )

@@ -1,0 +1,203 @@
+"""Every object name of a run, in one place. A run is one prefix of one store; nothing else lives there.
+
+Numbers are zero-padded, so that a listing in name order is a listing in time order.
+"""
+
+from __future__ import annotations
+
+import re
+
+from policies.model.vocabulary import PolicyVersion, Precedence
+
+RUN = "run.json"  # the spec as validated, written once
+PROOF = "run.mac.json"  # by which machines know that run.json is what the controller knows
+LEASE = "lease.json"  # who steers now; a courtesy, the journal is the lock
+CONTROLLER = "controller.json"  # the machine that the daemon lives on, where it has one of its own
+SECRET = "secret.json"  # a digest of the secret that the machines hold
+GATEWAYS = "gateways"  # where each trainer machine's gateway listens; the newest machine's is the run's
+MEMBERS = "members"  # what each of them knows of the rollout nodes
+OLD_GATEWAY = "gateway.json"  # the same in runs that began before each machine had names of its own
+OLD_MEMBERS = "members.json"
+TRAINER = "trainer.json"  # the trainer's heartbeat
+STOPS = "stops"  # which attempts of a trainer are asked to end
+MACHINES = "machines"  # what each machine says of itself
+JOURNAL = "journal"
+SEGMENTS = "segments"  # what the journal holds, many entries to an object
+COMMANDS = "commands"
+ASIDE = "unreadable"  # commands that nobody could read
+CATALOG = "catalog"
+CHECKPOINTS = "checkpoints"
+BLOBS = "blobs"
+POLICIES = "policies"
+ROLLOUTS = "rollouts"
+METRICS = "metrics"
+RESUME = "resume"
+TIMELINES = "timelines"  # how each timeline but the first began
+REHEARSAL = "rehearsal"
+EXPORTS = "exports"  # weights as plain files, for whoever has no grpo-orch
+MANIFEST = "manifest.json"
+CANARY = "canary.json"  # beside the weights of a policy: what they compute
+
+METRICS_CHUNK_STEPS = 100  # steps in one metrics object: rewriting it each step stays under ~100 KB
+
+_TIMELINE = re.compile(rf"{TIMELINES}/([0-9]{{4,}})\.json")
+_REHEARSAL = re.compile(rf"{REHEARSAL}/([0-9]{{4,}})\.json")
+_METRICS = re.compile(rf"{METRICS}/[0-9]{{4,}}/([0-9]{{8,}})\.jsonl")
+_NUMBERED = re.compile(rf"(?:{JOURNAL}|{SEGMENTS}|{CATALOG})/([0-9]{{12}})\.json")
+_CHUNK = re.compile(rf"{BLOBS}/([0-9a-f]{{64}}\.[0-9]+)")
+_GATEWAY = re.compile(rf"{GATEWAYS}/([0-9]+)-([0-9]+)-([0-9]+)\.json")
+_ROLLOUT = re.compile(rf"{ROLLOUTS}/[0-9]+/[0-9]+-([0-9]+)(?:-i[0-9]+-a[0-9]+)?\.json")
+_AUTHOR = re.compile(r"-i([0-9]+)-a([0-9]+)(?:\.json|/|$)")
+_CHECKPOINT = re.compile(rf"{CHECKPOINTS}/[0-9]{{4,}}/[0-9]{{8,}}-[0-9a-f]+\.json")
+
+
+def journal_entry(number: int) -> str:
+    return f"{JOURNAL}/{number:012d}.json"
+
+
+def segment(last: int) -> str:
+    return f"{SEGMENTS}/{last:012d}.json"
+
+
+def number_of(key: str) -> int | None:
+    """The number in the name of a journal entry, a segment or a catalog revision; None for a foreign object."""
+    found = _NUMBERED.fullmatch(key)
+    return int(found[1]) if found else None
+
+
+def command(command_id: str) -> str:
+    return f"{COMMANDS}/{command_id}.json"
+
+
+def aside(key: str) -> str:
+    return f"{ASIDE}/{key}"
+
+
+def machine(node: str) -> str:
+    return f"{MACHINES}/{node}.json"
+
+
+def stop(node: str, attempt: int) -> str:
+    return f"{STOPS}/{node}-a{attempt}.json"
+
+
+def catalog_revision(number: int) -> str:
+    return f"{CATALOG}/{number:012d}.json"
+
+
+def checkpoint(version: PolicyVersion, nonce: str) -> str:
+    """A checkpoint's manifest. Two uploads of one version never share a name."""
+    return f"{CHECKPOINTS}/{version.timeline:04d}/{version.step:08d}-{nonce}.json"
+
+
+def is_checkpoint(key: str) -> bool:
+    """Whether the key is a checkpoint's manifest; foreign objects are not."""
+    return _CHECKPOINT.fullmatch(key) is not None
+
+
+def chunk_of(key: str) -> str | None:
+    """The name of a checkpoint's chunk below BLOBS; None for a foreign object."""
+    found = _CHUNK.fullmatch(key)
+    return found[1] if found else None
+
+
+def gateway(by: Precedence) -> str:
+    return f"{GATEWAYS}/{_numbers(by)}.json"
+
+
+def members(by: Precedence) -> str:
+    return f"{MEMBERS}/{_numbers(by)}.json"
+
+
+def gateway_of(key: str) -> Precedence | None:
+    """Whose gateway the address of that name is; None for a foreign object."""
+    found = _GATEWAY.fullmatch(key)
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
+
+
+def _numbers(by: Precedence) -> str:
+    return "{:04d}-{:06d}-{:04d}".format(*by)
+
+
+def policy(version: PolicyVersion, by: Precedence | None = None) -> str:
+    """A publisher's own folder: two of them never write into one. Without `by`, one from before that was so."""
+    return f"{POLICIES}/{version.timeline:04d}/{version.step:08d}{_author(by)}"
+
+
+def rollout(version: PolicyVersion, call: int, by: Precedence | None = None) -> str:
+    """A trainer's own record of a call. Without `by`, one from before each had its own."""
+    return f"{ROLLOUTS}/{version.timeline:04d}/{version.step:08d}-{call:02d}{_author(by)}.json"
+
+
+def call_of(key: str) -> tuple[PolicyVersion, int]:
+    """The call that a record below ROLLOUTS is of. Raises ValueError for a foreign name."""
+    found = _ROLLOUT.fullmatch(key)
+    if found is None:
+        raise ValueError(f"not a record of a call: {key!r}")
+    return version_of(key), int(found[1])
+
+
+def author_of(key: str) -> Precedence:
+    """Who wrote what has that name below POLICIES or ROLLOUTS; the lowest precedence of its timeline where the
+    name does not say. Raises ValueError for a foreign name."""
+    found, timeline = _AUTHOR.search(key), version_of(key).timeline
+    return (timeline, int(found[1]), int(found[2])) if found else (timeline, 0, 0)
+
+
+def _author(by: Precedence | None) -> str:
+    return "" if by is None else f"-i{by[1]}-a{by[2]}"  # the timeline is in the folder's name
+
+
+def metrics(timeline: int) -> str:
+    return f"{METRICS}/{timeline:04d}"
+
+
+def metrics_chunk(timeline: int, step: int) -> str:
+    return f"{METRICS}/{timeline:04d}/{step // METRICS_CHUNK_STEPS:08d}.jsonl"
+
+
+def metrics_chunk_of(key: str) -> int | None:
+    """The number in the name of a metrics object: its steps over METRICS_CHUNK_STEPS. None for a foreign one."""
+    found = _METRICS.fullmatch(key)
+    return int(found[1]) if found else None
+
+
+def resume_state(version: PolicyVersion) -> str:
+    return f"{RESUME}/{version.timeline:04d}/{version.step:08d}.json"
+
+
+def timeline(number: int) -> str:
+    return f"{TIMELINES}/{number:04d}.json"
+
+
+def timeline_of(key: str) -> int | None:
+    """The number in the name of a timeline's document; None for a foreign object."""
+    found = _TIMELINE.fullmatch(key)
+    return int(found[1]) if found else None
+
+
+def rehearsal(number: int) -> str:
+    return f"{REHEARSAL}/{number:04d}.json"
+
+
+def rehearsal_of(key: str) -> int | None:
+    """The inverse of `rehearsal`; None for a foreign object."""
+    found = _REHEARSAL.fullmatch(key)
+    return int(found[1]) if found else None
+
+
+def export(version: PolicyVersion) -> str:
+    """The folder of exported files; the document beside it, with `.json`, says that it is whole."""
+    return f"{EXPORTS}/{version}"
+
+
+def version_of(key: str) -> PolicyVersion:
+    """Read the version back from any key under checkpoints/, policies/, resume/ or rollouts/.
+
+    Raises ValueError for a foreign name.
+    """
+    parts = key.split("/")
+    if len(parts) < 3:
+        raise ValueError(f"not a versioned key: {key!r}")
+    step = parts[2].removesuffix(".json").split("-")[0]
+    return PolicyVersion(int(parts[1]), int(step))

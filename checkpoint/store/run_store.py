@@ -1,0 +1,189 @@
+"""One run's prefix in an object store: bytes by name, create-only where it matters.
+
+Everything the project keeps goes through this class, on `file://` exactly as on `s3://`, `gs://`, `az://`,
+`memory://` and what fsspec knows. Transient failures are retried here and nowhere below, for as long as the
+caller's patience; what comes out is one of `checkpoint.store.errors`.
+Layout, manifests and journal are built on top.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar, cast
+
+import structlog
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+
+from checkpoint.store.backends import Backend, BytesLike, Entry, Options
+from checkpoint.store.backends.answers import one_line
+from checkpoint.store.backends.obstore_backend import open_obstore
+from checkpoint.store.errors import NotFound, StoreUnavailable, StoreUnusable
+from checkpoint.store.pace import Pace, interval_of
+
+__all__ = ["OPTIONS_ENV", "Entry", "Store"]
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+OPTIONS_ENV = "GRPO_ORCH_STORAGE_OPTIONS"  # a JSON object: the options, as the daemon and the nodes are given them
+OBSTORE_SCHEMES = ("file", "s3", "gs", "az", "memory")
+
+
+class Store:
+    """Objects below one URL.
+
+    Args:
+        url: `file:///folder`, `s3://bucket/prefix`, `gs://...`, `az://...`, `memory://name`, or any other that
+            fsspec knows.
+        patience_s: how long transient failures are retried before StoreUnavailable is raised. A try that is
+            under way is not cut short: a request that hangs ends after 30 s, a large upload after 300 s.
+        options: obstore's own configuration keys (endpoint, region, timeout, ...), or `profile`, an AWS profile;
+            with `driver: fsspec`, the arguments of that fsspec filesystem. None: what the environment variable
+            OPTIONS_ENV holds. Credentials, endpoint and region come from the environment too, as AWS names them.
+
+    Raises:
+        StoreUnusable: nobody knows the URL's scheme, an option is wrong, or the folder cannot be made.
+        StoreDenied: the AWS profile has no credentials.
+    """
+
+    def __init__(self, url: str, *, patience_s: float = 30.0, options: Options | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.patience_s = patience_s
+        self._shown = one_line(self.url)
+        self._pace = Pace(interval_of(self.url))
+        self.options = _options_of_environment() if options is None else options  # may hold secrets
+        self._backend = _open(self.url, self.options)
+
+    def get(self, key: str) -> bytes:
+        """Return the object's bytes. Raises NotFound."""
+        return bytes(self.get_buffer(key))
+
+    def get_buffer(self, key: str) -> memoryview:
+        """Return the object's bytes as they arrived, read-only and not copied: for large ones. Raises NotFound."""
+        return self._try(f"read {key}", lambda: self._backend.get(key))
+
+    def get_or_none(self, key: str) -> bytes | None:
+        """Return the object's bytes, or None where there is no such object."""
+        try:
+            return self.get(key)
+        except NotFound:
+            return None
+
+    def put(self, key: str, data: BytesLike) -> None:
+        """Write the object in one request, replacing any of that name; readers see the old or the new one.
+
+        Waits where the store asks that writes to one object be apart.
+        """
+        self._pace.wait(key)
+        self._try(f"write {key}", lambda: self._backend.put(key, data))
+
+    def put_parts(self, key: str, parts: Callable[[], Iterable[BytesLike]]) -> None:
+        """Write an object of any size from its parts, which are asked for anew at each try.
+
+        It appears when all of them are written; a reader may see less before on a filesystem of fsspec.
+        """
+        self._try(f"write {key}", lambda: self._backend.put_parts(key, parts()))
+
+    def create(self, key: str, data: BytesLike) -> None:
+        """Write the object only if there is none of that name. Raises AlreadyExists.
+
+        An answer lost on the way is retried like any other, and then meets its own object: a caller that must
+        tell the two apart reads it back (see `checkpoint.journal.journal`).
+        """
+        self._try(f"create {key}", lambda: self._backend.create(key, data))
+
+    def secure(self, keys: Sequence[str]) -> None:
+        """Return once these objects outlive a power cut, before anything is told that rests on them.
+
+        Object stores answer when they do. Files do at once if they were created, or are documents of up to 1 MiB.
+        Raises NotFound.
+        """
+        self._try("secure what was written", lambda: self._backend.secure(keys))
+
+    def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
+        """Return every object below `prefix/` in name order; with `after`, only names beyond that key."""
+        found = self._try(f"list {prefix}", lambda: self._backend.entries(prefix, after))
+        return sorted(
+            (entry for entry in found if after is None or entry.key > after), key=lambda entry: entry.key
+        )
+
+    def folders(self, prefix: str) -> list[str]:
+        """Return the keys directly below `prefix/` that have objects below them, in name order."""
+        return sorted(self._try(f"list {prefix}", lambda: self._backend.folders(prefix)))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete the objects, thousands at once too; a missing one is not an error.
+
+        They go in no particular order: where order matters, call twice.
+        """
+        if keys:
+            what = f"delete {keys[0]}" + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
+            self._try(what, lambda: self._backend.delete(keys))
+
+    def sweep(self, prefix: str, older_than_s: float) -> None:
+        """Remove what writers that were killed have left below `prefix/` without its becoming an object."""
+        self._try(f"sweep {prefix}", lambda: self._backend.sweep(prefix, older_than_s))
+
+    def _try(self, what: str, call: Callable[[], T]) -> T:
+        """Run `call` with this project's errors, again and again while it is transient and patience lasts."""
+
+        def warn(state: RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome else None
+            log.warning(
+                "store_retry", what=what, store=self._shown, attempt=state.attempt_number, error=str(error)
+            )
+
+        retrying = Retrying(
+            retry=retry_if_exception_type(StoreUnavailable),
+            stop=stop_after_delay(self.patience_s),
+            wait=wait_exponential_jitter(multiplier=0.1, max=10.0),
+            before_sleep=warn,
+            reraise=True,
+        )
+        return cast(T, retrying(self._once, what, call))
+
+    def _once(self, what: str, call: Callable[[], T]) -> T:
+        """Run `call` once; what the library below raises becomes one of `checkpoint.store.errors`."""
+        try:
+            return call()
+        except self._backend.errors as error:
+            fault = self._backend.fault(error)
+            if fault is None:
+                raise
+            # Not chained: a library's message may quote the request, with a session token or a signed URL in it.
+            raise fault.kind(f"{what} in {self._shown}: {fault.text}", fault.hint) from None
+
+
+def _options_of_environment() -> Options:
+    text = os.environ.get(OPTIONS_ENV)
+    if not text:
+        return {}
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise StoreUnusable(f"the environment variable {OPTIONS_ENV} is not a JSON object")
+    return options
+
+
+def _open(url: str, options: Options) -> Backend:
+    scheme, colon, _ = url.partition("://")
+    if not colon:
+        raise StoreUnusable(
+            f"store {url!r}", "expected a URL that starts with " + ", ".join(f"{s}://" for s in OBSTORE_SCHEMES)
+        )
+    driver = options.get("driver", "obstore" if scheme in OBSTORE_SCHEMES else "fsspec")
+    rest = {key: value for key, value in options.items() if key != "driver"}
+    match driver:
+        case "obstore" if scheme in OBSTORE_SCHEMES:
+            return open_obstore(url, rest)
+        case "fsspec":
+            # Imported here: s3fs takes half a second, and most runs do not need it.
+            from checkpoint.store.backends.fsspec_backend import open_fsspec
+
+            return open_fsspec(url, rest)
+        case _:
+            raise StoreUnusable(f"store {one_line(url)!r}: driver {driver!r}", "expected obstore or fsspec")

@@ -1,0 +1,230 @@
+"""Files in the store as chunks that are named by what they hold.
+
+Every chunk is one object and one plain PUT: no multipart upload exists that a killed process could leave behind,
+what a killed upload or download had finished is found and not moved again, and a file that is stored already, such
+as a frozen reference model, is not stored twice. Many small transfers run side by side; their number and the
+chunk's size bound the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import structlog
+from blake3 import blake3
+
+from checkpoint.store.errors import Corrupt, NotFound
+from checkpoint.store.run_store import Store
+
+log = structlog.get_logger()
+
+# Large enough that a request's latency hardly counts at 100 MB/s, small enough to hold several in memory.
+CHUNK_BYTES = 16 * 1024 * 1024
+TRANSFERS = 6  # at a time
+READS = 3  # of a chunk whose bytes are wrong; the wire may be at fault, not the store
+
+Progress = Callable[[int], None]  # told the bytes of each chunk when it is done, from any thread
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file of a manifest.
+
+    `digest` is BLAKE3 in hex: of the bytes for a file of one chunk, else of its chunks' digests, joined. `chunks`
+    are object names below the manifest's root, each a digest with what its writer appended behind a dot.
+    """
+
+    name: str
+    size_bytes: int
+    digest: str
+    chunks: list[str]
+
+
+class DamagedChunk(Corrupt):
+    """A stored chunk is not what its name says. `chunk` is that name."""
+
+    def __init__(self, chunk: str, what: str) -> None:
+        super().__init__(f"{what}: its digest is not the manifest's", "it was damaged after its upload")
+        self.chunk = chunk
+
+
+def digest_of(chunk: str) -> str:
+    """The digest in a chunk's name."""
+    return chunk.partition(".")[0]
+
+
+def is_of(content: memoryview, chunk: str) -> bool:
+    """Whether these bytes are what a chunk's name says."""
+    return bool(blake3(content).hexdigest() == digest_of(chunk))
+
+
+def send(
+    store: Store,
+    root: str,
+    files: Iterable[tuple[str, Path]],
+    *,
+    stored: dict[str, str],
+    suffix: str = "",
+    progress: Progress = lambda _: None,
+) -> list[File]:
+    """Upload files below `root`, skipping chunks that are there.
+
+    Args:
+        files: `(name, path)`; no path may change meanwhile.
+        stored: chunk names that can be relied upon, by digest; what is uploaded is added.
+        suffix: appended to the names of new chunks.
+
+    Raises StoreError, OSError.
+    """
+
+    def one(path: Path, offset: int) -> str:
+        with window(path, offset) as content:
+            digest = blake3(content).hexdigest()
+            name = stored.get(digest)
+            if name is None:
+                name = digest + suffix
+                store.put(f"{root}/{name}", content)
+                stored[digest] = name
+            progress(len(content))
+            return name
+
+    with ThreadPoolExecutor(TRANSFERS, thread_name_prefix="send") as pool:
+        sent = [
+            (name, path.stat().st_size, [pool.submit(one, path, at) for at in offsets(path.stat().st_size)])
+            for name, path in files
+        ]
+        _all_or_first_error([future for _, _, futures in sent for future in futures], pool)
+    return [_file(name, size_bytes, [future.result() for future in futures]) for name, size_bytes, futures in sent]
+
+
+def receive(
+    store: Store, root: str, files: Iterable[File], folder: Path, *, progress: Progress = lambda _: None
+) -> None:
+    """Download files into `folder`, every chunk verified; what an earlier try left there is verified and kept.
+
+    Raises DamagedChunk, Corrupt, NotFound, StoreError, OSError.
+    """
+    with ThreadPoolExecutor(TRANSFERS, thread_name_prefix="receive") as pool:
+        futures: list[Future[None]] = []
+        for file in files:
+            path = _below(folder, file.name, root)
+            places = offsets(file.size_bytes)
+            if file.size_bytes < 0 or len(places) != len(file.chunks):
+                raise Corrupt(f"{root}: {file.name} has {file.size_bytes} bytes in {len(file.chunks)} chunks")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            begun = path.exists()
+            with path.open("ab") as out:
+                out.truncate(file.size_bytes)
+            for offset, chunk in zip(places, file.chunks, strict=True):
+                futures.append(pool.submit(_receive, store, f"{root}/{chunk}", path, offset, begun, progress))
+        _all_or_first_error(futures, pool)
+
+
+def parts(store: Store, root: str, file: File) -> Iterator[memoryview]:
+    """The bytes of a file, chunk by chunk, each verified. Raises DamagedChunk, NotFound, StoreError."""
+    for chunk in file.chunks:
+        yield _verified(store, f"{root}/{chunk}")
+
+
+def same(file: File, path: Path) -> bool:
+    """Whether a local file holds what `file` describes."""
+    if not path.is_file() or path.stat().st_size != file.size_bytes:
+        return False
+    for offset, chunk in zip(offsets(file.size_bytes), file.chunks, strict=True):
+        with window(path, offset) as content:
+            if not is_of(content, chunk):
+                return False
+    return True
+
+
+def check(store: Store, root: str, names: Iterable[str], *, progress: Progress = lambda _: None) -> dict[str, str]:
+    """Read chunks; return what is wrong with each that is missing or damaged, by name. Raises StoreError."""
+
+    def one(name: str) -> tuple[str, str] | None:
+        try:
+            progress(len(_verified(store, f"{root}/{name}")))
+        except (DamagedChunk, NotFound) as error:
+            return name, str(error)
+        return None
+
+    with ThreadPoolExecutor(TRANSFERS, thread_name_prefix="check") as pool:
+        return dict(found for found in pool.map(one, names) if found is not None)
+
+
+def _below(folder: Path, name: str, root: str) -> Path:
+    """Where a file of a manifest goes. Raises Corrupt for a name that leads elsewhere."""
+    parts = PurePosixPath(name).parts
+    if not parts or ".." in parts or name.startswith("/") or "\0" in name:
+        raise Corrupt(f"{root}: file name {name!r} leaves its folder")
+    return folder / name
+
+
+def _receive(store: Store, key: str, path: Path, offset: int, begun: bool, progress: Progress) -> None:
+    chunk = key.rpartition("/")[2]
+    wanted_bytes = min(CHUNK_BYTES, path.stat().st_size - offset)
+    if begun:
+        with window(path, offset) as content:
+            if is_of(content, chunk):
+                progress(wanted_bytes)
+                return
+    data = _verified(store, key)
+    if len(data) != wanted_bytes:
+        raise Corrupt(f"{key}: {len(data)} bytes where the manifest needs {wanted_bytes}")
+    with path.open("r+b") as out:
+        written = os.pwrite(out.fileno(), data, offset)
+    if written != wanted_bytes:  # the last that a disk takes before it is full
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    progress(wanted_bytes)
+
+
+def _verified(store: Store, key: str) -> memoryview:
+    """The chunk's bytes, read until they are what its name says. Raises DamagedChunk, NotFound, StoreError."""
+    chunk = key.rpartition("/")[2]
+    for read in range(1, READS + 1):
+        data = memoryview(store.get_buffer(key))
+        if is_of(data, chunk):
+            return data
+        log.warning("wrong_bytes", key=key, read=read, of=READS)
+    raise DamagedChunk(chunk, key)
+
+
+@contextlib.contextmanager
+def window(path: Path, offset: int) -> Iterator[memoryview]:
+    """The bytes of one chunk of a file, mapped, not read: what is sent is copied once, by the client."""
+    with path.open("rb") as file:
+        size_bytes = min(CHUNK_BYTES, os.fstat(file.fileno()).st_size - offset)
+        with (
+            mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ, offset=offset) as mapped,
+            memoryview(mapped) as view,
+        ):
+            yield view
+
+
+def offsets(size_bytes: int) -> range:
+    """Where the chunks of a file of that size begin."""
+    return range(0, size_bytes, CHUNK_BYTES)
+
+
+def _file(name: str, size_bytes: int, chunks: list[str]) -> File:
+    digests = [digest_of(chunk) for chunk in chunks]
+    digest = digests[0] if len(digests) == 1 else blake3("".join(digests).encode()).hexdigest()
+    return File(name, size_bytes, digest, chunks)
+
+
+def _all_or_first_error(futures: Sequence[Future[Any]], pool: ThreadPoolExecutor) -> None:
+    """Wait for all; at the first error drop what has not begun, and raise it."""
+    try:
+        wait(futures, return_when="FIRST_EXCEPTION")
+        for future in futures:
+            if future.done():
+                future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)

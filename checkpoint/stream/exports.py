@@ -1,0 +1,74 @@
+"""A checkpoint's weights as plain files in the store, for `from_pretrained` and for people without this project.
+
+What a checkpoint holds beside them, the optimizer above all, is left out. The document beside the folder comes
+last: without it an export is one that was cut off, and is made again.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from checkpoint.store import layout
+from checkpoint.store.codec import from_json, to_json
+from checkpoint.store.errors import Corrupt, NotFound
+from checkpoint.store.run_store import Store
+from checkpoint.store.unreadable import Unreadable
+from checkpoint.stream import chunks
+from checkpoint.stream.catalog import Catalog
+from checkpoint.stream.transfer import read_manifest
+from policies.model.vocabulary import PolicyVersion
+
+# What only a resumed trainer needs.
+TRAINING_STATE = (".pt", ".pth", ".bin")
+TRAINING_FILES = frozenset({"ref_model.safetensors", "resume_state.json", "run.json"})
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What became of an export. `prefix` is empty where it failed for good, and `error` says why."""
+
+    version: str  # PolicyVersion as text
+    prefix: str
+    error: str = ""
+
+
+def export_weights(store: Store, version: PolicyVersion) -> Export:
+    """Export a listed checkpoint, unless it is there already. Raises StoreError when the store fails."""
+    done = read_export(store, version, Unreadable())
+    if done is not None:
+        return done
+    prefix = layout.export(version)
+    try:
+        found = read_manifest(store, Catalog(store, "export").newest().find(version))
+        wanted = [file for file in found.files if _is_weights(file.name)]
+        for file in wanted:
+            store.put_parts(f"{prefix}/{file.name}", functools.partial(chunks.parts, store, found.root, file))
+        store.secure([f"{prefix}/{file.name}" for file in wanted])
+        export = Export(str(version), prefix)
+    except (Corrupt, NotFound) as error:  # no further try can help
+        export = Export(str(version), "", str(error))
+    store.put(f"{prefix}.json", to_json(export))
+    return export
+
+
+def read_export(store: Store, version: PolicyVersion, unreadable: Unreadable | None = None) -> Export | None:
+    """What became of an export; None while it is not done. Raises StoreError, and Corrupt where nobody takes note.
+
+    One that is damaged counts as not done: it is made anew.
+    """
+    key = f"{layout.export(version)}.json"
+    data = store.get_or_none(key)
+    try:
+        return None if data is None else from_json(data, Export, key)
+    except Corrupt as error:
+        if unreadable is None:
+            raise
+        unreadable.note(key, error)
+        return None
+
+
+def _is_weights(name: str) -> bool:
+    path = PurePosixPath(name)
+    return path.suffix not in TRAINING_STATE and path.name not in TRAINING_FILES

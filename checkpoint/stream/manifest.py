@@ -1,0 +1,152 @@
+"""Folders in the store: chunks first, then a manifest that makes them exist.
+
+Policy weights and checkpoints are both this. Chunks without a manifest are an upload that was cut off, and are
+never listed; a chunk whose digest differs from its name is never used.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blake3 import blake3
+
+from checkpoint.store import layout
+from checkpoint.store.codec import from_json, to_json
+from checkpoint.store.errors import Corrupt, NotFound
+from checkpoint.store.run_store import Store
+from checkpoint.stream import chunks
+from checkpoint.stream.chunks import File, Progress
+from policies.model.vocabulary import PolicyVersion
+
+SCHEMA = 2  # 1 kept whole files
+# By it alone a node tells a policy's weights from others: nobody may be able to make two of one digest, by luck or
+# on purpose.
+DIGEST_BYTES = 16
+OLD_DIGEST_CHARS = 12  # the first of the same, which trainers named before
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a folder holds. `version` is a PolicyVersion as text; `root` is where its chunks are; `meta` is the
+    writer's own."""
+
+    schema: int
+    version: str
+    created_at_s: float
+    root: str
+    files: list[File]
+    meta: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Names the content: 128 bits in hex, of BLAKE3 over the names and digests of all files."""
+        lines = "".join(f"{file.name} {file.digest}\n" for file in sorted(self.files, key=lambda f: f.name))
+        return blake3(lines.encode()).hexdigest(DIGEST_BYTES)
+
+    def digest_as(self, wanted: str) -> str:
+        """The digest as whoever wants this content names it: a trainer that runs on while the run's other machines
+        get a newer version names fewer digits, and no digest says that any will do."""
+        return self.digest[: len(wanted)] if len(wanted) in (0, OLD_DIGEST_CHARS) else self.digest
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def chunks(self) -> frozenset[str]:
+        """The names of all chunks, below `root`."""
+        return frozenset(chunk for file in self.files for chunk in file.chunks)
+
+
+def files_below(folder: Path) -> list[tuple[str, Path]]:
+    """Every file below the folder as `(name relative to it, path)`, in name order."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [(path.relative_to(folder).as_posix(), path) for path in paths]
+
+
+def publish(
+    store: Store,
+    prefix: str,
+    folder: Path,
+    version: PolicyVersion,
+    now_s: float,
+    meta: dict[str, str] | None = None,
+) -> Manifest:
+    """Upload every file below `folder` to `prefix`, then the manifest; one that is there is replaced.
+
+    Raises StoreError.
+    """
+    files = chunks.send(store, prefix, files_below(folder), stored={})
+    manifest = Manifest(SCHEMA, str(version), now_s, prefix, files, meta or {})
+    store.put(f"{prefix}/{layout.MANIFEST}", to_json(manifest))
+    return manifest
+
+
+def load(store: Store, prefix: str) -> Manifest:
+    """Read the manifest of a published folder. Raises NotFound (nothing was published there) or Corrupt."""
+    key = f"{prefix}/{layout.MANIFEST}"
+    return decode(store.get(key), key)
+
+
+def decode(data: bytes, key: str) -> Manifest:
+    """Read a manifest's bytes. Raises Corrupt naming `key`."""
+    manifest = from_json(data, Manifest, key)
+    if manifest.schema > SCHEMA:
+        raise Corrupt(f"{key}: schema {manifest.schema}", f"this grpo-orch reads up to {SCHEMA}; use a newer one")
+    return manifest
+
+
+def fetch(store: Store, prefix: str, folder: Path, progress: Progress = lambda _: None) -> Manifest:
+    """Download a published folder; see `materialize`. Raises NotFound, Corrupt, StoreError, OSError."""
+    manifest = load(store, prefix)
+    materialize(store, manifest.root, manifest.files, folder, progress)
+    return manifest
+
+
+def part_of(folder: Path) -> Path:
+    """Where a folder is while it is downloaded."""
+    return folder.with_name(f".{folder.name}.part")
+
+
+def materialize(
+    store: Store, root: str, files: list[File], folder: Path, progress: Progress = lambda _: None
+) -> None:
+    """Download files of a manifest into `folder`, which appears only when every chunk has been verified.
+
+    One process at a time may do so for a folder. What a killed one has left beside it is taken up again.
+    Raises NotFound, Corrupt, StoreError, OSError.
+    """
+    part = part_of(folder)
+    part.mkdir(parents=True, exist_ok=True)
+    wanted = {file.name for file in files}
+    for name, path in files_below(part):  # of another manifest, begun earlier
+        if name not in wanted:
+            path.unlink()
+    try:
+        chunks.receive(store, root, files, part, progress=progress)
+    except (Corrupt, NotFound):  # no further try can help
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
+
+
+def committed(store: Store, root: str) -> list[PolicyVersion]:
+    """Return the versions below `root` (layout.POLICIES, or a timeline of it) that have a manifest, in order."""
+    found = []
+    for entry in store.entries(root):
+        if entry.key.endswith(f"/{layout.MANIFEST}"):
+            try:
+                found.append(layout.version_of(entry.key))
+            except ValueError:
+                continue  # a foreign file in the prefix
+    return sorted(found)
+
+
+def remove(store: Store, prefix: str) -> None:
+    """Delete a published folder, its manifest first, so that no half of it is ever listed."""
+    keys = {entry.key for entry in store.entries(prefix)}
+    store.delete([f"{prefix}/{layout.MANIFEST}"])
+    store.delete(sorted(keys - {f"{prefix}/{layout.MANIFEST}"}))

@@ -1,0 +1,147 @@
+"""What all checkpoints share, looked at again while its source is at hand, and stored again where it is damaged.
+
+A frozen base model is stored once, and each checkpoint refers to it: one lost object would be the end of all of
+them. While the trainer's machine lives, its files are still there. A listing tells what is missing or of a wrong
+size: 64 GB are 4,000 chunks, five requests. Wrong bytes no listing tells, so a few chunks are read at each look,
+in turn: 128 MB a look, 64 GB in 500 looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import structlog
+
+from checkpoint.store import layout
+from checkpoint.store.errors import Corrupt, NotFound
+from checkpoint.store.run_store import Store
+from checkpoint.stream import chunks
+from checkpoint.stream.catalog import Catalog, Checkpoint, Revision
+from checkpoint.stream.chunks import File
+from checkpoint.stream.transfer import read_manifest
+
+log = structlog.get_logger()
+
+READ_AT_A_LOOK = 8  # chunks
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a chunk's bytes are on this machine."""
+
+    path: Path
+    offset: int
+    size_bytes: int
+
+
+class Upkeep:
+    """Looks after the files that lie unchanged on this machine and belong to listed checkpoints.
+
+    Args:
+        store: the run's store.
+        catalog: of the same run.
+    """
+
+    def __init__(self, store: Store, catalog: Catalog) -> None:
+        self._store = store
+        self._catalog = catalog
+        self._names: frozenset[str] = frozenset()  # of what lies here
+        self._files: dict[str, list[File]] = {}  # those of them that a manifest has; manifests never change
+        self._turn = 0
+
+    def look(self, now_s: float, frozen: Mapping[str, str]) -> list[str]:
+        """Store again what is damaged of `frozen`, path by name as in a seal; return the names of these chunks.
+
+        They keep their names, so that every checkpoint that refers to them is whole again. One that nobody needs
+        any more when it arrives is an object that nobody refers to, and is collected. Raises StoreError, OSError.
+        """
+        present = self._catalog.newest()
+        wanted = self._wanted(present, frozen)
+        if not wanted:
+            return []
+        damaged = self._damaged(present, wanted)
+        mended = [name for name in damaged if self._send(name, wanted[name])]
+        self._store.secure([f"{layout.BLOBS}/{name}" for name in mended])
+        told = set(mended) & set(present.suspect)
+        if told:
+            self._catalog.change(
+                now_s, lambda r: replace(r, suspect=[one for one in r.suspect if one not in told])
+            )
+        if damaged:
+            log.warning("shared_chunks_damaged", damaged=len(damaged), stored_again=len(mended))
+        return mended
+
+    def _wanted(self, present: Revision, frozen: Mapping[str, str]) -> dict[str, _Source]:
+        """The chunks of listed checkpoints whose bytes are here."""
+        known = self._files if frozen.keys() == self._names else {}
+        self._files, self._names = {}, frozenset(frozen)
+        same = {_identity(file): file for files in known.values() for file in files}
+        for one in present.checkpoints:
+            if one.manifest in known:
+                self._files[one.manifest] = known[one.manifest]
+                continue
+            try:
+                files = [file for file in read_manifest(self._store, one).files if file.name in frozen]
+            except (NotFound, Corrupt) as error:  # retired at this moment, or damaged: its chunks cannot be told
+                log.warning("checkpoint_unreadable", checkpoint=one.version, error=str(error))
+                continue
+            # A thousand checkpoints name the same thousands of chunks, and they are remembered once.
+            self._files[one.manifest] = [same.setdefault(_identity(file), file) for file in files]
+        distinct = {id(file): file for files in self._files.values() for file in files}
+        return {
+            chunk: _Source(Path(frozen[file.name]), offset, min(chunks.CHUNK_BYTES, file.size_bytes - offset))
+            for file in distinct.values()
+            for offset, chunk in zip(chunks.offsets(file.size_bytes), file.chunks, strict=True)
+        }
+
+    def _damaged(self, present: Revision, wanted: Mapping[str, _Source]) -> list[str]:
+        stored = {entry.key: entry.size_bytes for entry in self._store.entries(layout.BLOBS)}
+        damaged = {
+            name
+            for name, source in wanted.items()
+            if stored.get(f"{layout.BLOBS}/{name}") != source.size_bytes or name in present.suspect
+        }
+        sound = sorted(set(wanted) - damaged)
+        read = [sound[(self._turn + place) % len(sound)] for place in range(min(READ_AT_A_LOOK, len(sound)))]
+        self._turn += len(read)
+        return sorted(damaged | set(chunks.check(self._store, layout.BLOBS, read)))
+
+    def _send(self, name: str, source: _Source) -> bool:
+        """Store one chunk; not where the file is no longer what it was. Raises StoreError, OSError."""
+        if source.path.is_file() and source.path.stat().st_size >= source.offset + source.size_bytes:
+            with chunks.window(source.path, source.offset) as content:
+                if chunks.is_of(content, name):
+                    self._store.put(f"{layout.BLOBS}/{name}", content)
+                    return True
+        log.warning("source_changed", file=str(source.path), chunk=name)
+        return False
+
+
+def _identity(file: File) -> tuple[str, ...]:
+    return (file.name, *file.chunks)
+
+
+def absences(store: Store, listed: Sequence[Checkpoint]) -> dict[str, list[str]]:
+    """What one listing tells of damage: a line for each object that is missing or of a wrong size, by version.
+
+    Whole checkpoints have no lines. Wrong bytes only `checkpoints.verify` tells. Raises StoreError.
+    """
+    stored = {entry.key: entry.size_bytes for entry in store.entries(layout.BLOBS)}
+    return {one.version: list(_absent(store, one, stored)) for one in listed}
+
+
+def _absent(store: Store, one: Checkpoint, stored: Mapping[str, int]) -> Iterator[str]:
+    try:
+        found = read_manifest(store, one)
+    except (NotFound, Corrupt) as error:
+        yield str(error)
+        return
+    for file in found.files:
+        for offset, chunk in zip(chunks.offsets(file.size_bytes), file.chunks, strict=True):
+            key, wanted_bytes = f"{found.root}/{chunk}", min(chunks.CHUNK_BYTES, file.size_bytes - offset)
+            if (size_bytes := stored.get(key)) is None:
+                yield f"{key} of {file.name} is missing"
+            elif size_bytes != wanted_bytes:
+                yield f"{key} of {file.name} has {size_bytes} bytes, not {wanted_bytes}"

@@ -1,0 +1,145 @@
+"""Stores what the trainer spools, in a process that stays out of its way: least priority, bounded memory.
+
+It may be killed at any point. What it had sent is found in the store by the next one, and a checkpoint is listed
+only once all of it is there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from checkpoint.store.errors import StoreError
+from checkpoint.store.run_store import Store
+from checkpoint.stream import transfer
+from checkpoint.stream.catalog import Catalog, Checkpoint
+from checkpoint.stream.collect import Collector
+from checkpoint.stream.manifest import files_below
+from checkpoint.stream.spool import Seal, Spool, UploaderState
+from checkpoint.stream.upkeep import Upkeep
+from policies.model.vocabulary import PolicyVersion
+
+log = structlog.get_logger()
+
+LOOK_S = 0.2  # between looks for a sealed slot: the trainer must not be held up by telling anyone
+TROUBLE_WAIT_S = 2.0
+UPKEEP_S = 600.0  # between looks at what all checkpoints share, where none is stored so often
+SAY_S = 0.5
+
+Retire = Callable[[Sequence[Checkpoint], Seal | None], Sequence[PolicyVersion]]
+Tidy = Callable[[Sequence[Checkpoint]], object]
+
+
+class Uploader:
+    """Uploads slot after slot, collects what retention retires, and looks after what all checkpoints share.
+
+    Args:
+        store: the run's store.
+        spool: this machine's.
+        writer: this node, for the catalog.
+        retire: returns the versions that may go, given the listed ones and the seal of the newest that was stored.
+        is_replaced: whether the run has gone on without this version, so that it must not be listed any more.
+        tidy: takes away what else nobody needs any more, given the listed checkpoints.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        spool: Spool,
+        writer: str,
+        retire: Retire,
+        is_replaced: Callable[[PolicyVersion], bool],
+        tidy: Tidy = lambda _: None,
+    ) -> None:
+        self._store = store
+        self._spool = spool
+        self._catalog = Catalog(store, writer)
+        self._retire = retire
+        self._is_replaced = is_replaced
+        self._tidy = tidy
+        self._newest: Seal | None = None
+        self._upkeep = Upkeep(store, self._catalog)
+        self._looked_s = time.monotonic()
+        self._collector = Collector(store, self._catalog, lambda listed: self._retire(listed, self._newest))
+        self._state = UploaderState()
+
+    def run(self) -> None:
+        """Work until the process is ended. Store errors are waited out; what fails is tried again."""
+        while True:
+            waiting = self._spool.sealed()
+            if not waiting:
+                if self._newest is not None and time.monotonic() - self._looked_s > UPKEEP_S:
+                    self._look_after(self._newest)
+                time.sleep(LOOK_S)
+                continue
+            try:
+                self.store_one(*waiting[0])
+            except (StoreError, OSError) as error:  # the latter: a frozen file that is not there for now
+                log.warning("checkpoint_not_stored_yet", checkpoint=waiting[0][0].version, error=str(error))
+                self._spool.say(replace(self._state, error=str(error)))
+                time.sleep(TROUBLE_WAIT_S)
+                continue
+            try:
+                self._collector.collect(time.time())
+                self._tidy(self._catalog.newest().checkpoints)
+            except StoreError as error:  # the next collection takes up what this one has left
+                log.warning("not_collected", error=str(error))
+
+    def store_one(self, seal: Seal, slot: Path) -> None:
+        """Store one slot and release it. Raises StoreError, OSError."""
+        if self._is_replaced(seal.at):
+            log.warning("checkpoint_dropped", checkpoint=seal.version, why="the run goes on without it")
+            self._spool.release(slot)
+            return
+        files = [*files_below(slot), *((name, Path(path)) for name, path in sorted(seal.frozen.items()))]
+        report = _Report(self._spool, replace(self._state, storing=seal.version, total_bytes=_size(files)))
+        began_s = time.monotonic()
+        self._look_after(seal)  # before: what is mended is not stored a second time under another name
+        transfer.upload(self._store, self._catalog, files, seal.at, seal.made_at_s, seal.meta, progress=report.add)
+        self._newest = seal
+        took_s = round(time.monotonic() - began_s, 3)
+        self._state = UploaderState(stored=seal.version, took_s=took_s)
+        self._spool.say(self._state)
+        self._spool.release(slot)
+        log.info("checkpoint_stored", checkpoint=seal.version, size_bytes=_size(files), took_s=took_s)
+
+    def _look_after(self, seal: Seal) -> None:
+        """Mend what earlier checkpoints share with this one. No trouble with that keeps a new one waiting."""
+        self._looked_s = time.monotonic()
+        try:
+            self._upkeep.look(time.time(), seal.frozen)
+        except (StoreError, OSError) as error:
+            log.warning("not_looked_after", error=str(error))
+
+
+class _Report:
+    """Tells the trainer how far an upload is, from whichever thread has sent a chunk."""
+
+    def __init__(self, spool: Spool, begun: UploaderState) -> None:
+        self._spool = spool
+        self._state = begun
+        self._said_s = time.monotonic()
+        self._lock = threading.Lock()
+        spool.say(begun)
+
+    def add(self, size_bytes: int) -> None:
+        with self._lock:
+            self._state = replace(self._state, done_bytes=self._state.done_bytes + size_bytes)
+            if time.monotonic() - self._said_s > SAY_S:
+                self._said_s = time.monotonic()
+                self._spool.say(self._state)
+
+
+def _size(files: list[tuple[str, Path]]) -> int:
+    return sum(path.stat().st_size for _, path in files)
+
+
+def yield_to_others() -> None:
+    """Give this process the least claim on the processor, so that the trainer keeps its pace."""
+    os.nice(19)

@@ -1,0 +1,267 @@
+"""The local cloud: every machine is a session of processes on this one, in a folder of its own.
+
+It plays what a real cloud does, so that a run's behaviour can be tried for nothing: machines that vanish, notices,
+refusals for lack of capacity. What it plays is done to real processes.
+
+A machine's folder holds `lock`, `machine.json` and `exit.json` (see `local_machine`), `log`, `work/` as its disk,
+`work/notice` once it will be taken back, and `gone` with the reason once it is lost. Of a terminated one the log
+and the disk stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from orchestrator.clouds.protocol import CloudRefused, Offer, Order
+from policies.control.fleet import market_of, wanted_slots
+from policies.control.snapshot import Machine
+from policies.model.spec import Prices, RunSpec
+from policies.model.vocabulary import MachineState, Market, Refusal, Role, slot_and_incarnation
+
+MARK = "GRPO_ORCH_MACHINE"  # in the environment of every process of a machine: its folder
+PF_KTHREAD = 0x00200000  # linux/sched.h
+EMPTY_LOOKS = 10  # at an empty environment, until it is believed
+EMPTY_LOOK_S = 0.001
+SPOOL_PREFIX = "grpo-orch-"  # of every spool's name: nothing else that a link names is ever removed
+_WORK = {Role.TRAINER: "tasks.machine.trainer_machine", Role.ROLLOUT: "tasks.rollout.agent"}
+
+
+class LocalCloud:
+    """Machines below `folder`, for the run that `spec` describes."""
+
+    def __init__(self, folder: Path, spec: RunSpec) -> None:
+        self._folder = folder
+        self._spec = spec
+
+    def machines(self) -> dict[str, Machine]:
+        """See `Cloud.machines`."""
+        found = {}
+        for path in sorted(self._folder.glob("*/machine.json")):
+            with contextlib.suppress(FileNotFoundError):  # it is being terminated
+                found[path.parent.name] = self._machine(path.parent)
+        return found
+
+    def launch(self, order: Order) -> None:
+        """See `Cloud.launch`."""
+        self._check_capacity(order)
+        folder = self._folder / order.node
+        (folder / "work").mkdir(parents=True, exist_ok=True, mode=0o700)
+        python = node_python()
+        environment = {
+            **os.environ,
+            **order.environment,
+            MARK: str(folder),
+            "GRPO_ORCH_WORKDIR": str(folder / "work"),
+            "PYTHONUNBUFFERED": "1",
+        }
+        (folder / "market").write_text(order.market)
+        registered, registers = os.pipe()
+        machine = [sys.executable, "-m", "orchestrator.clouds.local.machine"]
+        with (folder / "log").open("ab") as log:
+            subprocess.Popen(
+                [*machine, str(registers), str(folder), str(order.attempt), python, "-m", _WORK[order.role]],
+                env=environment,
+                cwd=self._spec.workdir or None,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(registers,),
+            )
+        os.close(registers)
+        os.read(registered, 1)  # returns when the machine is on record, or has ended
+        os.close(registered)
+
+    def terminate(self, node: str) -> None:
+        """See `Cloud.terminate`. At once and without mercy, as a real cloud does it in the end."""
+        folder = self._folder / node
+        if folder.exists():
+            _destroy(folder)
+            for name in ("work/notice", "gone", "exit.json", "machine.json"):  # the record last: it may be cut off
+                (folder / name).unlink(missing_ok=True)
+
+    def confirm(self, node: str) -> None:
+        """See `Cloud.confirm`. Nothing to do: `machines` looks at the processes themselves."""
+
+    def notify(self, node: str) -> None:
+        """Tell the node, as a metadata service would, that its machine will be taken back."""
+        (self._folder / node / "work" / "notice").touch()
+
+    def preempt(self, node: str, why: str) -> None:
+        """Take the machine away: every process of it is killed, and the cloud says why."""
+        folder = self._folder / node
+        (folder / "gone").write_text(why)
+        _destroy(folder)
+
+    def refuse(self, slots: list[str], for_s: float) -> None:
+        """Have no capacity for these slots for a while."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        document = {"slots": slots, "until_s": time.time() + for_s}
+        (self._folder / "no_capacity.json").write_text(json.dumps(document))
+
+    def offers(self) -> list[Offer]:
+        """See `Cloud.offers`."""
+        return [
+            Offer(role, market, "processes on this machine", self._price(role, market))
+            for role, _, _ in wanted_slots(self._spec)
+            for market in (market_of(role, self._spec),)
+        ]
+
+    def log(self, node: str, *, follow: bool) -> Iterator[str]:
+        """See `Cloud.log`."""
+        return lines_of(self._logs()[node], follow)
+
+    def logged_nodes(self) -> list[str]:
+        """See `Cloud.logged_nodes`."""
+        return sorted(self._logs())
+
+    def clean_up(self) -> None:
+        """See `Cloud.clean_up`. They share nothing."""
+
+    def close(self) -> None:
+        """See `Cloud.close`. Nothing looks on its own."""
+
+    def _logs(self) -> dict[str, Path]:
+        """Log files by node, by slot (its newest node's) and, for the daemon, by its name."""
+        found = {"daemon": self._folder.parent / "daemon.log"}
+        for path in sorted(self._folder.glob("*/log"), key=lambda path: (len(path.parent.name), path.parent.name)):
+            slot, _ = slot_and_incarnation(path.parent.name)
+            found[path.parent.name] = found[slot] = path
+        return {name: path for name, path in found.items() if path.exists()}
+
+    def _machine(self, folder: Path) -> Machine:
+        record = json.loads((folder / "machine.json").read_text())
+        attempt = int(record["attempt"])
+        state, why, exit_code = MachineState.UP, "", _exit_code(folder, attempt)
+        if (folder / "gone").exists():
+            state, why = MachineState.GONE, (folder / "gone").read_text()
+        elif exit_code is None and not _carries_mark(int(record["pid"]), folder):
+            exit_code = _exit_code(folder, attempt)  # it may have ended between the two looks
+            if exit_code is None:
+                _destroy(folder)  # what the machine's death left behind
+                state, why = MachineState.GONE, "its processes died"
+        market = Market((folder / "market").read_text())
+        role = Role(folder.name.split("-")[0])
+        return Machine(
+            node=folder.name,
+            state=state,
+            attempt=attempt,
+            exit_code=exit_code,
+            why=why,
+            notice=(folder / "work" / "notice").exists(),
+            market=market,
+            price_usd_per_h=self._price(role, market),
+            on_demand_usd_per_h=self._price(role, Market.ON_DEMAND),
+        )
+
+    def _price(self, role: Role, market: Market) -> float:
+        rehearse = self._spec.rehearse
+        if rehearse is None:
+            return 0.0
+        prices: Prices = rehearse.trainer_prices if role is Role.TRAINER else rehearse.rollout_prices
+        return prices.spot_usd_per_h if market is Market.SPOT else prices.on_demand_usd_per_h
+
+    def _check_capacity(self, order: Order) -> None:
+        path = self._folder / "no_capacity.json"
+        if not path.exists():
+            return
+        document: dict[str, Any] = json.loads(path.read_text())
+        slot, _ = slot_and_incarnation(order.node)
+        if slot in document["slots"] and time.time() < document["until_s"]:
+            raise CloudRefused(Refusal.NO_CAPACITY, f"no {order.market} capacity for {slot} (rehearsed)")
+
+
+def node_python() -> str:
+    """The Python that runs node work: `$GRPO_ORCH_NODE_PYTHON`, `.venv-node` beside this environment or in the
+    current folder, or this one if it has vLLM.
+
+    Raises:
+        CloudRefused: there is none; says how to make it.
+    """
+    named = os.environ.get("GRPO_ORCH_NODE_PYTHON")
+    if named is not None and not Path(named).exists():
+        raise CloudRefused(Refusal.CREDENTIALS, f"GRPO_ORCH_NODE_PYTHON={named}: no such file")
+    beside = Path(sys.prefix).parent / ".venv-node" / "bin" / "python"
+    here = Path.cwd() / ".venv-node" / "bin" / "python"
+    for candidate in (Path(named) if named else None, beside, here):
+        if candidate is not None and candidate.exists():
+            return str(candidate)
+    if importlib.util.find_spec("vllm"):
+        return sys.executable
+    raise CloudRefused(Refusal.CREDENTIALS, f"no node environment at {beside}; make it with `make node-env`")
+
+
+def kill_all(folder: Path) -> None:
+    """SIGKILL every process that carries the machine's mark, until none is left."""
+    while pids := marked_processes(folder):
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def _destroy(folder: Path) -> None:
+    """End the machine's processes and give back its memory: the spool, which its trainer may have put there."""
+    kill_all(folder)
+    link = folder / "work" / "spool"
+    if link.is_symlink() and (spool := link.resolve()).name.startswith(SPOOL_PREFIX):
+        shutil.rmtree(spool, ignore_errors=True)
+        link.unlink(missing_ok=True)
+
+
+def marked_processes(folder: Path) -> list[int]:
+    """The pids of a machine."""
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in pids if _carries_mark(pid, folder)]
+
+
+def _carries_mark(pid: int, folder: Path) -> bool:
+    """Whether the process belongs to the machine. A dead one does not, also while it waits to be reaped."""
+    try:
+        for _ in range(EMPTY_LOOKS):
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            if environment or not _has_memory(pid):
+                return f"{MARK}={folder}".encode() in environment.split(b"\0")
+            time.sleep(EMPTY_LOOK_S)  # between two programs (execve(2)) it reads as empty for some microseconds
+    except OSError:
+        pass
+    return False
+
+
+def _has_memory(pid: int) -> bool:
+    """Whether the process can have an environment: it is not dead, and none of the kernel's threads (proc(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0] not in "ZX" and not int(fields[6]) & PF_KTHREAD
+
+
+def _exit_code(folder: Path, attempt: int) -> int | None:
+    path = folder / "exit.json"
+    if not path.exists():
+        return None
+    document = json.loads(path.read_text())
+    return int(document["exit_code"]) if document["attempt"] == attempt else None
+
+
+def lines_of(path: Path, follow: bool) -> Iterator[str]:
+    """The lines of a file; with `follow`, on as they come."""
+    with path.open(errors="replace") as log:
+        while True:
+            line = log.readline()
+            if line:
+                yield line.rstrip("\n")
+            elif follow:
+                time.sleep(0.2)  # files have no event that is portable; this is how tail -f does it, too
+            else:
+                return

@@ -1,0 +1,53 @@
+"""SkyPilot's objects in our types, and our words in its keys. Imports no SkyPilot: what it reads, it is given."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from orchestrator.clouds.sky.types import Cluster, ClusterState, SkyOffer
+
+LABEL = "grpo-orch"  # on every machine, with the cluster's name
+HOUR_S = 3600
+
+_STATES = {"INIT": ClusterState.STARTING, "UP": ClusterState.UP, "STOPPED": ClusterState.STOPPED}
+
+
+def cluster_of(record: Any) -> Cluster:
+    """The cluster that a record of `sky.status` is of."""
+    return cluster_at(record.name, _STATES[record.status.value], record.handle)
+
+
+def cluster_at(name: str, state: ClusterState, handle: Any) -> Cluster:
+    """The cluster that SkyPilot has launched and holds by this handle."""
+    launched = handle.launched_resources
+    addresses, ports = handle.cached_external_ips, handle.cached_external_ssh_ports
+    return Cluster(
+        name=name,
+        state=state,
+        infra=launched.infra.to_str(),
+        spot=launched.use_spot,
+        price_usd_per_h=float(launched.get_cost(HOUR_S)),
+        ssh_address=(addresses[0], ports[0]) if addresses and ports else None,
+        machine=launched.instance_type or "",
+        on_demand_usd_per_h=float(launched.copy(use_spot=False).get_cost(HOUR_S)),
+    )
+
+
+def offer_of(machine: Any) -> SkyOffer:
+    """The offer that a launchable `sky.Resources` is."""
+    accelerators = ", ".join(f"{name}:{count}" for name, count in (machine.accelerators or {}).items())
+    price = float(machine.get_cost(HOUR_S))
+    return SkyOffer(machine.infra.to_str(), machine.instance_type, accelerators, machine.use_spot, price)
+
+
+def labelled(resources: dict[str, Any], name: str) -> dict[str, Any]:
+    """The resources with the cluster's name on every alternative.
+
+    Labels above the alternatives are put into each: SkyPilot would mix those of all.
+    """
+    config = copy.deepcopy(resources)
+    above = config.pop("labels", {})
+    for place in config.get("any_of") or config.get("ordered") or [config]:
+        place["labels"] = {**above, **place.get("labels", {}), LABEL: name}
+    return config

@@ -1,0 +1,159 @@
+"""The machine that the daemon lives on with `--remote`: small, on demand, provisioned by SkyPilot.
+
+On it SkyPilot has an API server and records of its own, and the run's machines are in those alone: here only this
+one machine is known, and it knows nothing of itself. What its daemon does, the run's store tells, as ever.
+
+It needs the user's credentials. SkyPilot 0.14 puts on every machine that it launches what the clouds' own
+programs keep in files, with these exceptions: AWS takes no part with SSO, an assumed role or keys in the
+environment, and gives the machine a role of its own that may buy others, if the machine is on AWS itself; on
+Kubernetes a machine has its service account, and no kubeconfig; Slurm has nothing to put.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import resources as package_data
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from checkpoint.records import documents
+from checkpoint.records.documents import ControllerMachine, RunRecord
+from checkpoint.store.run_store import OPTIONS_ENV, Store
+from orchestrator.clouds.protocol import Order
+from orchestrator.clouds.sky.settings import settings_elsewhere
+from orchestrator.clouds.sky.types import SkyOffer
+from orchestrator.clouds.sky.work import Work, places, region_of, work_for
+from orchestrator.clouds.wheel import build_wheel
+from orchestrator.home.folder import kept_run_digest, run_dir
+from orchestrator.home.run_secrets import all_secrets, handed_on
+from orchestrator.home.trust import DIGEST_ENV, known_run
+from policies.model.vocabulary import Market, Role
+
+if TYPE_CHECKING:
+    from orchestrator.clouds.sky.skypilot import SkyPilot
+
+SIZE = {"cpus": "4+", "memory": "8+", "use_spot": False}  # an API server alone holds 1 GB
+SKY_SETTINGS = "~/.sky/config.yaml"
+NO_USAGE_ENV = "SKYPILOT_DISABLE_USAGE_COLLECTION"  # a user who sets it means all machines
+FOLDER_ENV = "GRPO_ORCH_RUN_FOLDER"  # where the folder of run.yaml lies on a machine that got a copy of it
+LAUNCH_TIMEOUT_S = 1800.0
+CALL_TIMEOUT_S = 300.0
+
+
+class RemoteController:
+    """The controller machine of one run. All calls raise CloudUnavailable and may be made again."""
+
+    def __init__(self, sky: SkyPilot, record: RunRecord, store: Store) -> None:
+        self._sky = sky
+        self._record = record
+        self._store = store
+        # Not `grpo-RUN-...`: a daemon on the user's own machine would end it as an orphan of the run.
+        self.cluster = f"grpo-controller-{record.run_id}"
+
+    def offer(self) -> SkyOffer:
+        """The cheapest machine that it could be. Raises CloudRefused when there is none."""
+        return self._sky.offers(self._resources(), spot=False)[0]
+
+    def launch(self, reason: str) -> None:
+        """See that the machine exists and that a daemon is watched over there, taking the run over for `reason`.
+
+        Nothing is done twice, however often it is called. Raises CloudRefused, NotVouched.
+        """
+        known_run(self._store)
+        before = documents.read_controller(self._store)
+        infra = before.infra if before else ""
+        # First, for a machine that is not known of is not returned.
+        documents.write_controller(self._store, ControllerMachine(self.cluster, infra, time.time()))
+        infra = self._sky.launch(self.cluster, self._work(reason), LAUNCH_TIMEOUT_S).infra
+        documents.write_controller(self._store, ControllerMachine(self.cluster, infra, time.time()))
+
+    def exists(self) -> bool:
+        """Whether the machine is there, which its cloud is asked for. False also for who did not launch it."""
+        return self._sky.confirm(self.cluster, CALL_TIMEOUT_S) is not None
+
+    def has_ended(self) -> bool:
+        """Whether nobody watches over a daemon there any more."""
+        return self._sky.is_idle(self.cluster, CALL_TIMEOUT_S)
+
+    def log(self, *, follow: bool) -> Iterator[str]:
+        """Lines of what was said there. Raises KeyError when SkyPilot has no such machine on record."""
+        return self._sky.tail(self.cluster, follow=follow)
+
+    def last_words(self) -> str:
+        """The last line of what was said there. Raises KeyError when SkyPilot has no such machine on record."""
+        said = deque((line for line in self.log(follow=False) if line), maxlen=1)
+        return said[0] if said else "no output"
+
+    def down(self) -> None:
+        """Return the machine, and then forget it."""
+        self._sky.down(self.cluster, CALL_TIMEOUT_S)
+        documents.drop_controller(self._store)
+        self._sky.drop_group(places(self._record.spec.trainer.resources), CALL_TIMEOUT_S)
+
+    def _resources(self) -> dict[str, Any]:
+        """Where the trainer may be, which is where the credentials reach."""
+        named = places(self._record.spec.trainer.resources)
+        if None in named:
+            return dict(SIZE)
+        regions = dict.fromkeys(region_of(place) for place in named if place)
+        if len(regions) == 1:
+            return {**SIZE, "infra": next(iter(regions))}
+        return {**SIZE, "any_of": [{"infra": region} for region in regions]}
+
+    def _clouds(self) -> list[str]:
+        """The clouds that its SkyPilot has to reach, by the names of SkyPilot's extras."""
+        spec = self._record.spec
+        candidates = [*places(spec.trainer.resources), *places(spec.rollout.resources)]
+        named = {place.partition("/")[0].lower() for place in candidates if place}
+        if None in candidates or "*" in named:
+            named = {cloud.name for cloud in self._sky.clouds() if cloud.enabled}
+        return sorted(named)
+
+    def _work(self, reason: str) -> Work:
+        """What a trainer gets, the folder and what it names, for that is handed on; the rest is a daemon's."""
+        known_as = kept_run_digest(self._store.url)
+        settings = {name: os.environ[name] for name in (OPTIONS_ENV, NO_USAGE_ENV) if os.environ.get(name)}
+        environment = {
+            "GRPO_ORCH_RUN": self._store.url,
+            "GRPO_ORCH_REASON": reason,
+            "GRPO_ORCH_CLOUDS": ",".join(self._clouds()),
+            **({DIGEST_ENV: known_as} if known_as else {}),
+            **settings,
+            **handed_on(all_secrets(self._record.spec, os.environ)),
+        }
+        order = Order(self.cluster, Role.TRAINER, Market.ON_DEMAND, 1, environment)
+        wheel = build_wheel(run_dir(self._record.run_id) / "wheel")
+        work = work_for(order, self._record.spec, wheel, None)
+        return replace(
+            work,
+            # The second finds the environment that the first has made, and puts this project beside it.
+            setup=_script("controller_setup.sh") + _script("setup.sh"),
+            run=_script("controller_run.sh"),
+            resources=self._resources(),
+            files={**work.files, **self._settings()},
+        )
+
+    def _settings(self) -> dict[str, str]:
+        """The user's settings of SkyPilot as a file to ship, for they say in which network machines are."""
+        settings = settings_elsewhere(self._sky.settings())
+        if not settings:
+            return {}
+        path = run_dir(self._record.run_id) / "sky.yaml"
+        path.touch(mode=0o600)
+        path.write_text(yaml.safe_dump(settings))
+        return {SKY_SETTINGS: str(path)}
+
+
+def as_shipped(record: RunRecord) -> RunRecord:
+    """The record with the run's folder as this machine has it: elsewhere than where run.yaml was written."""
+    folder = os.environ.get(FOLDER_ENV)
+    return replace(record, spec=replace(record.spec, workdir=folder)) if folder else record
+
+
+def _script(name: str) -> str:
+    return (package_data.files("tasks") / "sky" / name).read_text()

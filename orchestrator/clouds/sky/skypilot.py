@@ -1,0 +1,384 @@
+"""The one module that imports `sky`: SkyPilot's SDK with deadlines, in our types and with our errors.
+
+Importing it takes seconds: only `cloud: sky` and `grpo-orch doctor` do. The SDK talks to an API server, that of
+SKYPILOT_API_SERVER_ENDPOINT or `sky api login`, else to one on this machine, which is started when there is none.
+The server may be killed at any moment: nothing but names is kept here, and every call may be made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import sky
+from sky import clouds, exceptions, global_user_state, provision, sky_logging, skypilot_config
+from sky.adaptors import aws
+from sky.client import sdk
+from sky.server import common as server
+from sky.skylet import constants, runtime_utils
+from sky.utils import registry, resources_utils
+
+from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+from orchestrator.clouds.sky.aws import Account
+from orchestrator.clouds.sky.calls import Call, ask_cloud, failure_of, find_out, nothing_refused
+from orchestrator.clouds.sky.errors import OTHER_MACHINE, one_line, understand
+from orchestrator.clouds.sky.log import lines_from
+from orchestrator.clouds.sky.records import cluster_at, cluster_of, labelled, offer_of
+from orchestrator.clouds.sky.server import start_server
+from orchestrator.clouds.sky.types import ApiServer, CloudCheck, Cluster, ClusterState, Instance, SkyOffer
+from orchestrator.clouds.sky.work import Work
+from policies.model.vocabulary import Refusal
+
+LOOK_TIMEOUT_S = 60.0  # for what SkyPilot has on record
+FIRST_TIMEOUT_S = 300.0  # for the first answer of a server that was just started: minutes on busy cores
+CHECK_TIMEOUT_S = 120.0  # for what clouds and catalogs are asked for
+GONE_EVERY_S = 1.0
+LOG_LINES = 400
+SSH_PORT = 22
+
+_SETTINGS = dict(skypilot_config.to_dict())  # before `_own_group`
+_starting = threading.Lock()
+_overlay = contextlib.ExitStack()  # what goes along with every request of this process; never left
+
+
+class SkyPilot:
+    """SkyPilot as this user sees it. Every method blocks and may be called from any thread.
+
+    All raise CloudUnavailable when SkyPilot does not answer: nothing is known then, any call may be made again.
+    """
+
+    def __init__(self, group: str | None = None) -> None:
+        """`group`: clusters whose names begin so are in a security group of that name on AWS, see `_own_group`."""
+        # It writes to stdout, which is for what a command was asked.
+        logging.getLogger("sky").handlers[:] = [logging.NullHandler()]
+        sdk.click = SimpleNamespace(secho=lambda *_, **__: None)
+        if server.is_api_server_local():
+            # Requests, the secrets of tasks among them, are kept there as they came, readable by anybody.
+            _server_log().parent.mkdir(parents=True, exist_ok=True)
+            _server_log().parent.chmod(0o700)
+        # Elsewhere nobody could delete the group in the end: the credentials are with the server.
+        self._group = group if server.is_api_server_local() else None
+        if self._group:
+            _own_group(self._group)
+        self._aws = Account(_ec2, self._group, self._enabled)
+        self._handles: dict[str, Any] = {}  # as last seen, by cluster
+        # What asks the cloud for the machines of each cluster that was taken down and not yet seen to be gone.
+        self._unproven: dict[str, Callable[[], Iterable[str]]] = {}
+
+    def clusters(self, prefix: str) -> list[Cluster]:
+        """Every cluster on SkyPilot's record whose name begins with `prefix`; no cloud is asked."""
+        records = [one for one in _status(None, LOOK_TIMEOUT_S) if one.name.startswith(prefix)]
+        self._handles.update({record.name: record.handle for record in records})
+        return [cluster_of(record) for record in records]
+
+    def confirm(self, name: str, timeout_s: float) -> Cluster | None:
+        """Have SkyPilot ask the cloud and the machine about a cluster. Returns None when it is gone."""
+        records = _status([name], timeout_s, sky.StatusRefreshMode.FORCE)
+        return cluster_of(records[0]) if records else None
+
+    def has_machines(self, name: str) -> bool | None:
+        """Whether the cloud has machines of a cluster that was on record. None: ask SkyPilot, see `confirm`.
+
+        SkyPilot's server is not asked: while it launches others it may take half a minute.
+        """
+        handle = self._handles.get(name)
+        if handle is None:
+            return None
+        instances = _instances_of(handle)
+        return None if instances is tuple else bool(find_out(instances))
+
+    def launch(self, name: str, work: Work, timeout_s: float) -> Cluster:
+        """Provision the cluster or take it up where it is, set it up and submit the work.
+
+        One that was cut off, by the deadline too, is continued by launching the same name again.
+        Raises CloudRefused.
+        """
+        _, handle = _ask(lambda: sdk.launch(_task(name, work), cluster_name=name), timeout_s)
+        self._handles[name] = handle
+        return cluster_at(name, ClusterState.UP, handle)
+
+    def run_again(self, name: str, work: Work, timeout_s: float) -> None:
+        """Submit the work once more to a cluster that is up, without its set-up. Raises CloudRefused."""
+        _ask(lambda: sdk.exec(_task(name, work), cluster_name=name), timeout_s)
+
+    def is_idle(self, name: str, timeout_s: float) -> bool:
+        """Whether everything that was submitted to the cluster has ended."""
+        return not _look(lambda: sdk.queue(name, skip_finished=True, all_users=True), timeout_s)
+
+    def down(self, name: str, timeout_s: float) -> None:
+        """Take the cluster down and see with its cloud that nothing of it is left. No error when there is none.
+
+        A launch of it that is under way ends. Raises CloudUnavailable also when something is still there.
+        """
+        deadline = time.monotonic() + timeout_s
+        if (record := _record(name, timeout_s)) is not None:
+            self._unproven[name] = _instances_of(record.handle)
+            _look(lambda: sdk.down(name), timeout_s)
+        while left := find_out(self._unproven.get(name, tuple)):
+            if time.monotonic() > deadline:
+                what = f"{name} was taken down, but its cloud still has {', '.join(sorted(left))}"
+                raise CloudUnavailable(f"{what}: still there; it is tried again, or end it at the cloud's console")
+            time.sleep(GONE_EVERY_S)
+        self._unproven.pop(name, None)
+        self._handles.pop(name, None)
+
+    def drop_group(self, places: Iterable[str | None], timeout_s: float) -> None:
+        """See `Account.drop_group`."""
+        self._aws.drop_group(places, timeout_s)
+
+    def strays(self, prefix: str, places: Iterable[str | None]) -> list[Instance]:
+        """The machines on AWS whose label begins with `prefix` and of which SkyPilot here has no record.
+
+        `places`: see `Account`.
+        """
+        # In this order: SkyPilot has a cluster on record before AWS has its machine.
+        if not (there := self._aws.machines(prefix, places)):
+            return []
+        known = {record.name for record in _status(None, LOOK_TIMEOUT_S)}
+        return [instance for instance in there if instance.name not in known]
+
+    def end(self, strays: Iterable[Instance]) -> None:
+        """Have machines shut down that SkyPilot here has no record of."""
+        self._aws.end(strays)
+
+    def as_cluster(self, stray: Instance) -> Cluster:
+        """A stray machine as a cluster."""
+        kind = sky.Resources(infra=f"aws/{stray.region}", instance_type=stray.machine, use_spot=stray.spot)
+        return Cluster(
+            name=stray.name,
+            state=stray.state,
+            infra=f"aws/{stray.region}/{stray.zone}",
+            spot=stray.spot,
+            price_usd_per_h=float(kind.get_cost(3600)),
+            ssh_address=(stray.address, SSH_PORT) if stray.address else None,
+            machine=stray.machine,
+            on_demand_usd_per_h=float(kind.copy(use_spot=False).get_cost(3600)),
+            stray=True,
+        )
+
+    def _enabled(self) -> list[str]:
+        """The clouds that SkyPilot may use."""
+        found: list[str] = _look(sdk.enabled_clouds, FIRST_TIMEOUT_S)
+        # A user who has never run `sky check` may well have credentials.
+        return found or [cloud.name for cloud in self.clouds() if cloud.enabled]
+
+    def tail(self, name: str, *, follow: bool) -> Iterator[str]:
+        """Lines of the log of the cluster's newest job. Raises KeyError when there is no such cluster."""
+        ask_cloud(_see_server, CHECK_TIMEOUT_S)  # a look has no time to start one
+        if _record(name, FIRST_TIMEOUT_S) is None:
+            raise KeyError(name)
+        return lines_from(name, lambda sink: _write_log(name, follow, sink))
+
+    def offers(self, resources: dict[str, Any], *, spot: bool) -> list[SkyOffer]:
+        """What could be launched in each region or zone, the cheapest first; nothing is launched.
+
+        Raises CloudRefused when no enabled cloud has such a machine.
+        """
+        if not (enabled := self._enabled()):
+            raise CloudRefused(Refusal.CREDENTIALS, "no cloud is enabled; see why with `grpo-orch doctor`")
+        return ask_cloud(lambda: _offers(resources, spot, enabled), CHECK_TIMEOUT_S)
+
+    def has_quota(self, offer: SkyOffer) -> bool:
+        """False when the account's quota for such machines there is known to be zero (AWS and GCP tell)."""
+
+        def ask() -> bool:
+            one = sky.Resources(infra=offer.infra, instance_type=offer.instance_type, use_spot=offer.spot)
+            return bool(one.cloud.check_quota_available(one))
+
+        return ask_cloud(ask, CHECK_TIMEOUT_S)
+
+    def clouds(self) -> list[CloudCheck]:
+        """Every cloud that SkyPilot knows, its credentials tried anew; enabled ones first."""
+        workspaces = _look(lambda: sdk.check(None, verbose=False), FIRST_TIMEOUT_S)
+        enabled = {
+            name.partition("/")[0].lower()
+            for workspace in workspaces.values()
+            for name, abilities in workspace.items()
+            if "compute" in abilities
+        }
+        others = {name: cloud for name, cloud in registry.CLOUD_REGISTRY.items() if name not in enabled}
+        reasons = ask_cloud(lambda: {name: _reason(cloud) for name, cloud in others.items()}, CHECK_TIMEOUT_S)
+        return [
+            *(CloudCheck(name, True, "") for name in sorted(enabled)),
+            *(CloudCheck(name, False, reasons[name]) for name in sorted(reasons)),
+        ]
+
+    def settings(self) -> dict[str, Any]:
+        """What the user has set in ~/.sky/config.yaml, and wherever else SkyPilot reads it."""
+        return _SETTINGS
+
+    def server(self) -> ApiServer:
+        """The API server, started first where it is this machine's own and is not running."""
+        ask_cloud(_see_server, CHECK_TIMEOUT_S)
+        info = ask_cloud(server.get_api_server_status, LOOK_TIMEOUT_S)
+        endpoint = server.redact_url_password(server.get_server_url())
+        return ApiServer(endpoint, info.version or "unknown", server.is_api_server_local())
+
+
+def _ask(submit: Callable[[], str], timeout_s: float) -> Any:
+    """Have a request done. Raises CloudRefused, CloudUnavailable."""
+
+    def see_server_and_submit() -> str:
+        _see_server()
+        return submit()
+
+    call = Call(see_server_and_submit, sdk.get, lambda request: sdk.api_cancel([request], silent=True))
+    try:
+        return call.result(timeout_s)
+    except TimeoutError:
+        late = f"SkyPilot has not done it within {timeout_s:g} s; it is tried again, see `sky api status`"
+        raise CloudUnavailable(late) from None
+    except CloudUnavailable:
+        raise
+    except Exception as error:
+        server.get_api_server_status_response.cache_clear()  # it may be the server that is gone
+        refused = isinstance(error, exceptions.ResourcesUnavailableError)
+        log = _request_log(call.id) if refused and call.id else ""
+        raise understand(failure_of(error, log)) from error
+
+
+def _look(submit: Callable[[], str], timeout_s: float) -> Any:
+    """Have a request done that gives no machine, so that nothing is refused. Raises CloudUnavailable."""
+    with nothing_refused():
+        return _ask(submit, timeout_s)
+
+
+def _request_log(request: str) -> str:
+    """The end of a request's log: it alone has the words in which a cloud refused a machine."""
+    text = io.StringIO()
+
+    def stream() -> None:
+        sdk.stream_and_get(request, tail=LOG_LINES, follow=False, output_stream=text)
+
+    try:
+        Call(lambda: "", lambda _: stream(), lambda _: None).result(LOOK_TIMEOUT_S)
+    except Exception:  # noqa: BLE001 without it the failure is still told, only less exactly
+        return ""
+    return text.getvalue()
+
+
+def _see_server() -> None:
+    """See that the API server answers, and start one where that is ours to do. Raises CloudUnavailable."""
+    status = server.get_api_server_status().status
+    if status is server.ApiServerStatus.HEALTHY:
+        return
+    server.get_api_server_status_response.cache_clear()  # the next call asks anew
+    url = server.redact_url_password(server.get_server_url())
+    if status is server.ApiServerStatus.NEEDS_AUTH:
+        raise CloudUnavailable(f"the API server at {url} wants a login: run `sky api login -e {url}`")
+    if status is server.ApiServerStatus.VERSION_MISMATCH:
+        raise CloudUnavailable(f"the API server at {url} is of another version: run `sky api stop`, or upgrade it")
+    if not server.is_api_server_local():
+        raise CloudUnavailable(f"the API server at {url} does not answer; see `curl {url}/api/health`")
+    with _starting:
+        if server.get_api_server_status().status is not server.ApiServerStatus.HEALTHY:
+            start_server(_server_log())
+            server.get_api_server_status_response.cache_clear()
+
+
+def _server_log() -> Path:
+    return Path(runtime_utils.expanduser(constants.API_SERVER_LOGS))
+
+
+def _task(name: str, work: Work) -> Any:
+    task = sky.Task(
+        name=name,
+        setup=work.setup,
+        run=work.run,
+        envs=work.env,
+        secrets=work.secrets,
+        workdir=work.workdir,
+        file_mounts=work.files,
+    )
+    task.set_resources(sky.Resources.from_yaml_config(labelled(work.resources, name)))
+    return task
+
+
+def _record(name: str, timeout_s: float) -> Any:
+    records = _status([name], timeout_s)
+    return records[0] if records else None
+
+
+def _status(names: list[str] | None, timeout_s: float, refresh: Any = sky.StatusRefreshMode.NONE) -> list[Any]:
+    """SkyPilot's records. To an API server without logins each machine of a user is another user."""
+    records: list[Any] = _look(lambda: sdk.status(names, refresh=refresh, all_users=True), timeout_s)
+    return records
+
+
+def _instances_of(handle: Any) -> Callable[[], Iterable[str]]:
+    """What asks the cloud for the machines of a cluster, also after its record is gone.
+
+    With an API server elsewhere the credentials are there; SkyPilot's own look before it deletes a record is all.
+    """
+    if not server.is_api_server_local() or handle.cluster_yaml is None:
+        return tuple
+    provider = find_out(lambda: global_user_state.get_cluster_yaml_dict(handle.cluster_yaml))["provider"]
+    cloud = repr(handle.launched_resources.cloud)
+    names = handle.cluster_name, handle.cluster_name_on_cloud
+    return lambda: list(provision.query_instances(cloud, *names, provider))
+
+
+def _own_group(group: str) -> None:
+    """Have clusters whose names begin with `group` in a security group of that name, from now on.
+
+    SkyPilot's own is one for whatever a user launches from one host: these machines reach each other, those that
+    the same user launches from another host are shut out, and nobody can tell when it is not needed any more.
+    A group that the user's configuration names is kept to.
+    """
+    config = skypilot_config.to_dict()
+    named = config.get_nested(("aws", "security_group_name"), default_value=[])
+    if isinstance(named, list):
+        config.set_nested(("aws", "security_group_name"), [*named, {f"{group}*": group}])
+        _overlay.enter_context(skypilot_config.replace_skypilot_config_in_process(config))
+
+
+def _ec2(region: str) -> Any:
+    return aws.client("ec2", region_name=region)
+
+
+def _write_log(name: str, follow: bool, sink: io.TextIOBase) -> None:
+    with sky_logging.silent():
+        sdk.tail_logs(name, None, follow, output_stream=sink)
+
+
+def _offers(resources: dict[str, Any], spot: bool, enabled: list[str]) -> list[SkyOffer]:
+    found: set[SkyOffer] = set()
+    like: set[str] = set()
+    for wanted in sky.Resources.from_yaml_config(copy.deepcopy(resources)):
+        one = wanted.copy(use_spot=spot)
+        one.validate()
+        for name in enabled:
+            cloud = registry.CLOUD_REGISTRY.from_str(name)
+            if one.cloud is None or one.cloud.is_same_cloud(cloud):
+                feasible = cloud.get_feasible_launchable_resources(one, 1)
+                like.update(feasible.fuzzy_candidate_list)
+                for machine in feasible.resources_list[:1]:  # the cheapest, which a launch would take
+                    found.update(map(offer_of, resources_utils.make_launchables_for_valid_region_zones(machine)))
+    if not found:
+        hint = f"there is {', '.join(sorted(like))}" if like else OTHER_MACHINE
+        said = f"no enabled cloud ({', '.join(enabled)}) has {'spot ' if spot else ''}machines for {resources}"
+        raise CloudRefused(Refusal.QUOTA, f"{said}; {hint}")
+    return sorted(found, key=lambda offer: (offer.price_usd_per_h, offer.infra, offer.instance_type))
+
+
+def _reason(cloud: Any) -> str:
+    """Why a cloud is not enabled, asked from this machine."""
+    if not server.is_api_server_local():
+        return f"not enabled at {server.redact_url_password(server.get_server_url())}; run `sky check` there"
+    try:
+        _, reason = cloud.check_credentials(clouds.CloudCapability.COMPUTE)
+    except ImportError:
+        reason = f"its library is missing: pip install 'skypilot[{cloud.canonical_name()}]=={sky.__version__}'"
+    except Exception as error:  # noqa: BLE001 whatever it is, it is the reason
+        reason = str(error)
+    return (
+        one_line(" ".join(str(reason).split())) if reason else "left out by `allowed_clouds` in ~/.sky/config.yaml"
+    )

@@ -1,0 +1,170 @@
+"""What SkyPilot is asked to do for one node: its machine in SkyPilot's words, the scripts, files and environment.
+
+No call of SkyPilot's is made here, and nothing of it imported. Secrets are apart from the rest of the environment,
+for SkyPilot hides them in what it writes and prints.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from importlib import resources as package_data
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from checkpoint.security.redaction import secret_names
+from checkpoint.store.run_store import OPTIONS_ENV
+from orchestrator.clouds.protocol import CloudRefused, Order
+from orchestrator.config.rules.resources import ALTERNATIVES
+from policies.model.spec import RolloutSpec, RunSpec, TrainerSpec
+from policies.model.vocabulary import Market, Refusal, Role
+
+REMOTE_WORKDIR = "~/sky_workdir"  # where SkyPilot puts a task's workdir
+REMOTE_WHEELS = ".grpo-orch/wheels"  # below the home folder
+_SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
+_PLACES = ("infra", "cloud", "region", "zone")  # the latter three are the older way to say the first
+_OPEN_END = re.compile(r"(/\*)+$")  # `aws/*/*` is `aws`
+_ALIASES = {"k8s": "kubernetes"}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What to run on a cluster of one machine, and what that machine is to be."""
+
+    setup: str  # bash
+    run: str  # bash
+    resources: dict[str, Any]  # SkyPilot's keys, `any_of` and `ordered` among them
+    env: dict[str, str]
+    secrets: dict[str, str] = field(repr=False)
+    files: dict[str, str]  # path on the machine: path here
+    workdir: str | None
+
+
+def work_for(order: Order, spec: RunSpec, wheel: Path, pinned: str | None) -> Work:
+    """Return the work of one node.
+
+    Args:
+        order: the node and its environment, secrets included.
+        spec: the run, of `cloud: sky`.
+        wheel: this project, as `build_wheel` made it.
+        pinned: where the machine has to be, as in `aws/us-east-1`; None: wherever the role's resources allow.
+
+    Raises:
+        CloudRefused: no candidate is where it has to be, or the folder of run.yaml is not on this machine.
+    """
+    section: TrainerSpec | RolloutSpec = spec.trainer if order.role is Role.TRAINER else spec.rollout
+    shipped = f"{REMOTE_WHEELS}/{wheel.parent.name}/{wheel.name}"
+    environment = {**order.environment, "GRPO_ORCH_ROLE": order.role.value, "GRPO_ORCH_WHEEL": shipped}
+    named = secret_names(environment)
+    hidden = {name for name in environment if name in named or is_secret(name)}
+    return Work(
+        setup=_script("setup.sh"),
+        run=_script("run.sh"),
+        resources=resources_for(section.resources, order.role, order.market, pinned),
+        env={name: value for name, value in environment.items() if name not in hidden},
+        secrets={name: value for name, value in environment.items() if name in hidden},
+        files={f"~/{shipped}": str(wheel), **_named_files(order.role, spec)},
+        workdir=_workdir(spec),
+    )
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value of an environment variable of that name may be a secret."""
+    return name == OPTIONS_ENV or _SECRET.search(name.upper()) is not None
+
+
+def resources_for(wanted: dict[str, Any], role: Role, market: Market, pinned: str | None) -> dict[str, Any]:
+    """Return SkyPilot's `resources`, on that market unless an entry says its own, and nowhere but in `pinned`.
+
+    Raises CloudRefused.
+    """
+    use_spot = {"use_spot": market is Market.SPOT}
+    # An entry that names its market keeps it: `ordered` spot, then on demand, is how a user says so.
+    kept = [{**use_spot, **entry} for entry in _candidates(wanted, pinned)]
+    if not kept:
+        message = f"{role}.resources names no place in {pinned}, and a run's machines are in one region"
+        raise CloudRefused(Refusal.QUOTA, f"{message}; add it there, or leave the place out")
+    key = _alternatives(wanted)
+    # An entry's own words stand for those around it: a place for all of them would be in the way.
+    return {**_without(wanted, *_PLACES, *ALTERNATIVES), **use_spot, key: kept} if key else kept[0]
+
+
+def region_of(infra: str) -> str:
+    """`aws/us-east-1` of `aws/us-east-1/us-east-1a`: within it private addresses reach each other."""
+    return "/".join(_parts(infra)[:2])
+
+
+def places(wanted: dict[str, Any]) -> list[str | None]:
+    """Where each candidate of a role may be, as in `aws/us-east-1`; None: anywhere."""
+    return [entry.get("infra") for entry in _candidates(wanted, None)]
+
+
+def sole_region(spec: RunSpec) -> str | None:
+    """The region that a role leaves no choice about, the trainer's if it is one; None where there is a choice."""
+    for wanted in (spec.trainer.resources, spec.rollout.resources):
+        regions = {region_of(entry.get("infra", "*")) for entry in _candidates(wanted, None)}
+        if len(regions) == 1 and "*" not in (only := _parts(regions.pop())) and len(only) == 2:
+            return "/".join(only)
+    return None
+
+
+def _candidates(wanted: dict[str, Any], pinned: str | None) -> list[dict[str, Any]]:
+    """The entries of `any_of` or `ordered`, or what there is, each in `pinned` and saying so as `infra`."""
+    key = _alternatives(wanted)
+    place = {name: value for name, value in wanted.items() if name in _PLACES}
+    entries = [{**place, **entry} for entry in wanted[key]] if key else [wanted]
+    return [found for entry in entries if (found := _in_place(entry, pinned)) is not None]
+
+
+def _alternatives(wanted: dict[str, Any]) -> str | None:
+    return next((key for key in ALTERNATIVES if wanted.get(key)), None)
+
+
+def _in_place(candidate: dict[str, Any], pinned: str | None) -> dict[str, Any] | None:
+    """The candidate, its place narrowed to `pinned`; None where it is elsewhere."""
+    old_words = "/".join(str(candidate.get(name) or "*") for name in _PLACES if name != "infra")
+    places = (str(candidate.get("infra") or "*"), old_words, pinned or "*")
+    narrowed = []
+    for parts in zip_longest(*map(_parts, places), fillvalue="*"):
+        named = set(parts) - {"*"}
+        if len(named) > 1:
+            return None
+        narrowed.append(named.pop() if named else "*")
+    infra = _OPEN_END.sub("", "/".join(narrowed))
+    rest = _without(candidate, *_PLACES)
+    return rest if infra == "*" else {**rest, "infra": infra}
+
+
+def _parts(infra: str) -> list[str]:
+    """`aws/us-east-1/us-east-1a` in parts. What follows a Kubernetes or SSH cloud is one name, slashes and all."""
+    cloud, slash, rest = _OPEN_END.sub("", infra.strip().strip("/")).partition("/")
+    cloud = _ALIASES.get(cloud.lower(), cloud.lower())
+    if not slash:
+        return [cloud]
+    return [cloud, rest] if cloud in ("kubernetes", "ssh") else [cloud, *rest.split("/")]
+
+
+def _without(keys: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in keys.items() if name not in names}
+
+
+def _workdir(spec: RunSpec) -> str:
+    if not Path(spec.workdir).is_dir():
+        message = f"the folder of run.yaml, {spec.workdir}, is not on this machine, and the nodes get a copy of it"
+        raise CloudRefused(Refusal.CREDENTIALS, f"{message}; put it there, or resume where it is")
+    return spec.workdir
+
+
+def _named_files(role: Role, spec: RunSpec) -> dict[str, str]:
+    """What run.yaml names below its folder: SkyPilot leaves out what git ignores, as models and data often are."""
+    names = [spec.trainer.model]
+    if role is Role.TRAINER:
+        names += [data.path for data in (spec.trainer.dataset, spec.trainer.eval_dataset) if data is not None]
+    paths = {name: Path(spec.workdir, name) for name in names if not name.startswith("/")}
+    here = {Path(name).as_posix(): path for name, path in paths.items() if path.exists()}
+    return {f"{REMOTE_WORKDIR}/{name}": str(path) for name, path in here.items() if name != "."}
+
+
+def _script(name: str) -> str:
+    return (package_data.files("tasks") / "sky" / name).read_text()

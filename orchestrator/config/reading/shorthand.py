@@ -1,0 +1,89 @@
+"""What a run.yaml may say in short, written out: `replicas: 2`, a dataset's bare name.
+
+Also paths: what is relative in the file is relative to the folder of the file, whoever reads it and from where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.reading.lines import Document
+from orchestrator.config.reading.paths import absolute
+from orchestrator.config.reading.problems import Findings, KeyPath
+
+DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")  # what the trainer reads; anything else must be a folder
+
+
+def write_out(document: Document, workdir: Path, findings: Findings) -> None:
+    """Bring the document's data to the shape of `policies.model.spec.RunSpec`, in place."""
+    data = document.data
+    is_sky = data.get("cloud") == "sky"
+    if isinstance(data.get("secrets"), str):
+        data["secrets"] = [data["secrets"]]
+    trainer = data.get("trainer")
+    if isinstance(trainer, dict):
+        _trainer(trainer, workdir, findings, is_sky=is_sky)
+    rollout = data.get("rollout")
+    if isinstance(rollout, dict):
+        _rollout(rollout)
+    for name, section in (("trainer", trainer), ("rollout", rollout)):
+        if isinstance(section, dict) and isinstance(section.get("env"), dict):
+            _env(section["env"], name, document.texts)
+
+
+def _trainer(trainer: dict[str, Any], workdir: Path, findings: Findings, *, is_sky: bool) -> None:
+    if isinstance(trainer.get("reward_funcs"), str):
+        trainer["reward_funcs"] = [trainer["reward_funcs"]]
+    if isinstance(trainer.get("model"), str):
+        trainer["model"] = _local(trainer["model"], workdir, ("trainer", "model"), (), findings, is_sky=is_sky)
+    for key in ("dataset", "eval_dataset"):
+        if isinstance(trainer.get(key), str):
+            trainer[key] = {"path": trainer[key]}
+        dataset = trainer.get(key)
+        if isinstance(dataset, dict) and isinstance(dataset.get("path"), str):
+            where = ("trainer", key, "path")
+            dataset["path"] = _local(dataset["path"], workdir, where, DATA_FILES, findings, is_sky=is_sky)
+
+
+def _rollout(rollout: dict[str, Any]) -> None:
+    replicas = rollout.get("replicas")
+    if isinstance(replicas, int) and not isinstance(replicas, bool):
+        rollout["replicas"] = {"min": replicas, "max": replicas}
+    elif isinstance(replicas, dict) and "min" in replicas and "max" not in replicas:
+        replicas["max"] = replicas["min"]
+
+
+def _env(env: dict[str, Any], section: str, texts: dict[KeyPath, str]) -> None:
+    """An environment holds texts: `OMP_NUM_THREADS: 1` means the text as it stands in the file."""
+    for name, value in env.items():
+        if isinstance(value, bool | int | float):
+            env[name] = texts[(section, "env", name)]
+
+
+def _local(
+    text: str, workdir: Path, path: KeyPath, files: tuple[str, ...], findings: Findings, *, is_sky: bool
+) -> str:
+    """A hub name stays; a folder, or a file of one of the kinds `files`, becomes absolute. On other machines paths
+    are theirs, and stay."""
+    found = absolute(text, workdir)
+    if is_sky and text.startswith(("/", "~")):
+        if text.startswith("~"):
+            findings.add(path, "~ is not known on other machines; expected the whole path, or a relative one")
+        return text
+    if _is(found, Path.is_dir) or (_is(found, Path.is_file) and found.suffix in files):
+        return text if is_sky else str(found)
+    if _is(found, Path.is_file):
+        expected = f"a folder or a file that ends in {', '.join(files)}" if files else "a folder"
+        findings.add(path, f"{found} is a file; expected {expected}")
+    elif text.startswith(("/", "./", "../", "~")) or (files and text.endswith(files)):
+        findings.add(path, f"no such file or folder: {found}; relative paths start at the folder of this file")
+    return text
+
+
+def _is(path: Path, kind: Callable[[Path], bool]) -> bool:
+    try:
+        return kind(path)
+    except (OSError, ValueError):  # a name that no file system takes
+        return False

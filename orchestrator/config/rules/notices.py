@@ -1,0 +1,56 @@
+"""What can be run, and perhaps not as it was meant: said by `validate` and `up`, and refused by neither."""
+
+from __future__ import annotations
+
+from orchestrator.config.reading.problems import Findings
+from orchestrator.config.rules.foreign_keys import grpo_table
+from orchestrator.config.rules.secrets import note_secrets
+from policies.control.rollback_choice import changes_after
+from policies.model.spec import RunSpec, processes_of
+
+# The detectors know a divergence by about so many logged points.
+POINTS_TO_NOTICE = 10
+# More checkpoints than these between the beginning of a divergence and its notice are no use to anyone.
+CHECKPOINTS_BEHIND = 4
+
+
+def find_notices(spec: RunSpec, findings: Findings) -> None:
+    """Note what the user of a valid file should know before it is run."""
+    _no_kl_is_logged(spec, findings)
+    _rollback_changes_nothing(spec, findings)
+    _late_to_notice(spec, findings)
+    note_secrets(spec, findings)
+
+
+def _no_kl_is_logged(spec: RunSpec, findings: Findings) -> None:
+    if _grpo(spec, "beta") > 0:
+        return
+    judged = "divergence is judged by gradient norm, entropy and reward alone"
+    findings.notice(("grpo", "beta"), f"no KL is logged, so {judged}; set e.g. grpo.beta: 0.02")
+
+
+def _rollback_changes_nothing(spec: RunSpec, findings: Findings) -> None:
+    kl = spec.policies.kl
+    if (
+        kl.action != "rollback"
+        or kl.on_rollback.skip_prompts
+        or changes_after(spec.grpo, kl.on_rollback, processes_of(spec))
+    ):
+        return
+    message = "a rollback changes the sampling seeds alone, and what diverged once may do so again"
+    findings.notice(("policies", "kl", "on_rollback"), f"{message}; set a factor, or skip_prompts: true")
+
+
+def _late_to_notice(spec: RunSpec, findings: Findings) -> None:
+    steps = POINTS_TO_NOTICE * int(_grpo(spec, "logging_steps"))
+    save_steps = int(_grpo(spec, "save_steps"))
+    if steps <= CHECKPOINTS_BEHIND * save_steps:
+        return
+    message = f"a divergence shows after about {POINTS_TO_NOTICE} logged points, here {steps} steps"
+    behind = f"{steps // save_steps} checkpoints, and a rollback throws them away"
+    findings.notice(("grpo", "logging_steps"), f"{message} or {behind}; a lower one loses less")
+
+
+def _grpo(spec: RunSpec, key: str) -> float:
+    value = spec.grpo.get(key)
+    return float(grpo_table().default(key) if value is None else value)

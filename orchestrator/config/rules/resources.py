@@ -1,0 +1,58 @@
+"""SkyPilot's `resources` keys, as its own schema (0.14.1, `sky/utils/schemas.py`) has them.
+
+Values beyond their type are SkyPilot's to judge: it knows the clouds, and its catalogs change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orchestrator.config.reading.kinds import Kind, mismatch
+from orchestrator.config.reading.problems import Findings, KeyPath, unknown_key
+
+WHOSE = "SkyPilot's resources keys (0.14.1)"
+KEYS = {
+    "accelerator_args": "dict",
+    "accelerators": "str | dict | list[str]",
+    "autostop": "bool | int | str | dict",
+    "cloud": "str",
+    "cpus": "str | float",
+    "disk_size": "str | int",
+    "disk_tier": "str",
+    "image_id": "str | dict | None",
+    "infra": "str",
+    "instance_type": "str",
+    "job_recovery": "str | dict",
+    "labels": "dict[str]",
+    "local_disk": "str",
+    "max_hourly_cost": "float",
+    "memory": "str | float",
+    "network_tier": "str",
+    "priority": "int",
+    "priority_class": "str",
+    "region": "str",
+    "use_spot": "bool",
+    "volumes": "list",
+    "zone": "str",
+}
+ALTERNATIVES = ("any_of", "ordered")
+PORTS = "ports stay closed: nodes reach each other without; leave it out"
+
+
+def check_resources(data: dict[str, Any], path: KeyPath, findings: Findings, *, nested: bool = False) -> None:
+    """Report unknown, refused and mistyped keys, those inside `any_of` and `ordered` too."""
+    allowed = KEYS if nested else {**KEYS, **dict.fromkeys(ALTERNATIVES, "list")}
+    for key, value in data.items():
+        below = (*path, key)
+        if key == "ports":
+            findings.add(below, PORTS)
+        elif key not in allowed:
+            findings.add(below, unknown_key(key, allowed, WHOSE))
+        elif message := mismatch(value, Kind(allowed[key])):
+            findings.add(below, message)
+        elif key in ALTERNATIVES:
+            for index, item in enumerate(value):
+                if message := mismatch(item, Kind("dict")):
+                    findings.add((*below, index), message)
+                else:
+                    check_resources(item, (*below, index), findings, nested=True)

@@ -1,0 +1,109 @@
+"""The controller: observe, decide, journal, act. Synchronous, one thread; slow calls are the actuator's.
+
+State changes only once its events are durable, and actions start only after that: a controller that dies between
+any two lines is continued by the next one from the journal and from what the cloud shows. One that was stopped
+for a while meets its successor's entry in the journal before it acts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import structlog
+
+from checkpoint.journal.entries import Record, advance
+from checkpoint.journal.journal import Journal
+from checkpoint.records import documents
+from checkpoint.store import layout
+from checkpoint.store.errors import StoreError
+from checkpoint.store.run_store import Store
+from orchestrator.control.actuate import Actuator
+from orchestrator.control.observe import Observer
+from orchestrator.control.run_clock import Steadiness
+from policies.control.decide import decide, done
+from policies.control.snapshot import Decision
+from policies.model.events import CommandTaken, DataSetAside, Event
+from policies.model.spec import RunSpec
+from policies.model.state import RunState
+
+log = structlog.get_logger()
+
+
+class Controller:
+    """Steers one run. `state` is the journal's, up to this controller's own take-over entry."""
+
+    def __init__(
+        self,
+        store: Store,
+        spec: RunSpec,
+        journal: Journal,
+        state: RunState,
+        observer: Observer,
+        actuator: Actuator,
+    ) -> None:
+        self._store = store
+        self._spec = spec
+        self._journal = journal
+        self._observer = observer
+        self._actuator = actuator
+        self._reason = ""
+        self._steadiness = Steadiness()
+        self.state = state
+        self.finished = False
+
+    def tick(self, now_s: float) -> Decision:
+        """Run the loop once. Raises Fenced (another controller took over) or StoreError (the store is away).
+
+        Args:
+            now_s: seconds since the epoch, of a clock that is never set (`run_clock`).
+        """
+        steady_s = self._steadiness.look(now_s)
+        try:
+            return self._tick(now_s, steady_s)
+        except StoreError:
+            self.broke()
+            raise
+
+    def broke(self) -> None:
+        """The store or the cloud has not answered this controller: no silence until now counts against anyone."""
+        self._steadiness.broke()
+
+    def fence(self) -> None:
+        """See that nobody has taken over. Raises Fenced, StoreError."""
+        self._journal.check()
+
+    def _tick(self, now_s: float, steady_s: float) -> Decision:
+        self._settle(now_s)
+        looked = self._observer.look(now_s, self._actuator.collect(), self.state)
+        if looked.machines is None:
+            self.broke()
+            steady_s = 0.0
+        snapshot = replace(looked, steady_s=steady_s)
+        decision = decide(self.state, snapshot, self._spec)
+        if decision.events:
+            self.record(now_s, decision.events)
+        self._actuator.submit(decision.actions, self.fence)
+        self.finished = not decision.actions and done(self.state, snapshot)
+        if decision.reason != self._reason:
+            self._reason = decision.reason
+            log.info("tick", reason=decision.reason)
+        return decision
+
+    def record(self, now_s: float, events: tuple[Event, ...]) -> None:
+        """Journal events, then let them be so."""
+        self._let_be(self._journal.append(now_s, events))
+
+    def _settle(self, now_s: float) -> None:
+        """What was decided when the store went away may be journalled or not: see which before looking again."""
+        entry = self._journal.settle(now_s)
+        if entry is not None:
+            self._let_be(entry)
+
+    def _let_be(self, entry: Record) -> None:
+        self.state = advance(self.state, [entry])
+        for event in entry.decoded():  # behind the state: the store may go away here, too
+            match event:
+                case CommandTaken():
+                    documents.drop_command(self._store, event.command_id)
+                case DataSetAside() if event.key.startswith(f"{layout.COMMANDS}/"):
+                    documents.set_aside(self._store, event.key)

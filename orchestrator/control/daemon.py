@@ -1,0 +1,177 @@
+"""The daemon: one process that steers one run, `python -m orchestrator.control.daemon STORE-URL REASON`.
+
+It takes the run over, ticks until nothing is left to steer, and may die at any point: training goes on without it,
+and the next one continues from the journal. SIGTERM ends it and leaves every machine as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+import structlog
+
+from checkpoint.journal.journal import Fenced, Journal
+from checkpoint.records import documents
+from checkpoint.records.documents import RunRecord
+from checkpoint.security.redaction import Redactor, guard_output
+from checkpoint.security.vouched import NotVouched
+from checkpoint.store.errors import StoreError
+from checkpoint.store.run_store import OPTIONS_ENV, Store
+from orchestrator.clouds import open_cloud
+from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable
+from orchestrator.control.actuate import Actuator
+from orchestrator.control.controller import Controller
+from orchestrator.control.lease import RENEW_S, own_lease
+from orchestrator.control.observe import Observer
+from orchestrator.control.run_clock import RunClock
+from orchestrator.home import trust
+from orchestrator.home.folder import run_token, token_mark
+from orchestrator.home.run_secrets import all_secrets, handed_on, missing, secrets_for
+from policies.control.snapshot import Launch
+from policies.model import exit_codes
+from policies.model.events import Event, RunCreated, RunMoved
+from policies.model.vocabulary import Refusal, Role, RunPhase
+
+log = structlog.get_logger()
+
+STORE_PATIENCE_S = 10.0  # within one tick; a store that is away for longer is met again at the next
+TROUBLE_WAIT_S = 5.0
+CLEAN_UP_S = 300.0  # AWS takes minutes to shut a large machine down
+
+
+def main() -> int:
+    log_as_json()
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for whoever watches
+    try:
+        store = Store(sys.argv[1], patience_s=STORE_PATIENCE_S)
+        guard_output(_redactor(trust.known_run(store)[0]))
+        structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stdout))
+        return steer(store, sys.argv[2], stop)
+    except Fenced as error:
+        log.warning("fenced", error=str(error))
+        return exit_codes.HELD
+    except NotVouched as error:
+        log.error("run_not_vouched", error=str(error))
+        return exit_codes.BAD_SPEC
+    except StoreError as error:
+        log.error("store", error=str(error))
+        return exit_codes.FAILED
+
+
+def log_as_json() -> None:
+    """From now on what is logged is a line of JSON, with the traceback of what was caught."""
+    structlog.configure(
+        processors=[
+            *structlog.get_config()["processors"][:-2],
+            structlog.processors.TimeStamper(fmt="iso"),  # to the microsecond, whatever the zone
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ]
+    )
+
+
+def steer(store: Store, reason: str, stop: threading.Event) -> int:
+    """Take the run over and steer it to its end, or until `stop`. Raises Fenced, NotVouched, StoreError."""
+    record, run_json = trust.known_run(store)
+    host, pid = socket.gethostname(), os.getpid()
+    clock, journal = RunClock(), Journal(store, f"{host}/{pid}")
+    state = journal.take_over(clock.now_s(), host, pid, reason)
+    token = run_token(record.run_id)
+    if not state.nodes:
+        documents.write_secret_mark(store, token_mark(token))
+    trust.vouch(store, token, run_json)
+    cloud = open_cloud(record, store)
+
+    def environment_of(launch: Launch) -> dict[str, str]:
+        if wrong := missing(record.spec, os.environ):
+            raise CloudRefused(Refusal.CREDENTIALS, f"{wrong}; export it and `grpo-orch resume {store.url}`")
+        role = Role(launch.slot.split("-")[0])
+        return {
+            **handed_on(secrets_for(record.spec, role, os.environ)),
+            "GRPO_ORCH_RUN": store.url,
+            "GRPO_ORCH_NODE": launch.node,
+            "GRPO_ORCH_ATTEMPT": str(launch.attempt),
+            "GRPO_ORCH_TIMELINE": str(launch.timeline),
+            "GRPO_ORCH_TOKEN": token,
+            # Machines elsewhere inherit nothing.
+            **{name: os.environ[name] for name in (OPTIONS_ENV,) if name in os.environ},
+        }
+
+    actuator = Actuator(cloud, store, environment_of, _redactor(record))
+    observer = Observer(store, cloud, record.spec)
+    controller = Controller(store, record.spec, journal, state, observer, actuator)
+    opening = _opening(controller, record, reason)
+    if opening:
+        controller.record(clock.now_s(), opening)
+    renew(store, controller, journal.epoch)
+    try:
+        _loop(store, controller, clock, journal.epoch, stop)
+        if controller.finished:
+            _clean_up(store, cloud, controller, journal.epoch, stop)
+    finally:
+        actuator.close()
+        cloud.close()
+    documents.drop_lease(store)
+    return exit_codes.OK
+
+
+def _redactor(record: RunRecord) -> Redactor:
+    """Blanks what the run's machines are given as secrets."""
+    return Redactor([run_token(record.run_id), *all_secrets(record.spec, os.environ).values()])
+
+
+def _opening(controller: Controller, record: RunRecord, reason: str) -> tuple[Event, ...]:
+    """What the taking over itself changes: the run begins, or one that was stopped goes on."""
+    if not controller.state.name:  # nobody came so far, though one may have taken the run and died
+        return (RunCreated(record.spec.name, record.run_id),)
+    ended = controller.state.phase in (RunPhase.STOPPED, RunPhase.STOPPING, RunPhase.FAILED)
+    return (RunMoved(RunPhase.STARTING, "resumed"),) if ended and reason == "resume" else ()
+
+
+def renew(store: Store, controller: Controller, epoch: int) -> None:
+    """Say that this controller lives, unless another has taken over. Raises Fenced, StoreError."""
+    controller.fence()
+    documents.write_lease(store, own_lease(epoch, time.time()))
+
+
+def _loop(store: Store, controller: Controller, clock: RunClock, epoch: int, stop: threading.Event) -> None:
+    renewed_at_s = 0.0
+    while not (stop.is_set() or controller.finished):
+        wait_s = TROUBLE_WAIT_S
+        try:
+            if clock.now_s() - renewed_at_s > RENEW_S:
+                renew(store, controller, epoch)
+                renewed_at_s = clock.now_s()
+            wait_s = controller.tick(clock.now_s()).requeue_after_s
+        except Fenced:
+            raise
+        except StoreError as error:
+            controller.broke()
+            log.warning("store_away", error=str(error))
+        except Exception:  # the daemon's loop: a bug in one tick must not end the watching
+            log.exception("tick_failed")
+        stop.wait(wait_s)
+
+
+def _clean_up(store: Store, cloud: Cloud, controller: Controller, epoch: int, stop: threading.Event) -> None:
+    """Have the cloud let go of what the machines shared, which may take it a while. Raises Fenced, StoreError."""
+    deadline_s = time.monotonic() + CLEAN_UP_S
+    while not stop.is_set() and time.monotonic() < deadline_s:
+        renew(store, controller, epoch)
+        try:
+            cloud.clean_up()
+            return
+        except CloudUnavailable as error:
+            log.warning("not_cleaned_up", error=str(error))
+        stop.wait(TROUBLE_WAIT_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

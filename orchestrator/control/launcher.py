@@ -1,0 +1,57 @@
+"""Starts the daemon, and the rehearsal beside it, in process sessions of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from checkpoint.records import documents
+from checkpoint.records.documents import RunRecord
+from checkpoint.store.run_store import Store
+from checkpoint.store.unreadable import Unreadable
+from orchestrator.home.folder import run_dir
+from orchestrator.home.trust import known_run
+
+START_TIMEOUT_S = 30.0
+
+
+class DaemonFailed(Exception):
+    """The daemon did not come up; the message says why and where its log is."""
+
+
+def start_daemon(store: Store, record: RunRecord, reason: str) -> int:
+    """Start a daemon for the run and return its pid once it holds the lease. Raises DaemonFailed, NotVouched."""
+    known_run(store)  # or the daemon would refuse it, and nobody reads its log
+    log = run_dir(record.run_id) / "daemon.log"
+    process = _spawn(["-m", "orchestrator.control.daemon", store.url, reason], log)
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        lease = documents.read_lease(store, Unreadable())
+        if lease is not None and lease.pid == process.pid:
+            return process.pid
+        if process.poll() is not None:
+            if process.returncode == 0:
+                return process.pid  # nothing was left to steer
+            last = (log.read_text().strip().splitlines() or ["no output"])[-1]
+            raise DaemonFailed(f"the daemon ended with exit code {process.returncode}: {last}; its log is {log}")
+        time.sleep(0.05)
+    raise DaemonFailed(f"the daemon did not take the run within {START_TIMEOUT_S:.0f} s; its log is {log}")
+
+
+def start_rehearsal(store: Store, record: RunRecord) -> None:
+    """Start the rehearsal's process if the run has faults to rehearse; a second one ends at once."""
+    if record.spec.rehearse is not None and record.spec.rehearse.faults:
+        _spawn(["-m", "orchestrator.control.rehearse", store.url], run_dir(record.run_id) / "rehearsal.log")
+
+
+def _spawn(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )

@@ -1,0 +1,179 @@
+"""One look at the world: cloud, gateway, trainer, commands. A party that does not answer is None, never empty."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from checkpoint.records import documents, forks
+from checkpoint.store.errors import Corrupt
+from checkpoint.store.run_store import Store
+from checkpoint.store.unreadable import Unreadable
+from checkpoint.stream import exports
+from checkpoint.stream.catalog import Catalog, Revision
+from orchestrator.clouds.protocol import Cloud, CloudUnavailable
+from orchestrator.control.metrics_watch import MetricsWatch
+from orchestrator.control.run_clock import awake_or_asleep_s
+from policies.control.snapshot import Command, LaunchRefused, Machine, Member, Snapshot, Trainer
+from policies.model import exit_codes
+from policies.model.spec import RunSpec
+from policies.model.state import RunState
+from policies.model.vocabulary import PolicyVersion
+from policies.serving.wire import STATUS_S, GatewayStatus, MemberStatus
+
+FRESH_S = 3 * STATUS_S  # what is older than this says nothing about now
+
+
+class GatewayWatch:
+    """What the gateway last wrote of itself, as long as that is fresh.
+
+    The gateway writes on a machine with another clock, so that the time of its writing would prove nothing. What
+    was not there at one look and is there at the next was written in between: it is not older than the first look.
+
+    Args:
+        store: the run's store.
+        believe_first: take what the first look finds for fresh, though nothing shows when it was written.
+        clock: seconds on a clock of this machine that never goes back.
+        unreadable: takes note of what is damaged, which counts as not there.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        believe_first: bool = False,
+        clock: Callable[[], float] = awake_or_asleep_s,
+        unreadable: Unreadable | None = None,
+    ) -> None:
+        self._store = store
+        self._unreadable = unreadable or Unreadable()
+        self._clock = clock
+        self._status: GatewayStatus | None = None
+        self._looked_at_s = clock() if believe_first else -math.inf
+        self._written_after_s = -math.inf
+
+    def look(self) -> GatewayStatus | None:
+        """Return the newest status of the run's gateway, or None when it may be older than FRESH_S.
+
+        Raises StoreError when the store cannot be read.
+        """
+        now_s = self._clock()
+        newest = documents.newest_gateway(self._store)
+        address = documents.gateway_at(self._store, newest, self._unreadable)
+        found = documents.members_at(self._store, newest, self._unreadable)
+        # Of the process before, on the same machine: the one that listens now has not written yet.
+        if address is None or (found is not None and found.boot_id != address.boot_id):
+            found = None
+        if found is not None and self._is_news(found):
+            self._status, self._written_after_s = found, self._looked_at_s
+        self._looked_at_s = now_s
+        if self._status is None or address is None or self._status.boot_id != address.boot_id:
+            return None
+        return self._status if self._clock() - self._written_after_s < FRESH_S else None
+
+    def _is_news(self, found: GatewayStatus) -> bool:
+        known = self._status
+        return known is None or found.boot_id != known.boot_id or found.seq > known.seq
+
+
+class TrainerWatch:
+    """The trainer's heartbeat, dated by this machine's clock: its own may differ by more than a beat's life.
+
+    The first one found counts as new: a trainer that is dead is noticed so much later by a new controller.
+    """
+
+    def __init__(self, store: Store, unreadable: Unreadable | None = None) -> None:
+        self._store = store
+        self._unreadable = unreadable or Unreadable()
+        self._said: Trainer | None = None
+        self._seen_at_s = 0.0
+
+    def look(self, now_s: float) -> Trainer | None:
+        """Return the newest beat with the time at which it was first seen. Raises StoreError."""
+        beat = documents.read_trainer(self._store, self._unreadable)
+        if beat != self._said:
+            self._said, self._seen_at_s = beat, now_s
+        return None if beat is None else replace(beat, beat_at_s=self._seen_at_s)
+
+
+class Observer:
+    """Looks. Remembers of earlier looks only what shows whether gateway and trainer are alive, and the metrics.
+
+    Args:
+        store: the run's store.
+        cloud: where the machines are.
+        spec: the run's.
+        clock: as GatewayWatch's.
+    """
+
+    def __init__(
+        self, store: Store, cloud: Cloud, spec: RunSpec, clock: Callable[[], float] = awake_or_asleep_s
+    ) -> None:
+        self._store = store
+        self._cloud = cloud
+        self._unreadable = Unreadable()
+        self._gateway = GatewayWatch(store, clock=clock, unreadable=self._unreadable)
+        self._trainer = TrainerWatch(store, self._unreadable)
+        logging_steps = int(spec.grpo.get("logging_steps", 1))
+        self._metrics = MetricsWatch(store, spec.policies.kl.limit, logging_steps, self._unreadable)
+        self._catalog = Catalog(store, "controller")
+
+    def look(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState) -> Snapshot:
+        """Return what is there now. Raises StoreError when the store cannot be read.
+
+        What is read only now and then depends on what the run is at: `state`.
+        """
+        status = self._gateway.look()
+        machines = self._machines()
+        trainer = self._trainer.look(now_s)
+        left_out = {event.key for event in state.set_aside}
+        commands = documents.read_commands(self._store, self._unreadable, left_out)
+        target_wanted = _wants_a_target(state, machines, commands)
+        catalog, damaged = self._checkpoints() if target_wanted else (None, "")
+        return Snapshot(
+            now_s=now_s,
+            machines=machines,
+            members=None if status is None else {m.node: _member(m) for m in status.members},
+            gateway_boot_id=None if status is None else status.boot_id,
+            gateway_age_s=0.0 if status is None else status.up_s,
+            trainer=trainer,
+            refused=refused,
+            commands=commands,
+            watched=self._metrics.look(trainer, state.forks),
+            checkpoints=None if catalog is None else tuple(one.at for one in catalog.checkpoints),
+            damaged=damaged,
+            ever_stored=catalog is not None and catalog.number > 0,
+            timeline=forks.newest_timeline(self._store) if state.rollback is not None or target_wanted else 0,
+            exported_to=None if state.healthy is None else self._exported_to(state.healthy),
+            unreadable=dict(self._unreadable.found),
+        )
+
+    def _checkpoints(self) -> tuple[Revision | None, str]:
+        """What is listed, or why that cannot be read: then there is no going back, but a run can be stopped."""
+        try:
+            return self._catalog.newest(), ""
+        except Corrupt as error:
+            return None, str(error)
+
+    def _exported_to(self, version: str) -> str | None:
+        export = exports.read_export(self._store, PolicyVersion.parse(version), self._unreadable)
+        return None if export is None else export.prefix
+
+    def _machines(self) -> dict[str, Machine] | None:
+        try:
+            return self._cloud.machines()
+        except CloudUnavailable:
+            return None
+
+
+def _wants_a_target(state: RunState, machines: Mapping[str, Machine] | None, commands: Sequence[Command]) -> bool:
+    """Whether a rollback may be decided now, so that the checkpoints must be known."""
+    out_of_memory = any(one.exit_code == exit_codes.OUT_OF_MEMORY for one in (machines or {}).values())
+    return state.diverged is not None or out_of_memory or any(one.kind == "rollback" for one in commands)
+
+
+def _member(status: MemberStatus) -> Member:
+    return Member(
+        status.node, status.boot_id, status.policy, status.serving, status.requests_running, status.unfit
+    )

@@ -1,0 +1,157 @@
+"""The rehearsal: does the faults that run.yaml schedules, to real processes.
+
+`python -m orchestrator.control.rehearse STORE-URL`, a process of its own, since the daemon is among its
+victims. Each fault is done once; what was done is in the store.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import structlog
+
+from checkpoint.journal.journal import recover
+from checkpoint.records import documents
+from checkpoint.records.documents import RunRecord
+from checkpoint.records.rehearsals import RehearsedFault, read_faults, write_fault
+from checkpoint.store.errors import StoreUnavailable
+from checkpoint.store.run_store import Store
+from checkpoint.store.unreadable import Unreadable
+from orchestrator.clouds import open_local
+from orchestrator.clouds.local.cloud import LocalCloud, marked_processes
+from orchestrator.control.lease import is_alive
+from orchestrator.home.folder import run_dir
+from policies.model.phases import TERMINAL_RUN
+from policies.model.spec import Rehearsed
+from policies.model.vocabulary import MachineState, slot_and_incarnation
+
+log = structlog.get_logger()
+
+LOOK_EVERY_S = 0.1  # a store has no events to wait for
+
+
+def main() -> int:
+    store = Store(sys.argv[1])
+    record = documents.read_run(store)
+    lock = (run_dir(record.run_id) / "rehearsal.lock").open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return 0
+    Rehearser(store, record).run()
+    return 0
+
+
+class Rehearser:
+    """Waits for each fault's step, then does it."""
+
+    def __init__(self, store: Store, record: RunRecord) -> None:
+        self._store = store
+        self._record = record
+        self._cloud: LocalCloud = open_local(record)
+
+    def run(self) -> None:
+        """Do every fault that is still to be done, in the order of their steps; end with the run."""
+        done = {fault.number for fault in read_faults(self._store)}
+        rehearse = self._record.spec.rehearse
+        faults = sorted(enumerate(rehearse.faults if rehearse else (), start=1), key=lambda one: one[1].at_step)
+        for number, fault in faults:
+            if number in done:
+                continue
+            if not self._wait_for(fault.at_step):
+                return
+            now_s = time.time()
+            detail = self._do(fault)
+            log.info("rehearsed", fault=fault.fault, target=fault.target, at_step=fault.at_step, detail=detail)
+            entry = RehearsedFault(number, fault.fault, fault.target, fault.at_step, now_s, detail)
+            write_fault(self._store, entry)
+
+    def _wait_for(self, step: int) -> bool:
+        """Wait until the trainer is at `step`. Returns False when the run ends before."""
+        looks = 0
+        while True:
+            looks += 1
+            try:
+                beat = documents.read_trainer(self._store, Unreadable())
+                if beat is not None and beat.step >= step and beat.activity != "starting":
+                    return beat.activity != "done"
+                if looks % 50 == 0 and self._ended():
+                    return False
+            except StoreUnavailable as error:
+                log.warning("store_away", error=str(error))
+            time.sleep(LOOK_EVERY_S)
+
+    def _ended(self) -> bool:
+        return recover(self._store).state.phase in TERMINAL_RUN
+
+    def _do(self, fault: Rehearsed) -> str:
+        match fault.fault, fault.target:
+            case "no_capacity", target:
+                slots = self._slots(target)
+                self._cloud.refuse(slots, fault.for_s)
+                return f"no capacity for {', '.join(slots)} for {fault.for_s:g} s"
+            case "kill", "daemon":
+                return self._kill_daemon(fault.for_s)
+            case "kill", "gateway":
+                return self._kill_process("orchestrator.gateway")
+            case "kill", "trainer":
+                return self._kill_process("tasks.trainer.main")
+            case _, target:
+                return self._take(self._machines(target), fault.notice_s)
+
+    def _take(self, nodes: list[str], notice_s: float) -> str:
+        if notice_s > 0:
+            for node in nodes:
+                self._cloud.notify(node)
+            time.sleep(notice_s)
+        for node in nodes:
+            self._cloud.preempt(node, "preempted" if notice_s > 0 else "preempted without notice")
+        return f"took {', '.join(nodes) or 'nothing'}"
+
+    def _kill_daemon(self, for_s: float) -> str:
+        lease = documents.read_lease(self._store, Unreadable())
+        if lease is None or not is_alive(lease, time.time()):
+            return "no daemon was there"
+        os.kill(lease.pid, signal.SIGKILL)
+        time.sleep(for_s)
+        subprocess.run([sys.executable, "-m", "orchestrator", "resume", self._store.url, "-d"], check=False)
+        return f"killed pid {lease.pid}; resumed after {for_s:g} s"
+
+    def _kill_process(self, module: str) -> str:
+        killed = []
+        for folder in (self._machine_folder(node) for node in self._machines("trainer-0")):
+            for pid in marked_processes(folder):
+                if module in _argv(pid):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(str(pid))
+        return f"killed pid {', '.join(killed) or 'none'}"
+
+    def _machines(self, target: str) -> list[str]:
+        slots = self._slots(target)
+        up = [name for name, machine in self._cloud.machines().items() if machine.state is MachineState.UP]
+        return [name for name in up if slot_and_incarnation(name)[0] in slots]
+
+    def _slots(self, target: str) -> list[str]:
+        if target == "rollouts":
+            return [f"rollout-{i}" for i in range(self._record.spec.rollout.replicas.max)]
+        return [target]
+
+    def _machine_folder(self, node: str) -> Path:
+        return run_dir(self._record.run_id) / "machines" / node
+
+
+def _argv(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

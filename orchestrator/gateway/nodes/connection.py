@@ -1,0 +1,233 @@
+"""HTTP/1.1 connections to one member, kept between requests: raw bytes in, an answer's pieces out, by callback.
+
+This is the hot path: nothing is awaited per piece. A peer that does not speak HTTP, or too much of it, loses its
+connection; whoever waited for its answer is told why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from checkpoint.security import identity
+
+HEAD_SIZE_MAX = 64 * 1024  # status line and headers
+# Less than a node's own limit (tasks.rollout.vllm_server), so that a request is never sent into a connection that
+# the node is closing at that moment. Long enough for the pause in which a trainer applies a step.
+KEEPALIVE_S = 300.0
+# Made at a time: a TLS handshake takes a millisecond of this process, and a thousand of them at once would keep
+# all else waiting for a second.
+CONNECTING_MAX = 32
+# Under TLS it is not the node's kernel alone that answers, but its server, which may be busy. Whether it lives is
+# found out by probes.
+HANDSHAKE_S = 10.0
+# A time-out that comes so much too late tells of a stall of this process, in which answers wait in its sockets.
+STALLED_S = 0.5
+END_S = 5.0  # from the last event to the end of the answer
+# The kernel's own watch over a connection on which nothing moves: a peer that forgot it answers with a reset, one
+# that is gone not at all.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
+USER_TIMEOUT_MS = 5_000  # what was sent must be acknowledged within this
+# All connections read into it, for what was read is parsed at once. Under TLS, event loops would otherwise make a
+# buffer of 256 KiB for every read, at three times the cost of decrypting.
+_read = memoryview(bytearray(64 * 1024))
+
+
+class Receiver(Protocol):
+    """Hears one answer: `head` once, `body` any number of times, then `end`; or `lost` at any moment before."""
+
+    def head(self, status: int) -> None: ...
+    def body(self, data: bytes) -> None: ...
+    def end(self) -> None: ...
+    def lost(self, why: str) -> None: ...
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One connection. One answer at a time."""
+
+    __slots__ = ("_busy", "_head_size", "_in_head", "_parser", "_pool", "_receiver", "_transport", "idle_since_s")
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._receiver: Receiver | None = None
+        self._busy = False
+        self._in_head = True
+        self._head_size = 0
+        self.idle_since_s = 0.0
+
+    def ask(self, request: list[bytes], receiver: Receiver) -> None:
+        """Send a request whose answer the receiver will hear."""
+        self._receiver, self._busy = receiver, True
+        self._in_head, self._head_size = True, 0
+        if self._transport is None:  # lost before it was used
+            self._lose("connection: it was closed")
+        else:
+            self._transport.writelines(request)
+
+    def leave(self, receiver: Receiver) -> None:
+        """Close, which makes the node stop working; but not if the receiver's answer is over already."""
+        if self._receiver is receiver:
+            self._receiver = None
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once. Whoever waits for an answer hears that it is lost."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def forget(self, now_s: float) -> None:
+        """Hear nothing more of this answer, whose end is near: the connection is kept for the next."""
+        self._receiver = None
+        self.idle_since_s = now_s
+
+    def overdue(self, now_s: float) -> bool:
+        """Whether the rest of a forgotten answer should have come long ago."""
+        return self._busy and self._receiver is None and now_s - self.idle_since_s > END_S
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not its children
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        return _read
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            self._parser.feed_data(_read[:nbytes])
+        except httptools.HttpParserCallbackError:
+            raise  # a fault of this program: the event loop tells it and closes the connection
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._break(f"it does not speak HTTP: {error}")
+            return
+        if self._in_head and self._busy:
+            self._head_size += nbytes
+            if self._head_size > HEAD_SIZE_MAX:
+                self._break("it sent too long a header")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._pool.lost(self)
+        self._lose(f"connection: {str(exc) or type(exc).__name__ if exc else 'it was closed'}")
+
+    def on_message_begin(self) -> None:
+        if not self._busy:  # an answer that nobody asked for must not become the next request's
+            self._pool.lost(self)
+            self.abort()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        if self._receiver is not None:
+            self._receiver.head(self._parser.get_status_code())
+
+    def on_body(self, data: bytes) -> None:
+        if self._receiver is not None:
+            self._receiver.body(data)
+
+    def on_message_complete(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        self._busy, self._in_head, self._head_size = False, True, 0
+        if self._parser.should_keep_alive():
+            self._pool.keep(self)
+        elif self._transport is not None:
+            self._transport.close()
+        if receiver is not None:
+            receiver.end()
+
+    def _break(self, why: str) -> None:
+        self._lose(why)
+        self.abort()
+
+    def _lose(self, why: str) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.lost(why)
+
+
+class Pool:
+    """The connections to one boot of a node: closing the pool leaves none to a dead one.
+
+    Args:
+        address: host:port.
+        tls: for addresses that are not on this machine.
+    """
+
+    def __init__(self, address: str, tls: ssl.SSLContext | None) -> None:
+        parts = urlsplit(f"//{address}")
+        self._host, self._port = parts.hostname or "", parts.port or 0
+        self._tls = tls if identity.protects(self._host) else None
+        self._idle: list[Connection] = []
+        self._open: set[Connection] = set()
+        self._turns = asyncio.Semaphore(CONNECTING_MAX)
+        self._closed = False
+
+    def take(self) -> Connection | None:
+        """Return a connection that is ready, the one used last, or None."""
+        return self._idle.pop() if self._idle else None
+
+    async def connect(self, limit_s: float) -> Connection:
+        """Return a new connection. Raises OSError, TimeoutError."""
+        loop = asyncio.get_running_loop()
+        while not self._closed:
+            asked_s = loop.time()
+            try:
+                async with asyncio.timeout(limit_s):
+                    connection = await self._connect()
+            except TimeoutError:
+                if loop.time() - asked_s < limit_s + STALLED_S:
+                    raise
+                continue
+            if self._closed:
+                connection.abort()
+                break
+            self._open.add(connection)
+            return connection
+        raise ConnectionAbortedError("the member went away")
+
+    async def _connect(self) -> Connection:
+        name = self._host if self._tls else None
+        _, connection = await asyncio.get_running_loop().create_connection(
+            lambda: Connection(self), self._host, self._port, ssl=self._tls, server_hostname=name
+        )
+        return connection
+
+    async def connect_in_turn(self, limit_s: float) -> Connection:
+        """The same, CONNECTING_MAX at a time; waiting for one's turn does not count."""
+        async with self._turns:
+            return await self.connect(limit_s + HANDSHAKE_S if self._tls else limit_s)
+
+    def keep(self, connection: Connection) -> None:
+        """The connection's answer is complete."""
+        connection.idle_since_s = asyncio.get_running_loop().time()
+        self._idle.append(connection)
+
+    def lost(self, connection: Connection) -> None:
+        """The connection is closed."""
+        self._open.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def tidy(self, now_s: float) -> None:
+        """Close what is of no use any more. The time is the event loop's."""
+        while self._idle and now_s - self._idle[0].idle_since_s > KEEPALIVE_S:
+            self._idle.pop(0).abort()
+        for connection in [one for one in self._open if one.overdue(now_s)]:
+            connection.abort()
+
+    def close(self) -> None:
+        """Close every connection; whoever waits for an answer hears that it is lost."""
+        self._closed = True
+        self._idle.clear()
+        for connection in list(self._open):
+            connection.abort()

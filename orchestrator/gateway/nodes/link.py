@@ -1,0 +1,138 @@
+"""One member as the gateway talks to it, in one term: its connections, what runs over them, whether it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from orchestrator.gateway.nodes.connection import Pool
+from orchestrator.gateway.turns import Turns
+from policies.serving.silence import Patience
+from policies.serving.wire import HEADER_BOOT, HEADER_POLICY
+
+if TYPE_CHECKING:
+    from orchestrator.gateway.nodes.upstream import Attempt
+
+PROBE_S = 1.5  # vLLM's server has been busy for half a second with a burst of 256 requests
+_HEADER_SAFE = re.compile(r"[\x21-\x7e]*")
+
+
+class Why(StrEnum):
+    """Why a job left a member."""
+
+    LOST = "lost"  # the connection broke, or was never made
+    CLOSED = "closed"  # nothing listens there any more
+    REFUSED = "refused"  # it answered with an error
+    BROKEN = "broken"  # what it sent makes no sense
+    SILENT = "silent"
+    LEFT = "left"  # its term ended
+    DRAINED = "drained"
+    TAIL = "tail"  # another will finish it sooner
+    SHARED = "shared"  # another has less to do
+
+
+class NodeFailed(Exception):
+    """The node did not finish the request; another one may."""
+
+    def __init__(self, why: Why, message: str) -> None:
+        super().__init__(message)
+        self.why = why
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """What the gateway has with one member in one term."""
+
+    node: str
+    boot_id: str
+    term: int
+    address: str
+    token: str
+    pool: Pool
+    patience: Patience
+    running: set[Attempt]
+    turns: Turns
+    heard_s: float = 0.0  # the last event of any request, or when one was sent to a member that had none
+    worked_s: float = 0.0  # when its engine was last known to have computed tokens, heard or not
+    newest_begun_s: float = 0.0  # when that one of its requests was sent which got a first token and was sent last
+    probed_s: float = 0.0
+    probe: asyncio.Task[None] | None = None
+    arrived: int = 0  # tokens, of all requests so far
+    prompts: int = 0  # tokens of those that got a first token here
+    most_prompts_tokens_s: float = 0.0  # of late; many are computed at a time
+    speed_tokens_s: float = 0.0  # of a request that is alone, as far as is known; 0 while it is not
+    rate_tokens_s: float = 0.0  # of one request, as those that finished here had it; 0 while unknown
+    prefill_tokens_s: float = 0.0
+    _head: tuple[str, str, str] = ("", "", "")  # the last one made: path, policy, and all but the size
+
+    def head(self, method: str, path: str, policy: str, size: int) -> bytes:
+        """A request's head: what a node demands first, see `policies.serving.wire`. Raises NodeFailed."""
+        if self._head[:2] != (path, policy):
+            if not all(map(_HEADER_SAFE.fullmatch, (self.address, self.boot_id, policy))):
+                raise NodeFailed(Why.BROKEN, "it announced what no header can hold")
+            head = (
+                f"{method} {path} HTTP/1.1\r\nHost: {self.address}\r\nAuthorization: Bearer {self.token}\r\n"
+                f"{HEADER_BOOT}: {self.boot_id}\r\n{HEADER_POLICY}: {policy}\r\n"
+                "Content-Type: application/json\r\nContent-Length: "
+            )
+            self._head = (path, policy, head)
+        return f"{self._head[2]}{size}\r\n\r\n".encode()
+
+    def silence_limit_s(self) -> float:
+        """How long the member may say nothing to any of its requests, although it answers probes."""
+        if any(attempt.begun_s is not None for attempt in self.running):
+            return self.patience.hard_limit_s
+        longest = max(attempt.job.prompt_tokens for attempt in self.running)
+        return self.patience.first_token_limit_s(longest)
+
+    def waits(self, attempt: Attempt) -> bool:
+        """Whether a silent request may be waiting for room in the engine: then none that was sent after it was
+        heard last has got a token, for an engine takes them in their order, and those first that it pushed out."""
+        return self.newest_begun_s <= attempt.heard_s
+
+    def give_up(self, why: Why, message: str) -> None:
+        """End every try that runs here: their jobs go on elsewhere."""
+        for attempt in list(self.running):
+            attempt.fail(NodeFailed(why, message))
+
+    async def ask_health(self) -> str | None:
+        """Ask the member whether it lives. Returns None if so, else what it did instead."""
+        health = _Health()
+        try:
+            async with asyncio.timeout(PROBE_S):
+                connection = self.pool.take() or await self.pool.connect(PROBE_S)
+                connection.ask([self.head("GET", "/health", "", 0)], health)
+                try:
+                    return await health.answer
+                except asyncio.CancelledError:
+                    connection.leave(health)
+                    raise
+        except TimeoutError:
+            return f"nothing within {PROBE_S:g} s"
+        except (OSError, NodeFailed) as error:
+            return str(error) or type(error).__name__
+
+
+class _Health:
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._status = 0
+
+    def head(self, status: int) -> None:
+        self._status = status
+
+    def body(self, data: bytes) -> None:
+        pass
+
+    def end(self) -> None:
+        self._set(None if self._status == 200 else f"it answered {self._status}")
+
+    def lost(self, why: str) -> None:
+        self._set(why)
+
+    def _set(self, answer: str | None) -> None:
+        if not self.answer.done():
+            self.answer.set_result(answer)

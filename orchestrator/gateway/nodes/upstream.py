@@ -1,0 +1,306 @@
+"""One try of one job on one member.
+
+Tokens are put into the job as they come, so that a cut is seen at the token it came. Whatever keeps the node from
+finishing is NodeFailed, and the job goes on elsewhere; what vLLM finds wrong with the request itself is
+RequestRefused. No answer, however broken, is an error in this program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from orchestrator.gateway.job import CHAT, COMPLETIONS, Job, RequestRefused, ToldOtherwise, WeightsRefused
+from orchestrator.gateway.nodes import events
+from orchestrator.gateway.nodes.connection import Connection
+from orchestrator.gateway.nodes.link import Link, NodeFailed, Why
+from policies.serving import recovery
+
+# Ours to set: whoever asks for a batch may not.
+RESERVED = frozenset({"model", "prompt", "seed", "stream", "stream_options", "n", "logprobs", "return_token_ids"})
+MODEL = "policy"  # the name under which every node serves
+EVENT_SIZE_MAX = 16 * 1024 * 1024  # the first event of a chat holds its prompt: a million tokens are 8 MB
+REFUSAL_SIZE_MAX = 2000  # of an error's text
+# Prompts of batches are arrays.
+_encode = msgspec.json.Encoder(enc_hook=list).encode
+_UNFINISHED = frozenset({"abort", "error"})
+UNLIMITED = 2**31 - 1  # tokens, where nobody has said how many fit: the node says so then
+# Its words for a prompt that is too long, and for too many tokens (`renderers/params.py`).
+_TOO_LONG = re.compile(r"(?:maximum context length is |max_tokens=\d+ cannot be greater than \w+=)(\d+)")
+_RETRYABLE = frozenset({401, 404, 408, 409, 425, 429})  # the node's fault or a passing one, although 4xx
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a completion ended."""
+
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+class Attempt:
+    """One try of one job on one member.
+
+    Args:
+        job: filled as tokens come.
+        link: the member.
+        policy: the label that it holds and is asked for.
+        begun: called when its first token comes.
+    """
+
+    __slots__ = (
+        "_before",
+        "_begun",
+        "_connection",
+        "_done",
+        "_now",
+        "_rest",
+        "_said",
+        "_status",
+        "begun_s",
+        "heard_s",
+        "job",
+        "link",
+        "mark",
+        "max_tokens",
+        "moving_s",
+        "policy",
+        "sent_s",
+    )
+
+    def __init__(self, job: Job, link: Link, policy: str, begun: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self.job, self.link, self.policy = job, link, policy
+        self._begun, self._now = begun, loop.time
+        self._done: asyncio.Future[End] = loop.create_future()
+        self._connection: Connection | None = None
+        self._rest = bytearray()
+        self._said = b""
+        self._status = 0
+        self._before, self.max_tokens = len(job.token_ids), job.max_tokens
+        self.sent_s = self.heard_s = self._now()
+        self.begun_s: float | None = None
+        self.moving_s = 0.0  # when it was last known to be waiting for its turn in the engine
+        self.mark = (self.sent_s, self._before)  # a time and how many tokens there were then, for its pace
+
+    @property
+    def continued(self) -> bool:
+        """Whether it goes on from tokens that another member made."""
+        return self._before > 0
+
+    @property
+    def tokens(self) -> int:
+        """How many this try has brought."""
+        return len(self.job.token_ids) - self._before
+
+    async def run(self) -> End:
+        """Return how the completion ended. Raises NodeFailed, RequestRefused, ToldOtherwise.
+
+        Leaving early, by an error or a cancellation, closes the connection, which makes vLLM abort the request.
+        """
+        link = self.link
+        if not link.running:
+            link.heard_s = self.sent_s
+        link.running.add(self)
+        try:
+            await link.turns.take()
+            if self._done.done():
+                return self._done.result()
+            self.sent_s = self.heard_s = self._now()
+            request = self._request()
+            self._connection = self.link.pool.take() or await self._connect()
+            if not self._done.done():
+                self._connection.ask(request, self)
+            return await self._done
+        finally:
+            self.link.running.discard(self)
+            if not self._done.done() or self._done.cancelled() or self._done.exception() is not None:
+                self._done.cancel()
+                if self._connection is not None:
+                    self._connection.leave(self)
+
+    def fail(self, error: Exception) -> None:
+        """End this try, unless it is over."""
+        if not self._done.done():
+            self._done.set_exception(error)
+
+    def head(self, status: int) -> None:
+        self._status = status
+
+    def body(self, data: bytes) -> None:
+        if self._done.done():
+            return
+        if self._status != 200:
+            self._said = (self._said + data)[:REFUSAL_SIZE_MAX]
+        elif self._rest or not self._one_event(data):
+            self._pieces(data)
+
+    def _one_event(self, data: bytes) -> bool:
+        """Read what is one whole event, as nearly all pieces of a body are. Returns False for anything else."""
+        if not (data.startswith(b"data: ") and data.endswith(b"\n\n")):
+            return False
+        try:
+            event = events.read_full(data[6:]) if self.job.keep_text else events.read_bare(data[6:])
+        except events.UNREADABLE:
+            return False
+        if isinstance(event, events.Bare):
+            self._hear_bare(event)
+        else:
+            self._hear_full(event)
+        return True
+
+    def _pieces(self, data: bytes) -> None:
+        """Read parts of events, or several."""
+        searched = max(0, len(self._rest) - 1)
+        self._rest += data
+        if self._rest.find(b"\n\n", searched) < 0:
+            if len(self._rest) > EVENT_SIZE_MAX:
+                self._break("an event of more than 16 MiB")
+            return
+        *whole, rest = bytes(self._rest).split(b"\n\n")
+        self._rest = bytearray(rest)
+        for event in whole:
+            if self._done.done():
+                return
+            if event.startswith(b"data: ") and event != b"data: [DONE]" and not self._one_event(event + b"\n\n"):
+                self._break(f"it sent {event[6:86]!r}, which is no event")
+
+    def end(self) -> None:
+        if self._status != 200:
+            self._refuse(self._status, f"answered {self._status}: {self._said.decode(errors='replace')}")
+        elif not self._done.done():
+            self._break(f"it stopped after {self.tokens} tokens without saying why")
+
+    def lost(self, why: str) -> None:
+        self.fail(NodeFailed(Why.LOST, why))
+
+    def _request(self) -> list[bytes]:
+        path, body = _body_of(self.job)
+        try:
+            encoded = _encode(body)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise RequestRefused(f"it cannot be sent to a node: {error}") from error
+        return [self.link.head("POST", path, self.policy, len(encoded)), encoded]
+
+    async def _connect(self) -> Connection:
+        """Connect, unless this try ends before that."""
+        connecting = asyncio.ensure_future(self.link.pool.connect_in_turn(self.link.patience.connect_limit_s))
+        try:
+            both: set[asyncio.Future[Any]] = {connecting, self._done}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if self._done.done():
+                self._done.result()  # it can only have failed
+            return await connecting
+        except TimeoutError as error:
+            raise NodeFailed(Why.LOST, "no connection in time") from error
+        except ConnectionRefusedError as error:
+            raise NodeFailed(Why.CLOSED, "nothing listens there") from error
+        except OSError as error:
+            raise NodeFailed(Why.LOST, f"connection: {str(error) or type(error).__name__}") from error
+        finally:
+            if not connecting.cancel() and self._done.done() and connecting.exception() is None:
+                self.link.pool.keep(connecting.result())
+
+    def _hear_bare(self, event: events.Bare) -> None:
+        if event.error is not None:
+            self._refuse(event.error.code, f"said {event.error.code}: {event.error.message}")
+        elif event.choices:
+            choice = event.choices[0]
+            found = [] if choice.logprobs is None else choice.logprobs.token_logprobs
+            if self._take(choice.token_ids or [], found) and choice.finish_reason is not None:
+                self._finish(choice.finish_reason, choice.stop_reason)
+
+    def _hear_full(self, event: events.Full) -> None:
+        job = self.job
+        if event.error is not None:
+            self._refuse(event.error.code, f"said {event.error.code}: {event.error.message}")
+            return
+        if not event.choices:
+            return
+        choice = event.choices[0]
+        if job.prompt_token_ids is None:
+            job.prompt_token_ids = event.prompt_token_ids or choice.prompt_token_ids
+        found, tokens, top = events.logprobs_of(choice.logprobs)
+        if not self._take(choice.token_ids or [], found):
+            return
+        job.tokens += tokens
+        job.top_logprobs += top
+        job.text += choice.text if choice.delta is None else choice.delta.content or ""
+        if choice.finish_reason is not None:
+            self._finish(choice.finish_reason, choice.stop_reason)
+        if job.arrived is not None:
+            job.arrived()
+
+    def _take(self, token_ids: list[int], logprobs: list[float | None]) -> bool:
+        """Put tokens into the job, unless something is wrong with them."""
+        if len(logprobs) != len(token_ids):
+            self._break(f"it sent {len(token_ids)} tokens with {len(logprobs)} log-probabilities")
+            return False
+        if None in logprobs:
+            # vLLM's JSON has no NaN. Every node with these weights would say the same.
+            message = "vLLM's log-probabilities are not numbers; the policy's weights may hold NaN"
+            self.fail(WeightsRefused(message, 422))
+            return False
+        job, link, now_s = self.job, self.link, self._now()
+        job.token_ids += token_ids
+        job.logprobs += logprobs  # type: ignore[arg-type]  # there is no None among them
+        link.heard_s = now_s
+        link.arrived += len(token_ids)
+        if self.begun_s is not None:
+            link.patience.gap(now_s - self.heard_s)
+        elif token_ids:
+            self.begun_s = now_s
+            if job.first_token_s is None:
+                job.first_token_s = now_s
+            link.newest_begun_s = max(link.newest_begun_s, self.sent_s)
+            link.prompts += job.prompt_tokens + self._before
+            link.patience.first_token(now_s - self.sent_s, job.prompt_tokens)
+            self._begun()
+        self.heard_s = now_s
+        if len(job.token_ids) > self.max_tokens:
+            self._break(f"it sent {len(job.token_ids)} tokens where at most {self.max_tokens} were asked for")
+            return False
+        if not job.agrees():
+            self.fail(ToldOtherwise())
+            return False
+        return True
+
+    def _finish(self, finish_reason: str, stop_reason: int | str | None) -> None:
+        """An event with a finish reason is final, whatever becomes of the connection behind it."""
+        if finish_reason in _UNFINISHED:
+            self.fail(NodeFailed(Why.REFUSED, f"it stopped after {self.tokens} tokens: {finish_reason}"))
+            return
+        if self.job.regrowing:  # it ends before it is where it was
+            self.fail(ToldOtherwise())
+            return
+        assert self._connection is not None
+        self._connection.forget(self.heard_s)
+        self._done.set_result(End(finish_reason, stop_reason))
+
+    def _refuse(self, status: int, said: str) -> None:
+        if 400 <= status < 500 and status not in _RETRYABLE:
+            limit = _TOO_LONG.search(said)
+            self.fail(RequestRefused(f"vLLM {said}", status, None if limit is None else int(limit[1])))
+        else:
+            self.fail(NodeFailed(Why.REFUSED, f"it {said[:200]}"))
+
+    def _break(self, what: str) -> None:
+        self.fail(NodeFailed(Why.BROKEN, what))
+
+
+def _body_of(job: Job) -> tuple[str, dict[str, Any]]:
+    """Where vLLM is asked, and what: the whole completion, or what is missing behind the tokens that arrived."""
+    ours = {"model": MODEL, "stream": True, "n": 1, "return_token_ids": True}
+    if job.token_ids and job.prompt_token_ids is not None:
+        wanted = job.body.get("top_logprobs" if job.path == CHAT else "logprobs") or 0
+        prompt = [*job.prompt_token_ids, *job.token_ids]
+        body = recovery.rest(job.body, len(job.token_ids), job.context_tokens or UNLIMITED)
+        return COMPLETIONS, {**body, **ours, "prompt": prompt, "seed": job.body.get("seed"), "logprobs": wanted}
+    if job.path == CHAT:
+        return CHAT, {**job.body, **ours, "logprobs": True}
+    return COMPLETIONS, {**job.body, **ours, "logprobs": job.body.get("logprobs") or 0}

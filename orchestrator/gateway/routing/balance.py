@@ -1,0 +1,145 @@
+"""Work at the members divided anew when it has become uneven: one came late, or is done early.
+
+It ends tries, as all that moves requests does; the completer places their jobs where the least is to be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from orchestrator.gateway.nodes.link import NodeFailed, Why
+from orchestrator.gateway.nodes.upstream import Attempt
+from orchestrator.gateway.routing.members import Members
+from policies.serving.membership import Row, Wanted
+from policies.serving.sharing import Bearer, Movable, alone_tokens_s, share_out
+from policies.serving.takeover import left_of
+
+SPEED_S = 1.0  # between two measurements of a member's speed
+PROMPTS_FADE = 0.99  # of the most prompts in a second, with each second
+SPEED_SHARE = 0.3  # of each in what is known
+# A look reads how much is left of each request, in a microsecond or so: with so long for each until the next
+# look that is below a fiftieth of the event loop: 0.15 s for 2,000 requests, 1.5 s for 20,000.
+REQUEST_S = 75e-6
+MOVES_MAX = 2  # of one job: members come one after another, but a job has to get somewhere
+
+
+def movable(attempt: Attempt) -> bool:
+    """Whether the job loses nothing when it goes on elsewhere."""
+    return not attempt.job.token_ids or attempt.job.may_continue()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A member at the beginning of a measurement: tokens that had arrived, those of the prompts that it had
+    computed, and the requests that got tokens."""
+
+    at_s: float
+    arrived: int
+    prompts: int
+    begun: int
+
+
+class Balance:
+    """Looks at all members, several times a second."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._begun: set[str] = set()  # policies whose division is being made anew
+        self._seen: dict[int, _Seen] = {}  # by term
+        self._measured_s = 0.0
+        self._next_s = 0.0
+
+    def look(self, now_s: float) -> None:
+        """Measure the members' speeds from time to time, and move what is to be moved."""
+        if now_s - self._measured_s >= SPEED_S:
+            self._measured_s = now_s
+            self._measure(now_s)
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + REQUEST_S * sum(len(link.running) for link in self._members.links.values())
+        held = {row.policy for row in self._members.table.rows if row.policy is not None}
+        for policy in held:
+            self._divide(policy)
+        self._begun &= held
+
+    def _measure(self, now_s: float) -> None:
+        """A measurement goes on until tokens have come: their events may be further apart."""
+        seen = {}
+        for term, link in self._members.links.items():
+            begun = sum(attempt.begun_s is not None for attempt in link.running)
+            since = self._seen.get(term)
+            if since is not None:
+                prompts_s = (link.prompts - since.prompts) / (now_s - since.at_s)
+                link.most_prompts_tokens_s = max(prompts_s, link.most_prompts_tokens_s * PROMPTS_FADE)
+            if since is not None and begun and since.begun and link.arrived == since.arrived:
+                seen[term] = since
+                continue
+            seen[term] = _Seen(now_s, link.arrived, link.prompts, begun)
+            if since is not None and begun and since.begun:
+                requests = (begun + since.begun) / 2
+                rate = (link.arrived - since.arrived) / requests / (now_s - since.at_s)
+                speed = alone_tokens_s(rate, requests)
+                known = link.speed_tokens_s or speed
+                link.speed_tokens_s = known + SPEED_SHARE * (speed - known)
+        self._seen = seen
+
+    def _divide(self, policy: str) -> None:
+        rows = [row for row in self._members.table.serving(Wanted(policy)) if not row.stuck]
+        most, least = max((one.running for one in rows), default=0), min((one.running for one in rows), default=0)
+        if most - least < 2 or self._members.waits(policy):
+            return
+        attempts: list[Attempt] = []
+        moves = share_out(list(self._bearers(policy, rows, attempts)), begun=policy in self._begun)
+        (self._begun.discard if moves is None else self._begun.add)(policy)
+        for move in moves or ():
+            attempt = attempts[move.request]
+            attempt.job.shared += 1
+            attempt.fail(NodeFailed(Why.SHARED, f"{move.node} has less to do"))
+
+    def _bearers(self, policy: str, rows: list[Row], attempts: list[Attempt]) -> Iterator[Bearer]:
+        """What is not known of a member yet is taken to be like the others'. Fills `attempts`."""
+        links = {row.term: self._members.links.get(row.term) for row in rows}
+        speeds = [link.speed_tokens_s for link in links.values() if link and link.speed_tokens_s]
+        prefills = [link.most_prompts_tokens_s for link in links.values() if link and link.most_prompts_tokens_s]
+        if not speeds:
+            return
+        for row in rows:
+            link = links[row.term]
+            running = link.running if link else set[Attempt]()
+            left = sum(map(self._left, running)) / max(1, len(running))
+            yield Bearer(
+                row.node,
+                (link.speed_tokens_s if link else 0.0) or median(speeds),
+                len(running),
+                left,
+                min(row.allowed, row.max_requests) - row.running,
+                (link.most_prompts_tokens_s if link else 0.0) or (median(prefills) if prefills else 0.0),
+                row.replaying,
+                self._movable(running, policy, attempts),
+            )
+
+    def _movable(self, running: set[Attempt], policy: str, attempts: list[Attempt]) -> Iterator[Movable]:
+        for attempt in sorted(running, key=_order):
+            if _goes(attempt, policy):
+                attempts.append(attempt)
+                job = attempt.job
+                replay = 0 if job.first_token_s is None else job.prompt_tokens + len(job.token_ids)
+                yield Movable(len(attempts) - 1, self._left(attempt), replay)
+
+    def _left(self, attempt: Attempt) -> float:
+        most = attempt.max_tokens
+        return left_of(len(attempt.job.token_ids), self._members.expected_tokens or most, most)
+
+
+def _goes(attempt: Attempt, policy: str) -> bool:
+    return attempt.policy == policy and attempt.job.shared < MOVES_MAX and movable(attempt)
+
+
+def _order(attempt: Attempt) -> tuple[bool, float]:
+    """Those that wait for their first token go first, the last one sent before the others: it has waited least.
+    Of those that have begun, the one goes that is soonest where it was."""
+    if attempt.begun_s is None:
+        return False, -attempt.sent_s
+    return True, attempt.job.prompt_tokens + len(attempt.job.token_ids)

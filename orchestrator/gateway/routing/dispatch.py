@@ -1,0 +1,202 @@
+"""A job's way from member to member until it is complete.
+
+A job whose node is lost goes on elsewhere from the tokens that have arrived, or starts over with its seed: either
+gives the completion that the first node would have made. Nothing fails for want of a node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from orchestrator.gateway.job import Finished, Job, RequestRefused, ToldOtherwise, WeightsRefused
+from orchestrator.gateway.nodes.link import NodeFailed, Why
+from orchestrator.gateway.nodes.upstream import Attempt, End
+from orchestrator.gateway.routing.members import Members
+from orchestrator.gateway.routing.waiting import Place
+from policies.serving.membership import Load
+from policies.serving.recovery import limit_of
+
+RETRY_S = 0.05  # after the second try in a row that brought no token, doubled after each later one
+RETRY_MAX_S = 1.0
+EXPECTED_SHARE = 0.02  # of each finished completion in the mean length that the next ones are expected to have
+PACE_SHARE = 0.1  # the same for what a member is known to do in a second
+PACE_TOKENS_MIN = 8  # shorter ones say nothing of a member's pace
+# Then the member was judged already, or does no worse than it should.
+_NO_DOUBT = frozenset({Why.LEFT, Why.SILENT, Why.DRAINED, Why.TAIL, Why.SHARED})
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Since the gateway's start. Tokens that arrived are delivered or discarded in the end.
+
+    `saved` were kept when their job was handed over, each counted once. `replayed_prefill` were computed again as
+    prompts for that. `owed` are tokens of batches whose asker went away, not yet told to anyone.
+    """
+
+    delivered: int = 0
+    discarded: int = 0
+    owed: int = 0
+    saved: int = 0
+    replayed_prefill: int = 0
+    finished: int = 0  # requests
+    refused: int = 0  # requests
+    handovers_by: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def handovers(self) -> int:
+        """How often a request left a member unfinished."""
+        return self.handovers_by.total()
+
+
+class Completer:
+    """Completes jobs.
+
+    Args:
+        members: who may do it.
+        ledger: what is counted; `delivered` is for the asker to count.
+        observe: told of each completion.
+    """
+
+    def __init__(
+        self, members: Members, ledger: Ledger, observe: Callable[[Finished], None] | None = None
+    ) -> None:
+        self._members = members
+        self._ledger = ledger
+        self._observe = observe
+
+    async def complete(self, job: Job) -> Finished:
+        """Have the job completed, however many members that takes and however long there is none.
+
+        Raises RequestRefused, CannotGoOn, QueueFull. Cancelling gives the job up and frees its place; what arrived
+        of it is then the asker's to count as discarded.
+        """
+        asked_s = asyncio.get_running_loop().time()
+        avoid, fruitless = frozenset[str](), 0
+        refused: RequestRefused | None = None
+        while True:
+            if refused is not None and not await self._members.another(job):
+                self._ledger.refused += 1
+                raise refused
+            refused = None
+            place = await self._place(job, avoid)
+            attempt = Attempt(job, place.link, place.policy, partial(self._members.begun, place))
+            try:
+                end = await attempt.run()
+            except NodeFailed as error:
+                fruitless = 0 if attempt.tokens or error.why is Why.SHARED else fruitless + 1
+                self._left(job, attempt, error)
+                avoid = frozenset({place.link.node})
+            except ToldOtherwise:
+                self._go_back(job)
+                if len(job.token_ids) >= job.max_tokens:
+                    return self._finish(job, attempt, End("length", None), asked_s)
+            except RequestRefused as error:
+                if attempt.continued and _learns_room(job, error):
+                    continue
+                if attempt.continued:  # asked anew from its start, the request itself is on trial
+                    job.recovery = "exact"
+                    self._start_over(job)
+                    continue
+                # Another node may have room for a longer prompt, now or when it has loaded the policy.
+                again = place.link.node in job.refused_by
+                job.refused_by |= {place.link.node}
+                if again or isinstance(error, WeightsRefused):
+                    self._ledger.refused += 1
+                    raise
+                refused = error
+            else:
+                return self._finish(job, attempt, end, asked_s)
+            finally:
+                self._members.give_back(place)
+            if fruitless > 1:
+                await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2 ** (fruitless - 2)))
+
+    async def _place(self, job: Job, avoid: frozenset[str]) -> Place:
+        # What one member has computed, the next has to compute again.
+        replayed = 0 if job.first_token_s is None else job.prompt_tokens + len(job.token_ids)
+        place = await self._members.place(job, self._load(job, replayed), avoid)
+        if job.token_ids and place.policy != job.made_from:
+            self._start_over(job)
+        job.made_from = place.policy
+        self._ledger.replayed_prefill += replayed
+        return place
+
+    def _load(self, job: Job, replayed: int) -> Load:
+        expected = self._members.expected_tokens or job.max_tokens
+        to_come = max(len(job.token_ids), min(job.max_tokens, int(expected)))
+        return Load(job.group, job.prompt_tokens + to_come, replayed)
+
+    def _left(self, job: Job, attempt: Attempt, error: NodeFailed) -> None:
+        """The job left a member unfinished."""
+        job.handovers += 1
+        job.last_failure = f"{attempt.link.node}: {error}"
+        self._ledger.handovers_by[error.why] += 1
+        if error.why is Why.CLOSED:  # an agent may go on announcing a server that is dead
+            self._members.mute(attempt.link, str(error))
+        elif error.why not in _NO_DOUBT:
+            self._members.doubt(attempt.link, str(error))
+        if job.may_continue():
+            job.saved += attempt.tokens
+            self._ledger.saved += attempt.tokens
+        elif job.token_ids:
+            self._start_over(job)
+
+    def _start_over(self, job: Job) -> None:
+        lost = job.start_over()
+        job.discarded += lost
+        self._ledger.discarded += lost
+        self._ledger.saved -= job.saved
+        job.saved = 0
+
+    def _go_back(self, job: Job) -> None:
+        lost = job.go_back()
+        job.discarded += lost
+        self._ledger.discarded += lost
+
+    def _finish(self, job: Job, attempt: Attempt, end: End, asked_s: float) -> Finished:
+        self._learn(job, attempt)
+        self._ledger.finished += 1
+        finished = Finished(
+            token_ids=job.token_ids,
+            logprobs=job.logprobs,
+            finish_reason=end.finish_reason,
+            stop_reason=end.stop_reason,
+            text=job.text if job.keep_text else None,
+            prompt_token_ids=job.prompt_token_ids,
+            policy=job.made_from,
+            node=attempt.link.node,
+            handovers=job.handovers,
+            first_token_s=(job.first_token_s or attempt.heard_s) - asked_s,
+            took_s=attempt.heard_s - asked_s,
+        )
+        if self._observe is not None:
+            self._observe(finished)
+        return finished
+
+    def _learn(self, job: Job, attempt: Attempt) -> None:
+        """Note how long completions are, and what the member did in a second."""
+        members, link = self._members, attempt.link
+        members.expected_tokens = _mean(members.expected_tokens, len(job.token_ids), EXPECTED_SHARE)
+        if attempt.begun_s is None or attempt.tokens < PACE_TOKENS_MIN:
+            return
+        took_s, prefill_s = attempt.heard_s - attempt.begun_s, attempt.begun_s - attempt.sent_s
+        if took_s > 0 and prefill_s > 0:
+            prompt = job.prompt_tokens + len(job.token_ids) - attempt.tokens
+            link.rate_tokens_s = _mean(link.rate_tokens_s, attempt.tokens / took_s, PACE_SHARE)
+            link.prefill_tokens_s = _mean(link.prefill_tokens_s, prompt / prefill_s, PACE_SHARE)
+
+
+def _learns_room(job: Job, error: RequestRefused) -> bool:
+    """Whether the rest of a job without a limit was asked for in vain only because it has to name one."""
+    if limit_of(job.body) is not None or error.limit_tokens in (None, job.context_tokens):
+        return False
+    job.context_tokens = error.limit_tokens
+    return True
+
+
+def _mean(mean: float, value: float, share: float) -> float:
+    return value if not mean else mean + share * (value - mean)

@@ -1,0 +1,168 @@
+"""What the gateway does unasked: silence found, drained members cleared, slow tails given to those who are idle.
+
+All of it moves requests from one member to another by ending their tries; the completer places them anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterator
+from statistics import median
+
+from orchestrator.gateway.nodes.connection import STALLED_S
+from orchestrator.gateway.nodes.link import PROBE_S, Link, NodeFailed, Why
+from orchestrator.gateway.nodes.upstream import Attempt
+from orchestrator.gateway.routing.balance import Balance, movable
+from orchestrator.gateway.routing.members import Members
+from policies.serving.membership import Wanted
+from policies.serving.silence import MOST_S
+from policies.serving.takeover import Idle, Running, take_over
+
+LOOK_S = 0.1
+SELDOM_S = 1.0  # between two looks for what is in no hurry
+PACE_S = 2.0  # a request's pace is known after so long, ...
+PACE_MAX_S = 8.0  # ... and after so long only the last part counts
+# A member with fewer requests gives another one about the pace that it gives a single one.
+IDLE_REQUESTS = 16
+# Clouds give a notice of 30 s at least. What does not finish in the first half goes on elsewhere, if it can.
+DRAIN_S = 15.0
+
+
+class Watch:
+    """Looks at all members, several times a second.
+
+    Args:
+        members: of the gateway.
+        drain_s: how long a drained member may go on with what it has while others could.
+    """
+
+    def __init__(self, members: Members, drain_s: float = DRAIN_S) -> None:
+        self._members = members
+        self._drain_s = drain_s
+        self._drained_at_s: dict[int, float] = {}  # by term
+        self._seldom_at_s = 0.0
+        self._balance = Balance(members)
+
+    async def run(self) -> None:
+        """Look, for ever."""
+        loop = asyncio.get_running_loop()
+        before_s = loop.time()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now_s = loop.time()
+            if now_s - before_s < STALLED_S:  # else what members said is still unread: first hear, then judge
+                self._look(now_s, now_s - before_s)
+            before_s = now_s
+
+    def _look(self, now_s: float, elapsed_s: float) -> None:
+        self._members.expire()
+        links = list(self._members.links.values())
+        for link in links:
+            if link.running:
+                link.patience.fade(elapsed_s)
+                self._listen(link, now_s)
+            row = self._members.table.row(link.node)
+            if row is not None and row.term == link.term and row.mute:
+                self._probe(link, now_s)
+        self._clear_drained(now_s)
+        self._balance.look(now_s)
+        if now_s - self._seldom_at_s >= SELDOM_S:
+            self._seldom_at_s = now_s
+            for link in links:
+                link.pool.tidy(now_s)
+                row = self._members.table.row(link.node)
+                word = None if row is None or row.term != link.term else row.engine
+                _end_stuck(link, word is not None and word.waiting > 0, now_s)
+            self._share_tails(now_s)
+
+    def _listen(self, link: Link, now_s: float) -> None:
+        silent_s = now_s - link.heard_s
+        if silent_s > link.patience.soft_limit_s:
+            self._probe(link, now_s)
+            if now_s - max(link.heard_s, link.worked_s) > link.silence_limit_s():
+                link.patience.gap(silent_s)
+                self._members.doubt(link, f"no token for {silent_s:.1f} s, although it answers", whole=True)
+                link.give_up(Why.SILENT, f"no token for {silent_s:.1f} s")
+
+    def _probe(self, link: Link, now_s: float) -> None:
+        if link.probe is None and now_s - link.probed_s > link.patience.soft_limit_s:
+            link.probed_s = now_s
+            link.probe = asyncio.ensure_future(self._ask(link))
+
+    async def _ask(self, link: Link) -> None:
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
+        why = await link.ask_health()
+        link.probe = None
+        if why is None:
+            self._members.unmute(link)
+        elif loop.time() - asked_s < PROBE_S + STALLED_S:
+            self._members.mute(link, why)
+
+    def _clear_drained(self, now_s: float) -> None:
+        table, seen = self._members.table, {}
+        for row in table.rows:
+            if not row.running or not table.draining(row.node):
+                continue
+            seen[row.term] = self._drained_at_s.get(row.term, now_s)
+            if now_s - seen[row.term] > self._drain_s and row.policy and table.serving(Wanted(row.policy)):
+                for attempt in list(self._members.links[row.term].running):
+                    if movable(attempt):
+                        attempt.fail(NodeFailed(Why.DRAINED, f"it drains and was not done in {self._drain_s:g} s"))
+        self._drained_at_s = seen
+
+    def _share_tails(self, now_s: float) -> None:
+        if self._members.waiting() or self._members.expected_tokens <= 0:
+            return
+        alike: dict[tuple[str, int], list[Attempt]] = defaultdict(list)
+        for link in self._members.links.values():
+            for attempt in link.running:
+                if attempt.begun_s is not None and not attempt.job.taken_over and movable(attempt):
+                    alike[attempt.policy, attempt.job.max_tokens].append(attempt)
+        for (policy, max_tokens), attempts in alike.items():
+            idle = list(self._idle(policy))
+            running = [
+                Running(number, one.link.node, one.job.prompt_tokens, len(one.job.token_ids), rate)
+                for number, one in enumerate(attempts)
+                if (rate := _pace(one, now_s)) is not None
+            ]
+            for move in take_over(running, idle, self._members.expected_tokens, max_tokens=max_tokens):
+                attempt = attempts[move.request]
+                attempt.job.taken_over = True
+                attempt.fail(NodeFailed(Why.TAIL, f"{move.node} will finish it sooner"))
+
+    def _idle(self, policy: str) -> Iterator[Idle]:
+        """The members with little to do. What is not known of one's pace yet is taken to be like the others'."""
+        known = [link for link in self._members.links.values() if link.rate_tokens_s and link.prefill_tokens_s]
+        for row in self._members.table.serving(Wanted(policy)):
+            free = min(row.allowed, row.max_requests, IDLE_REQUESTS) - row.running
+            if free > 0 and known:
+                link = self._members.links.get(row.term)
+                like = [link] if link in known else known
+                yield Idle(
+                    row.node,
+                    free,
+                    median(one.rate_tokens_s for one in like if one),
+                    median(one.prefill_tokens_s for one in like if one),
+                )
+
+
+def _end_stuck(link: Link, engine_full: bool, now_s: float) -> None:
+    """While others move, one that stands still waits its turn, however long; once others have gone before it, no
+    longer than MOST_S."""
+    for attempt in list(link.running):
+        if engine_full or link.waits(attempt):
+            attempt.moving_s = now_s
+        elif now_s - max(attempt.heard_s, attempt.moving_s) > MOST_S:
+            attempt.fail(NodeFailed(Why.SILENT, f"no token for {MOST_S:g} s"))
+
+
+def _pace(attempt: Attempt, now_s: float) -> float | None:
+    """Its tokens per second of late, or None while that is not known."""
+    since_s, tokens = attempt.mark
+    elapsed_s = now_s - max(since_s, attempt.begun_s or now_s)
+    pace = (len(attempt.job.token_ids) - tokens) / elapsed_s if elapsed_s >= PACE_S else None
+    if elapsed_s >= PACE_MAX_S:
+        attempt.mark = (now_s, len(attempt.job.token_ids))
+    return pace

@@ -1,0 +1,156 @@
+"""The gateway's HTTP surface: who asks is checked first, then what he sends, then it is handed on.
+
+Contracts are in `policies.serving.wire` and docs/gateway.md. Nothing is said to anyone without the run's secret.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+import msgspec
+from aiohttp import hdrs, web
+
+from checkpoint.security import identity
+from orchestrator.gateway.job import QueueFull
+from orchestrator.gateway.routing.dispatch import Completer, Ledger
+from orchestrator.gateway.routing.members import Members
+from orchestrator.gateway.surface import admission
+from orchestrator.gateway.surface.admin import Admin, node_of
+from orchestrator.gateway.surface.admission import Refused
+from orchestrator.gateway.surface.batch import BatchRun
+from orchestrator.gateway.surface.metrics import CONTENT_TYPE, Metrics
+from orchestrator.gateway.surface.openai import OpenAI, error_document
+from policies.serving.wire import Announce, GatewayStatus
+
+_announce = msgspec.json.Decoder(Announce)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ROLLOUTS = "/v1/rollouts"
+
+
+class Gateway:
+    """The handlers and what they share.
+
+    Args:
+        boot_id: names this process.
+        token: the run's secret.
+    """
+
+    def __init__(self, boot_id: str, token: str) -> None:
+        self.boot_id = boot_id
+        self.members = Members(token, identity.client_context(token))
+        self._expected = f"Bearer {token}".encode()
+        self._ledger = Ledger()
+        self._metrics = Metrics(self.members, self._ledger)
+        self._completer = Completer(self.members, self._ledger, self._metrics.observe)
+        self._started_at_s = time.monotonic()
+
+    def app(self) -> web.Application:
+        """The aiohttp application."""
+        app = web.Application(middlewares=[self._answer])
+        app.on_response_prepare.append(_hide_server)
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/metrics", self._tell_metrics),
+                web.post(ROLLOUTS, self._rollouts),
+                web.post("/members/{node}", self._announce),
+                *Admin(self.members).routes(),
+                *OpenAI(self.members, self._completer, self._ledger, int(time.time())).routes(),
+            ]
+        )
+        return app
+
+    def status(self) -> GatewayStatus:
+        """What there is to know of this gateway now; `seq` is for who writes it down."""
+        wanted = self.members.wanted
+        return GatewayStatus(
+            boot_id=self.boot_id,
+            policy=None if wanted is None else wanted.label,
+            members=self.members.status(),
+            requests_waiting=self.members.waiting(),
+            tokens_delivered=self._ledger.delivered,
+            tokens_discarded=self._ledger.discarded,
+            handovers=self._ledger.handovers,
+            tokens_saved=self._ledger.saved,
+            tokens_replayed=self._ledger.replayed_prefill,
+            changes=self.members.changes(),
+            up_s=time.monotonic() - self._started_at_s,
+        )
+
+    def knows(self, request: web.BaseRequest) -> bool:
+        """Whether it comes from one who has the secret."""
+        given = request.headers.get(hdrs.AUTHORIZATION, "").encode(errors="surrogateescape")
+        known = hmac.compare_digest(given, self._expected)
+        if not known:
+            self._metrics.answers["unknown", 401] += 1
+        return known
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer, and count the answer."""
+        response = await self._answer_or_refuse(request, handler)
+        resource = request.match_info.route.resource
+        self._metrics.answers["unknown" if resource is None else resource.canonical, response.status] += 1
+        return response
+
+    async def _answer_or_refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refused as error:
+            return _refusal(request, error)
+        except web.HTTPMethodNotAllowed as error:
+            allowed = ", ".join(sorted(error.allowed_methods))
+            response = _refusal(request, Refused(405, f"only {allowed} here"))
+            response.headers[hdrs.ALLOW] = allowed
+            return response
+        except web.HTTPException as error:
+            return _refusal(request, Refused(error.status, f"nothing is at {request.rel_url.raw_path[:200]}"))
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200)
+
+    async def _tell_metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.render(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
+
+    async def _announce(self, request: web.Request) -> web.Response:
+        node = node_of(request)
+        said = admission.decode(
+            await admission.read(request, admission.ANNOUNCE_SIZE_MAX), _announce, "an Announce"
+        )
+        admission.check_announce(said)
+        return _json(await self.members.announce(node, said))
+
+    async def _rollouts(self, request: web.Request) -> web.StreamResponse:
+        try:
+            self.members.check_room()
+        except QueueFull as error:
+            raise Refused(503, str(error)) from error
+        batch, prompts = await admission.read_batch(request, self.members.turns)
+        self.members.want(batch.policy, batch.recovery)
+        response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "application/x-ndjson"})
+        await response.prepare(request)
+        run = BatchRun(batch, prompts, self.members, self._completer, self._ledger)
+        # When the trainer goes away this handler is cancelled, or its next write fails: both close the iterator.
+        async with aclosing(run.chunks()) as chunks:
+            async for chunk in chunks:
+                await response.write(chunk)
+        await response.write_eof()
+        return response
+
+
+def _refusal(request: web.Request, error: Refused) -> web.Response:
+    """An error as the path's clients expect it."""
+    if request.path.startswith("/v1/") and request.path != ROLLOUTS:
+        return _json(error_document(error), error.status)
+    return web.Response(status=error.status, text=f"{error}\n")
+
+
+def _json(document: object, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(document), content_type="application/json")
+
+
+async def _hide_server(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers.pop(hdrs.SERVER, None)

@@ -1,0 +1,135 @@
+"""The gateway's numbers for Prometheus, see docs/gateway.md.
+
+Counts are read when they are asked for, from where they are kept anyway; only the histograms are fed, once a
+completion.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from orchestrator.gateway.job import Finished
+from orchestrator.gateway.routing.dispatch import Ledger
+from orchestrator.gateway.routing.members import Members
+from orchestrator.gateway.surface.describe import state_of
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+
+
+class Metrics:
+    """One gateway's numbers."""
+
+    def __init__(self, members: Members, ledger: Ledger) -> None:
+        self.answers: Counter[tuple[str, int]] = Counter()  # by route and status
+        self._first_token = _Histogram("first_token_seconds", "Asking to first token", _FIRST_TOKEN_S)
+        self._token = _Histogram("token_seconds", "Mean time of a token behind the first", _TOKEN_S)
+        self._request = _Histogram("request_seconds", "Asking to whole completion", _REQUEST_S)
+        histograms = (self._first_token, self._token, self._request)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_Numbers(members, ledger, self.answers, histograms))
+        ProcessCollector(namespace="grpo_gateway", registry=self._registry)
+
+    def observe(self, finished: Finished) -> None:
+        """Take a completion into the histograms."""
+        self._first_token.observe(finished.first_token_s)
+        self._request.observe(finished.took_s)
+        if len(finished.token_ids) > 1:
+            self._token.observe((finished.took_s - finished.first_token_s) / (len(finished.token_ids) - 1))
+
+    def render(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _Histogram:
+    """The library's own locks, and takes several times as long."""
+
+    def __init__(self, name: str, says: str, bounds: tuple[float, ...]) -> None:
+        self._name = name
+        self._says = says
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def family(self) -> HistogramMetricFamily:
+        names = (*map(str, self._bounds), "+Inf")
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        return HistogramMetricFamily(
+            f"grpo_gateway_{self._name}", self._says, buckets=buckets, sum_value=self._sum
+        )
+
+
+class _Numbers(Collector):
+    def __init__(
+        self,
+        members: Members,
+        ledger: Ledger,
+        answers: Counter[tuple[str, int]],
+        histograms: Iterable[_Histogram],
+    ) -> None:
+        self._members = members
+        self._ledger = ledger
+        self._answers = answers
+        self._histograms = histograms
+
+    def collect(self) -> Iterable[Metric]:
+        members, ledger = self._members, self._ledger
+        described = members.status()
+        yield self._by_state()
+        yield _gauge("requests_running", "Requests at members", sum(one.requests_running for one in described))
+        yield _gauge("requests_waiting", "Requests without a member", members.waiting())
+        yield _gauge("waiting_bytes", "Size of their prompts", members.waiting_bytes)
+        requests = CounterMetricFamily("grpo_gateway_requests", "Requests for one completion", labels=["outcome"])
+        requests.add_metric(["finished"], ledger.finished)
+        requests.add_metric(["refused"], ledger.refused)
+        yield requests
+        yield _counter("tokens_delivered", "Told to whoever asked", ledger.delivered)
+        yield _counter("tokens_discarded", "Arrived and were thrown away", ledger.discarded)
+        yield _counter("tokens_saved", "Kept over a hand-over", ledger.saved)
+        yield _counter("tokens_replayed", "Computed again as a prompt for it", ledger.replayed_prefill)
+        handovers = CounterMetricFamily("grpo_gateway_handovers", "Left a member unfinished", labels=["reason"])
+        for reason, count in ledger.handovers_by.items():
+            handovers.add_metric([reason], count)
+        yield handovers
+        changes = members.changes()
+        yield _counter("membership_changes", "Changes of the membership", changes[-1].seq if changes else 0)
+        answers = CounterMetricFamily("grpo_gateway_http_answers", "Answers", labels=["route", "status"])
+        for (route, status), count in self._answers.items():
+            answers.add_metric([route, str(status)], count)
+        yield answers
+        for histogram in self._histograms:
+            yield histogram.family()
+
+    def _by_state(self) -> GaugeMetricFamily:
+        policy = self._members.wanted
+        wanted = None if policy is None else policy.label
+        found: Counter[tuple[str, str]] = Counter()
+        for one in self._members.status():
+            found[state_of(one, wanted), one.policy or "base"] += 1
+        family = GaugeMetricFamily("grpo_gateway_members", "Members", labels=["state", "policy"])
+        for labels, count in found.items():
+            family.add_metric(labels, count)
+        return family
+
+
+def _gauge(name: str, says: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"grpo_gateway_{name}", says, value=value)
+
+
+def _counter(name: str, says: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"grpo_gateway_{name}", says, value=value)

@@ -1,0 +1,117 @@
+"""The decision: what is known, what was seen and what is wanted, in; events, actions and a reason, out.
+
+Pure, and level-triggered: actions follow from the state after this tick's events and from what the cloud shows, so
+an action that was lost with a daemon is simply asked for again by the next one.
+"""
+
+from __future__ import annotations
+
+from policies.control.fleet import fill_slots
+from policies.control.lifecycle import run_lifecycle
+from policies.control.observed import HEARTBEAT_FRESH_S, mirror
+from policies.control.rollback_stages import steer_timeline
+from policies.control.snapshot import (
+    Action,
+    Confirm,
+    Decision,
+    Export,
+    Launch,
+    Machine,
+    Snapshot,
+    Terminate,
+    WriteFork,
+)
+from policies.control.stopping import to_be_asked
+from policies.control.tick import Tick
+from policies.model.phases import LIVE_NODE, TERMINAL_RUN
+from policies.model.spec import RunSpec
+from policies.model.state import Node, RunState
+from policies.model.vocabulary import MachineState, NodePhase, Role, RollbackStage
+
+BUSY_TICK_S = 0.25  # while something is on its way
+STEADY_TICK_S = 1.0
+
+
+def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
+    """Return what to journal and what to do now.
+
+    Raises:
+        IllegalMove: the phase tables forbid a move that the rules made; a bug.
+    """
+    tick = Tick(state, snapshot, spec)
+    mirror(tick)
+    steer_timeline(tick)
+    run_lifecycle(tick)
+    fill_slots(tick)
+    actions = actions_for(tick.state, snapshot)
+    settled = not tick.events and not actions and not _in_motion(tick.state)
+    return Decision(
+        events=tuple(tick.events),
+        actions=actions,
+        requeue_after_s=STEADY_TICK_S if settled else BUSY_TICK_S,
+        reason="; ".join(tick.reasons) or _steady(tick.state, snapshot),
+    )
+
+
+def done(state: RunState, snapshot: Snapshot) -> bool:
+    """Whether nothing is left to steer: the run has ended, what it was to leave is there, and the cloud shows no
+    machine of it."""
+    ended = state.phase in TERMINAL_RUN and state.exported == state.healthy
+    return ended and not state.nodes and snapshot.machines is not None and not snapshot.machines
+
+
+def actions_for(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
+    """Every difference between the state and the world, as an action. None for a cloud that did not answer."""
+    actions = _store_actions(state, snapshot)
+    if snapshot.machines is None:
+        return tuple(actions)
+    for node in state.nodes.values():
+        machine = snapshot.machines.get(node.id)
+        if _launch_due(node, machine):
+            actions.append(Launch(node.id, node.slot, node.market, node.attempt, state.timeline))
+        elif node.phase is NodePhase.TERMINATING and machine is not None:
+            actions.append(Terminate(node.id))
+        elif machine is not None and (ask := to_be_asked(state, node, snapshot)):
+            actions += ask
+        elif machine is not None and _is_silent(node, machine, snapshot):
+            actions.append(Confirm(node.id))
+    # No intent explains these: machines of a lost race, or remains of nodes that are gone.
+    actions += [Terminate(name) for name in snapshot.machines if name not in state.nodes]
+    return tuple(actions)
+
+
+def _store_actions(state: RunState, snapshot: Snapshot) -> list[Action]:
+    actions: list[Action] = []
+    begun = state.rollback if state.rollback and state.rollback.stage is RollbackStage.BEGUN else None
+    if begun is not None and snapshot.timeline < begun.fork.timeline:
+        actions.append(WriteFork(begun.fork))
+    if state.healthy is not None and state.exported != state.healthy:
+        actions.append(Export(state.healthy))
+    return actions
+
+
+def _launch_due(node: Node, machine: Machine | None) -> bool:
+    if node.phase not in LIVE_NODE or node.phase is NodePhase.DRAINING:
+        return False
+    return machine is None or (machine.state is not MachineState.GONE and machine.attempt < node.attempt)
+
+
+def _is_silent(node: Node, machine: Machine, snapshot: Snapshot) -> bool:
+    """Whether the cloud shows the machine up, and nothing else shows that it works."""
+    if machine.state is not MachineState.UP or machine.exit_code is not None:
+        return False
+    if node.phase is NodePhase.SERVING and node.role is Role.TRAINER:
+        beat = snapshot.trainer
+        return beat is None or snapshot.silent_s(beat.beat_at_s) > HEARTBEAT_FRESH_S
+    return node.phase is NodePhase.BOOTING
+
+
+def _in_motion(state: RunState) -> bool:
+    rolling_back = state.rollback is not None and state.rollback.stage is not RollbackStage.PROBATION
+    return rolling_back or any(node.phase is not NodePhase.SERVING for node in state.nodes.values())
+
+
+def _steady(state: RunState, snapshot: Snapshot) -> str:
+    serving = sum(1 for node in state.live(Role.ROLLOUT) if node.phase is NodePhase.SERVING)
+    where = f"step {snapshot.trainer.step} of {snapshot.trainer.max_steps}" if snapshot.trainer else "no step yet"
+    return f"run {state.phase}, {where}, {serving} rollout nodes serving"

@@ -1,0 +1,155 @@
+"""How many nodes there should be, and which are asked for or let go now.
+
+The trainer comes first: rollout nodes can do nothing without it, so they are asked for when its machine is there.
+What is left then until it trains, the loading of the model, takes about as long as a rollout node needs to come.
+Where the trainer's machine is lost and none is to be had, they are kept for as long as another start of them
+takes: so waiting never costs more than twice what the best guess would have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
+from policies.control.stopping import let_all_go
+from policies.control.tick import Tick
+from policies.model.buying import REFUSALS, WORKS_S, Kind, back_off_s, probe_wait_s
+from policies.model.events import BuyingResumed, BuyingStopped, NodeRequested
+from policies.model.phases import TERMINAL_RUN
+from policies.model.spec import RunSpec
+from policies.model.state import Node, Slot
+from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase, kind_of, node_id_of, slot_of
+
+HOLD_MIN_S = 300.0  # a trainer's machine is often had again within minutes
+MOST_TIMES = 4.0  # `boot_timeout_s`, however often a look has failed meanwhile
+
+_FILLING = frozenset({NodePhase.REQUESTED, NodePhase.BOOTING, NodePhase.SERVING})
+
+
+def market_of(role: Role, spec: RunSpec) -> Market:
+    """Rollout nodes are bought on spot unless `use_spot: false`, the trainer on demand unless `use_spot: true`."""
+    resources = spec.trainer.resources if role is Role.TRAINER else spec.rollout.resources
+    spot = bool(resources.get("use_spot", role is Role.ROLLOUT))
+    return Market.SPOT if spot else Market.ON_DEMAND
+
+
+def wanted_slots(spec: RunSpec) -> list[tuple[Role, str, bool]]:
+    """Every place to be filled: role, name, and whether the run needs it at once."""
+    replicas = spec.rollout.replicas
+    rollouts = [(Role.ROLLOUT, slot_of(Role.ROLLOUT, i), i < replicas.min) for i in range(replicas.max)]
+    return [(Role.TRAINER, slot_of(Role.TRAINER, 0), True), *rollouts]
+
+
+def fill_slots(tick: Tick) -> None:
+    """Request a node for every empty slot where that may help; let go who is overdue, or has nothing to do."""
+    if tick.state.phase in TERMINAL_RUN or tick.state.phase is RunPhase.STOPPING:
+        let_all_go(tick)
+        return
+    _replace_overdue(tick)
+    _return_idle(tick)
+    _judge_kinds(tick)
+    for role, name, needed in wanted_slots(tick.spec):
+        if any(node.slot == name and node.phase in _FILLING for node in tick.state.nodes.values()):
+            continue
+        slot = tick.state.slots.get(name, Slot())
+        if tick.waited_s(slot.refused_at_s) < back_off_s(slot.refusals_in_a_row, needed):
+            continue
+        if (role is Role.TRAINER or _trainer_is_near(tick)) and _may_buy(tick, role, needed):
+            _request(tick, role, name, slot)
+
+
+def _request(tick: Tick, role: Role, name: str, slot: Slot) -> None:
+    incarnation = slot.incarnations + 1
+    reason = "first" if incarnation == 1 else f"in place of {node_id_of(name, slot.incarnations)}"
+    node = node_id_of(name, incarnation)
+    market = market_of(role, tick.spec)
+    tick.emit(NodeRequested(node, role, name, incarnation, market, reason), f"{node} requested ({reason})")
+
+
+def _trainer_is_near(tick: Tick) -> bool:
+    """Whether the trainer has a machine on which it works, or will."""
+    fails = any(kind.never_serves for name, kind in tick.state.kinds.items() if name.startswith(Role.TRAINER))
+    return any(node.served or not fails for node in tick.state.trainer_machines)
+
+
+def _may_buy(tick: Tick, role: Role, needed: bool) -> bool:
+    """Whether machines of the kind are bought; of one whose buying has stopped, one at a time, now and then."""
+    name = kind_of(role, market_of(role, tick.spec))
+    kind = tick.state.kinds.get(name, Kind())
+    if not kind.stopped:
+        return True
+    if any(one.kind == name and _is_tried(one, kind) for one in tick.state.nodes.values()):
+        return False
+    return tick.waited_s(kind.failed_at_s) >= probe_wait_s(kind, needed)
+
+
+def _is_tried(node: Node, kind: Kind) -> bool:
+    """Whether it is to show that its kind works again: by serving; where they soon broke, by going on."""
+    if kind.broke_in_a_row >= REFUSALS and node.requested_at_s >= kind.stopped_at_s:
+        return node.phase in _FILLING
+    return node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and not node.served
+
+
+def _judge_kinds(tick: Tick) -> None:
+    """Stop the buying of kinds that fail again and again, and resume that of those that do no more."""
+    for name, kind in tick.state.kinds.items():
+        if kind.fails and not kind.stopped:
+            reason = f"{kind.failures_in_a_row} in a row came to nothing: {kind.last_failure}"
+            tick.emit(BuyingStopped(name, reason), f"no more machines, {name}: {reason}")
+        elif kind.stopped and (not kind.fails or _works_again(tick, name, kind)):
+            tick.emit(BuyingResumed(name), f"machines are bought again, {name}")
+
+
+def _works_again(tick: Tick, name: str, kind: Kind) -> bool:
+    """Whether a kind that was stopped for machines that soon broke has one that does not."""
+    serving = [one for one in tick.state.nodes.values() if one.kind == name and one.phase is NodePhase.SERVING]
+    stays = any(tick.waited_s(max(one.since_s, kind.failed_at_s)) > WORKS_S for one in serving)
+    return stays and not replace(kind, broke_in_a_row=0).fails
+
+
+def _replace_overdue(tick: Tick) -> None:
+    for node in list(tick.state.nodes.values()):
+        booting = node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and node.attempt_ended_at_s is None
+        limit_s = tick.spec.policies.boot_timeout_s
+        if node.role is Role.TRAINER and _has_worked(tick, node) and tick.snapshot.members is None:
+            limit_s = max(limit_s, MACHINE_LOST_S)  # cut off, maybe, with checkpoints that are not stored yet
+        if booting and (_unseen_s(tick, node) > limit_s or _never_comes(tick, node, limit_s)):
+            reason = f"no work seen within {limit_s:.0f} s (`policies.boot_timeout_s`)"
+            tick.move(node, NodePhase.TERMINATING, reason, None if node.served else Refusal.NEVER_SERVED)
+
+
+def _never_comes(tick: Tick, node: Node, limit_s: float) -> bool:
+    """Whether a rollout node has had a multiple of its time, and looks fail now and then: it is paid for."""
+    if node.role is Role.TRAINER or node.phase is not NodePhase.BOOTING:
+        return False
+    return _unseen_s(tick, node) > HEARTBEAT_LOST_S and tick.waited_s(node.since_s) > MOST_TIMES * limit_s
+
+
+def _has_worked(tick: Tick, node: Node) -> bool:
+    """Whether it was ever seen to. A trainer's last word may have come while nothing could be journalled."""
+    beat = tick.snapshot.trainer
+    return node.served or (beat is not None and (beat.node, beat.attempt) == (node.id, node.attempt))
+
+
+def _unseen_s(tick: Tick, node: Node) -> float:
+    """For how long the node could have been seen to work, and was not. A rollout node's work is seen by the
+    gateway."""
+    silent_s = tick.silent_s(node.since_s)
+    if node.role is Role.TRAINER or node.phase is NodePhase.REQUESTED:
+        return silent_s
+    return 0.0 if tick.snapshot.members is None else min(silent_s, tick.snapshot.gateway_age_s)
+
+
+def _return_idle(tick: Tick) -> None:
+    """Let the rollout nodes go when there has been no machine for the trainer for long."""
+    since_s = tick.state.trainerless_since_s
+    if since_s is None or tick.snapshot.machines is None:
+        return
+    kind = tick.state.kinds.get(kind_of(Role.ROLLOUT, market_of(Role.ROLLOUT, tick.spec)), Kind())
+    boot_s = tick.spec.policies.boot_timeout_s if kind.boot_s is None else kind.boot_s
+    hold_s = max(HOLD_MIN_S, min(boot_s, tick.spec.policies.boot_timeout_s))
+    if tick.silent_s(since_s) <= hold_s:
+        return
+    for node in tick.state.live(Role.ROLLOUT):
+        reason = f"the trainer has had no machine for {hold_s:.0f} s; asked for again when it has one"
+        tick.move(node, NodePhase.TERMINATING, reason)

@@ -1,0 +1,88 @@
+"""The passive half of a tick: what was observed moves the nodes' phases. Nothing here asks for anything."""
+
+from __future__ import annotations
+
+from policies.control.snapshot import Machine
+from policies.control.tick import Tick
+from policies.model import exit_codes
+from policies.model.state import Node
+from policies.model.vocabulary import MachineState, NodePhase, Role
+
+HEARTBEAT_FRESH_S = 10.0  # the trainer beats every 2 s
+# Beyond this it hangs, if the gateway beside it is heard: then its machine works, and reaches the store.
+HEARTBEAT_LOST_S = 120.0
+# Where nothing of that machine is heard, its cloud is asked again and again, and says so when it is lost. It may
+# as well train, cut off from the store; only what has been cut off for this long is worth no more waiting.
+MACHINE_LOST_S = 3600.0
+# A gateway younger than this may not have heard from every node: their absence means nothing yet.
+MEMBERSHIP_SETTLES_S = 5.0
+
+
+def mirror(tick: Tick) -> None:
+    """Bring every node's phase to what the snapshot shows."""
+    for refused in tick.snapshot.refused:
+        node = tick.node(refused.node)
+        if node is not None and node.phase is NodePhase.REQUESTED:
+            tick.move(node, NodePhase.REFUSED, refused.message, refused.refusal)
+    if tick.snapshot.machines is None:
+        return
+    for node in list(tick.state.nodes.values()):
+        machine = tick.snapshot.machines.get(node.id)
+        if machine is None or machine.state is MachineState.GONE:
+            _absent(tick, node, machine)
+        else:
+            _present(tick, node, machine)
+
+
+def _absent(tick: Tick, node: Node, machine: Machine | None) -> None:
+    if node.phase is NodePhase.REQUESTED and machine is None:
+        return  # not there yet; the launch is asked for again until it is, or is refused
+    if node.phase is NodePhase.TERMINATING:
+        tick.move(node, NodePhase.GONE, "taken down")
+    else:
+        tick.move(node, NodePhase.GONE, machine.why if machine and machine.why else "the cloud no longer has it")
+
+
+def _present(tick: Tick, node: Node, machine: Machine) -> None:
+    if node.phase is NodePhase.TERMINATING:
+        return
+    if machine.state is MachineState.STARTING:
+        return  # it may still be refused
+    if node.phase is NodePhase.REQUESTED:
+        tick.move(node, NodePhase.BOOTING, "the machine is there")
+        if machine.price_usd_per_h > 0:
+            tick.bought(machine)
+    if machine.notice and node.phase is not NodePhase.DRAINING:
+        tick.move(tick.state.nodes[node.id], NodePhase.DRAINING, "the cloud will take it back")
+        return
+    node = tick.state.nodes[node.id]
+    if machine.attempt == node.attempt and machine.exit_code is not None and node.attempt_ended_at_s is None:
+        tick.exited(node, machine.exit_code)
+        if node.phase is NodePhase.SERVING and machine.exit_code != exit_codes.OK:
+            tick.move(node, NodePhase.BOOTING, f"its work ended with exit code {machine.exit_code}")
+        return
+    if node.attempt_ended_at_s is not None:
+        return  # between two attempts; the beat that is still fresh is the dead one's
+    working = _working(tick, node)
+    if node.phase is NodePhase.BOOTING and working is True:
+        tick.move(node, NodePhase.SERVING, "in the membership" if node.role is Role.ROLLOUT else "heartbeat")
+    elif node.phase is NodePhase.SERVING and working is False:
+        tick.move(node, NodePhase.BOOTING, "left the membership while its machine is up")
+
+
+def _working(tick: Tick, node: Node) -> bool | None:
+    """Whether the node's work is seen; None where nothing can be concluded."""
+    snapshot = tick.snapshot
+    if node.role is Role.TRAINER:
+        beat = snapshot.trainer
+        fresh = (
+            beat is not None
+            and (beat.node, beat.attempt) == (node.id, node.attempt)
+            and snapshot.now_s - beat.beat_at_s < HEARTBEAT_FRESH_S
+        )
+        return True if fresh else None  # a missed beat is no proof; `lifecycle` gives it HEARTBEAT_LOST_S
+    if snapshot.members is None:
+        return None
+    if node.id in snapshot.members:
+        return True
+    return False if snapshot.gateway_age_s > MEMBERSHIP_SETTLES_S else None

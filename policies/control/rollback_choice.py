@@ -1,0 +1,128 @@
+"""The choices of a rollback: where to, with what changed, and whether once more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from policies.control.objective import CLIPPING, is_on_policy, loss_of, value_of, weight_cap
+from policies.model.spec import OnRollback, RollbackBudget
+from policies.model.state import Rollback
+from policies.model.timelines import Fork, lineage, on_lineage
+from policies.model.vocabulary import Cause, PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a rollback may go: to a checkpoint, to the run's start (`start` None), or, where `missing` says why,
+    nowhere without a person."""
+
+    start: PolicyVersion | None
+    missing: str = ""
+
+    def __str__(self) -> str:
+        return self.missing or ("the start" if self.start is None else f"checkpoint {self.start}")
+
+
+def choose_target(
+    checkpoints: Sequence[PolicyVersion],
+    forks: Sequence[Fork],
+    timeline: int,
+    before_step: int | None,
+    *,
+    ever_stored: bool,
+) -> Target:
+    """Return where a rollback goes by itself: the newest checkpoint on the line, from before `before_step`.
+
+    The run's start only where nothing is lost by it: no checkpoint was ever stored, or, without `before_step`, the
+    timeline began there by a person's word and has stored none yet.
+
+    Args:
+        ever_stored: whether the store has ever listed a checkpoint, whatever it lists now.
+    """
+    start = choose_start(checkpoints, forks, timeline, before_step)
+    if start is not None:
+        return Target(start)
+    began_anew = timeline != 0 and all(isinstance(part, int) for part in lineage(forks, timeline))
+    if not (checkpoints or ever_stored) or (began_anew and before_step is None):
+        return Target(None)
+    if before_step is None:
+        return Target(None, "the store has no checkpoint of this timeline any more")
+    there = (
+        f"there are {', '.join(map(str, sorted(checkpoints)))}" if checkpoints else "the store has none any more"
+    )
+    return Target(None, f"no checkpoint is from before step {before_step}, {there}")
+
+
+def choose_start(
+    checkpoints: Sequence[PolicyVersion], forks: Sequence[Fork], timeline: int, before_step: int | None
+) -> PolicyVersion | None:
+    """Return the newest checkpoint on the line of `timeline` whose step is below `before_step`.
+
+    None where there is none. Without `before_step` the newest one.
+    """
+    stretches = lineage(forks, timeline)
+    found = [
+        version
+        for version in checkpoints
+        if on_lineage(version, stretches) and (before_step is None or version.step < before_step)
+    ]
+    return max(found, key=lambda version: version.step, default=None)
+
+
+def before_step_of(onset_step: int, rollbacks: Sequence[Rollback]) -> int:
+    """Return the step that the next target must lie before.
+
+    A timeline that trips in its probation has shown that what it started from was too late, so the next target
+    lies before that one, too; also where memory ran out in between. Of the run's start that cannot be.
+    """
+    for one in reversed(rollbacks):
+        if one.passed or one.cause is Cause.USER:
+            break
+        if one.cause is Cause.DIVERGED:
+            start = one.fork.start_at
+            return onset_step if start is None else min(onset_step, start.step)
+    return onset_step
+
+
+def changes_after(grpo: Mapping[str, Any], rules: OnRollback, processes: int = 1) -> dict[str, float]:
+    """Return the keys of `grpo` that a rollback changes, with their new values: those that do something.
+
+    Without a KL term (`beta` 0) there is none to strengthen, and none is begun: it would need the memory of a
+    reference model, and be another objective than the user's. `epsilon`, and `epsilon_high` where it is set, only
+    where they clip a ratio other than 1; `cispo` has a cap on weights in their place, which comes nearer to 1.
+
+    Args:
+        processes: how many train.
+    """
+    factors = {"learning_rate": rules.learning_rate_factor, "beta": rules.beta_factor}
+    off_policy = not is_on_policy(grpo, processes)
+    if off_policy and loss_of(grpo) in CLIPPING:
+        factors["epsilon"] = rules.epsilon_factor
+        if grpo.get("epsilon_high") is not None:
+            factors["epsilon_high"] = rules.epsilon_factor
+    values = {key: weight_cap(grpo) if key == "epsilon_high" else value_of(grpo, key) for key in factors}
+    wanted = {key: value * factors[key] for key, value in values.items()}
+    if off_policy and loss_of(grpo) == "cispo" and (cap := weight_cap(grpo)) > 1:
+        values["epsilon_high"], wanted["epsilon_high"] = cap, 1 + (cap - 1) * rules.epsilon_factor
+    # Ten digits, so that 0.1 x 3 is not told as 0.30000000000000004.
+    changed = {key: float(f"{value:.10g}") for key, value in wanted.items()}
+    return {key: value for key, value in changed.items() if value != values[key]}
+
+
+def spent(rollbacks: Sequence[Rollback], step: int, budget: RollbackBudget) -> str:
+    """Return why there may be no further rollback for a trip at `step`; empty where there may.
+
+    Counted are those for divergence since a person last decided.
+    """
+    counted: list[Rollback] = []
+    for one in rollbacks:
+        counted = [] if one.cause is Cause.USER else [*counted, one]
+    counted = [one for one in counted if one.cause is Cause.DIVERGED]
+    recent = [one for one in counted if abs(step - one.from_step) < budget.recent_steps]
+    if len(counted) >= budget.total:
+        return f"rolled back {len(counted)} times, which is all that policies.kl.budget.total allows"
+    if len(recent) >= budget.recent:
+        return f"rolled back {len(recent)} times within {budget.recent_steps} steps, as policies.kl.budget allows"
+    return ""

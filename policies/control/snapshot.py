@@ -1,0 +1,183 @@
+"""What one look at the world found, and what a decision may ask to be done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from policies.detect.divergence import Verdict
+from policies.detect.pitfalls import Pitfall
+from policies.model.events import Event
+from policies.model.timelines import Fork
+from policies.model.vocabulary import MachineState, Market, PolicyVersion, Precedence, Refusal, precedence_of
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine as its cloud describes it. `exit_code` is set once the work of `attempt` has ended."""
+
+    node: str
+    state: MachineState
+    attempt: int = 1
+    exit_code: int | None = None
+    why: str = ""
+    notice: bool = False  # the cloud has said that it will take this machine back
+    market: Market = Market.ON_DEMAND
+    price_usd_per_h: float = 0.0
+    on_demand_usd_per_h: float = 0.0  # what it would cost on that market
+    where: str = ""  # cloud/region/zone and what it is, in the cloud's words
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rollout node as the gateway describes it. `policy` is None until it holds a published version."""
+
+    node: str
+    boot_id: str
+    policy: str | None
+    serving: bool
+    requests_running: int = 0
+    unfit: str = ""  # why it cannot hold the wanted policy and has stopped trying; empty where it can
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """The trainer's last heartbeat in the store."""
+
+    node: str
+    attempt: int
+    timeline: int
+    step: int
+    max_steps: int
+    activity: str  # starting, restoring, waiting, generating, training, storing, done
+    beat_at_s: float
+    kl: float | None = None
+    stored_step: int | None = None  # of the newest checkpoint in the store
+    store_slow: bool = False  # a checkpoint was put off: the ones before it are still on their way
+    verdict: Verdict | None = None  # of the trainer's own guard
+    leaving: bool = False  # it knows that it is to end, or that its machine is: it stores what it has
+
+    @property
+    def precedence(self) -> Precedence:
+        """Of two trainers of a run the one with the higher precedence is the newer, and the other one stops."""
+        return precedence_of(self.timeline, self.node, self.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchRefused:
+    """A launch that failed since the last look."""
+
+    node: str
+    refusal: Refusal
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What a user asked for through the store: `down`, `down_now`, `rollback`."""
+
+    command_id: str
+    kind: str
+    start: str | None = None  # rollback: to which PolicyVersion, or `start`; None: where the policy would go
+    changes: Mapping[str, float] = field(default_factory=dict)  # rollback: of `grpo`; none: as the policy would
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What the controller's own detectors say of the rows that a timeline's trainer has stored."""
+
+    timeline: int
+    verdict: Verdict
+    pitfalls: tuple[Pitfall, ...] = ()  # noticed at the newest rows
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One look at the world. `machines` or `members` is None when that party did not answer: then nothing
+    may be concluded from an absence.
+
+    `now_s` never goes back and never jumps while one controller looks. For `steady_s` seconds that one has looked,
+    with answers from store and cloud, and written, without a break: nobody can be called silent for longer.
+    """
+
+    now_s: float
+    machines: Mapping[str, Machine] | None = None
+    members: Mapping[str, Member] | None = None
+    gateway_boot_id: str | None = None
+    gateway_age_s: float = 0.0
+    trainer: Trainer | None = None
+    refused: tuple[LaunchRefused, ...] = ()
+    commands: tuple[Command, ...] = ()
+    watched: Watched | None = None
+    unreadable: Mapping[str, str] = field(default_factory=dict)  # optional objects that are damaged: why
+    checkpoints: tuple[PolicyVersion, ...] | None = None  # None: there was no reason to look, or `damaged`
+    damaged: str = ""  # why it cannot be read which checkpoints there are, and what helps
+    ever_stored: bool = False  # the store has ever listed a checkpoint; known where `checkpoints` is
+    timeline: int = 0  # the newest that is in the store
+    steady_s: float = math.inf
+    exported_to: str | None = None  # where the export that was asked for lies, once it is done; "": it failed
+
+    def silent_s(self, since_s: float) -> float:
+        """Seconds since then in which the one who looks would have noticed a word."""
+        return min(self.now_s - since_s, self.steady_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """See that the machine exists and that attempt `attempt` of its work was started. Idempotent."""
+
+    node: str
+    slot: str
+    market: Market
+    attempt: int
+    timeline: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    """See that the machine is gone. Idempotent."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """Ask the cloud about a machine whose work has fallen silent: it may be gone. Idempotent."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskToStop:
+    """See that the trainer of that attempt knows that it is to store what it has, and to end. Idempotent."""
+
+    node: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFork:
+    """See that the fork is in the store. Idempotent."""
+
+    fork: Fork
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """See that the checkpoint's weights are exported. Idempotent."""
+
+    version: str  # PolicyVersion as text
+
+
+Action = Launch | Terminate | Confirm | AskToStop | WriteFork | Export
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What one tick decided: events to journal first, then actions, and a sentence that says why."""
+
+    events: tuple[Event, ...] = ()
+    actions: tuple[Action, ...] = ()
+    requeue_after_s: float = 1.0
+    reason: str = ""

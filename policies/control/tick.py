@@ -1,0 +1,58 @@
+"""One tick of the controller, in the making: events are folded as they are decided, so that each later decision of
+the tick sees what the earlier ones did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from policies.control.snapshot import Machine, Snapshot
+from policies.model.events import Event, JobExited, JobRestarted, MachineBought, NodeMoved, RunMoved
+from policies.model.spec import RunSpec
+from policies.model.state import Node, RunState, apply
+from policies.model.vocabulary import NodePhase, Refusal, RunPhase
+
+
+@dataclass(slots=True)
+class Tick:
+    """State and events of one tick. Mutable, and alive for that tick only."""
+
+    state: RunState
+    snapshot: Snapshot
+    spec: RunSpec
+    events: list[Event] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    def emit(self, event: Event, reason: str) -> None:
+        """Decide `event`, because of `reason`. Raises IllegalMove when the tables forbid it."""
+        self.state = apply(self.state, event, self.snapshot.now_s, self.state.epoch)
+        self.events.append(event)
+        self.reasons.append(reason)
+
+    def move(self, node: Node, phase: NodePhase, reason: str, refusal: Refusal | None = None) -> None:
+        self.emit(NodeMoved(node.id, phase, reason, refusal), f"{node.id} {phase}: {reason}")
+
+    def move_run(self, phase: RunPhase, reason: str) -> None:
+        self.emit(RunMoved(phase, reason), f"run {phase}: {reason}")
+
+    def bought(self, machine: Machine) -> None:
+        prices = machine.price_usd_per_h, machine.on_demand_usd_per_h
+        event = MachineBought(machine.node, machine.market, machine.where, *prices)
+        self.emit(event, f"{machine.node} costs {machine.price_usd_per_h:.2f} USD/h")
+
+    def exited(self, node: Node, exit_code: int) -> None:
+        step = self.snapshot.trainer.step if self.snapshot.trainer else 0
+        self.emit(JobExited(node.id, node.attempt, exit_code, step), f"{node.id}: its work ended with {exit_code}")
+
+    def restart(self, node: Node, reason: str) -> None:
+        self.emit(JobRestarted(node.id, node.attempt + 1, reason), f"{node.id}: {reason}")
+
+    def waited_s(self, since_s: float) -> float:
+        """Seconds since then, for who waits before the next try."""
+        return self.snapshot.now_s - since_s
+
+    def silent_s(self, since_s: float) -> float:
+        """Seconds since then in which this controller would have noticed a word: what may count against a node."""
+        return self.snapshot.silent_s(since_s)
+
+    def node(self, node_id: str) -> Node | None:
+        return self.state.nodes.get(node_id)

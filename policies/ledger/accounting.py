@@ -1,0 +1,293 @@
+"""What a run's faults and machines cost: seconds, tokens, dollars.
+
+Pure arithmetic over what was logged. A fault is known from the journal (somebody noticed) or from the rehearsal
+(somebody did it); a rehearsed one and its traces in the journal are one fault. Seconds are lost where the time
+between two logged steps is longer than it usually is, and are put down to the faults that fell between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
+from typing import Protocol, TypeVar
+
+from policies.model import exit_codes
+from policies.model.events import (
+    Event,
+    GatewayRestarted,
+    JobExited,
+    JobRestarted,
+    MachineBought,
+    NodeMoved,
+    NodeRequested,
+    RunMoved,
+    TookOver,
+)
+from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
+
+History = Iterable[tuple[int, float, Iterable[Event]]]  # (entry number, time_s, events), as `state.fold` takes it
+
+GATEWAY = "gateway"
+DAEMON = "daemon"
+TICK_S = 2.0  # an event bears the time at which its tick began: a fault may strike between that and the look
+# A trace in the journal this long after a fault is still that fault's; a dead machine is seen sooner.
+TRACE_S = 60.0
+# A trainer that stops by itself because it was told to, or because the run diverges: a rollback, no fault.
+STOPPED_BY_ITSELF = (exit_codes.FENCED, exit_codes.DIVERGED)
+
+
+class Logged(Protocol):
+    """A row of the log: the step, and the wall clock at its end."""
+
+    @property
+    def timeline(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def time_s(self) -> float: ...
+
+
+L = TypeVar("L", bound=Logged)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One logged step. `time_s` is the wall clock at its end, when the run first had it."""
+
+    timeline: int
+    step: int
+    time_s: float
+    tokens_discarded: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that went wrong. `target` is a slot, `rollouts`, `trainer`, GATEWAY or DAEMON."""
+
+    name: str
+    target: str
+    struck_s: float
+    seen_s: float  # its last trace in the journal; equal to `struck_s` where there is none
+    at_step: int | None = None  # None: the last step that had been logged then
+
+
+@dataclass(frozen=True, slots=True)
+class FaultCost:
+    """What one fault cost. `survived` once a step was logged after it."""
+
+    name: str
+    at_step: int
+    seconds_lost: float
+    tokens_regenerated: int
+    survived: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rental:
+    """A machine from when it was first seen until it was gone, seconds since the epoch."""
+
+    node: str
+    role: Role
+    market: Market
+    from_s: float
+    until_s: float
+    price_usd_per_h: float = 0.0
+    on_demand_usd_per_h: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """USD: as it was, and the same hours at on-demand prices."""
+
+    cost_usd: float
+    cost_all_on_demand_usd: float
+
+
+def lived(rows: Iterable[L]) -> list[L]:
+    """Return the rows in the order of time, without those that a restarted trainer has yet to make again.
+
+    A trainer that went back to step 10 replaces the rows of 11, 12, ... one by one; a row whose predecessor is
+    younger than itself belongs to the life that was lost.
+    """
+    kept: list[L] = []
+    newest: dict[int, float] = {}
+    for row in sorted(rows, key=lambda r: (r.timeline, r.step)):
+        if row.time_s >= newest.get(row.timeline, row.time_s):
+            newest[row.timeline] = row.time_s
+            kept.append(row)
+    return sorted(kept, key=lambda r: r.time_s)
+
+
+def journalled_faults(history: History) -> list[Fault]:
+    """Return what the journal calls a fault, while the run was on: a machine that vanished or was given up, work
+    that ended with an error, a gateway that came back, a controller that replaced another."""
+    ledger = _Ledger()
+    for _, time_s, events in history:
+        for event in events:
+            ledger.enter(event, time_s)
+    return ledger.found
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """What has to be remembered between two events to know a fault from the run's ordinary life."""
+
+    found: list[Fault] = field(default_factory=list)
+    slots: dict[str, str] = field(default_factory=dict)
+    phases: dict[str, NodePhase] = field(default_factory=dict)
+    counted: set[str] = field(default_factory=set)  # nodes on their way out, or whose end is in `found` already
+    run: RunPhase = RunPhase.STARTING
+    controllers: int = 0
+    gateways: int = 0
+
+    def enter(self, event: Event, time_s: float) -> None:
+        match event:
+            case RunMoved():
+                self.run = event.phase
+                if event.phase is RunPhase.STARTING:
+                    self.gateways = 0  # a resumed run starts a gateway of its own
+            case NodeRequested():
+                self.slots[event.node] = event.slot
+            case NodeMoved():
+                self._moved(event, time_s)
+            case JobExited() if event.exit_code in STOPPED_BY_ITSELF:
+                self.gateways = 0  # which ends with the trainer's work, and starts with the next
+            case JobExited() if event.exit_code != 0:
+                self.counted.add(event.node)
+                self._add(
+                    f"{event.node} exited with {event.exit_code}", self.slots[event.node], time_s, event.step
+                )
+            case JobRestarted():
+                self.counted.discard(event.node)
+            case GatewayRestarted():
+                self.gateways += 1
+                if self.gateways > 1:
+                    self._add("gateway restarted", GATEWAY, time_s)
+            case TookOver():
+                self.controllers += 1
+                if self.controllers > 1:
+                    self._add("controller replaced", DAEMON, time_s)
+            case _:
+                pass  # every other event is the run going on
+
+    def _moved(self, event: NodeMoved, time_s: float) -> None:
+        before, self.phases[event.node] = self.phases.get(event.node), event.phase
+        if event.node in self.counted:
+            return
+        if event.phase is NodePhase.GONE:
+            self._add(f"{event.node} lost", self.slots[event.node], time_s)
+        elif event.phase is NodePhase.TERMINATING:
+            self.counted.add(event.node)
+            if before is NodePhase.SERVING:
+                self._add(f"{event.node} given up", self.slots[event.node], time_s)
+
+    def _add(self, name: str, target: str, time_s: float, at_step: int | None = None) -> None:
+        if self.run in (RunPhase.STARTING, RunPhase.TRAINING):
+            self.found.append(Fault(name, target, time_s, time_s, at_step))
+
+
+def merged(rehearsed: Iterable[Fault], journalled: Iterable[Fault]) -> list[Fault]:
+    """Return every fault once, in order: what the journal says is a trace of an earlier fault that explains it.
+
+    A fault explains one trace of each thing it hits within TRACE_S; the trainer's machine takes the gateway along.
+    """
+    known = [(fault, set[str]()) for fault in rehearsed]
+    for trace in sorted(journalled, key=lambda fault: fault.struck_s):
+        near = [
+            place
+            for place, (fault, explained) in enumerate(known)
+            if fault.struck_s - TICK_S <= trace.struck_s <= fault.struck_s + TRACE_S
+            and trace.target not in explained
+            and _hits(fault.target, trace.target)
+        ]
+        if near:
+            place = max(near, key=lambda place: known[place][0].struck_s)
+            fault, explained = known[place]
+            explained.add(trace.target)
+            known[place] = (replace(fault, seen_s=max(fault.seen_s, trace.seen_s)), explained)
+        else:
+            known.append((trace, {trace.target}))
+    return sorted((fault for fault, _ in known), key=lambda fault: fault.struck_s)
+
+
+def _hits(target: str, slot: str) -> bool:
+    if slot == GATEWAY:
+        return target == GATEWAY or target.startswith(Role.TRAINER)
+    return slot == target or slot.startswith(f"{target.removesuffix('s')}-") or target.startswith(f"{slot}-i")
+
+
+def fault_costs(steps: Sequence[Step], faults: Sequence[Fault]) -> list[FaultCost]:
+    """Return what each fault cost, in their order.
+
+    A gap between two logged steps costs what it is longer than the median gap in which nothing happened. It is
+    shared evenly by the faults that had struck by its end and were not yet seen before its start, and so are the
+    tokens thrown away in the step that ended it.
+    """
+    path = lived(steps)
+    gaps = list(pairwise(path))
+    inside = [
+        [n for n, fault in enumerate(faults) if fault.struck_s <= end.time_s and fault.seen_s > start.time_s]
+        for start, end in gaps
+    ]
+    spans = [end.time_s - start.time_s for start, end in gaps]
+    usual_s = median([span for span, hit in zip(spans, inside, strict=True) if not hit] or spans or [0.0])
+    seconds, tokens = [0.0] * len(faults), [0] * len(faults)
+    for (_, end), span, hit in zip(gaps, spans, inside, strict=True):
+        for place, n in enumerate(hit):
+            seconds[n] += (span - usual_s) / len(hit)
+            # Whole tokens: the first of the faults take what does not divide.
+            tokens[n] += end.tokens_discarded // len(hit) + (place < end.tokens_discarded % len(hit))
+    return [
+        FaultCost(
+            name=fault.name,
+            at_step=_step_at(path, fault.struck_s) if fault.at_step is None else fault.at_step,
+            seconds_lost=max(0.0, lost),  # a window that was shorter than usual lost nothing
+            tokens_regenerated=again,
+            survived=bool(path) and path[-1].time_s > fault.struck_s,
+        )
+        for fault, lost, again in zip(faults, seconds, tokens, strict=True)
+    ]
+
+
+def _step_at(path: Sequence[Step], time_s: float) -> int:
+    return max((step.step for step in path if step.time_s <= time_s), default=0)
+
+
+def rentals(history: History, now_s: float) -> list[Rental]:
+    """Return every machine that was ever there: from first seen until gone, or until `now_s`."""
+    asked: dict[str, NodeRequested] = {}
+    running: dict[str, Rental] = {}
+    ended: list[Rental] = []
+    for _, time_s, events in history:
+        for event in events:
+            match event:
+                case NodeRequested():
+                    asked[event.node] = event
+                case NodeMoved(phase=NodePhase.BOOTING | NodePhase.SERVING) if event.node not in running:
+                    order = asked[event.node]
+                    running[event.node] = Rental(event.node, order.role, order.market, time_s, now_s)
+                case MachineBought() if event.node in running:
+                    running[event.node] = replace(
+                        running[event.node],
+                        market=event.market,
+                        price_usd_per_h=event.price_usd_per_h,
+                        on_demand_usd_per_h=event.on_demand_usd_per_h,
+                    )
+                case NodeMoved(phase=NodePhase.GONE) if event.node in running:
+                    ended.append(replace(running.pop(event.node), until_s=time_s))
+                case _:
+                    pass  # nothing else starts or ends a machine
+    return sorted([*ended, *running.values()], key=lambda rental: (rental.from_s, rental.node))
+
+
+def bill(rented: Iterable[Rental]) -> Bill:
+    """Price the rentals as they were, and as if each had been on demand."""
+    cost = on_demand = 0.0
+    for rental in rented:
+        hours = (rental.until_s - rental.from_s) / 3600
+        cost += hours * rental.price_usd_per_h
+        on_demand += hours * rental.on_demand_usd_per_h
+    return Bill(cost, on_demand)

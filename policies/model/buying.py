@@ -1,0 +1,94 @@
+"""How buying machines of one kind goes, and when it stops: what never works is not bought for ever.
+
+A kind is what machines of several slots share: role, market, resources. Once REFUSALS of its machines in a row
+were refused, or given and never seen to work, or soon broken for good, no more are asked for, but for one at a
+time that tries whether it works again. A refusal costs nothing and capacity comes back within minutes, so that is
+tried soon; a machine that never serves is paid for, and what it lacks is seldom mended by waiting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from policies.model.events import NodeMoved
+from policies.model.vocabulary import NodePhase, Refusal
+
+REFUSALS = 3
+PROBE_FIRST_S = 600.0  # after machines that never served; doubled with each try
+PROBE_MAX_S = 4 * 3600.0
+WORKS_S = 600.0  # one that serves for so long, behind the last that soon broke, shows that the kind works
+BACK_OFF_FIRST_S = 2.0  # after refusals; doubled with each in a row
+BACK_OFF_MAX_NEEDED_S = 15.0  # for nodes below `replicas.min`
+BACK_OFF_MAX_EXTRA_S = 120.0  # for those above it
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How buying machines of one kind has gone lately, whichever slots they were for."""
+
+    refused_in_a_row: int = 0  # by the cloud, or taken back before they served, since it last gave one
+    unserved_in_a_row: int = 0  # given, and never seen to work, since one last served
+    broke_in_a_row: int = 0  # served, and soon broken for good, since the buying was last resumed
+    failed_at_s: float = 0.0  # the last of them
+    last_failure: str = ""
+    stopped: str = ""  # why none is bought; empty: they are
+    stopped_at_s: float = 0.0
+    probes: int = 0  # machines asked for since then
+    served: int = 0  # machines, ever
+    boot_s: float | None = None  # of the last that served, from the request on
+
+    @property
+    def fails(self) -> bool:
+        """Whether so many have failed in a row that no more are to be bought."""
+        return self.failures_in_a_row >= REFUSALS
+
+    @property
+    def failures_in_a_row(self) -> int:
+        return max(self.refused_in_a_row, self.unserved_in_a_row, self.broke_in_a_row)
+
+    @property
+    def never_serves(self) -> bool:
+        """Whether it fails by machines that were paid for."""
+        return max(self.unserved_in_a_row, self.broke_in_a_row) >= REFUSALS
+
+
+def back_off_s(failures: int, needed: bool) -> float:
+    """Seconds to wait after so many refusals in a row: doubling, to a limit that the need sets."""
+    if failures == 0:
+        return 0.0
+    most = BACK_OFF_MAX_NEEDED_S if needed else BACK_OFF_MAX_EXTRA_S
+    return float(min(most, BACK_OFF_FIRST_S * 2 ** min(failures - 1, 10)))
+
+
+def probe_wait_s(kind: Kind, needed: bool) -> float:
+    """Seconds from the last failure of a stopped kind until one machine is asked for again."""
+    if kind.never_serves:
+        return float(min(PROBE_MAX_S, PROBE_FIRST_S * 2 ** min(kind.probes, 10)))
+    return back_off_s(kind.probes + 1, needed)
+
+
+def after_move(kind: Kind, move: NodeMoved, time_s: float, *, came: bool, served: bool, asked_at_s: float) -> Kind:
+    """Return the kind after one of its machines moved.
+
+    Args:
+        kind: as it was.
+        move: of the machine's node.
+        time_s: of the move.
+        came: it was there before the move.
+        served: it had ever done so before the move, or nobody waited for that any more.
+        asked_at_s: when the machine was asked for.
+    """
+    failed = replace(kind, failed_at_s=time_s, last_failure=move.reason)
+    lost = move.phase is NodePhase.GONE and not served and move.refusal is None
+    if move.refusal is Refusal.NEVER_SERVED:
+        return replace(failed, unserved_in_a_row=kind.unserved_in_a_row + 1)
+    if move.refusal is Refusal.SOON_BROKEN:
+        return replace(failed, broke_in_a_row=kind.broke_in_a_row + 1)
+    if move.phase is NodePhase.REFUSED or lost:
+        return replace(failed, refused_in_a_row=kind.refused_in_a_row + 1)
+    if move.phase is NodePhase.BOOTING and not came:
+        return replace(kind, refused_in_a_row=0)
+    if move.phase is NodePhase.SERVING and not served:
+        boot_s = max(0.0, time_s - asked_at_s)
+        return replace(kind, refused_in_a_row=0, unserved_in_a_row=0, served=kind.served + 1, boot_s=boot_s)
+    return kind

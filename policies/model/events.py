@@ -1,0 +1,283 @@
+"""What is journalled. A run's state is the fold of these and of nothing else.
+
+Fields hold JSON's own types and the enums of `vocabulary`; a new field needs a default, so that older journals
+still read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import get_args
+
+from policies.model.timelines import Fork
+from policies.model.vocabulary import Cause, Market, NodePhase, Refusal, Role, RunPhase
+
+
+@dataclass(frozen=True, slots=True)
+class RunCreated:
+    """The first entry: the run exists and its spec is in the store."""
+
+    name: str
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TookOver:
+    """A controller took the run; the entry's number is its epoch."""
+
+    host: str
+    pid: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunMoved:
+    """The run changed its phase."""
+
+    phase: RunPhase
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRequested:
+    """The intent to have a machine, written before it is asked for."""
+
+    node: str
+    role: Role
+    slot: str
+    incarnation: int
+    market: Market
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMoved:
+    """A node changed its phase. `refusal` is set when the move is to REFUSED, and when a machine is given up that
+    never served."""
+
+    node: str
+    phase: NodePhase
+    reason: str
+    refusal: Refusal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BuyingStopped:
+    """No more machines of a kind are asked for, but for one now and then that shows whether it works again."""
+
+    kind: str  # vocabulary.kind_of
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BuyingResumed:
+    """Machines of a kind are asked for again."""
+
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class MachineBought:
+    """A node's machine was first seen, where and at what prices (USD an hour)."""
+
+    node: str
+    market: Market
+    where: str
+    price_usd_per_h: float
+    on_demand_usd_per_h: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobExited:
+    """The work of a node ended while its machine is up. `attempt` says which run of the work."""
+
+    node: str
+    attempt: int
+    exit_code: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobRestarted:
+    """The intent to run a node's work again on the same machine, as `attempt`."""
+
+    node: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayRestarted:
+    """The gateway came back as another process."""
+
+    boot_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommandTaken:
+    """A user's command was read from the store and will not be read again."""
+
+    command_id: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceWatched:
+    """Something is off since `onset_step`. `evidence` is a sentence a signal, the strongest first."""
+
+    timeline: int
+    step: int
+    onset_step: int
+    evidence: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceCleared:
+    """What was watched has passed."""
+
+    timeline: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Diverged:
+    """The detectors have tripped, the trainer's own or, where that could not tell, the controller's."""
+
+    timeline: int
+    step: int
+    onset_step: int
+    evidence: tuple[str, ...]
+    seen_by: str  # trainer, controller
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackBegun:
+    """The intent to go on with `fork`: target and changes are chosen, nothing has happened yet."""
+
+    fork: Fork
+    cause: Cause
+    from_step: int  # how far the timeline before had come
+    reason: str
+    effects: Mapping[str, str] = field(default_factory=dict)  # what each change does, by key of `grpo`
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineForked:
+    """The fork is in the store. From here on the run is on `timeline`, and an older trainer stops."""
+
+    timeline: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFenced:
+    """No trainer of an older timeline is left."""
+
+    timeline: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineResumed:
+    """A trainer trains on the new timeline, from `step`."""
+
+    timeline: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class FleetMoved:
+    """The first rollout node serves a policy of the new timeline."""
+
+    timeline: int
+    policy: str  # PolicyVersion as text
+
+
+@dataclass(frozen=True, slots=True)
+class ProbationPassed:
+    """The new timeline came far enough beyond the old one's trip."""
+
+    timeline: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class HealthyChosen:
+    """The run ends diverged: this is its last healthy checkpoint, to be exported. None: there is none."""
+
+    version: str | None  # PolicyVersion as text
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The weights of a checkpoint lie in the store below `prefix`, as files for `from_pretrained`. Without a
+    prefix they could not be exported."""
+
+    version: str
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """A pitfall was seen in the metrics: what it is, and what to do."""
+
+    kind: str
+    step: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSlowed:
+    """A checkpoint was put off at `step`: those before it are still on their way. `stored_step` is the newest
+    stored one's, 0 while there is none."""
+
+    step: int
+    stored_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCaughtUp:
+    """There is room for checkpoints again."""
+
+    step: int
+    stored_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataSetAside:
+    """An optional object of the store, or part of it, cannot be read and is left out; a command is moved away."""
+
+    key: str
+    why: str
+
+
+Event = (
+    RunCreated
+    | TookOver
+    | RunMoved
+    | NodeRequested
+    | NodeMoved
+    | BuyingStopped
+    | BuyingResumed
+    | MachineBought
+    | JobExited
+    | JobRestarted
+    | GatewayRestarted
+    | CommandTaken
+    | DivergenceWatched
+    | DivergenceCleared
+    | Diverged
+    | RollbackBegun
+    | TimelineForked
+    | TrainerFenced
+    | TimelineResumed
+    | FleetMoved
+    | ProbationPassed
+    | HealthyChosen
+    | Exported
+    | Noticed
+    | StoreSlowed
+    | StoreCaughtUp
+    | DataSetAside
+)
+
+EVENT_TYPES: dict[str, type[Event]] = {cls.__name__: cls for cls in get_args(Event)}

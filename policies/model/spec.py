@@ -1,0 +1,174 @@
+"""The run's specification as every room sees it: run.yaml after validation, run.json in the store.
+
+Only data and its defaults. Reading YAML, naming lines and checking keys against TRL and vLLM is done in
+`orchestrator.config`. Keys of other projects (`grpo`, `peft`, `vllm`, `resources`) keep those projects' names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from policies.model.vocabulary import Recovery
+
+# What is done about a prompt that no rollout node takes: it is left out of its step, or the run fails.
+OnBadPrompt = Literal["skip", "fail"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """Arguments of `datasets.load_dataset`: a hub name or a folder or file, and which part of it."""
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSpec:
+    """The machine that trains: what it is, what it trains, on what, for what reward."""
+
+    model: str  # hub name or folder
+    dataset: Dataset
+    reward_funcs: tuple[str, ...]  # import paths, `package.module.function`, in TRL's signature
+    eval_dataset: Dataset | None = None  # scored every `grpo.eval_steps`; the reward never trains on it
+    resources: dict[str, Any] = field(default_factory=dict)  # SkyPilot's keys
+    setup: str = ""  # shell, run once on the machine before the trainer
+    env: dict[str, str] = field(default_factory=dict)  # environment of the trainer process
+    peft: dict[str, Any] | None = None  # LoraConfig keys
+    accelerate: dict[str, Any] | None = None  # an accelerate config file's keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """How many rollout nodes: never more than `max`; below `min` the fleet asks at once."""
+
+    min: int = 1
+    max: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSpec:
+    """The machines that generate."""
+
+    replicas: Replicas = field(default_factory=Replicas)
+    resources: dict[str, Any] = field(default_factory=dict)  # SkyPilot's keys; use_spot defaults to true
+    setup: str = ""
+    vllm: dict[str, Any] = field(default_factory=dict)  # flags of `vllm serve` without their dashes
+    env: dict[str, str] = field(default_factory=dict)  # environment of the vLLM process
+    deadline_s: float = 3600.0  # how long a generation request may wait, an empty fleet included
+    recovery: Recovery = "continue"  # what a completion does whose node was lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnRollback:
+    """What is other on the timeline after a rollback. A factor multiplies what the diverged timeline had.
+
+    The sampling seeds are always new, for they are drawn by timeline.
+    """
+
+    beta_factor: float = 2.0
+    epsilon_factor: float = 0.5
+    learning_rate_factor: float = 0.5
+    skip_prompts: bool = True  # other prompts in the place of those from the onset to the trip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackBudget:
+    """How often a run may be rolled back by itself; then it gives up."""
+
+    total: int = 3
+    recent: int = 2  # within `recent_steps`
+    recent_steps: int = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlPolicy:
+    """What is done about a run that diverges. `pause` returns the machines, `alert` journals it and goes on."""
+
+    limit: float | None = None  # KL above the run's own start; None: judged by the run's own history alone
+    action: Literal["rollback", "pause", "alert"] = "rollback"
+    on_rollback: OnRollback = field(default_factory=OnRollback)
+    budget: RollbackBudget = field(default_factory=RollbackBudget)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoliciesSpec:
+    """What the controller watches and how far it may go."""
+
+    kl: KlPolicy = field(default_factory=KlPolicy)
+    resume_state_steps: int = 25  # how often the light resume state is stored
+    boot_timeout_s: float = 900.0  # from the request to the first work; then the machine is replaced
+    on_bad_prompt: OnBadPrompt = "skip"  # one prompt of many thousands is no reason to lose a night
+    trainer_restarts: int = 5  # trainer exits in a row without one step of progress; then the run fails
+    min_completion_length: int | None = None  # to which completions may be cut for want of memory; None: never
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointsSpec:
+    """Which checkpoints the store keeps, and how they come there. Which may go is `policies.ledger.retention`."""
+
+    keep_last: int = 3  # the newest stay
+    keep_every_steps: int | None = None  # a checkpoint whose step is a multiple of it stays for good
+    keep_rollouts_every_steps: int = 100  # a step's stored completions stay for good if it is a multiple of it
+    spool: str = ""  # folder for what is on its way to the store; empty: /dev/shm if it has room, else the node's
+    spool_gib: float | None = None  # how much may lie there; None: half of what is free there at the start
+    max_behind_steps: int | None = None  # training waits when the store's newest is so old; None: 10 x save_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """One fault for the local cloud. `target` is a slot (`rollout-0`, `trainer-0`: its machine), `rollouts`, or,
+    for kill alone, one process: `gateway`, `trainer`, `daemon`."""
+
+    fault: Literal["kill", "preempt", "no_capacity"]
+    at_step: int
+    target: str = "rollouts"
+    notice_s: float = 0.0  # preempt: how long before the machine goes its notice comes
+    for_s: float = 3.0  # no_capacity: how long; kill daemon: after how long `resume` is called
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """USD an hour for the rehearsal's bill; the local cloud itself costs nothing."""
+
+    on_demand_usd_per_h: float = 0.0
+    spot_usd_per_h: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """Faults and prices with which the local cloud plays a real one."""
+
+    faults: tuple[Rehearsed, ...] = ()
+    trainer_prices: Prices = field(default_factory=Prices)
+    rollout_prices: Prices = field(default_factory=Prices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """A whole run."""
+
+    name: str
+    storage: str  # the store's URL; the run is this prefix
+    trainer: TrainerSpec
+    grpo: dict[str, Any]  # GRPOConfig keys
+    rollout: RolloutSpec = field(default_factory=RolloutSpec)
+    policies: PoliciesSpec = field(default_factory=PoliciesSpec)
+    checkpoints: CheckpointsSpec = field(default_factory=CheckpointsSpec)
+    secrets: tuple[str, ...] = ()  # environment variables that reach the nodes; their values are stored nowhere
+    cloud: Literal["local", "sky"] = "local"
+    rehearse: Rehearsal | None = None
+    workdir: str = ""  # the folder of run.yaml: relative paths and reward modules are found from here
+
+
+def processes_of(spec: RunSpec) -> int:
+    """How many processes train, by the accelerate config."""
+    count = (spec.trainer.accelerate or {}).get("num_processes")
+    return count if isinstance(count, int) and count > 0 else 1
+
+
+def fixes_accumulation(spec: RunSpec) -> bool:
+    """Whether the accelerate config names DeepSpeed's accumulation: another one in `grpo` would contradict it."""
+    deepspeed = (spec.trainer.accelerate or {}).get("deepspeed_config") or {}
+    return bool(deepspeed.get("gradient_accumulation_steps", "auto") != "auto")

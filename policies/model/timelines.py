@@ -1,0 +1,86 @@
+"""Timelines: which steps belong to a run's present line, and what a fork changes.
+
+A run begins on timeline 0. A rollback forks a new one from a checkpoint, and what the old one made after that
+checkpoint is abandoned: kept on record, and never gone on with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from policies.model.spec import RunSpec
+from policies.model.vocabulary import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Steps of a timeline, both included, whose prompts later timelines leave out."""
+
+    timeline: int
+    first_step: int
+    last_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """How a timeline began. `timelines/NNNN.json` in the store; timeline 0 has none.
+
+    `start` is the checkpoint that it goes on from, a PolicyVersion as text; None: it begins where the run began.
+    `changes` are all that this timeline has other than run.yaml, those of its predecessors included; `skipped` are
+    the steps whose prompts it leaves out until it has passed its probation. `from_step` is how far the timeline
+    before had come; None in a store from before it was noted.
+    """
+
+    timeline: int
+    start: str | None
+    changes: Mapping[str, bool | int | float] = field(default_factory=dict)  # keys of `grpo`
+    skipped: tuple[Skipped, ...] = ()
+    reason: str = ""
+    from_step: int | None = None
+
+    @property
+    def start_at(self) -> PolicyVersion | None:
+        return None if self.start is None else PolicyVersion.parse(self.start)
+
+    @property
+    def probation_until_step(self) -> int | None:
+        """The last step of its probation; None where `from_step` is not known."""
+        return None if self.from_step is None else probation_until(self.from_step, self.start_at)
+
+
+def probation_until(from_step: int, start: PolicyVersion | None) -> int:
+    """As far beyond the trip as the trip was from the start: what diverges again has done so by then."""
+    return 2 * from_step - (0 if start is None else start.step)
+
+
+def lineage(forks: Sequence[Fork], timeline: int) -> tuple[PolicyVersion | int, ...]:
+    """Return what `timeline` consists of, newest stretch first: itself as its number, then the last version of
+    each earlier stretch, as in (2, 1-150, 0-120).
+
+    Raises KeyError for a timeline that is neither 0 nor in `forks`.
+    """
+    by_number = {fork.timeline: fork for fork in forks}
+    stretches: list[PolicyVersion | int] = [timeline]
+    while timeline != 0:
+        start = by_number[timeline].start_at
+        if start is None:
+            break
+        stretches.append(start)
+        timeline = start.timeline
+    return tuple(stretches)
+
+
+def on_lineage(version: PolicyVersion, stretches: Sequence[PolicyVersion | int]) -> bool:
+    """Whether a version lies on the line that `lineage` described."""
+    return any(
+        version.timeline == stretch
+        if isinstance(stretch, int)
+        else version.timeline == stretch.timeline and version.step <= stretch.step
+        for stretch in stretches
+    )
+
+
+def forked_spec(spec: RunSpec, fork: Fork | None) -> RunSpec:
+    """The run's specification as it is on the timeline that `fork` began."""
+    return spec if fork is None or not fork.changes else replace(spec, grpo={**spec.grpo, **fork.changes})

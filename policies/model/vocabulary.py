@@ -1,0 +1,148 @@
+"""The nouns of the project, shared by every room.
+
+Plain frozen data, no behaviour beyond parsing and printing. Events are in `events`, phase tables in
+`phases`, the run's specification in `spec`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+# What a completion does whose node was lost: go on from its tokens, or start over with its seed.
+Recovery = Literal["continue", "exact"]
+
+_VERSION = re.compile(r"^(\d+)-(\d+)$")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PolicyVersion:
+    """The weights after `step` optimizer steps on `timeline`; printed `timeline-step`, as in `0-120`.
+
+    A rollback forks a new timeline, so two versions of one step never share a name.
+    """
+
+    timeline: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.timeline}-{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> PolicyVersion:
+        """Read what `str()` printed. Raises ValueError for anything else."""
+        found = _VERSION.match(text)
+        if found is None:
+            raise ValueError(f"not a policy version: {text!r} (expected TIMELINE-STEP, as in 0-120)")
+        return cls(int(found[1]), int(found[2]))
+
+
+class Role(StrEnum):
+    """What a node is for."""
+
+    TRAINER = "trainer"
+    ROLLOUT = "rollout"
+
+
+class Market(StrEnum):
+    """How a machine is bought."""
+
+    SPOT = "spot"
+    ON_DEMAND = "on_demand"
+
+
+class NodePhase(StrEnum):
+    """Where a node is in its life; the legal moves are in `phases.NODE_EDGES`."""
+
+    REQUESTED = "requested"  # journalled, not yet seen at the cloud
+    BOOTING = "booting"  # the machine is there, its work is not
+    SERVING = "serving"  # a rollout node in the gateway's membership, or a trainer with a heartbeat
+    DRAINING = "draining"  # told to leave, finishing what it holds
+    TERMINATING = "terminating"  # to be taken down
+    GONE = "gone"  # lost or taken down; never comes back under this id
+    REFUSED = "refused"  # the cloud would not give it
+
+
+class RunPhase(StrEnum):
+    """Where the run is; the legal moves are in `phases.RUN_EDGES`."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    FINISHED = "finished"  # the trainer reached its last step
+    STOPPING = "stopping"  # asked to stop, machines going down
+    STOPPED = "stopped"
+    FAILED = "failed"  # cannot go on; everything stored is kept
+    PAUSED = "paused"  # it diverged, and run.yaml wants a person to decide
+    GAVE_UP = "gave_up"  # it diverged once more than the budget of rollbacks allows
+
+
+class Cause(StrEnum):
+    """Why a timeline was forked."""
+
+    DIVERGED = "diverged"
+    USER = "user"
+    OUT_OF_MEMORY = "out_of_memory"
+
+
+class RollbackStage(StrEnum):
+    """How far a rollback is; each stage names what was last seen to be so."""
+
+    BEGUN = "begun"  # decided and journalled
+    FORKED = "forked"  # the new timeline is in the store: no older trainer goes on
+    FENCED = "fenced"  # the old trainer's work has ended
+    RESUMED = "resumed"  # a trainer trains on the new timeline
+    PROBATION = "probation"  # the fleet serves it; not yet as far beyond the trip as the trip was from the start
+
+
+class MachineState(StrEnum):
+    """A machine as its cloud describes it."""
+
+    STARTING = "starting"
+    UP = "up"
+    GONE = "gone"
+
+
+class Refusal(StrEnum):
+    """Why a cloud did not give a machine, by what the caller can do about it."""
+
+    NO_CAPACITY = "no_capacity"  # wait, or look elsewhere
+    QUOTA = "quota"  # ask for a smaller or another machine
+    CREDENTIALS = "credentials"  # nothing helps but the user
+    UNKNOWN = "unknown"  # try again
+    NEVER_SERVED = "never_served"  # it was given, and did no work: see its log, or `policies.boot_timeout_s`
+    SOON_BROKEN = "soon_broken"  # it served, and its work failed for good within the hour: see its log
+
+
+def kind_of(role: Role, market: Market) -> str:
+    """`rollout on spot`: what machines share that may serve in each other's slots. Resources go with the role."""
+    return f"{role} on {'spot' if market is Market.SPOT else 'demand'}"
+
+
+# Timeline, incarnation of its machine, attempt: of two trainers of a run, and of two gateways beside them, the one
+# with the higher precedence is the newer, and what the other one still says or writes counts for nothing.
+Precedence = tuple[int, int, int]
+
+
+def precedence_of(timeline: int, node_id: str, attempt: int) -> Precedence:
+    """The precedence of what works on a trainer's machine. Raises ValueError for what is no node's name."""
+    return timeline, slot_and_incarnation(node_id)[1], attempt
+
+
+def slot_of(role: Role, index: int) -> str:
+    """`rollout-0`: the place that incarnations of a node fill one after another."""
+    return f"{role}-{index}"
+
+
+def node_id_of(slot: str, incarnation: int) -> str:
+    """`rollout-0-i2`: one machine in one slot. Deterministic, so that launching twice is launching once."""
+    return f"{slot}-i{incarnation}"
+
+
+def slot_and_incarnation(node_id: str) -> tuple[str, int]:
+    """The inverse of `node_id_of`. Raises ValueError for another name."""
+    slot, _, incarnation = node_id.rpartition("-i")
+    if not slot:
+        raise ValueError(f"not a node id: {node_id!r} (expected SLOT-iNUMBER, as in rollout-0-i2)")
+    return slot, int(incarnation)

@@ -1,0 +1,347 @@
+"""Who may serve which policy version, and who gets the next request: the gateway's table of its nodes.
+
+Every change says in one sentence what happened and which terms it ended; whoever keeps the table moves the
+requests of those terms elsewhere. The table holds no connection and reads no clock: `now_s` is any clock that does
+not go back. A boot is one life of a node's server process; a node that announces a new boot voids all that was
+known of it, and a boot that was voided or has left never comes back. A term is one uninterrupted membership of one
+boot: a boot that fell silent and speaks again is in its second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from policies.serving.wire import SILENT_S, Announce, EngineWord, labelled_version
+
+# Requests of one prompt stay together on the member that has its prompt cached, until that member has so many such
+# requests more to do than the least loaded one: up to there a batch costs a server hardly more time per token.
+TOGETHER_REQUESTS = 8
+GROUPS_MAX = 100_000  # remembered; then all are forgotten, which costs a cached prompt each at most
+# A new member may be cold, or not work at all: it is given so many requests first, and one more for each that gets
+# its first token, which doubles them with every round.
+EASE_IN_REQUESTS = 8
+KV_FULL = 0.9  # of an engine's room for keys and values
+DOUBTED_REQUESTS = 1  # with which a member proves itself that failed as a whole
+# Requests that are handed over bring their tokens as a prompt to be computed again, which stalls whoever decodes
+# there. So many tokens at a time are two of vLLM's own steps of 8,192.
+REPLAY_TOKENS_MAX = 16_384
+# Nodes break one by one; a policy that no node can load is broken itself.
+EVERY_ONE_UNFIT = "; so is every other member, and then it is the policy and not the nodes"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The policy that a request is for: its label, and how many steps older on its timeline another may be."""
+
+    label: str
+    max_staleness_steps: int = 0
+
+    def accepts(self, held: str | None) -> bool:
+        """Whether a member that holds this label may serve."""
+        if held == self.label or held is None or self.max_staleness_steps == 0:
+            return held == self.label
+        try:
+            want, have = labelled_version(self.label), labelled_version(held)
+        except ValueError:
+            return False
+        return want.timeline == have.timeline and 0 < want.step - have.step <= self.max_staleness_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one request means for the member that gets it.
+
+    Args:
+        group: what the requests of one prompt have in common.
+        tokens: its prompt and what is expected to come.
+        replayed: how many of them another member had computed already; 0 for a request that is new.
+    """
+
+    group: Hashable
+    tokens: int = 1
+    replayed: int = 0
+
+
+@dataclass(slots=True)
+class Row:
+    """One member, in one term. The table alone changes it.
+
+    `doubted` is set by a failed request and cleared by the next announcement; `mute` is set when it does not
+    answer the gateway, whatever its agent says, and cleared when it does; `stuck` is set when it answers and makes
+    no token, and cleared by a token or another policy.
+    """
+
+    term: int
+    node: str
+    boot_id: str
+    address: str
+    policy: str | None
+    max_requests: int
+    seen_at_s: float
+    doubted: bool = False
+    mute: bool = False
+    stuck: bool = False
+    unfit: str = ""  # why its agent has stopped trying to load what is wanted
+    running: int = 0
+    outstanding: int = 0  # tokens of the requests that run
+    replaying: int = 0  # of them those that are computed again and are not done with
+    allowed: int = EASE_IN_REQUESTS
+    kv_tokens: int = 0
+    engine: EngineWord | None = None  # what it said last
+
+    @property
+    def places(self) -> int:
+        """For how many requests more there is room."""
+        return max(0, min(self.allowed, self.max_requests) - self.running)
+
+    def takes(self, load: Load) -> bool:
+        """Whether there is room for it."""
+        if not self.places:
+            return False
+        return not load.replayed or not self.replaying or self.replaying + load.replayed <= REPLAY_TOKENS_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an occurrence did to the table: why, the terms that it ended, and whether anything is different now."""
+
+    reason: str
+    ended: tuple[int, ...] = ()
+    news: bool = True
+
+
+class Membership:
+    """The table, for one gateway."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, Row] = {}
+        self._terms = 0
+        self._draining: set[str] = set()  # nodes; stays true over their boots
+        self._void: set[str] = set()  # boots
+        self._together: dict[Hashable, str] = {}  # group -> the node that its last request went to
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Every member, in the order in which they came."""
+        return tuple(self._rows.values())
+
+    def row(self, node: str) -> Row | None:
+        """The node's row, or None when it is not a member."""
+        return self._rows.get(node)
+
+    def draining(self, node: str) -> bool:
+        """Whether the node was told to finish what it has and leave."""
+        return node in self._draining
+
+    def is_void(self, boot_id: str) -> bool:
+        """Whether that boot was replaced or has left: it is no member and will not be one again."""
+        return boot_id in self._void
+
+    def announce(self, node: str, said: Announce, now_s: float) -> Change:
+        """A node says what it is."""
+        if said.boot_id in self._void:
+            return Change(f"{node}: boot {said.boot_id} is over and was not let in", news=False)
+        leaves = said.draining and node not in self._draining
+        if leaves:
+            self._draining.add(node)
+        row, holds = self._rows.get(node), f"holds {said.policy or 'base weights'}{', drains' if leaves else ''}"
+        if row is not None and row.boot_id == said.boot_id:
+            before, doubted, unfit = row.policy, row.doubted, row.unfit
+            self._hear_engine(row, said)
+            row.address, row.policy, row.max_requests = said.address, said.policy, said.max_requests
+            row.seen_at_s, row.doubted, row.unfit = now_s, False, said.unfit
+            row.stuck = row.stuck and before == said.policy
+            if unfit != said.unfit:
+                return Change(f"{node}: {holds}, {self._unfit_words(said.unfit)}")
+            if before != said.policy:
+                return Change(f"{node}: {holds}, before: {before or 'base weights'}")
+            return Change(f"{node}: {holds}{', no longer in doubt' if doubted else ''}", news=leaves or doubted)
+        self._terms += 1
+        self._rows[node] = Row(
+            self._terms,
+            node,
+            said.boot_id,
+            said.address,
+            said.policy,
+            said.max_requests,
+            seen_at_s=now_s,
+            unfit=said.unfit,
+            kv_tokens=said.kv_tokens,
+            engine=said.engine,
+        )
+        unfit = f", {self._unfit_words(said.unfit)}" if said.unfit else ""
+        if row is None:
+            return Change(f"{node}: joined as boot {said.boot_id}, {holds}{unfit}")
+        self._void.add(row.boot_id)
+        return Change(f"{node}: boot {said.boot_id} in place of {row.boot_id}, {holds}{unfit}", (row.term,))
+
+    def _hear_engine(self, row: Row, said: Announce) -> None:
+        """An engine whose room is full has what it can take: more would wait in it, or push out others, and what
+        waits here can go to any member. With each first token it gets one more again."""
+        before, row.engine, row.kv_tokens = row.engine, said.engine, said.kv_tokens
+        if before is None or said.engine is None:
+            return
+        full = said.engine.waiting > 0 and said.engine.kv_usage >= KV_FULL
+        if full or said.engine.preemptions > before.preemptions:
+            row.allowed = min(row.allowed, max(EASE_IN_REQUESTS, said.engine.running))
+
+    def _unfit_words(self, unfit: str) -> str:
+        if not unfit:
+            return "no longer unfit"
+        every = len(self._rows) > 1 and all(row.unfit for row in self._rows.values())
+        return f"unfit: {unfit}{EVERY_ONE_UNFIT if every else ''}"
+
+    def connection_lost(self, node: str, boot_id: str) -> Change:
+        """The connection on which the boot announced itself broke. It may announce itself again."""
+        return self._out(node, boot_id, "its announcing connection was lost")
+
+    def leave(self, node: str, boot_id: str) -> Change:
+        """The node says that this boot is over, member or not."""
+        self._void.add(boot_id)
+        return self._out(node, boot_id, "left")
+
+    def remove(self, node: str) -> Change:
+        """Take the node out by hand: this boot of it does not come back."""
+        row = self._rows.get(node)
+        if row is None:
+            return Change(f"{node}: to be removed; it was no member", news=False)
+        self._void.add(row.boot_id)
+        return self._out(node, row.boot_id, "removed")
+
+    def drain(self, node: str) -> Change:
+        """No new request goes to the node, on this boot or a later one; those that run go on."""
+        news = node not in self._draining
+        self._draining.add(node)
+        row = self._rows.get(node)
+        return Change(f"{node}: drains, {row.running if row else 0} requests running", news=news)
+
+    def doubt(self, node: str, term: int, why: str, *, whole: bool = False) -> Change:
+        """A request failed there, or the member as a whole, which makes no token any more: no new one goes to it
+        before it has announced itself again."""
+        row = self._in_term(node, term)
+        if row is None:
+            return Change(f"{node}: no member any more", news=False)
+        # What else runs there may be no worse than before.
+        row.allowed = DOUBTED_REQUESTS if whole else min(row.allowed, max(EASE_IN_REQUESTS, row.running - 1))
+        row.stuck = row.stuck or whole
+        news, row.doubted = not row.doubted, True
+        return Change(f"{node}: in doubt, {why}", news=news)
+
+    def muted(self, node: str, term: int, why: str) -> Change:
+        """The member did not answer the gateway: nothing goes to it before it does, whatever its agent says."""
+        row = self._in_term(node, term)
+        if row is None:
+            return Change(f"{node}: no member any more", news=False)
+        row.allowed = DOUBTED_REQUESTS
+        news, row.mute = not row.mute, True
+        return Change(f"{node}: does not answer, {why}", news=news)
+
+    def answered(self, node: str, term: int) -> Change:
+        """The member answered the gateway."""
+        row = self._in_term(node, term)
+        if row is None or not row.mute:
+            return Change(f"{node}: answers", news=False)
+        row.mute = False
+        return Change(f"{node}: answers again")
+
+    def expire(self, now_s: float) -> Change:
+        """Take out every member that has said nothing for more than SILENT_S. It may announce itself again."""
+        silent = [row for row in self._rows.values() if now_s - row.seen_at_s > SILENT_S]
+        for row in silent:
+            del self._rows[row.node]
+        if not silent:
+            return Change("nobody is silent", news=False)
+        names = ", ".join(row.node for row in silent)
+        return Change(f"{names}: nothing heard for {SILENT_S:g} s", tuple(row.term for row in silent))
+
+    def serving(self, wanted: Wanted) -> tuple[Row, ...]:
+        """The members that may serve it and are not leaving, in doubt or mute, with room or without."""
+        return tuple(
+            row
+            for row in self._rows.values()
+            if not row.doubted and not row.mute and row.node not in self._draining and wanted.accepts(row.policy)
+        )
+
+    def loading(self, wanted: Wanted) -> tuple[Row, ...]:
+        """The members that do not hold it, and as far as is known will."""
+        return tuple(
+            row
+            for row in self._rows.values()
+            if not (row.mute or row.stuck or row.unfit or row.node in self._draining or wanted.accepts(row.policy))
+        )
+
+    def choose(
+        self,
+        wanted: Wanted,
+        load: Load,
+        avoid: frozenset[str] = frozenset(),
+        refused_by: frozenset[str] = frozenset(),
+    ) -> Row | None:
+        """Return the member for one more request, or None when there is none with room.
+
+        It is the one with the fewest tokens to do, or the one where the group's last request went while that has
+        not much more. One that was stuck is taken only when no other has room.
+
+        Args:
+            wanted: what the member must hold.
+            load: the request.
+            avoid: nodes where the request failed last; taken only when no other has room, for a node that is back
+                must not stand idle while they are full.
+            refused_by: nodes that refused it; taken only when no other serves.
+        """
+        serving = self.serving(wanted)
+        serving = tuple(row for row in serving if row.node not in refused_by) or serving
+        well = tuple(row for row in serving if not row.stuck)
+        others = tuple(row for row in well if row.node not in avoid)
+        best = next((some for some in (others, well) if any(row.places for row in some)), serving)
+        able = [row for row in best if row.takes(load)]
+        if not able:
+            return None
+        least = min(able, key=lambda row: row.outstanding)
+        mate = self._together.get(load.group)
+        for row in able:
+            if row.node == mate and row.outstanding < least.outstanding + TOGETHER_REQUESTS * load.tokens:
+                return row
+        return least
+
+    def started(self, node: str, load: Load) -> None:
+        """The request went to the node."""
+        row = self._rows[node]
+        row.running += 1
+        row.outstanding += load.tokens
+        row.replaying += load.replayed
+        if len(self._together) == GROUPS_MAX:
+            self._together.clear()
+        self._together[load.group] = node
+
+    def first_token(self, node: str, term: int, load: Load) -> None:
+        """The request got its first token there: its prompt is computed, and the member works."""
+        row = self._in_term(node, term)
+        if row is not None:
+            row.replaying -= load.replayed
+            row.stuck = False
+            row.allowed = min(row.allowed + 1, row.max_requests)
+
+    def finished(self, node: str, term: int, load: Load, *, begun: bool) -> None:
+        """A request that went to the node in that term is over, in whatever way; `begun`: it got a token there."""
+        row = self._in_term(node, term)
+        if row is not None:
+            row.running -= 1
+            row.outstanding -= load.tokens
+            row.replaying -= 0 if begun else load.replayed
+
+    def forget_groups(self) -> None:
+        """New weights void every prompt that a member has cached."""
+        self._together.clear()
+
+    def _in_term(self, node: str, term: int) -> Row | None:
+        row = self._rows.get(node)
+        return row if row is not None and row.term == term else None
+
+    def _out(self, node: str, boot_id: str, why: str) -> Change:
+        row = self._rows.get(node)
+        if row is None or row.boot_id != boot_id:
+            return Change(f"{node}: boot {boot_id} {why}; it was no member", news=False)
+        del self._rows[node]
+        return Change(f"{node}: {why}", (row.term,))

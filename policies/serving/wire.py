@@ -1,0 +1,234 @@
+"""What trainer, gateway and rollout nodes say to each other over HTTP. JSON bodies, decoded into these types.
+
+| who asks whom | request | body | answer |
+|---|---|---|---|
+| node agent, gateway | `POST /members/{node}` | Announce | AnnounceReply, held until it changes or `HOLD_S` |
+| node agent, gateway | `DELETE /members/{node}?boot=ID` | | 204 |
+| trainer, gateway | `POST /v1/rollouts` | lines: Batch, PromptLine ... | lines: BatchLine, as each is done |
+| controller, gateway | `POST /members/{node}/drain` | | 204 |
+| gateway, node | `POST /v1/completions` | vLLM's | vLLM's events |
+| node agent, its own vLLM | `PUT /grpo/policy` | LoadPolicy | 204, or 422 with why it is refused |
+
+What others want to know of the gateway, GatewayStatus, it writes to the run's store: they may not reach it.
+
+Every request carries `Authorization: Bearer TOKEN`, the run's secret. What the gateway asks of a node also carries
+`X-Grpo-Boot` and `X-Grpo-Policy`; a node that is not that boot or does not hold that policy answers 409, so that a
+node which came back with other weights on the same address can never answer for the one that was asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from policies.model.vocabulary import PolicyVersion, Recovery
+from policies.serving.canary import Canary
+
+HEADER_BOOT = "X-Grpo-Boot"
+HEADER_POLICY = "X-Grpo-Policy"
+HOLD_S = 1.0  # how long the gateway holds an announcement; also the heartbeat
+SILENT_S = 2.5  # a member that has said nothing for so long is out
+REFUSED = "refused"  # how a completion ends that no node takes
+STATUS_S = 2.0  # the gateway writes its status to the store at least so often
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRef:
+    """Where a policy version's weights are: a manifest's folder in the run's store.
+
+    A trainer that is started again makes its last steps anew. On hardware whose sums depend on their order the
+    weights then differ in their last bits, and the old ones of the same version must not pass for them: so nodes
+    and gateway speak of `label`, which names the content too.
+    """
+
+    version: str  # PolicyVersion as text
+    prefix: str
+    digest: str = ""  # the folder's content, see checkpoint.stream.manifest.Manifest.digest
+
+    @property
+    def label(self) -> str:
+        """`0-120@` and 32 hex digits: what a node holds, a request demands and a completion was made from."""
+        return f"{self.version}@{self.digest}" if self.digest else self.version
+
+
+def labelled_version(label: str) -> PolicyVersion:
+    """The version that a label names. Raises ValueError for other text."""
+    return PolicyVersion.parse(label.partition("@")[0])
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWord:
+    """What a node's engine says of its work: requests that run in it and that wait in it, for room or for their
+    prompt's turn; the share of its KV room that is used, from 0 to 1; counts since its start of requests that lost
+    their room to others and of tokens, prompts' and completions'."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    preemptions: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """A rollout node says what it is. A new `boot_id` is a new process: what was known of the old one is void."""
+
+    boot_id: str
+    address: str  # host:port of its vLLM
+    policy: str | None  # the version it holds; None while on base weights
+    max_requests: int = 256
+    draining: bool = False  # it will be taken: nothing new, please
+    unfit: str = ""  # why it cannot hold what is wanted and has stopped trying; one line, empty where it can
+    kv_tokens: int = 0  # for so many its engine has room, prompts' and completions'; 0 where it does not say
+    engine: EngineWord | None = None  # of the last second or two
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceReply:
+    """What the gateway wants of the node: the policy to hold, and with `drain` that it leaves, because it was
+    drained and nothing runs on it any more, or because a newer boot of it took its place."""
+
+    policy: PolicyRef | None = None
+    drain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPolicy:
+    """Weights that the agent has fetched and verified, to be loaded by the vLLM beside it, and what it must then
+    compute before it serves them."""
+
+    version: str
+    path: str
+    canary: Canary | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """One completion of one prompt; `index` names it within the batch."""
+
+    index: int
+    prompt_token_ids: list[int]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a trainer wants generated. `sampling` holds vLLM's completion parameters.
+
+    A completion whose node is lost goes on elsewhere from the tokens that have arrived, or with `recovery: exact`
+    starts over; both give what the undisturbed one would have been. Nodes that hold a version at most
+    `max_staleness_steps` older than `policy` may serve as well; each completion says which one made it, all of it.
+    """
+
+    policy: PolicyRef
+    sampling: dict[str, Any]
+    requests: list[CompletionRequest]
+    deadline_s: float
+    recovery: Recovery = "continue"
+    max_staleness_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion of the prompt whose line it is on; as a CompletionRequest has them."""
+
+    index: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLine:
+    """A prompt of a batch, which crosses once, and all that is asked of it. What is on such lines belongs to the
+    batch as what is in its `requests` does."""
+
+    prompt_token_ids: list[int]
+    samples: list[Sample]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished completion: token ids with the log-probability of each, in natural logarithms.
+
+    Of a request that no node took it holds no token, and in `refused` why, in vLLM's words.
+    """
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str  # vLLM's, or REFUSED
+    policy: str
+    node: str
+    refused: str = ""
+    limit_tokens: int | None = None  # how long a sequence may be on that node, where the prompt is too long
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where the batch is, a few times a second: tokens arrived at the gateway and kept so far, finished or not;
+    tokens thrown away with the node or, before this batch, the asker that was lost; members that may serve it;
+    requests that no member has taken."""
+
+    tokens: int
+    discarded: int
+    members: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One line of a batch's answer: exactly one field is set. `error` ends the batch; `end` too."""
+
+    completion: Completion | None = None
+    progress: Progress | None = None
+    end: Progress | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStatus:
+    """One node in the gateway's table."""
+
+    node: str
+    boot_id: str
+    address: str
+    policy: str | None
+    serving: bool  # holds the wanted policy and is not leaving
+    draining: bool
+    requests_running: int
+    seen_s_ago: float
+    unfit: str = ""  # why it cannot hold the wanted policy, as its agent says
+    max_requests: int = 0  # that it takes at a time, as its engine says
+    kv_tokens: int = 0
+    engine: EngineWord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipChange:
+    """Something that happened to the table, and why. `seq` counts from 1, `at_s` from the gateway's start."""
+
+    seq: int
+    at_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStatus:
+    """What the gateway knows, as it writes it to the store. Counters and `up_s` are since its own start; `changes`
+    are the last ones of the membership, the oldest first.
+
+    `seq` grows with each writing. Who reads has another clock: that the number has grown between two looks is the
+    proof that the gateway was alive between them.
+    """
+
+    boot_id: str
+    policy: str | None
+    members: list[MemberStatus] = field(default_factory=list)
+    requests_waiting: int = 0
+    tokens_delivered: int = 0
+    tokens_discarded: int = 0
+    handovers: int = 0
+    seq: int = 0
+    up_s: float = 0.0
+    tokens_saved: int = 0  # kept when their request was handed over
+    tokens_replayed: int = 0  # computed again as a prompt, for requests that were handed over
+    changes: list[MembershipChange] = field(default_factory=list)

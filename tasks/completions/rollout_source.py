@@ -1,0 +1,155 @@
+"""Where a step's completions come from: the rollout journal where it has them, the fleet where it has not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from checkpoint.records import rollouts
+from checkpoint.records.rollouts import Rollout
+from checkpoint.store.errors import Corrupt
+from checkpoint.store.run_store import Store
+from policies.model.vocabulary import PolicyVersion, Precedence, Recovery
+from policies.serving.seeds import request_seed
+from policies.serving.wire import Batch, CompletionRequest, PolicyRef
+from tasks.completions.gateway_client import GatewayClient
+from tasks.completions.refused_prompts import RefusedPrompts
+from tasks.storing.heartbeat import Heartbeat
+from tasks.storing.step_costs import StepCosts
+
+log = structlog.get_logger()
+
+# Evaluation counts its calls from here: whether a step was evaluated must not move its training seeds, and a
+# restart behind an evaluation must number the training calls as before.
+EVALUATION_CALLS = 1000
+
+
+class RolloutSource:
+    """Answers generate calls, each at one policy version.
+
+    Args:
+        store: the run's store, for the journal.
+        gateway: completes what the journal does not hold.
+        heartbeat: told when generation is over.
+        costs: charged for each call.
+        refused: judges what no node took.
+        by: the precedence of this trainer.
+        run_seed: GRPOConfig's `seed`.
+        deadline_s: how long a call may go without a token.
+        recovery: what a completion does whose node is lost.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        gateway: GatewayClient,
+        heartbeat: Heartbeat,
+        costs: StepCosts,
+        refused: RefusedPrompts,
+        *,
+        by: Precedence,
+        run_seed: int,
+        deadline_s: float,
+        recovery: Recovery = "continue",
+    ) -> None:
+        self._store = store
+        self._gateway = gateway
+        self._heartbeat = heartbeat
+        self._costs = costs
+        self._refused = refused
+        self._by = by
+        self._run_seed = run_seed
+        self._deadline_s = deadline_s
+        self._recovery = recovery
+        self._version = PolicyVersion(-1, -1)
+        self._calls = {True: 0, False: 0}  # made at that version, training and evaluation
+        self._stored: dict[tuple[PolicyVersion, int], list[str]] | None = (
+            None  # records of earlier trainers, once they are asked for
+        )
+
+    def complete(
+        self,
+        version: PolicyVersion,
+        prompts: list[list[int]],
+        samples: int,
+        sampling: dict[str, Any],
+        *,
+        training: bool,
+        publish: Callable[[], PolicyRef],
+    ) -> Rollout:
+        """Return `samples` completions of each prompt, prompt by prompt.
+
+        `publish` is called only if something has to be generated, and must return once `version` can be pulled.
+        Raises GenerationFailed, BadPrompts, Fenced, LeaveNow, StoreError.
+        """
+        self._heartbeat.check()
+        call = self._next_call(version, training)
+        requests = self._requests(version, call, prompts, samples)
+        digest = rollouts.digest_of(requests, sampling)
+        rollout = self._journalled(version, call, digest)
+        replayed = rollout is not None
+        if rollout is None:
+            began_s = time.monotonic()
+            batch = Batch(publish(), sampling, requests, self._deadline_s, self._recovery)
+            got = self._gateway.complete(batch)
+            self._costs.generated_s += time.monotonic() - began_s
+            rollout = Rollout(
+                rollouts.SCHEMA, str(version), call, digest, got.completions, got.discarded, got.wait_s
+            )
+            self._refused.judge(prompts, samples, rollout.completions)  # what ends the run is asked for anew
+            if training:
+                self._leave_the_journal(version)
+            rollouts.write_rollout(self._store, rollout, self._by)
+        else:
+            self._refused.judge(prompts, samples, rollout.completions)
+        self._costs.add(rollout, training=training, replayed=replayed)
+        self._heartbeat.say("training")
+        return rollout
+
+    def _leave_the_journal(self, version: PolicyVersion) -> None:
+        """Pass over what is stored of later steps. A step that was made anew has, but where every node computes to
+        the last bit alike, led to other weights than those that its records were sampled from."""
+        if self._stored is not None:
+            self._stored = {call: keys for call, keys in self._stored.items() if call[0] <= version}
+
+    def _next_call(self, version: PolicyVersion, training: bool) -> int:
+        if version != self._version:
+            self._version = version
+            self._calls = {True: 0, False: EVALUATION_CALLS}
+        call = self._calls[training]
+        self._calls[training] += 1
+        return call
+
+    def _requests(
+        self, version: PolicyVersion, call: int, prompts: list[list[int]], samples: int
+    ) -> list[CompletionRequest]:
+        return [
+            CompletionRequest(
+                index=number * samples + sample,
+                prompt_token_ids=prompt,
+                seed=request_seed(self._run_seed, version.timeline, version.step, call, number, sample),
+            )
+            for number, prompt in enumerate(prompts)
+            for sample in range(samples)
+        ]
+
+    def _journalled(self, version: PolicyVersion, call: int, digest: str) -> Rollout | None:
+        """The journal's record of the call, if it is whole and of the same requests."""
+        if self._stored is None:
+            self._stored = rollouts.stored_since(self._store, version)
+        for key in self._stored.get((version, call), ()):
+            try:
+                rollout = rollouts.read_rollout(self._store, key)
+            except Corrupt as error:
+                log.warning("rollout_unreadable", policy=str(version), call=call, error=str(error))
+                continue
+            if rollout is None:
+                continue
+            if rollout.requests_digest == digest:
+                log.info("rollout_replayed", policy=str(version), call=call)
+                return rollout
+            log.warning("rollout_of_other_requests", policy=str(version), call=call)
+        return None

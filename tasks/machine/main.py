@@ -1,0 +1,213 @@
+"""A node's work on a cloud's machine, `python -m tasks.machine.main ROLE`: runs it, and says what becomes of it.
+
+The controller cannot look into a machine of a cloud. So this process, which starts the work as its child, writes
+the machine's report to the run's store: at the start, at a preemption notice, and with the exit code when the work
+has ended.
+
+An attempt runs once on a machine, however often it is started. A lock says whether another such process is at
+work, `machine.json` which attempt it was and how it ended; both outlive a process that was killed. Started again
+
+- while the attempt runs, this process leaves with 0;
+- after it has ended, it reports the same exit code once more;
+- after this process was killed (which ended the work), it reports that the work was killed, and the controller
+  orders the next attempt.
+
+A newer attempt is ordered when the one before has reported its end, which is a moment before its lock is free. It
+waits that moment and no longer, for a process that hangs may hold the lock for ever, and then leaves with
+`exit_codes.HELD`.
+
+SIGTERM is the notice of Kubernetes, of Slurm and of `sky cancel`. A trainer is told at once, and stores what it
+has. A rollout node drains first, for as long as the shortest of their graces allows, or until a second SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import structlog
+
+from checkpoint.security.redaction import guard_output
+from checkpoint.store.codec import from_json, to_json
+from checkpoint.store.errors import StoreError
+from checkpoint.store.run_store import Store
+from policies.control.leaving import NOTICE_S
+from policies.model import exit_codes
+from policies.model.vocabulary import Role
+from tasks.machine import metadata
+from tasks.machine.children import adopt_orphans, end_descendants, start_child
+from tasks.machine.leaving import NOTICE
+from tasks.machine.metadata import MetadataService
+from tasks.machine.node_env import NodeEnv, NotANode, read_node_env
+from tasks.machine.reporter import Reporter, first_report
+
+log = structlog.get_logger()
+
+WORK = {Role.TRAINER: "tasks.machine.trainer_machine", Role.ROLLOUT: "tasks.rollout.agent"}
+LOCK_WAIT_S = 5.0
+POLL_S = 0.05
+DRAIN_S = 8.0  # SkyPilot kills 10 s after its SIGTERM; Kubernetes and Slurm, by default, after 30 s
+PATIENCE_S = 5.0  # for what the work has started, to end in order
+KILLED = 128 + signal.SIGKILL
+MARK = "GRPO_ORCH_WORK"  # in the environment of the work and of all that it starts: the work's folder
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """`machine.json`: the newest attempt that was started here. `exit_code` is None until its end was seen."""
+
+    attempt: int
+    exit_code: int | None = None
+
+
+def main() -> int:
+    guard_output()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    if len(sys.argv) != 2 or sys.argv[1] not in list(Role):
+        print(f"usage: python -m tasks.machine.main {'|'.join(Role)}", file=sys.stderr)
+        return exit_codes.USAGE
+    role = Role(sys.argv[1])
+    try:
+        env = read_node_env()
+        drain_s = DRAIN_S if role is Role.ROLLOUT else 0.0
+        return run(env, [sys.executable, "-m", WORK[role]], metadata.services(), drain_s)
+    except (NotANode, StoreError) as error:
+        print(f"grpo-orch machine: {error}", file=sys.stderr)
+        return exit_codes.FAILED
+
+
+def run(env: NodeEnv, argv: Sequence[str], known: Sequence[MetadataService], drain_s: float) -> int:
+    """Run the work `argv` as the attempt that `env` names, unless it was. Returns the exit code.
+
+    After SIGTERM the work is left alone for `drain_s`, but for the notice.
+
+    Raises StoreError where the store's URL or options are wrong, before anything is started.
+    """
+    store = Store(env.run, patience_s=0.0)  # the reporter has patience of its own
+    workdir = Path(env.workdir)
+    workdir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (workdir / "lock").open("a") as lock:
+        if not _locked(lock, workdir, env.attempt):
+            if _started(workdir).attempt >= env.attempt:
+                log.info("already_running", attempt=env.attempt)
+                return exit_codes.OK
+            log.error("machine_held", attempt=env.attempt, hint="an earlier attempt's process does not end")
+            return exit_codes.HELD
+        before = _started(workdir)
+        if before.attempt > env.attempt:
+            log.info("overtaken", attempt=env.attempt, by=before.attempt)
+            return exit_codes.OK
+        _kill_remains(workdir)
+        if before.attempt == env.attempt:
+            return _report_again(env, store, before)
+        return _attempt(env, argv, known, drain_s, store)
+
+
+def _locked(lock: TextIO, workdir: Path, attempt: int) -> bool:
+    """Take the lock; False where the attempt is at work already, or an earlier one's process does not let go."""
+    deadline_s = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if _started(workdir).attempt >= attempt or time.monotonic() > deadline_s:
+                return False
+            time.sleep(POLL_S)  # a lock that is waited for with a deadline has no event
+        else:
+            return True
+
+
+def _report_again(env: NodeEnv, store: Store, before: Started) -> int:
+    """The attempt has ended, or was killed: what of it may not have reached the store."""
+    code = KILLED if before.exit_code is None else before.exit_code
+    log.info("attempt_has_ended", attempt=before.attempt, exit_code=code)
+    _write(Path(env.workdir), Started(before.attempt, code))
+    _reporter(env, store).finish(code)
+    return code
+
+
+def _attempt(
+    env: NodeEnv, argv: Sequence[str], known: Sequence[MetadataService], drain_s: float, store: Store
+) -> int:
+    workdir = Path(env.workdir)
+    _write(workdir, Started(env.attempt))
+    adopt_orphans()
+    work = start_child(list(argv), {**os.environ, MARK: str(workdir)})  # before there are threads: it forks
+    # The threads below inherit it: SIGTERM then waits for the one that takes it. Until here it ends this process.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    reporter = _reporter(env, store)
+
+    def noticed(why: str, lasts_s: float) -> None:
+        log.warning("preemption_notice", why=why, lasts_s=lasts_s)
+        (workdir / NOTICE).write_text(str(lasts_s))  # the work's word for it
+        reporter.notice()
+
+    stop = threading.Event()
+    threading.Thread(target=metadata.watch, args=(known, reporter.locate, noticed, stop), daemon=True).start()
+    threading.Thread(target=_pass_on_sigterm, args=(work, drain_s, noticed), daemon=True).start()
+    code = work.wait()
+    code = code if code >= 0 else 128 - code
+    _write(workdir, Started(env.attempt, code))
+    stop.set()
+    end_descendants(PATIENCE_S)  # what a killed work left behind would be in the next attempt's way
+    log.info("work_ended", attempt=env.attempt, exit_code=code)
+    reporter.finish(code)
+    return code
+
+
+def _kill_remains(workdir: Path) -> None:
+    """SIGKILL what a killed process before this one has left: its work ended with it, but not all of the tree."""
+    mark = f"{MARK}={workdir}".encode()
+    deadline_s = time.monotonic() + PATIENCE_S
+    while (pids := _with_environment(mark)) and time.monotonic() < deadline_s:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
+def _with_environment(variable: bytes) -> list[int]:
+    """The pids of this user's living processes that have it."""
+    found = []
+    for path in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if path.name.isdigit() and variable in (path / "environ").read_bytes().split(b"\0"):
+                found.append(int(path.name))
+    return found
+
+
+def _pass_on_sigterm(work: subprocess.Popen[bytes], drain_s: float, noticed: Callable[[str, float], None]) -> None:
+    signal.sigwait({signal.SIGTERM})
+    noticed("SIGTERM", NOTICE_S)
+    signal.sigtimedwait({signal.SIGTERM}, drain_s)  # a second one ends the waiting
+    work.terminate()
+
+
+def _reporter(env: NodeEnv, store: Store) -> Reporter:
+    notice = (Path(env.workdir) / "notice").exists()
+    return Reporter(store, first_report(env.node, env.attempt, env.host, notice=notice))
+
+
+def _started(workdir: Path) -> Started:
+    path = workdir / "machine.json"
+    return from_json(path.read_bytes(), Started, str(path)) if path.exists() else Started(0)
+
+
+def _write(workdir: Path, started: Started) -> None:
+    part = workdir / "machine.part"
+    part.write_bytes(to_json(started))
+    part.replace(workdir / "machine.json")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Runs a program whose process tree must end as one: `python -m tasks.machine.process_tree PROGRAM ARGUMENT...`.
+
+vLLM's server starts an engine, which starts workers; when the server is killed they go on, and hold the
+accelerator's memory. Here whatever the program started is ended after it, and all of it when this process is told
+to end or its parent is gone. The exit code is the program's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from tasks.machine.children import adopt_orphans, end_descendants, start_child
+
+# Long enough to shut down in order, which also removes shared memory; a new server may not start before.
+PATIENCE_S = 5.0
+
+
+class _Ended(Exception):
+    """A signal asked this process to end."""
+
+
+def _raise_ended(*_: object) -> None:
+    raise _Ended
+
+
+def main() -> int:
+    adopt_orphans()
+    signal.signal(signal.SIGTERM, _raise_ended)
+    code = 128 + signal.SIGTERM
+    try:
+        child = start_child(sys.argv[1:], dict(os.environ))
+        while True:
+            pid, status = os.wait()  # orphans too: they are this process's children now
+            if pid == child.pid:
+                code = os.waitstatus_to_exitcode(status)
+                break
+    except _Ended:
+        pass
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_descendants(PATIENCE_S)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""The trainer's machine: trainer, gateway and uploader, side by side, `python -m tasks.machine.trainer_machine`.
+
+The gateway is started again whenever it ends, within a moment: it holds nothing that its members and the trainer
+do not tell it anew. So is the uploader, which finds its work in the spool and in the store. The trainer is not:
+when it ends, this process ends with its exit code, and the controller decides.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import structlog
+
+from checkpoint.security.redaction import guard_output
+from checkpoint.security.vouched import NotVouched
+from checkpoint.store.codec import to_json
+from checkpoint.store.run_store import Store
+from checkpoint.stream.uploader import LOOK_S
+from policies.model import exit_codes
+from policies.model.spec import TrainerSpec
+from tasks.machine.children import start_child
+from tasks.machine.exit_note import take_exit_code
+from tasks.machine.leaving import stop_file
+from tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
+from tasks.machine.setup import set_up
+from tasks.machine.spooling import find_spool
+
+log = structlog.get_logger()
+
+RESTART_WAIT_S = 0.2  # doubled while it ends within STEADY_S of its start
+RESTART_WAIT_MAX_S = 5.0
+STEADY_S = 10.0
+UPLOAD_S = 60.0  # the next attempt takes up what takes longer
+
+
+def main() -> int:
+    guard_output()
+    env = read_node_env()
+    try:
+        spec = read_run_here(Store(env.run), env.token).spec
+    except NotVouched as error:
+        print(f"grpo-orch trainer machine: {error}", file=sys.stderr, flush=True)
+        return exit_codes.BAD_SPEC
+    if not set_up(Path(env.workdir), spec.trainer.setup):
+        return exit_codes.BAD_SPEC
+    take_exit_code(Path(env.workdir))  # of an earlier attempt
+    trainer = start_child(trainer_argv(env, spec.trainer), {**os.environ, **spec.trainer.env})
+
+    def end(*_: object) -> None:
+        """Ask the trainer to leave, in words that all of its processes hear; a second signal ends it as it is."""
+        signal.signal(signal.SIGTERM, lambda *_: trainer.kill())
+        stop_file(Path(env.workdir), env.attempt).touch()
+
+    signal.signal(signal.SIGTERM, end)
+    beside = [Beside("gateway", "orchestrator.gateway"), Beside("uploader", "tasks.machine.uploader")]
+    while True:
+        pid, status = os.wait()
+        if pid == trainer.pid:
+            let_upload(Path(env.workdir))
+            for one in beside:
+                one.end()
+            code = os.waitstatus_to_exitcode(status)
+            noted = take_exit_code(Path(env.workdir)) if code != 0 else None
+            if noted is not None:
+                return noted
+            return code if code >= 0 else 128 - code
+        for one in beside:
+            if pid == one.process.pid:
+                one.restart(status)
+
+
+def let_upload(workdir: Path, patience_s: float = UPLOAD_S) -> None:
+    """Give the uploader a while to store what a trainer that has died had sealed; it may be the machine's end."""
+    deadline_s = time.monotonic() + patience_s
+    spool = find_spool(workdir)
+    while spool is not None and spool.sealed() and time.monotonic() < deadline_s:
+        time.sleep(LOOK_S)
+
+
+class Beside:
+    """A process that is kept up beside the trainer. `module` is what it runs."""
+
+    def __init__(self, name: str, module: str) -> None:
+        self._name, self._module = name, module
+        self._wait_s = RESTART_WAIT_S
+        self.process = self._start()
+
+    def restart(self, status: int) -> None:
+        """Start it again after it has ended with a wait status, later each time if it ends at once."""
+        steady = time.monotonic() - self._started_at_s > STEADY_S
+        self._wait_s = RESTART_WAIT_S if steady else min(2 * self._wait_s, RESTART_WAIT_MAX_S)
+        code = os.waitstatus_to_exitcode(status)
+        log.warning(f"{self._name}_ended", exit_code=code, restart_in_s=self._wait_s)
+        time.sleep(self._wait_s)
+        self.process = self._start()
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._started_at_s = time.monotonic()
+        return start_child([sys.executable, "-m", self._module], dict(os.environ))
+
+
+def trainer_argv(env: NodeEnv, trainer: TrainerSpec) -> list[str]:
+    """The trainer's command line: plain Python, or accelerate's launcher when run.yaml configures it."""
+    if trainer.accelerate is None:
+        return [sys.executable, "-m", "tasks.trainer.main"]
+    config = Path(env.workdir) / "accelerate.json"  # accelerate reads .json as well as .yaml
+    config.write_bytes(to_json(trainer.accelerate))
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    return [*launcher, "-m", "tasks.trainer.main"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

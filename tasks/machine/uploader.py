@@ -1,0 +1,97 @@
+"""The uploader's process, `python -m tasks.machine.uploader`: stores what the trainer of this machine spools.
+
+It is started beside the trainer and outlives it, so that a checkpoint which was sealed reaches the store also when
+the trainer dies. It ends with the trainer's machine, or when it is told to.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+
+from checkpoint.records import documents, rollouts
+from checkpoint.records.forks import read_forks
+from checkpoint.security.redaction import guard_output
+from checkpoint.security.vouched import NotVouched
+from checkpoint.store.errors import StoreError
+from checkpoint.store.run_store import Store
+from checkpoint.store.unreadable import Unreadable
+from checkpoint.stream.catalog import Checkpoint
+from checkpoint.stream.spool import Seal
+from checkpoint.stream.uploader import LOOK_S, Retire, Tidy, Uploader, yield_to_others
+from policies.ledger.replay import may_go
+from policies.ledger.retention import Kept, retired
+from policies.model import exit_codes
+from policies.model.spec import CheckpointsSpec
+from policies.model.timelines import lineage, on_lineage
+from policies.model.vocabulary import PolicyVersion
+from tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
+from tasks.machine.spooling import find_spool
+
+log = structlog.get_logger()
+
+STORE_PATIENCE_S = 30.0  # then the trainer is told, and it is tried again
+
+
+def main() -> int:
+    guard_output()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    yield_to_others()
+    env = read_node_env()
+    store = Store(env.run, patience_s=STORE_PATIENCE_S)
+    try:
+        spec = read_run_here(store, env.token).spec.checkpoints
+    except NotVouched as error:
+        print(f"grpo-orch uploader: {error}", file=sys.stderr, flush=True)
+        return exit_codes.BAD_SPEC
+    while (spool := find_spool(Path(env.workdir))) is None:
+        time.sleep(LOOK_S)
+    retire, tidy = _retention(store, spec), _tidying(store, spec)
+    Uploader(store, spool, env.node, retire, lambda at: is_replaced(store, env, at), tidy).run()
+    return 0
+
+
+def _retention(store: Store, spec: CheckpointsSpec) -> Retire:
+    def retire(listed: Sequence[Checkpoint], newest: Seal | None) -> Sequence[PolicyVersion]:
+        kept = [Kept(one.at, one.pinned) for one in listed]
+        # Read behind the list: a checkpoint of a timeline that it does not show yet is left alone.
+        before, since = (newest.keep_before_step, newest.keep_since_step) if newest is not None else (None, None)
+        return retired(kept, spec.keep_last, spec.keep_every_steps, before, read_forks(store), since)
+
+    return retire
+
+
+def _tidying(store: Store, spec: CheckpointsSpec) -> Tidy:
+    def tidy(listed: Sequence[Checkpoint]) -> None:
+        def going(stored: Sequence[PolicyVersion]) -> Sequence[PolicyVersion]:
+            held = [one.at for one in listed]
+            # Read behind the list, as above.
+            return may_go(stored, held, spec.keep_last, spec.keep_rollouts_every_steps, read_forks(store))
+
+        if deleted := rollouts.collect(store, going):
+            log.info("rollouts_deleted", records=deleted)
+
+    return tidy
+
+
+def is_replaced(store: Store, env: NodeEnv, at: PolicyVersion) -> bool:
+    """Whether the run goes on without this version: it is of a stretch that a fork has left, or a trainer of
+    another machine is the newer one. One on this machine has waited for the spool."""
+    forks = read_forks(store)
+    if forks and not on_lineage(at, lineage(forks, forks[-1].timeline)):
+        return True
+    beat = documents.read_trainer(store, Unreadable())
+    if beat is None or beat.node == env.node:
+        return False
+    return beat.precedence > env.precedence
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except StoreError as error:
+        sys.exit(f"grpo-orch uploader: {error}")

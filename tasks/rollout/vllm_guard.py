@@ -1,0 +1,234 @@
+"""The door of a rollout node: ASGI middleware in vLLM's server, `--middleware tasks.rollout.vllm_guard.Guard`.
+
+It answers for what the node may be asked: a completion is let through only if it is meant for this boot and for
+the policy that is loaded at that moment, and a change of weights first ends every completion that runs, so that
+none is ever made of two policies. New weights serve nobody until the engine has computed the policy's canary,
+alone. Changing weights, or how tokens are drawn, is for the agent beside it alone. vLLM's development endpoints,
+which do the same for anyone, are not needed, and every path that is not named here does not exist.
+
+The engine is reached as vLLM's own endpoints reach it, through `app.state.engine_client`; nothing of vLLM is
+imported. With more than one API server process (`--api-server-count`) only one of them would learn of new weights;
+the others go on refusing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from policies.serving.canary import QUANTISED, Canary, disagreement
+from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, LoadPolicy
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+BODY_SIZE_MAX = 64 * 1024
+_COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+_LOOPBACK = ("127.0.0.1", "::1")
+
+
+class Guard:
+    """The middleware. Its secrets are in the environment: GRPO_ORCH_TOKEN, which the run's parties share,
+    GRPO_ORCH_NODE_SECRET, which only the agent has, and GRPO_ORCH_BOOT, which names this life of the server."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._token = os.environ["GRPO_ORCH_TOKEN"]
+        self._secret = os.environ["GRPO_ORCH_NODE_SECRET"]
+        self._boot_id = os.environ["GRPO_ORCH_BOOT"]
+        self._policy: str | None = None  # what the engine holds; None while it is base weights or changing
+        self._running: set[asyncio.Task[None]] = set()
+        self._changing = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        match scope["type"]:
+            case "lifespan":
+                await self._app(scope, receive, send)
+            case "http":
+                await self._http(scope, receive, send)
+            case _:
+                return  # the server closes a websocket that nobody accepts
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
+        agent = _is_local(scope) and _bears(headers, self._secret)
+        match (scope["method"], scope["path"]):
+            case ("PUT", "/grpo/policy") if agent:
+                await self._load(scope, receive, send)
+            case ("PUT", "/grpo/sampling") if agent:
+                said = await scope["app"].state.engine_client.collective_rpc("sample_by_position")
+                await _answer(send, 200, "; ".join(sorted(set(said) - {""})))
+            case ("POST", "/v1/completions") if agent:  # the agent's trial, before anybody is let in
+                await self._app(scope, receive, send)
+            case ("GET", "/grpo/engine") if agent:
+                await _answer(send, 200, engine_limits(scope["app"].state.engine_client.vllm_config))
+            case ("GET", "/metrics") if agent:
+                await self._app(scope, receive, send)
+            case _ if not _bears(headers, self._token):
+                await _answer(send, 401, "")
+            case ("GET", "/health" | "/metrics"):
+                await self._app(scope, receive, send)
+            case ("POST", path) if path in _COMPLETIONS:
+                await self._complete(scope, receive, send, headers)
+            case _:
+                await _answer(send, 404, "not an endpoint of a rollout node")
+
+    async def _complete(self, scope: Scope, receive: Receive, send: Send, headers: dict[str, bytes]) -> None:
+        asked = [headers.get(name.lower(), b"").decode("latin-1") for name in (HEADER_BOOT, HEADER_POLICY)]
+        if asked != [self._boot_id, self._policy]:
+            await _answer(send, 409, f"this is boot {self._boot_id} with policy {self._policy}")
+            return
+        started = complete = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started, complete
+            started = True
+            await send(message)
+            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        task = asyncio.ensure_future(self._app(scope, receive, watched))
+        self._running.add(task)
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        finally:
+            self._running.discard(task)
+        if not task.cancelled():
+            task.result()
+        if complete:
+            return
+        if started:
+            event = {"error": {"message": "the weights change", "code": 409}}
+            body = f"data: {json.dumps(event)}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+        else:
+            await _answer(send, 409, "the weights change")
+
+    async def _load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Load a policy that the agent has verified, and let it be asked for once the engine computes its canary
+        as the trainer does. Any failure leaves the node without one: the agent sees 422 and the reason, or 500 and
+        the error in vLLM's log, and starts the server anew."""
+        try:
+            wanted = msgspec.json.decode(await _body(receive), type=LoadPolicy)
+        except msgspec.DecodeError as error:
+            await _answer(send, 400, str(error))
+            return
+        async with self._changing:
+            if wanted.version != self._policy:
+                self._policy = None  # from here on nobody is let in
+                await self._end_running()
+                engine = scope["app"].state.engine_client
+                await _change_weights(engine, wanted.path)
+                if wanted.canary is not None and (why := await self._disagreement(scope, engine, wanted.canary)):
+                    await _answer(send, 422, why)
+                    return
+                self._policy = wanted.version
+        await _answer(send, 204, "")
+
+    async def _disagreement(self, scope: Scope, engine: Any, canary: Canary) -> str:
+        """Why the engine does not compute what the trainer does, now that it has the trainer's weights."""
+        # The engine makes one token behind the text, for which its context must have room.
+        token_ids = canary.token_ids[: engine.model_config.max_model_len - 1]
+        body = {
+            "model": "policy",
+            "prompt": token_ids,
+            "prompt_logprobs": 0,  # of the prompt's own tokens; vLLM takes them from no cache
+            "max_tokens": 1,
+            "temperature": 0.0,
+        }
+        status, said = await _asked(self._app, scope, "/v1/completions", body)
+        if status != 200:
+            return f"the engine does not compute the canary: {status} {said[:500].decode(errors='replace')}"
+        rows = json.loads(said)["choices"][0]["prompt_logprobs"][1:]  # nothing is before the first
+        logprobs = [float(row[str(token)]["logprob"]) for row, token in zip(rows, token_ids[1:], strict=True)]
+        return disagreement(canary, logprobs, _computes_in(engine))
+
+    async def _end_running(self) -> None:
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(set(self._running))
+
+
+async def _change_weights(engine: Any, path: str) -> None:
+    # Nothing runs by now; should anything be left in the engine, it is aborted here and not continued. The caches
+    # go too: what was computed from a prompt with the old weights is worthless. `engine.pause_generation` is the
+    # same, with a pause of 20 ms for the comfort of callers.
+    await engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
+    await engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
+    await engine.resume_generation()
+
+
+def _computes_in(engine: Any) -> str:
+    """What the engine computes in, as the canary's rule has it."""
+    config = engine.vllm_config
+    if config.model_config.quantization or str(config.cache_config.cache_dtype).startswith("fp8"):
+        return QUANTISED
+    return str(config.model_config.dtype).removeprefix("torch.")
+
+
+async def _asked(app: App, scope: Scope, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    """Status and body of what the server itself answers, asked behind the door."""
+    status, said = 500, b""
+    messages: asyncio.Queue[Message] = asyncio.Queue()  # who asks does not go away, which vLLM waits to hear
+    messages.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+
+    async def send(message: Message) -> None:
+        nonlocal status, said
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        said += message.get("body", b"")
+
+    headers = [(b"content-type", b"application/json")]
+    asked = {**scope, "method": "POST", "path": path, "raw_path": path.encode(), "headers": headers}
+    try:
+        await app(asked, messages.get, send)
+    except ValueError as error:  # a log-probability that is no number cannot be written as JSON
+        return 500, str(error).encode()
+    return status, said
+
+
+def engine_limits(config: Any) -> str:
+    """What the engine takes, as JSON: requests at a time, and tokens that it has room for."""
+    cache = config.cache_config
+    kv_tokens = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
+    engines = config.parallel_config.data_parallel_size  # each takes so many
+    return json.dumps({"max_requests": engines * config.scheduler_config.max_num_seqs, "kv_tokens": kv_tokens})
+
+
+def _is_local(scope: Scope) -> bool:
+    """Whether the peer is on this machine: it came over loopback, or from the address that it went to."""
+    client = (scope.get("client") or [None])[0]
+    server = (scope.get("server") or [None])[0]
+    return client is not None and (client in _LOOPBACK or client == server)
+
+
+def _bears(headers: dict[str, bytes], secret: str) -> bool:
+    return hmac.compare_digest(headers.get("authorization", b""), f"Bearer {secret}".encode())
+
+
+async def _body(receive: Receive) -> bytes:
+    body = b""
+    while len(body) <= BODY_SIZE_MAX:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            break
+    return body
+
+
+async def _answer(send: Send, status: int, text: str) -> None:
+    headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(text.encode())).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [] if status == 204 else headers})
+    await send({"type": "http.response.body", "body": text.encode()})

@@ -1,0 +1,318 @@
+"""The vLLM server beside a rollout node's agent: its command line, its start, its weights, its end.
+
+Each start is a boot with an id and a secret of its own; `tasks.rollout.vllm_guard` checks them inside that server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import structlog
+
+from checkpoint.security import identity
+from policies.model.spec import RunSpec
+from policies.serving.canary import Canary
+from policies.serving.position_trial import judge
+from policies.serving.wire import EngineWord, LoadPolicy
+from tasks.machine.children import end_descendants, start_child
+from tasks.machine.node_env import NodeEnv
+from tasks.rollout.engine import EngineLimits, read_metrics
+
+log = structlog.get_logger()
+
+HEALTH_POLL_S = 0.25
+# The first request compiles kernels, which took 25 s on a cold machine; on a large model it may take longer.
+TRIAL_TIMEOUT_S = 600.0
+TRIALS = 24
+CUT_TOKENS = 2  # behind which the completions of the trial are cut
+LOAD_TIMEOUT_S = 600.0
+METRICS_TIMEOUT_S = 5.0
+STOP_S = 10.0
+# vLLM's own default, 5 s, closes connections that the gateway holds ready between two steps. Longer than the
+# gateway's limit, so that it is never the node that closes an idle one.
+KEEPALIVE_S = 360
+
+PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size")
+
+# What run.yaml may change ...
+DEFAULTS: dict[str, Any] = {
+    # Tokens an event: fewer events are less work for the gateway; a lost node loses half as many a request.
+    "stream-interval": 8,
+    # Else the model's generation_config.json would set top_k and others that run.yaml does not name.
+    "generation-config": "vllm",
+    "disable-uvicorn-access-log": True,
+}
+# ... and what it may not: the rest of the run depends on it.
+FIXED: dict[str, Any] = {
+    "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
+    "served-model-name": "policy",
+    "middleware": "tasks.rollout.vllm_guard.Guard",
+    "worker-extension-cls": "tasks.rollout.vllm_sampling.PositionSampling",
+}
+
+
+class ServerFailed(Exception):
+    """The server ended, or did not do what was asked: start another."""
+
+
+class PolicyRefused(Exception):
+    """The policy is not what its trainer computes, here: `reason` says in one line what does not agree.
+
+    Nothing was served of it. With `touched` the engine's weights are those of no policy: start another server
+    before anything else is loaded. Without, they are as they were, and what was held is held. The same policy will
+    be refused again, at this server for certain.
+    """
+
+    def __init__(self, reason: str, *, touched: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.touched = touched
+
+
+class Unfit(Exception):
+    """This vLLM cannot do what run.yaml asks of it, and another start would not change that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One boot of vLLM that is up."""
+
+    boot_id: str
+    address: str  # host and port
+    url: str
+    process: subprocess.Popen[bytes]
+    _secret: str
+    _http: aiohttp.ClientSession
+    limits: EngineLimits = field(default_factory=EngineLimits)  # known once it is up
+
+    async def load(self, version: str, folder: Path, canary: Canary | None = None) -> None:
+        """Have it load the weights in `folder`, which were verified, and compute the canary with them.
+
+        Raises PolicyRefused, ServerFailed.
+        """
+        body = msgspec.json.encode(LoadPolicy(version, str(folder), canary))
+        status, said = await self._exchange("PUT", "/grpo/policy", body, LOAD_TIMEOUT_S)
+        if status == 422:
+            raise PolicyRefused(said.decode(errors="replace"), touched=True)
+        if status != 204:
+            raise ServerFailed(_unexpected("PUT", "/grpo/policy", status, said))
+
+    async def try_out(self) -> None:
+        """Have it make a few tokens from its base weights, for nobody. Raises ServerFailed."""
+        await self._trial(0, [])
+
+    async def sample_by_position(self) -> None:
+        """Have it draw each token by seed and position, and try that a completion that is cut goes on as it would
+        have without the cut. Raises Unfit, ServerFailed."""
+        if reason := await self._ask("PUT", "/grpo/sampling", b"", 200, TRIAL_TIMEOUT_S):
+            raise Unfit(reason.decode())
+        await self.try_out()  # the first request may take long
+        whole = await asyncio.gather(*(self._trial(seed, []) for seed in range(TRIALS)))
+        cut = await asyncio.gather(*(self._trial(seed, one[:CUT_TOKENS]) for seed, one in enumerate(whole)))
+        trial = judge([one[CUT_TOKENS] for one in whole], [one[0] for one in cut])
+        log.info("drawing_tried", agree=round(trial.agree, 3), chance=round(trial.chance, 3))
+        if not trial.passed:
+            raise Unfit(
+                f"of {TRIALS} completions that were cut {trial.agree:.0%} went on as the whole ones did, and "
+                f"chance alone gives {trial.chance:.0%}: it does not draw by seed and position"
+            )
+
+    async def _trial(self, seed: int, begun: list[int]) -> list[int]:
+        """The rest of a completion of a token more than CUT_TOKENS, behind those that are given."""
+        body = {
+            "model": "policy",
+            "prompt": [0, 0, *begun],
+            "max_tokens": CUT_TOKENS + 1 - len(begun),
+            "ignore_eos": True,
+            "seed": seed,
+            "logprobs": 0,
+            "temperature": 2.0,  # as hot as it may be: the draws decide, not the weights
+            "return_token_ids": True,
+        }
+        made = await self._ask("POST", "/v1/completions", json.dumps(body).encode(), 200, TRIAL_TIMEOUT_S)
+        tokens: list[int] = json.loads(made)["choices"][0]["token_ids"]
+        return tokens
+
+    async def ask_limits(self) -> EngineLimits:
+        """What its engine takes. Raises ServerFailed."""
+        said = await self._ask("GET", "/grpo/engine", b"", 200, METRICS_TIMEOUT_S)
+        return msgspec.json.decode(said, type=EngineLimits)
+
+    async def word(self) -> EngineWord | None:
+        """What its engine says of its work, if it does. Raises ServerFailed."""
+        said = await self._ask("GET", "/metrics", b"", 200, METRICS_TIMEOUT_S)
+        return read_metrics(said.decode(errors="replace"))
+
+    async def ended(self) -> int:
+        """Return its exit code once it has ended."""
+        return await asyncio.to_thread(self.process.wait)
+
+    async def stop(self) -> None:
+        """End it and all that it started."""
+        await asyncio.to_thread(stop, self.process)
+
+    async def _ask(self, method: str, path: str, body: bytes, status: int, timeout_s: float) -> bytes:
+        answered, said = await self._exchange(method, path, body, timeout_s)
+        if answered != status:
+            raise ServerFailed(_unexpected(method, path, answered, said))
+        return said
+
+    async def _exchange(self, method: str, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        headers = {"Authorization": f"Bearer {self._secret}", "Content-Type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        url = f"{self.url}{path}"
+        try:
+            async with self._http.request(method, url, data=body, headers=headers, timeout=timeout) as answer:
+                return answer.status, await answer.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ServerFailed(f"{method} {path}: {str(error) or type(error).__name__}") from error
+
+
+def _unexpected(method: str, path: str, status: int, said: bytes) -> str:
+    return f"{method} {path}: {status} {said[:500].decode(errors='replace')}"
+
+
+async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession) -> Server:
+    """Start a server and return once it has made its first tokens. Raises ServerFailed, Unfit."""
+    try:
+        boot_id, secret, port = secrets.token_hex(8), secrets.token_hex(32), _free_port(node.host)
+    except OSError as error:
+        raise ServerFailed(f"no free port on {node.host}: {error}") from error
+    pem = None
+    if identity.protects(node.host):
+        pem = Path(node.workdir) / "identity.pem"
+        try:
+            identity.write_pem(node.token, pem)
+        except OSError as error:
+            raise ServerFailed(f"{pem}: {error}") from error
+    env = {
+        **os.environ,
+        **light_env(spec),
+        **spec.rollout.env,
+        "GRPO_ORCH_TOKEN": node.token,
+        "GRPO_ORCH_BOOT": boot_id,
+        "GRPO_ORCH_NODE_SECRET": secret,
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEPALIVE_S),
+        "SPT_NOENV": "1",  # vLLM's engine renames itself; without this it would overwrite its environment
+    }
+    argv = [
+        sys.executable,
+        "-m",
+        "tasks.machine.process_tree",
+        sys.executable,
+        *argv_of(spec, node.host, port, pem),
+    ]
+    # The leash needs a signal that it can act upon: it ends vLLM's processes, then itself.
+    process = start_child(argv, env, death_signal=signal.SIGTERM)
+    where = identity.address(node.host, port), identity.url(node.host, port)
+    server = Server(boot_id, *where, process, secret, http)
+    try:
+        await _until_healthy(server, node.token, http)
+        await (server.sample_by_position() if spec.rollout.recovery == "continue" else server.try_out())
+        return replace(server, limits=await server.ask_limits())
+    except BaseException:
+        await server.stop()
+        raise
+
+
+def argv_of(spec: RunSpec, host: str, port: int, pem: Path | None) -> list[str]:
+    """The interpreter's arguments that start vLLM for this run, under mutual TLS with the identity in `pem`."""
+    flags = {**DEFAULTS, **light_flags(spec), **_user_flags(spec), **FIXED}
+    flags |= {"model": model_of(spec), "host": host, "port": port}
+    if pem is not None:
+        flags |= {"ssl-keyfile": pem, "ssl-certfile": pem, "ssl-ca-certs": pem}
+        flags["ssl-cert-reqs"] = int(ssl.CERT_REQUIRED)
+    return ["-m", "tasks.rollout.vllm_main", *flags_of(flags)]
+
+
+def flags_of(flags: dict[str, Any]) -> list[str]:
+    """Command line flags as vLLM reads them: true and false are --x and --no-x, a list is its items, a mapping is
+    JSON, null leaves the flag out."""
+    argv: list[str] = []
+    for name, value in flags.items():
+        match value:
+            case None:
+                continue
+            case bool():
+                argv.append(f"--{name}" if value else f"--no-{name}")
+            case list() | tuple():
+                argv += [f"--{name}", *(str(item) for item in value)]
+            case dict():
+                argv += [f"--{name}", json.dumps(value)]
+            case _:
+                argv += [f"--{name}", str(value)]
+    return argv
+
+
+def light_flags(spec: RunSpec) -> dict[str, Any]:
+    """Flags that spare a process of the CPU build.
+
+    It starts one for the worker, to bind its threads to cores. Where it is told to bind none, the engine may be
+    the worker, as it is on one GPU: of 35 s of CPU time at each start 15 went into that process's imports.
+    """
+    flags = _user_flags(spec)
+    env = {**os.environ, **spec.rollout.env}
+    if env.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind" or any(flags.get(name, 1) != 1 for name in PARALLEL):
+        return {}
+    return {"distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
+
+
+def light_env(spec: RunSpec) -> dict[str, str]:
+    """Environment that spares the CPU build a compilation where run.yaml wants none: vLLM compiles one small
+    function even so, in 25 s of CPU time on a new machine, and in 3 on one where it did so before."""
+    eager = _user_flags(spec).get("enforce-eager") is True
+    return {"TORCHDYNAMO_DISABLE": "1"} if eager and light_flags(spec) else {}
+
+
+def model_of(spec: RunSpec) -> str:
+    """The model's folder, found from the folder of run.yaml, or its name on the hub."""
+    folder = Path(spec.workdir) / spec.trainer.model
+    return str(folder) if folder.is_dir() else spec.trainer.model
+
+
+def _user_flags(spec: RunSpec) -> dict[str, Any]:
+    return {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items()}
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a leash and what it holds; what a killed leash left behind as well."""
+    process.terminate()
+    try:
+        process.wait(timeout=STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    end_descendants(patience_s=0.0)
+
+
+async def _until_healthy(server: Server, token: str, http: aiohttp.ClientSession) -> None:
+    headers = {"Authorization": f"Bearer {token}"}
+    while server.process.poll() is None:
+        try:
+            async with http.get(f"{server.url}/health", headers=headers) as answer:
+                if answer.status == 200:
+                    return
+        except (aiohttp.ClientError, OSError):
+            pass  # not listening yet
+        await asyncio.sleep(HEALTH_POLL_S)
+    raise ServerFailed(f"vLLM ended with exit code {server.process.returncode} before it was up; its log is above")
+
+
+def _free_port(host: str) -> int:
+    """A port that was free a moment ago; should another take it, vLLM ends and the next start takes another."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        sock.bind((host, 0))
+        return int(sock.getsockname()[1])

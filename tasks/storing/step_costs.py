@@ -1,0 +1,53 @@
+"""What the steps since the last log cost and earned, gathered where it happens, read where it is logged."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from checkpoint.records import metrics
+from checkpoint.records.rollouts import Rollout
+
+
+@dataclass(slots=True)
+class StepCosts:
+    """Sums since they were last taken. Evaluation adds what it lost and waited, not the tokens trained on."""
+
+    tokens: int = 0
+    discarded: int = 0
+    wait_s: float = 0.0
+    replayed: list[bool] = field(default_factory=list)  # of each training call
+    generated_s: float = 0.0  # what generating has taken so far; never begun anew
+    rewards: list[float] = field(default_factory=list)  # of each completion trained on
+    refused: dict[str, float] = field(default_factory=dict)  # how many prompts, and the numbers of the last one
+
+    def add(self, rollout: Rollout, *, training: bool, replayed: bool) -> None:
+        self.discarded += rollout.discarded
+        self.wait_s += rollout.wait_s
+        if training:
+            self.tokens += sum(len(one.token_ids) for one in rollout.completions)
+            self.replayed.append(replayed)
+
+    def refuse(self, prompts: int, row: int | None, tokens: int, limit_tokens: int | None) -> None:
+        """So many prompts were left out; the numbers are the last one's, where they are known."""
+        before = self.refused.get(metrics.PROMPTS_REFUSED, 0.0)
+        numbers = {metrics.REFUSED_ROW: row, metrics.REFUSED_TOKENS: tokens, metrics.REFUSED_LIMIT: limit_tokens}
+        known = {name: float(number) for name, number in numbers.items() if number is not None}
+        self.refused = {metrics.PROMPTS_REFUSED: before + prompts, **known}
+
+    def take(self) -> dict[str, float]:
+        """Return the sums under their names in `checkpoint.records.metrics` and begin anew."""
+        values: dict[str, float] = {
+            metrics.TOKENS: self.tokens,
+            metrics.TOKENS_DISCARDED: self.discarded,
+            metrics.WAIT_S: round(self.wait_s, 3),
+        }
+        if self.replayed:
+            values[metrics.REPLAYED] = float(all(self.replayed))
+        if finite := [reward for reward in self.rewards if math.isfinite(reward)]:
+            values[metrics.REWARD_MIN], values[metrics.REWARD_MAX] = min(finite), max(finite)
+        values |= self.refused
+        self.tokens, self.discarded, self.wait_s, self.refused = 0, 0, 0.0, {}
+        self.replayed.clear()
+        self.rewards.clear()
+        return values

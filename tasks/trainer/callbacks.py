@@ -1,0 +1,215 @@
+"""What the trainer tells the run store while it trains: heartbeat, metrics, resume state, checkpoints. Its guard.
+
+One small callback each, in the signature of `transformers.TrainerCallback`. Only the main process has them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+from transformers import TrainerCallback
+
+from checkpoint.records import metrics, resume_state
+from checkpoint.records.metrics import Row
+from checkpoint.records.resume_state import ResumeState
+from checkpoint.store.run_store import Store
+from policies.detect.divergence import Detector, Health, Verdict, follow, trip_at
+from policies.model.spec import KlPolicy
+from policies.model.vocabulary import PolicyVersion
+from tasks.machine.leaving import Leaving
+from tasks.storing.heartbeat import Heartbeat
+from tasks.storing.saving import Checkpoints
+from tasks.storing.step_costs import StepCosts
+
+log = structlog.get_logger()
+
+ADD_UP = (metrics.TOKENS, metrics.TOKENS_DISCARDED, metrics.WAIT_S, metrics.PROMPTS_REFUSED)  # over a row's logs
+SAID = ("reward", "eval_reward", "kl", "loss", "grad_norm")  # of each row, in the trainer's own log
+
+
+class HeartbeatCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
+    """Keeps the heartbeat true, and stops a trainer that was replaced at its next step."""
+
+    def __init__(self, heartbeat: Heartbeat, checkpoints: Checkpoints, leaving: Leaving) -> None:
+        self._heartbeat = heartbeat
+        self._checkpoints = checkpoints
+        self._leaving = leaving
+
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        self._checkpoints.begin_from(state.global_step, state.logging_steps)
+        self._leaving.begin(self._checkpoints.store_s)
+        self._heartbeat.say("training", step=state.global_step, max_steps=state.max_steps)
+
+    def on_step_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+        self._heartbeat.check()
+
+    def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        self._heartbeat.say(step=state.global_step, stored_step=self._checkpoints.stored_step())
+
+    def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
+        kl = logs.get("kl")
+        if kl is not None and math.isfinite(kl):
+            self._heartbeat.say(kl=kl)
+
+
+class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
+    """Stores what TRL logs, a row a step. What is logged twice at one step, as evaluation is, shares the row."""
+
+    def __init__(self, store: Store, costs: StepCosts, timeline: int, attempt: int) -> None:
+        self._store = store
+        self._writer = metrics.MetricsWriter(store)
+        self._costs = costs
+        self._timeline = timeline
+        self._attempt = attempt
+        self._step = -1
+        self._values: dict[str, float] = {}
+
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        self._step = state.global_step
+        rows = metrics.read_metrics(self._store, self._timeline)
+        self._values = next((dict(row.values) for row in rows if row.step == self._step), {})
+
+    def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
+        if state.global_step != self._step:
+            self._step, self._values = state.global_step, {}
+        for name, value in self._costs.take().items():
+            adds_up = name in ADD_UP
+            self._values[name] = round(value + self._values.get(name, 0.0), 3) if adds_up else value
+        self._values.update(storable(logs))
+        said = {name: self._values[name] for name in SAID if name in logs and name in self._values}
+        if said:
+            log.info("step", step=self._step, **said)
+        self._writer.append(Row(self._timeline, self._step, time.time(), self._attempt, dict(self._values)))
+
+
+class Diverged(Exception):
+    """The guard has tripped: nothing of this step may be saved, and no further one taken."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        found = "; ".join(verdict.evidence) or "no evidence was kept"
+        super().__init__(f"the run diverges since step {verdict.onset_step}: {found}")
+
+
+class GuardCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
+    """Watches for divergence, behind the row that is stored: whoever reads it has what the guard has judged by.
+
+    Args:
+        heartbeat: told the verdict.
+        policy: the run's, what to do about it among others.
+        detector: as of the checkpoint that training goes on from.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, policy: KlPolicy, detector: Detector) -> None:
+        self._heartbeat = heartbeat
+        self._policy = policy
+        self.detector = detector
+
+    def on_train_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+        self._heartbeat.say(verdict=self.detector.verdict)
+
+    def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
+        point = metrics.point_at(state.global_step, storable(logs))
+        self._take(follow(self.detector, point, self._policy.limit))
+
+    def policy_is_gone(self, step: int, onset_step: int) -> None:
+        """The weights of `step` compute no number, from which no completion comes and so nothing to log.
+
+        Raises Diverged.
+        """
+        self._take(trip_at(self.detector, step, onset_step, "the policy's log-probabilities are not numbers"))
+
+    def _take(self, detector: Detector) -> None:
+        before, self.detector = self.detector.verdict, detector
+        verdict = detector.verdict
+        self._heartbeat.say(verdict=verdict)
+        if verdict.health is not before.health:
+            log.warning("verdict", health=verdict.health, onset_step=verdict.onset_step, evidence=verdict.evidence)
+        if verdict.health is Health.TRIPPED and self._policy.action != "alert":
+            raise Diverged(verdict)
+
+
+class ResumeStateCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
+    """Knows the light resume state, and stores it every so many steps.
+
+    Args:
+        store: the run's store.
+        timeline: of this trainer.
+        every_steps: how often it is stored.
+        kept: what the checkpoint held that training goes on from.
+        detector: returns the guard's, as of now.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        timeline: int,
+        every_steps: int,
+        kept: ResumeState | None,
+        detector: Callable[[], Detector],
+    ) -> None:
+        self._detector = detector
+        self._store = store
+        self._timeline = timeline
+        self._every_steps = every_steps
+        self._kl: deque[tuple[int, float | None]] = deque(maxlen=resume_state.KL_KEPT)
+        self._best: tuple[float, int] | None = None
+        self._stored_step = 0
+        if kept is not None:
+            self._stored_step = PolicyVersion.parse(kept.policy).step
+            self._kl.extend(kept.kl)
+            if kept.best_reward is not None and kept.best_step is not None:
+                self._best = (kept.best_reward, kept.best_step)
+
+    def state(self, step: int) -> ResumeState:
+        """The resume state after `step`."""
+        best_reward, best_step = self._best or (None, None)
+        at = str(PolicyVersion(self._timeline, step))
+        kl, detector = list(self._kl), self._detector()
+        return ResumeState(resume_state.SCHEMA, at, time.time(), kl, best_reward, best_step, detector)
+
+    def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
+        values, step = storable(logs), state.global_step
+        if "kl" in values or metrics.NONFINITE + "kl" in values:
+            self._kl.append((step, values.get("kl")))
+        reward = values.get("reward")
+        if reward is not None and (self._best is None or reward > self._best[0]):
+            self._best = (reward, step)
+        if step // self._every_steps > self._stored_step // self._every_steps:
+            self._stored_step = step
+            resume_state.write_resume_state(self._store, self.state(step))
+
+
+class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
+    """Sees that the last step is saved, and that a save which found no room is tried again. In every process.
+
+    Args:
+        save_is_due: whether one has found no room.
+        leave_if_due: raises LeaveNow in the middle of a step where the trainer is to end.
+    """
+
+    def __init__(self, save_is_due: Callable[[], bool], leave_if_due: Callable[[], None]) -> None:
+        self._save_is_due = save_is_due
+        self._leave_if_due = leave_if_due
+
+    def on_substep_end(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+        self._leave_if_due()
+
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step >= state.max_steps or self._save_is_due():
+            control.should_save = True
+
+
+def storable(logs: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a log that JSON can carry; a marker stands for each that it cannot."""
+    values: dict[str, float] = {}
+    for name, value in logs.items():
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+            values[metrics.NONFINITE + name] = 1.0
+        elif isinstance(value, int | float):
+            values[name] = float(value)
+    return values

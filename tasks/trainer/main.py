@@ -1,0 +1,189 @@
+"""The trainer's process: `python -m tasks.trainer.main`.
+
+It reads the run from the store, takes up the newest checkpoint on the line of its timeline, and trains to the last
+step, or until its guard finds that the run diverges. All that outlives it is in the store. It ends with one of
+`policies.model.exit_codes`; its last line on stderr is why.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from checkpoint.records.documents import RunRecord
+from checkpoint.records.forks import read_forks
+from checkpoint.security.redaction import guard_output
+from checkpoint.security.vouched import NotVouched
+from checkpoint.store.errors import NotFound, NothingWhole, StoreError
+from checkpoint.store.run_store import Store
+from policies.control.snapshot import Trainer
+from policies.model import exit_codes
+from policies.model.timelines import Fork, lineage
+from policies.model.vocabulary import PolicyVersion
+from tasks.completions.gateway_client import GenerationFailed
+from tasks.completions.refused_prompts import BadPrompts
+from tasks.machine.exit_note import leave_exit_code
+from tasks.machine.leaving import LeaveNow, Leaving, await_predecessor, stop_file
+from tasks.machine.node_env import NodeEnv, NotANode, read_node_env, read_run_here
+from tasks.machine.spooling import NoRoom, find_spool, remove_spool
+from tasks.storing.heartbeat import Fenced, Heartbeat
+
+log = structlog.get_logger()
+
+STORE_PATIENCE_S = 600.0  # what is trained is not thrown away for a store that is away for minutes
+BEAT_PATIENCE_S = 5.0
+# How the heartbeat ends where the trainer ends in order: all that was sealed is stored then.
+LAST_WORDS = {
+    exit_codes.OK: "done",
+    exit_codes.DIVERGED: "diverged",
+    exit_codes.STOPPED: "stopped",
+    exit_codes.OUT_OF_MEMORY: "out_of_memory",
+}
+# CUDA's and ROCm's allocators, cuBLAS for its workspace, and torch's allocator of the machine's own memory.
+OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+End = tuple[int, str]  # an exit code and why
+RANK = int(os.environ.get("RANK", "0"))  # set by accelerate's launcher; the first process speaks for all
+
+
+def main() -> int:
+    """Train the run that the environment names. Returns the exit code."""
+    guard_output()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    try:
+        env = read_node_env()
+    except NotANode as error:
+        print(f"grpo-orch trainer: {error}", file=sys.stderr, flush=True)
+        return exit_codes.USAGE
+    code, why = _run(env)
+    leave_exit_code(Path(env.workdir), code)
+    print(f"grpo-orch trainer: {why}", file=sys.stderr, flush=True)
+    return code
+
+
+def _run(env: NodeEnv) -> End:
+    store = Store(env.run, patience_s=STORE_PATIENCE_S)
+    beat = Trainer(env.node, env.attempt, env.timeline, 0, 0, "starting", time.time())
+    end = functools.partial(_end_at_once, Path(env.workdir))
+    leaving = Leaving(Path(env.workdir), env.attempt)
+    # Slurm signals every process of a job. It would end this one before it has stored what it has.
+    signal.signal(signal.SIGTERM, lambda *_: stop_file(Path(env.workdir), env.attempt).touch())
+    heartbeat = Heartbeat(Store(env.run, patience_s=BEAT_PATIENCE_S), beat, leaving=leaving, end=end)
+    try:
+        record = read_run_here(store, env.token)
+        if RANK == 0:
+            await_predecessor(store, env, frozenset(LAST_WORDS.values()))
+            heartbeat.start()
+        return _train(env, record, store, heartbeat, leaving)
+    except Fenced as error:
+        return exit_codes.FENCED, f"stopped: {error}"
+    except BadPrompts as error:
+        return exit_codes.BAD_SPEC, str(error)
+    except GenerationFailed as error:
+        return exit_codes.FAILED, f"generation failed: {error}"
+    except NothingWhole as error:
+        return exit_codes.NOTHING_WHOLE, str(error)
+    except NotVouched as error:
+        return exit_codes.BAD_SPEC, str(error)
+    except StoreError as error:
+        return exit_codes.FAILED, f"the run store failed: {error}"
+
+
+def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, leaving: Leaving) -> End:
+    # Behind the first heartbeat: these imports take seconds.
+    import torch
+
+    from tasks.storing.saving import drain, restore_newest
+    from tasks.trainer.assemble import assemble
+    from tasks.trainer.user_objects import BadSpec, local_folder
+
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    warnings.filterwarnings("ignore", message=".*pin_memory.*")
+    workdir, forks = Path(env.workdir), _read_forks(store, env.timeline)
+    if (left := find_spool(workdir)) is not None:  # by an earlier attempt on this machine
+        heartbeat.say("storing")
+        drain(left, heartbeat)
+    heartbeat.say("restoring")
+    own_model = local_folder(record.spec.trainer, Path(record.spec.workdir))
+    line = lineage(forks, env.timeline)
+    restored = restore_newest(store, line, workdir / f"restored-{RANK}", own_model)
+    resumed_at = PolicyVersion(env.timeline, 0) if restored is None else restored.at
+    heartbeat.say("starting", step=resumed_at.step)
+    if restored is not None and _is_last(restored.folder):
+        if RANK == 0:
+            heartbeat.say(max_steps=resumed_at.step)
+            heartbeat.stop("done")
+        return exit_codes.OK, f"nothing left to train: the run is complete at step {resumed_at.step}"
+    try:
+        trainer, spool = assemble(env, record, store, heartbeat, leaving, restored, forks)
+    except BadSpec as error:
+        return exit_codes.BAD_SPEC, str(error)
+    log.info("training", from_policy=str(resumed_at), timeline=env.timeline, attempt=env.attempt)
+    code, why = _train_to_the_end(trainer, None if restored is None else str(restored.folder))
+    if RANK == 0 and code in LAST_WORDS:
+        heartbeat.say("storing")
+        drain(spool, heartbeat)
+        if (stored := spool.heard().stored) is not None:
+            heartbeat.say(stored_step=PolicyVersion.parse(stored).step)
+        remove_spool(workdir)
+        heartbeat.stop(LAST_WORDS[code])
+    return code, why
+
+
+def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
+    """Train, and say how it ended. Raises what another try may not meet again."""
+    from tasks.trainer.callbacks import Diverged
+
+    try:
+        trainer.train(resume_from_checkpoint=resume_from)
+    except LeaveNow:
+        stored = trainer.save_before_leaving()
+        # A launcher ends the others where one fails, and the first still waits for its uploader.
+        code = exit_codes.STOPPED if RANK == 0 else exit_codes.OK
+        return code, f"told to end at step {trainer.state.global_step}; stored up to {stored or 0}"
+    except NoRoom as error:
+        return exit_codes.BAD_SPEC, str(error)
+    except Diverged as error:
+        return exit_codes.DIVERGED, f"stopped at step {trainer.state.global_step}: {error}"
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        said = str(error).strip().partition("\n")[0]
+        return exit_codes.OUT_OF_MEMORY, f"out of memory at step {trainer.state.global_step + 1}: {said}"
+    return exit_codes.OK, f"complete at step {trainer.state.global_step}"
+
+
+def _read_forks(store: Store, timeline: int) -> tuple[Fork, ...]:
+    """How the timelines up to the trainer's began. Raises NotFound where its own did not."""
+    forks = read_forks(store)
+    if timeline not in (0, *(fork.timeline for fork in forks)):
+        raise NotFound(f"timeline {timeline} has not begun", "a timeline is begun by the controller alone")
+    return forks
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the accelerator or the machine has no memory left; torch has no one type for it."""
+    return isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
+
+
+def _is_last(checkpoint: Path) -> bool:
+    state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text())
+    return bool(state["global_step"] >= state["max_steps"])
+
+
+def _end_at_once(workdir: Path, code: int) -> None:
+    leave_exit_code(workdir, code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

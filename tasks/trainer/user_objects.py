@@ -1,0 +1,112 @@
+"""What run.yaml names and only the trainer's machine can load: model, datasets, reward functions.
+
+A name that leads nowhere is the user's to repair, and said in one line.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets.exceptions import DatasetNotFoundError
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+from policies.model.spec import Dataset, TrainerSpec
+
+FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+# Of the machine or the network, not of run.yaml: another try may find them gone.
+PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+
+
+class BadSpec(Exception):
+    """The run's specification cannot be carried out; running it again will not help."""
+
+
+def model_path(spec: TrainerSpec, workdir: Path) -> str:
+    """A folder below the run's, as an absolute path; anything else is a hub name. Raises BadSpec."""
+    folder = workdir / spec.model
+    if folder.is_dir():
+        return str(folder)
+    if spec.model.startswith((".", "/", "~")):
+        raise BadSpec(f"trainer.model: there is no folder {folder}")
+    return spec.model
+
+
+def load_dataset(key: str, wanted: Dataset, workdir: Path) -> Any:
+    """Load what `datasets.load_dataset` can: a file, a folder or a hub name. Raises BadSpec naming `key`."""
+    path = workdir / wanted.path
+    kind = FILE_KINDS.get(path.suffix)
+    try:
+        if path.is_file():
+            if kind is None:
+                raise BadSpec(f"{key}: {path} is none of {', '.join(FILE_KINDS)}")
+            loaded = datasets.load_dataset(kind, wanted.name, data_files=str(path), split=wanted.split)
+        elif path.is_dir():
+            loaded = datasets.load_dataset(str(path), wanted.name, split=wanted.split)
+        elif kind is not None or wanted.path.startswith((".", "/", "~")):
+            raise BadSpec(f"{key}: there is no file or folder {path}")
+        else:
+            loaded = datasets.load_dataset(wanted.path, wanted.name, split=wanted.split)
+    except (DatasetNotFoundError, ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        if passes(error):
+            raise
+        raise BadSpec(f"{key}: {wanted.path}: {first_line(error)}") from error
+    if "prompt" not in (loaded.column_names or ["prompt"]):
+        raise BadSpec(f"{key}: {wanted.path} has no column `prompt`, only {', '.join(loaded.column_names)}")
+    return loaded
+
+
+def load_reward_functions(import_paths: tuple[str, ...], workdir: Path) -> list[Callable[..., Any]]:
+    """Import the reward functions; modules beside run.yaml come first. Raises BadSpec."""
+    if str(workdir) not in sys.path:
+        sys.path.insert(0, str(workdir))
+    return [_load_function(path) for path in import_paths]
+
+
+def local_folder(spec: TrainerSpec, workdir: Path) -> Path | None:
+    """The folder on this machine that the model's files are in: its own, or that of the hub's cache."""
+    folder = workdir / spec.model
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(spec.model, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def passes(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, is worth another try: a hub out of reach, a full disk."""
+    while error is not None:
+        if isinstance(error, LocalEntryNotFoundError | ConnectionError) and not constants.is_offline_mode():
+            return True
+        if isinstance(error, OSError) and error.errno in PASSING:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _load_function(import_path: str) -> Callable[..., Any]:
+    module_name, _, name = import_path.rpartition(".")
+    if not module_name:
+        raise BadSpec(f"trainer.reward_funcs: {import_path!r} is no import path, expected module.function")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise BadSpec(f"trainer.reward_funcs: {import_path}: {first_line(error)}") from error
+    if not callable(found):
+        raise BadSpec(f"trainer.reward_funcs: {import_path} is not a function")
+    function: Callable[..., Any] = found
+    return function

@@ -1,0 +1,142 @@
+"""What TRL takes for its client of a vLLM server: completions from the fleet, weights into the run store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from policies.model.vocabulary import PolicyVersion
+from policies.serving.canary import Canary
+from policies.serving.wire import PolicyRef
+from tasks.completions.rollout_source import RolloutSource
+from tasks.machine.leaving import LeaveNow
+from tasks.storing.publish import PolicyPublisher
+
+LEFT = [-1]  # in the place of each completion: the trainer is to leave, and there are none
+
+
+class FleetClient:
+    """What TRL takes for its VLLMClient. `rollouts` answers its generate calls.
+
+    Attributes:
+        when_gone: called with the present step, and the first that may be to blame, where the weights compute
+            no number: no node would serve them.
+    """
+
+    def __init__(self, rollouts: RolloutSource) -> None:
+        self._rollouts = rollouts
+        self._trainer: Any = None
+        self._publisher: PolicyPublisher | None = None
+        self._timeline = 0
+        self._weights: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._published: PolicyRef | None = None
+        self._canary: Canary | None = None  # what the weights of the present step compute
+        self._finite_at: int | None = None  # the last step whose weights computed numbers
+        self.when_gone: Callable[[int, int], None] = lambda *_: None
+
+    def attach(self, trainer: Any, publisher: PolicyPublisher, timeline: int) -> None:
+        """Name the trainer whose steps these are, before its first generate call."""
+        self._trainer, self._publisher, self._timeline = trainer, publisher, timeline
+
+    def computed(self, canary: Canary) -> None:
+        """Take what the weights of the present step compute."""
+        self._canary, step = canary, self._version().step
+        if any(one is not None for one in canary.logprobs):
+            self._finite_at = step
+        else:
+            self.when_gone(step, step if self._finite_at is None else self._finite_at + 1)
+
+    def get_server_info(self) -> dict[str, Any]:
+        """What TRL asks of a server: every rollout node is started so, and run.yaml cannot change it."""
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def init_communicator(self, **_: Any) -> None:
+        """Nothing: nodes pull weights from the run store, and no collective joins them to the trainer."""
+
+    def close_communicator(self) -> None:
+        """Nothing, as above."""
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing: a node does so itself when it loads a policy."""
+
+    def image_features(self, *_: Any) -> Any:
+        raise NotImplementedError("prompts with images are not supported by the rollout fleet")
+
+    def update_named_params(self, _metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Take the weights of the present step.
+
+        They are published when the first completion of the step has to be generated: a replayed step needs none.
+        With several processes reading them is a collective, so it is done at once.
+        """
+        self._weights, self._published = named_params, None
+        if self._trainer.accelerator.num_processes > 1:
+            self._publish()
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        features: list[Any] | None = None,
+        n: int = 1,
+        repetition_penalty: float = 1.0,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        max_tokens: int = 16,
+        logprobs: int | None = 0,
+        structured_outputs_regex: str | None = None,
+        generation_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return `n` completions of each prompt in TRL's shapes, prompt by prompt.
+
+        One that no node took is its end alone, without a log-probability: see `tasks.trl.trl_refused`.
+        """
+        if features is not None or logprobs != 0:
+            raise NotImplementedError(
+                "the rollout fleet serves text prompts, and the sampled tokens' logprobs alone"
+            )
+        sampling: dict[str, Any] = {
+            "repetition_penalty": repetition_penalty,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "max_tokens": max_tokens,
+        }  # the gateway always returns the log-probability of each sampled token, which is what `logprobs=0` asks
+        if structured_outputs_regex is not None:
+            sampling["structured_outputs"] = {"regex": structured_outputs_regex}
+        sampling.update(generation_kwargs or {})
+        try:
+            rollout = self._rollouts.complete(
+                self._version(),
+                prompts,
+                n,
+                sampling,
+                training=bool(self._trainer.model.training),
+                publish=self._publish,
+            )
+        except LeaveNow:  # the other processes wait for completions: they are told with them
+            return {"prompt_ids": prompts, "completion_ids": [LEFT] * (len(prompts) * n), "logprobs": None}
+        end = [self._trainer.eos_token_ids[0]]
+        completion_ids = [end if one.refused else one.token_ids for one in rollout.completions]
+        of_tokens = [[None] if one.refused else one.logprobs for one in rollout.completions]
+        return {
+            "prompt_ids": prompts,
+            "completion_ids": completion_ids,
+            "logprobs": [[[logprob] for logprob in of_one] for of_one in of_tokens],
+            "logprob_token_ids": [[[token] for token in of_one] for of_one in completion_ids],
+        }
+
+    def _version(self) -> PolicyVersion:
+        return PolicyVersion(self._timeline, self._trainer.state.global_step)
+
+    def _publish(self) -> PolicyRef:
+        """Publish the weights of this step, once. Raises StoreError."""
+        if self._published is None:
+            if self._weights is None or self._publisher is None:
+                raise RuntimeError("TRL generates before it has synchronized its weights")
+            self._published = self._publisher.publish(self._version(), self._weights, self._canary)
+            self._weights = None
+        return self._published

@@ -1,0 +1,142 @@
+"""Other prompts in the place of those that a diverged stretch was trained on.
+
+They are replaced, not removed: epochs stay as long as they are, and a restart finds its place in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+import torch
+
+from policies.model.timelines import Fork, Skipped
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """How a trainer goes through its dataset: epoch by epoch, in windows of prompts that it generates for at once.
+
+    A batch is what one backward pass takes. What of an epoch fills no window is left out; its last step has the
+    batches that are left.
+    """
+
+    prompts: int  # in the dataset
+    prompts_per_window: int
+    batches_per_window: int
+    batches_per_step: int
+    order: Callable[[int], Sequence[int]]  # of the dataset's prompts in an epoch, by its number
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self.prompts // self.prompts_per_window * self.batches_per_window
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return max(1, -(-self.batches_per_epoch // self.batches_per_step))
+
+    def batches_before(self, steps: int) -> int:
+        """How many batches the first `steps` steps take."""
+        epochs, more = divmod(steps, self.steps_per_epoch)
+        return epochs * self.batches_per_epoch + more * self.batches_per_step
+
+    def first_step_of(self, epoch: int, window: int) -> int:
+        """The step that takes the first batch of an epoch's window."""
+        return epoch * self.steps_per_epoch + window * self.batches_per_window // self.batches_per_step + 1
+
+    def prompts_of(self, first_step: int, last_step: int) -> set[int]:
+        """The prompts of these steps, by their places in the dataset: of each window that a step has a batch of,
+        all, for they were shuffled. Steps count from 1, both are included."""
+        return {prompt for _, prompt in self.windows_of(first_step, last_step)}
+
+    def windows_of(self, first_step: int, last_step: int) -> Iterator[tuple[int, int]]:
+        """The same prompts, each behind the first step of its window."""
+        if self.batches_per_epoch == 0:
+            return
+        first, behind = self.batches_before(first_step - 1), self.batches_before(last_step)
+        windows: dict[int, set[int]] = {}  # by epoch
+        for batch in range(first, behind):
+            epoch, batch_of_epoch = divmod(batch, self.batches_per_epoch)
+            windows.setdefault(epoch, set()).add(batch_of_epoch // self.batches_per_window)
+        for epoch, used in windows.items():
+            order, size = self.order(epoch), self.prompts_per_window
+            for window in used:
+                step = self.first_step_of(epoch, window)
+                yield from ((step, prompt) for prompt in order[window * size : (window + 1) * size])
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """Prompts in the place of others, by their numbers in the dataset, in windows that begin at `until_step` or
+    before; None: in all."""
+
+    others: Mapping[int, int] = field(default_factory=dict)
+    until_step: int | None = None
+
+    def at(self, step: int) -> Mapping[int, int]:
+        """What stands in the place of what in a window that begins with `step`."""
+        return self.others if self.until_step is None or step <= self.until_step else {}
+
+    def seen(self, walk: Walk, first_step: int, last_step: int) -> set[int]:
+        """The prompts that these steps really see."""
+        found = walk.windows_of(first_step, last_step)
+        return {self.at(step).get(prompt, prompt) for step, prompt in found}
+
+
+def walk_of(config: Any, prompts: int) -> Walk:
+    """How a trainer of this GRPOConfig goes through a dataset of so many prompts, as TRL's sampler lays it out."""
+
+    def order(epoch: int) -> list[int]:
+        if not config.shuffle_dataset:
+            return list(range(prompts))
+        generator = torch.Generator()
+        draw_epochs_before(epoch, prompts, generator, config.seed)
+        drawn: list[int] = torch.randperm(prompts, generator=generator).tolist()
+        return drawn
+
+    return Walk(
+        prompts,
+        prompts_per_window=config.generation_batch_size // config.num_generations,
+        batches_per_window=config.steps_per_generation * config.num_iterations,
+        batches_per_step=config.gradient_accumulation_steps,
+        order=order,
+    )
+
+
+def draw_epochs_before(epoch: int, prompts: int, generator: torch.Generator, seed: int) -> None:
+    """Bring a sampler's generator to where it draws the epoch's order from."""
+    generator.manual_seed(seed)
+    for _ in range(epoch):
+        torch.randperm(prompts, generator=generator)
+
+
+def replacements(forks: Sequence[Fork], timeline: int, walk: Callable[[int], Walk]) -> Replaced:
+    """Return which prompt of the dataset is taken in the place of which on `timeline`, until its probation ends:
+    what it passes was not the prompts' doing.
+
+    None is replaced where more than half of the dataset would have to go.
+
+    Args:
+        walk: how the trainer of a timeline goes through the dataset.
+    """
+    fork = next((one for one in forks if one.timeline == timeline), None)
+    if fork is None or not fork.skipped:
+        return Replaced()
+    prompts = walk(timeline).prompts
+    skipped = sorted({prompt for part in fork.skipped for prompt in _trained_on(part, forks, walk)})
+    if 2 * len(skipped) > prompts:
+        log.warning("prompts_not_replaced", why="they are most of the dataset", skipped=len(skipped), of=prompts)
+        return Replaced()
+    others = sorted(set(range(prompts)) - set(skipped))
+    # Evenly over the others, each once: none is seen much more often than the rest.
+    found = {prompt: others[number * len(others) // len(skipped)] for number, prompt in enumerate(skipped)}
+    return Replaced(found, fork.probation_until_step)
+
+
+def _trained_on(part: Skipped, forks: Sequence[Fork], walk: Callable[[int], Walk]) -> set[int]:
+    """The prompts that these steps saw, the replacements of their own timeline among them."""
+    return replacements(forks, part.timeline, walk).seen(walk(part.timeline), part.first_step, part.last_step)

@@ -1,0 +1,86 @@
+"""The half of the trainer that leaves in time: between two steps, or in the middle of one as if between two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+
+from tasks.machine.leaving import LeaveNow, Leaving
+from tasks.storing.saving import Checkpoints
+from tasks.storing.step_costs import StepCosts
+from tasks.trl.boundary import Boundary, RandomState
+
+
+class LeavesInTime:
+    """For a trainer of TRL's, before it in the order of its classes. `_checkpoints` and `_leaving` are the first
+    process's alone."""
+
+    _checkpoints: Checkpoints | None = None
+    _leaving: Leaving | None = None
+    _boundary: Boundary | None = None  # the end of the last step that this process has taken
+    _leaves = False  # what is saved now is the last
+    _costs: StepCosts
+    _step: int
+    _buffered_inputs: Any
+    _save_checkpoint: Any
+    accelerator: Any
+    args: Any
+    model: Any
+    num_iterations: int
+    state: Any
+
+    def leave_if_due(self, *, in_step: bool) -> None:
+        """Raise LeaveNow in every process if the first one says so."""
+        due = self._leaving is not None and self._leaving.is_due(in_step=in_step)
+        if self._agree(due):
+            raise LeaveNow
+
+    def save_before_leaving(self) -> int | None:
+        """Save the end of the last step, as if the next had not begun, unless that is stored or not worth it.
+
+        In every process. Returns the step of the newest checkpoint that is stored or on its way to the store; None
+        where there is none, and in other processes than the first.
+        """
+        checkpoints, leaving, step = self._checkpoints, self._leaving, self.state.global_step
+        wanted = (
+            checkpoints is not None
+            and leaving is not None
+            and step > checkpoints.sealed_step
+            and leaving.is_worth_storing()
+        )
+        if self._agree(wanted) and self._boundary is not None:
+            self._boundary.random.put_back()
+            self._step, self._buffered_inputs = self._boundary.step, self._boundary.buffered
+            self._leaves = True
+            self._save_checkpoint(self.model, trial=None)
+        return None if checkpoints is None else checkpoints.sealed_step or None
+
+    def _agree(self, told: bool) -> bool:
+        """What the first process was told."""
+        return bool(broadcast_object_list([told])[0]) if self.accelerator.num_processes > 1 else told
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """What ends a step; behind it another one may be one too many."""
+        # Behind a whole window the next step generates anew and the buffer is spent.
+        buffered = self._buffered_inputs if self._step % self._window else None
+        self._boundary = Boundary(self._step, buffered, RandomState.now())
+        if self._leaving is not None:
+            self._leaving.step_ended(self._costs.generated_s)
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]  # the trainer's
+        if self.state.global_step < self.state.max_steps:
+            self.leave_if_due(in_step=False)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, with random numbers of its own: whether a step was evaluated, or left in the middle of that, must
+        not change what comes behind it."""
+        state = RandomState.now()
+        try:
+            return super().evaluate(*args, **kwargs)  # type: ignore[misc]  # the trainer's
+        finally:
+            state.put_back()
+
+    @property
+    def _window(self) -> int:
+        """How many batches are generated for at once."""
+        return int(self.args.steps_per_generation * self.num_iterations)

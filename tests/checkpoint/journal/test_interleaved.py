@@ -1,0 +1,174 @@
+"""The journal as a lock, with everything between any two store operations: other writers, crashes, lost answers.
+
+Two to eight controllers and a reader run as threads that are let go one store operation at a time (`journal_rig`).
+Segments are short, so that controllers meet at their ends all the time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint.journal import journal, segments
+from checkpoint.journal.entries import Record
+from checkpoint.journal.journal import Fenced, Journal
+from checkpoint.store import layout
+from checkpoint.store.codec import from_json, state_from_plain
+from checkpoint.store.errors import StoreUnavailable
+from checkpoint.store.run_store import Store
+from policies.model.events import CommandTaken, GatewayRestarted, TookOver
+from policies.model.state import RunState, fold
+from tests.stand_ins.journal_rig import Actor, Fate, arrive
+
+SEGMENT = 3
+APPENDS = 8  # of one controller, at most
+TURNS = 120
+names = itertools.count()
+
+# Mostly nothing happens: a run of nothing but faults gets nowhere.
+FATES = [Fate.DONE] * 10 + [fate for fate in Fate if fate is not Fate.DONE]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_segments() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "SEGMENT_ENTRIES", SEGMENT)
+        yield
+
+
+@dataclass
+class Seen:
+    """What controllers and readers were told, to be held against the journal at the end."""
+
+    acknowledged: list[Record] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    states: list[tuple[int, RunState]] = field(default_factory=list)
+    read: list[list[Record]] = field(default_factory=list)
+
+    def controller(self, name: str, store: Store) -> None:
+        """Take over, append, and be fenced for good or come to the end; as the daemon does it."""
+        writer = Journal(store, name)
+        try:
+            state = writer.take_over(1.0, name, 1, "resume")
+        except (Fenced, StoreUnavailable):
+            return  # the process ends
+        self.states.append((writer.number, state))
+        self.epochs.append(writer.epoch)
+        try:
+            for count in range(APPENDS):
+                self._tick(writer, f"{name}.{count}")
+        except Fenced:
+            self._stays_fenced(writer)
+
+    def _tick(self, writer: Journal, name: str) -> None:
+        try:
+            settled = writer.settle(2.0)
+            if settled is not None:
+                self.acknowledged.append(settled)
+            events = (GatewayRestarted(name), CommandTaken(name, "x"))
+            self.acknowledged.append(writer.append(2.0, events))
+        except StoreUnavailable:
+            return  # and again with the next tick
+
+    def _stays_fenced(self, writer: Journal) -> None:
+        for call in (lambda: writer.append(3.0, (GatewayRestarted("fenced"),)), lambda: writer.settle(3.0)):
+            try:
+                with pytest.raises(Fenced):
+                    call()
+            except StoreUnavailable:
+                return
+
+    def reader(self, store: Store) -> None:
+        while True:
+            try:
+                found = journal.recover(store)
+                self.states.append((found.number, found.state))
+                self.read.append(journal.read(store))
+            except StoreUnavailable:
+                continue
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(2, 8))
+def test_one_line_whatever_happens_between_two_operations(data: st.DataObject, count: int):
+    store, seen = Store(f"memory://interleaved-{next(names)}", patience_s=0.0), Seen()
+    actors: list[Actor] = []
+
+    def begin(number: int) -> Actor:
+        name = f"w{number}"
+        return Actor(name, store, lambda scripted: seen.controller(name, scripted))
+
+    try:
+        actors.append(Actor("reader", store, seen.reader))
+        actors += [begin(number) for number in range(count)]
+        for turn in range(data.draw(st.integers(10, TURNS))):
+            actor = data.draw(st.sampled_from(actors))
+            if actor.late and data.draw(st.booleans()):
+                arrive(actor.late.pop(0))
+            elif not actor.over:
+                actor.turn(data.draw(st.sampled_from(FATES)))
+            elif actor is not actors[0]:
+                place = actors.index(actor)
+                actors[place] = begin(count + turn)
+                actors[place].late += actor.late  # what the dead one sent is still on its way
+            if turn % 10 == 0:
+                check_now(store)
+    finally:
+        late = [write for actor in actors for write in actor.late]
+        for actor in actors:
+            while not actor.over:
+                actor.turn(Fate.DIES_BEFORE)
+    for write in late:
+        arrive(write)
+    check_now(store)
+    check(raw_entries(store), seen)
+    last = Journal(store, "last")
+    last.take_over(9.0, "last", 1, "resume")
+    assert last.append(9.0, (GatewayRestarted("last"),)).number == last.epoch + 1
+
+
+def check_now(store: Store) -> None:
+    """What holds at any moment: what recover, read and segments say is what the entries say."""
+    records = raw_entries(store)
+    assert journal.read(store) == records
+    found = journal.recover(store)
+    assert (found.number, found.state) == (len(records), folded(records))
+    for one in store.entries(layout.SEGMENTS):
+        last = layout.number_of(one.key)
+        assert last is not None
+        segment = from_json(store.get(one.key), segments.Segment, one.key)
+        assert segment.records == records[last - SEGMENT : last], "a segment disagrees with the entries"
+        assert state_from_plain(segment.state, one.key) == folded(records[:last])
+
+
+def check(records: list[Record], seen: Seen) -> None:
+    """What everybody was told holds against the journal in the end."""
+    for record in seen.acknowledged:
+        assert records[record.number - 1] == record, "an acknowledged entry was lost"
+    assert len(seen.epochs) == len(set(seen.epochs))
+    steering = 0
+    for record in records:
+        if any(isinstance(event, TookOver) for event in record.decoded()):
+            steering = record.number
+        assert record.epoch == steering, "who had been replaced wrote on"
+    for number, state in seen.states:
+        assert state == folded(records[:number])
+    for read in seen.read:
+        assert read == records[: len(read)]
+
+
+def raw_entries(store: Store) -> list[Record]:
+    """The entries without any code of the journal's: all of them, in order, without a gap."""
+    listed = store.entries(layout.JOURNAL)
+    records = [from_json(store.get(one.key), Record, one.key) for one in listed]
+    assert [record.number for record in records] == list(range(1, len(records) + 1))
+    return records
+
+
+def folded(records: list[Record]) -> RunState:
+    return fold((record.number, record.time_s, record.decoded()) for record in records)

@@ -1,0 +1,37 @@
+"""The metrics of a run: one row a step, whatever is restarted."""
+
+from __future__ import annotations
+
+from checkpoint.records.metrics import MetricsWriter, Row, point_at, point_of, read_metrics
+from checkpoint.store import layout
+from checkpoint.store.run_store import Store
+from policies.detect.divergence import Point
+
+
+def test_metrics_rows_survive_a_restarted_writer():
+    store = Store("memory://metrics-restarted")
+    writer = MetricsWriter(store)
+    for step in range(1, 251):
+        writer.append(Row(0, step, float(step), 1, {"reward": step / 10}))
+    MetricsWriter(store).append(Row(0, 240, 999.0, 2, {"reward": 7.0}))  # run again after a restart
+    rows = read_metrics(store, 0)
+    assert [r.step for r in rows] == list(range(1, 251))
+    assert rows[239] == Row(0, 240, 999.0, 2, {"reward": 7.0}, first_time_s=240.0)
+    assert len(store.entries(layout.METRICS)) == 3
+
+
+def test_a_row_tells_the_detector_what_the_guard_was_told():
+    """The row of a step gets more than the log that the guard saw: of an evaluation, of the end of training."""
+    logged = {"kl": 0.25, "reward": 1.5, "orch/nonfinite/grad_norm": 1.0}
+    added = {
+        "orch/tokens": 96.0,
+        "orch/nonfinite/eval_reward": 1.0,
+        "eval_loss": 0.5,
+        "eval_rewards/lower_share/mean": 0.5,
+        "train_runtime": 60.0,
+        "train_loss": 0.1,
+        "total_flos": 0.0,
+    }
+    expected = Point(40, {"kl": 0.25, "reward": 1.5, "grad_norm": None})
+    assert point_at(40, logged) == expected
+    assert point_of(Row(0, 40, 1.0, 1, {**logged, **added})) == expected

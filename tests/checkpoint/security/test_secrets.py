@@ -1,0 +1,315 @@
+"""Secrets reach the machines' processes, and nothing that is stored, logged or printed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint.journal import journal
+from checkpoint.records import documents
+from checkpoint.records.documents import RunRecord
+from checkpoint.security.redaction import BLANK, NAMES_ENV, Redactor
+from checkpoint.store.codec import to_json
+from checkpoint.store.run_store import Store
+from orchestrator.cli import main
+from orchestrator.clouds.protocol import CloudRefused, Order
+from orchestrator.clouds.sky.work import work_for
+from orchestrator.config.load import ConfigError, load
+from orchestrator.config.rules.secrets import looks_like_secret
+from orchestrator.control import daemon
+from orchestrator.home.folder import run_id_of
+from orchestrator.home.run_secrets import all_secrets, handed_on, missing, secrets_for, usual
+from policies.control.snapshot import Machine
+from policies.model.spec import Dataset, RunSpec
+from policies.model.vocabulary import Market, Role
+from tests.generators.config_world import changed, furnish
+from tests.stand_ins.world import spec
+
+HF, WANDB, LICENCE = "hf_" + "S3cr3t" * 5, "0123456789abcdef" * 2 + "01234567", "my-licence-s3cret"
+HERE = {"HF_TOKEN": HF, "WANDB_API_KEY": WANDB, "LICENCE": LICENCE, "OTHER_TOKEN": "not-for-any-machine"}
+
+
+def run_spec(folder: Path | str = "", **grpo: Any) -> RunSpec:
+    run = replace(spec(), grpo=grpo, workdir=str(folder), cloud="sky", secrets=("LICENCE",))
+    return replace(run, trainer=replace(run.trainer, model="Qwen/Qwen3-0.6B", dataset=Dataset(path="data.jsonl")))
+
+
+@pytest.mark.parametrize(
+    ("grpo", "trainer", "rollout"),
+    [
+        ({}, ["HF_TOKEN"], ["HF_TOKEN"]),
+        ({"report_to": "wandb"}, ["HF_TOKEN", "WANDB_API_KEY"], ["HF_TOKEN"]),
+        ({"report_to": ["tensorboard", "wandb"]}, ["HF_TOKEN", "WANDB_API_KEY"], ["HF_TOKEN"]),
+        ({"report_to": "none"}, ["HF_TOKEN"], ["HF_TOKEN"]),
+    ],
+)
+def test_the_usual_ones_go_along_where_they_are_needed(
+    tmp_path: Path, grpo: dict[str, Any], trainer: list[str], rollout: list[str]
+):
+    run = run_spec(tmp_path, **grpo)
+    assert (usual(run, Role.TRAINER), usual(run, Role.ROLLOUT)) == (trainer, rollout)
+    assert secrets_for(run, Role.TRAINER, HERE) == {name: HERE[name] for name in ("LICENCE", *trainer)}
+
+
+def test_a_model_and_data_that_are_at_hand_need_no_token(tmp_path: Path):
+    (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
+    (tmp_path / "data.jsonl").touch()
+    assert usual(run_spec(tmp_path), Role.TRAINER) == usual(run_spec(tmp_path), Role.ROLLOUT) == []
+    assert usual(run_spec(tmp_path, push_to_hub=True), Role.TRAINER) == ["HF_TOKEN"]
+    (tmp_path / "data.jsonl").unlink()
+    assert (usual(run_spec(tmp_path), Role.TRAINER), usual(run_spec(tmp_path), Role.ROLLOUT)) == (["HF_TOKEN"], [])
+
+
+def test_what_run_yaml_names_must_be_there_and_what_is_usual_need_not(tmp_path: Path):
+    run = replace(run_spec(tmp_path), secrets=("LICENCE", "HF_TOKEN"))
+    assert missing(run, HERE) == ""
+    assert missing(run, {"HF_TOKEN": HF}) == "LICENCE is not set here, and `secrets` of run.yaml names it"
+    assert "LICENCE, HF_TOKEN are not set" in missing(run, {"HF_TOKEN": ""})
+    assert missing(replace(run, secrets=()), {}) == ""
+
+
+def test_skypilot_is_given_them_apart_whatever_their_names(tmp_path: Path):
+    environment = {"GRPO_ORCH_RUN": "s3://b/r", **handed_on(all_secrets(run_spec(tmp_path), HERE))}
+    order = Order("trainer-0-i1", Role.TRAINER, Market.SPOT, 1, environment)
+    work = work_for(order, run_spec(tmp_path), tmp_path / "0123" / "w.whl", None)
+    assert work.secrets == {"LICENCE": LICENCE, "HF_TOKEN": HF}
+    assert work.env[NAMES_ENV].split(",") == ["LICENCE", "HF_TOKEN"]
+    written = repr(order) + repr(work) + repr(work.env) + work.setup + work.run
+    assert not any(value in written for value in HERE.values())
+
+
+class OneLaunch:
+    """A cloud that is asked once, then quotes in its refusal what it was given, and has the daemon stop."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self.given: dict[str, str] = {}
+        self.refusing = threading.Event()
+        self._stop = stop
+        self._looks = 0
+
+    def machines(self) -> dict[str, Machine]:
+        self._looks += self.refusing.is_set()
+        if self._looks > 2:
+            self._stop.set()
+        return {}
+
+    def launch(self, order: Order) -> None:
+        if order.role is Role.TRAINER:
+            self.given = order.environment
+        self.refusing.set()
+        raise CloudRefused("no_capacity", f"none with {order.environment}")  # type: ignore[arg-type]
+
+    def terminate(self, node: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def steered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, OneLaunch]]:
+    """A daemon that has tried to launch the run's machines."""
+    monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
+    stop = threading.Event()
+    cloud, store = OneLaunch(stop), Store(f"file://{tmp_path}/store")
+    monkeypatch.setattr(daemon, "open_cloud", lambda *_: cloud)
+    run = run_spec(tmp_path, report_to="wandb")
+    documents.create_run(store, RunRecord(documents.SCHEMA, run_id_of("sim", store.url), 0.0, run))
+    threading.Timer(20.0, stop.set).start()
+    yield store, cloud
+    assert not any(value.encode() in data for value in HERE.values() for data in _all_bytes(tmp_path))
+
+
+def _all_bytes(folder: Path) -> Iterator[bytes]:
+    return (path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_launch_has_them_and_neither_store_nor_log_does(
+    steered: tuple[Store, OneLaunch], monkeypatch: pytest.MonkeyPatch
+):
+    store, cloud = steered
+    for name, value in HERE.items():
+        monkeypatch.setenv(name, value)
+    daemon.steer(store, "up", cloud._stop)
+    assert cloud.given.items() >= {"HF_TOKEN": HF, "WANDB_API_KEY": WANDB, "LICENCE": LICENCE}.items()
+    assert "OTHER_TOKEN" not in cloud.given
+    refusals = [str(record.events) for record in journal.read(store) if "none with" in str(record.events)]
+    assert refusals
+    assert all(BLANK in said and cloud.given["GRPO_ORCH_TOKEN"] not in said for said in refusals)
+
+
+def test_a_daemon_without_one_buys_nothing_and_says_which(
+    steered: tuple[Store, OneLaunch], monkeypatch: pytest.MonkeyPatch
+):
+    store, cloud = steered
+    monkeypatch.delenv("LICENCE", raising=False)
+    cloud.refusing.set()
+    daemon.steer(store, "resume", cloud._stop)
+    assert cloud.given == {}
+    assert "LICENCE is not set here" in str([record.events for record in journal.read(store)])
+
+
+PRINTS = """
+import os, sys
+from checkpoint.security.redaction import guard_output
+guard_output()
+import structlog
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+print("token", os.environ["LICENCE"], flush=True)
+structlog.get_logger().error("refused", answer=os.environ["GRPO_ORCH_TOKEN"])
+raise RuntimeError(f"the hub said no to {os.environ['HF_TOKEN']}")
+"""
+
+
+def test_a_nodes_process_prints_none():
+    given = {**HERE, "GRPO_ORCH_TOKEN": "the-run's-secret", NAMES_ENV: "LICENCE,HF_TOKEN"}
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTS], env={**os.environ, **given}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, f"token {BLANK}\n")
+    assert f"RuntimeError: the hub said no to {BLANK}" in done.stderr
+    assert not any(value in done.stderr for value in (HF, LICENCE, "the-run's-secret"))
+
+
+KEY = '-----BEGIN PRIVATE KEY-----\nMIIabc"def\\ghi é&/+\n-----END PRIVATE KEY-----\n'
+
+
+@pytest.mark.parametrize(
+    "quoted",
+    [
+        str,
+        repr,
+        json.dumps,
+        functools.partial(json.dumps, ensure_ascii=False),
+        lambda value: json.dumps(repr(value)),
+        functools.partial(urllib.parse.quote, safe=""),
+        lambda value: "\n".join(f"+ {line}" for line in value.splitlines()),
+    ],
+)
+def test_a_value_is_blanked_however_it_is_quoted(quoted: Callable[[str], str]):
+    told = Redactor([KEY])(f"the server said {quoted(KEY)} is wrong")
+    assert told.startswith("the server said ")
+    assert told.endswith(" is wrong")
+    assert BLANK in told
+    assert not any(part in told for part in ("MIIabc", "def", "ghi", "PRIVATE"))
+
+
+def test_the_longest_is_blanked_first_and_what_is_short_is_no_secret():
+    assert Redactor(["abcdefgh", "abcdefgh-more", "yes", ""])("yes abcdefgh-more abcdefgh") == (
+        f"yes {BLANK} {BLANK}"
+    )
+
+
+SECRETS = "storage: ./run\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            f"secrets: {HF}\n",
+            "run.yaml:3: secrets: expected the name of an environment variable, as in HF_TOKEN",
+        ),
+        (
+            f"secrets:\n  - A\n  - {WANDB}\n",
+            "run.yaml:5: secrets[1]: expected the name of an environment variable",
+        ),
+        (f"secrets: {{HF_TOKEN: {HF}}}\n", "run.yaml:3: secrets: expected a list of texts, got a mapping"),
+        ("secrets: [HF_TOKEN, A, HF_TOKEN]\n", "run.yaml:3: secrets[2]: HF_TOKEN is named twice"),
+        ("secrets: [GRPO_ORCH_TOKEN]\n", "run.yaml:3: secrets[0]: GRPO_ORCH_TOKEN is set by grpo-orch itself"),
+        ("secrets: [OMP_NUM_THREADS]\n", "run.yaml:3: secrets[0]: OMP_NUM_THREADS is set in rollout.env as well"),
+        ("secrets: [a-b]\n", "run.yaml:3: secrets[0]: expected the name of an environment variable"),
+        ("secrets: [1]\n", "run.yaml:3: secrets: expected a list of texts"),
+    ],
+)
+def test_a_list_that_is_none_of_names_is_refused_and_not_quoted(tmp_path: Path, text: str, problem: str):
+    run_yaml = furnish(tmp_path)
+    run_yaml.write_text(changed((SECRETS, SECRETS + text)))
+    with pytest.raises(ConfigError) as caught:
+        load(run_yaml)
+    assert problem in str(caught.value)
+    assert not any(value in str(caught.value) for value in HERE.values())
+
+
+def test_one_text_stands_for_a_list_of_one(tmp_path: Path):
+    run_yaml = furnish(tmp_path)
+    run_yaml.write_text(changed((SECRETS, SECRETS + "secrets: HF_TOKEN\n")))
+    assert load(run_yaml).spec.secrets == ("HF_TOKEN",)
+
+
+def test_what_looks_like_one_in_env_is_a_notice_that_does_not_quote_it(tmp_path: Path):
+    run_yaml = furnish(tmp_path)
+    env = "env: {VLLM_CPU_OMP_THREADS_BIND: nobind, OMP_NUM_THREADS: 1}"
+    given = f"env: {{TOKENIZERS_PARALLELISM: false, JUDGE_API_KEY: abc, OTHER: {HF}}}\n  setup: login {HF}"
+    run_yaml.write_text(changed((env, given)))
+    notices = [str(one).removeprefix(f"{tmp_path}/") for one in load(run_yaml).notices]
+    assert [one.split(": ")[:2] for one in notices] == [
+        ["run.yaml:18", "rollout.env.JUDGE_API_KEY"],
+        ["run.yaml:18", "rollout.env.OTHER"],
+        ["run.yaml:19", "rollout.setup"],
+    ]
+    assert all("name it under `secrets:`" in one and HF not in one for one in notices)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("X", HF, True),
+        ("X", "sk-proj-abcdefghijklmnop", True),
+        ("X", WANDB, True),
+        ("X", "AKIAIOSFODNN7EXAMPLE", True),
+        ("X", "ghp_" + "a" * 36, True),
+        ("HF_TOKEN", "anything", True),
+        ("aws_secret_access_key", "anything", True),
+        ("DB_PASSWORD", "anything", True),
+        ("TOKENIZERS_PARALLELISM", "false", False),
+        ("MAX_TOKEN_LENGTH", "4096", False),
+        ("AWS_WEB_IDENTITY_TOKEN_FILE", "token", False),
+        ("USE_KEY", "true", False),
+        ("SSL_KEY", "/etc/key.pem", False),
+        ("MODEL", "hf_hub", False),
+        ("COMMIT", "0123456789abcdef", False),
+        ("VLLM_LOGGING_LEVEL", "WARNING", False),
+    ],
+)
+def test_what_looks_like_a_secret(name: str, value: str, *, secret: bool):
+    assert looks_like_secret(name, value) is secret
+
+
+def test_up_and_resume_say_in_a_line_which_one_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("LICENCE", raising=False)
+    run_yaml = furnish(tmp_path)
+    run_yaml.write_text(changed((SECRETS, SECRETS + "secrets: [LICENCE]\n")))
+    record = RunRecord(documents.SCHEMA, "demo", 0.0, load(run_yaml).spec)
+    for command in ("up", "resume"):
+        monkeypatch.setattr(sys, "argv", ["grpo-orch", command, str(run_yaml)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = capsys.readouterr().err.splitlines()
+        assert end.value.code == 2
+        assert said == ["LICENCE is not set here, and `secrets` of run.yaml names it; export it, or take it out"]
+        if command == "up":
+            assert not (tmp_path / "run" / "run.json").exists()
+            documents.create_run(Store((tmp_path / "run").as_uri()), record)
+
+
+def test_names_alone_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in HERE.items():
+        monkeypatch.setenv(name, value)
+    run_yaml = furnish(tmp_path)
+    run_yaml.write_text(changed((SECRETS, SECRETS + "secrets: [LICENCE]\n")))
+    stored = to_json(load(run_yaml).spec)
+    assert json.loads(stored)["secrets"] == ["LICENCE"]
+    assert not any(value.encode() in stored for value in HERE.values())

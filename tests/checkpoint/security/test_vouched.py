@@ -1,0 +1,139 @@
+"""A run.json that was changed in the store: no machine acts on it, and no controller vouches for it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from checkpoint.records import documents
+from checkpoint.records.documents import RunRecord
+from checkpoint.security.vouched import NotVouched, Proof, read_vouched_run, vouch
+from checkpoint.store import layout
+from checkpoint.store.codec import to_json
+from checkpoint.store.run_store import Store
+from orchestrator.control import daemon
+from orchestrator.control.launcher import start_daemon
+from orchestrator.home import trust
+from orchestrator.home.folder import kept_run_digest, run_digest_file, run_id_of, run_token
+from policies.model import exit_codes
+from tests.stand_ins.world import spec
+
+names = itertools.count()
+SECRET = "the-run's-secret"
+
+
+def record(store: Store, **changed: str) -> RunRecord:
+    run = spec()
+    run = replace(run, trainer=replace(run.trainer, **changed), rollout=replace(run.rollout, **changed))
+    return RunRecord(documents.SCHEMA, run_id_of("sim", store.url), 0.0, run)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
+    store = Store(f"file://{tmp_path}/store")
+    documents.create_run(store, record(store))
+    return store
+
+
+def test_what_the_secret_vouches_for_is_read(store: Store):
+    vouch(store, SECRET)
+    assert read_vouched_run(store, SECRET) == record(store)
+
+
+@pytest.mark.parametrize("what", ["changed", "another secret", "no proof", "another's proof", "not ascii"])
+def test_what_it_does_not_vouch_for_is_not(store: Store, what: str):
+    vouch(store, "other" if what == "another secret" else SECRET)
+    if what == "changed":
+        store.put(layout.RUN, store.get(layout.RUN).replace(b'"name":"sim"', b'"name":"Sim"'))
+    elif what == "no proof":
+        store.delete([layout.PROOF])
+    elif what == "another's proof":
+        vouch(store, SECRET, b"{}")
+    elif what == "not ascii":
+        store.put(layout.PROOF, to_json(Proof("é" * 64)))
+    with pytest.raises(NotVouched, match=layout.RUN):
+        read_vouched_run(store, SECRET)
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["tasks.machine.trainer_machine", "tasks.trainer.main", "tasks.rollout.agent", "tasks.machine.uploader"],
+)
+def test_a_changed_run_json_stops_the_node_before_anything_in_it_is_done(
+    store: Store, tmp_path: Path, module: str
+):
+    vouch(store, SECRET)
+    store.put(layout.RUN, to_json(record(store, setup=f"touch {tmp_path}/done")))
+    node = {
+        "GRPO_ORCH_RUN": store.url,
+        "GRPO_ORCH_NODE": "trainer-0-i1",
+        "GRPO_ORCH_TOKEN": SECRET,
+        "GRPO_ORCH_ATTEMPT": "1",
+        "GRPO_ORCH_WORKDIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", module], env={**os.environ, **node}, capture_output=True, text=True
+    )
+    assert done.returncode == exit_codes.BAD_SPEC
+    assert [line for line in done.stderr.splitlines() if "somebody has changed it" in line] == (
+        done.stderr.splitlines()
+    ), "one line"
+    assert not (tmp_path / "done").exists()
+
+
+def test_a_controller_vouches_for_the_run_that_it_knows(store: Store):
+    stop = threading.Event()
+    stop.set()
+    assert daemon.steer(store, "up", stop) == exit_codes.OK
+    token = run_token(record(store).run_id)
+    assert read_vouched_run(store, token) == record(store)
+    assert kept_run_digest(store.url) == trust.run_digest(store.get(layout.RUN))
+
+
+@pytest.mark.parametrize("with_proof", [True, False], ids=["proof left", "proof removed"])
+def test_a_controller_does_not_take_a_run_that_was_changed(store: Store, with_proof: bool):
+    stop = threading.Event()
+    stop.set()
+    daemon.steer(store, "up", stop)
+    entries = store.entries(layout.JOURNAL)
+    store.put(layout.RUN, to_json(replace(record(store), created_at_s=time.time(), run_id="another")))
+    if not with_proof:
+        store.delete([layout.PROOF, layout.SECRET])
+    for start in (
+        lambda: daemon.steer(store, "resume", stop),
+        lambda: start_daemon(store, record(store), "resume"),
+    ):
+        with pytest.raises(NotVouched, match=str(run_digest_file(store.url))):
+            start()
+    assert store.entries(layout.JOURNAL) == entries
+
+
+def test_a_machine_with_the_runs_secret_alone_judges_by_the_proof(store: Store):
+    """The token file was brought along, as `resume` asks for while machines are up."""
+    token = run_token(record(store).run_id)
+    documents.write_secret_mark(store, trust.token_mark(token))
+    trust.known_run(store)  # of a version that did not vouch
+    vouch(store, token)
+    trust.known_run(store)
+    store.put(layout.RUN, to_json(replace(record(store), created_at_s=time.time())))
+    with pytest.raises(NotVouched):
+        trust.known_run(store)
+
+
+def test_a_controller_machine_knows_the_run_by_what_its_launcher_tells(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(trust.DIGEST_ENV, trust.run_digest(store.get(layout.RUN)))
+    trust.known_run(store)
+    store.put(layout.RUN, to_json(replace(record(store), created_at_s=time.time())))
+    with pytest.raises(NotVouched):
+        trust.known_run(store)

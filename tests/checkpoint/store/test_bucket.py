@@ -1,0 +1,144 @@
+"""What a bucket does by itself, asked of a real S3 API, and told with what it would cost."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint.store import bucket
+from checkpoint.store.bucket import BucketRules, NotTold, rules_of
+from checkpoint.store.run_store import Store
+from orchestrator.cli.doctor_store import lifecycle
+from tests.rigs.store.server import S3Server
+
+
+@pytest.fixture(params=["obstore", "fsspec"])
+def store(request: pytest.FixtureRequest, moto: S3Server, tmp_path: Path) -> Store:
+    """A run in a bucket of its own."""
+    name = "rules-" + "".join(char if char.isalnum() else "-" for char in tmp_path.name.lower())[-50:].strip("-")
+    moto.client().create_bucket(Bucket=name, ObjectLockEnabledForBucket="lock" in tmp_path.name)
+    options = moto.fsspec_options() if request.param == "fsspec" else moto.options()
+    return Store(f"s3://{name}/runs/one", options=options, patience_s=5.0)
+
+
+def bucket_of(store: Store) -> str:
+    return store.url.split("/")[2]
+
+
+def expire(moto: S3Server, store: Store, *rules: dict[str, Any]) -> None:
+    told = [{"ID": str(number), "Status": "Enabled", **rule} for number, rule in enumerate(rules)]
+    client = moto.client()
+    client.put_bucket_lifecycle_configuration(Bucket=bucket_of(store), LifecycleConfiguration={"Rules": told})
+
+
+def version(moto: S3Server, store: Store) -> None:
+    client = moto.client()
+    client.put_bucket_versioning(Bucket=bucket_of(store), VersioningConfiguration={"Status": "Enabled"})
+
+
+def told(store: Store) -> list[str]:
+    found = list(lifecycle(store))
+    assert all(one.warning is not one.ok and not one.needed for one in found)
+    return [one.told for one in found]
+
+
+def test_a_plain_bucket_has_no_trap(store: Store) -> None:
+    assert rules_of(store.url, store.options) == BucketRules()
+    assert told(store) == [f"{bucket_of(store)!r} keeps nothing that is deleted, and deletes nothing itself"]
+
+
+def test_a_versioned_bucket_keeps_for_ever_what_is_deleted(store: Store, moto: S3Server) -> None:
+    version(moto, store)
+    assert rules_of(store.url, store.options) == BucketRules(versioned=True)
+    (line,) = told(store)
+    assert "keeps for ever what a run deletes" in line
+    assert "each day that is kept is 15 TB, about 354 $ a month" in line
+
+
+def test_or_for_some_days(store: Store, moto: S3Server) -> None:
+    version(moto, store)
+    expire(moto, store, {"Filter": {"Prefix": ""}, "NoncurrentVersionExpiration": {"NoncurrentDays": 7}})
+    (line,) = told(store)
+    assert line.endswith("for 7 days: of a 32B model at ten steps an hour that is 108 TB at rest, 2,479 $ a month")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [("", 30), ("runs/", 30), ("runs/one", 30), ("runs/one/blobs/", 30), ("runs/another/", None), ("ru", 30)],
+)
+def test_a_bucket_that_deletes_what_a_run_needs(
+    store: Store, moto: S3Server, prefix: str, expected: int | None
+) -> None:
+    expire(moto, store, {"Filter": {"Prefix": prefix}, "Expiration": {"Days": 30}})
+    assert rules_of(store.url, store.options).expires_days == expected
+    assert any("deletes objects that are 30 days old" in line for line in told(store)) is (expected is not None)
+
+
+class Answers:
+    """A versioned bucket's, as botocore has them; moto keeps no sizes of a rule."""
+
+    def __init__(self, rule: dict[str, Any]) -> None:
+        self._rule = {"Status": "Enabled", **rule}
+
+    def get_bucket_versioning(self, **_: str) -> dict[str, Any]:
+        return {"Status": "Enabled"}
+
+    def get_bucket_lifecycle_configuration(self, **_: str) -> dict[str, Any]:
+        return {"Rules": [self._rule]}
+
+    def get_object_lock_configuration(self, **_: str) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("limit", ["ObjectSizeGreaterThan", "ObjectSizeLessThan"])
+@pytest.mark.parametrize("together", [False, True])
+def test_chunks_are_large_and_entries_small(
+    monkeypatch: pytest.MonkeyPatch, limit: str, *, together: bool
+) -> None:
+    limits = {"And": {"Prefix": "runs/", limit: 1 << 20}} if together else {limit: 1 << 20}
+    ends = {"Expiration": {"Days": 30}, "NoncurrentVersionExpiration": {"NoncurrentDays": 7}}
+    monkeypatch.setattr(bucket, "_client", lambda _: Answers({"Filter": limits, **ends}))
+    found = rules_of("s3://ours/runs/one", {})
+    assert found == BucketRules(versioned=True, expires_days=30), "versions of the other sizes stay for ever"
+
+
+def test_a_date_and_an_archive_are_traps_too(store: Store, moto: S3Server) -> None:
+    at = {"Expiration": {"Date": datetime(2027, 1, 31, tzinfo=UTC)}}
+    moves = [{"Days": 1, "StorageClass": "STANDARD_IA"}, {"Days": 90, "StorageClass": "DEEP_ARCHIVE"}]
+    expire(moto, store, {"Filter": {"Prefix": ""}, **at}, {"Filter": {"Prefix": ""}, "Transitions": moves})
+    assert rules_of(store.url, store.options) == BucketRules(expires_on="2027-01-31", archived_days=90)
+    deleted, archived = told(store)
+    assert "deletes all objects from 2027-01-31 on, those that a run needs too" in deleted
+    assert "archives objects that are 90 days old, those that a run needs too" in archived
+
+
+def test_a_rule_for_tagged_objects_or_one_that_is_off_touches_no_run(store: Store, moto: S3Server) -> None:
+    tagged = {"Filter": {"Tag": {"Key": "a", "Value": "b"}}, "Expiration": {"Days": 1}}
+    off = {"Filter": {"Prefix": ""}, "Status": "Disabled", "Expiration": {"Days": 1}}
+    expire(moto, store, tagged, off)
+    assert rules_of(store.url, store.options) == BucketRules()
+
+
+def test_a_lock_holds_every_version(store: Store, moto: S3Server) -> None:
+    held = {"ObjectLockEnabled": "Enabled", "Rule": {"DefaultRetention": {"Mode": "GOVERNANCE", "Days": 14}}}
+    moto.client().put_object_lock_configuration(Bucket=bucket_of(store), ObjectLockConfiguration=held)
+    assert rules_of(store.url, store.options).locked_days == 14
+    assert any("locks each object for 14 days" in line and "216 TB at rest" in line for line in told(store))
+
+
+def test_what_cannot_be_asked_is_told_with_where_to_look(moto: S3Server) -> None:
+    missing = Store("s3://no-such-bucket/run", options=moto.options())
+    with pytest.raises(NotTold, match="GetBucketVersioning of the bucket 'no-such-bucket' is refused: NoS"):
+        rules_of(missing.url, missing.options)
+    google = Store("gs://ours/run", options={"skip_signature": "true"})
+    (line,) = told(google)
+    assert line.startswith("gs:// has no way to ask for it here; a bucket keeps what is deleted for 7 days unless")
+    assert "gcloud storage buckets update gs://ours --clear-soft-delete" in line
+    assert "15 TB" in line
+
+
+def test_a_folder_has_none(tmp_path: Path) -> None:
+    assert told(Store(f"file://{tmp_path}/run")) == []

@@ -1,0 +1,235 @@
+"""What every store does, whichever library and server stand behind it: one suite for all of them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from checkpoint.store.errors import AlreadyExists, NotFound, StoreUnavailable
+from checkpoint.store.run_store import Store
+from tests.rigs.store.server import S3Server
+
+BACKENDS = ("memory", "memory-fsspec", "file", "file-fsspec", "moto", "moto-fsspec", "ceph", "ceph-fsspec")
+_numbers = count(1)
+
+
+@pytest.fixture(params=BACKENDS)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return fresh_store(request, tmp_path, request.param)
+
+
+def fresh_store(request: pytest.FixtureRequest, tmp_path: Path, backend: str) -> Store:
+    """An empty store. A blank in its name, because a user may have one."""
+    number = next(_numbers)
+    server_name, _, driver = backend.partition("-")
+    plain = {"driver": driver} if driver else {}
+    match server_name:
+        case "memory":
+            return Store(f"memory://store-{number}", patience_s=0.2, options=plain)
+        case "file":
+            return Store(f"file://{tmp_path}/the run {number}", patience_s=0.2, options=plain)
+        case _:
+            server: S3Server = request.getfixturevalue(server_name)
+            options = server.fsspec_options() if driver else server.options()
+            return Store(server.url(f"the run {number}"), patience_s=5, options=options)
+
+
+def fill(store: Store, keys: list[str]) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda key: store.put(key, key.encode()), keys))
+
+
+def test_put_replaces_and_create_does_not(store: Store):
+    store.put("a/b", b"1")
+    store.put("a/b", b"2")
+    assert store.get("a/b") == b"2"
+    with pytest.raises(AlreadyExists):
+        store.create("a/b", b"3")
+    assert store.get("a/b") == b"2"
+    store.create("a/c", b"4")
+    assert store.get("a/c") == b"4"
+
+
+def test_missing_objects(store: Store):
+    with pytest.raises(NotFound, match=re.escape(f"read nothing in {store.url}")):
+        store.get("nothing")
+    assert store.get_or_none("nothing") is None
+    store.delete(["nothing", "nothing/either"])
+    assert store.entries("nowhere") == []
+    assert store.folders("nowhere") == []
+
+
+def test_any_bytes_can_be_written_and_nothing_keeps_hold_of_them(store: Store):
+    with mmap.mmap(-1, 3 << 20) as mapped:
+        mapped[:] = os.urandom(len(mapped))
+        part = memoryview(mapped)[1 << 19 : 3 << 20]
+        for key, data in (("map", part), ("array", bytearray(b"abc")), ("empty", b""), ("slice", part[:9])):
+            store.put(f"put/{key}", data)
+            store.create(f"create/{key}", data)
+            assert store.get_buffer(f"put/{key}") == store.get_buffer(f"create/{key}") == data
+        for view in (part, data):
+            view.release()  # closing the map fails while anyone else holds a part of it
+
+
+def test_a_large_object_comes_back_whole(store: Store):
+    data = os.urandom(40_000_000)
+    store.put("large", data)
+    buffer = store.get_buffer("large")
+    assert (buffer.format, buffer.nbytes) == ("B", len(data))
+    assert buffer == data
+
+
+def test_an_object_of_many_parts_comes_back_whole_also_at_a_second_try(store: Store):
+    parts = [bytes([number]) * (3 << 20) for number in range(12)]  # more than twice what one request takes
+    store.put_parts("folder/parts", lambda: iter(parts))
+    assert store.get("folder/parts") == b"".join(parts)
+    store.put_parts("folder/parts", lambda: iter([memoryview(b"a"), b"b"]))
+    assert store.get("folder/parts") == b"ab"
+    store.put_parts("folder/none", lambda: iter(()))
+    assert store.get("folder/none") == b""
+
+
+def test_a_listing_is_of_whole_names_in_order(store: Store):
+    before = datetime.now(UTC) - timedelta(seconds=5)
+    fill(store, ["j/3", "j/1", "j/20/a", "j/2", "j-x/1", "jj/1", "k/1"])
+    listed = store.entries("j")
+    assert [entry.key for entry in listed] == ["j/1", "j/2", "j/20/a", "j/3"]
+    assert [entry.size_bytes for entry in listed] == [3, 3, 6, 3]
+    assert all(before < entry.modified_at < before + timedelta(seconds=60) for entry in listed)
+    assert [entry.key for entry in store.entries("j", after="j/1")] == ["j/2", "j/20/a", "j/3"]
+    assert store.entries("j", after="j/3") == []
+
+
+def test_folders_are_those_with_objects(store: Store):
+    fill(store, ["p/2/x", "p/1/x", "p/1/deep/x", "p/file", "q/3/x"])
+    assert store.folders("p") == ["p/1", "p/2"]
+    store.delete(["p/2/x"])
+    assert store.folders("p") == ["p/1"]
+
+
+def test_thousands_are_listed_whole_and_deleted_at_once(request: pytest.FixtureRequest, store: Store):
+    # A page is of 1,000. Fewer through fsspec, which needs ten seconds to write 2,500.
+    number_of = 1100 if "fsspec" in request.node.name else 2500
+    keys = [f"t/{number:06d}" for number in range(number_of)]
+    fill(store, keys)
+    store.put("u/stays", b"")
+    assert [entry.key for entry in store.entries("t")] == keys
+    assert [entry.key for entry in store.entries("t", after=keys[999])] == keys[1000:]
+    store.delete(["t/missing", *keys[:-1]])
+    assert [entry.key for entry in store.entries("t")] == keys[-1:]
+    assert store.get("u/stays") == b""
+
+
+def test_of_many_creators_one_wins(store: Store):
+    def creates(number: int) -> int | None:
+        try:
+            store.create("contested", b"%d" % number)
+        except AlreadyExists:
+            return None
+        return number
+
+    with ThreadPoolExecutor(16) as pool:
+        winners = [number for number in pool.map(creates, range(16)) if number is not None]
+    assert len(winners) == 1
+    assert store.get("contested") == b"%d" % winners[0]
+
+
+ODD = ["a b", "a%20b", "a+b", "über/größe", "a&b<c>", "a'\"b", "a*b?c[d]", "a:b=c,d", "~a", "a..b", "é", "x" * 200]
+
+
+def test_odd_names_are_kept_as_they_are(store: Store):
+    keys = [f"odd/{name}" for name in ODD]
+    fill(store, keys)
+    assert [entry.key for entry in store.entries("odd")] == sorted(keys)
+    assert [store.get(key) for key in keys] == [key.encode() for key in keys]
+    store.delete(keys)
+    assert store.entries("odd") == []
+
+
+def test_a_full_disk_is_retried_for_as_long_as_patience_lasts_and_says_what_to_do(tmp_path: Path):
+    full = Store(f"file://{tmp_path}/full", patience_s=0.3)
+    calls = []
+
+    def fails() -> None:
+        calls.append(1)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(StoreUnavailable, match="free some space"):
+        full._try("write x", fails)
+    assert len(calls) >= 2
+
+
+# In a file system, no name can be an object and a folder at once: a run has no such names.
+KEYS = st.sampled_from(["a/1", "a/2", "a/sub/x", "a/sub/y", "a/10", "b/1", "ab/1"])
+DATA = st.binary(max_size=20)
+
+
+class StoreAgainstDict(RuleBasedStateMachine):
+    """The store and a dict are told the same, and must then hold the same."""
+
+    open_store: Any  # set by the test: returns an empty store
+
+    @initialize()
+    def start(self) -> None:
+        self.store: Store = self.open_store()
+        self.model: dict[str, bytes] = {}
+
+    @rule(key=KEYS, data=DATA)
+    def put(self, key: str, data: bytes) -> None:
+        self.store.put(key, data)
+        self.model[key] = data
+
+    @rule(key=KEYS, data=DATA)
+    def create(self, key: str, data: bytes) -> None:
+        try:
+            self.store.create(key, data)
+            assert key not in self.model
+            self.model[key] = data
+        except AlreadyExists:
+            assert key in self.model
+
+    @rule(keys=st.lists(KEYS, max_size=3))
+    def delete(self, keys: list[str]) -> None:
+        self.store.delete(keys)
+        for key in keys:
+            self.model.pop(key, None)
+
+    @rule(prefix=st.sampled_from(["a", "b", "ab", "a/sub"]), after=st.none() | KEYS)
+    def list(self, prefix: str, after: str | None) -> None:
+        expected = sorted(k for k in self.model if k.startswith(f"{prefix}/") and (after is None or k > after))
+        assert [entry.key for entry in self.store.entries(prefix, after=after)] == expected
+
+    @rule()
+    def folders(self) -> None:
+        expected = {"a/sub"} & {key.rpartition("/")[0] for key in self.model}
+        assert set(self.store.folders("a")) == expected
+
+    @invariant()
+    def holds_the_same(self) -> None:
+        for key in ("a/1", "a/2", "a/sub/x"):
+            assert self.store.get_or_none(key) == self.model.get(key)
+
+
+@pytest.mark.parametrize(("backend", "examples"), [("memory", 100), ("file", 50), ("moto", 5)])
+def test_the_store_is_a_dict(request: pytest.FixtureRequest, tmp_path: Path, backend: str, examples: int):
+    class Machine(StoreAgainstDict):
+        def open_store(self) -> Store:
+            return fresh_store(request, tmp_path, backend)
+
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=examples, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )

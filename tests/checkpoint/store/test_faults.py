@@ -1,0 +1,290 @@
+"""A store that fails: what the caller is told, that it is tried again, and that it works once the fault is over.
+
+"Away for five minutes" is scaled down to AWAY_S here; nothing in the store depends on which it is.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint.store.errors import (
+    AlreadyExists,
+    NotFound,
+    StoreDenied,
+    StoreError,
+    StoreUnavailable,
+    StoreUnusable,
+)
+from checkpoint.store.run_store import OPTIONS_ENV, Store
+from tests.rigs.store.fault_proxy import (
+    Answer,
+    Away,
+    CutDownload,
+    CutUpload,
+    Fault,
+    FaultProxy,
+    Hang,
+    LoseAnswer,
+    Slow,
+    WrongBytes,
+)
+from tests.rigs.store.server import S3Server, through
+
+AWAY_S = 8.0
+DATA = os.urandom(3 << 20)
+
+
+@pytest.fixture(params=["moto", "moto-fsspec"])
+def driver(request: pytest.FixtureRequest) -> str:
+    return str(request.param).partition("-")[2]
+
+
+@pytest.fixture
+def open_store(moto: S3Server, proxy: FaultProxy, driver: str, tmp_path: Path) -> Callable[..., Store]:
+    def opens(patience_s: float = 10.0) -> Store:
+        return through(moto.at(proxy.endpoint), tmp_path.name, driver, patience_s)
+
+    return opens
+
+
+PASSING: list[tuple[Fault, int]] = [
+    (Answer(503, "SlowDown"), 2),
+    (Answer(429, "TooManyRequests"), 1),
+    (Answer(500, "InternalError"), 1),
+    (Answer(400, "RequestTimeout"), 1),
+    (Answer(403, "QuotaExceeded"), 1),
+    (Answer(507, "InsufficientStorage"), 1),
+    (Hang(), 1),
+    (CutUpload(1 << 20), 1),
+    (LoseAnswer(), 1),
+]
+
+
+@pytest.mark.parametrize(("fault", "times"), PASSING, ids=lambda value: str(value))
+def test_a_write_outlasts_what_passes(
+    open_store: Callable[..., Store], proxy: FaultProxy, fault: Fault, times: int
+):
+    store = open_store()
+    proxy.inject(fault, times)
+    store.put("a/large", DATA)
+    assert proxy.seen == ["PUT"] * (times + 1)
+    assert store.get("a/large") == DATA
+
+
+READS: list[tuple[str, Fault]] = [
+    ("read", Answer(503, "SlowDown")),
+    ("read", Hang()),
+    ("read", CutDownload(1 << 20)),
+    ("read", LoseAnswer()),
+    ("list", Answer(503, "SlowDown")),
+    ("list", CutDownload(100)),
+    ("folders", CutDownload(100)),
+    ("delete", Answer(503, "SlowDown")),
+    ("delete", LoseAnswer()),
+]
+
+
+@pytest.mark.parametrize(("call", "fault"), READS, ids=str)
+def test_a_read_outlasts_what_passes(open_store: Callable[..., Store], proxy: FaultProxy, call: str, fault: Fault):
+    store = open_store()
+    store.put("a/large", DATA)
+    proxy.seen.clear()
+    proxy.inject(fault, times=1)
+    match call:
+        case "read":
+            assert store.get("a/large") == DATA
+        case "list":
+            assert [entry.key for entry in store.entries("a")] == ["a/large"]
+        case "folders":
+            assert store.folders("") == ["a"]
+        case "delete":
+            store.delete(["a/large"])
+            assert store.get_or_none("a/large") is None
+    assert len(proxy.seen) >= 2
+
+
+def test_a_store_that_is_away_is_waited_for(moto: S3Server, proxy: FaultProxy, tmp_path: Path):
+    store = through(moto.at(proxy.endpoint), tmp_path.name, "", patience_s=60.0)
+    store.put("a", b"1")
+    proxy.inject(Away())
+    began = time.monotonic()
+    proxy.heal_after(AWAY_S)
+    store.put("a", b"2")
+    assert time.monotonic() - began >= AWAY_S
+    assert store.get("a") == b"2"
+
+
+@pytest.mark.parametrize("fault", [Away(), Answer(503, "SlowDown"), CutUpload(1)], ids=str)
+def test_patience_ends(open_store: Callable[..., Store], proxy: FaultProxy, fault: Fault):
+    store = open_store(patience_s=1.0)
+    proxy.inject(fault)
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailable, match=f"write a in {store.url}") as caught:
+        store.put("a", b"1")
+    assert 1.0 <= time.monotonic() - began < 20.0
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_below_retries_on_its_own(open_store: Callable[..., Store], proxy: FaultProxy):
+    store = open_store(patience_s=0.0)
+    proxy.inject(Answer(503, "SlowDown"))
+    for call in (lambda: store.get("a"), lambda: store.put("a", b""), lambda: store.create("a", b"")):
+        proxy.seen.clear()
+        with pytest.raises(StoreUnavailable):
+            call()
+        assert len(proxy.seen) == 1
+
+
+def test_a_read_that_hangs_is_given_up_long_before_one_that_is_slow(
+    moto: S3Server, proxy: FaultProxy, tmp_path: Path
+):
+    options = moto.at(proxy.endpoint).options(read_timeout="1s", timeout="20s")
+    store = Store(moto.url(tmp_path.name), options=options)
+    store.put("a", b"1")
+    proxy.inject(Hang(), times=1)
+    began = time.monotonic()
+    assert store.get("a") == b"1"
+    assert time.monotonic() - began < 10.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "hint"),
+    [
+        (Answer(403, "AccessDenied"), StoreDenied, "rights"),
+        (Answer(403, "SignatureDoesNotMatch"), StoreDenied, "access key"),
+        (Answer(403, "InvalidAccessKeyId"), StoreDenied, "access key"),
+        (Answer(400, "ExpiredToken"), StoreDenied, "expired"),
+        (Answer(403, "RequestTimeTooSkewed"), StoreDenied, "clock"),
+        (Answer(401, "Unauthorized"), StoreDenied, "rights"),
+        (Answer(400, "AuthorizationHeaderMalformed"), StoreUnusable, "region"),
+        (Answer(501, "NotImplemented"), StoreUnusable, "lacks"),
+        (Answer(400, "EntityTooLarge"), StoreUnusable, "does not take"),
+    ],
+    ids=str,
+)
+def test_what_only_the_user_can_mend_is_told_at_once_and_without_secrets(
+    open_store: Callable[..., Store],
+    proxy: FaultProxy,
+    answer: Answer,
+    error: type[StoreError],
+    hint: str,
+):
+    store = open_store()
+    secret = "<Token-0>FwoGZXIvYXdzEJr</Token-0><StringToSign>AWS4-HMAC-SHA256</StringToSign>"
+    proxy.inject(Answer(answer.status, answer.code, f"no</Message>{secret}<Message>"))
+    for call in (lambda: store.get("a"), lambda: store.put("a", b""), lambda: store.create("a", b"")):
+        proxy.seen.clear()
+        with pytest.raises(error, match=hint) as caught:
+            call()
+        assert len(proxy.seen) == 1
+        assert caught.value.__cause__ is None
+        for word in ("FwoGZXIvYXdzEJr", "AWS4-HMAC", "rig-secret", "\n"):
+            assert word not in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [Answer(403, "QuotaExceeded"), Answer(507, "InsufficientStorage")], ids=str)
+def test_a_full_store_says_what_to_do(open_store: Callable[..., Store], proxy: FaultProxy, answer: Answer):
+    store = open_store(patience_s=1.0)
+    store.put("a", b"0")  # a client's first request takes long, and what is counted here is the tries
+    proxy.seen.clear()
+    proxy.inject(answer)
+    with pytest.raises(StoreUnavailable, match="free some space"):
+        store.put("a", b"1")
+    assert len(proxy.seen) >= 2
+
+
+def test_a_create_whose_answer_is_lost_makes_one_object(
+    moto: S3Server, open_store: Callable[..., Store], proxy: FaultProxy, tmp_path: Path
+):
+    store = open_store()
+    proxy.inject(LoseAnswer(), times=1)
+    with pytest.raises(AlreadyExists):
+        store.create("j/1", b"mine")
+    assert proxy.seen == ["PUT", "PUT"]
+    assert store.get("j/1") == b"mine"
+    assert moto.client().list_objects_v2(Bucket=moto.bucket, Prefix=tmp_path.name)["KeyCount"] == 1
+
+
+def test_a_large_write_is_one_put_and_never_a_multipart_upload(moto: S3Server, proxy: FaultProxy, tmp_path: Path):
+    store = through(moto.at(proxy.endpoint), tmp_path.name, "", patience_s=10.0)
+    store.put("a", DATA * 2)  # obstore itself would begin a multipart upload from 5 MiB on
+    assert proxy.seen == ["PUT"]
+    assert "Uploads" not in moto.client().list_multipart_uploads(Bucket=moto.bucket)
+
+
+def test_two_creators_at_once_are_told_apart_by_the_store(open_store: Callable[..., Store], proxy: FaultProxy):
+    """AWS answers 409 ConditionalRequestConflict while it has not decided who won: nobody has lost yet."""
+    store = open_store()
+    proxy.inject(Answer(409, "ConditionalRequestConflict"), times=1)
+    store.create("j/1", b"mine")
+    assert store.get("j/1") == b"mine"
+
+
+def test_slow_is_not_dead(open_store: Callable[..., Store], proxy: FaultProxy):
+    store = open_store()
+    store.put("a", DATA)
+    proxy.seen.clear()
+    proxy.inject(Slow(3 << 19))
+    began = time.monotonic()
+    assert store.get("a") == DATA
+    assert time.monotonic() - began > 1.5  # longer than a request may hang
+    assert set(proxy.seen) <= {"HEAD", "GET"}
+    assert proxy.seen.count("GET") == 1
+
+
+def test_wrong_bytes_pass_because_digests_are_for_the_layer_above(
+    open_store: Callable[..., Store], proxy: FaultProxy
+):
+    store = open_store()
+    store.put("a", b"abc")
+    proxy.inject(WrongBytes())
+    assert len(store.get("a")) == 3
+    assert store.get("a") != b"abc"
+
+
+def test_a_missing_bucket_is_named(moto: S3Server, driver: str):
+    options = moto.fsspec_options() if driver else moto.options()
+    store = Store("s3://no-such-bucket/run", patience_s=5, options=options)
+    calls: list[Callable[[], Any]] = [
+        lambda: store.get("a"),
+        lambda: store.put("a", b""),
+        lambda: store.create("a", b""),
+        lambda: store.entries("a"),
+        lambda: store.folders("a"),
+        lambda: store.delete(["a"]),
+    ]
+    for call in calls:
+        with pytest.raises((StoreUnusable, NotFound), match="create the bucket 'no-such-bucket'"):
+            call()
+
+
+def test_every_reader_waits_through_the_same_fault(open_store: Callable[..., Store], proxy: FaultProxy):
+    store = open_store(patience_s=20.0)
+    for number in range(8):
+        store.put(f"a/{number}", b"x" * 1000)
+    proxy.inject(Away())
+    found: list[bytes] = []
+    readers = [
+        threading.Thread(target=lambda key=f"a/{number}": found.append(store.get(key))) for number in range(8)
+    ]
+    for reader in readers:
+        reader.start()
+    proxy.heal_after(2.0)
+    for reader in readers:
+        reader.join(timeout=30)
+    assert found == [b"x" * 1000] * 8
+
+
+def test_nothing_listening_is_unavailable(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(
+        OPTIONS_ENV, '{"endpoint": "http://127.0.0.1:9", "access_key_id": "a", "secret_access_key": "b"}'
+    )
+    with pytest.raises(StoreUnavailable, match="read a in s3://bucket/run"):
+        Store("s3://bucket/run", patience_s=0.1).get("a")

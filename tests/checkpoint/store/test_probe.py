@@ -1,0 +1,147 @@
+"""The probe: it passes on what a run can live on, and refuses the rest in one line."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.spec import AbstractFileSystem
+
+from checkpoint.store.errors import AlreadyExists, StoreDenied, StoreUnavailable, StoreUnusable
+from checkpoint.store.probe import FOLDER, probe
+from checkpoint.store.run_store import BytesLike, Entry, Store
+from tests.rigs.store.fault_proxy import Answer, Away, FaultProxy, IgnoreConditions, LoseAnswer, WrongBytes
+from tests.rigs.store.server import S3Server
+
+
+@pytest.mark.parametrize(
+    "backend", ["memory", "memory-fsspec", "file", "file-fsspec", "moto", "moto-fsspec", "ceph", "ceph-fsspec"]
+)
+def test_a_good_store_passes_and_nothing_is_left(request: pytest.FixtureRequest, tmp_path: Path, backend: str):
+    name, _, driver = backend.partition("-")
+    if name in ("memory", "file"):
+        store = Store(f"{name}://{tmp_path}/run", options={"driver": "fsspec"} if driver else {})
+    else:
+        server: S3Server = request.getfixturevalue(name)
+        store = Store(server.url(tmp_path.name), options=server.fsspec_options() if driver else server.options())
+    probe(store)
+    probe(store)
+    assert store.entries(FOLDER) == []
+    if name == "file":
+        assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize("driver", ["", "fsspec"])
+def test_a_store_that_ignores_conditions_is_refused(
+    moto: S3Server, proxy: FaultProxy, tmp_path: Path, driver: str
+):
+    proxy.inject(IgnoreConditions())
+    server = moto.at(proxy.endpoint)
+    store = Store(server.url(tmp_path.name), options=server.fsspec_options() if driver else server.options())
+    with pytest.raises(StoreUnusable, match="ignores create-only writes: two controllers") as caught:
+        probe(store)
+    assert store.url in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert store.entries(FOLDER) == []
+
+
+class Broken(Store):
+    """A memory store that lies about one thing."""
+
+    lie = ""
+
+    def create(self, key: str, data: BytesLike) -> None:
+        if self.lie == "refuses but writes" and self.get_or_none(key) is not None:
+            self.put(key, data)
+        super().create(key, data)
+
+    def get(self, key: str) -> bytes:
+        content = super().get(key)
+        return b"first" if self.lie == "stale" and content == b"third" else content
+
+    def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
+        return [] if self.lie == "lists late" else super().entries(prefix, after=after)
+
+    def delete(self, keys: list[str]) -> None:  # type: ignore[override]  # narrower, as the probe calls it
+        if self.lie != "keeps":
+            super().delete(keys)
+
+
+@pytest.mark.parametrize(
+    ("lie", "told"),
+    [
+        ("refuses but writes", "a refused write changed it"),
+        ("stale", "returns an old object"),
+        ("lists late", "does not list"),
+        ("keeps", "does not delete"),
+    ],
+)
+def test_every_lie_is_found_out(lie: str, told: str):
+    store = Broken(f"memory://probe-{lie}")
+    store.lie = lie
+    with pytest.raises(StoreUnusable, match=told):
+        probe(store)
+    if lie != "keeps":
+        store.lie = ""
+        assert store.entries(FOLDER) == []
+
+
+class LooksFirst(Store):
+    """Creates as most filesystems of fsspec do: looks whether the object is there, and then writes it."""
+
+    def create(self, key: str, data: BytesLike) -> None:
+        if self.get_or_none(key) is not None:
+            raise AlreadyExists(key)
+        time.sleep(0.005)  # the way there and back
+        self.put(key, data)
+
+
+def test_a_store_on_which_two_win_at_the_same_moment_is_refused():
+    store = LooksFirst("memory://probe-looks-first")
+    with pytest.raises(StoreUnusable, match=r"at the same moment [2-8] win: two controllers"):
+        probe(store)
+    assert store.entries(FOLDER) == []
+
+
+def test_a_filesystem_of_fsspec_without_a_create_only_write_is_refused_whoever_is_quicker():
+    class Other(AbstractFileSystem):
+        """Takes over everything from fsspec, as those of SFTP, SMB, HDFS and FTP do."""
+
+        protocol = "other"
+
+        def exists(self, path: str, **_: object) -> bool:  # type: ignore[override]
+            raise AssertionError(f"{path} was looked for")
+
+        def rm_file(self, path: str) -> None:
+            raise FileNotFoundError(path)
+
+    fsspec.register_implementation("other", Other, clobber=True)
+    with pytest.raises(StoreUnusable, match=r"Other of fsspec looks whether .*, and then writes; use a"):
+        probe(Store("other://host/run", patience_s=0.0))
+
+
+def test_what_the_store_says_itself_comes_through(moto: S3Server, proxy: FaultProxy, tmp_path: Path):
+    server = moto.at(proxy.endpoint)
+    store = Store(server.url(tmp_path.name), options=server.options(), patience_s=0.3)
+    proxy.inject(Answer(403, "AccessDenied"))
+    with pytest.raises(StoreDenied):
+        probe(store)
+    proxy.inject(Away())
+    with pytest.raises(StoreUnavailable):
+        probe(store)
+
+
+def test_a_lost_answer_is_no_lie(moto: S3Server, proxy: FaultProxy, tmp_path: Path):
+    server = moto.at(proxy.endpoint)
+    store = Store(server.url(tmp_path.name), options=server.options())
+    proxy.inject(LoseAnswer(), times=1)
+    probe(store)
+
+
+def test_changed_bytes_are_found(moto: S3Server, proxy: FaultProxy, tmp_path: Path):
+    server = moto.at(proxy.endpoint)
+    proxy.inject(WrongBytes())
+    with pytest.raises(StoreUnusable, match="not what was written"):
+        probe(Store(server.url(tmp_path.name), options=server.options(), patience_s=0.3))

@@ -1,0 +1,245 @@
+"""Optional data that is damaged: told once, left out, and nothing that steers the run stops for it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from checkpoint.journal import journal
+from checkpoint.journal.journal import Journal
+from checkpoint.records import documents, metrics
+from checkpoint.records.documents import GatewayAddress, Lease, MachineReport, RunRecord
+from checkpoint.records.metrics import MetricsWriter, Row
+from checkpoint.store import layout
+from checkpoint.store.codec import to_json
+from checkpoint.store.errors import Corrupt
+from checkpoint.store.run_store import Store
+from checkpoint.stream.exports import Export
+from orchestrator.control.controller import Controller
+from orchestrator.control.observe import Observer
+from orchestrator.views.model import run_view
+from orchestrator.views.model import to_json as view_json
+from policies.control.snapshot import Action, Command, Launch, LaunchRefused, Machine, Trainer
+from policies.detect.divergence import Health, Verdict
+from policies.model.events import DataSetAside, HealthyChosen, RunCreated
+from policies.model.vocabulary import MachineState, PolicyVersion, RunPhase
+from policies.serving.wire import GatewayStatus, MembershipChange, MemberStatus
+from tests.stand_ins.world import spec
+
+names = itertools.count()
+NOW_S = 1000.0
+HEALTHY = PolicyVersion(0, 2)
+BEAT = Trainer("trainer-0-i1", 1, 0, 4, 10, "training", NOW_S, kl=0.1, stored_step=2, verdict=Verdict(step=4))
+ROWS = [Row(0, step, NOW_S + step, 1, {"kl": 0.1, "reward": 0.5}) for step in range(1, 5)]
+MEMBERS = GatewayStatus(
+    "g1",
+    "0-4@1f2e",
+    [MemberStatus("rollout-0-i1", "b", "10.0.0.2:1", "0-4@1f2e", True, False, 4, 0.1)],
+    seq=1,
+    up_s=60.0,
+    changes=[MembershipChange(1, 2.0, "rollout-0-i1: joined")],
+)
+ROWS_KEY = layout.metrics_chunk(0, 0)
+COMMAND_KEY = layout.command("000000000000001-ab")
+# Every optional object that a tick or a view reads, as it is when nothing is wrong.
+OPTIONAL: dict[str, bytes] = {
+    layout.gateway(BEAT.precedence): to_json(GatewayAddress("http://10.0.0.1:1", "g1")),
+    layout.members(BEAT.precedence): to_json(MEMBERS),
+    layout.TRAINER: to_json(BEAT),
+    layout.LEASE: to_json(Lease("h/1", "h", 1, "", 1, NOW_S, 15.0)),
+    COMMAND_KEY: to_json(Command("000000000000001-ab", "rollback", "0-2", {"beta": 0.5})),
+    ROWS_KEY: b"".join(to_json(row) + b"\n" for row in ROWS),
+    f"{layout.export(HEALTHY)}.json": to_json(Export(str(HEALTHY), "exports/0-2")),
+}
+
+
+class Machines:
+    """A cloud that shows what it was asked for as up."""
+
+    def __init__(self) -> None:
+        self.up: dict[str, Machine] = {}
+
+    def machines(self) -> dict[str, Machine]:
+        return dict(self.up)
+
+
+class Hands:
+    """Acts at once."""
+
+    def __init__(self, cloud: Machines) -> None:
+        self._cloud = cloud
+        self.asked: list[Action] = []
+
+    def collect(self) -> tuple[LaunchRefused, ...]:
+        return ()
+
+    def submit(self, actions: tuple[Action, ...], fence: Callable[[], None]) -> None:
+        fence()
+        self.asked += actions
+        for action in actions:
+            if isinstance(action, Launch):
+                self._cloud.up[action.node] = Machine(action.node, MachineState.UP, action.attempt)
+
+
+class Steered:
+    """A run under a real controller with real eyes, in a store of its own."""
+
+    def __init__(self, *, ended_diverged: bool = False) -> None:
+        self.store = Store(f"memory://unreadable-{next(names)}", patience_s=0.0)
+        documents.create_run(self.store, RunRecord(documents.SCHEMA, "sim-0", NOW_S, spec()))
+        writer = Journal(self.store, "a/1")
+        self.cloud = Machines()
+        state = writer.take_over(NOW_S, "a", 1, "up")
+        observer = Observer(self.store, self.cloud, spec())  # type: ignore[arg-type]  # of a cloud it wants the machines alone
+        hands = Hands(self.cloud)
+        self.controller = Controller(self.store, spec(), writer, state, observer, hands)  # type: ignore[arg-type]
+        self.controller.record(NOW_S, (RunCreated("sim", "sim-0"),))
+        if ended_diverged:
+            self.controller.record(NOW_S, (HealthyChosen(str(HEALTHY)),))
+        self._ticks = itertools.count()
+
+    def ticks(self, count: int = 3) -> None:
+        for _ in range(count):
+            self.controller.tick(NOW_S + next(self._ticks))
+
+    def told(self) -> list[str]:
+        events = (event for record in journal.read(self.store) for event in record.decoded())
+        return [event.key for event in events if isinstance(event, DataSetAside)]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"\xff\xfe", b"null", b"[]", OPTIONAL[COMMAND_KEY].replace(b"0-2", b"0-xyz"), b'{"a":' * 9999],
+)
+def test_a_command_that_cannot_be_read_is_told_once_and_moved_and_the_next_one_is_taken(data: bytes):
+    run = Steered()
+    run.store.put(COMMAND_KEY, data)
+    run.ticks()
+    documents.send_command(run.store, "down", NOW_S)
+    run.ticks()
+    assert run.controller.state.phase in (RunPhase.STOPPING, RunPhase.STOPPED)
+    assert run.told() == [COMMAND_KEY]
+    assert run.store.get(layout.aside(COMMAND_KEY)) == data
+    assert run.store.entries(layout.COMMANDS) == []
+    assert [one["key"] for one in view_json(run_view(run.store, NOW_S, None))["set_aside"]] == [COMMAND_KEY]
+
+
+def test_a_torn_row_is_told_once_and_those_around_it_are_followed():
+    run = Steered()
+    whole = OPTIONAL[ROWS_KEY].splitlines()
+    run.store.put(ROWS_KEY, b"\n".join([whole[0], whole[1][:30], *whole[2:]]))
+    documents.write_trainer(run.store, BEAT)
+    run.ticks()
+    assert run.told() == [ROWS_KEY]
+    assert [row.step for row in metrics.read_metrics(run.store)] == [1, 3, 4]
+    assert run.controller.state.nodes, "the fleet is asked for all the same"
+    view = run_view(run.store, NOW_S, None)
+    assert ([point.step for point in view.recent], view.kl) == ([1, 3, 4], 0.1)
+
+
+def test_a_trainer_that_starts_again_writes_over_a_torn_row():
+    store = Store(f"memory://unreadable-{next(names)}")
+    store.put(ROWS_KEY, OPTIONAL[ROWS_KEY][:-20])
+    MetricsWriter(store).append(Row(0, 5, NOW_S, 2, {"kl": 0.2}))
+    assert [row.step for row in metrics.read_metrics(store)] == [1, 2, 3, 5]
+
+
+def test_a_row_of_another_object_is_none_of_this_one():
+    """Else one false step would blind the detectors to all that come after it."""
+    store = Store(f"memory://unreadable-{next(names)}")
+    store.put(ROWS_KEY, to_json(Row(0, 10**9, NOW_S, 1, {"kl": 0.1})) + b"\n" + OPTIONAL[ROWS_KEY])
+    assert metrics.read_metrics(store) == ROWS
+
+
+@pytest.mark.parametrize("key", [layout.RUN, layout.journal_entry(1), layout.CONTROLLER])
+def test_what_control_stands_on_is_never_left_out(key: str):
+    run = Steered()
+    run.store.put(key, b"{")
+    reads = {layout.RUN: documents.read_run, layout.CONTROLLER: documents.read_controller}
+    with pytest.raises(Corrupt, match=key):
+        reads.get(key, journal.read)(run.store)
+
+
+def test_a_report_of_one_machine_that_is_damaged_keeps_no_other_from_being_heard():
+    store, unreadable = Store(f"memory://unreadable-{next(names)}"), documents.Unreadable()
+    good = MachineReport("rollout-1-i1", 1, None, False, "10.0.0.1", "", "b", NOW_S)
+    documents.write_machine(store, good)
+    for data in (b"", to_json(good)):
+        store.put(layout.machine("rollout-0-i1"), data)
+        said = [documents.read_machine(store, f"rollout-{number}-i1", unreadable) for number in (0, 1)]
+        assert said == [None, good]
+    assert list(unreadable.found) == [layout.machine("rollout-0-i1")]
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+HOSTILE = st.sampled_from(
+    [b"", b"\x00" * 40, b"\xff\xfe{}", b"NaN", b"{}", b"[]", b"[" * 20_000, b'{"a":' * 20_000, b"7" * 2**21]
+)
+
+
+@st.composite
+def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
+    """What may stand in the place of a good object: bytes, a torn piece, or JSON of almost the right shape."""
+    match draw(st.integers(0, 4)):
+        case 0:
+            return draw(HOSTILE | st.binary(max_size=60))
+        case 1:
+            return whole[: draw(st.integers(0, len(whole)))]
+        case 2:
+            at = draw(st.integers(0, len(whole)))
+            return whole[:at] + draw(st.binary(max_size=4)) + whole[at + draw(st.integers(0, 4)) :]
+        case 3:
+            return json.dumps(draw(JSON_VALUES)).encode()
+    lines = [json.loads(line) for line in whole.splitlines()]
+    target: Any = draw(st.sampled_from(lines))
+    while isinstance(below := target[draw(st.sampled_from(sorted(target)))], dict) and below:
+        target = below
+    key = draw(st.sampled_from(sorted(target)))
+    value = draw(JSON_VALUES)
+    text = "\n".join(json.dumps(line) for line in lines)
+    if draw(st.booleans()):  # the same key twice
+        return text.replace(f'"{key}":', f'"{key}": {json.dumps(value)}, "{key}":', 1).encode()
+    target[key] = value
+    return "\n".join(json.dumps(line) for line in lines).encode()
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.data(), st.booleans())
+def test_whatever_stands_in_the_place_of_optional_data_the_tick_goes_on(data: st.DataObject, ended: bool):
+    run = Steered(ended_diverged=ended)
+    run.ticks(1)
+    bad = data.draw(st.sets(st.sampled_from(sorted(OPTIONAL)), min_size=1, max_size=2), label="damaged")
+    for key, whole in OPTIONAL.items():
+        if key != COMMAND_KEY or key in bad:
+            run.store.put(key, data.draw(damaged(whole), label=key) if key in bad else whole)
+    run.ticks()
+    run_view(run.store, NOW_S, MEMBERS)
+    assert len(run.told()) == len(set(run.told()))
+    for key, whole in OPTIONAL.items():
+        if key != COMMAND_KEY:
+            run.store.put(key, whole)
+    documents.send_command(run.store, "down", NOW_S)
+    run.ticks(4)
+    assert run.controller.state == journal.recover(run.store).state
+    assert run.controller.state.phase in (RunPhase.STOPPING, RunPhase.STOPPED, RunPhase.FAILED)
+
+
+def test_nothing_is_told_of_a_run_in_which_all_can_be_read():
+    run = Steered(ended_diverged=True)
+    for key, whole in OPTIONAL.items():
+        if key != COMMAND_KEY:
+            run.store.put(key, whole)
+    run.ticks()
+    assert run.told() == []
+    assert run.controller.state.watched is None
+    assert run_view(run.store, NOW_S, None).health.health is Health.HEALTHY

@@ -1,0 +1,135 @@
+"""How a store is named and reached: URLs, options, the environment, AWS profiles."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint.store.errors import StoreDenied, StoreUnusable
+from checkpoint.store.run_store import OPTIONS_ENV, Store
+from tests.rigs.store.server import S3Server
+
+
+@pytest.fixture(autouse=True)
+def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither the environment nor the home of whoever runs the tests takes part."""
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN", "PROFILE", "REGION", "DEFAULT_REGION"):
+        monkeypatch.delenv(f"AWS_{name}", raising=False)
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    monkeypatch.delenv(OPTIONS_ENV, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("nonsense", "expected a URL that starts with file://, s3://"),
+        ("nobody-knows://x/y", "Protocol not known"),
+        ("file:///proc/nowhere/run", "name a folder that can be written"),
+        ("s3:///no-bucket", "names no bucket"),
+    ],
+)
+def test_a_url_that_is_no_store_is_one_clear_line(url: str, told: str):
+    with pytest.raises(StoreUnusable, match=told) as caught:
+        Store(url)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "told"),
+    [
+        ("s3://bucket/run", {"regoin": "eu"}, "option 'regoin'"),
+        ("s3://bucket/run", {"region": "eu", "timeout": "soon"}, "option 'timeout'"),
+        ("s3://bucket/run", {"unsigned_payload": "perhaps"}, "option 'unsigned_payload'"),
+        ("s3://bucket/run", {"region": 7}, "option 'region'"),
+        ("s3://bucket/run", {"driver": "boto"}, "driver 'boto'"),
+        ("s3://bucket/run", {"driver": "fsspec", "kye": "a"}, "option 'kye'"),
+        ("s3://bucket/run", {"profile": "nobody"}, "profile 'nobody'"),
+        ("file:///tmp/x", {"region": "eu"}, "option 'region'"),
+    ],
+)
+def test_a_wrong_option_is_named(url: str, options: dict[str, Any], told: str):
+    with pytest.raises(StoreUnusable, match=told) as caught:
+        Store(url, options=options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_password_in_a_url_is_not_told():
+    with pytest.raises(StoreUnusable) as caught:
+        Store("nobody-knows://user:hunter2@host/y")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(OPTIONS_ENV, '{"regoin": "eu"}')
+    with pytest.raises(StoreUnusable, match="option 'regoin'"):
+        Store("s3://bucket/run")
+    Store("s3://bucket/run", options={})
+    monkeypatch.setenv(OPTIONS_ENV, '["a"]')
+    with pytest.raises(StoreUnusable, match=OPTIONS_ENV):
+        Store("s3://bucket/run")
+
+
+def works(ceph: S3Server, options: dict[str, Any] | None = None) -> bool:
+    """Whether Ceph takes the credentials: moto would take any."""
+    store = Store(ceph.url("named"), options=options, patience_s=1)
+    store.put("a", b"1")
+    return store.get("a") == b"1"
+
+
+def test_the_environment_names_endpoint_and_credentials(ceph: S3Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", ceph.endpoint)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ceph.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", ceph.secret_key)
+    assert works(ceph)
+    assert works(ceph, {"driver": "fsspec"})
+
+
+@pytest.fixture
+def aws_files(ceph: S3Server, tmp_path: Path) -> Path:
+    folder = tmp_path / ".aws"
+    folder.mkdir()
+    keys = f"aws_access_key_id = {ceph.access_key}\naws_secret_access_key = {ceph.secret_key}\n"
+    wrong = "aws_access_key_id = rig-access\naws_secret_access_key = wrong\n"
+    (folder / "credentials").write_text(f"[default]\n{wrong}[team]\n{keys}")
+    place = f"region = us-east-1\nendpoint_url = {ceph.endpoint}\n"
+    (folder / "config").write_text(f"[default]\n{place}[profile team]\n{place}[profile empty]\n{place}")
+    return folder
+
+
+def test_profiles(ceph: S3Server, aws_files: Path, monkeypatch: pytest.MonkeyPatch):
+    assert works(ceph, {"profile": "team"})
+    with pytest.raises(StoreDenied, match="check the access key"):
+        works(ceph)  # the default profile's are wrong
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    assert works(ceph)
+    with pytest.raises(StoreDenied, match="'empty' has no credentials"):
+        Store(ceph.url("named"), options={"profile": "empty"})
+    (aws_files / "credentials").unlink()
+    with pytest.raises(StoreDenied):
+        works(ceph)
+
+
+def test_keys_in_the_environment_go_before_the_default_profile(
+    ceph: S3Server, aws_files: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert aws_files.exists()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ceph.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", ceph.secret_key)
+    assert works(ceph)
+
+
+def test_what_a_killed_writer_left_in_a_folder_is_swept_once_it_is_old(tmp_path: Path):
+    store = Store((tmp_path / "run").as_uri())
+    store.put("blobs/one", b"1")
+    for name in ("two#1", "three#12", "notes#me"):
+        (tmp_path / "run" / "blobs" / name).write_bytes(b"half")
+    os.utime(tmp_path / "run" / "blobs" / "two#1", (0, 0))
+    os.utime(tmp_path / "run" / "blobs" / "notes#me", (0, 0))
+    store.sweep("blobs", 3600.0)
+    assert sorted(path.name for path in (tmp_path / "run" / "blobs").iterdir()) == ["notes#me", "one", "three#12"]
+    store.sweep("nowhere", 0.0)

@@ -1,0 +1,95 @@
+"""A checkpoint as plain files in the store."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from checkpoint.store import layout
+from checkpoint.store.backends import BytesLike
+from checkpoint.store.errors import StoreUnavailable
+from checkpoint.store.run_store import Store
+from checkpoint.stream import chunks, exports
+from checkpoint.stream.catalog import Catalog
+from checkpoint.stream.exports import Export
+from checkpoint.stream.manifest import files_below
+from checkpoint.stream.transfer import upload
+from policies.model.vocabulary import PolicyVersion
+
+names = itertools.count()
+AT = PolicyVersion(1, 8)
+WEIGHTS = b"w" * (chunks.CHUNK_BYTES + 5)  # more than one chunk
+FILES = {
+    "model.safetensors": WEIGHTS,
+    "config.json": b"{}",
+    "base_model/model.safetensors": b"base",
+    "optimizer.pt": b"o",
+    "scheduler.pt": b"s",
+    "rng_state.pth": b"r",
+    "grpo_window_0.pt": b"g",
+    "ref_model.safetensors": b"f",
+    "resume_state.json": b"{}",
+    "run.json": b"{}",
+}
+EXPORTED = {"model.safetensors": WEIGHTS, "config.json": b"{}", "base_model/model.safetensors": b"base"}
+
+
+class CuttingStore(Store):
+    """Loses its connection in the middle of so many objects of several parts."""
+
+    cuts = 0
+
+    def put_parts(self, key: str, parts: object) -> None:
+        if self.cuts:
+            self.cuts -= 1
+            super().put(key, b"half")
+            raise StoreUnavailable(f"write {key}")
+        super().put_parts(key, parts)  # type: ignore[arg-type]  # as it was given
+
+    def put(self, key: str, data: BytesLike) -> None:
+        super().put(key, data)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CuttingStore:
+    store = CuttingStore(f"memory://exports-{next(names)}")
+    for name, data in FILES.items():
+        path = tmp_path / "made" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    upload(store, Catalog(store, "test"), files_below(tmp_path / "made"), AT, 1.0, {})
+    return store
+
+
+def exported(store: Store) -> dict[str, bytes]:
+    prefix = f"{layout.export(AT)}/"
+    keys = [entry.key for entry in store.entries(layout.EXPORTS) if entry.key.startswith(prefix)]
+    return {key.removeprefix(prefix): store.get(key) for key in keys}
+
+
+def test_weights_are_exported_and_what_only_a_trainer_needs_is_not(store: CuttingStore):
+    assert exports.read_export(store, AT) is None
+    done = exports.export_weights(store, AT)
+    assert done == Export("1-8", "exports/1-8")
+    assert exports.read_export(store, AT) == done
+    assert exported(store) == EXPORTED
+
+
+def test_an_export_that_was_cut_off_does_not_count_and_is_made_again(store: CuttingStore):
+    store.cuts = 1
+    with pytest.raises(StoreUnavailable):
+        exports.export_weights(store, AT)
+    assert exports.read_export(store, AT) is None
+    exports.export_weights(store, AT)
+    assert exported(store) == EXPORTED
+
+
+def test_a_damaged_checkpoint_is_told_and_not_exported(store: CuttingStore):
+    for entry in store.entries(layout.BLOBS):
+        store.put(entry.key, b"damaged")
+    done = exports.export_weights(store, AT)
+    assert done.prefix == ""
+    assert done.error
+    assert exports.export_weights(store, AT) == done

@@ -1,0 +1,126 @@
+"""Folders in the store: what was published comes back whole, and what is damaged is never used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from checkpoint.store import layout
+from checkpoint.store.codec import to_json
+from checkpoint.store.errors import Corrupt, NotFound
+from checkpoint.store.run_store import Store
+from checkpoint.stream import manifest
+from checkpoint.stream.manifest import SCHEMA, Manifest
+from policies.model.vocabulary import PolicyVersion
+from policies.serving.wire import labelled_version
+
+VERSION = PolicyVersion(0, 7)
+PREFIX = layout.policy(VERSION)
+
+
+@pytest.fixture(params=["file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    url = f"file://{tmp_path}/run" if request.param == "file" else f"memory://{tmp_path}"
+    return Store(url, patience_s=0.2)
+
+
+def folder(path: Path, **files: bytes) -> Path:
+    path.mkdir(parents=True)
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+    return path
+
+
+def test_a_folder_exists_only_with_its_manifest(store: Store, tmp_path: Path):
+    source = folder(tmp_path / "src", one=b"1" * 1000, two=b"2", none=b"")
+    published = manifest.publish(store, PREFIX, source, VERSION, 5.0, {"torch": "2"})
+    store.put(f"{layout.policy(PolicyVersion(0, 9))}/one", b"cut off before its manifest")
+    store.put(f"{layout.POLICIES}/README", b"a foreign file")
+    store.put(f"{layout.POLICIES}/notes/mine/manifest.json", b"another")
+    assert manifest.committed(store, layout.POLICIES) == [VERSION]
+    fetched = manifest.fetch(store, PREFIX, tmp_path / "dst")
+    assert fetched == published
+    assert (fetched.meta, fetched.size_bytes) == ({"torch": "2"}, 1001)
+    assert (tmp_path / "dst" / "one").read_bytes() == b"1" * 1000
+    assert (tmp_path / "dst" / "none").read_bytes() == b""
+    manifest.remove(store, PREFIX)
+    assert manifest.committed(store, layout.POLICIES) == []
+    assert store.entries(PREFIX) == []
+
+
+@pytest.mark.parametrize("damage", ["wrong byte", "truncated", "missing"])
+def test_damaged_files_are_never_used(store: Store, tmp_path: Path, damage: str):
+    published = manifest.publish(store, PREFIX, folder(tmp_path / "src", model=b"weights"), VERSION, 0.0)
+    chunk = f"{PREFIX}/{published.files[0].chunks[0]}"
+    match damage:
+        case "wrong byte":
+            store.put(chunk, b"weightz")
+        case "truncated":
+            store.put(chunk, b"weig")
+        case "missing":
+            store.delete([chunk])
+    with pytest.raises((Corrupt, NotFound)):
+        manifest.fetch(store, PREFIX, tmp_path / "dst")
+    assert not (tmp_path / "dst").exists()
+    assert sorted(p.name for p in tmp_path.iterdir() if "part" in p.name) == []
+
+
+def test_what_another_manifest_left_half_done_is_not_mixed_in(store: Store, tmp_path: Path):
+    manifest.publish(store, PREFIX, folder(tmp_path / "src", model=b"weights"), VERSION, 0.0)
+    folder(tmp_path / ".dst.part", model=b"older and longer", extra=b"not in this one")
+    manifest.fetch(store, PREFIX, tmp_path / "dst")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "dst").iterdir()} == {"model": b"weights"}
+
+
+def test_a_folder_that_is_there_is_replaced_at_once(store: Store, tmp_path: Path):
+    manifest.publish(store, PREFIX, folder(tmp_path / "src", model=b"weights"), VERSION, 0.0)
+    folder(tmp_path / "dst", model=b"old", stale=b"old")
+    manifest.fetch(store, PREFIX, tmp_path / "dst")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "dst").iterdir()} == {"model": b"weights"}
+
+
+def test_the_digest_names_the_content(store: Store, tmp_path: Path):
+    first = manifest.publish(store, "a", folder(tmp_path / "1", x=b"x", y=b"y"), VERSION, 0.0)
+    same = manifest.publish(
+        store, "b", folder(tmp_path / "2", y=b"y", x=b"x"), PolicyVersion(1, 1), 9.0, {"m": "1"}
+    )
+    swapped = manifest.publish(store, "c", folder(tmp_path / "3", x=b"y", y=b"x"), VERSION, 0.0)
+    assert first.digest == same.digest != swapped.digest
+    assert len(bytes.fromhex(first.digest)) * 8 >= 128, "nobody may be able to make two policies of one digest"
+
+
+@pytest.mark.parametrize("label", ["0-12", "0-12@1f2e3d4c5b6a", f"0-12@{'1f' * 16}"])
+def test_a_label_is_read_whatever_the_length_of_its_digest(label: str):
+    assert labelled_version(label) == PolicyVersion(0, 12)
+
+
+def test_a_truncated_manifest_is_one_clear_line(store: Store, tmp_path: Path):
+    manifest.publish(store, PREFIX, folder(tmp_path / "src", model=b"weights"), VERSION, 0.0)
+    key = f"{PREFIX}/{layout.MANIFEST}"
+    whole = store.get(key)
+    for size_bytes in range(len(whole)):
+        store.put(key, whole[:size_bytes])
+        with pytest.raises(Corrupt) as caught:
+            manifest.load(store, PREFIX)
+        assert str(caught.value).startswith(key)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [b"", b"{", b'{"schema": 99}', b"\xff\xfe", b"[]", b'{"files": 1}'])
+def test_unreadable_manifests_are_one_clear_line(store: Store, bad: bytes):
+    store.put("p/manifest.json", bad)
+    with pytest.raises(Corrupt) as caught:
+        manifest.load(store, "p")
+    assert "\n" not in str(caught.value)
+    assert "p/manifest.json" in str(caught.value)
+
+
+def test_a_newer_schema_says_so(store: Store):
+    newer = Manifest(SCHEMA + 1, "0-1", 0.0, "p", [])
+    store.put("p/manifest.json", to_json(newer))
+    with pytest.raises(Corrupt, match="use a newer one"):
+        manifest.load(store, "p")
+    store.put("p/manifest.json", to_json(replace(newer, schema=SCHEMA)))
+    assert manifest.load(store, "p").files == []

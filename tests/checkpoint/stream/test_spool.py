@@ -1,0 +1,305 @@
+"""The spool: what is sealed waits for the uploader, whoever is killed when, and memory is used again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpoint.records.documents import RunRecord
+from checkpoint.records.resume_state import SCHEMA, ResumeState
+from checkpoint.store.run_store import Store
+from checkpoint.stream.spool import Seal, Spool, UploaderState
+from checkpoint.stream.uploader import Uploader
+from policies.control.snapshot import Trainer
+from policies.detect.divergence import Detector, Health, Verdict
+from policies.model.spec import CheckpointsSpec
+from policies.model.vocabulary import PolicyVersion
+from tasks.machine import spooling
+from tasks.machine.spooling import GIB, NoRoom, find_spool, make_spool, remove_spool
+from tasks.storing.heartbeat import Heartbeat
+from tasks.storing.saving import Checkpoints
+from tests.stand_ins.world import spec
+
+SIZE = 100_000
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    return Spool(tmp_path / "spool", budget_bytes=2 * SIZE, slot_bytes=SIZE)
+
+
+def sealed(step: int) -> Seal:
+    return Seal(str(PolicyVersion(0, step)), 1.0)
+
+
+def save(spool: Spool, step: int, **files: int) -> Path | None:
+    """A save as the trainer does it: over what is in the slot; sizes in bytes by name."""
+    slot = spool.claim(step)
+    if slot is not None:
+        for name, size_bytes in (files or {"model": SIZE}).items():
+            with (slot / name).open("r+b" if (slot / name).exists() else "wb", buffering=0) as file:
+                os.pwrite(file.fileno(), bytes([step]) * size_bytes, 0)
+                os.ftruncate(file.fileno(), size_bytes)
+        spool.seal(slot, sealed(step))
+    return slot
+
+
+def steps(spool: Spool) -> list[int]:
+    return [seal.at.step for seal, _ in spool.sealed()]
+
+
+def test_a_second_slot_is_begun_and_a_third_has_no_room(spool: Spool):
+    first, second = save(spool, 5), save(spool, 100)
+    assert steps(spool) == [5, 100], "in the order of steps, not of names"
+    assert spool.claim(105) is None
+    assert first is not None
+    spool.release(first)
+    third = spool.claim(105)
+    assert third is not None
+    assert (third.name, third.exists(), first.exists()) == ("checkpoint-105", True, False)
+    assert second is not None
+    assert (second / "model").read_bytes() == bytes([100]) * SIZE
+
+
+def test_one_slot_larger_than_expected_counts_as_it_is(spool: Spool):
+    save(spool, 5, model=SIZE * 3 // 2)
+    assert spool.claim(10) is None
+
+
+def test_a_free_slot_keeps_its_memory(spool: Spool):
+    slot = save(spool, 5)
+    assert slot is not None
+    inode = (slot / "model").stat().st_ino
+    spool.release(slot)
+    again = save(spool, 10)
+    assert again is not None
+    assert (again / "model").stat().st_ino == inode
+
+
+def test_what_a_save_does_not_write_is_not_handed_on(spool: Spool):
+    """Such as the shards of a checkpoint that had more of them."""
+    slot = save(spool, 5, model=10, shard=10, empty=0)
+    assert slot is not None
+    (slot / "deep").mkdir()
+    (slot / "deep" / "old").write_bytes(b"old")
+    spool.release(slot)
+    again = save(spool, 10, model=10, empty=0, more=3)
+    assert again is not None
+    assert sorted(path.name for path in again.rglob("*") if path.is_file()) == ["empty", "model", "more"]
+
+
+def test_memory_that_was_got_in_advance_and_not_used_is_not_handed_on(spool: Spool):
+    spool.prepare({"model": SIZE // 2, "optimizer": SIZE})
+    slot = spool.claim(3)
+    assert slot is not None
+    assert {path.name: path.stat().st_size for path in slot.iterdir()} == {"model": SIZE // 2, "optimizer": SIZE}
+    (slot / "optimizer").write_bytes(b"state")
+    spool.seal(slot, sealed(3))
+    assert [path.name for path in slot.iterdir()] == ["optimizer"]
+
+
+def test_no_memory_is_got_in_advance_that_does_not_fit_or_is_there(spool: Spool):
+    spool.prepare({"model": 3 * SIZE})
+    assert list(spool.folder.iterdir()) == []
+    save(spool, 1)
+    spool.prepare({"model": SIZE})
+    assert sorted(path.name for path in spool.folder.iterdir()) == ["checkpoint-1", "checkpoint-1.json"]
+
+
+class Killed(BaseException):
+    """In the place of SIGKILL: nothing after it runs."""
+
+
+def killing(number: int, patch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Die before the given call that changes the file system; returns how many there have been."""
+    calls = 0
+
+    def counted(call: Callable[..., object]) -> Callable[..., object]:
+        def before(*args: object, **kwargs: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                raise Killed
+            return call(*args, **kwargs)
+
+        return before
+
+    for name in ("rename", "mkdir", "unlink", "replace", "write_bytes"):
+        patch.setattr(Path, name, counted(getattr(Path, name)))
+    for name in ("utime", "pwrite", "ftruncate"):
+        patch.setattr(os, name, counted(getattr(os, name)))
+    return lambda: calls
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_trainer_killed_at_any_point_loses_nothing_sealed_and_leaves_a_free_slot(tmp_path: Path, prepared: bool):
+    number = 0
+    while True:
+        number += 1
+        folder = tmp_path / str(number)
+        spool = Spool(folder, 3 * SIZE, SIZE)
+        if prepared:
+            first = save(spool, 1, model=SIZE, shard=5)
+            assert first is not None
+            spool.release(first)
+        with pytest.MonkeyPatch.context() as patch:
+            count = killing(number, patch)
+            try:
+                save(spool, 2, model=SIZE, optimizer=7)
+                save(spool, 3, model=SIZE)
+            except Killed:
+                pass
+            over = count() < number
+        for seal, slot in spool.sealed():
+            assert (slot / "model").read_bytes() == bytes([seal.at.step]) * SIZE
+            assert not (slot / "shard").exists()
+        after = Spool(folder, 3 * SIZE, SIZE)
+        for _, slot in after.sealed():
+            after.release(slot)
+        assert save(after, 4) is not None
+        assert len(list(folder.glob("checkpoint-*/"))) <= 2
+        if over:
+            break
+    assert number > 8, "hardly anything was killed, so this proves little"
+
+
+def test_a_slot_that_is_released_while_one_looks_is_no_error(spool: Spool):
+    """The trainer looks while the uploader, another process, gives slots back."""
+    slot, looked = spool.folder / "checkpoint-1", threading.Event()
+    slot.mkdir()
+    errors: list[Exception] = []
+
+    def look() -> None:
+        try:
+            for _ in range(3000):
+                spool.sealed()
+        except Exception as error:  # noqa: BLE001  # shown by the test
+            errors.append(error)
+        looked.set()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    while not looked.is_set():
+        spool.seal(slot, sealed(1))
+        spool.release(slot)
+    thread.join()
+    assert errors == []
+
+
+def test_what_the_uploader_says_is_heard(spool: Spool):
+    assert spool.heard() == UploaderState()
+    said = UploaderState("0-5", "0-10", 3, 9, "free some space")
+    spool.say(said)
+    assert spool.heard() == said
+
+
+def test_giving_up_a_slot_asks_for_no_more_than_was_there(spool: Spool):
+    save(spool, 5)
+    slot = spool.claim(10)
+    assert slot is not None
+    assert spool.give_up(slot)
+    assert not slot.exists()
+    assert spool.claim(15) is None
+    spool.release(spool.folder / "checkpoint-5")
+    only = spool.claim(15)
+    assert only is not None
+    assert not spool.give_up(only), "nothing is left that could make room"
+
+
+@pytest.fixture
+def small_memory(tmp_path: Path) -> Iterator[Path]:
+    """A file system in memory of 1 MiB."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_the_uploader_frees_a_spool_without_a_byte_of_room(small_memory: Path, tmp_path: Path):
+    spool, store = Spool(small_memory / "spool", GIB, SIZE), Store(f"file://{tmp_path}/store")
+    save(spool, 1)
+    with pytest.raises(OSError, match="No space left") as caught:
+        (small_memory / "filler").write_bytes(b"0" * (2 << 20))
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(OSError, match="No space left"):
+        save(spool, 2)
+    uploader = Uploader(store, spool, "trainer-0-i1", lambda *_: (), lambda _: False)
+    uploader.store_one(*spool.sealed()[0])
+    assert steps(spool) == []
+    assert save(spool, 3) is not None
+
+
+def test_a_spool_is_found_again_and_given_back(tmp_path: Path):
+    spec = CheckpointsSpec(spool=str(tmp_path / "fast"), spool_gib=0.001)
+    assert find_spool(tmp_path) is None
+    (tmp_path / spooling.LINK).mkdir()  # as transformers does before anybody
+    assert find_spool(tmp_path) is None
+    made = make_spool(tmp_path, spec, 1000)
+    assert made.folder.parent == tmp_path / "fast"
+    save(made, 1)
+    assert make_spool(tmp_path, spec, 1000).folder == made.folder
+    found = find_spool(tmp_path)
+    assert found is not None
+    assert steps(found) == [1]
+    shutil.rmtree(made.folder)  # memory forgets when the machine starts again
+    assert find_spool(tmp_path) is None
+    again = make_spool(tmp_path, spec, 1000)
+    assert (again.folder.exists(), (tmp_path / spooling.LINK).resolve()) == (True, again.folder)
+    remove_spool(tmp_path)
+    remove_spool(tmp_path)
+    assert (find_spool(tmp_path), made.folder.exists()) == (None, False)
+    assert not again.folder.exists()
+
+
+def test_a_checkpoint_that_cannot_fit_is_refused_with_the_key_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(NoRoom, match=r"checkpoints\.spool_gib: a checkpoint takes about 1\.00 GiB"):
+        make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path), spool_gib=0.5), GIB)
+    monkeypatch.setattr(spooling, "_free_bytes", lambda _: GIB)
+    with pytest.raises(NoRoom, match=r"checkpoints\.spool: a checkpoint takes about 1\.00 GiB"):
+        make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path)), GIB)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(NoRoom, match="name a folder that can be written"):
+        make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path / "file" / "below")), 1)
+
+
+def checkpoints_of(spool: Spool, timeline: int, verdict: Verdict) -> Checkpoints:
+    heartbeat = Heartbeat(Store("memory://unused"), Trainer("trainer-0-i1", 1, timeline, 0, 0, "starting", 0.0))
+    state = ResumeState(SCHEMA, f"{timeline}-0", 0.0, detector=Detector(verdict))
+    record = RunRecord(1, "id", 0.0, spec())
+    return Checkpoints(
+        spool, heartbeat, record, timeline, meta={}, frozen={}, max_behind_steps=10, history=lambda _: state
+    )
+
+
+def test_what_an_abandoned_timeline_stored_is_not_taken_for_the_present_ones(spool: Spool):
+    checkpoints = checkpoints_of(spool, 1, Verdict())
+    checkpoints.begin_from(20, logging_steps=1)
+    spool.say(UploaderState(stored="0-30"))
+    assert checkpoints.stored_step() == 20
+    spool.say(UploaderState(stored="1-25"))
+    assert checkpoints.stored_step() == 25
+
+
+@pytest.mark.parametrize(
+    ("verdict", "before"),
+    [(Verdict(), 60), (Verdict(Health.WATCH, 100, onset_step=93), 93), (Verdict(Health.TRIPPED, 99, 95, 99), 95)],
+)
+def test_a_seal_says_from_before_which_step_one_must_stay(spool: Spool, verdict: Verdict, before: int):
+    checkpoints = checkpoints_of(spool, 0, verdict)
+    checkpoints.begin_from(0, logging_steps=2)
+    slot = checkpoints.open(100, last=False)
+    assert slot is not None
+    checkpoints.seal(100, slot)
+    assert [seal.keep_before_step for seal, _ in spool.sealed()] == [before]

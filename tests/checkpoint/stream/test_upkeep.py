@@ -1,0 +1,196 @@
+"""What all checkpoints share: found damaged while its source is at hand, and stored again for all of them."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from checkpoint.store import layout
+from checkpoint.store.backends import Entry
+from checkpoint.store.codec import to_json
+from checkpoint.store.errors import NotFound, NothingWhole
+from checkpoint.store.run_store import Store
+from checkpoint.stream import transfer, upkeep
+from checkpoint.stream.catalog import Catalog, Checkpoint
+from checkpoint.stream.chunks import CHUNK_BYTES, File
+from checkpoint.stream.manifest import SCHEMA, Manifest
+from checkpoint.stream.spool import Seal, Spool
+from checkpoint.stream.uploader import Uploader
+from policies.model.timelines import Fork, lineage
+from policies.model.vocabulary import PolicyVersion
+from tasks.storing.saving import restore_newest
+from tests.stand_ins.catalog_rig import DictStore, digest
+
+SHARED = "base_model/model.safetensors"
+
+
+class Machine:
+    """A trainer's machine with a frozen base model of three chunks, and an uploader for what it saves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Store(f"file://{folder}/store")
+        self.catalog = Catalog(self.store, "test")
+        self.base = folder / "base"
+        self.base.write_bytes(os.urandom(2 * CHUNK_BYTES + 100))
+        self.spool = Spool(folder / "spool", 1 << 40, 0)
+        self.uploader = Uploader(self.store, self.spool, "test", lambda _listed, _seal: (), lambda _at: False)
+
+    def saves(self, step: int) -> None:
+        slot = self.spool.claim(step)
+        assert slot is not None
+        (slot / "model.safetensors").write_bytes(b"weights of %d" % step)
+        self.spool.seal(slot, Seal(str(PolicyVersion(0, step)), 1.0, {}, {SHARED: str(self.base)}))
+        self.uploader.store_one(*self.spool.sealed()[0])
+
+    def shared(self) -> list[str]:
+        """The keys of the base model's chunks, in the order of its bytes."""
+        found = transfer.read_manifest(self.store, self.catalog.newest().checkpoints[0])
+        return [f"{layout.BLOBS}/{name}" for file in found.files if file.name == SHARED for name in file.chunks]
+
+    def damage(self) -> dict[str, list[str]]:
+        """What reading every byte finds, by version; whole checkpoints are left out."""
+        listed = self.catalog.newest().checkpoints
+        found = {one.version: transfer.verify(self.store, one) for one in listed}
+        return {version: lines for version, lines in found.items() if lines}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_a_lost_or_cut_chunk_of_the_base_model_is_stored_again_for_all_checkpoints(machine: Machine) -> None:
+    machine.saves(10)
+    machine.saves(20)
+    first, second, third = machine.shared()
+    machine.store.delete([first])
+    machine.store.put(second, b"cut")
+    assert set(machine.damage()) == {"0-10", "0-20"}
+    machine.saves(30)
+    assert machine.damage() == {}
+    manifests = [transfer.read_manifest(machine.store, one) for one in machine.catalog.newest().checkpoints]
+    shared = frozenset.intersection(*(found.chunks for found in manifests))
+    assert {f"{layout.BLOBS}/{name}" for name in shared} == {first, second, third}, "not stored a second time"
+
+
+def test_wrong_bytes_of_the_right_size_are_found_in_turn(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "READ_AT_A_LOOK", 1)
+    machine.saves(10)
+    wrong = machine.shared()[1]
+    machine.store.put(wrong, bytes(CHUNK_BYTES))
+    kept = upkeep.Upkeep(machine.store, machine.catalog)
+    mended = [kept.look(1.0, {SHARED: str(machine.base)}) for _ in range(3)]
+    assert sorted(mended) == [[], [], [wrong.partition("/")[2]]]
+    assert machine.damage() == {}
+
+
+def test_what_a_restore_found_damaged_is_stored_again_at_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "READ_AT_A_LOOK", 0)
+    machine.saves(10)
+    wrong = machine.shared()[0].partition("/")[2]
+    machine.store.put(f"{layout.BLOBS}/{wrong}", bytes(CHUNK_BYTES))
+    machine.catalog.suspect(1.0, wrong)
+    assert upkeep.Upkeep(machine.store, machine.catalog).look(1.0, {SHARED: str(machine.base)}) == [wrong]
+    assert machine.damage() == {}
+    assert machine.catalog.newest().suspect == []
+
+
+@pytest.mark.parametrize("now", ["changed", "cut", "gone"])
+def test_a_source_that_is_no_longer_the_same_is_not_stored(machine: Machine, now: str) -> None:
+    machine.saves(10)
+    lost = machine.shared()[0]
+    machine.store.delete([lost])
+    match now:
+        case "changed":
+            machine.base.write_bytes(os.urandom(machine.base.stat().st_size))
+        case "cut":
+            machine.base.write_bytes(b"")
+        case _:
+            machine.base.unlink()
+    assert upkeep.Upkeep(machine.store, machine.catalog).look(1.0, {SHARED: str(machine.base)}) == []
+    with pytest.raises(NotFound):
+        machine.store.get(lost)
+
+
+def test_what_a_hundred_checkpoints_share_is_remembered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upkeep, "READ_AT_A_LOOK", 0)
+    names = [f"{number:064x}.0" for number in range(500)]
+
+    class Stored(DictStore):
+        def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
+            if prefix != layout.BLOBS:
+                return super().entries(prefix, after=after)
+            return [Entry(f"{prefix}/{name}", CHUNK_BYTES, datetime.now(UTC)) for name in names]
+
+    store = Stored()
+    catalog = Catalog(store, "test")
+    listed = []
+    for step in range(1, 101):
+        base = File(SHARED, 500 * CHUNK_BYTES, "digest", names)
+        key = layout.checkpoint(PolicyVersion(0, step), "0" * 8)
+        store.put(key, to_json(Manifest(SCHEMA, f"0-{step}", 1.0, layout.BLOBS, [base])))
+        listed.append(Checkpoint(f"0-{step}", key, digest(store.get(key)), 1.0, 1))
+    catalog.change(1.0, lambda present: replace(present, checkpoints=listed))
+    kept = upkeep.Upkeep(store, catalog)
+    tracemalloc.start()
+    try:
+        assert kept.look(1.0, {SHARED: "/models/base/model.safetensors"}) == []
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held_bytes < 4 << 20, "each has 500 names of 120 bytes, and their places"
+
+
+def test_a_listing_tells_which_checkpoints_lack_what(machine: Machine) -> None:
+    machine.saves(10)
+    machine.saves(20)
+    listed = machine.catalog.newest().checkpoints
+    assert upkeep.absences(machine.store, listed) == {"0-10": [], "0-20": []}
+    files = transfer.read_manifest(machine.store, listed[1]).files
+    own = next(file.chunks[0] for file in files if file.name != SHARED)
+    machine.store.delete([f"{layout.BLOBS}/{own}"])
+    machine.store.put(machine.shared()[2], b"cut")
+    found = upkeep.absences(machine.store, listed)
+    cut = f"{machine.shared()[2]} of {SHARED} has 3 bytes, not 100"
+    assert found == {"0-10": [cut], "0-20": [f"{layout.BLOBS}/{own} of model.safetensors is missing", cut]}
+
+
+def test_checkpoints_that_are_all_damaged_are_an_error_and_no_beginning(machine: Machine, tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        machine.saves(step)
+    machine.store.delete([machine.shared()[1]])
+    with pytest.raises(NothingWhole) as caught:
+        restore_newest(machine.store, lineage((), 0), tmp_path / "restored", None)
+    told = str(caught.value)
+    lost = machine.shared()[1]
+    assert told == (
+        f"none of the run's checkpoints can be restored: 0-40, 0-30, 0-20, 0-10: read {lost} in "
+        f"{machine.store.url}: there is no such object; put the objects back, from a copy of the store or from "
+        "the bucket's older versions, and `grpo-orch resume`; `grpo-orch checkpoints verify` names what is damaged"
+    )
+
+
+def test_the_newest_that_is_whole_is_taken_however_many_are_damaged(machine: Machine, tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        machine.saves(step)
+    for one in machine.catalog.newest().checkpoints[1:]:
+        machine.store.delete([one.manifest])
+    restored = restore_newest(machine.store, lineage((), 0), tmp_path / "restored", None)
+    assert restored is not None
+    assert restored.at == PolicyVersion(0, 10)
+
+
+def test_a_timeline_whose_start_is_gone_does_not_begin_anew(machine: Machine, tmp_path: Path) -> None:
+    with pytest.raises(NothingWhole, match="goes on from 0-10, and neither it nor an older one is there"):
+        restore_newest(machine.store, lineage((Fork(1, "0-10"),), 1), tmp_path / "restored", None)
+    assert restore_newest(machine.store, lineage((Fork(1, None),), 1), tmp_path / "restored", None) is None
+    assert restore_newest(machine.store, lineage((), 0), tmp_path / "restored", None) is None

@@ -1,0 +1,165 @@
+"""How well the detector tells diverging runs from healthy ones, and how far back its run would go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from policies.detect.divergence import Detector, Health, Point, Verdict, follow
+from policies.model.spec import CheckpointsSpec
+from policies.model.vocabulary import PolicyVersion
+from tests.generators.divergence_diverging import SAVE_STEPS
+from tests.generators.divergence_traces import Trace
+from tests.stand_ins.world_store import stored
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the detector made of a trace. `kept`: the steps of the checkpoints that retention had left by then."""
+
+    trace: Trace
+    trip_step: int | None
+    told_onset_step: int | None
+    kept: tuple[int, ...] = ()
+
+    @property
+    def healthy_steps(self) -> int:
+        """How many steps were good until it tripped, or at all."""
+        good = self.trace.points[-1].step if self.trace.onset_step is None else self.trace.onset_step - 1
+        return good if self.trip_step is None else min(good, self.trip_step)
+
+    @property
+    def false_trip(self) -> bool:
+        """Whether it tripped on a good step."""
+        onset = self.trace.onset_step
+        return self.trip_step is not None and (onset is None or self.trip_step < onset)
+
+    @property
+    def caught(self) -> bool:
+        """Whether it tripped on a divergence, at whichever of its steps."""
+        return self.trip_step is not None and not self.false_trip
+
+    @property
+    def missed(self) -> bool:
+        """Whether a divergence passed without a word."""
+        return self.trace.onset_step is not None and self.trip_step is None
+
+    @property
+    def delay_points(self) -> int:
+        """From the first bad update to the trip; 1 where the first point from then on tripped it."""
+        onset, trip = self.trace.onset_step or 0, self.trip_step or 0
+        return sum(onset <= point.step <= trip for point in _in_order(self.trace))
+
+    @property
+    def target_step(self) -> int:
+        """The newest checkpoint from before the onset that was told, of those that are left; 0: there is none."""
+        return max([step for step in self.kept if step < (self.told_onset_step or 0)], default=0)
+
+    @property
+    def has_no_target(self) -> bool:
+        """Whether none is left though one from before the told onset was saved."""
+        return self.target_step == 0 and (self.told_onset_step or 0) > SAVE_STEPS
+
+    @property
+    def target_is_good(self) -> bool:
+        """Whether there is one, from before the first bad update."""
+        return not self.has_no_target and self.target_step < (self.trace.onset_step or 0)
+
+    @property
+    def thrown_away_steps(self) -> int:
+        return (self.trip_step or 0) - self.target_step
+
+    @property
+    def good_steps_thrown_away(self) -> int:
+        """Those that a checkpoint nearer to the onset would have kept."""
+        newest = ((self.trace.onset_step or 1) - 1) // SAVE_STEPS * SAVE_STEPS
+        return max(0, newest - self.target_step)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The figures of a set of outcomes. None: there was nothing to tell it from."""
+
+    traces: int
+    missed: int
+    false_trips: int
+    healthy_steps: int
+    delay_points_median: float | None
+    delay_points_max: int | None
+    target_before_onset_share: float | None
+    steps_thrown_away_median: float | None
+    good_steps_thrown_away_median: float | None
+    without_target: int
+
+    @property
+    def false_trips_per_1000(self) -> float:
+        """For each 1,000 healthy steps of training, whatever was logged of them."""
+        return 1000 * self.false_trips / max(1, self.healthy_steps)
+
+
+def judge(trace: Trace) -> Outcome:
+    """Follow the trace until the detector trips, with checkpoints that are saved and retired as in a run."""
+    detector, kept = Detector(), Checkpoints(trace.logging_steps)
+    for point in trace.points:
+        kept.save_before(point.step, detector.verdict)
+        detector = follow(detector, point, trace.limit)
+        if detector.verdict.health is Health.TRIPPED:
+            return Outcome(trace, detector.verdict.tripped_step, detector.verdict.onset_step, kept.steps)
+        kept.save_before(point.step + 1, detector.verdict)
+    return Outcome(trace, None, None, kept.steps)
+
+
+class Checkpoints:
+    """What the store of a run has that saves every SAVE_STEPS, under the default retention."""
+
+    def __init__(self, logging_steps: int) -> None:
+        self._logging_steps = logging_steps
+        self._listed: list[PolicyVersion] = []
+        self._due = SAVE_STEPS
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(one.step for one in self._listed)
+
+    def save_before(self, step: int, verdict: Verdict) -> None:
+        """Save what is due before `step`: what a restarted trainer saves again is there already."""
+        while self._due < step:
+            new = PolicyVersion(0, self._due)
+            self._listed = stored(self._listed, new, verdict, (), CheckpointsSpec(), self._logging_steps)
+            self._due += SAVE_STEPS
+
+
+def score(outcomes: Sequence[Outcome]) -> Score:
+    """Sum the outcomes up. Delays and targets are those of the divergences that were caught."""
+    caught = [one for one in outcomes if one.caught]
+    return Score(
+        traces=len(outcomes),
+        missed=sum(one.missed for one in outcomes),
+        false_trips=sum(one.false_trip for one in outcomes),
+        healthy_steps=sum(one.healthy_steps for one in outcomes),
+        delay_points_median=_median(one.delay_points for one in caught),
+        delay_points_max=max((one.delay_points for one in caught), default=None),
+        target_before_onset_share=sum(one.target_is_good for one in caught) / len(caught) if caught else None,
+        steps_thrown_away_median=_median(one.thrown_away_steps for one in caught),
+        good_steps_thrown_away_median=_median(one.good_steps_thrown_away for one in caught),
+        without_target=sum(one.has_no_target for one in caught),
+    )
+
+
+def by_family(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    """The outcomes of each family, in the order in which they came."""
+    families: dict[str, list[Outcome]] = {}
+    for one in outcomes:
+        families.setdefault(one.trace.family, []).append(one)
+    return families
+
+
+def _median(values: Iterable[int]) -> float | None:
+    found = list(values)
+    return median(found) if found else None
+
+
+def _in_order(trace: Trace) -> list[Point]:
+    """Each step once: a restarted trainer logs some again."""
+    return list({point.step: point for point in trace.points}.values())

@@ -1,0 +1,63 @@
+"""Labelled traces of GRPO runs, healthy and diverging, from a seed.
+
+They are made from what is known of such runs, and know nothing of the detector that is measured with them. A value
+that is logged at step s was measured before that step's update: the weights that a bad update of step s has made
+show from step s + 1 on, except for the gradient itself. The label is the step of the first bad update, so that the
+newest untainted checkpoint is the newest of an earlier step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from zlib import crc32
+
+import numpy as np
+
+from policies.detect.divergence import Point
+from tests.generators.divergence_diverging import DIVERGING
+from tests.generators.divergence_healthy import HEALTHY, Family, Made
+from tests.generators.divergence_signals import Random, Setting, log, uniform
+
+LOGGING_STEPS = (1, 10, 1, 20, 1, 5)  # in turns
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One run as logged. `onset_step`: of the first bad update, None for a healthy run; `limit`: the user's."""
+
+    family: str
+    points: tuple[Point, ...]
+    onset_step: int | None
+    logging_steps: int
+    limit: float | None
+
+
+def traces(setting: Setting, healthy_each: int, diverging_each: int) -> list[Trace]:
+    """Return so many traces of each family."""
+    wanted = [(family, healthy_each) for family in HEALTHY] + [(family, diverging_each) for family in DIVERGING]
+    return [trace(family, setting, turn) for family, each in wanted for turn in range(each)]
+
+
+def trace(family: Family, setting: Setting, turn: int) -> Trace:
+    """Return the family's trace of that turn: always the same, whatever other families there are."""
+    rng = np.random.default_rng([setting.seed, crc32(family.__name__.encode()), turn])
+    logging_steps = LOGGING_STEPS[turn % len(LOGGING_STEPS)]
+    made = family(rng, setting, logging_steps)
+    limit = made.limit if made.limit is not None or rng.random() < 0.5 else _limit(made, rng, setting)
+    points = log(made.course, rng, setting, logging_steps)
+    for _ in range(made.restarts):
+        points = _made_again(points, rng)
+    return Trace(family.__name__, points, made.onset_step, logging_steps, limit)
+
+
+def _limit(made: Made, rng: Random, setting: Setting) -> float:
+    """What a user would give who knows such runs: above all that a healthy one comes to with its noise."""
+    usual = made.course.kl[: made.onset_step]
+    highest = float(np.nanquantile(usual, 0.95)) * float(np.exp(3 * setting.kl_sigma[1]))
+    return max(0.02, (highest - float(usual[0])) * uniform(rng, (1.2, 4.0)))
+
+
+def _made_again(told: tuple[Point, ...], rng: Random) -> tuple[Point, ...]:
+    """The points as they come from a trainer that goes back by a few."""
+    at = int(rng.integers(len(told) // 4, len(told)))
+    return told[:at] + told[max(0, at - int(rng.integers(1, 10))) : at] + told[at:]

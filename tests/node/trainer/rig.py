@@ -1,0 +1,198 @@
+"""A run for the trainer's tests: a tiny model, a store in a folder, a stand-in gateway, real trainer processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from checkpoint.records import documents, resume_state
+from checkpoint.records.documents import RunRecord
+from checkpoint.records.resume_state import ResumeState
+from checkpoint.security.vouched import vouch
+from checkpoint.store import layout
+from checkpoint.store.run_store import Store
+from checkpoint.stream import manifest
+from checkpoint.stream.catalog import Catalog
+from checkpoint.stream.manifest import Manifest
+from checkpoint.stream.transfer import read_manifest
+from policies.control.snapshot import Trainer
+from policies.model.spec import (
+    CheckpointsSpec,
+    Dataset,
+    KlPolicy,
+    OnBadPrompt,
+    PoliciesSpec,
+    RolloutSpec,
+    RunSpec,
+    TrainerSpec,
+)
+from policies.model.vocabulary import PolicyVersion
+from tasks.machine.spooling import find_spool, remove_spool
+from tests.node.trainer.stand_in_gateway import TOKEN, StandInGateway
+
+REPOSITORY = Path(__file__).parents[3]
+TINY = REPOSITORY / "examples" / "tiny"
+PROMPTS = 6
+
+# Two prompts a step, so three steps are an epoch.
+GRPO: dict[str, Any] = {
+    "max_steps": 8,
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "learning_rate": 0.003,
+    "lr_scheduler_type": "cosine",
+    "beta": 0.02,
+    "bf16": False,
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "save_steps": 2,
+}
+
+
+def make_tiny(folder: Path) -> Path:
+    """Build the example's model and prompts once; returns the folder."""
+    command = [sys.executable, str(TINY / "make_model.py"), "--out", str(folder)]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    lines = (folder / "prompts.jsonl").read_text().splitlines()
+    (folder / "few.jsonl").write_text("\n".join(lines[:PROMPTS]) + "\n")
+    return folder
+
+
+def run_spec(
+    storage: str,
+    tiny: Path,
+    *,
+    grpo: dict[str, Any],
+    peft: dict[str, Any] | None = None,
+    evaluates: bool = False,
+    model: str | None = None,
+    checkpoints: CheckpointsSpec | None = None,
+    kl: KlPolicy | None = None,
+    reward: str = "rig_rewards.lower_share",
+    accelerate: dict[str, Any] | None = None,
+    dataset: str = "few.jsonl",
+    on_bad_prompt: OnBadPrompt = "skip",
+) -> RunSpec:
+    """A spec over the tiny model, with `grpo` over GRPO. Without `kl` the guard only watches."""
+    return RunSpec(
+        name="test",
+        storage=storage,
+        workdir=str(Path(__file__).parent),
+        grpo={**GRPO, **grpo},
+        rollout=RolloutSpec(deadline_s=60.0),
+        checkpoints=checkpoints or CheckpointsSpec(),
+        policies=PoliciesSpec(
+            resume_state_steps=3, kl=kl or KlPolicy(action="alert"), on_bad_prompt=on_bad_prompt
+        ),
+        trainer=TrainerSpec(
+            model=model or str(tiny / "model"),
+            dataset=Dataset(path=str(tiny / dataset)),
+            eval_dataset=Dataset(path=str(tiny / "held_out.jsonl")) if evaluates else None,
+            reward_funcs=(reward,),
+            peft=peft,
+            accelerate=accelerate,
+        ),
+    )
+
+
+class Rig:
+    """One run and its stand-in gateway."""
+
+    def __init__(self, folder: Path, tiny: Path, **spec: Any) -> None:
+        self.folder = folder
+        self.work = folder / "work"
+        self.work.mkdir(parents=True)
+        self.store = Store(f"file://{folder}/store")
+        self.spec = run_spec(self.store.url, tiny, **spec)
+        documents.create_run(self.store, RunRecord(documents.SCHEMA, "id", time.time(), self.spec))
+        vouch(self.store, TOKEN)
+        self.gateway = StandInGateway(self.store, folder / "scratch")
+
+    def start_trainer(
+        self, attempt: int = 1, timeline: int = 0, argv: list[str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """`python -m tasks.trainer.main`, or another command line of it, its output in trainer-ATTEMPT.log."""
+        return self._start(
+            argv or [sys.executable, "-m", "tasks.trainer.main"], attempt, self.log(attempt), timeline
+        )
+
+    def start_uploader(self) -> None:
+        """`python -m tasks.machine.uploader`, its output in uploader.log."""
+        argv = [sys.executable, "-m", "tasks.machine.uploader"]
+        self.uploader = self._start(argv, 1, self.folder / "uploader.log")
+
+    def stored(self) -> list[PolicyVersion]:
+        """The checkpoints in the store, once nothing that a trainer sealed is on its way there."""
+        spool, until = find_spool(self.work), time.monotonic() + 30
+        while spool is not None and spool.sealed():
+            assert time.monotonic() < until, (self.folder / "uploader.log").read_text()[-4000:]
+            time.sleep(0.01)
+        return [one.at for one in Catalog(self.store, "test").newest().checkpoints]
+
+    def newest_resume_state(self) -> ResumeState:
+        """The light resume state that was stored last."""
+        key = self.store.entries(layout.RESUME)[-1].key
+        return resume_state.decode(self.store.get(key), key)
+
+    def restore(self, at: PolicyVersion, folder: Path) -> Manifest:
+        """Fetch a checkpoint into a folder."""
+        found = read_manifest(self.store, Catalog(self.store, "test").newest().find(at))
+        manifest.materialize(self.store, found.root, found.files, folder)
+        return found
+
+    def _start(self, argv: list[str], attempt: int, log: Path, timeline: int = 0) -> subprocess.Popen[bytes]:
+        told = {
+            "GRPO_ORCH_RUN": self.store.url,
+            "GRPO_ORCH_NODE": "trainer-0-i1",
+            "GRPO_ORCH_TOKEN": TOKEN,
+            "GRPO_ORCH_ATTEMPT": str(attempt),
+            "GRPO_ORCH_TIMELINE": str(timeline),
+            "GRPO_ORCH_WORKDIR": str(self.work),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        with log.open("ab") as out:
+            return subprocess.Popen(
+                argv,
+                cwd=REPOSITORY,
+                env={**os.environ, **told},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    def log(self, attempt: int = 1) -> Path:
+        return self.folder / f"trainer-{attempt}.log"
+
+    def wait(self, trainer: subprocess.Popen[bytes], attempt: int = 1, timeout_s: float = 120.0) -> int:
+        """The trainer's exit code; shows its output when it was not 0."""
+        try:
+            code = trainer.wait(timeout_s)
+        finally:
+            trainer.kill()
+        if code != 0:
+            print(self.log(attempt).read_text()[-4000:])
+        return code
+
+    def beat(self) -> Trainer | None:
+        return documents.read_trainer(self.store)
+
+
+@contextmanager
+def open_rig(folder: Path, tiny: Path, **spec: Any) -> Iterator[Rig]:
+    rig = Rig(folder, tiny, **spec)
+    rig.gateway.open()
+    rig.start_uploader()
+    try:
+        yield rig
+    finally:
+        rig.uploader.kill()
+        rig.uploader.wait()
+        remove_spool(rig.work)
+        rig.gateway.close()

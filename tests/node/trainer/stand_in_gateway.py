@@ -1,0 +1,199 @@
+"""A stand-in for the gateway and its nodes: one HTTP server in the test's process that samples with transformers.
+
+It loads the policy that a batch names from the run's store, so a trainer that published other weights than it
+trains shows in TRL's own `sampling/` metrics. Each completion is sampled alone from its seed: what it is does not
+depend on what else was asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import msgspec
+import torch
+from transformers import AutoModelForCausalLM
+
+from checkpoint.records import documents
+from checkpoint.records.documents import GatewayAddress
+from checkpoint.store import layout
+from checkpoint.store.codec import to_json
+from checkpoint.store.run_store import Store
+from checkpoint.stream import manifest
+from policies.model.vocabulary import Precedence
+from policies.serving.canary import Canary, disagreement
+from policies.serving.wire import REFUSED, Batch, BatchLine, Completion, CompletionRequest, Progress, PromptLine
+from tasks.trl.canary import canary_of
+
+TOKEN = "run-secret"
+
+
+class StandInGateway:
+    """Serves `POST /v1/rollouts` until closed. Its attributes are the tests' levers and records.
+
+    Attributes:
+        cut_after: close the connection without a word after so many completions; counts down over batches.
+        members: what progress lines say; at 0 nothing is generated until it is raised.
+        asked: every request seen, as (policy, seed).
+        prompts: the prompts of each policy's requests, as token ids.
+        made: completions sent.
+        refuses: whether no node takes a prompt.
+        unproved: why a policy that was loaded is not what its trainer says that it computes.
+        on_completion: called after each completion that was sent, with `made`.
+    """
+
+    def __init__(self, store: Store, scratch: Path, *, model: bool = True) -> None:
+        self.store = store
+        self.scratch = scratch
+        self.samples_with_model = model
+        self.members = 1
+        self.cut_after: int | None = None
+        self.asked: list[tuple[str, int]] = []
+        self.prompts: dict[str, set[tuple[int, ...]]] = {}
+        self.made = 0
+        self.refuses: Callable[[list[int]], bool] = lambda _: False
+        self.on_completion: Callable[[int], None] = lambda _: None
+        self.unproved: list[str] = []
+        self.policy_of: dict[str, torch.nn.Module] = {}
+        self._lock = threading.Lock()
+        self._server: ThreadingHTTPServer | None = None
+
+    def open(self, by: Precedence = (0, 1, 1)) -> None:
+        """Listen on a free port and write the address to the store, as the gateway beside the trainer `by`."""
+        gateway = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                gateway._answer(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = _Server(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        url = f"http://127.0.0.1:{self._server.server_port}"
+        documents.write_gateway(self.store, by, GatewayAddress(url, "stand-in"))
+
+    def close(self) -> None:
+        """Stop listening: the next connection is refused."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def _answer(self, handler: BaseHTTPRequestHandler) -> None:
+        body = handler.rfile.read(int(handler.headers["Content-Length"]))
+        if handler.headers["Authorization"] != f"Bearer {TOKEN}":
+            handler.send_error(401, "who are you?")
+            return
+        first, *lines = body.split(b"\n")
+        batch = msgspec.json.decode(first, type=Batch)
+        for line in (msgspec.json.decode(line, type=PromptLine) for line in lines):
+            batch.requests.extend(
+                CompletionRequest(one.index, line.prompt_token_ids, one.seed) for one in line.samples
+            )
+        seen = self.prompts.setdefault(batch.policy.version, set())
+        seen.update(tuple(one.prompt_token_ids) for one in batch.requests)
+        self.asked += [(batch.policy.version, one.seed) for one in batch.requests]
+        handler.send_response(200)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        with contextlib.suppress(ConnectionError):  # the trainer was killed
+            self._stream(handler, batch)
+
+    def _stream(self, handler: BaseHTTPRequestHandler, batch: Batch) -> None:
+        tokens = 0
+        while self.members == 0:
+            _line(handler, BatchLine(progress=Progress(0, 0, 0, len(batch.requests))))
+            time.sleep(0.05)
+        for request in batch.requests:
+            with self._lock:
+                completion = self._complete(batch, request.index, request.prompt_token_ids, request.seed)
+            tokens += len(completion.token_ids)
+            if self.cut_after is not None:
+                if self.cut_after == 0:
+                    # These tokens were on their way: they arrived at the gateway, their completion never left it.
+                    _line(handler, BatchLine(progress=Progress(tokens, 0, self.members, 0)))
+                    self.cut_after = None
+                    handler.close_connection = True
+                    handler.connection.close()
+                    return
+                self.cut_after -= 1
+            _line(handler, BatchLine(completion=completion))
+            self.made += 1
+            self.on_completion(self.made)
+        _line(handler, BatchLine(end=Progress(tokens, 0, self.members, 0)))
+        handler.wfile.write(b"0\r\n\r\n")
+
+    def _complete(self, batch: Batch, index: int, prompt: list[int], seed: int) -> Completion:
+        if self.refuses(prompt):
+            said = {"refused": "vLLM answered 400: too long", "limit_tokens": 9}
+            return Completion(index, [], [], REFUSED, batch.policy.label, "stand-in", **said)
+        if self.samples_with_model:
+            token_ids, logprobs = _sample(self._policy(batch), prompt, seed, batch.sampling)
+        else:
+            token_ids = [4 + (seed >> shift) % 80 for shift in range(batch.sampling["max_tokens"])]
+            logprobs = [-1.0] * len(token_ids)
+        return Completion(index, token_ids, logprobs, "length", batch.policy.label, "stand-in")
+
+    def _policy(self, batch: Batch) -> torch.nn.Module:
+        version = batch.policy.label
+        if version not in self.policy_of:
+            folder = self.scratch / f"policy-{version}"
+            manifest.fetch(self.store, batch.policy.prefix, folder)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            self.unproved += _unproved(model, folder)
+            self.policy_of = {version: model}
+        return self.policy_of[version]
+
+
+def _unproved(model: torch.nn.Module, folder: Path) -> list[str]:
+    """Why the model's log-probabilities are not those that its trainer published; empty where they are."""
+    if not (folder / layout.CANARY).exists():
+        return [f"{folder.name} has no canary"]
+    theirs = msgspec.json.decode((folder / layout.CANARY).read_bytes(), type=Canary)
+    ours = [one for one in canary_of(model, "no").logprobs if one is not None]
+    why = disagreement(theirs, ours, "float32")
+    return [f"{folder.name}: {why}"] if why else []
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a trainer that was killed
+            super().handle_error(*_)  # type: ignore[arg-type]  # handed on as they came
+
+
+@torch.no_grad()
+def _sample(
+    model: torch.nn.Module, prompt: list[int], seed: int, sampling: dict[str, float]
+) -> tuple[list[int], list[float]]:
+    generator = torch.Generator().manual_seed(seed)
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    inputs, cache = torch.tensor([prompt]), None
+    while len(token_ids) < sampling["max_tokens"]:
+        out = model(input_ids=inputs, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        row = torch.log_softmax(out.logits[0, -1].float() / sampling["temperature"], dim=-1)
+        token = int(torch.multinomial(row.exp(), 1, generator=generator))
+        token_ids.append(token)
+        logprobs.append(float(row[token]))
+        if token == model.config.eos_token_id:
+            break
+        inputs = torch.tensor([[token]])
+    return token_ids, logprobs
+
+
+def _line(handler: BaseHTTPRequestHandler, line: BatchLine) -> None:
+    data = to_json(line) + b"\n"
+    handler.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+    handler.wfile.flush()

@@ -1,0 +1,256 @@
+"""A timeline that begins at a checkpoint of another one, by TRL's own trainer: its learning rate, its prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import TrainerCallback
+
+from checkpoint.records import documents
+from checkpoint.records.forks import read_forks, write_fork
+from policies.control.snapshot import Trainer
+from policies.model.timelines import Fork, Skipped
+from policies.model.vocabulary import PolicyVersion
+from tasks.machine.leaving import Leaving
+from tasks.machine.node_env import NodeEnv
+from tasks.storing.heartbeat import Heartbeat
+from tasks.storing.saving import Restored
+from tasks.trainer.assemble import assemble
+from tasks.trl.skipped_prompts import Walk, replacements
+from tasks.trl.trl_grpo import scale_learning_rate
+from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
+from tests.node.trainer.stand_in_gateway import TOKEN
+
+STEPS = GRPO["max_steps"]
+RATE = GRPO["learning_rate"]
+START = PolicyVersion(0, 4)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+class Rates(TrainerCallback):
+    """The learning rates that the optimizer really takes its steps with, by step."""
+
+    def __init__(self) -> None:
+        self.of_step: dict[int, set[float]] = {}
+
+    def on_pre_optimizer_step(self, _args: Any, state: Any, _control: Any, *, optimizer: Any, **_: Any) -> None:
+        self.of_step[state.global_step + 1] = {group["lr"] for group in optimizer.param_groups}
+
+
+def train_here(rig: Rig, timeline: int, start: PolicyVersion | None) -> dict[int, float]:
+    """Train to the end in this process, from a checkpoint. Returns each step's learning rate."""
+    restored = None
+    if start is not None:
+        folder = rig.folder / f"on-{timeline}-from-{start}" / f"checkpoint-{start.step}"
+        rig.restore(start, folder)
+        restored = Restored(start, folder, None)
+    env = NodeEnv(rig.store.url, "trainer-0-i1", TOKEN, 1, timeline, str(rig.work), "127.0.0.1")
+    heartbeat = Heartbeat(rig.store, Trainer(env.node, 1, timeline, 0, 0, "starting", 0.0))
+    record, forks = documents.read_run(rig.store), read_forks(rig.store)
+    trainer, _ = assemble(env, record, rig.store, heartbeat, Leaving(rig.work, 1), restored, forks)
+    trainer.add_callback(rates := Rates())
+    trainer.train(resume_from_checkpoint=None if restored is None else str(restored.folder))
+    rig.stored()
+    assert all(len(found) == 1 for found in rates.of_step.values())
+    return {step: found.pop() for step, found in rates.of_step.items()}
+
+
+@pytest.fixture
+def rig(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator[Rig]:
+    with open_rig(tmp_path, tiny, **request.param) as rig:
+        rig.gateway.samples_with_model = False
+        yield rig
+
+
+SCHEDULES = [
+    {"lr_scheduler_type": "constant"},
+    {"lr_scheduler_type": "linear", "warmup_steps": 6},
+    {"lr_scheduler_type": "cosine"},
+]
+
+
+@pytest.mark.parametrize(
+    "rig", [{"grpo": grpo} for grpo in SCHEDULES], ids=["constant", "linear", "cosine"], indirect=True
+)
+def test_the_learning_rate_of_every_later_step_is_scaled_once(rig: Rig) -> None:
+    before = train_here(rig, 0, None)
+    write_fork(rig.store, Fork(1, str(START), {"learning_rate": RATE / 4}))
+    after = train_here(rig, 1, START)
+    assert after == pytest.approx({step: before[step] / 4 for step in range(START.step + 1, STEPS + 1)})
+    again = train_here(rig, 1, PolicyVersion(1, 6))
+    assert again == {step: after[step] for step in (7, 8)}
+    write_fork(rig.store, Fork(2, "1-6", {"beta": 0.5, "learning_rate": RATE / 4}))
+    assert train_here(rig, 2, PolicyVersion(1, 6)) == again, "another setting changed"
+
+
+def test_a_rate_that_waits_for_a_plateau_is_scaled() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.8)
+    scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    for worse in (1.0, 2.0):
+        scheduler.step(worse)
+    scale_learning_rate(optimizer, scheduler, 0.25)
+    assert (optimizer.param_groups[0]["lr"], scheduler.get_last_lr()) == (0.1, [0.1])
+    scheduler.step(3.0)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+# Two prompts a step of six, so three steps are an epoch.
+PLAIN: dict[str, Any] = {"grpo": {"save_steps": 4}}
+# Four prompts a window of two steps, each used twice; the start lies in the middle of one.
+WINDOW: dict[str, Any] = {
+    "dataset": "prompts.jsonl",
+    "grpo": {"steps_per_generation": 2, "num_iterations": 2, "save_steps": 3},
+}
+
+
+@pytest.mark.parametrize("rig", [PLAIN], ids=["plain"], indirect=True)
+def test_the_prompts_of_skipped_steps_are_not_seen_again(rig: Rig) -> None:
+    train_here(rig, 0, None)
+    # The two of step 5 (of policy 0-4), and on the next timeline one of theirs again, a replacement among them.
+    write_fork(rig.store, Fork(1, str(START), {}, (Skipped(0, 5, 5),)))
+    train_here(rig, 1, START)
+    seen = rig.gateway.prompts
+    gone = seen["0-4"]
+    assert len(gone) == 2
+    for step in range(4, STEPS):
+        assert seen[f"1-{step}"] - seen[f"0-{step}"] <= set().union(*seen.values()) - gone
+        assert not seen[f"1-{step}"] & gone
+        assert seen[f"0-{step}"] - gone <= seen[f"1-{step}"], "all others where they were"
+    assert any(seen[f"0-{step}"] & gone for step in range(5, STEPS)), "they would have come again"
+
+
+@pytest.mark.parametrize("rig", [PLAIN], ids=["plain"], indirect=True)
+def test_skipped_prompts_come_back_once_the_probation_is_over(rig: Rig) -> None:
+    train_here(rig, 0, None)
+    # Back to 4 from 5: on probation until step 6, within the second epoch, of which the third step is 6.
+    write_fork(rig.store, Fork(1, str(START), {}, (Skipped(0, 5, 5),), from_step=5))
+    train_here(rig, 1, START)
+    seen = rig.gateway.prompts
+    gone = seen["0-4"]
+    assert not (seen["1-4"] | seen["1-5"]) & gone
+    assert (seen["1-6"], seen["1-7"]) == (seen["0-6"], seen["0-7"]), "steps 7 and 8"
+    assert (seen["1-6"] | seen["1-7"]) & gone, "two prompts of six came back in time"
+
+
+@pytest.mark.parametrize("rig", [WINDOW], ids=["window"], indirect=True)
+def test_a_window_that_the_fork_divides_is_made_anew_with_other_prompts(rig: Rig) -> None:
+    train_here(rig, 0, None)
+    write_fork(rig.store, Fork(1, "0-3", {}, (Skipped(0, 4, 4),)))
+    train_here(rig, 1, PolicyVersion(0, 3))
+    seen = rig.gateway.prompts
+    assert set(seen) == {"0-0", "0-4", "1-3", "1-4"}, "the rest of the window, and the next one in time"
+    assert len(seen["0-0"]) == len(seen["1-3"]) == 4
+    assert not seen["0-0"] & (seen["1-3"] | seen["1-4"])
+    assert seen["1-4"] == seen["0-4"]
+
+
+@pytest.mark.parametrize("rig", [PLAIN], ids=["plain"], indirect=True)
+def test_smaller_groups_see_the_same_prompts(rig: Rig) -> None:
+    """As after running out of memory."""
+    train_here(rig, 0, None)
+    write_fork(rig.store, Fork(1, str(START), {"num_generations": 2, "per_device_train_batch_size": 4}))
+    train_here(rig, 1, START)
+    seen, asked = rig.gateway.prompts, [policy for policy, _ in rig.gateway.asked]
+    for step in range(4, STEPS):
+        assert seen[f"1-{step}"] == seen[f"0-{step}"]
+        assert (asked.count(f"0-{step}"), asked.count(f"1-{step}")) == (8, 4)
+
+
+def forwards(_epoch: int) -> list[int]:
+    return list(range(10))
+
+
+def shifted(epoch: int) -> list[int]:
+    return [(place + 3 * epoch) % 10 for place in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("walk", "first", "last", "prompts"),
+    [
+        # Ten prompts, two a step: five steps are an epoch.
+        (Walk(10, 2, 1, 1, forwards), 1, 1, {0, 1}),
+        (Walk(10, 2, 1, 1, forwards), 2, 3, {2, 3, 4, 5}),
+        (Walk(10, 2, 1, 1, forwards), 5, 6, {8, 9, 0, 1}),
+        (Walk(10, 2, 1, 1, shifted), 5, 6, {8, 9, 3, 4}),
+        (Walk(10, 2, 1, 1, shifted), 1, 10, set(range(10))),
+        # Three a window: the tenth of an epoch is left out.
+        (Walk(10, 3, 1, 1, shifted), 3, 4, {6, 7, 8, 3, 4, 5}),
+        # A window of four batches that are steps: all of it, whichever of its steps.
+        (Walk(10, 5, 4, 1, forwards), 2, 3, {0, 1, 2, 3, 4}),
+        (Walk(10, 5, 4, 1, forwards), 4, 5, set(range(10))),
+        (Walk(10, 5, 4, 1, shifted), 9, 9, {3, 4, 5, 6, 7}),
+        # Four batches a step, two windows to each.
+        (Walk(10, 1, 2, 4, forwards), 2, 2, {2, 3}),
+        # Three batches a step of ten in an epoch: the fourth step has one.
+        (Walk(10, 1, 1, 3, forwards), 4, 4, {9}),
+        (Walk(10, 1, 1, 3, shifted), 4, 5, {9, 3, 4, 5}),
+        # Windows of two batches, three a step: the middle one of them belongs to both.
+        (Walk(10, 1, 2, 3, forwards), 1, 1, {0, 1}),
+        (Walk(10, 1, 2, 3, forwards), 2, 2, {1, 2}),
+        (Walk(3, 4, 1, 1, forwards), 1, 5, set()),
+    ],
+)
+def test_the_prompts_of_steps(walk: Walk, first: int, last: int, prompts: set[int]) -> None:
+    assert walk.prompts_of(first, last) == prompts
+
+
+def replaced(forks: Sequence[Fork], timeline: int) -> list[int]:
+    """What stands where, of ten prompts, of which a step takes one."""
+    found = replacements(forks, timeline, lambda _: Walk(10, 1, 1, 1, forwards))
+    return [found.others.get(prompt, prompt) for prompt in range(10)]
+
+
+FIRST = Fork(1, "0-2", {}, (Skipped(0, 3, 4),))  # of prompts 2 and 3
+
+
+def test_replacements() -> None:
+    unchanged = list(range(10))
+    assert replaced((), 0) == replaced((FIRST,), 0) == replaced((Fork(1, "0-2"),), 1) == unchanged
+    once = replaced((FIRST,), 1)
+    assert once == [0, 1, 0, 6, 4, 5, 6, 7, 8, 9]
+    # Step 4 of the next timeline saw what stood in the place of prompt 3; step 9 the ninth prompt itself.
+    second = Fork(2, "1-3", {}, (*FIRST.skipped, Skipped(1, 4, 4), Skipped(1, 9, 9)))
+    twice = replaced((FIRST, second), 2)
+    assert not {2, 3, once[3], 8} & set(twice)
+    assert [place for place in unchanged if twice[place] != place] == [2, 3, 6, 8]
+    assert len({twice[place] for place in (2, 3, 6, 8)}) == 4, "each by another one"
+
+
+def test_what_a_later_timeline_leaves_out_is_what_an_earlier_one_saw_behind_its_probation() -> None:
+    once = Fork(1, "0-2", {}, (Skipped(0, 3, 4),), from_step=4)
+    walk = Walk(10, 1, 1, 1, forwards)
+    assert once.probation_until_step == 6
+    found = replacements((once,), 1, lambda _: walk)
+    assert found.seen(walk, 3, 4) == {0, 6}
+    assert found.seen(walk, 13, 14) == {2, 3}, "themselves again"
+    late = Fork(2, "1-6", {}, (Skipped(1, 13, 14),))
+    assert set(replacements((once, late), 2, lambda _: walk).others) == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("walk", "starts"),
+    [
+        (Walk(10, 2, 1, 1, forwards), [(0, 0, 1), (0, 4, 5), (1, 0, 6), (2, 3, 14)]),
+        (Walk(10, 5, 4, 1, forwards), [(0, 0, 1), (0, 1, 5), (1, 0, 9)]),
+        (Walk(10, 1, 2, 4, forwards), [(0, 0, 1), (0, 1, 1), (0, 2, 2), (1, 0, 6)]),
+        (Walk(10, 1, 2, 3, forwards), [(0, 1, 1), (0, 2, 2)]),
+    ],
+)
+def test_the_step_that_a_window_begins_with(walk: Walk, starts: list[tuple[int, int, int]]) -> None:
+    assert [(epoch, window, walk.first_step_of(epoch, window)) for epoch, window, _ in starts] == starts
+
+
+@pytest.mark.parametrize(("last", "most"), [(5, False), (6, True)])
+def test_most_of_a_dataset_is_not_replaced(last: int, most: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    found = replaced((Fork(1, None, {}, (Skipped(0, 1, last),)),), 1)
+    assert (found == list(range(10))) == most
+    assert ("prompts_not_replaced" in capsys.readouterr().out) == most

@@ -1,0 +1,192 @@
+"""The trainer's own guard: a run that diverges is stopped in time, and what was sealed of it reaches the store."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint.records import metrics
+from checkpoint.records.documents import RunRecord
+from checkpoint.records.forks import write_fork
+from checkpoint.store import layout
+from checkpoint.store.codec import from_json
+from checkpoint.stream import manifest
+from policies.control.snapshot import Trainer
+from policies.detect.divergence import Detector, Health, Verdict, follow
+from policies.model import exit_codes
+from policies.model.spec import CheckpointsSpec, KlPolicy
+from policies.model.timelines import Fork
+from policies.model.vocabulary import PolicyVersion
+from tasks.machine.exit_note import leave_exit_code, take_exit_code
+from tasks.machine.node_env import NodeEnv
+from tasks.machine.spooling import find_spool
+from tasks.machine.trainer_machine import trainer_argv
+from tasks.storing.saving import RUN_FILE, read_history
+from tasks.trainer.main import is_out_of_memory
+from tests.node.trainer.rig import Rig, make_tiny, open_rig
+from tests.node.trainer.test_store import until
+
+STEPS = 12
+# The rate begins at nothing, so that there is a calm to compare with, and explodes.
+EXPLODING: dict[str, Any] = {
+    "max_steps": STEPS,
+    "save_steps": 1,
+    "learning_rate": 0.8,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": STEPS,
+}
+START = PolicyVersion(0, 2)  # of the next timeline
+CALM = {"learning_rate": 0.001, "beta": 0.04, "epsilon": 0.1}
+
+
+@dataclass(frozen=True)
+class Diverged:
+    """A run whose guard tripped while its uploader stood still; and its next timeline, which ran to the end."""
+
+    rig: Rig
+    code: int
+    beat: Trainer
+    verdict: Verdict
+    stored: list[PolicyVersion]  # before the next timeline began
+    rows: dict[int, metrics.Row]
+    next_code: int
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def diverged(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Diverged]:
+    kept = CheckpointsSpec(keep_last=100, spool_gib=1.0)
+    folder = tmp_path_factory.mktemp("run")
+    with open_rig(folder, tiny, grpo=EXPLODING, kl=KlPolicy(limit=0.5), checkpoints=kept) as rig:
+        rig.uploader.send_signal(signal.SIGSTOP)
+        trainer = rig.start_trainer()
+        until(rig, "tripped", lambda: (beat := rig.beat()) is not None and tripped(beat))
+        assert trainer.poll() is None, "it waits for what it has sealed"
+        rig.uploader.send_signal(signal.SIGCONT)
+        code, beat, stored = trainer.wait(60), rig.beat(), rig.stored()
+        assert beat is not None
+        assert beat.verdict is not None
+        rows = {row.step: row for row in metrics.read_metrics(rig.store)}
+        write_fork(rig.store, Fork(1, str(START), CALM))
+        rig.uploader.kill()  # it ends with its trainer
+        rig.uploader.wait()
+        rig.start_uploader()
+        next_code = rig.wait(rig.start_trainer(2, timeline=1), 2)
+        yield Diverged(rig, code, beat, beat.verdict, stored, rows, next_code)
+
+
+def tripped(beat: Trainer) -> bool:
+    return beat.verdict is not None and beat.verdict.health is Health.TRIPPED
+
+
+def test_a_run_that_diverges_ends_with_its_own_code_and_one_line(diverged: Diverged) -> None:
+    verdict = diverged.verdict
+    assert diverged.code == exit_codes.DIVERGED
+    assert (diverged.beat.activity, verdict.health) == ("diverged", Health.TRIPPED)
+    assert verdict.tripped_step is not None
+    assert verdict.tripped_step < STEPS, "it was stopped, not at its end"
+    output = diverged.rig.log(1).read_text()
+    assert "Traceback" not in output
+    last = output.splitlines()[-1]
+    assert last.startswith(
+        f"grpo-orch trainer: stopped at step {verdict.tripped_step}: the run diverges since step "
+    )
+    assert verdict.evidence[0] in last
+
+
+def test_all_that_was_sealed_is_stored_and_nothing_of_the_step_that_tripped(diverged: Diverged) -> None:
+    assert diverged.verdict.tripped_step is not None
+    assert diverged.stored == [PolicyVersion(0, step) for step in range(1, diverged.verdict.tripped_step)]
+    assert max(diverged.rows) == diverged.verdict.tripped_step, "but its row, which tells why"
+    asked = {PolicyVersion.parse(policy) for policy, _ in diverged.rig.gateway.asked}
+    assert PolicyVersion(0, diverged.verdict.tripped_step) not in asked, "no further step was begun"
+
+
+def test_who_reads_the_rows_comes_to_the_guards_verdict(diverged: Diverged, tmp_path: Path) -> None:
+    detector, at = Detector(), {}
+    for step in sorted(diverged.rows):
+        detector = follow(detector, metrics.point_of(diverged.rows[step]), 0.5)
+        at[step] = detector
+    assert detector.verdict == diverged.verdict
+    diverged.rig.restore(START, tmp_path / "start")
+    assert read_history(tmp_path / "start").detector == at[START.step], "a restart goes on with it"
+
+
+def test_the_next_timeline_goes_on_from_its_start_with_its_settings(diverged: Diverged, tmp_path: Path) -> None:
+    rig = diverged.rig
+    assert diverged.next_code == exit_codes.OK
+    rows = {row.step: row.values for row in metrics.read_metrics(rig.store, timeline=1)}
+    assert sorted(rows) == list(range(START.step + 1, STEPS + 1))
+    for step, values in rows.items():
+        assert values["learning_rate"] == pytest.approx(CALM["learning_rate"] * (step - 1) / STEPS)
+        # The gateway's stand-in samples from what is published: 1-STEP holds the trainer's weights.
+        assert values["sampling/sampling_logp_difference/max"] < 1e-4
+    asked = {PolicyVersion.parse(policy) for policy, _ in rig.gateway.asked}
+    assert {at.step for at in asked if at.timeline == 1} == set(range(START.step, STEPS))
+    assert manifest.committed(rig.store, f"{layout.POLICIES}/0001")[-1] == PolicyVersion(1, STEPS - 1)
+    rig.restore(PolicyVersion(1, STEPS), tmp_path / "last")
+    record = from_json((tmp_path / "last" / RUN_FILE).read_bytes(), RunRecord, RUN_FILE)
+    assert record.spec.grpo == {**rig.spec.grpo, **CALM}
+    assert read_history(tmp_path / "last").detector.points == STEPS, "the guard knows what lies before the start"
+    beat = rig.beat()
+    assert beat is not None
+    assert (beat.timeline, beat.step, beat.activity, tripped(beat)) == (1, STEPS, "done", False)
+
+
+def test_what_the_next_timeline_left_is_gone(diverged: Diverged) -> None:
+    stored = diverged.rig.stored()
+    assert [at for at in stored if at.timeline == 0] == [at for at in diverged.stored if at <= START]
+    assert [at.step for at in stored if at.timeline == 1] == list(range(START.step + 1, STEPS + 1))
+    assert find_spool(diverged.rig.work) is None
+
+
+def test_a_trainer_without_memory_ends_with_its_own_code_behind_a_launcher(tiny: Path, tmp_path: Path) -> None:
+    launched = {"num_processes": 1, "use_cpu": True, "mixed_precision": "no", "distributed_type": "NO"}
+    grpo = {"save_steps": 1}
+    with open_rig(tmp_path, tiny, grpo=grpo, reward="rig_rewards.insatiable", accelerate=launched) as rig:
+        env = NodeEnv(rig.store.url, "trainer-0-i1", "", 1, 0, str(rig.work), "127.0.0.1")
+        launcher = rig.start_trainer(argv=trainer_argv(env, rig.spec.trainer))
+        assert launcher.wait(120) == 1, "which is why the code is noted"
+        assert take_exit_code(rig.work) == exit_codes.OUT_OF_MEMORY
+        beat = rig.beat()
+        assert beat is not None
+        assert (beat.activity, beat.step) == ("out_of_memory", 2)
+        assert rig.stored()[-1] == PolicyVersion(0, 2)
+        output = rig.log().read_text()
+    ours, _, theirs = output.partition("grpo-orch trainer: out of memory at step 3: ")
+    assert "can't allocate memory" in theirs.splitlines()[0]
+    assert "Traceback" not in ours
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
+    ],
+)
+def test_what_running_out_of_memory_looks_like(error: Exception, memory: bool) -> None:
+    assert is_out_of_memory(error) == memory
+
+
+def test_an_exit_code_is_taken_once(tmp_path: Path) -> None:
+    assert take_exit_code(tmp_path) is None
+    leave_exit_code(tmp_path, exit_codes.DIVERGED)
+    assert (take_exit_code(tmp_path), take_exit_code(tmp_path)) == (exit_codes.DIVERGED, None)
+    (tmp_path / "trainer_exit").write_text("")
+    assert take_exit_code(tmp_path) is None

@@ -1,0 +1,157 @@
+"""A trainer that is told to end, in the middle of whatever it does, stores every step that it has taken.
+
+What goes on from there ends in the same weights, bit for bit, as a run that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint.records import documents, metrics
+from policies.model import exit_codes
+from policies.model.vocabulary import PolicyVersion
+from tasks.machine.spooling import find_spool
+from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
+from tests.node.trainer.test_resume import final_files, results
+
+STEPS = GRPO["max_steps"]
+NEVER = {"save_steps": 1000}  # but at the end: whatever is stored before, the leaving has stored
+BESIDE = (0, 1, 9)
+WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, and after how many completions it is told."""
+
+    spec: dict[str, Any]
+    told: range
+
+
+CASES = {
+    # In the middle of a batch, between two batches of a step, or in an evaluation, behind which random numbers
+    # must be as without it.
+    "plain": Case(
+        {
+            "grpo": {
+                **NEVER,
+                "per_device_train_batch_size": 4,
+                "gradient_accumulation_steps": 2,
+                "eval_steps": 3,
+                "per_device_eval_batch_size": 8,
+            },
+            "evaluates": True,
+        },
+        range(18, 70),
+    ),
+    # The rest of a generation window is stored with the step, and with it the place in it.
+    # So is a reference model that is synchronised as it goes.
+    "window": Case(
+        {
+            "grpo": {
+                **NEVER,
+                "steps_per_generation": 2,
+                "num_iterations": 2,
+                "sync_ref_model": True,
+                "ref_model_sync_steps": 1,
+                "ref_model_mixup_alpha": 0.5,
+            }
+        },
+        range(17, 32),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_told_to_stop_it_loses_no_step(name: str, tiny: Path, tmp_path: Path) -> None:
+    case, seed = CASES[name], random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    after = random.Random(seed).choice(case.told)
+    with open_rig(tmp_path / "calm", tiny, **case.spec) as calm:
+        assert calm.wait(calm.start_trainer()) == exit_codes.OK
+    with open_rig(tmp_path / "told", tiny, **case.spec) as told:
+        trainer = told.start_trainer()
+        when_made(told, after, lambda: documents.ask_to_stop(told.store, "trainer-0-i1", 1, time.time()))
+        assert trainer.wait(WAIT_S) == exit_codes.STOPPED, told.log().read_text()[-4000:]
+        check_all_is_stored(told)
+        beat = told.beat()
+        assert beat is not None
+        assert (beat.activity, beat.leaving, beat.stored_step) == ("stopped", True, beat.step)
+        told.uploader.kill()  # it ends with the machine's attempt
+        told.uploader.wait()
+        told.start_uploader()
+        assert told.wait(told.start_trainer(2), 2) == exit_codes.OK
+        assert final_files(told) == final_files(calm)
+    assert results(told.store) == results(calm.store)
+
+
+def test_sigterm_to_the_machine_stores_what_it_has(tiny: Path, tmp_path: Path) -> None:
+    """Trainer, uploader and their supervisor, as a cloud starts them; the step is longer than any patience."""
+    with open_rig(tmp_path, tiny, grpo=NEVER) as rig:
+        rig.uploader.kill()  # the machine brings its own, and a gateway, before which the stand-in goes
+        rig.uploader.wait()
+        rig.gateway.close()
+        rig.gateway.open(BESIDE)
+        machine = rig.start_trainer(argv=[sys.executable, "-m", "tasks.machine.trainer_machine"])
+        try:
+            until(rig, lambda: (beat := rig.beat()) is not None and beat.step >= 3)
+            rig.gateway.members = 0  # from here no step ends
+            until(rig, lambda: (beat := rig.beat()) is not None and beat.activity == "waiting")
+            machine.send_signal(signal.SIGTERM)
+            assert machine.wait(WAIT_S) == exit_codes.STOPPED, rig.log().read_text()[-4000:]
+        finally:
+            machine.kill()
+            rig.gateway.members = 1
+        check_all_is_stored(rig)
+
+
+def test_a_notice_is_trained_through_as_far_as_it_lasts(tiny: Path, tmp_path: Path) -> None:
+    with open_rig(tmp_path, tiny, grpo={**NEVER, "max_steps": 10_000}) as rig:
+        trainer = rig.start_trainer()
+        when_made(rig, 20, lambda: (rig.work / "notice").write_text("3"))
+        noticed_s = time.monotonic()
+        assert trainer.wait(WAIT_S) == exit_codes.STOPPED, rig.log().read_text()[-4000:]
+        assert time.monotonic() - noticed_s > 1.0, "half of the notice, for nothing is measured yet"
+        check_all_is_stored(rig)
+        assert find_spool(rig.work) is None
+
+
+def when_made(rig: Rig, count: int, then: Callable[[], object]) -> None:
+    """Do something once the gateway has made so many completions; returns then."""
+    told: list[bool] = []
+
+    def made(number: int) -> None:
+        if number >= count and not told:
+            told.append(True)
+            then()
+
+    rig.gateway.on_completion = made
+    until(rig, lambda: bool(told))
+
+
+def until(rig: Rig, true: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < end_s, rig.log().read_text()[-4000:]
+        time.sleep(0.01)
+
+
+def check_all_is_stored(rig: Rig) -> None:
+    """The newest checkpoint is of the last step that was taken, and there was one to lose."""
+    taken = max(row.step for row in metrics.read_metrics(rig.store))
+    assert taken >= 1
+    assert rig.stored() == [PolicyVersion(0, taken)]

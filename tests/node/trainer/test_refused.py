@@ -1,0 +1,81 @@
+"""A prompt that no node takes, in a real trainer: the others are trained on as if it had not been in the step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from checkpoint.records import metrics
+from checkpoint.store import layout
+from checkpoint.stream import manifest
+from policies.model import exit_codes
+from policies.model.vocabulary import PolicyVersion
+from tests.node.trainer.rig import Rig, make_tiny, open_rig
+
+STEPS = 3
+# Sums of gradients in another order, and nothing that would blow up their last bits.
+GRPO = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 1,
+    "num_generations": 4,
+    "shuffle_dataset": False,
+    "optim": "sgd",
+    "learning_rate": 0.5,
+    "lr_scheduler_type": "constant",
+    "beta": 0.1,
+    "max_grad_norm": 0.0,
+    "save_steps": 100,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
+    first = json.loads((folder / "prompts.jsonl").read_text().splitlines()[0])
+    longer = {**first, "prompt": first["prompt"] * 40}
+    for name, rows in (("one", [first]), ("two", [first, longer])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def refusing(rig: Rig) -> None:
+    rig.gateway.refuses = lambda prompt: len(prompt) > 100
+
+
+def test_a_refused_prompt_leaves_the_step_to_the_others(tiny: Path, tmp_path: Path) -> None:
+    weights, rows = [], []
+    for name, batches in (("one", 4), ("two", 8)):
+        grpo = {**GRPO, "gradient_accumulation_steps": batches}
+        with open_rig(tmp_path / name, tiny, grpo=grpo, dataset=f"{name}.jsonl") as rig:
+            refusing(rig)
+            assert rig.wait(rig.start_trainer()) == 0
+            rig.gateway.close()
+            last = layout.policy(PolicyVersion(0, STEPS - 1), by=(0, 1, 1))
+            manifest.fetch(rig.store, last, tmp_path / f"weights-{name}")
+            weights.append(load_file(tmp_path / f"weights-{name}" / "model.safetensors"))
+            rows.append([row.values for row in metrics.read_metrics(rig.store)])
+            assert ("prompt_refused" in rig.log().read_text()) == (name == "two")
+    alone, beside = weights
+    assert alone.keys() == beside.keys()
+    assert max(float((alone[name] - beside[name]).abs().max()) for name in alone) < 1e-5
+    for without, values in zip(*rows, strict=True):
+        assert values.pop(metrics.PROMPTS_REFUSED) == 1
+        assert values.pop(metrics.REFUSED_ROW) == 1
+        assert values.pop(metrics.REFUSED_TOKENS) > 100
+        assert values.pop(metrics.REFUSED_LIMIT) == 9
+        assert values.keys() == without.keys()
+        told = ("reward", "completions/", "kl", "entropy", "frac_", "sampling/sampling_logp", metrics.TOKENS)
+        for key in [key for key in values if key.startswith(told)]:
+            assert values[key] == pytest.approx(without[key], abs=1e-4), key
+
+
+def test_a_refused_prompt_fails_the_run_where_run_yaml_says_so(tiny: Path, tmp_path: Path) -> None:
+    grpo = {**GRPO, "gradient_accumulation_steps": 8}
+    with open_rig(tmp_path / "run", tiny, grpo=grpo, dataset="two.jsonl", on_bad_prompt="fail") as rig:
+        refusing(rig)
+        assert rig.start_trainer().wait(120) == exit_codes.BAD_SPEC
+        last = rig.log().read_text().splitlines()[-1]
+        assert "policies.on_bad_prompt is fail: row 1 of the dataset has" in last

@@ -1,0 +1,140 @@
+"""A trainer that is killed and started again ends in the same weights, bit for bit, and no token is made twice."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint.records import metrics
+from checkpoint.store import layout
+from checkpoint.store.run_store import Store
+from checkpoint.stream.catalog import Catalog
+from checkpoint.stream.transfer import read_manifest
+from policies.model.vocabulary import PolicyVersion
+from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
+
+STEPS = GRPO["max_steps"]
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, and after how many completions its first kill comes."""
+
+    spec: dict[str, Any]
+    first_kill: range
+    replays: int  # steps behind the newest checkpoint that the journal holds by then
+    second_kill: bool = False
+
+
+CASES = {
+    "plain": Case(
+        {"grpo": {"eval_steps": 3, "per_device_eval_batch_size": 8}, "evaluates": True},
+        first_kill=range(41, 48),
+        replays=1,
+        second_kill=True,
+    ),
+    # Its checkpoints are in the middle of a generation window, whose rest is used after the restart.
+    "window": Case({"grpo": {"steps_per_generation": 2, "num_iterations": 2, "save_steps": 3}}, range(17, 32), 0),
+    # Before its first checkpoint: new adapters, drawn at random, must be the same ones.
+    "lora": Case({"grpo": {"save_steps": 3}, "peft": LORA}, range(9, 16), 1),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_killed_trainer_ends_in_the_same_weights(name: str, tiny: Path, tmp_path: Path) -> None:
+    case, seed = CASES[name], random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    with open_rig(tmp_path / "calm", tiny, **case.spec) as calm:
+        assert calm.wait(calm.start_trainer()) == 0
+    with open_rig(tmp_path / "killed", tiny, **case.spec) as killed:
+        # In the middle of a batch; then at any moment of a later step, generating, training or saving.
+        kill_after_completion(killed, 1, dice.choice(case.first_kill))
+        assert len(to_replay(killed)) == case.replays
+        if case.second_kill:
+            kill_at_step(killed, 2, dice.randrange(STEPS - 3, STEPS), delay_s=dice.random() * 0.3)
+        replayed, journalled = to_replay(killed), journalled_steps(killed.store)
+        asked_before = len(killed.gateway.asked)
+        assert killed.wait(killed.start_trainer(3), 3) == 0
+        assert final_files(killed) == final_files(calm)
+    assert killed.gateway.unproved == calm.gateway.unproved == []
+    again = {PolicyVersion.parse(policy).step for policy, _ in killed.gateway.asked[asked_before:]}
+    assert not again & journalled, "completions that the journal holds were asked for again"
+    rows = {row.step: row.values for row in metrics.read_metrics(killed.store)}
+    assert all(rows[step + 1][metrics.REPLAYED] == 1 for step in replayed)
+    assert results(killed.store) == results(calm.store)
+    assert len({loss for *_, loss in results(calm.store)}) == STEPS, "nothing was learned, so this proves nothing"
+
+
+def kill_after_completion(rig: Rig, attempt: int, count: int) -> None:
+    """SIGKILL the trainer once the gateway has sent it so many completions of this attempt."""
+    due = threading.Event()
+    aim = rig.gateway.made + count
+    rig.gateway.on_completion = lambda made: due.set() if made >= aim else None
+    trainer = rig.start_trainer(attempt)
+    try:
+        until = time.monotonic() + 90
+        while not due.wait(0.05):
+            assert trainer.poll() is None, rig.log(attempt).read_text()[-4000:]
+            assert time.monotonic() < until, rig.log(attempt).read_text()[-4000:]
+    finally:
+        trainer.kill()
+        trainer.wait(10)
+        rig.gateway.on_completion = lambda _: None
+
+
+def kill_at_step(rig: Rig, attempt: int, step: int, delay_s: float) -> None:
+    """SIGKILL the trainer `delay_s` after its heartbeat shows the step, unless it has ended by then."""
+    trainer = rig.start_trainer(attempt)
+    try:
+        until = time.monotonic() + 90
+        while (beat := rig.beat()) is None or beat.attempt < attempt or beat.step < step:
+            assert time.monotonic() < until, rig.log(attempt).read_text()[-4000:]
+            assert trainer.poll() in (None, 0), rig.log(attempt).read_text()[-4000:]
+            time.sleep(0.005)
+        trainer.wait(delay_s)
+    except subprocess.TimeoutExpired:
+        pass  # still at work, as it should be
+    finally:
+        trainer.kill()
+        trainer.wait(10)
+
+
+def journalled_steps(store: Store) -> set[int]:
+    """The steps whose training completions the journal holds."""
+    keys = [entry.key for entry in store.entries(layout.ROLLOUTS)]
+    return {version.step for version, call in map(layout.call_of, keys) if call == 0}
+
+
+def to_replay(rig: Rig) -> set[int]:
+    """The journalled steps that a trainer which starts now has to take again."""
+    newest = max((at.step for at in rig.stored()), default=0)
+    return {step for step in journalled_steps(rig.store) if step >= newest}
+
+
+def final_files(rig: Rig) -> dict[str, str]:
+    """Digests of what the last checkpoint makes of the run: weights, optimizer, scheduler, random state."""
+    found = read_manifest(rig.store, Catalog(rig.store, "test").newest().find(PolicyVersion(0, STEPS)))
+    digests = {file.name: file.digest for file in found.files}
+    weights = [name for name in digests if name.endswith(".safetensors")]
+    assert weights
+    return {name: digests[name] for name in [*weights, "optimizer.pt", "scheduler.pt", "rng_state.pth"]}
+
+
+def results(store: Store) -> list[tuple[int, float | None, float]]:
+    """What each step earned and lost; a step that generated nothing has no reward."""
+    rows = metrics.read_metrics(store)
+    return [(row.step, row.values.get("reward"), row.values["loss"]) for row in rows]

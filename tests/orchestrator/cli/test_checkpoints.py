@@ -1,0 +1,322 @@
+"""What a user does with checkpoints, by the real command line over a store in a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from checkpoint.records import documents
+from checkpoint.records.forks import write_fork
+from checkpoint.store import layout
+from checkpoint.store.run_store import Store
+from checkpoint.stream import transfer
+from checkpoint.stream.catalog import Catalog
+from checkpoint.stream.chunks import CHUNK_BYTES
+from checkpoint.stream.manifest import files_below
+from orchestrator.cli import main
+from orchestrator.cli.checkpoints import kept_as
+from policies.model.spec import CheckpointsSpec
+from policies.model.timelines import Fork
+from policies.model.vocabulary import PolicyVersion
+from tests.stand_ins.world import spec
+
+
+@dataclass(frozen=True)
+class Answer:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def line(self) -> str:
+        """What a user's mistake is told as: one line, and no traceback."""
+        assert self.out == ""
+        assert self.err.count("\n") == 1, self.err
+        return self.err.rstrip("\n")
+
+
+@dataclass
+class Run:
+    """A run's store in a folder."""
+
+    folder: Path
+    store: Store = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.store = Store((self.folder / "store").as_uri())
+        keeps = replace(spec(), checkpoints=CheckpointsSpec(keep_last=2, keep_every_steps=100))
+        documents.create_run(self.store, documents.RunRecord(documents.SCHEMA, "id", time.time(), keeps))
+
+    def saves(self, timeline: int, step: int) -> Path:
+        """A checkpoint of three files, one of two chunks, one that all checkpoints share. Returns its files."""
+        folder = self.folder / f"{timeline}-{step}"
+        (folder / "base_model").mkdir(parents=True)
+        (folder / "base_model" / "model.safetensors").write_bytes(b"base" * 1000)
+        (folder / "model.safetensors").write_bytes(os.urandom(1000))
+        (folder / "optimizer.pt").write_bytes(os.urandom(16) * (CHUNK_BYTES // 16) + os.urandom(6))
+        version = PolicyVersion(timeline, step)
+        transfer.upload(self.store, self.catalog, files_below(folder), version, time.time() - 7200, {})
+        return folder
+
+    @property
+    def catalog(self) -> Catalog:
+        return Catalog(self.store, "test")
+
+    def chunks(self, text: str, name: str) -> list[Path]:
+        """Where the store keeps a file of a checkpoint."""
+        found = transfer.read_manifest(self.store, self.catalog.newest().find(PolicyVersion.parse(text)))
+        file = next(file for file in found.files if file.name == name)
+        return [self.folder / "store" / found.root / chunk for chunk in file.chunks]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return Run(tmp_path)
+
+
+Cli = Callable[..., Answer]
+
+
+@pytest.fixture
+def cli(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
+    """`grpo-orch checkpoints ...`; without `at`, of the run."""
+
+    def call(*words: str, at: str | None = run.store.url) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["grpo-orch", "checkpoints", *words, *([at] if at else [])])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr()
+        return Answer(int(ended.value.code or 0), told.out, told.err)
+
+    yield call
+    structlog.reset_defaults()
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    return {name: path.read_bytes() for name, path in files_below(folder)}
+
+
+def plain(answer: Answer) -> Any:
+    assert answer.code in (0, 1)
+    return json.loads(answer.out)
+
+
+def test_ls_says_what_there_is_and_why_it_stays(run: Run, cli: Cli) -> None:
+    for timeline, step in ((0, 100), (0, 120), (0, 200), (1, 130), (1, 140)):
+        run.saves(timeline, step)
+    write_fork(run.store, Fork(1, "0-110"))
+    assert cli("pin", "0-120").out == "0-120 is pinned\n"
+    rows = [" ".join(line.split()) for line in cli("ls").out.splitlines()]
+    assert rows == [
+        "version age size pinned kept as",
+        "0-100 2:00 h 16.0 MiB every 100 steps, doubling ages",
+        "0-120 2:00 h 16.0 MiB yes –",
+        "0-200 2:00 h 16.0 MiB –",
+        "1-130 2:00 h 16.0 MiB newest 2, doubling ages",
+        "1-140 2:00 h 16.0 MiB newest 2, doubling ages",
+    ]
+    listed = plain(cli("ls", "-o", "json"))
+    assert [(one["version"], one["timeline"], one["step"], one["pinned"]) for one in listed] == [
+        ("0-100", 0, 100, False),
+        ("0-120", 0, 120, True),
+        ("0-200", 0, 200, False),
+        ("1-130", 1, 130, False),
+        ("1-140", 1, 140, False),
+    ]
+    assert {one["size_bytes"] for one in listed} == {4000 + 1000 + CHUNK_BYTES + 6}
+    assert all(time.time() - 7300 < one["created_at_s"] <= time.time() - 7200 for one in listed)
+
+
+def test_every_rule_that_keeps_a_checkpoint_is_named(run: Run) -> None:
+    for step in (100, 200, 250, 500, 600):
+        run.saves(0, step)
+    run.saves(1, 650)
+    listed = run.catalog.newest().checkpoints
+    spec, forks = CheckpointsSpec(keep_last=1, keep_every_steps=200), (Fork(1, "0-500", from_step=600),)
+    assert {str(at): rules for at, rules in kept_as(listed, spec, forks).items()} == {
+        "0-100": ("doubling ages",),
+        "0-200": ("every 200 steps",),
+        "0-250": ("rollback on probation",),
+        "0-500": ("doubling ages", "rollback on probation"),
+        "0-600": ("abandoned, until probation has passed",),
+        "1-650": ("newest 1", "doubling ages"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"), [("0-60", "0-60"), ("1-60", "1-60"), ("60", "1-60"), ("120", "0-120"), ("latest", "1-60")]
+)
+def test_a_version_a_step_or_the_latest_is_pinned_and_unpinned(word: str, meant: str, run: Run, cli: Cli) -> None:
+    for timeline, step in ((0, 60), (0, 120), (1, 60)):
+        run.saves(timeline, step)
+    assert plain(cli("pin", word, "-o", "json"))["version"] == meant
+    assert [one.version for one in run.catalog.newest().checkpoints if one.pinned] == [meant]
+    assert plain(cli("unpin", word, "-o", "json"))["pinned"] is False
+    assert not [one.version for one in run.catalog.newest().checkpoints if one.pinned]
+
+
+def test_verify_reads_every_byte_and_names_what_is_damaged(run: Run, cli: Cli) -> None:
+    for step in (50, 100, 150):
+        run.saves(0, step)
+    whole = cli("verify")
+    assert (whole.code, whole.err) == (0, "")
+    assert whole.out.splitlines() == [f"0-{step} is whole, 16.0 MiB" for step in (50, 100, 150)]
+
+    _, second = run.chunks("0-100", "optimizer.pt")
+    second.write_bytes(b"second")
+    (lost,) = run.chunks("0-150", "model.safetensors")
+    lost.unlink()
+    broken = cli("verify")
+    assert broken.code == 1
+    first, *damaged = broken.out.splitlines()
+    assert first == "0-50 is whole, 16.0 MiB"
+    assert damaged[0].startswith(f"0-100 is damaged: blobs/{second.name}: its digest is not")
+    assert damaged[1].startswith("0-150 is damaged: ")
+    assert lost.name in damaged[1]
+    assert broken.err.splitlines()[-1] == "damaged: 0-100, 0-150"
+
+    told = cli("verify", "latest", "50", "0-50", "-o", "json")
+    assert told.code == 1
+    assert [(one["version"], len(one["damage"])) for one in plain(told)] == [("0-150", 1), ("0-50", 0)]
+    assert cli("verify", "50", "0-50").out == "0-50 is whole, 16.0 MiB\n"
+
+
+@pytest.mark.parametrize("fault", ["changed", "lost"])
+def test_a_manifest_that_is_damaged_or_lost_is_damage(fault: str, run: Run, cli: Cli) -> None:
+    run.saves(0, 50)
+    path = run.folder / "store" / run.catalog.newest().checkpoints[0].manifest
+    if fault == "lost":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes().replace(b"optimizer", b"optimiser"))
+    answer = cli("verify")
+    assert answer.code == 1
+    assert answer.out.startswith("0-50 is damaged: ")
+    assert path.name in answer.out
+
+
+def test_an_exported_checkpoint_is_what_was_saved(run: Run, cli: Cli, tmp_path: Path) -> None:
+    run.saves(0, 50)
+    saved = run.saves(0, 100)
+    out = tmp_path / "deep" / "out"
+    assert plain(cli("export", "latest", str(out), "-o", "json")) == {
+        **plain(cli("ls", "-o", "json"))[-1],
+        "folder": str(out),
+    }
+    assert read(out) == read(saved)
+    (tmp_path / "empty").mkdir()
+    assert cli("export", "100", "empty").out == f"Wrote 0-100 to {tmp_path}/empty, 16.0 MiB\n"
+    assert read(tmp_path / "empty") == read(saved)
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_an_export_that_was_killed_is_taken_up(run: Run, cli: Cli, tmp_path: Path) -> None:
+    saved = run.saves(0, 50)
+    part = tmp_path / ".out.part"
+    shutil.copytree(saved, part)
+    damaged = bytearray((saved / "optimizer.pt").read_bytes())
+    damaged[5] ^= 1  # in its first chunk, where the write was cut
+    (part / "optimizer.pt").write_bytes(damaged)
+    (run.chunks("0-50", "model.safetensors")[0]).unlink()  # only what is there already can give them
+    run.chunks("0-50", "optimizer.pt")[1].unlink()
+    assert cli("export", "50", "out").code == 0
+    assert read(tmp_path / "out") == read(saved)
+    assert not part.exists()
+
+
+def test_a_damaged_checkpoint_is_not_exported(run: Run, cli: Cli, tmp_path: Path) -> None:
+    run.saves(0, 50)
+    (chunk,) = run.chunks("0-50", "model.safetensors")
+    chunk.write_bytes(b"x" * 1000)
+    answer = cli("export", "50", "out")
+    assert answer.code == 1
+    assert "its digest is not the manifest's" in answer.err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def retired_meanwhile(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run retires all that it has as soon as somebody reads a chunk of it."""
+    read_from_store = Store.get_buffer
+
+    def get_buffer(store: Store, key: str) -> memoryview:
+        if key.startswith(layout.BLOBS):
+            run.catalog.change(time.time(), lambda present: replace(present, checkpoints=[]))
+            run.store.delete([entry.key for entry in run.store.entries(layout.BLOBS)])
+        return read_from_store(store, key)
+
+    monkeypatch.setattr(Store, "get_buffer", get_buffer)
+
+
+@pytest.mark.usefixtures("retired_meanwhile")
+def test_what_is_retired_while_it_is_read_is_not_damaged(run: Run, cli: Cli, tmp_path: Path) -> None:
+    run.saves(0, 50)
+    answer = cli("verify")
+    assert (answer.code, answer.out) == (0, "0-50 was retired meanwhile\n")
+    run.saves(0, 100)
+    answer = cli("export", "100", "out")
+    assert answer.code == 1
+    assert answer.line.startswith("0-100 was retired meanwhile; keep one before it is exported with `grpo-orch")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("pin", "0-70"), "no checkpoint 0-70; there are: 0-50"),
+        (("unpin", "70"), "no checkpoint 70; there are: 0-50"),
+        (
+            ("pin", "newest"),
+            "'newest' names no checkpoint: expected TIMELINE-STEP as in 0-120, a step,",
+        ),
+        (("verify", "0-50", "70"), "no checkpoint 70; there are: 0-50"),
+        (("verify", "newest"), "'newest' and 'file://"),
+        (("export", "70", "out"), "no checkpoint 70; there are: 0-50"),
+        (("export", "50", "used"), "/used is not empty; name a new folder"),
+        (("export", "50", "a-file"), "/a-file is a file; name a new folder"),
+        (("export", "50", "a-file/below"), "/a-file/below: Not a directory"),
+    ],
+)
+def test_a_users_mistake_is_one_line(
+    words: tuple[str, ...], says: str, run: Run, cli: Cli, tmp_path: Path
+) -> None:
+    run.saves(0, 50)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "theirs").write_text("dear")
+    (tmp_path / "a-file").write_text("dear")
+    before = run.catalog.newest().number
+    answer = cli(*words)
+    assert (answer.code, says in answer.line) == (2, True), answer
+    assert run.catalog.newest().number == before
+    assert read(tmp_path / "used") == {"theirs": b"dear"}
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_without_a_checkpoint(cli: Cli) -> None:
+    assert cli("ls").out == "no checkpoint yet\n"
+    assert plain(cli("ls", "-o", "json")) == []
+    for words in (("pin", "latest"), ("unpin", "5"), ("verify",), ("verify", "5"), ("export", "5", "out")):
+        answer = cli(*words)
+        assert (answer.code, answer.line) == (2, "the run has no checkpoint yet"), words
+
+
+def test_the_run_is_meant_as_in_the_other_commands(run: Run, cli: Cli, tmp_path: Path) -> None:
+    run.saves(0, 50)
+    assert cli("ls", at=None).line.startswith("which run?")
+    assert cli("verify", "50", at="store").out == "0-50 is whole, 16.0 MiB\n"
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "latest").write_text(run.store.url)
+    assert cli("verify", "50", at=None).out == "0-50 is whole, 16.0 MiB\n"
+    assert cli("pin", "50", at="nowhere").line.startswith("nowhere: expected a store URL")

@@ -1,0 +1,221 @@
+"""What `grpo-orch doctor` says is there and missing, and whether the run could start."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from checkpoint.store import layout
+from checkpoint.store.run_store import Store
+from checkpoint.stream import transfer
+from checkpoint.stream.catalog import Catalog
+from orchestrator.cli import main
+from orchestrator.cli.doctor import INSTALL, Finding, SkyPilotLike, examine, is_usable
+from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+from orchestrator.clouds.sky.types import ApiServer, CloudCheck, SkyOffer
+from policies.model.spec import RunSpec
+from policies.model.vocabulary import PolicyVersion, Refusal
+from tests.generators import config_world
+from tests.stand_ins.world import spec
+
+SPOT = SkyOffer("aws/us-east-1/us-east-1b", "p5.48xlarge", "H100:8", True, 21.5)
+DEARER = replace(SPOT, infra="aws/us-west-2/us-west-2a", price_usd_per_h=23.22)
+ON_DEMAND = replace(SPOT, infra="aws/us-east-1", spot=False, price_usd_per_h=55.04)
+
+
+@dataclass
+class SkyPilotStandIn:
+    """A SkyPilot that knows what it was told."""
+
+    machines: list[SkyOffer] = field(default_factory=lambda: [SPOT, DEARER, ON_DEMAND])
+    no_quota: tuple[SkyOffer, ...] = ()
+    away: bool = False
+
+    def server(self) -> ApiServer:
+        if self.away:
+            raise CloudUnavailable("the API server at https://sky.example does not answer; see `curl ...`")
+        return ApiServer("http://127.0.0.1:46580", "0.14.1", local=True)
+
+    def clouds(self) -> list[CloudCheck]:
+        return [
+            CloudCheck("aws", enabled=True, reason=""),
+            CloudCheck("gcp", enabled=False, reason="GCP tools are not installed."),
+        ]
+
+    def offers(self, resources: dict[str, Any], *, spot: bool) -> list[SkyOffer]:
+        found = [offer for offer in self.machines if offer.spot == spot]
+        if not found:
+            raise CloudRefused(Refusal.QUOTA, f"no enabled cloud (aws) has machines for {resources}; name another")
+        return found
+
+    def has_quota(self, offer: SkyOffer) -> bool:
+        return offer not in self.no_quota
+
+
+def on_cloud() -> RunSpec:
+    """A run with its trainer on demand and its rollouts on spot, as is the default."""
+    return replace(spec(), cloud="sky")
+
+
+def look(run: RunSpec | None, skypilot: SkyPilotLike, version: str | None = "0.14.1") -> dict[str, Finding]:
+    return {finding.what: finding for finding in examine(run, version, lambda: skypilot)}
+
+
+@pytest.fixture(autouse=True)
+def no_node_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_ORCH_NODE_PYTHON", "/no/such/python")
+
+
+def test_a_run_on_a_cloud_that_has_all_it_needs() -> None:
+    found = look(on_cloud(), SkyPilotStandIn())
+    assert is_usable(list(found.values()))
+    assert found["SkyPilot"].told == "0.14.1"
+    assert found["API server"].told == "http://127.0.0.1:46580, version 0.14.1"
+    assert found["cloud gcp"] == Finding("cloud gcp", False, False, "GCP tools are not installed.")
+    assert {what for what, finding in found.items() if finding.needed} == {
+        "SkyPilot",
+        "API server",
+        "trainer on demand",
+        "rollout spot",
+    }
+    assert found["trainer on demand"].told == "aws/us-east-1 p5.48xlarge H100:8 at 55.04 $/h"
+    assert found["rollout spot"].told == (
+        "aws/us-east-1/us-east-1b p5.48xlarge H100:8 at 21.50 $/h; 2 places, up to 23.22 $/h"
+    )
+
+
+@pytest.mark.parametrize(
+    ("skypilot", "missing", "told"),
+    [
+        (SkyPilotStandIn(machines=[ON_DEMAND]), "rollout spot", "no enabled cloud (aws) has machines"),
+        (SkyPilotStandIn(machines=[SPOT]), "trainer on demand", "no enabled cloud (aws) has machines"),
+        (
+            SkyPilotStandIn(no_quota=(SPOT, DEARER)),
+            "rollout spot",
+            "p5.48xlarge is zero in aws/us-east-1, aws/us-west-2",
+        ),
+        (SkyPilotStandIn(away=True), "API server", "does not answer"),
+    ],
+)
+def test_a_run_on_a_cloud_that_lacks_something(skypilot: SkyPilotLike, missing: str, told: str) -> None:
+    found = look(on_cloud(), skypilot)
+    assert not is_usable(list(found.values()))
+    assert [what for what, finding in found.items() if finding.needed and not finding.ok] == [missing]
+    assert told in found[missing].told
+
+
+def test_a_market_that_the_run_does_not_use_may_be_sold_out() -> None:
+    skypilot = SkyPilotStandIn(machines=[SPOT, ON_DEMAND], no_quota=(ON_DEMAND,))
+    always_spot = replace(on_cloud(), trainer=replace(on_cloud().trainer, resources={"use_spot": True}))
+    found = look(always_spot, skypilot)
+    assert not found["trainer on demand"].ok
+    assert is_usable(list(found.values()))
+
+
+def test_the_next_place_is_offered_when_the_cheapest_has_no_quota() -> None:
+    told = look(on_cloud(), SkyPilotStandIn(no_quota=(SPOT,)))["rollout spot"].told
+    assert told.startswith("aws/us-west-2/us-west-2a p5.48xlarge H100:8 at 23.22 $/h")
+
+
+def test_without_skypilot_it_says_how_to_install_it() -> None:
+    found = look(on_cloud(), SkyPilotStandIn(), version=None)
+    assert found["SkyPilot"] == Finding("SkyPilot", False, True, INSTALL)
+    assert not is_usable(list(found.values()))
+
+
+def test_a_local_run_asks_no_cloud() -> None:
+    def opened() -> SkyPilotLike:
+        raise AssertionError("SkyPilot was opened")
+
+    found = {finding.what: finding for finding in examine(spec(), "0.14.1", opened)}
+    assert set(found) == {"SkyPilot", "node environment"}
+    assert "/no/such/python" in found["node environment"].told
+    assert not is_usable(list(found.values()))
+
+
+def test_without_a_run_one_way_is_enough() -> None:
+    assert is_usable(list(look(None, SkyPilotStandIn()).values()))
+    assert not is_usable(list(look(None, SkyPilotStandIn(), version=None).values()))
+    assert not is_usable(list(look(None, SkyPilotStandIn(away=True)).values()))
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A local run's file, with a node environment on this machine."""
+    monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("GRPO_ORCH_NODE_PYTHON", sys.executable)
+    yield config_world.furnish(tmp_path)
+    structlog.reset_defaults()
+
+
+def test_the_command_prints_a_table_and_its_twin(
+    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["grpo-orch", "doctor", str(run_yaml), "-o", "json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["usable"] is True
+    found = {finding["what"]: finding for finding in document["findings"]}
+    assert found["store"]["ok"]
+    assert found["node environment"] == {
+        "what": "node environment",
+        "ok": True,
+        "needed": True,
+        "told": sys.executable,
+        "warning": False,
+    }
+    monkeypatch.setattr(sys, "argv", ["grpo-orch", "doctor", str(run_yaml)])
+    with pytest.raises(SystemExit):
+        main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["OK", "node", "environment", sys.executable] in rows
+
+
+def test_the_command_fails_for_what_the_run_needs(
+    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_yaml.parent / "run").write_text("in the store's place")
+    monkeypatch.setattr(sys, "argv", ["grpo-orch", "doctor", str(run_yaml)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert ended.value.code == 1
+    assert told.err == "missing: store\n"
+    assert "missing" in told.out
+
+
+def test_a_run_whose_checkpoints_are_damaged_is_told_before_it_needs_them(
+    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, weights = Store((run_yaml.parent / "run").as_uri()), run_yaml.parent / "weights"
+
+    def found() -> Any:
+        monkeypatch.setattr(sys, "argv", ["grpo-orch", "doctor", str(run_yaml), "-o", "json"])
+        with pytest.raises(SystemExit):
+            main()
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        return next((finding for finding in findings if finding["what"] == "checkpoints"), None)
+
+    assert found() is None
+    for step in (10, 20):
+        weights.write_bytes(b"%d" % step)
+        files = [("model.safetensors", weights)]
+        transfer.upload(store, Catalog(store, "test"), files, PolicyVersion(0, step), 1.0, {})
+    assert found()["ok"]
+    blobs = store.entries(layout.BLOBS)
+    older = next(one.key for one in blobs if store.get(one.key) == b"10")
+    store.delete([older])
+    damaged = found()
+    assert (damaged["ok"], damaged["needed"]) == (False, False)
+    assert damaged["told"].startswith(f"damaged: 0-10; of 0-10: {older} of model.safetensors is missing; see")
+    store.delete([one.key for one in blobs])
+    assert found()["needed"], "no restart would find a whole one"

@@ -1,0 +1,88 @@
+"""What `down` says and does while it waits, and at Ctrl-C."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+
+from checkpoint.journal.journal import Journal
+from checkpoint.records import documents
+from checkpoint.store.run_store import Store
+from orchestrator.cli.down import Stopping, _at_work
+from policies.control.snapshot import Trainer
+from policies.control.stopping import DOWN, DOWN_NOW
+from policies.model.events import NodeMoved, NodeRequested, RunCreated, RunMoved
+from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
+
+names = itertools.count()
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store(f"memory://down-{next(names)}")
+
+
+def kinds(store: Store) -> list[str]:
+    return [command.kind for command in documents.read_commands(store)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "moments", "seen"),
+    [
+        (DOWN, ["later", "later"], [[], [], []]),
+        (DOWN, ["Ctrl-C", "later"], [[], [], []]),
+        (DOWN, ["Ctrl-C", "later", "Ctrl-C", "later"], [[], [], [], [DOWN_NOW], [DOWN_NOW]]),
+    ],
+)
+def test_the_second_interrupt_stops_the_waiting_for_the_trainer(
+    store: Store, kind: str, moments: list[str], seen: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks: list[list[str]] = []  # the commands at each look, the last of which finds that it is over
+    script = iter([*moments, "over"])
+
+    def over() -> bool:
+        looks.append(kinds(store))
+        moment = next(script)
+        if moment == "Ctrl-C":
+            raise KeyboardInterrupt
+        return moment == "over"
+
+    Stopping(store, kind).wait(over)
+    assert looks == seen
+    assert kinds(store) == [], "it would stop the run when that is resumed"
+    said = capsys.readouterr().err
+    assert ("Ctrl-C once more: return the machines at once" in said) is ("Ctrl-C" in moments)
+
+
+@pytest.mark.parametrize(("kind", "interrupts"), [(DOWN, 3), (DOWN_NOW, 1)])
+def test_where_nothing_is_waited_for_an_interrupt_leaves(store: Store, kind: str, interrupts: int) -> None:
+    left = iter(range(interrupts - 1))
+
+    def over() -> bool:
+        next(left, None)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Stopping(store, kind).wait(over)
+    assert next(left, None) is None
+
+
+def test_what_is_waited_for_is_said(store: Store) -> None:
+    journal = Journal(store, "here/1")
+    journal.take_over(0.0, "here", 1, "up")
+    node = "trainer-0-i1"
+    journal.append(
+        0.0, (RunCreated("sim", "sim-0"), NodeRequested(node, Role.TRAINER, "trainer-0", 1, Market.SPOT, ""))
+    )
+    journal.append(1.0, (NodeMoved(node, NodePhase.BOOTING, ""), NodeMoved(node, NodePhase.SERVING, "")))
+    journal.append(2.0, (RunMoved(RunPhase.TRAINING, ""), RunMoved(RunPhase.STOPPING, "")))
+    beat = Trainer(node, 1, 0, 117, 500, "training", time.time(), stored_step=100)
+    documents.write_trainer(store, beat)
+    assert _at_work(store, 3.0) == "returning the machines"
+    journal.append(3.0, (NodeMoved(node, NodePhase.DRAINING, ""),))
+    assert _at_work(store, 3.0) == "the trainer stores step 117 (step 100 is stored; 3 s of at most 900)"
+    documents.write_trainer(store, replace(beat, stored_step=None))
+    assert "nothing is stored yet" in _at_work(store, 3.0)

@@ -1,0 +1,75 @@
+"""How watching a run ends: what is said, and with which exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpoint.stream.exports import export_weights
+from orchestrator.cli.console import Stop
+from orchestrator.cli.look import attach
+from policies.model import exit_codes
+from policies.model.events import Exported, HealthyChosen, RunMoved
+from policies.model.vocabulary import PolicyVersion, RunPhase
+from tests.generators.views_world import World
+
+
+def ended(phase: RunPhase, reason: str) -> World:
+    """A run that diverged at step 10, and ended so."""
+    world = World()
+    world.starts()
+    world.diverges(20, onset_step=7, step=10)
+    world.happens(21, RunMoved(phase, reason))
+    return world
+
+
+def watched(world: World) -> Stop:
+    with pytest.raises(Stop) as stop:
+        attach(world.store)
+    assert "\n" not in str(stop.value)
+    return stop.value
+
+
+def test_a_run_that_gave_up_has_an_exit_code_of_its_own() -> None:
+    world = ended(RunPhase.GAVE_UP, "diverged at step 10, and was rolled back 3 times; last healthy: the start")
+    stop = watched(world)
+    assert stop.exit_code == exit_codes.GAVE_UP == 79
+    assert str(stop) == (
+        "digits gave up: diverged at step 10, and was rolled back 3 times; last healthy: the start; "
+        f"go on by hand, with something changed: grpo-orch rollback {world.store.url}"
+    )
+
+
+def test_a_run_that_gave_up_says_where_its_weights_are(tmp_path: Path) -> None:
+    world = ended(RunPhase.GAVE_UP, "diverged at step 10; last healthy: checkpoint 0-5")
+    world.saves(15, 5, tmp_path)
+    prefix = export_weights(world.store, PolicyVersion(0, 5)).prefix
+    world.happens(22, HealthyChosen("0-5"), Exported("0-5", prefix))
+    assert f"; the weights of 0-5 are in {world.store.url}/exports/0-5; go on by hand" in str(watched(world))
+
+
+def test_a_paused_run_says_how_to_go_on() -> None:
+    world = ended(RunPhase.PAUSED, "diverged since step 7; `grpo-orch rollback` goes back to checkpoint 0-5")
+    stop = watched(world)
+    assert stop.exit_code == exit_codes.FAILED
+    assert str(stop) == (
+        "digits is paused: diverged since step 7; `grpo-orch rollback` goes back to checkpoint 0-5; "
+        f"go on with: grpo-orch rollback {world.store.url}"
+    )
+
+
+def test_a_failed_run_says_how_to_go_on() -> None:
+    world = ended(RunPhase.FAILED, "out of memory")
+    stop = watched(world)
+    assert stop.exit_code == exit_codes.FAILED
+    hint = f"when it is mended, continue with: grpo-orch resume {world.store.url}"
+    assert str(stop) == f"digits failed: out of memory; {hint}"
+
+
+def test_a_run_that_ended_well_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
+    world = World()
+    world.starts()
+    world.happens(20, RunMoved(RunPhase.FINISHED, "the last step"))
+    attach(world.store)
+    assert "faults survived" in capsys.readouterr().out

@@ -1,0 +1,195 @@
+"""`grpo-orch rollback`, by the real command line over a store in a folder; its daemon is the controller's own code
+with a simulated world under it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+
+from checkpoint.journal import journal
+from checkpoint.journal.journal import Journal
+from checkpoint.records import documents
+from checkpoint.records.documents import RunRecord
+from checkpoint.store.run_store import Store
+from checkpoint.stream.catalog import Catalog, Checkpoint
+from orchestrator.cli import main
+from policies.control.decide import decide
+from policies.control.snapshot import Snapshot
+from policies.model import exit_codes
+from policies.model.events import Diverged, Event, HealthyChosen, RunCreated, RunMoved
+from policies.model.state import RunState
+from policies.model.vocabulary import Cause, RunPhase
+from tests.stand_ins.world import spec
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+class Run:
+    """A run's store in a folder, and a daemon that takes commands when it is started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Store((folder / "store").as_uri())
+        self.record = RunRecord(documents.SCHEMA, "id", time.time(), spec())
+        documents.create_run(self.store, self.record)
+        self.started: list[str] = []
+        self.happens(RunCreated("sim", "id"))
+
+    @property
+    def state(self) -> RunState:
+        return journal.recover(self.store).state
+
+    def happens(self, *events: Event) -> None:
+        writer = Journal(self.store, "test")
+        writer.take_over(1.0, "test", 1, "test")
+        writer.append(1.0, events)
+
+    def saves(self, *versions: str) -> None:
+        for version in versions:
+            Catalog(self.store, "test").commit(1.0, Checkpoint(version, f"m{version}", "", 1.0, 1), frozenset(), 0)
+
+    def daemon(self, _store: Store, _record: RunRecord, reason: str) -> int:
+        """One tick, with a cloud that does not answer."""
+        self.started.append(reason)
+        writer = Journal(self.store, "daemon")
+        state = writer.take_over(2.0, "here", 1, reason)
+        found = Catalog(self.store, "daemon").newest().checkpoints
+        commands = documents.read_commands(self.store)
+        snapshot = Snapshot(3.0, commands=commands, checkpoints=tuple(one.at for one in found))
+        writer.append(3.0, decide(state, snapshot, self.record.spec).events)
+        return 1
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    made = Run(tmp_path)
+    for name in ("rollback", "start"):
+        monkeypatch.setattr(sys.modules[f"orchestrator.cli.{name}"], "start_daemon", made.daemon)
+    return made
+
+
+@pytest.fixture
+def cli(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
+    """`grpo-orch COMMAND RUN ...`."""
+
+    def call(command: str, *words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["grpo-orch", command, run.store.url, *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        code = ended.value.code
+        return (code if isinstance(code, int) else int(code is not None)), out, err
+
+    yield call
+    structlog.reset_defaults()
+
+
+def begun(run: Run) -> tuple[str | None, dict[str, int | float]]:
+    (one,) = run.state.rollbacks
+    assert one.cause is Cause.USER
+    return one.fork.start, dict(one.fork.changes)
+
+
+def test_a_target_and_changes_are_taken_as_given(run: Run, cli: Cli):
+    run.saves("0-2", "0-4", "0-6")
+    code, out, _ = cli("rollback", "--to", "4", "--set", "beta=0.08", "--set", "learning_rate=1e-5")
+    assert code == 0
+    assert "goes back to 0-4, as timeline 1; other than in run.yaml: beta 0.08, learning_rate 1e-05." in out
+    assert "beta: a KL term where there was none: a reference model is loaded beside the trained one\n" in out
+    assert "learning_rate: updates of 10 times the size\n" in out
+    assert begun(run) == ("0-4", {"beta": 0.08, "learning_rate": 1e-5})
+    assert run.started == ["rollback"]
+
+
+def test_without_words_it_goes_to_before_the_trouble_with_the_changes_by_rule(run: Run, cli: Cli):
+    run.saves("0-2", "0-4", "0-6")
+    run.happens(Diverged(0, 7, 5, ("KL 9",), "trainer"), RunMoved(RunPhase.PAUSED, "diverged"))
+    code, out, _ = cli("rollback", "-o", "json")
+    assert code == 0
+    told = json.loads(out)
+    assert (told["timeline"], told["start"], told["cause"]) == (1, "0-4", "user")
+    # By rule, from TRL's own defaults: no KL term, and no ratio to clip.
+    assert told["changes"] == {"learning_rate": 5e-7}
+    assert told["effects"] == {"learning_rate": "updates of half the size"}
+    assert run.state.phase is RunPhase.STARTING
+
+
+def test_with_nothing_to_go_back_to_it_asks_for_a_word_and_begins_nothing(run: Run, cli: Cli):
+    run.saves("0-50")
+    run.happens(Diverged(0, 90, 30, ("KL 9",), "trainer"), RunMoved(RunPhase.PAUSED, "diverged"))
+    code, _, err = cli("rollback")
+    assert code == 2
+    assert "no checkpoint is from before step 30, there are 0-50" in err
+    assert "--to start" in err
+    assert not run.state.rollbacks
+    assert not run.started
+
+
+@pytest.mark.parametrize("word", ["start", "0"])
+def test_the_start_is_a_target_too(run: Run, cli: Cli, word: str):
+    run.saves("0-2")
+    assert cli("rollback", "--to", word)[0] == 0
+    assert begun(run)[0] is None
+
+
+def test_the_newest_checkpoint_has_a_name(run: Run, cli: Cli):
+    run.saves("0-2", "0-4")
+    assert cli("rollback", "--to", "latest")[0] == 0
+    assert begun(run)[0] == "0-4"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--to", "5"], "no checkpoint 5; there are: 0-2, 0-4"),
+        (["--to", "../x"], "'../x' names no checkpoint: expected TIMELINE-STEP"),
+        (["--set", "beta"], "--set beta: expected a number of 0 or more, as in beta=0.1"),
+        (["--set", "beta=much"], "--set beta=much: expected a number of 0 or more"),
+        (["--set", "beta=nan"], "--set beta=nan: expected a number of 0 or more"),
+        (["--set", "learning_rate=0"], "--set learning_rate=0: expected a number above 0"),
+        (["--set", "max_completion_length=2.5"], "--set max_completion_length=2.5: expected a whole number"),
+        (
+            ["--set", "max_steps=3"],
+            "--set max_steps=3: expected KEY=NUMBER, KEY one of beta, epsilon, epsilon_high",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_and_change_nothing(run: Run, cli: Cli, words: list[str], message: str):
+    run.saves("0-2", "0-4")
+    code, out, err = cli("rollback", *words)
+    assert (code, out) == (exit_codes.USAGE, "")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not documents.read_commands(run.store)
+    assert not run.started
+
+
+def test_a_finished_run_is_left_alone(run: Run, cli: Cli):
+    run.happens(RunMoved(RunPhase.FINISHED, "done"))
+    code, _, err = cli("rollback")
+    assert code == exit_codes.USAGE
+    assert "is finished: there is nothing to go back from" in err
+    assert not documents.read_commands(run.store)
+
+
+@pytest.mark.parametrize("phase", [RunPhase.PAUSED, RunPhase.GAVE_UP])
+def test_resume_of_a_diverged_run_says_what_to_do(run: Run, cli: Cli, phase: RunPhase):
+    run.happens(Diverged(0, 7, 5, ("KL 9",), "trainer"), RunMoved(phase, "diverged since step 5"))
+    code, _, err = cli("resume")
+    assert code == exit_codes.USAGE
+    assert f"grpo-orch rollback {run.store.url}" in err
+    assert not run.started
+
+
+def test_resume_finishes_an_export_that_was_cut_off(run: Run, cli: Cli):
+    run.happens(HealthyChosen("0-4"), RunMoved(RunPhase.GAVE_UP, "diverged"))
+    assert cli("resume", "-d")[0] == 0
+    assert run.started == ["resume"]

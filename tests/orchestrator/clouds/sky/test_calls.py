@@ -1,0 +1,117 @@
+"""Calls that may never be answered: the caller has its deadline, and what was asked for is called off."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+from structlog.testing import capture_logs
+
+from orchestrator.clouds.sky import calls
+from orchestrator.clouds.sky.calls import Call, told
+
+PATIENCE_S = 20.0
+
+
+class Server:
+    """Takes requests, answers when told to, and knows what was cancelled."""
+
+    def __init__(self) -> None:
+        self.may_submit, self.may_answer = threading.Event(), threading.Event()
+        self.fetched: list[str] = []
+        self.cancelled = threading.Event()
+
+    def call(self) -> Call[str]:
+        return Call(self.submit, self.fetch, self.cancel)
+
+    def submit(self) -> str:
+        assert self.may_submit.wait(PATIENCE_S)
+        return "id"
+
+    def fetch(self, request: str) -> str:
+        self.fetched.append(request)
+        assert self.may_answer.wait(PATIENCE_S)
+        return "answer"
+
+    def cancel(self, request: str) -> None:
+        assert request == "id"
+        self.cancelled.set()
+        self.may_answer.set()  # a cancelled request is answered
+
+
+def test_the_answer() -> None:
+    server = Server()
+    server.may_submit.set()
+    server.may_answer.set()
+    assert server.call().result(PATIENCE_S) == "answer"
+    assert not server.cancelled.is_set()
+
+
+def test_a_late_answer_is_not_waited_for_and_the_request_is_cancelled() -> None:
+    server = Server()
+    server.may_submit.set()
+    with pytest.raises(TimeoutError):
+        server.call().result(0.05)
+    assert server.cancelled.is_set()
+
+
+def test_what_is_submitted_after_the_deadline_is_cancelled_too() -> None:
+    server = Server()
+    with pytest.raises(TimeoutError):
+        server.call().result(0.05)
+    assert not server.cancelled.is_set()
+    server.may_submit.set()
+    assert server.cancelled.wait(PATIENCE_S)
+    assert server.fetched == []
+
+
+def test_an_error_is_the_callers_and_tracebacks_stay_whole() -> None:
+    def fail() -> str:
+        sys.tracebacklimit = 0
+        raise KeyError("no such cluster")
+
+    with pytest.raises(KeyError):
+        Call(fail, lambda _: None, lambda _: None).result(PATIENCE_S)
+    assert not hasattr(sys, "tracebacklimit")
+
+
+def test_a_cancellation_that_fails_is_nobodys_concern() -> None:
+    server = Server()
+    server.may_submit.set()
+    with pytest.raises(TimeoutError):
+        Call(server.submit, server.fetch, lambda _: 1 / 0).result(0.05)
+    server.may_answer.set()
+
+
+def test_a_cancellation_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.clouds.sky.calls.CANCEL_TIMEOUT_S", 0.05)
+    server = Server()
+    server.may_submit.set()
+    cancelled = threading.Event()
+
+    def cancel(_: str) -> None:
+        server.may_answer.wait(PATIENCE_S)
+        cancelled.set()
+
+    with pytest.raises(TimeoutError):
+        Call(server.submit, server.fetch, cancel).result(0.05)
+    assert not cancelled.is_set()
+    server.may_answer.set()
+
+
+def test_how_long_a_call_took_is_told_also_when_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "TOLD_FROM_S", 0.0)
+    with capture_logs() as said, pytest.raises(KeyError), told("launch", "grpo-tiny-rollout-0-i1"):
+        raise KeyError
+    assert [(one["event"], one["call"], one["cluster"]) for one in said] == [
+        ("skypilot_called", "launch", "grpo-tiny-rollout-0-i1")
+    ]
+    assert said[0]["seconds"] >= 0.0
+
+
+def test_a_short_call_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "TOLD_FROM_S", 60.0)
+    with capture_logs() as said, told("has_machines", "grpo-tiny-rollout-0-i1"):
+        pass
+    assert said == []

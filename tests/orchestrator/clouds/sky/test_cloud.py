@@ -1,0 +1,302 @@
+"""What only the cloud through SkyPilot does, SkyPilot played by a table. See test_cloud_conformance."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from checkpoint.records import documents
+from checkpoint.records.documents import MachineReport, RunRecord
+from checkpoint.store.run_store import Store
+from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
+from orchestrator.clouds.sky import cloud as sky_cloud
+from orchestrator.clouds.sky import suspicion
+from orchestrator.clouds.sky.cloud import SkyCloud
+from orchestrator.clouds.sky.types import Cluster, ClusterState
+from orchestrator.home.folder import run_dir
+from policies.control.snapshot import Machine
+from policies.model import exit_codes
+from policies.model.spec import RunSpec
+from policies.model.vocabulary import MachineState, Market, Role
+from tests.stand_ins.cloud_worlds import hurry
+from tests.stand_ins.sky_table import PREFIX, Table
+from tests.stand_ins.world import spec
+
+stores = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hurry(monkeypatch)
+    monkeypatch.setattr(sky_cloud, "REGION_WAIT_S", 0.05)
+    monkeypatch.setattr(sky_cloud, "IDLE_EVERY_S", 0.0)
+    monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
+
+
+class Clouds:
+    """One run, and as many controllers of it as a test opens."""
+
+    def __init__(self, folder: Path) -> None:
+        base = spec()
+        trainer = replace(base.trainer, resources={"infra": "aws"})
+        self.spec: RunSpec = replace(base, cloud="sky", workdir=str(folder), trainer=trainer)
+        self.opened: list[SkyCloud] = []
+        self.store = Store(f"memory://sky-{next(stores)}")
+        self.sky = Table()
+
+    def open(self) -> SkyCloud:
+        record = RunRecord(1, "sim-0", 0.0, self.spec)
+        made = SkyCloud(self.sky, record, self.store)  # type: ignore[arg-type]  # the table stands in for SkyPilot
+        self.opened.append(made)
+        return made
+
+    def says(self, node: str, attempt: int, exit_code: int | None = None, notice: bool = False) -> None:
+        report = MachineReport(node, attempt, exit_code, notice, "172.31.0.7", "us-east-1a", "boot", 1000.0)
+        documents.write_machine(self.store, report)
+
+
+@pytest.fixture
+def clouds(tmp_path: Path) -> Iterator[Clouds]:
+    made = Clouds(tmp_path)
+    yield made
+    for cloud in made.opened:
+        cloud.close()
+
+
+def order(node: str = "trainer-0-i1", attempt: int = 1) -> Order:
+    role = Role(node.split("-")[0])
+    environment = {"GRPO_ORCH_NODE": node, "GRPO_ORCH_ATTEMPT": str(attempt), "GRPO_ORCH_TOKEN": "s3cret"}
+    return Order(node, role, Market.SPOT if role is Role.ROLLOUT else Market.ON_DEMAND, attempt, environment)
+
+
+def until(cloud: SkyCloud, wanted: Callable[[dict[str, Machine]], bool]) -> dict[str, Machine]:
+    deadline_s = time.monotonic() + 10
+    found: dict[str, Machine] = {}
+    while time.monotonic() < deadline_s:
+        try:
+            found = cloud.machines()
+        except CloudUnavailable:
+            continue
+        if wanted(found):
+            return found
+        time.sleep(0.005)
+    raise AssertionError(found)
+
+
+def seen(cloud: SkyCloud) -> dict[str, Machine]:
+    return until(cloud, lambda _: True)
+
+
+def running(clouds: Clouds, node: str = "rollout-0-i1") -> SkyCloud:
+    """A controller with a trainer and one other node up, at work."""
+    cloud = clouds.open()
+    seen(cloud)
+    for name in ("trainer-0-i1", node):
+        cloud.launch(order(name))
+        clouds.says(name, 1)
+    until(cloud, lambda machines: len(machines) == 2)
+    return cloud
+
+
+def test_nothing_is_known_before_the_first_look(clouds: Clouds):
+    clouds.sky.fails = CloudUnavailable("the API server is away")
+    cloud = clouds.open()
+    with pytest.raises(CloudUnavailable):
+        cloud.machines()
+    clouds.sky.fails = None
+    assert seen(cloud) == {}
+
+
+def test_nothing_is_known_any_more_when_no_look_succeeds_for_long(clouds: Clouds, monkeypatch: pytest.MonkeyPatch):
+    cloud = running(clouds)
+    monkeypatch.setattr(sky_cloud, "STALE_S", 0.05)
+    clouds.sky.fails = CloudUnavailable("the API server is away")
+    time.sleep(0.1)  # longer than STALE_S
+    with pytest.raises(CloudUnavailable, match="is away"):
+        cloud.machines()
+
+
+def test_the_token_goes_as_a_secret(clouds: Clouds):
+    running(clouds)
+    for work in clouds.sky.works:
+        assert work.secrets["GRPO_ORCH_TOKEN"] == "s3cret"
+        assert "s3cret" not in repr(work)
+
+
+def test_work_that_ended_is_run_again_on_the_same_machine(clouds: Clouds):
+    cloud = running(clouds)
+    clouds.says("trainer-0-i1", 1, exit_code=7)
+    until(cloud, lambda machines: machines["trainer-0-i1"].exit_code == 7)
+    cloud.launch(order(attempt=2))
+    assert clouds.sky.asked[-1] == "run_again trainer-0-i1"
+    machine = seen(cloud)["trainer-0-i1"]
+    assert (machine.attempt, machine.exit_code) == (2, None)
+
+
+def test_a_machine_is_not_given_up_because_skypilot_cannot_reach_it(clouds: Clouds):
+    cloud = running(clouds)
+    name = PREFIX + "rollout-0-i1"
+    clouds.sky.table[name] = replace(clouds.sky.table[name], state=ClusterState.STARTING)
+    time.sleep(0.1)  # a few looks, of which nothing may follow: there is no event to wait for
+    assert seen(cloud)["rollout-0-i1"].state is MachineState.UP
+
+
+def test_a_silent_machine_is_gone_once_its_cloud_says_so(clouds: Clouds, monkeypatch: pytest.MonkeyPatch):
+    cloud = running(clouds)
+    monkeypatch.setattr(clouds.sky, "has_machines", lambda _: False)
+    cloud.confirm("rollout-0-i1")
+    machine = cloud.machines()["rollout-0-i1"]
+    assert (machine.state, machine.why) == (MachineState.GONE, "preempted")
+
+
+def test_work_that_ended_without_a_word_has_failed(clouds: Clouds):
+    cloud = clouds.open()
+    seen(cloud)
+    cloud.launch(order())
+    clouds.sky.idle = True  # the set-up failed: the machine never got to say anything
+    cloud.confirm("trainer-0-i1")
+    machine = cloud.machines()["trainer-0-i1"]
+    assert (machine.attempt, machine.exit_code) == (1, exit_codes.FAILED)
+    clouds.sky.idle = False
+    cloud.launch(order(attempt=2))
+    assert cloud.machines()["trainer-0-i1"].exit_code is None
+
+
+def test_a_machines_jobs_are_not_looked_at_while_they_may_still_be_starting(
+    clouds: Clouds, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sky_cloud, "IDLE_EVERY_S", 1000.0)
+    cloud = clouds.open()
+    seen(cloud)
+    cloud.launch(order())
+    clouds.sky.idle = True
+    cloud.confirm("trainer-0-i1")
+    assert cloud.machines()["trainer-0-i1"].exit_code is None
+
+
+def test_a_machine_that_is_slow_to_tell_of_its_jobs_is_left_to_them(
+    clouds: Clouds, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[str] = []
+
+    def slowly(name: str, _: float) -> bool:
+        asked.append(name)
+        time.sleep(0.2)
+        return False
+
+    monkeypatch.setattr(suspicion, "EVERY_S", 0.0)
+    monkeypatch.setattr(clouds.sky, "is_idle", slowly)
+    monkeypatch.setattr(sky_cloud, "REST", 1000.0)
+    cloud = running(clouds)
+    for _ in range(3):
+        cloud.confirm("trainer-0-i1")
+    assert len(asked) == 1
+
+
+def test_work_that_said_how_it_ended_is_believed(clouds: Clouds):
+    cloud = running(clouds)
+    clouds.says("trainer-0-i1", 1, exit_code=exit_codes.BAD_SPEC)
+    clouds.sky.idle = True
+    cloud.confirm("trainer-0-i1")
+    assert cloud.machines()["trainer-0-i1"].exit_code == exit_codes.BAD_SPEC
+
+
+def test_another_controller_sets_the_machine_up_anew_before_it_runs_work_there(clouds: Clouds):
+    running(clouds)
+    after = clouds.open()
+    seen(after)
+    after.launch(order(attempt=2))
+    assert clouds.sky.asked[-1] == "launch trainer-0-i1"
+    assert seen(after)["trainer-0-i1"].attempt == 2
+
+
+def test_what_a_machine_said_goes_with_it(clouds: Clouds):
+    cloud = running(clouds)
+    cloud.terminate("rollout-0-i1")
+    assert documents.read_machine(clouds.store, "rollout-0-i1") is None
+    assert documents.read_machine(clouds.store, "trainer-0-i1") is not None
+
+
+def test_a_half_made_cluster_is_launched_again_under_its_name(clouds: Clouds):
+    name = PREFIX + "trainer-0-i1"
+    clouds.sky.table[name] = Cluster(name, ClusterState.STARTING, "aws/us-east-1", False, 0.4, None)
+    cloud = clouds.open()
+    machine = seen(cloud)["trainer-0-i1"]
+    assert (machine.state, machine.attempt) == (MachineState.STARTING, 0)
+    cloud.launch(order())
+    assert clouds.sky.asked == ["launch trainer-0-i1"]
+    assert cloud.machines()["trainer-0-i1"].state is MachineState.UP
+
+
+def test_a_machine_that_is_being_launched_is_there_and_can_be_taken_down(
+    clouds: Clouds, monkeypatch: pytest.MonkeyPatch
+):
+    cloud = clouds.open()
+    seen(cloud)
+    under_way, ended = threading.Event(), threading.Event()
+
+    def launch(*_: object) -> Cluster:
+        under_way.set()
+        assert ended.wait(10)
+        raise CloudUnavailable("cancelled by `down`")
+
+    def down(*_: object) -> None:
+        ended.set()
+
+    monkeypatch.setattr(clouds.sky, "launch", launch)
+    monkeypatch.setattr(clouds.sky, "down", down)
+
+    def ask() -> None:
+        with pytest.raises(CloudUnavailable):
+            cloud.launch(order())
+
+    launching = threading.Thread(target=ask)
+    launching.start()
+    assert under_way.wait(10)
+    assert cloud.machines() == {"trainer-0-i1": Machine("trainer-0-i1", MachineState.STARTING, attempt=0)}
+    cloud.terminate("trainer-0-i1")
+    launching.join(10)
+    assert cloud.machines() == {}
+
+
+def test_rollout_nodes_wait_for_the_trainers_region_and_go_there(clouds: Clouds):
+    cloud = clouds.open()
+    seen(cloud)
+    with pytest.raises(CloudUnavailable, match="waits for the trainer's region"):
+        cloud.launch(order("rollout-0-i1"))
+    cloud.launch(order())
+    cloud.launch(order("rollout-0-i1"))
+    assert clouds.sky.works[-1].resources["infra"] == "aws/us-east-1"
+
+
+def test_the_plan_names_both_prices(clouds: Clouds):
+    trainer, *rollouts = clouds.open().offers()
+    assert (trainer.market, trainer.price_usd_per_h, trainer.elsewhere) == (Market.ON_DEMAND, 55.04, "spot 21.50")
+    assert [r.elsewhere for r in rollouts] == ["on_demand 55.04"] * 2
+    clouds.spec = replace(
+        clouds.spec, trainer=replace(clouds.spec.trainer, resources={"instance_type": "only-on-demand"})
+    )
+    assert clouds.open().offers()[0].elsewhere == ""
+
+
+def test_a_plan_in_two_regions_is_refused_before_anything_is_bought(clouds: Clouds):
+    trainer = replace(clouds.spec.trainer, resources={"infra": "aws/us-east-1"})
+    rollout = replace(clouds.spec.rollout, resources={"infra": "aws/us-west-2"})
+    clouds.spec = replace(clouds.spec, trainer=trainer, rollout=rollout)
+    with pytest.raises(CloudRefused, match=r"rollout.resources names no place in aws/us-east-1"):
+        clouds.open().offers()
+
+
+def test_the_log_of_a_daemon_on_this_machine_is_read_here(clouds: Clouds) -> None:
+    cloud = clouds.open()
+    with pytest.raises(KeyError):
+        cloud.log("daemon", follow=False)
+    (run_dir("sim-0") / "daemon.log").write_text("took the run\nticked\n")
+    assert list(cloud.log("daemon", follow=False)) == ["took the run", "ticked"]
+    assert cloud.logged_nodes() == ["daemon"]

@@ -1,0 +1,276 @@
+"""SkyPilot's adapter without a cloud, in a process with a home of its own: what it asks for, and whom."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.sky.home import make_home
+
+pytestmark = pytest.mark.skipif(
+    find_spec("sky") is None, reason="SkyPilot is not installed: pip install 'grpo-orch[sky]'"
+)
+TIMEOUT_S = 120.0
+PRELUDE = """
+    import json, os
+    from orchestrator.clouds import skypilot
+    from orchestrator.clouds.protocol import CloudUnavailable
+    from orchestrator.clouds.sky.work import Work
+    from sky.utils import annotations
+
+    annotations.is_on_api_server = False  # as any call of the SDK makes it
+
+    def sent():
+        # The settings that go along with a request.
+        from sky.server.requests.payloads import RequestBody
+
+        return RequestBody().override_skypilot_config
+
+    def work(**resources):
+        secrets = {"TOKEN": "open-sesame"}
+        return Work(setup="true", run="true", resources=resources, env={"A": "b"}, secrets=secrets, files={},
+                    workdir=None)
+"""
+
+
+def run(home: Path, story: str, **environment: str) -> dict[str, Any]:
+    """Run a story in a process that has this home; it prints one line of JSON, and nothing else may."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SKYPILOT_")}
+    off = {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1", "HOME": str(home), "PYTHONPATH": os.getcwd()}
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PRELUDE) + textwrap.dedent(story)],
+        env={**inherited, **off, **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("\n") == 1, ended.stdout
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+def test_a_task_keeps_alternatives_and_hides_secrets(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        places = [{"infra": "aws/us-east-1"}, {"infra": "gcp", "labels": {"team": "b"}}]
+        given = dict(any_of=places, use_spot=True, labels={"team": "a"})
+        some, ordered = (skypilot._task("n-1", work(**given)), skypilot._task("n-1", work(ordered=places)))
+        print(json.dumps({
+            "any": sorted([str(one.cloud), one.region, one.use_spot, one.labels] for one in some.resources),
+            "ordered": [str(one.cloud) for one in ordered.resources],
+            "types": [type(task.resources).__name__ for task in (some, ordered)],
+            "kept": repr(some.to_yaml_config(use_user_specified_yaml=True)),
+            "sent": some.to_yaml_config()["secrets"],
+            "untouched": places[1]["labels"],
+        }))
+        """,
+    )
+    assert found["any"] == [
+        ["AWS", "us-east-1", True, {"team": "a", "grpo-orch": "n-1"}],
+        ["GCP", None, True, {"team": "b", "grpo-orch": "n-1"}],
+    ]
+    assert found["ordered"] == ["AWS", "GCP"]
+    assert found["types"] == ["set", "list"]
+    assert "sesame" not in found["kept"]
+    assert found["sent"] == {"TOKEN": "open-sesame"}
+    assert found["untouched"] == {"team": "b"}
+
+
+def test_the_runs_machines_have_a_security_group_of_their_own(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        skypilot.SkyPilot("grpo-a")
+        skypilot.SkyPilot("grpo-controller-a")
+        said = {"unnamed": sent()["aws"]["security_group_name"]}
+        for kind, named in {"one": "mine", "some": [{"team-*": "mine"}]}.items():
+            skypilot._overlay.close()
+            with open(os.path.expanduser("~/.sky/config.yaml"), "w") as config:
+                json.dump({"aws": {"security_group_name": named}}, config)
+            skypilot.skypilot_config.reload_config()
+            skypilot.SkyPilot("grpo-a")
+            said[kind] = sent()["aws"]["security_group_name"]
+
+        asked, left = [], ["sg-1 is in use"]
+        skypilot._look = lambda *_: ["AWS"]  # what the API server calls enabled
+        skypilot.sky_aws.all_regions = lambda _: {"east", "west"}
+        skypilot.sky_aws.drop_groups = lambda _, *given: asked.append([sorted(given[0]), given[1]]) or left
+        sky = skypilot.SkyPilot("grpo-a")
+        try:
+            sky.drop_group(["aws/us-east-1/us-east-1a", "gcp"], -1.0)
+        except CloudUnavailable as error:
+            said["left"] = str(error)
+        left.clear()
+        for places in ([None], ["gcp/us-east1", "kubernetes/a/b"]):
+            sky.drop_group(places, 0.0)
+        print(json.dumps(said | {"asked": asked}))
+        """,
+    )
+    assert found["unnamed"] == [{"grpo-a*": "grpo-a"}, {"grpo-controller-a*": "grpo-controller-a"}]
+    assert found["one"] == "mine"  # what the user names is kept to
+    assert found["some"] == [{"team-*": "mine"}, {"grpo-a*": "grpo-a"}]
+    assert "security group grpo-a, which costs nothing: sg-1 is in use" in found["left"]
+    assert found["asked"] == [[["us-east-1"], "grpo-a"], [["east", "west"], "grpo-a"], [[], "grpo-a"]]
+
+
+def test_clusters_are_seen_whoever_launched_them_and_machines_without_a_record_too(tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    make_home(tmp_path, "http://127.0.0.1:9", tmp_path / "wheels")
+    found = run(
+        tmp_path,
+        """
+        from orchestrator.clouds.sky.types import Instance
+        from sky import core, global_user_state, models
+        from sky.backends import CloudVmRayResourceHandle
+
+        def launched(user, name):
+            os.environ["SKYPILOT_USER_ID"] = user
+            global_user_state.add_or_update_user(models.User(user, user))
+            machine = skypilot.sky.Resources(infra="aws/us-east-1", instance_type="m6i.large")
+            handle = CloudVmRayResourceHandle(cluster_name=name, cluster_name_on_cloud=name, cluster_yaml=None,
+                                              launched_nodes=1, launched_resources=machine)
+            global_user_state.add_or_update_cluster(name, handle, requested_resources={machine}, ready=True)
+
+        skypilot._look = lambda submit, _: submit()
+        skypilot.sdk.status = lambda *given, **words: core.status(
+            **dict(zip(("cluster_names", "refresh"), given)), **words
+        )
+        launched("aaaa", "grpo-r-trainer-0-i1")
+        launched("bbbb", "grpo-other-trainer-0-i1")
+        sky = skypilot.SkyPilot("grpo-r")
+        skypilot.sky_aws.labelled = lambda *_: [
+            Instance("i-1", name, "us-east-1", "us-east-1b", "m6i.large", True, "up", "198.18.0.7")
+            for name in ("grpo-r-trainer-0-i1", "grpo-r-rollout-0-i1")
+        ]
+        skypilot.sdk.enabled_clouds = lambda: ["AWS"]
+        (stray,) = [sky.as_cluster(one) for one in sky.strays("grpo-r-", ["aws/us-east-1"])]
+        print(json.dumps({
+            "clusters": [cluster.name for cluster in sky.clusters("grpo-r-")],
+            "record": skypilot._record("grpo-r-trainer-0-i1", 1.0) is not None,
+            "stray": [stray.name, stray.stray, stray.infra, stray.price_usd_per_h, stray.on_demand_usd_per_h],
+            "of other clouds": sky.strays("grpo-r-", ["gcp"]),
+        }))
+        """,
+    )
+    assert found == {
+        "clusters": ["grpo-r-trainer-0-i1"],
+        "record": True,
+        "stray": ["grpo-r-rollout-0-i1", True, "aws/us-east-1/us-east-1b", 0.035, 0.096],
+        "of other clouds": [],
+    }
+
+
+def test_a_log_comes_without_colours_and_ends_with_why_it_broke_off(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        r"""
+        import io
+        import requests
+        from sky import exceptions
+
+        asked, said = [], {}
+
+        def answer(method, path, json, **_):
+            asked.append([path, json["cluster_name"], json["follow"]])
+            answered = requests.Response()
+            answered.status_code = 200
+            answered.headers["X-Skypilot-Request-ID"] = "request"
+            answered.raw = io.BytesIO(b"\x1b[36m(n-1, pid=7)\x1b[0m one\n10%\r\ntwo\n" if end is None else b"")
+            return answered
+
+        def get(_):
+            if end is not None:
+                raise end
+            return exceptions.JobExitCode.NOT_FINISHED
+
+        skypilot._see_server = skypilot.server.check_server_healthy_or_start_fn = lambda *_: None
+        skypilot._record = lambda name, _: None if name == "n-2" else "a record"
+        skypilot.server.make_authenticated_request = answer
+        skypilot.sdk.get = get
+        sky = skypilot.SkyPilot()
+        for name, follow, end in (
+            ("n-1", True, None),
+            ("n-1", False, exceptions.ClusterNotUpError("skipped for cluster 'n-1' (status: INIT)", None)),
+            ("n-2", False, None),
+        ):
+            lines = []
+            try:
+                lines += sky.tail(name, follow=follow)
+            except (KeyError, CloudUnavailable) as error:
+                lines.append(repr(error))
+            said[f"{name} {follow}"] = lines
+        print(json.dumps(said | {"asked": asked}))
+        """,
+    )
+    assert found["asked"] == [["/logs", "n-1", True], ["/logs", "n-1", False]]
+    assert found["n-1 True"] == ["(n-1, pid=7) one", "10%", "two"]
+    (why,) = found["n-1 False"]
+    assert "the log of n-1 broke off: skipped for cluster 'n-1' (status: INIT)" in why
+    assert found["n-2 False"] == ["KeyError('n-2')"]
+
+
+def test_what_a_command_asks_once_waits_for_a_server_that_was_just_started(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        asked = {}
+
+        def ask(submit, timeout_s):
+            asked.setdefault(call, []).append(timeout_s)
+            return [] if call == "log" else {}
+
+        skypilot._see_server = lambda: None
+        skypilot._reason = lambda _: ""
+        skypilot._ask = ask
+        sky = skypilot.SkyPilot()
+        for call, once in {
+            "log": lambda: sky.tail("n-1", follow=False),
+            "offers": lambda: sky.offers({}, spot=True),
+            "clouds": sky.clouds,
+        }.items():
+            try:
+                once()
+            except (KeyError, skypilot.CloudRefused):  # there is nothing
+                pass
+        print(json.dumps(asked))
+        """,
+    )
+    assert found.keys() == {"log", "offers", "clouds"}
+    assert all(min(waits) >= 180.0 for waits in found.values()), "it took more than a minute on two busy cores"
+
+
+def test_an_api_server_elsewhere_that_is_away_is_told_and_none_is_started_here(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        found = run(
+            tmp_path,
+            """
+            asked = {}
+            sky = skypilot.SkyPilot()
+            for name, call in {
+                "silent": lambda: sky.confirm("n-1", 0.5),
+                "clusters": lambda: sky.clusters(""),
+            }.items():
+                try:
+                    call()
+                except CloudUnavailable as error:
+                    asked[name] = str(error)
+            print(json.dumps(asked))
+            """,
+            SKYPILOT_API_SERVER_ENDPOINT=f"http://me:open-sesame@127.0.0.1:{port}",
+        )
+    assert found["silent"].startswith("SkyPilot has not done it within 0.5 s")
+    assert f"127.0.0.1:{port} does not answer" in found["clusters"]
+    assert "sesame" not in json.dumps(found)
+    assert not (tmp_path / ".sky" / "api_server" / "server.log").exists()

@@ -1,0 +1,162 @@
+"""When a machine that nothing is heard from is given up, and when not."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.clouds.protocol import CloudUnavailable
+from orchestrator.clouds.sky import suspicion
+from orchestrator.clouds.sky.clusters import Book
+from orchestrator.clouds.sky.suspicion import DEAD, Suspicions, accepts_connections
+from orchestrator.clouds.sky.types import Cluster, ClusterState
+
+NAME = "grpo-tiny-1f2e3d4c-rollout-0-i1"
+UP = Cluster(NAME, ClusterState.UP, "aws/us-east-1/us-east-1a", True, 0.4, ("198.18.0.7", 22))
+INIT = replace(UP, state=ClusterState.STARTING)
+
+
+class World:
+    """One machine: whether its SSH port answers, and what SkyPilot says of it."""
+
+    def __init__(self) -> None:
+        self.answers = True
+        self.says: Cluster | Exception | None = UP
+        self.has: bool | None = None  # whether the cloud has it; None: it cannot be asked from here
+        self.asked = 0
+        self.book = Book()
+        self.book.saw(UP)
+        self.suspicions = Suspicions(self, self.book, lambda _: self.answers)  # type: ignore[arg-type]  # it confirms
+
+    def confirm(self, name: str, timeout_s: float) -> Cluster | None:
+        assert (name, timeout_s) == (NAME, suspicion.TIMEOUT_S)
+        self.asked += 1
+        if isinstance(self.says, Exception):
+            raise self.says
+        return self.says
+
+    def has_machines(self, name: str) -> bool | None:
+        assert name == NAME
+        if isinstance(self.says, Exception):
+            raise self.says
+        return self.has
+
+    def look(self) -> bool:
+        return self.suspicions.look(NAME)
+
+    @property
+    def lost(self) -> str:
+        return self.book.entries()[NAME].lost
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(suspicion, "EVERY_S", 0.0)
+    return World()
+
+
+def test_a_machine_that_answers_is_there_and_nobody_else_is_asked(world: World):
+    assert world.look()
+    assert (world.asked, world.lost) == (0, "")
+
+
+def test_a_preempted_machine_is_lost_at_the_clouds_word(world: World):
+    world.answers, world.has = False, False
+    assert not world.look()
+    assert (world.asked, world.lost) == (0, "preempted")
+
+
+def test_where_the_cloud_cannot_be_asked_skypilot_is(world: World):
+    world.answers, world.says = False, None
+    assert not world.look()
+    assert (world.asked, world.lost) == (1, "preempted")
+
+
+def test_a_machine_that_answered_before_is_dead_after_a_while_of_silence(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    world.look()
+    world.answers, world.has = False, True
+    assert not world.look()
+    assert world.lost == ""
+    monkeypatch.setattr(suspicion, "DEAD_AFTER_S", 0.0)
+    assert not world.look()
+    assert (world.asked, world.lost) == (0, DEAD)
+
+
+def test_silence_is_counted_from_the_last_answer(world: World, monkeypatch: pytest.MonkeyPatch):
+    now_s = 1000.0
+    monkeypatch.setattr(suspicion.time, "monotonic", lambda: now_s)
+    world.has = True
+    for answers, passes_s in ((True, 1), (False, 7), (True, 7), (False, 7), (False, 7)):
+        world.answers = answers
+        world.look()
+        assert world.lost == ""
+        now_s += passes_s
+    world.look()
+    assert world.lost == DEAD
+
+
+@pytest.mark.parametrize("has", [True, None])
+def test_one_that_never_answered_here_is_dead_when_skypilot_says_it_twice(world: World, has: bool | None):
+    world.has = has
+    world.answers, world.says = False, INIT
+    world.look()
+    assert world.lost == ""
+    world.look()
+    assert world.lost == DEAD
+
+
+def test_a_word_of_life_between_takes_the_first_word_back(world: World):
+    world.book.saw(replace(UP, ssh_address=None))
+    for says in (INIT, UP, INIT):
+        world.says = replace(says, ssh_address=None)
+        world.look()
+    assert world.lost == ""
+
+
+def test_a_busy_machine_that_skypilot_cannot_talk_to_is_kept_while_its_port_answers(world: World):
+    world.says = INIT
+    assert world.look()
+    assert world.lost == ""
+
+
+def test_one_that_is_still_being_made_is_not_dead(world: World):
+    world.book.forget(NAME)
+    world.book.saw(INIT)
+    world.answers, world.says = False, INIT
+    for _ in range(3):
+        world.look()
+    assert world.lost == ""
+
+
+def test_nothing_is_concluded_while_the_cloud_cannot_be_asked(world: World):
+    world.look()
+    world.answers, world.says = False, CloudUnavailable("no network")
+    with pytest.raises(CloudUnavailable):
+        world.look()
+    assert world.lost == ""
+
+
+def test_what_is_lost_is_not_asked_about(world: World):
+    world.book.lose(NAME, "preempted")
+    assert not world.look()
+    assert not world.suspicions.look("never-was")
+    assert world.asked == 0
+
+
+def test_nobody_is_asked_more_often_than_it_helps(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(suspicion, "EVERY_S", 1000.0)
+    world.answers = False
+    for _ in range(5):
+        world.look()
+    assert world.asked == 1
+
+
+def test_a_listening_port_accepts_and_a_closed_one_does_not():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        assert accepts_connections(address)
+    assert not accepts_connections(address)

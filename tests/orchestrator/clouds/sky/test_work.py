@@ -1,0 +1,205 @@
+"""What SkyPilot is asked to do for a node: where and how its machine is bought, what it is told and given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.clouds.protocol import CloudRefused, Order
+from orchestrator.clouds.sky.work import is_secret, region_of, resources_for, sole_region, work_for
+from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from policies.model.vocabulary import Market, Refusal, Role
+
+EAST = "aws/us-east-1"
+GIVEN = {
+    "GRPO_ORCH_RUN": "s3://bucket/run",
+    "GRPO_ORCH_NODE": "trainer-0-i1",
+    "GRPO_ORCH_ATTEMPT": "1",
+    "GRPO_ORCH_TIMELINE": "0",
+    "GRPO_ORCH_TOKEN": "hunter2",
+    "GRPO_ORCH_STORAGE_OPTIONS": '{"secret_access_key": "hunter3"}',
+    "HF_TOKEN": "hunter4",
+}
+
+
+def order(role: Role = Role.TRAINER, market: Market = Market.ON_DEMAND) -> Order:
+    return Order(f"{role}-0-i1", role, market, 1, GIVEN)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> RunSpec:
+    """A run whose folder has a model and data, one of each in a folder that git ignores."""
+    folder = tmp_path / "mine"
+    (folder / "build" / "model").mkdir(parents=True)
+    (folder / "build" / "prompts.jsonl").write_text("{}")
+    (folder / "held_out").mkdir()
+    return RunSpec(
+        name="t",
+        storage="s3://bucket/run",
+        cloud="sky",
+        trainer=TrainerSpec(
+            model="./build/model",
+            dataset=Dataset(path="build/prompts.jsonl"),
+            eval_dataset=Dataset(path="held_out"),
+            reward_funcs=(),
+            resources={"infra": "aws", "accelerators": "H100:8"},
+        ),
+        rollout=RolloutSpec(resources={"accelerators": "L40S"}),
+        grpo={},
+        workdir=str(folder),
+    )
+
+
+WHEEL = Path("/here/0123abcd/grpo_orch-0.1.0-py3-none-any.whl")
+
+
+def test_secrets_are_apart_and_in_nothing_that_is_written(spec: RunSpec) -> None:
+    work = work_for(order(), spec, WHEEL, None)
+    assert set(work.secrets) == {"GRPO_ORCH_TOKEN", "GRPO_ORCH_STORAGE_OPTIONS", "HF_TOKEN"}
+    assert {**work.env, **work.secrets}.items() >= GIVEN.items()
+    assert not work.env.keys() & work.secrets.keys()
+    assert "hunter" not in repr(work)
+    assert "hunter" not in work.setup + work.run + str(work.resources) + str(work.env) + str(work.files)
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "aws_secret_access_key", "A_SECRET", "DB_PASSWORD"])
+def test_names_that_look_secret_are(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "KEYS_MAX", "HF_HOME", "GRPO_ORCH_RUN"])
+def test_names_that_do_not_are_not(name: str) -> None:
+    assert not is_secret(name)
+
+
+def test_each_role_gets_what_it_reads_and_the_wheel(spec: RunSpec) -> None:
+    wheel = {"~/.grpo-orch/wheels/0123abcd/grpo_orch-0.1.0-py3-none-any.whl": str(WHEEL)}
+    model = {"~/sky_workdir/build/model": f"{spec.workdir}/build/model"}
+    data = {
+        "~/sky_workdir/build/prompts.jsonl": f"{spec.workdir}/build/prompts.jsonl",
+        "~/sky_workdir/held_out": f"{spec.workdir}/held_out",
+    }
+    trainer = work_for(order(), spec, WHEEL, None)
+    assert trainer.files == {**wheel, **model, **data}
+    assert trainer.workdir == spec.workdir
+    assert trainer.env["GRPO_ORCH_ROLE"] == "trainer"
+    rollout = work_for(order(Role.ROLLOUT), spec, WHEEL, None)
+    assert rollout.files == {**wheel, **model}
+    assert rollout.env["GRPO_ORCH_ROLE"] == "rollout"
+    assert rollout.env["GRPO_ORCH_WHEEL"] == ".grpo-orch/wheels/0123abcd/grpo_orch-0.1.0-py3-none-any.whl"
+
+
+def test_hub_names_and_the_machines_own_paths_are_left_alone(spec: RunSpec, tmp_path: Path) -> None:
+    trainer = TrainerSpec(model="Qwen/Qwen3-0.6B", dataset=Dataset(path=str(tmp_path)), reward_funcs=())
+    work = work_for(order(), replace(spec, trainer=trainer), WHEEL, None)
+    assert list(work.files.values()) == [str(WHEEL)]
+
+
+def test_a_folder_that_is_elsewhere_is_said(spec: RunSpec) -> None:
+    with pytest.raises(CloudRefused, match=r"the folder of run.yaml, /nowhere, is not on this machine") as caught:
+        work_for(order(), replace(spec, workdir="/nowhere"), WHEEL, None)
+    assert caught.value.refusal is Refusal.CREDENTIALS
+
+
+PLACES: list[tuple[dict[str, Any], str | None, dict[str, Any] | None]] = [
+    # as written, where it has to be, what is asked for
+    ({}, None, {}),
+    ({}, EAST, {"infra": EAST}),
+    ({"infra": "aws"}, None, {"infra": "aws"}),
+    ({"infra": "aws"}, EAST, {"infra": EAST}),
+    ({"infra": "AWS/"}, EAST, {"infra": EAST}),
+    ({"infra": "*/us-east-1"}, EAST, {"infra": EAST}),
+    ({"infra": "*/*/us-east-1a"}, EAST, {"infra": f"{EAST}/us-east-1a"}),
+    ({"infra": "aws/*/*"}, None, {"infra": "aws"}),
+    ({"infra": f"{EAST}/us-east-1a"}, EAST, {"infra": f"{EAST}/us-east-1a"}),
+    ({"infra": "aws/us-west-2"}, EAST, None),
+    ({"infra": "gcp"}, EAST, None),
+    ({"cloud": "aws"}, EAST, {"infra": EAST}),
+    ({"cloud": "aws", "region": "us-west-2"}, EAST, None),
+    ({"region": "us-east-1", "zone": "us-east-1b"}, EAST, {"infra": f"{EAST}/us-east-1b"}),
+    ({"infra": "aws", "region": "us-west-2"}, EAST, None),
+    ({"infra": "k8s/a/b"}, "kubernetes/a/b", {"infra": "kubernetes/a/b"}),
+    ({"cloud": "kubernetes", "region": "a/b"}, "k8s/a/b", {"infra": "kubernetes/a/b"}),
+    ({"infra": "k8s"}, "kubernetes/a/b", {"infra": "kubernetes/a/b"}),
+    ({"infra": "k8s/c"}, "kubernetes/a/b", None),
+    ({"any_of": [{"infra": "gcp"}, {"infra": "aws"}]}, EAST, {"any_of": [{"infra": EAST}]}),
+    (
+        {"any_of": [{"infra": "gcp"}, {"accelerators": "L4"}]},
+        None,
+        {"any_of": [{"infra": "gcp"}, {"accelerators": "L4"}]},
+    ),
+    ({"ordered": [{"infra": "gcp"}, {"infra": "aws/us-west-2"}]}, EAST, None),
+    (
+        {"infra": "aws", "disk_size": 200, "ordered": [{"accelerators": "H100"}, {"infra": "gcp"}]},
+        EAST,
+        {"disk_size": 200, "ordered": [{"accelerators": "H100", "infra": EAST}]},
+    ),
+    (
+        {"infra": "aws", "any_of": [{"region": "us-east-1"}, {"region": "us-west-2"}]},
+        EAST,
+        {"any_of": [{"infra": EAST}]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("wanted", "pinned", "asked"), PLACES)
+@pytest.mark.parametrize("market", Market)
+def test_machines_are_bought_where_they_have_to_be_and_on_the_market_that_was_chosen(
+    wanted: dict[str, Any], pinned: str | None, asked: dict[str, Any] | None, market: Market
+) -> None:
+    before = repr(wanted)
+    if asked is None:
+        with pytest.raises(CloudRefused, match=rf"rollout.resources names no place in {pinned}") as caught:
+            resources_for(wanted, Role.ROLLOUT, market, pinned)
+        assert caught.value.refusal is Refusal.QUOTA
+        return
+    use_spot = {"use_spot": market is Market.SPOT}
+    for key in ("any_of", "ordered"):
+        if key in asked:
+            asked = {**asked, key: [{**entry, **use_spot} for entry in asked[key]]}
+    assert resources_for(wanted, Role.ROLLOUT, market, pinned) == {**asked, **use_spot}
+    assert repr(wanted) == before
+
+
+def test_an_entry_that_names_its_market_keeps_it() -> None:
+    wanted = {"ordered": [{"cpus": 4}, {"cpus": 4, "use_spot": False}]}
+    asked = resources_for(wanted, Role.ROLLOUT, Market.SPOT, None)
+    assert asked == {"use_spot": True, "ordered": [{"cpus": 4, "use_spot": True}, {"cpus": 4, "use_spot": False}]}
+
+
+@pytest.mark.parametrize(
+    ("infra", "region"),
+    [("aws/us-east-1/us-east-1a", EAST), ("AWS/us-east-1", EAST), ("k8s/a/b", "kubernetes/a/b"), ("aws", "aws")],
+)
+def test_a_region_is_what_private_addresses_reach(infra: str, region: str) -> None:
+    assert region_of(infra) == region
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "sole"),
+    [
+        ({}, {}, None),
+        ({"infra": "aws"}, {"infra": "aws"}, None),
+        ({"infra": "aws/us-east-1/us-east-1a"}, {}, EAST),
+        ({"infra": "aws"}, {"infra": EAST}, EAST),
+        ({"infra": EAST}, {"infra": "gcp/us-central1"}, EAST),
+        ({"any_of": [{"infra": f"{EAST}/us-east-1a"}, {"infra": f"{EAST}/us-east-1b"}]}, {}, EAST),
+        ({"any_of": [{"infra": EAST}, {"infra": "gcp/us-central1"}]}, {}, None),
+        ({"cloud": "aws", "region": "us-east-1"}, {}, EAST),
+        ({"region": "us-east-1"}, {}, None),
+        ({"infra": "k8s"}, {}, None),
+        ({"infra": "k8s/mine"}, {}, "kubernetes/mine"),
+    ],
+)
+def test_the_region_is_known_where_a_role_leaves_no_choice(
+    spec: RunSpec, trainer: dict[str, Any], rollout: dict[str, Any], sole: str | None
+) -> None:
+    placed = replace(
+        spec,
+        trainer=replace(spec.trainer, resources=trainer),
+        rollout=replace(spec.rollout, resources=rollout),
+    )
+    assert sole_region(placed) == sole

@@ -1,0 +1,160 @@
+"""What only the local cloud does: what it plays, its processes, spools and prices. See test_cloud_conformance."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.clouds.local.cloud import MARK, LocalCloud, marked_processes
+from orchestrator.clouds.protocol import CloudRefused, Order
+from policies.control.snapshot import Machine
+from policies.model.spec import Prices, Rehearsal
+from policies.model.vocabulary import MachineState, Market, Role
+from tests.stand_ins.world import spec
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCloud]:
+    monkeypatch.setenv("GRPO_ORCH_NODE_PYTHON", str(Path(__file__).parents[2] / "stand_ins" / "stand_in_node.sh"))
+    made = LocalCloud(tmp_path / "machines", spec())
+    yield made
+    for node in made.machines():
+        made.terminate(node)
+
+
+def order(node: str = "rollout-0-i1", attempt: int = 1, **environment: str) -> Order:
+    return Order(node, Role(node.split("-")[0]), Market.SPOT, attempt, environment)
+
+
+def until(cloud: LocalCloud, node: str, wanted: Callable[[Machine | None], bool]) -> Machine:
+    """Look until the machine is as wanted: what the controller does, too."""
+    deadline_s = time.monotonic() + 20
+    while time.monotonic() < deadline_s:
+        machine = cloud.machines().get(node)
+        if wanted(machine):
+            assert machine is not None
+            return machine
+        time.sleep(0.02)
+    raise AssertionError(f"{node}: {cloud.machines()}")
+
+
+def up(machine: Machine | None) -> bool:
+    return machine is not None and machine.state is MachineState.UP
+
+
+def gone(machine: Machine | None) -> bool:
+    return machine is not None and machine.state is MachineState.GONE
+
+
+def processes(cloud: LocalCloud, node: str) -> list[int]:
+    return marked_processes(cloud._folder / node)
+
+
+def test_a_machine_that_is_at_work_takes_no_other_work(cloud: LocalCloud, tmp_path: Path):
+    cloud.launch(order())
+    log = tmp_path / "machines" / "rollout-0-i1" / "log"
+    while not log.read_text():
+        until(cloud, "rollout-0-i1", up)
+    cloud.launch(order(attempt=2))
+    assert until(cloud, "rollout-0-i1", up).attempt == 1
+
+
+def test_a_process_between_two_programs_still_belongs_to_its_machine(tmp_path: Path):
+    again = tmp_path / "again.sh"
+    again.write_text(f"exec sh {again}")
+    process = subprocess.Popen(["sh", again], env={**os.environ, MARK: str(tmp_path)})
+    try:
+        assert all(process.pid in marked_processes(tmp_path) for _ in range(500))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_preempted_machine_is_gone_with_everything_on_it(cloud: LocalCloud):
+    cloud.launch(order())
+    until(cloud, "rollout-0-i1", up)
+    cloud.preempt("rollout-0-i1", "preempted")
+    machine = cloud.machines()["rollout-0-i1"]
+    assert (machine.state, machine.why) == (MachineState.GONE, "preempted")
+    assert processes(cloud, "rollout-0-i1") == []
+
+
+def a_spool(cloud: LocalCloud, node: str, folder: Path) -> Path:
+    """What a trainer leaves: a folder elsewhere with a checkpoint in it, and the link to it."""
+    (folder / "checkpoint-50").mkdir(parents=True)
+    (folder / "checkpoint-50" / "model.safetensors").write_bytes(b"weights")
+    link = cloud._folder / node / "work" / "spool"
+    link.symlink_to(folder)
+    return link
+
+
+def killed(cloud: LocalCloud, node: str) -> None:
+    os.kill(min(processes(cloud, node)), signal.SIGKILL)
+    until(cloud, node, gone)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        pytest.param(lambda cloud, node: cloud.terminate(node), id="terminate"),
+        pytest.param(lambda cloud, node: cloud.preempt(node, "preempted"), id="preempt"),
+        pytest.param(killed, id="its processes died"),
+    ],
+)
+def test_the_memory_of_a_machine_is_given_back_with_it(
+    ends: Callable[[LocalCloud, str], None], cloud: LocalCloud, tmp_path: Path
+):
+    links = {}
+    for node in ("trainer-0-i1", "trainer-0-i2"):
+        cloud.launch(order(node))
+        until(cloud, node, up)
+        links[node] = a_spool(cloud, node, tmp_path / "memory" / f"grpo-orch-{node}")
+    ends(cloud, "trainer-0-i1")
+    assert [path.name for path in (tmp_path / "memory").iterdir()] == ["grpo-orch-trainer-0-i2"]
+    assert not links["trainer-0-i1"].is_symlink()
+    assert (links["trainer-0-i2"] / "checkpoint-50" / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_a_spool_outlives_the_work_and_nothing_of_another_name_is_removed(cloud: LocalCloud, tmp_path: Path):
+    cloud.launch(order("trainer-0-i1", STAND_IN_EXIT="7"))
+    until(cloud, "trainer-0-i1", lambda m: m is not None and m.exit_code is not None)
+    link = a_spool(cloud, "trainer-0-i1", tmp_path / "grpo-orch-1")
+    cloud.launch(order("trainer-0-i1", attempt=2))
+    until(cloud, "trainer-0-i1", lambda m: m is not None and m.attempt == 2)
+    assert (link / "checkpoint-50").exists()  # the next attempt stores what is in it
+
+    link.unlink()
+    a_spool(cloud, "trainer-0-i1", tmp_path / "theirs")
+    cloud.terminate("trainer-0-i1")
+    assert (tmp_path / "theirs" / "checkpoint-50" / "model.safetensors").exists()
+
+
+def test_capacity_comes_back_by_itself(cloud: LocalCloud):
+    cloud.refuse(["rollout-0"], 0.3)
+    with pytest.raises(CloudRefused, match="no spot capacity for rollout-0"):
+        cloud.launch(order())
+    time.sleep(0.35)
+    cloud.launch(order())
+    until(cloud, "rollout-0-i1", up)
+
+
+def test_offers_have_the_rehearsals_prices(cloud: LocalCloud):
+    priced = replace(
+        spec(),
+        rehearse=Rehearsal(
+            rollout_prices=Prices(spot_usd_per_h=1.5), trainer_prices=Prices(on_demand_usd_per_h=4)
+        ),
+    )
+    offers = LocalCloud(cloud._folder, priced).offers()
+    assert [(o.role, o.market, o.price_usd_per_h) for o in offers] == [
+        (Role.TRAINER, Market.ON_DEMAND, 4),
+        (Role.ROLLOUT, Market.SPOT, 1.5),
+        (Role.ROLLOUT, Market.SPOT, 1.5),
+    ]

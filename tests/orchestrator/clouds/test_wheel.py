@@ -1,0 +1,120 @@
+"""The wheel that nodes get: it installs, it is the same for the same files, and it is another for others."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from orchestrator.clouds.wheel import PACKAGES, build_wheel
+
+ROOT = Path(__file__).parents[3]
+BUILD = "import sys; from pathlib import Path; from orchestrator.clouds.wheel import build_wheel; "
+BUILD += "print(build_wheel(Path(sys.argv[1])))"
+
+LOOK = """
+import importlib.resources, os
+import checkpoint.store.run_store, policies.control.decide, tasks
+from importlib import metadata
+from orchestrator.config.load import load_spec
+
+print(tasks.__file__)
+print((importlib.resources.files("tasks") / "sky" / "setup.sh").is_file())
+print((importlib.resources.files("orchestrator.config") / "template.yaml").is_file())
+found = next(iter(metadata.distributions(name="grpo-orch", path=[os.environ["PYTHONPATH"]])))
+print(*(one for one in found.requires if 'extra == "node"' in one))
+print(*found.entry_points)
+"""
+
+
+def built_in(checkout: Path, folder: Path) -> Path:
+    """The wheel as a process builds it whose packages are the checkout's."""
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    argv = [sys.executable, "-c", BUILD, str(folder)]
+    done = subprocess.run(argv, env=environment, cwd=folder.parent, capture_output=True, text=True, check=True)
+    return Path(done.stdout.strip())
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the packages, with what collects in a working tree."""
+    folder = tmp_path / "checkout"
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "tests").mkdir()
+    (folder / "tests" / "test_x.py").write_text("")
+    (folder / "tasks" / "__pycache__").mkdir()
+    (folder / "tasks" / "__pycache__" / "machine.cpython-311.pyc").write_bytes(b"stale")
+    (folder / "tasks" / ".machine.py.swp").write_bytes(b"an editor's")
+    return folder
+
+
+def test_it_installs_as_any_wheel_and_brings_its_data_and_extras(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path / "wheels")
+    target = tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
+    subprocess.run([*pip, f"{wheel}[node]"], check=True)
+    (tmp_path / "look.py").write_text(LOOK)
+    environment = {**os.environ, "PYTHONPATH": str(target)}
+    run = subprocess.run(
+        [sys.executable, "look.py"], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    where, script, table, extra, entry = run.stdout.splitlines()
+    assert where == str(target / "tasks" / "__init__.py")
+    assert (script, table) == ("True", "True")
+    assert "trl[vllm]" in extra
+    assert "orchestrator.cli:main" in entry
+
+
+def test_the_same_files_make_the_same_bytes_and_lie_under_their_digest(tmp_path: Path, checkout: Path) -> None:
+    here = build_wheel(tmp_path / "a")
+    again = build_wheel(tmp_path / "b")
+    there = built_in(checkout, tmp_path / "c")
+    assert here.read_bytes() == again.read_bytes() == there.read_bytes()
+    assert (
+        here.relative_to(tmp_path / "a") == again.relative_to(tmp_path / "b") == there.relative_to(tmp_path / "c")
+    )
+
+
+def test_an_edited_checkout_is_another_wheel(tmp_path: Path, checkout: Path) -> None:
+    before = built_in(checkout, tmp_path / "wheels")
+    with (checkout / "tasks" / "sky" / "run.sh").open("a") as script:
+        script.write("# edited\n")
+    after = built_in(checkout, tmp_path / "wheels")
+    assert before.name == after.name
+    assert before.parent != after.parent
+    assert before.exists()
+
+
+def test_its_record_names_every_file_with_digest_and_size(tmp_path: Path) -> None:
+    archive = zipfile.ZipFile(build_wheel(tmp_path))
+    record = next(name for name in archive.namelist() if name.endswith(".dist-info/RECORD"))
+    lines = [line.split(",") for line in archive.read(record).decode().splitlines()]
+    assert sorted(name for name, _, _ in lines) == sorted(archive.namelist())
+    for name, digest, size in lines:
+        if name != record:
+            data = archive.read(name)
+            wanted = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+            assert (digest, int(size)) == (f"sha256={wanted}", len(data))
+
+
+def test_what_was_built_is_not_built_again(tmp_path: Path) -> None:
+    before = build_wheel(tmp_path).stat()
+    assert build_wheel(tmp_path).stat() == before
+
+
+def test_neither_tests_nor_caches_nor_hidden_files_are_inside(tmp_path: Path, checkout: Path) -> None:
+    names = zipfile.ZipFile(built_in(checkout, tmp_path / "wheels")).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
+    assert len(tops) == len(PACKAGES) + 1
+    assert not [name for name in names if "__pycache__" in name or name.endswith((".pyc", ".swp"))]
+    every = {path.relative_to(checkout).as_posix() for path in checkout.rglob("*.py")} - {"tests/test_x.py"}
+    assert every <= set(names)

@@ -1,0 +1,118 @@
+"""What `validate` says of a file that can be run: which line, why, and what to do; and the same for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.cli import main
+from orchestrator.config.load import load
+from tests.generators.config_world import changed, furnish
+
+NO_LIMIT = ("{limit: 0.5}", "{}")
+BETA = "  beta: 0.02\n"
+NO_KL = (
+    "no KL is logged, so divergence is judged by gradient norm, entropy and reward alone; set e.g. grpo.beta: 0.02"
+)
+SAME = (
+    "a rollback changes the sampling seeds alone, and what diverged once may do so again; "
+    "set a factor, or skip_prompts: true"
+)
+NOTHING = "{on_rollback: {beta_factor: 1, epsilon_factor: 1, learning_rate_factor: 1, skip_prompts: false}}"
+WITHOUT_KL = "{on_rollback: {epsilon_factor: 1, learning_rate_factor: 1, skip_prompts: false}}"
+
+
+def late(steps: int, checkpoints: int) -> str:
+    return (
+        f"a divergence shows after about 10 logged points, here {steps} steps or {checkpoints} checkpoints, "
+        "and a rollback throws them away; a lower one loses less"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "notices"),
+    [
+        ([], []),
+        ([(BETA, ""), NO_LIMIT], [f"run.yaml:7: grpo: {NO_KL}"]),
+        ([(BETA, "  beta: 0.0\n"), NO_LIMIT], [f"run.yaml:14: grpo.beta: {NO_KL}"]),
+        ([(BETA, "  beta: 1e-9\n"), NO_LIMIT], []),
+        ([("{limit: 0.5}", NOTHING)], [f"run.yaml:20: policies.kl.on_rollback: {SAME}"]),
+        ([("{limit: 0.5}", NOTHING.replace("skip_prompts: false", "skip_prompts: true"))], []),
+        ([("{limit: 0.5}", NOTHING.replace("beta_factor: 1", "beta_factor: 1.1"))], []),
+        ([("{limit: 0.5}", NOTHING.replace("{on", "{action: pause, on"))], []),
+        # A factor for the KL term changes nothing where there is none.
+        (
+            [(BETA, ""), ("{limit: 0.5}", WITHOUT_KL)],
+            [f"run.yaml:7: grpo: {NO_KL}", f"run.yaml:19: policies.kl.on_rollback: {SAME}"],
+        ),
+        ([(BETA, f"{BETA}  save_steps: 5\n  logging_steps: 2\n")], []),
+        (
+            [(BETA, f"{BETA}  save_steps: 5\n  logging_steps: 3\n")],
+            [f"run.yaml:16: grpo.logging_steps: {late(30, 6)}"],
+        ),
+        ([(BETA, f"{BETA}  save_steps: 2\n")], [f"run.yaml:7: grpo: {late(10, 5)}"]),
+        ([(BETA, f"{BETA}  logging_steps: 20\n")], []),
+        ([(BETA, f"{BETA}  logging_steps: 21\n")], [f"run.yaml:15: grpo.logging_steps: {late(210, 4)}"]),
+    ],
+)
+def test_notices(tmp_path: Path, changes: list[tuple[str, str]], notices: list[str]) -> None:
+    run_yaml = furnish(tmp_path)
+    run_yaml.write_text(changed(*changes))
+    assert [str(notice).removeprefix(f"{tmp_path}/") for notice in load(run_yaml).notices] == notices
+
+
+def validate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    monkeypatch.setattr(sys, "argv", ["grpo-orch", "validate", "run.yaml", *words])
+    code = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to stand in, with a run.yaml of which there is something to say."""
+    run_yaml = furnish(tmp_path)
+    run_yaml.write_text(changed((BETA, ""), NO_LIMIT))
+    monkeypatch.chdir(tmp_path)
+    return run_yaml
+
+
+def test_validate_prints_notices_and_is_content(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here.exists()
+    assert validate(monkeypatch, capsys) == (
+        0,
+        f"run.yaml: demo is valid\nnotice: run.yaml:7: grpo: {NO_KL}\n",
+        "",
+    )
+
+
+def test_validate_for_programs(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said() -> tuple[int, dict[str, Any], str]:
+        code, out, err = validate(monkeypatch, capsys, "-o", "json")
+        return code, json.loads(out), err
+
+    notice = {"line": 7, "key": "grpo", "message": NO_KL}
+    valid = {"file": "run.yaml", "name": "demo", "valid": True, "problems": [], "notices": [notice]}
+    assert said() == (0, valid, "")
+    here.write_text(changed(("{limit: 0.5}", "{limit: -1}")))
+    problem = {"line": 20, "key": "policies.kl.limit", "message": "expected more than 0, got -1"}
+    invalid = {"file": "run.yaml", "name": None, "valid": False, "problems": [problem], "notices": []}
+    assert said() == (2, invalid, "")
+    here.unlink()
+    code, document, err = said()
+    assert (code, document["valid"], document["problems"][0]["line"], err) == (2, False, None, "")

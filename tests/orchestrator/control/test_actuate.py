@@ -1,0 +1,190 @@
+"""The actuator: what runs beside what, and how a failure comes back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from checkpoint.journal.journal import Fenced
+from checkpoint.records import forks
+from checkpoint.store.backends import BytesLike
+from checkpoint.store.errors import StoreUnavailable
+from checkpoint.store.run_store import Store
+from checkpoint.stream import exports
+from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
+from orchestrator.control import actuate
+from orchestrator.control.actuate import ACT_WITHIN_S, Actuator
+from policies.control.snapshot import Confirm, Export, Launch, LaunchRefused, Machine, Terminate, WriteFork
+from policies.model.timelines import Fork
+from policies.model.vocabulary import Market, PolicyVersion, Refusal
+
+LAUNCH = Launch("rollout-0-i1", "rollout-0", Market.SPOT, 1)
+TERMINATE = Terminate("rollout-0-i1")
+
+
+class Clouds:
+    """A cloud whose calls wait until they are let go, and then do as they are told."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.go = threading.Event()
+        self.fails: Exception | None = None
+
+    def machines(self) -> dict[str, Machine]:
+        return {}
+
+    def launch(self, order: Order) -> None:
+        self._called(f"launch {order.node}")
+
+    def terminate(self, node: str) -> None:
+        self._called(f"terminate {node}")
+
+    def confirm(self, node: str) -> None:
+        self._called(f"confirm {node}")
+
+    def offers(self) -> list[Offer]:
+        return []
+
+    def log(self, node: str, *, follow: bool) -> Iterator[str]:
+        yield from (node, str(follow))
+
+    def logged_nodes(self) -> list[str]:
+        return []
+
+    def close(self) -> None: ...
+
+    def _called(self, what: str) -> None:
+        self.calls.append(what)
+        assert self.go.wait(10)
+        if self.fails is not None:
+            raise self.fails
+
+
+@pytest.fixture
+def cloud() -> Clouds:
+    return Clouds()
+
+
+class AwayStore(Store):
+    """Refuses so many creations before it takes one."""
+
+    refuses = 0
+
+    def create(self, key: str, data: BytesLike) -> None:
+        if self.refuses:
+            self.refuses -= 1
+            raise StoreUnavailable("away")
+        super().create(key, data)
+
+
+@pytest.fixture
+def store() -> AwayStore:
+    return AwayStore(f"memory://actuate-{time.monotonic_ns()}")
+
+
+@pytest.fixture
+def actuator(cloud: Clouds, store: AwayStore) -> Iterator[Actuator]:
+    made = Actuator(cloud, store, lambda _: {})
+    yield made
+    cloud.go.set()
+    made.close()
+
+
+def held() -> None:
+    """The journal has not moved on."""
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_an_action_that_runs_is_not_started_again(cloud: Clouds, actuator: Actuator):
+    for _ in range(3):
+        actuator.submit((LAUNCH, Confirm("trainer-0-i1")), held)
+    until(lambda: len(cloud.calls) == 2)
+    assert sorted(cloud.calls) == ["confirm trainer-0-i1", "launch rollout-0-i1"]
+
+
+def test_a_machine_can_be_given_up_while_it_is_being_launched(cloud: Clouds, actuator: Actuator):
+    actuator.submit((LAUNCH,), held)
+    until(lambda: cloud.calls == ["launch rollout-0-i1"])
+    actuator.submit((TERMINATE,), held)
+    until(lambda: cloud.calls == ["launch rollout-0-i1", "terminate rollout-0-i1"])
+
+
+def test_a_refusal_is_told_once(cloud: Clouds, actuator: Actuator):
+    cloud.fails = CloudRefused(Refusal.QUOTA, "no vCPUs left")
+    cloud.go.set()
+    actuator.submit((LAUNCH,), held)
+    told: list[LaunchRefused] = []
+    until(lambda: bool(told.extend(actuator.collect()) or told))
+    assert told == [LaunchRefused("rollout-0-i1", Refusal.QUOTA, "no vCPUs left")]
+    assert actuator.collect() == ()
+
+
+def test_a_cloud_that_does_not_answer_is_not_asked_again_at_once(cloud: Clouds, actuator: Actuator):
+    cloud.fails = CloudUnavailable("the API server is away")
+    cloud.go.set()
+    actuator.submit((LAUNCH,), held)
+    until(lambda: not actuator.collect() and len(cloud.calls) == 1 and not actuator._running)
+    actuator.submit((LAUNCH, TERMINATE), held)
+    until(lambda: cloud.calls == ["launch rollout-0-i1", "terminate rollout-0-i1"])
+
+
+def test_a_fork_is_written_though_the_store_was_away(
+    store: AwayStore, actuator: Actuator, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(actuate, "UNAVAILABLE_WAIT_S", 0.01)
+    store.refuses = 2
+    fork = Fork(1, "0-8", {"beta": 0.08})
+
+    def written() -> bool:
+        actuator.submit((WriteFork(fork),), held)
+        actuator.collect()
+        return forks.newest_timeline(store) == 1
+
+    until(written)
+    assert forks.read_forks(store) == (fork,)
+
+
+def test_an_export_that_cannot_be_is_told_and_not_tried_for_ever(store: AwayStore, actuator: Actuator):
+    actuator.submit((Export("0-8"),), held)
+    until(lambda: exports.read_export(store, PolicyVersion(0, 8)) is not None)
+    done = exports.read_export(store, PolicyVersion(0, 8))
+    assert done is not None
+    assert (done.prefix, "no checkpoint 0-8" in done.error) == ("", True)
+
+
+def test_nothing_is_begun_behind_a_journal_that_has_moved_on(cloud: Clouds, actuator: Actuator):
+    def replaced() -> None:
+        raise Fenced("b/2 wrote journal entry 7")
+
+    with pytest.raises(Fenced):
+        actuator.submit((LAUNCH, TERMINATE), replaced)
+    assert cloud.calls == []
+    actuator.submit((), replaced)  # nothing is to be done, and nothing is read
+    actuator.submit((TERMINATE,), held)
+    until(lambda: cloud.calls == ["terminate rollout-0-i1"])
+    actuator.submit((TERMINATE,), replaced)  # it is under way already
+
+
+def test_what_was_fenced_too_long_ago_is_not_begun(cloud: Clouds, store: AwayStore):
+    """This process is stopped between its look at the journal and the call."""
+    now_s = [100.0]
+    actuator = Actuator(cloud, store, lambda _: {}, clock=lambda: now_s[0])
+
+    def stopped() -> None:
+        now_s[0] += ACT_WITHIN_S + 1
+
+    cloud.go.set()
+    actuator.submit((TERMINATE,), stopped)
+    until(lambda: not actuator.collect() and not actuator._running)
+    assert cloud.calls == []
+    actuator.submit((TERMINATE,), held)
+    until(lambda: cloud.calls == ["terminate rollout-0-i1"])

@@ -1,0 +1,137 @@
+"""The controller's own promise: what it knows is what its journal says, wherever the store goes away."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from checkpoint.journal import journal
+from checkpoint.journal.journal import Fenced, Journal
+from checkpoint.records import documents
+from checkpoint.store.errors import StoreUnavailable
+from checkpoint.store.run_store import Store
+from orchestrator.control.controller import Controller
+from policies.control.snapshot import Action, LaunchRefused, Machine, Snapshot
+from policies.model.state import RunState
+from policies.model.vocabulary import MachineState, NodePhase, Role, RunPhase
+from tests.stand_ins.world import World
+
+names = itertools.count()
+
+
+class LeavingStore(Store):
+    """Fails one coming call: the write of an entry, before or behind its effect, or a delete."""
+
+    leaves: str | None = None
+
+    def create(self, key: str, data: bytes) -> None:
+        leaves = self.leaves if key.startswith("journal/") else None
+        if leaves in ("before", "behind"):
+            self.leaves = None
+        if leaves != "before":
+            super().create(key, data)
+        if leaves in ("before", "behind"):
+            raise StoreUnavailable(f"create {key}")
+
+    def delete(self, keys: list[str]) -> None:
+        if self.leaves == "delete":
+            self.leaves = None
+            raise StoreUnavailable(f"delete {keys}")
+        super().delete(keys)
+
+
+class Eyes:
+    """Looks at the simulated world."""
+
+    def __init__(self, world: World, store: Store) -> None:
+        self._world = world
+        self._store = store
+
+    away = False
+
+    def look(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState) -> Snapshot:  # noqa: ARG002  # the Observer's own signature
+        if self.away:
+            raise StoreUnavailable("read trainer.json")
+        self._world.commands = list(documents.read_commands(self._store))
+        return self._world.snapshot()
+
+
+class Hands:
+    """Acts on the simulated world at once."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def collect(self) -> tuple[LaunchRefused, ...]:
+        return ()
+
+    def submit(self, actions: tuple[Action, ...], fence: Callable[[], None]) -> None:
+        if actions:
+            fence()
+        for action in actions:
+            self._world.act(action)
+
+
+@pytest.mark.parametrize("leaves", ["before", "behind", "delete"])
+def test_a_store_that_goes_away_in_a_tick_leaves_state_and_journal_agreed(leaves: str):
+    """At each entry in turn; the run goes on, and its one controller is never taken for a replaced one."""
+    for when in (0, 1, 5):
+        store, world = LeavingStore(f"memory://controller-{next(names)}", patience_s=0.0), World(max_steps=10**6)
+        writer = Journal(store, "a/1")
+        state = writer.take_over(world.now_s, "a", 1, "up")
+        eyes, hands = Eyes(world, store), Hands(world)
+        controller = Controller(store, world.spec, writer, state, eyes, hands)  # type: ignore[arg-type]  # stand-ins for cloud and processes
+        for tick in range(60):
+            if tick == 30:
+                documents.send_command(store, "down", world.now_s)
+            if tick in (when, 30):
+                store.leaves = leaves
+            try:
+                controller.tick(world.now_s)
+            except StoreUnavailable:
+                continue
+            finally:
+                world.advance()
+            assert controller.state == journal.recover(store).state
+        assert controller.state.phase is RunPhase.STOPPED
+        assert len(controller.state.commands_taken) == 1
+        assert store.leaves is None
+
+
+def test_who_was_replaced_acts_no_more_not_even_in_a_tick_without_events():
+    """It was stopped; the machine that it does not know is its successor's."""
+    store, world = Store(f"memory://controller-{next(names)}", patience_s=0.0), World(max_steps=10**6)
+    writer = Journal(store, "a/1")
+    state = writer.take_over(world.now_s, "a", 1, "up")
+    controller = Controller(store, world.spec, writer, state, Eyes(world, store), Hands(world))  # type: ignore[arg-type]
+    for _ in range(30):
+        controller.tick(world.now_s)
+        world.advance()
+    Journal(store, "b/2").take_over(world.now_s, "b", 2, "resume")
+    world.machines["rollout-0-i7"] = Machine("rollout-0-i7", MachineState.UP)
+    with pytest.raises(Fenced, match="b/2"):
+        controller.tick(world.now_s)
+    assert "rollout-0-i7" in world.machines
+
+
+def test_no_silence_from_before_an_outage_counts():
+    """The trainer beats all the time; its controller does not see it for a while, and then sees its last beat."""
+    store, world = Store(f"memory://controller-{next(names)}", patience_s=0.0), World(max_steps=10**6)
+    writer = Journal(store, "a/1")
+    state = writer.take_over(world.now_s, "a", 1, "up")
+    eyes, hands = Eyes(world, store), Hands(world)
+    controller = Controller(store, world.spec, writer, state, eyes, hands)  # type: ignore[arg-type]
+    for _ in range(40):
+        controller.tick(world.now_s)
+        world.advance()
+    eyes.away = True
+    for _ in range(30):
+        world.now_s += 5.0
+        with pytest.raises(StoreUnavailable):
+            controller.tick(world.now_s)
+    eyes.away = False
+    controller.tick(world.now_s)
+    assert "trainer-0-i1" in world.up(Role.TRAINER)
+    assert controller.state.nodes["trainer-0-i1"].phase is NodePhase.SERVING

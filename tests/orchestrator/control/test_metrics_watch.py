@@ -1,0 +1,266 @@
+"""The controller's own detectors, over rows as a trainer stores them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from checkpoint.records.metrics import MetricsWriter, Row, point_of
+from checkpoint.store.errors import StoreUnavailable
+from checkpoint.store.run_store import Entry, Store
+from orchestrator.control.metrics_watch import OBJECTS_A_LOOK, MetricsWatch
+from policies.control.snapshot import Trainer, Watched
+from policies.detect.divergence import Detector, Health, Verdict, follow
+from policies.model.timelines import Fork
+
+names = itertools.count()
+LIMIT = 0.5
+CALM, HIGH = 0.1, 40.0
+
+
+class Counted(Store):
+    """Counts what is read, and fails when told."""
+
+    reads = 0
+    failing: Callable[[], bool] = staticmethod(lambda: False)
+
+    def get(self, key: str) -> bytes:
+        self.reads += 1
+        if self.failing():
+            raise StoreUnavailable(f"read {key}: 503")
+        return super().get(key)
+
+    def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
+        self.reads += 1
+        if self.failing():
+            raise StoreUnavailable(f"list {prefix}: 503")
+        return super().entries(prefix, after=after)
+
+
+class Run:
+    """A store, a trainer that writes rows into it, and who watches."""
+
+    def __init__(self, logging_steps: int = 1) -> None:
+        self.store = Counted(f"memory://watch-{next(names)}", patience_s=0.0)
+        self.logging_steps = logging_steps
+        self.watch = self.watcher()
+        self.forks: list[Fork] = []
+        self.beat = Trainer("trainer-0-i1", 1, 0, 0, 1000, "training", 1.0)
+        self.writer = MetricsWriter(self.store)
+
+    def watcher(self) -> MetricsWatch:
+        return MetricsWatch(self.store, LIMIT, self.logging_steps)
+
+    def restarts(self, timeline: int, attempt: int) -> None:
+        self.beat = Trainer("trainer-0-i1", attempt, timeline, 0, 1000, "starting", 1.0)
+        self.writer = MetricsWriter(self.store)
+
+    def goes_back(self, step: int) -> None:
+        """A new attempt of the trainer goes on from a checkpoint, and says so once it trains."""
+        beat = self.beat
+        self.beat = Trainer(beat.node, beat.attempt + 1, beat.timeline, 0, 0, "restoring", 1.0)
+        self.looks()
+        self.beat = Trainer(beat.node, beat.attempt + 1, beat.timeline, step, 1000, "training", 1.0)
+        self.writer = MetricsWriter(self.store)
+
+    def trains(self, first: int, last: int, kl: float, **more: float) -> None:
+        beat = self.beat
+        for step in range(first, last + 1, self.logging_steps):
+            values = {"kl": kl, "reward": 0.5, "grad_norm": 1.0, **more}
+            self.writer.append(Row(beat.timeline, step, float(step), beat.attempt, values))
+        stored_step = max(0, last // 50 * 50 - 50)
+        self.beat = replace(beat, step=last, activity="training", stored_step=stored_step)
+
+    def looks(self, watch: MetricsWatch | None = None) -> Watched:
+        """What is said once all rows are read."""
+        for _ in range(100):
+            found = (watch or self.watch).look(self.beat, self.forks)
+            if found is not None:
+                return found
+        raise AssertionError("it does not come to an end")
+
+    def by_hand(self, *stretches: tuple[int, int, float]) -> Verdict:
+        """The verdict on rows `(first, last, kl)`, told without a store."""
+        detector = Detector()
+        for first, last, kl in stretches:
+            for step in range(first, last + 1, self.logging_steps):
+                values = {"kl": kl, "reward": 0.5, "grad_norm": 1.0}
+                detector = follow(detector, point_of(Row(0, step, 0.0, 1, values)), LIMIT)
+        return detector.verdict
+
+
+def test_nothing_is_known_before_a_trainer_has_spoken():
+    run = Run()
+    assert run.watch.look(None, ()) is None
+    assert run.looks() == Watched(0, Verdict())
+
+
+@pytest.mark.parametrize("every", [1, 7, 60])
+def test_the_verdict_is_the_same_however_often_it_is_looked(every: int):
+    run = Run()
+    for first in range(1, 241, every):
+        run.trains(first, min(first + every - 1, 240), CALM if first < 180 else HIGH)
+        run.looks()
+    assert run.looks() == run.looks(run.watcher())
+    assert run.looks().verdict.health is Health.TRIPPED
+
+
+def test_a_row_that_is_late_is_followed_when_it_comes():
+    run = Run()
+    run.trains(1, 50, CALM)
+    run.looks()
+    run.beat = Trainer("trainer-0-i1", 1, 0, 60, 1000, "training", 1.0)
+    assert run.looks().verdict.step == 50
+    run.trains(51, 60, CALM)
+    assert run.looks().verdict.step == 60
+
+
+def test_a_trainer_that_starts_again_is_followed_from_the_stored_rows():
+    run = Run()
+    run.trains(1, 150, CALM)
+    run.looks()
+    run.restarts(0, attempt=2)
+    run.trains(141, 152, CALM)
+    assert run.looks().verdict == run.by_hand((1, 152, CALM))
+
+
+def test_a_fork_forgets_the_abandoned_steps_and_remembers_those_before():
+    run = Run()
+    run.trains(1, 120, CALM)
+    run.trains(121, 160, HIGH)
+    assert run.looks().verdict.health is Health.TRIPPED
+    run.forks = [Fork(1, "0-100")]
+    run.restarts(1, attempt=2)
+    assert run.looks() == Watched(1, run.by_hand((1, 100, CALM)))
+    run.trains(101, 140, CALM)
+    assert run.looks().verdict == run.by_hand((1, 140, CALM))
+    assert run.looks(run.watcher()).verdict == run.by_hand((1, 140, CALM))
+
+
+def test_an_old_trainers_rows_say_nothing_of_the_new_timeline():
+    run = Run()
+    run.trains(1, 100, CALM)
+    run.forks = [Fork(1, None)]
+    run.looks()
+    run.trains(101, 140, HIGH)  # it has not seen the fork yet
+    assert run.looks() == Watched(1, Verdict())
+
+
+def test_rows_ten_steps_apart_are_not_looked_for_in_between():
+    run = Run(logging_steps=10)
+    run.trains(10, 200, CALM)
+    assert run.looks().verdict.step == 200
+    run.store.get_or_none = lambda _: pytest.fail("nothing can be there yet")  # type: ignore[method-assign]  # told, not asked
+    run.beat = Trainer("trainer-0-i1", 1, 0, 209, 1000, "training", 1.0)
+    assert run.looks().verdict.step == 200
+
+
+def test_pitfalls_are_told_once_each_look_has_read_them():
+    run = Run()
+    run.trains(1, 400, CALM, frac_reward_zero_std=1.0)
+    first = run.looks()
+    assert first.pitfalls
+    assert not run.looks().pitfalls
+
+
+def test_a_look_reads_little_however_long_the_run_and_says_nothing_before_it_has_caught_up():
+    run = Run()
+    for first in range(1, 3000, 100):
+        run.trains(first, first + 99, CALM)
+    late, said, reads = run.watcher(), list[Watched | None](), list[int]()
+    while not said or said[-1] is None:
+        run.store.reads = 0
+        said.append(late.look(run.beat, run.forks))
+        reads.append(run.store.reads)
+    assert max(reads) <= OBJECTS_A_LOOK + 1
+    assert said[:-1] == [None] * (3000 // 100 // OBJECTS_A_LOOK)
+    assert said[-1] == Watched(0, run.by_hand((1, 3000, CALM)))
+    run.goes_back(2950)
+    run.store.reads = 0
+    assert run.looks(late).verdict == run.by_hand((1, 2950, CALM))
+    assert run.store.reads <= 2, "what was learnt of the rows before is kept"
+
+
+def test_what_an_earlier_attempt_made_behind_the_start_of_the_present_one_does_not_count():
+    run = Run()
+    run.trains(1, 150, CALM)
+    run.trains(151, 190, HIGH)
+    assert run.looks().verdict.health is Health.TRIPPED
+    run.goes_back(140)
+    assert run.looks().verdict == run.by_hand((1, 140, CALM))
+    for step in range(141, 200):
+        run.trains(step, step, CALM)
+        assert run.looks().verdict == run.by_hand((1, step, CALM))
+    assert run.looks(run.watcher()) == run.looks()
+
+
+def test_rows_that_were_made_again_while_nobody_looked_are_read_again():
+    run = Run()
+    run.trains(1, 150, CALM)
+    run.trains(151, 190, HIGH)
+    assert run.looks().verdict.health is Health.TRIPPED
+    run.beat = replace(run.beat, attempt=2)
+    run.trains(141, 195, CALM)
+    assert run.looks().verdict == run.by_hand((1, 195, CALM))
+
+
+def test_a_read_that_fails_loses_no_history():
+    """At each read in turn."""
+    for failing in range(8):
+        run = Run()
+        run.trains(1, 300, CALM)
+        run.trains(301, 310, HIGH)
+        run.forks = [Fork(1, "0-300")]
+        run.restarts(1, attempt=2)
+        run.trains(301, 305, CALM)
+        reads = itertools.count()
+        run.store.failing = lambda reads=reads, failing=failing: next(reads) == failing
+        for _ in range(3):
+            with contextlib.suppress(StoreUnavailable):
+                run.watch.look(run.beat, run.forks)
+        run.store.failing = lambda: False
+        assert run.looks() == Watched(1, run.by_hand((1, 305, CALM)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_has_followed_all_along_knows_what_a_newcomer_reads(seed: int):
+    """Steps, restarts, rollbacks and reads that fail, in any order."""
+    draw = random.Random(seed)
+    run = Run(logging_steps=draw.choice([1, 1, 10]))
+    every, step, timeline = run.logging_steps, 0, 0
+    for _ in range(40):
+        match draw.choice(["train", "train", "train", "back", "fork"]):
+            case "train":
+                last = step + every * draw.randint(1, 130 // every)
+                run.trains(step + every, last, draw.choice([CALM, 0.11, 0.3]), frac_reward_zero_std=draw.random())
+                step = last
+            case "back":
+                step -= min(step, every * draw.randint(0, 250 // every))
+                run.goes_back(step)
+            case "fork":
+                step -= min(step, every * draw.randint(0, 250 // every))
+                run.forks.append(Fork(timeline + 1, f"{_timeline_at(run.forks, step)}-{step}" if step else None))
+                timeline += 1
+                run.beat = Trainer("trainer-0-i1", 1, timeline, 0, 0, "restoring", 1.0)
+                run.looks()
+                run.beat = Trainer("trainer-0-i1", 1, timeline, step, 1000, "training", 1.0)
+                run.writer = MetricsWriter(run.store)
+        run.store.failing = lambda: draw.random() < 0.2
+        for _ in range(2):
+            with contextlib.suppress(StoreUnavailable):
+                run.watch.look(run.beat, run.forks)
+        run.store.failing = lambda: False
+        assert run.looks().verdict == run.looks(run.watcher()).verdict, seed
+
+
+def _timeline_at(forks: list[Fork], step: int) -> int:
+    """The timeline whose step that is on the present line."""
+    for fork in reversed(forks):
+        if fork.start_at is None or step > fork.start_at.step:
+            return fork.timeline
+    return 0

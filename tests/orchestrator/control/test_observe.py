@@ -1,0 +1,247 @@
+"""What the controller may conclude from what a gateway wrote on a machine with another clock."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from checkpoint.records import documents, forks
+from checkpoint.records.documents import GatewayAddress
+from checkpoint.store import layout
+from checkpoint.store.codec import to_json
+from checkpoint.store.run_store import Store
+from checkpoint.stream.catalog import Catalog, Checkpoint
+from orchestrator.clouds.protocol import CloudUnavailable
+from orchestrator.control.observe import FRESH_S, GatewayWatch, Observer, TrainerWatch
+from policies.control.snapshot import Command, Machine, Member, Trainer
+from policies.model import exit_codes
+from policies.model.events import Diverged
+from policies.model.state import RunState
+from policies.model.timelines import Fork
+from policies.model.vocabulary import MachineState, PolicyVersion
+from policies.serving.wire import GatewayStatus, MemberStatus
+from tests.stand_ins.world import spec
+
+names = itertools.count()
+TICK_S = 1.0
+BY = (0, 1, 1)  # the trainer that the gateway stands beside
+
+
+class World:
+    """A store, a gateway that writes to it when told, and the watcher's own clock."""
+
+    def __init__(self, *, gateway: str | None = "g1") -> None:
+        self.store = Store(f"memory://observe-{next(names)}")
+        self.now_s = 1000.0
+        self.watch = self.watcher()
+        if gateway is not None:
+            self.starts(gateway)
+
+    def watcher(self, *, believe_first: bool = False) -> GatewayWatch:
+        return GatewayWatch(self.store, believe_first=believe_first, clock=lambda: self.now_s)
+
+    def starts(self, boot_id: str) -> None:
+        documents.write_gateway(self.store, BY, GatewayAddress("http://10.0.0.1:1", boot_id))
+
+    def writes(self, seq: int, boot_id: str = "g1", *nodes: str) -> None:
+        members = [MemberStatus(node, "b", "10.0.0.2:1", "0-1", True, False, 4, 0.1) for node in nodes]
+        documents.write_members(self.store, BY, GatewayStatus(boot_id, "0-1", members, seq=seq, up_s=7.0))
+
+    def looks(self, after_s: float = TICK_S) -> int | None:
+        """The number of what is believed, or None."""
+        self.now_s += after_s
+        status = self.watch.look()
+        return None if status is None else status.seq
+
+
+def test_nothing_is_known_without_a_gateway() -> None:
+    world = World(gateway=None)
+    assert [world.looks(), world.looks()] == [None, None]
+
+
+def test_what_appears_between_two_looks_is_believed_until_it_is_old() -> None:
+    world = World()
+    assert world.looks() is None
+    world.writes(1)
+    assert world.looks() == 1
+    looks = [world.looks() for _ in range(10)]
+    assert looks == [1] * 4 + [None] * 6  # it may have been written right after the look before the first
+    world.writes(2)
+    assert world.looks() == 2
+
+
+def test_a_status_that_beats_stays_believed() -> None:
+    world = World()
+    world.looks()
+    for beat in range(1, 20):
+        world.writes(beat)
+        assert [world.looks(), world.looks()] == [beat, beat]
+
+
+def test_what_was_there_before_the_watching_began_is_believed_only_once_it_changes() -> None:
+    world = World()
+    world.writes(70)
+    assert [world.looks() for _ in range(20)] == [None] * 20
+    world.writes(71)
+    assert world.looks() == 71
+
+
+def test_a_change_during_a_long_time_without_looks_proves_nothing() -> None:
+    """A laptop slept, or the store was away: the gateway may have died soon after the last look."""
+    world = World()
+    world.looks()
+    world.writes(1)
+    assert world.looks() == 1
+    world.writes(2)
+    assert world.looks(after_s=3600.0) is None
+    assert world.looks() is None
+    world.writes(3)
+    assert world.looks() == 3
+
+
+def test_the_limit_counts_from_the_look_before_the_change() -> None:
+    for gap_s, believed in ((FRESH_S - 0.1, 1), (FRESH_S + 0.1, None)):
+        world = World()
+        world.looks()
+        world.writes(1)
+        assert world.looks(after_s=gap_s) == believed
+
+
+def test_a_replaced_gateway_is_not_believed_though_it_writes_on() -> None:
+    world = World()
+    world.looks()
+    world.writes(40)
+    assert world.looks() == 40
+    world.starts("g2")
+    for seq in (41, 42):
+        world.writes(seq)
+        assert world.looks() is None
+    world.writes(1, "g2")
+    assert world.looks() == 1
+    world.writes(43)  # the old one's, over the new one's
+    assert world.looks() == 1
+    world.writes(2, "g2")
+    assert world.looks() == 2
+
+
+def test_a_write_that_lands_behind_its_successor_changes_nothing() -> None:
+    world = World()
+    world.looks()
+    world.writes(5, "g1", "rollout-0-i1")
+    assert world.looks() == 5
+    world.writes(4)
+    assert world.looks() == 5
+    assert [world.looks() for _ in range(6)][-1] is None, "nor is it a sign of life"
+
+
+def test_a_view_believes_what_it_finds_first_for_as_long() -> None:
+    world = World()
+    world.writes(70)
+    world.watch = world.watcher(believe_first=True)
+    looks = [world.looks() for _ in range(8)]
+    assert looks == [70] * 5 + [None] * 3
+
+
+MACHINES = {"rollout-0-i1": Machine("rollout-0-i1", MachineState.UP)}
+
+
+class OneMachine:
+    """A cloud that answers, or not."""
+
+    answers = True
+    exit_code: int | None = None
+
+    def machines(self) -> dict[str, Machine]:
+        if not self.answers:
+            raise CloudUnavailable("try again")
+        return {name: replace(machine, exit_code=self.exit_code) for name, machine in MACHINES.items()}
+
+
+def test_a_snapshot_tells_absent_from_unknown() -> None:
+    world, cloud = World(), OneMachine()
+    observer = Observer(world.store, cloud, spec())  # type: ignore[arg-type]  # of a cloud it wants the machines alone
+    before = observer.look(1.0, (), RunState())
+    assert (before.members, before.gateway_boot_id) == (None, None)
+    world.writes(1)
+    nobody = observer.look(2.0, (), RunState())
+    assert (nobody.members, nobody.gateway_boot_id, nobody.gateway_age_s) == ({}, "g1", 7.0)
+    world.writes(2, "g1", "rollout-0-i1")
+    cloud.answers = False
+    full = observer.look(3.0, (), RunState())
+    assert full.members == {"rollout-0-i1": Member("rollout-0-i1", "b", "0-1", True, 4)}
+    assert (nobody.machines, full.machines) == (MACHINES, None)
+
+
+def test_the_checkpoints_are_looked_at_where_a_rollback_may_be_decided() -> None:
+    world, cloud = World(), OneMachine()
+    catalog = Catalog(world.store, "test")
+    for step in (2, 4):
+        catalog.commit(1.0, Checkpoint(f"0-{step}", f"m{step}", "", 1.0, 1), frozenset(), 0)
+    forks.write_fork(world.store, Fork(1, "0-2"))
+    observer = Observer(world.store, cloud, spec())  # type: ignore[arg-type]  # of a cloud it wants the machines alone
+    calm = observer.look(1.0, (), RunState())
+    assert (calm.checkpoints, calm.timeline) == (None, 0)
+    both = (PolicyVersion(0, 2), PolicyVersion(0, 4))
+    tripped = observer.look(2.0, (), RunState(diverged=Diverged(0, 3, 2, (), "trainer")))
+    assert (tripped.checkpoints, tripped.timeline) == (both, 1)
+    command = documents.send_command(world.store, "rollback", 5.0, start="0-2", changes={"beta": 0.5})
+    asked = observer.look(3.0, (), RunState())
+    assert asked.commands == (Command(command.command_id, "rollback", "0-2", {"beta": 0.5}),)
+    assert asked.checkpoints == both
+    documents.drop_command(world.store, command.command_id)
+    assert observer.look(4.0, (), RunState()).checkpoints is None
+    cloud.exit_code = exit_codes.OUT_OF_MEMORY
+    assert observer.look(5.0, (), RunState()).checkpoints == both
+
+
+def test_a_catalog_that_cannot_be_read_ends_no_look() -> None:
+    """Else a run that has diverged could not even be stopped, and would be paid for ever."""
+    world = World()
+    world.store.put(layout.catalog_revision(1), b'{"schema": 2, "number": 1}')
+    observer = Observer(world.store, OneMachine(), spec())  # type: ignore[arg-type]  # of a cloud it wants the machines alone
+    tripped = observer.look(1.0, (), RunState(diverged=Diverged(0, 3, 2, (), "trainer")))
+    assert (tripped.checkpoints, tripped.ever_stored) == (None, False)
+    assert tripped.damaged == "catalog/000000000001.json: schema 2; this grpo-orch reads up to 1; use a newer one"
+
+
+def test_a_trainers_beat_is_dated_by_this_machines_clock() -> None:
+    store = Store("memory://beats")
+    watch = TrainerWatch(store)
+    assert watch.look(1000.0) is None
+    beat = Trainer("trainer-0-i1", 1, 0, 5, 10, "training", beat_at_s=99.0)  # its clock is far behind
+    documents.write_trainer(store, beat)
+    seen = watch.look(1001.0)
+    assert seen is not None
+    assert seen.beat_at_s == 1001.0
+    assert watch.look(1010.0) == seen  # silent since
+    documents.write_trainer(store, replace(beat, beat_at_s=101.0))
+    assert watch.look(1011.0) == replace(seen, beat_at_s=1011.0)
+
+
+def test_a_gateway_that_was_replaced_takes_nothing_back_however_late_it_writes() -> None:
+    world = World(gateway=None)
+    for by, boot_id in (((0, 1, 1), "g1"), ((0, 2, 1), "g2"), ((0, 1, 1), "g1"), ((0, 1, 9), "g1 once more")):
+        documents.write_gateway(world.store, by, GatewayAddress(f"http://{boot_id}", boot_id))
+        documents.write_members(world.store, by, GatewayStatus(boot_id, "0-1", [], seq=99))
+    found, status = documents.read_gateway(world.store), documents.read_members(world.store)
+    assert found is not None
+    assert status is not None
+    assert (found.url, found.boot_id, status.boot_id) == ("http://g2", "g2", "g2")
+    # The timeline counts more than the machine, and the machine more than the attempt; by number, not by name.
+    order = [(0, 2, 3), (0, 10, 1), (0, 999_999, 1), (0, 1_000_000, 1), (3, 1, 1), (3, 1, 2), (10_000, 1, 1)]
+    for by in [*order, *order[:-1]]:
+        documents.write_gateway(world.store, by, GatewayAddress("http://x", str(by)))
+    assert documents.newest_gateway(world.store) == order[-1]
+
+
+def test_a_store_of_an_earlier_release_names_its_gateway_until_a_new_one_listens() -> None:
+    world = World(gateway=None)
+    world.store.put("gateway.json", to_json(GatewayAddress("http://old", "g0")))
+    world.store.put("members.json", to_json(GatewayStatus("g0", "0-1", [], seq=1)))
+    world.looks()
+    world.store.put("members.json", to_json(GatewayStatus("g0", "0-1", [], seq=2)))
+    assert world.looks() == 2
+    world.starts("g1")
+    assert world.looks() is None
+    world.writes(1)
+    assert world.looks() == 1

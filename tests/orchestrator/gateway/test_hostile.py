@@ -1,0 +1,411 @@
+"""A gateway among those who mean it ill, or err: one clear line each, and it goes on serving."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from orchestrator.gateway.job import CHAT, COMPLETIONS
+from orchestrator.gateway.surface import admission
+from policies.serving.wire import HEADER_POLICY, BatchLine
+from tests.rigs.gateway_process import check_complete, hear, make_batch
+from tests.rigs.gateway_served import TOKEN, Served, serve
+from tests.stand_ins.gateway_world import PATIENCE_S
+
+ROLLOUTS = "/v1/rollouts"
+LIMIT_S = 200.0  # for a whole test
+REFUSAL = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 2\r\n\r\n{}"
+PROOF = f"Authorization: Bearer {TOKEN}\r\n"
+LOOSE = ("aiohttp", "python", "grpo", "0-0", "traceback", "node")  # what a stranger must not be told
+ENDPOINTS = (
+    ("GET", "/health"),
+    ("GET", "/metrics"),
+    ("GET", "/members"),
+    ("GET", "/events"),
+    ("GET", "/v1/models"),
+    ("POST", COMPLETIONS),
+    ("POST", CHAT),
+    ("POST", ROLLOUTS),
+    ("POST", "/members/a"),
+    ("POST", "/members/a/drain"),
+    ("DELETE", "/members/a"),
+    ("GET", "/there/is/no/such/path"),
+    ("PUT", "/health"),
+    ("PATCH", "/coffee"),
+)
+
+
+STRANGERS = (
+    "A: b",
+    "Authorization: Bearer wrong",
+    "Authorization: \xff\xfe",
+    "Expect: 100-continue",
+    "Expect: a miracle",
+    "Upgrade: websocket\r\nConnection: upgrade",
+)
+
+
+@contextmanager
+def connected(port: int) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", port), LIMIT_S) as sock:
+        yield sock
+
+
+def heard(sock: socket.socket, enough: Callable[[bytes], object] = lambda _: False) -> bytes:
+    """What is sent until there is enough, or the connection ends."""
+    got = b""
+    while not enough(got):
+        try:
+            data = sock.recv(65536)
+        except ConnectionResetError:
+            break
+        if not data:
+            break
+        got += data
+    return got
+
+
+def answer(port: int, sent: bytes) -> bytes:
+    """The answer's head, and what of its body comes with it."""
+    with connected(port) as sock:
+        sock.sendall(sent)
+        return heard(sock, lambda got: b"\r\n\r\n" in got)
+
+
+def status_of(got: bytes) -> int:
+    return int(got.split()[1])
+
+
+def request(method: str, path: str, body: bytes = b"", headers: str = PROOF) -> bytes:
+    return f"{method} {path} HTTP/1.1\r\nHost: x\r\n{headers}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@contextmanager
+def gateway(**options: Any) -> Iterator[Served]:
+    """A gateway on a thread of its own, with a node that refuses every request until it is told otherwise."""
+    ready, over = threading.Event(), threading.Event()
+    found: list[Served] = []
+    broken: list[BaseException] = []
+
+    async def story(served: Served) -> None:
+        node = await served.node("node")
+        node.raw = REFUSAL
+        found.append(served)
+        ready.set()
+        while not over.is_set():
+            await asyncio.sleep(0.01)
+
+    def run() -> None:
+        try:
+            serve(story, limit_s=LIMIT_S, **options)
+        except BaseException as error:  # noqa: BLE001  # told below
+            broken.append(error)
+            ready.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert ready.wait(PATIENCE_S)
+        yield found[0]
+    finally:
+        over.set()
+        thread.join()
+    assert not broken, broken
+
+
+def check_serves(served: Served) -> None:
+    """A correct batch is completed as if nothing had been."""
+    served.nodes[0].raw = b""
+    batch = make_batch("0-0", requests=16)
+    body = msgspec.json.encode(batch)
+    with connected(served.port) as sock:
+        sock.sendall(request("POST", ROLLOUTS, body, f"{PROOF}Connection: close\r\n"))
+        got = heard(sock)
+    lines = [part for part in got.partition(b"\r\n\r\n")[2].split(b"\n") if part.startswith(b"{")]
+    check_complete(batch, hear(msgspec.json.decode(line, type=BatchLine) for line in lines))
+
+
+@pytest.fixture(autouse=True)
+def nothing_broke(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    yield
+    assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
+
+
+def test_without_the_secret_nothing_is_said_or_read() -> None:
+    with gateway() as served:
+        for method, path in ENDPOINTS:
+            for proof in STRANGERS:
+                # The body is announced and never sent: the answer does not wait for it.
+                head = f"{method} {path} HTTP/1.1\r\nHost: x\r\n{proof}\r\nContent-Length: 500000000\r\n\r\n"
+                with connected(served.port) as sock:
+                    sock.sendall(head.encode("latin-1"))
+                    got = heard(sock)
+                assert status_of(got) == 401, (method, path)
+                assert got.partition(b"\r\n\r\n")[2] == b""
+                assert not any(word in got.lower().decode() for word in LOOSE), got
+        check_serves(served)
+
+
+HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /health HTTP/1.1\r\nHost: x\r\n"
+NO_HTTP = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # a TLS hello
+    b"GET\r\n\r\n",
+    b"BREW /coffee HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET / HTTP/9.9\r\nHost: x\r\n\r\n",
+    b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    HEAD + b"A B: c\r\n\r\n",
+    HEAD + b"A\x00: y\r\n\r\n",
+    HEAD + b"A: " + b"a" * 9000 + b"\r\n\r\n",
+    HEAD + b"".join(b"A%d: b\r\n" % i for i in range(100)) + b"\r\n",
+    POST + b"Content-Length: -1\r\n\r\n",
+    POST + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n",
+    POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"\x00" * 20_000,
+]
+
+
+def test_what_is_no_http_is_answered_without_a_word() -> None:
+    with gateway() as served:
+        for sent in NO_HTTP:
+            got = answer(served.port, sent)
+            assert status_of(got) == 400, (sent[:60], got)
+            assert not any(word in got.lower().decode() for word in LOOSE), got
+        check_serves(served)
+
+
+@pytest.mark.parametrize("drip", [b"", b"GET / HTTP/1.1\r\nA: b\r\n"], ids=["silent", "half a head"])
+def test_who_does_not_finish_his_head_is_cut(drip: bytes) -> None:
+    with gateway(head_s=0.3) as served:
+        with connected(served.port) as sock:
+            sock.sendall(drip)
+            assert heard(sock) == b""
+        with connected(served.port) as sock:  # and so in his second request
+            sock.sendall(request("GET", "/health"))
+            assert status_of(heard(sock, lambda got: b"\r\n\r\n" in got)) == 200
+            sock.sendall(b"GET /health HT")
+            assert heard(sock) == b""
+        check_serves(served)
+
+
+def test_who_does_not_finish_his_body_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "BODY_S", 0.2)
+    with gateway() as served:
+        for path in (ROLLOUTS, COMPLETIONS, "/members/a"):
+            got = answer(served.port, request("POST", path, b"x" * 100)[:-1])
+            assert status_of(got) == 408
+        check_serves(served)
+
+
+LIMITS = (
+    ("/members/a", admission.ANNOUNCE_SIZE_MAX),
+    (COMPLETIONS, admission.OPENAI_SIZE_MAX),
+    (ROLLOUTS, admission.BATCH_SIZE_MAX),
+)
+
+
+def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
+    with gateway() as served:
+        for path, limit in LIMITS:
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{PROOF}Content-Length: {limit + 1}\r\n\r\n"
+            assert status_of(answer(served.port, head.encode())) == 413
+        check_serves(served)
+
+
+def test_a_body_of_unknown_length_is_read_to_the_limit_and_no_further() -> None:
+    with gateway() as served:
+        head = f"POST /members/a HTTP/1.1\r\nHost: x\r\n{PROOF}Transfer-Encoding: chunked\r\n\r\n"
+        piece = b"8000\r\n" + b"a" * 0x8000 + b"\r\n"
+        assert status_of(answer(served.port, head.encode() + 3 * piece)) == 413
+        broken = head.encode() + b"zz\r\nno chunk\r\n"
+        assert status_of(answer(served.port, broken)) == 400
+        check_serves(served)
+
+
+def test_a_compressed_body_is_not_unpacked() -> None:
+    with gateway() as served:
+        sent = request("POST", COMPLETIONS, b"\x1f\x8b" + b"\0" * 50, f"{PROOF}Content-Encoding: gzip\r\n")
+        assert status_of(answer(served.port, sent)) == 415
+        check_serves(served)
+
+
+def test_unknown_paths_methods_and_names_are_one_line() -> None:
+    cases = [
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/nothing", 404),
+        ("GET", ROLLOUTS, 405),
+        ("PUT", "/members/a", 405),
+        ("PATCH", "/members", 405),
+        ("POST", "/members/a%0Ab/drain", 400),
+        ("POST", "/members/%FF%FE/drain", 400),
+        ("DELETE", "/members/" + "a" * 300, 400),
+        ("DELETE", "/members/a?boot=", 400),
+        ("DELETE", "/members/a?boot=%0A", 400),
+        ("DELETE", "/members/nobody", 404),
+    ]
+    with gateway() as served:
+        for method, path, status in cases:
+            got = answer(served.port, request(method, path))
+            body = got.partition(b"\r\n\r\n")[2]
+            assert (status_of(got), body.count(b"\n") <= 1, len(body) > 5) == (status, True, True), got
+        check_serves(served)
+
+
+BATCH: dict[str, Any] = json.loads(msgspec.json.encode(make_batch("0-0", requests=3)))
+VALID: dict[str, dict[str, Any]] = {
+    ROLLOUTS: BATCH,
+    COMPLETIONS: {"prompt": [1, 2], "n": 2, "seed": 3, "max_tokens": 4, "logprobs": 1, "stop": ["a"]},
+    CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "top_logprobs": 1, "logprobs": True},
+    "/members/fuzz": {"boot_id": "b", "address": "127.0.0.1:9", "policy": "0-7", "max_requests": 1},
+}
+DEEP = "[" * 9000 + "]" * 9000
+DEEP_OBJECT = '{"a":' * 9000 + "1" + "}" * 9000
+MARK = "put it here"
+# Raw JSON, or what is nearly that.
+NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "-1", "0", "1.5", "01", str(2**63), str(2**64), "9" * 5000]
+TEXTS = ['""', '"\\ud800"', '"\\u0000"', '"\xff"', '"0-0\\r\\nX: y"', '"\u0661-\u0662"', '"']
+WHOLES = ["true", "null", "[]", "{}", "[[]]", "[null]", '{"a":NaN}', DEEP, DEEP_OBJECT, "", "'", "}"]
+HOSTILE = st.sampled_from([*NUMBERS, *TEXTS, *WHOLES])
+
+
+def places(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    if isinstance(document, dict | list):
+        for key in document if isinstance(document, dict) else range(len(document)):
+            yield from places(document[key], (*path, key))
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> tuple[str, bytes]:
+    """A request with one to three things in it that are not as they should be."""
+    endpoint = draw(st.sampled_from(sorted(VALID)))
+    document, hostile = copy.deepcopy(VALID[endpoint]), []
+    for number in range(draw(st.integers(1, 3))):
+        *path, last = draw(st.sampled_from(sorted(places(document), key=str)))
+        target = document
+        for key in path:
+            target = target[key]
+        if isinstance(target, dict) and draw(st.booleans()):
+            last = draw(
+                st.sampled_from(["extra", "", "stream", "min_tokens", "max_completion_tokens", "é", "model"])
+            )
+        target[last] = f"{MARK} {number}"
+        hostile.append(draw(HOSTILE))
+    text = json.dumps(document)
+    for number, value in enumerate(hostile):
+        text = text.replace(f'"{MARK} {number}"', value)
+    return endpoint, text.encode("latin-1", errors="replace")
+
+
+FUZZ = settings(
+    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+)
+
+
+def test_hostile_documents_are_refused_and_a_batch_is_served_after_them() -> None:
+    with gateway() as served:
+
+        @FUZZ
+        @given(mutated())
+        def fuzz(case: tuple[str, bytes]) -> None:
+            endpoint, body = case
+            got = answer(served.port, request("POST", endpoint, body, f"{PROOF}{HEADER_POLICY}: 0-0\r\n"))
+            assert status_of(got) in (200, 400, 404), got
+
+        fuzz()
+        check_serves(served)
+
+
+def test_hostile_bytes_are_refused_and_a_batch_is_served_after_them() -> None:
+    whole = request("POST", COMPLETIONS, json.dumps(VALID[COMPLETIONS]).encode())
+    with gateway() as served:
+
+        @FUZZ
+        @given(
+            st.integers(0, len(whole)),
+            st.integers(0, 40),
+            st.one_of(
+                st.binary(max_size=40), st.sampled_from([b"\r\n", b"\r\n\r\n", b"\x00", b"\n", b": ", b"\xff"])
+            ),
+        )
+        def fuzz(start: int, cut: int, put: bytes) -> None:
+            with connected(served.port) as sock:
+                sock.sendall(whole[:start] + put + whole[start + cut :])
+                sock.shutdown(socket.SHUT_WR)
+                got = heard(sock)
+            assert not got or status_of(got) in (200, 400, 401, 404, 405, 408, 413, 415, 417), got
+
+        fuzz()
+        check_serves(served)
+
+
+def test_a_batch_is_refused_for_each_thing_that_no_node_could_do() -> None:
+    def without(change: Callable[[dict[str, Any]], object]) -> bytes:
+        document = copy.deepcopy(BATCH)
+        change(document)
+        return json.dumps(document).encode()
+
+    cases = [
+        without(lambda b: b["requests"][0].update(index=1)),
+        without(lambda b: b["requests"][0].update(index=-1)),
+        without(lambda b: b["requests"][0].update(index=10**30)),
+        without(lambda b: b["requests"][0].update(seed=-1)),
+        without(lambda b: b["requests"][0].update(seed=2**63)),
+        without(lambda b: b["requests"][0].update(prompt_token_ids=[])),
+        without(lambda b: b["policy"].update(version="0")),
+        without(lambda b: b["policy"].update(digest="a\nb")),
+        without(lambda b: b.update(deadline_s=0)),
+        without(lambda b: b.update(recovery="maybe")),
+        without(lambda b: b.update(max_staleness_steps=-1)),
+        without(lambda b: b["sampling"].update(max_tokens=-1)),
+        without(lambda b: b["sampling"].update(max_tokens=True)),
+        without(lambda b: b["sampling"].update(min_tokens=0.5)),
+        without(lambda b: b["sampling"].update(stream=False)),
+        without(
+            lambda b: b.update(requests=[{"index": i, "prompt_token_ids": [1], "seed": 1} for i in range(70_000)])
+        ),
+    ]
+    with gateway() as served:
+        for body in cases:
+            got = answer(served.port, request("POST", ROLLOUTS, body))
+            assert status_of(got) == 400, body[:200]
+        check_serves(served)
+
+
+def test_an_announcement_is_refused_when_no_agent_could_mean_it() -> None:
+    good = VALID["/members/fuzz"]
+    changes: list[dict[str, Any]] = [
+        {"address": "nowhere"},
+        {"address": "host:0"},
+        {"address": "host:65536"},
+        {"address": "a b:80"},
+        {"boot_id": ""},
+        {"boot_id": "b\r\nX: y"},
+        {"policy": "é"},
+        {"max_requests": 0},
+        {"max_requests": 10**40},
+        {"kv_tokens": -1},
+        {"engine": {"running": -1}},
+        {"engine": {"tokens": 10**40}},
+        {"engine": {"kv_usage": 1.5}},
+    ]
+    with gateway() as served:
+        for change in changes:
+            got = answer(served.port, request("POST", "/members/fuzz", json.dumps({**good, **change}).encode()))
+            assert status_of(got) == 400, change
+        check_serves(served)

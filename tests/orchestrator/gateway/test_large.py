@@ -1,0 +1,207 @@
+"""A step of thousands of long prompts costs the gateway pieces of time, between which it hears everybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
+
+import httpx
+import msgspec
+import pytest
+
+from orchestrator.gateway.__main__ import GC_OBJECTS
+from orchestrator.gateway.surface.admission import Prompt
+from orchestrator.gateway.surface.batch import PROMPT_TOKEN_SIZE, BatchRun
+from orchestrator.gateway.turns import PIECE_S, Turns
+from policies.serving.wire import Announce, Batch, BatchLine, CompletionRequest, PolicyRef, Sample
+from tasks.completions.gateway_client import body_of
+from tests.rigs.gateway_served import TOKEN, Served, serve
+from tests.stand_ins.gateway_world import World, run
+
+PROMPTS, SAMPLES, PROMPT_TOKENS = 600, 32, 4096
+AT_A_TIME = 1024
+PIECE_CPU_S = 0.1  # of this process's one thread; a piece of the step is a tenth of that
+POLICY = PolicyRef("0-0", "policies/0-0")
+
+
+@pytest.fixture
+def rare_garbage() -> Iterator[None]:
+    """As the gateway's process has it."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(GC_OBJECTS)
+    yield
+    gc.set_threshold(*before)
+    gc.unfreeze()
+
+
+def large_batch() -> Batch:
+    prompts = [[number, *range(50_000, 50_000 + PROMPT_TOKENS - 1)] for number in range(PROMPTS)]
+    requests = [CompletionRequest(n, prompts[n // SAMPLES], seed=n) for n in range(PROMPTS * SAMPLES)]
+    return Batch(POLICY, {"temperature": 1.0, "max_tokens": 64}, requests, deadline_s=600.0)
+
+
+@contextmanager
+def sink() -> Iterator[tuple[str, list[bytes]]]:
+    """A server in a thread of its own that answers GET /health alone: its address, and what it has read."""
+    heads: list[bytes] = []
+
+    async def read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.read(2**16)
+        if head.startswith(b"GET /health "):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        else:
+            heads.append(head)
+            while await reader.read(2**20):
+                pass
+        writer.close()
+
+    async def end() -> None:
+        server.close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    server = asyncio.run_coroutine_threadsafe(asyncio.start_server(read, "127.0.0.1", 0), loop).result()
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", heads
+    finally:
+        asyncio.run_coroutine_threadsafe(end(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+class Lag:
+    """The most CPU time that this thread needed between two rounds of its event loop."""
+
+    def __init__(self) -> None:
+        self.worst_s = 0.0
+
+    async def watch(self) -> None:
+        before_s = time.thread_time()
+        while True:
+            await asyncio.sleep(0)
+            now_s = time.thread_time()
+            self.worst_s, before_s = max(self.worst_s, now_s - before_s), now_s
+
+
+def ask(url: str, body: bytes, enough: threading.Event) -> list[BatchLine]:
+    """What the gateway says until there is enough; then the connection breaks."""
+    headers, lines = {"Authorization": f"Bearer {TOKEN}"}, []
+    with (
+        httpx.Client(headers=headers, timeout=60.0, trust_env=False) as http,
+        http.stream("POST", f"{url}/v1/rollouts", content=body) as answer,
+    ):
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            lines.append(msgspec.json.decode(line, type=BatchLine))
+            if enough.is_set():
+                return lines
+    raise AssertionError("it ended before there was enough")
+
+
+@pytest.mark.usefixtures("rare_garbage")
+def test_a_large_step_leaves_the_loop_free_from_its_first_byte_to_its_end() -> None:
+    body, enough = body_of(large_batch()), threading.Event()
+    assert len(body) < 1.1 * PROMPTS * PROMPT_TOKENS * len("50000,")  # each prompt crosses once
+
+    async def announce(served: Served, address: str) -> None:
+        while True:
+            await served.members.announce("a", Announce("boot", address, POLICY.label, AT_A_TIME))
+
+    async def story(served: Served) -> None:
+        with sink() as (address, heads):
+            announcing = asyncio.ensure_future(announce(served, address))
+            await served.until(lambda: served.members.table.rows)
+            served.members.table.rows[0].allowed = AT_A_TIME
+            lag = Lag()
+            watching = asyncio.ensure_future(lag.watch())
+            asking = asyncio.ensure_future(asyncio.to_thread(ask, served.url, body, enough))
+            await served.until(lambda: len(heads) == AT_A_TIME or asking.done())
+            await served.until(lambda: served.members.waiting() == PROMPTS * SAMPLES - AT_A_TIME)
+            waits = served.members.waiting_bytes
+            assert waits <= PROMPTS * PROMPT_TOKENS * PROMPT_TOKEN_SIZE
+            enough.set()
+            lines = await asking
+            assert lines[-1].progress is not None
+            await served.until(lambda: served.members.waiting() == 0 and not served.members.table.rows[0].running)
+            watching.cancel()
+            announcing.cancel()
+            assert lag.worst_s < PIECE_CPU_S
+
+    serve(story, limit_s=120.0)
+
+
+def test_a_batch_that_is_given_up_leaves_no_prompt_in_memory() -> None:
+    prompt = Prompt(array("I", [1, 2, 3]), [Sample(0, 1)])
+    batch = Batch(POLICY, {"max_tokens": 4}, [], deadline_s=60.0)
+
+    async def story(world: World) -> None:
+        batch_run = BatchRun(batch, [prompt], world.members, world.completer, world.ledger)
+        async with aclosing(batch_run.chunks()) as chunks:
+            await anext(chunks)
+        assert not prompt.token_ids
+
+    run(story)
+
+
+def test_work_of_many_tasks_is_done_in_pieces() -> None:
+    async def work(turns: Turns, done: list[int]) -> None:
+        await turns.take()
+        until_s = time.monotonic() + PIECE_S / 4
+        while time.monotonic() < until_s:
+            pass
+        done[-1] += 1
+
+    async def story() -> list[int]:
+        turns, done = Turns(), [0]
+        tasks = [asyncio.ensure_future(work(turns, done)) for _ in range(100)]
+        while not all(task.done() for task in tasks):
+            done.append(0)
+            await asyncio.sleep(0)
+        return done
+
+    done = asyncio.run(story())
+    assert (sum(done), max(done) <= 5) == (100, True)
+
+
+@pytest.mark.parametrize(
+    "lines", [b"\n", b'\n{"prompt_token_ids":[-1],"samples":[{"index":9,"seed":1}]}', b"\n[]"]
+)
+def test_lines_that_are_no_prompts_are_refused(lines: bytes) -> None:
+    batch = Batch(POLICY, {"max_tokens": 4}, [], deadline_s=60.0)
+
+    async def story(served: Served) -> None:
+        answer = await served.http.post("/v1/rollouts", content=body_of(batch) + lines)
+        assert answer.status_code == (200 if lines == b"\n" else 400), answer.text
+
+    serve(story)
+
+
+def test_a_batch_of_lines_is_what_one_document_says() -> None:
+    requests = [CompletionRequest(n, [1, 2, n // 2], seed=n) for n in range(6)]
+    batch = Batch(POLICY, {"max_tokens": 4}, requests, deadline_s=60.0)
+    assert len(body_of(batch).split(b"\n")) == 4
+
+    async def story(served: Served) -> None:
+        await served.node("a")
+        answers = []
+        for body in (body_of(batch), msgspec.json.encode(batch)):
+            answer = await served.http.post("/v1/rollouts", content=body)
+            lines = [msgspec.json.decode(line, type=BatchLine) for line in answer.text.splitlines()]
+            found = [line.completion for line in lines if line.completion is not None]
+            answers.append({one.index: (one.token_ids, one.logprobs) for one in found})
+        assert answers[0] == answers[1]
+        assert len(answers[0]) == len(requests)
+
+    serve(story)

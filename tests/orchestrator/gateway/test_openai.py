@@ -1,0 +1,330 @@
+"""The gateway as an OpenAI server, against stand-in nodes that are killed in mid sentence."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from orchestrator.gateway.job import CHAT, COMPLETIONS, Job
+from orchestrator.gateway.routing import members
+from orchestrator.gateway.surface import openai
+from orchestrator.gateway.surface.openai_answer import Told, Voice
+from orchestrator.gateway.surface.openai_request import Asked
+from policies.serving.wire import HEADER_POLICY
+from tests.rigs.gateway_served import Served, Stream, serve, stream, two_nodes
+from tests.stand_ins.fake_vllm import completion, prompt_of, texts
+from tests.stand_ins.gateway_world import PATIENCE_S
+
+MESSAGES = [{"role": "user", "content": "how are you?"}]
+PROMPT = [1, 2, 3]
+
+
+async def post(served: Served, path: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+    return await served.http.post(path, json=body, headers=headers)
+
+
+def undisturbed(seed: int, max_tokens: int, prompt: Any = PROMPT) -> tuple[list[int], list[float], str]:
+    return completion({"seed": seed, "max_tokens": max_tokens}, prompt)
+
+
+def texts_of(seed: int, max_tokens: int, prompt: list[int] = PROMPT) -> str:
+    return "".join(texts(undisturbed(seed, max_tokens, prompt)[0]))
+
+
+def test_a_completion_is_whole_and_says_which_policy_made_it() -> None:
+    async def story(served: Served) -> dict[str, Any]:
+        await served.node("a")
+        body = {"prompt": PROMPT, "seed": 7, "max_tokens": 20, "logprobs": 0, "return_token_ids": True}
+        response = await post(served, COMPLETIONS, **body, model="policy")
+        assert response.headers[HEADER_POLICY] == "0-0"
+        return dict(response.json())
+
+    found = serve(story)
+    tokens, logprobs, reason = undisturbed(7, 20)
+    [choice] = found["choices"]
+    assert (choice["token_ids"], choice["logprobs"]["token_logprobs"]) == (tokens, logprobs)
+    assert (choice["text"], choice["finish_reason"]) == (texts_of(7, 20), reason)
+    assert choice["prompt_token_ids"] == PROMPT
+    for start, text in zip(choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"], strict=True):
+        assert choice["text"][start:].startswith(text)
+    assert found["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": len(tokens),
+        "total_tokens": 3 + len(tokens),
+    }
+    assert (found["object"], found["model"], found["system_fingerprint"]) == ("text_completion", "policy", "0-0")
+
+
+def test_choices_have_seeds_that_count_up_and_prompts_are_counted_once() -> None:
+    async def story(served: Served) -> dict[str, Any]:
+        await two_nodes(served)
+        body = {"prompt": [[1, 2], [3, 4, 5]], "n": 3, "seed": 40, "max_tokens": 8, "return_token_ids": True}
+        return dict((await post(served, COMPLETIONS, **body)).json())
+
+    found = serve(story)
+    expected = [undisturbed(40 + i, 8, prompt)[0] for prompt in ([1, 2], [3, 4, 5]) for i in range(3)]
+    assert [one["token_ids"] for one in found["choices"]] == expected
+    assert [one["index"] for one in found["choices"]] == list(range(6))
+    assert found["usage"]["prompt_tokens"] == 5
+    assert all(one["logprobs"] is None for one in found["choices"])
+
+
+def test_a_chat_has_a_message_and_its_logprobs() -> None:
+    async def story(served: Served) -> dict[str, Any]:
+        await served.node("a")
+        body = {"messages": MESSAGES, "seed": 3, "max_completion_tokens": 9, "logprobs": True}
+        return dict((await post(served, CHAT, **body)).json())
+
+    found = serve(story)
+    tokens, logprobs, reason = undisturbed(3, 9, prompt_of({"messages": MESSAGES}))
+    [choice] = found["choices"]
+    assert choice["message"] == {"role": "assistant", "content": texts_of(3, 9, prompt_of({"messages": MESSAGES}))}
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == logprobs
+    assert choice["finish_reason"] == reason
+    assert found["usage"]["completion_tokens"] == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [(COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "text"})],
+    ids=["tokens", "chat", "text"],
+)
+@pytest.mark.parametrize("stop", [None, ["never"]], ids=["continued", "started over"])
+def test_a_stream_goes_on_over_a_killed_node_and_repeats_nothing(
+    path: str, more: dict[str, Any], stop: list[str] | None
+) -> None:
+    """With a stop string the request starts over: what comes again is not told again."""
+
+    async def story(served: Served) -> Stream:
+        a, b = await two_nodes(served)
+        for node in (a, b):
+            node.change(stalls=9)
+        body = {"seed": 11, "max_tokens": 40, "n": 2, "stop": stop, **more}
+        async with stream(served, path, **body, stream_options={"include_usage": True}) as heard:
+            await heard.read(enough=18)
+            first = a if a.running else b
+            running = (a.running, b.running)
+            other = b if first is a else a
+            other.change(stalls=1_000_000)
+            first.kill()
+            await heard.read()
+            assert sum(running) == 2
+            assert served.gateway.status().handovers >= 1
+            return heard
+
+    heard = serve(story)
+    prompt = prompt_of(more)
+    for index in (0, 1):
+        tokens, _, reason = undisturbed(11 + index, 40, prompt)
+        assert heard.token_ids(index) == tokens
+        assert heard.text(index) == texts_of(11 + index, 40, prompt)
+        assert [one["finish_reason"] for one in heard.choices(index) if one["finish_reason"]] == [reason]
+    total = sum(len(undisturbed(11 + index, 40, prompt)[0]) for index in (0, 1))
+    assert heard.chunks[-1]["usage"]["completion_tokens"] == total
+    assert heard.chunks[-1]["choices"] == []
+    if path == CHAT:
+        assert [one["delta"].get("role") for one in heard.choices()][:2] == ["assistant", None]
+
+
+def test_a_client_that_goes_away_frees_the_place_and_its_tokens_are_discarded() -> None:
+    async def story(served: Served) -> None:
+        node = await served.node("a")
+        node.change(stalls=9)
+        async with stream(served, COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=40) as heard:
+            await heard.read(enough=9)
+        await served.until(lambda: node.aborted == 1)
+        await served.until(lambda: served.gateway.status().tokens_discarded == 9)
+        assert served.gateway.status().tokens_delivered == 0
+        assert node.row.running == 0
+
+    serve(story)
+
+
+def test_what_was_told_is_counted_as_delivered() -> None:
+    async def story(served: Served) -> None:
+        await served.node("a")
+        await post(served, COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=6)
+        async with stream(served, CHAT, messages=MESSAGES, seed=1, max_tokens=6) as heard:
+            await heard.read()
+        delivered = len(undisturbed(1, 6)[0]) + heard.tokens()
+        await served.until(lambda: served.gateway.status().tokens_delivered == delivered)
+        assert served.gateway.status().tokens_discarded == 0
+
+    serve(story)
+
+
+def test_a_refusal_by_vllm_is_the_clients_error_and_nobody_is_in_doubt() -> None:
+    async def story(served: Served) -> None:
+        node = await served.node("a")
+        said = b'{"error":{"message":"too long","code":400}}'
+        node.raw = b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n%b" % (len(said), said)
+        for streams in (False, True):
+            response = await post(served, COMPLETIONS, prompt=PROMPT, stream=streams)
+            assert response.status_code == 400
+            assert "too long" in response.json()["error"]["message"]
+            assert response.json()["error"]["type"] == "invalid_request_error"
+        assert not node.row.doubted
+
+    serve(story)
+
+
+def test_a_named_policy_is_served_by_who_holds_it_alone() -> None:
+    async def story(served: Served) -> None:
+        old, new = await served.node("old", policy="0-1"), await served.node("new", policy="0-0")
+        for label in ("0-1", "0-0"):
+            response = await post(served, COMPLETIONS, {HEADER_POLICY: label}, prompt=PROMPT)
+            assert response.json()["system_fingerprint"] == response.headers[HEADER_POLICY] == label
+        assert (len(old.asked), len(new.asked)) == (1, 1)
+
+    serve(story)
+
+
+def test_with_no_wanted_policy_there_is_one_clear_error() -> None:
+    async def story(served: Served) -> None:
+        response = await post(served, COMPLETIONS, prompt=PROMPT)
+        assert (response.status_code, response.json()["error"]["type"]) == (503, "server_error")
+
+    serve(story, policy="")
+
+
+def test_a_request_waits_for_its_first_node() -> None:
+    async def story(served: Served) -> None:
+        asking = asyncio.ensure_future(post(served, COMPLETIONS, prompt=PROMPT, seed=2, max_tokens=5))
+        await served.until(lambda: served.members.waiting() == 1)
+        await served.node("late")
+        assert (await asking).json()["choices"][0]["text"] == texts_of(2, 5)
+
+    serve(story)
+
+
+def test_a_request_of_which_nothing_comes_is_given_up_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai, "SILENCE_S", 0.1)
+
+    async def story(served: Served) -> None:
+        for streams in (False, True):
+            response = await post(served, COMPLETIONS, prompt=PROMPT, stream=streams)
+            assert (response.status_code, response.json()["error"]["type"]) == (504, "server_error")
+            assert "nothing came of policy 0-0" in response.json()["error"]["message"]
+        assert served.members.waiting() == 0
+        node = await served.node("a")
+        node.change(stalls=9)
+        monkeypatch.setattr(openai, "SILENCE_S", PATIENCE_S)
+        async with stream(served, COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=40) as heard:
+            await heard.read(enough=9)
+            monkeypatch.setattr(openai, "SILENCE_S", 0.1)
+            node.change(stalls=17)
+            await heard.read()
+        assert not heard.done
+        assert heard.chunks[-1]["error"]["type"] == "server_error"
+        await served.until(lambda: node.aborted == 1)
+
+    serve(story)
+
+
+def test_when_too_many_wait_the_next_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "WAITING_MAX", 1)
+
+    async def story(served: Served) -> None:
+        first = asyncio.ensure_future(post(served, COMPLETIONS, prompt=PROMPT))
+        await served.until(lambda: served.members.waiting() == 1)
+        assert (await post(served, COMPLETIONS, prompt=PROMPT)).status_code == 503
+        await served.node("a")
+        assert (await first).status_code == 200
+
+    serve(story)
+
+
+def test_models_are_one() -> None:
+    async def story(served: Served) -> None:
+        listed = (await served.http.get("/v1/models")).json()
+        assert [one["id"] for one in listed["data"]] == ["policy"]
+        assert (await served.http.get("/v1/models/policy")).json() == listed["data"][0]
+        other = await served.http.get("/v1/models/gpt-9")
+        assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
+
+    serve(story)
+
+
+BAD: list[tuple[str, dict[str, Any], str | None]] = [
+    (COMPLETIONS, {}, None),
+    (COMPLETIONS, {"prompt": []}, "prompt"),
+    (COMPLETIONS, {"prompt": [[1], []]}, "prompt"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
+    (COMPLETIONS, {"prompt": [-1]}, "prompt"),
+    (COMPLETIONS, {"prompt": [2**40]}, "prompt"),
+    (COMPLETIONS, {"prompt": [True]}, "prompt"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 10**30}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "n": 0}, "n"),
+    (COMPLETIONS, {"prompt": ["a"] * 33, "n": 32}, "n"),
+    (COMPLETIONS, {"prompt": "a", "seed": -1}, "seed"),
+    (COMPLETIONS, {"prompt": "a", "seed": 2**63 - 1, "n": 2}, "seed"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": True}, "logprobs"),
+    (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "stream"),
+    (COMPLETIONS, {"prompt": "a", "echo": True}, "echo"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of"),
+    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "hello"}, "messages"),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"),
+    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+]
+
+
+def test_what_makes_no_sense_is_refused_with_the_parameter_at_fault() -> None:
+    async def story(served: Served) -> None:
+        node = await served.node("a")
+        for path, body, param in BAD:
+            response = await post(served, path, **body)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, param), (body, error)
+            assert "\n" not in error["message"]
+        assert node.asked == []
+
+    serve(story)
+
+
+def test_parameters_that_are_off_are_no_reason_to_refuse() -> None:
+    """Clients send their defaults."""
+
+    async def story(served: Served) -> None:
+        node = await served.node("a")
+        off = {"echo": False, "best_of": 1, "suffix": None, "tools": [], "tool_choice": "none", "stop": None}
+        response = await post(served, COMPLETIONS, prompt="a", **off)
+        assert response.status_code == 200, response.text
+        assert not {"echo", "best_of", "suffix", "tools", "tool_choice"} & set(node.asked[0])
+        assert node.asked[0]["max_tokens"] == 16
+
+    serve(story)
+
+
+def test_a_stream_that_starts_over_is_silent_until_it_is_where_it_was() -> None:
+    job = Job(body={"max_tokens": 9}, policy="0-0", group=0, prompt_tokens=1, keep_text=True)
+    asked = Asked([job], n=1, chat=False, stream=True, usage=False, logprobs=False, token_ids=True)
+    voice, told = Voice(asked, "0-0"), Told()
+
+    def comes_to(*tokens: int) -> None:
+        job.token_ids, job.logprobs = list(tokens), [0.0] * len(tokens)
+        job.tokens = [f"{token} " for token in tokens]
+        job.text = "".join(job.tokens)
+
+    comes_to(1, 2, 3)
+    assert voice.chunk(0, told, None) is not None
+    job.discarded += job.start_over()
+    comes_to(1, 2)
+    assert job.agrees()
+    assert voice.chunk(0, told, None) is None
+    comes_to(1, 2, 3, 4)
+    assert job.agrees()
+    chunk = voice.chunk(0, told, None)
+    assert chunk is not None
+    assert chunk["choices"][0]["token_ids"] == [4]
+    job.discarded += job.start_over()
+    comes_to(1, 2, 5, 4)
+    assert not job.agrees()
+    assert voice.chunk(0, told, None) is None

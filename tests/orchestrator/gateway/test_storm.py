@@ -1,0 +1,80 @@
+"""Nodes that die, stall, go deaf, drain, leave and come at random, with many jobs under way: no token is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from policies.serving.silence import Patience
+from tests.stand_ins.gateway_world import Node, World, job, run, undisturbed
+
+JOBS = 48
+
+
+class Hasty(Patience):
+    """Asks, and gives up, within the time of a test."""
+
+    __slots__ = ()
+
+    soft_limit_s = 0.2  # type: ignore[misc]
+    hard_limit_s = 1.5  # type: ignore[assignment]
+
+    def first_token_limit_s(self, prompt_tokens: int) -> float:  # noqa: ARG002
+        return self.hard_limit_s
+
+
+def strike(world: World, node: Node, how: str) -> None:
+    match how:
+        case "kill":
+            node.kill()
+            world.members.leave(node.name, node.boot_id)
+        case "crash":
+            node.kill()
+        case "stall":
+            node.change(stalls=0)
+        case "deaf":
+            node.change(stalls=0, deaf=True)
+        case "drain":
+            world.members.drain(node.name)
+        case "remove":
+            world.members.remove(node.name)
+        case "weights":
+            node.change(policy="0-9")
+        case "slow":
+            node.change(event_s=0.2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_job_comes_to_what_it_would_have_been_and_no_token_is_made_twice(seed: int) -> None:
+    async def story(world: World) -> None:
+        chance = random.Random(seed)
+        jobs = [job(max_tokens=chance.choice((17, 60, 120)), min_tokens=5) for _ in range(JOBS)]
+        asked = [world.ask(one) for one in jobs]
+        living: list[Node] = []
+        for number in range(12):
+            while len(living) < 3:
+                node = await world.node(f"node-{number}-{len(living)}")
+                node.event_s = chance.choice((0.01, 0.02))
+                living.append(node)
+            await asyncio.sleep(chance.uniform(0.0, 0.1))
+            node = living.pop(chance.randrange(len(living)))
+            strike(
+                world,
+                node,
+                chance.choice(("kill", "crash", "stall", "deaf", "drain", "remove", "weights", "slow")),
+            )
+        last = await world.node("last")
+        last.event_s = 0.001
+        for one, got in zip(jobs, await asyncio.gather(*asked), strict=True):
+            assert (got.token_ids, got.logprobs, got.finish_reason) == undisturbed(one)
+            assert got.policy == "0-0"
+        ledger = world.ledger
+        assert ledger.discarded == 0
+        assert ledger.handovers > 0
+        assert 0 < ledger.saved <= sum(len(one.token_ids) for one in jobs)
+        assert world.members.waiting() == 0
+        assert all(row.running == row.outstanding == row.replaying == 0 for row in world.members.table.rows)
+
+    run(story, patience=Hasty, drain_s=0.1)

@@ -1,0 +1,407 @@
+"""What is seen of a run, from its store."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from checkpoint.store.errors import NotFound
+from checkpoint.store.run_store import Entry, Store
+from orchestrator.views.model import HealthView, RunView, run_view, to_json, view_of
+from orchestrator.views.reader import Reader
+from policies.detect.divergence import Health
+from policies.model.events import (
+    BuyingResumed,
+    BuyingStopped,
+    DivergenceCleared,
+    DivergenceWatched,
+    FleetMoved,
+    JobExited,
+    JobRestarted,
+    NodeMoved,
+    ProbationPassed,
+    RunMoved,
+    StoreCaughtUp,
+    StoreSlowed,
+    TimelineForked,
+    TimelineResumed,
+    TrainerFenced,
+)
+from policies.model.timelines import Fork
+from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
+from policies.serving.wire import GatewayStatus, MembershipChange, MemberStatus
+from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World
+
+
+class CountingStore(Store):
+    """Remembers which objects were fetched."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.fetched: list[str] = []
+
+    def get(self, key: str) -> bytes:
+        self.fetched.append(key)
+        return super().get(key)
+
+
+class CoarseStore(Store):
+    """Its clock stands still, as a clock of whole seconds does for most of one."""
+
+    def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
+        now = datetime(2026, 1, 1, tzinfo=UTC)
+        return [replace(entry, modified_at=now) for entry in super().entries(prefix, after=after)]
+
+
+def look(world: World, at_s: float, gateway: GatewayStatus | None = None) -> RunView:
+    return run_view(world.store, T0 + at_s, gateway)
+
+
+def member(node: str, policy: str | None) -> MemberStatus:
+    return MemberStatus(node, "boot", "127.0.0.1:1", policy, policy is not None, False, 0, 0.1)
+
+
+def test_a_store_without_a_run_is_an_error_that_says_so() -> None:
+    with pytest.raises(NotFound, match="no run in"):
+        run_view(Store("memory://views-nothing-here"), T0, None)
+
+
+def test_a_run_that_has_only_been_created_can_be_seen() -> None:
+    view = look(World(), 1)
+    assert (view.phase, view.step, view.max_steps, view.nodes, view.events) == (RunPhase.STARTING, 0, None, (), ())
+    assert (view.reward, view.kl, view.eta_s, view.step_s, view.checkpoint) == (None,) * 5
+    assert not view.daemon.alive
+    assert not view.over
+    json.dumps(to_json(view))
+
+
+def test_a_training_run_is_seen_whole(tmp_path: Path) -> None:
+    world = World()
+    world.starts()
+    for step in range(1, 11):
+        world.logs(20 + 2 * step, step, reward=step / 10, kl=step / 100, orch__tokens=100.0)
+    world.beats(41, 10)
+    world.is_steered(40)
+    world.saves(35, 5, tmp_path)
+    members = [member("rollout-0-i1", "0-10"), member("rollout-1-i1", None)]
+    view = look(world, 42, GatewayStatus("boot", "0-10", members, requests_waiting=3))
+
+    assert (view.name, view.phase, view.step, view.max_steps) == ("digits", RunPhase.TRAINING, 10, 40)
+    assert (view.reward, view.kl, view.kl_limit, view.activity) == (1.0, 0.1, 0.52, "generating")
+    assert (view.step_s, view.tokens_per_s, view.eta_s, view.requests_waiting) == (2.0, 50.0, 60.0, 3)
+    assert view.checkpoint is not None
+    assert (view.checkpoint.version, view.checkpoint.age_s) == ("0-5", 7.0)
+    assert (view.daemon.alive, view.daemon.host, view.daemon.pid) == (True, "another-host.invalid", 42)
+    assert view.daemon.renewed_s_ago == 2.0
+    assert [(node.slot, node.policy) for node in view.nodes] == [
+        ("trainer-0", "0-10"),
+        ("rollout-0", "0-10"),
+        ("rollout-1", None),
+    ]
+    trainer = view.nodes[0]
+    assert (trainer.role, trainer.market, trainer.price_usd_per_h) == (Role.TRAINER, Market.ON_DEMAND, 7.2)
+    assert (trainer.phase, trainer.since_s, trainer.restarts) == (NodePhase.SERVING, T0 + 10, 0)
+    assert view.events[-1].text == "Run is training: the trainer has its first heartbeat"
+
+
+def test_what_is_not_bought_is_seen_until_it_is_again() -> None:
+    world = World()
+    world.starts()
+    assert look(world, 40).not_bought == ()
+    world.happens(41, BuyingStopped("rollout on spot", "3 in a row came to nothing"))
+    [stopped] = look(world, 42).not_bought
+    assert (stopped.kind, stopped.reason, stopped.since_s) == (
+        "rollout on spot",
+        "3 in a row came to nothing",
+        T0 + 41,
+    )
+    assert to_json(look(world, 42))["not_bought"][0]["reason"] == "3 in a row came to nothing"
+    world.happens(43, BuyingResumed("rollout on spot"))
+    assert look(world, 44).not_bought == ()
+
+
+def test_what_a_gateway_said_that_went_with_its_trainer_is_not_shown() -> None:
+    world = World()
+    world.starts()
+    status = GatewayStatus("boot", "0-10", [member("rollout-0-i1", "0-10")], requests_waiting=3)
+    assert look(world, 11, status).requests_waiting == 3
+    world.moves(12, "trainer-0-i1", NodePhase.GONE, "preempted")
+    view = look(world, 13, status)
+    assert view.requests_waiting is None
+    assert [node.policy for node in view.nodes] == [None, None, None]
+
+
+def test_the_last_changes_of_the_membership_are_told_with_their_age() -> None:
+    world = World()
+    world.starts()
+    changes = [MembershipChange(i, 10.0 * i, f"rollout-{i}:\nleft") for i in range(1, 9)]
+    status = GatewayStatus("boot", None, up_s=90.0, changes=changes)
+    told = to_json(look(world, 11, status))["membership"]
+    assert [one["seq"] for one in told] == [4, 5, 6, 7, 8]
+    assert told[-1] == {"seq": 8, "ago_s": 10.0, "reason": "rollout-8: left"}
+    assert to_json(look(world, 11))["membership"] == ()
+
+
+def test_a_slow_store_is_seen_while_the_run_goes_on() -> None:
+    world = World()
+    world.starts()
+    assert not look(world, 11).store_slow
+    world.happens(12, StoreSlowed(120, 50))
+    assert to_json(look(world, 13))["store_slow"] is True
+    world.happens(14, StoreCaughtUp(130, 120))
+    assert not look(world, 15).store_slow
+    world.happens(16, StoreSlowed(140, 120), RunMoved(RunPhase.FINISHED, "the last step"))
+    assert not look(world, 17).store_slow
+
+
+def diverging() -> World:
+    """Ten steps, of which those from 7 on are off: watched at 9, diverged at 10."""
+    world = World()
+    world.starts()
+    for step in range(1, 11):
+        world.logs(20 + 2 * step, step, reward=step / 10, kl=step / 100 if step < 7 else 3.0)
+    world.happens(39, DivergenceWatched(0, 9, 7, EVIDENCE[:1]))
+    return world
+
+
+def test_the_limit_is_above_the_run_s_own_start() -> None:
+    world = World(kl_limit=0.5)
+    for step, kl in enumerate((3.0, 3.5, 90.0), start=1):
+        assert look(world, step).kl_limit is None
+        world.logs(step, step, kl=kl)
+    assert look(world, 4).kl_limit == 4.0
+    assert look(World(kl_limit=None), 1).kl_limit is None
+
+
+def test_what_the_detectors_say_is_seen() -> None:
+    assert look(World(), 1).health == HealthView()
+    world = diverging()
+    assert look(world, 40).health == HealthView(Health.WATCH, 9, 7, EVIDENCE[:1])
+    world.happens(41, DivergenceCleared(0, 10))
+    assert look(world, 41).health == HealthView()
+    world.diverges(42, onset_step=7, step=10)
+    health = to_json(look(world, 42))["health"]
+    assert health == {"health": "tripped", "step": 10, "onset_step": 7, "evidence": EVIDENCE}
+
+
+def test_a_rollback_is_seen_at_each_of_its_stages(tmp_path: Path) -> None:
+    world = diverging()
+    world.saves(32, 5, tmp_path)
+    world.saves(42, 10, tmp_path)
+    world.beats(41, 10)
+    world.diverges(42, onset_step=7, step=10)
+    world.begins_rollback(43, FIRST_FORK, 10)
+    view = look(world, 44)
+    assert view.rollback is not None
+    assert (view.rollback.stage, view.rollback.since_s) == (RollbackStage.BEGUN, T0 + 43)
+    assert (view.timeline, view.step, view.kl, view.rollbacks) == (0, 10, 3.0, 1)
+
+    stages: list[tuple[RollbackStage, str]] = []
+    for at_s, event in enumerate(
+        (TimelineForked(1), TrainerFenced(1), TimelineResumed(1, 5), FleetMoved(1, "1-5")), start=45
+    ):
+        world.happens(at_s, event)
+        view = look(world, at_s)
+        assert view.rollback is not None
+        stages.append((view.rollback.stage, view.rollback.text))
+        assert view.rollback.since_s == T0 + at_s
+        assert view.health == HealthView(), "that was the old timeline's"
+        # The old trainer's last word is no longer the run's.
+        assert (view.timeline, view.step, view.max_steps, view.activity, view.kl) == (1, 5, 40, None, 0.05)
+        assert view.eta_s == 35 * 2.0
+        assert view.nodes[0].policy is None
+        assert view.checkpoint is not None
+        assert view.checkpoint.version == "0-5", "0-10 is abandoned"
+    assert stages == [
+        (RollbackStage.FORKED, "waits for the old trainer to end"),
+        (RollbackStage.FENCED, "waits for its trainer"),
+        (RollbackStage.RESUMED, "is trained, and waits for the fleet"),
+        (RollbackStage.PROBATION, "is on probation until step 15"),
+    ]
+    assert to_json(view)["rollback"] == {
+        "timeline": 1,
+        "cause": "diverged",
+        "reason": FIRST_FORK.reason,
+        "from_step": 10,
+        "start": "0-5",
+        "stage": "probation",
+        "since_s": T0 + 48,
+        "probation_until_step": 15,
+        "text": "is on probation until step 15",
+    }
+    world.logs(50, 6, timeline=1, reward=0.9, kl=0.06)
+    world.beats(50, 6, timeline=1)
+    view = look(world, 51)
+    assert (view.step, view.activity, view.reward, view.kl) == (6, "generating", 0.9, 0.06)
+    assert [point.step for point in view.recent] == [1, 2, 3, 4, 5, 6]
+    assert view.nodes[0].policy == "1-6"
+    world.happens(60, ProbationPassed(1, 16))
+    view = look(world, 61)
+    assert (view.rollback, view.rollbacks, view.timeline) == (None, 1, 1)
+
+
+def test_a_fork_changes_the_line_though_nothing_new_was_logged() -> None:
+    world = diverging()
+    reader = Reader(world.store)
+    assert len(view_of(reader, T0 + 44, None).recent) == 10
+    world.rolls_back(45, FIRST_FORK, 10)
+    assert [point.step for point in view_of(reader, T0 + 50, None).recent] == [1, 2, 3, 4, 5]
+    assert [row.step for row in reader.abandoned] == [6, 7, 8, 9, 10]
+
+
+def test_a_run_that_began_anew_has_a_line_of_its_own() -> None:
+    world = diverging()
+    world.rolls_back(45, Fork(1, None), 10)
+    view = look(world, 50)
+    assert (view.step, view.reward, view.recent, view.checkpoint, view.kl_limit) == (0, None, (), None, None)
+
+
+def test_a_daemon_that_no_longer_renews_is_not_alive() -> None:
+    world = World()
+    world.is_steered(0)
+    assert look(world, 14).daemon.alive
+    assert not look(world, 16).daemon.alive
+
+
+def test_a_node_that_left_is_shown_until_another_takes_its_slot() -> None:
+    world = World()
+    world.starts()
+    world.moves(20, "rollout-0-i1", NodePhase.GONE, "preempted")
+    gone = next(node for node in look(world, 21).nodes if node.slot == "rollout-0")
+    assert (gone.node, gone.phase, gone.reason, gone.since_s) == (
+        "rollout-0-i1",
+        NodePhase.GONE,
+        "preempted",
+        T0 + 20,
+    )
+    world.asks_for(22, "rollout-0-i2")
+    world.happens(23, NodeMoved("rollout-0-i2", NodePhase.REFUSED, "none left", Refusal.NO_CAPACITY))
+    refused = next(node for node in look(world, 24).nodes if node.slot == "rollout-0")
+    assert (refused.node, refused.phase, refused.restarts) == ("rollout-0-i2", NodePhase.REFUSED, 1)
+
+
+def test_restarts_are_of_machines_and_of_work() -> None:
+    world = World()
+    world.starts()
+    world.happens(20, JobExited("trainer-0-i1", 1, -9, 3), JobRestarted("trainer-0-i1", 2, "again"))
+    world.moves(30, "trainer-0-i1", NodePhase.GONE)
+    world.asks_for(31, "trainer-0-i2")
+    assert [node.restarts for node in look(world, 32).nodes] == [2, 0, 0]
+
+
+def test_ten_slots_are_in_the_order_of_their_numbers() -> None:
+    world = World()
+    for index in (10, 9, 0):
+        world.asks_for(1, f"rollout-{index}-i1")
+    assert [node.slot for node in look(world, 2).nodes] == ["rollout-0", "rollout-9", "rollout-10"]
+
+
+def test_what_a_restarted_trainer_has_yet_to_make_again_is_not_the_last_value() -> None:
+    world = World()
+    for step in range(1, 5):
+        world.logs(10.0 * step, step, reward=float(step))
+    world.logs(100, 2, reward=22.0)  # killed after step 4, and back at step 1
+    view = look(world, 101)
+    assert (view.reward, [point.step for point in view.recent]) == (22.0, [1, 2])
+
+
+def test_a_finished_run_is_over_when_nobody_steers_it_any_more() -> None:
+    world = World()
+    world.starts()
+    world.happens(20, RunMoved(RunPhase.FINISHED, "the trainer reached its last step"))
+    world.is_steered(20)
+    assert not look(world, 21).over
+    assert look(world, 40).over
+
+
+def test_rehearsed_faults_are_among_the_events_in_the_order_of_time() -> None:
+    world = World()
+    world.starts()
+    world.moves(20.5, "rollout-1-i1", NodePhase.GONE, "preempted")
+    reader = Reader(world.store)
+    view_of(reader, T0 + 21, None)
+    world.rehearses(20, 2, "rollout-1", at_step=3)
+    world.rehearses(25, 1, "gateway", at_step=5)
+    told = [event.text for event in view_of(reader, T0 + 26, None).events[-3:]]
+    assert told == [
+        "Rehearsal: kill rollout-1 at step 3 (took rollout-1)",
+        "rollout-1-i1 is gone: preempted",
+        "Rehearsal: kill gateway at step 5 (took gateway)",
+    ]
+    again = [event.text for event in view_of(reader, T0 + 27, None).events[-3:]]
+    assert again == told
+
+
+def test_a_second_look_fetches_only_what_can_have_changed(tmp_path: Path) -> None:
+    world = World()
+    world.starts()
+    for step in range(1, 251):
+        world.logs(20.0 + step, step, reward=float(step))
+    world.saves(35, 50, tmp_path)
+    world.beats(271, 250)
+    store = CountingStore(world.store.url)
+    reader = Reader(store)
+    first = view_of(reader, T0 + 300, None)
+    store.fetched.clear()
+    second = view_of(reader, T0 + 300, None)
+    assert second == first
+    assert [point.step for point in second.recent] == list(range(131, 251))
+    documents = {"lease.json", "trainer.json"}
+    assert set(store.fetched) - documents <= {"metrics/0000/00000002.jsonl"}
+
+    world.logs(280, 251, reward=-1.0)
+    world.moves(281, "rollout-0-i1", NodePhase.GONE)
+    world.saves(282, 100, tmp_path)
+    third = view_of(reader, T0 + 300, None)
+    assert third.reward == -1.0
+    assert third.nodes[1].phase is NodePhase.GONE
+    assert third.checkpoint is not None
+    assert third.checkpoint.version == "0-100"
+    assert third == run_view(world.store, T0 + 300, None)
+
+
+def test_a_step_made_again_in_an_older_object_is_seen() -> None:
+    world = World()
+    for step in range(98, 103):
+        world.logs(step, step, reward=float(step))
+    reader = Reader(world.store)
+    assert view_of(reader, T0 + 200, None).reward == 102.0
+    world.logs(150, 98, reward=-98.0)
+    view = view_of(reader, T0 + 200, None)
+    assert (view.reward, len(view.recent)) == (-98.0, 1)
+
+
+def test_rows_of_two_objects_between_two_looks_are_seen() -> None:
+    world = World()
+    world.logs(98, 98, reward=98.0)
+    reader = Reader(world.store)
+    view_of(reader, T0 + 200, None)
+    for step in range(99, 102):
+        world.logs(step, step, reward=float(step))
+    assert [point.step for point in view_of(reader, T0 + 200, None).recent] == [98, 99, 100, 101]
+
+
+def test_a_row_of_the_same_size_in_the_same_second_is_seen() -> None:
+    world = World()
+    world.logs(20, 1, reward=1.5)
+    reader = Reader(CoarseStore(world.store.url))
+    assert view_of(reader, T0 + 30, None).reward == 1.5
+    world.logs(20, 1, reward=2.5)
+    assert view_of(reader, T0 + 30, None).reward == 2.5
+
+
+def test_json_always_has_the_same_keys() -> None:
+    empty, world = to_json(look(World(), 1)), World()
+    world.starts()
+    world.logs(20, 1, reward=1.0)
+    full = to_json(look(world, 21))
+    assert list(empty) == list(full)
+    assert set(full) >= {"name", "phase", "step", "max_steps", "reward", "kl", "nodes", "checkpoint", "daemon"}
+    again = json.loads(json.dumps(full))
+    assert again["nodes"][1]["slot"] == "rollout-0"
+    assert again["phase"] == "training"
+    assert again["events"][-1]["type"] == "RunMoved"

@@ -1,0 +1,324 @@
+"""The summary and the picture of a run."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib import image
+from rich.console import Console
+
+from checkpoint.records.metrics import Row
+from checkpoint.stream import exports
+from orchestrator.views.lineage import Change
+from orchestrator.views.model import HealthView
+from orchestrator.views.plots import FaultMark, Left, RollbackMark, plot, plot_run
+from orchestrator.views.report import Report, build_report, render, to_json
+from policies.detect.divergence import Health
+from policies.model.events import HealthyChosen, JobExited, JobRestarted, ProbationPassed, RunMoved
+from policies.model.timelines import Fork
+from policies.model.vocabulary import Cause, NodePhase, PolicyVersion, RunPhase
+from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """Ten steps of 10 s. A node is taken at step 3 (and 20 s and 37 tokens with it), the trainer killed at step 6
+    goes back to step 5 (and loses 40 s); one held-out score at each end."""
+    world = World()
+    world.starts()
+    at = {1: 20, 2: 30, 3: 40, 4: 70, 5: 80, 6: 140, 7: 150, 8: 160, 9: 170, 10: 180}
+    world.rehearses(41, 1, "rollout-1", at_step=3)
+    world.moves(43, "rollout-1-i1", NodePhase.GONE, "preempted without notice")
+    world.asks_for(43, "rollout-1-i2")
+    world.moves(44, "rollout-1-i2", NodePhase.BOOTING)
+    world.happens(95, JobExited("trainer-0-i1", 1, -9, 6), JobRestarted("trainer-0-i1", 2, "again"))
+    for step in range(1, 11):
+        values = {"reward": step / 10, "kl": 0.01 * step, "orch/tokens": 512.0, "orch/tokens_discarded": 0.0}
+        values["sampling/sampling_logp_difference/max"] = 2e-6 if step == 4 else 1e-6
+        if step == 4:
+            values["orch/tokens_discarded"] = 37.0
+        if step in (2, 10):
+            values["eval_reward"] = step / 20
+        world.logs(at[step], step, **values)
+    world.saves(80, 5, tmp_path)
+    world.saves(181, 10, tmp_path)
+    return world
+
+
+def drawn(report: Report) -> str:
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(render(report))
+    return console.export_text()
+
+
+def test_the_report_in_exact_numbers(world: World) -> None:
+    report = build_report(world.store, T0 + 184)
+    assert (report.steps, report.phase, report.wall_s) == (10, RunPhase.TRAINING, 184.0)
+    assert (report.reward_first, report.reward_last) == pytest.approx((0.3, 0.8))
+    assert (report.held_out_first, report.held_out_last) == (0.1, 0.5)
+    assert (report.kl_last, report.sampling_logp_difference_max) == (0.1, 2e-6)
+    assert (report.tokens_generated, report.tokens_regenerated) == (5120, 37)
+    assert report.checkpoints == 2
+    assert report.restarts == {"rollout-0": 0, "rollout-1": 1, "trainer-0": 1}
+    assert [(cost.name, cost.at_step, cost.seconds_lost, cost.tokens_regenerated) for cost in report.faults] == [
+        ("kill rollout-1", 3, 20.0, 37),
+        ("trainer-0-i1 exited with -9", 6, 50.0, 0),
+    ]
+    assert (report.faults_survived, report.seconds_lost) == (2, 70.0)
+    # USD an hour: trainer 7.20 on demand; rollout 0.90 on spot, 3.60 on demand. All but the lost node from 4 s on.
+    rollout_s = 180 + (43 - 4) + (184 - 44)
+    assert report.cost_usd == pytest.approx((180 * 7.2 + rollout_s * 0.9) / 3600)
+    assert report.cost_all_on_demand_usd == pytest.approx((180 * 7.2 + rollout_s * 3.6) / 3600)
+
+
+def test_a_run_that_has_ended_costs_no_more_as_time_goes_by(world: World) -> None:
+    world.happens(190, RunMoved(RunPhase.FINISHED, "the last step"))
+    world.moves(191, "trainer-0-i1", NodePhase.TERMINATING)
+    first, later = build_report(world.store, T0 + 200), build_report(world.store, T0 + 86400)
+    assert first == later
+    assert first.wall_s == 191.0
+
+
+def test_a_run_without_a_step_has_a_report() -> None:
+    report = build_report(World(rehearse=None, kl_limit=None).store, T0 + 5)
+    assert (report.steps, report.reward_first, report.reward_last, report.kl_last) == (0, None, None, None)
+    assert (report.sampling_logp_difference_max, report.faults, report.cost_usd) == (None, (), 0.0)
+    assert "none" in drawn(report)
+
+
+def test_short_runs_average_what_there_is() -> None:
+    world = World()
+    world.logs(1, 1, reward=0.0)
+    world.logs(2, 2, reward=1.0)
+    report = build_report(world.store, T0 + 3)
+    assert (report.reward_first, report.reward_last) == (0.5, 0.5)
+
+
+def test_json_has_the_keys_that_programs_read(world: World) -> None:
+    plain = json.loads(json.dumps(to_json(build_report(world.store, T0 + 184))))
+    assert {
+        "steps",
+        "reward_first",
+        "reward_last",
+        "faults_survived",
+        "tokens_generated",
+        "tokens_regenerated",
+        "seconds_lost",
+        "cost_usd",
+        "cost_all_on_demand_usd",
+        "sampling_logp_difference_max",
+    } <= set(plain)
+    assert plain["phase"] == "training"
+    assert plain["faults"][0] == {
+        "name": "kill rollout-1",
+        "at_step": 3,
+        "seconds_lost": 20.0,
+        "tokens_regenerated": 37,
+        "survived": True,
+    }
+
+
+def test_the_report_is_drawn_in_80_columns(world: World) -> None:
+    text = drawn(build_report(world.store, T0 + 184))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "0.3 → 0.8" in text
+    assert "2 of 2" in text
+    assert "5,120 generated, 37 made again after a loss" in text
+    assert "rollout-1 1, trainer-0 1" in text
+    assert "kill rollout-1" in text
+
+
+@pytest.fixture
+def rolled_back(world: World) -> World:
+    """The run above, which diverged at step 10 and went on from step 5; then a person took it back to 1-7."""
+    world.diverges(182, onset_step=7, step=10)
+    world.rolls_back(183, FIRST_FORK, 10)
+    for step in (6, 7, 8):
+        world.logs(190 + 10 * (step - 6), step, timeline=1, reward=0.9, kl=0.05, orch__tokens=500.0)
+    world.rolls_back(215, BY_HAND, 8, Cause.USER)
+    world.logs(230, 8, timeline=2, reward=1.0, kl=0.06, orch__tokens=400.0)
+    return world
+
+
+BY_HAND = Fork(
+    timeline=2,
+    start="1-7",
+    changes={**FIRST_FORK.changes, "beta": 0.1},
+    skipped=FIRST_FORK.skipped,
+    reason="asked for by hand",
+)
+
+
+def test_the_report_tells_rollbacks(rolled_back: World) -> None:
+    report = build_report(rolled_back.store, T0 + 231)
+    assert (report.timeline, report.steps, report.kl_last) == (2, 8, 0.06)
+    assert report.reward_last == pytest.approx((0.4 + 0.5 + 0.9 + 0.9 + 1.0) / 5), "of the line, in its order"
+    assert report.tokens_generated == 5120 + 3 * 500 + 400
+    assert (report.steps_abandoned, report.tokens_abandoned) == (5 + 1, 5 * 512 + 500)
+    assert [fault.name for fault in report.faults] == ["kill rollout-1", "trainer-0-i1 exited with -9"]
+    first, second = report.rollbacks
+    assert (first.left, first.start, first.timeline, first.cause) == ("0-10", "0-5", 1, Cause.DIVERGED)
+    assert (first.steps_abandoned, first.tokens_abandoned, first.outcome) == (5, 2560, "was left by the next")
+    assert first.changes == {"learning_rate": Change(0.001, 0.0005), "beta": Change(0.02, 0.04)}
+    assert first.skipped == FIRST_FORK.skipped
+    assert (second.left, second.start, second.timeline, second.cause) == ("1-8", "1-7", 2, Cause.USER)
+    assert (second.changes, second.skipped) == ({"beta": Change(0.04, 0.1)}, ())
+    assert (second.steps_abandoned, second.tokens_abandoned) == (1, 500)
+    assert second.outcome == "is on probation until step 9"
+    assert report.health == HealthView()
+
+
+def test_rollbacks_in_json(rolled_back: World) -> None:
+    plain = json.loads(json.dumps(to_json(build_report(rolled_back.store, T0 + 231))))
+    assert plain["rollbacks"][0] == {
+        "timeline": 1,
+        "cause": "diverged",
+        "reason": FIRST_FORK.reason,
+        "left": "0-10",
+        "start": "0-5",
+        "changes": {
+            "learning_rate": {"before": 0.001, "after": 0.0005},
+            "beta": {"before": 0.02, "after": 0.04},
+        },
+        "skipped": [{"timeline": 0, "first_step": 7, "last_step": 10}],
+        "steps_abandoned": 5,
+        "tokens_abandoned": 2560,
+        "outcome": "was left by the next",
+    }
+    assert set(plain) == set(to_json(build_report(World().store, T0)))
+
+
+def test_rollbacks_are_drawn_in_80_columns(rolled_back: World) -> None:
+    text = drawn(build_report(rolled_back.store, T0 + 231))
+    assert max(map(len, text.splitlines())) <= 80
+    words = " ".join(text.split())
+    assert "rollbacks 2; 6 steps and 3,060 tokens thrown away" in words
+    assert "timeline 1 from 0-10 to checkpoint 0-5; 5 steps and 2,560 tokens thrown away" in words
+    assert f"why {FIRST_FORK.reason}" in words
+    assert (
+        "changed learning_rate 0.001 → 0.0005, beta 0.02 → 0.04; "
+        "other prompts for those of steps 7 to 10 of timeline 0"
+    ) in words
+    assert "changed beta 0.04 → 0.1 now is on probation until step 9" in words
+
+
+def test_a_rollback_that_has_passed_says_so_and_one_that_changes_nothing_too(world: World) -> None:
+    world.rolls_back(183, Fork(1, None, reason="asked [for]"), 10, Cause.USER)
+    world.happens(190, ProbationPassed(1, 21))
+    report = build_report(world.store, T0 + 191)
+    assert (report.rollbacks[0].start, report.rollbacks[0].steps_abandoned) == (None, 10)
+    assert (report.steps, report.reward_first) == (0, None)
+    words = " ".join(drawn(report).split())
+    assert "from 0-10 to the run's start; 10 steps" in words
+    assert "why asked [for] changed the sampling seeds alone now has passed its probation" in words
+
+
+def test_a_run_that_gave_up_names_what_is_healthy_and_where_it_is(world: World) -> None:
+    world.diverges(182, onset_step=7, step=10)
+    world.happens(183, HealthyChosen("0-5"), RunMoved(RunPhase.GAVE_UP, "diverged at step 10"))
+    report = build_report(world.store, T0 + 184)
+    assert (report.healthy, report.exported_to) == ("0-5", None)
+    assert report.health == HealthView(Health.TRIPPED, 10, 7, EVIDENCE)
+    assert exports.export_weights(world.store, PolicyVersion(0, 5)).prefix
+    report = build_report(world.store, T0 + 184)
+    assert report.exported_to == f"{world.store.url}/exports/0-5"
+    words = " ".join(drawn(report).split())
+    assert f"diverged since step 7: {EVIDENCE[0]}; {EVIDENCE[1]}" in words
+    assert "last healthy 0-5, exported to memory://views-" in words
+
+
+BLUE, RED, ORANGE, GREEN = (0x33, 0x66, 0xCC), (0xC0, 0x39, 0x2B), (0xE0, 0x7B, 0x39), (0x2E, 0x8B, 0x6F)
+
+
+def count(path: Path, colour: tuple[int, int, int]) -> int:
+    """Pixels of exactly this colour."""
+    pixels = np.rint(image.imread(path)[:, :, :3] * 255).astype(int)
+    return int((pixels == np.array(colour)).all(axis=2).sum())
+
+
+def rows(**metrics: float) -> list[Row]:
+    named = {name.replace("__", "/"): value for name, value in metrics.items()}
+    return [Row(0, step, T0 + step, 1, {k: v * step for k, v in named.items()}) for step in range(1, 31)]
+
+
+def test_a_run_is_plotted(world: World, tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    plot_run(world.store, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert count(path, BLUE) > 1000
+    assert count(path, ORANGE) > 100  # held out
+    assert count(path, RED) > 500  # the KL limit
+    assert count(path, GREEN) == 0  # the reward band was not logged
+
+
+def test_all_series_are_drawn_and_missing_ones_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    whole = rows(reward=0.02, loss=0.01, kl=0.01, orch__reward_min=0.01, orch__reward_max=0.03, eval_reward=0.02)
+    plot(whole, 0.5, path)
+    assert min(count(path, colour) for colour in (BLUE, ORANGE, GREEN, RED)) > 100
+    plot(whole, None, path)
+    assert count(path, RED) == 0
+    plot(whole, 0.2, path)  # exceeded from step 20 on: points above the line
+    above = count(path, RED)
+    plot(whole, 0.5, path)
+    assert above > count(path, RED)
+
+
+@pytest.mark.parametrize("logged", [[], rows(unknown=1.0), rows(reward=1.0)[:1]])
+def test_a_run_with_little_logged_is_plotted(logged: list[Row], tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    plot(logged, 0.5, path, title="little")
+    pixels = image.imread(path)
+    assert pixels.shape[:2] == (1430, 1560)
+    assert pixels.std() > 0.01
+
+
+GREY, SHADE, INK = (0xA9, 0xB0, 0xBA), (0xEC, 0xEE, 0xF1), (0x33, 0x3A, 0x45)
+
+
+def test_what_was_abandoned_is_grey_and_the_fork_is_marked(rolled_back: World, tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    plot_run(rolled_back.store, path)
+    assert count(path, GREY) > 500
+    assert count(path, SHADE) > 10_000
+    whole = rows(reward=0.02, kl=0.01, loss=0.01)
+    marks = [RollbackMark(20, 28)]
+    plot(whole, None, path, left=Left(marks=marks))
+    marked = count(path, INK)
+    assert count(path, GREY) == 0
+    plot(whole, None, path)
+    assert (count(path, SHADE), count(path, INK) < marked - 500) == (0, True)
+
+
+def test_a_runaway_that_was_abandoned_does_not_flatten_the_rest(tmp_path: Path) -> None:
+    calm, path = rows(kl=0.01), tmp_path / "plot.png"
+    runaway = [Row(1, step, T0, 1, {"kl": 10.0**step}) for step in range(20, 30)]
+
+    def blue_lines(left: Left) -> int:
+        """Over how many lines of pixels the KL goes."""
+        plot(calm, None, path, left=left)
+        pixels = np.rint(image.imread(path)[1000:, :, :3] * 255).astype(int)
+        return int((pixels == np.array(BLUE)).all(axis=2).any(axis=1).sum())
+
+    alone = blue_lines(Left())
+    assert blue_lines(Left(runaway, [RollbackMark(19, 29)])) > 0.5 * alone
+
+
+def test_a_run_of_which_everything_was_abandoned_is_plotted(tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    plot([], None, path, left=Left(rows(reward=1.0), [RollbackMark(0, 30)]))
+    assert count(path, GREY) > 100
+    assert count(path, BLUE) == 0
+
+
+def test_fault_marks_are_drawn(tmp_path: Path) -> None:
+    without, with_marks = tmp_path / "a.png", tmp_path / "b.png"
+    plot(rows(reward=1.0), None, without)
+    plot(rows(reward=1.0), None, with_marks, faults=[FaultMark(10, "kill"), FaultMark(20, "kill")])
+    different = (image.imread(without) != image.imread(with_marks)).any(axis=2)
+    columns = different[150:420, :740].sum(axis=0)  # the first panel
+    assert (columns > 80).sum() >= 2

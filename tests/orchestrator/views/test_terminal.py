@@ -1,0 +1,288 @@
+"""The live view, drawn at 80 columns, and plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from orchestrator.views.model import (
+    HealthView,
+    MembershipView,
+    NodeView,
+    RollbackView,
+    RunView,
+    StoppedKindView,
+    run_view,
+)
+from orchestrator.views.numbers import duration, short, sparkline, usd
+from orchestrator.views.terminal import changes, render, watch
+from policies.detect.divergence import Health
+from policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase
+from policies.serving.wire import GatewayStatus, MemberStatus
+from tests.generators.views_world import T0, World
+
+
+@pytest.fixture
+def view(tmp_path: Path) -> RunView:
+    world = World()
+    world.starts()
+    for step in range(1, 11):
+        world.logs(20 + 2 * step, step, reward=step / 10, kl=step / 100, orch__tokens=100.0)
+    world.beats(41, 10)
+    world.is_steered(40)
+    world.saves(35, 5, tmp_path)
+    world.moves(41, "rollout-1-i1", NodePhase.GONE, "preempted")
+    world.asks_for(41, "rollout-1-i2")
+    member = MemberStatus("rollout-0-i1", "boot", "127.0.0.1:1", "0-10", True, False, 0, 0.1)
+    return run_view(world.store, T0 + 42, GatewayStatus("boot", "0-10", [member], requests_waiting=3))
+
+
+def drawn(view: RunView, width: int = 80) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(render(view))
+    return console.export_text().splitlines()
+
+
+def line_with(lines: list[str], word: str) -> str:
+    """The line's words, one blank between them."""
+    return " ".join(next(line for line in lines if line.startswith(word)).split())
+
+
+def test_the_view_says_what_is_going_on_in_80_columns(view: RunView) -> None:
+    lines = drawn(view)
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 24
+    assert lines[0].split()[:2] == ["digits", "TRAINING"]
+    assert "trainer is generating, 3 requests wait" in lines[0]
+    assert "step 10 of 40 · 2.0 s a step · 1:00 min to go" in lines[1]
+    assert line_with(lines, "reward") == "reward 1 ▁▂▃▃▄▅▆▆▇█ checkpoint 0-5, 7 s ago"
+    assert line_with(lines, "kl") == "kl 0.1 ▁▂▃▃▄▅▆▆▇█ limit 0.52 controller another-host.inval…"
+    assert line_with(lines, "tokens") == "tokens 50 a second 3 waiting price $8.10 an hour"
+    assert line_with(lines, "trainer-0-i1") == "trainer-0-i1 serving 32 s on demand 0-10 0 7.20"
+    assert line_with(lines, "rollout-0-i1") == "rollout-0-i1 serving 32 s spot 0-10 0 0.90"
+    assert line_with(lines, "rollout-1-i2") == "rollout-1-i2 requested 1 s spot – 1 0.00"
+    assert lines[-1].rstrip().endswith("rollout-1-i2 was asked for on spot: first")
+
+
+def test_a_run_without_anything_yet_can_be_drawn() -> None:
+    lines = drawn(run_view(World().store, T0 + 1, None))
+    assert lines[0].split()[:2] == ["digits", "STARTING"]
+    assert any("none yet" in line for line in lines)
+
+
+def test_it_says_that_the_store_is_slow(view: RunView) -> None:
+    lines = drawn(replace(view, store_slow=True))
+    assert "trainer is generating, 3 requests wait, the store is slow" in lines[0]
+    assert max(map(len, lines)) <= 80
+
+
+def test_it_says_what_is_not_bought_and_why(view: RunView) -> None:
+    reason = "3 in a row came to nothing: no work seen within 900 s (`policies.boot_timeout_s`)"
+    stopped = StoppedKindView("rollout on spot", reason, T0, T0 + 642, 1)
+    lines = drawn(replace(view, not_bought=(stopped,)))
+    place = next(place for place, line in enumerate(lines) if line.startswith("not bought"))
+    assert " ".join(" ".join(lines[place : place + 2]).split()) == (
+        f"not bought rollout on spot, one is tried in 10:00 min: {reason}"
+    )
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_last_changes_of_the_membership_are_shown_where_there_is_room(view: RunView) -> None:
+    told = tuple(MembershipView(i, 60.0 - i, f"rollout-{i}: in doubt, [red]{'x' * 99}") for i in range(1, 6))
+    lines = drawn(replace(view, membership=told))
+    assert (max(map(len, lines)), len(lines) <= 24) == (80, True)
+    assert [line.split(":")[0] for line in lines if "in doubt" in line] == [
+        "57 s ago   rollout-3",
+        "56 s ago   rollout-4",
+        "55 s ago   rollout-5",
+    ]
+    assert lines[-1].rstrip().endswith("rollout-1-i2 was asked for on spot: first")
+    nodes = tuple(replace(view.nodes[1], node=f"rollout-{i}-i1") for i in range(20))
+    crowded = drawn(replace(view, membership=told, nodes=nodes))
+    assert len(crowded) <= 24
+    assert not any("in doubt" in line for line in crowded)
+
+
+def test_it_says_how_to_come_back_when_nobody_steers(view: RunView) -> None:
+    orphaned = replace(view, daemon=replace(view.daemon, alive=False))
+    assert "no controller; `grpo-orch resume memory://" in drawn(orphaned, width=120)[0]
+
+
+def test_kl_above_its_limit_is_red(view: RunView) -> None:
+    def styled(kl: float) -> str:
+        console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system="standard")
+        with console.capture() as captured:
+            console.print(render(replace(view, kl=kl)))
+        return captured.get()
+
+    red = "\x1b[1;31m"
+    assert red not in styled(0.51)
+    assert f"{red}0.53" in styled(0.53)
+
+
+WATCHED = HealthView(Health.WATCH, 9, 7, ("KL 3.21, 41 times its calm level [of] 0.078", "reward 0.1"))
+ROLLBACK = RollbackView(
+    timeline=1,
+    cause=Cause.DIVERGED,
+    reason="diverged since step 7",
+    from_step=10,
+    start="0-5",
+    stage=RollbackStage.FORKED,
+    since_s=T0 + 38,
+    probation_until_step=15,
+    text="waits for the old trainer to end",
+)
+
+
+def test_it_says_what_is_off_and_why(view: RunView) -> None:
+    lines = drawn(replace(view, health=WATCHED))
+    assert (max(map(len, lines)), len(lines) <= 24) == (80, True)
+    at = next(place for place, line in enumerate(lines) if line.startswith("watched"))
+    told = " ".join(" ".join(lines[at : at + 2]).split())
+    assert told == (
+        "watched since step 7, seen at step 9: KL 3.21, 41 times its calm level [of] 0.078; reward 0.1"
+    )
+    assert not any(line.startswith(("watched", "diverged", "rollback")) for line in drawn(view))
+    without = replace(WATCHED, health=Health.TRIPPED, evidence=())
+    assert line_with(drawn(replace(view, health=without)), "diverged") == "diverged since step 7, seen at step 9"
+
+
+def test_it_says_how_far_a_rollback_is(view: RunView) -> None:
+    lines = drawn(replace(view, rollback=ROLLBACK, timeline=1))
+    assert "rolling back to checkpoint 0-5" in lines[0]
+    assert "step 10 of 40 · timeline 1" in lines[1]
+    assert line_with(lines, "rollback") == (
+        "rollback timeline 1, from 0-5, waits for the old trainer to end (4 s)"
+    )
+    probation = replace(ROLLBACK, stage=RollbackStage.PROBATION, text="is on probation until step 15")
+    lines = drawn(replace(view, rollback=probation))
+    assert "trainer is generating" in lines[0]
+    assert "is on probation until step 15" in line_with(lines, "rollback")
+
+
+def test_a_run_in_the_worst_trouble_fits_the_screen(view: RunView) -> None:
+    nodes = tuple(replace(view.nodes[1], node=f"rollout-{i}-i1") for i in range(20))
+    health = HealthView(Health.TRIPPED, 12345, 12300, tuple("KL 3.21 " * 9 for _ in range(5)))
+    told = tuple(MembershipView(i, 60.0 - i, f"rollout-{i}: in doubt") for i in range(1, 6))
+    lines = drawn(replace(view, nodes=nodes, health=health, rollback=ROLLBACK, membership=told))
+    assert (max(map(len, lines)), len(lines) <= 24) == (80, True)
+    assert any(line.rstrip().endswith("…") for line in lines if "KL 3.21" in line)
+    assert any("and 15 more" in line for line in lines)
+    assert sum(line.startswith("rollout-") for line in lines) == 5
+    assert lines[-1].rstrip().endswith("rollout-1-i2 was asked for on spot: first")
+
+
+@pytest.mark.parametrize("phase", RunPhase)
+def test_every_phase_can_be_drawn(view: RunView, phase: RunPhase) -> None:
+    assert phase.upper().replace("_", " ") in drawn(replace(view, phase=phase, reason="because"))[0]
+
+
+def test_of_a_large_fleet_the_nodes_in_trouble_are_shown(view: RunView) -> None:
+    def node(index: int) -> NodeView:
+        phase = NodePhase.BOOTING if index == 57 else NodePhase.SERVING
+        return replace(view.nodes[1], slot=f"rollout-{index}", node=f"rollout-{index}-i1", phase=phase)
+
+    lines = drawn(replace(view, nodes=tuple(node(index) for index in range(64))))
+    assert len(lines) <= 24
+    assert line_with(lines, "rollout-57-i1").split()[1] == "booting"
+    assert any("and 56 more" in line for line in lines)
+
+
+def test_markup_in_what_others_wrote_is_only_text(view: RunView) -> None:
+    wild = replace(view.events[-1], text="took [red]node[/blue]")
+    assert any("took [red]node[/blue]" in line for line in drawn(replace(view, events=(wild,))))
+    out = io.StringIO()
+    last = replace(view, events=(wild,), recent=())
+    watch(showing([last]), lambda _: True, Console(width=80, file=out))
+    assert out.getvalue().endswith("took [red]node[/blue]\n")
+
+
+def test_only_what_is_new_is_printed(view: RunView) -> None:
+    first = changes(None, view)
+    assert first[-1].endswith("step 10/40 reward 1 kl 0.1")
+    assert len(first) == len(view.events) + 1
+    assert changes(view, view) == []
+    later = replace(view, recent=(*view.recent, replace(view.recent[-1], step=11, reward=None)))
+    assert [line.split(" ", 1)[1] for line in changes(view, later)] == ["step 11/40 reward – kl 0.1"]
+    told = replace(view, events=view.events[:-1])
+    assert [line.split(" ", 1)[1] for line in changes(told, view)] == [view.events[-1].text]
+
+
+def showing(views: list[RunView]) -> Callable[[], RunView]:
+    left = iter(views)
+    return lambda: next(left)
+
+
+def ended(view: RunView) -> RunView:
+    return replace(view, phase=RunPhase.FINISHED, daemon=replace(view.daemon, alive=False))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_watching_ends_with_the_run_and_waits_between_looks(view: RunView, terminal: bool) -> None:
+    out, waits = io.StringIO(), list[float]()
+    console = Console(width=80, height=24, file=out, force_terminal=terminal, color_system=None)
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        return False
+
+    last = watch(showing([view, view, ended(view)]), wait, console)
+    assert last.over
+    assert waits == [0.5, 0.5]
+    assert ("FINISHED" in out.getvalue()) is terminal
+    assert out.getvalue().count("step 10/40 reward 1") == (0 if terminal else 1)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_watching_stops_when_asked_to(view: RunView, terminal: bool) -> None:
+    console = Console(width=80, height=24, file=io.StringIO(), force_terminal=terminal)
+    assert not watch(showing([view]), lambda _: True, console).over
+
+
+def test_ctrl_c_is_left_to_the_caller_and_the_cursor_comes_back(view: RunView) -> None:
+    out = io.StringIO()
+
+    def interrupted(_: float) -> bool:
+        raise KeyboardInterrupt
+
+    console = Console(width=80, height=24, file=out, force_terminal=True)
+    with pytest.raises(KeyboardInterrupt):
+        watch(showing([view]), interrupted, console)
+    assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "line"),
+    [
+        ([], 5, ""),
+        ([1.0], 5, "▄"),
+        ([2.0, 2.0, 2.0], 5, "▄▄▄"),
+        ([0.0, 1.0], 5, "▁█"),
+        ([0.0, 0.0, 7.0, 7.0], 2, "▁█"),
+        ([float(n) for n in range(6)], 3, "▁▅█"),
+    ],
+)
+def test_sparklines(values: list[float], width: int, line: str) -> None:
+    assert sparkline(values, width) == line
+
+
+def test_a_sparkline_has_room_for_any_number_of_values() -> None:
+    assert all(len(sparkline([float(n) for n in range(count)], 22)) == min(count, 22) for count in range(300))
+
+
+def test_numbers_for_people() -> None:
+    assert [duration(s) for s in (0, 59.4, 59.6, 187, 7380, 345600)] == [
+        "0 s",
+        "59 s",
+        "1:00 min",
+        "3:07 min",
+        "2:03 h",
+        "4.0 d",
+    ]
+    assert [short(v) for v in (None, 0.0, 0.12345, 1e-6, 123456.0)] == ["–", "0", "0.123", "1e-06", "123,456"]
+    assert [usd(v) for v in (0.0, 0.0123, 0.1, 1234.5)] == ["$0.00", "$0.0123", "$0.10", "$1,234.50"]

@@ -1,0 +1,167 @@
+"""Metrics as read from files: every format alike, and whatever else is in a file read or refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint.records.metrics import NONFINITE, Row
+from checkpoint.store.codec import to_json
+from orchestrator.views.traces import NotATrace, Trace, read_trace
+from policies.detect.divergence import Point
+from tests.generators.metric_files import FORMATS, json_lines, run, state
+
+
+def points(text: str, name: str = "file") -> tuple[Point, ...]:
+    return trace(text, name).points
+
+
+def trace(text: str, name: str = "file") -> Trace:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        path.write_text(text)
+        return read_trace(path)
+
+
+def test_values_and_steps_come_through_as_logged() -> None:
+    rows = run(diverges=True, every=10)
+    wanted = [{k: v for k, v in row.items() if k not in ("epoch", "step")} for row in rows]
+    for name, written in FORMATS.items():
+        if name in ("logged strings", "nested JSON lines"):
+            continue
+        found = points(written(rows))
+        counted = name == "logged floats"
+        assert [point.step for point in found] == [at + 1 if counted else 10 * (at + 1) for at in range(30)], name
+        assert [point.values for point in found] == wanted, name
+
+
+def test_what_the_file_says_of_its_steps_is_used() -> None:
+    rows = run(diverges=False, every=10)
+    assert trace(state(rows, save_steps=40)).save_steps == 40
+    assert trace(state(rows, save_steps=0.1)).save_steps is None
+    without = [{key: value for key, value in row.items() if key != "step"} for row in rows]
+    history = json.dumps({"log_history": without, "logging_steps": 10})
+    assert [point.step for point in points(history)] == [10 * (at + 1) for at in range(30)]
+
+
+def test_no_number_is_told_from_nothing_logged() -> None:
+    in_json = '{"step": 1, "kl": NaN, "loss": 1%s, "grad_norm": null, "reward": 0.5}\n' % ("0" * 400)
+    in_python = "{'kl': nan, 'loss': 'inf', 'grad_norm': None, 'reward': np.float64(0.5)}\n"
+    ours = to_json(
+        Row(0, 1, 1e9, 1, {"reward": 0.5, **{f"{NONFINITE}{n}": 1.0 for n in ("kl", "loss", "grad_norm")}})
+    )
+    in_a_table = "step,kl,loss,grad_norm,reward,entropy\n1,nan,-inf,NaN,0.5,\n"
+    for text in (in_json, in_python, ours.decode(), in_a_table):
+        assert points(text) == (Point(1, {"kl": None, "loss": None, "grad_norm": None, "reward": 0.5}),), text
+
+
+@pytest.mark.parametrize("step", [None, "first", 1e300, math.nan, True])
+def test_where_no_row_has_a_step_they_are_counted(step: Any) -> None:
+    rows = [{"step": step, "kl": 0.1}, {"step": step, "kl": 0.2}]
+    assert points(json_lines(rows)) == (Point(1, {"kl": 0.1}), Point(2, {"kl": 0.2}))
+
+
+def test_rows_of_one_step_share_a_point() -> None:
+    train, held_out = {"kl": 0.1, "reward": 0.5}, {"eval_reward": 0.7, "eval_kl": 0.2}
+    both = train | held_out
+    with_steps = [{"step": 5, **train}, {"step": 5, **held_out}, {"step": 6, **train}]
+    assert points(json_lines(with_steps)) == (Point(5, both), Point(6, train))
+    assert points("".join(f"{row}\n" for row in (train, held_out, train))) == (Point(1, both), Point(2, train))
+    empty = {"step": 5, "kl": None, "reward": None, "gpu": 0.9}  # a table with a row for everything
+    assert points(json_lines([{"step": 5, **train}, empty])) == (Point(5, train),)
+    spoken = '{"step": 5, "kl": 0.1, "reward": 0.5, "completion": "one\u2028two\x85"}\n'
+    assert points(spoken) == (Point(5, train),)
+    prefixed = [{"train/global_step": 5, "_step": 9, "train/kl": 0.1, "train/reward": 0.5, "eval/reward": 0.7}]
+    assert points(json_lines(prefixed)) == (Point(5, {"kl": 0.1, "reward": 0.5, "eval_reward": 0.7}),)
+
+
+def test_what_was_logged_again_replaces_what_was_and_a_new_timeline_what_it_left() -> None:
+    again = [{"step": 1, "kl": 0.1}, {"step": 2, "kl": 0.2}, {"step": 1, "kl": 0.3}]
+    assert points(json_lines(again)) == (Point(1, {"kl": 0.3}), Point(2, {"kl": 0.2}))
+    rows = [Row(0, 1, 1.0, 1, {"kl": 0.1}), Row(0, 2, 1.0, 1, {"kl": 9.0}), Row(0, 3, 1.0, 1, {"kl": 9.0})]
+    rows += [Row(1, 2, 1.0, 1, {"kl": 0.2})]
+    text = b"\n".join(map(to_json, rows)).decode()
+    assert points(text) == (Point(1, {"kl": 0.1}), Point(2, {"kl": 0.2}))
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("objective/kl", "kl"),
+        ("train/kl", "kl"),
+        ("completion_length", "completions/mean_length"),
+        ("actor/grad_norm", "grad_norm"),
+        ("run 7 - train/kl", "kl"),
+    ],
+)
+def test_names_become_trls(key: str, name: str) -> None:
+    assert points(json_lines([{"step": 1, "reward": 0.5, key: 0.25}])) == (Point(1, {"reward": 0.5, name: 0.25}),)
+
+
+def test_a_name_of_trls_own_goes_before_one_that_only_resembles_it() -> None:
+    for row in ({"loss": 0.1, "policy_loss": 0.2}, {"policy_loss": 0.2, "loss": 0.1}):
+        assert points(json_lines([{"step": 1, **row}])) == (Point(1, {"loss": 0.1}),)
+
+
+SCRAPS = st.sampled_from(
+    ["{", "}", "'kl': ", '"kl": ', "nan", "1e400", "'", '"', ",", "\r", "[", "\n", "kl,step\n", "1"]
+)
+TEXTS = st.one_of(st.binary(max_size=300), st.lists(SCRAPS | st.text(max_size=5), max_size=40).map("".join))
+JSONS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["log_history", "kl", "step", "values", "timeline", "reward"]), inner)
+    ),
+    max_leaves=20,
+)
+
+
+def read_anything(data: bytes, name: str = "file") -> None:
+    """Read it, or have it refused in one line; what is read is in order and finite."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        path.write_bytes(data)
+        try:
+            found = read_trace(path)
+        except NotATrace as error:
+            refused = str(error)
+        else:
+            steps = [point.step for point in found.points]
+            assert steps == sorted(set(steps))
+            values = [value for point in found.points for value in point.values.values()]
+            assert all(value is None or math.isfinite(value) for value in values)
+            return
+        assert refused.startswith(f"{path}: ")
+        assert "\n" not in refused
+
+
+@given(TEXTS)
+@settings(max_examples=300, deadline=None)
+def test_whatever_is_in_a_file_it_is_read_or_refused(scraps: bytes | str) -> None:
+    read_anything(scraps if isinstance(scraps, bytes) else scraps.encode(errors="surrogatepass"))
+
+
+@given(JSONS)
+@settings(max_examples=300, deadline=None)
+def test_whatever_is_in_a_json_document_it_is_read_or_refused(document: Any) -> None:
+    read_anything(json.dumps(document).encode(), "file.json")
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(["kl", "reward", "step", "grad_norm"]), st.floats()), min_size=1))
+@settings(max_examples=100, deadline=None)
+def test_all_that_json_lines_hold_is_found_again(rows: list[Mapping[str, float]]) -> None:
+    rows = [{**row, "loss": 0.0, "step": at} for at, row in enumerate(rows, start=1)]
+    wanted = [
+        {name: value if math.isfinite(value) else None for name, value in row.items() if name != "step"}
+        for row in rows
+    ]
+    assert [dict(point.values) for point in points("".join(json.dumps(row) + "\n" for row in rows))] == wanted

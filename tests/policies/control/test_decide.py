@@ -1,0 +1,492 @@
+"""The controller's decisions, as stories and as invariants over random ones."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.control.decide import decide
+from policies.control.fleet import market_of
+from policies.control.lifecycle import NOTICE_TAKES_S
+from policies.control.observed import HEARTBEAT_FRESH_S, HEARTBEAT_LOST_S
+from policies.control.snapshot import AskToStop, Command, Confirm, Launch, LaunchRefused, Machine, Terminate
+from policies.control.stopping import STOP_WAIT_S
+from policies.model import exit_codes
+from policies.model.buying import back_off_s
+from policies.model.events import (
+    Event,
+    JobExited,
+    JobRestarted,
+    MachineBought,
+    NodeMoved,
+    NodeRequested,
+    RunMoved,
+    StoreCaughtUp,
+    StoreSlowed,
+)
+from policies.model.phases import NODE_EDGES, RUN_EDGES, IllegalMove, check_node_move, check_run_move
+from policies.model.vocabulary import MachineState, Market, NodePhase, PolicyVersion, Refusal, Role, RunPhase
+from tests.stand_ins.world import BOOT_S, World, spec
+
+
+def until_training(world: World) -> World:
+    for _ in range(100):
+        world.tick()
+        world.advance()
+        if world.steps >= 2:
+            return world
+    raise AssertionError(world.state)
+
+
+def test_undisturbed_run_finishes_and_returns_every_machine():
+    world = World()
+    world.run()
+    assert world.state.phase is RunPhase.FINISHED
+    assert world.machines == {}
+    assert sorted(world.launches) == [("rollout-0-i1", 1), ("rollout-1-i1", 1), ("trainer-0-i1", 1)]
+
+
+def test_lost_rollout_node_is_replaced_under_a_new_name():
+    world = until_training(World())
+    world.lose("rollout-1-i1")
+    decision = decide(world.state, world.snapshot(), world.spec)
+    assert NodeMoved("rollout-1-i1", NodePhase.GONE, "preempted") in decision.events
+    assert Launch("rollout-1-i2", "rollout-1", Market.SPOT, 1) in decision.actions
+    assert Terminate("rollout-1-i1") in decision.actions  # its record is cleared at the cloud
+    world.run()
+    assert world.state.phase is RunPhase.FINISHED
+
+
+def test_preemption_notice_drains_and_asks_for_the_replacement_at_once():
+    world = until_training(World())
+    world.machines["rollout-0-i1"] = replace(world.machines["rollout-0-i1"], notice=True)
+    decision = decide(world.state, world.snapshot(), world.spec)
+    moved = [e for e in decision.events if isinstance(e, NodeMoved)]
+    assert [(e.node, e.phase) for e in moved] == [("rollout-0-i1", NodePhase.DRAINING)]
+    assert Launch("rollout-0-i2", "rollout-0", Market.SPOT, 1) in decision.actions
+    assert not any(isinstance(a, Terminate) for a in decision.actions)  # it may work until it is taken
+
+
+def test_a_drained_machine_that_is_not_taken_back_is_returned():
+    world = until_training(World())
+    world.machines["rollout-0-i1"] = replace(world.machines["rollout-0-i1"], notice=True)
+    world.tick()
+    world.now_s += NOTICE_TAKES_S - 1
+    assert Terminate("rollout-0-i1") not in decide(world.state, world.snapshot(), world.spec).actions
+    world.now_s += 2
+    assert Terminate("rollout-0-i1") in decide(world.state, world.snapshot(), world.spec).actions
+
+
+def test_what_a_machine_costs_is_journalled_once_when_it_is_first_seen():
+    world = World()
+    world.tick()
+    bought = Machine(
+        "rollout-0-i1",
+        MachineState.UP,
+        market=Market.ON_DEMAND,
+        price_usd_per_h=0.8,
+        on_demand_usd_per_h=0.8,
+        where="aws/us-east-1",
+    )
+    world.machines["rollout-0-i1"] = bought
+    world.tick()
+    world.tick()
+    told = [event for _, _, events in world.history for event in events if isinstance(event, MachineBought)]
+    assert told == [MachineBought("rollout-0-i1", Market.ON_DEMAND, "aws/us-east-1", 0.8, 0.8)]
+    node = world.state.nodes["rollout-0-i1"]
+    assert (node.market, node.price_usd_per_h) == (Market.ON_DEMAND, 0.8)  # asked for on spot, given on demand
+
+
+def test_a_machine_that_is_only_starting_may_still_be_refused():
+    world = World()
+    world.tick()
+    world.machines["rollout-0-i1"] = Machine("rollout-0-i1", MachineState.STARTING, attempt=0)
+    world.tick()
+    assert world.state.nodes["rollout-0-i1"].phase is NodePhase.REQUESTED
+    world.refused.append(LaunchRefused("rollout-0-i1", Refusal.NO_CAPACITY, "no spot in us-east-1"))
+    del world.machines["rollout-0-i1"]
+    world.tick()
+    assert "rollout-0-i1" not in world.state.nodes
+    assert world.state.slots["rollout-0"].last_refusal is Refusal.NO_CAPACITY
+
+
+def confirms(world: World) -> list[str]:
+    return [
+        action.node
+        for action in decide(world.state, world.snapshot(), world.spec).actions
+        if isinstance(action, Confirm)
+    ]
+
+
+def test_the_cloud_is_asked_about_a_machine_that_falls_silent_and_about_no_other():
+    world = until_training(World())
+    assert confirms(world) == []
+    world.booted_at_s["rollout-1-i1", 1] = world.now_s + 1000  # out of the membership, up at the cloud
+    world.tick()
+    assert confirms(world) == ["rollout-1-i1"]
+    world.exit("rollout-1-i1", 1)  # its work has ended: the machine answers
+    assert confirms(world) == []
+
+
+def test_the_cloud_is_asked_about_a_trainer_whose_heart_stops():
+    world = until_training(World())
+    assert world.beat is not None
+    world.now_s = world.beat.beat_at_s + HEARTBEAT_FRESH_S - 0.1
+    assert confirms(world) == []
+    world.now_s += 0.2
+    assert confirms(world) == ["trainer-0-i1"]
+
+
+def test_trainer_exit_restarts_its_work_on_the_same_machine():
+    world = until_training(World())
+    world.exit("trainer-0-i1", 137)
+    world.tick()
+    assert world.state.nodes["trainer-0-i1"].phase is NodePhase.BOOTING
+    world.run()
+    assert ("trainer-0-i1", 2) in world.launches
+    assert world.state.phase is RunPhase.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("code", "phase"),
+    [
+        (exit_codes.OK, RunPhase.FINISHED),
+        (exit_codes.BAD_SPEC, RunPhase.FAILED),
+        (exit_codes.NOTHING_WHOLE, RunPhase.FAILED),
+        (1, RunPhase.TRAINING),
+    ],
+)
+def test_what_the_trainers_exit_code_decides(code: int, phase: RunPhase):
+    world = until_training(World())
+    world.exit("trainer-0-i1", code)
+    world.tick()
+    assert world.state.phase is phase
+
+
+def test_trainer_that_never_progresses_fails_the_run_and_returns_the_machines():
+    world = until_training(World(spec(trainer_restarts=3)))
+    for _ in range(400):
+        for node in world.up(Role.TRAINER):
+            world.exit(node, 1)
+        if world.tick():
+            break
+        world.advance()
+    assert world.state.phase is RunPhase.FAILED
+    assert "4 times without a step of progress" in world.state.reason
+    assert world.machines == {}
+    exits = [e for _, _, events in world.history for e in events if isinstance(e, JobExited)]
+    assert len(exits) == 4
+
+
+def test_progress_between_failures_forgives_them():
+    world = until_training(World(spec(trainer_restarts=1), max_steps=60))
+    for _ in range(6):
+        world.exit("trainer-0-i1", 1)
+        before = world.steps
+        for _ in range(100):
+            world.tick()
+            world.advance()
+            if world.steps > before + 2:
+                break
+    assert world.state.phase is RunPhase.TRAINING
+
+
+def test_no_capacity_backs_off_and_recovers():
+    world = until_training(World())
+    world.refusing = True
+    for node in world.up(Role.ROLLOUT):
+        world.lose(node)
+    for _ in range(100):
+        world.tick()
+        world.advance()
+    requests = [e for _, _, events in world.history for e in events if isinstance(e, NodeRequested)]
+    assert world.state.phase is RunPhase.TRAINING  # nobody home is a normal hour
+    assert len(requests) < 20, "a refusal is not answered at once with the next request"
+    world.refusing = False
+    world.run()
+    assert world.state.phase is RunPhase.FINISHED
+
+
+def test_nothing_is_concluded_when_the_cloud_does_not_answer():
+    world = until_training(World())
+    silent = replace(world.snapshot(), machines=None)
+    decision = decide(world.state, silent, world.spec)
+    assert decision.events == ()
+    assert decision.actions == ()
+
+
+def test_nothing_is_concluded_from_a_gateway_that_is_away_or_young():
+    world = until_training(World())
+    away = replace(world.snapshot(), members=None)
+    young = replace(world.snapshot(), members={}, gateway_age_s=1.0)
+    assert decide(world.state, away, world.spec).events == ()
+    assert decide(world.state, young, world.spec).events == ()
+    old = replace(world.snapshot(), members={}, gateway_age_s=30.0)
+    assert {e.node for e in decide(world.state, old, world.spec).events if isinstance(e, NodeMoved)} == {
+        "rollout-0-i1",
+        "rollout-1-i1",
+    }
+
+
+def test_orphans_are_taken_down_and_known_machines_are_not():
+    world = until_training(World())
+    world.machines["rollout-7-i3"] = Machine("rollout-7-i3", MachineState.UP)
+    assert decide(world.state, world.snapshot(), world.spec).actions == (Terminate("rollout-7-i3"),)
+
+
+def test_a_node_that_never_works_is_replaced():
+    world = World(spec(boot_timeout_s=20.0), max_steps=1000)
+    world.tick()
+    world.tick()
+    world.tick()  # the trainer's machine is there, and so rollout nodes are asked for
+    world.booted_at_s["rollout-0-i1", 1] = float("inf")
+    for _ in range(100):
+        world.tick()
+        world.advance()
+    assert "rollout-0-i1" not in world.machines
+    assert world.state.slots["rollout-0"].incarnations == 2
+
+
+def test_a_trainer_that_hangs_is_replaced():
+    world = until_training(World())
+    stale = replace(world.snapshot(), now_s=world.now_s + 200.0)
+    decision = decide(world.state, stale, world.spec)
+    assert [(e.node, e.phase) for e in decision.events if isinstance(e, NodeMoved)] == [
+        ("trainer-0-i1", NodePhase.TERMINATING)
+    ]
+
+
+def test_down_stops_everything_and_is_taken_once():
+    world = until_training(World())
+    world.commands.append(Command("c1", "down"))
+    world.run()
+    assert world.state.phase is RunPhase.STOPPED
+    assert world.machines == {}
+    moves = [e for _, _, events in world.history for e in events if isinstance(e, RunMoved)]
+    assert [e.phase for e in moves] == [RunPhase.TRAINING, RunPhase.STOPPING, RunPhase.STOPPED]
+
+
+def test_down_gives_the_trainer_the_time_to_store_what_it_has():
+    """The rollout nodes go at once, and the trainer as soon as it has ended: not before, and not much later."""
+    world = until_training(World(storing_s=40.0))
+    world.commands.append(Command("c1", "down"))
+    world.tick()
+    assert world.up(Role.ROLLOUT) == []
+    asked_at_s, step = world.now_s, int(world.steps)
+    while world.up(Role.TRAINER):
+        world.advance()
+        world.tick()
+    assert 40.0 <= world.now_s - asked_at_s < 45.0
+    assert world.checkpoints[-1] == PolicyVersion(0, step)
+    world.run()
+    assert (world.state.phase, world.state.trainer_failures) == (RunPhase.STOPPED, 0)
+
+
+@pytest.mark.parametrize("case", ["hangs", "hangs silently", "is asked not to wait", "has no word yet"])
+def test_down_does_not_wait_for_what_does_not_come(case: str):
+    world = World(storing_s=10_000.0)
+    if case == "has no word yet":
+        while not world.machines:
+            world.tick()
+        world.tick()
+    else:
+        until_training(world)
+    world.commands.append(Command("c1", "down"))
+    world.tick()
+    began_s = world.now_s
+    while world.machines:
+        world.now_s += 0.5
+        assert world.now_s - began_s < 2 * STOP_WAIT_S
+        if case != "hangs silently" and world.beat is not None:
+            world.beat = replace(world.beat, beat_at_s=world.now_s)
+        if case == "is asked not to wait" and world.now_s - began_s > 5.0:
+            world.commands = [Command("c2", "down_now")]
+        world.tick()
+    took_s = world.now_s - began_s
+    limit_s = {"hangs": STOP_WAIT_S, "hangs silently": HEARTBEAT_LOST_S, "is asked not to wait": 5.0}.get(
+        case, 0.0
+    )
+    assert limit_s <= took_s < limit_s + 5.0
+    world.run()
+    assert world.state.phase is RunPhase.STOPPED
+
+
+def test_a_trainer_is_asked_until_it_says_that_it_leaves():
+    world = until_training(World())
+    asked = AskToStop("trainer-0-i1", 1)
+    world.commands.append(Command("c1", "down"))
+    assert asked in decide(world.state, world.snapshot(), world.spec).actions
+    world.tick(journal_only=True)
+    assert asked in decide(world.state, world.snapshot(), world.spec).actions, (
+        "the controller died before it acted"
+    )
+    world.tick()
+    world.advance()
+    assert world.beat is not None
+    assert world.beat.leaving
+    assert asked not in decide(world.state, world.snapshot(), world.spec).actions
+
+
+def test_a_machine_that_was_noticed_goes_back_when_its_trainer_has_stored_what_it_had():
+    world = until_training(World())
+    world.machines["trainer-0-i1"] = replace(world.machines["trainer-0-i1"], notice=True)
+    world.tick()
+    world.exit("trainer-0-i1", exit_codes.STOPPED)
+    world.tick()
+    world.tick()
+    assert "trainer-0-i1" not in world.machines
+    world.run()
+    assert world.state.phase is RunPhase.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("known", "says", "stored_step", "events"),
+    [
+        (False, False, 50, ()),
+        (False, True, 50, (StoreSlowed(120, 50),)),
+        (False, True, None, (StoreSlowed(120, 0),)),
+        (True, True, 50, ()),
+        (True, False, 100, (StoreCaughtUp(120, 100),)),
+        (True, False, None, ()),  # a trainer that has only just started: it cannot know yet
+    ],
+)
+def test_what_is_journalled_of_a_slow_store(
+    known: bool, says: bool, stored_step: int | None, events: tuple[Event, ...]
+):
+    world = until_training(World())
+    assert world.beat is not None
+    world.beat = replace(world.beat, step=120, stored_step=stored_step, store_slow=says)
+    if known:
+        world.journal((StoreSlowed(100, 50),))
+    assert decide(world.state, world.snapshot(), world.spec).events == events
+
+
+def test_a_slow_store_is_told_once_whichever_trainer_or_controller_says_it():
+    world = until_training(World(max_steps=100))
+    for slow in (True, False, True, False):
+        world.store_slow = slow
+        world.exit("trainer-0-i1", 1)  # a new attempt, which knows nothing of the store at first
+        for _ in range(40):
+            world.tick()
+            world.advance()
+        world.take_over()
+    kinds = (StoreSlowed, StoreCaughtUp)
+    told = [type(event) for _, _, events in world.history for event in events if isinstance(event, kinds)]
+    assert told == [StoreSlowed, StoreCaughtUp] * 2
+
+
+def crash_points(disturb: int) -> list[World]:
+    """A run that loses a node and its trainer, cut at every tick, before and after the actions of that tick."""
+    cuts = []
+    world = World()
+    for count in range(400):
+        if count == disturb and (up := world.up(Role.ROLLOUT)):
+            world.lose(up[0])
+        if count == disturb + 7 and (up := world.up(Role.TRAINER)):
+            world.exit(up[0], 1)
+        before_action = copy.deepcopy(world)
+        before_action.tick(journal_only=True)
+        cuts.append(before_action)
+        finished = world.tick()
+        cuts.append(copy.deepcopy(world))
+        if finished:
+            return cuts
+        world.advance()
+    raise AssertionError("did not converge")
+
+
+@pytest.mark.parametrize("disturb", [1, 14, 22])
+def test_a_crash_after_every_event_ends_the_same_and_launches_nothing_twice(disturb: int):
+    cuts = crash_points(disturb)
+    assert len(cuts) > 40
+    for world in cuts:
+        world.take_over()
+        world.run()
+        assert world.state.phase is RunPhase.FINISHED
+        assert world.machines == {}
+        assert len(world.launches) == len(set(world.launches)), "a node was launched twice"
+
+
+FAULT = st.sampled_from(["lose", "exit", "notice", "refuse", "silence", "crash", "orphan", "none", "none", "none"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(faults=st.lists(st.tuples(FAULT, st.integers(0, 9)), max_size=60), replicas=st.integers(1, 4))
+def test_random_faults_then_peace_converges_and_never_buys_too_much(faults, replicas):
+    world = World(spec(replicas, trainer_restarts=1000))
+    for fault, pick in faults:
+        names = sorted(n for n, m in world.machines.items() if m.state is MachineState.UP)
+        name = names[pick % len(names)] if names else None
+        match fault:
+            case "lose" if name:
+                world.lose(name)
+            case "exit" if name:
+                world.exit(name, 1)
+            case "notice" if name:
+                world.machines[name] = replace(world.machines[name], notice=True)
+            case "refuse":
+                world.refusing = not world.refusing
+            case "silence":
+                silent = decide(world.state, replace(world.snapshot(), machines=None), world.spec)
+                assert silent.actions == ()
+            case "crash":
+                world.tick(journal_only=True)
+                world.take_over()
+            case "orphan":
+                world.machines[f"rollout-9-i{pick}"] = Machine(f"rollout-9-i{pick}", MachineState.UP)
+        world.tick()
+        filling = [
+            n
+            for n in world.state.nodes.values()
+            if n.phase in (NodePhase.REQUESTED, NodePhase.BOOTING, NodePhase.SERVING)
+        ]
+        assert len({n.slot for n in filling}) == len(filling) <= replicas + 1
+        world.advance(BOOT_S / 2)
+    world.refusing = False
+    world.run()
+    assert world.state.phase is RunPhase.FINISHED
+    assert world.machines == {}
+
+
+def test_every_edge_of_the_tables_has_a_reason_and_every_other_is_refused():
+    for table, phases, check in (
+        (NODE_EDGES, NodePhase, check_node_move),
+        (RUN_EDGES, RunPhase, check_run_move),
+    ):
+        for old in phases:
+            for new in phases:
+                if (old, new) in table:
+                    assert table[old, new]
+                    check(old, new)  # type: ignore[operator]  # each check takes its own enum
+                else:
+                    with pytest.raises(IllegalMove):
+                        check(old, new)  # type: ignore[operator]
+
+
+def test_back_off_doubles_to_the_limit_that_the_need_sets():
+    assert [back_off_s(failures, needed=True) for failures in range(6)] == [0, 2, 4, 8, 15, 15]
+    assert back_off_s(11, needed=False) == 120
+
+
+def test_markets():
+    assert market_of(Role.ROLLOUT, spec()) is Market.SPOT
+    assert market_of(Role.TRAINER, spec()) is Market.ON_DEMAND
+    stubborn = replace(spec(), rollout=replace(spec().rollout, resources={"use_spot": False}))
+    assert market_of(Role.ROLLOUT, stubborn) is Market.ON_DEMAND
+
+
+def test_job_restart_is_journalled_before_it_is_done():
+    world = until_training(World())
+    world.exit("rollout-0-i1", 1)
+    world.tick()
+    world.now_s += 5
+    before = list(world.launches)
+    world.tick(journal_only=True)
+    assert any(isinstance(e, JobRestarted) for e in world.history[-1][2])
+    assert world.launches == before
+    world.tick()
+    assert world.launches == [*before, ("rollout-0-i1", 2)]

@@ -1,0 +1,307 @@
+"""What is bought, when, and when no more: the trainer first, and nothing for ever that never works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from policies.control.decide import decide
+from policies.control.fleet import HOLD_MIN_S
+from policies.control.lifecycle import NOTICE_TAKES_S
+from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
+from policies.control.snapshot import Launch, Terminate
+from policies.model import exit_codes
+from policies.model.buying import PROBE_FIRST_S, PROBE_MAX_S, REFUSALS, WORKS_S, Kind, probe_wait_s
+from policies.model.events import BuyingResumed, BuyingStopped, NodeMoved, NodeRequested, RunMoved
+from policies.model.state import RunState, fold
+from policies.model.vocabulary import NodePhase, Refusal, Role, RunPhase
+from tests.policies.control.test_decide import until_training
+from tests.stand_ins.world import World, spec
+
+HOUR_S = 3600.0
+KIND = "rollout on spot"
+
+
+@dataclass
+class Bought:
+    """What machines a stretch of time took."""
+
+    machines: set[str] = field(default_factory=set)
+    hours: float = 0.0  # of rollout machines
+
+
+def let_pass(world: World, hours: float, dt_s: float = 10.0) -> Bought:
+    bought = Bought()
+    end_s = world.now_s + hours * HOUR_S
+    while world.now_s < end_s:
+        world.tick()
+        rollouts = [name for name in world.machines if name.startswith(Role.ROLLOUT)]
+        bought.machines |= set(rollouts)
+        bought.hours += dt_s / HOUR_S * len(rollouts)
+        world.advance(dt_s)
+    return bought
+
+
+def events_of(world: World, kind: type) -> list[object]:
+    return [event for _, _, events in world.history for event in events if isinstance(event, kind)]
+
+
+def test_rollout_nodes_are_asked_for_when_the_trainers_machine_is_there():
+    world = World()
+    world.refusing = True
+    let_pass(world, 1.0)
+    assert {event.role for event in events_of(world, NodeRequested)} == {Role.TRAINER}  # type: ignore[attr-defined]
+    world.refusing = False
+    world.run()
+    assert world.state.phase is RunPhase.FINISHED
+
+
+def test_work_that_needs_longer_than_the_deadline_is_not_bought_for_ever():
+    """24 h, two slots. Each machine is given up after 900 s, 1000 s before it would have served."""
+    world = World(boot_s={Role.ROLLOUT: 1900.0}, max_steps=10**6)
+    bought = let_pass(world, 24.0)
+    assert len(bought.machines) <= 15
+    state = world.state
+    assert state.phase is RunPhase.TRAINING
+    assert "policies.boot_timeout_s" in state.kinds[KIND].stopped
+    assert len(events_of(world, BuyingStopped)) == 1
+    world.boot_s = {Role.ROLLOUT: 5.0}  # it is mended: the next try shows it
+    let_pass(world, PROBE_MAX_S / HOUR_S + 0.1)
+    assert not world.state.kinds[KIND].stopped
+    assert len(events_of(world, BuyingResumed)) == 1
+    assert len(world.up(Role.ROLLOUT)) == 2
+
+
+def test_a_launch_that_takes_longer_than_the_deadline_is_not_made_for_ever():
+    world = World(launch_s=1200.0, max_steps=10**6)
+    let_pass(world, 24.0)
+    assert len(events_of(world, NodeRequested)) <= 15
+    assert "policies.boot_timeout_s" in world.state.kinds["trainer on demand"].stopped
+
+
+def test_a_machine_that_takes_its_time_within_the_deadline_serves():
+    world = World(launch_s=600.0, boot_s={Role.ROLLOUT: 800.0, Role.TRAINER: 800.0})
+    world.run(10**5)
+    assert world.state.phase is RunPhase.FINISHED
+    assert len(world.launches) == 3
+
+
+def test_work_that_fails_on_every_machine_is_not_bought_for_ever():
+    world = World(fails={Role.ROLLOUT: 1}, max_steps=10**6)
+    assert len(let_pass(world, 24.0).machines) <= 15
+    assert "its work failed 5 times" in world.state.kinds[KIND].stopped
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "steady_s", "given_up"),
+    [(899.0, 600.0, False), (901.0, 600.0, False), (3601.0, 600.0, True), (3601.0, HEARTBEAT_LOST_S, False)],
+)
+def test_a_store_that_fails_now_and_then_does_not_pay_for_ever(waited_s: float, steady_s: float, given_up: bool):
+    world = World(boot_s={Role.ROLLOUT: 1e9})
+    while world.beat is None:
+        world.tick()
+        world.advance()
+    now_s = world.state.nodes["rollout-0-i1"].since_s + waited_s
+    later = replace(world.snapshot(), now_s=now_s, steady_s=steady_s)
+    assert later.trainer is not None
+    beating = replace(later, trainer=replace(later.trainer, beat_at_s=later.now_s), gateway_age_s=waited_s)
+    moved = [e for e in decide(world.state, beating, world.spec).events if isinstance(e, NodeMoved)]
+    assert any(move.refusal is Refusal.NEVER_SERVED for move in moved) is given_up
+
+
+def test_one_that_goes_on_serving_shows_that_a_kind_works_again():
+    world = World(max_steps=10**9, save_steps=10**8)
+    until_training(world)
+    broken = Kind(stopped="3 in a row", broke_in_a_row=REFUSALS, failed_at_s=world.now_s, served=9)
+    unserved = replace(broken, unserved_in_a_row=REFUSALS)
+    for kind, after_s, resumed in ((broken, 0.0, False), (broken, 1.0, True), (unserved, 1.0, False)):
+        state = replace(world.state, kinds={**world.state.kinds, KIND: kind})
+        later = replace(world.snapshot(), now_s=world.now_s + WORKS_S + after_s, steady_s=1.0)
+        events = decide(state, later, world.spec).events
+        assert events == ((BuyingResumed(KIND),) if resumed else ()), "others never serve at all"
+
+
+@pytest.mark.parametrize("code", [1, exit_codes.BAD_SPEC])
+def test_machines_that_serve_and_soon_break_are_not_bought_for_ever(code: int):
+    """As when the first real requests end the engine: each joins the members, and none does any work."""
+    world = World(spec=spec(8), max_steps=10**9, save_steps=10**8)
+    until_training(world)
+    broken, end_s = True, world.now_s + 24 * HOUR_S
+    while world.now_s < end_s:
+        world.tick()
+        for node in world.state.live(Role.ROLLOUT):
+            if broken and node.phase is NodePhase.SERVING and world.now_s - node.since_s > 60.0:
+                world.exit(node.id, code)
+        world.advance(10.0)
+    machines = {name for name, _ in world.launches if name.startswith(Role.ROLLOUT)}
+    assert len(machines) < 8 + 12  # the first ones, and tries
+    assert world.state.kinds[KIND].stopped
+    broken = False
+    let_pass(world, 5.0)
+    assert not world.state.kinds[KIND].stopped
+    assert len(world.up(Role.ROLLOUT)) == 8
+
+
+def test_a_node_whose_work_refuses_run_yaml_fails_the_run_with_its_name():
+    world = World(fails={Role.ROLLOUT: exit_codes.BAD_SPEC})
+    world.run()
+    assert world.state.phase is RunPhase.FAILED
+    assert "rollout-0-i1 cannot work with this run.yaml; see `grpo-orch logs rollout-0-i1`" in world.state.reason
+    assert len(world.launches) <= 3
+    assert world.machines == {}
+
+
+def test_one_machine_that_refuses_what_others_serve_with_does_not_end_the_run():
+    world = until_training(World(max_steps=10**6))
+    world.lose("rollout-1-i1")
+    world.tick()
+    world.advance()
+    world.exit("rollout-1-i2", exit_codes.BAD_SPEC)
+    let_pass(world, 0.1)
+    assert world.state.phase is RunPhase.TRAINING
+    assert world.up(Role.ROLLOUT) == ["rollout-0-i1", "rollout-1-i3"]
+
+
+def test_a_node_that_refuses_run_yaml_right_after_a_resume_ends_nothing_that_works():
+    world = until_training(World(max_steps=10**6))
+    world.journal((RunMoved(RunPhase.STOPPING, "asked to stop"), RunMoved(RunPhase.STARTING, "resumed")))
+    world.exit("rollout-0-i1", exit_codes.BAD_SPEC)
+    let_pass(world, 0.1)
+    assert world.state.phase is not RunPhase.FAILED
+
+
+def test_without_a_trainer_rollout_machines_go_back_and_come_again_with_it():
+    world = until_training(World(spec(8), max_steps=10**6))
+    world.lose("trainer-0-i1")
+    world.refusing = True
+    bought = let_pass(world, 11.0)
+    assert bought.hours < 8 * (HOLD_MIN_S + 60) / HOUR_S
+    assert world.machines == {}
+    world.refusing = False
+    let_pass(world, 0.1)
+    assert len(world.up(Role.ROLLOUT)) == 8
+
+
+def test_a_trainer_that_is_soon_replaced_finds_its_rollout_machines():
+    world = until_training(World(spec(4), max_steps=10**6))
+    world.lose("trainer-0-i1")
+    world.refusing = True
+    let_pass(world, (HOLD_MIN_S - 60) / HOUR_S)
+    world.refusing = False
+    let_pass(world, 0.1)
+    assert world.up(Role.ROLLOUT) == [f"rollout-{i}-i1" for i in range(4)]
+
+
+def test_capacity_that_comes_back_is_found_soon_and_by_all():
+    world = until_training(World(spec(4), max_steps=10**6))
+    world.refusing_rollouts = True
+    for node in world.up(Role.ROLLOUT):
+        world.lose(node)
+    let_pass(world, 2.0, dt_s=1.0)
+    assert "nothing to be had" in world.state.kinds[KIND].stopped
+    assert len(events_of(world, NodeRequested)) < 2 * HOUR_S / 15 + 30  # one at a time
+    world.refusing_rollouts = False
+    let_pass(world, 30 / HOUR_S, dt_s=1.0)
+    assert len(world.up(Role.ROLLOUT)) == 4
+
+
+def test_who_resumes_after_a_repair_does_not_wait():
+    world = World(boot_s={Role.ROLLOUT: 1900.0}, max_steps=10**6)
+    let_pass(world, 2.0)
+    assert world.state.kinds[KIND].stopped
+    world.fails[Role.TRAINER] = exit_codes.BAD_SPEC
+    for node in world.up(Role.TRAINER):
+        world.exit(node, exit_codes.BAD_SPEC)
+    world.run()
+    world.fails.clear()
+    world.boot_s.clear()
+    world.resume()
+    let_pass(world, 0.05)
+    assert len(world.up(Role.ROLLOUT)) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed", "waits"),
+    [
+        (Kind(unserved_in_a_row=REFUSALS), True, [PROBE_FIRST_S, 2 * PROBE_FIRST_S, 4 * PROBE_FIRST_S]),
+        (Kind(refused_in_a_row=REFUSALS), True, [2, 4, 8]),
+        (Kind(refused_in_a_row=9, unserved_in_a_row=2), False, [2, 4, 8]),
+    ],
+)
+def test_tries_come_at_growing_intervals(kind: Kind, needed: bool, waits: list[float]):
+    assert [probe_wait_s(replace(kind, probes=n), needed) for n in range(3)] == waits
+    most = PROBE_MAX_S if kind.never_serves else 15 if needed else 120
+    assert probe_wait_s(replace(kind, probes=50), needed) == most
+
+
+def test_journals_without_refusals_of_given_machines_still_read():
+    assert fold([]) == RunState()
+    assert NodeMoved("rollout-0-i1", NodePhase.TERMINATING, "why").refusal is None
+    assert Refusal("never_served") is Refusal.NEVER_SERVED
+
+
+def notice(world: World, node: str) -> None:
+    world.machines[node] = replace(world.machines[node], notice=True)
+
+
+def test_a_drained_trainers_machine_goes_back_once_its_successor_trains():
+    world = until_training(World(max_steps=10**6))
+    notice(world, "trainer-0-i1")
+    decision = decide(world.state, world.snapshot(), world.spec)
+    assert any(isinstance(action, Launch) and action.node == "trainer-0-i2" for action in decision.actions)
+    let_pass(world, 0.05, dt_s=0.5)
+    assert world.up(Role.TRAINER) == ["trainer-0-i2"]
+    assert [node.id for node in world.state.live(Role.TRAINER)] == ["trainer-0-i2"]
+    assert world.state.trainer_failures == 0  # it was replaced, and has not failed
+    assert world.state.phase is RunPhase.TRAINING
+
+
+def test_a_drained_trainer_goes_on_while_no_other_is_to_be_had():
+    """Its cloud takes nothing, and has nothing: a machine that trains is not returned for a notice."""
+    world = until_training(World(max_steps=10**6))
+    world.refusing = True
+    notice(world, "trainer-0-i1")
+    before = world.steps
+    let_pass(world, 1.0)
+    assert world.steps > before + HOUR_S / 2
+    world.refusing = False
+    let_pass(world, 0.05, dt_s=0.5)
+    assert len(world.up(Role.TRAINER)) == 1
+    assert world.up(Role.TRAINER) != ["trainer-0-i1"]
+
+
+def test_a_drained_trainers_machine_without_a_trainer_goes_back():
+    world = until_training(World(max_steps=10**6))
+    notice(world, "trainer-0-i1")
+    world.tick()
+    world.exit("trainer-0-i1", 143)
+    world.tick()
+    assert "trainer-0-i1" not in world.machines
+    world = until_training(World(max_steps=10**6))
+    world.refusing = True
+    notice(world, "trainer-0-i1")
+    world.tick()
+    world.now_s += NOTICE_TAKES_S + 1  # nothing is heard of it
+    world.tick()
+    assert "trainer-0-i1" not in world.machines
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "heard", "steady_s", "given_up"),
+    [
+        (HEARTBEAT_LOST_S + 1, True, 10**6, True),
+        (HEARTBEAT_LOST_S - 1, True, 10**6, False),
+        (HEARTBEAT_LOST_S + 1, True, HEARTBEAT_LOST_S - 1, False),  # the looks were interrupted
+        (HEARTBEAT_LOST_S + 1, False, 10**6, False),  # it may be cut off, with its gateway
+        (MACHINE_LOST_S - 1, False, 10**6, False),
+        (MACHINE_LOST_S + 1, False, 10**6, True),
+        (10**6, False, 60.0, False),
+    ],
+)
+def test_when_a_silent_trainer_is_given_up(silent_s: float, heard: bool, steady_s: float, given_up: bool):
+    world = until_training(World())
+    assert world.beat is not None
+    seen = replace(world.snapshot(), now_s=world.beat.beat_at_s + silent_s, steady_s=steady_s)
+    decision = decide(world.state, seen if heard else replace(seen, members=None), world.spec)
+    assert (Terminate("trainer-0-i1") in decision.actions) == given_up

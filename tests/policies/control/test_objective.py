@@ -1,0 +1,235 @@
+"""What a rollback changes, what each change does, and what gives way where memory runs out: truth tables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.control.memory import smaller
+from policies.control.objective import effects, is_cut_alike, is_on_policy, value_of
+from policies.control.rollback_choice import changes_after
+from policies.model.spec import OnRollback, fixes_accumulation
+from tests.stand_ins.world import spec
+
+BETA = {"beta": 0.04, "learning_rate": 1e-5}
+ALWAYS = {"beta": 0.08, "learning_rate": 5e-6}
+
+# what it shows, grpo, what a rollback with the default factors changes
+CHANGES: list[tuple[str, dict[str, Any], dict[str, float]]] = [
+    ("TRL's defaults: no KL term, on-policy", {}, {"learning_rate": 5e-7}),
+    ("with a KL term", BETA, ALWAYS),
+    ("two iterations clip a ratio", {**BETA, "num_iterations": 2}, {**ALWAYS, "epsilon": 0.1}),
+    (
+        "and so do several updates for one generation",
+        {
+            **BETA,
+            "steps_per_generation": 8,
+            "gradient_accumulation_steps": 4,
+            "epsilon": 0.3,
+            "epsilon_high": 0.28,
+        },
+        {**ALWAYS, "epsilon": 0.15, "epsilon_high": 0.14},
+    ),
+    ("but not one", {**BETA, "steps_per_generation": 4, "gradient_accumulation_steps": 4}, ALWAYS),
+    (
+        "by the generation's size",
+        {**BETA, "generation_batch_size": 64, "gradient_accumulation_steps": 4},
+        {**ALWAYS, "epsilon": 0.1},
+    ),
+    ("which one step takes", {**BETA, "generation_batch_size": 64, "gradient_accumulation_steps": 8}, ALWAYS),
+    *[
+        (f"{loss} clips", {**BETA, "num_iterations": 2, "loss_type": loss}, {**ALWAYS, "epsilon": 0.1})
+        for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+    ],
+    ("sapo has no epsilon", {**BETA, "num_iterations": 2, "loss_type": "sapo"}, ALWAYS),
+    ("nor has vespo", {**BETA, "num_iterations": 2, "loss_type": "vespo"}, ALWAYS),
+    (
+        "cispo's cap on weights comes nearer to 1, and is not halved",
+        {**BETA, "num_iterations": 2, "loss_type": "cispo", "epsilon_high": 5.0},
+        {**ALWAYS, "epsilon_high": 3.0},
+    ),
+    ("on-policy it caps nothing", {**BETA, "loss_type": "cispo", "epsilon_high": 5.0}, ALWAYS),
+    ("and a cap below 1 is but a factor", {**BETA, "num_iterations": 2, "loss_type": "cispo"}, ALWAYS),
+]
+
+
+@pytest.mark.parametrize("case", CHANGES, ids=[case[0] for case in CHANGES])
+def test_what_a_rollback_changes(case: tuple[str, dict[str, Any], dict[str, float]]) -> None:
+    _, grpo, changed = case
+    found = changes_after(grpo, OnRollback())
+    assert found == changed
+    assert not [text for text in effects(found, grpo, 1).values() if text.startswith("nothing")]
+
+
+def test_several_processes_share_a_generation() -> None:
+    grpo = {"generation_batch_size": 64, "gradient_accumulation_steps": 2}
+    assert [is_on_policy(grpo, processes) for processes in (1, 2, 4)] == [False, False, True]
+    assert "epsilon" in changes_after(grpo, OnRollback(), 2)
+    assert "epsilon" not in changes_after(grpo, OnRollback(), 4)
+
+
+NOT_CLIPPED = "nothing: each completion is trained on once, by the weights that made it, so that the ratio is 1"
+EFFECTS: list[tuple[dict[str, float], dict[str, Any], str]] = [
+    ({"learning_rate": 5e-7}, {}, "updates of half the size"),
+    ({"learning_rate": 1e-6}, {"learning_rate": 0.0}, "told to TRL"),
+    ({"beta": 0.08}, {"beta": 0.04}, "the KL term pulls 2 times as hard towards the reference model"),
+    ({"beta": 0.08}, {}, "a KL term where there was none: a reference model is loaded beside the trained one"),
+    ({"beta": 0.0}, {"beta": 0.04}, "no KL term"),
+    ({"epsilon": 0.1}, {}, NOT_CLIPPED),
+    ({"epsilon": 0.1}, {"num_iterations": 2}, "the ratio is clipped below 0.9 and above 1.1"),
+    ({"epsilon": 0.1}, {"loss_type": "sapo"}, "nothing: loss_type sapo clips no ratio"),
+    ({"epsilon_high": 3.0}, {"loss_type": "cispo"}, NOT_CLIPPED),
+    (
+        {"epsilon_high": 3.0},
+        {"loss_type": "cispo", "num_iterations": 2},
+        "the ratio weighs a token by 3 at most",
+    ),
+    ({"epsilon": 0.1}, {"loss_type": "cispo"}, "the ratio weighs a token by 0.1 at most"),
+    (
+        {"epsilon": 0.1},
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        "nothing: loss_type cispo has no lower bound",
+    ),
+    (
+        {"num_generations": 4, "gradient_accumulation_steps": 2},
+        {},
+        "4 completions for each prompt, of as many prompts as before",
+    ),
+    ({"max_completion_length": 256}, {}, "completions end after 256 tokens"),
+]
+
+
+@pytest.mark.parametrize(("changes", "before", "text"), EFFECTS)
+def test_what_a_change_does(changes: dict[str, float], before: dict[str, Any], text: str) -> None:
+    assert set(effects(changes, before, 1).values()) == {text}
+
+
+# what it shows, grpo, min_completion_length, what is changed
+SMALLER: list[tuple[str, dict[str, Any], int | None, dict[str, Any] | None]] = [
+    (
+        "TRL's defaults",
+        {},
+        None,
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    ),
+    (
+        "an odd batch, with its steps for a generation",
+        {"per_device_train_batch_size": 9, "gradient_accumulation_steps": 2, "steps_per_generation": 8},
+        None,
+        {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 6, "steps_per_generation": 24},
+    ),
+    (
+        "what sets the generation's size stays",
+        {"per_device_train_batch_size": 2, "generation_batch_size": 32},
+        None,
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
+    ),
+    (
+        "one at a time: checkpointing",
+        {"per_device_train_batch_size": 1, "gradient_checkpointing": False},
+        256,
+        {"gradient_checkpointing": True},
+    ),
+    (
+        "bnpo's gradient is the batch's: checkpointing first",
+        {"loss_type": "bnpo", "gradient_checkpointing": False},
+        None,
+        {"gradient_checkpointing": True},
+    ),
+    (
+        "then it, too",
+        {"loss_type": "bnpo"},
+        None,
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    ),
+    (
+        "then the group, and as many prompts",
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "generation_batch_size": 32},
+        256,
+        {"num_generations": 4, "gradient_accumulation_steps": 8, "generation_batch_size": 16},
+    ),
+    (
+        "no group under four",
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_generations": 4},
+        None,
+        None,
+    ),
+    ("nor half a batch", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}, None, None),
+    ("the length where it is allowed", {"per_device_train_batch_size": 1}, 200, {"max_completion_length": 256}),
+    (
+        "and as far",
+        {"per_device_train_batch_size": 1, "max_completion_length": 256},
+        200,
+        {"max_completion_length": 200},
+    ),
+    ("no further", {"per_device_train_batch_size": 1, "max_completion_length": 200}, 200, None),
+]
+
+
+@pytest.mark.parametrize("case", SMALLER, ids=[case[0] for case in SMALLER])
+def test_what_less_memory_is_met_with(
+    case: tuple[str, dict[str, Any], int | None, dict[str, Any] | None],
+) -> None:
+    _, grpo, least, changed = case
+    assert smaller(grpo, least) == changed
+
+
+@pytest.mark.parametrize(
+    ("accelerate", "fixed"),
+    [
+        (None, False),
+        ({"num_processes": 2}, False),
+        ({"deepspeed_config": {"zero_stage": 3}}, False),
+        ({"deepspeed_config": {"gradient_accumulation_steps": "auto"}}, False),
+        ({"deepspeed_config": {"gradient_accumulation_steps": 4}}, True),
+    ],
+)
+def test_an_accumulation_that_deepspeed_is_told_stays(accelerate: dict[str, Any] | None, fixed: bool) -> None:
+    base = spec()
+    assert fixes_accumulation(replace(base, trainer=replace(base.trainer, accelerate=accelerate))) == fixed
+    plain = {"gradient_checkpointing": False}
+    assert smaller(plain, None, accumulates=False) == {"gradient_checkpointing": True}
+    assert smaller({}, None, accumulates=False) is None
+    assert smaller({}, 256, accumulates=False) == {"max_completion_length": 256}
+
+
+@given(
+    batch=st.integers(1, 48),
+    accumulation=st.integers(1, 12),
+    group=st.integers(2, 16),
+    extra=st.sampled_from([{}, {"steps_per_generation": 12}, {"generation_batch_size": 4 * 48 * 16}]),
+    least=st.none() | st.integers(1, 600),
+)
+def test_the_objective_stays_until_nothing_else_is_left_and_then_it_ends(
+    batch: int, accumulation: int, group: int, extra: dict[str, int], least: int | None
+) -> None:
+    grpo: dict[str, Any] = {
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": accumulation,
+        "num_generations": group,
+        "gradient_checkpointing": False,
+        **extra,
+    }
+    assert is_cut_alike(grpo)
+    for _ in range(40):
+        changes = smaller(grpo, least)
+        if changes is None:
+            break
+        before, grpo = grpo, {**grpo, **changes}
+        of_step = [
+            value_of(one, "per_device_train_batch_size") * value_of(one, "gradient_accumulation_steps")
+            for one in (before, grpo)
+        ]
+        if "num_generations" in changes:
+            assert grpo["per_device_train_batch_size"] == 1
+            assert of_step[0] == 2 * of_step[1]
+        else:
+            assert of_step[0] == of_step[1]
+        if "max_completion_length" in changes:
+            assert least is not None
+            assert changes["max_completion_length"] >= least
+    assert smaller(grpo, least) is None

@@ -1,0 +1,216 @@
+"""Whatever is judged and whenever: the store still has a checkpoint to go back to, and none that is much too old.
+
+A run is simulated with the real retention and the real choice of a target, and beside it what it ever stored.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from policies.control.rollback_choice import Target, before_step_of, choose_start, choose_target
+from policies.detect.divergence import Health, Verdict
+from policies.model.spec import CheckpointsSpec
+from policies.model.state import Rollback
+from policies.model.timelines import Fork, lineage, on_lineage
+from policies.model.vocabulary import Cause, PolicyVersion, RollbackStage
+from tests.stand_ins.world_store import stored
+
+
+@dataclass
+class Run:
+    """A run as its store sees it. A checkpoint that was saved waits in the spool for its upload."""
+
+    save_steps: int
+    logging_steps: int
+    spec: CheckpointsSpec
+    step: int = 0
+    watched_since: int | None = None
+    forks: list[Fork] = field(default_factory=list)
+    rollbacks: list[Rollback] = field(default_factory=list)
+    spooled: list[tuple[PolicyVersion, Verdict]] = field(default_factory=list)
+    listed: list[PolicyVersion] = field(default_factory=list)
+    ever: set[PolicyVersion] = field(default_factory=set)  # what was ever listed
+
+    @property
+    def timeline(self) -> int:
+        return len(self.forks)
+
+    def trains(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step += 1
+            if self.step % self.save_steps == 0:
+                since = self.watched_since
+                health = Health.HEALTHY if since is None else Health.WATCH
+                at = PolicyVersion(self.timeline, self.step)
+                self.spooled.append((at, Verdict(health, self.step, since)))
+        last = self.rollbacks[-1] if self.rollbacks else None
+        if last is not None and self.step > last.probation_until_step:
+            self.rollbacks[-1] = replace(last, passed=True)
+
+    def uploads(self, count: int, *, collects: bool = True) -> None:
+        """Without `collects` the uploader dies between the listing and what retention would take."""
+        for at, verdict in self.spooled[:count]:
+            self.ever.add(at)
+            kept = stored(self.listed, at, verdict, self.forks, self.spec, self.logging_steps)
+            self.listed = kept if collects else sorted({*self.listed, at})
+        del self.spooled[:count]
+
+    def crashes(self) -> None:
+        """Another machine goes on from the newest checkpoint, without what was in the spool."""
+        self.spooled.clear()
+        newest = choose_start(self.listed, self.forks, self.timeline, None)
+        self.step = 0 if newest is None else newest.step
+
+    def goes_back(self, start: PolicyVersion | None, cause: Cause) -> None:
+        fork = Fork(self.timeline + 1, None if start is None else str(start), from_step=self.step)
+        self.rollbacks.append(Rollback(fork, cause, self.step, RollbackStage.PROBATION, 0.0))
+        self.forks.append(fork)
+        self.spooled.clear()
+        self.step, self.watched_since = (0 if start is None else start.step), None
+
+    def target(self, onset_step: int) -> Target:
+        before_step = before_step_of(onset_step, self.rollbacks)
+        return choose_target(self.listed, self.forks, self.timeline, before_step, ever_stored=bool(self.ever))
+
+    def ideal(self, onset_step: int) -> PolicyVersion | None:
+        """Where it would go if nothing had ever been deleted."""
+        before_step = before_step_of(onset_step, self.rollbacks)
+        return choose_start(sorted(self.ever), self.forks, self.timeline, before_step)
+
+    def check(self, onset_step: int) -> Target:
+        target, ideal = self.target(onset_step), self.ideal(onset_step)
+        if ideal is None:
+            assert target.start is None
+            assert bool(target.missing) == bool(self.ever), "never step 0 though there was a checkpoint"
+            return target
+        assert target.start is not None, f"nothing is from before {onset_step}: {self.listed}"
+        furthest = max(self.step, *(at.step for at in self.ever))
+        assert furthest - target.start.step <= 2 * (furthest - ideal.step), (target, ideal, self.listed)
+        return target
+
+
+STEPS = st.integers(0, 400)
+WHAT = st.one_of(
+    st.tuples(st.just("train"), STEPS),
+    st.tuples(st.just("upload"), st.integers(1, 8)),
+    st.tuples(st.just("upload and die"), st.integers(1, 8)),
+    st.tuples(st.just("crash"), st.just(0)),
+    st.tuples(st.just("watch"), STEPS),
+    st.tuples(st.just("trip"), STEPS),
+    st.tuples(st.just("out of memory"), st.just(0)),
+    st.tuples(st.just("by hand"), STEPS),
+)
+RUNS = st.builds(
+    Run,
+    st.sampled_from([1, 2, 3, 5, 10, 25, 50, 64, 100]),
+    st.integers(1, 20),
+    st.builds(CheckpointsSpec, keep_last=st.integers(1, 4), keep_every_steps=st.sampled_from([None, None, 100])),
+)
+STORIES = st.lists(WHAT, min_size=1, max_size=25)
+
+
+def play(run: Run, what: str, number: int) -> None:
+    match what:
+        case "train":
+            run.trains(number)
+            run.uploads(max(0, len(run.spooled) - 2))
+        case "upload":
+            run.uploads(number)
+        case "upload and die":
+            run.uploads(number, collects=False)
+        case "crash":
+            run.crashes()
+        case "watch":
+            run.watched_since = max(1, run.step - number)
+        case "trip":
+            run.uploads(len(run.spooled))
+            target = run.check(max(1, run.step - number))
+            if not target.missing:
+                run.goes_back(target.start, Cause.DIVERGED)
+        case "out of memory":
+            newest = choose_start(run.listed, run.forks, run.timeline, None)
+            run.goes_back(newest, Cause.OUT_OF_MEMORY)
+        case "by hand" if run.listed:
+            run.goes_back(run.listed[number % len(run.listed)], Cause.USER)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(run=RUNS, story=STORIES, onsets=st.lists(st.integers(1, 2000), min_size=3, max_size=3))
+def test_there_is_a_target_at_most_one_doubling_too_old(run: Run, story, onsets: list[int]) -> None:
+    for what, number in story:
+        play(run, what, number)
+        for onset in {1 + one % max(1, run.step) for one in onsets}:
+            run.check(onset)
+    for at in run.ever:
+        run.check(at.step + 1)
+
+
+def test_at_any_length_and_for_any_onset() -> None:
+    run = Run(10, 1, CheckpointsSpec(keep_last=1))
+    while run.step < 1300:
+        run.trains(10)
+        run.uploads(1)
+        for onset in range(11, run.step, 10):
+            run.check(onset)
+
+
+@pytest.mark.parametrize(
+    ("save_steps", "first", "second"),
+    [(10, "0-4980", "0-4960"), (25, "0-4975", "0-4950"), (50, "0-4950", "0-4900")],
+)
+def test_two_trips_of_a_long_run_with_all_defaults(save_steps: int, first: str, second: str) -> None:
+    run = Run(save_steps, 1, CheckpointsSpec())
+    run.trains(4990)
+    run.watched_since = 4990
+    run.trains(30)
+    run.uploads(len(run.spooled))
+    target = run.check(4990)
+    assert str(target.start) == first
+    run.goes_back(target.start, Cause.DIVERGED)
+    run.trains(5060 - run.step)
+    run.uploads(len(run.spooled))
+    assert str(run.check(5030).start) == second
+
+
+@pytest.mark.parametrize(("save_steps", "most"), [(10, 20), (25, 17), (50, 15), (100, 12)])
+def test_what_a_long_run_keeps(save_steps: int, most: int) -> None:
+    """The figures that docs/run-yaml.md tells, with `logging_steps: 1`."""
+    run, held = Run(save_steps, 1, CheckpointsSpec()), 0
+    while run.step < 10_000:
+        run.trains(save_steps)
+        run.uploads(1)
+        held = max(held, len(run.listed))
+    assert held == most
+
+
+def test_so_much_is_kept_of_any_run() -> None:
+    draws = Random(3)
+    for _ in range(10):
+        run = Run(draws.choice([1, 7, 40]), 1, CheckpointsSpec(keep_last=1))
+        run.trains(draws.randrange(100, 1200))
+        run.uploads(len(run.spooled))
+        window = 20 // run.save_steps + 2
+        assert len(run.listed) <= window + 2 * math.log2(run.step / run.save_steps) + 4
+
+
+def test_what_a_rollback_left_and_may_need_next_is_there_until_its_probation_has_passed() -> None:
+    run = Run(10, 1, CheckpointsSpec(keep_last=1))
+    run.trains(1000)
+    run.uploads(100)
+    start = run.target(700).start
+    before = choose_start(run.listed, (), 0, None if start is None else start.step)
+    left = {at for at in run.listed if start is not None and at > start}
+    run.goes_back(start, Cause.DIVERGED)
+    run.trains(run.rollbacks[0].probation_until_step - run.step)
+    run.uploads(len(run.spooled))
+    assert {start, before, *left} <= set(run.listed)
+    run.trains(10)
+    run.uploads(1)
+    assert not left & set(run.listed)
+    assert all(on_lineage(at, lineage(run.forks, 1)) for at in run.listed)

@@ -1,0 +1,124 @@
+"""The detector against labelled traces, and the measure that it is held against. `make bench-detect` has more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from policies.detect.divergence import Point
+from tests.generators.divergence_diverging import DIVERGING, SAVE_STEPS
+from tests.generators.divergence_healthy import HEALTHY
+from tests.generators.divergence_score import Outcome, Score, by_family, judge, score
+from tests.generators.divergence_signals import Setting, points
+from tests.generators.divergence_traces import LOGGING_STEPS, Trace, trace, traces
+
+SETTING = Setting(seed=1)
+EACH = len(LOGGING_STEPS)  # diverging traces a family
+
+
+pytestmark = pytest.mark.xdist_group("divergence score")  # they share what takes long: the judging
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Outcome]:
+    return [judge(one) for one in traces(SETTING, healthy_each=1, diverging_each=EACH)]
+
+
+@pytest.fixture(scope="module")
+def total(outcomes: list[Outcome]) -> Score:
+    return score(outcomes)
+
+
+def test_no_divergence_is_missed(outcomes: list[Outcome]) -> None:
+    found = by_family([one for one in outcomes if one.trace.onset_step is not None])
+    assert {family: [one.caught for one in ones] for family, ones in found.items()} == {
+        family.__name__: [True] * EACH for family in DIVERGING
+    }
+
+
+def test_healthy_runs_are_left_alone(outcomes: list[Outcome], total: Score) -> None:
+    assert total.healthy_steps > 40_000
+    assert [one.trace.family for one in outcomes if one.false_trip] == []
+
+
+def test_divergence_is_told_within_a_dozen_points(total: Score) -> None:
+    """The aim is ten. Seven of nine points are what it takes not to be taken in by spikes."""
+    assert total.delay_points_median is not None
+    assert total.delay_points_median <= 12
+
+
+def test_the_target_is_from_before_the_onset_and_not_from_the_stone_age(total: Score) -> None:
+    assert total.target_before_onset_share == 1.0
+    assert total.without_target == 0
+    assert total.good_steps_thrown_away_median is not None
+    assert total.good_steps_thrown_away_median <= 3 * SAVE_STEPS
+
+
+@pytest.mark.parametrize("family", [*HEALTHY, *DIVERGING])
+def test_a_trace_is_always_the_same_and_in_order(family) -> None:
+    one, again = trace(family, SETTING, 3), trace(family, SETTING, 3)
+    assert one == again
+    assert one != trace(family, SETTING, 9)
+    every, steps = one.logging_steps, {point.step for point in one.points}
+    assert steps == set(range(every, max(steps) + 1, every))
+    assert (one.onset_step is None) == (family in HEALTHY)
+    assert one.onset_step is None or one.onset_step + 100 < max(steps)
+
+
+def outcome(
+    onset_step: int | None, trip_step: int | None, told_onset_step: int | None, kept: tuple[int, ...] | None = None
+) -> Outcome:
+    told = tuple(Point(step, {}) for step in range(10, 310, 10))
+    kept = tuple(range(SAVE_STEPS, trip_step or 301, SAVE_STEPS)) if kept is None else kept
+    return Outcome(Trace("made", told, onset_step, 10, None), trip_step, told_onset_step, kept)
+
+
+@pytest.mark.parametrize(
+    ("made", "target", "is_good"),
+    [
+        (outcome(101, 200, 101), 100, True),
+        (outcome(100, 200, 100), 75, True),  # the update of step 100 is in the checkpoint of step 100
+        (outcome(100, 200, 101), 100, False),
+        (outcome(126, 200, 90), 75, True),
+        (outcome(20, 200, 26), 25, False),
+        (outcome(20, 200, 1), 0, True),
+        (outcome(101, 200, 101, kept=(75, 125, 150)), 75, True),
+        (outcome(101, 200, 101, kept=(125, 150)), 0, False),  # it was saved, and retention has taken it
+    ],
+)
+def test_a_target_is_good_where_no_bad_update_is_in_it(made: Outcome, target: int, is_good: bool) -> None:
+    assert (made.target_step, made.target_is_good) == (target, is_good)
+
+
+def test_the_score_counts_what_it_says() -> None:
+    caught, early, missed = outcome(101, 150, 90), outcome(101, 80, 60), outcome(101, None, None)
+    false, quiet = outcome(None, 200, 190), outcome(None, None, None)
+    assert score([caught, early, missed, false, quiet]) == Score(
+        traces=5,
+        missed=1,
+        false_trips=2,
+        healthy_steps=100 + 80 + 100 + 200 + 300,
+        delay_points_median=5,  # 110 to 150
+        delay_points_max=5,
+        target_before_onset_share=1.0,
+        steps_thrown_away_median=75,
+        good_steps_thrown_away_median=25,
+        without_target=0,
+    )
+    assert score([outcome(101, 150, 90, kept=(125,))]).without_target == 1
+    assert score([early]).false_trips_per_1000 == pytest.approx(1000 / 80)
+
+
+def test_points_are_logged_as_trl_logs_them() -> None:
+    nan = np.nan
+    metrics = {
+        "loss": np.array([1.0, 3.0, 5.0, nan, nan, nan, 7.0]),
+        "kl": np.array([1.0, 3.0, np.inf, 3.0, 1.0, 1.0, 7.0]),
+        "grad_norm": np.array([1.0, 3.0, 5.0, nan, nan, nan, 7.0]),
+        "reward": np.zeros(7),
+    }
+    assert points(metrics, 2, absent=("reward",)) == (
+        Point(2, {"loss": 2.0, "kl": 2.0, "grad_norm": 3.0}),
+        Point(4, {"loss": 5.0, "kl": None, "grad_norm": None}),
+        Point(6, {"loss": None, "kl": 1.0, "grad_norm": None}),
+    )

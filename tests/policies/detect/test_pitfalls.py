@@ -1,0 +1,156 @@
+"""The pitfalls: each from what is logged, told once, and again only after it was gone or 200 steps later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint.records.metrics import PROMPTS_REFUSED, REFUSED_LIMIT, REFUSED_ROW, REFUSED_TOKENS, WAIT_S
+from checkpoint.store.codec import from_json, to_json
+from policies.detect import pitfalls
+from policies.detect.divergence import Point
+from policies.detect.pitfalls import Pitfall, Pitfalls, watch_for
+
+Values = dict[str, float | None]
+ZERO_STD, CLIPPED = "frac_reward_zero_std", "completions/clipped_ratio"
+DIFFERENCE = "sampling/sampling_logp_difference/mean"
+
+
+def told(points: Iterable[Point]) -> list[Pitfall]:
+    state, found = Pitfalls(), list[Pitfall]()
+    for point in points:
+        state, new = watch_for(state, point)
+        found += new
+    return found
+
+
+def logged(steps: int, values: Callable[[int], Values], gap: int = 1) -> list[Point]:
+    return [Point(step, values(step)) for step in range(gap, steps + 1, gap)]
+
+
+def seen(steps: int, values: Callable[[int], Values], gap: int = 1) -> list[tuple[str, int]]:
+    return [(one.kind, one.step) for one in told(logged(steps, values, gap))]
+
+
+def evaluated(
+    training: Callable[[int], float], held_out: Callable[[int], float | None]
+) -> Callable[[int], Values]:
+    """An evaluation every ten steps, in the row of its step."""
+    return lambda step: {
+        "reward": training(step),
+        **({"eval_reward": held_out(step)} if step % 10 == 0 else {}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("no_signal", {ZERO_STD: 0.95}),
+        ("stale_sampling", {DIFFERENCE: 0.4}),
+        ("completions_cut", {CLIPPED: 0.6}),
+    ],
+)
+def test_what_stands_high_is_told_after_sixteen_points_less_two(kind: str, values: Values) -> None:
+    assert seen(60, lambda _: values) == [(kind, 14)]
+    assert seen(600, lambda _: values, gap=20) == [(kind, 280), (kind, 480)]
+    assert seen(60, lambda step: {} if step % 2 else values) == [(kind, 28)]
+
+
+@pytest.mark.parametrize("name", [ZERO_STD, DIFFERENCE, CLIPPED])
+def test_what_stands_lower_or_is_high_now_and_then_is_not_told(name: str) -> None:
+    usual = {ZERO_STD: 0.85, DIFFERENCE: 0.05, CLIPPED: 0.4}[name]
+    assert seen(300, lambda _: {name: usual}) == []
+    assert seen(300, lambda step: {name: usual if step % 4 == 0 else 1.0}) == []
+    assert seen(300, lambda _: {name: None}) == []
+
+
+def test_it_is_told_again_after_200_steps_or_after_it_was_gone() -> None:
+    assert seen(420, lambda _: {CLIPPED: 0.9}) == [("completions_cut", at) for at in (14, 214, 414)]
+    gone_for_12 = seen(90, lambda step: {CLIPPED: 0.1 if 40 < step <= 52 else 0.9})
+    assert gone_for_12 == [("completions_cut", 14), ("completions_cut", 66)]
+    gone_for_6 = seen(90, lambda step: {CLIPPED: 0.1 if 40 < step <= 46 else 0.9})
+    assert gone_for_6 == [("completions_cut", 14)]
+
+
+@pytest.mark.parametrize("gap", [1, 10])
+def test_waiting_is_a_share_of_the_time_of_the_steps(gap: int) -> None:
+    # The wait is summed over the steps of a point, the time of a step is their mean.
+    assert seen(30 * gap, lambda _: {WAIT_S: 3.0 * gap, "step_time": 10.0}, gap) == [("waiting", 17 * gap)]
+    assert seen(40 * gap, lambda _: {WAIT_S: 2.0 * gap, "step_time": 10.0}, gap) == []
+    assert seen(40 * gap, lambda _: {WAIT_S: 0.0, "step_time": 0.0}, gap) == []
+    assert seen(40 * gap, lambda step: {WAIT_S: 12.0 if step == 20 * gap else 0.0, "step_time": 10.0}, gap) == []
+
+
+def test_a_reward_that_rises_while_the_held_out_one_does_not() -> None:
+    rising: Callable[[int], float] = lambda step: step / 100  # noqa: E731
+    flat: Callable[[int], float] = lambda _: 0.4  # noqa: E731
+    assert seen(60, evaluated(rising, flat)) == [("overfitting", 40)]
+    assert seen(60, evaluated(rising, lambda step: 0.4 - step / 500)) == [("overfitting", 40)]
+    assert seen(60, evaluated(rising, lambda step: step / 300)) == []
+    assert seen(60, evaluated(flat, flat)) == []
+    assert seen(60, evaluated(lambda step: -step / 100, flat)) == []
+    assert seen(60, evaluated(rising, lambda _: None)) == []
+    assert seen(39, evaluated(rising, flat)) == []
+    assert seen(60, lambda step: {"eval_reward": 0.4} if step % 10 == 0 else {}) == []
+
+
+def test_it_says_what_is_seen_and_what_to_do() -> None:
+    high: Values = {ZERO_STD: 1.0, DIFFERENCE: 0.5, CLIPPED: 0.75, WAIT_S: 5.0, "step_time": 10.0}
+    texts = {one.kind: one.text for one in told(logged(20, lambda _: high))}
+    assert texts["no_signal"].startswith("100% of the groups have the same reward for all their completions")
+    assert texts["stale_sampling"].startswith("the trainer and the servers differ by 0.5 in the log-probability")
+    assert texts["completions_cut"].endswith("75% of the completions are cut at the longest allowed and graded "
+                                             "without their end: raise max_completion_length")  # fmt: skip
+    assert texts["waiting"].startswith("in 50% of the time of the last 16 points no node could serve")
+    (held,) = told(logged(40, evaluated(lambda step: float(step), lambda step: -float(step))))
+    assert held.text.startswith(
+        "over 4 evaluations the reward rose from 5.5 to 35.5 and the held-out one went from -10 to -40"
+    )
+
+
+def test_refused_prompts_are_told_at_once_with_their_numbers() -> None:
+    numbers = {PROMPTS_REFUSED: 2.0, REFUSED_ROW: 1234.0, REFUSED_TOKENS: 5000.0, REFUSED_LIMIT: 4096.0}
+    (one,) = told(logged(30, lambda step: numbers if step in (3, 9) else {}))
+    assert (one.kind, one.step) == ("prompts_refused", 3)
+    assert one.text.startswith(
+        "no rollout node took 2 of the prompts of the last 3 points, and they were left out; the last is row 1234 "
+        "of the dataset, 5000 tokens where a sequence may have 4096: shorten or drop such prompts"
+    )
+    assert [step for _, step in seen(600, lambda _: numbers)] == [1, 201, 401]
+    assert [step for _, step in seen(60, lambda step: numbers if step in (3, 40) else {})] == [3, 40]
+    (bare,) = told(logged(1, lambda _: {PROMPTS_REFUSED: 1.0}))
+    assert "the last is one whose row is not known: shorten" in bare.text
+
+
+def test_a_step_that_is_not_later_is_ignored() -> None:
+    state, _ = watch_for(Pitfalls(), Point(5, {CLIPPED: 1.0}))
+    assert watch_for(state, Point(5, {CLIPPED: 1.0})) == (state, ())
+
+
+def test_its_names_are_the_stores() -> None:
+    assert pitfalls.WAIT_S == WAIT_S
+    ours = (pitfalls.PROMPTS_REFUSED, pitfalls.REFUSED_ROW, pitfalls.REFUSED_TOKENS, pitfalls.REFUSED_LIMIT)
+    assert ours == (PROMPTS_REFUSED, REFUSED_ROW, REFUSED_TOKENS, REFUSED_LIMIT)
+
+
+NAMES = [ZERO_STD, DIFFERENCE, CLIPPED, WAIT_S, "step_time", "reward", "eval_reward", PROMPTS_REFUSED, REFUSED_ROW]
+WILD = st.one_of(st.none(), st.floats(), st.floats(0.0, 1.0), st.sampled_from([1e308, -1e308, math.nan, math.inf]))
+
+
+@given(st.lists(st.tuples(st.integers(-1, 90), st.dictionaries(st.sampled_from(NAMES), WILD)), max_size=50))
+@settings(max_examples=100, deadline=None)
+def test_nothing_that_is_logged_raises_and_a_store_in_between_changes_nothing(
+    rows: list[tuple[int, Values]],
+) -> None:
+    straight = stored = Pitfalls()
+    step = 0
+    for gap, values in rows:
+        step += gap
+        straight, ours = watch_for(straight, Point(step, values))
+        stored, theirs = watch_for(from_json(to_json(stored), Pitfalls, "stored"), Point(step, values))
+        assert (stored, theirs) == (straight, ours)
+    assert len(to_json(straight)) < 6_000

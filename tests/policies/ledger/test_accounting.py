@@ -1,0 +1,265 @@
+"""What faults and machines cost, in exact numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.ledger.accounting import (
+    DAEMON,
+    GATEWAY,
+    TRACE_S,
+    Bill,
+    Fault,
+    FaultCost,
+    Step,
+    bill,
+    fault_costs,
+    journalled_faults,
+    lived,
+    merged,
+    rentals,
+)
+from policies.model import exit_codes
+from policies.model.events import (
+    DivergenceCleared,
+    Event,
+    GatewayRestarted,
+    JobExited,
+    JobRestarted,
+    MachineBought,
+    NodeMoved,
+    RunMoved,
+    TookOver,
+)
+from policies.model.vocabulary import Market, NodePhase, Refusal, RunPhase
+from tests.generators.views_world import requested
+
+NODE = "rollout-0-i1"
+TRAINER = "trainer-0-i1"
+START: list[Event] = [
+    TookOver("a", 1, "up"),
+    requested(NODE),
+    requested(TRAINER),
+    NodeMoved(NODE, NodePhase.BOOTING, ""),
+    NodeMoved(TRAINER, NodePhase.BOOTING, ""),
+    NodeMoved(NODE, NodePhase.SERVING, ""),
+    NodeMoved(TRAINER, NodePhase.SERVING, ""),
+    GatewayRestarted("first"),
+    RunMoved(RunPhase.TRAINING, ""),
+]
+
+
+def moved(phase: NodePhase, node: str = NODE) -> NodeMoved:
+    return NodeMoved(node, phase, "")
+
+
+def history(*events: Event) -> list[tuple[int, float, tuple[Event, ...]]]:
+    """One entry a second, from second 1."""
+    return [(number, float(number), (event,)) for number, event in enumerate(events, start=1)]
+
+
+def steps(*times_s: float, discarded: dict[int, int] | None = None) -> list[Step]:
+    return [Step(0, step, time_s, (discarded or {}).get(step, 0)) for step, time_s in enumerate(times_s, start=1)]
+
+
+def fault(struck_s: float, seen_s: float | None = None, target: str = "rollout-0", name: str = "kill") -> Fault:
+    return Fault(name, target, struck_s, struck_s if seen_s is None else seen_s, at_step=None)
+
+
+@pytest.mark.parametrize(
+    ("events", "names"),
+    [
+        ([], []),
+        ([moved(NodePhase.GONE)], [f"{NODE} lost"]),
+        ([moved(NodePhase.DRAINING), moved(NodePhase.GONE)], [f"{NODE} lost"]),
+        ([moved(NodePhase.DRAINING), moved(NodePhase.TERMINATING), moved(NodePhase.GONE)], []),
+        ([moved(NodePhase.TERMINATING, TRAINER), moved(NodePhase.GONE, TRAINER)], [f"{TRAINER} given up"]),
+        ([JobExited(TRAINER, 1, -9, 7)], [f"{TRAINER} exited with -9"]),
+        ([JobExited(TRAINER, 1, 0, 40)], []),
+        # The end of its work and of its machine are one fault, unless it had been set to work again in between.
+        ([JobExited(NODE, 1, 1, 7), moved(NodePhase.GONE)], [f"{NODE} exited with 1"]),
+        (
+            [JobExited(NODE, 1, 1, 7), JobRestarted(NODE, 2, ""), moved(NodePhase.GONE)],
+            [f"{NODE} exited with 1", f"{NODE} lost"],
+        ),
+        ([GatewayRestarted("second")], ["gateway restarted"]),
+        ([TookOver("b", 2, "resume")], ["controller replaced"]),
+        ([DivergenceCleared(0, 3)], []),
+        # A trainer that stops for a new timeline, or because the run diverges, and the gateway that ends with it.
+        (
+            [
+                JobExited(TRAINER, 1, exit_codes.DIVERGED, 7),
+                JobRestarted(TRAINER, 2, ""),
+                GatewayRestarted("second"),
+                JobExited(TRAINER, 2, exit_codes.FENCED, 9),
+                JobRestarted(TRAINER, 3, ""),
+                GatewayRestarted("third"),
+            ],
+            [],
+        ),
+        (
+            [JobExited(TRAINER, 1, exit_codes.DIVERGED, 7), moved(NodePhase.GONE, TRAINER)],
+            [f"{TRAINER} lost"],
+        ),
+        (
+            [
+                JobExited(TRAINER, 1, exit_codes.DIVERGED, 7),
+                JobRestarted(TRAINER, 2, ""),
+                GatewayRestarted("second"),
+                GatewayRestarted("third"),
+            ],
+            ["gateway restarted"],
+        ),
+        ([JobExited(TRAINER, 1, exit_codes.OUT_OF_MEMORY, 7)], [f"{TRAINER} exited with 80"]),
+        ([requested("rollout-1-i1"), NodeMoved("rollout-1-i1", NodePhase.REFUSED, "", Refusal.NO_CAPACITY)], []),
+        # Taken up again after a stop: by intention, with a new controller and a new gateway.
+        (
+            [
+                RunMoved(RunPhase.STOPPING, ""),
+                moved(NodePhase.TERMINATING),
+                moved(NodePhase.GONE),
+                RunMoved(RunPhase.STOPPED, ""),
+                TookOver("b", 2, "resume"),
+                RunMoved(RunPhase.STARTING, ""),
+                GatewayRestarted("second"),
+            ],
+            [],
+        ),
+        ([RunMoved(RunPhase.FINISHED, ""), moved(NodePhase.GONE)], []),
+    ],
+)
+def test_what_the_journal_calls_a_fault(events: list[Event], names: list[str]) -> None:
+    assert [one.name for one in journalled_faults(history(*START, *events))] == names
+
+
+def test_a_journalled_fault_knows_where_and_when() -> None:
+    found = journalled_faults(history(*START, moved(NodePhase.GONE), JobExited(TRAINER, 1, -9, 7)))
+    assert found == [
+        Fault(f"{NODE} lost", "rollout-0", 10.0, 10.0, None),
+        Fault(f"{TRAINER} exited with -9", "trainer-0", 11.0, 11.0, 7),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "trace", "explained"),
+    [
+        ("rollout-0", "rollout-0", True),
+        ("rollout-0", "rollout-1", False),
+        ("rollout-1", "rollout-10", False),
+        ("rollout-0-i2", "rollout-0", True),
+        ("rollouts", "rollout-1", True),
+        ("rollouts", "trainer-0", False),
+        ("trainer", "trainer-0", True),
+        ("trainer", GATEWAY, True),
+        ("trainer-0", GATEWAY, True),
+        ("trainer", DAEMON, False),
+        ("gateway", GATEWAY, True),
+        ("gateway", "trainer-0", False),
+        ("daemon", DAEMON, True),
+    ],
+)
+def test_a_rehearsed_fault_and_its_trace_are_one(target: str, trace: str, explained: bool) -> None:
+    all_faults = merged([fault(100, target=target)], [fault(103, target=trace, name="seen")])
+    assert [one.name for one in all_faults] == (["kill"] if explained else ["kill", "seen"])
+    assert all_faults[0].seen_s == (103 if explained else 100)
+
+
+def test_a_fault_explains_one_loss_of_each_node_and_only_soon_after() -> None:
+    killed = fault(100, target="rollouts")
+    traces = [
+        fault(101, target="rollout-0", name="a"),
+        fault(102, target="rollout-1", name="b"),
+        fault(110, target="rollout-0", name="lost again"),
+        fault(97, target="rollout-1", name="before"),
+    ]
+    assert [one.name for one in merged([killed], traces)] == ["before", "kill", "lost again"]
+    late = fault(100 + TRACE_S + 1, target="rollout-0", name="late")
+    assert [one.name for one in merged([killed], [late])] == ["kill", "late"]
+
+
+def test_of_two_faults_the_later_one_explains_a_trace() -> None:
+    first, second = fault(100, target="rollout-0", name="first"), fault(120, target="rollouts", name="second")
+    found = merged([first, second], [fault(121, target="rollout-0")])
+    assert [(one.name, one.seen_s) for one in found] == [("first", 100), ("second", 121)]
+
+
+def test_a_lost_trainer_machine_takes_its_gateway_along_once() -> None:
+    traces = [fault(10, target="trainer-0", name="lost"), fault(14, target=GATEWAY), fault(20, target=GATEWAY)]
+    assert [one.name for one in merged([], traces)] == ["lost", "kill"]
+
+
+def test_seconds_lost_are_what_a_disturbed_gap_is_longer_than_usual() -> None:
+    # Usual gap 10; the first long gap has no fault in it, and is nobody's.
+    log = steps(100, 110, 120, 145, 155, 190, 200)
+    assert fault_costs(log, [fault(160)]) == [FaultCost("kill", 4 + 1, 25.0, 0, True)]
+
+
+def test_usual_is_what_gaps_without_faults_are_even_where_most_have_one() -> None:
+    log = steps(0, 10, 40, 70, 100)
+    assert [cost.seconds_lost for cost in fault_costs(log, [fault(11), fault(41), fault(71)])] == [20.0] * 3
+
+
+def test_faults_in_one_gap_share_its_seconds_and_tokens_and_nothing_gets_lost() -> None:
+    log = steps(0, 10, 20, 51, 61, discarded={4: 101})
+    costs = fault_costs(log, [fault(22), fault(30)])
+    assert [cost.seconds_lost for cost in costs] == [10.5, 10.5]
+    assert [cost.tokens_regenerated for cost in costs] == [51, 50]
+
+
+def test_a_fault_noticed_after_the_step_that_it_struck_in_costs_the_next_gap_too() -> None:
+    log = steps(0, 10, 20, 30, 48, 58)
+    assert [cost.seconds_lost for cost in fault_costs(log, [fault(29.9, seen_s=31.0)])] == [8.0]
+    assert [cost.seconds_lost for cost in fault_costs(log, [fault(29.9)])] == [0.0]
+
+
+def test_quick_gaps_inside_a_fault_make_up_for_slow_ones_and_never_go_below_nothing() -> None:
+    log = steps(0, 10, 20, 30, 42, 51, 61)
+    assert [c.seconds_lost for c in fault_costs(log, [fault(31, seen_s=50)])] == [1.0]
+    assert [c.seconds_lost for c in fault_costs(log, [fault(43, seen_s=50)])] == [0.0]
+
+
+def test_the_gap_before_the_first_step_made_again_holds_all_that_a_restart_cost() -> None:
+    # Steps 3 and 4 were made at 30 and 40, the trainer was killed at 41, went back to 2 and made them again.
+    log = steps(10, 20, 75, 85, 95)
+    assert fault_costs(log, [fault(41, target="trainer")]) == [FaultCost("kill", 2, 45.0, 0, True)]
+
+
+def test_steps_still_to_be_made_again_are_not_part_of_the_run() -> None:
+    log = steps(10, 20, 75, 40, 50)
+    assert [step.step for step in lived(log)] == [1, 2, 3]
+    assert [cost.seconds_lost for cost in fault_costs(log, [fault(41)])] == [45.0]
+    assert [step.step for step in lived([*steps(10, 20, 30), Step(1, 2, 40)])] == [1, 2, 3, 2]
+
+
+def test_a_fault_is_survived_once_a_step_was_logged_after_it() -> None:
+    log = steps(0, 10, 20)
+    assert [cost.survived for cost in fault_costs(log, [fault(19), fault(20), fault(21)])] == [True, False, False]
+
+
+@pytest.mark.parametrize("log", [[], steps(10)])
+def test_faults_of_a_run_without_gaps_cost_nothing_yet(log: list[Step]) -> None:
+    assert [(cost.seconds_lost, cost.survived) for cost in fault_costs(log, [fault(20)])] == [(0.0, False)]
+
+
+def test_a_machine_is_paid_from_first_seen_until_gone() -> None:
+    seen = [
+        (1, 0.0, (requested(NODE), requested(TRAINER), requested("rollout-1-i1"), requested("rollout-2-i1"))),
+        (2, 100.0, (moved(NodePhase.BOOTING), moved(NodePhase.BOOTING, TRAINER))),
+        (2, 100.0, (MachineBought(NODE, Market.SPOT, "here", 1.0, 4.0),)),
+        (2, 100.0, (MachineBought(TRAINER, Market.ON_DEMAND, "here", 8.0, 8.0),)),
+        (3, 150.0, (moved(NodePhase.SERVING), moved(NodePhase.REFUSED, "rollout-1-i1"))),
+        (4, 200.0, (moved(NodePhase.BOOTING), moved(NodePhase.TERMINATING, "rollout-2-i1"))),
+        (5, 1900.0, (moved(NodePhase.TERMINATING), moved(NodePhase.GONE, "rollout-2-i1"))),
+        (6, 1900.0, (moved(NodePhase.GONE),)),
+    ]
+    rented = rentals(seen, now_s=3700.0)
+    assert [(one.node, one.from_s, one.until_s) for one in rented] == [(NODE, 100, 1900), (TRAINER, 100, 3700)]
+    assert bill(rented) == Bill(cost_usd=0.5 + 8.0, cost_all_on_demand_usd=2.0 + 8.0)
+
+
+def test_a_fault_that_struck_within_the_tick_that_saw_it_is_one_fault() -> None:
+    rehearsed = Fault("kill rollouts", "rollouts", 100.2, 100.2, 9)
+    traces = [Fault(f"rollout-{n}-i1 lost", f"rollout-{n}", 100.0, 100.0, None) for n in range(2)]
+    assert [fault.name for fault in merged([rehearsed], traces)] == ["kill rollouts"]
+    earlier = Fault("rollout-0-i1 lost", "rollout-0", 90.0, 90.0, None)
+    assert len(merged([rehearsed], [earlier])) == 2

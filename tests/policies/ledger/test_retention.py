@@ -1,0 +1,214 @@
+"""Which checkpoints may go: a truth table, and what holds for any run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from policies.detect.divergence import Health, Verdict
+from policies.ledger.retention import NOTICED_POINTS, Kept, keep_before, keep_since, retired
+from policies.model.timelines import Fork, lineage, on_lineage
+from policies.model.vocabulary import PolicyVersion
+
+
+def held(text: str) -> list[Kept]:
+    """`0-10 0-20! 1-30`: three checkpoints, of which the second is pinned."""
+    return [Kept(PolicyVersion.parse(one.rstrip("!")), one.endswith("!")) for one in text.split()]
+
+
+def forked(text: str) -> tuple[Fork, ...]:
+    """`0-20:40 start`: timeline 1 began from 0-20 when 0 had come to 40, timeline 2 where the run began."""
+    forks = []
+    for number, one in enumerate(text.split(), 1):
+        start, _, reached = one.partition(":")
+        forks.append(
+            Fork(number, None if start == "start" else start, from_step=int(reached) if reached else None)
+        )
+    return tuple(forks)
+
+
+TO_80 = "0-10 0-20 0-30 0-40 0-50 0-60 0-70 0-80"
+
+# what it shows, the forks, what the store holds, keep_last, keep_every_steps, keep_before_step, what may go
+RETIRED: list[tuple[str, str, str, int, int | None, int | None, str]] = [
+    ("nothing is there", "", "", 3, None, None, ""),
+    ("the only one", "", "0-10", 1, None, None, ""),
+    ("the only one, in an excursion from its very step", "", "0-10", 1, None, 10, ""),
+    ("as many as stay", "", "0-10 0-20 0-30", 3, None, None, ""),
+    ("at doubling ages", "", TO_80, 1, None, None, "0-20 0-30 0-60"),
+    ("the newest three", "", TO_80, 3, None, None, "0-20 0-30"),
+    ("in any order", "", "0-80 0-30 0-10 0-40 0-20 0-60 0-70 0-50", 1, None, None, "0-20 0-30 0-60"),
+    ("pinned", "", TO_80.replace("0-30", "0-30!"), 1, None, None, "0-20 0-60"),
+    ("multiples stay", "", TO_80, 1, 30, None, "0-20"),
+    ("every step is a multiple of 1", "", TO_80, 1, 1, None, ""),
+    ("the newest before the excursion", "", TO_80, 1, None, 65, "0-20 0-30"),
+    ("one at the step where it began is touched by it", "", TO_80, 1, None, 60, "0-20 0-30 0-60"),
+    ("the newest before it, long after", "", TO_80, 1, None, 21, "0-30 0-60"),
+    ("none from before the excursion", "", TO_80, 1, None, 10, "0-20 0-30 0-60"),
+    (
+        "what a fork left goes, where nobody noted how far it had come",
+        "0-20",
+        "0-10 0-20 0-30 1-25",
+        3,
+        None,
+        None,
+        "0-30",
+    ),
+    ("unless it is pinned", "0-20", "0-10 0-20 0-30! 0-40 1-25", 2, None, None, "0-40"),
+    (
+        "not before its line has passed the probation",
+        "0-20:40",
+        "0-10 0-20 0-30 0-40 1-50 1-60",
+        1,
+        None,
+        None,
+        "",
+    ),
+    ("then it does", "0-20:40", "0-10 0-20 0-30 0-40 1-50 1-60 1-61", 1, None, None, "0-30 0-40"),
+    (
+        "on probation the start and the one before it",
+        "0-50:70",
+        "0-10 0-20 0-30 0-40 0-50 1-60 1-70",
+        1,
+        None,
+        None,
+        "0-20 0-30",
+    ),
+    (
+        "and behind it as any others",
+        "0-50:60",
+        "0-10 0-20 0-30 0-40 0-50 1-60 1-70 1-80",
+        1,
+        None,
+        None,
+        "0-20 0-30 1-60",
+    ),
+    ("multiples stay on the line alone", "0-20", "0-10 0-20 0-40 1-30 1-40 1-50", 1, 20, None, "0-40 1-30"),
+    (
+        "the last from before lies before the fork",
+        "0-30",
+        "0-10 0-20 0-30 0-40 1-40 1-50 1-60 1-70 1-80",
+        1,
+        None,
+        31,
+        "0-20 0-40 1-60",
+    ),
+    ("and not on what it left", "0-20", "0-10 0-20 0-22 1-25 1-30", 1, None, 24, "0-22"),
+    ("of two forks the later one goes back further", "0-20 0-10", "0-10 0-20 1-30", 1, None, None, "0-20 1-30"),
+    ("of two forks on one line", "0-20 1-30", "0-10 0-20 1-30 1-40 2-35", 3, None, None, "1-40"),
+    ("its start is gone: what is before that stays", "0-20", "0-10 0-30", 1, None, None, "0-30"),
+    ("from the run's start, with nothing yet", "start", "0-10 0-20", 1, None, None, ""),
+    ("from the run's start, with its first one", "start", "0-10 0-20! 1-5", 1, None, None, "0-10"),
+    ("from the run's start, on probation", "start:20", "0-10 0-20 1-40", 1, None, None, ""),
+    ("of a timeline whose fork is not known yet", "0-20", "0-10 0-20 0-30 2-25", 1, None, None, "0-30"),
+]
+
+
+@pytest.mark.parametrize("case", RETIRED, ids=[case[0] for case in RETIRED])
+def test_what_may_go(case: tuple[str, str, str, int, int | None, int | None, str]) -> None:
+    _, forks, text, keep_last, keep_every_steps, before, going = case
+    found = retired(held(text), keep_last, keep_every_steps, before, forked(forks))
+    assert " ".join(map(str, found)) == going
+
+
+@pytest.mark.parametrize(
+    ("verdict", "step", "logging_steps", "before"),
+    [
+        (Verdict(), 100, 1, 80),
+        (Verdict(), 100, 4, 20),
+        (Verdict(), 15, 1, 0),
+        (Verdict(Health.WATCH, 100, onset_step=97), 100, 1, 97),
+        (Verdict(Health.WATCH, 300, onset_step=97), 300, 1, 97),
+        (Verdict(Health.TRIPPED, 120, onset_step=97, tripped_step=110), 120, 5, 97),
+    ],
+)
+def test_before_which_step_one_stays(verdict: Verdict, step: int, logging_steps: int, before: int) -> None:
+    assert keep_before(step, verdict, logging_steps) == before
+
+
+@st.composite
+def forks_of_runs(draw: st.DrawFn) -> tuple[Fork, ...]:
+    starts = [
+        draw(st.none() | st.tuples(st.integers(0, n), st.integers(1, 60))) for n in range(draw(st.integers(0, 3)))
+    ]
+    return tuple(
+        Fork(number, None if start is None else str(PolicyVersion(*start)))
+        for number, start in enumerate(starts, 1)
+    )
+
+
+VERSIONS = st.builds(PolicyVersion, st.integers(0, 3), st.integers(0, 60))
+HELD = st.dictionaries(VERSIONS, st.booleans(), min_size=1, max_size=20).map(
+    lambda found: [Kept(version, pinned) for version, pinned in found.items()]
+)
+RULES = st.tuples(
+    st.integers(1, 5), st.none() | st.integers(1, 20), st.none() | st.integers(0, 70), forks_of_runs()
+)
+Rules = tuple[int, int | None, int | None, tuple[Fork, ...]]
+
+
+def line_of(checkpoints: list[Kept], forks: tuple[Fork, ...]) -> list[PolicyVersion]:
+    """What a trainer of the newest timeline could go on from, oldest first."""
+    stretches = lineage(forks, len(forks))
+    return sorted(one.version for one in checkpoints if on_lineage(one.version, stretches))
+
+
+@given(checkpoints=HELD, rules=RULES)
+def test_what_always_stays(checkpoints: list[Kept], rules: Rules) -> None:
+    going = retired(checkpoints, *rules)
+    assert len(set(going)) == len(going) < len(checkpoints), "one is always left"
+    assert list(going) == sorted(going)
+    assert set(going) <= {one.version for one in checkpoints if not one.pinned}
+    line = line_of(checkpoints, rules[3])
+    assert not set(line[-rules[0] :]) & set(going), "the newest on the line"
+
+
+@given(checkpoints=HELD, rules=RULES)
+def test_asking_again_retires_nothing_more(checkpoints: list[Kept], rules: Rules) -> None:
+    going = retired(checkpoints, *rules)
+    assert retired([one for one in checkpoints if one.version not in going], *rules) == ()
+
+
+@given(checkpoints=HELD, rules=RULES)
+def test_a_run_can_go_back_before_its_excursion(checkpoints: list[Kept], rules: Rules) -> None:
+    assume(rules[2] is not None)
+    before = [version for version in line_of(checkpoints, rules[3]) if version.step < (rules[2] or 0)]
+    assume(before)
+    assert before[-1] not in retired(checkpoints, *rules)
+
+
+@given(checkpoints=HELD, rules=RULES)
+def test_what_was_abandoned_goes_once_the_line_has_one(checkpoints: list[Kept], rules: Rules) -> None:
+    line, newest = line_of(checkpoints, rules[3]), len(rules[3])
+    assume(line)
+    left = {one.version for one in checkpoints if not one.pinned} - set(retired(checkpoints, *rules))
+    assert all(version in line or version.timeline > newest for version in left)
+
+
+# what it shows, the forks, what the store holds, keep_since_step, what may go
+SINCE: list[tuple[str, str, str, int, str]] = [
+    ("all since then", "", TO_80, 60, "0-20 0-30"),
+    ("all there are", "", TO_80, 0, ""),
+    ("on the line alone", "0-70", TO_80 + " 1-75 1-78 1-79", 74, "0-20 0-30 0-80"),
+]
+
+
+@pytest.mark.parametrize("case", SINCE, ids=[case[0] for case in SINCE])
+def test_what_stays_for_a_divergence_that_is_not_noticed_yet(case: tuple[str, str, str, int, str]) -> None:
+    _, forks, text, since, going = case
+    assert " ".join(map(str, retired(held(text), 1, None, None, forked(forks), since))) == going
+
+
+@given(save_steps=st.integers(1, 60), logging_steps=st.integers(1, 20), steps=st.integers(1, 200))
+def test_a_checkpoint_from_before_a_late_notice_is_there(save_steps: int, logging_steps: int, steps: int) -> None:
+    """The newest one from before a divergence that began up to NOTICED_POINTS before it is noticed."""
+    stored: list[PolicyVersion] = []
+    for step in range(save_steps, steps + 1, save_steps):
+        stored.append(PolicyVersion(0, step))
+        before, since = keep_before(step, Verdict(), logging_steps), keep_since(step, logging_steps)
+        gone = retired([Kept(one) for one in stored], 1, None, before, (), since)
+        stored = [one for one in stored if one not in gone]
+    for onset in range(max(1, steps - NOTICED_POINTS * logging_steps), steps + 1):
+        newest = (onset - 1) // save_steps * save_steps
+        assert newest == 0 or PolicyVersion(0, newest) in stored

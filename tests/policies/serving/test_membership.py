@@ -1,0 +1,353 @@
+"""The membership table: a truth table of single occurrences. Sequences of them: `test_membership_property`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from policies.serving.membership import (
+    EASE_IN_REQUESTS,
+    REPLAY_TOKENS_MAX,
+    TOGETHER_REQUESTS,
+    Load,
+    Membership,
+    Row,
+    Wanted,
+)
+from policies.serving.wire import SILENT_S, Announce, EngineWord
+
+ONE = Load("p")
+
+
+def say(boot_id: str, policy: str | None = "0-1", max_requests: int = 4) -> Announce:
+    return Announce(boot_id, "127.0.0.1:1", policy, max_requests)
+
+
+@pytest.fixture
+def table() -> Membership:
+    """One member, `a`, boot `x`, holding 0-1, seen at 0 s."""
+    table = Membership()
+    table.announce("a", say("x"), 0.0)
+    return table
+
+
+def choose(
+    table: Membership, policy: str = "0-1", load: Load = ONE, avoid: frozenset[str] = frozenset()
+) -> Row | None:
+    return table.choose(Wanted(policy), load, avoid)
+
+
+def test_each_occurrence_gives_its_reason(table: Membership) -> None:
+    assert table.announce("b", say("y", None), 0.0).reason == "b: joined as boot y, holds base weights"
+    assert table.announce("b", say("y", "0-1"), 0.5).reason == "b: holds 0-1, before: base weights"
+    assert table.announce("b", say("z", None), 0.6).reason == "b: boot z in place of y, holds base weights"
+    assert table.announce("b", say("y", "0-1"), 0.7).reason == "b: boot y is over and was not let in"
+    assert table.drain("a").reason == "a: drains, 0 requests running"
+    assert table.connection_lost("a", "x").reason == "a: its announcing connection was lost"
+    assert table.leave("b", "z").reason == "b: left"
+    assert table.leave("b", "z").reason == "b: boot z left; it was no member"
+    assert table.expire(9.0).reason == "nobody is silent"
+    assert table.remove("b").reason == "b: to be removed; it was no member"
+
+
+def test_news_is_what_changes_the_table(table: Membership) -> None:
+    term = table.rows[0].term
+    assert not table.announce("a", say("x"), 0.5).news
+    assert table.announce("a", say("x", "0-2"), 0.5).news
+    assert table.doubt("a", term, "reset").news
+    assert not table.doubt("a", term, "reset").news
+    assert table.announce("a", say("x", "0-2"), 0.6).reason == "a: holds 0-2, no longer in doubt"
+    assert table.muted("a", term, "timed out").news
+    assert not table.muted("a", term, "timed out").news
+    assert not table.announce("a", say("x", "0-2"), 0.7).news
+    assert table.answered("a", term).news
+    assert not table.answered("a", term).news
+    assert table.drain("a").news
+    assert not table.drain("a").news
+    assert not table.expire(0.8).news
+    assert table.remove("a").news
+    assert not table.announce("a", say("x"), 0.9).news
+
+
+def test_only_the_exact_version_serves(table: Membership) -> None:
+    assert [row.node for row in table.serving(Wanted("0-1"))] == ["a"]
+    assert table.serving(Wanted("0-2")) == ()
+    table.announce("a", say("x", None), 0.1)
+    assert choose(table) is None
+
+
+def test_a_new_boot_ends_the_term_and_the_old_boot_cannot_come_back(table: Membership) -> None:
+    term = table.rows[0].term
+    assert table.announce("a", say("y", None), 0.1).ended == (term,)
+    assert table.announce("a", say("x", "0-1"), 0.2).ended == ()
+    assert [(row.boot_id, row.policy) for row in table.rows] == [("y", None)]
+
+
+def test_a_lost_connection_ends_the_term_and_the_same_boot_may_come_back(table: Membership) -> None:
+    term = table.rows[0].term
+    assert table.connection_lost("a", "x").ended == (term,)
+    assert table.rows == ()
+    table.announce("a", say("x"), 0.1)
+    assert table.rows[0].term != term
+    assert choose(table) is not None
+
+
+def test_silence_ends_the_term_just_after_the_limit(table: Membership) -> None:
+    assert table.expire(SILENT_S).ended == ()
+    assert table.expire(SILENT_S + 0.01).ended == (1,)
+
+
+def test_a_drained_node_gets_nothing_on_any_boot_but_keeps_what_runs(table: Membership) -> None:
+    table.started("a", ONE)
+    assert table.drain("a").ended == ()
+    assert choose(table) is None
+    table.announce("a", say("y"), 0.1)
+    assert choose(table) is None
+
+
+def test_doubt_lasts_until_the_next_announcement(table: Membership) -> None:
+    table.doubt("a", table.rows[0].term, "reset")
+    assert choose(table) is None
+    table.announce("a", say("x"), 0.1)
+    assert choose(table) is not None
+
+
+def test_the_end_of_a_request_of_an_earlier_term_changes_nothing(table: Membership) -> None:
+    term = table.rows[0].term
+    table.started("a", ONE)
+    table.connection_lost("a", "x")
+    table.announce("a", say("x"), 0.1)
+    table.finished("a", term, ONE, begun=False)
+    assert table.rows[0].running == 0
+
+
+def test_the_node_where_it_failed_is_taken_only_for_want_of_another(table: Membership) -> None:
+    chosen = choose(table, avoid=frozenset("a"))
+    assert chosen is not None
+    assert chosen.node == "a"
+    table.announce("b", say("y"), 0.0)
+    chosen = choose(table, avoid=frozenset("a"))
+    assert chosen is not None
+    assert chosen.node == "b"
+
+
+def test_it_is_taken_as_well_when_the_others_are_full_but_not_where_it_was_refused(table: Membership) -> None:
+    table.announce("b", say("y", max_requests=1), 0.0)
+    table.started("b", ONE)
+    chosen = choose(table, avoid=frozenset("a"))
+    assert chosen is not None
+    assert chosen.node == "a"
+    assert table.choose(Wanted("0-1"), ONE, refused_by=frozenset("a")) is None
+
+
+def eased_in(table: Membership, node: str) -> None:
+    table.announce(node, say(f"boot-{node}", max_requests=1000), 0.0)
+    term = table.rows[-1].term
+    for _ in range(1000):
+        table.first_token(node, term, Load(None))
+    assert table.rows[-1].allowed == 1000
+
+
+def test_groups_stay_together_until_one_member_has_much_more_than_another() -> None:
+    table = Membership()
+    for node in ("a", "b"):
+        eased_in(table, node)
+    for group in range(4):
+        for _ in range(8):
+            row = choose(table, load=Load(group, 100))
+            assert row is not None
+            table.started(row.node, Load(group, 100))
+    assert Counter({row.node: row.running for row in table.rows}) == {"a": 16, "b": 16}
+    for _ in range(100):  # one prompt with a very large group
+        row = choose(table, load=Load("large", 100))
+        assert row is not None
+        table.started(row.node, Load("large", 100))
+        low, high = sorted(one.running for one in table.rows)
+        assert high - low <= TOGETHER_REQUESTS
+
+
+def test_the_next_request_goes_where_the_fewest_tokens_are_to_be_made() -> None:
+    table = Membership()
+    for node in ("a", "b"):
+        eased_in(table, node)
+    table.started("a", Load("long", 1000))
+    for n in range(9):
+        row = choose(table, load=Load(n, 100))
+        assert row is not None
+        assert row.node == "b"
+        table.started("b", Load(n, 100))
+    table.finished("a", table.rows[0].term, Load("long", 1000), begun=True)
+    row = choose(table, load=Load("next", 100))
+    assert row is not None
+    assert row.node == "a"
+    assert [(one.running, one.outstanding) for one in table.rows] == [(0, 0), (9, 900)]
+
+
+def test_a_new_member_gets_one_more_for_each_first_token() -> None:
+    table = Membership()
+    table.announce("a", say("x", max_requests=20), 0.0)
+    for running in range(EASE_IN_REQUESTS):
+        assert choose(table) is not None, running
+        table.started("a", ONE)
+    for _ in range(2):
+        assert choose(table) is None
+        table.first_token("a", table.rows[0].term, ONE)
+        assert choose(table) is not None
+        table.started("a", ONE)
+
+
+def test_one_failed_request_does_not_hold_back_a_member_at_work_but_its_own_failure_does() -> None:
+    table = Membership()
+    eased_in(table, "a")
+    term = table.rows[0].term
+    for _ in range(100):
+        table.started("a", ONE)
+    table.doubt("a", term, "reset")
+    assert table.rows[0].allowed == 99
+    for _ in range(100):
+        table.finished("a", term, ONE, begun=True)
+        table.doubt("a", term, "reset")
+    assert table.rows[0].allowed == EASE_IN_REQUESTS
+    table.doubt("a", term, "stands still", whole=True)
+    assert table.rows[0].allowed == 1
+
+
+def test_replayed_tokens_are_computed_a_few_at_a_time() -> None:
+    table = Membership()
+    eased_in(table, "a")
+    term, moved = table.rows[0].term, Load("p", 10, REPLAY_TOKENS_MAX // 2)
+    huge = Load("p", 10, 10 * REPLAY_TOKENS_MAX)
+    assert choose(table, load=huge) is not None  # alone it may be as long as it is
+    for _ in range(2):
+        assert choose(table, load=moved) is not None
+        table.started("a", moved)
+    assert choose(table, load=moved) is None
+    assert choose(table) is not None
+    table.first_token("a", term, moved)
+    assert choose(table, load=moved) is not None
+    table.finished("a", term, moved, begun=True)
+    table.finished("a", term, moved, begun=False)
+    assert table.rows[0].replaying == 0
+
+
+@pytest.mark.parametrize(
+    ("held", "steps", "accepted"),
+    [
+        ("0-5@aa", 0, True),
+        ("0-5@bb", 0, False),
+        ("0-5@bb", 3, False),  # other weights of the same step
+        ("0-4@cc", 0, False),
+        ("0-4@cc", 1, True),
+        ("0-3", 1, False),
+        ("0-3", 2, True),
+        ("0-6@dd", 2, False),
+        ("1-4@cc", 2, False),
+        ("base", 2, False),
+        (None, 2, False),
+    ],
+)
+def test_what_is_wanted_accepts_what_is_not_too_old(held: str | None, steps: int, accepted: bool) -> None:
+    assert Wanted("0-5@aa", steps).accepts(held) is accepted
+
+
+def test_a_mute_member_serves_again_once_it_answers(table: Membership) -> None:
+    term = table.rows[0].term
+    table.muted("a", term, "timed out")
+    table.announce("a", say("x"), 0.5)
+    assert choose(table) is None
+    table.answered("a", term)
+    assert choose(table) is not None
+
+
+def test_who_announces_that_it_drains_is_sent_nothing_new(table: Membership) -> None:
+    assert table.announce("a", Announce("x", "127.0.0.1:1", "0-1", draining=True), 0.1).news
+    assert choose(table) is None
+    assert table.draining("a")
+
+
+def test_a_removed_boot_does_not_come_back(table: Membership) -> None:
+    term = table.rows[0].term
+    assert table.remove("a").ended == (term,)
+    table.announce("a", say("x"), 0.1)
+    assert table.rows == ()
+    table.announce("a", say("y"), 0.1)
+    assert choose(table) is not None
+
+
+def test_a_member_that_was_stuck_is_taken_when_no_other_has_room_until_it_makes_a_token() -> None:
+    table = Membership()
+    eased_in(table, "a")
+    term = table.rows[0].term
+    table.doubt("a", term, "no token", whole=True)
+    table.announce("a", say("boot-a"), 0.1)
+    chosen = choose(table)
+    assert chosen is not None
+    assert chosen.node == "a"
+    eased_in(table, "b")
+    for _ in range(20):
+        table.started("b", ONE)
+    chosen = choose(table)
+    assert chosen is not None
+    assert chosen.node == "b"
+    while table.rows[1].places:
+        table.started("b", ONE)
+    chosen = choose(table)
+    assert chosen is not None
+    assert chosen.node == "a"
+    table.finished("b", table.rows[1].term, ONE, begun=True)
+    chosen = choose(table)
+    assert chosen is not None
+    assert chosen.node == "b"
+    table.first_token("a", term, ONE)
+    chosen = choose(table)
+    assert chosen is not None
+    assert chosen.node == "a"
+    table.doubt("a", term, "no token", whole=True)
+    table.announce("a", say("boot-a", "0-2"), 0.2)
+    assert not table.rows[0].stuck
+
+
+def test_a_node_that_says_it_is_unfit_is_waited_for_no_longer(table: Membership) -> None:
+    wanted = Wanted("0-2")
+    assert [row.node for row in table.loading(wanted)] == ["a"]
+    why = "policy 0-2: no such tensor"
+    change = table.announce("a", Announce("x", "h:1", None, 4, unfit=why), 0.1)
+    assert (change.reason, change.news) == (f"a: holds base weights, unfit: {why}", True)
+    assert not table.announce("a", Announce("x", "h:1", None, 4, unfit=why), 0.2).news
+    assert table.loading(wanted) == ()
+    again = table.announce("a", say("x", "0-2"), 0.3)
+    assert again.reason == "a: holds 0-2, no longer unfit"
+    assert [row.node for row in table.serving(wanted)] == ["a"]
+
+
+def test_a_policy_that_every_member_refuses_is_named_as_what_is_broken(table: Membership) -> None:
+    unfit = [Announce(boot, "h:1", None, 4, unfit="policy 0-2: no such tensor") for boot in ("x", "y")]
+    assert "every other" not in table.announce("a", unfit[0], 0.1).reason
+    assert table.announce("b", unfit[1], 0.2).reason == (
+        "b: joined as boot y, holds base weights, unfit: policy 0-2: no such tensor; "
+        "so is every other member, and then it is the policy and not the nodes"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "allowed"),
+    [
+        (EngineWord(running=60, waiting=40, kv_usage=0.99), 60),  # the rest waits for room
+        (EngineWord(running=100, preemptions=1), 100),  # some have lost theirs
+        (EngineWord(running=60, waiting=40, kv_usage=0.3), 1000),  # they wait for their prompts' turn
+        (EngineWord(running=100, waiting=0, kv_usage=0.99), 1000),
+        (EngineWord(running=2, waiting=1, kv_usage=1.0), EASE_IN_REQUESTS),
+        (None, 1000),
+    ],
+)
+def test_an_engine_that_is_full_is_sent_no_more_than_it_runs(word: EngineWord | None, allowed: int) -> None:
+    table = Membership()
+    eased_in(table, "a")
+    first = replace(say("boot-a", max_requests=1000), engine=EngineWord())
+    table.announce("a", first, 0.1)
+    table.announce("a", replace(first, engine=word), 0.2)
+    assert table.rows[0].allowed == allowed
+    table.first_token("a", table.rows[0].term, ONE)
+    assert table.rows[0].allowed == min(allowed + 1, 1000)

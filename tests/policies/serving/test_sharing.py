@@ -1,0 +1,148 @@
+"""How requests at work are divided anew: single cases, and any state of the members."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.serving.membership import REPLAY_TOKENS_MAX
+from policies.serving.sharing import DOUBLING_REQUESTS, Bearer, Movable, alone_tokens_s, share_out
+
+FREE = 1000
+
+
+def bearer(
+    node: str,
+    running: int,
+    *,
+    left: float = 300.0,
+    speed: float = 50.0,
+    free: int = FREE,
+    replay: int = 0,
+    replaying: int = 0,
+    first: int = 0,
+) -> Bearer:
+    """A member whose requests, numbered from `first`, may all move."""
+    requests = [Movable(first + n, left, replay) for n in range(running)]
+    return Bearer(node, speed, running, left, free, 10_000.0, replaying, requests)
+
+
+def divided(bearers: Sequence[Bearer], *, begun: bool = False) -> Counter[str]:
+    """How many requests each has after the moves."""
+    at = {request.request: one.node for one in bearers for request in one.movable}
+    assert len(at) == sum(one.running for one in bearers)
+    for move in share_out(bearers, begun=begun) or ():
+        at[move.request] = move.node
+    return Counter(at.values())
+
+
+def test_who_comes_late_takes_an_even_share() -> None:
+    assert divided([bearer("a", 128), bearer("b", 0)]) == {"a": 64, "b": 64}
+    several = [bearer("a", 100), bearer("b", 100, first=100), bearer("c", 0), bearer("d", 0)]
+    assert divided(several) == {"a": 50, "b": 50, "c": 50, "d": 50}
+
+
+def test_what_is_left_counts_and_not_how_many_requests_it_is_in() -> None:
+    """a: 128 with half of them left to make; b: 30 that have just begun."""
+    assert 30 <= divided([bearer("a", 128, left=150.0), bearer("b", 30, first=128)])["b"] <= 48
+
+
+def test_a_slow_member_gets_what_it_can_do_in_the_same_time() -> None:
+    after = divided([bearer("fast", 128), bearer("slow", 0, speed=25.0)])
+    ends = [after[node] / DOUBLING_REQUESTS + 1 for node in ("fast", "slow")]
+    assert abs(ends[0] - 2 * ends[1]) < 0.1
+    assert divided([bearer("fast", 8), bearer("slow", 0, speed=5.0)]) == {"fast": 8}
+
+
+def test_few_requests_gain_nothing_from_company() -> None:
+    assert share_out([bearer("a", 4), bearer("b", 0)]) is None
+
+
+def test_a_moment_is_not_worth_a_move() -> None:
+    assert share_out([bearer("a", 128, left=14.0), bearer("b", 0)]) is None
+    assert share_out([bearer("a", 128, left=16.0), bearer("b", 0)])
+
+
+def test_measurements_are_not_so_exact_that_members_which_differ_a_little_are_not_alike() -> None:
+    assert share_out([bearer("a", 64), bearer("b", 64, speed=58.0, first=64)]) is None
+    assert share_out([bearer("a", 64), bearer("b", 64, speed=90.0, first=64)])
+
+
+def test_a_twentieth_begins_it_and_it_goes_on_until_it_is_even() -> None:
+    nearly = [bearer("a", 70, left=3000.0), bearer("b", 58, left=3000.0, first=70)]
+    assert share_out(nearly) is None
+    assert divided(nearly, begun=True) == {"a": 64, "b": 64}
+
+
+def test_no_more_move_than_there_is_room_for() -> None:
+    assert divided([bearer("a", 128), bearer("b", 0, free=8)]) == {"a": 120, "b": 8}
+
+
+def test_what_is_computed_again_goes_over_a_little_at_a_time() -> None:
+    replay = REPLAY_TOKENS_MAX // 4
+    assert divided([bearer("a", 128, replay=replay), bearer("b", 0)]) == {"a": 124, "b": 4}
+    assert divided([bearer("a", 128, replay=replay), bearer("b", 0, replaying=replay)]) == {"a": 125, "b": 3}
+    assert divided([bearer("a", 128, replay=3 * REPLAY_TOKENS_MAX), bearer("b", 0)]) == {"a": 127, "b": 1}
+
+
+def test_computing_it_again_may_cost_more_than_it_saves() -> None:
+    assert not share_out([bearer("a", 128, left=60.0, replay=60_000), bearer("b", 0)])
+
+
+def test_speeds_are_told_apart_from_company() -> None:
+    assert alone_tokens_s(20.0, DOUBLING_REQUESTS) == 40.0
+
+
+def ends_s(one: Bearer, running: int) -> float:
+    return one.left * (1 + running / DOUBLING_REQUESTS) / one.speed_tokens_s if running else 0.0
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[Bearer]:
+    """Members whose requests have equally much left, so that the end of each is plain."""
+    left, found, first = draw(st.sampled_from((50.0, 400.0, 3000.0))), list[Bearer](), 0
+    for node in "abcd"[: draw(st.integers(1, 4))]:
+        running = draw(st.integers(0, 150))
+        speed, free = draw(st.sampled_from((10.0, 25.0, 50.0))), draw(st.sampled_from((0, 5, 300)))
+        found.append(bearer(node, running, left=left, speed=speed, free=free, first=first))
+        first += running
+    return found
+
+
+@given(fleets(), st.booleans())
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_the_last_is_never_done_later_and_a_member_that_gave_is_not_idle(fleet: list[Bearer], begun: bool) -> None:
+    moves = share_out(fleet, begun=begun) or []
+    assert len({move.request for move in moves}) == len(moves)
+    after = divided(fleet, begun=begun)
+    left = next(one.left for one in fleet)
+    before_s = max(ends_s(one, one.running) for one in fleet)
+    after_s = [
+        left * (1 + after[one.node] / DOUBLING_REQUESTS) / one.speed_tokens_s for one in fleet if after[one.node]
+    ]
+    assert max(after_s, default=0.0) <= before_s + 1e-9
+    for one in fleet:
+        assert after[one.node] <= one.running + one.free
+    # Nobody who has room could take one more from the last to be done, and be done before it.
+    if moves and not begun:
+        last_s = max(after_s)
+        for one in fleet:
+            if after[one.node] < one.running + one.free:
+                with_one_s = left * (1 + (after[one.node] + 1) / DOUBLING_REQUESTS) / one.speed_tokens_s
+                assert with_one_s >= last_s - 1e-9
+
+
+@given(fleets())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_an_even_division_is_left_alone(fleet: list[Bearer]) -> None:
+    after, first, again = divided(fleet), 0, []
+    for one in fleet:
+        running = after[one.node]
+        free = one.free + one.running - running
+        again.append(bearer(one.node, running, left=one.left, speed=one.speed_tokens_s, free=free, first=first))
+        first += running
+    if share_out(fleet):
+        assert not share_out(again)

@@ -1,0 +1,198 @@
+"""The limits of patience against generated traffic: honest silence never trips them, a stop at any moment does.
+
+An engine works in steps. Each gives one event to every request that it has; what the steps last is the traffic.
+The limits are held against each request by itself, which is stricter than against the member.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.serving.silence import FIRST_TOKEN_FLOOR_S, MOST_S, NEXT_FLOOR_S, Patience
+
+SWEEP_S = 0.25
+MOST_REQUESTS = 16
+WARM_S = 150.0  # of traffic, until the patience of the start has faded
+StepS = Callable[[float], float]  # what the step lasts that begins at that time
+
+
+@dataclass(slots=True)
+class Request:
+    prompt_tokens: int
+    left: int
+    last_s: float
+    begun: bool = False
+
+    def event(self, now_s: float, patience: Patience) -> None:
+        if self.begun:
+            patience.gap(now_s - self.last_s)
+        else:
+            patience.first_token(now_s - self.last_s, self.prompt_tokens)
+        self.begun, self.last_s, self.left = True, now_s, self.left - 1
+
+    def limit_s(self, patience: Patience) -> float:
+        return patience.hard_limit_s if self.begun else patience.first_token_limit_s(self.prompt_tokens)
+
+
+def given_up(
+    step_s: StepS, until_s: float, stop_s: float = math.inf, patience: Patience | None = None
+) -> list[float]:
+    """Return when a limit was tripped; it is sent a request each second and stops for good at `stop_s`."""
+    patience = patience or Patience()
+    waiting, running, trips = list[Request](), list[Request](), list[float]()
+    step_ends_s = step_s(0.0)
+    for sweep in range(int(until_s / SWEEP_S)):
+        now_s = sweep * SWEEP_S
+        if sweep % 4 == 0 and len(waiting) + len(running) < MOST_REQUESTS:
+            waiting.append(Request(200, 20 + 7 * sweep % 90, now_s))
+        while step_ends_s <= now_s and step_ends_s < stop_s:
+            for one in running:
+                one.event(step_ends_s, patience)
+            running = [one for one in running if one.left] + waiting
+            waiting = []
+            step_ends_s += step_s(step_ends_s)
+        if waiting or running:
+            patience.fade(SWEEP_S)
+        for one in waiting + running:
+            if now_s - one.last_s > one.limit_s(patience):
+                patience.gap(now_s - one.last_s)
+                one.last_s = now_s
+                trips.append(now_s)
+    return trips
+
+
+def stalls(seed: int, base_s: float, least_s: float, most_s: float, share: float) -> StepS:
+    """Steps of `base_s`; now and then one of `least_s` to `most_s`, as when others' prompts are computed."""
+    drawn = random.Random(seed)
+    return lambda _: drawn.uniform(least_s, most_s) if drawn.random() < share else base_s
+
+
+def growing(now_s: float) -> float:
+    """Twice as slow each minute, up to 40 s a step."""
+    return min(40.0, 0.1 * 2 ** (now_s / 60))
+
+
+def cold(now_s: float) -> float:
+    """Kernels are compiled for the first prompt and for the first token after it."""
+    return 25.0 if now_s < 50.0 else 0.1
+
+
+TRAFFIC = {
+    "steady": lambda _: 0.1,
+    "bursty": stalls(1, 0.05, 0.5, 3.0, 0.05),
+    "prefill stalls": stalls(2, 0.1, 2.0, 5.0, 0.1),
+    "10 times slower than the rest": stalls(3, 1.0, 8.0, 12.0, 0.05),
+    "growing load": growing,
+    "cold start": cold,
+}
+
+
+@pytest.mark.parametrize("step_s", TRAFFIC.values(), ids=TRAFFIC)
+def test_slow_is_not_dead(step_s: StepS) -> None:
+    assert given_up(step_s, 900.0) == []
+
+
+@given(st.lists(st.tuples(st.floats(1.0, 60.0), st.floats(0.1, NEXT_FLOOR_S)), min_size=1, max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_no_stall_below_the_floor_trips_whatever_came_before(phases: list[tuple[float, float]]) -> None:
+    ends_s, end_s = [], 0.0
+    for lasts_s, step in phases:
+        end_s += lasts_s
+        ends_s.append((end_s, step))
+    assert given_up(lambda now_s: next((step for end, step in ends_s if now_s < end), 0.1), end_s) == []
+
+
+def test_new_weights_may_keep_the_first_request_waiting_long_after_the_start() -> None:
+    patience = Patience()
+    assert given_up(TRAFFIC["steady"], 600.0, patience=patience) == []
+    assert given_up(lambda now_s: 25.0 if now_s < 25.0 else 0.1, 100.0, patience=patience) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "within_s"),
+    [("steady", 15.0), ("bursty", 15.0), ("prefill stalls", 15.0), ("10 times slower than the rest", 36.0)],
+)
+@given(stop_s=st.floats(WARM_S, 2 * WARM_S))
+@settings(max_examples=10, deadline=None)
+def test_a_stop_is_noticed(name: str, within_s: float, stop_s: float) -> None:
+    trips = given_up(TRAFFIC[name], stop_s + within_s + 2 * SWEEP_S, stop_s)
+    assert trips
+    assert trips[0] > stop_s
+
+
+@given(stop_s=st.floats(0.0, WARM_S))
+@settings(max_examples=20, deadline=None)
+def test_a_stop_soon_after_the_start_is_noticed_too(stop_s: float) -> None:
+    trips = given_up(TRAFFIC["steady"], stop_s + 125.0, stop_s)
+    assert stop_s < trips[0] < stop_s + (62.0 if stop_s > 5.0 else 125.0)
+
+
+def test_a_member_that_has_become_slow_is_given_up_once_and_not_for_ever() -> None:
+    trips = given_up(lambda now_s: 0.1 if now_s < WARM_S else 40.0, 3000.0)
+    assert trips
+    assert trips[-1] < WARM_S + 40.0
+
+
+def test_the_limits_when_nothing_was_seen() -> None:
+    patience = Patience()
+    assert (patience.first_token_limit_s(0), patience.hard_limit_s) == (120.0, 60.0)
+
+
+def test_a_long_wait_is_remembered_and_fades_with_the_events_that_follow() -> None:
+    patience = Patience()
+    patience.gap(40.0)
+    assert patience.hard_limit_s == 120.0
+    for _ in range(240):
+        patience.fade(SWEEP_S)
+        patience.gap(0.1)
+    assert patience.hard_limit_s == pytest.approx(60.0)
+
+
+@pytest.mark.parametrize("event", [lambda one: one.gap(0.1), lambda one: one.first_token(0.1, 0)])
+def test_no_limit_falls_during_the_silence_that_it_is_held_against(event: Callable[[Patience], None]) -> None:
+    patience = Patience()
+    patience.fade(60.0)
+    patience.fade(60.0)
+    assert (patience.first_token_limit_s(0), patience.hard_limit_s) == (120.0, 60.0)
+    event(patience)
+    assert (patience.first_token_limit_s(0), patience.hard_limit_s) == (FIRST_TOKEN_FLOOR_S, NEXT_FLOOR_S)
+
+
+def test_a_long_prompt_is_granted_its_time_and_explains_a_long_wait() -> None:
+    patience = Patience()
+    assert patience.first_token_limit_s(20_000) == 220.0
+    patience.first_token(140.0, 20_000)
+    assert patience.first_token_limit_s(0) == 120.0
+    patience.first_token(60.0, 2_000)
+    assert patience.first_token_limit_s(0) == 150.0
+
+
+def test_what_stalls_tokens_stalls_first_tokens() -> None:
+    patience = Patience()
+    patience.gap(60.0)
+    assert patience.first_token_limit_s(200) == 181.0
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.0, 1e6), st.integers(0, 10**6), st.floats(0.0, 1e6), st.floats(0.0, 100.0))),
+    st.integers(0, 10**6),
+)
+@settings(deadline=None)
+def test_the_limits_stay_within_their_bounds(
+    seen: list[tuple[float, int, float, float]], prompt_tokens: int
+) -> None:
+    patience = Patience()
+    for after_s, tokens, gap_s, elapsed_s in seen:
+        patience.first_token(after_s, tokens)
+        patience.gap(gap_s)
+        patience.fade(elapsed_s)
+    assert NEXT_FLOOR_S <= patience.hard_limit_s <= MOST_S
+    assert FIRST_TOKEN_FLOOR_S <= patience.first_token_limit_s(0) <= MOST_S
+    assert patience.first_token_limit_s(prompt_tokens) >= patience.first_token_limit_s(0)

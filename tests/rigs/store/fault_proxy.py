@@ -1,0 +1,252 @@
+"""A reverse proxy in front of an S3 server that breaks on command.
+
+It runs in a thread of the test. The Host header goes through as it came, so that signatures hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from yarl import URL
+
+from tests.rigs.store.server import free_port
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """Nothing listens, and what was connected is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """The request is taken and never answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """The answer's body trickles."""
+
+    bytes_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The store refuses, with S3's error document; nothing is done."""
+
+    status: int
+    code: str
+    message: str = "told so by the test"
+
+
+@dataclass(frozen=True, slots=True)
+class CutUpload:
+    """The connection is reset after so many bytes of the request's body; nothing is done."""
+
+    after_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutDownload:
+    """The connection is reset after so many bytes of the answer's body."""
+
+    after_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoseAnswer:
+    """The request is done, and the connection reset in the place of its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrongBytes:
+    """The first byte of the answer's body is another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoreConditions:
+    """If-None-Match is dropped, as by a store that does not know it."""
+
+
+Fault = Away | Hang | Slow | Answer | CutUpload | CutDownload | LoseAnswer | WrongBytes | IgnoreConditions
+_HOP = {"connection", "keep-alive", "transfer-encoding", "expect"}
+
+
+@dataclass(slots=True)
+class _Plan:
+    fault: Fault | None = None
+    left: int | None = None  # requests that it strikes yet; None: all, until it is over
+
+
+@dataclass(slots=True)
+class FaultProxy:
+    """Use as `with fault_proxy(endpoint) as proxy`. `seen` are the methods of the requests that came, in order."""
+
+    upstream: str
+    port: int
+    loop: asyncio.AbstractEventLoop
+    seen: list[str] = field(default_factory=list)
+    _plan: _Plan = field(default_factory=_Plan)
+    _runner: web.ServerRunner | None = None
+    _released: asyncio.Event | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def inject(self, fault: Fault, times: int | None = None) -> None:
+        """From now on `fault` strikes: the next `times` requests, or all until `heal`."""
+        self._await(self._inject(fault, times))
+
+    def heal(self) -> None:
+        """Work as if nothing had been."""
+        self._await(self._heal())
+
+    def heal_after(self, delay_s: float) -> None:
+        """The same some time from now."""
+        self.loop.call_soon_threadsafe(
+            lambda: self.loop.call_later(delay_s, lambda: self.loop.create_task(self._heal()))
+        )
+
+    def _await(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout=30)
+
+    async def start(self) -> None:
+        self._released = asyncio.Event()
+        self._runner = web.ServerRunner(web.Server(self._serve), shutdown_timeout=0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+
+    async def _inject(self, fault: Fault, times: int | None) -> None:
+        self._plan = _Plan(fault, times)
+        if isinstance(fault, Away):
+            await self.stop()
+
+    async def _heal(self) -> None:
+        was, self._plan = self._plan, _Plan()
+        if self._released:
+            self._released.set()
+            self._released = asyncio.Event()
+        if isinstance(was.fault, Away):
+            await self.start()
+
+    async def stop(self) -> None:
+        """Stop listening, and cut what is connected."""
+        if self._released:
+            self._released.set()
+        runner, self._runner = self._runner, None
+        if runner and runner.server:
+            for site in list(runner.sites):
+                await site.stop()
+            for connection in list(runner.server.connections):
+                if connection.transport:
+                    connection.transport.abort()
+            await runner.cleanup()
+
+    def _next_fault(self) -> Fault | None:
+        plan = self._plan
+        if plan.left is None:
+            return plan.fault
+        if plan.left == 0:
+            return None
+        plan.left -= 1
+        return plan.fault
+
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        self.seen.append(request.method)
+        fault = self._next_fault()
+        if isinstance(fault, Answer):
+            return _refusal(fault)
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0
+        body = await self._request_body(request, fault.after_bytes if isinstance(fault, CutUpload) else None)
+        if isinstance(fault, Hang) and self._released:
+            await self._released.wait()
+            raise _cut(request)
+        headers = {key: value for key, value in request.headers.items() if key.lower() not in _HOP}
+        if isinstance(fault, IgnoreConditions):
+            headers.pop("If-None-Match", None)
+        url = URL(self.upstream + request.raw_path, encoded=True)
+        async with (
+            aiohttp.ClientSession(
+                auto_decompress=False, connector=aiohttp.TCPConnector(force_close=True)
+            ) as session,
+            session.request(request.method, url, headers=headers, data=body, allow_redirects=False) as answer,
+        ):
+            content = await answer.read()
+            if isinstance(fault, LoseAnswer):
+                raise _cut(request)
+            return await _send(request, answer, content, fault)
+
+    async def _request_body(self, request: web.BaseRequest, cut_after_bytes: int | None) -> bytes:
+        body = bytearray()
+        async for chunk in request.content.iter_any():
+            body += chunk
+            if cut_after_bytes is not None and len(body) >= cut_after_bytes:
+                raise _cut(request)
+        return bytes(body)
+
+
+async def _send(
+    request: web.BaseRequest, answer: aiohttp.ClientResponse, content: bytes, fault: Fault | None
+) -> web.StreamResponse:
+    response = web.StreamResponse(status=answer.status, reason=answer.reason)
+    for key, value in answer.headers.items():
+        if key.lower() not in _HOP:
+            response.headers.add(key, value)
+    if request.method != "HEAD":
+        response.content_length = len(content)
+    await response.prepare(request)
+    match fault:
+        case CutDownload(after_bytes):
+            await response.write(content[:after_bytes])
+            raise _cut(request)
+        case WrongBytes() if content:
+            await response.write(bytes([content[0] ^ 1]) + content[1:])
+        case Slow(bytes_per_s):
+            for start in range(0, len(content), bytes_per_s // 10):
+                await response.write(content[start : start + bytes_per_s // 10])
+                await asyncio.sleep(0.1)
+        case _ if request.method != "HEAD":
+            await response.write(content)
+    await response.write_eof()
+    return response
+
+
+def _cut(request: web.BaseRequest) -> BaseException:
+    """Reset the connection. Returns what ends the handler without an answer."""
+    if request.transport:
+        request.transport.abort()
+    return asyncio.CancelledError()
+
+
+def _refusal(answer: Answer) -> web.Response:
+    text = f"<Error><Code>{answer.code}</Code><Message>{answer.message}</Message></Error>"
+    # Closed, because the request's body may still be on its way.
+    return web.Response(
+        status=answer.status, text=text, content_type="application/xml", headers={"Connection": "close"}
+    )
+
+
+@contextlib.contextmanager
+def fault_proxy(upstream: str) -> Iterator[FaultProxy]:
+    """A proxy before `upstream`, such as http://127.0.0.1:9000, for as long as the block runs."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="fault-proxy", daemon=True)
+    thread.start()
+    proxy = FaultProxy(upstream, free_port(), loop)
+    proxy._await(proxy.start())
+    try:
+        yield proxy
+    finally:
+        proxy._await(proxy.stop())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout=10)
+        loop.close()

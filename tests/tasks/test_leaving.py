@@ -1,0 +1,217 @@
+"""When a trainer leaves its machine, by what it was told and has measured; and what its machine waits for."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from checkpoint.records import documents
+from checkpoint.store.run_store import Store
+from checkpoint.stream.spool import Seal, Spool
+from policies.control.leaving import MARGIN, NOTICE_S, is_worth_storing, leave_by_s
+from policies.control.snapshot import Trainer
+from policies.model.spec import CheckpointsSpec
+from tasks.machine.leaving import DOWN, LeaveNow, Leaving, await_predecessor, stop_file
+from tasks.machine.node_env import NodeEnv
+from tasks.machine.spooling import make_spool
+from tasks.machine.trainer_machine import let_upload
+
+
+def beat(
+    *,
+    node: str = "trainer-0-i1",
+    attempt: int = 1,
+    timeline: int = 0,
+    activity: str = "training",
+    leaving: bool = False,
+) -> Trainer:
+    return Trainer(node, attempt, timeline, 7, 40, activity, 0.0, leaving=leaving)
+
+
+class World:
+    """A machine's working folder, and a clock that is told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.now_s = 0.0
+        self.store_s: float | None = None
+        self.generated_s = 0.0
+        self.leaving = Leaving(folder, 1, lambda: self.now_s)
+        self.leaving.begin(lambda: self.store_s)
+
+    def step(self, took_s: float, generating_s: float = 0.0) -> None:
+        self.now_s += took_s
+        self.generated_s += generating_s
+        self.leaving.step_ended(self.generated_s)
+
+    def measured(self, save_s: float, store_s: float) -> None:
+        self.leaving.saved(save_s)
+        self.store_s = store_s
+
+    def noticed(self, lasts: str) -> None:
+        (self.folder / "notice").write_text(lasts)
+
+    def due(self) -> tuple[bool, bool]:
+        """Between two steps, and in the middle of one."""
+        return self.leaving.is_due(in_step=False), self.leaving.is_due(in_step=True)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_an_undisturbed_trainer_stays(world: World) -> None:
+    world.step(10.0)
+    world.leaving.check()
+    assert (world.due(), world.leaving.told) == ((False, False), False)
+
+
+@pytest.mark.parametrize("how", ["signal", "down"])
+def test_asked_to_end_it_leaves_at_once(world: World, how: str) -> None:
+    if how == "down":
+        world.leaving.ask()
+    else:
+        stop_file(world.folder, 1).touch()
+    assert (world.due(), world.leaving.told, world.leaving.asked) == ((True, True), True, True)
+    with pytest.raises(LeaveNow):
+        world.leaving.check()
+    assert not Leaving(world.folder, 2).told, "another attempt on the same machine was not asked"
+
+
+def test_through_a_notice_it_trains_as_long_as_a_step_and_a_checkpoint_fit(world: World) -> None:
+    """120 s, steps of 20 s, 4 s to save and 20 to store: the last step has to end before 89."""
+    world.measured(4.0, 20.0)
+    world.step(20.0)
+    world.noticed("120")
+    world.leaving.check()
+    told_s = world.now_s
+    while not world.leaving.is_due(in_step=False):
+        world.step(20.0)
+    assert world.now_s - told_s == 80.0
+    world.now_s = told_s + 88.0
+    assert not world.leaving.is_due(in_step=True)
+    world.now_s = told_s + 89.5
+    assert world.leaving.is_due(in_step=True)
+
+
+def test_a_notice_that_is_too_short_for_a_checkpoint_is_trained_through(world: World) -> None:
+    world.measured(30.0, 400.0)
+    world.noticed("")
+    for _ in range(10):
+        world.step(5.0)
+        assert world.due() == (False, False)
+    assert world.leaving.told, "who comes in its place waits all the same"
+
+
+def test_before_a_machine_is_taken_all_is_worth_storing(world: World) -> None:
+    world.measured(10.0, 10.0)
+    world.noticed("120")
+    world.step(0.1)
+    assert world.leaving.is_worth_storing()
+    world.leaving.ask()
+    assert world.leaving.is_worth_storing(), "asked to stop as well"
+
+
+def test_a_notice_that_nothing_followed_is_over(world: World) -> None:
+    world.noticed("0.0")
+    assert (world.due(), world.leaving.told) == ((False, False), False)
+
+
+@pytest.mark.parametrize(
+    ("lasts_s", "closing_s", "leaves_at_s"),
+    [
+        (120.0, None, 1060.0),  # half, for what nobody has measured
+        (120.0, 24.0, 1089.0),
+        (NOTICE_S, 24.0, 1000.0),  # at once
+        (NOTICE_S, 28.0, 1000.0),
+        (NOTICE_S, 29.5, None),
+        (120.0, 430.0, None),
+    ],
+)
+def test_leaving_in_time(lasts_s: float, closing_s: float | None, leaves_at_s: float | None) -> None:
+    assert leave_by_s(1000.0, lasts_s, closing_s) == leaves_at_s
+    if closing_s is not None and leaves_at_s not in (None, 1000.0):
+        assert leaves_at_s + MARGIN * closing_s < 1000.0 + lasts_s
+
+
+@pytest.mark.parametrize(
+    ("again_s", "closing_s", "machine_stays", "worth"),
+    [
+        (1.0, None, True, True),
+        (1.0, 5.0, True, False),
+        (5.0, 5.0, True, True),
+        (0.1, 500.0, False, True),  # the machine is paid to its end anyway
+    ],
+)
+def test_what_is_worth_storing(again_s: float, closing_s: float | None, machine_stays: bool, worth: bool) -> None:
+    assert is_worth_storing(again_s, closing_s, machine_stays=machine_stays) is worth
+
+
+def test_what_would_be_done_again_is_without_generating_and_since_the_last_checkpoint(world: World) -> None:
+    world.leaving.ask()
+    world.step(100.0)
+    world.measured(1.0, 9.0)
+    world.step(30.0, generating_s=24.0)
+    assert not world.leaving.is_worth_storing(), "6 s of training against 10 of storing"
+    world.step(30.0, generating_s=24.0)
+    assert world.leaving.is_worth_storing()
+    stop_file(world.folder, 1).write_text("")
+    world.step(0.1)
+    world.leaving.saved(1.0)
+    assert world.leaving.is_worth_storing(), "by a signal: its machine goes"
+    assert (world.folder / "stop-1").read_text() != DOWN
+
+
+def test_a_machine_whose_trainer_has_died_waits_until_all_is_stored(tmp_path: Path) -> None:
+    let_upload(tmp_path)  # before there is a spool
+    spool: Spool = make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path / "memory")), 10)
+    slot = spool.claim(5)
+    assert slot is not None
+    spool.seal(slot, Seal("0-5", 0.0))
+    waiting = threading.Thread(target=let_upload, args=(tmp_path,))
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    spool.release(slot)
+    waiting.join(20.0)
+    assert not waiting.is_alive()
+    spool.seal(slot, Seal("0-5", 0.0))
+    let_upload(tmp_path, patience_s=0.3)  # an uploader that does not come is not waited for
+
+
+@pytest.mark.parametrize(
+    ("said", "waits"),
+    [
+        (None, False),
+        (beat(), False),
+        (beat(leaving=True), True),
+        (beat(leaving=True, activity="stopped"), False),
+        (beat(leaving=True, timeline=1), False),  # a later timeline: the heartbeat ends this trainer
+        (beat(leaving=True, node="trainer-0-i3"), False),
+        (beat(leaving=True, node="trainer-0-i2", attempt=1), False),  # this machine's own, which is over
+    ],
+)
+def test_a_new_trainer_waits_for_one_that_stores_what_it_has(
+    said: Trainer | None, waits: bool, tmp_path: Path
+) -> None:
+    store = Store(f"file://{tmp_path}/store")
+    if said is not None:
+        documents.write_trainer(store, said)
+    env = NodeEnv(store.url, "trainer-0-i2", "secret", 2, 0, str(tmp_path), "127.0.0.1")
+    waiting = threading.Thread(target=await_predecessor, args=(store, env, {"stopped"}, 60.0))
+    waiting.start()
+    waiting.join(1.5 if waits else 20.0)
+    assert waiting.is_alive() is waits
+    documents.write_trainer(store, beat(leaving=True, activity="stopped"))
+    waiting.join(20.0)
+    assert not waiting.is_alive()
+
+
+def test_one_that_falls_silent_is_not_waited_for(tmp_path: Path) -> None:
+    store = Store(f"file://{tmp_path}/store")
+    documents.write_trainer(store, beat(leaving=True))
+    env = NodeEnv(store.url, "trainer-0-i2", "secret", 2, 0, str(tmp_path), "127.0.0.1")
+    await_predecessor(store, env, {"stopped"}, silent_s=0.2)

@@ -1,0 +1,143 @@
+"""Preemption notices: heard from each cloud's metadata service, and from no other sign."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import pytest
+
+from tasks.machine import metadata
+from tasks.machine.metadata import Aws, Azure, Gcp, MetadataService
+from tests.rigs.gateway_process import until
+from tests.rigs.metadata import FakeMetadata, fake_metadata
+
+
+@dataclass
+class Watched:
+    """A watch in a thread, over the three clouds' clients at the fakes' addresses, and what it told."""
+
+    known: tuple[MetadataService, ...]
+    zones: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    stop: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        args = (self.known, self.zones.append, lambda why, _: self.notices.append(why), self.stop, 0.02)
+        self.thread = threading.Thread(target=metadata.watch, args=args)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.stop.set()
+        self.thread.join()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def on(stack: ExitStack, cloud: str) -> tuple[FakeMetadata, Watched]:
+    """A machine of that cloud: one address, at which all three are asked for."""
+    fake = stack.enter_context(fake_metadata(cloud))
+    watched = Watched((Aws(fake.url), Gcp(fake.url), Azure(fake.url)))
+    stack.callback(watched.close)
+    return fake, watched
+
+
+CLOUDS = {"aws": "us-east-1a", "gcp": "us-central1-a", "azure": "eastus-2"}
+SAID = {
+    "aws": "terminate at 2026-05-01T10:02:00Z",
+    "gcp": "preempted",
+    "azure": "Preempt not before Fri, 01 May 2026 10:00:30 GMT",
+}
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_each_cloud_is_known_by_its_zone_and_its_notice_is_told_once(stack: ExitStack, cloud: str) -> None:
+    fake, watched = on(stack, cloud)
+    until("the zone", lambda: watched.zones)
+    asked = len(fake.asked)
+    until("another look", lambda: len(fake.asked) > asked + 2)
+    assert (watched.zones, watched.notices) == ([CLOUDS[cloud]], [])
+    fake.noticed = True
+    until("the notice", lambda: watched.notices)
+    watched.thread.join(timeout=20)
+    assert not watched.thread.is_alive()
+    assert watched.notices == [SAID[cloud]]
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_a_machine_is_asked_about_by_its_own_cloud_alone(stack: ExitStack, cloud: str) -> None:
+    fake, watched = on(stack, cloud)
+    until("the zone", lambda: watched.zones)
+    before = len(fake.asked)
+    until("more looks", lambda: len(fake.asked) > before + 3)
+    prefixes = {"aws": "/latest/", "gcp": "/computeMetadata/", "azure": "/metadata/"}
+    assert all(path.startswith(prefixes[cloud]) for path in fake.asked[before:])
+
+
+def test_no_one_answers_and_nothing_is_said(stack: ExitStack) -> None:
+    fake, watched = on(stack, "an ordinary server")
+    until("all were asked", lambda: len(fake.asked) >= 3)
+    watched.close()
+    assert (watched.zones, watched.notices) == ([], [])
+    assert len(fake.asked) == 3
+
+
+def test_a_service_that_hangs_does_not_keep_the_others_from_being_asked(stack: ExitStack) -> None:
+    hung = stack.enter_context(fake_metadata("aws"))
+    hung.silent = True
+    gcp = stack.enter_context(fake_metadata("gcp"))
+    watched = Watched((Aws(hung.url), Aws("http://127.0.0.1:1"), Gcp(gcp.url)))
+    stack.callback(watched.close)
+    until("the zone", lambda: watched.zones)
+    assert watched.zones == ["us-central1-a"]
+
+
+def test_a_session_token_that_ran_out_is_renewed(stack: ExitStack) -> None:
+    fake, watched = on(stack, "aws")
+    until("the zone", lambda: watched.zones)
+    fake.token = "token-2"
+    until("a renewal", lambda: fake.asked.count("/latest/api/token") == 2)
+    fake.noticed = True
+    until("the notice", lambda: watched.notices)
+
+
+def test_a_service_that_is_away_for_a_while_is_asked_on(stack: ExitStack) -> None:
+    fake, watched = on(stack, "gcp")
+    until("the zone", lambda: watched.zones)
+    fake.silent = True
+    asked = len(fake.asked)
+    until("a look in vain", lambda: len(fake.asked) > asked)
+    fake.silent = False
+    fake.noticed = True
+    until("the notice", lambda: watched.notices)
+
+
+def test_the_preemption_of_another_machine_of_the_set_is_none_of_this_one(stack: ExitStack) -> None:
+    fake, watched = on(stack, "azure")
+    fake.preempted_name = "vm-8"
+    fake.noticed = True
+    until("looks at the events", lambda: fake.asked.count("/metadata/scheduledevents") > 2)
+    assert watched.notices == []
+    fake.preempted_name = "vm-7"
+    until("the notice", lambda: watched.notices)
+
+
+def test_no_proxy_is_asked_for_what_is_this_machines_own(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = stack.enter_context(fake_metadata("aws"))
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, proxy.url)
+    monkeypatch.setenv("NO_PROXY", "")
+    monkeypatch.setenv("no_proxy", "")
+    _, watched = on(stack, "gcp")
+    until("the zone", lambda: watched.zones)
+    assert watched.zones == ["us-central1-a"]
+    assert proxy.asked == []

@@ -1,0 +1,171 @@
+"""The door of a node with a stand-in for vLLM behind it: when a policy is let out, and when it is not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from policies.serving.canary import Canary, token_ids_for
+from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, LoadPolicy
+from tasks.rollout.vllm_guard import Guard, Message
+
+TEXT = token_ids_for(500)
+LOGPROBS = [-3.0 - (number % 7) / 2 for number in range(len(TEXT) - 1)]
+CANARY = Canary(TEXT, [*LOGPROBS], "float32", 2)
+
+
+@dataclass
+class FakeVllm:
+    """An engine and the server in front of it. After a reload it computes `off` beside what the trainer did."""
+
+    off: float = 0.0
+    status: int = 200
+    broken: bool = False
+    context: int = 256
+    calls: list[str] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    computing: asyncio.Event = field(default_factory=asyncio.Event)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def engine(self) -> Any:
+        async def pause_scheduler_async(mode: str, clear_cache: bool) -> None:
+            self.calls.append(f"pause {mode} {clear_cache}")
+
+        async def collective_rpc(method: str, kwargs: dict[str, str]) -> None:
+            self.calls.append(f"{method} {kwargs['weights_path']}")
+
+        async def resume_generation() -> None:
+            self.calls.append("resume")
+
+        model = SimpleNamespace(max_model_len=self.context, dtype="torch.float32", quantization=None)
+        config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype="auto"))
+        return SimpleNamespace(
+            engine_core=SimpleNamespace(pause_scheduler_async=pause_scheduler_async),
+            collective_rpc=collective_rpc,
+            resume_generation=resume_generation,
+            model_config=model,
+            vllm_config=config,
+        )
+
+    async def __call__(self, _scope: Any, receive: Any, send: Any) -> None:
+        body = json.loads((await receive())["body"])
+        self.calls.append("compute")
+        self.bodies.append(body)
+        if "prompt_logprobs" in body:
+            self.computing.set()
+            await self.go_on.wait()
+            with pytest.raises(TimeoutError):  # vLLM listens for the asker's going away while it computes
+                await asyncio.wait_for(receive(), 0.01)
+        if self.broken:
+            raise ValueError("Out of range float values are not JSON compliant: nan")
+        tokens = list(zip(body["prompt"][1:], LOGPROBS, strict=False))
+        rows = [None, *({str(token): {"logprob": value + self.off}} for token, value in tokens)]
+        said = json.dumps({"choices": [{"prompt_logprobs": rows}]}).encode()
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
+        await send({"type": "http.response.body", "body": said})
+
+
+class Door:
+    """The guard, asked as a server asks it."""
+
+    def __init__(self, vllm: FakeVllm) -> None:
+        self._guard = Guard(vllm)
+        self._app = SimpleNamespace(state=SimpleNamespace(engine_client=vllm.engine))
+
+    async def load(self, version: str, canary: Canary | None = CANARY) -> tuple[int, str]:
+        body = msgspec.json.encode(LoadPolicy(version, "/there", canary))
+        return await self._asked("PUT", "/grpo/policy", {"Authorization": "Bearer agent"}, body)
+
+    async def complete(self, policy: str, token: str = "run") -> tuple[int, str]:
+        headers = {"Authorization": f"Bearer {token}", HEADER_BOOT: "boot", HEADER_POLICY: policy}
+        return await self._asked("POST", "/v1/completions", headers, json.dumps({"prompt": [1, 2]}).encode())
+
+    async def _asked(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, str]:
+        status, said = 0, b""
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": body}
+
+        async def send(message: Message) -> None:
+            nonlocal status, said
+            status = message.get("status", status)
+            said += message.get("body", b"")
+
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "headers": encoded,
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+            "app": self._app,
+        }
+        await self._guard(scope, receive, send)
+        return status, said.decode()
+
+
+@pytest.fixture(autouse=True)
+def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TOKEN", "run"), ("NODE_SECRET", "agent"), ("BOOT", "boot")):
+        monkeypatch.setenv(f"GRPO_ORCH_{name}", value)
+
+
+def test_nobody_is_let_in_while_the_canary_is_computed_and_the_engine_has_no_other_work() -> None:
+    async def story() -> None:
+        vllm = FakeVllm()
+        door = Door(vllm)
+        loading = asyncio.ensure_future(door.load("0-1@a"))
+        await vllm.computing.wait()
+        for policy in ("0-1@a", "0-0@a", "None"):
+            assert (await door.complete(policy))[0] == 409
+        assert vllm.calls == ["pause abort True", "reload_weights /there", "resume", "compute"]
+        vllm.go_on.set()
+        assert await loading == (204, "")
+        assert (await door.complete("0-1@a"))[0] == 200
+        asked = vllm.bodies[0]
+        assert (asked["prompt"], asked["prompt_logprobs"], asked["max_tokens"]) == (TEXT, 0, 1)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("vllm", "why"),
+    [
+        (FakeVllm(off=1.0), "log-probabilities"),
+        (FakeVllm(status=400), "the engine does not compute the canary: 400"),
+        (FakeVllm(status=500), "the engine does not compute the canary: 500"),
+        (FakeVllm(broken=True), "the engine does not compute the canary: 500 Out of range float values"),
+        (FakeVllm(context=8), "prove nothing"),
+    ],
+)
+def test_without_a_proof_the_node_holds_nothing_not_even_what_it_held(vllm: FakeVllm, why: str) -> None:
+    async def story() -> None:
+        vllm.go_on.set()
+        door = Door(vllm)
+        assert await door.load("0-0@a", canary=None) == (204, "")
+        status, said = await door.load("0-1@a")
+        assert status == 422
+        assert why in said
+        for policy in ("0-1@a", "0-0@a", "None"):
+            assert (await door.complete(policy))[0] == 409
+        assert vllm.calls.count("compute") == 1
+
+    asyncio.run(story())
+
+
+def test_a_short_context_takes_the_beginning_of_the_text() -> None:
+    async def story() -> None:
+        vllm = FakeVllm(context=24)
+        vllm.go_on.set()
+        assert await Door(vllm).load("0-1@a") == (204, "")
+        assert vllm.bodies[0]["prompt"] == TEXT[:23]
+
+    asyncio.run(story())
