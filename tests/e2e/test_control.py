@@ -51,7 +51,7 @@ def requested(run: Run) -> list[str]:
     return [e.node for r in journal.read(run.store) for e in r.decoded() if isinstance(e, NodeRequested)]
 
 
-def test_up_shows_the_plan_and_starts_nothing_when_the_answer_is_no(run: Run):
+def test_up_shows_the_plan_and_starts_nothing_when_the_answer_is_no(run: Run) -> None:
     done = run.cli("up", str(run.yaml), "-d", code=None)  # no terminal: the question gets no answer
     assert "rollout" in done.stdout
     assert "USD/h" in done.stdout
@@ -59,7 +59,7 @@ def test_up_shows_the_plan_and_starts_nothing_when_the_answer_is_no(run: Run):
     assert not (run.yaml.parent / "store" / "run.json").exists()
 
 
-def test_a_second_up_or_resume_says_who_holds_the_run(run: Run):
+def test_a_second_up_or_resume_says_who_holds_the_run(run: Run) -> None:
     start(run)
     pid = run.daemon_pid
     for command in (["up", str(run.yaml), "-y", "-d"], ["resume", run.url, "-d"], ["resume", str(run.yaml), "-d"]):
@@ -68,7 +68,7 @@ def test_a_second_up_or_resume_says_who_holds_the_run(run: Run):
         assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_resume_adopts_what_runs_after_the_daemon_was_killed(run: Run):
+def test_resume_adopts_what_runs_after_the_daemon_was_killed(run: Run) -> None:
     start(run)
     pids = {node: run.pids(node) for node in run.state.nodes}
     os.kill(run.daemon_pid, signal.SIGKILL)
@@ -83,7 +83,7 @@ def test_resume_adopts_what_runs_after_the_daemon_was_killed(run: Run):
     assert len(journal.read(run.store)) >= before
 
 
-def test_down_leaves_no_process_and_resume_goes_on(run: Run):
+def test_down_leaves_no_process_and_resume_goes_on(run: Run) -> None:
     start(run)
     done = run.cli("down", run.url)
     assert "no machine of it is left" in done.stdout
@@ -96,7 +96,7 @@ def test_down_leaves_no_process_and_resume_goes_on(run: Run):
     assert set(run.state.nodes) == {"trainer-0-i2", "rollout-0-i2", "rollout-1-i2"}
 
 
-def test_down_without_a_daemon_takes_everything_down(run: Run):
+def test_down_without_a_daemon_takes_everything_down(run: Run) -> None:
     start(run)
     os.kill(run.daemon_pid, signal.SIGKILL)
     run.cli("down", run.url)
@@ -104,7 +104,7 @@ def test_down_without_a_daemon_takes_everything_down(run: Run):
     assert run.pids("rollout-0-i1") == []
 
 
-def test_a_killed_machine_is_replaced(run: Run):
+def test_a_killed_machine_is_replaced(run: Run) -> None:
     start(run)
     os.kill(run.pids("rollout-1-i1")[0], signal.SIGKILL)
     run.until("its replacement", lambda: "rollout-1-i2" in run.state.nodes and booted(run))
@@ -113,7 +113,7 @@ def test_a_killed_machine_is_replaced(run: Run):
     assert "its processes died" in events
 
 
-def test_sigterm_ends_the_daemon_and_leaves_the_machines(run: Run):
+def test_sigterm_ends_the_daemon_and_leaves_the_machines(run: Run) -> None:
     start(run)
     pids = run.pids("rollout-0-i1")
     os.kill(run.daemon_pid, signal.SIGTERM)
@@ -131,7 +131,7 @@ def test_sigterm_ends_the_daemon_and_leaves_the_machines(run: Run):
         (["up", "missing.yaml"], "missing.yaml"),
     ],
 )
-def test_mistakes_are_one_clear_line(run: Run, arguments: list[str], message: str):
+def test_mistakes_are_one_clear_line(run: Run, arguments: list[str], message: str) -> None:
     start(run)
     done = run.cli(*arguments, code=None)
     assert done.returncode in (exit_codes.USAGE, exit_codes.FAILED)
@@ -139,7 +139,7 @@ def test_mistakes_are_one_clear_line(run: Run, arguments: list[str], message: st
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_missing_node_environment_is_one_clear_line(run: Run, tmp_path: Path):
+def test_a_missing_node_environment_is_one_clear_line(run: Run, tmp_path: Path) -> None:
     run.env["GRPO_ORCH_NODE_PYTHON"] = str(tmp_path / "nowhere")
     done = run.cli("up", str(run.yaml), "-y", "-d", code=None)
     assert done.returncode == exit_codes.FAILED

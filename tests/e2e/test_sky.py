@@ -28,7 +28,7 @@ def run(sky_rig: SkyRig, tmp_path_factory: pytest.TempPathFactory) -> SkyRun:
     return SkyRun(sky_rig, folder, make_tiny(tmp_path_factory.mktemp("tiny")))
 
 
-def test_up_buys_a_trainer_on_demand_and_rollout_nodes_on_spot(run: SkyRun):
+def test_up_buys_a_trainer_on_demand_and_rollout_nodes_on_spot(run: SkyRun) -> None:
     plan = run.up()
     assert re.search(r"trainer .*on_demand .*m6i.large", plan)
     assert re.search(r"rollout .*spot .*m6i.large", plan)
@@ -39,7 +39,7 @@ def test_up_buys_a_trainer_on_demand_and_rollout_nodes_on_spot(run: SkyRun):
 
 def test_two_nodes_are_lost_and_replaced_although_api_server_and_daemon_die_meanwhile(
     run: SkyRun, sky_rig: SkyRig
-):
+) -> None:
     warned, taken = run.node("rollout-0"), run.node("rollout-1")
     zone = run.instance(warned).zone
     sky_rig.capacity(zone, "spot", ok=False)
@@ -64,7 +64,7 @@ def test_two_nodes_are_lost_and_replaced_although_api_server_and_daemon_die_mean
 
 def test_a_dead_host_that_its_cloud_calls_running_is_given_up_and_a_lack_of_capacity_waited_out(
     run: SkyRun, sky_rig: SkyRig
-):
+) -> None:
     sky_rig.capacity("*", "spot", ok=False)
     dead = run.node("rollout-0")
     machine = run.instance(dead).id
@@ -78,7 +78,9 @@ def test_a_dead_host_that_its_cloud_calls_running_is_given_up_and_a_lack_of_capa
     run.until("there is another", lambda: len(run.running()) == len(SLOTS))
 
 
-def test_down_leaves_no_machine_disk_key_address_or_security_group_in_the_account(run: SkyRun, sky_rig: SkyRig):
+def test_down_leaves_no_machine_disk_key_address_or_security_group_in_the_account(
+    run: SkyRun, sky_rig: SkyRig
+) -> None:
     held = sky_rig.account()["security_groups"]
     assert {name.rpartition("-")[0] for name in held} == {"us-east-1/grpo-tiny"}  # the run's own
     said = run.cli("down").stdout
@@ -87,14 +89,14 @@ def test_down_leaves_no_machine_disk_key_address_or_security_group_in_the_accoun
     assert sky_rig.account() == {}
 
 
-def test_no_step_was_lost_and_no_token_came_from_other_weights(run: SkyRun):
+def test_no_step_was_lost_and_no_token_came_from_other_weights(run: SkyRun) -> None:
     report = json.loads(run.cli("report", "-o", "json").stdout)
     assert report["steps"] >= 10
     assert report["sampling_logp_difference_max"] < 1e-4
     assert report["reward_last"] > report["reward_first"]
 
 
-def test_the_runs_secret_is_in_no_log_and_no_record_of_skypilots(run: SkyRun, sky_rig: SkyRig):
+def test_the_runs_secret_is_in_no_log_and_no_record_of_skypilots(run: SkyRun, sky_rig: SkyRig) -> None:
     (token,) = [path.read_text().strip() for path in Path(run.env["GRPO_ORCH_HOME"]).glob("*/token")]
     held = [
         path for root in (sky_rig.folder / "home", Path(run.env["GRPO_ORCH_HOME"])) for path in root.rglob("*")

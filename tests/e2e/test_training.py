@@ -48,7 +48,7 @@ def undisturbed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_every_fault_is_survived_and_changes_no_weight(
     undisturbed: str, tiny: Path, tmp_path: Path, ceph: S3Server
-):
+) -> None:
     """On a real S3 store; the undisturbed run was on files."""
     run = tiny_run(tmp_path / "run", tiny, replicas=2, server=ceph)
     try:
@@ -98,7 +98,7 @@ def test_every_fault_is_survived_and_changes_no_weight(
         run.end()
 
 
-def test_neither_a_notice_nor_down_loses_a_step(undisturbed: str, tiny: Path, tmp_path: Path):
+def test_neither_a_notice_nor_down_loses_a_step(undisturbed: str, tiny: Path, tmp_path: Path) -> None:
     """No checkpoint is due before the last step: what is gone on from was stored when it was left."""
     run = tiny_run(tmp_path / "run", tiny, replicas=1, save_steps=10 * STEPS)
     try:

@@ -34,7 +34,7 @@ def test_a_full_store_is_waited_for_and_loses_nothing(
     tiny: Path,  # noqa: F811
     tmp_path: Path,
     small_disk: Path,
-):
+) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "store").symlink_to(small_disk)
     run = tiny_run(tmp_path / "run", tiny, replicas=1)

@@ -23,7 +23,7 @@ def victims(run: Run) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", [SEED])
-def test_random_kills_change_no_weight(seed: int, tmp_path: Path):
+def test_random_kills_change_no_weight(seed: int, tmp_path: Path) -> None:
     print(f"SEED={seed}")
     rng = random.Random(seed)
     tiny = make_tiny(tmp_path / "tiny")

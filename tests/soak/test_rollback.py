@@ -31,7 +31,7 @@ def test_one_process_killed_at_one_stage_ends_the_same(
     tmp_path: Path,
     stage: type[Event],
     process: str,
-):
+) -> None:
     run = runaway(tmp_path / "run", tiny)
     try:
         run.cli("up", str(run.yaml), "-y", "-d")
@@ -44,7 +44,7 @@ def test_one_process_killed_at_one_stage_ends_the_same(
         run.end()
 
 
-def test_a_run_without_any_budget_gives_up_and_leaves_its_healthy_weights(tiny: Path, tmp_path: Path):  # noqa: F811
+def test_a_run_without_any_budget_gives_up_and_leaves_its_healthy_weights(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
     run = runaway(tmp_path / "run", tiny, budget={"total": 0})
     try:
         told = run.cli("up", str(run.yaml), "-y", code=exit_codes.GAVE_UP, timeout_s=RUN_TIMEOUT_S)

@@ -27,7 +27,7 @@ def logs(state: Path) -> list[str]:
 
 def test_the_machines_work_on_new_ones_join_them_and_all_are_returned(
     sky_rig: SkyRig, sky_image: Path, tmp_path: Path
-):
+) -> None:
     run = SkyRun(sky_rig, tmp_path, make_tiny(tmp_path / "tiny"))
     run.up()
     run.serving(*SLOTS)

@@ -29,7 +29,9 @@ def run(sky_rig: SkyRig, tmp_path_factory: pytest.TempPathFactory) -> SkyRun:
     return made
 
 
-def test_up_buys_one_machine_whose_daemon_buys_the_others_while_the_laptop_is_off(run: SkyRun, sky_rig: SkyRig):
+def test_up_buys_one_machine_whose_daemon_buys_the_others_while_the_laptop_is_off(
+    run: SkyRun, sky_rig: SkyRig
+) -> None:
     said = run.cli("up", "--remote", "-y", "-d").stdout
     assert "tiny is steered by grpo-controller-tiny-" in said
     sky_rig.turn_off()
@@ -40,7 +42,7 @@ def test_up_buys_one_machine_whose_daemon_buys_the_others_while_the_laptop_is_of
     assert all(instance.tags.get("team") == "rl" for instance in run.running()), "settings were left at home"
 
 
-def test_the_laptop_reads_of_it_in_the_store(run: SkyRun, sky_rig: SkyRig):
+def test_the_laptop_reads_of_it_in_the_store(run: SkyRun, sky_rig: SkyRig) -> None:
     status = json.loads(run.cli("status", "-o", "json").stdout)
     address = run.instance("controller").private_ip or ""
     assert status["daemon"]["host"] == f"ip-{address.replace('.', '-')}"
@@ -51,7 +53,7 @@ def test_the_laptop_reads_of_it_in_the_store(run: SkyRun, sky_rig: SkyRig):
     assert "grpo-orch controller: starting the daemon: up" in run.cli("logs", "daemon").stdout
 
 
-def test_down_leaves_no_machine_nor_that_of_the_daemon(run: SkyRun, sky_rig: SkyRig):
+def test_down_leaves_no_machine_nor_that_of_the_daemon(run: SkyRun, sky_rig: SkyRig) -> None:
     said = run.cli("down").stdout
     assert "no machine of it is left" in said
     assert run.running() == []

@@ -17,7 +17,7 @@ STORIES = int(os.environ.get("STORIES", "3000"))
 SEED = int(os.environ.get("SEED", str(time.time_ns() % 10**9)))
 
 
-def test_any_number_of_stories():
+def test_any_number_of_stories() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     print(f"{STORIES} stories from SEED={SEED}")
     for seed in range(SEED, SEED + STORIES):

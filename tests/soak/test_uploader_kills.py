@@ -16,5 +16,5 @@ KILLS = int(os.environ.get("KILLS", "200"))
 SEED = int(os.environ.get("SEED", str(time.time_ns() % 100_000)))
 
 
-def test_any_number_of_kills_between_spool_and_store(tmp_path: Path):
+def test_any_number_of_kills_between_spool_and_store(tmp_path: Path) -> None:
     kill_and_look(Store(f"file://{tmp_path}/store"), tmp_path, {}, KILLS, SEED)

@@ -2,9 +2,9 @@
 
 It answers `/v1/completions` and `/v1/chat/completions` with vLLM's events, checks boot and policy as
 `tasks.rollout.vllm_guard` does, and announces itself to the gateway as `tasks.rollout.agent` does. Each token is a
-function of the seed and of every token before it, so that a completion which is continued elsewhere
-equals the undisturbed one and one that is continued wrongly does not. Its "weights" are a version's name, and like a real node it starts on
-base weights. Every request it gets is noted in a file.
+function of the seed and of every token before it, so that a completion which is continued elsewhere equals the
+undisturbed one, and one that is continued wrongly does not. Its "weights" are a version's name, and like a real
+node it starts on base weights. Every request it gets is noted in a file.
 """
 
 from __future__ import annotations

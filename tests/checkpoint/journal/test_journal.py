@@ -22,7 +22,7 @@ def fresh() -> Store:
     return Store(f"memory://journal-{next(names)}", patience_s=0.0)
 
 
-def test_entries_are_numbered_and_read_back():
+def test_entries_are_numbered_and_read_back() -> None:
     store = fresh()
     writer = Journal(store, "a/1")
     assert writer.take_over(1.0, "a", 1, "up") == RunState(epoch=1)
@@ -35,7 +35,7 @@ def test_entries_are_numbered_and_read_back():
     assert writer.epoch == 1
 
 
-def test_the_late_controller_is_fenced_and_stays_fenced():
+def test_the_late_controller_is_fenced_and_stays_fenced() -> None:
     store = fresh()
     old, new = Journal(store, "old"), Journal(store, "new")
     old.take_over(1.0, "h", 1, "up")
@@ -63,7 +63,7 @@ class LostAnswers:
         return getattr(self.store, name)
 
 
-def test_a_lost_answer_is_not_a_lost_race():
+def test_a_lost_answer_is_not_a_lost_race() -> None:
     flaky = LostAnswers(fresh())
     writer = Journal(flaky, "a")  # type: ignore[arg-type]  # a stand-in for a store behind a bad network
     writer.take_over(1.0, "h", 1, "up")
@@ -72,7 +72,7 @@ def test_a_lost_answer_is_not_a_lost_race():
     assert writer.append(3.0, (RunCreated("r", "id"),)).number == 3
 
 
-def test_a_store_that_is_away_is_not_a_lost_race():
+def test_a_store_that_is_away_is_not_a_lost_race() -> None:
     class Away(LostAnswers):
         def create(self, key: str, data: bytes) -> None:  # noqa: ARG002  # the store's own signature
             raise StoreUnavailable(f"create {key}")
@@ -84,7 +84,7 @@ def test_a_store_that_is_away_is_not_a_lost_race():
     assert journal.read(store) == []
 
 
-def test_an_event_of_a_newer_version_is_one_clear_line():
+def test_an_event_of_a_newer_version_is_one_clear_line() -> None:
     store = fresh()
     Journal(store, "a").take_over(1.0, "h", 1, "up")
     text = store.get(layout.journal_entry(1)).replace(b"TookOver", b"Levitated")
@@ -107,7 +107,7 @@ class Doubtful(LostAnswers):
 
 
 @pytest.mark.parametrize("done", [True, False])
-def test_an_entry_of_unknown_fate_is_settled_and_its_writer_goes_on(done: bool):
+def test_an_entry_of_unknown_fate_is_settled_and_its_writer_goes_on(done: bool) -> None:
     doubtful = Doubtful(fresh())
     writer = Journal(doubtful, "a")  # type: ignore[arg-type]  # a stand-in for a store behind a bad network
     writer.take_over(1.0, "h", 1, "up")
@@ -123,7 +123,7 @@ def test_an_entry_of_unknown_fate_is_settled_and_its_writer_goes_on(done: bool):
     assert journal.read(doubtful.store)[1] == settled
 
 
-def test_what_comes_late_finds_its_number_taken_and_what_came_before_is_known():
+def test_what_comes_late_finds_its_number_taken_and_what_came_before_is_known() -> None:
     """An entry that the store took after its writer was told otherwise, while the writer closes that number."""
     doubtful = Doubtful(fresh())
     writer = Journal(doubtful, "a")  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ def test_what_comes_late_finds_its_number_taken_and_what_came_before_is_known():
     assert settled.decoded() == (RunCreated("r", "id"),)
 
 
-def test_a_controller_can_see_at_any_time_that_it_was_replaced():
+def test_a_controller_can_see_at_any_time_that_it_was_replaced() -> None:
     store = fresh()
     old, new = Journal(store, "old"), Journal(store, "new")
     old.take_over(1.0, "h", 1, "up")
@@ -148,7 +148,7 @@ def test_a_controller_can_see_at_any_time_that_it_was_replaced():
         old.check()
 
 
-def test_who_was_replaced_while_the_store_was_away_is_fenced():
+def test_who_was_replaced_while_the_store_was_away_is_fenced() -> None:
     doubtful = Doubtful(fresh())
     writer = Journal(doubtful, "a")  # type: ignore[arg-type]
     writer.take_over(1.0, "h", 1, "up")

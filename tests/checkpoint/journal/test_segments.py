@@ -76,7 +76,7 @@ def expected(store: Store, count: int) -> RunState:
 
 
 @pytest.mark.parametrize("count", [1, SEGMENT_ENTRIES - 1, SEGMENT_ENTRIES, SEGMENT_ENTRIES + 1, THREE + 5])
-def test_a_long_run_is_taken_up_by_reading_little(count: int):
+def test_a_long_run_is_taken_up_by_reading_little(count: int) -> None:
     store = Noting()
     written(store, count)
     state = expected(store, count)
@@ -90,7 +90,7 @@ def test_a_long_run_is_taken_up_by_reading_little(count: int):
 
 
 @pytest.mark.parametrize("after", [0, 1, SEGMENT_ENTRIES - 1, SEGMENT_ENTRIES, SEGMENT_ENTRIES + 1, THREE + 2])
-def test_history_is_read_through_segments_from_anywhere(after: int):
+def test_history_is_read_through_segments_from_anywhere(after: int) -> None:
     store = Noting()
     written(store, THREE + 4)
     store.read = []
@@ -99,7 +99,7 @@ def test_history_is_read_through_segments_from_anywhere(after: int):
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("away"), StoreDenied("not there")])
-def test_a_segment_that_cannot_be_stored_costs_its_writer_nothing(error: Exception):
+def test_a_segment_that_cannot_be_stored_costs_its_writer_nothing(error: Exception) -> None:
     store = Noting()
     store.fails = lambda key: error if key.startswith(layout.SEGMENTS) else None
     writer = written(store, SEGMENT_ENTRIES + 2)
@@ -110,7 +110,7 @@ def test_a_segment_that_cannot_be_stored_costs_its_writer_nothing(error: Excepti
     assert stored_segments(store) == [SEGMENT_ENTRIES]
 
 
-def test_the_next_controller_stores_what_the_last_one_could_not():
+def test_the_next_controller_stores_what_the_last_one_could_not() -> None:
     store = Noting()
     store.fails = lambda key: StoreUnavailable("away") if key.startswith(layout.SEGMENTS) else None
     written(store, 2 * SEGMENT_ENTRIES + 2)
@@ -120,7 +120,7 @@ def test_the_next_controller_stores_what_the_last_one_could_not():
     assert journal.recover(store).state == expected(store, 2 * SEGMENT_ENTRIES + 3)
 
 
-def test_a_late_controller_writes_the_same_segment():
+def test_a_late_controller_writes_the_same_segment() -> None:
     """It stalls between its entry and the segment; meanwhile its successor has written that segment, and more."""
     stalled: list[tuple[str, bytes]] = []
 
@@ -163,7 +163,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("which", [[3], [1, 2], [1, 2, 3]])
-def test_a_segment_that_is_of_no_use_is_passed_over(damage: str, which: list[int]):
+def test_a_segment_that_is_of_no_use_is_passed_over(damage: str, which: list[int]) -> None:
     store = Noting()
     written(store, THREE + 1)
     state, records = expected(store, THREE + 1), journal.read(store)
@@ -175,7 +175,7 @@ def test_a_segment_that_is_of_no_use_is_passed_over(damage: str, which: list[int
     assert Journal(store, "b").take_over(9.0, "b", 2, "resume") == expected(store, THREE + 2)
 
 
-def test_a_missing_segment_is_read_from_its_entries():
+def test_a_missing_segment_is_read_from_its_entries() -> None:
     store = Noting()
     written(store, THREE + 1)
     records = journal.read(store)
@@ -185,7 +185,7 @@ def test_a_missing_segment_is_read_from_its_entries():
 
 
 @pytest.mark.parametrize("missing", [1, 2, 4])
-def test_a_gap_is_one_line_that_names_it(missing: int):
+def test_a_gap_is_one_line_that_names_it(missing: int) -> None:
     store = Noting()
     written(store, 5)
     store.delete([layout.journal_entry(missing)])
@@ -195,7 +195,7 @@ def test_a_gap_is_one_line_that_names_it(missing: int):
         assert "\n" not in str(caught.value)
 
 
-def test_foreign_objects_are_passed_over():
+def test_foreign_objects_are_passed_over() -> None:
     store = Noting()
     written(store, 5)
     for name in ("README", "000000000003.json.bak", "0000000000003.json", "old/000000000009.json"):
@@ -206,7 +206,7 @@ def test_foreign_objects_are_passed_over():
     assert journal.recover(store).number == 5
 
 
-def test_a_stray_high_number_is_named_at_once():
+def test_a_stray_high_number_is_named_at_once() -> None:
     store = Noting()
     written(store, 5)
     store.put(layout.journal_entry(999_999_999_999), b"not ours")
@@ -216,7 +216,7 @@ def test_a_stray_high_number_is_named_at_once():
     assert store.read == [layout.journal_entry(6)]
 
 
-def test_an_entry_under_another_number_is_named():
+def test_an_entry_under_another_number_is_named() -> None:
     store = Noting()
     written(store, 3)
     store.put(layout.journal_entry(2), store.get(layout.journal_entry(3)))
@@ -224,7 +224,7 @@ def test_an_entry_under_another_number_is_named():
         journal.read(store)
 
 
-def test_a_listing_that_shows_the_later_of_two_is_no_gap():
+def test_a_listing_that_shows_the_later_of_two_is_no_gap() -> None:
     """Files are listed one by one: what is made meanwhile may be shown or not."""
 
     class Skipping(Noting):
@@ -238,7 +238,7 @@ def test_a_listing_that_shows_the_later_of_two_is_no_gap():
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_state_survives_being_stored(data: st.DataObject):
+def test_any_state_survives_being_stored(data: st.DataObject) -> None:
     world = World(spec(max_replicas=3), max_steps=10**6)
     for _ in range(data.draw(st.integers(0, 60))):
         match data.draw(st.sampled_from(["lose", "exit", "refuse", "take over", "command", "on", "on", "on"])):
@@ -270,13 +270,13 @@ def check_survives(state: RunState) -> None:
     assert all(type(node.role) is Role for node in back.nodes.values())
 
 
-def test_one_set_is_one_text():
+def test_one_set_is_one_text() -> None:
     commands = [f"c{number}" for number in range(50)]
     state = RunState(commands_taken=frozenset(commands))
     assert state_to_plain(state)["commands_taken"] == sorted(commands)
 
 
-def test_who_changes_the_state_raises_its_schema():
+def test_who_changes_the_state_raises_its_schema() -> None:
     """Else a stored state would be continued by a version that means something else by it."""
     schema = msgspec.json.schema(RunState)
     for one in schema["$defs"].values():

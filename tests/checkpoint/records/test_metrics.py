@@ -8,7 +8,7 @@ from checkpoint.store.run_store import Store
 from policies.detect.divergence import Point
 
 
-def test_metrics_rows_survive_a_restarted_writer():
+def test_metrics_rows_survive_a_restarted_writer() -> None:
     store = Store("memory://metrics-restarted")
     writer = MetricsWriter(store)
     for step in range(1, 251):
@@ -20,7 +20,7 @@ def test_metrics_rows_survive_a_restarted_writer():
     assert len(store.entries(layout.METRICS)) == 3
 
 
-def test_a_row_tells_the_detector_what_the_guard_was_told():
+def test_a_row_tells_the_detector_what_the_guard_was_told() -> None:
     """The row of a step gets more than the log that the guard saw: of an evaluation, of the end of training."""
     logged = {"kl": 0.25, "reward": 1.5, "orch/nonfinite/grad_norm": 1.0}
     added = {

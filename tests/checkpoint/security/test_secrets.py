@@ -56,13 +56,13 @@ def run_spec(folder: Path | str = "", **grpo: Any) -> RunSpec:
 )
 def test_the_usual_ones_go_along_where_they_are_needed(
     tmp_path: Path, grpo: dict[str, Any], trainer: list[str], rollout: list[str]
-):
+) -> None:
     run = run_spec(tmp_path, **grpo)
     assert (usual(run, Role.TRAINER), usual(run, Role.ROLLOUT)) == (trainer, rollout)
     assert secrets_for(run, Role.TRAINER, HERE) == {name: HERE[name] for name in ("LICENCE", *trainer)}
 
 
-def test_a_model_and_data_that_are_at_hand_need_no_token(tmp_path: Path):
+def test_a_model_and_data_that_are_at_hand_need_no_token(tmp_path: Path) -> None:
     (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
     (tmp_path / "data.jsonl").touch()
     assert usual(run_spec(tmp_path), Role.TRAINER) == usual(run_spec(tmp_path), Role.ROLLOUT) == []
@@ -71,7 +71,7 @@ def test_a_model_and_data_that_are_at_hand_need_no_token(tmp_path: Path):
     assert (usual(run_spec(tmp_path), Role.TRAINER), usual(run_spec(tmp_path), Role.ROLLOUT)) == (["HF_TOKEN"], [])
 
 
-def test_what_run_yaml_names_must_be_there_and_what_is_usual_need_not(tmp_path: Path):
+def test_what_run_yaml_names_must_be_there_and_what_is_usual_need_not(tmp_path: Path) -> None:
     run = replace(run_spec(tmp_path), secrets=("LICENCE", "HF_TOKEN"))
     assert missing(run, HERE) == ""
     assert missing(run, {"HF_TOKEN": HF}) == "LICENCE is not set here, and `secrets` of run.yaml names it"
@@ -79,7 +79,7 @@ def test_what_run_yaml_names_must_be_there_and_what_is_usual_need_not(tmp_path: 
     assert missing(replace(run, secrets=()), {}) == ""
 
 
-def test_skypilot_is_given_them_apart_whatever_their_names(tmp_path: Path):
+def test_skypilot_is_given_them_apart_whatever_their_names(tmp_path: Path) -> None:
     environment = {"GRPO_ORCH_RUN": "s3://b/r", **handed_on(all_secrets(run_spec(tmp_path), HERE))}
     order = Order("trainer-0-i1", Role.TRAINER, Market.SPOT, 1, environment)
     work = work_for(order, run_spec(tmp_path), tmp_path / "0123" / "w.whl", None)
@@ -135,7 +135,7 @@ def _all_bytes(folder: Path) -> Iterator[bytes]:
 
 def test_a_launch_has_them_and_neither_store_nor_log_does(
     steered: tuple[Store, OneLaunch], monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     store, cloud = steered
     for name, value in HERE.items():
         monkeypatch.setenv(name, value)
@@ -149,7 +149,7 @@ def test_a_launch_has_them_and_neither_store_nor_log_does(
 
 def test_a_daemon_without_one_buys_nothing_and_says_which(
     steered: tuple[Store, OneLaunch], monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     store, cloud = steered
     monkeypatch.delenv("LICENCE", raising=False)
     cloud.refusing.set()
@@ -170,7 +170,7 @@ raise RuntimeError(f"the hub said no to {os.environ['HF_TOKEN']}")
 """
 
 
-def test_a_nodes_process_prints_none():
+def test_a_nodes_process_prints_none() -> None:
     given = {**HERE, "GRPO_ORCH_TOKEN": "the-run's-secret", NAMES_ENV: "LICENCE,HF_TOKEN"}
     done = subprocess.run(
         [sys.executable, "-c", PRINTS], env={**os.environ, **given}, capture_output=True, text=True, check=False
@@ -195,7 +195,7 @@ KEY = '-----BEGIN PRIVATE KEY-----\nMIIabc"def\\ghi é&/+\n-----END PRIVATE KEY-
         lambda value: "\n".join(f"+ {line}" for line in value.splitlines()),
     ],
 )
-def test_a_value_is_blanked_however_it_is_quoted(quoted: Callable[[str], str]):
+def test_a_value_is_blanked_however_it_is_quoted(quoted: Callable[[str], str]) -> None:
     told = Redactor([KEY])(f"the server said {quoted(KEY)} is wrong")
     assert told.startswith("the server said ")
     assert told.endswith(" is wrong")
@@ -203,7 +203,7 @@ def test_a_value_is_blanked_however_it_is_quoted(quoted: Callable[[str], str]):
     assert not any(part in told for part in ("MIIabc", "def", "ghi", "PRIVATE"))
 
 
-def test_the_longest_is_blanked_first_and_what_is_short_is_no_secret():
+def test_the_longest_is_blanked_first_and_what_is_short_is_no_secret() -> None:
     assert Redactor(["abcdefgh", "abcdefgh-more", "yes", ""])("yes abcdefgh-more abcdefgh") == (
         f"yes {BLANK} {BLANK}"
     )
@@ -231,7 +231,7 @@ SECRETS = "storage: ./run\n"
         ("secrets: [1]\n", "run.yaml:3: secrets: expected a list of texts"),
     ],
 )
-def test_a_list_that_is_none_of_names_is_refused_and_not_quoted(tmp_path: Path, text: str, problem: str):
+def test_a_list_that_is_none_of_names_is_refused_and_not_quoted(tmp_path: Path, text: str, problem: str) -> None:
     run_yaml = furnish(tmp_path)
     run_yaml.write_text(changed((SECRETS, SECRETS + text)))
     with pytest.raises(ConfigError) as caught:
@@ -240,13 +240,13 @@ def test_a_list_that_is_none_of_names_is_refused_and_not_quoted(tmp_path: Path, 
     assert not any(value in str(caught.value) for value in HERE.values())
 
 
-def test_one_text_stands_for_a_list_of_one(tmp_path: Path):
+def test_one_text_stands_for_a_list_of_one(tmp_path: Path) -> None:
     run_yaml = furnish(tmp_path)
     run_yaml.write_text(changed((SECRETS, SECRETS + "secrets: HF_TOKEN\n")))
     assert load(run_yaml).spec.secrets == ("HF_TOKEN",)
 
 
-def test_what_looks_like_one_in_env_is_a_notice_that_does_not_quote_it(tmp_path: Path):
+def test_what_looks_like_one_in_env_is_a_notice_that_does_not_quote_it(tmp_path: Path) -> None:
     run_yaml = furnish(tmp_path)
     env = "env: {VLLM_CPU_OMP_THREADS_BIND: nobind, OMP_NUM_THREADS: 1}"
     given = f"env: {{TOKENIZERS_PARALLELISM: false, JUDGE_API_KEY: abc, OTHER: {HF}}}\n  setup: login {HF}"
@@ -281,13 +281,13 @@ def test_what_looks_like_one_in_env_is_a_notice_that_does_not_quote_it(tmp_path:
         ("VLLM_LOGGING_LEVEL", "WARNING", False),
     ],
 )
-def test_what_looks_like_a_secret(name: str, value: str, *, secret: bool):
+def test_what_looks_like_a_secret(name: str, value: str, *, secret: bool) -> None:
     assert looks_like_secret(name, value) is secret
 
 
 def test_up_and_resume_say_in_a_line_which_one_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("LICENCE", raising=False)
     run_yaml = furnish(tmp_path)
@@ -305,7 +305,7 @@ def test_up_and_resume_say_in_a_line_which_one_is_missing(
             documents.create_run(Store((tmp_path / "run").as_uri()), record)
 
 
-def test_names_alone_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_names_alone_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in HERE.items():
         monkeypatch.setenv(name, value)
     run_yaml = furnish(tmp_path)

@@ -44,13 +44,13 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     return store
 
 
-def test_what_the_secret_vouches_for_is_read(store: Store):
+def test_what_the_secret_vouches_for_is_read(store: Store) -> None:
     vouch(store, SECRET)
     assert read_vouched_run(store, SECRET) == record(store)
 
 
 @pytest.mark.parametrize("what", ["changed", "another secret", "no proof", "another's proof", "not ascii"])
-def test_what_it_does_not_vouch_for_is_not(store: Store, what: str):
+def test_what_it_does_not_vouch_for_is_not(store: Store, what: str) -> None:
     vouch(store, "other" if what == "another secret" else SECRET)
     if what == "changed":
         store.put(layout.RUN, store.get(layout.RUN).replace(b'"name":"sim"', b'"name":"Sim"'))
@@ -70,7 +70,7 @@ def test_what_it_does_not_vouch_for_is_not(store: Store, what: str):
 )
 def test_a_changed_run_json_stops_the_node_before_anything_in_it_is_done(
     store: Store, tmp_path: Path, module: str
-):
+) -> None:
     vouch(store, SECRET)
     store.put(layout.RUN, to_json(record(store, setup=f"touch {tmp_path}/done")))
     node = {
@@ -90,7 +90,7 @@ def test_a_changed_run_json_stops_the_node_before_anything_in_it_is_done(
     assert not (tmp_path / "done").exists()
 
 
-def test_a_controller_vouches_for_the_run_that_it_knows(store: Store):
+def test_a_controller_vouches_for_the_run_that_it_knows(store: Store) -> None:
     stop = threading.Event()
     stop.set()
     assert daemon.steer(store, "up", stop) == exit_codes.OK
@@ -100,7 +100,7 @@ def test_a_controller_vouches_for_the_run_that_it_knows(store: Store):
 
 
 @pytest.mark.parametrize("with_proof", [True, False], ids=["proof left", "proof removed"])
-def test_a_controller_does_not_take_a_run_that_was_changed(store: Store, with_proof: bool):
+def test_a_controller_does_not_take_a_run_that_was_changed(store: Store, with_proof: bool) -> None:
     stop = threading.Event()
     stop.set()
     daemon.steer(store, "up", stop)
@@ -117,7 +117,7 @@ def test_a_controller_does_not_take_a_run_that_was_changed(store: Store, with_pr
     assert store.entries(layout.JOURNAL) == entries
 
 
-def test_a_machine_with_the_runs_secret_alone_judges_by_the_proof(store: Store):
+def test_a_machine_with_the_runs_secret_alone_judges_by_the_proof(store: Store) -> None:
     """The token file was brought along, as `resume` asks for while machines are up."""
     token = run_token(record(store).run_id)
     documents.write_secret_mark(store, trust.token_mark(token))
@@ -131,7 +131,7 @@ def test_a_machine_with_the_runs_secret_alone_judges_by_the_proof(store: Store):
 
 def test_a_controller_machine_knows_the_run_by_what_its_launcher_tells(
     store: Store, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setenv(trust.DIGEST_ENV, trust.run_digest(store.get(layout.RUN)))
     trust.known_run(store)
     store.put(layout.RUN, to_json(replace(record(store), created_at_s=time.time())))

@@ -50,7 +50,7 @@ def fill(store: Store, keys: list[str]) -> None:
         list(pool.map(lambda key: store.put(key, key.encode()), keys))
 
 
-def test_put_replaces_and_create_does_not(store: Store):
+def test_put_replaces_and_create_does_not(store: Store) -> None:
     store.put("a/b", b"1")
     store.put("a/b", b"2")
     assert store.get("a/b") == b"2"
@@ -61,7 +61,7 @@ def test_put_replaces_and_create_does_not(store: Store):
     assert store.get("a/c") == b"4"
 
 
-def test_missing_objects(store: Store):
+def test_missing_objects(store: Store) -> None:
     with pytest.raises(NotFound, match=re.escape(f"read nothing in {store.url}")):
         store.get("nothing")
     assert store.get_or_none("nothing") is None
@@ -70,7 +70,7 @@ def test_missing_objects(store: Store):
     assert store.folders("nowhere") == []
 
 
-def test_any_bytes_can_be_written_and_nothing_keeps_hold_of_them(store: Store):
+def test_any_bytes_can_be_written_and_nothing_keeps_hold_of_them(store: Store) -> None:
     with mmap.mmap(-1, 3 << 20) as mapped:
         mapped[:] = os.urandom(len(mapped))
         part = memoryview(mapped)[1 << 19 : 3 << 20]
@@ -82,7 +82,7 @@ def test_any_bytes_can_be_written_and_nothing_keeps_hold_of_them(store: Store):
             view.release()  # closing the map fails while anyone else holds a part of it
 
 
-def test_a_large_object_comes_back_whole(store: Store):
+def test_a_large_object_comes_back_whole(store: Store) -> None:
     data = os.urandom(40_000_000)
     store.put("large", data)
     buffer = store.get_buffer("large")
@@ -90,7 +90,7 @@ def test_a_large_object_comes_back_whole(store: Store):
     assert buffer == data
 
 
-def test_an_object_of_many_parts_comes_back_whole_also_at_a_second_try(store: Store):
+def test_an_object_of_many_parts_comes_back_whole_also_at_a_second_try(store: Store) -> None:
     parts = [bytes([number]) * (3 << 20) for number in range(12)]  # more than twice what one request takes
     store.put_parts("folder/parts", lambda: iter(parts))
     assert store.get("folder/parts") == b"".join(parts)
@@ -100,7 +100,7 @@ def test_an_object_of_many_parts_comes_back_whole_also_at_a_second_try(store: St
     assert store.get("folder/none") == b""
 
 
-def test_a_listing_is_of_whole_names_in_order(store: Store):
+def test_a_listing_is_of_whole_names_in_order(store: Store) -> None:
     before = datetime.now(UTC) - timedelta(seconds=5)
     fill(store, ["j/3", "j/1", "j/20/a", "j/2", "j-x/1", "jj/1", "k/1"])
     listed = store.entries("j")
@@ -111,14 +111,14 @@ def test_a_listing_is_of_whole_names_in_order(store: Store):
     assert store.entries("j", after="j/3") == []
 
 
-def test_folders_are_those_with_objects(store: Store):
+def test_folders_are_those_with_objects(store: Store) -> None:
     fill(store, ["p/2/x", "p/1/x", "p/1/deep/x", "p/file", "q/3/x"])
     assert store.folders("p") == ["p/1", "p/2"]
     store.delete(["p/2/x"])
     assert store.folders("p") == ["p/1"]
 
 
-def test_thousands_are_listed_whole_and_deleted_at_once(request: pytest.FixtureRequest, store: Store):
+def test_thousands_are_listed_whole_and_deleted_at_once(request: pytest.FixtureRequest, store: Store) -> None:
     # A page is of 1,000. Fewer through fsspec, which needs ten seconds to write 2,500.
     number_of = 1100 if "fsspec" in request.node.name else 2500
     keys = [f"t/{number:06d}" for number in range(number_of)]
@@ -131,7 +131,7 @@ def test_thousands_are_listed_whole_and_deleted_at_once(request: pytest.FixtureR
     assert store.get("u/stays") == b""
 
 
-def test_of_many_creators_one_wins(store: Store):
+def test_of_many_creators_one_wins(store: Store) -> None:
     def creates(number: int) -> int | None:
         try:
             store.create("contested", b"%d" % number)
@@ -148,7 +148,7 @@ def test_of_many_creators_one_wins(store: Store):
 ODD = ["a b", "a%20b", "a+b", "über/größe", "a&b<c>", "a'\"b", "a*b?c[d]", "a:b=c,d", "~a", "a..b", "é", "x" * 200]
 
 
-def test_odd_names_are_kept_as_they_are(store: Store):
+def test_odd_names_are_kept_as_they_are(store: Store) -> None:
     keys = [f"odd/{name}" for name in ODD]
     fill(store, keys)
     assert [entry.key for entry in store.entries("odd")] == sorted(keys)
@@ -157,7 +157,7 @@ def test_odd_names_are_kept_as_they_are(store: Store):
     assert store.entries("odd") == []
 
 
-def test_a_full_disk_is_retried_for_as_long_as_patience_lasts_and_says_what_to_do(tmp_path: Path):
+def test_a_full_disk_is_retried_for_as_long_as_patience_lasts_and_says_what_to_do(tmp_path: Path) -> None:
     full = Store(f"file://{tmp_path}/full", patience_s=0.3)
     calls = []
 
@@ -222,7 +222,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(("backend", "examples"), [("memory", 100), ("file", 50), ("moto", 5)])
-def test_the_store_is_a_dict(request: pytest.FixtureRequest, tmp_path: Path, backend: str, examples: int):
+def test_the_store_is_a_dict(request: pytest.FixtureRequest, tmp_path: Path, backend: str, examples: int) -> None:
     class Machine(StoreAgainstDict):
         def open_store(self) -> Store:
             return fresh_store(request, tmp_path, backend)

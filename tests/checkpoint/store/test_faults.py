@@ -70,7 +70,7 @@ PASSING: list[tuple[Fault, int]] = [
 @pytest.mark.parametrize(("fault", "times"), PASSING, ids=lambda value: str(value))
 def test_a_write_outlasts_what_passes(
     open_store: Callable[..., Store], proxy: FaultProxy, fault: Fault, times: int
-):
+) -> None:
     store = open_store()
     proxy.inject(fault, times)
     store.put("a/large", DATA)
@@ -92,7 +92,9 @@ READS: list[tuple[str, Fault]] = [
 
 
 @pytest.mark.parametrize(("call", "fault"), READS, ids=str)
-def test_a_read_outlasts_what_passes(open_store: Callable[..., Store], proxy: FaultProxy, call: str, fault: Fault):
+def test_a_read_outlasts_what_passes(
+    open_store: Callable[..., Store], proxy: FaultProxy, call: str, fault: Fault
+) -> None:
     store = open_store()
     store.put("a/large", DATA)
     proxy.seen.clear()
@@ -110,7 +112,7 @@ def test_a_read_outlasts_what_passes(open_store: Callable[..., Store], proxy: Fa
     assert len(proxy.seen) >= 2
 
 
-def test_a_store_that_is_away_is_waited_for(moto: S3Server, proxy: FaultProxy, tmp_path: Path):
+def test_a_store_that_is_away_is_waited_for(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
     store = through(moto.at(proxy.endpoint), tmp_path.name, "", patience_s=60.0)
     store.put("a", b"1")
     proxy.inject(Away())
@@ -122,7 +124,7 @@ def test_a_store_that_is_away_is_waited_for(moto: S3Server, proxy: FaultProxy, t
 
 
 @pytest.mark.parametrize("fault", [Away(), Answer(503, "SlowDown"), CutUpload(1)], ids=str)
-def test_patience_ends(open_store: Callable[..., Store], proxy: FaultProxy, fault: Fault):
+def test_patience_ends(open_store: Callable[..., Store], proxy: FaultProxy, fault: Fault) -> None:
     store = open_store(patience_s=1.0)
     proxy.inject(fault)
     began = time.monotonic()
@@ -132,7 +134,7 @@ def test_patience_ends(open_store: Callable[..., Store], proxy: FaultProxy, faul
     assert "\n" not in str(caught.value)
 
 
-def test_nothing_below_retries_on_its_own(open_store: Callable[..., Store], proxy: FaultProxy):
+def test_nothing_below_retries_on_its_own(open_store: Callable[..., Store], proxy: FaultProxy) -> None:
     store = open_store(patience_s=0.0)
     proxy.inject(Answer(503, "SlowDown"))
     for call in (lambda: store.get("a"), lambda: store.put("a", b""), lambda: store.create("a", b"")):
@@ -144,7 +146,7 @@ def test_nothing_below_retries_on_its_own(open_store: Callable[..., Store], prox
 
 def test_a_read_that_hangs_is_given_up_long_before_one_that_is_slow(
     moto: S3Server, proxy: FaultProxy, tmp_path: Path
-):
+) -> None:
     options = moto.at(proxy.endpoint).options(read_timeout="1s", timeout="20s")
     store = Store(moto.url(tmp_path.name), options=options)
     store.put("a", b"1")
@@ -175,7 +177,7 @@ def test_what_only_the_user_can_mend_is_told_at_once_and_without_secrets(
     answer: Answer,
     error: type[StoreError],
     hint: str,
-):
+) -> None:
     store = open_store()
     secret = "<Token-0>FwoGZXIvYXdzEJr</Token-0><StringToSign>AWS4-HMAC-SHA256</StringToSign>"
     proxy.inject(Answer(answer.status, answer.code, f"no</Message>{secret}<Message>"))
@@ -190,7 +192,7 @@ def test_what_only_the_user_can_mend_is_told_at_once_and_without_secrets(
 
 
 @pytest.mark.parametrize("answer", [Answer(403, "QuotaExceeded"), Answer(507, "InsufficientStorage")], ids=str)
-def test_a_full_store_says_what_to_do(open_store: Callable[..., Store], proxy: FaultProxy, answer: Answer):
+def test_a_full_store_says_what_to_do(open_store: Callable[..., Store], proxy: FaultProxy, answer: Answer) -> None:
     store = open_store(patience_s=1.0)
     store.put("a", b"0")  # a client's first request takes long, and what is counted here is the tries
     proxy.seen.clear()
@@ -202,7 +204,7 @@ def test_a_full_store_says_what_to_do(open_store: Callable[..., Store], proxy: F
 
 def test_a_create_whose_answer_is_lost_makes_one_object(
     moto: S3Server, open_store: Callable[..., Store], proxy: FaultProxy, tmp_path: Path
-):
+) -> None:
     store = open_store()
     proxy.inject(LoseAnswer(), times=1)
     with pytest.raises(AlreadyExists):
@@ -212,14 +214,18 @@ def test_a_create_whose_answer_is_lost_makes_one_object(
     assert moto.client().list_objects_v2(Bucket=moto.bucket, Prefix=tmp_path.name)["KeyCount"] == 1
 
 
-def test_a_large_write_is_one_put_and_never_a_multipart_upload(moto: S3Server, proxy: FaultProxy, tmp_path: Path):
+def test_a_large_write_is_one_put_and_never_a_multipart_upload(
+    moto: S3Server, proxy: FaultProxy, tmp_path: Path
+) -> None:
     store = through(moto.at(proxy.endpoint), tmp_path.name, "", patience_s=10.0)
     store.put("a", DATA * 2)  # obstore itself would begin a multipart upload from 5 MiB on
     assert proxy.seen == ["PUT"]
     assert "Uploads" not in moto.client().list_multipart_uploads(Bucket=moto.bucket)
 
 
-def test_two_creators_at_once_are_told_apart_by_the_store(open_store: Callable[..., Store], proxy: FaultProxy):
+def test_two_creators_at_once_are_told_apart_by_the_store(
+    open_store: Callable[..., Store], proxy: FaultProxy
+) -> None:
     """AWS answers 409 ConditionalRequestConflict while it has not decided who won: nobody has lost yet."""
     store = open_store()
     proxy.inject(Answer(409, "ConditionalRequestConflict"), times=1)
@@ -227,7 +233,7 @@ def test_two_creators_at_once_are_told_apart_by_the_store(open_store: Callable[.
     assert store.get("j/1") == b"mine"
 
 
-def test_slow_is_not_dead(open_store: Callable[..., Store], proxy: FaultProxy):
+def test_slow_is_not_dead(open_store: Callable[..., Store], proxy: FaultProxy) -> None:
     store = open_store()
     store.put("a", DATA)
     proxy.seen.clear()
@@ -241,7 +247,7 @@ def test_slow_is_not_dead(open_store: Callable[..., Store], proxy: FaultProxy):
 
 def test_wrong_bytes_pass_because_digests_are_for_the_layer_above(
     open_store: Callable[..., Store], proxy: FaultProxy
-):
+) -> None:
     store = open_store()
     store.put("a", b"abc")
     proxy.inject(WrongBytes())
@@ -249,7 +255,7 @@ def test_wrong_bytes_pass_because_digests_are_for_the_layer_above(
     assert store.get("a") != b"abc"
 
 
-def test_a_missing_bucket_is_named(moto: S3Server, driver: str):
+def test_a_missing_bucket_is_named(moto: S3Server, driver: str) -> None:
     options = moto.fsspec_options() if driver else moto.options()
     store = Store("s3://no-such-bucket/run", patience_s=5, options=options)
     calls: list[Callable[[], Any]] = [
@@ -265,7 +271,7 @@ def test_a_missing_bucket_is_named(moto: S3Server, driver: str):
             call()
 
 
-def test_every_reader_waits_through_the_same_fault(open_store: Callable[..., Store], proxy: FaultProxy):
+def test_every_reader_waits_through_the_same_fault(open_store: Callable[..., Store], proxy: FaultProxy) -> None:
     store = open_store(patience_s=20.0)
     for number in range(8):
         store.put(f"a/{number}", b"x" * 1000)
@@ -282,7 +288,7 @@ def test_every_reader_waits_through_the_same_fault(open_store: Callable[..., Sto
     assert found == [b"x" * 1000] * 8
 
 
-def test_nothing_listening_is_unavailable(monkeypatch: pytest.MonkeyPatch):
+def test_nothing_listening_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(
         OPTIONS_ENV, '{"endpoint": "http://127.0.0.1:9", "access_key_id": "a", "secret_access_key": "b"}'
     )

@@ -19,7 +19,9 @@ from tests.rigs.store.server import S3Server
 @pytest.mark.parametrize(
     "backend", ["memory", "memory-fsspec", "file", "file-fsspec", "moto", "moto-fsspec", "ceph", "ceph-fsspec"]
 )
-def test_a_good_store_passes_and_nothing_is_left(request: pytest.FixtureRequest, tmp_path: Path, backend: str):
+def test_a_good_store_passes_and_nothing_is_left(
+    request: pytest.FixtureRequest, tmp_path: Path, backend: str
+) -> None:
     name, _, driver = backend.partition("-")
     if name in ("memory", "file"):
         store = Store(f"{name}://{tmp_path}/run", options={"driver": "fsspec"} if driver else {})
@@ -36,7 +38,7 @@ def test_a_good_store_passes_and_nothing_is_left(request: pytest.FixtureRequest,
 @pytest.mark.parametrize("driver", ["", "fsspec"])
 def test_a_store_that_ignores_conditions_is_refused(
     moto: S3Server, proxy: FaultProxy, tmp_path: Path, driver: str
-):
+) -> None:
     proxy.inject(IgnoreConditions())
     server = moto.at(proxy.endpoint)
     store = Store(server.url(tmp_path.name), options=server.fsspec_options() if driver else server.options())
@@ -78,7 +80,7 @@ class Broken(Store):
         ("keeps", "does not delete"),
     ],
 )
-def test_every_lie_is_found_out(lie: str, told: str):
+def test_every_lie_is_found_out(lie: str, told: str) -> None:
     store = Broken(f"memory://probe-{lie}")
     store.lie = lie
     with pytest.raises(StoreUnusable, match=told):
@@ -98,14 +100,14 @@ class LooksFirst(Store):
         self.put(key, data)
 
 
-def test_a_store_on_which_two_win_at_the_same_moment_is_refused():
+def test_a_store_on_which_two_win_at_the_same_moment_is_refused() -> None:
     store = LooksFirst("memory://probe-looks-first")
     with pytest.raises(StoreUnusable, match=r"at the same moment [2-8] win: two controllers"):
         probe(store)
     assert store.entries(FOLDER) == []
 
 
-def test_a_filesystem_of_fsspec_without_a_create_only_write_is_refused_whoever_is_quicker():
+def test_a_filesystem_of_fsspec_without_a_create_only_write_is_refused_whoever_is_quicker() -> None:
     class Other(AbstractFileSystem):
         """Takes over everything from fsspec, as those of SFTP, SMB, HDFS and FTP do."""
 
@@ -122,7 +124,7 @@ def test_a_filesystem_of_fsspec_without_a_create_only_write_is_refused_whoever_i
         probe(Store("other://host/run", patience_s=0.0))
 
 
-def test_what_the_store_says_itself_comes_through(moto: S3Server, proxy: FaultProxy, tmp_path: Path):
+def test_what_the_store_says_itself_comes_through(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
     server = moto.at(proxy.endpoint)
     store = Store(server.url(tmp_path.name), options=server.options(), patience_s=0.3)
     proxy.inject(Answer(403, "AccessDenied"))
@@ -133,14 +135,14 @@ def test_what_the_store_says_itself_comes_through(moto: S3Server, proxy: FaultPr
         probe(store)
 
 
-def test_a_lost_answer_is_no_lie(moto: S3Server, proxy: FaultProxy, tmp_path: Path):
+def test_a_lost_answer_is_no_lie(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
     server = moto.at(proxy.endpoint)
     store = Store(server.url(tmp_path.name), options=server.options())
     proxy.inject(LoseAnswer(), times=1)
     probe(store)
 
 
-def test_changed_bytes_are_found(moto: S3Server, proxy: FaultProxy, tmp_path: Path):
+def test_changed_bytes_are_found(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
     server = moto.at(proxy.endpoint)
     proxy.inject(WrongBytes())
     with pytest.raises(StoreUnusable, match="not what was written"):

@@ -117,7 +117,7 @@ class Steered:
     "data",
     [b"", b"{", b"\xff\xfe", b"null", b"[]", OPTIONAL[COMMAND_KEY].replace(b"0-2", b"0-xyz"), b'{"a":' * 9999],
 )
-def test_a_command_that_cannot_be_read_is_told_once_and_moved_and_the_next_one_is_taken(data: bytes):
+def test_a_command_that_cannot_be_read_is_told_once_and_moved_and_the_next_one_is_taken(data: bytes) -> None:
     run = Steered()
     run.store.put(COMMAND_KEY, data)
     run.ticks()
@@ -130,7 +130,7 @@ def test_a_command_that_cannot_be_read_is_told_once_and_moved_and_the_next_one_i
     assert [one["key"] for one in view_json(run_view(run.store, NOW_S, None))["set_aside"]] == [COMMAND_KEY]
 
 
-def test_a_torn_row_is_told_once_and_those_around_it_are_followed():
+def test_a_torn_row_is_told_once_and_those_around_it_are_followed() -> None:
     run = Steered()
     whole = OPTIONAL[ROWS_KEY].splitlines()
     run.store.put(ROWS_KEY, b"\n".join([whole[0], whole[1][:30], *whole[2:]]))
@@ -143,14 +143,14 @@ def test_a_torn_row_is_told_once_and_those_around_it_are_followed():
     assert ([point.step for point in view.recent], view.kl) == ([1, 3, 4], 0.1)
 
 
-def test_a_trainer_that_starts_again_writes_over_a_torn_row():
+def test_a_trainer_that_starts_again_writes_over_a_torn_row() -> None:
     store = Store(f"memory://unreadable-{next(names)}")
     store.put(ROWS_KEY, OPTIONAL[ROWS_KEY][:-20])
     MetricsWriter(store).append(Row(0, 5, NOW_S, 2, {"kl": 0.2}))
     assert [row.step for row in metrics.read_metrics(store)] == [1, 2, 3, 5]
 
 
-def test_a_row_of_another_object_is_none_of_this_one():
+def test_a_row_of_another_object_is_none_of_this_one() -> None:
     """Else one false step would blind the detectors to all that come after it."""
     store = Store(f"memory://unreadable-{next(names)}")
     store.put(ROWS_KEY, to_json(Row(0, 10**9, NOW_S, 1, {"kl": 0.1})) + b"\n" + OPTIONAL[ROWS_KEY])
@@ -158,7 +158,7 @@ def test_a_row_of_another_object_is_none_of_this_one():
 
 
 @pytest.mark.parametrize("key", [layout.RUN, layout.journal_entry(1), layout.CONTROLLER])
-def test_what_control_stands_on_is_never_left_out(key: str):
+def test_what_control_stands_on_is_never_left_out(key: str) -> None:
     run = Steered()
     run.store.put(key, b"{")
     reads = {layout.RUN: documents.read_run, layout.CONTROLLER: documents.read_controller}
@@ -166,7 +166,7 @@ def test_what_control_stands_on_is_never_left_out(key: str):
         reads.get(key, journal.read)(run.store)
 
 
-def test_a_report_of_one_machine_that_is_damaged_keeps_no_other_from_being_heard():
+def test_a_report_of_one_machine_that_is_damaged_keeps_no_other_from_being_heard() -> None:
     store, unreadable = Store(f"memory://unreadable-{next(names)}"), documents.Unreadable()
     good = MachineReport("rollout-1-i1", 1, None, False, "10.0.0.1", "", "b", NOW_S)
     documents.write_machine(store, good)
@@ -215,7 +215,7 @@ def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
 
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data(), st.booleans())
-def test_whatever_stands_in_the_place_of_optional_data_the_tick_goes_on(data: st.DataObject, ended: bool):
+def test_whatever_stands_in_the_place_of_optional_data_the_tick_goes_on(data: st.DataObject, ended: bool) -> None:
     run = Steered(ended_diverged=ended)
     run.ticks(1)
     bad = data.draw(st.sets(st.sampled_from(sorted(OPTIONAL)), min_size=1, max_size=2), label="damaged")
@@ -234,7 +234,7 @@ def test_whatever_stands_in_the_place_of_optional_data_the_tick_goes_on(data: st
     assert run.controller.state.phase in (RunPhase.STOPPING, RunPhase.STOPPED, RunPhase.FAILED)
 
 
-def test_nothing_is_told_of_a_run_in_which_all_can_be_read():
+def test_nothing_is_told_of_a_run_in_which_all_can_be_read() -> None:
     run = Steered(ended_diverged=True)
     for key, whole in OPTIONAL.items():
         if key != COMMAND_KEY:

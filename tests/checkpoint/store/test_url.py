@@ -32,7 +32,7 @@ def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("s3:///no-bucket", "names no bucket"),
     ],
 )
-def test_a_url_that_is_no_store_is_one_clear_line(url: str, told: str):
+def test_a_url_that_is_no_store_is_one_clear_line(url: str, told: str) -> None:
     with pytest.raises(StoreUnusable, match=told) as caught:
         Store(url)
     assert "\n" not in str(caught.value)
@@ -51,19 +51,19 @@ def test_a_url_that_is_no_store_is_one_clear_line(url: str, told: str):
         ("file:///tmp/x", {"region": "eu"}, "option 'region'"),
     ],
 )
-def test_a_wrong_option_is_named(url: str, options: dict[str, Any], told: str):
+def test_a_wrong_option_is_named(url: str, options: dict[str, Any], told: str) -> None:
     with pytest.raises(StoreUnusable, match=told) as caught:
         Store(url, options=options)
     assert "\n" not in str(caught.value)
 
 
-def test_a_password_in_a_url_is_not_told():
+def test_a_password_in_a_url_is_not_told() -> None:
     with pytest.raises(StoreUnusable) as caught:
         Store("nobody-knows://user:hunter2@host/y")
     assert "hunter2" not in str(caught.value)
 
 
-def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OPTIONS_ENV, '{"regoin": "eu"}')
     with pytest.raises(StoreUnusable, match="option 'regoin'"):
         Store("s3://bucket/run")
@@ -80,7 +80,7 @@ def works(ceph: S3Server, options: dict[str, Any] | None = None) -> bool:
     return store.get("a") == b"1"
 
 
-def test_the_environment_names_endpoint_and_credentials(ceph: S3Server, monkeypatch: pytest.MonkeyPatch):
+def test_the_environment_names_endpoint_and_credentials(ceph: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", ceph.endpoint)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ceph.access_key)
@@ -101,7 +101,7 @@ def aws_files(ceph: S3Server, tmp_path: Path) -> Path:
     return folder
 
 
-def test_profiles(ceph: S3Server, aws_files: Path, monkeypatch: pytest.MonkeyPatch):
+def test_profiles(ceph: S3Server, aws_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert works(ceph, {"profile": "team"})
     with pytest.raises(StoreDenied, match="check the access key"):
         works(ceph)  # the default profile's are wrong
@@ -116,14 +116,14 @@ def test_profiles(ceph: S3Server, aws_files: Path, monkeypatch: pytest.MonkeyPat
 
 def test_keys_in_the_environment_go_before_the_default_profile(
     ceph: S3Server, aws_files: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     assert aws_files.exists()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ceph.access_key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", ceph.secret_key)
     assert works(ceph)
 
 
-def test_what_a_killed_writer_left_in_a_folder_is_swept_once_it_is_old(tmp_path: Path):
+def test_what_a_killed_writer_left_in_a_folder_is_swept_once_it_is_old(tmp_path: Path) -> None:
     store = Store((tmp_path / "run").as_uri())
     store.put("blobs/one", b"1")
     for name in ("two#1", "three#12", "notes#me"):

@@ -137,7 +137,7 @@ TURNS = st.lists(
 @given(st.lists(BODIES, min_size=0, max_size=4), TURNS)
 def test_listed_checkpoints_are_whole_whatever_happens_between_two_operations(
     folder: Path, more: list[tuple[Any, ...]], turns: list[tuple[int, int, Fate]]
-):
+) -> None:
     world = World(folder)
     bodies: list[tuple[Any, ...]] = [("uploader", [1, 2], "ab"), ("collector", 1), *more]
 
@@ -186,7 +186,7 @@ def collect_all(store: Store) -> None:
     Collector(store, Catalog(store, "c"), functools.partial(going, 1)).collect(NOW_S)
 
 
-def test_a_late_deletion_strikes_no_name_that_is_used_again(folder: Path):
+def test_a_late_deletion_strikes_no_name_that_is_used_again(folder: Path) -> None:
     store = DictStore()
     late = Deletes()
     late.objects = store.objects
@@ -200,7 +200,7 @@ def test_a_late_deletion_strikes_no_name_that_is_used_again(folder: Path):
     needed(store, revisions(store)[-1].checkpoints)
 
 
-def test_a_chunk_that_came_back_behind_its_deletion_is_not_relied_upon(folder: Path):
+def test_a_chunk_that_came_back_behind_its_deletion_is_not_relied_upon(folder: Path) -> None:
     """Two uploads began at one revision; what one of them left is collected, and then the other one writes it."""
     store = DictStore()
     late = Deletes()
@@ -218,7 +218,7 @@ def test_a_chunk_that_came_back_behind_its_deletion_is_not_relied_upon(folder: P
     needed(store, revisions(store)[-1].checkpoints)
 
 
-def test_what_a_killed_upload_had_stored_is_not_sent_again(folder: Path):
+def test_what_a_killed_upload_had_stored_is_not_sent_again(folder: Path) -> None:
     store = DictStore()
 
     def die() -> None:
@@ -247,7 +247,7 @@ def test_what_a_killed_upload_had_stored_is_not_sent_again(folder: Path):
         "checkpoints/0000/00000005-abcd.json.bak",
     ],
 )
-def test_foreign_objects_are_passed_over_and_left_alone(folder: Path, key: str):
+def test_foreign_objects_are_passed_over_and_left_alone(folder: Path, key: str) -> None:
     store = DictStore()
     store.objects[key] = b"somebody's"
     upload(store, folder, "ab", 1)
@@ -257,7 +257,7 @@ def test_foreign_objects_are_passed_over_and_left_alone(folder: Path, key: str):
     assert store.objects[key] == b"somebody's"
 
 
-def test_a_damaged_checkpoint_blocks_collection_only_until_it_is_retired(folder: Path):
+def test_a_damaged_checkpoint_blocks_collection_only_until_it_is_retired(folder: Path) -> None:
     store = DictStore()
     upload(store, folder, "ab", 1)
     damaged = revisions(store)[-1].checkpoints[0].manifest
@@ -270,7 +270,7 @@ def test_a_damaged_checkpoint_blocks_collection_only_until_it_is_retired(folder:
     assert left == needed(store, revisions(store)[-1].checkpoints)
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_its_chunk_noted(folder: Path, tmp_path: Path):
+def test_a_damaged_checkpoint_is_passed_over_and_its_chunk_noted(folder: Path, tmp_path: Path) -> None:
     store = DictStore()
     upload(store, folder, "ab", 1)
     upload(store, folder, "c", 2)
@@ -285,7 +285,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_its_chunk_noted(folder: Path, t
 
 def test_a_restorer_whose_checkpoints_were_all_retired_meanwhile_finds_the_newer_ones(
     folder: Path, tmp_path: Path
-):
+) -> None:
     class Slow(DictStore):
         done = False
 

@@ -71,7 +71,7 @@ def send(wire: Wire, source: Path) -> list[File]:
     return chunks.send(wire, "root", manifest.files_below(source), stored={})
 
 
-def test_files_of_any_size_come_back(wire: Wire, source: Path, tmp_path: Path):
+def test_files_of_any_size_come_back(wire: Wire, source: Path, tmp_path: Path) -> None:
     told: list[int] = []
     files = chunks.send(wire, "root", manifest.files_below(source), stored={}, progress=told.append)
     assert sum(told) == sum(SIZES.values())
@@ -90,7 +90,7 @@ def test_files_of_any_size_come_back(wire: Wire, source: Path, tmp_path: Path):
     assert not chunks.same(files[0], source / files[1].name)
 
 
-def test_what_is_stored_is_not_sent_again(wire: Wire, source: Path):
+def test_what_is_stored_is_not_sent_again(wire: Wire, source: Path) -> None:
     stored: dict[str, str] = {}
     first = chunks.send(wire, "root", manifest.files_below(source), stored=stored, suffix=".1")
     assert len(wire.puts) == 10
@@ -100,7 +100,7 @@ def test_what_is_stored_is_not_sent_again(wire: Wire, source: Path):
     assert {chunk for file in second for chunk in file.chunks} == {c for file in first for c in file.chunks}
 
 
-def test_a_download_goes_on_where_an_earlier_one_ended(wire: Wire, source: Path, tmp_path: Path):
+def test_a_download_goes_on_where_an_earlier_one_ended(wire: Wire, source: Path, tmp_path: Path) -> None:
     files = send(wire, source)
     target = tmp_path / "target"
     chunks.receive(wire, "root", files, target)
@@ -117,7 +117,7 @@ def test_a_download_goes_on_where_an_earlier_one_ended(wire: Wire, source: Path,
     assert all(chunks.same(file, target / file.name) for file in files)
 
 
-def test_bytes_that_were_wrong_on_the_wire_are_read_again(wire: Wire, source: Path, tmp_path: Path):
+def test_bytes_that_were_wrong_on_the_wire_are_read_again(wire: Wire, source: Path, tmp_path: Path) -> None:
     files = send(wire, source)
     key = f"root/{files[0].chunks[3]}"
     wire.spoil = {key: 2}
@@ -126,7 +126,7 @@ def test_bytes_that_were_wrong_on_the_wire_are_read_again(wire: Wire, source: Pa
     assert all(chunks.same(file, tmp_path / "target" / file.name) for file in files)
 
 
-def test_a_damaged_chunk_is_named_and_nothing_of_it_is_used(wire: Wire, source: Path, tmp_path: Path):
+def test_a_damaged_chunk_is_named_and_nothing_of_it_is_used(wire: Wire, source: Path, tmp_path: Path) -> None:
     files = send(wire, source)
     chunk = files[0].chunks[3]
     wire.objects[f"root/{chunk}"] = wire.objects[f"root/{chunk}"][:-1]
@@ -141,7 +141,7 @@ def test_a_damaged_chunk_is_named_and_nothing_of_it_is_used(wire: Wire, source: 
     assert len(chunks.check(wire, "root", names)) == 1
 
 
-def test_a_suspect_chunk_is_stored_anew_under_another_name(wire: Wire, source: Path):
+def test_a_suspect_chunk_is_stored_anew_under_another_name(wire: Wire, source: Path) -> None:
     catalog = Catalog(wire, "t")
     files = manifest.files_below(source)
     first = transfer.upload(wire, catalog, files, PolicyVersion(0, 1), 1.0, {})
@@ -158,20 +158,20 @@ def test_a_suspect_chunk_is_stored_anew_under_another_name(wire: Wire, source: P
 
 
 @pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "a/../../evil", "", ".", "a\0b"])
-def test_a_file_cannot_leave_its_folder(wire: Wire, tmp_path: Path, name: str):
+def test_a_file_cannot_leave_its_folder(wire: Wire, tmp_path: Path, name: str) -> None:
     with pytest.raises(Corrupt, match="leaves its folder"):
         chunks.receive(wire, "root", [File(name, 0, "00", [])], tmp_path / "target")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("size_bytes", [-1, 2 * CHUNK + 1, 1 << 62])
-def test_a_size_must_fit_its_chunks(wire: Wire, tmp_path: Path, size_bytes: int):
+def test_a_size_must_fit_its_chunks(wire: Wire, tmp_path: Path, size_bytes: int) -> None:
     with pytest.raises(Corrupt, match=f"{size_bytes} bytes in 2 chunks"):
         chunks.receive(wire, "root", [File("a", size_bytes, "00", ["x", "y"])], tmp_path / "target")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_first_error_ends_a_transfer(wire: Wire, source: Path, tmp_path: Path):
+def test_the_first_error_ends_a_transfer(wire: Wire, source: Path, tmp_path: Path) -> None:
     files = send(wire, source)
     wire.objects.clear()
     with pytest.raises(NotFound):

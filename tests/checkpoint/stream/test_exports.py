@@ -69,7 +69,7 @@ def exported(store: Store) -> dict[str, bytes]:
     return {key.removeprefix(prefix): store.get(key) for key in keys}
 
 
-def test_weights_are_exported_and_what_only_a_trainer_needs_is_not(store: CuttingStore):
+def test_weights_are_exported_and_what_only_a_trainer_needs_is_not(store: CuttingStore) -> None:
     assert exports.read_export(store, AT) is None
     done = exports.export_weights(store, AT)
     assert done == Export("1-8", "exports/1-8")
@@ -77,7 +77,7 @@ def test_weights_are_exported_and_what_only_a_trainer_needs_is_not(store: Cuttin
     assert exported(store) == EXPORTED
 
 
-def test_an_export_that_was_cut_off_does_not_count_and_is_made_again(store: CuttingStore):
+def test_an_export_that_was_cut_off_does_not_count_and_is_made_again(store: CuttingStore) -> None:
     store.cuts = 1
     with pytest.raises(StoreUnavailable):
         exports.export_weights(store, AT)
@@ -86,7 +86,7 @@ def test_an_export_that_was_cut_off_does_not_count_and_is_made_again(store: Cutt
     assert exported(store) == EXPORTED
 
 
-def test_a_damaged_checkpoint_is_told_and_not_exported(store: CuttingStore):
+def test_a_damaged_checkpoint_is_told_and_not_exported(store: CuttingStore) -> None:
     for entry in store.entries(layout.BLOBS):
         store.put(entry.key, b"damaged")
     done = exports.export_weights(store, AT)

@@ -33,7 +33,7 @@ def folder(path: Path, **files: bytes) -> Path:
     return path
 
 
-def test_a_folder_exists_only_with_its_manifest(store: Store, tmp_path: Path):
+def test_a_folder_exists_only_with_its_manifest(store: Store, tmp_path: Path) -> None:
     source = folder(tmp_path / "src", one=b"1" * 1000, two=b"2", none=b"")
     published = manifest.publish(store, PREFIX, source, VERSION, 5.0, {"torch": "2"})
     store.put(f"{layout.policy(PolicyVersion(0, 9))}/one", b"cut off before its manifest")
@@ -51,7 +51,7 @@ def test_a_folder_exists_only_with_its_manifest(store: Store, tmp_path: Path):
 
 
 @pytest.mark.parametrize("damage", ["wrong byte", "truncated", "missing"])
-def test_damaged_files_are_never_used(store: Store, tmp_path: Path, damage: str):
+def test_damaged_files_are_never_used(store: Store, tmp_path: Path, damage: str) -> None:
     published = manifest.publish(store, PREFIX, folder(tmp_path / "src", model=b"weights"), VERSION, 0.0)
     chunk = f"{PREFIX}/{published.files[0].chunks[0]}"
     match damage:
@@ -67,21 +67,21 @@ def test_damaged_files_are_never_used(store: Store, tmp_path: Path, damage: str)
     assert sorted(p.name for p in tmp_path.iterdir() if "part" in p.name) == []
 
 
-def test_what_another_manifest_left_half_done_is_not_mixed_in(store: Store, tmp_path: Path):
+def test_what_another_manifest_left_half_done_is_not_mixed_in(store: Store, tmp_path: Path) -> None:
     manifest.publish(store, PREFIX, folder(tmp_path / "src", model=b"weights"), VERSION, 0.0)
     folder(tmp_path / ".dst.part", model=b"older and longer", extra=b"not in this one")
     manifest.fetch(store, PREFIX, tmp_path / "dst")
     assert {path.name: path.read_bytes() for path in (tmp_path / "dst").iterdir()} == {"model": b"weights"}
 
 
-def test_a_folder_that_is_there_is_replaced_at_once(store: Store, tmp_path: Path):
+def test_a_folder_that_is_there_is_replaced_at_once(store: Store, tmp_path: Path) -> None:
     manifest.publish(store, PREFIX, folder(tmp_path / "src", model=b"weights"), VERSION, 0.0)
     folder(tmp_path / "dst", model=b"old", stale=b"old")
     manifest.fetch(store, PREFIX, tmp_path / "dst")
     assert {path.name: path.read_bytes() for path in (tmp_path / "dst").iterdir()} == {"model": b"weights"}
 
 
-def test_the_digest_names_the_content(store: Store, tmp_path: Path):
+def test_the_digest_names_the_content(store: Store, tmp_path: Path) -> None:
     first = manifest.publish(store, "a", folder(tmp_path / "1", x=b"x", y=b"y"), VERSION, 0.0)
     same = manifest.publish(
         store, "b", folder(tmp_path / "2", y=b"y", x=b"x"), PolicyVersion(1, 1), 9.0, {"m": "1"}
@@ -92,11 +92,11 @@ def test_the_digest_names_the_content(store: Store, tmp_path: Path):
 
 
 @pytest.mark.parametrize("label", ["0-12", "0-12@1f2e3d4c5b6a", f"0-12@{'1f' * 16}"])
-def test_a_label_is_read_whatever_the_length_of_its_digest(label: str):
+def test_a_label_is_read_whatever_the_length_of_its_digest(label: str) -> None:
     assert labelled_version(label) == PolicyVersion(0, 12)
 
 
-def test_a_truncated_manifest_is_one_clear_line(store: Store, tmp_path: Path):
+def test_a_truncated_manifest_is_one_clear_line(store: Store, tmp_path: Path) -> None:
     manifest.publish(store, PREFIX, folder(tmp_path / "src", model=b"weights"), VERSION, 0.0)
     key = f"{PREFIX}/{layout.MANIFEST}"
     whole = store.get(key)
@@ -109,7 +109,7 @@ def test_a_truncated_manifest_is_one_clear_line(store: Store, tmp_path: Path):
 
 
 @pytest.mark.parametrize("bad", [b"", b"{", b'{"schema": 99}', b"\xff\xfe", b"[]", b'{"files": 1}'])
-def test_unreadable_manifests_are_one_clear_line(store: Store, bad: bytes):
+def test_unreadable_manifests_are_one_clear_line(store: Store, bad: bytes) -> None:
     store.put("p/manifest.json", bad)
     with pytest.raises(Corrupt) as caught:
         manifest.load(store, "p")
@@ -117,7 +117,7 @@ def test_unreadable_manifests_are_one_clear_line(store: Store, bad: bytes):
     assert "p/manifest.json" in str(caught.value)
 
 
-def test_a_newer_schema_says_so(store: Store):
+def test_a_newer_schema_says_so(store: Store) -> None:
     newer = Manifest(SCHEMA + 1, "0-1", 0.0, "p", [])
     store.put("p/manifest.json", to_json(newer))
     with pytest.raises(Corrupt, match="use a newer one"):

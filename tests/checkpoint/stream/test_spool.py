@@ -55,7 +55,7 @@ def steps(spool: Spool) -> list[int]:
     return [seal.at.step for seal, _ in spool.sealed()]
 
 
-def test_a_second_slot_is_begun_and_a_third_has_no_room(spool: Spool):
+def test_a_second_slot_is_begun_and_a_third_has_no_room(spool: Spool) -> None:
     first, second = save(spool, 5), save(spool, 100)
     assert steps(spool) == [5, 100], "in the order of steps, not of names"
     assert spool.claim(105) is None
@@ -68,12 +68,12 @@ def test_a_second_slot_is_begun_and_a_third_has_no_room(spool: Spool):
     assert (second / "model").read_bytes() == bytes([100]) * SIZE
 
 
-def test_one_slot_larger_than_expected_counts_as_it_is(spool: Spool):
+def test_one_slot_larger_than_expected_counts_as_it_is(spool: Spool) -> None:
     save(spool, 5, model=SIZE * 3 // 2)
     assert spool.claim(10) is None
 
 
-def test_a_free_slot_keeps_its_memory(spool: Spool):
+def test_a_free_slot_keeps_its_memory(spool: Spool) -> None:
     slot = save(spool, 5)
     assert slot is not None
     inode = (slot / "model").stat().st_ino
@@ -83,7 +83,7 @@ def test_a_free_slot_keeps_its_memory(spool: Spool):
     assert (again / "model").stat().st_ino == inode
 
 
-def test_what_a_save_does_not_write_is_not_handed_on(spool: Spool):
+def test_what_a_save_does_not_write_is_not_handed_on(spool: Spool) -> None:
     """Such as the shards of a checkpoint that had more of them."""
     slot = save(spool, 5, model=10, shard=10, empty=0)
     assert slot is not None
@@ -95,7 +95,7 @@ def test_what_a_save_does_not_write_is_not_handed_on(spool: Spool):
     assert sorted(path.name for path in again.rglob("*") if path.is_file()) == ["empty", "model", "more"]
 
 
-def test_memory_that_was_got_in_advance_and_not_used_is_not_handed_on(spool: Spool):
+def test_memory_that_was_got_in_advance_and_not_used_is_not_handed_on(spool: Spool) -> None:
     spool.prepare({"model": SIZE // 2, "optimizer": SIZE})
     slot = spool.claim(3)
     assert slot is not None
@@ -105,7 +105,7 @@ def test_memory_that_was_got_in_advance_and_not_used_is_not_handed_on(spool: Spo
     assert [path.name for path in slot.iterdir()] == ["optimizer"]
 
 
-def test_no_memory_is_got_in_advance_that_does_not_fit_or_is_there(spool: Spool):
+def test_no_memory_is_got_in_advance_that_does_not_fit_or_is_there(spool: Spool) -> None:
     spool.prepare({"model": 3 * SIZE})
     assert list(spool.folder.iterdir()) == []
     save(spool, 1)
@@ -139,7 +139,9 @@ def killing(number: int, patch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_a_trainer_killed_at_any_point_loses_nothing_sealed_and_leaves_a_free_slot(tmp_path: Path, prepared: bool):
+def test_a_trainer_killed_at_any_point_loses_nothing_sealed_and_leaves_a_free_slot(
+    tmp_path: Path, prepared: bool
+) -> None:
     number = 0
     while True:
         number += 1
@@ -170,7 +172,7 @@ def test_a_trainer_killed_at_any_point_loses_nothing_sealed_and_leaves_a_free_sl
     assert number > 8, "hardly anything was killed, so this proves little"
 
 
-def test_a_slot_that_is_released_while_one_looks_is_no_error(spool: Spool):
+def test_a_slot_that_is_released_while_one_looks_is_no_error(spool: Spool) -> None:
     """The trainer looks while the uploader, another process, gives slots back."""
     slot, looked = spool.folder / "checkpoint-1", threading.Event()
     slot.mkdir()
@@ -193,14 +195,14 @@ def test_a_slot_that_is_released_while_one_looks_is_no_error(spool: Spool):
     assert errors == []
 
 
-def test_what_the_uploader_says_is_heard(spool: Spool):
+def test_what_the_uploader_says_is_heard(spool: Spool) -> None:
     assert spool.heard() == UploaderState()
     said = UploaderState("0-5", "0-10", 3, 9, "free some space")
     spool.say(said)
     assert spool.heard() == said
 
 
-def test_giving_up_a_slot_asks_for_no_more_than_was_there(spool: Spool):
+def test_giving_up_a_slot_asks_for_no_more_than_was_there(spool: Spool) -> None:
     save(spool, 5)
     slot = spool.claim(10)
     assert slot is not None
@@ -225,7 +227,7 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_the_uploader_frees_a_spool_without_a_byte_of_room(small_memory: Path, tmp_path: Path):
+def test_the_uploader_frees_a_spool_without_a_byte_of_room(small_memory: Path, tmp_path: Path) -> None:
     spool, store = Spool(small_memory / "spool", GIB, SIZE), Store(f"file://{tmp_path}/store")
     save(spool, 1)
     with pytest.raises(OSError, match="No space left") as caught:
@@ -239,7 +241,7 @@ def test_the_uploader_frees_a_spool_without_a_byte_of_room(small_memory: Path, t
     assert save(spool, 3) is not None
 
 
-def test_a_spool_is_found_again_and_given_back(tmp_path: Path):
+def test_a_spool_is_found_again_and_given_back(tmp_path: Path) -> None:
     spec = CheckpointsSpec(spool=str(tmp_path / "fast"), spool_gib=0.001)
     assert find_spool(tmp_path) is None
     (tmp_path / spooling.LINK).mkdir()  # as transformers does before anybody
@@ -263,7 +265,7 @@ def test_a_spool_is_found_again_and_given_back(tmp_path: Path):
 
 def test_a_checkpoint_that_cannot_fit_is_refused_with_the_key_to_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     with pytest.raises(NoRoom, match=r"checkpoints\.spool_gib: a checkpoint takes about 1\.00 GiB"):
         make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path), spool_gib=0.5), GIB)
     monkeypatch.setattr(spooling, "_free_bytes", lambda _: GIB)
@@ -283,7 +285,7 @@ def checkpoints_of(spool: Spool, timeline: int, verdict: Verdict) -> Checkpoints
     )
 
 
-def test_what_an_abandoned_timeline_stored_is_not_taken_for_the_present_ones(spool: Spool):
+def test_what_an_abandoned_timeline_stored_is_not_taken_for_the_present_ones(spool: Spool) -> None:
     checkpoints = checkpoints_of(spool, 1, Verdict())
     checkpoints.begin_from(20, logging_steps=1)
     spool.say(UploaderState(stored="0-30"))
@@ -296,7 +298,7 @@ def test_what_an_abandoned_timeline_stored_is_not_taken_for_the_present_ones(spo
     ("verdict", "before"),
     [(Verdict(), 60), (Verdict(Health.WATCH, 100, onset_step=93), 93), (Verdict(Health.TRIPPED, 99, 95, 99), 95)],
 )
-def test_a_seal_says_from_before_which_step_one_must_stay(spool: Spool, verdict: Verdict, before: int):
+def test_a_seal_says_from_before_which_step_one_must_stay(spool: Spool, verdict: Verdict, before: int) -> None:
     checkpoints = checkpoints_of(spool, 0, verdict)
     checkpoints.begin_from(0, logging_steps=2)
     slot = checkpoints.open(100, last=False)

@@ -51,19 +51,19 @@ def kill_and_look(store: Store, folder: Path, env: dict[str, str], kills: int, s
     check_nothing_is_left(store)
 
 
-def test_kills_over_files(tmp_path: Path):
+def test_kills_over_files(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(10**6)
     kill_and_look(Store(f"file://{tmp_path}/store"), tmp_path, {}, KILLS, seed)
 
 
-def test_kills_over_s3_leave_no_upload_behind(tmp_path: Path, moto: S3Server):
+def test_kills_over_s3_leave_no_upload_behind(tmp_path: Path, moto: S3Server) -> None:
     seed = random.SystemRandom().randrange(10**6)
     store = Store(moto.url(f"kills {seed}"), options=moto.options())
     kill_and_look(store, tmp_path, {OPTIONS_ENV: json.dumps(moto.options())}, KILLS // 2, seed)
     assert moto.client().list_multipart_uploads(Bucket=moto.bucket).get("Uploads", []) == []
 
 
-def test_a_killed_download_is_taken_up_again(tmp_path: Path):
+def test_a_killed_download_is_taken_up_again(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}/store")
     processes = Processes(store.url, tmp_path, {})
     try:

@@ -98,7 +98,7 @@ def begun(run: Run) -> tuple[str | None, dict[str, int | float]]:
     return one.fork.start, dict(one.fork.changes)
 
 
-def test_a_target_and_changes_are_taken_as_given(run: Run, cli: Cli):
+def test_a_target_and_changes_are_taken_as_given(run: Run, cli: Cli) -> None:
     run.saves("0-2", "0-4", "0-6")
     code, out, _ = cli("rollback", "--to", "4", "--set", "beta=0.08", "--set", "learning_rate=1e-5")
     assert code == 0
@@ -109,7 +109,7 @@ def test_a_target_and_changes_are_taken_as_given(run: Run, cli: Cli):
     assert run.started == ["rollback"]
 
 
-def test_without_words_it_goes_to_before_the_trouble_with_the_changes_by_rule(run: Run, cli: Cli):
+def test_without_words_it_goes_to_before_the_trouble_with_the_changes_by_rule(run: Run, cli: Cli) -> None:
     run.saves("0-2", "0-4", "0-6")
     run.happens(Diverged(0, 7, 5, ("KL 9",), "trainer"), RunMoved(RunPhase.PAUSED, "diverged"))
     code, out, _ = cli("rollback", "-o", "json")
@@ -122,7 +122,7 @@ def test_without_words_it_goes_to_before_the_trouble_with_the_changes_by_rule(ru
     assert run.state.phase is RunPhase.STARTING
 
 
-def test_with_nothing_to_go_back_to_it_asks_for_a_word_and_begins_nothing(run: Run, cli: Cli):
+def test_with_nothing_to_go_back_to_it_asks_for_a_word_and_begins_nothing(run: Run, cli: Cli) -> None:
     run.saves("0-50")
     run.happens(Diverged(0, 90, 30, ("KL 9",), "trainer"), RunMoved(RunPhase.PAUSED, "diverged"))
     code, _, err = cli("rollback")
@@ -134,13 +134,13 @@ def test_with_nothing_to_go_back_to_it_asks_for_a_word_and_begins_nothing(run: R
 
 
 @pytest.mark.parametrize("word", ["start", "0"])
-def test_the_start_is_a_target_too(run: Run, cli: Cli, word: str):
+def test_the_start_is_a_target_too(run: Run, cli: Cli, word: str) -> None:
     run.saves("0-2")
     assert cli("rollback", "--to", word)[0] == 0
     assert begun(run)[0] is None
 
 
-def test_the_newest_checkpoint_has_a_name(run: Run, cli: Cli):
+def test_the_newest_checkpoint_has_a_name(run: Run, cli: Cli) -> None:
     run.saves("0-2", "0-4")
     assert cli("rollback", "--to", "latest")[0] == 0
     assert begun(run)[0] == "0-4"
@@ -162,7 +162,7 @@ def test_the_newest_checkpoint_has_a_name(run: Run, cli: Cli):
         ),
     ],
 )
-def test_mistakes_are_one_line_and_change_nothing(run: Run, cli: Cli, words: list[str], message: str):
+def test_mistakes_are_one_line_and_change_nothing(run: Run, cli: Cli, words: list[str], message: str) -> None:
     run.saves("0-2", "0-4")
     code, out, err = cli("rollback", *words)
     assert (code, out) == (exit_codes.USAGE, "")
@@ -172,7 +172,7 @@ def test_mistakes_are_one_line_and_change_nothing(run: Run, cli: Cli, words: lis
     assert not run.started
 
 
-def test_a_finished_run_is_left_alone(run: Run, cli: Cli):
+def test_a_finished_run_is_left_alone(run: Run, cli: Cli) -> None:
     run.happens(RunMoved(RunPhase.FINISHED, "done"))
     code, _, err = cli("rollback")
     assert code == exit_codes.USAGE
@@ -181,7 +181,7 @@ def test_a_finished_run_is_left_alone(run: Run, cli: Cli):
 
 
 @pytest.mark.parametrize("phase", [RunPhase.PAUSED, RunPhase.GAVE_UP])
-def test_resume_of_a_diverged_run_says_what_to_do(run: Run, cli: Cli, phase: RunPhase):
+def test_resume_of_a_diverged_run_says_what_to_do(run: Run, cli: Cli, phase: RunPhase) -> None:
     run.happens(Diverged(0, 7, 5, ("KL 9",), "trainer"), RunMoved(phase, "diverged since step 5"))
     code, _, err = cli("resume")
     assert code == exit_codes.USAGE
@@ -189,7 +189,7 @@ def test_resume_of_a_diverged_run_says_what_to_do(run: Run, cli: Cli, phase: Run
     assert not run.started
 
 
-def test_resume_finishes_an_export_that_was_cut_off(run: Run, cli: Cli):
+def test_resume_finishes_an_export_that_was_cut_off(run: Run, cli: Cli) -> None:
     run.happens(HealthyChosen("0-4"), RunMoved(RunPhase.GAVE_UP, "diverged"))
     assert cli("resume", "-d")[0] == 0
     assert run.started == ["resume"]

@@ -88,7 +88,7 @@ def gone(cloud: Cloud, node: str = NODE) -> Machine:
     return seen(cloud, lambda all_: node in all_ and all_[node].state is MachineState.GONE)[node]
 
 
-def test_a_launched_machine_appears_under_its_name(cloud: Cloud, world: CloudWorld):
+def test_a_launched_machine_appears_under_its_name(cloud: Cloud, world: CloudWorld) -> None:
     assert seen(cloud, lambda _: True) == {}
     machine = at_work(cloud, world)
     assert (machine.node, machine.attempt, machine.exit_code, machine.why) == (NODE, 1, None, "")
@@ -97,7 +97,7 @@ def test_a_launched_machine_appears_under_its_name(cloud: Cloud, world: CloudWor
     assert up(cloud).node in cloud.logged_nodes()
 
 
-def test_launching_twice_is_launching_once(cloud: Cloud, world: CloudWorld):
+def test_launching_twice_is_launching_once(cloud: Cloud, world: CloudWorld) -> None:
     at_work(cloud, world)
     for _ in range(3):
         cloud.launch(order())
@@ -106,7 +106,7 @@ def test_launching_twice_is_launching_once(cloud: Cloud, world: CloudWorld):
     assert cloud.machines().keys() == {NODE, OTHER}
 
 
-def test_an_attempt_that_is_over_is_not_started_again(cloud: Cloud, world: CloudWorld):
+def test_an_attempt_that_is_over_is_not_started_again(cloud: Cloud, world: CloudWorld) -> None:
     cloud.launch(order(TRAINER, exit_code=7))
     seen(cloud, lambda all_: TRAINER in all_ and all_[TRAINER].exit_code == 7)
     cloud.launch(order(TRAINER))
@@ -114,7 +114,9 @@ def test_an_attempt_that_is_over_is_not_started_again(cloud: Cloud, world: Cloud
     assert world.attempts(TRAINER) == [1]
 
 
-def test_work_that_ended_leaves_its_machine_up_and_the_next_attempt_runs_there(cloud: Cloud, world: CloudWorld):
+def test_work_that_ended_leaves_its_machine_up_and_the_next_attempt_runs_there(
+    cloud: Cloud, world: CloudWorld
+) -> None:
     cloud.launch(order(TRAINER, exit_code=7))
     machine = seen(cloud, lambda all_: TRAINER in all_ and all_[TRAINER].exit_code is not None)[TRAINER]
     assert (machine.state, machine.exit_code, machine.attempt) == (MachineState.UP, 7, 1)
@@ -124,7 +126,7 @@ def test_work_that_ended_leaves_its_machine_up_and_the_next_attempt_runs_there(c
     assert (machine.state, machine.exit_code) == (MachineState.UP, None)
 
 
-def test_terminate_returns_when_nothing_of_the_machine_is_left(cloud: Cloud, world: CloudWorld):
+def test_terminate_returns_when_nothing_of_the_machine_is_left(cloud: Cloud, world: CloudWorld) -> None:
     at_work(cloud, world)
     cloud.terminate(NODE)
     assert not world.exists(NODE)
@@ -134,7 +136,9 @@ def test_terminate_returns_when_nothing_of_the_machine_is_left(cloud: Cloud, wor
     assert cloud.machines() == {}
 
 
-def test_a_machine_that_died_is_gone_and_stays_on_record_until_it_is_terminated(cloud: Cloud, world: CloudWorld):
+def test_a_machine_that_died_is_gone_and_stays_on_record_until_it_is_terminated(
+    cloud: Cloud, world: CloudWorld
+) -> None:
     at_work(cloud, world)
     world.kill(NODE)
     assert gone(cloud).why
@@ -145,7 +149,7 @@ def test_a_machine_that_died_is_gone_and_stays_on_record_until_it_is_terminated(
     assert cloud.machines() == {}
 
 
-def test_asking_about_one_machine_tells_a_dead_one_from_one_that_lives(cloud: Cloud, world: CloudWorld):
+def test_asking_about_one_machine_tells_a_dead_one_from_one_that_lives(cloud: Cloud, world: CloudWorld) -> None:
     at_work(cloud, world)
     at_work(cloud, world, OTHER)
     world.kill(NODE)
@@ -155,7 +159,7 @@ def test_asking_about_one_machine_tells_a_dead_one_from_one_that_lives(cloud: Cl
     assert cloud.machines()[OTHER].state is MachineState.UP
 
 
-def test_machines_do_not_touch_each_other(cloud: Cloud, world: CloudWorld):
+def test_machines_do_not_touch_each_other(cloud: Cloud, world: CloudWorld) -> None:
     for node in (NODE, OTHER, TRAINER):
         at_work(cloud, world, node)
     world.kill(NODE)
@@ -167,7 +171,7 @@ def test_machines_do_not_touch_each_other(cloud: Cloud, world: CloudWorld):
     assert [world.exists(node) for node in (NODE, OTHER, TRAINER)] == [False, False, True]
 
 
-def test_of_two_names_of_which_one_begins_the_other_each_is_its_own(cloud: Cloud, world: CloudWorld):
+def test_of_two_names_of_which_one_begins_the_other_each_is_its_own(cloud: Cloud, world: CloudWorld) -> None:
     longer = f"{NODE}0"
     at_work(cloud, world)
     at_work(cloud, world, longer)
@@ -177,7 +181,7 @@ def test_of_two_names_of_which_one_begins_the_other_each_is_its_own(cloud: Cloud
 
 
 @pytest.mark.parametrize("ends", ["at work", "after its work", "told", "dead"])
-def test_a_name_can_be_used_again(cloud: Cloud, world: CloudWorld, ends: str):
+def test_a_name_can_be_used_again(cloud: Cloud, world: CloudWorld, ends: str) -> None:
     cloud.launch(order(exit_code=7 if ends == "after its work" else None))
     until(lambda: world.attempts(NODE))
     if ends == "after its work":
@@ -196,13 +200,13 @@ def test_a_name_can_be_used_again(cloud: Cloud, world: CloudWorld, ends: str):
     assert world.exists(NODE)
 
 
-def test_a_notice_is_seen(cloud: Cloud, world: CloudWorld):
+def test_a_notice_is_seen(cloud: Cloud, world: CloudWorld) -> None:
     at_work(cloud, world)
     world.notice(NODE)
     assert seen(cloud, lambda all_: all_[NODE].notice)[NODE].state is MachineState.UP
 
 
-def test_machines_outlive_their_controller_and_the_next_one_adopts_them(cloud: Cloud, world: CloudWorld):
+def test_machines_outlive_their_controller_and_the_next_one_adopts_them(cloud: Cloud, world: CloudWorld) -> None:
     cloud.launch(order(TRAINER, exit_code=7))
     seen(cloud, lambda all_: TRAINER in all_ and all_[TRAINER].exit_code == 7)
     cloud.launch(order(TRAINER, attempt=2))
@@ -222,7 +226,7 @@ def test_machines_outlive_their_controller_and_the_next_one_adopts_them(cloud: C
     assert not world.exists(NODE)
 
 
-def test_a_refused_launch_is_typed_and_leaves_nothing(cloud: Cloud, world: CloudWorld):
+def test_a_refused_launch_is_typed_and_leaves_nothing(cloud: Cloud, world: CloudWorld) -> None:
     world.capacity("rollout-0", ok=False)
     with pytest.raises(CloudRefused) as caught:
         cloud.launch(order())
@@ -234,7 +238,7 @@ def test_a_refused_launch_is_typed_and_leaves_nothing(cloud: Cloud, world: Cloud
     at_work(cloud, world)
 
 
-def test_a_log_is_that_of_a_node_or_of_its_slots_newest_one(cloud: Cloud, world: CloudWorld):
+def test_a_log_is_that_of_a_node_or_of_its_slots_newest_one(cloud: Cloud, world: CloudWorld) -> None:
     at_work(cloud, world, "rollout-0-i9")
     at_work(cloud, world, "rollout-0-i10")
     cloud.launch(order("rollout-0-i10", attempt=2, exit_code=0))
@@ -246,7 +250,7 @@ def test_a_log_is_that_of_a_node_or_of_its_slots_newest_one(cloud: Cloud, world:
             cloud.log(name, follow=False)
 
 
-def test_the_log_of_a_machine_that_is_gone_is_kept_or_there_is_none(cloud: Cloud, world: CloudWorld):
+def test_the_log_of_a_machine_that_is_gone_is_kept_or_there_is_none(cloud: Cloud, world: CloudWorld) -> None:
     at_work(cloud, world)
     cloud.terminate(NODE)
     if world.keeps_logs:
@@ -259,7 +263,7 @@ def test_the_log_of_a_machine_that_is_gone_is_kept_or_there_is_none(cloud: Cloud
 
 def test_what_machines_shared_can_be_cleaned_up_once_they_are_gone_and_is_there_for_the_next(
     cloud: Cloud, world: CloudWorld
-):
+) -> None:
     cloud.clean_up()
     at_work(cloud, world)
     cloud.terminate(NODE)
@@ -268,7 +272,7 @@ def test_what_machines_shared_can_be_cleaned_up_once_they_are_gone_and_is_there_
     at_work(cloud, world, OTHER)
 
 
-def test_a_machine_for_each_slot_is_offered_the_trainer_first(cloud: Cloud):
+def test_a_machine_for_each_slot_is_offered_the_trainer_first(cloud: Cloud) -> None:
     assert [(offer.role, offer.market) for offer in cloud.offers()] == [
         (Role.TRAINER, Market.ON_DEMAND), (Role.ROLLOUT, Market.SPOT), (Role.ROLLOUT, Market.SPOT),
     ]  # fmt: skip

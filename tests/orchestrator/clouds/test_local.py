@@ -57,7 +57,7 @@ def processes(cloud: LocalCloud, node: str) -> list[int]:
     return marked_processes(cloud._folder / node)
 
 
-def test_a_machine_that_is_at_work_takes_no_other_work(cloud: LocalCloud, tmp_path: Path):
+def test_a_machine_that_is_at_work_takes_no_other_work(cloud: LocalCloud, tmp_path: Path) -> None:
     cloud.launch(order())
     log = tmp_path / "machines" / "rollout-0-i1" / "log"
     while not log.read_text():
@@ -66,7 +66,7 @@ def test_a_machine_that_is_at_work_takes_no_other_work(cloud: LocalCloud, tmp_pa
     assert until(cloud, "rollout-0-i1", up).attempt == 1
 
 
-def test_a_process_between_two_programs_still_belongs_to_its_machine(tmp_path: Path):
+def test_a_process_between_two_programs_still_belongs_to_its_machine(tmp_path: Path) -> None:
     again = tmp_path / "again.sh"
     again.write_text(f"exec sh {again}")
     process = subprocess.Popen(["sh", again], env={**os.environ, MARK: str(tmp_path)})
@@ -77,7 +77,7 @@ def test_a_process_between_two_programs_still_belongs_to_its_machine(tmp_path: P
         process.wait()
 
 
-def test_a_preempted_machine_is_gone_with_everything_on_it(cloud: LocalCloud):
+def test_a_preempted_machine_is_gone_with_everything_on_it(cloud: LocalCloud) -> None:
     cloud.launch(order())
     until(cloud, "rollout-0-i1", up)
     cloud.preempt("rollout-0-i1", "preempted")
@@ -110,7 +110,7 @@ def killed(cloud: LocalCloud, node: str) -> None:
 )
 def test_the_memory_of_a_machine_is_given_back_with_it(
     ends: Callable[[LocalCloud, str], None], cloud: LocalCloud, tmp_path: Path
-):
+) -> None:
     links = {}
     for node in ("trainer-0-i1", "trainer-0-i2"):
         cloud.launch(order(node))
@@ -122,7 +122,9 @@ def test_the_memory_of_a_machine_is_given_back_with_it(
     assert (links["trainer-0-i2"] / "checkpoint-50" / "model.safetensors").read_bytes() == b"weights"
 
 
-def test_a_spool_outlives_the_work_and_nothing_of_another_name_is_removed(cloud: LocalCloud, tmp_path: Path):
+def test_a_spool_outlives_the_work_and_nothing_of_another_name_is_removed(
+    cloud: LocalCloud, tmp_path: Path
+) -> None:
     cloud.launch(order("trainer-0-i1", STAND_IN_EXIT="7"))
     until(cloud, "trainer-0-i1", lambda m: m is not None and m.exit_code is not None)
     link = a_spool(cloud, "trainer-0-i1", tmp_path / "grpo-orch-1")
@@ -136,7 +138,7 @@ def test_a_spool_outlives_the_work_and_nothing_of_another_name_is_removed(cloud:
     assert (tmp_path / "theirs" / "checkpoint-50" / "model.safetensors").exists()
 
 
-def test_capacity_comes_back_by_itself(cloud: LocalCloud):
+def test_capacity_comes_back_by_itself(cloud: LocalCloud) -> None:
     cloud.refuse(["rollout-0"], 0.3)
     with pytest.raises(CloudRefused, match="no spot capacity for rollout-0"):
         cloud.launch(order())
@@ -145,7 +147,7 @@ def test_capacity_comes_back_by_itself(cloud: LocalCloud):
     until(cloud, "rollout-0-i1", up)
 
 
-def test_offers_have_the_rehearsals_prices(cloud: LocalCloud):
+def test_offers_have_the_rehearsals_prices(cloud: LocalCloud) -> None:
     priced = replace(
         spec(),
         rehearse=Rehearsal(

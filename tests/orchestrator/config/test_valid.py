@@ -252,7 +252,7 @@ def test_the_template_is_valid_with_everything_that_it_comments_out(tmp_path: Pa
     assert spec.grpo["bf16"] is False
 
 
-def test_the_store_is_found_however_the_rest_of_the_file_is(tmp_path: Path):
+def test_the_store_is_found_however_the_rest_of_the_file_is(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("name: 7\nstorage: ./run\ntrainer: {model: ./moved-away}\nnonsense: true\n")
     assert load_storage(path) == Storage(f"file://{tmp_path}/run", {})

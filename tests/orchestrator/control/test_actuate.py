@@ -104,21 +104,21 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_an_action_that_runs_is_not_started_again(cloud: Clouds, actuator: Actuator):
+def test_an_action_that_runs_is_not_started_again(cloud: Clouds, actuator: Actuator) -> None:
     for _ in range(3):
         actuator.submit((LAUNCH, Confirm("trainer-0-i1")), held)
     until(lambda: len(cloud.calls) == 2)
     assert sorted(cloud.calls) == ["confirm trainer-0-i1", "launch rollout-0-i1"]
 
 
-def test_a_machine_can_be_given_up_while_it_is_being_launched(cloud: Clouds, actuator: Actuator):
+def test_a_machine_can_be_given_up_while_it_is_being_launched(cloud: Clouds, actuator: Actuator) -> None:
     actuator.submit((LAUNCH,), held)
     until(lambda: cloud.calls == ["launch rollout-0-i1"])
     actuator.submit((TERMINATE,), held)
     until(lambda: cloud.calls == ["launch rollout-0-i1", "terminate rollout-0-i1"])
 
 
-def test_a_refusal_is_told_once(cloud: Clouds, actuator: Actuator):
+def test_a_refusal_is_told_once(cloud: Clouds, actuator: Actuator) -> None:
     cloud.fails = CloudRefused(Refusal.QUOTA, "no vCPUs left")
     cloud.go.set()
     actuator.submit((LAUNCH,), held)
@@ -128,7 +128,7 @@ def test_a_refusal_is_told_once(cloud: Clouds, actuator: Actuator):
     assert actuator.collect() == ()
 
 
-def test_a_cloud_that_does_not_answer_is_not_asked_again_at_once(cloud: Clouds, actuator: Actuator):
+def test_a_cloud_that_does_not_answer_is_not_asked_again_at_once(cloud: Clouds, actuator: Actuator) -> None:
     cloud.fails = CloudUnavailable("the API server is away")
     cloud.go.set()
     actuator.submit((LAUNCH,), held)
@@ -139,7 +139,7 @@ def test_a_cloud_that_does_not_answer_is_not_asked_again_at_once(cloud: Clouds, 
 
 def test_a_fork_is_written_though_the_store_was_away(
     store: AwayStore, actuator: Actuator, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(actuate, "UNAVAILABLE_WAIT_S", 0.01)
     store.refuses = 2
     fork = Fork(1, "0-8", {"beta": 0.08})
@@ -153,7 +153,7 @@ def test_a_fork_is_written_though_the_store_was_away(
     assert forks.read_forks(store) == (fork,)
 
 
-def test_an_export_that_cannot_be_is_told_and_not_tried_for_ever(store: AwayStore, actuator: Actuator):
+def test_an_export_that_cannot_be_is_told_and_not_tried_for_ever(store: AwayStore, actuator: Actuator) -> None:
     actuator.submit((Export("0-8"),), held)
     until(lambda: exports.read_export(store, PolicyVersion(0, 8)) is not None)
     done = exports.read_export(store, PolicyVersion(0, 8))
@@ -161,7 +161,7 @@ def test_an_export_that_cannot_be_is_told_and_not_tried_for_ever(store: AwayStor
     assert (done.prefix, "no checkpoint 0-8" in done.error) == ("", True)
 
 
-def test_nothing_is_begun_behind_a_journal_that_has_moved_on(cloud: Clouds, actuator: Actuator):
+def test_nothing_is_begun_behind_a_journal_that_has_moved_on(cloud: Clouds, actuator: Actuator) -> None:
     def replaced() -> None:
         raise Fenced("b/2 wrote journal entry 7")
 
@@ -174,7 +174,7 @@ def test_nothing_is_begun_behind_a_journal_that_has_moved_on(cloud: Clouds, actu
     actuator.submit((TERMINATE,), replaced)  # it is under way already
 
 
-def test_what_was_fenced_too_long_ago_is_not_begun(cloud: Clouds, store: AwayStore):
+def test_what_was_fenced_too_long_ago_is_not_begun(cloud: Clouds, store: AwayStore) -> None:
     """This process is stopped between its look at the journal and the call."""
     now_s = [100.0]
     actuator = Actuator(cloud, store, lambda _: {}, clock=lambda: now_s[0])

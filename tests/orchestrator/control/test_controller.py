@@ -75,7 +75,7 @@ class Hands:
 
 
 @pytest.mark.parametrize("leaves", ["before", "behind", "delete"])
-def test_a_store_that_goes_away_in_a_tick_leaves_state_and_journal_agreed(leaves: str):
+def test_a_store_that_goes_away_in_a_tick_leaves_state_and_journal_agreed(leaves: str) -> None:
     """At each entry in turn; the run goes on, and its one controller is never taken for a replaced one."""
     for when in (0, 1, 5):
         store, world = LeavingStore(f"memory://controller-{next(names)}", patience_s=0.0), World(max_steps=10**6)
@@ -100,7 +100,7 @@ def test_a_store_that_goes_away_in_a_tick_leaves_state_and_journal_agreed(leaves
         assert store.leaves is None
 
 
-def test_who_was_replaced_acts_no_more_not_even_in_a_tick_without_events():
+def test_who_was_replaced_acts_no_more_not_even_in_a_tick_without_events() -> None:
     """It was stopped; the machine that it does not know is its successor's."""
     store, world = Store(f"memory://controller-{next(names)}", patience_s=0.0), World(max_steps=10**6)
     writer = Journal(store, "a/1")
@@ -116,7 +116,7 @@ def test_who_was_replaced_acts_no_more_not_even_in_a_tick_without_events():
     assert "rollout-0-i7" in world.machines
 
 
-def test_no_silence_from_before_an_outage_counts():
+def test_no_silence_from_before_an_outage_counts() -> None:
     """The trainer beats all the time; its controller does not see it for a while, and then sees its last beat."""
     store, world = Store(f"memory://controller-{next(names)}", patience_s=0.0), World(max_steps=10**6)
     writer = Journal(store, "a/1")

@@ -17,7 +17,7 @@ except KeyError:
 """
 
 
-def test_a_bug_is_logged_with_its_traceback_and_the_moment():
+def test_a_bug_is_logged_with_its_traceback_and_the_moment() -> None:
     done = subprocess.run([sys.executable, "-c", BUG], capture_output=True, text=True, check=True)
     said = json.loads(done.stdout)
     assert (said["event"], said["level"]) == ("tick_failed", "error")

@@ -39,7 +39,7 @@ class Holder:
 
 
 @pytest.mark.parametrize("ahead_s", [-HOUR_S, 0.0, HOUR_S])
-def test_who_lives_is_seen_to_whatever_its_clock_says(ahead_s: float, monkeypatch: pytest.MonkeyPatch):
+def test_who_lives_is_seen_to_whatever_its_clock_says(ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases.time, "time", lambda: NOW_S)
     living, dead = Holder(ahead_s, lives=True), Holder(ahead_s - 2 * TTL_S, lives=False)
     assert is_held(living.read, living.wait)
@@ -47,7 +47,7 @@ def test_who_lives_is_seen_to_whatever_its_clock_says(ahead_s: float, monkeypatc
     assert dead.waited_s == LOOKS * LOOK_EVERY_S > 2 * RENEW_S
 
 
-def test_nobody_waits_for_what_is_certain(monkeypatch: pytest.MonkeyPatch):
+def test_nobody_waits_for_what_is_certain(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     own = own_lease(1, time.time() - HOUR_S)
     assert own.host == socket.gethostname()
@@ -59,7 +59,7 @@ def test_nobody_waits_for_what_is_certain(monkeypatch: pytest.MonkeyPatch):
     assert waited == []
 
 
-def test_who_watches_believes_the_renewals_and_not_the_clock():
+def test_who_watches_believes_the_renewals_and_not_the_clock() -> None:
     now_s = [0.0]
     watch = LeaseWatch(lambda: now_s[0])
     lease = elsewhere(-HOUR_S)

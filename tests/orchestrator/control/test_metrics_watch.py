@@ -94,14 +94,14 @@ class Run:
         return detector.verdict
 
 
-def test_nothing_is_known_before_a_trainer_has_spoken():
+def test_nothing_is_known_before_a_trainer_has_spoken() -> None:
     run = Run()
     assert run.watch.look(None, ()) is None
     assert run.looks() == Watched(0, Verdict())
 
 
 @pytest.mark.parametrize("every", [1, 7, 60])
-def test_the_verdict_is_the_same_however_often_it_is_looked(every: int):
+def test_the_verdict_is_the_same_however_often_it_is_looked(every: int) -> None:
     run = Run()
     for first in range(1, 241, every):
         run.trains(first, min(first + every - 1, 240), CALM if first < 180 else HIGH)
@@ -110,7 +110,7 @@ def test_the_verdict_is_the_same_however_often_it_is_looked(every: int):
     assert run.looks().verdict.health is Health.TRIPPED
 
 
-def test_a_row_that_is_late_is_followed_when_it_comes():
+def test_a_row_that_is_late_is_followed_when_it_comes() -> None:
     run = Run()
     run.trains(1, 50, CALM)
     run.looks()
@@ -120,7 +120,7 @@ def test_a_row_that_is_late_is_followed_when_it_comes():
     assert run.looks().verdict.step == 60
 
 
-def test_a_trainer_that_starts_again_is_followed_from_the_stored_rows():
+def test_a_trainer_that_starts_again_is_followed_from_the_stored_rows() -> None:
     run = Run()
     run.trains(1, 150, CALM)
     run.looks()
@@ -129,7 +129,7 @@ def test_a_trainer_that_starts_again_is_followed_from_the_stored_rows():
     assert run.looks().verdict == run.by_hand((1, 152, CALM))
 
 
-def test_a_fork_forgets_the_abandoned_steps_and_remembers_those_before():
+def test_a_fork_forgets_the_abandoned_steps_and_remembers_those_before() -> None:
     run = Run()
     run.trains(1, 120, CALM)
     run.trains(121, 160, HIGH)
@@ -142,7 +142,7 @@ def test_a_fork_forgets_the_abandoned_steps_and_remembers_those_before():
     assert run.looks(run.watcher()).verdict == run.by_hand((1, 140, CALM))
 
 
-def test_an_old_trainers_rows_say_nothing_of_the_new_timeline():
+def test_an_old_trainers_rows_say_nothing_of_the_new_timeline() -> None:
     run = Run()
     run.trains(1, 100, CALM)
     run.forks = [Fork(1, None)]
@@ -151,7 +151,7 @@ def test_an_old_trainers_rows_say_nothing_of_the_new_timeline():
     assert run.looks() == Watched(1, Verdict())
 
 
-def test_rows_ten_steps_apart_are_not_looked_for_in_between():
+def test_rows_ten_steps_apart_are_not_looked_for_in_between() -> None:
     run = Run(logging_steps=10)
     run.trains(10, 200, CALM)
     assert run.looks().verdict.step == 200
@@ -160,7 +160,7 @@ def test_rows_ten_steps_apart_are_not_looked_for_in_between():
     assert run.looks().verdict.step == 200
 
 
-def test_pitfalls_are_told_once_each_look_has_read_them():
+def test_pitfalls_are_told_once_each_look_has_read_them() -> None:
     run = Run()
     run.trains(1, 400, CALM, frac_reward_zero_std=1.0)
     first = run.looks()
@@ -168,7 +168,7 @@ def test_pitfalls_are_told_once_each_look_has_read_them():
     assert not run.looks().pitfalls
 
 
-def test_a_look_reads_little_however_long_the_run_and_says_nothing_before_it_has_caught_up():
+def test_a_look_reads_little_however_long_the_run_and_says_nothing_before_it_has_caught_up() -> None:
     run = Run()
     for first in range(1, 3000, 100):
         run.trains(first, first + 99, CALM)
@@ -186,7 +186,7 @@ def test_a_look_reads_little_however_long_the_run_and_says_nothing_before_it_has
     assert run.store.reads <= 2, "what was learnt of the rows before is kept"
 
 
-def test_what_an_earlier_attempt_made_behind_the_start_of_the_present_one_does_not_count():
+def test_what_an_earlier_attempt_made_behind_the_start_of_the_present_one_does_not_count() -> None:
     run = Run()
     run.trains(1, 150, CALM)
     run.trains(151, 190, HIGH)
@@ -199,7 +199,7 @@ def test_what_an_earlier_attempt_made_behind_the_start_of_the_present_one_does_n
     assert run.looks(run.watcher()) == run.looks()
 
 
-def test_rows_that_were_made_again_while_nobody_looked_are_read_again():
+def test_rows_that_were_made_again_while_nobody_looked_are_read_again() -> None:
     run = Run()
     run.trains(1, 150, CALM)
     run.trains(151, 190, HIGH)
@@ -209,7 +209,7 @@ def test_rows_that_were_made_again_while_nobody_looked_are_read_again():
     assert run.looks().verdict == run.by_hand((1, 195, CALM))
 
 
-def test_a_read_that_fails_loses_no_history():
+def test_a_read_that_fails_loses_no_history() -> None:
     """At each read in turn."""
     for failing in range(8):
         run = Run()
@@ -228,7 +228,7 @@ def test_a_read_that_fails_loses_no_history():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_who_has_followed_all_along_knows_what_a_newcomer_reads(seed: int):
+def test_who_has_followed_all_along_knows_what_a_newcomer_reads(seed: int) -> None:
     """Steps, restarts, rollbacks and reads that fail, in any order."""
     draw = random.Random(seed)
     run = Run(logging_steps=draw.choice([1, 1, 10]))

@@ -112,7 +112,7 @@ def nodes(world: World) -> list[str]:
     return sorted(journal.recover(world.store).state.nodes)
 
 
-def test_machines_are_taken_over_with_their_secret_and_not_without(world: World, tmp_path: Path):
+def test_machines_are_taken_over_with_their_secret_and_not_without(world: World, tmp_path: Path) -> None:
     assert world.cli("resume", "-d")[0] == 0
     world.until(lambda: PREFIX + "trainer-0-i1" in world.sky.table)
     held = token_file(RUN_ID)
@@ -140,7 +140,7 @@ def test_machines_are_taken_over_with_their_secret_and_not_without(world: World,
     assert not any(run_token(RUN_ID).encode() in data for data in stored)
 
 
-def test_a_skypilot_that_launched_nothing_finds_watches_and_returns_the_runs_machines(world: World):
+def test_a_skypilot_that_launched_nothing_finds_watches_and_returns_the_runs_machines(world: World) -> None:
     assert world.cli("resume", "-d")[0] == 0
     world.until(lambda: len(world.sky.table) == 3)
     for node in nodes(world):
@@ -163,7 +163,7 @@ def test_a_skypilot_that_launched_nothing_finds_watches_and_returns_the_runs_mac
     assert not world.sky.group
 
 
-def test_what_appears_at_the_very_end_is_taken_back_before_the_security_group():
+def test_what_appears_at_the_very_end_is_taken_back_before_the_security_group() -> None:
     late = Cluster(PREFIX + "rollout-0-i1", ClusterState.UP, "aws/us-east-1/us-east-1a", True, 0.4, None)
     sky = Table(elsewhere={late.name: late})
     sky.group = True
@@ -175,7 +175,7 @@ def test_what_appears_at_the_very_end_is_taken_back_before_the_security_group():
     assert not sky.group
 
 
-def test_down_returns_what_no_record_and_no_journal_knows(world: World):
+def test_down_returns_what_no_record_and_no_journal_knows(world: World) -> None:
     lost = Cluster(PREFIX + "rollout-5-i1", ClusterState.UP, "aws/us-east-1/us-east-1a", True, 0.4, None)
     foreign = replace(lost, name=PREFIX + "0a1b2c3d-rollout-0-i1")  # of a run whose name begins like this one's id
     world.sky = Table(elsewhere={one.name: one for one in (lost, foreign)})

@@ -36,7 +36,7 @@ def entries_read(world: World, monkeypatch: pytest.MonkeyPatch, reader: Reader) 
 
 
 @pytest.mark.parametrize("entries", [0, 10, SEGMENT_ENTRIES - 11, SEGMENT_ENTRIES, 2 * SEGMENT_ENTRIES + 3])
-def test_a_long_run_looks_like_one_that_was_watched_from_its_beginning(entries: int):
+def test_a_long_run_looks_like_one_that_was_watched_from_its_beginning(entries: int) -> None:
     watched = World()
     reader = Reader(watched.store)
     watched.starts()
@@ -55,7 +55,7 @@ def test_a_long_run_looks_like_one_that_was_watched_from_its_beginning(entries: 
     assert len(fresh.history()) == entries + 11
 
 
-def test_status_of_a_long_run_reads_little_and_then_only_what_is_new(monkeypatch: pytest.MonkeyPatch):
+def test_status_of_a_long_run_reads_little_and_then_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     world = long_run(4 * SEGMENT_ENTRIES)
     reader = Reader(world.store)
     assert entries_read(world, monkeypatch, reader) <= 2 + 11
@@ -65,7 +65,7 @@ def test_status_of_a_long_run_reads_little_and_then_only_what_is_new(monkeypatch
     assert reader.state.gateway_boot_id == "one more"
 
 
-def test_a_node_that_leaves_as_the_first_thing_that_is_read_is_still_shown():
+def test_a_node_that_leaves_as_the_first_thing_that_is_read_is_still_shown() -> None:
     """Its request lies before what a new Reader begins with."""
     world = long_run(SEGMENT_ENTRIES - 11)  # to the end of a segment
     world.moves(30, "rollout-1-i1", NodePhase.GONE, "preempted")
@@ -75,7 +75,7 @@ def test_a_node_that_leaves_as_the_first_thing_that_is_read_is_still_shown():
     assert shown["rollout-1"] == (NodePhase.GONE, "preempted")
 
 
-def test_a_slot_that_has_been_empty_for_long_is_still_shown():
+def test_a_slot_that_has_been_empty_for_long_is_still_shown() -> None:
     world = long_run(1)
     world.moves(30, "rollout-1-i1", NodePhase.GONE, "preempted")
     for number in range(3 * SEGMENT_ENTRIES):

@@ -42,7 +42,7 @@ def until_training(world: World) -> World:
     raise AssertionError(world.state)
 
 
-def test_undisturbed_run_finishes_and_returns_every_machine():
+def test_undisturbed_run_finishes_and_returns_every_machine() -> None:
     world = World()
     world.run()
     assert world.state.phase is RunPhase.FINISHED
@@ -50,7 +50,7 @@ def test_undisturbed_run_finishes_and_returns_every_machine():
     assert sorted(world.launches) == [("rollout-0-i1", 1), ("rollout-1-i1", 1), ("trainer-0-i1", 1)]
 
 
-def test_lost_rollout_node_is_replaced_under_a_new_name():
+def test_lost_rollout_node_is_replaced_under_a_new_name() -> None:
     world = until_training(World())
     world.lose("rollout-1-i1")
     decision = decide(world.state, world.snapshot(), world.spec)
@@ -61,7 +61,7 @@ def test_lost_rollout_node_is_replaced_under_a_new_name():
     assert world.state.phase is RunPhase.FINISHED
 
 
-def test_preemption_notice_drains_and_asks_for_the_replacement_at_once():
+def test_preemption_notice_drains_and_asks_for_the_replacement_at_once() -> None:
     world = until_training(World())
     world.machines["rollout-0-i1"] = replace(world.machines["rollout-0-i1"], notice=True)
     decision = decide(world.state, world.snapshot(), world.spec)
@@ -71,7 +71,7 @@ def test_preemption_notice_drains_and_asks_for_the_replacement_at_once():
     assert not any(isinstance(a, Terminate) for a in decision.actions)  # it may work until it is taken
 
 
-def test_a_drained_machine_that_is_not_taken_back_is_returned():
+def test_a_drained_machine_that_is_not_taken_back_is_returned() -> None:
     world = until_training(World())
     world.machines["rollout-0-i1"] = replace(world.machines["rollout-0-i1"], notice=True)
     world.tick()
@@ -81,7 +81,7 @@ def test_a_drained_machine_that_is_not_taken_back_is_returned():
     assert Terminate("rollout-0-i1") in decide(world.state, world.snapshot(), world.spec).actions
 
 
-def test_what_a_machine_costs_is_journalled_once_when_it_is_first_seen():
+def test_what_a_machine_costs_is_journalled_once_when_it_is_first_seen() -> None:
     world = World()
     world.tick()
     bought = Machine(
@@ -101,7 +101,7 @@ def test_what_a_machine_costs_is_journalled_once_when_it_is_first_seen():
     assert (node.market, node.price_usd_per_h) == (Market.ON_DEMAND, 0.8)  # asked for on spot, given on demand
 
 
-def test_a_machine_that_is_only_starting_may_still_be_refused():
+def test_a_machine_that_is_only_starting_may_still_be_refused() -> None:
     world = World()
     world.tick()
     world.machines["rollout-0-i1"] = Machine("rollout-0-i1", MachineState.STARTING, attempt=0)
@@ -122,7 +122,7 @@ def confirms(world: World) -> list[str]:
     ]
 
 
-def test_the_cloud_is_asked_about_a_machine_that_falls_silent_and_about_no_other():
+def test_the_cloud_is_asked_about_a_machine_that_falls_silent_and_about_no_other() -> None:
     world = until_training(World())
     assert confirms(world) == []
     world.booted_at_s["rollout-1-i1", 1] = world.now_s + 1000  # out of the membership, up at the cloud
@@ -132,7 +132,7 @@ def test_the_cloud_is_asked_about_a_machine_that_falls_silent_and_about_no_other
     assert confirms(world) == []
 
 
-def test_the_cloud_is_asked_about_a_trainer_whose_heart_stops():
+def test_the_cloud_is_asked_about_a_trainer_whose_heart_stops() -> None:
     world = until_training(World())
     assert world.beat is not None
     world.now_s = world.beat.beat_at_s + HEARTBEAT_FRESH_S - 0.1
@@ -141,7 +141,7 @@ def test_the_cloud_is_asked_about_a_trainer_whose_heart_stops():
     assert confirms(world) == ["trainer-0-i1"]
 
 
-def test_trainer_exit_restarts_its_work_on_the_same_machine():
+def test_trainer_exit_restarts_its_work_on_the_same_machine() -> None:
     world = until_training(World())
     world.exit("trainer-0-i1", 137)
     world.tick()
@@ -160,14 +160,14 @@ def test_trainer_exit_restarts_its_work_on_the_same_machine():
         (1, RunPhase.TRAINING),
     ],
 )
-def test_what_the_trainers_exit_code_decides(code: int, phase: RunPhase):
+def test_what_the_trainers_exit_code_decides(code: int, phase: RunPhase) -> None:
     world = until_training(World())
     world.exit("trainer-0-i1", code)
     world.tick()
     assert world.state.phase is phase
 
 
-def test_trainer_that_never_progresses_fails_the_run_and_returns_the_machines():
+def test_trainer_that_never_progresses_fails_the_run_and_returns_the_machines() -> None:
     world = until_training(World(spec(trainer_restarts=3)))
     for _ in range(400):
         for node in world.up(Role.TRAINER):
@@ -182,7 +182,7 @@ def test_trainer_that_never_progresses_fails_the_run_and_returns_the_machines():
     assert len(exits) == 4
 
 
-def test_progress_between_failures_forgives_them():
+def test_progress_between_failures_forgives_them() -> None:
     world = until_training(World(spec(trainer_restarts=1), max_steps=60))
     for _ in range(6):
         world.exit("trainer-0-i1", 1)
@@ -195,7 +195,7 @@ def test_progress_between_failures_forgives_them():
     assert world.state.phase is RunPhase.TRAINING
 
 
-def test_no_capacity_backs_off_and_recovers():
+def test_no_capacity_backs_off_and_recovers() -> None:
     world = until_training(World())
     world.refusing = True
     for node in world.up(Role.ROLLOUT):
@@ -211,7 +211,7 @@ def test_no_capacity_backs_off_and_recovers():
     assert world.state.phase is RunPhase.FINISHED
 
 
-def test_nothing_is_concluded_when_the_cloud_does_not_answer():
+def test_nothing_is_concluded_when_the_cloud_does_not_answer() -> None:
     world = until_training(World())
     silent = replace(world.snapshot(), machines=None)
     decision = decide(world.state, silent, world.spec)
@@ -219,7 +219,7 @@ def test_nothing_is_concluded_when_the_cloud_does_not_answer():
     assert decision.actions == ()
 
 
-def test_nothing_is_concluded_from_a_gateway_that_is_away_or_young():
+def test_nothing_is_concluded_from_a_gateway_that_is_away_or_young() -> None:
     world = until_training(World())
     away = replace(world.snapshot(), members=None)
     young = replace(world.snapshot(), members={}, gateway_age_s=1.0)
@@ -232,13 +232,13 @@ def test_nothing_is_concluded_from_a_gateway_that_is_away_or_young():
     }
 
 
-def test_orphans_are_taken_down_and_known_machines_are_not():
+def test_orphans_are_taken_down_and_known_machines_are_not() -> None:
     world = until_training(World())
     world.machines["rollout-7-i3"] = Machine("rollout-7-i3", MachineState.UP)
     assert decide(world.state, world.snapshot(), world.spec).actions == (Terminate("rollout-7-i3"),)
 
 
-def test_a_node_that_never_works_is_replaced():
+def test_a_node_that_never_works_is_replaced() -> None:
     world = World(spec(boot_timeout_s=20.0), max_steps=1000)
     world.tick()
     world.tick()
@@ -251,7 +251,7 @@ def test_a_node_that_never_works_is_replaced():
     assert world.state.slots["rollout-0"].incarnations == 2
 
 
-def test_a_trainer_that_hangs_is_replaced():
+def test_a_trainer_that_hangs_is_replaced() -> None:
     world = until_training(World())
     stale = replace(world.snapshot(), now_s=world.now_s + 200.0)
     decision = decide(world.state, stale, world.spec)
@@ -260,7 +260,7 @@ def test_a_trainer_that_hangs_is_replaced():
     ]
 
 
-def test_down_stops_everything_and_is_taken_once():
+def test_down_stops_everything_and_is_taken_once() -> None:
     world = until_training(World())
     world.commands.append(Command("c1", "down"))
     world.run()
@@ -270,7 +270,7 @@ def test_down_stops_everything_and_is_taken_once():
     assert [e.phase for e in moves] == [RunPhase.TRAINING, RunPhase.STOPPING, RunPhase.STOPPED]
 
 
-def test_down_gives_the_trainer_the_time_to_store_what_it_has():
+def test_down_gives_the_trainer_the_time_to_store_what_it_has() -> None:
     """The rollout nodes go at once, and the trainer as soon as it has ended: not before, and not much later."""
     world = until_training(World(storing_s=40.0))
     world.commands.append(Command("c1", "down"))
@@ -287,7 +287,7 @@ def test_down_gives_the_trainer_the_time_to_store_what_it_has():
 
 
 @pytest.mark.parametrize("case", ["hangs", "hangs silently", "is asked not to wait", "has no word yet"])
-def test_down_does_not_wait_for_what_does_not_come(case: str):
+def test_down_does_not_wait_for_what_does_not_come(case: str) -> None:
     world = World(storing_s=10_000.0)
     if case == "has no word yet":
         while not world.machines:
@@ -315,7 +315,7 @@ def test_down_does_not_wait_for_what_does_not_come(case: str):
     assert world.state.phase is RunPhase.STOPPED
 
 
-def test_a_trainer_is_asked_until_it_says_that_it_leaves():
+def test_a_trainer_is_asked_until_it_says_that_it_leaves() -> None:
     world = until_training(World())
     asked = AskToStop("trainer-0-i1", 1)
     world.commands.append(Command("c1", "down"))
@@ -331,7 +331,7 @@ def test_a_trainer_is_asked_until_it_says_that_it_leaves():
     assert asked not in decide(world.state, world.snapshot(), world.spec).actions
 
 
-def test_a_machine_that_was_noticed_goes_back_when_its_trainer_has_stored_what_it_had():
+def test_a_machine_that_was_noticed_goes_back_when_its_trainer_has_stored_what_it_had() -> None:
     world = until_training(World())
     world.machines["trainer-0-i1"] = replace(world.machines["trainer-0-i1"], notice=True)
     world.tick()
@@ -356,7 +356,7 @@ def test_a_machine_that_was_noticed_goes_back_when_its_trainer_has_stored_what_i
 )
 def test_what_is_journalled_of_a_slow_store(
     known: bool, says: bool, stored_step: int | None, events: tuple[Event, ...]
-):
+) -> None:
     world = until_training(World())
     assert world.beat is not None
     world.beat = replace(world.beat, step=120, stored_step=stored_step, store_slow=says)
@@ -365,7 +365,7 @@ def test_what_is_journalled_of_a_slow_store(
     assert decide(world.state, world.snapshot(), world.spec).events == events
 
 
-def test_a_slow_store_is_told_once_whichever_trainer_or_controller_says_it():
+def test_a_slow_store_is_told_once_whichever_trainer_or_controller_says_it() -> None:
     world = until_training(World(max_steps=100))
     for slow in (True, False, True, False):
         world.store_slow = slow
@@ -400,7 +400,7 @@ def crash_points(disturb: int) -> list[World]:
 
 
 @pytest.mark.parametrize("disturb", [1, 14, 22])
-def test_a_crash_after_every_event_ends_the_same_and_launches_nothing_twice(disturb: int):
+def test_a_crash_after_every_event_ends_the_same_and_launches_nothing_twice(disturb: int) -> None:
     cuts = crash_points(disturb)
     assert len(cuts) > 40
     for world in cuts:
@@ -416,7 +416,7 @@ FAULT = st.sampled_from(["lose", "exit", "notice", "refuse", "silence", "crash",
 
 @settings(max_examples=150, deadline=None)
 @given(faults=st.lists(st.tuples(FAULT, st.integers(0, 9)), max_size=60), replicas=st.integers(1, 4))
-def test_random_faults_then_peace_converges_and_never_buys_too_much(faults, replicas):
+def test_random_faults_then_peace_converges_and_never_buys_too_much(faults, replicas) -> None:
     world = World(spec(replicas, trainer_restarts=1000))
     for fault, pick in faults:
         names = sorted(n for n, m in world.machines.items() if m.state is MachineState.UP)
@@ -452,7 +452,7 @@ def test_random_faults_then_peace_converges_and_never_buys_too_much(faults, repl
     assert world.machines == {}
 
 
-def test_every_edge_of_the_tables_has_a_reason_and_every_other_is_refused():
+def test_every_edge_of_the_tables_has_a_reason_and_every_other_is_refused() -> None:
     for table, phases, check in (
         (NODE_EDGES, NodePhase, check_node_move),
         (RUN_EDGES, RunPhase, check_run_move),
@@ -467,19 +467,19 @@ def test_every_edge_of_the_tables_has_a_reason_and_every_other_is_refused():
                         check(old, new)  # type: ignore[operator]
 
 
-def test_back_off_doubles_to_the_limit_that_the_need_sets():
+def test_back_off_doubles_to_the_limit_that_the_need_sets() -> None:
     assert [back_off_s(failures, needed=True) for failures in range(6)] == [0, 2, 4, 8, 15, 15]
     assert back_off_s(11, needed=False) == 120
 
 
-def test_markets():
+def test_markets() -> None:
     assert market_of(Role.ROLLOUT, spec()) is Market.SPOT
     assert market_of(Role.TRAINER, spec()) is Market.ON_DEMAND
     stubborn = replace(spec(), rollout=replace(spec().rollout, resources={"use_spot": False}))
     assert market_of(Role.ROLLOUT, stubborn) is Market.ON_DEMAND
 
 
-def test_job_restart_is_journalled_before_it_is_done():
+def test_job_restart_is_journalled_before_it_is_done() -> None:
     world = until_training(World())
     world.exit("rollout-0-i1", 1)
     world.tick()

@@ -47,7 +47,7 @@ def events_of(world: World, kind: type) -> list[object]:
     return [event for _, _, events in world.history for event in events if isinstance(event, kind)]
 
 
-def test_rollout_nodes_are_asked_for_when_the_trainers_machine_is_there():
+def test_rollout_nodes_are_asked_for_when_the_trainers_machine_is_there() -> None:
     world = World()
     world.refusing = True
     let_pass(world, 1.0)
@@ -57,7 +57,7 @@ def test_rollout_nodes_are_asked_for_when_the_trainers_machine_is_there():
     assert world.state.phase is RunPhase.FINISHED
 
 
-def test_work_that_needs_longer_than_the_deadline_is_not_bought_for_ever():
+def test_work_that_needs_longer_than_the_deadline_is_not_bought_for_ever() -> None:
     """24 h, two slots. Each machine is given up after 900 s, 1000 s before it would have served."""
     world = World(boot_s={Role.ROLLOUT: 1900.0}, max_steps=10**6)
     bought = let_pass(world, 24.0)
@@ -73,21 +73,21 @@ def test_work_that_needs_longer_than_the_deadline_is_not_bought_for_ever():
     assert len(world.up(Role.ROLLOUT)) == 2
 
 
-def test_a_launch_that_takes_longer_than_the_deadline_is_not_made_for_ever():
+def test_a_launch_that_takes_longer_than_the_deadline_is_not_made_for_ever() -> None:
     world = World(launch_s=1200.0, max_steps=10**6)
     let_pass(world, 24.0)
     assert len(events_of(world, NodeRequested)) <= 15
     assert "policies.boot_timeout_s" in world.state.kinds["trainer on demand"].stopped
 
 
-def test_a_machine_that_takes_its_time_within_the_deadline_serves():
+def test_a_machine_that_takes_its_time_within_the_deadline_serves() -> None:
     world = World(launch_s=600.0, boot_s={Role.ROLLOUT: 800.0, Role.TRAINER: 800.0})
     world.run(10**5)
     assert world.state.phase is RunPhase.FINISHED
     assert len(world.launches) == 3
 
 
-def test_work_that_fails_on_every_machine_is_not_bought_for_ever():
+def test_work_that_fails_on_every_machine_is_not_bought_for_ever() -> None:
     world = World(fails={Role.ROLLOUT: 1}, max_steps=10**6)
     assert len(let_pass(world, 24.0).machines) <= 15
     assert "its work failed 5 times" in world.state.kinds[KIND].stopped
@@ -97,7 +97,9 @@ def test_work_that_fails_on_every_machine_is_not_bought_for_ever():
     ("waited_s", "steady_s", "given_up"),
     [(899.0, 600.0, False), (901.0, 600.0, False), (3601.0, 600.0, True), (3601.0, HEARTBEAT_LOST_S, False)],
 )
-def test_a_store_that_fails_now_and_then_does_not_pay_for_ever(waited_s: float, steady_s: float, given_up: bool):
+def test_a_store_that_fails_now_and_then_does_not_pay_for_ever(
+    waited_s: float, steady_s: float, given_up: bool
+) -> None:
     world = World(boot_s={Role.ROLLOUT: 1e9})
     while world.beat is None:
         world.tick()
@@ -110,7 +112,7 @@ def test_a_store_that_fails_now_and_then_does_not_pay_for_ever(waited_s: float, 
     assert any(move.refusal is Refusal.NEVER_SERVED for move in moved) is given_up
 
 
-def test_one_that_goes_on_serving_shows_that_a_kind_works_again():
+def test_one_that_goes_on_serving_shows_that_a_kind_works_again() -> None:
     world = World(max_steps=10**9, save_steps=10**8)
     until_training(world)
     broken = Kind(stopped="3 in a row", broke_in_a_row=REFUSALS, failed_at_s=world.now_s, served=9)
@@ -123,7 +125,7 @@ def test_one_that_goes_on_serving_shows_that_a_kind_works_again():
 
 
 @pytest.mark.parametrize("code", [1, exit_codes.BAD_SPEC])
-def test_machines_that_serve_and_soon_break_are_not_bought_for_ever(code: int):
+def test_machines_that_serve_and_soon_break_are_not_bought_for_ever(code: int) -> None:
     """As when the first real requests end the engine: each joins the members, and none does any work."""
     world = World(spec=spec(8), max_steps=10**9, save_steps=10**8)
     until_training(world)
@@ -143,7 +145,7 @@ def test_machines_that_serve_and_soon_break_are_not_bought_for_ever(code: int):
     assert len(world.up(Role.ROLLOUT)) == 8
 
 
-def test_a_node_whose_work_refuses_run_yaml_fails_the_run_with_its_name():
+def test_a_node_whose_work_refuses_run_yaml_fails_the_run_with_its_name() -> None:
     world = World(fails={Role.ROLLOUT: exit_codes.BAD_SPEC})
     world.run()
     assert world.state.phase is RunPhase.FAILED
@@ -152,7 +154,7 @@ def test_a_node_whose_work_refuses_run_yaml_fails_the_run_with_its_name():
     assert world.machines == {}
 
 
-def test_one_machine_that_refuses_what_others_serve_with_does_not_end_the_run():
+def test_one_machine_that_refuses_what_others_serve_with_does_not_end_the_run() -> None:
     world = until_training(World(max_steps=10**6))
     world.lose("rollout-1-i1")
     world.tick()
@@ -163,7 +165,7 @@ def test_one_machine_that_refuses_what_others_serve_with_does_not_end_the_run():
     assert world.up(Role.ROLLOUT) == ["rollout-0-i1", "rollout-1-i3"]
 
 
-def test_a_node_that_refuses_run_yaml_right_after_a_resume_ends_nothing_that_works():
+def test_a_node_that_refuses_run_yaml_right_after_a_resume_ends_nothing_that_works() -> None:
     world = until_training(World(max_steps=10**6))
     world.journal((RunMoved(RunPhase.STOPPING, "asked to stop"), RunMoved(RunPhase.STARTING, "resumed")))
     world.exit("rollout-0-i1", exit_codes.BAD_SPEC)
@@ -171,7 +173,7 @@ def test_a_node_that_refuses_run_yaml_right_after_a_resume_ends_nothing_that_wor
     assert world.state.phase is not RunPhase.FAILED
 
 
-def test_without_a_trainer_rollout_machines_go_back_and_come_again_with_it():
+def test_without_a_trainer_rollout_machines_go_back_and_come_again_with_it() -> None:
     world = until_training(World(spec(8), max_steps=10**6))
     world.lose("trainer-0-i1")
     world.refusing = True
@@ -183,7 +185,7 @@ def test_without_a_trainer_rollout_machines_go_back_and_come_again_with_it():
     assert len(world.up(Role.ROLLOUT)) == 8
 
 
-def test_a_trainer_that_is_soon_replaced_finds_its_rollout_machines():
+def test_a_trainer_that_is_soon_replaced_finds_its_rollout_machines() -> None:
     world = until_training(World(spec(4), max_steps=10**6))
     world.lose("trainer-0-i1")
     world.refusing = True
@@ -193,7 +195,7 @@ def test_a_trainer_that_is_soon_replaced_finds_its_rollout_machines():
     assert world.up(Role.ROLLOUT) == [f"rollout-{i}-i1" for i in range(4)]
 
 
-def test_capacity_that_comes_back_is_found_soon_and_by_all():
+def test_capacity_that_comes_back_is_found_soon_and_by_all() -> None:
     world = until_training(World(spec(4), max_steps=10**6))
     world.refusing_rollouts = True
     for node in world.up(Role.ROLLOUT):
@@ -206,7 +208,7 @@ def test_capacity_that_comes_back_is_found_soon_and_by_all():
     assert len(world.up(Role.ROLLOUT)) == 4
 
 
-def test_who_resumes_after_a_repair_does_not_wait():
+def test_who_resumes_after_a_repair_does_not_wait() -> None:
     world = World(boot_s={Role.ROLLOUT: 1900.0}, max_steps=10**6)
     let_pass(world, 2.0)
     assert world.state.kinds[KIND].stopped
@@ -229,13 +231,13 @@ def test_who_resumes_after_a_repair_does_not_wait():
         (Kind(refused_in_a_row=9, unserved_in_a_row=2), False, [2, 4, 8]),
     ],
 )
-def test_tries_come_at_growing_intervals(kind: Kind, needed: bool, waits: list[float]):
+def test_tries_come_at_growing_intervals(kind: Kind, needed: bool, waits: list[float]) -> None:
     assert [probe_wait_s(replace(kind, probes=n), needed) for n in range(3)] == waits
     most = PROBE_MAX_S if kind.never_serves else 15 if needed else 120
     assert probe_wait_s(replace(kind, probes=50), needed) == most
 
 
-def test_journals_without_refusals_of_given_machines_still_read():
+def test_journals_without_refusals_of_given_machines_still_read() -> None:
     assert fold([]) == RunState()
     assert NodeMoved("rollout-0-i1", NodePhase.TERMINATING, "why").refusal is None
     assert Refusal("never_served") is Refusal.NEVER_SERVED
@@ -245,7 +247,7 @@ def notice(world: World, node: str) -> None:
     world.machines[node] = replace(world.machines[node], notice=True)
 
 
-def test_a_drained_trainers_machine_goes_back_once_its_successor_trains():
+def test_a_drained_trainers_machine_goes_back_once_its_successor_trains() -> None:
     world = until_training(World(max_steps=10**6))
     notice(world, "trainer-0-i1")
     decision = decide(world.state, world.snapshot(), world.spec)
@@ -257,7 +259,7 @@ def test_a_drained_trainers_machine_goes_back_once_its_successor_trains():
     assert world.state.phase is RunPhase.TRAINING
 
 
-def test_a_drained_trainer_goes_on_while_no_other_is_to_be_had():
+def test_a_drained_trainer_goes_on_while_no_other_is_to_be_had() -> None:
     """Its cloud takes nothing, and has nothing: a machine that trains is not returned for a notice."""
     world = until_training(World(max_steps=10**6))
     world.refusing = True
@@ -271,7 +273,7 @@ def test_a_drained_trainer_goes_on_while_no_other_is_to_be_had():
     assert world.up(Role.TRAINER) != ["trainer-0-i1"]
 
 
-def test_a_drained_trainers_machine_without_a_trainer_goes_back():
+def test_a_drained_trainers_machine_without_a_trainer_goes_back() -> None:
     world = until_training(World(max_steps=10**6))
     notice(world, "trainer-0-i1")
     world.tick()
@@ -299,7 +301,7 @@ def test_a_drained_trainers_machine_without_a_trainer_goes_back():
         (10**6, False, 60.0, False),
     ],
 )
-def test_when_a_silent_trainer_is_given_up(silent_s: float, heard: bool, steady_s: float, given_up: bool):
+def test_when_a_silent_trainer_is_given_up(silent_s: float, heard: bool, steady_s: float, given_up: bool) -> None:
     world = until_training(World())
     assert world.beat is not None
     seen = replace(world.snapshot(), now_s=world.beat.beat_at_s + silent_s, steady_s=steady_s)

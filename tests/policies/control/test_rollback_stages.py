@@ -70,7 +70,7 @@ def begun(world: World) -> list[RollbackBegun]:
     return [event for event in events_of(world, RollbackBegun) if isinstance(event, RollbackBegun)]
 
 
-def test_a_run_that_diverges_goes_back_to_before_the_onset_and_finishes():
+def test_a_run_that_diverges_goes_back_to_before_the_onset_and_finishes() -> None:
     world = world_of({0: (13, 9)})
     world.run()
     assert world.state.phase is RunPhase.FINISHED
@@ -84,7 +84,7 @@ def test_a_run_that_diverges_goes_back_to_before_the_onset_and_finishes():
     assert (world.beat.timeline, world.beat.step) == (1, 40)
 
 
-def test_what_is_journalled_before_the_trip_and_at_it():
+def test_what_is_journalled_before_the_trip_and_at_it() -> None:
     world = world_of({0: (13, 9)})
     until(world, lambda w: bool(begun(w)))
     watched, diverged = events_of(world, (DivergenceWatched, Diverged))
@@ -92,7 +92,7 @@ def test_what_is_journalled_before_the_trip_and_at_it():
     assert diverged == Diverged(0, 13, 9, ("KL 9",), "trainer")
 
 
-def test_what_was_watched_and_passes_is_told():
+def test_what_was_watched_and_passes_is_told() -> None:
     world = world_of({0: (10**6, 9)})
     until(world, lambda w: w.state.watched is not None)
     world.trips = {}
@@ -102,7 +102,7 @@ def test_what_was_watched_and_passes_is_told():
     assert not begun(world)
 
 
-def test_a_trainer_that_cannot_tell_is_stopped_by_what_the_controller_sees():
+def test_a_trainer_that_cannot_tell_is_stopped_by_what_the_controller_sees() -> None:
     world = world_of({0: (13, 9)})
     world.guarded = False
     world.run()
@@ -115,7 +115,7 @@ def test_a_trainer_that_cannot_tell_is_stopped_by_what_the_controller_sees():
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("act", [True, False], ids=["acted", "not-acted"])
-def test_a_controller_that_dies_at_any_stage_is_continued_by_the_next(stage: type[Event], act: bool):
+def test_a_controller_that_dies_at_any_stage_is_continued_by_the_next(stage: type[Event], act: bool) -> None:
     world = world_of({0: (13, 9)})
     while not events_of(world, stage):
         if world.tick(journal_only=not act and bool(_due(world, stage))):
@@ -140,7 +140,7 @@ def _due(world: World, stage: type[Event]) -> bool:
 
 @pytest.mark.parametrize("stage", STAGES[:-1])
 @pytest.mark.parametrize("who", [Role.TRAINER, Role.ROLLOUT])
-def test_a_machine_that_is_lost_at_any_stage_changes_nothing_of_the_outcome(stage: type[Event], who: Role):
+def test_a_machine_that_is_lost_at_any_stage_changes_nothing_of_the_outcome(stage: type[Event], who: Role) -> None:
     world = world_of({0: (13, 9)})
     until(world, lambda w: bool(events_of(w, stage)))
     for name in world.up(who):
@@ -152,7 +152,7 @@ def test_a_machine_that_is_lost_at_any_stage_changes_nothing_of_the_outcome(stag
     assert (world.beat.timeline, world.beat.step) == (1, 40)
 
 
-def test_the_fork_is_in_the_store_before_a_trainer_is_launched_on_it():
+def test_the_fork_is_in_the_store_before_a_trainer_is_launched_on_it() -> None:
     world = world_of({0: (13, 9)})
     until(world, lambda w: _due(w, RollbackBegun))
     decision = decide(world.state, world.snapshot(), world.spec)
@@ -163,7 +163,7 @@ def test_the_fork_is_in_the_store_before_a_trainer_is_launched_on_it():
     assert ("trainer-0-i1", 2) not in world.launches
 
 
-def test_a_second_trip_in_the_probation_goes_one_further_back_and_the_changes_add_up():
+def test_a_second_trip_in_the_probation_goes_one_further_back_and_the_changes_add_up() -> None:
     world = world_of({0: (13, 9), 1: (11, 9)})
     until(world, lambda w: len(begun(w)) == 2)
     first, second = begun(world)
@@ -175,7 +175,7 @@ def test_a_second_trip_in_the_probation_goes_one_further_back_and_the_changes_ad
     assert world.state.timeline == 2
 
 
-def test_a_second_trip_behind_the_probation_goes_to_the_new_timelines_own_checkpoint():
+def test_a_second_trip_behind_the_probation_goes_to_the_new_timelines_own_checkpoint() -> None:
     world = world_of({0: (13, 9), 1: (30, 27)}, budget=RollbackBudget(recent_steps=5))
     world.run()
     first, second = begun(world)
@@ -184,7 +184,7 @@ def test_a_second_trip_behind_the_probation_goes_to_the_new_timelines_own_checkp
     assert second.fork.skipped == (Skipped(1, 27, 30),), "what has passed its probation sees all prompts again"
 
 
-def test_with_no_checkpoint_from_before_the_onset_the_run_waits_for_a_person():
+def test_with_no_checkpoint_from_before_the_onset_the_run_waits_for_a_person() -> None:
     world = world_of({0: (5, 2)})
     world.save_steps = 3
     world.run()
@@ -208,7 +208,7 @@ def test_with_no_checkpoint_from_before_the_onset_the_run_waits_for_a_person():
     assert world.state.phase is RunPhase.FINISHED
 
 
-def test_a_checkpoint_that_is_listed_no_longer_was_one_all_the_same():
+def test_a_checkpoint_that_is_listed_no_longer_was_one_all_the_same() -> None:
     world = world_of({0: (5, 2)})
     until(world, lambda w: w.state.diverged is not None)
     snapshot = replace(world.snapshot(), checkpoints=(), ever_stored=True)
@@ -218,7 +218,7 @@ def test_a_checkpoint_that_is_listed_no_longer_was_one_all_the_same():
     assert [event.phase for event in events if isinstance(event, RunMoved)] == [RunPhase.PAUSED]
 
 
-def test_a_trip_before_the_first_checkpoint_begins_the_run_anew():
+def test_a_trip_before_the_first_checkpoint_begins_the_run_anew() -> None:
     world = world_of({0: (5, 2), 1: (9, 8)})
     world.save_steps = 7
     until(world, lambda w: len(begun(w)) == 2)
@@ -227,7 +227,7 @@ def test_a_trip_before_the_first_checkpoint_begins_the_run_anew():
     assert second.fork.start == "1-7", "the start cannot have been too late"
 
 
-def test_two_trips_late_in_a_long_run_with_all_defaults():
+def test_two_trips_late_in_a_long_run_with_all_defaults() -> None:
     world = World(spec=spec(), max_steps=5200, save_steps=50, trips={0: (5020, 4990), 1: (5060, 5030)})
     world.steps = 4700
     world.checkpoints = [PolicyVersion(0, step) for step in (50, 3200, 4100, 4500, 4600, 4650, 4700)]
@@ -237,7 +237,7 @@ def test_two_trips_late_in_a_long_run_with_all_defaults():
     assert PolicyVersion(0, 50) in world.checkpoints
 
 
-def test_the_budget_within_so_many_steps_ends_the_run():
+def test_the_budget_within_so_many_steps_ends_the_run() -> None:
     world = world_of({0: (13, 9), 1: (11, 9), 2: (12, 9)})
     world.run()
     assert len(begun(world)) == 2
@@ -248,7 +248,7 @@ def test_the_budget_within_so_many_steps_ends_the_run():
     assert "rolled back 2 times within 500 steps" in world.state.reason
 
 
-def test_the_whole_budget_counts_whatever_the_steps_between():
+def test_the_whole_budget_counts_whatever_the_steps_between() -> None:
     trips = {0: (10, 8), 1: (20, 18), 2: (30, 28), 3: (38, 36)}
     world = world_of(trips, budget=RollbackBudget(recent=9, recent_steps=1))
     world.run()
@@ -257,7 +257,7 @@ def test_the_whole_budget_counts_whatever_the_steps_between():
     assert "all that policies.kl.budget.total allows" in world.state.reason
 
 
-def test_a_run_that_gives_up_without_any_checkpoint_ends_all_the_same():
+def test_a_run_that_gives_up_without_any_checkpoint_ends_all_the_same() -> None:
     world = world_of({0: (3, 1)}, budget=RollbackBudget(total=0))
     world.save_steps = 10
     world.run()
@@ -266,7 +266,7 @@ def test_a_run_that_gives_up_without_any_checkpoint_ends_all_the_same():
     assert not world.exports
 
 
-def test_an_export_that_the_controller_did_not_live_to_see_is_asked_for_again():
+def test_an_export_that_the_controller_did_not_live_to_see_is_asked_for_again() -> None:
     world = world_of({0: (13, 9)}, budget=RollbackBudget(total=0))
     while world.state.phase is not RunPhase.GAVE_UP:
         world.tick(journal_only=_due(world, HealthyChosen))
@@ -277,7 +277,7 @@ def test_an_export_that_the_controller_did_not_live_to_see_is_asked_for_again():
     assert world.exports == {"0-8"}
 
 
-def test_pause_returns_the_machines_and_waits_for_a_person():
+def test_pause_returns_the_machines_and_waits_for_a_person() -> None:
     world = world_of({0: (13, 9)}, action="pause")
     world.run()
     assert world.state.phase is RunPhase.PAUSED
@@ -291,7 +291,7 @@ def test_pause_returns_the_machines_and_waits_for_a_person():
     assert world.state.phase is RunPhase.FINISHED
 
 
-def test_alert_tells_once_and_lets_it_run():
+def test_alert_tells_once_and_lets_it_run() -> None:
     world = world_of({0: (13, 9)}, action="alert")
     world.guarded = False  # as the trainer's guard is with this action
     world.run()
@@ -300,7 +300,7 @@ def test_alert_tells_once_and_lets_it_run():
     assert world.state.phase is RunPhase.FINISHED
 
 
-def test_a_rollback_by_hand_takes_the_target_and_the_changes_that_it_is_given():
+def test_a_rollback_by_hand_takes_the_target_and_the_changes_that_it_is_given() -> None:
     world = world_of({})
     until(world, lambda w: w.steps >= 9)
     world.commands = [Command("c1", "rollback", "0-4", {"beta": 0.5})]
@@ -316,7 +316,7 @@ def test_a_rollback_by_hand_takes_the_target_and_the_changes_that_it_is_given():
     assert world.timelines["trainer-0-i1", 2] == 1
 
 
-def test_a_rollback_by_hand_to_what_was_retired_meanwhile_begins_nothing():
+def test_a_rollback_by_hand_to_what_was_retired_meanwhile_begins_nothing() -> None:
     world = world_of({})
     until(world, lambda w: w.steps >= 9)
     world.commands = [Command("c1", "rollback", "0-3")]
@@ -327,7 +327,7 @@ def test_a_rollback_by_hand_to_what_was_retired_meanwhile_begins_nothing():
     assert world.state.phase is RunPhase.FINISHED
 
 
-def test_a_rollback_by_hand_goes_to_the_start_or_the_newest_checkpoint():
+def test_a_rollback_by_hand_goes_to_the_start_or_the_newest_checkpoint() -> None:
     for asked, start in (("start", None), (None, "0-8")):
         world = world_of({})
         until(world, lambda w: w.steps >= 9)
@@ -337,7 +337,7 @@ def test_a_rollback_by_hand_goes_to_the_start_or_the_newest_checkpoint():
         assert begun(world)[0].fork.changes["beta"] == 0.08
 
 
-def test_a_person_who_steps_in_renews_the_budget():
+def test_a_person_who_steps_in_renews_the_budget() -> None:
     world = world_of({0: (13, 9)}, budget=RollbackBudget(total=1))
     until(world, lambda w: bool(events_of(w, FleetMoved)))
     world.commands = [Command("c1", "rollback", "0-4", {"beta": 0.5})]
@@ -347,7 +347,7 @@ def test_a_person_who_steps_in_renews_the_budget():
     assert begun(world)[2].cause is Cause.DIVERGED
 
 
-def test_a_finished_run_does_not_go_back():
+def test_a_finished_run_does_not_go_back() -> None:
     world = world_of({})
     world.run()
     world.commands = [Command("c1", "rollback", "0-4")]
@@ -357,7 +357,7 @@ def test_a_finished_run_does_not_go_back():
     assert not begun(world)
 
 
-def test_out_of_memory_keeps_the_objective_as_long_as_it_can_and_then_waits_for_a_person():
+def test_out_of_memory_keeps_the_objective_as_long_as_it_can_and_then_waits_for_a_person() -> None:
     grpo = {"num_generations": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     world = World(spec=replace(with_kl(), grpo={**grpo, "gradient_checkpointing": False}), max_steps=40)
     while world.state.phase is not RunPhase.PAUSED:
@@ -389,7 +389,7 @@ def test_out_of_memory_keeps_the_objective_as_long_as_it_can_and_then_waits_for_
     assert isinstance(begun(world)[3].fork.changes["max_completion_length"], int), "as the node's TRL wants it"
 
 
-def test_out_of_memory_where_the_lines_checkpoints_are_gone_waits_for_a_person():
+def test_out_of_memory_where_the_lines_checkpoints_are_gone_waits_for_a_person() -> None:
     world = world_of({})
     until(world, lambda w: w.steps >= 5)
     world.exit("trainer-0-i1", exit_codes.OUT_OF_MEMORY)
@@ -400,7 +400,7 @@ def test_out_of_memory_where_the_lines_checkpoints_are_gone_waits_for_a_person()
     assert RunPhase.PAUSED in [event.phase for event in events if isinstance(event, RunMoved)]
 
 
-def test_an_old_trainer_that_does_not_stop_loses_its_machine():
+def test_an_old_trainer_that_does_not_stop_loses_its_machine() -> None:
     world = world_of({0: (13, 9)})
     until(world, lambda w: bool(events_of(w, TimelineForked)))
     # It neither ends nor sees the fork.
@@ -414,7 +414,7 @@ def test_an_old_trainer_that_does_not_stop_loses_its_machine():
     assert NodePhase.TERMINATING in [getattr(event, "phase", None) for event in late.events]
 
 
-def test_nothing_is_decided_while_the_checkpoints_are_not_known():
+def test_nothing_is_decided_while_the_checkpoints_are_not_known() -> None:
     world = world_of({0: (13, 9)})
     world.looking = False
     until(world, lambda w: w.state.diverged is not None)
@@ -426,7 +426,7 @@ def test_nothing_is_decided_while_the_checkpoints_are_not_known():
     assert begun(world)
 
 
-def test_without_a_catalog_that_can_be_read_the_run_pauses_and_can_be_taken_back_later():
+def test_without_a_catalog_that_can_be_read_the_run_pauses_and_can_be_taken_back_later() -> None:
     world = world_of({0: (13, 9)})
     world.looking = False
     until(world, lambda w: w.state.diverged is not None)
@@ -445,14 +445,14 @@ def test_without_a_catalog_that_can_be_read_the_run_pauses_and_can_be_taken_back
     assert begun(world)[0].fork.start == "0-8"
 
 
-def test_prompts_are_kept_where_run_yaml_says_so():
+def test_prompts_are_kept_where_run_yaml_says_so() -> None:
     world = world_of({0: (13, 9)}, on_rollback=OnRollback(skip_prompts=False, beta_factor=1.0))
     world.run()
     assert begun(world)[0].fork.skipped == ()
     assert "beta" not in begun(world)[0].fork.changes
 
 
-def test_a_pitfall_is_journalled_once():
+def test_a_pitfall_is_journalled_once() -> None:
     world = world_of({})
     until(world, lambda w: w.steps >= 3)
     found = Pitfall("no_signal", 3, "every group has one reward")
@@ -465,7 +465,7 @@ def test_a_pitfall_is_journalled_once():
     assert [event.step for event in events_of(world, Noticed) if isinstance(event, Noticed)] == [3, 4]
 
 
-def test_no_rollback_begins_in_a_run_that_ends():
+def test_no_rollback_begins_in_a_run_that_ends() -> None:
     world = world_of({0: (13, 9)})
     until(world, lambda w: w.steps >= 10)
     world.commands = [Command("c1", "down")]
@@ -475,7 +475,7 @@ def test_no_rollback_begins_in_a_run_that_ends():
     assert RunMoved(RunPhase.STOPPED, "every machine is gone") in events_of(world, RunMoved)
 
 
-def test_targets_are_versions_of_the_present_line():
+def test_targets_are_versions_of_the_present_line() -> None:
     world = world_of({0: (13, 9), 1: (30, 27)}, budget=RollbackBudget(recent_steps=5))
     until(world, lambda w: bool(events_of(w, FleetMoved)))
     assert PolicyVersion(0, 12) in world.checkpoints  # abandoned: newer than 0-8, and never a target again
@@ -484,13 +484,13 @@ def test_targets_are_versions_of_the_present_line():
     assert PolicyVersion(0, 12) not in world.checkpoints  # nor kept once the probation has passed
 
 
-def test_the_defaults_are_those_of_trl():
+def test_the_defaults_are_those_of_trl() -> None:
     keys = json.loads((Path(config.__file__).parent / "tables" / "grpo_keys.json").read_text())["keys"]
     assert {key: keys[key]["default"] for key in TRL_DEFAULTS} == dict(TRL_DEFAULTS)
     assert keys["loss_type"]["default"] == DEFAULT_LOSS
 
 
-def test_what_a_tripped_guard_still_stores_may_be_the_target():
+def test_what_a_tripped_guard_still_stores_may_be_the_target() -> None:
     world = world_of({0: (13, 9)})
     until(world, lambda w: w.state.diverged is not None)
     working = replace(world.machines["trainer-0-i1"], exit_code=None)

@@ -28,7 +28,7 @@ def _quiet(own_log: None) -> None:  # noqa: ARG001  # which ends it
 @example(548)  # without writes, and nothing to be written
 @example(7327)  # a trainer that is heard while nothing can be journalled, and then cut off
 @example(163)  # stopped in its last tick
-def test_no_trouble_of_any_party_makes_a_controller_harm_its_run(seed: int):
+def test_no_trouble_of_any_party_makes_a_controller_harm_its_run(seed: int) -> None:
     """Whoever is replaced does nothing more; no machine that works, or has checkpoints in its spool, is given up;
     what never works is not bought for ever; and once there is peace the run comes to its end."""
     world = tell(seed)
@@ -49,7 +49,7 @@ def trainer(world: SteeredWorld) -> Box:
 
 @pytest.mark.parametrize("weather", [Weather.NO_WRITES, Weather.AWAY])
 @pytest.mark.parametrize("for_s", OUTAGES_S)
-def test_a_store_in_trouble_costs_no_machine_and_no_step(weather: Weather, for_s: float):
+def test_a_store_in_trouble_costs_no_machine_and_no_step(weather: Weather, for_s: float) -> None:
     world = training()
     machines, steps = list(world.bought), trainer(world).step
     world.sky.weather = weather
@@ -66,7 +66,7 @@ def test_a_store_in_trouble_costs_no_machine_and_no_step(weather: Weather, for_s
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])
 @pytest.mark.parametrize("whose", ["here", "elsewhere"])
-def test_a_clock_that_is_set_hurries_and_delays_nothing(ahead_s: float, whose: str):
+def test_a_clock_that_is_set_hurries_and_delays_nothing(ahead_s: float, whose: str) -> None:
     """In a daemon's life, and from one to the next: while a trainer waits for its restart and a node boots."""
     world = training()
     box = next(one for one in world.boxes.values() if one.role is Role.ROLLOUT)
@@ -87,7 +87,7 @@ def test_a_clock_that_is_set_hurries_and_delays_nothing(ahead_s: float, whose: s
     assert world.bought == machines
 
 
-def test_who_was_stopped_for_an_hour_between_decision_and_act_does_nothing():
+def test_who_was_stopped_for_an_hour_between_decision_and_act_does_nothing() -> None:
     """At each operation on the store in turn, and before what is queued is done: a successor steers meanwhile."""
     for operation in range(30):
         world = training()

@@ -34,11 +34,11 @@ def verdicts(name: str) -> list[Verdict]:
         "half_restless",  # rising by 1e-3 a step: KL and reward go up and down, and neither runs away
     ],
 )
-def test_what_learns_is_not_told_as_diverging(name: str):
+def test_what_learns_is_not_told_as_diverging(name: str) -> None:
     assert Health.TRIPPED not in [verdict.health for verdict in verdicts(name)]
 
 
-def test_a_learning_rate_that_explodes_is_noticed_and_dated():
+def test_a_learning_rate_that_explodes_is_noticed_and_dated() -> None:
     """6e-3 until step 20, then 0.03 more with each step. The reward is gone for good from step 28."""
     found = verdicts("half_diverges")
     last = found[-1]

@@ -42,11 +42,11 @@ def groups(region: str) -> list[str]:
     return sorted(group["GroupName"] for group in client(region).describe_security_groups()["SecurityGroups"])
 
 
-def test_the_account_has_regions():
+def test_the_account_has_regions() -> None:
     assert {EAST, WEST, "eu-central-1"} <= aws.all_regions(client)
 
 
-def test_machines_are_found_by_their_label_and_terminated():
+def test_machines_are_found_by_their_label_and_terminated() -> None:
     for name in ("grpo-ab-trainer-0-i1", "else"):
         launch(name, EAST)
     spot = launch("grpo-a-rollout-0-i1", EAST, InstanceMarketOptions={"MarketType": "spot"})
@@ -65,7 +65,9 @@ def test_machines_are_found_by_their_label_and_terminated():
     assert len(aws.labelled(client, [EAST], LABEL, "")) == 2
 
 
-def test_a_security_group_is_dropped_where_asked_and_not_while_it_is_in_use(monkeypatch: pytest.MonkeyPatch):
+def test_a_security_group_is_dropped_where_asked_and_not_while_it_is_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for region in (EAST, WEST):
         for name in ("grpo-a", "grpo-ab"):
             client(region).create_security_group(GroupName=name, Description="some")

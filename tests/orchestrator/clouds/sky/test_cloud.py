@@ -104,7 +104,7 @@ def running(clouds: Clouds, node: str = "rollout-0-i1") -> SkyCloud:
     return cloud
 
 
-def test_nothing_is_known_before_the_first_look(clouds: Clouds):
+def test_nothing_is_known_before_the_first_look(clouds: Clouds) -> None:
     clouds.sky.fails = CloudUnavailable("the API server is away")
     cloud = clouds.open()
     with pytest.raises(CloudUnavailable):
@@ -113,7 +113,9 @@ def test_nothing_is_known_before_the_first_look(clouds: Clouds):
     assert seen(cloud) == {}
 
 
-def test_nothing_is_known_any_more_when_no_look_succeeds_for_long(clouds: Clouds, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_known_any_more_when_no_look_succeeds_for_long(
+    clouds: Clouds, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cloud = running(clouds)
     monkeypatch.setattr(sky_cloud, "STALE_S", 0.05)
     clouds.sky.fails = CloudUnavailable("the API server is away")
@@ -122,14 +124,14 @@ def test_nothing_is_known_any_more_when_no_look_succeeds_for_long(clouds: Clouds
         cloud.machines()
 
 
-def test_the_token_goes_as_a_secret(clouds: Clouds):
+def test_the_token_goes_as_a_secret(clouds: Clouds) -> None:
     running(clouds)
     for work in clouds.sky.works:
         assert work.secrets["GRPO_ORCH_TOKEN"] == "s3cret"
         assert "s3cret" not in repr(work)
 
 
-def test_work_that_ended_is_run_again_on_the_same_machine(clouds: Clouds):
+def test_work_that_ended_is_run_again_on_the_same_machine(clouds: Clouds) -> None:
     cloud = running(clouds)
     clouds.says("trainer-0-i1", 1, exit_code=7)
     until(cloud, lambda machines: machines["trainer-0-i1"].exit_code == 7)
@@ -139,7 +141,7 @@ def test_work_that_ended_is_run_again_on_the_same_machine(clouds: Clouds):
     assert (machine.attempt, machine.exit_code) == (2, None)
 
 
-def test_a_machine_is_not_given_up_because_skypilot_cannot_reach_it(clouds: Clouds):
+def test_a_machine_is_not_given_up_because_skypilot_cannot_reach_it(clouds: Clouds) -> None:
     cloud = running(clouds)
     name = PREFIX + "rollout-0-i1"
     clouds.sky.table[name] = replace(clouds.sky.table[name], state=ClusterState.STARTING)
@@ -147,7 +149,7 @@ def test_a_machine_is_not_given_up_because_skypilot_cannot_reach_it(clouds: Clou
     assert seen(cloud)["rollout-0-i1"].state is MachineState.UP
 
 
-def test_a_silent_machine_is_gone_once_its_cloud_says_so(clouds: Clouds, monkeypatch: pytest.MonkeyPatch):
+def test_a_silent_machine_is_gone_once_its_cloud_says_so(clouds: Clouds, monkeypatch: pytest.MonkeyPatch) -> None:
     cloud = running(clouds)
     monkeypatch.setattr(clouds.sky, "has_machines", lambda _: False)
     cloud.confirm("rollout-0-i1")
@@ -155,7 +157,7 @@ def test_a_silent_machine_is_gone_once_its_cloud_says_so(clouds: Clouds, monkeyp
     assert (machine.state, machine.why) == (MachineState.GONE, "preempted")
 
 
-def test_work_that_ended_without_a_word_has_failed(clouds: Clouds):
+def test_work_that_ended_without_a_word_has_failed(clouds: Clouds) -> None:
     cloud = clouds.open()
     seen(cloud)
     cloud.launch(order())
@@ -170,7 +172,7 @@ def test_work_that_ended_without_a_word_has_failed(clouds: Clouds):
 
 def test_a_machines_jobs_are_not_looked_at_while_they_may_still_be_starting(
     clouds: Clouds, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(sky_cloud, "IDLE_EVERY_S", 1000.0)
     cloud = clouds.open()
     seen(cloud)
@@ -182,7 +184,7 @@ def test_a_machines_jobs_are_not_looked_at_while_they_may_still_be_starting(
 
 def test_a_machine_that_is_slow_to_tell_of_its_jobs_is_left_to_them(
     clouds: Clouds, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     asked: list[str] = []
 
     def slowly(name: str, _: float) -> bool:
@@ -199,7 +201,7 @@ def test_a_machine_that_is_slow_to_tell_of_its_jobs_is_left_to_them(
     assert len(asked) == 1
 
 
-def test_work_that_said_how_it_ended_is_believed(clouds: Clouds):
+def test_work_that_said_how_it_ended_is_believed(clouds: Clouds) -> None:
     cloud = running(clouds)
     clouds.says("trainer-0-i1", 1, exit_code=exit_codes.BAD_SPEC)
     clouds.sky.idle = True
@@ -207,7 +209,7 @@ def test_work_that_said_how_it_ended_is_believed(clouds: Clouds):
     assert cloud.machines()["trainer-0-i1"].exit_code == exit_codes.BAD_SPEC
 
 
-def test_another_controller_sets_the_machine_up_anew_before_it_runs_work_there(clouds: Clouds):
+def test_another_controller_sets_the_machine_up_anew_before_it_runs_work_there(clouds: Clouds) -> None:
     running(clouds)
     after = clouds.open()
     seen(after)
@@ -216,14 +218,14 @@ def test_another_controller_sets_the_machine_up_anew_before_it_runs_work_there(c
     assert seen(after)["trainer-0-i1"].attempt == 2
 
 
-def test_what_a_machine_said_goes_with_it(clouds: Clouds):
+def test_what_a_machine_said_goes_with_it(clouds: Clouds) -> None:
     cloud = running(clouds)
     cloud.terminate("rollout-0-i1")
     assert documents.read_machine(clouds.store, "rollout-0-i1") is None
     assert documents.read_machine(clouds.store, "trainer-0-i1") is not None
 
 
-def test_a_half_made_cluster_is_launched_again_under_its_name(clouds: Clouds):
+def test_a_half_made_cluster_is_launched_again_under_its_name(clouds: Clouds) -> None:
     name = PREFIX + "trainer-0-i1"
     clouds.sky.table[name] = Cluster(name, ClusterState.STARTING, "aws/us-east-1", False, 0.4, None)
     cloud = clouds.open()
@@ -236,7 +238,7 @@ def test_a_half_made_cluster_is_launched_again_under_its_name(clouds: Clouds):
 
 def test_a_machine_that_is_being_launched_is_there_and_can_be_taken_down(
     clouds: Clouds, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     cloud = clouds.open()
     seen(cloud)
     under_way, ended = threading.Event(), threading.Event()
@@ -265,7 +267,7 @@ def test_a_machine_that_is_being_launched_is_there_and_can_be_taken_down(
     assert cloud.machines() == {}
 
 
-def test_rollout_nodes_wait_for_the_trainers_region_and_go_there(clouds: Clouds):
+def test_rollout_nodes_wait_for_the_trainers_region_and_go_there(clouds: Clouds) -> None:
     cloud = clouds.open()
     seen(cloud)
     with pytest.raises(CloudUnavailable, match="waits for the trainer's region"):
@@ -275,7 +277,7 @@ def test_rollout_nodes_wait_for_the_trainers_region_and_go_there(clouds: Clouds)
     assert clouds.sky.works[-1].resources["infra"] == "aws/us-east-1"
 
 
-def test_the_plan_names_both_prices(clouds: Clouds):
+def test_the_plan_names_both_prices(clouds: Clouds) -> None:
     trainer, *rollouts = clouds.open().offers()
     assert (trainer.market, trainer.price_usd_per_h, trainer.elsewhere) == (Market.ON_DEMAND, 55.04, "spot 21.50")
     assert [r.elsewhere for r in rollouts] == ["on_demand 55.04"] * 2
@@ -285,7 +287,7 @@ def test_the_plan_names_both_prices(clouds: Clouds):
     assert clouds.open().offers()[0].elsewhere == ""
 
 
-def test_a_plan_in_two_regions_is_refused_before_anything_is_bought(clouds: Clouds):
+def test_a_plan_in_two_regions_is_refused_before_anything_is_bought(clouds: Clouds) -> None:
     trainer = replace(clouds.spec.trainer, resources={"infra": "aws/us-east-1"})
     rollout = replace(clouds.spec.rollout, resources={"infra": "aws/us-west-2"})
     clouds.spec = replace(clouds.spec, trainer=trainer, rollout=rollout)

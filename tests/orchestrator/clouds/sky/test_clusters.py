@@ -34,7 +34,7 @@ def lost(book: Book) -> str:
     return book.entries()[NAME].lost
 
 
-def test_a_cluster_that_was_up_and_is_no_longer_on_record_is_lost(book: Book):
+def test_a_cluster_that_was_up_and_is_no_longer_on_record_is_lost(book: Book) -> None:
     look(book, UP)
     assert book.entries()[NAME].is_up
     look(book)
@@ -42,31 +42,31 @@ def test_a_cluster_that_was_up_and_is_no_longer_on_record_is_lost(book: Book):
     assert not book.entries()[NAME].is_up
 
 
-def test_a_lost_on_demand_cluster_was_not_preempted(book: Book):
+def test_a_lost_on_demand_cluster_was_not_preempted(book: Book) -> None:
     look(book, replace(UP, spot=False))
     look(book)
     assert lost(book) == "the cloud no longer has it"
 
 
-def test_a_cluster_that_never_came_up_is_forgotten(book: Book):
+def test_a_cluster_that_never_came_up_is_forgotten(book: Book) -> None:
     look(book, STARTING)
     look(book)
     assert book.entries() == {}
 
 
-def test_a_cluster_that_skypilot_cannot_reach_is_not_given_up_for_that(book: Book):
+def test_a_cluster_that_skypilot_cannot_reach_is_not_given_up_for_that(book: Book) -> None:
     look(book, UP)
     look(book, STARTING)
     assert book.entries()[NAME].is_up
 
 
-def test_a_stopped_cluster_is_lost(book: Book):
+def test_a_stopped_cluster_is_lost(book: Book) -> None:
     look(book, UP)
     look(book, replace(UP, state=ClusterState.STOPPED))
     assert lost(book) == "it was stopped"
 
 
-def test_what_is_lost_stays_lost_until_it_is_forgotten(book: Book):
+def test_what_is_lost_stays_lost_until_it_is_forgotten(book: Book) -> None:
     look(book, UP)
     book.lose(NAME, "preempted")
     book.lose(NAME, "something else")
@@ -76,7 +76,7 @@ def test_what_is_lost_stays_lost_until_it_is_forgotten(book: Book):
     assert book.entries() == {}
 
 
-def test_a_look_that_began_before_a_launch_ended_does_not_undo_it(book: Book):
+def test_a_look_that_began_before_a_launch_ended_does_not_undo_it(book: Book) -> None:
     began = book.begin_look()
     with book.call(NAME):
         book.saw(UP)
@@ -86,7 +86,7 @@ def test_a_look_that_began_before_a_launch_ended_does_not_undo_it(book: Book):
     assert lost(book) == "preempted"
 
 
-def test_a_look_that_began_before_a_teardown_ended_does_not_bring_it_back(book: Book):
+def test_a_look_that_began_before_a_teardown_ended_does_not_bring_it_back(book: Book) -> None:
     look(book, UP)
     began = book.begin_look()
     with book.call(NAME):
@@ -95,7 +95,7 @@ def test_a_look_that_began_before_a_teardown_ended_does_not_bring_it_back(book: 
     assert book.entries() == {}
 
 
-def test_while_a_call_lasts_no_look_counts(book: Book):
+def test_while_a_call_lasts_no_look_counts(book: Book) -> None:
     with book.call(NAME):
         look(book, STARTING)
         assert book.entries() == {}
@@ -103,7 +103,7 @@ def test_while_a_call_lasts_no_look_counts(book: Book):
     assert not book.entries()[NAME].is_up
 
 
-def test_what_is_being_made_is_known_until_the_last_call_about_it_ends(book: Book):
+def test_what_is_being_made_is_known_until_the_last_call_about_it_ends(book: Book) -> None:
     with book.call(NAME):
         with book.call(NAME):
             assert book.being_made() == [NAME]
@@ -114,7 +114,7 @@ def test_what_is_being_made_is_known_until_the_last_call_about_it_ends(book: Boo
     assert book.being_made() == []
 
 
-def test_a_new_attempt_forgives_the_failed_one(book: Book):
+def test_a_new_attempt_forgives_the_failed_one(book: Book) -> None:
     look(book, UP)
     book.submitted(NAME, 1)
     book.failed(NAME)
@@ -123,7 +123,7 @@ def test_a_new_attempt_forgives_the_failed_one(book: Book):
     assert (book.entries()[NAME].attempt, book.entries()[NAME].failed) == (2, False)
 
 
-def test_what_is_handed_out_is_a_copy(book: Book):
+def test_what_is_handed_out_is_a_copy(book: Book) -> None:
     look(book, UP)
     book.entries()[NAME].lost = "not really"
     assert lost(book) == ""

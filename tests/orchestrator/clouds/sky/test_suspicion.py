@@ -57,18 +57,18 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World()
 
 
-def test_a_machine_that_answers_is_there_and_nobody_else_is_asked(world: World):
+def test_a_machine_that_answers_is_there_and_nobody_else_is_asked(world: World) -> None:
     assert world.look()
     assert (world.asked, world.lost) == (0, "")
 
 
-def test_a_preempted_machine_is_lost_at_the_clouds_word(world: World):
+def test_a_preempted_machine_is_lost_at_the_clouds_word(world: World) -> None:
     world.answers, world.has = False, False
     assert not world.look()
     assert (world.asked, world.lost) == (0, "preempted")
 
 
-def test_where_the_cloud_cannot_be_asked_skypilot_is(world: World):
+def test_where_the_cloud_cannot_be_asked_skypilot_is(world: World) -> None:
     world.answers, world.says = False, None
     assert not world.look()
     assert (world.asked, world.lost) == (1, "preempted")
@@ -76,7 +76,7 @@ def test_where_the_cloud_cannot_be_asked_skypilot_is(world: World):
 
 def test_a_machine_that_answered_before_is_dead_after_a_while_of_silence(
     world: World, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     world.look()
     world.answers, world.has = False, True
     assert not world.look()
@@ -86,7 +86,7 @@ def test_a_machine_that_answered_before_is_dead_after_a_while_of_silence(
     assert (world.asked, world.lost) == (0, DEAD)
 
 
-def test_silence_is_counted_from_the_last_answer(world: World, monkeypatch: pytest.MonkeyPatch):
+def test_silence_is_counted_from_the_last_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     monkeypatch.setattr(suspicion.time, "monotonic", lambda: now_s)
     world.has = True
@@ -100,7 +100,7 @@ def test_silence_is_counted_from_the_last_answer(world: World, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("has", [True, None])
-def test_one_that_never_answered_here_is_dead_when_skypilot_says_it_twice(world: World, has: bool | None):
+def test_one_that_never_answered_here_is_dead_when_skypilot_says_it_twice(world: World, has: bool | None) -> None:
     world.has = has
     world.answers, world.says = False, INIT
     world.look()
@@ -109,7 +109,7 @@ def test_one_that_never_answered_here_is_dead_when_skypilot_says_it_twice(world:
     assert world.lost == DEAD
 
 
-def test_a_word_of_life_between_takes_the_first_word_back(world: World):
+def test_a_word_of_life_between_takes_the_first_word_back(world: World) -> None:
     world.book.saw(replace(UP, ssh_address=None))
     for says in (INIT, UP, INIT):
         world.says = replace(says, ssh_address=None)
@@ -117,13 +117,13 @@ def test_a_word_of_life_between_takes_the_first_word_back(world: World):
     assert world.lost == ""
 
 
-def test_a_busy_machine_that_skypilot_cannot_talk_to_is_kept_while_its_port_answers(world: World):
+def test_a_busy_machine_that_skypilot_cannot_talk_to_is_kept_while_its_port_answers(world: World) -> None:
     world.says = INIT
     assert world.look()
     assert world.lost == ""
 
 
-def test_one_that_is_still_being_made_is_not_dead(world: World):
+def test_one_that_is_still_being_made_is_not_dead(world: World) -> None:
     world.book.forget(NAME)
     world.book.saw(INIT)
     world.answers, world.says = False, INIT
@@ -132,7 +132,7 @@ def test_one_that_is_still_being_made_is_not_dead(world: World):
     assert world.lost == ""
 
 
-def test_nothing_is_concluded_while_the_cloud_cannot_be_asked(world: World):
+def test_nothing_is_concluded_while_the_cloud_cannot_be_asked(world: World) -> None:
     world.look()
     world.answers, world.says = False, CloudUnavailable("no network")
     with pytest.raises(CloudUnavailable):
@@ -140,14 +140,14 @@ def test_nothing_is_concluded_while_the_cloud_cannot_be_asked(world: World):
     assert world.lost == ""
 
 
-def test_what_is_lost_is_not_asked_about(world: World):
+def test_what_is_lost_is_not_asked_about(world: World) -> None:
     world.book.lose(NAME, "preempted")
     assert not world.look()
     assert not world.suspicions.look("never-was")
     assert world.asked == 0
 
 
-def test_nobody_is_asked_more_often_than_it_helps(world: World, monkeypatch: pytest.MonkeyPatch):
+def test_nobody_is_asked_more_often_than_it_helps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suspicion, "EVERY_S", 1000.0)
     world.answers = False
     for _ in range(5):
@@ -155,7 +155,7 @@ def test_nobody_is_asked_more_often_than_it_helps(world: World, monkeypatch: pyt
     assert world.asked == 1
 
 
-def test_a_listening_port_accepts_and_a_closed_one_does_not():
+def test_a_listening_port_accepts_and_a_closed_one_does_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         assert accepts_connections(address)
