@@ -1,7 +1,7 @@
 """Make the README's pictures from the demo's run: `.venv/bin/python examples/tiny/pictures.py`, after `make demo`.
 
-The live view is drawn as `grpo-orch status` draws it: of a run that goes on, as it is now; of one that is over, as of the
-moment at which it ended.
+The live view is drawn as `grpo-orch status` draws it: of a run that goes on, as it is now; of one that is over, as
+of the moment at which it ended.
 """
 
 from __future__ import annotations
