@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from checkpoint.store import Store
-from orchestrator.observe import GatewayWatch
+from checkpoint.store.run_store import Store
+from orchestrator.control.observe import GatewayWatch
 from orchestrator.views import model, terminal
 from orchestrator.views.reader import Reader
 
