@@ -1,7 +1,6 @@
 """The small documents of a run that are rewritten in place: spec, lease, addresses, heartbeats, commands.
 
-Those that are optional are read with `unreadable`: what is damaged is noted there and counts as not there. Without
-it, and for all others, it raises Corrupt.
+Each is one `Document`: `documents.LEASE.read(store)`, `documents.machine(node).write(store, report)`.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ import contextlib
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from checkpoint.store import layout
 from checkpoint.store.codec import from_json, to_json
+from checkpoint.store.document import Document, OptionalDocument
 from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
@@ -24,8 +23,6 @@ from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.wire import GatewayStatus, labelled_version
 
 SCHEMA = 1
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,44 +114,33 @@ def decode_run(store: Store, data: bytes) -> RunRecord:
     return record
 
 
-def write_lease(store: Store, lease: Lease) -> None:
-    store.put(layout.LEASE, to_json(lease))
+LEASE = OptionalDocument(layout.LEASE, Lease)
+CONTROLLER = Document(layout.CONTROLLER, ControllerMachine)  # absent where the daemon runs on the user's machine
+SECRET_MARK = Document(layout.SECRET, SecretMark)
+TRAINER = OptionalDocument(layout.TRAINER, Trainer, lambda beat, _: beat.precedence)  # which parses its node
 
 
-def read_lease(store: Store, unreadable: Unreadable | None = None) -> Lease | None:
-    return _read(store, layout.LEASE, Lease, unreadable)
+def machine(node: str) -> OptionalDocument[MachineReport]:
+    """What that machine last said of itself."""
+    return OptionalDocument(layout.machine(node), MachineReport, _check_machine)
 
 
-def drop_lease(store: Store) -> None:
-    store.delete([layout.LEASE])
+def gateway(by: Precedence | None) -> OptionalDocument[GatewayAddress]:
+    """Where the gateway beside the trainer of that precedence listens; None: the only one of a run that began
+    before they had names."""
+    return OptionalDocument(layout.OLD_GATEWAY if by is None else layout.gateway(by), GatewayAddress)
 
 
-def write_controller(store: Store, machine: ControllerMachine) -> None:
-    store.put(layout.CONTROLLER, to_json(machine))
+def members(by: Precedence | None) -> OptionalDocument[GatewayStatus]:
+    """What that gateway knows of the rollout nodes; None as for `gateway`."""
+    return OptionalDocument(
+        layout.OLD_MEMBERS if by is None else layout.members(by), GatewayStatus, _check_members
+    )
 
 
-def read_controller(store: Store) -> ControllerMachine | None:
-    """The machine of the run's daemon, or None where a daemon is started on the user's own machine."""
-    data = store.get_or_none(layout.CONTROLLER)
-    return None if data is None else from_json(data, ControllerMachine, layout.CONTROLLER)
-
-
-def drop_controller(store: Store) -> None:
-    store.delete([layout.CONTROLLER])
-
-
-def write_secret_mark(store: Store, mark: SecretMark) -> None:
-    store.put(layout.SECRET, to_json(mark))
-
-
-def read_secret_mark(store: Store) -> SecretMark | None:
-    data = store.get_or_none(layout.SECRET)
-    return None if data is None else from_json(data, SecretMark, layout.SECRET)
-
-
-def write_gateway(store: Store, by: Precedence, address: GatewayAddress) -> None:
-    """Say where the gateway beside the trainer of that precedence listens."""
-    store.put(layout.gateway(by), to_json(address))
+def command(command_id: str) -> OptionalDocument[Command]:
+    """A command that was sent and not yet dropped."""
+    return _command_at(layout.command(command_id))
 
 
 def newest_gateway(store: Store) -> Precedence | None:
@@ -164,49 +150,13 @@ def newest_gateway(store: Store) -> Precedence | None:
 
 
 def read_gateway(store: Store) -> GatewayAddress | None:
-    return gateway_at(store, newest_gateway(store))
-
-
-def gateway_at(store: Store, by: Precedence | None, unreadable: Unreadable | None = None) -> GatewayAddress | None:
-    """What the gateway of that precedence has said; with None, of a run that began before they had names."""
-    key = layout.OLD_GATEWAY if by is None else layout.gateway(by)
-    return _read(store, key, GatewayAddress, unreadable)
-
-
-def write_members(store: Store, by: Precedence, status: GatewayStatus) -> None:
-    store.put(layout.members(by), to_json(status))
+    """Where the run's gateway listens, or None while it has not said so."""
+    return gateway(newest_gateway(store)).read(store)
 
 
 def read_members(store: Store) -> GatewayStatus | None:
     """What the run's gateway knows of its members, or None while it has said nothing."""
-    return members_at(store, newest_gateway(store))
-
-
-def members_at(store: Store, by: Precedence | None, unreadable: Unreadable | None = None) -> GatewayStatus | None:
-    """As `gateway_at`, for its members."""
-    key = layout.OLD_MEMBERS if by is None else layout.members(by)
-    return _read(store, key, GatewayStatus, unreadable)
-
-
-def write_machine(store: Store, report: MachineReport) -> None:
-    store.put(layout.machine(report.node), to_json(report))
-
-
-def read_machine(store: Store, node: str, unreadable: Unreadable | None = None) -> MachineReport | None:
-    """What the machine has last said, or None while it has said nothing."""
-    return _read(store, layout.machine(node), MachineReport, unreadable)
-
-
-def drop_machine(store: Store, node: str) -> None:
-    store.delete([layout.machine(node)])
-
-
-def write_trainer(store: Store, beat: Trainer) -> None:
-    store.put(layout.TRAINER, to_json(beat))
-
-
-def read_trainer(store: Store, unreadable: Unreadable | None = None) -> Trainer | None:
-    return _read(store, layout.TRAINER, Trainer, unreadable)
+    return members(newest_gateway(store)).read(store)
 
 
 def ask_to_stop(store: Store, node: str, attempt: int, now_s: float) -> None:
@@ -223,10 +173,10 @@ def send_command(
     store: Store, kind: str, now_s: float, *, start: str | None = None, changes: Mapping[str, float] | None = None
 ) -> Command:
     """Leave a command for whoever steers the run, now or later."""
-    command = Command(f"{int(now_s * 1000):015d}-{secrets.token_hex(4)}", kind, start, changes or {})
+    sent = Command(f"{int(now_s * 1000):015d}-{secrets.token_hex(4)}", kind, start, changes or {})
     with contextlib.suppress(AlreadyExists):  # our own, after a lost answer: the name is random
-        store.create(layout.command(command.command_id), to_json(command))
-    return command
+        store.create(layout.command(sent.command_id), to_json(sent))
+    return sent
 
 
 def read_commands(
@@ -234,12 +184,8 @@ def read_commands(
 ) -> tuple[Command, ...]:
     """Every command that was not dropped yet, oldest first; objects in `left_out` are not looked at."""
     keys = [entry.key for entry in store.entries(layout.COMMANDS) if entry.key not in left_out]
-    found = [_read(store, key, Command, unreadable) for key in keys]
-    return tuple(command for command in found if command is not None)
-
-
-def drop_command(store: Store, command_id: str) -> None:
-    store.delete([layout.command(command_id)])
+    found = [_command_at(key).read(store, unreadable) for key in keys]
+    return tuple(sent for sent in found if sent is not None)
 
 
 def set_aside(store: Store, key: str) -> None:
@@ -250,38 +196,22 @@ def set_aside(store: Store, key: str) -> None:
         store.delete([key])
 
 
-def _read(store: Store, key: str, cls: type[T], unreadable: Unreadable | None = None) -> T | None:
-    """The document, or None where there is none. Raises Corrupt where nobody takes note of it."""
-    data = store.get_or_none(key)
-    if data is None:
-        return None
-    try:
-        document = from_json(data, cls, key)
-        _check(document, key)
-    except Corrupt as error:
-        if unreadable is None:
-            raise
-        unreadable.note(key, error)
-        return None
-    return document
+def _command_at(key: str) -> OptionalDocument[Command]:
+    return OptionalDocument(key, Command, _check_command)
 
 
-def _check(document: object, key: str) -> None:
-    """Raise Corrupt for what has the right types and still is not what its reader can work with."""
-    try:
-        match document:
-            case Command():
-                if document.start not in (None, RUN_START):
-                    PolicyVersion.parse(document.start or "")
-                if layout.command(document.command_id) != key:
-                    raise ValueError(f"command {document.command_id!r} under another one's name")
-            case Trainer():
-                _ = document.precedence
-            case GatewayStatus():
-                for label in [document.policy, *(member.policy for member in document.members)]:
-                    labelled_version(label or "0-0")
-            case MachineReport():
-                if layout.machine(document.node) != key:
-                    raise ValueError(f"a report of {document.node!r} under another one's name")
-    except ValueError as error:
-        raise Corrupt(f"{key}: {error}", "it was not written by this version of grpo-orch") from error
+def _check_command(command: Command, key: str) -> None:
+    if command.start not in (None, RUN_START):
+        PolicyVersion.parse(command.start or "")
+    if layout.command(command.command_id) != key:
+        raise ValueError(f"command {command.command_id!r} under another one's name")
+
+
+def _check_machine(report: MachineReport, key: str) -> None:
+    if layout.machine(report.node) != key:
+        raise ValueError(f"a report of {report.node!r} under another one's name")
+
+
+def _check_members(status: GatewayStatus, _: str) -> None:
+    for label in [status.policy, *(member.policy for member in status.members)]:
+        labelled_version(label or "0-0")

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from checkpoint.records.documents import RunRecord, decode_run, run_bytes
 from checkpoint.store import layout
-from checkpoint.store.codec import from_json, to_json
+from checkpoint.store.document import Document
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 
@@ -34,18 +34,19 @@ class Proof:
     mac: str
 
 
+PROOF = Document(layout.PROOF, Proof)
+
+
 def vouch(store: Store, secret: str, data: bytes | None = None) -> None:
     """Vouch for `data` as the store's run.json; without it for what is there. Raises StoreError."""
     data = run_bytes(store) if data is None else data
-    store.put(layout.PROOF, to_json(Proof(_mac(secret, data))))
+    PROOF.write(store, Proof(_mac(secret, data)))
 
 
 def matches(store: Store, secret: str, data: bytes) -> bool | None:
     """Whether the store's proof is one for `data` by that secret; None where there is no proof. Raises Corrupt."""
-    found = store.get_or_none(layout.PROOF)
-    if found is None:
-        return None
-    return hmac.compare_digest(from_json(found, Proof, layout.PROOF).mac.encode(), _mac(secret, data).encode())
+    found = PROOF.read(store)
+    return None if found is None else hmac.compare_digest(found.mac.encode(), _mac(secret, data).encode())
 
 
 def read_vouched_run(store: Store, secret: str) -> RunRecord:

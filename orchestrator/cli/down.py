@@ -50,7 +50,7 @@ def down(target: Target = None, now: Now = False, output: AsJson = Output.TEXT) 
     elif not (known := controller.exists()) and not is_steered(store):
         nodes = sorted(_state(store).nodes)
         _stop_here(store, record, stopping)
-        documents.drop_controller(store)
+        documents.CONTROLLER.drop(store)
         say_lost(controller, nodes)
     else:
         stop_remote(controller, store, known=known, kind=stopping.kind, wait=stopping.wait)
@@ -90,7 +90,7 @@ class Stopping:
                 except KeyboardInterrupt:
                     self._interrupted()
         if self._hurried is not None:  # one that nobody took would stop the run when it is resumed
-            documents.drop_command(self._store, self._hurried.command_id)
+            documents.command(self._hurried.command_id).drop(self._store)
 
     def _interrupted(self) -> None:
         self._interrupts += 1
@@ -105,7 +105,7 @@ class Stopping:
 
 def _at_work(store: Store, waited_s: float) -> str:
     """What the end of the run waits for, in words."""
-    state, beat = _state(store), documents.read_trainer(store)
+    state, beat = _state(store), documents.TRAINER.read(store)
     storing = [node for node in state.live(Role.TRAINER) if node.phase is NodePhase.DRAINING]
     if not storing or beat is None:
         return "returning the machines"
@@ -114,7 +114,7 @@ def _at_work(store: Store, waited_s: float) -> str:
 
 
 def _say_end(store: Store, record: RunRecord, output: Output) -> None:
-    state, beat = _state(store), documents.read_trainer(store)
+    state, beat = _state(store), documents.TRAINER.read(store)
     said: dict[str, Any] = {"run": record.spec.name, "phase": state.phase, "machines": sorted(state.nodes)}
     said["step"] = None if beat is None else beat.step
     said["stored_step"] = None if beat is None else beat.stored_step

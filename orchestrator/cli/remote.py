@@ -33,7 +33,7 @@ def controller_of(record: RunRecord, store: Store, *, wanted: bool = False) -> R
     if wanted and record.spec.cloud != "sky":
         message = f"--remote needs `cloud: sky`; {record.spec.name} is on `cloud: local`, which is this machine"
         raise Stop(message, exit_codes.USAGE)
-    if wanted or documents.read_controller(store) is not None:
+    if wanted or documents.CONTROLLER.read(store) is not None:
         return open_controller(record, store)
     return None
 
@@ -78,7 +78,7 @@ def stop_remote(
             start_remote(controller, store, "down")
         wait(lambda: _is_over_there(controller, store))
         # One that nobody took would stop the run when it is resumed.
-        documents.drop_command(store, command.command_id)
+        documents.command(command.command_id).drop(store)
     if not known:
         remedy = f"run `grpo-orch down {store.url}` where it was launched"
         raise Stop(
@@ -117,7 +117,7 @@ def remote_log(controller: RemoteController, store: Store, node: str, follow: bo
 
 def is_steered(store: Store) -> bool:
     """Whether a daemon holds the run, wherever."""
-    return is_held(lambda: documents.read_lease(store, Unreadable()))
+    return is_held(lambda: documents.LEASE.read(store, Unreadable()))
 
 
 def _is_over(store: Store) -> bool:

@@ -153,13 +153,13 @@ def _refuse_existing(store: Store) -> None:
 
 
 def _refuse_held(store: Store) -> None:
-    if is_steered(store) and (lease := documents.read_lease(store, Unreadable())):
+    if is_steered(store) and (lease := documents.LEASE.read(store, Unreadable())):
         raise Stop(_held(store, lease), exit_codes.HELD)
 
 
 def _refuse_other_secret(store: Store, record: RunRecord, nodes: list[str]) -> None:
     """Raise Stop when machines are up that would not speak with any that is launched from here."""
-    mark, token = documents.read_secret_mark(store), known_token(record.run_id)
+    mark, token = documents.SECRET_MARK.read(store), known_token(record.run_id)
     if nodes and mark is not None and (token is None or mark != token_mark(token)):
         raise Stop(
             f"{', '.join(nodes)} hold a secret that this machine has not: bring {token_file(record.run_id)} from "

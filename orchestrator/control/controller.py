@@ -104,6 +104,6 @@ class Controller:
         for event in entry.decoded():  # behind the state: the store may go away here, too
             match event:
                 case CommandTaken():
-                    documents.drop_command(self._store, event.command_id)
+                    documents.command(event.command_id).drop(self._store)
                 case DataSetAside() if event.key.startswith(f"{layout.COMMANDS}/"):
                     documents.set_aside(self._store, event.key)

@@ -85,7 +85,7 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
     state = journal.take_over(clock.now_s(), host, pid, reason)
     token = run_token(record.run_id)
     if not state.nodes:
-        documents.write_secret_mark(store, token_mark(token))
+        documents.SECRET_MARK.write(store, token_mark(token))
     trust.vouch(store, token, run_json)
     cloud = open_cloud(record, store)
 
@@ -118,7 +118,7 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
     finally:
         actuator.close()
         cloud.close()
-    documents.drop_lease(store)
+    documents.LEASE.drop(store)
     return exit_codes.OK
 
 
@@ -138,7 +138,7 @@ def _opening(controller: Controller, record: RunRecord, reason: str) -> tuple[Ev
 def renew(store: Store, controller: Controller, epoch: int) -> None:
     """Say that this controller lives, unless another has taken over. Raises Fenced, StoreError."""
     controller.fence()
-    documents.write_lease(store, own_lease(epoch, time.time()))
+    documents.LEASE.write(store, own_lease(epoch, time.time()))
 
 
 def _loop(store: Store, controller: Controller, clock: RunClock, epoch: int, stop: threading.Event) -> None:

@@ -28,7 +28,7 @@ def start_daemon(store: Store, record: RunRecord, reason: str) -> int:
     process = _spawn(["-m", "orchestrator.control.daemon", store.url, reason], log)
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
-        lease = documents.read_lease(store, Unreadable())
+        lease = documents.LEASE.read(store, Unreadable())
         if lease is not None and lease.pid == process.pid:
             return process.pid
         if process.poll() is not None:

@@ -60,8 +60,8 @@ class GatewayWatch:
         """
         now_s = self._clock()
         newest = documents.newest_gateway(self._store)
-        address = documents.gateway_at(self._store, newest, self._unreadable)
-        found = documents.members_at(self._store, newest, self._unreadable)
+        address = documents.gateway(newest).read(self._store, self._unreadable)
+        found = documents.members(newest).read(self._store, self._unreadable)
         # Of the process before, on the same machine: the one that listens now has not written yet.
         if address is None or (found is not None and found.boot_id != address.boot_id):
             found = None
@@ -91,7 +91,7 @@ class TrainerWatch:
 
     def look(self, now_s: float) -> Trainer | None:
         """Return the newest beat with the time at which it was first seen. Raises StoreError."""
-        beat = documents.read_trainer(self._store, self._unreadable)
+        beat = documents.TRAINER.read(self._store, self._unreadable)
         if beat != self._said:
             self._said, self._seen_at_s = beat, now_s
         return None if beat is None else replace(beat, beat_at_s=self._seen_at_s)

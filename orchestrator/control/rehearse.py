@@ -78,7 +78,7 @@ class Rehearser:
         while True:
             looks += 1
             try:
-                beat = documents.read_trainer(self._store, Unreadable())
+                beat = documents.TRAINER.read(self._store, Unreadable())
                 if beat is not None and beat.step >= step and beat.activity != "starting":
                     return beat.activity != "done"
                 if looks % 50 == 0 and self._ended():
@@ -115,7 +115,7 @@ class Rehearser:
         return f"took {', '.join(nodes) or 'nothing'}"
 
     def _kill_daemon(self, for_s: float) -> str:
-        lease = documents.read_lease(self._store, Unreadable())
+        lease = documents.LEASE.read(self._store, Unreadable())
         if lease is None or not is_alive(lease, time.time()):
             return "no daemon was there"
         os.kill(lease.pid, signal.SIGKILL)

@@ -106,7 +106,7 @@ def main() -> int:
     tls = identity.server_context(token) if identity.protects(host) else None
     gateway = Gateway(boot_id, token)
     by = own_precedence()
-    documents.write_gateway(store, by, GatewayAddress(url, boot_id))
+    documents.gateway(by).write(store, GatewayAddress(url, boot_id))
     writer = StatusWriter(Store(store.url, patience_s=0.0), by, gateway.status)
     # Every request under way has a connection, and the usual limit is 1,024 files.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -30,7 +30,7 @@ def known_run(store: Store) -> tuple[RunRecord, bytes]:
         known = kept == run_digest(data)
     else:
         token = known_token(record.run_id)
-        own = token is not None and documents.read_secret_mark(store) == token_mark(token)
+        own = token is not None and documents.SECRET_MARK.read(store) == token_mark(token)
         known = token is None or not own or vouched.matches(store, token, data) is not False
     if not known:
         what, hint = vouched.changed(store)

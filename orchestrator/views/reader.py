@@ -84,8 +84,8 @@ class Reader:
         self._read_journal()
         self._read_metrics()
         self.checkpoints = self._catalog.newest().checkpoints
-        self.lease = documents.read_lease(self.store, self.unreadable)
-        self.trainer = documents.read_trainer(self.store, self.unreadable)
+        self.lease = documents.LEASE.read(self.store, self.unreadable)
+        self.trainer = documents.TRAINER.read(self.store, self.unreadable)
 
     def history(self) -> list[tuple[int, float, tuple[Event, ...]]]:
         """Read the whole journal as `(entry number, time_s, events)`. Raises Corrupt."""

@@ -145,7 +145,7 @@ def await_predecessor(store: Store, env: NodeEnv, last_words: Container[str], si
         last_words: activities of a trainer that has ended.
         silent_s: five beats, unless told otherwise.
     """
-    said, since_s = documents.read_trainer(store), time.monotonic()
+    said, since_s = documents.TRAINER.read(store), time.monotonic()
     until_s = since_s + WAIT_S
     while said is not None and said.leaving and said.activity not in last_words:
         older = said.timeline == env.timeline and said.node != env.node and said.precedence < env.precedence
@@ -153,5 +153,5 @@ def await_predecessor(store: Store, env: NodeEnv, last_words: Container[str], si
         if not older or now_s - since_s > silent_s or now_s > until_s:
             return
         time.sleep(LOOK_S)
-        if (now := documents.read_trainer(store)) != said:
+        if (now := documents.TRAINER.read(store)) != said:
             said, since_s = now, time.monotonic()

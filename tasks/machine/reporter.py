@@ -63,7 +63,7 @@ class Reporter:
                     self._changed.wait()
                 report = self._report
             try:
-                documents.write_machine(self._store, report)
+                documents.machine(report.node).write(self._store, report)
             except StoreError as error:  # denied, too: credentials are renewed, and an exit code is worth waiting
                 wait_s = min(RETRY_S * 2**failed, RETRY_MAX_S)
                 failed += 1

@@ -84,7 +84,7 @@ def is_replaced(store: Store, env: NodeEnv, at: PolicyVersion) -> bool:
     forks = read_forks(store)
     if forks and not on_lineage(at, lineage(forks, forks[-1].timeline)):
         return True
-    beat = documents.read_trainer(store, Unreadable())
+    beat = documents.TRAINER.read(store, Unreadable())
     if beat is None or beat.node == env.node:
         return False
     return beat.precedence > env.precedence

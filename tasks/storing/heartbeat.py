@@ -146,7 +146,7 @@ class Heartbeat:
             self._fenced.set()
             return
         leaving = self._leaving is not None and self._leaving.told
-        documents.write_trainer(self._store, replace(own, beat_at_s=time.time(), leaving=leaving))
+        documents.TRAINER.write(self._store, replace(own, beat_at_s=time.time(), leaving=leaving))
 
     def _look_for_the_end(self) -> None:
         """Tell the main thread when the run is asked to stop; end the process while it has nothing to store."""
@@ -165,7 +165,7 @@ class Heartbeat:
         timeline = newest_timeline(self._store)
         if timeline > own.timeline:
             return f"timeline {timeline} has begun, and this is timeline {own.timeline}"
-        seen = documents.read_trainer(self._store, Unreadable())  # one that is damaged is written over
+        seen = documents.TRAINER.read(self._store, Unreadable())  # one that is damaged is written over
         if seen is not None and seen.precedence > own.precedence:
             return f"attempt {seen.attempt} on {seen.node}, timeline {seen.timeline}, has taken over"
         return ""

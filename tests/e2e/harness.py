@@ -53,7 +53,7 @@ class Run:
 
     @property
     def daemon_pid(self) -> int:
-        lease = documents.read_lease(self.store)
+        lease = documents.LEASE.read(self.store)
         assert lease is not None
         return lease.pid
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records.documents import read_trainer
+from checkpoint.records import documents
 from checkpoint.records.metrics import REPLAYED, read_metrics
 from checkpoint.stream.catalog import Catalog
 from tests.e2e.harness import Run
@@ -74,7 +74,8 @@ def test_every_fault_is_survived_and_changes_no_weight(
         (trainer,) = run.pids("trainer-0-i1", "tasks.trainer.main")
         os.kill(trainer, signal.SIGKILL)
         run.until(
-            "the restarted trainer", lambda: (beat := read_trainer(run.store)) is not None and beat.attempt == 2
+            "the restarted trainer",
+            lambda: (beat := documents.TRAINER.read(run.store)) is not None and beat.attempt == 2,
         )
         (uploader,) = run.pids("trainer-0-i1", "tasks.machine.uploader")
         os.kill(uploader, signal.SIGKILL)
@@ -124,7 +125,7 @@ def test_neither_a_notice_nor_down_loses_a_step(undisturbed: str, tiny: Path, tm
 
 def trained_by(run: Run) -> str | None:
     """The machine whose trainer has begun to train."""
-    beat = read_trainer(run.store)
+    beat = documents.TRAINER.read(run.store)
     return beat.node if beat is not None and beat.max_steps > 0 else None
 
 

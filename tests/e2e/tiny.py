@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from checkpoint.records.documents import read_trainer
+from checkpoint.records import documents
 from checkpoint.records.metrics import read_metrics
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.transfer import read_manifest
@@ -50,7 +50,7 @@ def final_weights(run: Run) -> str:
 
 
 def step(run: Run) -> int:
-    beat = read_trainer(run.store)
+    beat = documents.TRAINER.read(run.store)
     return beat.step if beat else 0
 
 

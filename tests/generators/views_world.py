@@ -109,7 +109,7 @@ class World:
 
     def beats(self, at_s: float, step: int, max_steps: int = 40, timeline: int = 0) -> None:
         beat = Trainer("trainer-0-i1", 1 + timeline, timeline, step, max_steps, "generating", T0 + at_s)
-        documents.write_trainer(self.store, beat)
+        documents.TRAINER.write(self.store, beat)
 
     def diverges(self, at_s: float, onset_step: int, step: int, timeline: int = 0) -> None:
         """The trainer's guard trips, and its work ends."""
@@ -137,7 +137,7 @@ class World:
 
     def is_steered(self, at_s: float) -> None:
         lease = documents.Lease("build-7/42", "another-host.invalid", 42, "1", 1, T0 + at_s, 15.0)
-        documents.write_lease(self.store, lease)
+        documents.LEASE.write(self.store, lease)
 
     def saves(self, at_s: float, step: int, folder: Path, timeline: int = 0) -> None:
         """A checkpoint of one file, as the uploader stores it."""

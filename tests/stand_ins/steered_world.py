@@ -298,7 +298,7 @@ class SteeredWorld:
     def _trains(self, box: Box) -> None:
         beat = None
         with contextlib.suppress(StoreUnavailable):
-            beat = documents.read_trainer(box.store)
+            beat = documents.TRAINER.read(box.store)
             if beat is not None and beat.precedence > box.precedence:
                 box.exit_code = exit_codes.FENCED
                 return
@@ -325,7 +325,7 @@ class SteeredWorld:
     def says_beat(self, box: Box, activity: str) -> None:
         step = int(box.step)
         beat = Trainer(box.node, box.attempt, 0, step, self.max_steps, activity, EPOCH_S + self.time_s)
-        documents.write_trainer(box.store, beat)
+        documents.TRAINER.write(box.store, beat)
 
     def _gateway(self) -> None:
         up = [box for box in self._of(Role.TRAINER) if self.shown(box).state is MachineState.UP]
@@ -337,8 +337,8 @@ class SteeredWorld:
             up_s = self.time_s - max(box.up_at_s, box.works_at_s - BOOT_S)
             status = GatewayStatus(boot_id, "0-1", members, seq=box.said, up_s=up_s)
             with contextlib.suppress(StoreUnavailable):
-                documents.write_gateway(box.store, box.precedence, GatewayAddress("http://10.0.0.1:1", boot_id))
-                documents.write_members(box.store, box.precedence, status)
+                documents.gateway(box.precedence).write(box.store, GatewayAddress("http://10.0.0.1:1", boot_id))
+                documents.members(box.precedence).write(box.store, status)
 
     def lose(self, box: Box) -> None:
         """Its cloud takes a machine, and what lies on it."""

@@ -39,7 +39,7 @@ def test_a_trainer_of_an_older_timeline_does_not_begin(store: Store) -> None:
     write_fork(store, Fork(1, "0-10"))
     with pytest.raises(Fenced, match=BEGUN):
         Heartbeat(store, beat()).start()
-    assert documents.read_trainer(store) is None, "it must not speak in the other's place"
+    assert documents.TRAINER.read(store) is None, "it must not speak in the other's place"
 
 
 def test_a_trainer_of_the_newest_timeline_begins(store: Store) -> None:
@@ -48,7 +48,7 @@ def test_a_trainer_of_the_newest_timeline_begins(store: Store) -> None:
     heartbeat.start()
     heartbeat.check()
     heartbeat.stop("done")
-    said = documents.read_trainer(store)
+    said = documents.TRAINER.read(store)
     assert said is not None
     assert (said.timeline, said.activity) == (1, "done")
 
@@ -102,7 +102,7 @@ def test_a_process_that_hangs_is_really_gone(store: Store) -> None:
     )
     try:
         until = time.monotonic() + WAIT_S
-        while documents.read_trainer(store) is None:
+        while documents.TRAINER.read(store) is None:
             assert time.monotonic() < until
             time.sleep(0.01)
         write_fork(store, Fork(1, None))
@@ -118,7 +118,7 @@ def test_the_guards_verdict_is_said(store: Store) -> None:
     heartbeat.say(verdict=verdict)
     heartbeat.say(step=40)
     heartbeat.stop("diverged")
-    said = documents.read_trainer(store)
+    said = documents.TRAINER.read(store)
     assert said is not None
     assert (said.verdict, said.step, said.activity) == (verdict, 40, "diverged")
 
@@ -132,12 +132,12 @@ def test_asked_to_stop_the_main_thread_is_told_and_the_beat_says_so(store: Store
     documents.ask_to_stop(store, "trainer-0-i1", 2, 0.0)  # another attempt
     heartbeat.say(step=4)
     until = time.monotonic() + WAIT_S
-    while (said := documents.read_trainer(store)) is None or said.step != 4:
+    while (said := documents.TRAINER.read(store)) is None or said.step != 4:
         assert time.monotonic() < until
         time.sleep(0.01)
     assert (said.leaving, leaving.asked) == (False, False)
     documents.ask_to_stop(store, "trainer-0-i1", 1, 0.0)
-    while (said := documents.read_trainer(store)) is None or not said.leaving:
+    while (said := documents.TRAINER.read(store)) is None or not said.leaving:
         assert time.monotonic() < until
         time.sleep(0.01)
     assert leaving.asked

@@ -199,19 +199,19 @@ def test_a_new_trainer_waits_for_one_that_stores_what_it_has(
 ) -> None:
     store = Store(f"file://{tmp_path}/store")
     if said is not None:
-        documents.write_trainer(store, said)
+        documents.TRAINER.write(store, said)
     env = NodeEnv(store.url, "trainer-0-i2", "secret", 2, 0, str(tmp_path), "127.0.0.1")
     waiting = threading.Thread(target=await_predecessor, args=(store, env, {"stopped"}, 60.0))
     waiting.start()
     waiting.join(1.5 if waits else 20.0)
     assert waiting.is_alive() is waits
-    documents.write_trainer(store, beat(leaving=True, activity="stopped"))
+    documents.TRAINER.write(store, beat(leaving=True, activity="stopped"))
     waiting.join(20.0)
     assert not waiting.is_alive()
 
 
 def test_one_that_falls_silent_is_not_waited_for(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}/store")
-    documents.write_trainer(store, beat(leaving=True))
+    documents.TRAINER.write(store, beat(leaving=True))
     env = NodeEnv(store.url, "trainer-0-i2", "secret", 2, 0, str(tmp_path), "127.0.0.1")
     await_predecessor(store, env, {"stopped"}, silent_s=0.2)

@@ -93,7 +93,7 @@ class Rig:
         part.replace(self.workdir / "end")
 
     def report(self) -> MachineReport | None:
-        return documents.read_machine(Store(f"file://{self.store_folder}"), NODE)
+        return documents.machine(NODE).read(Store(f"file://{self.store_folder}"))
 
     def reported(self, wanted: Callable[[MachineReport], bool]) -> MachineReport:
         def look() -> MachineReport | None:

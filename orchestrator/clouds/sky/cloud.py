@@ -121,7 +121,7 @@ class SkyCloud:
         with self._book.call(name), told("down", name):
             self._strays.down(name, CALL_TIMEOUT_S)
             with self._reading:  # the next one of that name has said nothing yet
-                documents.drop_machine(self._store, node)
+                documents.machine(node).drop(self._store)
                 self._reports.pop(node, None)
             self._book.forget(name)
 
@@ -282,7 +282,7 @@ class SkyCloud:
         nodes = [name.removeprefix(self._prefix) for name in self._book.entries()]
         with self._reading:
             # A report that is damaged says nothing, and keeps none of the others from being heard.
-            said = {node: documents.read_machine(self._store, node, self._unreadable) for node in nodes}
+            said = {node: documents.machine(node).read(self._store, self._unreadable) for node in nodes}
             self._reports = {node: report for node, report in said.items() if report is not None}
 
 

@@ -65,12 +65,12 @@ class RemoteController:
         Nothing is done twice, however often it is called. Raises CloudRefused, NotVouched.
         """
         known_run(self._store)
-        before = documents.read_controller(self._store)
+        before = documents.CONTROLLER.read(self._store)
         infra = before.infra if before else ""
         # First, for a machine that is not known of is not returned.
-        documents.write_controller(self._store, ControllerMachine(self.cluster, infra, time.time()))
+        documents.CONTROLLER.write(self._store, ControllerMachine(self.cluster, infra, time.time()))
         infra = self._sky.launch(self.cluster, self._work(reason), LAUNCH_TIMEOUT_S).infra
-        documents.write_controller(self._store, ControllerMachine(self.cluster, infra, time.time()))
+        documents.CONTROLLER.write(self._store, ControllerMachine(self.cluster, infra, time.time()))
 
     def exists(self) -> bool:
         """Whether the machine is there, which its cloud is asked for. False also for who did not launch it."""
@@ -92,7 +92,7 @@ class RemoteController:
     def down(self) -> None:
         """Return the machine, and then forget it."""
         self._sky.down(self.cluster, CALL_TIMEOUT_S)
-        documents.drop_controller(self._store)
+        documents.CONTROLLER.drop(self._store)
         self._sky.drop_group(places(self._record.spec.trainer.resources), CALL_TIMEOUT_S)
 
     def _resources(self) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class StatusWriter:
 
     def _write(self, status: GatewayStatus) -> None:
         try:
-            documents.write_members(self._store, self._by, status)
+            documents.members(self._by).write(self._store, status)
         except StoreError as error:
             if not self._failing:
                 log.warning("status_not_written", error=str(error))

@@ -132,7 +132,7 @@ class Imposter:
 
 def ask_as_the_trainer(port: int, folder: Path) -> None:
     store = Store(f"file://{folder}/store")
-    documents.write_gateway(store, (0, 1, 1), GatewayAddress(identity.url(HOST, port), "boot"))
+    documents.gateway((0, 1, 1)).write(store, GatewayAddress(identity.url(HOST, port), "boot"))
     beat = Heartbeat(store, Trainer("trainer-0-i1", 1, 0, 0, 0, "starting", 0.0))
     with pytest.raises(GenerationFailed, match="no token"):
         GatewayClient(store, TOKEN, beat).complete(make_batch("0-0", deadline_s=0.1))
@@ -140,7 +140,7 @@ def ask_as_the_trainer(port: int, folder: Path) -> None:
 
 def ask_as_a_node(port: int, folder: Path) -> None:
     store = Store(f"file://{folder}/store")
-    documents.write_gateway(store, (0, 1, 1), GatewayAddress(identity.url(HOST, port), "boot"))
+    documents.gateway((0, 1, 1)).write(store, GatewayAddress(identity.url(HOST, port), "boot"))
     env = NodeEnv(store.url, "rollout-0", TOKEN, attempt=1, timeline=0, workdir=str(folder), host=HOST)
 
     async def announce() -> None:

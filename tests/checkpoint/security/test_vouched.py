@@ -120,7 +120,7 @@ def test_a_controller_does_not_take_a_run_that_was_changed(store: Store, with_pr
 def test_a_machine_with_the_runs_secret_alone_judges_by_the_proof(store: Store) -> None:
     """The token file was brought along, as `resume` asks for while machines are up."""
     token = run_token(record(store).run_id)
-    documents.write_secret_mark(store, trust.token_mark(token))
+    documents.SECRET_MARK.write(store, trust.token_mark(token))
     trust.known_run(store)  # of a version that did not vouch
     vouch(store, token)
     trust.known_run(store)

@@ -134,7 +134,7 @@ def test_a_torn_row_is_told_once_and_those_around_it_are_followed() -> None:
     run = Steered()
     whole = OPTIONAL[ROWS_KEY].splitlines()
     run.store.put(ROWS_KEY, b"\n".join([whole[0], whole[1][:30], *whole[2:]]))
-    documents.write_trainer(run.store, BEAT)
+    documents.TRAINER.write(run.store, BEAT)
     run.ticks()
     assert run.told() == [ROWS_KEY]
     assert [row.step for row in metrics.read_metrics(run.store)] == [1, 3, 4]
@@ -161,7 +161,7 @@ def test_a_row_of_another_object_is_none_of_this_one() -> None:
 def test_what_control_stands_on_is_never_left_out(key: str) -> None:
     run = Steered()
     run.store.put(key, b"{")
-    reads = {layout.RUN: documents.read_run, layout.CONTROLLER: documents.read_controller}
+    reads = {layout.RUN: documents.read_run, layout.CONTROLLER: documents.CONTROLLER.read}
     with pytest.raises(Corrupt, match=key):
         reads.get(key, journal.read)(run.store)
 
@@ -169,10 +169,10 @@ def test_what_control_stands_on_is_never_left_out(key: str) -> None:
 def test_a_report_of_one_machine_that_is_damaged_keeps_no_other_from_being_heard() -> None:
     store, unreadable = Store(f"memory://unreadable-{next(names)}"), documents.Unreadable()
     good = MachineReport("rollout-1-i1", 1, None, False, "10.0.0.1", "", "b", NOW_S)
-    documents.write_machine(store, good)
+    documents.machine(good.node).write(store, good)
     for data in (b"", to_json(good)):
         store.put(layout.machine("rollout-0-i1"), data)
-        said = [documents.read_machine(store, f"rollout-{number}-i1", unreadable) for number in (0, 1)]
+        said = [documents.machine(f"rollout-{number}-i1").read(store, unreadable) for number in (0, 1)]
         assert said == [None, good]
     assert list(unreadable.found) == [layout.machine("rollout-0-i1")]
 

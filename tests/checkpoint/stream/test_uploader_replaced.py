@@ -49,7 +49,7 @@ def test_what_is_replaced(
         write_fork(store, Fork(number, start))
     if beat is not None:
         node, timeline = beat
-        documents.write_trainer(store, Trainer(node, 1, timeline, 0, 0, "training", 0.0))
+        documents.TRAINER.write(store, Trainer(node, 1, timeline, 0, 0, "training", 0.0))
     env = NodeEnv(store.url, "trainer-0-i1", "", 1, 0, str(tmp_path), "127.0.0.1")
     assert is_replaced(store, env, PolicyVersion.parse(version)) == replaced, says
 

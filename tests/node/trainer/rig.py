@@ -181,7 +181,7 @@ class Rig:
         return code
 
     def beat(self) -> Trainer | None:
-        return documents.read_trainer(self.store)
+        return documents.TRAINER.read(self.store)
 
 
 @contextmanager

@@ -79,7 +79,7 @@ class StandInGateway:
         self._server = _Server(("127.0.0.1", 0), Handler)
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         url = f"http://127.0.0.1:{self._server.server_port}"
-        documents.write_gateway(self.store, by, GatewayAddress(url, "stand-in"))
+        documents.gateway(by).write(self.store, GatewayAddress(url, "stand-in"))
 
     def close(self) -> None:
         """Stop listening: the next connection is refused."""

@@ -44,7 +44,7 @@ def test_it_has_diverged_since_the_step_that_made_them_so(tmp_path: Path) -> Non
             trainer.train()
         assert trainer.state.global_step == GONE_BEHIND
         heartbeat.stop("diverged")
-        said = documents.read_trainer(rig.store)
+        said = documents.TRAINER.read(rig.store)
         assert said is not None
         assert said.verdict is not None
         assert (said.verdict.health, said.verdict.onset_step) == (Health.TRIPPED, GONE_BEHIND)

@@ -90,7 +90,7 @@ def rows_of(run: Finished) -> dict[int, dict[str, float]]:
 
 def test_run_completes(finished: Finished) -> None:
     assert finished.exit_codes == (exit_codes.OK, exit_codes.OK)
-    beat = documents.read_trainer(finished.store)
+    beat = documents.TRAINER.read(finished.store)
     assert beat is not None
     assert (beat.activity, beat.step, beat.max_steps, beat.attempt) == ("done", STEPS, STEPS, 2)
     assert "complete at step 6\n" in finished.output
@@ -224,9 +224,9 @@ def test_newer_trainer_stops_an_older_one_even_while_it_waits(tiny: Path, tmp_pa
         trainer = rig.start_trainer(attempt=1)
         wait_for_activity(rig, "waiting")
         newer = Trainer("trainer-0-i2", 2, 0, 0, 8, "starting", time.time())
-        documents.write_trainer(rig.store, newer)
+        documents.TRAINER.write(rig.store, newer)
         assert trainer.wait(30) == exit_codes.FENCED
-        assert documents.read_trainer(rig.store) == newer
+        assert documents.TRAINER.read(rig.store) == newer
         assert "attempt 2 on trainer-0-i2" in rig.log().read_text().splitlines()[-1]
 
 

@@ -80,9 +80,9 @@ def test_what_is_waited_for_is_said(store: Store) -> None:
     journal.append(1.0, (NodeMoved(node, NodePhase.BOOTING, ""), NodeMoved(node, NodePhase.SERVING, "")))
     journal.append(2.0, (RunMoved(RunPhase.TRAINING, ""), RunMoved(RunPhase.STOPPING, "")))
     beat = Trainer(node, 1, 0, 117, 500, "training", time.time(), stored_step=100)
-    documents.write_trainer(store, beat)
+    documents.TRAINER.write(store, beat)
     assert _at_work(store, 3.0) == "returning the machines"
     journal.append(3.0, (NodeMoved(node, NodePhase.DRAINING, ""),))
     assert _at_work(store, 3.0) == "the trainer stores step 117 (step 100 is stored; 3 s of at most 900)"
-    documents.write_trainer(store, replace(beat, stored_step=None))
+    documents.TRAINER.write(store, replace(beat, stored_step=None))
     assert "nothing is stored yet" in _at_work(store, 3.0)

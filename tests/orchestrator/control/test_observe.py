@@ -41,11 +41,11 @@ class World:
         return GatewayWatch(self.store, believe_first=believe_first, clock=lambda: self.now_s)
 
     def starts(self, boot_id: str) -> None:
-        documents.write_gateway(self.store, BY, GatewayAddress("http://10.0.0.1:1", boot_id))
+        documents.gateway(BY).write(self.store, GatewayAddress("http://10.0.0.1:1", boot_id))
 
     def writes(self, seq: int, boot_id: str = "g1", *nodes: str) -> None:
         members = [MemberStatus(node, "b", "10.0.0.2:1", "0-1", True, False, 4, 0.1) for node in nodes]
-        documents.write_members(self.store, BY, GatewayStatus(boot_id, "0-1", members, seq=seq, up_s=7.0))
+        documents.members(BY).write(self.store, GatewayStatus(boot_id, "0-1", members, seq=seq, up_s=7.0))
 
     def looks(self, after_s: float = TICK_S) -> int | None:
         """The number of what is believed, or None."""
@@ -188,7 +188,7 @@ def test_the_checkpoints_are_looked_at_where_a_rollback_may_be_decided() -> None
     asked = observer.look(3.0, (), RunState())
     assert asked.commands == (Command(command.command_id, "rollback", "0-2", {"beta": 0.5}),)
     assert asked.checkpoints == both
-    documents.drop_command(world.store, command.command_id)
+    documents.command(command.command_id).drop(world.store)
     assert observer.look(4.0, (), RunState()).checkpoints is None
     cloud.exit_code = exit_codes.OUT_OF_MEMORY
     assert observer.look(5.0, (), RunState()).checkpoints == both
@@ -209,20 +209,20 @@ def test_a_trainers_beat_is_dated_by_this_machines_clock() -> None:
     watch = TrainerWatch(store)
     assert watch.look(1000.0) is None
     beat = Trainer("trainer-0-i1", 1, 0, 5, 10, "training", beat_at_s=99.0)  # its clock is far behind
-    documents.write_trainer(store, beat)
+    documents.TRAINER.write(store, beat)
     seen = watch.look(1001.0)
     assert seen is not None
     assert seen.beat_at_s == 1001.0
     assert watch.look(1010.0) == seen  # silent since
-    documents.write_trainer(store, replace(beat, beat_at_s=101.0))
+    documents.TRAINER.write(store, replace(beat, beat_at_s=101.0))
     assert watch.look(1011.0) == replace(seen, beat_at_s=1011.0)
 
 
 def test_a_gateway_that_was_replaced_takes_nothing_back_however_late_it_writes() -> None:
     world = World(gateway=None)
     for by, boot_id in (((0, 1, 1), "g1"), ((0, 2, 1), "g2"), ((0, 1, 1), "g1"), ((0, 1, 9), "g1 once more")):
-        documents.write_gateway(world.store, by, GatewayAddress(f"http://{boot_id}", boot_id))
-        documents.write_members(world.store, by, GatewayStatus(boot_id, "0-1", [], seq=99))
+        documents.gateway(by).write(world.store, GatewayAddress(f"http://{boot_id}", boot_id))
+        documents.members(by).write(world.store, GatewayStatus(boot_id, "0-1", [], seq=99))
     found, status = documents.read_gateway(world.store), documents.read_members(world.store)
     assert found is not None
     assert status is not None
@@ -230,7 +230,7 @@ def test_a_gateway_that_was_replaced_takes_nothing_back_however_late_it_writes()
     # The timeline counts more than the machine, and the machine more than the attempt; by number, not by name.
     order = [(0, 2, 3), (0, 10, 1), (0, 999_999, 1), (0, 1_000_000, 1), (3, 1, 1), (3, 1, 2), (10_000, 1, 1)]
     for by in [*order, *order[:-1]]:
-        documents.write_gateway(world.store, by, GatewayAddress("http://x", str(by)))
+        documents.gateway(by).write(world.store, GatewayAddress("http://x", str(by)))
     assert documents.newest_gateway(world.store) == order[-1]
 
 

@@ -62,7 +62,7 @@ class World:
     def says(self, node: str, attempt: int, exit_code: int | None = None) -> None:
         """A machine says what its work does."""
         report = MachineReport(node, attempt, exit_code, False, "172.31.0.7", "us-east-1a", "boot", 1000.0)
-        documents.write_machine(self.store, report)
+        documents.machine(report.node).write(self.store, report)
 
     def start_daemon(self, store: Store, _: RunRecord, reason: str) -> int:
         epoch = journal.recover(store).state.epoch
@@ -74,7 +74,7 @@ class World:
 
     def _steers(self, before: int) -> bool:
         """Whether the daemon holds the lease, for which `launcher.start_daemon` waits."""
-        lease = documents.read_lease(self.store)
+        lease = documents.LEASE.read(self.store)
         return lease is not None and lease.epoch > before
 
     def daemon_dies(self) -> None:

@@ -58,7 +58,7 @@ class Clouds:
 
     def says(self, node: str, attempt: int, exit_code: int | None = None, notice: bool = False) -> None:
         report = MachineReport(node, attempt, exit_code, notice, "172.31.0.7", "us-east-1a", "boot", 1000.0)
-        documents.write_machine(self.store, report)
+        documents.machine(report.node).write(self.store, report)
 
 
 @pytest.fixture
@@ -221,8 +221,8 @@ def test_another_controller_sets_the_machine_up_anew_before_it_runs_work_there(c
 def test_what_a_machine_said_goes_with_it(clouds: Clouds) -> None:
     cloud = running(clouds)
     cloud.terminate("rollout-0-i1")
-    assert documents.read_machine(clouds.store, "rollout-0-i1") is None
-    assert documents.read_machine(clouds.store, "trainer-0-i1") is not None
+    assert documents.machine("rollout-0-i1").read(clouds.store) is None
+    assert documents.machine("trainer-0-i1").read(clouds.store) is not None
 
 
 def test_a_half_made_cluster_is_launched_again_under_its_name(clouds: Clouds) -> None:

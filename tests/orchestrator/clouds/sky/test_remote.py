@@ -67,7 +67,7 @@ class Users(Table):
 
     def launch(self, name: str, work: Work, timeout_s: float) -> Cluster:
         documents.read_run(self._store)  # raises: the run comes first
-        self.noted.append(documents.read_controller(self._store))
+        self.noted.append(documents.CONTROLLER.read(self._store))
         launched = super().launch(name, work, timeout_s)
         if self.is_idle(name, timeout_s):
             self.reasons.append(work.env["GRPO_ORCH_REASON"])
@@ -196,7 +196,7 @@ def test_down_through_the_store_leaves_nothing(world: World, cli: Cli) -> None:
     assert not world.sky.beyond.group
     assert "sim is stopped; no machine of it is left." in done.out
     assert world.sky.table == world.sky.beyond.table == {}
-    assert documents.read_controller(world.store) is None
+    assert documents.CONTROLLER.read(world.store) is None
     assert documents.read_commands(world.store) == ()
     assert world.sky.reasons == ["resume"]
 
@@ -255,7 +255,7 @@ def test_a_lost_controller_machine_is_said_with_what_it_knew(
         f"{CLUSTER} is gone, and with it SkyPilot's records of rollout-0-i1, rollout-1-i1, trainer-0" in told.err
     )
     assert "labelled `grpo-orch: grpo-sim-0-...`" in told.err
-    assert (world.state.phase, documents.read_controller(world.store)) == (RunPhase.STOPPED, None)
+    assert (world.state.phase, documents.CONTROLLER.read(world.store)) == (RunPhase.STOPPED, None)
     assert cli("down", world.store.url).code == 0, "what is lost was told, and the run is an ordinary one"
 
 
@@ -267,7 +267,7 @@ def test_the_controller_of_another_user_stops_the_run_and_stays(world: World, cl
     assert done.code == exit_codes.FAILED
     assert f"{CLUSTER} is not on record here" in done.err
     assert world.sky.beyond.table == {}
-    assert documents.read_controller(world.store) is not None
+    assert documents.CONTROLLER.read(world.store) is not None
     world.sky.table.update(launched_there)
     assert cli("down", world.store.url).code == 0
     assert world.sky.table == {}
@@ -279,7 +279,7 @@ def test_a_refused_launch_keeps_the_run_and_its_end_is_said(world: World, cli: C
     refused = cli("resume", "--remote", "-d", world.store.url)
     assert refused.code == exit_codes.FAILED
     assert "no quota for it; the run is kept: try again with `grpo-orch resume" in refused.err
-    assert documents.read_controller(world.store) is not None
+    assert documents.CONTROLLER.read(world.store) is not None
     world.sky.fails = None
     assert cli("resume", "-d", world.store.url).code == 0
     assert list(world.sky.table) == [CLUSTER]
@@ -317,7 +317,7 @@ def test_remote_is_for_sky_alone(world: World, cli: Cli) -> None:
     refused = cli("resume", "--remote", "-d", world.store.url)
     assert refused.code == exit_codes.USAGE
     assert refused.err == "--remote needs `cloud: sky`; sim is on `cloud: local`, which is this machine\n"
-    assert documents.read_controller(world.store) is None
+    assert documents.CONTROLLER.read(world.store) is None
 
 
 def test_up_shows_the_price_and_creates_the_run_before_it_launches(
@@ -402,7 +402,7 @@ def test_it_is_noted_before_it_is_launched_and_is_no_machine_of_the_run(world: W
     made.launch("up")
     assert not made.cluster.startswith(f"grpo-{RUN_ID}-")
     (before,) = world.sky.noted
-    after = documents.read_controller(world.store)
+    after = documents.CONTROLLER.read(world.store)
     assert before is not None
     assert after is not None
     assert (before.cluster, before.infra) == (CLUSTER, "")
