@@ -41,8 +41,11 @@ ADDED_LATER = ("eval_", "train_", "total_flos")
 class Row:
     """One logged step. Times are the wall clock at the end of the step, seconds since the epoch.
 
+    Who reads a run's log reads these. The detectors alone have a shape of their own, `Point`: they know no store,
+    and must tell a value that was not finite from one that was not logged.
+
     A step that is made again after a restart has a new `time_s` and keeps its `first_time_s`, so that what the
-    restart cost lies behind the last step before it.
+    restart cost lies after the last step before it.
     """
 
     timeline: int
@@ -57,11 +60,24 @@ class Row:
         """When the run first had this step."""
         return self.time_s if self.first_time_s is None else self.first_time_s
 
+    @property
+    def tokens(self) -> int:
+        return round(self.values.get(TOKENS, 0.0))
+
+    @property
+    def tokens_discarded(self) -> int:
+        return round(self.values.get(TOKENS_DISCARDED, 0.0))
+
 
 def read_metrics(store: Store, timeline: int | None = None) -> list[Row]:
     """Return the rows in (timeline, step) order; a step that was logged twice appears as last logged."""
     prefix = layout.METRICS if timeline is None else layout.metrics(timeline)
     return in_order(row for entry in store.entries(prefix) for row in read_chunk(store, entry.key))
+
+
+def logged(rows: Iterable[Row], name: str) -> list[float]:
+    """Return a metric's values in the order of the rows, without the rows that have none."""
+    return [row.values[name] for row in rows if name in row.values]
 
 
 def point_of(row: Row) -> Point:

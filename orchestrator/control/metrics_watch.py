@@ -155,6 +155,7 @@ class MetricsWatch:
         for row in rows if closed else rows[:-1]:
             if row.step > noticed_step:
                 noticed_step = row.step
+                # With what `point_of` leaves out: evaluations and our own numbers are what pitfalls are seen in.
                 pitfalls, new = watch_for(pitfalls, Point(row.step, row.values))
                 self._found += new
         step = max([known.step, *(row.step for row in rows)])

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from checkpoint.records.metrics import TOKENS, Row
+from checkpoint.records.metrics import Row, logged
 from checkpoint.store.run_store import Store
 from orchestrator.views.events import EventLine, event_json
 from orchestrator.views.lineage import stage_words
@@ -25,15 +25,6 @@ RECENT_STEPS = 120  # what the sparklines show
 PACE_STEPS = 20  # steps that tell how fast the run is now
 EVENTS_SHOWN = 20
 MEMBERSHIP_SHOWN = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One logged step; a value that was not logged is None."""
-
-    step: int
-    reward: float | None
-    kl: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +144,7 @@ class RunView:
     store_slow: bool  # a checkpoint was put off: the ones before it are still on their way
     set_aside: tuple[SetAsideView, ...]  # what could not be read so far, each object once
     daemon: DaemonView
-    recent: tuple[Point, ...]
+    recent: tuple[Row, ...]
     membership: tuple[MembershipView, ...]  # the newest last; empty when the gateway is not heard from
     events: tuple[EventLine, ...]  # the newest last
 
@@ -194,8 +185,8 @@ def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunV
         step=step,
         max_steps=max_steps,
         activity=beat.activity if beat else None,
-        reward=_last(rows, "reward"),
-        kl=_last(rows, "kl"),
+        reward=next(reversed(logged(rows, "reward")), None),
+        kl=next(reversed(logged(rows, "kl")), None),
         kl_limit=reader.kl_limit,
         step_s=step_s,
         tokens_per_s=_tokens_per_s(pace),
@@ -207,7 +198,7 @@ def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunV
         store_slow=state.store_slow and running,
         set_aside=_set_aside(reader),
         daemon=_daemon(reader, now_s),
-        recent=tuple(Point(r.step, r.values.get("reward"), r.values.get("kl")) for r in rows[-RECENT_STEPS:]),
+        recent=tuple(rows[-RECENT_STEPS:]),
         membership=_membership(gateway),
         events=tuple(sorted(reader.events, key=lambda line: line.time_s))[-EVENTS_SHOWN:],
     )
@@ -216,6 +207,9 @@ def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunV
 def to_json(view: RunView) -> dict[str, Any]:
     """The view as JSON data. Every key is always there; a value that is not known is null."""
     plain = asdict(view)
+    plain["recent"] = [
+        {"step": row.step, "reward": row.values.get("reward"), "kl": row.values.get("kl")} for row in view.recent
+    ]
     plain["events"] = [event_json(line) for line in view.events]
     return plain
 
@@ -316,10 +310,6 @@ def _daemon(reader: Reader, now_s: float) -> DaemonView:
     return DaemonView(reader.lease_watch.look(lease, now_s), lease.host, lease.pid, ago_s)
 
 
-def _last(rows: Sequence[Row], metric: str) -> float | None:
-    return next((row.values[metric] for row in reversed(rows) if metric in row.values), None)
-
-
 def _step_s(rows: Sequence[Row]) -> float | None:
     """The usual time of a step; None before there are two."""
     gaps = [b.time_s - a.time_s for a, b in pairwise(rows)]
@@ -329,4 +319,4 @@ def _step_s(rows: Sequence[Row]) -> float | None:
 def _tokens_per_s(rows: Sequence[Row]) -> float | None:
     if len(rows) < 2 or rows[-1].time_s <= rows[0].time_s:
         return None
-    return sum(row.values.get(TOKENS, 0.0) for row in rows[1:]) / (rows[-1].time_s - rows[0].time_s)
+    return sum(row.tokens for row in rows[1:]) / (rows[-1].time_s - rows[0].time_s)

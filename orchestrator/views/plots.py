@@ -19,7 +19,7 @@ from checkpoint.store.run_store import Store
 from orchestrator.views.reader import Reader
 from orchestrator.views.report import HELD_OUT, REWARD, run_faults
 from policies.ledger.abandoned import abandoned
-from policies.ledger.accounting import Step, fault_costs
+from policies.ledger.accounting import fault_costs
 
 BLUE, ORANGE, GREEN, PURPLE, RED = "#3366cc", "#e07b39", "#2e8b6f", "#7a5ba8", "#c0392b"
 INK, GRID = "#333a45", "#e3e6ea"
@@ -58,12 +58,11 @@ def plot_run(store: Store, path: Path) -> None:
     """Plot the run in `store` to `path`. Raises NotFound when there is no run."""
     reader = Reader(store)
     reader.refresh()
-    steps = [Step(row.timeline, row.step, row.reached_s) for row in reader.rows]
     faults = run_faults(store, reader.history())
-    marks = [FaultMark(cost.at_step, cost.name) for cost in fault_costs(steps, faults)]
+    marks = [FaultMark(cost.at_step, cost.name) for cost in fault_costs(reader.rows, faults)]
     rollbacks = [one for one in reader.state.rollbacks if one.fork in reader.state.forks]
     starts = [0 if one.fork.start_at is None else one.fork.start_at.step for one in rollbacks]
-    lost = abandoned(steps, rollbacks)
+    lost = abandoned(reader.rows, rollbacks)
     left = Left(
         sorted(reader.abandoned, key=lambda row: (row.timeline, row.step)),
         [RollbackMark(start, one.last_step) for start, one in zip(starts, lost, strict=True)],

@@ -15,7 +15,7 @@ from statistics import median
 from checkpoint.journal import journal
 from checkpoint.journal.entries import Record, tail
 from checkpoint.records import documents, metrics
-from checkpoint.records.metrics import Row
+from checkpoint.records.metrics import Row, logged
 from checkpoint.records.rehearsals import RehearsedFault, read_faults
 from checkpoint.store import layout
 from checkpoint.store.run_store import Entry, Store
@@ -70,7 +70,7 @@ class Reader:
     def kl_limit(self) -> float | None:
         """The KL that is too much in any case: `policies.kl.limit` above the run's own start, once known."""
         limit = self.spec.policies.kl.limit
-        start = [row.values["kl"] for row in self.path if "kl" in row.values][:KL_START_POINTS]
+        start = logged(self.path, "kl")[:KL_START_POINTS]
         return None if limit is None or len(start) < KL_START_POINTS else limit + median(start)
 
     @property

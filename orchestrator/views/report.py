@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from checkpoint.records.metrics import TOKENS, TOKENS_DISCARDED, Row
+from checkpoint.records.metrics import Row, logged
 from checkpoint.records.rehearsals import RehearsedFault, read_faults
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
@@ -34,7 +34,6 @@ from policies.ledger.accounting import (
     Fault,
     FaultCost,
     History,
-    Step,
     bill,
     fault_costs,
     journalled_faults,
@@ -109,11 +108,10 @@ def build_report(store: Store, now_s: float) -> Report:
     reader.refresh()
     rows, state = reader.path, reader.state
     end_s, history = _end_s(reader, now_s), reader.history()
-    # By the first time of each step: what making steps again cost is in the gap behind the last new one.
-    costs = tuple(fault_costs(_steps(reader.rows), run_faults(store, history)))
+    costs = tuple(fault_costs(reader.rows, run_faults(store, history)))
     money = bill(rentals(history, end_s))
-    rewards, held_out = _logged(rows, REWARD), _logged(rows, HELD_OUT)
-    rollbacks = _rollbacks(state, reader.spec, _steps(reader.rows))
+    rewards, held_out = logged(rows, REWARD), logged(rows, HELD_OUT)
+    rollbacks = _rollbacks(state, reader.spec, reader.rows)
     return Report(
         name=reader.spec.name,
         store=store.url,
@@ -125,13 +123,13 @@ def build_report(store: Store, now_s: float) -> Report:
         reward_last=mean(rewards[-ENDS:]) if rewards else None,
         held_out_first=held_out[0] if held_out else None,
         held_out_last=held_out[-1] if held_out else None,
-        kl_last=next(reversed(_logged(rows, "kl")), None),
-        sampling_logp_difference_max=max(_logged(reader.rows, LOGP_DIFFERENCE), default=None),
+        kl_last=next(reversed(logged(rows, "kl")), None),
+        sampling_logp_difference_max=max(logged(reader.rows, LOGP_DIFFERENCE), default=None),
         checkpoints=len(reader.checkpoints),
         wall_s=max(0.0, end_s - reader.record.created_at_s),
         seconds_lost=sum(cost.seconds_lost for cost in costs),
-        tokens_generated=round(sum(_logged(reader.rows, TOKENS))),
-        tokens_regenerated=round(sum(_logged(reader.rows, TOKENS_DISCARDED))),
+        tokens_generated=sum(row.tokens for row in reader.rows),
+        tokens_regenerated=sum(row.tokens_discarded for row in reader.rows),
         cost_usd=money.cost_usd,
         cost_all_on_demand_usd=money.cost_all_on_demand_usd,
         faults_survived=sum(cost.survived for cost in costs),
@@ -179,23 +177,10 @@ def _rehearsed(fault: RehearsedFault) -> Fault:
     return Fault(name, fault.target, fault.time_s, fault.time_s, fault.at_step)
 
 
-def _steps(rows: Sequence[Row]) -> list[Step]:
-    return [
-        Step(
-            timeline=row.timeline,
-            step=row.step,
-            time_s=row.reached_s,
-            tokens_discarded=round(row.values.get(TOKENS_DISCARDED, 0.0)),
-            tokens=round(row.values.get(TOKENS, 0.0)),
-        )
-        for row in rows
-    ]
-
-
-def _rollbacks(state: RunState, spec: RunSpec, steps: Sequence[Step]) -> tuple[RollbackReport, ...]:
+def _rollbacks(state: RunState, spec: RunSpec, rows: Sequence[Row]) -> tuple[RollbackReport, ...]:
     found = []
     befores = [None, *(one.fork for one in state.rollbacks)]
-    for rollback, before, lost in zip(state.rollbacks, befores, abandoned(steps, state.rollbacks), strict=False):
+    for rollback, before, lost in zip(state.rollbacks, befores, abandoned(rows, state.rollbacks), strict=False):
         fork = rollback.fork
         left = PolicyVersion(0 if before is None else before.timeline, lost.last_step)
         lasted = rollback.passed or rollback is state.rollbacks[-1]
@@ -219,10 +204,6 @@ def _rollbacks(state: RunState, spec: RunSpec, steps: Sequence[Step]) -> tuple[R
 def _exported_to(store: Store, healthy: str | None) -> str | None:
     export = None if healthy is None else read_export(store, PolicyVersion.parse(healthy), Unreadable())
     return f"{store.url}/{export.prefix}" if export is not None and export.prefix else None
-
-
-def _logged(rows: Sequence[Row], metric: str) -> list[float]:
-    return [row.values[metric] for row in rows if metric in row.values]
 
 
 def _figures(report: Report) -> RenderableType:

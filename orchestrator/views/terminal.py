@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from checkpoint.records.metrics import logged
 from orchestrator.views.lineage import start_words
 from orchestrator.views.model import MembershipView, NodeView, RunView
 from orchestrator.views.numbers import NOT_KNOWN, clock, duration, short, sparkline
@@ -101,11 +102,18 @@ def changes(before: RunView | None, view: RunView) -> list[str]:
     known = {(line.type, line.number, line.index) for line in before.events} if before else set()
     fresh = [line for line in view.events if (line.type, line.number, line.index) not in known]
     told = [f"{clock(line.time_s)} {line.text}" for line in fresh]
-    if view.recent and (before is None or not before.recent or before.recent[-1] != view.recent[-1]):
-        last = view.recent[-1]
+    newest = _newest(view)
+    if newest is not None and (before is None or _newest(before) != newest):
+        step, reward, kl = newest
         of = f"/{view.max_steps}" if view.max_steps else ""
-        told.append(f"{clock(view.now_s)} step {last.step}{of} reward {short(last.reward)} kl {short(last.kl)}")
+        told.append(f"{clock(view.now_s)} step {step}{of} reward {short(reward)} kl {short(kl)}")
     return told
+
+
+def _newest(view: RunView) -> tuple[int, float | None, float | None] | None:
+    """What a plain line tells of the newest row, which an evaluation may still add to."""
+    row = view.recent[-1] if view.recent else None
+    return None if row is None else (row.step, row.values.get("reward"), row.values.get("kl"))
 
 
 def _follow(get_view: Callable[[], RunView], wait: Callable[[float], bool], console: Console) -> RunView:
@@ -169,8 +177,7 @@ def _figures(view: RunView) -> RenderableType:
     grid.add_column(width=11, no_wrap=True, style="dim")
     grid.add_column(width=10, no_wrap=True)
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    rewards = [point.reward for point in view.recent if point.reward is not None]
-    kls = [point.kl for point in view.recent if point.kl is not None]
+    rewards, kls = logged(view.recent, "reward"), logged(view.recent, "kl")
     above = view.health.health is Health.TRIPPED or _is_above_limit(view)
     hot = "bold red" if above else "yellow"
     limit = f"limit {view.kl_limit:.3g}" if view.kl_limit is not None else ""

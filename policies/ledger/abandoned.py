@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from policies.ledger.accounting import Logged, Step
+from policies.ledger.accounting import Logged
 from policies.model.state import Rollback
 from policies.model.timelines import Fork, lineage, on_lineage
 from policies.model.vocabulary import PolicyVersion
@@ -36,12 +36,12 @@ def on_line(rows: Iterable[L], forks: Sequence[Fork]) -> tuple[list[L], list[L]]
     return line, abandoned
 
 
-def abandoned(steps: Sequence[Step], rollbacks: Sequence[Rollback]) -> list[Abandoned]:
+def abandoned(rows: Sequence[Logged], rollbacks: Sequence[Rollback]) -> list[Abandoned]:
     """Return what each rollback threw away, in their order. A step that two of them left counts once, with the
     first."""
     found = []
     for place, rollback in enumerate(rollbacks):
-        line, _ = on_line(steps, [one.fork for one in rollbacks[:place]])
+        line, _ = on_line(rows, [one.fork for one in rollbacks[:place]])
         start = rollback.fork.start_at
         start_step = 0 if start is None else start.step
         left = [one for one in line if one.step > start_step]

@@ -7,7 +7,7 @@ between two logged steps is longer than it usually is, and are put down to the f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
@@ -39,7 +39,7 @@ STOPPED_BY_ITSELF = (exit_codes.FENCED, exit_codes.DIVERGED)
 
 
 class Logged(Protocol):
-    """A row of the log: the step, and the wall clock at its end."""
+    """A row of the log, `checkpoint.records.metrics.Row`. Times are the wall clock at the step's end."""
 
     @property
     def timeline(self) -> int: ...
@@ -47,20 +47,15 @@ class Logged(Protocol):
     def step(self) -> int: ...
     @property
     def time_s(self) -> float: ...
+    @property
+    def reached_s(self) -> float: ...  # when the run first had this step
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def tokens_discarded(self) -> int: ...
 
 
 L = TypeVar("L", bound=Logged)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One logged step. `time_s` is the wall clock at its end, when the run first had it."""
-
-    timeline: int
-    step: int
-    time_s: float
-    tokens_discarded: int = 0
-    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +101,7 @@ class Bill:
     cost_all_on_demand_usd: float
 
 
-def lived(rows: Iterable[L]) -> list[L]:
+def lived(rows: Iterable[L], when: Callable[[L], float] = lambda row: row.time_s) -> list[L]:
     """Return the rows in the order of time, without those that a restarted trainer has yet to make again.
 
     A trainer that went back to step 10 replaces the rows of 11, 12, ... one by one; a row whose predecessor is
@@ -115,10 +110,10 @@ def lived(rows: Iterable[L]) -> list[L]:
     kept: list[L] = []
     newest: dict[int, float] = {}
     for row in sorted(rows, key=lambda r: (r.timeline, r.step)):
-        if row.time_s >= newest.get(row.timeline, row.time_s):
-            newest[row.timeline] = row.time_s
+        if when(row) >= newest.get(row.timeline, when(row)):
+            newest[row.timeline] = when(row)
             kept.append(row)
-    return sorted(kept, key=lambda r: r.time_s)
+    return sorted(kept, key=when)
 
 
 def journalled_faults(history: History) -> list[Fault]:
@@ -219,20 +214,21 @@ def _hits(target: str, slot: str) -> bool:
     return slot == target or slot.startswith(f"{target.removesuffix('s')}-") or target.startswith(f"{slot}-i")
 
 
-def fault_costs(steps: Sequence[Step], faults: Sequence[Fault]) -> list[FaultCost]:
+def fault_costs(rows: Sequence[Logged], faults: Sequence[Fault]) -> list[FaultCost]:
     """Return what each fault cost, in their order.
 
     A gap between two logged steps costs what it is longer than the median gap in which nothing happened. It is
     shared evenly by the faults that had struck by its end and were not yet seen before its start, and so are the
-    tokens thrown away in the step that ended it.
+    tokens thrown away in the step that ended it. Steps count from when the run first had them: what making one
+    again cost is in the gap after the last step before it.
     """
-    path = lived(steps)
+    path = lived(rows, lambda row: row.reached_s)
     gaps = list(pairwise(path))
     inside = [
-        [n for n, fault in enumerate(faults) if fault.struck_s <= end.time_s and fault.seen_s > start.time_s]
+        [n for n, fault in enumerate(faults) if fault.struck_s <= end.reached_s and fault.seen_s > start.reached_s]
         for start, end in gaps
     ]
-    spans = [end.time_s - start.time_s for start, end in gaps]
+    spans = [end.reached_s - start.reached_s for start, end in gaps]
     usual_s = median([span for span, hit in zip(spans, inside, strict=True) if not hit] or spans or [0.0])
     seconds, tokens = [0.0] * len(faults), [0] * len(faults)
     for (_, end), span, hit in zip(gaps, spans, inside, strict=True):
@@ -246,14 +242,14 @@ def fault_costs(steps: Sequence[Step], faults: Sequence[Fault]) -> list[FaultCos
             at_step=_step_at(path, fault.struck_s) if fault.at_step is None else fault.at_step,
             seconds_lost=max(0.0, lost),  # a window that was shorter than usual lost nothing
             tokens_regenerated=again,
-            survived=bool(path) and path[-1].time_s > fault.struck_s,
+            survived=bool(path) and path[-1].reached_s > fault.struck_s,
         )
         for fault, lost, again in zip(faults, seconds, tokens, strict=True)
     ]
 
 
-def _step_at(path: Sequence[Step], time_s: float) -> int:
-    return max((step.step for step in path if step.time_s <= time_s), default=0)
+def _step_at(path: Sequence[Logged], time_s: float) -> int:
+    return max((row.step for row in path if row.reached_s <= time_s), default=0)
 
 
 def rentals(history: History, now_s: float) -> list[Rental]:

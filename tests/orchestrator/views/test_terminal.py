@@ -207,7 +207,7 @@ def test_only_what_is_new_is_printed(view: RunView) -> None:
     assert first[-1].endswith("step 10/40 reward 1 kl 0.1")
     assert len(first) == len(view.events) + 1
     assert changes(view, view) == []
-    later = replace(view, recent=(*view.recent, replace(view.recent[-1], step=11, reward=None)))
+    later = replace(view, recent=(*view.recent, replace(view.recent[-1], step=11, values={"kl": 0.1})))
     assert [line.split(" ", 1)[1] for line in changes(view, later)] == ["step 11/40 reward – kl 0.1"]
     told = replace(view, events=view.events[:-1])
     assert [line.split(" ", 1)[1] for line in changes(told, view)] == [view.events[-1].text]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from checkpoint.records.metrics import TOKENS, Row
 from policies.ledger.abandoned import Abandoned, abandoned, on_line
-from policies.ledger.accounting import Step
 from policies.model.state import Rollback
 from policies.model.timelines import Fork
 from policies.model.vocabulary import Cause, RollbackStage
 
 
-def steps(timeline: int, first: int, last: int) -> list[Step]:
+def steps(timeline: int, first: int, last: int) -> list[Row]:
     """Each of ten tokens more than the one before it."""
-    return [Step(timeline, step, 100.0 * timeline + step, tokens=10 * step) for step in range(first, last + 1)]
+    return [
+        Row(timeline, step, 100.0 * timeline + step, 1, {TOKENS: 10.0 * step}) for step in range(first, last + 1)
+    ]
 
 
 def rollback(fork: Fork, from_step: int, stage: RollbackStage = RollbackStage.PROBATION) -> Rollback:

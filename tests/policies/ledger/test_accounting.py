@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from checkpoint.records.metrics import TOKENS_DISCARDED, Row
 from policies.ledger.accounting import (
     DAEMON,
     GATEWAY,
@@ -11,7 +12,6 @@ from policies.ledger.accounting import (
     Bill,
     Fault,
     FaultCost,
-    Step,
     bill,
     fault_costs,
     journalled_faults,
@@ -58,8 +58,9 @@ def history(*events: Event) -> list[tuple[int, float, tuple[Event, ...]]]:
     return [(number, float(number), (event,)) for number, event in enumerate(events, start=1)]
 
 
-def steps(*times_s: float, discarded: dict[int, int] | None = None) -> list[Step]:
-    return [Step(0, step, time_s, (discarded or {}).get(step, 0)) for step, time_s in enumerate(times_s, start=1)]
+def steps(*times_s: float, discarded: dict[int, int] | None = None) -> list[Row]:
+    lost = {step: {TOKENS_DISCARDED: float(tokens)} for step, tokens in (discarded or {}).items()}
+    return [Row(0, step, time_s, 1, lost.get(step, {})) for step, time_s in enumerate(times_s, start=1)]
 
 
 def fault(struck_s: float, seen_s: float | None = None, target: str = "rollout-0", name: str = "kill") -> Fault:
@@ -228,7 +229,7 @@ def test_steps_still_to_be_made_again_are_not_part_of_the_run() -> None:
     log = steps(10, 20, 75, 40, 50)
     assert [step.step for step in lived(log)] == [1, 2, 3]
     assert [cost.seconds_lost for cost in fault_costs(log, [fault(41)])] == [45.0]
-    assert [step.step for step in lived([*steps(10, 20, 30), Step(1, 2, 40)])] == [1, 2, 3, 2]
+    assert [step.step for step in lived([*steps(10, 20, 30), Row(1, 2, 40, 1, {})])] == [1, 2, 3, 2]
 
 
 def test_a_fault_is_survived_once_a_step_was_logged_after_it() -> None:
@@ -237,7 +238,7 @@ def test_a_fault_is_survived_once_a_step_was_logged_after_it() -> None:
 
 
 @pytest.mark.parametrize("log", [[], steps(10)])
-def test_faults_of_a_run_without_gaps_cost_nothing_yet(log: list[Step]) -> None:
+def test_faults_of_a_run_without_gaps_cost_nothing_yet(log: list[Row]) -> None:
     assert [(cost.seconds_lost, cost.survived) for cost in fault_costs(log, [fault(20)])] == [(0.0, False)]
 
 
