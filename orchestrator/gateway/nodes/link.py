@@ -4,42 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
+from orchestrator.gateway.nodes.attempt import Attempt, NodeFailed, Why
 from orchestrator.gateway.nodes.connection import Pool
 from orchestrator.gateway.turns import Turns
 from policies.serving.silence import Patience
 from policies.serving.wire import HEADER_BOOT, HEADER_POLICY
 
-if TYPE_CHECKING:
-    from orchestrator.gateway.nodes.upstream import Attempt
-
 PROBE_S = 1.5  # vLLM's server has been busy for half a second with a burst of 256 requests
 _HEADER_SAFE = re.compile(r"[\x21-\x7e]*")
-
-
-class Why(StrEnum):
-    """Why a job left a member."""
-
-    LOST = "lost"  # the connection broke, or was never made
-    CLOSED = "closed"  # nothing listens there any more
-    REFUSED = "refused"  # it answered with an error
-    BROKEN = "broken"  # what it sent makes no sense
-    SILENT = "silent"
-    LEFT = "left"  # its term ended
-    DRAINED = "drained"
-    TAIL = "tail"  # another will finish it sooner
-    SHARED = "shared"  # another has less to do
-
-
-class NodeFailed(Exception):
-    """The node did not finish the request; another one may."""
-
-    def __init__(self, why: Why, message: str) -> None:
-        super().__init__(message)
-        self.why = why
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +27,8 @@ class Link:
     token: str
     pool: Pool
     patience: Patience
-    running: set[Attempt]
     turns: Turns
+    running: set[Attempt] = field(default_factory=set)
     heard_s: float = 0.0  # the last event of any request, or when one was sent to a member that had none
     worked_s: float = 0.0  # when its engine was last known to have computed tokens, heard or not
     newest_begun_s: float = 0.0  # when that one of its requests was sent which got a first token and was sent last
@@ -88,7 +62,7 @@ class Link:
         longest = max(attempt.job.prompt_tokens for attempt in self.running)
         return self.patience.first_token_limit_s(longest)
 
-    def waits(self, attempt: Attempt) -> bool:
+    def may_wait(self, attempt: Attempt) -> bool:
         """Whether a silent request may be waiting for room in the engine: then none that was sent after it was
         heard last has got a token, for an engine takes them in their order, and those first that it pushed out."""
         return self.newest_begun_s <= attempt.heard_s
@@ -97,6 +71,13 @@ class Link:
         """End every try that runs here: their jobs go on elsewhere."""
         for attempt in list(self.running):
             attempt.fail(NodeFailed(why, message))
+
+    def close(self, why: str) -> None:
+        """End all that runs here, for the term is over."""
+        self.give_up(Why.LEFT, why)
+        self.pool.close()
+        if self.probe is not None:
+            self.probe.cancel()
 
     async def ask_health(self) -> str | None:
         """Ask the member whether it lives. Returns None if so, else what it did instead."""

@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from orchestrator.gateway.job import CHAT, COMPLETIONS, Job, RequestRefused, ToldOtherwise, WeightsRefused
 from orchestrator.gateway.nodes import events
+from orchestrator.gateway.nodes.attempt import Attempt, End, NodeFailed, Why
 from orchestrator.gateway.nodes.connection import Connection
-from orchestrator.gateway.nodes.link import Link, NodeFailed, Why
+from orchestrator.gateway.nodes.link import Link
 from policies.serving import recovery
 
 # Ours to set: whoever asks for a batch may not.
@@ -35,16 +35,8 @@ _TOO_LONG = re.compile(r"(?:maximum context length is |max_tokens=\d+ cannot be 
 _RETRYABLE = frozenset({401, 404, 408, 409, 425, 429})  # the node's fault or a passing one, although 4xx
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """How a completion ended."""
-
-    finish_reason: str
-    stop_reason: int | str | None
-
-
-class Attempt:
-    """One try of one job on one member.
+class VllmAttempt(Attempt):
+    """A try over a link.
 
     Args:
         job: filled as tokens come.
@@ -53,50 +45,16 @@ class Attempt:
         begun: called when its first token comes.
     """
 
-    __slots__ = (
-        "_before",
-        "_begun",
-        "_connection",
-        "_done",
-        "_now",
-        "_rest",
-        "_said",
-        "_status",
-        "begun_s",
-        "heard_s",
-        "job",
-        "link",
-        "mark",
-        "max_tokens",
-        "moving_s",
-        "policy",
-        "sent_s",
-    )
+    __slots__ = ("_begun", "_connection", "_now", "_rest", "_said", "_status", "link")
 
     def __init__(self, job: Job, link: Link, policy: str, begun: Callable[[], None]) -> None:
-        loop = asyncio.get_running_loop()
-        self.job, self.link, self.policy = job, link, policy
-        self._begun, self._now = begun, loop.time
-        self._done: asyncio.Future[End] = loop.create_future()
+        super().__init__(job, policy)
+        self.link, self._begun = link, begun
+        self._now = asyncio.get_running_loop().time
         self._connection: Connection | None = None
         self._rest = bytearray()
         self._said = b""
         self._status = 0
-        self._before, self.max_tokens = len(job.token_ids), job.max_tokens
-        self.sent_s = self.heard_s = self._now()
-        self.begun_s: float | None = None
-        self.moving_s = 0.0  # when it was last known to be waiting for its turn in the engine
-        self.mark = (self.sent_s, self._before)  # a time and how many tokens there were then, for its pace
-
-    @property
-    def continued(self) -> bool:
-        """Whether it goes on from tokens that another member made."""
-        return self._before > 0
-
-    @property
-    def tokens(self) -> int:
-        """How many this try has brought."""
-        return len(self.job.token_ids) - self._before
 
     async def run(self) -> End:
         """Return how the completion ended. Raises NodeFailed, RequestRefused, ToldOtherwise.
@@ -123,11 +81,6 @@ class Attempt:
                 self._done.cancel()
                 if self._connection is not None:
                     self._connection.leave(self)
-
-    def fail(self, error: Exception) -> None:
-        """End this try, unless it is over."""
-        if not self._done.done():
-            self._done.set_exception(error)
 
     def head(self, status: int) -> None:
         self._status = status

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from orchestrator.gateway.nodes.link import NodeFailed, Why
-from orchestrator.gateway.nodes.upstream import Attempt
+from orchestrator.gateway.nodes.attempt import Attempt, NodeFailed, Why
 from orchestrator.gateway.routing.members import Members
 from policies.serving.membership import Row, Wanted
 from policies.serving.sharing import Bearer, Movable, alone_tokens_s, share_out
@@ -23,11 +22,6 @@ SPEED_SHARE = 0.3  # of each in what is known
 # look that is below a fiftieth of the event loop: 0.15 s for 2,000 requests, 1.5 s for 20,000.
 REQUEST_S = 75e-6
 MOVES_MAX = 2  # of one job: members come one after another, but a job has to get somewhere
-
-
-def movable(attempt: Attempt) -> bool:
-    """Whether the job loses nothing when it goes on elsewhere."""
-    return not attempt.job.token_ids or attempt.job.may_continue()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +128,7 @@ class Balance:
 
 
 def _goes(attempt: Attempt, policy: str) -> bool:
-    return attempt.policy == policy and attempt.job.shared < MOVES_MAX and movable(attempt)
+    return attempt.policy == policy and attempt.job.shared < MOVES_MAX and attempt.movable
 
 
 def _order(attempt: Attempt) -> tuple[bool, float]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from orchestrator.gateway.job import Finished, Job, RequestRefused, ToldOtherwise, WeightsRefused
-from orchestrator.gateway.nodes.link import NodeFailed, Why
-from orchestrator.gateway.nodes.upstream import Attempt, End
+from orchestrator.gateway.nodes.attempt import End, NodeFailed, Why
+from orchestrator.gateway.nodes.upstream import VllmAttempt
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.routing.waiting import Place
 from policies.serving.membership import Load
@@ -26,7 +26,7 @@ EXPECTED_SHARE = 0.02  # of each finished completion in the mean length that the
 PACE_SHARE = 0.1  # the same for what a member is known to do in a second
 PACE_TOKENS_MIN = 8  # shorter ones say nothing of a member's pace
 # Then the member was judged already, or does no worse than it should.
-_NO_DOUBT = frozenset({Why.LEFT, Why.SILENT, Why.DRAINED, Why.TAIL, Why.SHARED})
+_NO_DOUBT = frozenset({Why.LEFT, Why.SILENT, Why.DRAINED, Why.SLOW, Why.SHARED})
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Completer:
                 raise refused
             refused = None
             place = await self._place(job, avoid)
-            attempt = Attempt(job, place.link, place.policy, partial(self._members.begun, place))
+            attempt = VllmAttempt(job, place.link, place.policy, partial(self._members.begun, place))
             try:
                 end = await attempt.run()
             except NodeFailed as error:
@@ -130,7 +130,7 @@ class Completer:
         to_come = max(len(job.token_ids), min(job.max_tokens, int(expected)))
         return Load(job.group, job.prompt_tokens + to_come, replayed)
 
-    def _left(self, job: Job, attempt: Attempt, error: NodeFailed) -> None:
+    def _left(self, job: Job, attempt: VllmAttempt, error: NodeFailed) -> None:
         """The job left a member unfinished."""
         job.handovers += 1
         job.last_failure = f"{attempt.link.node}: {error}"
@@ -157,7 +157,7 @@ class Completer:
         job.discarded += lost
         self._ledger.discarded += lost
 
-    def _finish(self, job: Job, attempt: Attempt, end: End, asked_s: float) -> Finished:
+    def _finish(self, job: Job, attempt: VllmAttempt, end: End, asked_s: float) -> Finished:
         self._learn(job, attempt)
         self._ledger.finished += 1
         finished = Finished(
@@ -177,7 +177,7 @@ class Completer:
             self._observe(finished)
         return finished
 
-    def _learn(self, job: Job, attempt: Attempt) -> None:
+    def _learn(self, job: Job, attempt: VllmAttempt) -> None:
         """Note how long completions are, and what the member did in a second."""
         members, link = self._members, attempt.link
         members.expected_tokens = _mean(members.expected_tokens, len(job.token_ids), EXPECTED_SHARE)

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 import structlog
 
 from orchestrator.gateway.job import Job, QueueFull
+from orchestrator.gateway.nodes.attempt import Why
 from orchestrator.gateway.nodes.connection import Pool
-from orchestrator.gateway.nodes.link import Link, Why
+from orchestrator.gateway.nodes.link import Link
 from orchestrator.gateway.routing.waiting import Place, Queue, Waiter
 from orchestrator.gateway.turns import Turns
 from policies.model.vocabulary import Recovery
@@ -291,10 +292,7 @@ class Members:
     def _end(self, term: int, why: str) -> None:
         link = self.links.pop(term, None)
         if link is not None:
-            link.give_up(Why.LEFT, why)
-            link.pool.close()
-            if link.probe is not None:
-                link.probe.cancel()
+            link.close(why)
 
     def waits(self, policy: str) -> bool:
         """Whether a job has no place that a member with this policy could have."""
@@ -351,15 +349,7 @@ class Members:
         if link is None:
             pool = Pool(row.address, self._tls)
             link = Link(
-                row.node,
-                row.boot_id,
-                row.term,
-                row.address,
-                self._token,
-                pool,
-                self._patience(),
-                set(),
-                self.turns,
+                row.node, row.boot_id, row.term, row.address, self._token, pool, self._patience(), self.turns
             )
             self.links[row.term] = link
         self.table.started(row.node, load)

@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from statistics import median
 
+from orchestrator.gateway.nodes.attempt import Attempt, NodeFailed, Why
 from orchestrator.gateway.nodes.connection import STALLED_S
-from orchestrator.gateway.nodes.link import PROBE_S, Link, NodeFailed, Why
-from orchestrator.gateway.nodes.upstream import Attempt
-from orchestrator.gateway.routing.balance import Balance, movable
+from orchestrator.gateway.nodes.link import PROBE_S, Link
+from orchestrator.gateway.routing.balance import Balance
 from orchestrator.gateway.routing.members import Members
 from policies.serving.membership import Wanted
 from policies.serving.silence import MOST_S
@@ -21,8 +21,6 @@ from policies.serving.takeover import Idle, Running, take_over
 
 LOOK_S = 0.1
 SELDOM_S = 1.0  # between two looks for what is in no hurry
-PACE_S = 2.0  # a request's pace is known after so long, ...
-PACE_MAX_S = 8.0  # ... and after so long only the last part counts
 # A member with fewer requests gives another one about the pace that it gives a single one.
 IDLE_REQUESTS = 16
 # Clouds give a notice of 30 s at least. What does not finish in the first half goes on elsewhere, if it can.
@@ -74,7 +72,7 @@ class Watch:
                 row = self._members.table.row(link.node)
                 word = None if row is None or row.term != link.term else row.engine
                 _end_stuck(link, word is not None and word.waiting > 0, now_s)
-            self._share_tails(now_s)
+            self._take_over(now_s)
 
     def _listen(self, link: Link, now_s: float) -> None:
         silent_s = now_s - link.heard_s
@@ -108,29 +106,29 @@ class Watch:
             seen[row.term] = self._drained_at_s.get(row.term, now_s)
             if now_s - seen[row.term] > self._drain_s and row.policy and table.serving(Wanted(row.policy)):
                 for attempt in list(self._members.links[row.term].running):
-                    if movable(attempt):
+                    if attempt.movable:
                         attempt.fail(NodeFailed(Why.DRAINED, f"it drains and was not done in {self._drain_s:g} s"))
         self._drained_at_s = seen
 
-    def _share_tails(self, now_s: float) -> None:
+    def _take_over(self, now_s: float) -> None:
         if self._members.waiting() or self._members.expected_tokens <= 0:
             return
-        alike: dict[tuple[str, int], list[Attempt]] = defaultdict(list)
+        alike: dict[tuple[str, int], list[tuple[str, Attempt]]] = defaultdict(list)
         for link in self._members.links.values():
             for attempt in link.running:
-                if attempt.begun_s is not None and not attempt.job.taken_over and movable(attempt):
-                    alike[attempt.policy, attempt.job.max_tokens].append(attempt)
+                if attempt.begun_s is not None and not attempt.job.taken_over and attempt.movable:
+                    alike[attempt.policy, attempt.max_tokens].append((link.node, attempt))
         for (policy, max_tokens), attempts in alike.items():
             idle = list(self._idle(policy))
             running = [
-                Running(number, one.link.node, one.job.prompt_tokens, len(one.job.token_ids), rate)
-                for number, one in enumerate(attempts)
-                if (rate := _pace(one, now_s)) is not None
+                Running(number, node, one.job.prompt_tokens, len(one.job.token_ids), pace)
+                for number, (node, one) in enumerate(attempts)
+                if (pace := one.pace_tokens_s(now_s)) is not None
             ]
             for move in take_over(running, idle, self._members.expected_tokens, max_tokens=max_tokens):
-                attempt = attempts[move.request]
+                _, attempt = attempts[move.request]
                 attempt.job.taken_over = True
-                attempt.fail(NodeFailed(Why.TAIL, f"{move.node} will finish it sooner"))
+                attempt.fail(NodeFailed(Why.SLOW, f"{move.node} will finish it sooner"))
 
     def _idle(self, policy: str) -> Iterator[Idle]:
         """The members with little to do. What is not known of one's pace yet is taken to be like the others'."""
@@ -152,17 +150,7 @@ def _end_stuck(link: Link, engine_full: bool, now_s: float) -> None:
     """While others move, one that stands still waits its turn, however long; once others have gone before it, no
     longer than MOST_S."""
     for attempt in list(link.running):
-        if engine_full or link.waits(attempt):
-            attempt.moving_s = now_s
-        elif now_s - max(attempt.heard_s, attempt.moving_s) > MOST_S:
+        if engine_full or link.may_wait(attempt):
+            attempt.queued_s = now_s
+        elif now_s - max(attempt.heard_s, attempt.queued_s) > MOST_S:
             attempt.fail(NodeFailed(Why.SILENT, f"no token for {MOST_S:g} s"))
-
-
-def _pace(attempt: Attempt, now_s: float) -> float | None:
-    """Its tokens per second of late, or None while that is not known."""
-    since_s, tokens = attempt.mark
-    elapsed_s = now_s - max(since_s, attempt.begun_s or now_s)
-    pace = (len(attempt.job.token_ids) - tokens) / elapsed_s if elapsed_s >= PACE_S else None
-    if elapsed_s >= PACE_MAX_S:
-        attempt.mark = (now_s, len(attempt.job.token_ids))
-    return pace

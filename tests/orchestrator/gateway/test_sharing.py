@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from orchestrator.gateway.job import Finished
-from orchestrator.gateway.nodes.upstream import Attempt
+from orchestrator.gateway.nodes.upstream import VllmAttempt
 from orchestrator.gateway.routing import balance, members
 from orchestrator.gateway.routing.watch import LOOK_S
 from policies.serving.membership import TOGETHER_REQUESTS, Load
@@ -155,7 +155,7 @@ class Counted:
             row.allowed = max(counts)
             for _ in range(count):
                 place = self.members._place_on(row, Load(None))
-                attempt = Attempt(job(policy=NEW, max_tokens=400), place.link, NEW, lambda: None)
+                attempt = VllmAttempt(job(policy=NEW, max_tokens=400), place.link, NEW, lambda: None)
                 place.link.running.add(attempt)
                 place.link.speed_tokens_s = 50.0
         monkeypatch.setattr(balance, "left_of", self._left_of)

@@ -1,0 +1,108 @@
+"""One try of one job on one member, as the rest of the gateway sees it: how far it is, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from enum import StrEnum
+
+from orchestrator.gateway.job import Job
+
+PACE_S = 2.0  # its pace is known after so long, ...
+PACE_MAX_S = 8.0  # ... and after so long only the last part counts
+
+
+class Why(StrEnum):
+    """Why a job left a member."""
+
+    LOST = "lost"  # the connection broke, or was never made
+    CLOSED = "closed"  # nothing listens there any more
+    REFUSED = "refused"  # it answered with an error
+    BROKEN = "broken"  # what it sent makes no sense
+    SILENT = "silent"
+    LEFT = "left"  # its term ended
+    DRAINED = "drained"
+    SLOW = "tail"  # another will finish it sooner
+    SHARED = "shared"  # another has less to do
+
+
+class NodeFailed(Exception):
+    """The node did not finish the request; another one may."""
+
+    def __init__(self, why: Why, message: str) -> None:
+        super().__init__(message)
+        self.why = why
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a completion ended."""
+
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+class Attempt:
+    """One try. Times are on the event loop's clock.
+
+    Attributes:
+        job: filled as tokens come.
+        policy: the label that the member holds and is asked for.
+        max_tokens: the job's.
+        sent_s: when the request was sent.
+        begun_s: when its first token came; None before.
+        heard_s: when anything of it last came, or `sent_s`.
+        queued_s: when it was last known to be waiting for its turn in the engine.
+    """
+
+    __slots__ = (
+        "_before",
+        "_done",
+        "_mark",
+        "begun_s",
+        "heard_s",
+        "job",
+        "max_tokens",
+        "policy",
+        "queued_s",
+        "sent_s",
+    )
+
+    def __init__(self, job: Job, policy: str) -> None:
+        loop = asyncio.get_running_loop()
+        self.job, self.policy, self.max_tokens = job, policy, job.max_tokens
+        self._before = len(job.token_ids)
+        self._done: asyncio.Future[End] = loop.create_future()
+        self.sent_s = self.heard_s = loop.time()
+        self.begun_s: float | None = None
+        self.queued_s = 0.0
+        self._mark = (self.sent_s, self._before)  # a time, and how many tokens there were then
+
+    @property
+    def continued(self) -> bool:
+        """Whether it goes on from tokens that another member made."""
+        return self._before > 0
+
+    @property
+    def tokens(self) -> int:
+        """How many this try has brought."""
+        return len(self.job.token_ids) - self._before
+
+    @property
+    def movable(self) -> bool:
+        """Whether the job loses nothing when it goes on elsewhere."""
+        return not self.job.token_ids or self.job.may_continue()
+
+    def pace_tokens_s(self, now_s: float) -> float | None:
+        """Its recent tokens per second, or None while that is not known."""
+        since_s, tokens = self._mark
+        elapsed_s = now_s - max(since_s, self.begun_s or now_s)
+        pace = (len(self.job.token_ids) - tokens) / elapsed_s if elapsed_s >= PACE_S else None
+        if elapsed_s >= PACE_MAX_S:
+            self._mark = (now_s, len(self.job.token_ids))
+        return pace
+
+    def fail(self, error: Exception) -> None:
+        """End this try, unless it is over."""
+        if not self._done.done():
+            self._done.set_exception(error)
