@@ -1,4 +1,4 @@
-# Everything a person or CI does here. `make demo` and `make test` set up what they need by themselves.
+# Everything a person or CI does here. Each target sets up what it needs by itself.
 PYTHON ?= python3.11
 BIN := .venv/bin
 NODE := .venv-node/bin
@@ -6,7 +6,7 @@ NODE := .venv-node/bin
 NODE_EXTRA ?= node-cpu
 BENCHES := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py)))
 
-.PHONY: demo test test-node test-unit test-e2e soak check bench env node-env system-packages test-packages haproxy sky-image clean $(BENCHES)
+.PHONY: demo test test-all test-long test-node soak check bench env node-env system-packages test-packages haproxy sky-image clean $(BENCHES)
 
 env: .venv/.ready
 node-env: .venv-node/.ready
@@ -51,19 +51,26 @@ sky-image: env test-packages
 demo: env node-env
 	examples/tiny/demo.sh
 
-test: test-node test-unit test-e2e
+# What a person runs after a change. What takes every core runs by itself, the rest in as many processes as there
+# are cores; what shares one server shares a process (tests/conftest.py). The markers: pyproject.toml.
+LONG := slow or ceph or root
+SIDE_BY_SIDE := $(BIN)/python -m pytest tests --numprocesses $$(nproc) --dist loadgroup --durations=12
+ONE_BY_ONE := $(BIN)/python -m pytest tests/e2e --durations=12
+
+test: env node-env
+	$(SIDE_BY_SIDE) -m 'not (whole or soak or $(LONG))'
+	$(ONE_BY_ONE) -m 'whole and not ($(LONG))'
+
+# Everything there is but the soak.
+test-all: test test-long
+
+# What `make test` leaves out.
+test-long: test-node env node-env test-packages
+	$(SIDE_BY_SIDE) -m '($(LONG)) and not (whole or soak)'
+	$(ONE_BY_ONE) -m 'whole and ($(LONG))'
 
 test-node: node-env
-	$(NODE)/python -m pytest tests/node
-
-# In as many processes as there are cores; what shares one server shares a process (tests/conftest.py).
-test-unit: env node-env test-packages
-	$(BIN)/python -m pytest tests --numprocesses $$(nproc) --dist loadgroup \
-		--ignore tests/node --ignore tests/e2e --ignore tests/soak --durations=12
-
-# Whole runs on real parts, one at a time: each of them takes all the cores there are.
-test-e2e: env node-env test-packages
-	$(BIN)/python -m pytest tests/e2e --durations=12
+	$(NODE)/python -m pytest tests/node --durations=12
 
 # Any process, at any moment; KILLS=n how many, SEED=n to repeat one.
 soak: env node-env test-packages

@@ -1,4 +1,4 @@
-"""Stores that tests share: each server is started once, by the first test that asks for it."""
+"""What tests need, what they may be skipped for, and the stores that they share, each started once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 os.environ["COLUMNS"] = "200"  # the terminal of the commands, which is measured when they are imported
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,46 @@ settings.register_profile(
 settings.load_profile("any load")
 
 
+# The environment of the nodes has tests of its own: `make test-node`.
+collect_ignore = [] if find_spec("torch") else ["node"]
+
+# In CI a test that is skipped for anything else has failed: there, whatever tests need is installed.
+HONEST_REASONS = ("this machine has a GPU", "vLLM's CPU build alone needs libnuma")
+ROOT_FIXTURES = {"sky_image", "small_memory", "small_disk"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run side by side, those on Ceph keep to one process: its daemons take a gigabyte."""
+    """Mark what needs Ceph, whose daemons take a gigabyte and are shared in one process, and what needs root."""
     for item in items:
-        if {"ceph", "ceph_users", "ceph_proxy"} & set(getattr(item, "fixturenames", ())) or "ceph" in item.name:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if "ceph_users" in fixtures or "ceph" in item.name:
+            item.add_marker(pytest.mark.ceph)
             item.add_marker(pytest.mark.xdist_group("ceph"))
+        if fixtures & ROOT_FIXTURES:
+            item.add_marker(pytest.mark.root)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _no_silent_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _no_silent_skip(report)
+    return report
+
+
+def _no_silent_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if not os.environ.get("CI") or not report.skipped or hasattr(report, "wasxfail"):
+        return
+    *_, reason = report.longrepr if isinstance(report.longrepr, tuple) else (str(report.longrepr),)
+    if not any(honest in reason for honest in HONEST_REASONS):
+        report.outcome, report.longrepr = "failed", f"In CI nothing is skipped for this: {reason}"
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +91,7 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def ceph_users() -> Iterator[tuple[S3Server, S3Server]]:
     """Ceph's gateway as an ordinary user sees it, and as one without any room left."""
     if missing := missing_programs():
-        text = f"{', '.join(missing)} not installed: run `make test-packages`"
-        if os.environ.get("CI"):
-            pytest.fail(text)
-        pytest.skip(text)
+        pytest.skip(f"{', '.join(missing)} not installed: run `make test-packages`")
     # A short path: the daemons' sockets lie in it, and a socket's path has 107 characters at most.
     with tempfile.TemporaryDirectory(prefix="ceph-") as folder, ceph_server(Path(folder)) as users:
         yield users

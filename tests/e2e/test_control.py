@@ -16,6 +16,8 @@ from policies.model.events import NodeRequested
 from policies.model.vocabulary import NodePhase, RunPhase
 from tests.e2e.harness import Run
 
+pytestmark = pytest.mark.whole
+
 STAND_IN = Path(__file__).parents[1] / "stand_ins" / "stand_in_node.sh"
 
 

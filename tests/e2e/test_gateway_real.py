@@ -16,6 +16,8 @@ import pytest
 
 from tests.e2e.gateway_lab import FAULTS, Lab, real_lab
 
+pytestmark = [pytest.mark.whole, pytest.mark.slow, pytest.mark.root]
+
 SEED = int(os.environ.get("SEED", str(time.time_ns() % 100_000)))
 HEALS = ("packets lost", "cable out", "server stopped", "engine stopped")
 OUT_MAX_S = 20.0  # 3 on a machine that has nothing else to do; 60 for a gateway that waits instead of asking

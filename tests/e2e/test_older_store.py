@@ -14,6 +14,8 @@ from policies.model.vocabulary import RunPhase
 from tests.e2e.harness import Run
 from tests.e2e.tiny import NODE_PYTHON, RUN_TIMEOUT_S
 
+pytestmark = [pytest.mark.whole, pytest.mark.slow]
+
 ARCHIVE = Path(__file__).parent / "older" / "run.tar.xz"
 WRITTEN_AT = "/tmp/older"
 STEPS = 60

@@ -30,6 +30,8 @@ from policies.model.timelines import Fork
 from tests.e2e.harness import Run
 from tests.e2e.tiny import NODE_PYTHON, RUN_TIMEOUT_S, TINY, finish, make_tiny
 
+pytestmark = [pytest.mark.whole, pytest.mark.slow]
+
 STEPS = 50
 STAGES: tuple[type[Event], ...] = (
     Diverged,

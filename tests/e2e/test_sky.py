@@ -19,6 +19,8 @@ from tests.e2e.sky_harness import SkyRun
 from tests.e2e.tiny import make_tiny
 from tests.rigs.sky.rig import SkyRig
 
+pytestmark = [pytest.mark.whole, pytest.mark.slow]
+
 SLOTS = ("trainer-0", "rollout-0", "rollout-1")
 
 

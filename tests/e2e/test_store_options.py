@@ -24,6 +24,8 @@ from tests.e2e.test_control import STAND_IN, small_spec
 from tests.rigs.store.fault_proxy import Answer, FaultProxy, IgnoreConditions, fault_proxy
 from tests.rigs.store.moto_server import moto_server
 
+pytestmark = pytest.mark.whole
+
 NODES = ("trainer-0-i1", "rollout-0-i1", "rollout-1-i1")
 
 

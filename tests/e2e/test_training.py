@@ -26,6 +26,8 @@ from tests.e2e.tiny import (
 )
 from tests.rigs.store.server import S3Server
 
+pytestmark = [pytest.mark.whole, pytest.mark.slow]
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:

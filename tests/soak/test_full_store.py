@@ -16,6 +16,8 @@ from tests.e2e.test_training import (
 )
 from tests.e2e.tiny import RUN_TIMEOUT_S, check_healthy, final_weights, finish, reach, step, tiny_run
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:

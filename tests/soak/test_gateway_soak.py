@@ -14,6 +14,8 @@ import pytest
 
 from tests.e2e.gateway_lab import FAULTS, real_lab
 
+pytestmark = pytest.mark.soak
+
 COUNT = int(os.environ.get("FAULTS", "20"))
 SEED = int(os.environ.get("SEED", str(time.time_ns() % 100_000)))
 HOLD_MAX_S = 8.0  # shorter and longer than what it takes to notice

@@ -13,6 +13,8 @@ import pytest
 from tests.e2e.harness import Run
 from tests.e2e.tiny import check_healthy, final_weights, finish, make_tiny, tiny_run
 
+pytestmark = pytest.mark.soak
+
 KILLS = int(os.environ.get("KILLS", "10"))
 SEED = int(os.environ.get("SEED", str(time.time_ns() % 100_000)))
 PAUSE_MAX_S = 8.0  # shorter than most recoveries: faults meet each other

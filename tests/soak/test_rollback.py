@@ -22,6 +22,8 @@ from tests.e2e.test_rollback import (
 )
 from tests.e2e.tiny import RUN_TIMEOUT_S, finish
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.mark.parametrize("process", PROCESSES)
 @pytest.mark.parametrize("stage", STAGES)

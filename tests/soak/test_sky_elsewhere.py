@@ -10,12 +10,16 @@ import shutil
 import signal
 from pathlib import Path
 
+import pytest
+
 from policies.model import exit_codes
 from tests.e2e.sky_harness import SkyRun
 from tests.e2e.tiny import make_tiny
 from tests.rigs.sky.home import make_home
 from tests.rigs.sky.rig import SkyRig
 from tests.rigs.sky.sweep import ssh_sockets, user_id
+
+pytestmark = pytest.mark.soak
 
 SLOTS = ("trainer-0", "rollout-0", "rollout-1")
 

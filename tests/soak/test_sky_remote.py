@@ -14,6 +14,8 @@ from tests.e2e.sky_harness import SkyRun
 from tests.e2e.tiny import make_tiny
 from tests.rigs.sky.rig import SkyRig
 
+pytestmark = pytest.mark.soak
+
 NODES = ("rollout-0-i1", "trainer-0-i1")
 
 

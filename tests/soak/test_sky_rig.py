@@ -18,6 +18,8 @@ from tests.rigs.sky import network
 from tests.rigs.sky.rig import Instance, SkyRig
 from tests.rigs.sky.sweep import ssh_sockets
 
+pytestmark = pytest.mark.soak
+
 _METADATA = "http://169.254.169.254/latest"
 _TOKEN = f"curl -s -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 60' {_METADATA}/api/token"
 _NOTICE = f"curl -s -w ' %{{http_code}}' {_METADATA}/meta-data/spot/instance-action"

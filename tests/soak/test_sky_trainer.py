@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from checkpoint.records.metrics import REPLAYED, Row
 from checkpoint.store.codec import from_json
 from tests.e2e.sky_harness import BUCKET, SkyRun
 from tests.e2e.tiny import make_tiny
 from tests.rigs.sky.rig import SkyRig
+
+pytestmark = pytest.mark.soak
 
 STEPS, SAVED_AT, LOST_AT = 30, 10, 14
 

@@ -9,9 +9,12 @@ import logging
 import os
 import time
 
+import pytest
 import structlog
 
 from tests.generators.steered_stories import tell
+
+pytestmark = pytest.mark.soak
 
 STORIES = int(os.environ.get("STORIES", "3000"))
 SEED = int(os.environ.get("SEED", str(time.time_ns() % 10**9)))

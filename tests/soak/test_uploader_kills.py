@@ -9,8 +9,12 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from checkpoint.store.run_store import Store
 from tests.checkpoint.stream.test_uploader_kills import kill_and_look
+
+pytestmark = pytest.mark.soak
 
 KILLS = int(os.environ.get("KILLS", "200"))
 SEED = int(os.environ.get("SEED", str(time.time_ns() % 100_000)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +16,7 @@ from tests.rigs.sky.rig import ROOT, SkyRig
 def sky_image() -> Path:
     """The machines' image; the first test that asks for it may wait for minutes. Skips where no rig can run."""
     if reason := missing():
-        text = f"no rig for SkyPilot: {reason}"
-        if os.environ.get("CI"):
-            pytest.fail(text)
-        pytest.skip(text)
+        pytest.skip(f"no rig for SkyPilot: {reason}")
     return image(ROOT / "build")
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.root
+
 UNSHARE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 TIMEOUT_S = 60.0
 
