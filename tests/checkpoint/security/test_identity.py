@@ -28,7 +28,7 @@ def pem_of(secret: str, folder: Path) -> bytes:
 
 @pytest.mark.parametrize("python", [sys.executable, str(NODE_PYTHON)])
 def test_every_environment_makes_the_same_from_the_same_secret(tmp_path: Path, python: str) -> None:
-    program = "import sys; from checkpoint import identity; from pathlib import Path\n"
+    program = "import sys; from checkpoint.security import identity; from pathlib import Path\n"
     program += "identity.write_pem(sys.argv[1], Path(sys.argv[2]))"
     path = tmp_path / "identity.pem"
     subprocess.run([python, "-c", program, SECRET, str(path)], check=True, cwd=ROOT)

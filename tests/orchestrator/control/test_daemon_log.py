@@ -8,7 +8,7 @@ import sys
 from datetime import datetime
 
 BUG = """
-from orchestrator import daemon
+from orchestrator.control import daemon
 daemon.log_as_json()
 try:
     {}["missing"]

@@ -113,7 +113,7 @@ def test_a_bare_controller_machine_gets_skypilot_for_its_clouds_once(machine: Co
         f"pip install --quiet --python {env}/bin/python "
         f"grpo-orch[sky] @ file://{machine.home}/{machine.wheel} skypilot[aws,gcp]",
     ]
-    assert (machine.code / "orchestrator" / "daemon.py").is_file()
+    assert (machine.code / "orchestrator" / "control" / "daemon.py").is_file()
     assert machine.set_up()[0] == 0
     assert len(machine.uv_calls()) == 2
     assert machine.set_up(GRPO_ORCH_CLOUDS="aws")[0] == 0

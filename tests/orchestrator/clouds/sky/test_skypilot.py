@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 TIMEOUT_S = 120.0
 PRELUDE = """
     import json, os
-    from orchestrator.clouds import skypilot
+    from orchestrator.clouds.sky import skypilot
     from orchestrator.clouds.protocol import CloudUnavailable
     from orchestrator.clouds.sky.work import Work
     from sky.utils import annotations
