@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 TIMEOUT_S = 120.0
 PRELUDE = """
     import json, os
-    from orchestrator.clouds.sky import skypilot
+    from orchestrator.clouds.sky import aws, skypilot
     from orchestrator.clouds.protocol import CloudUnavailable
     from orchestrator.clouds.sky.work import Work
     from sky.utils import annotations
@@ -104,8 +104,8 @@ def test_the_runs_machines_have_a_security_group_of_their_own(tmp_path: Path) ->
 
         asked, left = [], ["sg-1 is in use"]
         skypilot._look = lambda *_: ["AWS"]  # what the API server calls enabled
-        skypilot.sky_aws.all_regions = lambda _: {"east", "west"}
-        skypilot.sky_aws.drop_groups = lambda _, *given: asked.append([sorted(given[0]), given[1]]) or left
+        aws.all_regions = lambda _: {"east", "west"}
+        aws.drop_groups = lambda _, *given: asked.append([sorted(given[0]), given[1]]) or left
         sky = skypilot.SkyPilot("grpo-a")
         try:
             sky.drop_group(["aws/us-east-1/us-east-1a", "gcp"], -1.0)
@@ -149,7 +149,7 @@ def test_clusters_are_seen_whoever_launched_them_and_machines_without_a_record_t
         launched("aaaa", "grpo-r-trainer-0-i1")
         launched("bbbb", "grpo-other-trainer-0-i1")
         sky = skypilot.SkyPilot("grpo-r")
-        skypilot.sky_aws.labelled = lambda *_: [
+        aws.labelled = lambda *_: [
             Instance("i-1", name, "us-east-1", "us-east-1b", "m6i.large", True, "up", "198.18.0.7")
             for name in ("grpo-r-trainer-0-i1", "grpo-r-rollout-0-i1")
         ]
