@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TextIO, cast
 from urllib.parse import quote
 
+from policies.model.node_contract import TOKEN_ENV
+
 NAMES_ENV = "GRPO_ORCH_SECRETS"  # names, with commas between them
-TOKEN_ENV = "GRPO_ORCH_TOKEN"
 LEAST_CHARS = 8  # what is shorter is no secret, and stands in many words
 BLANK = "[secret]"
 

@@ -35,6 +35,7 @@ from orchestrator.home.run_secrets import all_secrets, handed_on, missing, secre
 from policies.control.snapshot import Launch
 from policies.model import exit_codes
 from policies.model.events import Event, RunCreated, RunMoved
+from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, RUN_ENV, TIMELINE_ENV, TOKEN_ENV
 from policies.model.vocabulary import Refusal, Role, RunPhase
 
 log = structlog.get_logger()
@@ -95,11 +96,11 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
         role = Role(launch.slot.split("-")[0])
         return {
             **handed_on(secrets_for(record.spec, role, os.environ)),
-            "GRPO_ORCH_RUN": store.url,
-            "GRPO_ORCH_NODE": launch.node,
-            "GRPO_ORCH_ATTEMPT": str(launch.attempt),
-            "GRPO_ORCH_TIMELINE": str(launch.timeline),
-            "GRPO_ORCH_TOKEN": token,
+            RUN_ENV: store.url,
+            NODE_ENV: launch.node,
+            ATTEMPT_ENV: str(launch.attempt),
+            TIMELINE_ENV: str(launch.timeline),
+            TOKEN_ENV: token,
             # Machines elsewhere inherit nothing.
             **{name: os.environ[name] for name in (OPTIONS_ENV,) if name in os.environ},
         }

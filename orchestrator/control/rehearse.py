@@ -27,6 +27,7 @@ from orchestrator.clouds import open_local
 from orchestrator.clouds.local.cloud import LocalCloud, marked_processes
 from orchestrator.control.lease import is_alive
 from orchestrator.home.folder import run_dir
+from policies.model import node_contract
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import Rehearsed
 from policies.model.vocabulary import MachineState, slot_and_incarnation
@@ -99,9 +100,9 @@ class Rehearser:
             case "kill", "daemon":
                 return self._kill_daemon(fault.for_s)
             case "kill", "gateway":
-                return self._kill_process("orchestrator.gateway")
+                return self._kill_process(node_contract.GATEWAY)
             case "kill", "trainer":
-                return self._kill_process("tasks.trainer.main")
+                return self._kill_process(node_contract.TRAINER)
             case _, target:
                 return self._take(self._machines(target), fault.notice_s)
 

@@ -34,6 +34,7 @@ from orchestrator.gateway.surface.app import Gateway
 from orchestrator.gateway.surface.listener import BACKLOG, listening
 from orchestrator.gateway.surface.status_writer import StatusWriter
 from policies.model import exit_codes
+from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, RUN_ENV, TIMELINE_ENV, TOKEN_ENV
 from policies.model.vocabulary import Precedence, precedence_of
 
 log = structlog.get_logger()
@@ -71,10 +72,10 @@ def former_port(store: Store, host: str) -> int | None:
 
 def own_precedence() -> Precedence:
     """Of the trainer that this gateway stands beside; the lowest where it stands alone. Raises ValueError."""
-    node = os.environ.get("GRPO_ORCH_NODE")
+    node = os.environ.get(NODE_ENV)
     if node is None:
         return 0, 0, 0
-    timeline, attempt = os.environ.get("GRPO_ORCH_TIMELINE", "0"), os.environ.get("GRPO_ORCH_ATTEMPT", "0")
+    timeline, attempt = os.environ.get(TIMELINE_ENV, "0"), os.environ.get(ATTEMPT_ENV, "0")
     return precedence_of(int(timeline), node, int(attempt))
 
 
@@ -98,10 +99,10 @@ def main() -> int:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
     )
-    store = Store(os.environ["GRPO_ORCH_RUN"])
+    store = Store(os.environ[RUN_ENV])
     host = os.environ.get("GRPO_ORCH_GATEWAY_HOST", "127.0.0.1")
     sock = listen(host, former_port(store, host))
-    boot_id, token = secrets.token_hex(8), os.environ["GRPO_ORCH_TOKEN"]
+    boot_id, token = secrets.token_hex(8), os.environ[TOKEN_ENV]
     url = identity.url(host, sock.getsockname()[1])
     tls = identity.server_context(token) if identity.protects(host) else None
     gateway = Gateway(boot_id, token)

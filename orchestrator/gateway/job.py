@@ -13,9 +13,8 @@ from typing import Any
 
 from policies.model.vocabulary import Recovery
 from policies.serving import recovery
+from policies.serving.wire import COMPLETIONS
 
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
 _HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 

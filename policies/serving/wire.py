@@ -30,6 +30,14 @@ HOLD_S = 1.0  # how long the gateway holds an announcement; also the heartbeat
 SILENT_S = 2.5  # a member that has said nothing for so long is out
 REFUSED = "refused"  # how a completion ends that no node takes
 STATUS_S = 2.0  # the gateway writes its status to the store at least so often
+ROLLOUTS = "/v1/rollouts"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+MODEL = "policy"  # the name under which every node serves
+# The gateway closes an idle connection before the node does, so that it never sends a request into one that the
+# node is closing at that moment. Long enough for the pause in which a trainer applies a step.
+GATEWAY_IDLE_S = 300.0
+NODE_IDLE_S = 360
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from checkpoint.security import identity
 from checkpoint.store.codec import to_json
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
-from policies.serving.wire import Batch, BatchLine, Completion, Progress, PromptLine, Sample
+from policies.serving.wire import ROLLOUTS, Batch, BatchLine, Completion, Progress, PromptLine, Sample
 from tasks.storing.heartbeat import Heartbeat
 
 log = structlog.get_logger()
@@ -113,7 +113,7 @@ class GatewayClient:
 
         Raises GatewayLost, GenerationFailed, httpx.TransportError.
         """
-        where = f"{url.rstrip('/')}/v1/rollouts"
+        where = f"{url.rstrip('/')}{ROLLOUTS}"
         body = body_of(call.missing())
         size = {"Content-Length": str(len(body))}
         with self._http.stream("POST", where, content=_pieces(body), headers=size) as answer:

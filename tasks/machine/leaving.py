@@ -17,6 +17,7 @@ import structlog
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
 from policies.control.leaving import NOTICE_S, is_worth_storing, leave_by_s
+from policies.model.node_contract import NOTICE
 from tasks.machine.node_env import NodeEnv
 
 log = structlog.get_logger()
@@ -24,7 +25,6 @@ log = structlog.get_logger()
 LOOK_S = 0.5
 SILENT_S = 10.0
 WAIT_S = 300.0  # twice as long as any notice, and more
-NOTICE = "notice"
 DOWN = "down"  # in `stop-ATTEMPT`: the run is asked to stop, and its machine stays for as long as this takes
 
 

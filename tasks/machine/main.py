@@ -43,17 +43,16 @@ from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from policies.control.leaving import NOTICE_S
 from policies.model import exit_codes
+from policies.model.node_contract import NOTICE, WORK
 from policies.model.vocabulary import Role
 from tasks.machine import metadata
 from tasks.machine.children import adopt_orphans, end_descendants, start_child
-from tasks.machine.leaving import NOTICE
 from tasks.machine.metadata import MetadataService
 from tasks.machine.node_env import NodeEnv, NotANode, read_node_env
 from tasks.machine.reporter import Reporter, first_report
 
 log = structlog.get_logger()
 
-WORK = {Role.TRAINER: "tasks.machine.trainer_machine", Role.ROLLOUT: "tasks.rollout.agent"}
 LOCK_WAIT_S = 5.0
 POLL_S = 0.05
 DRAIN_S = 8.0  # SkyPilot kills 10 s after its SIGTERM; Kubernetes and Slurm, by default, after 30 s
@@ -194,7 +193,7 @@ def _pass_on_sigterm(work: subprocess.Popen[bytes], drain_s: float, noticed: Cal
 
 
 def _reporter(env: NodeEnv, store: Store) -> Reporter:
-    notice = (Path(env.workdir) / "notice").exists()
+    notice = (Path(env.workdir) / NOTICE).exists()
     return Reporter(store, first_report(env.node, env.attempt, env.host, notice=notice))
 
 

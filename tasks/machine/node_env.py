@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from checkpoint.records.documents import RunRecord
 from checkpoint.security.vouched import read_vouched_run
 from checkpoint.store.run_store import Store
+from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, RUN_ENV, TIMELINE_ENV, TOKEN_ENV, WORKDIR_ENV
 from policies.model.vocabulary import Precedence, precedence_of
 
 
@@ -17,15 +18,15 @@ class NotANode(Exception):
 
 @dataclass(frozen=True, slots=True)
 class NodeEnv:
-    """One node's environment."""
+    """One node's environment, see `node_contract`. `host` is the address at which others reach this machine."""
 
-    run: str  # GRPO_ORCH_RUN: the store's URL
-    node: str  # GRPO_ORCH_NODE
-    token: str  # GRPO_ORCH_TOKEN: the run's secret
-    attempt: int  # GRPO_ORCH_ATTEMPT: which run of the node's work this is
-    timeline: int  # GRPO_ORCH_TIMELINE: the timeline that the trainer goes on with
-    workdir: str  # GRPO_ORCH_WORKDIR: a folder of this machine alone, gone with it
-    host: str  # GRPO_ORCH_NODE_HOST: the address at which other machines reach this one
+    run: str
+    node: str
+    token: str
+    attempt: int
+    timeline: int
+    workdir: str
+    host: str  # GRPO_ORCH_NODE_HOST
 
     @property
     def precedence(self) -> Precedence:
@@ -37,12 +38,12 @@ def read_node_env() -> NodeEnv:
     """Read it. Raises NotANode naming the variable that is missing."""
     try:
         return NodeEnv(
-            run=os.environ["GRPO_ORCH_RUN"],
-            node=os.environ["GRPO_ORCH_NODE"],
-            token=os.environ["GRPO_ORCH_TOKEN"],
-            attempt=int(os.environ["GRPO_ORCH_ATTEMPT"]),
-            timeline=int(os.environ.get("GRPO_ORCH_TIMELINE", "0")),
-            workdir=os.environ["GRPO_ORCH_WORKDIR"],
+            run=os.environ[RUN_ENV],
+            node=os.environ[NODE_ENV],
+            token=os.environ[TOKEN_ENV],
+            attempt=int(os.environ[ATTEMPT_ENV]),
+            timeline=int(os.environ.get(TIMELINE_ENV, "0")),
+            workdir=os.environ[WORKDIR_ENV],
             host=os.environ.get("GRPO_ORCH_NODE_HOST", "127.0.0.1"),
         )
     except KeyError as error:

@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 
 from checkpoint.stream.spool import Spool
+from policies.model.node_contract import SPOOL, SPOOL_PREFIX
 from policies.model.spec import CheckpointsSpec
 
-LINK = "spool"  # in the node's working folder, to wherever the spool is
 MEMORY = Path("/dev/shm")  # tmpfs on every Linux
 GIB = 1 << 30
 
@@ -23,7 +23,7 @@ def make_spool(workdir: Path, spec: CheckpointsSpec, slot_bytes: int) -> Spool:
 
     `slot_bytes` is what one checkpoint is expected to take. Raises NoRoom.
     """
-    link = workdir / LINK
+    link = workdir / SPOOL
     folder = link.resolve() if _leads_somewhere(link) else _place(workdir, spec, slot_bytes)
     free_bytes = _free_bytes(folder) + sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     budget_bytes = int(spec.spool_gib * GIB) if spec.spool_gib is not None else free_bytes // 2
@@ -43,13 +43,13 @@ def make_spool(workdir: Path, spec: CheckpointsSpec, slot_bytes: int) -> Spool:
 
 def find_spool(workdir: Path) -> Spool | None:
     """The machine's spool to read from and to release in; None before it was made."""
-    link = workdir / LINK
+    link = workdir / SPOOL
     return Spool(link.resolve(), 0, 0) if _leads_somewhere(link) else None
 
 
 def remove_spool(workdir: Path) -> None:
     """Give its memory back."""
-    link = workdir / LINK
+    link = workdir / SPOOL
     if link.is_symlink():
         shutil.rmtree(link.resolve(), ignore_errors=True)
         link.unlink()
@@ -67,7 +67,7 @@ def _place(workdir: Path, spec: CheckpointsSpec, slot_bytes: int) -> Path:
         base = MEMORY if MEMORY.is_dir() and slot_bytes <= _free_bytes(MEMORY) // 2 else workdir
     try:
         base.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="grpo-orch-", dir=base))
+        return Path(tempfile.mkdtemp(prefix=SPOOL_PREFIX, dir=base))
     except OSError as error:
         raise NoRoom(f"checkpoints.spool: {base}: {error.strerror}; name a folder that can be written") from error
 

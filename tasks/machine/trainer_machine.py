@@ -21,7 +21,7 @@ from checkpoint.security.vouched import NotVouched
 from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Store
 from checkpoint.stream.uploader import LOOK_S
-from policies.model import exit_codes
+from policies.model import exit_codes, node_contract
 from policies.model.spec import TrainerSpec
 from tasks.machine.children import start_child
 from tasks.machine.exit_note import take_exit_code
@@ -57,7 +57,7 @@ def main() -> int:
         stop_file(Path(env.workdir), env.attempt).touch()
 
     signal.signal(signal.SIGTERM, end)
-    beside = [Beside("gateway", "orchestrator.gateway"), Beside("uploader", "tasks.machine.uploader")]
+    beside = [Beside("gateway", node_contract.GATEWAY), Beside("uploader", "tasks.machine.uploader")]
     while True:
         pid, status = os.wait()
         if pid == trainer.pid:
@@ -111,11 +111,11 @@ class Beside:
 def trainer_argv(env: NodeEnv, trainer: TrainerSpec) -> list[str]:
     """The trainer's command line: plain Python, or accelerate's launcher when run.yaml configures it."""
     if trainer.accelerate is None:
-        return [sys.executable, "-m", "tasks.trainer.main"]
+        return [sys.executable, "-m", node_contract.TRAINER]
     config = Path(env.workdir) / "accelerate.json"  # accelerate reads .json as well as .yaml
     config.write_bytes(to_json(trainer.accelerate))
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    return [*launcher, "-m", "tasks.trainer.main"]
+    return [*launcher, "-m", node_contract.TRAINER]
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from checkpoint.security.vouched import NotVouched
 from checkpoint.store.errors import Corrupt, NotFound, StoreError
 from checkpoint.store.run_store import Store
 from policies.model import exit_codes
+from policies.model.node_contract import NOTICE
 from policies.model.spec import RunSpec
 from policies.serving.fitness import AGAIN_S, Fitness
 from policies.serving.wire import Announce, EngineWord, PolicyRef
@@ -234,7 +235,7 @@ class Agent:
 
     async def _watch_for_notice(self) -> None:
         """Wait for the word that this machine will be taken back: a file, where a cloud has a metadata service."""
-        notice = Path(self._env.workdir) / "notice"
+        notice = Path(self._env.workdir) / NOTICE
         while not notice.exists():
             await asyncio.sleep(NOTICE_POLL_S)
         log.warning("preemption_notice")

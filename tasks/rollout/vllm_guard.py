@@ -22,6 +22,8 @@ from typing import Any
 
 import msgspec
 
+from policies.model.node_contract import TOKEN_ENV
+from policies.serving import wire
 from policies.serving.canary import QUANTISED, Canary, disagreement
 from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, LoadPolicy
 
@@ -32,7 +34,6 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BODY_SIZE_MAX = 64 * 1024
-_COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 _LOOPBACK = ("127.0.0.1", "::1")
 
 
@@ -42,7 +43,7 @@ class Guard:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._token = os.environ["GRPO_ORCH_TOKEN"]
+        self._token = os.environ[TOKEN_ENV]
         self._secret = os.environ["GRPO_ORCH_NODE_SECRET"]
         self._boot_id = os.environ["GRPO_ORCH_BOOT"]
         self._policy: str | None = None  # what the engine holds; None while it is base weights or changing
@@ -67,7 +68,7 @@ class Guard:
             case ("PUT", "/grpo/sampling") if agent:
                 said = await scope["app"].state.engine_client.collective_rpc("sample_by_position")
                 await _answer(send, 200, "; ".join(sorted(set(said) - {""})))
-            case ("POST", "/v1/completions") if agent:  # the agent's trial, before anybody is let in
+            case ("POST", wire.COMPLETIONS) if agent:  # the agent's trial, before anybody is let in
                 await self._app(scope, receive, send)
             case ("GET", "/grpo/engine") if agent:
                 await _answer(send, 200, engine_limits(scope["app"].state.engine_client.vllm_config))
@@ -77,7 +78,7 @@ class Guard:
                 await _answer(send, 401, "")
             case ("GET", "/health" | "/metrics"):
                 await self._app(scope, receive, send)
-            case ("POST", path) if path in _COMPLETIONS:
+            case ("POST", path) if path in (wire.COMPLETIONS, wire.CHAT):
                 await self._complete(scope, receive, send, headers)
             case _:
                 await _answer(send, 404, "not an endpoint of a rollout node")
@@ -141,13 +142,13 @@ class Guard:
         # The engine makes one token behind the text, for which its context must have room.
         token_ids = canary.token_ids[: engine.model_config.max_model_len - 1]
         body = {
-            "model": "policy",
+            "model": wire.MODEL,
             "prompt": token_ids,
             "prompt_logprobs": 0,  # of the prompt's own tokens; vLLM takes them from no cache
             "max_tokens": 1,
             "temperature": 0.0,
         }
-        status, said = await _asked(self._app, scope, "/v1/completions", body)
+        status, said = await _asked(self._app, scope, wire.COMPLETIONS, body)
         if status != 200:
             return f"the engine does not compute the canary: {status} {said[:500].decode(errors='replace')}"
         rows = json.loads(said)["choices"][0]["prompt_logprobs"][1:]  # nothing is before the first

@@ -23,10 +23,11 @@ import msgspec
 import structlog
 
 from checkpoint.security import identity
+from policies.model.node_contract import TOKEN_ENV
 from policies.model.spec import RunSpec
 from policies.serving.canary import Canary
 from policies.serving.position_trial import judge
-from policies.serving.wire import EngineWord, LoadPolicy
+from policies.serving.wire import COMPLETIONS, MODEL, NODE_IDLE_S, EngineWord, LoadPolicy
 from tasks.machine.children import end_descendants, start_child
 from tasks.machine.node_env import NodeEnv
 from tasks.rollout.engine import EngineLimits, read_metrics
@@ -41,9 +42,6 @@ CUT_TOKENS = 2  # behind which the completions of the trial are cut
 LOAD_TIMEOUT_S = 600.0
 METRICS_TIMEOUT_S = 5.0
 STOP_S = 10.0
-# vLLM's own default, 5 s, closes connections that the gateway holds ready between two steps. Longer than the
-# gateway's limit, so that it is never the node that closes an idle one.
-KEEPALIVE_S = 360
 
 PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size")
 
@@ -58,7 +56,7 @@ DEFAULTS: dict[str, Any] = {
 # ... and what it may not: the rest of the run depends on it.
 FIXED: dict[str, Any] = {
     "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
-    "served-model-name": "policy",
+    "served-model-name": MODEL,
     "middleware": "tasks.rollout.vllm_guard.Guard",
     "worker-extension-cls": "tasks.rollout.vllm_sampling.PositionSampling",
 }
@@ -133,7 +131,7 @@ class Server:
     async def _trial(self, seed: int, begun: list[int]) -> list[int]:
         """The rest of a completion of a token more than CUT_TOKENS, behind those that are given."""
         body = {
-            "model": "policy",
+            "model": MODEL,
             "prompt": [0, 0, *begun],
             "max_tokens": CUT_TOKENS + 1 - len(begun),
             "ignore_eos": True,
@@ -142,7 +140,7 @@ class Server:
             "temperature": 2.0,  # as hot as it may be: the draws decide, not the weights
             "return_token_ids": True,
         }
-        made = await self._ask("POST", "/v1/completions", json.dumps(body).encode(), 200, TRIAL_TIMEOUT_S)
+        made = await self._ask("POST", COMPLETIONS, json.dumps(body).encode(), 200, TRIAL_TIMEOUT_S)
         tokens: list[int] = json.loads(made)["choices"][0]["token_ids"]
         return tokens
 
@@ -202,10 +200,10 @@ async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession) -> Se
         **os.environ,
         **light_env(spec),
         **spec.rollout.env,
-        "GRPO_ORCH_TOKEN": node.token,
+        TOKEN_ENV: node.token,
         "GRPO_ORCH_BOOT": boot_id,
         "GRPO_ORCH_NODE_SECRET": secret,
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEPALIVE_S),
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(NODE_IDLE_S),  # 5 s by default: shorter than a step
         "SPT_NOENV": "1",  # vLLM's engine renames itself; without this it would overwrite its environment
     }
     argv = [

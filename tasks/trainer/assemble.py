@@ -19,6 +19,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream.manifest import files_below
 from checkpoint.stream.spool import Spool
 from policies.detect.divergence import Detector
+from policies.model.node_contract import SPOOL
 from policies.model.spec import RunSpec
 from policies.model.timelines import Fork, forked_spec
 from tasks.completions.gateway_client import GatewayClient
@@ -26,7 +27,7 @@ from tasks.completions.refused_prompts import RefusedPrompts
 from tasks.completions.rollout_source import RolloutSource
 from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv
-from tasks.machine.spooling import LINK, NoRoom, make_spool
+from tasks.machine.spooling import NoRoom, make_spool
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.saving import BASE_MODEL, Checkpoints, Restored, read_history
@@ -69,7 +70,7 @@ def assemble(
     workdir = Path(spec.workdir)
     wanted = spec.trainer
     evaluates = wanted.eval_dataset is not None
-    config = _config(spec, Path(env.workdir) / LINK, evaluates=evaluates)
+    config = _config(spec, Path(env.workdir) / SPOOL, evaluates=evaluates)
     rewards = load_reward_functions(wanted.reward_funcs, workdir)
     train_set = load_dataset("trainer.dataset", wanted.dataset, workdir)
     eval_set = wanted.eval_dataset and load_dataset("trainer.eval_dataset", wanted.eval_dataset, workdir)

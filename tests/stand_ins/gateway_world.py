@@ -11,13 +11,13 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from orchestrator.gateway.job import CHAT, COMPLETIONS, Finished, Job
+from orchestrator.gateway.job import Finished, Job
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.routing.watch import DRAIN_S, Watch
 from policies.serving.membership import Row
 from policies.serving.silence import Patience
-from policies.serving.wire import Announce, EngineWord, PolicyRef
+from policies.serving.wire import CHAT, COMPLETIONS, Announce, EngineWord, PolicyRef
 from tests.stand_ins.fake_vllm import CONTEXT, chat_events, completion, events, prompt_of
 
 PATIENCE_S = 20.0

@@ -26,6 +26,7 @@ from typing import Any
 from orchestrator.clouds.protocol import CloudRefused, Offer, Order
 from policies.control.fleet import market_of, wanted_slots
 from policies.control.snapshot import Machine
+from policies.model.node_contract import NOTICE, SPOOL, SPOOL_PREFIX, WORK, WORKDIR_ENV
 from policies.model.spec import Prices, RunSpec
 from policies.model.vocabulary import MachineState, Market, Refusal, Role, slot_and_incarnation
 
@@ -33,8 +34,6 @@ MARK = "GRPO_ORCH_MACHINE"  # in the environment of every process of a machine: 
 PF_KTHREAD = 0x00200000  # linux/sched.h
 EMPTY_LOOKS = 10  # at an empty environment, until it is believed
 EMPTY_LOOK_S = 0.001
-SPOOL_PREFIX = "grpo-orch-"  # of every spool's name: nothing else that a link names is ever removed
-_WORK = {Role.TRAINER: "tasks.machine.trainer_machine", Role.ROLLOUT: "tasks.rollout.agent"}
 
 
 class LocalCloud:
@@ -62,7 +61,7 @@ class LocalCloud:
             **os.environ,
             **order.environment,
             MARK: str(folder),
-            "GRPO_ORCH_WORKDIR": str(folder / "work"),
+            WORKDIR_ENV: str(folder / "work"),
             "PYTHONUNBUFFERED": "1",
         }
         (folder / "market").write_text(order.market)
@@ -70,7 +69,7 @@ class LocalCloud:
         machine = [sys.executable, "-m", "orchestrator.clouds.local.machine"]
         with (folder / "log").open("ab") as log:
             subprocess.Popen(
-                [*machine, str(registers), str(folder), str(order.attempt), python, "-m", _WORK[order.role]],
+                [*machine, str(registers), str(folder), str(order.attempt), python, "-m", WORK[order.role]],
                 env=environment,
                 cwd=self._spec.workdir or None,
                 stdin=subprocess.DEVNULL,
@@ -88,7 +87,12 @@ class LocalCloud:
         folder = self._folder / node
         if folder.exists():
             _destroy(folder)
-            for name in ("work/notice", "gone", "exit.json", "machine.json"):  # the record last: it may be cut off
+            for name in (
+                f"work/{NOTICE}",
+                "gone",
+                "exit.json",
+                "machine.json",
+            ):  # the record last: it may be cut off
                 (folder / name).unlink(missing_ok=True)
 
     def confirm(self, node: str) -> None:
@@ -96,7 +100,7 @@ class LocalCloud:
 
     def notify(self, node: str) -> None:
         """Tell the node, as a metadata service would, that its machine will be taken back."""
-        (self._folder / node / "work" / "notice").touch()
+        (self._folder / node / "work" / NOTICE).touch()
 
     def preempt(self, node: str, why: str) -> None:
         """Take the machine away: every process of it is killed, and the cloud says why."""
@@ -159,7 +163,7 @@ class LocalCloud:
             attempt=attempt,
             exit_code=exit_code,
             why=why,
-            notice=(folder / "work" / "notice").exists(),
+            notice=(folder / "work" / NOTICE).exists(),
             market=market,
             price_usd_per_h=self._price(role, market),
             on_demand_usd_per_h=self._price(role, Market.ON_DEMAND),
@@ -215,7 +219,7 @@ def kill_all(folder: Path) -> None:
 def _destroy(folder: Path) -> None:
     """End the machine's processes and give back its memory: the spool, which its trainer may have put there."""
     kill_all(folder)
-    link = folder / "work" / "spool"
+    link = folder / "work" / SPOOL
     if link.is_symlink() and (spool := link.resolve()).name.startswith(SPOOL_PREFIX):
         shutil.rmtree(spool, ignore_errors=True)
         link.unlink(missing_ok=True)

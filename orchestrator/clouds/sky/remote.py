@@ -32,6 +32,7 @@ from orchestrator.clouds.wheel import build_wheel
 from orchestrator.home.folder import kept_run_digest, run_dir
 from orchestrator.home.run_secrets import all_secrets, handed_on
 from orchestrator.home.trust import DIGEST_ENV, known_run
+from policies.model.node_contract import RUN_ENV
 from policies.model.vocabulary import Market, Role
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class RemoteController:
         known_as = kept_run_digest(self._store.url)
         settings = {name: os.environ[name] for name in (OPTIONS_ENV, NO_USAGE_ENV) if os.environ.get(name)}
         environment = {
-            "GRPO_ORCH_RUN": self._store.url,
+            RUN_ENV: self._store.url,
             "GRPO_ORCH_REASON": reason,
             "GRPO_ORCH_CLOUDS": ",".join(self._clouds()),
             **({DIGEST_ENV: known_as} if known_as else {}),

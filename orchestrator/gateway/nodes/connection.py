@@ -15,11 +15,9 @@ from urllib.parse import urlsplit
 import httptools
 
 from checkpoint.security import identity
+from policies.serving.wire import GATEWAY_IDLE_S
 
 HEAD_SIZE_MAX = 64 * 1024  # status line and headers
-# Less than a node's own limit (tasks.rollout.vllm_server), so that a request is never sent into a connection that
-# the node is closing at that moment. Long enough for the pause in which a trainer applies a step.
-KEEPALIVE_S = 300.0
 # Made at a time: a TLS handshake takes a millisecond of this process, and a thousand of them at once would keep
 # all else waiting for a second.
 CONNECTING_MAX = 32
@@ -220,7 +218,7 @@ class Pool:
 
     def tidy(self, now_s: float) -> None:
         """Close what is of no use any more. The time is the event loop's."""
-        while self._idle and now_s - self._idle[0].idle_since_s > KEEPALIVE_S:
+        while self._idle and now_s - self._idle[0].idle_since_s > GATEWAY_IDLE_S:
             self._idle.pop(0).abort()
         for connection in [one for one in self._open if one.overdue(now_s)]:
             connection.abort()

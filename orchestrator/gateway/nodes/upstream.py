@@ -14,16 +14,16 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.gateway.job import CHAT, COMPLETIONS, Job, RequestRefused, ToldOtherwise, WeightsRefused
+from orchestrator.gateway.job import Job, RequestRefused, ToldOtherwise, WeightsRefused
 from orchestrator.gateway.nodes import events
 from orchestrator.gateway.nodes.attempt import Attempt, End, NodeFailed, Why
 from orchestrator.gateway.nodes.connection import Connection
 from orchestrator.gateway.nodes.link import Link
 from policies.serving import recovery
+from policies.serving.wire import CHAT, COMPLETIONS, MODEL
 
 # Ours to set: whoever asks for a batch may not.
 RESERVED = frozenset({"model", "prompt", "seed", "stream", "stream_options", "n", "logprobs", "return_token_ids"})
-MODEL = "policy"  # the name under which every node serves
 EVENT_SIZE_MAX = 16 * 1024 * 1024  # the first event of a chat holds its prompt: a million tokens are 8 MB
 REFUSAL_SIZE_MAX = 2000  # of an error's text
 # Prompts of batches are arrays.

@@ -23,11 +23,10 @@ from orchestrator.gateway.surface.admission import Refused
 from orchestrator.gateway.surface.batch import BatchRun
 from orchestrator.gateway.surface.metrics import CONTENT_TYPE, Metrics
 from orchestrator.gateway.surface.openai import OpenAI, error_document
-from policies.serving.wire import Announce, GatewayStatus
+from policies.serving.wire import ROLLOUTS, Announce, GatewayStatus
 
 _announce = msgspec.json.Decoder(Announce)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-ROLLOUTS = "/v1/rollouts"
 
 
 class Gateway:

@@ -14,15 +14,14 @@ from typing import Any
 import msgspec
 from aiohttp import hdrs, web
 
-from orchestrator.gateway.job import CHAT, COMPLETIONS, CannotGoOn, Finished, Job, QueueFull, RequestRefused
-from orchestrator.gateway.nodes.upstream import MODEL
+from orchestrator.gateway.job import CannotGoOn, Finished, Job, QueueFull, RequestRefused
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface import admission, openai_request
 from orchestrator.gateway.surface.admission import Refused
 from orchestrator.gateway.surface.openai_answer import Told, Voice
 from orchestrator.gateway.surface.openai_request import Asked
-from policies.serving.wire import HEADER_POLICY
+from policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY, MODEL
 
 # So long nothing may come of a request, for want of a node or otherwise; OpenAI's clients wait as long.
 SILENCE_S = 600.0

@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import Any
 
 from orchestrator.gateway.job import Finished, Job
-from orchestrator.gateway.nodes.upstream import MODEL
 from orchestrator.gateway.surface.openai_request import Asked
+from policies.serving.wire import MODEL
 
 
 @dataclass(slots=True)

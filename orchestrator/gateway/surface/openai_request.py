@@ -9,11 +9,10 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from orchestrator.gateway.job import CHAT, COMPLETIONS, Job
-from orchestrator.gateway.nodes.upstream import MODEL
+from orchestrator.gateway.job import Job
 from orchestrator.gateway.surface import admission
 from orchestrator.gateway.surface.admission import SEED_END, Refused
-from policies.serving.wire import HEADER_POLICY
+from policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY, MODEL
 
 CHOICES_MAX = 1024  # of one request: its prompts times `n`
 LIMIT_DEFAULT = 16  # tokens of a completion; OpenAI's, and vLLM's

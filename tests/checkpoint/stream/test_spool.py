@@ -19,6 +19,7 @@ from checkpoint.stream.spool import Seal, Spool, UploaderState
 from checkpoint.stream.uploader import Uploader
 from policies.control.snapshot import Trainer
 from policies.detect.divergence import Detector, Health, Verdict
+from policies.model.node_contract import SPOOL
 from policies.model.spec import CheckpointsSpec
 from policies.model.vocabulary import PolicyVersion
 from tasks.machine import spooling
@@ -244,7 +245,7 @@ def test_the_uploader_frees_a_spool_without_a_byte_of_room(small_memory: Path, t
 def test_a_spool_is_found_again_and_given_back(tmp_path: Path) -> None:
     spec = CheckpointsSpec(spool=str(tmp_path / "fast"), spool_gib=0.001)
     assert find_spool(tmp_path) is None
-    (tmp_path / spooling.LINK).mkdir()  # as transformers does before anybody
+    (tmp_path / SPOOL).mkdir()  # as transformers does before anybody
     assert find_spool(tmp_path) is None
     made = make_spool(tmp_path, spec, 1000)
     assert made.folder.parent == tmp_path / "fast"
@@ -256,7 +257,7 @@ def test_a_spool_is_found_again_and_given_back(tmp_path: Path) -> None:
     shutil.rmtree(made.folder)  # memory forgets when the machine starts again
     assert find_spool(tmp_path) is None
     again = make_spool(tmp_path, spec, 1000)
-    assert (again.folder.exists(), (tmp_path / spooling.LINK).resolve()) == (True, again.folder)
+    assert (again.folder.exists(), (tmp_path / SPOOL).resolve()) == (True, again.folder)
     remove_spool(tmp_path)
     remove_spool(tmp_path)
     assert (find_spool(tmp_path), made.folder.exists()) == (None, False)

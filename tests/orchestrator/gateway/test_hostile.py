@@ -17,9 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.gateway.job import CHAT, COMPLETIONS
 from orchestrator.gateway.surface import admission
-from policies.serving.wire import HEADER_POLICY, BatchLine
+from policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY, BatchLine
 from tests.rigs.gateway_process import check_complete, hear, make_batch
 from tests.rigs.gateway_served import TOKEN, Served, serve
 from tests.stand_ins.gateway_world import PATIENCE_S

@@ -8,12 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.gateway.job import CHAT, COMPLETIONS, Job
+from orchestrator.gateway.job import Job
 from orchestrator.gateway.routing import members
 from orchestrator.gateway.surface import openai
 from orchestrator.gateway.surface.openai_answer import Told, Voice
 from orchestrator.gateway.surface.openai_request import Asked
-from policies.serving.wire import HEADER_POLICY
+from policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY
 from tests.rigs.gateway_served import Served, Stream, serve, stream, two_nodes
 from tests.stand_ins.fake_vllm import completion, prompt_of, texts
 from tests.stand_ins.gateway_world import PATIENCE_S

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.gateway.job import CHAT as CHAT_PATH
 from orchestrator.gateway.job import Job
 from orchestrator.gateway.surface.admission import Refused
 from orchestrator.gateway.surface.openai import _Run, error_document
 from orchestrator.gateway.surface.openai_answer import Told, Voice
 from orchestrator.gateway.surface.openai_request import read_chat, read_completion
+from policies.serving.wire import CHAT as CHAT_PATH
 from tests.stand_ins.fake_vllm import completion, expected, prompt_of
 from tests.stand_ins.gateway_world import World, run
 

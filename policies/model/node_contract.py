@@ -1,0 +1,24 @@
+"""What the launch of a node's work and that work agree on: variables of the environment, modules, names of files.
+
+`orchestrator` starts the work and may not import it, nor the work what started it.
+"""
+
+from __future__ import annotations
+
+from policies.model.vocabulary import Role
+
+RUN_ENV = "GRPO_ORCH_RUN"  # the store's URL
+NODE_ENV = "GRPO_ORCH_NODE"  # the node's name
+TOKEN_ENV = "GRPO_ORCH_TOKEN"  # the run's secret
+ATTEMPT_ENV = "GRPO_ORCH_ATTEMPT"  # which run of the node's work this is
+TIMELINE_ENV = "GRPO_ORCH_TIMELINE"  # the timeline that the trainer goes on with
+WORKDIR_ENV = "GRPO_ORCH_WORKDIR"  # a folder of this machine alone, gone with it
+
+WORK = {Role.TRAINER: "tasks.machine.trainer_machine", Role.ROLLOUT: "tasks.rollout.agent"}
+GATEWAY = "orchestrator.gateway"  # beside the trainer
+TRAINER = "tasks.trainer.main"  # below `WORK[Role.TRAINER]`
+
+# In the machine's working folder.
+NOTICE = "notice"  # it will be taken back: how many seconds it stays, or nothing
+SPOOL = "spool"  # a link to the spool, wherever that is
+SPOOL_PREFIX = "grpo-orch-"  # of the names of spools: nothing else that the link leads to is ever removed
