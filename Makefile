@@ -6,7 +6,7 @@ NODE := .venv-node/bin
 NODE_EXTRA ?= node-cpu
 BENCHES := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py)))
 
-.PHONY: demo test test-all test-long test-node soak check bench env node-env system-packages test-packages haproxy sky-image clean $(BENCHES)
+.PHONY: demo test test-all test-long test-node soak check bench env node-env system-packages drawings test-packages haproxy sky-image clean $(BENCHES)
 
 env: .venv/.ready
 node-env: .venv-node/.ready
@@ -81,6 +81,10 @@ check: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PATH="$(CURDIR)/$(BIN):$$PATH" lint-imports
+
+# docs/phases.md, from the tables in policies/model/phases.py.
+drawings: env
+	$(BIN)/python docs/draw.py
 
 bench: $(BENCHES)
 

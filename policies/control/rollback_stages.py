@@ -37,6 +37,7 @@ from policies.model.events import (
     TimelineResumed,
     TrainerFenced,
 )
+from policies.model.phases import UNTRAINED_ROLLBACK
 from policies.model.spec import fixes_accumulation, processes_of
 from policies.model.state import Node, Rollback, RunState
 from policies.model.timelines import Fork, Skipped, forked_spec
@@ -61,7 +62,6 @@ NOTHING_SMALLER = (
 )
 WHOLE = frozenset({"max_completion_length"})  # keys that a person may set, and that are whole numbers
 _ALIVE = frozenset({RunPhase.STARTING, RunPhase.TRAINING})
-_UNDER_WAY = frozenset({RollbackStage.BEGUN, RollbackStage.FORKED, RollbackStage.FENCED})
 
 
 def steer_timeline(tick: Tick) -> None:
@@ -75,7 +75,7 @@ def steer_timeline(tick: Tick) -> None:
     _note_pitfalls(tick)
     if tick.state.rollback is not None:
         _carry_on(tick, tick.state.rollback)
-    if tick.state.rollback is None or tick.state.rollback.stage not in _UNDER_WAY:
+    if tick.state.rollback is None or tick.state.rollback.stage not in UNTRAINED_ROLLBACK:
         _answer_divergence(tick)
         _answer_memory(tick)
 
@@ -250,7 +250,7 @@ def _answer_memory(tick: Tick) -> None:
     checkpoints, state = tick.snapshot.checkpoints, tick.state
     if not _out_of_memory(tick) or state.phase not in _ALIVE:
         return
-    if state.rollback is not None and state.rollback.stage in _UNDER_WAY:
+    if state.rollback is not None and state.rollback.stage in UNTRAINED_ROLLBACK:
         return
     if checkpoints is None:
         _pause_if_damaged(tick, "the trainer is out of memory")

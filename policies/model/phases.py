@@ -1,9 +1,18 @@
-"""The two phase tables: every legal edge with its reason for existing, and an error for any other."""
+"""The three phase tables, of nodes, runs and rollbacks: every legal edge with its reason, an error for any other.
+
+`make drawings` draws them in docs/phases.md.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 from policies.model.vocabulary import NodePhase as N
+from policies.model.vocabulary import RollbackStage as S
 from policies.model.vocabulary import RunPhase as R
+
+Phase = TypeVar("Phase", N, R, S | None)
 
 NODE_EDGES: dict[tuple[N, N], str] = {
     (N.REQUESTED, N.BOOTING): "the cloud shows the machine",
@@ -43,21 +52,32 @@ RUN_EDGES: dict[tuple[R, R], str] = {
     (R.GAVE_UP, R.STARTING): "rolled back by hand",
 }
 
+# None: no rollback is under way, because there was none or the last one has passed its probation.
+ROLLBACK_EDGES: dict[tuple[S | None, S | None], str] = {
+    (None, S.BEGUN): "the run diverged or ran out of memory, or a person asks for it",
+    (S.BEGUN, S.FORKED): "the new timeline is in the store",
+    (S.FORKED, S.FENCED): "the old trainer has ended",
+    (S.FENCED, S.RESUMED): "a trainer trains on the new timeline",
+    (S.RESUMED, S.PROBATION): "a rollout node serves a policy of the new timeline",
+    (S.PROBATION, None): "the new timeline came far enough beyond the old one's trip",
+    (S.BEGUN, S.BEGUN): "a person asks for another one, which replaces this one",
+    (S.FORKED, S.BEGUN): "a person asks for another one",
+    (S.FENCED, S.BEGUN): "a person asks for another one",
+    (S.RESUMED, S.BEGUN): "the new timeline diverged or ran out of memory, or a person asks for another one",
+    (S.PROBATION, S.BEGUN): "the new timeline diverged or ran out of memory, or a person asks for another one",
+}
+
 TERMINAL_RUN = frozenset({R.FINISHED, R.STOPPED, R.FAILED, R.PAUSED, R.GAVE_UP})
 LIVE_NODE = frozenset({N.REQUESTED, N.BOOTING, N.SERVING, N.DRAINING})
+# No trainer trains on the new timeline yet: only a person may begin another rollback.
+UNTRAINED_ROLLBACK = frozenset({S.BEGUN, S.FORKED, S.FENCED})
 
 
 class IllegalMove(Exception):
-    """A phase change that the tables do not know: a bug in a decision, never a user's mistake."""
+    """A move that the tables do not know: a bug in a decision, never a user's mistake."""
 
 
-def check_node_move(old: N, new: N) -> None:
-    """Raise IllegalMove unless NODE_EDGES has the edge."""
-    if (old, new) not in NODE_EDGES:
-        raise IllegalMove(f"node: {old} -> {new} is not in the table")
-
-
-def check_run_move(old: R, new: R) -> None:
-    """Raise IllegalMove unless RUN_EDGES has the edge."""
-    if (old, new) not in RUN_EDGES:
-        raise IllegalMove(f"run: {old} -> {new} is not in the table")
+def check_move(edges: Mapping[tuple[Phase, Phase], str], old: Phase, new: Phase) -> None:
+    """Raise IllegalMove unless the table has the edge."""
+    if (old, new) not in edges:
+        raise IllegalMove(f"{type(new or old).__name__}: {old} -> {new} is not in the table")

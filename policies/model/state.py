@@ -43,7 +43,7 @@ from policies.model.events import (
     TookOver,
     TrainerFenced,
 )
-from policies.model.phases import check_node_move, check_run_move
+from policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, check_move
 from policies.model.timelines import Fork, probation_until
 from policies.model.vocabulary import Cause, Market, NodePhase, Refusal, Role, RollbackStage, RunPhase, kind_of
 
@@ -164,7 +164,7 @@ def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState
         case TookOver():
             return replace(_no_later(state, time_s), epoch=number)
         case RunMoved():
-            check_run_move(state.phase, event.phase)
+            check_move(RUN_EDGES, state.phase, event.phase)
             state = replace(state, phase=event.phase, reason=event.reason)
             if event.phase is RunPhase.STARTING:  # somebody has mended something, or wants another try
                 return replace(state, trainer_failures=0, kinds=MappingProxyType({}))
@@ -201,6 +201,7 @@ def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState
         case Diverged():
             return replace(state, watched=None, diverged=event, diverged_at_s=time_s)
         case RollbackBegun():
+            check_move(ROLLBACK_EDGES, _stage(state), RollbackStage.BEGUN)
             begun = Rollback(event.fork, event.cause, event.from_step, RollbackStage.BEGUN, time_s)
             kept = tuple(one for one in state.rollbacks if one.stage is not RollbackStage.BEGUN)
             return replace(state, rollbacks=(*kept, begun), healthy=None, exported=None)
@@ -214,6 +215,7 @@ def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState
         case FleetMoved():
             return _at_stage(state, RollbackStage.PROBATION, time_s)
         case ProbationPassed():
+            check_move(ROLLBACK_EDGES, _stage(state), None)
             return replace(state, rollbacks=(*state.rollbacks[:-1], replace(state.rollbacks[-1], passed=True)))
         case HealthyChosen():
             return replace(state, healthy=event.version, exported=None)
@@ -252,7 +254,7 @@ def _requested(state: RunState, event: NodeRequested, time_s: float) -> RunState
 
 def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
     node = state.nodes[event.node]
-    check_node_move(node.phase, event.phase)
+    check_move(NODE_EDGES, node.phase, event.phase)
     slot = state.slots.get(node.slot, Slot())
     unserved = node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and not node.served
     lost = event.phase is NodePhase.GONE and unserved
@@ -319,7 +321,12 @@ def _exited(state: RunState, event: JobExited, time_s: float) -> RunState:
     )
 
 
+def _stage(state: RunState) -> RollbackStage | None:
+    return None if state.rollback is None else state.rollback.stage
+
+
 def _at_stage(state: RunState, stage: RollbackStage, time_s: float) -> RunState:
+    check_move(ROLLBACK_EDGES, _stage(state), stage)
     moved = replace(state.rollbacks[-1], stage=stage, since_s=time_s)
     return replace(state, rollbacks=(*state.rollbacks[:-1], moved))
 

@@ -87,7 +87,7 @@ class Cause(StrEnum):
 
 
 class RollbackStage(StrEnum):
-    """How far a rollback is; each stage names what was last seen to be so."""
+    """How far a rollback is, by what was last seen; the legal moves are in `phases.ROLLBACK_EDGES`."""
 
     BEGUN = "begun"  # decided and journalled
     FORKED = "forked"  # the new timeline is in the store: no older trainer goes on
