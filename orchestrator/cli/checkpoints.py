@@ -15,9 +15,11 @@ import typer
 from rich import progress as bars
 from rich.table import Table
 
+from checkpoint.records import documents
 from checkpoint.records.forks import read_forks
 from checkpoint.store.errors import NotFound
 from checkpoint.store.run_store import Store
+from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream import manifest
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from checkpoint.stream.chunks import Progress
@@ -26,11 +28,14 @@ from checkpoint.stream.transfer import verify as read_all
 from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.look import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run
+from orchestrator.config.rules.checks import LOGGING_STEPS
 from orchestrator.views.numbers import NOT_KNOWN, data_size, duration
-from policies.ledger.retention import Kept, kept_by
+from policies.control.snapshot import Trainer
+from policies.detect.divergence import Verdict
+from policies.ledger.retention import Kept, keep_before, keep_since, kept_by
 from policies.model import exit_codes
-from policies.model.spec import CheckpointsSpec
-from policies.model.timelines import Fork
+from policies.model.spec import RunSpec
+from policies.model.timelines import Fork, lineage, on_lineage
 from policies.model.vocabulary import PolicyVersion
 
 NEWEST = "latest"
@@ -48,18 +53,19 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
     """List the checkpoints that the store has, oldest first."""
     store, record = open_run(target)
     listed = _catalog(store).newest().checkpoints
+    beat = documents.TRAINER.read(store, Unreadable())
+    reasons = kept_as(listed, record.spec, read_forks(store), beat)
     if output is Output.JSON:
-        print_json([_plain(one) for one in listed])
+        print_json([{**_plain(one), "kept_as": reasons[one.at]} for one in listed])
         return
     if not listed:
         console.print("no checkpoint yet")
         return
-    table = Table("version", "age", "size", "pinned", "kept as", box=None, pad_edge=False, header_style="dim")
-    reasons = kept_as(listed, record.spec.checkpoints, read_forks(store))
+    table = Table("version", "age", "size", "kept as", box=None, pad_edge=False, header_style="dim")
     for one in listed:
         age = duration(time.time() - one.created_at_s)
         why = ", ".join(reasons[one.at]) or NOT_KNOWN
-        table.add_row(one.version, age, data_size(one.size_bytes), "yes" if one.pinned else "", why)
+        table.add_row(one.version, age, data_size(one.size_bytes), why)
     console.print(table, highlight=False)
 
 
@@ -139,10 +145,23 @@ def export(
 
 
 def kept_as(
-    listed: Sequence[Checkpoint], spec: CheckpointsSpec, forks: Sequence[Fork]
+    listed: Sequence[Checkpoint], spec: RunSpec, forks: Sequence[Fork], beat: Trainer | None
 ) -> dict[PolicyVersion, tuple[str, ...]]:
-    """Which rules of retention keep each checkpoint; what is kept from before a divergence is not known here."""
-    return kept_by([Kept(one.at) for one in listed], spec.keep_last, spec.keep_every_steps, None, forks)
+    """Return the rules of retention that keep each checkpoint, as of the newest one of the present line; none: it
+    goes with the next. `beat` is the trainer's last: what its guard says decides how far back some are kept."""
+    timeline = max((fork.timeline for fork in forks), default=0)
+    stretches = lineage(forks, timeline)
+    newest_step = max((one.at.step for one in listed if on_lineage(one.at, stretches)), default=0)
+    verdict = beat.verdict if beat is not None and beat.timeline == timeline else None
+    logging_steps = int(spec.grpo.get("logging_steps", LOGGING_STEPS))
+    return kept_by(
+        [Kept(one.at, one.pinned) for one in listed],
+        spec.checkpoints.keep_last,
+        spec.checkpoints.keep_every_steps,
+        keep_before(newest_step, verdict or Verdict(), logging_steps),
+        forks,
+        keep_since(newest_step, logging_steps),
+    )
 
 
 def _pin(version: str, target: str | None, output: Output, *, pinned: bool) -> None:

@@ -30,6 +30,7 @@ from orchestrator.views.reader import Reader
 from orchestrator.views.report import Report
 from policies.control.rollback_stages import NAME_ONE
 from policies.model import exit_codes
+from policies.model.events import JobExited, RunMoved
 from policies.model.vocabulary import RunPhase
 
 FOLLOW_EVERY_S = 0.5
@@ -138,15 +139,32 @@ def attach(store: Store) -> None:
         return
     built = reports.build_report(store, time.time())
     console.print(reports.render(built))
-    if (stop := _bad_end(built)) is not None:
+    if (stop := _bad_end(built, spec_refused=_spec_was_refused(store))) is not None:
         raise stop
 
 
-def _bad_end(built: Report) -> Stop | None:
+def _spec_was_refused(store: Store) -> bool:
+    """Whether work of the run, since it was last started, ended because it cannot be done as run.yaml has it."""
+    refused = False
+    for record in journal.read(store):
+        for event in record.decoded():
+            match event:
+                case RunMoved(phase=RunPhase.STARTING):
+                    refused = False
+                case JobExited(exit_code=exit_codes.BAD_SPEC):
+                    refused = True
+                case _:
+                    pass
+    return refused
+
+
+def _bad_end(built: Report, *, spec_refused: bool) -> Stop | None:
     """What is said of a run that has failed, given up, or waits for its user; None for any other."""
     match built.phase:
         case RunPhase.FAILED:
-            hint = f"when it is mended, continue with: grpo-orch resume {built.store}"
+            hint = f"once the cause is repaired, continue with: grpo-orch resume {built.store}"
+            if spec_refused:  # the run keeps the specification that it was created with
+                hint += "; a change of run.yaml needs a new run: name another `storage:` in it, then grpo-orch up"
             return Stop(f"{built.name} failed: {built.reason}; {hint}", exit_codes.FAILED)
         case RunPhase.PAUSED:
             hint = f"go on with: grpo-orch rollback {built.store}"

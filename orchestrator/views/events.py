@@ -229,11 +229,9 @@ _NODE_VERBS = {
     NodePhase.GONE: "is gone",
     NodePhase.REFUSED: "was refused",
 }
-_REFUSALS = {
+_REFUSALS = {  # those of a cloud; the others are of machines that it gave
     Refusal.NO_CAPACITY: "no capacity",
     Refusal.QUOTA: "over quota",
     Refusal.CREDENTIALS: "credentials do not allow it",
     Refusal.UNKNOWN: "reason unknown",
-    Refusal.NEVER_SERVED: "it never served",
-    Refusal.SOON_BROKEN: "it did not serve for long",
 }

@@ -80,9 +80,10 @@ _HIGH = (
         "stale_sampling",
         SAMPLING,
         0.3,
-        "the trainer and the servers differ by {:.2g} in the log-probability of a token: the servers hold other "
-        "weights than the trainer, or compute them otherwise: see that max_staleness_steps is small and that both "
-        "use the same dtype, quantization and chat template",
+        "the trainer and the rollout nodes differ by {:.2g} in the log-probability of a token: the nodes hold "
+        "other weights than the trainer, or compute them otherwise: see in `grpo-orch members ls` that they hold "
+        "the trainer's policy, give rollout.vllm.dtype the trainer's dtype (grpo.bf16, grpo.fp16), and leave out "
+        "rollout.vllm.quantization and kv-cache-dtype",
     ),
     _High(
         "completions_cut",

@@ -25,6 +25,8 @@ from checkpoint.stream.chunks import CHUNK_BYTES
 from checkpoint.stream.manifest import files_below
 from orchestrator.cli import main
 from orchestrator.cli.checkpoints import kept_as
+from policies.control.snapshot import Trainer
+from policies.detect.divergence import Health, Verdict
 from policies.model.spec import CheckpointsSpec
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
@@ -120,12 +122,12 @@ def test_ls_says_what_there_is_and_why_it_stays(run: Run, cli: Cli) -> None:
     assert cli("pin", "0-120").out == "0-120 is pinned\n"
     rows = [" ".join(line.split()) for line in cli("ls").out.splitlines()]
     assert rows == [
-        "version age size pinned kept as",
-        "0-100 2:00 h 16.0 MiB every 100 steps, doubling ages",
-        "0-120 2:00 h 16.0 MiB yes –",
+        "version age size kept as",
+        "0-100 2:00 h 16.0 MiB every 100 steps, before a possible divergence, doubling ages",
+        "0-120 2:00 h 16.0 MiB pinned",
         "0-200 2:00 h 16.0 MiB –",
-        "1-130 2:00 h 16.0 MiB newest 2, doubling ages",
-        "1-140 2:00 h 16.0 MiB newest 2, doubling ages",
+        "1-130 2:00 h 16.0 MiB newest 2, recent, doubling ages",
+        "1-140 2:00 h 16.0 MiB newest 2, recent, doubling ages",
     ]
     listed = plain(cli("ls", "-o", "json"))
     assert [(one["version"], one["timeline"], one["step"], one["pinned"]) for one in listed] == [
@@ -135,6 +137,7 @@ def test_ls_says_what_there_is_and_why_it_stays(run: Run, cli: Cli) -> None:
         ("1-130", 1, 130, False),
         ("1-140", 1, 140, False),
     ]
+    assert [one["kept_as"] for one in listed][1:3] == [["pinned"], []]
     assert {one["size_bytes"] for one in listed} == {4000 + 1000 + CHUNK_BYTES + 6}
     assert all(time.time() - 7300 < one["created_at_s"] <= time.time() - 7200 for one in listed)
 
@@ -144,15 +147,20 @@ def test_every_rule_that_keeps_a_checkpoint_is_named(run: Run) -> None:
         run.saves(0, step)
     run.saves(1, 650)
     listed = run.catalog.newest().checkpoints
-    spec, forks = CheckpointsSpec(keep_last=1, keep_every_steps=200), (Fork(1, "0-500", from_step=600),)
-    assert {str(at): rules for at, rules in kept_as(listed, spec, forks).items()} == {
-        "0-100": ("doubling ages",),
+    keeps = replace(spec(), checkpoints=CheckpointsSpec(keep_last=1, keep_every_steps=200))
+    forks = (Fork(1, "0-500", from_step=600),)
+    beat = Trainer("trainer-0-i1", 2, 1, 650, 900, "training", 0.0, verdict=Verdict(Health.WATCH, 650, 150))
+    assert {str(at): rules for at, rules in kept_as(listed, keeps, forks, beat).items()} == {
+        "0-100": ("before a possible divergence", "doubling ages"),
         "0-200": ("every 200 steps",),
         "0-250": ("rollback on probation",),
         "0-500": ("doubling ages", "rollback on probation"),
         "0-600": ("abandoned, until probation has passed",),
-        "1-650": ("newest 1", "doubling ages"),
+        "1-650": ("newest 1", "recent", "doubling ages"),
     }
+    # What the guard of an older timeline said is not this one's: in calm, what an unnoticed one may need stays.
+    kept = kept_as(listed, keeps, forks, replace(beat, timeline=0))
+    assert "before a possible divergence" in kept[PolicyVersion(0, 500)]
 
 
 @pytest.mark.parametrize(
@@ -211,10 +219,9 @@ def test_an_exported_checkpoint_is_what_was_saved(run: Run, cli: Cli, tmp_path: 
     run.saves(0, 50)
     saved = run.saves(0, 100)
     out = tmp_path / "deep" / "out"
-    assert plain(cli("export", "latest", str(out), "-o", "json")) == {
-        **plain(cli("ls", "-o", "json"))[-1],
-        "folder": str(out),
-    }
+    listed = plain(cli("ls", "-o", "json"))[-1]
+    del listed["kept_as"]
+    assert plain(cli("export", "latest", str(out), "-o", "json")) == {**listed, "folder": str(out)}
     assert read(out) == read(saved)
     (tmp_path / "empty").mkdir()
     assert cli("export", "100", "empty").out == f"Wrote 0-100 to {tmp_path}/empty, 16.0 MiB\n"

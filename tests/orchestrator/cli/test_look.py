@@ -10,7 +10,7 @@ from checkpoint.stream.exports import export_weights
 from orchestrator.cli.console import Stop
 from orchestrator.cli.look import attach
 from policies.model import exit_codes
-from policies.model.events import Exported, HealthyChosen, RunMoved
+from policies.model.events import Exported, HealthyChosen, JobExited, RunMoved
 from policies.model.vocabulary import PolicyVersion, RunPhase
 from tests.generators.views_world import World
 
@@ -63,8 +63,16 @@ def test_a_failed_run_says_how_to_go_on() -> None:
     world = ended(RunPhase.FAILED, "out of memory")
     stop = watched(world)
     assert stop.exit_code == exit_codes.FAILED
-    hint = f"when it is mended, continue with: grpo-orch resume {world.store.url}"
+    hint = f"once the cause is repaired, continue with: grpo-orch resume {world.store.url}"
     assert str(stop) == f"digits failed: out of memory; {hint}"
+
+
+def test_a_run_yaml_that_cannot_be_carried_out_is_not_mended_by_a_resume() -> None:
+    world = ended(RunPhase.FAILED, "the trainer cannot work with this run.yaml")
+    world.happens(22, JobExited("trainer-0-i1", 2, exit_codes.BAD_SPEC, 0))
+    assert "; a change of run.yaml needs a new run: name another `storage:` in it" in str(watched(world))
+    world.happens(23, RunMoved(RunPhase.STARTING, "resume"), RunMoved(RunPhase.FAILED, "out of memory"))
+    assert "needs a new run" not in str(watched(world))
 
 
 def test_a_run_that_ended_well_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,9 @@ def test_it_says_what_is_seen_and_what_to_do() -> None:
     high: Values = {ZERO_STD: 1.0, DIFFERENCE: 0.5, CLIPPED: 0.75, WAIT_S: 5.0, "step_time": 10.0}
     texts = {one.kind: one.text for one in told(logged(20, lambda _: high))}
     assert texts["no_signal"].startswith("100% of the groups have the same reward for all their completions")
-    assert texts["stale_sampling"].startswith("the trainer and the servers differ by 0.5 in the log-probability")
+    assert texts["stale_sampling"].startswith(
+        "the trainer and the rollout nodes differ by 0.5 in the log-probability"
+    )
     assert texts["completions_cut"].endswith("75% of the completions are cut at the longest allowed and graded "
                                              "without their end: raise max_completion_length")  # fmt: skip
     assert texts["waiting"].startswith("in 50% of the time of the last 16 points no node could serve")
