@@ -19,7 +19,8 @@ from checkpoint.store import layout
 from checkpoint.store.codec import event_to_plain, to_json
 from checkpoint.store.run_store import Entry, Store
 from policies.model.events import Event, GatewayRestarted, TookOver
-from policies.model.state import RunState, apply
+from policies.model.fold import apply
+from policies.model.state import RunState
 from policies.model.vocabulary import Role
 from tests.stand_ins.world import World, spec
 

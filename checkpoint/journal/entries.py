@@ -24,7 +24,8 @@ from checkpoint.store.codec import event_from_plain, from_json
 from checkpoint.store.errors import Corrupt, Torn
 from checkpoint.store.run_store import Store
 from policies.model.events import Event
-from policies.model.state import RunState, apply
+from policies.model.fold import apply
+from policies.model.state import RunState
 
 SCHEMA = 1
 READS = 3  # of a torn entry: the wire may be at fault, not the store

@@ -27,8 +27,9 @@ from policies.control.snapshot import Trainer
 from policies.ledger.abandoned import on_line
 from policies.ledger.accounting import lived
 from policies.model.events import Event, NodeMoved, NodeRequested
+from policies.model.fold import apply
 from policies.model.spec import RunSpec
-from policies.model.state import Node, RunState, apply
+from policies.model.state import Node, RunState
 from policies.model.timelines import lineage, on_lineage
 from policies.model.vocabulary import NodePhase
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from policies.control.snapshot import Machine, Snapshot
 from policies.model.events import Event, JobExited, JobRestarted, MachineBought, NodeMoved, RunMoved
+from policies.model.fold import apply
 from policies.model.spec import RunSpec
-from policies.model.state import Node, RunState, apply
+from policies.model.state import Node, RunState
 from policies.model.vocabulary import NodePhase, Refusal, RunPhase
 
 

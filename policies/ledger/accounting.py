@@ -27,7 +27,7 @@ from policies.model.events import (
 )
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
 
-History = Iterable[tuple[int, float, Iterable[Event]]]  # (entry number, time_s, events), as `state.fold` takes it
+History = Iterable[tuple[int, float, Iterable[Event]]]  # (entry number, time_s, events), as `fold.fold` takes it
 
 GATEWAY = "gateway"
 DAEMON = "daemon"

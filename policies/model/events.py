@@ -250,20 +250,9 @@ class DataSetAside:
     why: str
 
 
-Event = (
-    RunCreated
-    | TookOver
-    | RunMoved
-    | NodeRequested
-    | NodeMoved
-    | BuyingStopped
-    | BuyingResumed
-    | MachineBought
-    | JobExited
-    | JobRestarted
-    | GatewayRestarted
-    | CommandTaken
-    | DivergenceWatched
+MachineEvent = NodeRequested | NodeMoved | BuyingStopped | BuyingResumed | MachineBought | JobExited | JobRestarted
+TimelineEvent = (
+    DivergenceWatched
     | DivergenceCleared
     | Diverged
     | RollbackBegun
@@ -274,10 +263,18 @@ Event = (
     | ProbationPassed
     | HealthyChosen
     | Exported
+)
+RunEvent = (
+    RunCreated
+    | TookOver
+    | RunMoved
+    | GatewayRestarted
+    | CommandTaken
     | Noticed
     | StoreSlowed
     | StoreCaughtUp
     | DataSetAside
 )
+Event = RunEvent | MachineEvent | TimelineEvent
 
 EVENT_TYPES: dict[str, type[Event]] = {cls.__name__: cls for cls in get_args(Event)}

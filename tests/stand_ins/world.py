@@ -28,8 +28,9 @@ from policies.control.snapshot import (
 from policies.detect.divergence import Health, Verdict
 from policies.model import exit_codes
 from policies.model.events import Event, RunCreated, RunMoved, TookOver
+from policies.model.fold import apply
 from policies.model.spec import Dataset, PoliciesSpec, Replicas, RolloutSpec, RunSpec, TrainerSpec
-from policies.model.state import RunState, apply
+from policies.model.state import RunState
 from policies.model.timelines import Fork
 from policies.model.vocabulary import MachineState, PolicyVersion, Refusal, Role, RunPhase, slot_and_incarnation
 from tests.stand_ins.world_store import stored

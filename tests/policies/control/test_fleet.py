@@ -14,7 +14,8 @@ from policies.control.snapshot import Launch, Terminate
 from policies.model import exit_codes
 from policies.model.buying import PROBE_FIRST_S, PROBE_MAX_S, REFUSALS, WORKS_S, Kind, probe_wait_s
 from policies.model.events import BuyingResumed, BuyingStopped, NodeMoved, NodeRequested, RunMoved
-from policies.model.state import RunState, fold
+from policies.model.fold import fold
+from policies.model.state import RunState
 from policies.model.vocabulary import NodePhase, Refusal, Role, RunPhase
 from tests.policies.control.test_decide import until_training
 from tests.stand_ins.world import World, spec

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from policies.control.rollback_choice import before_step_of, choose_start
 from policies.model.events import RollbackBegun
+from policies.model.fold import apply
 from policies.model.spec import KlPolicy, RollbackBudget
-from policies.model.state import RunState, apply
+from policies.model.state import RunState
 from policies.model.vocabulary import Cause, PolicyVersion, Role, RunPhase
 from tests.stand_ins.world import World, spec
 

@@ -1,0 +1,267 @@
+"""How each journalled event changes the run's state.
+
+`apply` is the only way state changes, in a running controller as on `resume`: so the next daemon, once it has read
+the journal, knows what the last one knew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from types import MappingProxyType
+from typing import assert_never
+
+from policies.model import exit_codes
+from policies.model.buying import Kind, after_move
+from policies.model.events import (
+    BuyingResumed,
+    BuyingStopped,
+    CommandTaken,
+    DataSetAside,
+    Diverged,
+    DivergenceCleared,
+    DivergenceWatched,
+    Event,
+    Exported,
+    FleetMoved,
+    GatewayRestarted,
+    HealthyChosen,
+    JobExited,
+    JobRestarted,
+    MachineBought,
+    MachineEvent,
+    NodeMoved,
+    NodeRequested,
+    Noticed,
+    ProbationPassed,
+    RollbackBegun,
+    RunCreated,
+    RunMoved,
+    StoreCaughtUp,
+    StoreSlowed,
+    TimelineEvent,
+    TimelineForked,
+    TimelineResumed,
+    TookOver,
+    TrainerFenced,
+)
+from policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, check_move
+from policies.model.state import Node, Rollback, RunState, Slot
+from policies.model.vocabulary import NodePhase, Role, RollbackStage, RunPhase, kind_of
+
+
+def fold(history: Iterable[tuple[int, float, Iterable[Event]]]) -> RunState:
+    """Fold `(entry number, time_s, events)` in order. Raises IllegalMove for a history that cannot have been."""
+    state = RunState()
+    for number, time_s, events in history:
+        for event in events:
+            state = apply(state, event, time_s, number)
+    return state
+
+
+def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState:
+    """Return the state after one event of entry `number`. Raises IllegalMove for a move that no table has."""
+    if isinstance(event, MachineEvent):
+        return _apply_to_machines(state, event, time_s)
+    if isinstance(event, TimelineEvent):
+        return _apply_to_timelines(state, event, time_s)
+    match event:
+        case RunCreated():
+            return replace(state, name=event.name)
+        case TookOver():
+            return replace(_no_later(state, time_s), epoch=number)
+        case RunMoved():
+            check_move(RUN_EDGES, state.phase, event.phase)
+            state = replace(state, phase=event.phase, reason=event.reason)
+            if event.phase is RunPhase.STARTING:  # somebody has mended something, or wants another try
+                return replace(state, trainer_failures=0, kinds=MappingProxyType({}))
+            return state
+        case GatewayRestarted():
+            return replace(state, gateway_boot_id=event.boot_id)
+        case CommandTaken():
+            return replace(state, commands_taken=state.commands_taken | {event.command_id})
+        case Noticed():
+            return replace(state, noticed=MappingProxyType({**state.noticed, event.kind: event.step}))
+        case StoreSlowed():
+            return replace(state, store_slow=True)
+        case StoreCaughtUp():
+            return replace(state, store_slow=False)
+        case DataSetAside():
+            return replace(state, set_aside=(*state.set_aside, event))
+        case _:
+            assert_never(event)
+
+
+def _apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> RunState:
+    match event:
+        case NodeRequested():
+            return _requested(state, event, time_s)
+        case NodeMoved():
+            return _moved(state, event, time_s)
+        case BuyingStopped():
+            kind = state.kinds.get(event.kind, Kind())
+            stopped = replace(kind, stopped=event.reason, stopped_at_s=time_s, probes=0)
+            return _with_kind(state, event.kind, stopped)
+        case BuyingResumed():
+            kind = state.kinds.get(event.kind, Kind())
+            return _with_kind(state, event.kind, replace(kind, stopped="", probes=0, broke_in_a_row=0))
+        case MachineBought():
+            bought = replace(state.nodes[event.node], market=event.market, price_usd_per_h=event.price_usd_per_h)
+            return _with_node(state, bought)
+        case JobExited():
+            return _exited(state, event, time_s)
+        case JobRestarted():
+            node = replace(state.nodes[event.node], attempt=event.attempt, attempt_ended_at_s=None)
+            slot = state.slots.get(node.slot, Slot())
+            state = _with_slot(state, node.slot, replace(slot, job_restarts=slot.job_restarts + 1))
+            return _with_node(state, node)
+        case _:
+            assert_never(event)
+
+
+def _apply_to_timelines(state: RunState, event: TimelineEvent, time_s: float) -> RunState:
+    match event:
+        case DivergenceWatched():
+            return replace(state, watched=event)
+        case DivergenceCleared():
+            return replace(state, watched=None)
+        case Diverged():
+            return replace(state, watched=None, diverged=event, diverged_at_s=time_s)
+        case RollbackBegun():
+            return _begun(state, event, time_s)
+        case TimelineForked():
+            state = replace(state, watched=None, diverged=None, trainer_failures=0, trainer_failed_step=-1)
+            return _at_stage(state, RollbackStage.FORKED, time_s)
+        case TrainerFenced():
+            return _at_stage(state, RollbackStage.FENCED, time_s)
+        case TimelineResumed():
+            return _at_stage(state, RollbackStage.RESUMED, time_s)
+        case FleetMoved():
+            return _at_stage(state, RollbackStage.PROBATION, time_s)
+        case ProbationPassed():
+            check_move(ROLLBACK_EDGES, _stage(state), None)
+            return replace(state, rollbacks=(*state.rollbacks[:-1], replace(state.rollbacks[-1], passed=True)))
+        case HealthyChosen():
+            return replace(state, healthy=event.version, exported=None)
+        case Exported():
+            return replace(state, exported=event.version)
+        case _:
+            assert_never(event)
+
+
+def _requested(state: RunState, event: NodeRequested, time_s: float) -> RunState:
+    node = Node(
+        id=event.node,
+        role=event.role,
+        slot=event.slot,
+        incarnation=event.incarnation,
+        market=event.market,
+        phase=NodePhase.REQUESTED,
+        since_s=time_s,
+        requested_at_s=time_s,
+        reason=event.reason,
+        kind=kind_of(event.role, event.market),
+    )
+    if kind := state.kinds.get(node.kind):
+        state = _with_kind(state, node.kind, replace(kind, probes=kind.probes + bool(kind.stopped)))
+    slot = state.slots.get(event.slot, Slot())
+    return _with_node(_with_slot(state, event.slot, replace(slot, incarnations=event.incarnation)), node)
+
+
+def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
+    node = state.nodes[event.node]
+    check_move(NODE_EDGES, node.phase, event.phase)
+    slot = state.slots.get(node.slot, Slot())
+    unserved = node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and not node.served
+    lost = event.phase is NodePhase.GONE and unserved
+    if event.phase is NodePhase.REFUSED or event.refusal is not None or lost:
+        refusals = slot.refusals_in_a_row + 1
+        slot = replace(slot, refusals_in_a_row=refusals, refused_at_s=time_s, last_refusal=event.refusal)
+    elif event.phase is NodePhase.SERVING:
+        slot = replace(slot, refusals_in_a_row=0, last_refusal=None)
+    state = _with_slot(state, node.slot, slot)
+    came, served = node.phase is not NodePhase.REQUESTED, node.served or node.phase is NodePhase.TERMINATING
+    kind = state.kinds.get(node.kind, Kind())
+    kind = after_move(kind, event, time_s, came=came, served=served, asked_at_s=node.requested_at_s)
+    state = _with_kind(state, node.kind, kind)
+    if event.phase in (NodePhase.GONE, NodePhase.REFUSED):
+        state = replace(state, nodes=MappingProxyType({k: n for k, n in state.nodes.items() if k != node.id}))
+    else:
+        served = node.served or event.phase is NodePhase.SERVING
+        node = replace(node, phase=event.phase, since_s=time_s, reason=event.reason, served=served)
+        state = _with_node(state, node)
+    return _noting_trainer_machine(state, time_s)
+
+
+def _noting_trainer_machine(state: RunState, time_s: float) -> RunState:
+    if state.trainer_machines:
+        return replace(state, trainerless_since_s=None)
+    return replace(state, trainerless_since_s=time_s) if state.trainerless_since_s is None else state
+
+
+def _no_later(state: RunState, time_s: float) -> RunState:
+    """Return the state with no time after `time_s`: a controller takes over, and what was journalled before has
+    happened before, whatever the clock said then."""
+    nodes = {
+        name: replace(
+            node,
+            since_s=min(node.since_s, time_s),
+            requested_at_s=min(node.requested_at_s, time_s),
+            attempt_ended_at_s=None if node.attempt_ended_at_s is None else min(node.attempt_ended_at_s, time_s),
+        )
+        for name, node in state.nodes.items()
+    }
+    slots = {name: replace(one, refused_at_s=min(one.refused_at_s, time_s)) for name, one in state.slots.items()}
+    kinds = {name: replace(one, failed_at_s=min(one.failed_at_s, time_s)) for name, one in state.kinds.items()}
+    without_s = state.trainerless_since_s
+    return replace(
+        state,
+        nodes=MappingProxyType(nodes),
+        slots=MappingProxyType(slots),
+        kinds=MappingProxyType(kinds),
+        trainerless_since_s=None if without_s is None else min(without_s, time_s),
+        diverged_at_s=min(state.diverged_at_s, time_s),
+        rollbacks=tuple(replace(one, since_s=min(one.since_s, time_s)) for one in state.rollbacks),
+    )
+
+
+def _exited(state: RunState, event: JobExited, time_s: float) -> RunState:
+    node = state.nodes[event.node]
+    state = _with_node(state, replace(node, attempt_ended_at_s=time_s))
+    replaced = event.exit_code == exit_codes.FENCED or node.phase is NodePhase.DRAINING
+    if node.role is not Role.TRAINER or event.exit_code in (exit_codes.OK, exit_codes.STOPPED) or replaced:
+        return state
+    progressed = event.step > state.trainer_failed_step
+    failures = 1 if progressed else state.trainer_failures + 1
+    return replace(
+        state, trainer_failures=failures, trainer_failed_step=max(event.step, state.trainer_failed_step)
+    )
+
+
+def _begun(state: RunState, event: RollbackBegun, time_s: float) -> RunState:
+    check_move(ROLLBACK_EDGES, _stage(state), RollbackStage.BEGUN)
+    begun = Rollback(event.fork, event.cause, event.from_step, RollbackStage.BEGUN, time_s)
+    kept = [one for one in state.rollbacks if one.stage is not RollbackStage.BEGUN]
+    return replace(state, rollbacks=(*kept, begun), healthy=None, exported=None)
+
+
+def _stage(state: RunState) -> RollbackStage | None:
+    return None if state.rollback is None else state.rollback.stage
+
+
+def _at_stage(state: RunState, stage: RollbackStage, time_s: float) -> RunState:
+    check_move(ROLLBACK_EDGES, _stage(state), stage)
+    moved = replace(state.rollbacks[-1], stage=stage, since_s=time_s)
+    return replace(state, rollbacks=(*state.rollbacks[:-1], moved))
+
+
+def _with_node(state: RunState, node: Node) -> RunState:
+    return replace(state, nodes=MappingProxyType({**state.nodes, node.id: node}))
+
+
+def _with_kind(state: RunState, name: str, kind: Kind) -> RunState:
+    return replace(state, kinds=MappingProxyType({**state.kinds, name: kind}))
+
+
+def _with_slot(state: RunState, name: str, slot: Slot) -> RunState:
+    return replace(state, slots=MappingProxyType({**state.slots, name: slot}))
