@@ -106,7 +106,7 @@ def test_the_generation_window_is_trl_s(tmp_path: Path) -> None:
     from trl import GRPOConfig
 
     from orchestrator.config.reading.problems import Findings
-    from orchestrator.config.rules.effective import Given
+    from orchestrator.config.rules.effective import EffectiveRun
 
     for accumulation, per_generation, iterations in itertools.product((1, 2, 4, 6), (None, 1, 4, 6), (1, 2, 3)):
         grpo = {
@@ -119,7 +119,7 @@ def test_the_generation_window_is_trl_s(tmp_path: Path) -> None:
         config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **grpo)
         every = config.steps_per_generation * config.num_iterations  # GRPOTrainer._prepare_inputs
         generating = [step for step in range(1, 40) if step * accumulation % every == 0]
-        window = Given({"grpo": grpo}, Findings("run.yaml", {(): 1})).window
+        window = EffectiveRun({"grpo": grpo}, Findings("run.yaml", {(): 1})).window
         assert generating == list(range(window, 40, window)), grpo
 
 

@@ -119,7 +119,7 @@ def _listed(choices: Sequence[str]) -> str:
 
 
 def _hint(value: Any, allowed: Sequence[str]) -> str:
-    """The usual slip behind a wrong type."""
+    """The usual slip that makes a wrong type."""
     if isinstance(value, str):
         if "bool" in allowed and value.lower() in ("yes", "no", "on", "off", "true", "false"):
             return "; write true or false, without quotes"

@@ -53,7 +53,7 @@ class Findings:
     spelled: dict[KeyPath, KeyPath] = field(default_factory=dict)  # how the file itself calls a key
 
     def add(self, path: KeyPath, message: str, line: int = 0) -> None:
-        """Report a value, on the line of its key unless another is given.
+        """Report a value, on the line of its key, or on `line`.
 
         A path below a shorthand (`replicas: 2`) is reported as the key that the file has. A key is reported once:
         what comes later follows from what came first.

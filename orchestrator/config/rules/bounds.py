@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from orchestrator.config.reading.problems import Findings, KeyPath
-from orchestrator.config.rules.effective import Doubtful, Given
+from orchestrator.config.rules.effective import Doubtful, EffectiveRun
 
 # The least that a number may be; strictly more where the flag is set.
 _LEAST: dict[KeyPath, tuple[float, bool]] = {
@@ -55,21 +55,21 @@ _MOST: dict[KeyPath, float] = {
 }
 
 
-def check_bounds(given: Given, findings: Findings) -> None:
+def check_bounds(run: EffectiveRun, findings: Findings) -> None:
     """Report each number that is out of its bounds."""
     for path, (least, strictly) in _LEAST.items():
-        value = _value(given, path)
+        value = _value(run, path)
         if value is not None and (value <= least if strictly else value < least):
             findings.add(path, f"expected {'more than' if strictly else 'at least'} {least:g}, got {value:g}")
     for path, most in _MOST.items():
-        value = _value(given, path)
+        value = _value(run, path)
         if value is not None and value > most:
             findings.add(path, f"expected at most {most:g}, got {value:g}")
 
 
-def _value(given: Given, path: KeyPath) -> float | None:
+def _value(run: EffectiveRun, path: KeyPath) -> float | None:
     """None where the file has none, or one that was reported already."""
     try:
-        return cast("float | None", given.at(*cast("tuple[str, ...]", path)))
+        return cast("float | None", run.at(*cast("tuple[str, ...]", path)))
     except Doubtful:
         return None

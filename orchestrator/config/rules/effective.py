@@ -1,4 +1,4 @@
-"""The run as the checks read it: what the file says, else the default; and TRL's arithmetic on it."""
+"""The run as it takes effect: what the file says, else the default; and TRL's arithmetic on it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Doubtful(Exception):
     """A value that a check needs was reported already."""
 
 
-class Given:
-    """The run as checks see it: what the file says, else the default that will hold."""
+class EffectiveRun:
+    """A run.yaml's values, with the defaults of TRL where it has none. Each raises Doubtful."""
 
     def __init__(self, data: Mapping[str, Any], findings: Findings) -> None:
         self._data = data

@@ -1,7 +1,7 @@
 """Keys of TRL, PEFT, Accelerate and vLLM: which exist, what they take, and which are not a user's to set.
 
-The tables are made from the packages themselves by `make_key_tables`; nothing is renamed. What a run sets itself
-is refused here with the reason, so that a value is never silently overridden.
+`orchestrator.config.tables.make` makes the tables from the packages themselves; nothing is renamed. What a run
+sets itself is refused here with the reason, so that a value is never silently overridden.
 """
 
 from __future__ import annotations

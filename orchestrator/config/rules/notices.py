@@ -10,8 +10,8 @@ from policies.model.spec import RunSpec, processes_of
 
 # The detectors know a divergence by about so many logged points.
 POINTS_TO_NOTICE = 10
-# More checkpoints than these between the beginning of a divergence and its notice are no use to anyone.
-CHECKPOINTS_BEHIND = 4
+# More checkpoints than these between the beginning of a divergence and its notice are of no use to anyone.
+CHECKPOINTS_LOST_MAX = 4
 
 
 def find_notices(spec: RunSpec, findings: Findings) -> None:
@@ -44,11 +44,11 @@ def _rollback_changes_nothing(spec: RunSpec, findings: Findings) -> None:
 def _late_to_notice(spec: RunSpec, findings: Findings) -> None:
     steps = POINTS_TO_NOTICE * int(_grpo(spec, "logging_steps"))
     save_steps = int(_grpo(spec, "save_steps"))
-    if steps <= CHECKPOINTS_BEHIND * save_steps:
+    if steps <= CHECKPOINTS_LOST_MAX * save_steps:
         return
     message = f"a divergence shows after about {POINTS_TO_NOTICE} logged points, here {steps} steps"
-    behind = f"{steps // save_steps} checkpoints, and a rollback throws them away"
-    findings.notice(("grpo", "logging_steps"), f"{message} or {behind}; a lower one loses less")
+    lost = f"{steps // save_steps} checkpoints, which a rollback throws away"
+    findings.notice(("grpo", "logging_steps"), f"{message} or {lost}; a lower one loses less")
 
 
 def _grpo(spec: RunSpec, key: str) -> float:

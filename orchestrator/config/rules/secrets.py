@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from orchestrator.config.reading.problems import Findings, KeyPath
-from orchestrator.config.rules.effective import Given
+from orchestrator.config.rules.effective import EffectiveRun
 from policies.model.spec import RunSpec
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -33,9 +33,9 @@ _NO_SECRET = re.compile(r"(?i)|true|false|none|null|[-+.0-9e]+|/.*")
 NAME_IT = "this file is copied to the store; export it where the run is started, and name it under `secrets:`"
 
 
-def check_secrets(given: Given, findings: Findings) -> None:
+def check_secrets(run: EffectiveRun, findings: Findings) -> None:
     """Check `secrets`: names, each once, and of nothing that an `env` sets. No message quotes what is none."""
-    names: list[Any] = given.at("secrets") or []
+    names: list[Any] = run.at("secrets") or []
     for index, name in enumerate(names):
         here: KeyPath = ("secrets", index)
         if not _VARIABLE.fullmatch(name) or looks_like_secret("", name):
@@ -48,7 +48,7 @@ def check_secrets(given: Given, findings: Findings) -> None:
             findings.add(here, f"{name} is named twice; remove one of the two")
         else:
             for section in ("trainer", "rollout"):
-                if name in (given.at(section, "env") or {}):
+                if name in (run.at(section, "env") or {}):
                     findings.add(here, f"{name} is set in {section}.env as well; remove it there")
 
 

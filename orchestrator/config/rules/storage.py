@@ -24,7 +24,7 @@ _SLASH_LOST = re.compile(r"^(file|s3|gs|az):")
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A store as a user names it; `options` in the words of its client, None where a URL alone was given."""
+    """A store as a user names it; `options` in the words of its client, None where the user names a URL alone."""
 
     url: str
     options: dict[str, str] | None = field(default=None, repr=False)  # may hold secrets
@@ -33,27 +33,27 @@ class Storage:
 def write_out_storage(document: Document, workdir: Path, findings: Findings) -> dict[str, str]:
     """Bring `storage` to the URL that RunSpec takes, in place, and return the options."""
     data = document.data
-    given = data.get("storage")
+    storage = data.get("storage")
     is_sky = data.get("cloud") == "sky"
-    if isinstance(given, str):
-        data["storage"] = _url(given, ("storage",), workdir, findings, is_sky=is_sky)
+    if isinstance(storage, str):
+        data["storage"] = _url(storage, ("storage",), workdir, findings, is_sky=is_sky)
         return {}
-    if not isinstance(given, dict):
+    if not isinstance(storage, dict):
         if "storage" in data:
             findings.add(("storage",), f"{EXPECTED}, or a mapping with the keys {', '.join(KEYS)}")
         return {}
-    for key in given.keys() - set(KEYS):
+    for key in storage.keys() - set(KEYS):
         findings.add(("storage", key), unknown_key(key, KEYS))
-    url = given.get("url")
+    url = storage.get("url")
     if isinstance(url, str):
         data["storage"] = _url(url, ("storage", "url"), workdir, findings, is_sky=is_sky)
     else:
-        if "url" in given:
+        if "url" in storage:
             findings.add(("storage", "url"), EXPECTED)
         else:
             findings.missing(("storage", "url"), f"missing; {EXPECTED}")
         data["storage"] = ""  # stands in for the one that was reported
-    return _options(given.get("options"), document.texts, findings)
+    return _options(storage.get("options"), document.texts, findings)
 
 
 def _options(options: Any, texts: dict[KeyPath, str], findings: Findings) -> dict[str, str]:

@@ -13,7 +13,7 @@ import yaml
 from checkpoint.store.run_store import OPTIONS_ENV
 from orchestrator.config import load
 from orchestrator.config.reading.structure import NOT_IN_FILE
-from orchestrator.config.rules import checks, foreign_keys, rehearsal, storage
+from orchestrator.config.rules import batches, checks, foreign_keys, rehearsal, storage
 from orchestrator.home.run_secrets import SINKS
 from policies.model import spec
 from tests.generators.config_world import furnish
@@ -99,7 +99,7 @@ def test_refused_keys(section: str, refused: dict[str, str]) -> None:
 def test_our_defaults() -> None:
     documented = {row[0].strip("`"): row[1] for row in tables("grpo")[0]}
     ours = {
-        "save_steps": checks.SAVE_STEPS,
+        "save_steps": batches.SAVE_STEPS,
         "logging_steps": checks.LOGGING_STEPS,
         "eval_strategy": "steps",
         "eval_steps": checks.EVAL_STEPS,

@@ -29,7 +29,7 @@ WITHOUT_KL = "{on_rollback: {epsilon_factor: 1, learning_rate_factor: 1, skip_pr
 def late(steps: int, checkpoints: int) -> str:
     return (
         f"a divergence shows after about 10 logged points, here {steps} steps or {checkpoints} checkpoints, "
-        "and a rollback throws them away; a lower one loses less"
+        "which a rollback throws away; a lower one loses less"
     )
 
 
