@@ -16,11 +16,11 @@ from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.routing.watch import DRAIN_S, Watch
 from policies.serving.membership import Row
-from policies.serving.silence import Patience
+from policies.serving.silence import SilenceLimits
 from policies.serving.wire import CHAT, COMPLETIONS, Announce, EngineWord, PolicyRef
 from tests.stand_ins.fake_vllm import CONTEXT, chat_events, completion, events, prompt_of
 
-PATIENCE_S = 20.0
+WAIT_S = 20.0
 TOO_MANY = b'{"error":{"message":"max_tokens=%d cannot be greater than max_model_len=%d. Please request fewer"}}'
 T = TypeVar("T")
 EVENT_STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -171,9 +171,9 @@ class Node:
 class World:
     """A gateway's inside."""
 
-    def __init__(self, patience: Callable[[], Patience], drain_s: float) -> None:
+    def __init__(self, limits: Callable[[], SilenceLimits], drain_s: float) -> None:
         self.ledger = Ledger()
-        self.members = Members("secret", patience=patience)
+        self.members = Members("secret", limits=limits)
         self.completer = Completer(self.members, self.ledger)
         self.watch = Watch(self.members, drain_s)
         self.nodes: list[Node] = []
@@ -191,7 +191,7 @@ class World:
         return asyncio.ensure_future(self.completer.complete(job))
 
     async def until(self, ready: Callable[[], object]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_S):
             while not ready():
                 await asyncio.sleep(0.005)
 
@@ -199,17 +199,17 @@ class World:
 def run(
     story: Callable[[World], Coroutine[Any, Any, T]],
     *,
-    patience: Callable[[], Patience] = Patience,
+    limits: Callable[[], SilenceLimits] = SilenceLimits,
     drain_s: float = DRAIN_S,
 ) -> T:
-    """Run the story beside the gateway's own work, for PATIENCE_S at most."""
+    """Run the story beside the gateway's own work, for WAIT_S at most."""
 
     async def both() -> T:
-        world = World(patience, drain_s)
+        world = World(limits, drain_s)
         world.members.want(PolicyRef("0-0", "policies/0-0"))
         watching = asyncio.ensure_future(world.watch.run())
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(WAIT_S):
                 got = await story(world)
             assert not watching.done()
             return got

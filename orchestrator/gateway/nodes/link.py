@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from orchestrator.gateway.nodes.attempt import Attempt, NodeFailed, Why
 from orchestrator.gateway.nodes.connection import Pool
 from orchestrator.gateway.turns import Turns
-from policies.serving.silence import Patience
+from policies.serving.silence import SilenceLimits
 from policies.serving.wire import HEADER_BOOT, HEADER_POLICY
 
 PROBE_S = 1.5  # vLLM's server has been busy for half a second with a burst of 256 requests
@@ -26,7 +26,7 @@ class Link:
     address: str
     token: str
     pool: Pool
-    patience: Patience
+    limits: SilenceLimits
     turns: Turns
     running: set[Attempt] = field(default_factory=set)
     heard_s: float = 0.0  # the last event of any request, or when one was sent to a member that had none
@@ -58,9 +58,9 @@ class Link:
     def silence_limit_s(self) -> float:
         """How long the member may say nothing to any of its requests, although it answers probes."""
         if any(attempt.begun_s is not None for attempt in self.running):
-            return self.patience.hard_limit_s
+            return self.limits.hard_s
         longest = max(attempt.job.prompt_tokens for attempt in self.running)
-        return self.patience.first_token_limit_s(longest)
+        return self.limits.first_token_s(longest)
 
     def may_wait(self, attempt: Attempt) -> bool:
         """Whether a silent request may be waiting for room in the engine: then none that was sent after it was

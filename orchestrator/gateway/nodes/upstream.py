@@ -142,7 +142,7 @@ class VllmAttempt(Attempt):
 
     async def _connect(self) -> Connection:
         """Connect, unless this try ends before that."""
-        connecting = asyncio.ensure_future(self.link.pool.connect_in_turn(self.link.patience.connect_limit_s))
+        connecting = asyncio.ensure_future(self.link.pool.connect_in_turn(self.link.limits.connect_s))
         try:
             both: set[asyncio.Future[Any]] = {connecting, self._done}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -205,14 +205,14 @@ class VllmAttempt(Attempt):
         link.heard_s = now_s
         link.arrived += len(token_ids)
         if self.begun_s is not None:
-            link.patience.gap(now_s - self.heard_s)
+            link.limits.saw_gap(now_s - self.heard_s)
         elif token_ids:
             self.begun_s = now_s
             if job.first_token_s is None:
                 job.first_token_s = now_s
             link.newest_begun_s = max(link.newest_begun_s, self.sent_s)
             link.prompts += job.prompt_tokens + self._before
-            link.patience.first_token(now_s - self.sent_s, job.prompt_tokens)
+            link.limits.saw_first_token(now_s - self.sent_s, job.prompt_tokens)
             self._begun()
         self.heard_s = now_s
         if len(job.token_ids) > self.max_tokens:

@@ -13,7 +13,7 @@ from orchestrator.gateway.nodes.attempt import Attempt, NodeFailed, Why
 from orchestrator.gateway.routing.members import Members
 from policies.serving.membership import Row, Wanted
 from policies.serving.sharing import Bearer, Movable, alone_tokens_s, share_out
-from policies.serving.takeover import left_of
+from policies.serving.takeover import tokens_left
 
 SPEED_S = 1.0  # between two measurements of a member's speed
 PROMPTS_FADE = 0.99  # of the most prompts in a second, with each second
@@ -124,7 +124,7 @@ class Balance:
 
     def _left(self, attempt: Attempt) -> float:
         most = attempt.max_tokens
-        return left_of(len(attempt.job.token_ids), self._members.expected_tokens or most, most)
+        return tokens_left(len(attempt.job.token_ids), self._members.expected_tokens or most, most)
 
 
 def _goes(attempt: Attempt, policy: str) -> bool:

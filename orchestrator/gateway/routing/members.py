@@ -23,7 +23,7 @@ from orchestrator.gateway.routing.waiting import Place, Queue, Waiter
 from orchestrator.gateway.turns import Turns
 from policies.model.vocabulary import Recovery
 from policies.serving.membership import Change, Load, Membership, Row, Wanted
-from policies.serving.silence import Patience
+from policies.serving.silence import SilenceLimits
 from policies.serving.wire import HOLD_S, Announce, AnnounceReply, MembershipChange, MemberStatus, PolicyRef
 
 log = structlog.get_logger()
@@ -47,11 +47,11 @@ class Members:
     Args:
         token: the run's secret, which nodes demand.
         tls: for members on other machines.
-        patience: makes the limits for one member.
+        limits: makes the silence limits of one member.
     """
 
     def __init__(
-        self, token: str, tls: ssl.SSLContext | None = None, patience: Callable[[], Patience] = Patience
+        self, token: str, tls: ssl.SSLContext | None = None, limits: Callable[[], SilenceLimits] = SilenceLimits
     ) -> None:
         self.table = Membership()
         self.wanted: PolicyRef | None = None
@@ -61,7 +61,7 @@ class Members:
         self.turns = Turns()
         self._token = token
         self._tls = tls
-        self._patience = patience
+        self._make_limits = limits
         self._held: dict[str, asyncio.Future[None]] = {}  # by node
         self._told: dict[str, AnnounceReply] = {}  # by boot
         self._queues: dict[Wanted, Queue] = {}
@@ -349,7 +349,7 @@ class Members:
         if link is None:
             pool = Pool(row.address, self._tls)
             link = Link(
-                row.node, row.boot_id, row.term, row.address, self._token, pool, self._patience(), self.turns
+                row.node, row.boot_id, row.term, row.address, self._token, pool, self._make_limits(), self.turns
             )
             self.links[row.term] = link
         self.table.started(row.node, load)

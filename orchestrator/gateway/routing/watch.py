@@ -58,7 +58,7 @@ class Watch:
         links = list(self._members.links.values())
         for link in links:
             if link.running:
-                link.patience.fade(elapsed_s)
+                link.limits.pass_time(elapsed_s)
                 self._listen(link, now_s)
             row = self._members.table.row(link.node)
             if row is not None and row.term == link.term and row.mute:
@@ -76,15 +76,15 @@ class Watch:
 
     def _listen(self, link: Link, now_s: float) -> None:
         silent_s = now_s - link.heard_s
-        if silent_s > link.patience.soft_limit_s:
+        if silent_s > link.limits.soft_s:
             self._probe(link, now_s)
             if now_s - max(link.heard_s, link.worked_s) > link.silence_limit_s():
-                link.patience.gap(silent_s)
+                link.limits.saw_gap(silent_s)
                 self._members.doubt(link, f"no token for {silent_s:.1f} s, although it answers", whole=True)
                 link.give_up(Why.SILENT, f"no token for {silent_s:.1f} s")
 
     def _probe(self, link: Link, now_s: float) -> None:
-        if link.probe is None and now_s - link.probed_s > link.patience.soft_limit_s:
+        if link.probe is None and now_s - link.probed_s > link.limits.soft_s:
             link.probed_s = now_s
             link.probe = asyncio.ensure_future(self._ask(link))
 

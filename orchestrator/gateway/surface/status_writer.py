@@ -29,8 +29,8 @@ class StatusWriter:
     """Writes the status soon after each change of the membership, and every STATUS_S in between.
 
     Args:
-        store: the run's store, with no patience: what failed to be written is old, and the next try writes what is
-            true then.
+        store: the run's store, without retries: what could not be written is old by then, and the next try writes
+            what is true then.
         by: the precedence of the machine's trainer, under which it is written.
         look: returns the status as it is now; called on the event loop. `seq` is set here.
         clock: seconds, never going back.

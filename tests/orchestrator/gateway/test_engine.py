@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from orchestrator.gateway.routing import watch
-from policies.serving.silence import Patience
+from policies.serving.silence import SilenceLimits
 from policies.serving.wire import EngineWord
 from tests.stand_ins.gateway_world import World, job, run, undisturbed
 
@@ -20,13 +20,13 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SELDOM_S", 0.1)
 
 
-class Brief(Patience):
+class Brief(SilenceLimits):
     """Gives up soon what answers and makes no token."""
 
     __slots__ = ()
 
-    soft_limit_s = 0.2  # type: ignore[misc]
-    hard_limit_s = 0.8  # type: ignore[assignment]
+    soft_s = 0.2  # type: ignore[misc]
+    hard_s = 0.8  # type: ignore[assignment]
 
 
 @pytest.mark.usefixtures("soon")
@@ -103,7 +103,7 @@ def test_an_engine_at_work_is_not_stuck_because_its_events_are_far_apart_and_one
         assert (await asked).token_ids == undisturbed(one)[0]
         assert world.ledger.handovers_by.keys() == {"silent"}
 
-    run(story, patience=Brief)
+    run(story, limits=Brief)
 
 
 def test_an_engine_at_work_behind_a_server_that_does_not_answer_is_mute() -> None:
@@ -120,4 +120,4 @@ def test_an_engine_at_work_behind_a_server_that_does_not_answer_is_mute() -> Non
             await asyncio.sleep(0.1)
         asked.cancel()
 
-    run(story, patience=Brief)
+    run(story, limits=Brief)

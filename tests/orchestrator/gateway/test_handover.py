@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.gateway.job import Finished, Job
 from orchestrator.gateway.nodes.connection import Pool
-from policies.serving.silence import Patience
+from policies.serving.silence import SilenceLimits
 from tests.stand_ins.fake_vllm import BREAKS, texts
 from tests.stand_ins.gateway_world import EVENT_STREAM, World, job, run, undisturbed
 
@@ -292,12 +292,12 @@ def test_who_gives_up_frees_the_place_and_the_node() -> None:
     run(story)
 
 
-class Asks(Patience):
+class Asks(SilenceLimits):
     """Asks soon whether a member lives."""
 
     __slots__ = ()
 
-    soft_limit_s = 0.2  # type: ignore[misc]
+    soft_s = 0.2  # type: ignore[misc]
 
 
 class GivesUp(Asks):
@@ -305,7 +305,7 @@ class GivesUp(Asks):
 
     __slots__ = ()
 
-    hard_limit_s = 0.5  # type: ignore[assignment]
+    hard_s = 0.5  # type: ignore[assignment]
 
 
 def test_a_server_that_does_not_answer_is_mute_until_it_does() -> None:
@@ -325,7 +325,7 @@ def test_a_server_that_does_not_answer_is_mute_until_it_does() -> None:
         node.change(deaf=False, stalls=100)
         await world.until(lambda: not node.row.mute)
 
-    run(story, patience=Asks)
+    run(story, limits=Asks)
 
 
 def test_a_dead_server_is_mute_however_often_its_agent_announces_it() -> None:
@@ -359,7 +359,7 @@ def test_an_engine_that_stands_still_behind_a_living_server_is_given_up() -> Non
         assert set(world.ledger.handovers_by) == {"silent"}
         assert world.ledger.discarded == 0
 
-    run(story, patience=GivesUp)
+    run(story, limits=GivesUp)
 
 
 def test_a_slow_server_that_answers_is_left_alone() -> None:
@@ -370,4 +370,4 @@ def test_a_slow_server_that_answers_is_left_alone() -> None:
         check(one, await world.ask(one))
         assert world.ledger.handovers == 0
 
-    run(story, patience=Asks)
+    run(story, limits=Asks)

@@ -13,7 +13,7 @@ from orchestrator.gateway.routing import balance, members
 from orchestrator.gateway.routing.watch import LOOK_S
 from policies.serving.membership import TOGETHER_REQUESTS, Load
 from policies.serving.sharing import DOUBLING_REQUESTS, Movable
-from policies.serving.takeover import left_of
+from policies.serving.takeover import tokens_left
 from policies.serving.wire import Announce, PolicyRef
 from tests.stand_ins.gateway_world import Node, World, job, run, undisturbed
 
@@ -158,12 +158,12 @@ class Counted:
                 attempt = VllmAttempt(job(policy=NEW, max_tokens=400), place.link, NEW, lambda: None)
                 place.link.running.add(attempt)
                 place.link.speed_tokens_s = 50.0
-        monkeypatch.setattr(balance, "left_of", self._left_of)
+        monkeypatch.setattr(balance, "tokens_left", self._tokens_left)
         monkeypatch.setattr(balance, "Movable", self._movable)
 
-    def _left_of(self, *args: int) -> float:
+    def _tokens_left(self, *args: int) -> float:
         self.read += 1
-        return left_of(*args)
+        return tokens_left(*args)
 
     def _movable(self, *args: int) -> Movable:
         self.built += 1
@@ -193,7 +193,7 @@ def test_many_requests_are_looked_at_more_seldom(monkeypatch: pytest.MonkeyPatch
     async def story() -> None:
         few, many = Counted(monkeypatch, 100, 97), Counted(monkeypatch, 3000, 2997)
         for fleet in (many, few):
-            monkeypatch.setattr(balance, "left_of", fleet._left_of)
+            monkeypatch.setattr(balance, "tokens_left", fleet._tokens_left)
             for tick in range(1, 101):
                 fleet.balance.look(tick * LOOK_S)
         assert few.read == 100 * 197  # at each

@@ -18,7 +18,7 @@ from orchestrator.gateway.surface.status_writer import StatusWriter
 from policies.serving.wire import STATUS_S, GatewayStatus, MemberStatus
 from tests.rigs.gateway_process import Rig, until
 
-PATIENCE_S = 20.0
+WAIT_S = 20.0
 BY = (0, 1, 1)
 names = itertools.count()
 
@@ -42,7 +42,7 @@ class WatchedStore(Store):
             raise StoreUnavailable("away")
         if not self.free.is_set():
             self.held.set()
-            assert self.free.wait(PATIENCE_S), "the event loop stood still for as long as the store did"
+            assert self.free.wait(WAIT_S), "the event loop stood still for as long as the store did"
         self.written.append(codec.from_json(data, GatewayStatus, key))
 
 
@@ -68,7 +68,7 @@ class World:
         await self.until(lambda: self.looks >= wanted)
 
     async def until(self, wanted: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_S):
             while not wanted():
                 await asyncio.sleep(0.01)
 

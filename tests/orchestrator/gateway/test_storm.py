@@ -7,22 +7,22 @@ import random
 
 import pytest
 
-from policies.serving.silence import Patience
+from policies.serving.silence import SilenceLimits
 from tests.stand_ins.gateway_world import Node, World, job, run, undisturbed
 
 JOBS = 48
 
 
-class Hasty(Patience):
+class Hasty(SilenceLimits):
     """Asks, and gives up, within the time of a test."""
 
     __slots__ = ()
 
-    soft_limit_s = 0.2  # type: ignore[misc]
-    hard_limit_s = 1.5  # type: ignore[assignment]
+    soft_s = 0.2  # type: ignore[misc]
+    hard_s = 1.5  # type: ignore[assignment]
 
-    def first_token_limit_s(self, prompt_tokens: int) -> float:  # noqa: ARG002
-        return self.hard_limit_s
+    def first_token_s(self, prompt_tokens: int) -> float:  # noqa: ARG002
+        return self.hard_s
 
 
 def strike(world: World, node: Node, how: str) -> None:
@@ -77,4 +77,4 @@ def test_every_job_comes_to_what_it_would_have_been_and_no_token_is_made_twice(s
         assert world.members.waiting() == 0
         assert all(row.running == row.outstanding == row.replaying == 0 for row in world.members.table.rows)
 
-    run(story, patience=Hasty, drain_s=0.1)
+    run(story, limits=Hasty, drain_s=0.1)

@@ -1,4 +1,4 @@
-"""The limits of patience against generated traffic: honest silence never trips them, a stop at any moment does.
+"""Silence limits against generated traffic: honest silence never trips them, a stop at any moment does.
 
 An engine works in steps. Each gives one event to every request that it has; what the steps last is the traffic.
 The limits are held against each request by itself, which is stricter than against the member.
@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.serving.silence import FIRST_TOKEN_FLOOR_S, MOST_S, NEXT_FLOOR_S, Patience
+from policies.serving.silence import FIRST_TOKEN_FLOOR_S, MOST_S, NEXT_FLOOR_S, SilenceLimits
 
 SWEEP_S = 0.25
 MOST_REQUESTS = 16
-WARM_S = 150.0  # of traffic, until the patience of the start has faded
+WARM_S = 150.0  # of traffic, until the limits of the start have faded
 StepS = Callable[[float], float]  # what the step lasts that begins at that time
 
 
@@ -30,22 +30,22 @@ class Request:
     last_s: float
     begun: bool = False
 
-    def event(self, now_s: float, patience: Patience) -> None:
+    def event(self, now_s: float, limits: SilenceLimits) -> None:
         if self.begun:
-            patience.gap(now_s - self.last_s)
+            limits.saw_gap(now_s - self.last_s)
         else:
-            patience.first_token(now_s - self.last_s, self.prompt_tokens)
+            limits.saw_first_token(now_s - self.last_s, self.prompt_tokens)
         self.begun, self.last_s, self.left = True, now_s, self.left - 1
 
-    def limit_s(self, patience: Patience) -> float:
-        return patience.hard_limit_s if self.begun else patience.first_token_limit_s(self.prompt_tokens)
+    def limit_s(self, limits: SilenceLimits) -> float:
+        return limits.hard_s if self.begun else limits.first_token_s(self.prompt_tokens)
 
 
 def given_up(
-    step_s: StepS, until_s: float, stop_s: float = math.inf, patience: Patience | None = None
+    step_s: StepS, until_s: float, stop_s: float = math.inf, limits: SilenceLimits | None = None
 ) -> list[float]:
     """Return when a limit was tripped; it is sent a request each second and stops for good at `stop_s`."""
-    patience = patience or Patience()
+    limits = limits or SilenceLimits()
     waiting, running, trips = list[Request](), list[Request](), list[float]()
     step_ends_s = step_s(0.0)
     for sweep in range(int(until_s / SWEEP_S)):
@@ -54,15 +54,15 @@ def given_up(
             waiting.append(Request(200, 20 + 7 * sweep % 90, now_s))
         while step_ends_s <= now_s and step_ends_s < stop_s:
             for one in running:
-                one.event(step_ends_s, patience)
+                one.event(step_ends_s, limits)
             running = [one for one in running if one.left] + waiting
             waiting = []
             step_ends_s += step_s(step_ends_s)
         if waiting or running:
-            patience.fade(SWEEP_S)
+            limits.pass_time(SWEEP_S)
         for one in waiting + running:
-            if now_s - one.last_s > one.limit_s(patience):
-                patience.gap(now_s - one.last_s)
+            if now_s - one.last_s > one.limit_s(limits):
+                limits.saw_gap(now_s - one.last_s)
                 one.last_s = now_s
                 trips.append(now_s)
     return trips
@@ -110,9 +110,9 @@ def test_no_stall_below_the_floor_trips_whatever_came_before(phases: list[tuple[
 
 
 def test_new_weights_may_keep_the_first_request_waiting_long_after_the_start() -> None:
-    patience = Patience()
-    assert given_up(TRAFFIC["steady"], 600.0, patience=patience) == []
-    assert given_up(lambda now_s: 25.0 if now_s < 25.0 else 0.1, 100.0, patience=patience) == []
+    limits = SilenceLimits()
+    assert given_up(TRAFFIC["steady"], 600.0, limits=limits) == []
+    assert given_up(lambda now_s: 25.0 if now_s < 25.0 else 0.1, 100.0, limits=limits) == []
 
 
 @pytest.mark.parametrize(
@@ -141,43 +141,43 @@ def test_a_member_that_has_become_slow_is_given_up_once_and_not_for_ever() -> No
 
 
 def test_the_limits_when_nothing_was_seen() -> None:
-    patience = Patience()
-    assert (patience.first_token_limit_s(0), patience.hard_limit_s) == (120.0, 60.0)
+    limits = SilenceLimits()
+    assert (limits.first_token_s(0), limits.hard_s) == (120.0, 60.0)
 
 
 def test_a_long_wait_is_remembered_and_fades_with_the_events_that_follow() -> None:
-    patience = Patience()
-    patience.gap(40.0)
-    assert patience.hard_limit_s == 120.0
+    limits = SilenceLimits()
+    limits.saw_gap(40.0)
+    assert limits.hard_s == 120.0
     for _ in range(240):
-        patience.fade(SWEEP_S)
-        patience.gap(0.1)
-    assert patience.hard_limit_s == pytest.approx(60.0)
+        limits.pass_time(SWEEP_S)
+        limits.saw_gap(0.1)
+    assert limits.hard_s == pytest.approx(60.0)
 
 
-@pytest.mark.parametrize("event", [lambda one: one.gap(0.1), lambda one: one.first_token(0.1, 0)])
-def test_no_limit_falls_during_the_silence_that_it_is_held_against(event: Callable[[Patience], None]) -> None:
-    patience = Patience()
-    patience.fade(60.0)
-    patience.fade(60.0)
-    assert (patience.first_token_limit_s(0), patience.hard_limit_s) == (120.0, 60.0)
-    event(patience)
-    assert (patience.first_token_limit_s(0), patience.hard_limit_s) == (FIRST_TOKEN_FLOOR_S, NEXT_FLOOR_S)
+@pytest.mark.parametrize("event", [lambda one: one.saw_gap(0.1), lambda one: one.saw_first_token(0.1, 0)])
+def test_no_limit_falls_during_the_silence_that_it_is_held_against(event: Callable[[SilenceLimits], None]) -> None:
+    limits = SilenceLimits()
+    limits.pass_time(60.0)
+    limits.pass_time(60.0)
+    assert (limits.first_token_s(0), limits.hard_s) == (120.0, 60.0)
+    event(limits)
+    assert (limits.first_token_s(0), limits.hard_s) == (FIRST_TOKEN_FLOOR_S, NEXT_FLOOR_S)
 
 
 def test_a_long_prompt_is_granted_its_time_and_explains_a_long_wait() -> None:
-    patience = Patience()
-    assert patience.first_token_limit_s(20_000) == 220.0
-    patience.first_token(140.0, 20_000)
-    assert patience.first_token_limit_s(0) == 120.0
-    patience.first_token(60.0, 2_000)
-    assert patience.first_token_limit_s(0) == 150.0
+    limits = SilenceLimits()
+    assert limits.first_token_s(20_000) == 220.0
+    limits.saw_first_token(140.0, 20_000)
+    assert limits.first_token_s(0) == 120.0
+    limits.saw_first_token(60.0, 2_000)
+    assert limits.first_token_s(0) == 150.0
 
 
 def test_what_stalls_tokens_stalls_first_tokens() -> None:
-    patience = Patience()
-    patience.gap(60.0)
-    assert patience.first_token_limit_s(200) == 181.0
+    limits = SilenceLimits()
+    limits.saw_gap(60.0)
+    assert limits.first_token_s(200) == 181.0
 
 
 @given(
@@ -188,11 +188,11 @@ def test_what_stalls_tokens_stalls_first_tokens() -> None:
 def test_the_limits_stay_within_their_bounds(
     seen: list[tuple[float, int, float, float]], prompt_tokens: int
 ) -> None:
-    patience = Patience()
+    limits = SilenceLimits()
     for after_s, tokens, gap_s, elapsed_s in seen:
-        patience.first_token(after_s, tokens)
-        patience.gap(gap_s)
-        patience.fade(elapsed_s)
-    assert NEXT_FLOOR_S <= patience.hard_limit_s <= MOST_S
-    assert FIRST_TOKEN_FLOOR_S <= patience.first_token_limit_s(0) <= MOST_S
-    assert patience.first_token_limit_s(prompt_tokens) >= patience.first_token_limit_s(0)
+        limits.saw_first_token(after_s, tokens)
+        limits.saw_gap(gap_s)
+        limits.pass_time(elapsed_s)
+    assert NEXT_FLOOR_S <= limits.hard_s <= MOST_S
+    assert FIRST_TOKEN_FLOOR_S <= limits.first_token_s(0) <= MOST_S
+    assert limits.first_token_s(prompt_tokens) >= limits.first_token_s(0)

@@ -106,7 +106,7 @@ class Model:
         self.idle = {one.node: one for one in idle}
         self.free = {one.node: one.free for one in idle}
         self.busy_s = dict.fromkeys(self.free, 0.0)  # with replays
-        self.left = {one.request: self.left_of(one.arrived, expected_tokens, max_tokens) for one in running}
+        self.left = {one.request: self.tokens_left(one.arrived, expected_tokens, max_tokens) for one in running}
 
     def stays_s(self, request: int) -> float:
         return self.lasts_s(self.left[request], self.running[request].rate_tokens_s)
@@ -119,7 +119,7 @@ class Model:
         return self.replayed_s(request, node) + self.lasts_s(self.left[request], self.idle[node].rate_tokens_s)
 
     @staticmethod
-    def left_of(arrived: int, expected_tokens: float, max_tokens: int) -> float:
+    def tokens_left(arrived: int, expected_tokens: float, max_tokens: int) -> float:
         long = arrived > expected_tokens / 2
         return max(0.0, min(expected_tokens / 2 if long else expected_tokens - arrived, max_tokens - arrived))
 
