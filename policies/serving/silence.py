@@ -2,8 +2,8 @@
 
 At the soft limit the gateway asks the member whether it lives: a machine that is gone does not answer. At the hard
 limit it gives up a member that does answer: its HTTP server lives, but its engine has stopped. Honest reasons for
-silence: a prompt that waits or is being computed, kernels that are being compiled, other requests' prompts that are
-computed in chunks of seconds while nobody decodes. So a hard limit is a multiple of the longest recent wait,
+silence: a prompt that waits or is being computed, kernels that are being compiled, other requests' prompts, which
+are computed in chunks of seconds while nobody decodes. So a hard limit is a multiple of the longest recent wait,
 with a floor for what has not been seen yet.
 
 Each term of a member has its own limits: a node that is ten times slower than the rest is judged by its own pace,

@@ -74,7 +74,7 @@ class Node:
 
     @property
     def row(self) -> Row:
-        found = self.world.members.table.row(self.name)
+        found = self.world.members.row(self.name)
         assert found is not None
         return found
 
@@ -184,7 +184,7 @@ class World:
         node.change(**attributes)
         self.nodes.append(node)
         await node.start()
-        await self.until(lambda: self.members.table.row(name) is not None)
+        await self.until(lambda: self.members.row(name) is not None)
         return node
 
     def ask(self, job: Job) -> asyncio.Task[Finished]:

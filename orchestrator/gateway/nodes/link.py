@@ -9,11 +9,26 @@ from dataclasses import dataclass, field
 from orchestrator.gateway.nodes.attempt import Attempt, NodeFailed, Why
 from orchestrator.gateway.nodes.connection import Pool
 from orchestrator.gateway.turns import Turns
+from policies.serving.sharing import alone_tokens_s
 from policies.serving.silence import SilenceLimits
 from policies.serving.wire import HEADER_BOOT, HEADER_POLICY
 
 PROBE_S = 1.5  # vLLM's server has been busy for half a second with a burst of 256 requests
+PROMPTS_FADE = 0.99  # of the most prompt tokens in a second, with each measurement
+SPEED_SHARE = 0.3  # of each measurement in what is known
+PACE_SHARE = 0.1  # of each finished request in what is known
+PACE_TOKENS_MIN = 8  # shorter ones say nothing of a member's pace
 _HEADER_SAFE = re.compile(r"[\x21-\x7e]*")
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A link at the beginning of a measurement; `begun` are the requests that had tokens."""
+
+    at_s: float
+    arrived: int
+    prompts: int
+    begun: int
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +55,7 @@ class Link:
     speed_tokens_s: float = 0.0  # of a request that is alone, as far as is known; 0 while it is not
     rate_tokens_s: float = 0.0  # of one request, as those that finished here had it; 0 while unknown
     prefill_tokens_s: float = 0.0
+    _since: _Measured | None = None
     _head: tuple[str, str, str] = ("", "", "")  # the last one made: path, policy, and all but the size
 
     def head(self, method: str, path: str, policy: str, size: int) -> bytes:
@@ -66,6 +82,28 @@ class Link:
         """Whether a silent request may be waiting for room in the engine: then none that was sent after it was
         heard last has got a token, for an engine takes them in their order, and those first that it pushed out."""
         return self.newest_begun_s <= attempt.heard_s
+
+    def measure(self, now_s: float) -> None:
+        """Measure the member's speed since the last call, or since an earlier one if no token has come since then:
+        events may be further apart than calls."""
+        begun, since = sum(attempt.begun_s is not None for attempt in self.running), self._since
+        if since is not None:
+            took_s = now_s - since.at_s
+            prompts_tokens_s = (self.prompts - since.prompts) / took_s
+            self.most_prompts_tokens_s = max(prompts_tokens_s, self.most_prompts_tokens_s * PROMPTS_FADE)
+            if begun and since.begun:
+                if self.arrived == since.arrived:
+                    return
+                requests = (begun + since.begun) / 2
+                speed = alone_tokens_s((self.arrived - since.arrived) / requests / took_s, requests)
+                self.speed_tokens_s = moving_mean(self.speed_tokens_s, speed, SPEED_SHARE)
+        self._since = _Measured(now_s, self.arrived, self.prompts, begun)
+
+    def learn_pace(self, prompt_tokens: int, prefill_s: float, tokens: int, took_s: float) -> None:
+        """A request finished here: its prompt took `prefill_s`, and all its tokens `took_s` after the first."""
+        if tokens >= PACE_TOKENS_MIN and took_s > 0 and prefill_s > 0:
+            self.rate_tokens_s = moving_mean(self.rate_tokens_s, tokens / took_s, PACE_SHARE)
+            self.prefill_tokens_s = moving_mean(self.prefill_tokens_s, prompt_tokens / prefill_s, PACE_SHARE)
 
     def give_up(self, why: Why, message: str) -> None:
         """End every try that runs here: their jobs go on elsewhere."""
@@ -95,6 +133,11 @@ class Link:
             return f"nothing within {PROBE_S:g} s"
         except (OSError, NodeFailed) as error:
             return str(error) or type(error).__name__
+
+
+def moving_mean(mean: float, value: float, share: float) -> float:
+    """The mean with one value more, which counts for so much of it; 0 is no mean yet."""
+    return value if not mean else mean + share * (value - mean)
 
 
 class _Health:

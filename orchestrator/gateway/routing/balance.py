@@ -6,33 +6,19 @@ It ends tries, as all that moves requests does; the completer places their jobs 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from statistics import median
 
 from orchestrator.gateway.nodes.attempt import Attempt, NodeFailed, Why
 from orchestrator.gateway.routing.members import Members
 from policies.serving.membership import Row, Wanted
-from policies.serving.sharing import Bearer, Movable, alone_tokens_s, share_out
+from policies.serving.sharing import Bearer, Movable, share_out
 from policies.serving.takeover import tokens_left
 
 SPEED_S = 1.0  # between two measurements of a member's speed
-PROMPTS_FADE = 0.99  # of the most prompts in a second, with each second
-SPEED_SHARE = 0.3  # of each in what is known
 # A look reads how much is left of each request, in a microsecond or so: with so long for each until the next
 # look that is below a fiftieth of the event loop: 0.15 s for 2,000 requests, 1.5 s for 20,000.
 REQUEST_S = 75e-6
 MOVES_MAX = 2  # of one job: members come one after another, but a job has to get somewhere
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A member at the beginning of a measurement: tokens that had arrived, those of the prompts that it had
-    computed, and the requests that got tokens."""
-
-    at_s: float
-    arrived: int
-    prompts: int
-    begun: int
 
 
 class Balance:
@@ -41,7 +27,6 @@ class Balance:
     def __init__(self, members: Members) -> None:
         self._members = members
         self._begun: set[str] = set()  # policies whose division is being made anew
-        self._seen: dict[int, _Seen] = {}  # by term
         self._measured_s = 0.0
         self._next_s = 0.0
 
@@ -49,40 +34,20 @@ class Balance:
         """Measure the members' speeds from time to time, and move what is to be moved."""
         if now_s - self._measured_s >= SPEED_S:
             self._measured_s = now_s
-            self._measure(now_s)
+            for link in self._members.links.values():
+                link.measure(now_s)
         if now_s < self._next_s:
             return
         self._next_s = now_s + REQUEST_S * sum(len(link.running) for link in self._members.links.values())
-        held = {row.policy for row in self._members.table.rows if row.policy is not None}
+        held = {row.policy for row in self._members.rows if row.policy is not None}
         for policy in held:
             self._divide(policy)
         self._begun &= held
 
-    def _measure(self, now_s: float) -> None:
-        """A measurement goes on until tokens have come: their events may be further apart."""
-        seen = {}
-        for term, link in self._members.links.items():
-            begun = sum(attempt.begun_s is not None for attempt in link.running)
-            since = self._seen.get(term)
-            if since is not None:
-                prompts_s = (link.prompts - since.prompts) / (now_s - since.at_s)
-                link.most_prompts_tokens_s = max(prompts_s, link.most_prompts_tokens_s * PROMPTS_FADE)
-            if since is not None and begun and since.begun and link.arrived == since.arrived:
-                seen[term] = since
-                continue
-            seen[term] = _Seen(now_s, link.arrived, link.prompts, begun)
-            if since is not None and begun and since.begun:
-                requests = (begun + since.begun) / 2
-                rate = (link.arrived - since.arrived) / requests / (now_s - since.at_s)
-                speed = alone_tokens_s(rate, requests)
-                known = link.speed_tokens_s or speed
-                link.speed_tokens_s = known + SPEED_SHARE * (speed - known)
-        self._seen = seen
-
     def _divide(self, policy: str) -> None:
-        rows = [row for row in self._members.table.serving(Wanted(policy)) if not row.stuck]
+        rows = [row for row in self._members.serving(Wanted(policy)) if not row.stuck]
         most, least = max((one.running for one in rows), default=0), min((one.running for one in rows), default=0)
-        if most - least < 2 or self._members.waits(policy):
+        if most - least < 2 or self._members.places.missing(policy):
             return
         attempts: list[Attempt] = []
         moves = share_out(list(self._bearers(policy, rows, attempts)), begun=policy in self._begun)

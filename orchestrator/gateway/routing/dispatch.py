@@ -22,9 +22,6 @@ from policies.serving.recovery import limit_of
 
 RETRY_S = 0.05  # after the second try in a row that brought no token, doubled after each later one
 RETRY_MAX_S = 1.0
-EXPECTED_SHARE = 0.02  # of each finished completion in the mean length that the next ones are expected to have
-PACE_SHARE = 0.1  # the same for what a member is known to do in a second
-PACE_TOKENS_MIN = 8  # shorter ones say nothing of a member's pace
 # Then the member was judged already, or does no worse than it should.
 _NO_DOUBT = frozenset({Why.LEFT, Why.SILENT, Why.DRAINED, Why.SLOW, Why.SHARED})
 
@@ -78,12 +75,12 @@ class Completer:
         avoid, fruitless = frozenset[str](), 0
         refused: RequestRefused | None = None
         while True:
-            if refused is not None and not await self._members.another(job):
+            if refused is not None and not await self._members.places.another(job):
                 self._ledger.refused += 1
                 raise refused
             refused = None
             place = await self._place(job, avoid)
-            attempt = VllmAttempt(job, place.link, place.policy, partial(self._members.begun, place))
+            attempt = VllmAttempt(job, place.link, place.policy, partial(self._members.places.begun, place))
             try:
                 end = await attempt.run()
             except NodeFailed as error:
@@ -111,14 +108,14 @@ class Completer:
             else:
                 return self._finish(job, attempt, end, asked_s)
             finally:
-                self._members.give_back(place)
+                self._members.places.give_back(place)
             if fruitless > 1:
                 await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2 ** (fruitless - 2)))
 
     async def _place(self, job: Job, avoid: frozenset[str]) -> Place:
         # What one member has computed, the next has to compute again.
         replayed = 0 if job.first_token_s is None else job.prompt_tokens + len(job.token_ids)
-        place = await self._members.place(job, self._load(job, replayed), avoid)
+        place = await self._members.places.lend(job, self._load(job, replayed), avoid)
         if job.token_ids and place.policy != job.made_from:
             self._start_over(job)
         job.made_from = place.policy
@@ -158,7 +155,11 @@ class Completer:
         self._ledger.discarded += lost
 
     def _finish(self, job: Job, attempt: VllmAttempt, end: End, asked_s: float) -> Finished:
-        self._learn(job, attempt)
+        self._members.learn_length(len(job.token_ids))
+        if attempt.begun_s is not None:
+            prompt_tokens = job.prompt_tokens + len(job.token_ids) - attempt.tokens
+            prefill_s, took_s = attempt.begun_s - attempt.sent_s, attempt.heard_s - attempt.begun_s
+            attempt.link.learn_pace(prompt_tokens, prefill_s, attempt.tokens, took_s)
         self._ledger.finished += 1
         finished = Finished(
             token_ids=job.token_ids,
@@ -177,18 +178,6 @@ class Completer:
             self._observe(finished)
         return finished
 
-    def _learn(self, job: Job, attempt: VllmAttempt) -> None:
-        """Note how long completions are, and what the member did in a second."""
-        members, link = self._members, attempt.link
-        members.expected_tokens = _mean(members.expected_tokens, len(job.token_ids), EXPECTED_SHARE)
-        if attempt.begun_s is None or attempt.tokens < PACE_TOKENS_MIN:
-            return
-        took_s, prefill_s = attempt.heard_s - attempt.begun_s, attempt.begun_s - attempt.sent_s
-        if took_s > 0 and prefill_s > 0:
-            prompt = job.prompt_tokens + len(job.token_ids) - attempt.tokens
-            link.rate_tokens_s = _mean(link.rate_tokens_s, attempt.tokens / took_s, PACE_SHARE)
-            link.prefill_tokens_s = _mean(link.prefill_tokens_s, prompt / prefill_s, PACE_SHARE)
-
 
 def _learns_room(job: Job, error: RequestRefused) -> bool:
     """Whether the rest of a job without a limit was asked for in vain only because it has to name one."""
@@ -196,7 +185,3 @@ def _learns_room(job: Job, error: RequestRefused) -> bool:
         return False
     job.context_tokens = error.limit_tokens
     return True
-
-
-def _mean(mean: float, value: float, share: float) -> float:
-    return value if not mean else mean + share * (value - mean)

@@ -60,8 +60,8 @@ class Watch:
             if link.running:
                 link.limits.pass_time(elapsed_s)
                 self._listen(link, now_s)
-            row = self._members.table.row(link.node)
-            if row is not None and row.term == link.term and row.mute:
+            row = self._members.row(link.node)
+            if row is not None and row.mute:
                 self._probe(link, now_s)
         self._clear_drained(now_s)
         self._balance.look(now_s)
@@ -69,9 +69,9 @@ class Watch:
             self._seldom_at_s = now_s
             for link in links:
                 link.pool.tidy(now_s)
-                row = self._members.table.row(link.node)
-                word = None if row is None or row.term != link.term else row.engine
-                _end_stuck(link, word is not None and word.waiting > 0, now_s)
+                row = self._members.row(link.node)
+                queued = row is not None and row.engine is not None and row.engine.waiting > 0
+                _end_stuck(link, queued, now_s)
             self._take_over(now_s)
 
     def _listen(self, link: Link, now_s: float) -> None:
@@ -99,19 +99,19 @@ class Watch:
             self._members.mute(link, why)
 
     def _clear_drained(self, now_s: float) -> None:
-        table, seen = self._members.table, {}
-        for row in table.rows:
-            if not row.running or not table.draining(row.node):
+        members, seen = self._members, {}
+        for row in members.rows:
+            if not row.running or not members.draining(row.node):
                 continue
             seen[row.term] = self._drained_at_s.get(row.term, now_s)
-            if now_s - seen[row.term] > self._drain_s and row.policy and table.serving(Wanted(row.policy)):
-                for attempt in list(self._members.links[row.term].running):
+            if now_s - seen[row.term] > self._drain_s and row.policy and members.serving(Wanted(row.policy)):
+                for attempt in list(members.links[row.term].running):
                     if attempt.movable:
                         attempt.fail(NodeFailed(Why.DRAINED, f"it drains and was not done in {self._drain_s:g} s"))
         self._drained_at_s = seen
 
     def _take_over(self, now_s: float) -> None:
-        if self._members.waiting() or self._members.expected_tokens <= 0:
+        if self._members.waiting.count or self._members.expected_tokens <= 0:
             return
         alike: dict[tuple[str, int], list[tuple[str, Attempt]]] = defaultdict(list)
         for link in self._members.links.values():
@@ -133,7 +133,7 @@ class Watch:
     def _idle(self, policy: str) -> Iterator[Idle]:
         """The members with little to do. What is not known of one's pace yet is taken to be like the others'."""
         known = [link for link in self._members.links.values() if link.rate_tokens_s and link.prefill_tokens_s]
-        for row in self._members.table.serving(Wanted(policy)):
+        for row in self._members.serving(Wanted(policy)):
             free = min(row.allowed, row.max_requests, IDLE_REQUESTS) - row.running
             if free > 0 and known:
                 link = self._members.links.get(row.term)

@@ -29,10 +29,10 @@ class Admin:
     async def _list(self, _: web.Request) -> web.Response:
         members, policy = self._members, self._members.wanted
         wanted = None if policy is None else policy.label
-        return _json({"policy": wanted, "members": describe(members.status(), members.changes(), wanted)})
+        return _json({"policy": wanted, "members": describe(members.status(), members.changes, wanted)})
 
     async def _events(self, _: web.Request) -> web.Response:
-        return _json({"changes": self._members.changes()})
+        return _json({"changes": self._members.changes})
 
     async def _drain(self, request: web.Request) -> web.Response:
         """A node that is no member is drained as soon as it comes."""

@@ -69,13 +69,13 @@ class Gateway:
             boot_id=self.boot_id,
             policy=None if wanted is None else wanted.label,
             members=self.members.status(),
-            requests_waiting=self.members.waiting(),
+            requests_waiting=self.members.waiting.count,
             tokens_delivered=self._ledger.delivered,
             tokens_discarded=self._ledger.discarded,
             handovers=self._ledger.handovers,
             tokens_saved=self._ledger.saved,
             tokens_replayed=self._ledger.replayed_prefill,
-            changes=self.members.changes(),
+            changes=self.members.changes,
             up_s=time.monotonic() - self._started_at_s,
         )
 
@@ -124,7 +124,7 @@ class Gateway:
 
     async def _rollouts(self, request: web.Request) -> web.StreamResponse:
         try:
-            self.members.check_room()
+            self.members.waiting.check_room()
         except QueueFull as error:
             raise Refused(503, str(error)) from error
         batch, prompts = await admission.read_batch(request, self.members.turns)

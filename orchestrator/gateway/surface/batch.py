@@ -172,7 +172,7 @@ class BatchRun:
         self._news.set()
 
     def _serving(self) -> int:
-        return len(self._members.table.serving(self._wanted))
+        return len(self._members.serving(self._wanted))
 
     def _tokens(self) -> int:
         return sum(len(job.token_ids) for job in self._jobs)
@@ -189,7 +189,7 @@ class BatchRun:
         last = next((job.last_failure for job in self._jobs if job.last_failure), "")
         failure = f"; a failure was {last}" if last else ""
         if not self._serving():
-            held = ", ".join(f"{row.node} {_holds(row)}" for row in self._members.table.rows)
+            held = ", ".join(f"{row.node} {_holds(row)}" for row in self._members.rows)
             return f"no node could serve policy {policy} {within}; {held or 'there is no member'}{failure}"
         return f"policy {policy}: no token came {within}{failure}"
 

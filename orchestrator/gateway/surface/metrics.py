@@ -92,8 +92,8 @@ class _Numbers(Collector):
         described = members.status()
         yield self._by_state()
         yield _gauge("requests_running", "Requests at members", sum(one.requests_running for one in described))
-        yield _gauge("requests_waiting", "Requests without a member", members.waiting())
-        yield _gauge("waiting_bytes", "Size of their prompts", members.waiting_bytes)
+        yield _gauge("requests_waiting", "Requests without a member", members.waiting.count)
+        yield _gauge("waiting_bytes", "Size of their prompts", members.waiting.size_bytes)
         requests = CounterMetricFamily("grpo_gateway_requests", "Requests for one completion", labels=["outcome"])
         requests.add_metric(["finished"], ledger.finished)
         requests.add_metric(["refused"], ledger.refused)
@@ -106,7 +106,7 @@ class _Numbers(Collector):
         for reason, count in ledger.handovers_by.items():
             handovers.add_metric([reason], count)
         yield handovers
-        changes = members.changes()
+        changes = members.changes
         yield _counter("membership_changes", "Changes of the membership", changes[-1].seq if changes else 0)
         answers = CounterMetricFamily("grpo_gateway_http_answers", "Answers", labels=["route", "status"])
         for (route, status), count in self._answers.items():

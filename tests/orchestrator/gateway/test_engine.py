@@ -95,7 +95,7 @@ def test_an_engine_at_work_is_not_stuck_because_its_events_are_far_apart_and_one
         while loop.time() < until_s:
             tokens += 1
             node.change(engine=EngineWord(running=1, tokens=tokens))
-            world.members._answer("a")
+            world.members._announcements.answer("a")
             await asyncio.sleep(0.1)
         assert one.handovers == 0
         await world.until(lambda: one.handovers == 1)  # the same tokens again and again
@@ -116,7 +116,7 @@ def test_an_engine_at_work_behind_a_server_that_does_not_answer_is_mute() -> Non
         while not node.row.mute:
             tokens += 1
             node.change(engine=EngineWord(running=1, tokens=tokens))
-            world.members._answer("a")
+            world.members._announcements.answer("a")
             await asyncio.sleep(0.1)
         asked.cancel()
 

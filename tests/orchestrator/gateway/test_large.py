@@ -122,19 +122,19 @@ def test_a_large_step_leaves_the_loop_free_from_its_first_byte_to_its_end() -> N
     async def story(served: Served) -> None:
         with sink() as (address, heads):
             announcing = asyncio.ensure_future(announce(served, address))
-            await served.until(lambda: served.members.table.rows)
-            served.members.table.rows[0].allowed = AT_A_TIME
+            await served.until(lambda: served.members.rows)
+            served.members.rows[0].allowed = AT_A_TIME
             lag = Lag()
             watching = asyncio.ensure_future(lag.watch())
             asking = asyncio.ensure_future(asyncio.to_thread(ask, served.url, body, enough))
             await served.until(lambda: len(heads) == AT_A_TIME or asking.done())
-            await served.until(lambda: served.members.waiting() == PROMPTS * SAMPLES - AT_A_TIME)
-            waits = served.members.waiting_bytes
+            await served.until(lambda: served.members.waiting.count == PROMPTS * SAMPLES - AT_A_TIME)
+            waits = served.members.waiting.size_bytes
             assert waits <= PROMPTS * PROMPT_TOKENS * PROMPT_TOKEN_SIZE
             enough.set()
             lines = await asking
             assert lines[-1].progress is not None
-            await served.until(lambda: served.members.waiting() == 0 and not served.members.table.rows[0].running)
+            await served.until(lambda: served.members.waiting.count == 0 and not served.members.rows[0].running)
             watching.cancel()
             announcing.cancel()
             assert lag.worst_s < PIECE_CPU_S

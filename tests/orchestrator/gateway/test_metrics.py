@@ -36,7 +36,7 @@ def test_members_are_told_by_state_and_policy() -> None:
         await two_nodes(served)
         await served.node("old", policy="0-3")
         await served.node("leaving")
-        served.members.table.started("leaving", Load("group"))  # it has something to do, and stays
+        served.members._table.started("leaving", Load("group"))  # it has something to do, and stays
         served.members.drain("leaving")
         found = await numbers(served)
         assert found["members{0-0,serving}"] == 2
@@ -96,11 +96,11 @@ def test_histograms_are_cumulative() -> None:
 def test_what_waits_and_what_is_refused_is_told() -> None:
     async def story(served: Served) -> None:
         asking = asyncio.ensure_future(served.http.post("/v1/completions", json=BODY))
-        await served.until(lambda: served.members.waiting() == 1)
+        await served.until(lambda: served.members.waiting.count == 1)
         found = await numbers(served)
         assert (found["requests_waiting{}"], found["waiting_bytes{}"]) == (1, 3 * 8)
         asking.cancel()
-        await served.until(lambda: served.members.waiting() == 0)
+        await served.until(lambda: served.members.waiting.count == 0)
         assert (await served.http.post("/v1/completions", json={})).status_code == 400
         assert (await served.http.get("/nowhere")).status_code == 404
         assert (await served.http.get("/metrics", headers={"Authorization": "Bearer no"})).status_code == 401

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from orchestrator.gateway.job import Job
-from orchestrator.gateway.routing import members
+from orchestrator.gateway.routing import waiting
 from orchestrator.gateway.surface import openai
 from orchestrator.gateway.surface.openai_answer import Told, Voice
 from orchestrator.gateway.surface.openai_request import Asked
@@ -193,7 +193,7 @@ def test_with_no_wanted_policy_there_is_one_clear_error() -> None:
 def test_a_request_waits_for_its_first_node() -> None:
     async def story(served: Served) -> None:
         asking = asyncio.ensure_future(post(served, COMPLETIONS, prompt=PROMPT, seed=2, max_tokens=5))
-        await served.until(lambda: served.members.waiting() == 1)
+        await served.until(lambda: served.members.waiting.count == 1)
         await served.node("late")
         assert (await asking).json()["choices"][0]["text"] == texts_of(2, 5)
 
@@ -208,7 +208,7 @@ def test_a_request_of_which_nothing_comes_is_given_up_and_says_so(monkeypatch: p
             response = await post(served, COMPLETIONS, prompt=PROMPT, stream=streams)
             assert (response.status_code, response.json()["error"]["type"]) == (504, "server_error")
             assert "nothing came of policy 0-0" in response.json()["error"]["message"]
-        assert served.members.waiting() == 0
+        assert served.members.waiting.count == 0
         node = await served.node("a")
         node.change(stalls=9)
         monkeypatch.setattr(openai, "SILENCE_S", WAIT_S)
@@ -225,11 +225,11 @@ def test_a_request_of_which_nothing_comes_is_given_up_and_says_so(monkeypatch: p
 
 
 def test_when_too_many_wait_the_next_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "WAITING_MAX", 1)
+    monkeypatch.setattr(waiting, "WAITING_MAX", 1)
 
     async def story(served: Served) -> None:
         first = asyncio.ensure_future(post(served, COMPLETIONS, prompt=PROMPT))
-        await served.until(lambda: served.members.waiting() == 1)
+        await served.until(lambda: served.members.waiting.count == 1)
         assert (await post(served, COMPLETIONS, prompt=PROMPT)).status_code == 503
         await served.node("a")
         assert (await first).status_code == 200

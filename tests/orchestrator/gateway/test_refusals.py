@@ -61,18 +61,18 @@ def test_who_is_refused_by_all_that_serve_waits_for_those_that_load_and_no_longe
             one = job(prompt=prompt)
             asked = world.ask(one)
             await world.until(lambda: asked.done() or (one.refused_by and one.waiting))
-            assert (asked.done(), world.members.waiting(), small.row.running) == (False, 1, 0)
+            assert (asked.done(), world.members.waiting.count, small.row.running) == (False, 1, 0)
             return one, asked
 
         one, asked = await refused([1] * 200)
         assert (await world.ask(job())).node == "small"
         world.members.remove("lost")
         large.change(policy="0-0")
-        world.members._answer("large")
+        world.members._announcements.answer("large")
         got = await asked
         assert (got.node, got.token_ids, one.waiting) == ("large", undisturbed(one)[0], False)
         large.change(policy="0-9")
-        world.members._answer("large")
+        world.members._announcements.answer("large")
         await world.until(lambda: large.row.policy == "0-9")
         _, asked = await refused([1] * 200)
         world.members.remove("large")
@@ -83,7 +83,7 @@ def test_who_is_refused_by_all_that_serve_waits_for_those_that_load_and_no_longe
         world.members.want(PolicyRef("0-10", "policies/0-10"))  # that is what it loads now
         with pytest.raises(RequestRefused):
             await asked
-        assert (world.ledger.refused, world.members.waiting(), world.members.waiting_bytes) == (2, 0, 0)
+        assert (world.ledger.refused, world.members.waiting.count, world.members.waiting.size_bytes) == (2, 0, 0)
 
     run(story)
 

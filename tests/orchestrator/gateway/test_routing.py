@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from orchestrator.gateway.job import QueueFull
-from orchestrator.gateway.routing.members import TOKEN_SIZE, WAITING_SIZE_MAX
+from orchestrator.gateway.routing.waiting import TOKEN_SIZE, WAITING_SIZE_MAX
 from policies.serving.membership import EASE_IN_REQUESTS
 from tests.stand_ins.gateway_world import World, job, run, undisturbed
 
@@ -19,7 +19,7 @@ def test_a_new_member_gets_few_jobs_before_it_has_made_a_token() -> None:
         node.stalls = 0
         asked = [world.ask(job()) for _ in range(60)]
         await world.until(lambda: node.running == EASE_IN_REQUESTS)
-        assert world.members.waiting() == 60 - EASE_IN_REQUESTS
+        assert world.members.waiting.count == 60 - EASE_IN_REQUESTS
         node.change(stalls=1)
         await world.until(lambda: node.running == 60)
         node.change(stalls=100)
@@ -62,7 +62,7 @@ def test_a_member_that_is_back_does_not_stand_idle_while_the_others_are_full() -
         asked = [world.ask(one) for one in jobs]
         await world.until(lambda: back.stalled + full.stalled == 8)
         back.boot_id, back.stalls = "second-boot", 1000
-        world.members._answer("back")
+        world.members._announcements.answer("back")
         await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
         assert full.row.running == 4
         full.change(stalls=1000)
@@ -82,7 +82,7 @@ def test_who_waits_because_one_member_refused_it_keeps_nobody_from_that_member()
         strict.refuses = lambda body: len(body["prompt"]) > 100
         long = job(prompt=[1] * 200)
         asked = world.ask(long)
-        await world.until(lambda: long.refused_by and world.members.waiting())
+        await world.until(lambda: long.refused_by and world.members.waiting.count)
         assert {(await world.ask(job())).node for _ in range(4)} == {"strict"}
         assert not asked.done()
         full.change(stalls=100)
@@ -129,7 +129,7 @@ def test_what_a_drained_member_does_not_finish_goes_on_elsewhere() -> None:
         assert (len(other.asked), world.ledger.handovers_by) == (1, {"drained": 1})
         leaving.change(stalls=100)  # what would have to start over is left to finish
         assert (await asked[1]).node == "leaving"
-        await world.until(lambda: world.members.table.row("leaving") is None)
+        await world.until(lambda: world.members.row("leaving") is None)
         assert world.ledger.discarded == 0
 
     run(story, drain_s=0.1)
@@ -181,14 +181,14 @@ def test_the_queue_is_bounded() -> None:
         huge, small, more = job(), job(), job()
         huge.prompt_tokens = WAITING_SIZE_MAX // TOKEN_SIZE - 3
         asked = [world.ask(huge), world.ask(small)]
-        await world.until(lambda: world.members.waiting() == 2)
+        await world.until(lambda: world.members.waiting.count == 2)
         with pytest.raises(QueueFull, match="2 requests of 1024 MiB wait for a node: no more are taken"):
             await world.ask(more)
         more.admitted = True
         asked.append(world.ask(more))
-        await world.until(lambda: world.members.waiting() == 3)
+        await world.until(lambda: world.members.waiting.count == 3)
         asked[0].cancel()
-        await world.until(lambda: world.members.waiting() == 2)
+        await world.until(lambda: world.members.waiting.count == 2)
         more = job()
         asked.append(world.ask(more))
         await world.node("first")
@@ -203,7 +203,7 @@ def test_every_change_of_the_membership_is_remembered_with_its_reason() -> None:
         world.members.drain("first")
         world.members.remove("first")
         await world.node("second", policy="0-4")
-        changes = world.members.changes()
+        changes = world.members.changes
         assert [one.reason for one in changes] == [
             "first: joined as boot boot-of-first, holds 0-0",
             "first: drains, 0 requests running",

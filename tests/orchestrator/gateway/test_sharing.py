@@ -9,7 +9,8 @@ import pytest
 
 from orchestrator.gateway.job import Finished
 from orchestrator.gateway.nodes.upstream import VllmAttempt
-from orchestrator.gateway.routing import balance, members
+from orchestrator.gateway.routing import balance, places
+from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.routing.watch import LOOK_S
 from policies.serving.membership import TOGETHER_REQUESTS, Load
 from policies.serving.sharing import DOUBLING_REQUESTS, Movable
@@ -34,7 +35,7 @@ async def fleet(world: World) -> list[Node]:
 async def loads(world: World, node: Node) -> None:
     """It has the new policy, and its agent says so at once."""
     node.change(policy=NEW)
-    world.members._answer(node.name)
+    world.members._announcements.answer(node.name)
     await world.until(lambda: node.row.policy == NEW)
 
 
@@ -49,7 +50,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def shares_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "SHARES_S", 600.0)
+    monkeypatch.setattr(places, "SHARES_S", 600.0)
 
 
 @pytest.mark.usefixtures("shares_for_ever")
@@ -145,16 +146,16 @@ class Counted:
     """A fleet's requests, and how much of them is read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *counts: int) -> None:
-        self.members = members.Members("a token")
+        self.members = Members("a token")
         self.balance = balance.Balance(self.members)
         self.read = self.built = 0
         for name, count in zip("abcd", counts, strict=False):
             said = Announce(f"boot-{name}", "127.0.0.1:9", NEW, max(counts))
-            self.members.apply(self.members.table.announce(name, said, 0.0))
-            row = self.members.table.rows[-1]
+            self.members._apply(self.members._table.announce(name, said, 0.0))
+            row = self.members.rows[-1]
             row.allowed = max(counts)
             for _ in range(count):
-                place = self.members._place_on(row, Load(None))
+                place = self.members.places._place_on(row, Load(None))
                 attempt = VllmAttempt(job(policy=NEW, max_tokens=400), place.link, NEW, lambda: None)
                 place.link.running.add(attempt)
                 place.link.speed_tokens_s = 50.0

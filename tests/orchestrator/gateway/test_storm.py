@@ -74,7 +74,7 @@ def test_every_job_comes_to_what_it_would_have_been_and_no_token_is_made_twice(s
         assert ledger.discarded == 0
         assert ledger.handovers > 0
         assert 0 < ledger.saved <= sum(len(one.token_ids) for one in jobs)
-        assert world.members.waiting() == 0
-        assert all(row.running == row.outstanding == row.replaying == 0 for row in world.members.table.rows)
+        assert world.members.waiting.count == 0
+        assert all(row.running == row.outstanding == row.replaying == 0 for row in world.members.rows)
 
     run(story, limits=Hasty, drain_s=0.1)

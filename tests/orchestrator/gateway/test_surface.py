@@ -94,9 +94,9 @@ def test_an_agents_own_leave_names_its_boot() -> None:
     async def story(served: Served) -> None:
         await served.node("a")
         assert (await served.http.delete("/members/a", params={"boot": "another"})).status_code == 204
-        assert served.members.table.row("a") is not None
+        assert served.members.row("a") is not None
         assert (await served.http.delete("/members/a", params={"boot": "boot-of-a"})).status_code == 204
-        assert served.members.table.row("a") is None
+        assert served.members.row("a") is None
 
     serve(story)
 

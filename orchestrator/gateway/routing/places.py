@@ -1,0 +1,176 @@
+"""Places on members, lent to jobs: who gets one, who waits for one, and the links over which the jobs then run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from orchestrator.gateway.job import Job
+from orchestrator.gateway.nodes.link import Link
+from orchestrator.gateway.routing.waiting import Place, Queue, Waiter, Waiting
+from policies.serving.membership import Load, Membership, Row, Wanted
+
+# For so long the first member with a new policy gets no more than its share while others load it. What it got
+# beyond that and they take back would cost a connection each, and what was computed of their prompts.
+SHARES_S = 0.25
+
+
+class Places:
+    """Lends the members' places.
+
+    Args:
+        table: the members.
+        connect: makes the link to a member, in its term.
+        left: called with the node's name whenever a job has left a member.
+    """
+
+    def __init__(self, table: Membership, connect: Callable[[Row], Link], left: Callable[[str], None]) -> None:
+        self._table = table
+        self._connect = connect
+        self._left = left
+        self._links: dict[int, Link] = {}
+        self._queues: dict[Wanted, Queue] = {}
+        self._wanted: Wanted | None = None
+        self._changed = asyncio.Event()  # set once, by the next change
+        self._shares_until_s: float | None = 0.0  # while members load; None: nobody serves yet
+        self.waiting = Waiting()
+
+    @property
+    def links(self) -> Mapping[int, Link]:
+        """The links to the members that have had jobs, by term."""
+        return MappingProxyType(self._links)
+
+    def want(self, policy: str) -> None:
+        """Members are told to hold this policy from now on."""
+        self._wanted = Wanted(policy)
+        self._shares_until_s = None
+        self._table.forget_groups()
+        self.note_change()
+
+    def note_change(self) -> None:
+        """The table has changed, or what is wanted."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def end(self, term: int, why: str) -> None:
+        """The term is over: what runs in it goes elsewhere."""
+        link = self._links.pop(term, None)
+        if link is not None:
+            link.close(why)
+
+    async def lend(self, job: Job, load: Load, avoid: frozenset[str]) -> Place:
+        """Return a place on a member that may serve the job, waiting for as long as there is none.
+
+        Raises QueueFull.
+        """
+        wanted = Wanted(job.policy, job.max_staleness_steps)
+        if wanted not in self._queues or load.replayed:
+            row = self._choose(wanted, job, load, avoid)
+            if row is not None:
+                return self._place_on(row, load)
+        with self.waiting.with_one_more(job):
+            waiter = Waiter(job, load, avoid, asyncio.get_running_loop().create_future())
+            self._queues.setdefault(wanted, Queue()).add(waiter)
+            self._serve_waiting()  # those before it may have gone away
+            try:
+                return await waiter.place
+            except asyncio.CancelledError:
+                if waiter.place.done() and not waiter.place.cancelled():
+                    self.give_back(waiter.place.result())
+                raise
+
+    def begun(self, place: Place) -> None:
+        """The job at this place got its first token there."""
+        place.begun = True
+        self._table.first_token(place.link.node, place.link.term, place.load)
+        self._serve_waiting()
+
+    def give_back(self, place: Place) -> None:
+        """A job has left its place, in whatever way."""
+        self._table.finished(place.link.node, place.link.term, place.load, begun=place.begun)
+        self._left(place.link.node)
+        self._serve_waiting()
+
+    async def another(self, job: Job) -> bool:
+        """Return whether a member that has not refused the job may serve it, waiting while one loads what the job
+        wants and none serves.
+
+        Raises QueueFull.
+        """
+        wanted = Wanted(job.policy, job.max_staleness_steps)
+        if _not_refused(job, self._table.serving(wanted)):
+            return True
+        with self.waiting.with_one_more(job):
+            while self._wanted and wanted.accepts(self._wanted.label):
+                if not _not_refused(job, self._table.loading(wanted)):
+                    break
+                await self._changed.wait()
+                if _not_refused(job, self._table.serving(wanted)):
+                    return True
+        return False
+
+    def missing(self, policy: str) -> bool:
+        """Whether a job waits for a place that a member with this policy could have."""
+        return any(wanted.accepts(policy) for wanted in self._queues)
+
+    def fill(self) -> None:
+        """Members have more room, or there are more of them: lend it to those who wait."""
+        if self._shares_until_s is None and self._wanted and self._table.serving(self._wanted):
+            # The first member that serves a new policy gets its share; the others may be there in a moment.
+            self._shares_until_s = time.monotonic() + SHARES_S
+            asyncio.get_running_loop().call_later(SHARES_S, self._serve_waiting)
+        self._serve_waiting()
+
+    def _serve_waiting(self) -> None:
+        """Give places to those who wait, in their order, for as long as there are any."""
+        for wanted, queue in list(self._queues.items()):
+            for waiters in (queue.handed_over, queue.new):
+                aside = []  # what one member has refused does not keep the others from that member
+                while waiters:
+                    waiter = waiters[0]
+                    if not waiter.place.done():
+                        row = self._choose(wanted, waiter.job, waiter.load, waiter.avoid)
+                        if row is None and waiter.job.refused_by:
+                            aside.append(waiters.popleft())
+                            continue
+                        if row is None:
+                            break
+                        waiter.place.set_result(self._place_on(row, waiter.load))
+                    queue.tokens -= waiters.popleft().load.tokens
+                waiters.extendleft(reversed(aside))
+            if not queue:
+                del self._queues[wanted]
+
+    def _choose(self, wanted: Wanted, job: Job, load: Load, avoid: frozenset[str]) -> Row | None:
+        """A completion is of one policy: that which made what has arrived, while anybody serves it."""
+        if job.token_ids and job.made_from != wanted.label:
+            same = Wanted(job.made_from)
+            if self._table.serving(same):
+                return self._table.choose(same, load, avoid, job.refused_by)
+        row = self._table.choose(wanted, load, avoid, job.refused_by)
+        return None if row is not None and not load.replayed and self._has_its_share(wanted, row) else row
+
+    def _has_its_share(self, wanted: Wanted, row: Row) -> bool:
+        """Whether the rest is kept for members that load."""
+        if self._shares_until_s is None or time.monotonic() >= self._shares_until_s:
+            return False
+        serving, loading = self._table.serving(wanted), self._table.loading(wanted)
+        if not loading:
+            return False
+        queue = self._queues.get(wanted)
+        tokens = sum(one.outstanding for one in serving) + (queue.tokens if queue else 0)
+        return row.outstanding * (len(serving) + len(loading)) >= tokens
+
+    def _place_on(self, row: Row, load: Load) -> Place:
+        link = self._links.get(row.term)
+        if link is None:
+            link = self._links[row.term] = self._connect(row)
+        self._table.started(row.node, load)
+        assert row.policy is not None
+        return Place(link, row.policy, load)
+
+
+def _not_refused(job: Job, rows: tuple[Row, ...]) -> bool:
+    return any(row.node not in job.refused_by for row in rows)
