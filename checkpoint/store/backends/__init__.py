@@ -37,9 +37,11 @@ class Fault:
 
 
 class Backend(Protocol):
-    """Objects below one URL. Keys are relative to it. `errors` are the exceptions that `fault` explains."""
+    """Objects below one URL. Keys are relative to it."""
 
-    errors: tuple[type[Exception], ...]
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """The exceptions that `fault` explains."""
 
     def get(self, key: str) -> memoryview:
         """The object's bytes, not copied where the library allows it."""

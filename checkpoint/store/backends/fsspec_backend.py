@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -29,7 +30,6 @@ from checkpoint.store.errors import (
     AlreadyExists,
     NotFound,
     StoreDenied,
-    StoreError,
     StoreUnavailable,
     StoreUnusable,
 )
@@ -41,14 +41,22 @@ PART_BYTES = 16 << 20  # S3 allows 10,000 parts
 BULK_KEYS = 1000
 _memory = threading.Lock()
 _TIMES = ("LastModified", "last_modified", "modified", "mtime", "updated", "created")
-_MISTAKES = (TypeError, AttributeError, NameError, NotImplementedError, AssertionError)
+# What the libraries under fsspec raise, by their modules, beside OSError; a TimeoutError is one, fsspec's too.
+_RAISED = {
+    "aiohttp": ("ClientError",),
+    "botocore.exceptions": ("BotoCoreError", "ClientError"),
+    "botocore.parsers": ("ResponseParserError",),
+    "gcsfs.retry": ("HttpError", "ChecksumError", "NonRetryableError"),
+    "google.auth.exceptions": ("GoogleAuthError",),
+    "google.api_core.exceptions": ("GoogleAPIError",),
+    "azure.core.exceptions": ("AzureError",),
+}
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError")
+_STILL_EXPIRED = "Credentials were refreshed, but"  # so botocore begins a RuntimeError: nothing else tells it
 
 
 class FsspecBackend:
     """One fsspec filesystem, below one of its folders."""
-
-    # Any library may stand behind the filesystem; `fault` lets mistakes of this project through.
-    errors: tuple[type[Exception], ...] = (Exception,)
 
     def __init__(self, filesystem: Any, root: str, is_s3: bool) -> None:
         self._fs = filesystem
@@ -57,6 +65,10 @@ class FsspecBackend:
         self._root = root.rstrip("/")
         self._is_s3 = is_s3
         self._put_options = {"chunksize": ONE_PUT_BYTES} if is_s3 else {}
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        return _raised(RuntimeError)
 
     def get(self, key: str) -> memoryview:
         return memoryview(self._fs.cat_file(self._path(key)))
@@ -128,8 +140,10 @@ class FsspecBackend:
             files.sweep(self._folder / prefix, older_than_s)
 
     def fault(self, error: Exception) -> Fault | None:
-        if isinstance(error, (*_MISTAKES, StoreError)):
-            return None
+        if isinstance(error, RuntimeError):
+            text = one_line(str(error))
+            expired = text.startswith(_STILL_EXPIRED)
+            return Fault(StoreUnavailable, text, "renew the credentials") if expired else None
         answer = _answer(error)
         if answer is not None:
             told = answer.get("Error", {})
@@ -147,7 +161,7 @@ class FsspecBackend:
                 )
             case OSError():
                 return of_errno(error.errno, error.strerror or str(error) or type(error).__name__)
-        if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
+        if type(error).__name__ in _NO_CREDENTIALS:
             return Fault(StoreDenied, one_line(str(error)), "set the credentials in the environment")
         return Fault(StoreUnavailable, one_line(str(error) or type(error).__name__))
 
@@ -181,13 +195,30 @@ def open_fsspec(url: str, options: Options) -> FsspecBackend:
         arguments = _s3_arguments(shown, arguments)
     try:
         filesystem, root = url_to_fs(url, skip_instance_cache=True, **arguments)
-    except (ImportError, ValueError, TypeError, OSError) as error:
+        if is_s3:
+            filesystem.retries = 1  # tries in all: retrying is checkpoint.store.run_store's
+            _check_s3(filesystem, root)
+    except _raised(ImportError, ValueError, TypeError) as error:
         raise StoreUnusable(
             f"store {shown!r}: {one_line(str(error))}", "expected a URL that fsspec knows"
         ) from error
-    if is_s3:
-        filesystem.retries = 1  # tries in all: retrying is checkpoint.store.run_store's
     return FsspecBackend(filesystem, root, is_s3)
+
+
+def _raised(*also: type[Exception]) -> tuple[type[Exception], ...]:
+    """The errors of a store that fails. Asked when one is there: a library that is not loaded has raised none."""
+    loaded = {name: sys.modules[name] for name in _RAISED if name in sys.modules}
+    return OSError, *also, *(getattr(module, kind) for name, module in loaded.items() for kind in _RAISED[name])
+
+
+def _check_s3(filesystem: Any, root: str) -> None:
+    """Find now what s3fs would only say at a request, and as any ValueError: a wrong bucket name or endpoint."""
+    from botocore.handlers import VALID_BUCKET, VALID_S3_ARN
+
+    bucket, _, _ = filesystem.split_path(root)
+    if not VALID_BUCKET.search(bucket) and not VALID_S3_ARN.search(bucket):
+        raise ValueError(f"no bucket can be named {bucket!r}")
+    filesystem.connect()
 
 
 def _creates(filesystem: Any) -> bool:

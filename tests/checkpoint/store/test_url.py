@@ -47,6 +47,8 @@ def test_a_url_that_is_no_store_is_one_clear_line(url: str, told: str) -> None:
         ("s3://bucket/run", {"region": 7}, "option 'region'"),
         ("s3://bucket/run", {"driver": "boto"}, "driver 'boto'"),
         ("s3://bucket/run", {"driver": "fsspec", "kye": "a"}, "option 'kye'"),
+        ("s3://bucket/run", {"driver": "fsspec", "endpoint_url": "nonsense"}, "Invalid endpoint: nonsense"),
+        ("s3://Bad_Bucket!/run", {"driver": "fsspec"}, "no bucket can be named 'Bad_Bucket!'"),
         ("s3://bucket/run", {"profile": "nobody"}, "profile 'nobody'"),
         ("file:///tmp/x", {"region": "eu"}, "option 'region'"),
     ],
