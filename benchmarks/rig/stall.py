@@ -93,7 +93,7 @@ def steps_until_stored(work: Work, spool: Spool) -> tuple[list[float], float]:
     while spool.sealed():
         times_s.append(work.step())
         if time.perf_counter() - begun_s > UPLOAD_TIMEOUT_S:
-            raise SystemExit(f"the upload does not end: {spool.heard()}")
+            raise SystemExit(f"the upload does not end: {spool.reported()}")
     return times_s, time.perf_counter() - begun_s
 
 

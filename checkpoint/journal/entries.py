@@ -120,7 +120,7 @@ def _read(store: Store, number: int) -> Record | None:
     return record
 
 
-def tail(store: Store, after: int) -> list[Record]:
+def entries_after(store: Store, after: int) -> list[Record]:
     """Return every entry whose number is above `after`, in order, read one by one. Raises Corrupt."""
     start = layout.journal_entry(after) if after else None
     numbers = (layout.number_of(one.key) for one in store.entries(layout.JOURNAL, after=start))

@@ -17,7 +17,7 @@ from itertools import takewhile
 import structlog
 
 from checkpoint.journal import segments
-from checkpoint.journal.entries import SCHEMA, Record, advance, entry, tail
+from checkpoint.journal.entries import SCHEMA, Record, advance, entries_after, entry
 from checkpoint.store import layout
 from checkpoint.store.codec import event_to_plain, to_json
 from checkpoint.store.errors import AlreadyExists, StoreError
@@ -48,7 +48,7 @@ class Recovered:
 def read(store: Store, after: int = 0) -> list[Record]:
     """Return every entry whose number is above `after`, in order, through segments. Raises Corrupt."""
     last = segments.newest(store, after)
-    return [*segments.records_between(store, after, last), *tail(store, max(after, last))]
+    return [*segments.records_between(store, after, last), *entries_after(store, max(after, last))]
 
 
 def recover(store: Store, overlap: int = 0) -> Recovered:
@@ -61,7 +61,7 @@ def recover(store: Store, overlap: int = 0) -> Recovered:
     begin = max(0, last - overlap * segments.SEGMENT_ENTRIES)
     known, state = segments.newest_state(store, begin)
     before = advance(state, segments.records_between(store, known, begin))
-    records = [*segments.records_between(store, begin, last), *tail(store, last)]
+    records = [*segments.records_between(store, begin, last), *entries_after(store, last)]
     number = records[-1].number if records else begin
     return Recovered(before, records, number, advance(before, records))
 

@@ -154,11 +154,6 @@ def read_gateway(store: Store) -> GatewayAddress | None:
     return gateway(newest_gateway(store)).read(store)
 
 
-def read_members(store: Store) -> GatewayStatus | None:
-    """What the run's gateway knows of its members, or None while it has said nothing."""
-    return members(newest_gateway(store)).read(store)
-
-
 def ask_to_stop(store: Store, node: str, attempt: int, now_s: float) -> None:
     """Ask a trainer's attempt to store what it has, and to end; asked again, nothing is written."""
     if not is_asked_to_stop(store, node, attempt):

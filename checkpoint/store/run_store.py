@@ -37,7 +37,7 @@ class Store:
     Args:
         url: `file:///folder`, `s3://bucket/prefix`, `gs://...`, `az://...`, `memory://name`, or any other that
             fsspec knows.
-        patience_s: how long transient failures are retried before StoreUnavailable is raised. A try that is
+        retry_s: how long transient failures are retried before StoreUnavailable is raised. A try that is
             under way is not cut short: a request that hangs ends after 30 s, a large upload after 300 s.
         options: obstore's own configuration keys (endpoint, region, timeout, ...), or `profile`, an AWS profile;
             with `driver: fsspec`, the arguments of that fsspec filesystem. None: what the environment variable
@@ -48,9 +48,9 @@ class Store:
         StoreDenied: the AWS profile has no credentials.
     """
 
-    def __init__(self, url: str, *, patience_s: float = 30.0, options: Options | None = None) -> None:
+    def __init__(self, url: str, *, retry_s: float = 30.0, options: Options | None = None) -> None:
         self.url = url.rstrip("/")
-        self.patience_s = patience_s
+        self.retry_s = retry_s
         self._shown = one_line(self.url)
         self._pace = Pace(interval_of(self.url))
         self.options = _options_of_environment() if options is None else options  # may hold secrets
@@ -137,7 +137,7 @@ class Store:
 
         retrying = Retrying(
             retry=retry_if_exception_type(StoreUnavailable),
-            stop=stop_after_delay(self.patience_s),
+            stop=stop_after_delay(self.retry_s),
             wait=wait_exponential_jitter(multiplier=0.1, max=10.0),
             before_sleep=warn,
             reraise=True,

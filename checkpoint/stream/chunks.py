@@ -61,7 +61,7 @@ def digest_of(chunk: str) -> str:
     return chunk.partition(".")[0]
 
 
-def is_of(content: memoryview, chunk: str) -> bool:
+def matches(content: memoryview, chunk: str) -> bool:
     """Whether these bytes are what a chunk's name says."""
     return bool(blake3(content).hexdigest() == digest_of(chunk))
 
@@ -140,7 +140,7 @@ def same(file: File, path: Path) -> bool:
         return False
     for offset, chunk in zip(offsets(file.size_bytes), file.chunks, strict=True):
         with window(path, offset) as content:
-            if not is_of(content, chunk):
+            if not matches(content, chunk):
                 return False
     return True
 
@@ -172,7 +172,7 @@ def _receive(store: Store, key: str, path: Path, offset: int, begun: bool, progr
     wanted_bytes = min(CHUNK_BYTES, path.stat().st_size - offset)
     if begun:
         with window(path, offset) as content:
-            if is_of(content, chunk):
+            if matches(content, chunk):
                 progress(wanted_bytes)
                 return
     data = _verified(store, key)
@@ -190,7 +190,7 @@ def _verified(store: Store, key: str) -> memoryview:
     chunk = key.rpartition("/")[2]
     for read in range(1, READS + 1):
         data = memoryview(store.get_buffer(key))
-        if is_of(data, chunk):
+        if matches(data, chunk):
             return data
         log.warning("wrong_bytes", key=key, read=read, of=READS)
     raise DamagedChunk(chunk, key)

@@ -133,18 +133,6 @@ def materialize(
     part.rename(folder)
 
 
-def committed(store: Store, root: str) -> list[PolicyVersion]:
-    """Return the versions below `root` (layout.POLICIES, or a timeline of it) that have a manifest, in order."""
-    found = []
-    for entry in store.entries(root):
-        if entry.key.endswith(f"/{layout.MANIFEST}"):
-            try:
-                found.append(layout.version_of(entry.key))
-            except ValueError:
-                continue  # a foreign file in the prefix
-    return sorted(found)
-
-
 def remove(store: Store, prefix: str) -> None:
     """Delete a published folder, its manifest first, so that no half of it is ever listed."""
     keys = {entry.key for entry in store.entries(prefix)}

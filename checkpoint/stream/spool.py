@@ -135,12 +135,12 @@ class Spool:
         """Give a slot back: its checkpoint is stored."""
         _seal_of(slot).unlink()
 
-    def say(self, state: UploaderState) -> None:
+    def report(self, state: UploaderState) -> None:
         """Tell the trainer, as the uploader. In a full spool nothing can be said; the upload goes on."""
         with contextlib.suppress(OSError):
             _write(self.folder / UPLOADER, to_json(state))
 
-    def heard(self) -> UploaderState:
+    def reported(self) -> UploaderState:
         """What the uploader last said; nothing where it has not spoken yet."""
         path = self.folder / UPLOADER
         return from_json(path.read_bytes(), UploaderState, str(path)) if path.exists() else UploaderState()

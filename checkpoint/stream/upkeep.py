@@ -51,7 +51,7 @@ class Upkeep:
         self._files: dict[str, list[File]] = {}  # those of them that a manifest has; manifests never change
         self._turn = 0
 
-    def look(self, now_s: float, frozen: Mapping[str, str]) -> list[str]:
+    def mend(self, now_s: float, frozen: Mapping[str, str]) -> list[str]:
         """Store again what is damaged of `frozen`, path by name as in a seal; return the names of these chunks.
 
         They keep their names, so that every checkpoint that refers to them is whole again. One that nobody needs
@@ -112,7 +112,7 @@ class Upkeep:
         """Store one chunk; not where the file is no longer what it was. Raises StoreError, OSError."""
         if source.path.is_file() and source.path.stat().st_size >= source.offset + source.size_bytes:
             with chunks.window(source.path, source.offset) as content:
-                if chunks.is_of(content, name):
+                if chunks.matches(content, name):
                     self._store.put(f"{layout.BLOBS}/{name}", content)
                     return True
         log.warning("source_changed", file=str(source.path), chunk=name)
@@ -123,7 +123,7 @@ def _identity(file: File) -> tuple[str, ...]:
     return (file.name, *file.chunks)
 
 
-def absences(store: Store, listed: Sequence[Checkpoint]) -> dict[str, list[str]]:
+def missing_objects(store: Store, listed: Sequence[Checkpoint]) -> dict[str, list[str]]:
     """What one listing tells of damage: a line for each object that is missing or of a wrong size, by version.
 
     Whole checkpoints have no lines. Wrong bytes only `checkpoints.verify` tells. Raises StoreError.

@@ -75,14 +75,14 @@ class Uploader:
             waiting = self._spool.sealed()
             if not waiting:
                 if self._newest is not None and time.monotonic() - self._looked_s > UPKEEP_S:
-                    self._look_after(self._newest)
+                    self._mend_shared(self._newest)
                 time.sleep(LOOK_S)
                 continue
             try:
                 self.store_one(*waiting[0])
             except (StoreError, OSError) as error:  # the latter: a frozen file that is not there for now
                 log.warning("checkpoint_not_stored_yet", checkpoint=waiting[0][0].version, error=str(error))
-                self._spool.say(replace(self._state, error=str(error)))
+                self._spool.report(replace(self._state, error=str(error)))
                 time.sleep(TROUBLE_WAIT_S)
                 continue
             try:
@@ -100,20 +100,20 @@ class Uploader:
         files = [*files_below(slot), *((name, Path(path)) for name, path in sorted(seal.frozen.items()))]
         report = _Report(self._spool, replace(self._state, storing=seal.version, total_bytes=_size(files)))
         began_s = time.monotonic()
-        self._look_after(seal)  # before: what is mended is not stored a second time under another name
+        self._mend_shared(seal)  # before: what is mended is not stored a second time under another name
         transfer.upload(self._store, self._catalog, files, seal.at, seal.made_at_s, seal.meta, progress=report.add)
         self._newest = seal
         took_s = round(time.monotonic() - began_s, 3)
         self._state = UploaderState(stored=seal.version, took_s=took_s)
-        self._spool.say(self._state)
+        self._spool.report(self._state)
         self._spool.release(slot)
         log.info("checkpoint_stored", checkpoint=seal.version, size_bytes=_size(files), took_s=took_s)
 
-    def _look_after(self, seal: Seal) -> None:
+    def _mend_shared(self, seal: Seal) -> None:
         """Mend what earlier checkpoints share with this one. No trouble with that keeps a new one waiting."""
         self._looked_s = time.monotonic()
         try:
-            self._upkeep.look(time.time(), seal.frozen)
+            self._upkeep.mend(time.time(), seal.frozen)
         except (StoreError, OSError) as error:
             log.warning("not_looked_after", error=str(error))
 
@@ -126,14 +126,14 @@ class _Report:
         self._state = begun
         self._said_s = time.monotonic()
         self._lock = threading.Lock()
-        spool.say(begun)
+        spool.report(begun)
 
     def add(self, size_bytes: int) -> None:
         with self._lock:
             self._state = replace(self._state, done_bytes=self._state.done_bytes + size_bytes)
             if time.monotonic() - self._said_s > SAY_S:
                 self._said_s = time.monotonic()
-                self._spool.say(self._state)
+                self._spool.report(self._state)
 
 
 def _size(files: list[tuple[str, Path]]) -> int:

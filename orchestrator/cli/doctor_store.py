@@ -10,7 +10,7 @@ from checkpoint.store.errors import StoreError
 from checkpoint.store.probe import probe
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.upkeep import absences
+from checkpoint.stream.upkeep import missing_objects
 from orchestrator.cli.finding import Finding
 from orchestrator.cli.target import open_store
 from orchestrator.config.rules.storage import Storage
@@ -98,7 +98,7 @@ def _at_rest(days: int) -> str:
 def _checkpoints(store: Store) -> Iterator[Finding]:
     """Whether the checkpoints are whole, as far as a listing tells. Raises StoreError."""
     listed = Catalog(store, "doctor").newest().checkpoints
-    found = absences(store, listed)
+    found = missing_objects(store, listed)
     damaged = [version for version, lines in found.items() if lines]
     if damaged:
         newest = f"{damaged[-1]}: {found[damaged[-1]][0]}"

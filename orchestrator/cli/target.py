@@ -55,7 +55,7 @@ def open_store(storage: Storage) -> Store:
         options = kept_store_options(storage.url)
     if options:
         os.environ[OPTIONS_ENV] = json.dumps(options)
-    return Store(storage.url, patience_s=PATIENCE_S)
+    return Store(storage.url, retry_s=PATIENCE_S)
 
 
 def keep_options(storage: Storage) -> None:

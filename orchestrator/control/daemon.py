@@ -40,7 +40,7 @@ from policies.model.vocabulary import Refusal, Role, RunPhase
 
 log = structlog.get_logger()
 
-STORE_PATIENCE_S = 10.0  # within one tick; a store that is away for longer is met again at the next
+STORE_RETRY_S = 10.0  # within one tick; a store that is away for longer is met again at the next
 TROUBLE_WAIT_S = 5.0
 CLEAN_UP_S = 300.0  # AWS takes minutes to shut a large machine down
 
@@ -51,7 +51,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for whoever watches
     try:
-        store = Store(sys.argv[1], patience_s=STORE_PATIENCE_S)
+        store = Store(sys.argv[1], retry_s=STORE_RETRY_S)
         guard_output(_redactor(trust.known_run(store)[0]))
         structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stdout))
         return steer(store, sys.argv[2], stop)

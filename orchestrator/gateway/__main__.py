@@ -108,7 +108,7 @@ def main() -> int:
     gateway = Gateway(boot_id, token)
     by = own_precedence()
     documents.gateway(by).write(store, GatewayAddress(url, boot_id))
-    writer = StatusWriter(Store(store.url, patience_s=0.0), by, gateway.status)
+    writer = StatusWriter(Store(store.url, retry_s=0.0), by, gateway.status)
     # Every request under way has a connection, and the usual limit is 1,024 files.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -13,7 +13,7 @@ from datetime import datetime
 from statistics import median
 
 from checkpoint.journal import journal
-from checkpoint.journal.entries import Record, tail
+from checkpoint.journal.entries import Record, entries_after
 from checkpoint.records import documents, metrics
 from checkpoint.records.metrics import Row, logged
 from checkpoint.records.rehearsals import RehearsedFault, read_faults
@@ -94,7 +94,7 @@ class Reader:
         return [(record.number, record.time_s, record.decoded()) for record in records]
 
     def _read_journal(self) -> None:
-        records = tail(self.store, after=self.last.number) if self.last else self._recent()
+        records = entries_after(self.store, after=self.last.number) if self.last else self._recent()
         told = [line for record in records for line in lines(record)]
         for record in records:
             self._read_record(record)

@@ -92,7 +92,7 @@ def run(env: NodeEnv, argv: Sequence[str], known: Sequence[MetadataService], dra
 
     Raises StoreError where the store's URL or options are wrong, before anything is started.
     """
-    store = Store(env.run, patience_s=0.0)  # the reporter has patience of its own
+    store = Store(env.run, retry_s=0.0)  # the reporter has patience of its own
     workdir = Path(env.workdir)
     workdir.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (workdir / "lock").open("a") as lock:

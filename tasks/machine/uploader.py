@@ -34,7 +34,7 @@ from tasks.machine.spooling import find_spool
 
 log = structlog.get_logger()
 
-STORE_PATIENCE_S = 30.0  # then the trainer is told, and it is tried again
+STORE_RETRY_S = 30.0  # then the trainer is told, and it is tried again
 
 
 def main() -> int:
@@ -42,7 +42,7 @@ def main() -> int:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     yield_to_others()
     env = read_node_env()
-    store = Store(env.run, patience_s=STORE_PATIENCE_S)
+    store = Store(env.run, retry_s=STORE_RETRY_S)
     try:
         spec = read_run_here(store, env.token).spec.checkpoints
     except NotVouched as error:

@@ -91,11 +91,11 @@ class Checkpoints:
 
     def store_s(self) -> float | None:
         """What storing the last one has taken; None before the first."""
-        return self._spool.heard().took_s
+        return self._spool.reported().took_s
 
     def stored_step(self) -> int:
         """The step of the newest checkpoint that the store is known to have."""
-        stored = self._spool.heard().stored
+        stored = self._spool.reported().stored
         if stored is not None and (at := PolicyVersion.parse(stored)).timeline == self._timeline:
             self._stored_step = max(self._stored_step, at.step)
         return self._stored_step
@@ -147,10 +147,10 @@ def drain(spool: Spool, heartbeat: Heartbeat) -> None:
 
     Raises StoreUnavailable when it gets nothing done for STUCK_S, Fenced.
     """
-    heard, since_s, told = spool.heard(), time.monotonic(), TransferLog("storing")
+    heard, since_s, told = spool.reported(), time.monotonic(), TransferLog("storing")
     while waiting := spool.sealed():
-        if spool.heard() != heard:
-            heard, since_s = spool.heard(), time.monotonic()
+        if spool.reported() != heard:
+            heard, since_s = spool.reported(), time.monotonic()
             told.at(heard.done_bytes, heard.total_bytes)
         if time.monotonic() - since_s > STUCK_S:
             what = ", ".join(seal.version for seal, _ in waiting)

@@ -39,8 +39,8 @@ from tasks.storing.heartbeat import Fenced, Heartbeat
 
 log = structlog.get_logger()
 
-STORE_PATIENCE_S = 600.0  # what is trained is not thrown away for a store that is away for minutes
-BEAT_PATIENCE_S = 5.0
+STORE_RETRY_S = 600.0  # what is trained is not thrown away for a store that is away for minutes
+BEAT_RETRY_S = 5.0
 # How the heartbeat ends where the trainer ends in order: all that was sealed is stored then.
 LAST_WORDS = {
     exit_codes.OK: "done",
@@ -70,13 +70,13 @@ def main() -> int:
 
 
 def _run(env: NodeEnv) -> End:
-    store = Store(env.run, patience_s=STORE_PATIENCE_S)
+    store = Store(env.run, retry_s=STORE_RETRY_S)
     beat = Trainer(env.node, env.attempt, env.timeline, 0, 0, "starting", time.time())
     end = functools.partial(_end_at_once, Path(env.workdir))
     leaving = Leaving(Path(env.workdir), env.attempt)
     # Slurm signals every process of a job. It would end this one before it has stored what it has.
     signal.signal(signal.SIGTERM, lambda *_: stop_file(Path(env.workdir), env.attempt).touch())
-    heartbeat = Heartbeat(Store(env.run, patience_s=BEAT_PATIENCE_S), beat, leaving=leaving, end=end)
+    heartbeat = Heartbeat(Store(env.run, retry_s=BEAT_RETRY_S), beat, leaving=leaving, end=end)
     try:
         record = read_run_here(store, env.token)
         if RANK == 0:
@@ -132,7 +132,7 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
     if RANK == 0 and code in LAST_WORDS:
         heartbeat.say("storing")
         drain(spool, heartbeat)
-        if (stored := spool.heard().stored) is not None:
+        if (stored := spool.reported().stored) is not None:
             heartbeat.say(stored_step=PolicyVersion.parse(stored).step)
         remove_spool(workdir)
         heartbeat.stop(LAST_WORDS[code])

@@ -45,7 +45,7 @@ class Run:
 
     @property
     def store(self) -> Store:
-        return Store(self.url, patience_s=1.0, options=self.options)
+        return Store(self.url, retry_s=1.0, options=self.options)
 
     @property
     def state(self) -> RunState:

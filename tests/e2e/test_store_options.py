@@ -43,7 +43,7 @@ class S3Run(Run):
 
     @property
     def store(self) -> Store:
-        return Store(self.url, patience_s=1.0, options=self.options)
+        return Store(self.url, retry_s=1.0, options=self.options)
 
     @property
     def secret(self) -> str:

@@ -136,7 +136,7 @@ class Lab:
         return PolicyRef(version, layout.policy(parsed))
 
     def member(self) -> MemberStatus | None:
-        status = documents.read_members(self.store)
+        status = documents.members(documents.newest_gateway(self.store)).read(self.store)
         return status.members[0] if status and status.members else None
 
     def ask(self, policy: PolicyRef, deadline_s: float = BOOT_PATIENCE_S, **sampling: Any) -> Iterator[BatchLine]:

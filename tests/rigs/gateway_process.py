@@ -104,7 +104,8 @@ class Rig:
         return until("the gateway's status", self._written)
 
     def _written(self) -> GatewayStatus | None:
-        address, status = documents.read_gateway(self.store), documents.read_members(self.store)
+        address = documents.read_gateway(self.store)
+        status = documents.members(documents.newest_gateway(self.store)).read(self.store)
         assert address is not None
         return status if status is not None and status.boot_id == address.boot_id else None
 

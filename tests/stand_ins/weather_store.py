@@ -43,7 +43,7 @@ class WeatherStore(Store):
 
     def __init__(self, sky: Sky) -> None:
         self.url = "sim://run"
-        self.patience_s = 0.0
+        self.retry_s = 0.0
         self.weather = Weather.FAIR
         self.before: Callable[[], None] | None = None
         self._sky = sky

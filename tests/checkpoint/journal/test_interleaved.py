@@ -97,7 +97,7 @@ class Seen:
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.integers(2, 8))
 def test_one_line_whatever_happens_between_two_operations(data: st.DataObject, count: int) -> None:
-    store, seen = Store(f"memory://interleaved-{next(names)}", patience_s=0.0), Seen()
+    store, seen = Store(f"memory://interleaved-{next(names)}", retry_s=0.0), Seen()
     actors: list[Actor] = []
 
     def begin(number: int) -> Actor:

@@ -19,7 +19,7 @@ names = itertools.count()
 
 
 def fresh() -> Store:
-    return Store(f"memory://journal-{next(names)}", patience_s=0.0)
+    return Store(f"memory://journal-{next(names)}", retry_s=0.0)
 
 
 def test_entries_are_numbered_and_read_back() -> None:

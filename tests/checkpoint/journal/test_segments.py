@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.journal import journal
-from checkpoint.journal.entries import Record, tail
+from checkpoint.journal.entries import Record, entries_after
 from checkpoint.journal.journal import Journal
 from checkpoint.journal.segments import SEGMENT_ENTRIES
 from checkpoint.store import layout
@@ -35,7 +35,7 @@ class Noting(Store):
     """A store in memory that notes what is read, and fails a write where it is told to."""
 
     def __init__(self) -> None:
-        super().__init__(f"memory://segments-{next(names)}", patience_s=0.0)
+        super().__init__(f"memory://segments-{next(names)}", retry_s=0.0)
         self.read: list[str] = []
         self.listed: list[tuple[str, str | None]] = []
         self.fails: Callable[[str], Exception | None] = lambda _: None
@@ -234,7 +234,7 @@ def test_a_listing_that_shows_the_later_of_two_is_no_gap() -> None:
 
     store = Skipping()
     written(store, 5)
-    assert [record.number for record in tail(store, 2)] == [3, 4, 5]
+    assert [record.number for record in entries_after(store, 2)] == [3, 4, 5]
 
 
 @settings(max_examples=60, deadline=None)

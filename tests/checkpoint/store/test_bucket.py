@@ -21,7 +21,7 @@ def store(request: pytest.FixtureRequest, moto: S3Server, tmp_path: Path) -> Sto
     name = "rules-" + "".join(char if char.isalnum() else "-" for char in tmp_path.name.lower())[-50:].strip("-")
     moto.client().create_bucket(Bucket=name, ObjectLockEnabledForBucket="lock" in tmp_path.name)
     options = moto.fsspec_options() if request.param == "fsspec" else moto.options()
-    return Store(f"s3://{name}/runs/one", options=options, patience_s=5.0)
+    return Store(f"s3://{name}/runs/one", options=options, retry_s=5.0)
 
 
 def bucket_of(store: Store) -> str:

@@ -41,7 +41,7 @@ def test_ceph_says_that_a_quota_is_used_up(ceph_users: tuple[S3Server, S3Server]
     full = ceph_users[1]
     options = full.fsspec_options() if driver else full.options()
     with pytest.raises(StoreUnavailable, match=r"QuotaExceeded.*free some space"):
-        Store(full.url("run"), patience_s=0.5, options=options).put("a", b"too much")
+        Store(full.url("run"), retry_s=0.5, options=options).put("a", b"too much")
 
 
 def test_ceph_denies_a_wrong_secret_without_telling_it(ceph: S3Server) -> None:

@@ -36,13 +36,13 @@ def fresh_store(request: pytest.FixtureRequest, tmp_path: Path, backend: str) ->
     plain = {"driver": driver} if driver else {}
     match server_name:
         case "memory":
-            return Store(f"memory://store-{number}", patience_s=0.2, options=plain)
+            return Store(f"memory://store-{number}", retry_s=0.2, options=plain)
         case "file":
-            return Store(f"file://{tmp_path}/the run {number}", patience_s=0.2, options=plain)
+            return Store(f"file://{tmp_path}/the run {number}", retry_s=0.2, options=plain)
         case _:
             server: S3Server = request.getfixturevalue(server_name)
             options = server.fsspec_options() if driver else server.options()
-            return Store(server.url(f"the run {number}"), patience_s=5, options=options)
+            return Store(server.url(f"the run {number}"), retry_s=5, options=options)
 
 
 def fill(store: Store, keys: list[str]) -> None:
@@ -158,7 +158,7 @@ def test_odd_names_are_kept_as_they_are(store: Store) -> None:
 
 
 def test_a_full_disk_is_retried_for_as_long_as_patience_lasts_and_says_what_to_do(tmp_path: Path) -> None:
-    full = Store(f"file://{tmp_path}/full", patience_s=0.3)
+    full = Store(f"file://{tmp_path}/full", retry_s=0.3)
     calls = []
 
     def fails() -> None:

@@ -48,8 +48,8 @@ def driver(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def open_store(moto: S3Server, proxy: FaultProxy, driver: str, tmp_path: Path) -> Callable[..., Store]:
-    def opens(patience_s: float = 10.0) -> Store:
-        return through(moto.at(proxy.endpoint), tmp_path.name, driver, patience_s)
+    def opens(retry_s: float = 10.0) -> Store:
+        return through(moto.at(proxy.endpoint), tmp_path.name, driver, retry_s)
 
     return opens
 
@@ -113,7 +113,7 @@ def test_a_read_outlasts_what_passes(
 
 
 def test_a_store_that_is_away_is_waited_for(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
-    store = through(moto.at(proxy.endpoint), tmp_path.name, "", patience_s=60.0)
+    store = through(moto.at(proxy.endpoint), tmp_path.name, "", retry_s=60.0)
     store.put("a", b"1")
     proxy.inject(Away())
     began = time.monotonic()
@@ -125,7 +125,7 @@ def test_a_store_that_is_away_is_waited_for(moto: S3Server, proxy: FaultProxy, t
 
 @pytest.mark.parametrize("fault", [Away(), Answer(503, "SlowDown"), CutUpload(1)], ids=str)
 def test_patience_ends(open_store: Callable[..., Store], proxy: FaultProxy, fault: Fault) -> None:
-    store = open_store(patience_s=1.0)
+    store = open_store(retry_s=1.0)
     proxy.inject(fault)
     began = time.monotonic()
     with pytest.raises(StoreUnavailable, match=f"write a in {store.url}") as caught:
@@ -135,7 +135,7 @@ def test_patience_ends(open_store: Callable[..., Store], proxy: FaultProxy, faul
 
 
 def test_nothing_below_retries_on_its_own(open_store: Callable[..., Store], proxy: FaultProxy) -> None:
-    store = open_store(patience_s=0.0)
+    store = open_store(retry_s=0.0)
     proxy.inject(Answer(503, "SlowDown"))
     for call in (lambda: store.get("a"), lambda: store.put("a", b""), lambda: store.create("a", b"")):
         proxy.seen.clear()
@@ -193,7 +193,7 @@ def test_what_only_the_user_can_mend_is_told_at_once_and_without_secrets(
 
 @pytest.mark.parametrize("answer", [Answer(403, "QuotaExceeded"), Answer(507, "InsufficientStorage")], ids=str)
 def test_a_full_store_says_what_to_do(open_store: Callable[..., Store], proxy: FaultProxy, answer: Answer) -> None:
-    store = open_store(patience_s=1.0)
+    store = open_store(retry_s=1.0)
     store.put("a", b"0")  # a client's first request takes long, and what is counted here is the tries
     proxy.seen.clear()
     proxy.inject(answer)
@@ -217,7 +217,7 @@ def test_a_create_whose_answer_is_lost_makes_one_object(
 def test_a_large_write_is_one_put_and_never_a_multipart_upload(
     moto: S3Server, proxy: FaultProxy, tmp_path: Path
 ) -> None:
-    store = through(moto.at(proxy.endpoint), tmp_path.name, "", patience_s=10.0)
+    store = through(moto.at(proxy.endpoint), tmp_path.name, "", retry_s=10.0)
     store.put("a", DATA * 2)  # obstore itself would begin a multipart upload from 5 MiB on
     assert proxy.seen == ["PUT"]
     assert "Uploads" not in moto.client().list_multipart_uploads(Bucket=moto.bucket)
@@ -257,7 +257,7 @@ def test_wrong_bytes_pass_because_digests_are_for_the_layer_above(
 
 def test_a_missing_bucket_is_named(moto: S3Server, driver: str) -> None:
     options = moto.fsspec_options() if driver else moto.options()
-    store = Store("s3://no-such-bucket/run", patience_s=5, options=options)
+    store = Store("s3://no-such-bucket/run", retry_s=5, options=options)
     calls: list[Callable[[], Any]] = [
         lambda: store.get("a"),
         lambda: store.put("a", b""),
@@ -272,7 +272,7 @@ def test_a_missing_bucket_is_named(moto: S3Server, driver: str) -> None:
 
 
 def test_every_reader_waits_through_the_same_fault(open_store: Callable[..., Store], proxy: FaultProxy) -> None:
-    store = open_store(patience_s=20.0)
+    store = open_store(retry_s=20.0)
     for number in range(8):
         store.put(f"a/{number}", b"x" * 1000)
     proxy.inject(Away())
@@ -293,4 +293,4 @@ def test_nothing_listening_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> No
         OPTIONS_ENV, '{"endpoint": "http://127.0.0.1:9", "access_key_id": "a", "secret_access_key": "b"}'
     )
     with pytest.raises(StoreUnavailable, match="read a in s3://bucket/run"):
-        Store("s3://bucket/run", patience_s=0.1).get("a")
+        Store("s3://bucket/run", retry_s=0.1).get("a")

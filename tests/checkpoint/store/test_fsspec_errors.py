@@ -28,7 +28,7 @@ class Broken(MemoryFileSystem):  # type: ignore[misc]  # fsspec is not typed
 @pytest.fixture
 def store() -> Store:
     fsspec.register_implementation("broken", Broken, clobber=True)
-    return Store("broken://run", patience_s=0.0)
+    return Store("broken://run", retry_s=0.0)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_what_a_trainer_writes_over_is_held_apart(
     key = {"gcs_base_url": f"http://127.0.0.1:{google.server_port}", "disable_oauth": True}
     key |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
     options = {"service_account_key": json.dumps(key), "allow_http": "true"}
-    store = Store("gs://bucket/run", options=options, patience_s=5.0)
+    store = Store("gs://bucket/run", options=options, retry_s=5.0)
     heartbeat = Heartbeat(store, Trainer("trainer-0-i1", 1, 0, 0, 0, "starting", 0.0))
     heartbeat.start()
     heartbeat.stop("done")

@@ -81,7 +81,7 @@ def store(request: pytest.FixtureRequest, disk: Disk, tmp_path: Path) -> Store: 
 @pytest.fixture
 def cut(disk: Disk, tmp_path: Path) -> Callable[[], Store]:
     """Cuts the power and opens the store on what is left."""
-    return lambda: Store(f"file://{disk.after_a_power_cut(tmp_path / 'left')}/runs/one", patience_s=0.0)
+    return lambda: Store(f"file://{disk.after_a_power_cut(tmp_path / 'left')}/runs/one", retry_s=0.0)
 
 
 def test_acknowledged_entries_and_revisions_outlive_a_power_cut(
@@ -119,7 +119,7 @@ TORN = [b"", b"\0" * 300, b'{"schema":1,"number":4,"epo']
 @pytest.mark.parametrize("left", TORN)
 @pytest.mark.parametrize("torn", [1, 3])
 def test_entries_that_a_power_cut_has_torn_are_set_aside_by_who_takes_over(left: bytes, torn: int) -> None:
-    store = Store(f"memory://torn-entries-{torn}-{len(left)}", patience_s=0.0)
+    store = Store(f"memory://torn-entries-{torn}-{len(left)}", retry_s=0.0)
     writer = Journal(store, "a/1")
     writer.take_over(1.0, "h", 1, "up")
     for number in range(2, 7):
@@ -140,7 +140,7 @@ def test_entries_that_a_power_cut_has_torn_are_set_aside_by_who_takes_over(left:
 
 def test_a_torn_entry_that_comes_back_to_life_stays_set_aside() -> None:
     """As from a copy of the store. Whoever has read the run without it must not find another past."""
-    store = Store("memory://torn-alive", patience_s=0.0)
+    store = Store("memory://torn-alive", retry_s=0.0)
     writer = Journal(store, "a/1")
     writer.take_over(1.0, "h", 1, "up")
     key = layout.journal_entry(writer.append(2.0, (RunCreated("lost", "id"),)).number)
@@ -152,7 +152,7 @@ def test_a_torn_entry_that_comes_back_to_life_stays_set_aside() -> None:
 
 
 def test_a_torn_entry_that_others_have_gone_on_from_is_damage() -> None:
-    store = Store("memory://torn-inside", patience_s=0.0)
+    store = Store("memory://torn-inside", retry_s=0.0)
     writer = Journal(store, "a/1")
     writer.take_over(1.0, "h", 1, "up")
     writer.append(2.0, (RunCreated("r", "id"),))
@@ -163,7 +163,7 @@ def test_a_torn_entry_that_others_have_gone_on_from_is_damage() -> None:
 
 
 def test_what_a_newer_version_wrote_is_not_taken_for_torn() -> None:
-    store = Store("memory://torn-newer", patience_s=0.0)
+    store = Store("memory://torn-newer", retry_s=0.0)
     Journal(store, "a/1").take_over(1.0, "h", 1, "up")
     store.put(layout.journal_entry(1), b'{"schema":2}')
     with pytest.raises(Corrupt):
@@ -172,7 +172,7 @@ def test_what_a_newer_version_wrote_is_not_taken_for_torn() -> None:
 
 @pytest.mark.parametrize("left", TORN)
 def test_a_torn_revision_has_a_number_and_no_say(left: bytes, tmp_path: Path) -> None:
-    store = Store(f"memory://torn-revision-{len(left)}", patience_s=0.0)
+    store = Store(f"memory://torn-revision-{len(left)}", retry_s=0.0)
     (tmp_path / "weights").write_bytes(b"weights")
     files = [("model.safetensors", tmp_path / "weights")]
     known = Catalog(store, "a")

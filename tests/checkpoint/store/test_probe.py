@@ -121,12 +121,12 @@ def test_a_filesystem_of_fsspec_without_a_create_only_write_is_refused_whoever_i
 
     fsspec.register_implementation("other", Other, clobber=True)
     with pytest.raises(StoreUnusable, match=r"Other of fsspec looks whether .*, and then writes; use a"):
-        probe(Store("other://host/run", patience_s=0.0))
+        probe(Store("other://host/run", retry_s=0.0))
 
 
 def test_what_the_store_says_itself_comes_through(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
     server = moto.at(proxy.endpoint)
-    store = Store(server.url(tmp_path.name), options=server.options(), patience_s=0.3)
+    store = Store(server.url(tmp_path.name), options=server.options(), retry_s=0.3)
     proxy.inject(Answer(403, "AccessDenied"))
     with pytest.raises(StoreDenied):
         probe(store)
@@ -146,4 +146,4 @@ def test_changed_bytes_are_found(moto: S3Server, proxy: FaultProxy, tmp_path: Pa
     server = moto.at(proxy.endpoint)
     proxy.inject(WrongBytes())
     with pytest.raises(StoreUnusable, match="not what was written"):
-        probe(Store(server.url(tmp_path.name), options=server.options(), patience_s=0.3))
+        probe(Store(server.url(tmp_path.name), options=server.options(), retry_s=0.3))

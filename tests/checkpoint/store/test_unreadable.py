@@ -91,7 +91,7 @@ class Steered:
     """A run under a real controller with real eyes, in a store of its own."""
 
     def __init__(self, *, ended_diverged: bool = False) -> None:
-        self.store = Store(f"memory://unreadable-{next(names)}", patience_s=0.0)
+        self.store = Store(f"memory://unreadable-{next(names)}", retry_s=0.0)
         documents.create_run(self.store, RunRecord(documents.SCHEMA, "sim-0", NOW_S, spec()))
         writer = Journal(self.store, "a/1")
         self.cloud = Machines()

@@ -77,7 +77,7 @@ def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 def works(ceph: S3Server, options: dict[str, Any] | None = None) -> bool:
     """Whether Ceph takes the credentials: moto would take any."""
-    store = Store(ceph.url("named"), options=options, patience_s=1)
+    store = Store(ceph.url("named"), options=options, retry_s=1)
     store.put("a", b"1")
     return store.get("a") == b"1"
 

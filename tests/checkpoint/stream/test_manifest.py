@@ -23,7 +23,7 @@ PREFIX = layout.policy(VERSION)
 @pytest.fixture(params=["file", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     url = f"file://{tmp_path}/run" if request.param == "file" else f"memory://{tmp_path}"
-    return Store(url, patience_s=0.2)
+    return Store(url, retry_s=0.2)
 
 
 def folder(path: Path, **files: bytes) -> Path:
@@ -36,17 +36,16 @@ def folder(path: Path, **files: bytes) -> Path:
 def test_a_folder_exists_only_with_its_manifest(store: Store, tmp_path: Path) -> None:
     source = folder(tmp_path / "src", one=b"1" * 1000, two=b"2", none=b"")
     published = manifest.publish(store, PREFIX, source, VERSION, 5.0, {"torch": "2"})
-    store.put(f"{layout.policy(PolicyVersion(0, 9))}/one", b"cut off before its manifest")
-    store.put(f"{layout.POLICIES}/README", b"a foreign file")
-    store.put(f"{layout.POLICIES}/notes/mine/manifest.json", b"another")
-    assert manifest.committed(store, layout.POLICIES) == [VERSION]
+    cut_off = layout.policy(PolicyVersion(0, 9))
+    store.put(f"{cut_off}/one", b"cut off before its manifest")
+    with pytest.raises(NotFound):
+        manifest.fetch(store, cut_off, tmp_path / "none")
     fetched = manifest.fetch(store, PREFIX, tmp_path / "dst")
     assert fetched == published
     assert (fetched.meta, fetched.size_bytes) == ({"torch": "2"}, 1001)
     assert (tmp_path / "dst" / "one").read_bytes() == b"1" * 1000
     assert (tmp_path / "dst" / "none").read_bytes() == b""
     manifest.remove(store, PREFIX)
-    assert manifest.committed(store, layout.POLICIES) == []
     assert store.entries(PREFIX) == []
 
 

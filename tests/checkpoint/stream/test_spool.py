@@ -197,10 +197,10 @@ def test_a_slot_that_is_released_while_one_looks_is_no_error(spool: Spool) -> No
 
 
 def test_what_the_uploader_says_is_heard(spool: Spool) -> None:
-    assert spool.heard() == UploaderState()
+    assert spool.reported() == UploaderState()
     said = UploaderState("0-5", "0-10", 3, 9, "free some space")
-    spool.say(said)
-    assert spool.heard() == said
+    spool.report(said)
+    assert spool.reported() == said
 
 
 def test_giving_up_a_slot_asks_for_no_more_than_was_there(spool: Spool) -> None:
@@ -289,9 +289,9 @@ def checkpoints_of(spool: Spool, timeline: int, verdict: Verdict) -> Checkpoints
 def test_what_an_abandoned_timeline_stored_is_not_taken_for_the_present_ones(spool: Spool) -> None:
     checkpoints = checkpoints_of(spool, 1, Verdict())
     checkpoints.begin_from(20, logging_steps=1)
-    spool.say(UploaderState(stored="0-30"))
+    spool.report(UploaderState(stored="0-30"))
     assert checkpoints.stored_step() == 20
-    spool.say(UploaderState(stored="1-25"))
+    spool.report(UploaderState(stored="1-25"))
     assert checkpoints.stored_step() == 25
 
 

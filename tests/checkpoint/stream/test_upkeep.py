@@ -86,7 +86,7 @@ def test_wrong_bytes_of_the_right_size_are_found_in_turn(
     wrong = machine.shared()[1]
     machine.store.put(wrong, bytes(CHUNK_BYTES))
     kept = upkeep.Upkeep(machine.store, machine.catalog)
-    mended = [kept.look(1.0, {SHARED: str(machine.base)}) for _ in range(3)]
+    mended = [kept.mend(1.0, {SHARED: str(machine.base)}) for _ in range(3)]
     assert sorted(mended) == [[], [], [wrong.partition("/")[2]]]
     assert machine.damage() == {}
 
@@ -99,7 +99,7 @@ def test_what_a_restore_found_damaged_is_stored_again_at_once(
     wrong = machine.shared()[0].partition("/")[2]
     machine.store.put(f"{layout.BLOBS}/{wrong}", bytes(CHUNK_BYTES))
     machine.catalog.suspect(1.0, wrong)
-    assert upkeep.Upkeep(machine.store, machine.catalog).look(1.0, {SHARED: str(machine.base)}) == [wrong]
+    assert upkeep.Upkeep(machine.store, machine.catalog).mend(1.0, {SHARED: str(machine.base)}) == [wrong]
     assert machine.damage() == {}
     assert machine.catalog.newest().suspect == []
 
@@ -116,7 +116,7 @@ def test_a_source_that_is_no_longer_the_same_is_not_stored(machine: Machine, now
             machine.base.write_bytes(b"")
         case _:
             machine.base.unlink()
-    assert upkeep.Upkeep(machine.store, machine.catalog).look(1.0, {SHARED: str(machine.base)}) == []
+    assert upkeep.Upkeep(machine.store, machine.catalog).mend(1.0, {SHARED: str(machine.base)}) == []
     with pytest.raises(NotFound):
         machine.store.get(lost)
 
@@ -143,7 +143,7 @@ def test_what_a_hundred_checkpoints_share_is_remembered_once(monkeypatch: pytest
     kept = upkeep.Upkeep(store, catalog)
     tracemalloc.start()
     try:
-        assert kept.look(1.0, {SHARED: "/models/base/model.safetensors"}) == []
+        assert kept.mend(1.0, {SHARED: "/models/base/model.safetensors"}) == []
         held_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -154,12 +154,12 @@ def test_a_listing_tells_which_checkpoints_lack_what(machine: Machine) -> None:
     machine.saves(10)
     machine.saves(20)
     listed = machine.catalog.newest().checkpoints
-    assert upkeep.absences(machine.store, listed) == {"0-10": [], "0-20": []}
+    assert upkeep.missing_objects(machine.store, listed) == {"0-10": [], "0-20": []}
     files = transfer.read_manifest(machine.store, listed[1]).files
     own = next(file.chunks[0] for file in files if file.name != SHARED)
     machine.store.delete([f"{layout.BLOBS}/{own}"])
     machine.store.put(machine.shared()[2], b"cut")
-    found = upkeep.absences(machine.store, listed)
+    found = upkeep.missing_objects(machine.store, listed)
     cut = f"{machine.shared()[2]} of {SHARED} has 3 bytes, not 100"
     assert found == {"0-10": [cut], "0-20": [f"{layout.BLOBS}/{own} of model.safetensors is missing", cut]}
 

@@ -180,6 +180,11 @@ class Rig:
             print(self.log(attempt).read_text()[-4000:])
         return code
 
+    def published(self) -> list[PolicyVersion]:
+        """The policies in the store whose upload is whole."""
+        keys = [entry.key for entry in self.store.entries(layout.POLICIES)]
+        return sorted(layout.version_of(key) for key in keys if key.endswith(f"/{layout.MANIFEST}"))
+
     def beat(self) -> Trainer | None:
         return documents.TRAINER.read(self.store)
 

@@ -14,9 +14,7 @@ import torch
 from checkpoint.records import metrics
 from checkpoint.records.documents import RunRecord
 from checkpoint.records.forks import write_fork
-from checkpoint.store import layout
 from checkpoint.store.codec import from_json
-from checkpoint.stream import manifest
 from policies.control.snapshot import Trainer
 from policies.detect.divergence import Detector, Health, Verdict, follow
 from policies.model import exit_codes
@@ -133,7 +131,7 @@ def test_the_next_timeline_goes_on_from_its_start_with_its_settings(diverged: Di
         assert values["sampling/sampling_logp_difference/max"] < 1e-4
     asked = {PolicyVersion.parse(policy) for policy, _ in rig.gateway.asked}
     assert {at.step for at in asked if at.timeline == 1} == set(range(START.step, STEPS))
-    assert manifest.committed(rig.store, f"{layout.POLICIES}/0001")[-1] == PolicyVersion(1, STEPS - 1)
+    assert rig.published()[-1] == PolicyVersion(1, STEPS - 1)
     rig.restore(PolicyVersion(1, STEPS), tmp_path / "last")
     record = from_json((tmp_path / "last" / RUN_FILE).read_bytes(), RunRecord, RUN_FILE)
     assert record.spec.grpo == {**rig.spec.grpo, **CALM}

@@ -142,7 +142,7 @@ def test_only_what_is_missing_is_asked_for_again(finished: Finished) -> None:
 
 
 def test_two_policies_are_kept_and_are_the_trainers(finished: Finished, tmp_path: Path) -> None:
-    kept = manifest.committed(finished.store, layout.POLICIES)
+    kept = finished.rig.published()
     assert kept == [PolicyVersion(0, STEPS - 1), PolicyVersion(0, STEPS)]
     manifest.fetch(finished.store, layout.policy(kept[-1], (0, 1, 1)), tmp_path / "policy")
     finished.rig.restore(kept[-1], tmp_path / "checkpoint")

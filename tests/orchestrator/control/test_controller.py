@@ -78,7 +78,7 @@ class Hands:
 def test_a_store_that_goes_away_in_a_tick_leaves_state_and_journal_agreed(leaves: str) -> None:
     """At each entry in turn; the run goes on, and its one controller is never taken for a replaced one."""
     for when in (0, 1, 5):
-        store, world = LeavingStore(f"memory://controller-{next(names)}", patience_s=0.0), World(max_steps=10**6)
+        store, world = LeavingStore(f"memory://controller-{next(names)}", retry_s=0.0), World(max_steps=10**6)
         writer = Journal(store, "a/1")
         state = writer.take_over(world.now_s, "a", 1, "up")
         eyes, hands = Eyes(world, store), Hands(world)
@@ -102,7 +102,7 @@ def test_a_store_that_goes_away_in_a_tick_leaves_state_and_journal_agreed(leaves
 
 def test_who_was_replaced_acts_no_more_not_even_in_a_tick_without_events() -> None:
     """It was stopped; the machine that it does not know is its successor's."""
-    store, world = Store(f"memory://controller-{next(names)}", patience_s=0.0), World(max_steps=10**6)
+    store, world = Store(f"memory://controller-{next(names)}", retry_s=0.0), World(max_steps=10**6)
     writer = Journal(store, "a/1")
     state = writer.take_over(world.now_s, "a", 1, "up")
     controller = Controller(store, world.spec, writer, state, Eyes(world, store), Hands(world))  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def test_who_was_replaced_acts_no_more_not_even_in_a_tick_without_events() -> No
 
 def test_no_silence_from_before_an_outage_counts() -> None:
     """The trainer beats all the time; its controller does not see it for a while, and then sees its last beat."""
-    store, world = Store(f"memory://controller-{next(names)}", patience_s=0.0), World(max_steps=10**6)
+    store, world = Store(f"memory://controller-{next(names)}", retry_s=0.0), World(max_steps=10**6)
     writer = Journal(store, "a/1")
     state = writer.take_over(world.now_s, "a", 1, "up")
     eyes, hands = Eyes(world, store), Hands(world)

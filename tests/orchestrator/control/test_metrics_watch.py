@@ -46,7 +46,7 @@ class Run:
     """A store, a trainer that writes rows into it, and who watches."""
 
     def __init__(self, logging_steps: int = 1) -> None:
-        self.store = Counted(f"memory://watch-{next(names)}", patience_s=0.0)
+        self.store = Counted(f"memory://watch-{next(names)}", retry_s=0.0)
         self.logging_steps = logging_steps
         self.watch = self.watcher()
         self.forks: list[Fork] = []

@@ -223,7 +223,8 @@ def test_a_gateway_that_was_replaced_takes_nothing_back_however_late_it_writes()
     for by, boot_id in (((0, 1, 1), "g1"), ((0, 2, 1), "g2"), ((0, 1, 1), "g1"), ((0, 1, 9), "g1 once more")):
         documents.gateway(by).write(world.store, GatewayAddress(f"http://{boot_id}", boot_id))
         documents.members(by).write(world.store, GatewayStatus(boot_id, "0-1", [], seq=99))
-    found, status = documents.read_gateway(world.store), documents.read_members(world.store)
+    newest = documents.newest_gateway(world.store)
+    found, status = documents.gateway(newest).read(world.store), documents.members(newest).read(world.store)
     assert found is not None
     assert status is not None
     assert (found.url, found.boot_id, status.boot_id) == ("http://g2", "g2", "g2")

@@ -27,7 +27,7 @@ class WatchedStore(Store):
     """Keeps what is written, and can refuse or hold a write."""
 
     def __init__(self) -> None:
-        super().__init__(f"memory://status-{next(names)}", patience_s=0.0)
+        super().__init__(f"memory://status-{next(names)}", retry_s=0.0)
         self.written: list[GatewayStatus] = []
         self.refused = 0
         self.away = False

@@ -57,13 +57,13 @@ class S3Server:
         )
 
 
-def through(server: S3Server, name: str, driver: str, patience_s: float) -> Store:
+def through(server: S3Server, name: str, driver: str, retry_s: float) -> Store:
     """A store that gives up a request that hangs after a second, so that tests do not take half a minute."""
     if driver == "fsspec":
         options = server.fsspec_options(config_kwargs={"read_timeout": 1, "connect_timeout": 1})
     else:
         options = server.options(read_timeout="1s", timeout="4s")
-    return Store(server.url(name), patience_s=patience_s, options=options)
+    return Store(server.url(name), retry_s=retry_s, options=options)
 
 
 def free_port() -> int:
