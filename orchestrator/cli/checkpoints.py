@@ -32,7 +32,7 @@ from orchestrator.config.rules.checks import LOGGING_STEPS
 from orchestrator.views.numbers import NOT_KNOWN, data_size, duration
 from policies.control.snapshot import Trainer
 from policies.detect.divergence import Verdict
-from policies.ledger.retention import Kept, keep_before, keep_since, kept_by
+from policies.ledger.retention import RetentionRules, StoredCheckpoint, keep_before, keep_since, rules_keeping
 from policies.model import exit_codes
 from policies.model.spec import RunSpec
 from policies.model.timelines import Fork, lineage, on_lineage
@@ -154,14 +154,13 @@ def kept_as(
     newest_step = max((one.at.step for one in listed if on_lineage(one.at, stretches)), default=0)
     verdict = beat.verdict if beat is not None and beat.timeline == timeline else None
     logging_steps = int(spec.grpo.get("logging_steps", LOGGING_STEPS))
-    return kept_by(
-        [Kept(one.at, one.pinned) for one in listed],
+    rules = RetentionRules(
         spec.checkpoints.keep_last,
         spec.checkpoints.keep_every_steps,
         keep_before(newest_step, verdict or Verdict(), logging_steps),
-        forks,
         keep_since(newest_step, logging_steps),
     )
+    return rules_keeping([StoredCheckpoint(one.at, one.pinned) for one in listed], forks, rules)
 
 
 def _pin(version: str, target: str | None, output: Output, *, pinned: bool) -> None:

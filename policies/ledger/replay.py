@@ -16,7 +16,7 @@ from policies.model.vocabulary import PolicyVersion
 RESTARTS_FROM = 2
 
 
-def may_go(
+def versions_to_delete(
     stored: Sequence[PolicyVersion],
     checkpoints: Sequence[PolicyVersion],
     keep_last: int,

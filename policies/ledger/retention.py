@@ -12,66 +12,63 @@ from policies.detect.divergence import Verdict
 from policies.model.timelines import Fork, lineage, on_lineage
 from policies.model.vocabulary import PolicyVersion
 
-# A divergence is noticed some logged points after it began: so far back checkpoints are kept in calm, too.
+# A divergence is noticed some logged points after it began: checkpoints are always kept so far back.
 NOTICED_POINTS = 20
-# Of so many stretches of each width one checkpoint stays: the least with which a target is less than twice as old
-# as one that has gone.
+# One checkpoint stays in each of so many stretches of each width: the fewest with which a target is less than
+# twice as old as one that has gone.
 STRETCHES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A checkpoint that the store holds. A pinned one stays until it is unpinned."""
+class StoredCheckpoint:
+    """A checkpoint in the store. A pinned one stays until it is unpinned."""
 
     version: PolicyVersion
     pinned: bool = False
 
 
-def retired(
-    checkpoints: Sequence[Kept],
-    keep_last: int,
-    keep_every_steps: int | None,
-    keep_before_step: int | None,
-    forks: Sequence[Fork],
-    keep_since_step: int | None = None,
+@dataclass(frozen=True, slots=True)
+class RetentionRules:
+    """What stays on the line of the newest timeline, besides what a rollback may need."""
+
+    keep_last: int  # so many of the newest
+    keep_every_steps: int | None = None  # what lies on a multiple of it
+    keep_before_step: int | None = None  # the newest one from before this step; see `keep_before`
+    keep_since_step: int | None = None  # all since this step; see `keep_since`
+
+
+def versions_to_retire(
+    checkpoints: Sequence[StoredCheckpoint], forks: Sequence[Fork], rules: RetentionRules
 ) -> tuple[PolicyVersion, ...]:
-    """Return the versions that may go, oldest first: those that no rule keeps. With `keep_last` >= 1 one always
-    stays."""
-    rules = kept_by(checkpoints, keep_last, keep_every_steps, keep_before_step, forks, keep_since_step)
-    return tuple(version for version, names in rules.items() if not names)
+    """Return the versions that no rule keeps, oldest first. With `keep_last` >= 1 one version always stays."""
+    return tuple(version for version, names in rules_keeping(checkpoints, forks, rules).items() if not names)
 
 
-def kept_by(
-    checkpoints: Sequence[Kept],
-    keep_last: int,
-    keep_every_steps: int | None,
-    keep_before_step: int | None,
-    forks: Sequence[Fork],
-    keep_since_step: int | None = None,
+def rules_keeping(
+    checkpoints: Sequence[StoredCheckpoint], forks: Sequence[Fork], rules: RetentionRules
 ) -> dict[PolicyVersion, tuple[str, ...]]:
     """Return the rules that keep each version, in a few words each, oldest version first.
 
-    What stays: what is pinned; and on the line of the newest timeline, which reaches back over the checkpoint that
-    it began from, the newest `keep_last`, what lies on a multiple of `keep_every_steps`, the newest one from
-    before `keep_before_step`, all since `keep_since_step`, some at doubling ages, and of a rollback on probation
-    the start and the one before it. What was abandoned by a fork goes once probation has passed.
+    Kept are pinned checkpoints and, on the line of the newest timeline, which reaches back past the checkpoint
+    that it began from: what `rules` say, some at doubling ages, and during a rollback's probation its start and
+    the one before that. What a fork abandoned goes once probation has passed.
 
-    A timeline exists from its fork on. Until its line has a checkpoint nothing goes: the run is not left with
-    nothing. Nor does one of a timeline that `forks` does not know: whoever asks has not seen its fork yet.
+    Until the newest timeline's line has a checkpoint nothing goes, so that the run is not left with nothing. Nor
+    does one of a timeline that `forks` does not know: the caller has not seen its fork yet.
     """
     newest = max((fork.timeline for fork in forks), default=0)
     stretches = lineage(forks, newest)
     versions = sorted(one.version for one in checkpoints)
     line = [version for version in versions if on_lineage(version, stretches)]
     waiting = on_probation(line, forks)
-    before, since, every = keep_before_step, keep_since_step, keep_every_steps
-    rules: dict[str, Iterable[PolicyVersion]] = {
+    every, before, since = rules.keep_every_steps, rules.keep_before_step, rules.keep_since_step
+    found: dict[str, Iterable[PolicyVersion]] = {
         "pinned": [one.version for one in checkpoints if one.pinned],
         "newer timeline": [version for version in versions if version.timeline > newest],
-        f"newest {keep_last}": line[-keep_last:],
+        f"newest {rules.keep_last}": line[-rules.keep_last :],
         f"every {every} steps": [one for one in line if every is not None and one.step % every == 0],
-        "before a possible divergence": [one for one in line if before is not None and one.step < before][-1:],
-        "recent": [one for one in line if since is not None and one.step >= since],
+        "before what is off": [one for one in line if before is not None and one.step < before][-1:],
+        "lately": [one for one in line if since is not None and one.step >= since],
         "doubling ages": at_doubling_ages(line),
         "rollback on probation": {
             one for start in waiting for one in [two for two in line if two.step <= start][-2:]
@@ -80,18 +77,18 @@ def kept_by(
             one for one in versions if one not in line and (waiting or not line)
         ],
     }
-    kept = {name: frozenset(found) for name, found in rules.items()}
-    return {version: tuple(name for name, found in kept.items() if version in found) for version in versions}
+    kept = {name: frozenset(ones) for name, ones in found.items()}
+    return {version: tuple(name for name, ones in kept.items() if version in ones) for version in versions}
 
 
 def at_doubling_ages(line: Sequence[PolicyVersion]) -> set[PolicyVersion]:
-    """Return those of a line, oldest first, that stay lest some step have none from before it.
+    """Return those of a line, oldest first, that stay so that every step has one from before it.
 
     Cut into stretches of 1, 2, 4, 8, ... steps, the line keeps the oldest checkpoint of each of the newest
-    STRETCHES of every width, about 1.5 for each doubling of the run's length. Whatever was saved `age` steps
-    before the newest one, there stays one that is as old or older, but less than `2 * age`. What is the oldest of
-    a stretch was so of each narrower one within it: so it makes no difference how often this was asked, and going
-    back to an earlier checkpoint calls for none that has gone.
+    STRETCHES of every width, about 1.5 for each doubling of the run's length. For whatever was saved `age` steps
+    before the newest one, one stays that is as old or older, but less than `2 * age`. The oldest of a stretch was
+    the oldest of each narrower one within it: so it does not matter how often this was applied, and going back to
+    an earlier checkpoint needs none that has gone.
     """
     if not line:
         return set()
@@ -105,7 +102,7 @@ def at_doubling_ages(line: Sequence[PolicyVersion]) -> set[PolicyVersion]:
 
 
 def on_probation(line: Sequence[PolicyVersion], forks: Sequence[Fork]) -> list[int]:
-    """The steps from which rollbacks went on that `line` has not yet come far enough beyond."""
+    """Return the start steps of rollbacks whose probation `line` has not passed yet."""
     reached = line[-1].step if line else 0
     waiting = [
         one for one in forks if one.probation_until_step is not None and reached <= one.probation_until_step
@@ -116,7 +113,7 @@ def on_probation(line: Sequence[PolicyVersion], forks: Sequence[Fork]) -> list[i
 def keep_before(step: int, verdict: Verdict, logging_steps: int) -> int:
     """Return the step before which the newest checkpoint must stay, as of `step`.
 
-    That is where the excursion under way began; in calm, where one that is not noticed yet may have.
+    That is where the present excursion began, or, while there is none, where an unnoticed one may have.
     """
     return keep_since(step, logging_steps) if verdict.onset_step is None else verdict.onset_step
 
@@ -124,6 +121,6 @@ def keep_before(step: int, verdict: Verdict, logging_steps: int) -> int:
 def keep_since(step: int, logging_steps: int) -> int:
     """Return the step since which all checkpoints must stay, as of `step`.
 
-    Behind any of them a divergence may have begun that will be noticed later: then that one is wanted.
+    A divergence that is noticed later may have begun after any of them, and then that one is needed.
     """
     return max(0, step - NOTICED_POINTS * logging_steps)

@@ -23,8 +23,8 @@ from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.catalog import Checkpoint
 from checkpoint.stream.spool import Seal
 from checkpoint.stream.uploader import LOOK_S, Retire, Tidy, Uploader, yield_to_others
-from policies.ledger.replay import may_go
-from policies.ledger.retention import Kept, retired
+from policies.ledger.replay import versions_to_delete
+from policies.ledger.retention import RetentionRules, StoredCheckpoint, versions_to_retire
 from policies.model import exit_codes
 from policies.model.spec import CheckpointsSpec
 from policies.model.timelines import lineage, on_lineage
@@ -57,10 +57,11 @@ def main() -> int:
 
 def _retention(store: Store, spec: CheckpointsSpec) -> Retire:
     def retire(listed: Sequence[Checkpoint], newest: Seal | None) -> Sequence[PolicyVersion]:
-        kept = [Kept(one.at, one.pinned) for one in listed]
+        stored = [StoredCheckpoint(one.at, one.pinned) for one in listed]
         # Read behind the list: a checkpoint of a timeline that it does not show yet is left alone.
         before, since = (newest.keep_before_step, newest.keep_since_step) if newest is not None else (None, None)
-        return retired(kept, spec.keep_last, spec.keep_every_steps, before, read_forks(store), since)
+        rules = RetentionRules(spec.keep_last, spec.keep_every_steps, before, since)
+        return versions_to_retire(stored, read_forks(store), rules)
 
     return retire
 
@@ -70,7 +71,9 @@ def _tidying(store: Store, spec: CheckpointsSpec) -> Tidy:
         def going(stored: Sequence[PolicyVersion]) -> Sequence[PolicyVersion]:
             held = [one.at for one in listed]
             # Read behind the list, as above.
-            return may_go(stored, held, spec.keep_last, spec.keep_rollouts_every_steps, read_forks(store))
+            return versions_to_delete(
+                stored, held, spec.keep_last, spec.keep_rollouts_every_steps, read_forks(store)
+            )
 
         if deleted := rollouts.collect(store, going):
             log.info("rollouts_deleted", records=deleted)

@@ -10,7 +10,7 @@ from checkpoint.records import rollouts
 from checkpoint.records.rollouts import Rollout
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
-from policies.ledger.replay import may_go
+from policies.ledger.replay import versions_to_delete
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
 
@@ -81,7 +81,7 @@ def test_what_stays(
     says: str, forks: str, listed: str, stored: str, keep_last: int, sample: int, stays: str
 ) -> None:
     there = versions(stored)
-    gone = may_go(there, versions(listed), keep_last, sample, forked(forks))
+    gone = versions_to_delete(there, versions(listed), keep_last, sample, forked(forks))
     assert [one for one in there if one not in gone] == versions(stays), says
 
 

@@ -7,14 +7,21 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from policies.detect.divergence import Health, Verdict
-from policies.ledger.retention import NOTICED_POINTS, Kept, keep_before, keep_since, retired
+from policies.ledger.retention import (
+    NOTICED_POINTS,
+    RetentionRules,
+    StoredCheckpoint,
+    keep_before,
+    keep_since,
+    versions_to_retire,
+)
 from policies.model.timelines import Fork, lineage, on_lineage
 from policies.model.vocabulary import PolicyVersion
 
 
-def held(text: str) -> list[Kept]:
+def held(text: str) -> list[StoredCheckpoint]:
     """`0-10 0-20! 1-30`: three checkpoints, of which the second is pinned."""
-    return [Kept(PolicyVersion.parse(one.rstrip("!")), one.endswith("!")) for one in text.split()]
+    return [StoredCheckpoint(PolicyVersion.parse(one.rstrip("!")), one.endswith("!")) for one in text.split()]
 
 
 def forked(text: str) -> tuple[Fork, ...]:
@@ -76,7 +83,7 @@ RETIRED: list[tuple[str, str, str, int, int | None, int | None, str]] = [
         "0-20 0-30",
     ),
     (
-        "and behind it as any others",
+        "and after it as any others",
         "0-50:60",
         "0-10 0-20 0-30 0-40 0-50 1-60 1-70 1-80",
         1,
@@ -108,7 +115,8 @@ RETIRED: list[tuple[str, str, str, int, int | None, int | None, str]] = [
 @pytest.mark.parametrize("case", RETIRED, ids=[case[0] for case in RETIRED])
 def test_what_may_go(case: tuple[str, str, str, int, int | None, int | None, str]) -> None:
     _, forks, text, keep_last, keep_every_steps, before, going = case
-    found = retired(held(text), keep_last, keep_every_steps, before, forked(forks))
+    rules = RetentionRules(keep_last, keep_every_steps, before)
+    found = versions_to_retire(held(text), forked(forks), rules)
     assert " ".join(map(str, found)) == going
 
 
@@ -140,49 +148,58 @@ def forks_of_runs(draw: st.DrawFn) -> tuple[Fork, ...]:
 
 VERSIONS = st.builds(PolicyVersion, st.integers(0, 3), st.integers(0, 60))
 HELD = st.dictionaries(VERSIONS, st.booleans(), min_size=1, max_size=20).map(
-    lambda found: [Kept(version, pinned) for version, pinned in found.items()]
+    lambda found: [StoredCheckpoint(version, pinned) for version, pinned in found.items()]
 )
-RULES = st.tuples(
-    st.integers(1, 5), st.none() | st.integers(1, 20), st.none() | st.integers(0, 70), forks_of_runs()
+RULES = st.builds(
+    RetentionRules, st.integers(1, 5), st.none() | st.integers(1, 20), st.none() | st.integers(0, 70)
 )
-Rules = tuple[int, int | None, int | None, tuple[Fork, ...]]
+Forks = tuple[Fork, ...]
 
 
-def line_of(checkpoints: list[Kept], forks: tuple[Fork, ...]) -> list[PolicyVersion]:
+def line_of(checkpoints: list[StoredCheckpoint], forks: tuple[Fork, ...]) -> list[PolicyVersion]:
     """What a trainer of the newest timeline could go on from, oldest first."""
     stretches = lineage(forks, len(forks))
     return sorted(one.version for one in checkpoints if on_lineage(one.version, stretches))
 
 
-@given(checkpoints=HELD, rules=RULES)
-def test_what_always_stays(checkpoints: list[Kept], rules: Rules) -> None:
-    going = retired(checkpoints, *rules)
+@given(checkpoints=HELD, forks=forks_of_runs(), rules=RULES)
+def test_what_always_stays(checkpoints: list[StoredCheckpoint], forks: Forks, rules: RetentionRules) -> None:
+    going = versions_to_retire(checkpoints, forks, rules)
     assert len(set(going)) == len(going) < len(checkpoints), "one is always left"
     assert list(going) == sorted(going)
     assert set(going) <= {one.version for one in checkpoints if not one.pinned}
-    line = line_of(checkpoints, rules[3])
-    assert not set(line[-rules[0] :]) & set(going), "the newest on the line"
+    line = line_of(checkpoints, forks)
+    assert not set(line[-rules.keep_last :]) & set(going), "the newest on the line"
 
 
-@given(checkpoints=HELD, rules=RULES)
-def test_asking_again_retires_nothing_more(checkpoints: list[Kept], rules: Rules) -> None:
-    going = retired(checkpoints, *rules)
-    assert retired([one for one in checkpoints if one.version not in going], *rules) == ()
+@given(checkpoints=HELD, forks=forks_of_runs(), rules=RULES)
+def test_asking_again_retires_nothing_more(
+    checkpoints: list[StoredCheckpoint], forks: Forks, rules: RetentionRules
+) -> None:
+    going = versions_to_retire(checkpoints, forks, rules)
+    left = [one for one in checkpoints if one.version not in going]
+    assert versions_to_retire(left, forks, rules) == ()
 
 
-@given(checkpoints=HELD, rules=RULES)
-def test_a_run_can_go_back_before_its_excursion(checkpoints: list[Kept], rules: Rules) -> None:
-    assume(rules[2] is not None)
-    before = [version for version in line_of(checkpoints, rules[3]) if version.step < (rules[2] or 0)]
+@given(checkpoints=HELD, forks=forks_of_runs(), rules=RULES)
+def test_a_run_can_go_back_before_its_excursion(
+    checkpoints: list[StoredCheckpoint], forks: Forks, rules: RetentionRules
+) -> None:
+    assume(rules.keep_before_step is not None)
+    before = [version for version in line_of(checkpoints, forks) if version.step < (rules.keep_before_step or 0)]
     assume(before)
-    assert before[-1] not in retired(checkpoints, *rules)
+    assert before[-1] not in versions_to_retire(checkpoints, forks, rules)
 
 
-@given(checkpoints=HELD, rules=RULES)
-def test_what_was_abandoned_goes_once_the_line_has_one(checkpoints: list[Kept], rules: Rules) -> None:
-    line, newest = line_of(checkpoints, rules[3]), len(rules[3])
+@given(checkpoints=HELD, forks=forks_of_runs(), rules=RULES)
+def test_what_was_abandoned_goes_once_the_line_has_one(
+    checkpoints: list[StoredCheckpoint], forks: Forks, rules: RetentionRules
+) -> None:
+    line, newest = line_of(checkpoints, forks), len(forks)
     assume(line)
-    left = {one.version for one in checkpoints if not one.pinned} - set(retired(checkpoints, *rules))
+    left = {one.version for one in checkpoints if not one.pinned} - set(
+        versions_to_retire(checkpoints, forks, rules)
+    )
     assert all(version in line or version.timeline > newest for version in left)
 
 
@@ -197,7 +214,10 @@ SINCE: list[tuple[str, str, str, int, str]] = [
 @pytest.mark.parametrize("case", SINCE, ids=[case[0] for case in SINCE])
 def test_what_stays_for_a_divergence_that_is_not_noticed_yet(case: tuple[str, str, str, int, str]) -> None:
     _, forks, text, since, going = case
-    assert " ".join(map(str, retired(held(text), 1, None, None, forked(forks), since))) == going
+    assert (
+        " ".join(map(str, versions_to_retire(held(text), forked(forks), RetentionRules(1, keep_since_step=since))))
+        == going
+    )
 
 
 @given(save_steps=st.integers(1, 60), logging_steps=st.integers(1, 20), steps=st.integers(1, 200))
@@ -207,7 +227,8 @@ def test_a_checkpoint_from_before_a_late_notice_is_there(save_steps: int, loggin
     for step in range(save_steps, steps + 1, save_steps):
         stored.append(PolicyVersion(0, step))
         before, since = keep_before(step, Verdict(), logging_steps), keep_since(step, logging_steps)
-        gone = retired([Kept(one) for one in stored], 1, None, before, (), since)
+        rules = RetentionRules(1, keep_before_step=before, keep_since_step=since)
+        gone = versions_to_retire([StoredCheckpoint(one) for one in stored], (), rules)
         stored = [one for one in stored if one not in gone]
     for onset in range(max(1, steps - NOTICED_POINTS * logging_steps), steps + 1):
         newest = (onset - 1) // save_steps * save_steps
