@@ -20,7 +20,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
 from policies.control.snapshot import Trainer, Watched
 from policies.detect.divergence import Detector, Point, follow
-from policies.detect.pitfalls import Pitfall, Pitfalls, watch_for
+from policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls
 from policies.model.timelines import Fork, lineage, on_lineage
 from policies.model.vocabulary import PolicyVersion
 
@@ -156,7 +156,7 @@ class MetricsWatch:
             if row.step > noticed_step:
                 noticed_step = row.step
                 # With what `point_of` leaves out: evaluations and our own numbers are what pitfalls are seen in.
-                pitfalls, new = watch_for(pitfalls, Point(row.step, row.values))
+                pitfalls, new = find_pitfalls(pitfalls, Point(row.step, row.values))
                 self._found += new
         step = max([known.step, *(row.step for row in rows)])
         self._known = replace(known, step=step, noticed_step=noticed_step, detector=detector, pitfalls=pitfalls)

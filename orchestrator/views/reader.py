@@ -24,8 +24,8 @@ from checkpoint.stream.catalog import Catalog, Checkpoint
 from orchestrator.control.lease import LeaseWatch
 from orchestrator.views.events import EventLine, lines, rehearsed_line
 from policies.control.snapshot import Trainer
-from policies.ledger.abandoned import on_line
-from policies.ledger.accounting import lived
+from policies.ledger.abandoned import split_by_line
+from policies.ledger.accounting import surviving_rows
 from policies.model.events import Event, NodeMoved, NodeRequested
 from policies.model.fold import apply
 from policies.model.spec import RunSpec
@@ -149,7 +149,7 @@ class Reader:
             self._chunks[entry.key] = (entry.size_bytes, entry.modified_at, rows)
         if changed:
             self.rows = metrics.in_order(row for _, _, rows in self._chunks.values() for row in rows)
-        self.path, self.abandoned = on_line(lived(self.rows), self.state.forks)
+        self.path, self.abandoned = split_by_line(surviving_rows(self.rows), self.state.forks)
 
     def _holds(self, entry: Entry) -> bool:
         chunk = self._chunks.get(entry.key)

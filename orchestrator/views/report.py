@@ -37,7 +37,7 @@ from policies.ledger.accounting import (
     bill,
     fault_costs,
     journalled_faults,
-    merged,
+    merge_faults,
     rentals,
 )
 from policies.model.phases import TERMINAL_RUN
@@ -147,7 +147,7 @@ def build_report(store: Store, now_s: float) -> Report:
 def run_faults(store: Store, history: History) -> list[Fault]:
     """Every fault of the run, rehearsed or not, each once, in order."""
     done = [_rehearsed(fault) for fault in read_faults(store)]
-    return merged(done, journalled_faults(history))
+    return merge_faults(done, journalled_faults(history))
 
 
 def to_json(report: Report) -> dict[str, Any]:

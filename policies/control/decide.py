@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from policies.control.fleet import fill_slots
 from policies.control.lifecycle import run_lifecycle
-from policies.control.observed import HEARTBEAT_FRESH_S, mirror
+from policies.control.observed import HEARTBEAT_FRESH_S, update_node_phases
 from policies.control.rollback_stages import steer_timeline
 from policies.control.snapshot import (
     Action,
@@ -21,7 +21,7 @@ from policies.control.snapshot import (
     Terminate,
     WriteFork,
 )
-from policies.control.stopping import to_be_asked
+from policies.control.stopping import stop_requests
 from policies.control.tick import Tick
 from policies.model.phases import LIVE_NODE, TERMINAL_RUN
 from policies.model.spec import RunSpec
@@ -39,7 +39,7 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
         IllegalMove: the phase tables forbid a move that the rules made; a bug.
     """
     tick = Tick(state, snapshot, spec)
-    mirror(tick)
+    update_node_phases(tick)
     steer_timeline(tick)
     run_lifecycle(tick)
     fill_slots(tick)
@@ -71,7 +71,7 @@ def actions_for(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
             actions.append(Launch(node.id, node.slot, node.market, node.attempt, state.timeline))
         elif node.phase is NodePhase.TERMINATING and machine is not None:
             actions.append(Terminate(node.id))
-        elif machine is not None and (ask := to_be_asked(state, node, snapshot)):
+        elif machine is not None and (ask := stop_requests(state, node, snapshot)):
             actions += ask
         elif machine is not None and _is_silent(node, machine, snapshot):
             actions.append(Confirm(node.id))

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
-from policies.control.stopping import let_all_go
+from policies.control.stopping import release_machines
 from policies.control.tick import Tick
-from policies.model.buying import REFUSALS, WORKS_S, Kind, back_off_s, probe_wait_s
+from policies.model.buying import REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
 from policies.model.events import BuyingResumed, BuyingStopped, NodeRequested
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import RunSpec
@@ -43,7 +43,7 @@ def wanted_slots(spec: RunSpec) -> list[tuple[Role, str, bool]]:
 def fill_slots(tick: Tick) -> None:
     """Request a node for every empty slot where that may help; let go who is overdue, or has nothing to do."""
     if tick.state.phase in TERMINAL_RUN or tick.state.phase is RunPhase.STOPPING:
-        let_all_go(tick)
+        release_machines(tick)
         return
     _replace_overdue(tick)
     _return_idle(tick)
@@ -75,7 +75,7 @@ def _trainer_is_near(tick: Tick) -> bool:
 def _may_buy(tick: Tick, role: Role, needed: bool) -> bool:
     """Whether machines of the kind are bought; of one whose buying has stopped, one at a time, now and then."""
     name = kind_of(role, market_of(role, tick.spec))
-    kind = tick.state.kinds.get(name, Kind())
+    kind = tick.state.kinds.get(name, MachineKind())
     if not kind.stopped:
         return True
     if any(one.kind == name and _is_tried(one, kind) for one in tick.state.nodes.values()):
@@ -83,7 +83,7 @@ def _may_buy(tick: Tick, role: Role, needed: bool) -> bool:
     return tick.waited_s(kind.failed_at_s) >= probe_wait_s(kind, needed)
 
 
-def _is_tried(node: Node, kind: Kind) -> bool:
+def _is_tried(node: Node, kind: MachineKind) -> bool:
     """Whether it is to show that its kind works again: by serving; where they soon broke, by going on."""
     if kind.broke_in_a_row >= REFUSALS and node.requested_at_s >= kind.stopped_at_s:
         return node.phase in _FILLING
@@ -100,7 +100,7 @@ def _judge_kinds(tick: Tick) -> None:
             tick.emit(BuyingResumed(name), f"machines are bought again, {name}")
 
 
-def _works_again(tick: Tick, name: str, kind: Kind) -> bool:
+def _works_again(tick: Tick, name: str, kind: MachineKind) -> bool:
     """Whether a kind that was stopped for machines that soon broke has one that does not."""
     serving = [one for one in tick.state.nodes.values() if one.kind == name and one.phase is NodePhase.SERVING]
     stays = any(tick.waited_s(max(one.since_s, kind.failed_at_s)) > WORKS_S for one in serving)
@@ -145,7 +145,7 @@ def _return_idle(tick: Tick) -> None:
     since_s = tick.state.trainerless_since_s
     if since_s is None or tick.snapshot.machines is None:
         return
-    kind = tick.state.kinds.get(kind_of(Role.ROLLOUT, market_of(Role.ROLLOUT, tick.spec)), Kind())
+    kind = tick.state.kinds.get(kind_of(Role.ROLLOUT, market_of(Role.ROLLOUT, tick.spec)), MachineKind())
     boot_s = tick.spec.policies.boot_timeout_s if kind.boot_s is None else kind.boot_s
     hold_s = max(HOLD_MIN_S, min(boot_s, tick.spec.policies.boot_timeout_s))
     if tick.silent_s(since_s) <= hold_s:

@@ -7,7 +7,7 @@ from policies.control.rollback_stages import begin_by_hand
 from policies.control.stopping import DOWN, DOWN_NOW, stop_at_once
 from policies.control.tick import Tick
 from policies.model import exit_codes
-from policies.model.buying import Kind
+from policies.model.buying import MachineKind
 from policies.model.events import CommandTaken, DataSetAside, GatewayRestarted, StoreCaughtUp, StoreSlowed
 from policies.model.state import Node
 from policies.model.vocabulary import NodePhase, Refusal, Role, RollbackStage, RunPhase
@@ -159,7 +159,7 @@ def _came_to_nothing(tick: Tick, node: Node) -> Refusal | None:
 def _refuses_spec(tick: Tick, node: Node) -> None:
     """Its work says that this run.yaml is wrong. Where others of its kind have worked with it, this machine is."""
     log = f"see `grpo-orch logs {node.id}`"
-    kind = tick.state.kinds.get(node.kind, Kind())
+    kind = tick.state.kinds.get(node.kind, MachineKind())
     if kind.served or any(other.served for other in tick.state.nodes.values() if other.kind == node.kind):
         why = f"it cannot work with this run.yaml, though others could; {log}"
         tick.move(node, NodePhase.TERMINATING, why, _came_to_nothing(tick, node))

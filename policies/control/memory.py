@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from policies.control.objective import is_cut_alike, value_of
+from policies.control.objective import pieces_keep_gradient, value_of
 
 # Below this a group's mean says too little of its prompt.
 LEAST_GROUP = 4
@@ -13,7 +13,7 @@ LEAST_GROUP = 4
 Changes = dict[str, bool | int | float]
 
 
-def smaller(
+def changes_to_save_memory(
     grpo: Mapping[str, Any], min_completion_length: int | None, *, accumulates: bool = True
 ) -> Changes | None:
     """Return the next changes of `grpo` that need less memory, or None where nothing is left that may change.
@@ -26,7 +26,7 @@ def smaller(
         accumulates: whether the accumulation may be another.
     """
     pieces, checkpointing = _in_smaller_pieces(grpo) if accumulates else None, _with_checkpointing(grpo)
-    exact = (pieces, checkpointing) if is_cut_alike(grpo) else (checkpointing, pieces)
+    exact = (pieces, checkpointing) if pieces_keep_gradient(grpo) else (checkpointing, pieces)
     groups = _with_smaller_groups(grpo) if accumulates else None
     for changes in (*exact, groups, _with_shorter_completions(grpo, min_completion_length)):
         if changes is not None:

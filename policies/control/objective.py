@@ -55,7 +55,7 @@ def weight_cap(grpo: Mapping[str, Any]) -> float:
     return value_of(grpo, "epsilon") if high is None else float(high)
 
 
-def is_cut_alike(grpo: Mapping[str, Any]) -> bool:
+def pieces_keep_gradient(grpo: Mapping[str, Any]) -> bool:
     """Whether smaller batches on each device, and more of them, give the same gradient.
 
     `bnpo` weighs a completion by the tokens of its device's batch; the entropy bonus and the choice of tokens by
@@ -92,7 +92,7 @@ def _effect(key: str, before: Mapping[str, Any], after: Mapping[str, Any], proce
         case "temperature":
             return f"completions are sampled at temperature {after[key]:g}"
         case _ if key in BATCHES:
-            if is_cut_alike(after):
+            if pieces_keep_gradient(after):
                 return "the same batch and gradient, computed in smaller pieces"
             return "the same batch in smaller pieces; what this loss averages over a piece changes"
         case "gradient_checkpointing":

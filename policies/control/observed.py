@@ -18,7 +18,7 @@ MACHINE_LOST_S = 3600.0
 MEMBERSHIP_SETTLES_S = 5.0
 
 
-def mirror(tick: Tick) -> None:
+def update_node_phases(tick: Tick) -> None:
     """Bring every node's phase to what the snapshot shows."""
     for refused in tick.snapshot.refused:
         node = tick.node(refused.node)
@@ -29,12 +29,12 @@ def mirror(tick: Tick) -> None:
     for node in list(tick.state.nodes.values()):
         machine = tick.snapshot.machines.get(node.id)
         if machine is None or machine.state is MachineState.GONE:
-            _absent(tick, node, machine)
+            _machine_absent(tick, node, machine)
         else:
-            _present(tick, node, machine)
+            _machine_present(tick, node, machine)
 
 
-def _absent(tick: Tick, node: Node, machine: Machine | None) -> None:
+def _machine_absent(tick: Tick, node: Node, machine: Machine | None) -> None:
     if node.phase is NodePhase.REQUESTED and machine is None:
         return  # not there yet; the launch is asked for again until it is, or is refused
     if node.phase is NodePhase.TERMINATING:
@@ -43,7 +43,7 @@ def _absent(tick: Tick, node: Node, machine: Machine | None) -> None:
         tick.move(node, NodePhase.GONE, machine.why if machine and machine.why else "the cloud no longer has it")
 
 
-def _present(tick: Tick, node: Node, machine: Machine) -> None:
+def _machine_present(tick: Tick, node: Node, machine: Machine) -> None:
     if node.phase is NodePhase.TERMINATING:
         return
     if machine.state is MachineState.STARTING:
@@ -63,14 +63,14 @@ def _present(tick: Tick, node: Node, machine: Machine) -> None:
         return
     if node.attempt_ended_at_s is not None:
         return  # between two attempts; the beat that is still fresh is the dead one's
-    working = _working(tick, node)
+    working = _is_working(tick, node)
     if node.phase is NodePhase.BOOTING and working is True:
         tick.move(node, NodePhase.SERVING, "in the membership" if node.role is Role.ROLLOUT else "heartbeat")
     elif node.phase is NodePhase.SERVING and working is False:
         tick.move(node, NodePhase.BOOTING, "left the membership while its machine is up")
 
 
-def _working(tick: Tick, node: Node) -> bool | None:
+def _is_working(tick: Tick, node: Node) -> bool | None:
     """Whether the node's work is seen; None where nothing can be concluded."""
     snapshot = tick.snapshot
     if node.role is Role.TRAINER:

@@ -71,7 +71,7 @@ def choose_start(
     return max(found, key=lambda version: version.step, default=None)
 
 
-def before_step_of(onset_step: int, rollbacks: Sequence[Rollback]) -> int:
+def target_before_step(onset_step: int, rollbacks: Sequence[Rollback]) -> int:
     """Return the step that the next target must lie before.
 
     A timeline that trips in its probation has shown that what it started from was too late, so the next target
@@ -86,7 +86,7 @@ def before_step_of(onset_step: int, rollbacks: Sequence[Rollback]) -> int:
     return onset_step
 
 
-def changes_after(grpo: Mapping[str, Any], rules: OnRollback, processes: int = 1) -> dict[str, float]:
+def changes_on_rollback(grpo: Mapping[str, Any], rules: OnRollback, processes: int = 1) -> dict[str, float]:
     """Return the keys of `grpo` that a rollback changes, with their new values: those that do something.
 
     Without a KL term (`beta` 0) there is none to strengthen, and none is begun: it would need the memory of a
@@ -111,7 +111,7 @@ def changes_after(grpo: Mapping[str, Any], rules: OnRollback, processes: int = 1
     return {key: value for key, value in changed.items() if value != values[key]}
 
 
-def spent(rollbacks: Sequence[Rollback], step: int, budget: RollbackBudget) -> str:
+def budget_spent(rollbacks: Sequence[Rollback], step: int, budget: RollbackBudget) -> str:
     """Return why there may be no further rollback for a trip at `step`; empty where there may.
 
     Counted are those for divergence since a person last decided.

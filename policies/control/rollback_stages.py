@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from policies.control.memory import smaller
+from policies.control.memory import changes_to_save_memory
 from policies.control.objective import effects
 from policies.control.observed import HEARTBEAT_FRESH_S
 from policies.control.rollback_choice import (
     Target,
-    before_step_of,
-    changes_after,
+    budget_spent,
+    changes_on_rollback,
     choose_start,
     choose_target,
-    spent,
+    target_before_step,
 )
 from policies.control.snapshot import Command
 from policies.control.tick import Tick
@@ -118,7 +118,7 @@ def _target(
     state: RunState, checkpoints: Sequence[PolicyVersion], onset_step: int | None, *, ever_stored: bool
 ) -> Target:
     """Where to go back to, for a divergence since `onset_step`; None: there is none."""
-    before_step = None if onset_step is None else before_step_of(onset_step, state.rollbacks)
+    before_step = None if onset_step is None else target_before_step(onset_step, state.rollbacks)
     return choose_target(checkpoints, state.forks, state.timeline, before_step, ever_stored=ever_stored)
 
 
@@ -220,7 +220,7 @@ def _answer_divergence(tick: Tick) -> None:
         why = f"diverged since step {trip.onset_step}; `grpo-orch rollback` goes back to {target}"
         tick.move_run(RunPhase.PAUSED, why)
         return
-    why = spent(state.rollbacks, trip.step, policy.budget)
+    why = budget_spent(state.rollbacks, trip.step, policy.budget)
     if why and policy.action == "rollback":
         start = None if target.start is None else str(target.start)
         tick.emit(HealthyChosen(start), f"the last healthy one is {target}")
@@ -256,7 +256,7 @@ def _answer_memory(tick: Tick) -> None:
         _pause_if_damaged(tick, "the trainer is out of memory")
         return
     least, accumulates = tick.spec.policies.min_completion_length, not fixes_accumulation(tick.spec)
-    changes = smaller(_effective(tick), least, accumulates=accumulates)
+    changes = changes_to_save_memory(_effective(tick), least, accumulates=accumulates)
     if changes is None:
         tick.move_run(RunPhase.PAUSED, f"the trainer is out of memory; {NOTHING_SMALLER}")
         return
@@ -324,7 +324,7 @@ def _skipped(tick: Tick, before: Fork) -> tuple[Skipped, ...]:
 
 def _changes_by_rule(tick: Tick) -> dict[str, bool | int | float]:
     rules = tick.spec.policies.kl.on_rollback
-    return {**changes_after(_effective(tick), rules, processes_of(tick.spec))}
+    return {**changes_on_rollback(_effective(tick), rules, processes_of(tick.spec))}
 
 
 def _as_whole(key: str, value: float) -> int | float:

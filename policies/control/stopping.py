@@ -19,7 +19,7 @@ DOWN = "down"
 DOWN_NOW = "down_now"  # also where another `down` is being waited for
 
 
-def let_all_go(tick: Tick) -> None:
+def release_machines(tick: Tick) -> None:
     """Let every machine of a run go that is over or is asked to stop, and see when all are gone."""
     for node in list(tick.state.nodes.values()):
         if node.phase not in LIVE_NODE:
@@ -41,7 +41,7 @@ def stop_at_once(tick: Tick) -> None:
             tick.move(node, NodePhase.TERMINATING, "asked to stop at once")
 
 
-def to_be_asked(state: RunState, node: Node, snapshot: Snapshot) -> list[AskToStop]:
+def stop_requests(state: RunState, node: Node, snapshot: Snapshot) -> list[AskToStop]:
     """What asks the node's trainer to end, until it says that it does."""
     if state.phase is not RunPhase.STOPPING or node.role is not Role.TRAINER:
         return []

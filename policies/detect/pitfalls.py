@@ -95,7 +95,7 @@ _HIGH = (
 )
 
 
-def watch_for(state: Pitfalls, point: Point) -> tuple[Pitfalls, tuple[Pitfall, ...]]:
+def find_pitfalls(state: Pitfalls, point: Point) -> tuple[Pitfalls, tuple[Pitfall, ...]]:
     """Return the state after one more logged point, and what there is to say now. An earlier step says nothing."""
     if point.step <= state.step:
         return state, ()

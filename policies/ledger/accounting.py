@@ -38,8 +38,8 @@ TRACE_S = 60.0
 STOPPED_BY_ITSELF = (exit_codes.FENCED, exit_codes.DIVERGED)
 
 
-class Logged(Protocol):
-    """A row of the log, `checkpoint.records.metrics.Row`. Times are the wall clock at the step's end."""
+class LoggedRow(Protocol):
+    """A row of the log, `checkpoint.records.metrics.RowT`. Times are the wall clock at the step's end."""
 
     @property
     def timeline(self) -> int: ...
@@ -55,7 +55,7 @@ class Logged(Protocol):
     def tokens_discarded(self) -> int: ...
 
 
-L = TypeVar("L", bound=Logged)
+RowT = TypeVar("RowT", bound=LoggedRow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +101,13 @@ class Bill:
     cost_all_on_demand_usd: float
 
 
-def lived(rows: Iterable[L], when: Callable[[L], float] = lambda row: row.time_s) -> list[L]:
+def surviving_rows(rows: Iterable[RowT], when: Callable[[RowT], float] = lambda row: row.time_s) -> list[RowT]:
     """Return the rows in the order of time, without those that a restarted trainer has yet to make again.
 
     A trainer that went back to step 10 replaces the rows of 11, 12, ... one by one; a row whose predecessor is
     younger than itself belongs to the life that was lost.
     """
-    kept: list[L] = []
+    kept: list[RowT] = []
     newest: dict[int, float] = {}
     for row in sorted(rows, key=lambda r: (r.timeline, r.step)):
         if when(row) >= newest.get(row.timeline, when(row)):
@@ -184,7 +184,7 @@ class _Ledger:
             self.found.append(Fault(name, target, time_s, time_s, at_step))
 
 
-def merged(rehearsed: Iterable[Fault], journalled: Iterable[Fault]) -> list[Fault]:
+def merge_faults(rehearsed: Iterable[Fault], journalled: Iterable[Fault]) -> list[Fault]:
     """Return every fault once, in order: what the journal says is a trace of an earlier fault that explains it.
 
     A fault explains one trace of each thing it hits within TRACE_S; the trainer's machine takes the gateway along.
@@ -214,7 +214,7 @@ def _hits(target: str, slot: str) -> bool:
     return slot == target or slot.startswith(f"{target.removesuffix('s')}-") or target.startswith(f"{slot}-i")
 
 
-def fault_costs(rows: Sequence[Logged], faults: Sequence[Fault]) -> list[FaultCost]:
+def fault_costs(rows: Sequence[LoggedRow], faults: Sequence[Fault]) -> list[FaultCost]:
     """Return what each fault cost, in their order.
 
     A gap between two logged steps costs what it is longer than the median gap in which nothing happened. It is
@@ -222,7 +222,7 @@ def fault_costs(rows: Sequence[Logged], faults: Sequence[Fault]) -> list[FaultCo
     tokens thrown away in the step that ended it. Steps count from when the run first had them: what making one
     again cost is in the gap after the last step before it.
     """
-    path = lived(rows, lambda row: row.reached_s)
+    path = surviving_rows(rows, lambda row: row.reached_s)
     gaps = list(pairwise(path))
     inside = [
         [n for n, fault in enumerate(faults) if fault.struck_s <= end.reached_s and fault.seen_s > start.reached_s]
@@ -248,7 +248,7 @@ def fault_costs(rows: Sequence[Logged], faults: Sequence[Fault]) -> list[FaultCo
     ]
 
 
-def _step_at(path: Sequence[Logged], time_s: float) -> int:
+def _step_at(path: Sequence[LoggedRow], time_s: float) -> int:
     return max((row.step for row in path if row.reached_s <= time_s), default=0)
 
 

@@ -67,8 +67,8 @@ def rules_keeping(
         "newer timeline": [version for version in versions if version.timeline > newest],
         f"newest {rules.keep_last}": line[-rules.keep_last :],
         f"every {every} steps": [one for one in line if every is not None and one.step % every == 0],
-        "before what is off": [one for one in line if before is not None and one.step < before][-1:],
-        "lately": [one for one in line if since is not None and one.step >= since],
+        "before a possible divergence": [one for one in line if before is not None and one.step < before][-1:],
+        "recent": [one for one in line if since is not None and one.step >= since],
         "doubling ages": at_doubling_ages(line),
         "rollback on probation": {
             one for start in waiting for one in [two for two in line if two.step <= start][-2:]

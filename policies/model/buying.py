@@ -23,7 +23,7 @@ BACK_OFF_MAX_EXTRA_S = 120.0  # for those above it
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class MachineKind:
     """How buying machines of one kind has gone lately, whichever slots they were for."""
 
     refused_in_a_row: int = 0  # by the cloud, or taken back before they served, since it last gave one
@@ -60,14 +60,16 @@ def back_off_s(failures: int, needed: bool) -> float:
     return float(min(most, BACK_OFF_FIRST_S * 2 ** min(failures - 1, 10)))
 
 
-def probe_wait_s(kind: Kind, needed: bool) -> float:
+def probe_wait_s(kind: MachineKind, needed: bool) -> float:
     """Seconds from the last failure of a stopped kind until one machine is asked for again."""
     if kind.never_serves:
         return float(min(PROBE_MAX_S, PROBE_FIRST_S * 2 ** min(kind.probes, 10)))
     return back_off_s(kind.probes + 1, needed)
 
 
-def after_move(kind: Kind, move: NodeMoved, time_s: float, *, came: bool, served: bool, asked_at_s: float) -> Kind:
+def after_move(
+    kind: MachineKind, move: NodeMoved, time_s: float, *, came: bool, served: bool, asked_at_s: float
+) -> MachineKind:
     """Return the kind after one of its machines moved.
 
     Args:

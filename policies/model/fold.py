@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import assert_never
 
 from policies.model import exit_codes
-from policies.model.buying import Kind, after_move
+from policies.model.buying import MachineKind, after_move
 from policies.model.events import (
     BuyingResumed,
     BuyingStopped,
@@ -99,11 +99,11 @@ def _apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> R
         case NodeMoved():
             return _moved(state, event, time_s)
         case BuyingStopped():
-            kind = state.kinds.get(event.kind, Kind())
+            kind = state.kinds.get(event.kind, MachineKind())
             stopped = replace(kind, stopped=event.reason, stopped_at_s=time_s, probes=0)
             return _with_kind(state, event.kind, stopped)
         case BuyingResumed():
-            kind = state.kinds.get(event.kind, Kind())
+            kind = state.kinds.get(event.kind, MachineKind())
             return _with_kind(state, event.kind, replace(kind, stopped="", probes=0, broke_in_a_row=0))
         case MachineBought():
             bought = replace(state.nodes[event.node], market=event.market, price_usd_per_h=event.price_usd_per_h)
@@ -181,7 +181,7 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
         slot = replace(slot, refusals_in_a_row=0, last_refusal=None)
     state = _with_slot(state, node.slot, slot)
     came, served = node.phase is not NodePhase.REQUESTED, node.served or node.phase is NodePhase.TERMINATING
-    kind = state.kinds.get(node.kind, Kind())
+    kind = state.kinds.get(node.kind, MachineKind())
     kind = after_move(kind, event, time_s, came=came, served=served, asked_at_s=node.requested_at_s)
     state = _with_kind(state, node.kind, kind)
     if event.phase in (NodePhase.GONE, NodePhase.REFUSED):
@@ -259,7 +259,7 @@ def _with_node(state: RunState, node: Node) -> RunState:
     return replace(state, nodes=MappingProxyType({**state.nodes, node.id: node}))
 
 
-def _with_kind(state: RunState, name: str, kind: Kind) -> RunState:
+def _with_kind(state: RunState, name: str, kind: MachineKind) -> RunState:
     return replace(state, kinds=MappingProxyType({**state.kinds, name: kind}))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from policies.model.buying import Kind
+from policies.model.buying import MachineKind
 from policies.model.events import DataSetAside, Diverged, DivergenceWatched
 from policies.model.phases import LIVE_NODE
 from policies.model.timelines import Fork, probation_until
@@ -70,7 +70,7 @@ class RunState:
     epoch: int = 0
     nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
     slots: Mapping[str, Slot] = field(default_factory=lambda: MappingProxyType({}))
-    kinds: Mapping[str, Kind] = field(default_factory=lambda: MappingProxyType({}))
+    kinds: Mapping[str, MachineKind] = field(default_factory=lambda: MappingProxyType({}))
     trainerless_since_s: float | None = None  # there has been no machine for the trainer since
     commands_taken: frozenset[str] = frozenset()
     gateway_boot_id: str | None = None

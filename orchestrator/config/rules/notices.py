@@ -5,7 +5,7 @@ from __future__ import annotations
 from orchestrator.config.reading.problems import Findings
 from orchestrator.config.rules.foreign_keys import grpo_table
 from orchestrator.config.rules.secrets import note_secrets
-from policies.control.rollback_choice import changes_after
+from policies.control.rollback_choice import changes_on_rollback
 from policies.model.spec import RunSpec, processes_of
 
 # The detectors know a divergence by about so many logged points.
@@ -34,7 +34,7 @@ def _rollback_changes_nothing(spec: RunSpec, findings: Findings) -> None:
     if (
         kl.action != "rollback"
         or kl.on_rollback.skip_prompts
-        or changes_after(spec.grpo, kl.on_rollback, processes_of(spec))
+        or changes_on_rollback(spec.grpo, kl.on_rollback, processes_of(spec))
     ):
         return
     message = "a rollback changes the sampling seeds alone, and what diverged once may do so again"

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from checkpoint.records import documents
-from policies.control.memory import smaller
+from policies.control.memory import changes_to_save_memory
 from policies.control.snapshot import Trainer
 from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv
@@ -65,7 +65,7 @@ def train(folder: Path, tiny: Path, grpo: dict[str, Any]) -> Trained:
 
 def with_less(grpo: dict[str, Any], times: int) -> dict[str, Any]:
     for _ in range(times):
-        changes = smaller({**GRPO, **grpo}, None)
+        changes = changes_to_save_memory({**GRPO, **grpo}, None)
         assert changes is not None
         grpo = {**grpo, **changes}
     return grpo

@@ -12,7 +12,7 @@ from policies.control.lifecycle import NOTICE_TAKES_S
 from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
 from policies.control.snapshot import Launch, Terminate
 from policies.model import exit_codes
-from policies.model.buying import PROBE_FIRST_S, PROBE_MAX_S, REFUSALS, WORKS_S, Kind, probe_wait_s
+from policies.model.buying import PROBE_FIRST_S, PROBE_MAX_S, REFUSALS, WORKS_S, MachineKind, probe_wait_s
 from policies.model.events import BuyingResumed, BuyingStopped, NodeMoved, NodeRequested, RunMoved
 from policies.model.fold import fold
 from policies.model.state import RunState
@@ -116,7 +116,7 @@ def test_a_store_that_fails_now_and_then_does_not_pay_for_ever(
 def test_one_that_goes_on_serving_shows_that_a_kind_works_again() -> None:
     world = World(max_steps=10**9, save_steps=10**8)
     until_training(world)
-    broken = Kind(stopped="3 in a row", broke_in_a_row=REFUSALS, failed_at_s=world.now_s, served=9)
+    broken = MachineKind(stopped="3 in a row", broke_in_a_row=REFUSALS, failed_at_s=world.now_s, served=9)
     unserved = replace(broken, unserved_in_a_row=REFUSALS)
     for kind, after_s, resumed in ((broken, 0.0, False), (broken, 1.0, True), (unserved, 1.0, False)):
         state = replace(world.state, kinds={**world.state.kinds, KIND: kind})
@@ -227,12 +227,12 @@ def test_who_resumes_after_a_repair_does_not_wait() -> None:
 @pytest.mark.parametrize(
     ("kind", "needed", "waits"),
     [
-        (Kind(unserved_in_a_row=REFUSALS), True, [PROBE_FIRST_S, 2 * PROBE_FIRST_S, 4 * PROBE_FIRST_S]),
-        (Kind(refused_in_a_row=REFUSALS), True, [2, 4, 8]),
-        (Kind(refused_in_a_row=9, unserved_in_a_row=2), False, [2, 4, 8]),
+        (MachineKind(unserved_in_a_row=REFUSALS), True, [PROBE_FIRST_S, 2 * PROBE_FIRST_S, 4 * PROBE_FIRST_S]),
+        (MachineKind(refused_in_a_row=REFUSALS), True, [2, 4, 8]),
+        (MachineKind(refused_in_a_row=9, unserved_in_a_row=2), False, [2, 4, 8]),
     ],
 )
-def test_tries_come_at_growing_intervals(kind: Kind, needed: bool, waits: list[float]) -> None:
+def test_tries_come_at_growing_intervals(kind: MachineKind, needed: bool, waits: list[float]) -> None:
     assert [probe_wait_s(replace(kind, probes=n), needed) for n in range(3)] == waits
     most = PROBE_MAX_S if kind.never_serves else 15 if needed else 120
     assert probe_wait_s(replace(kind, probes=50), needed) == most

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.control.memory import smaller
-from policies.control.objective import effects, is_cut_alike, is_on_policy, value_of
-from policies.control.rollback_choice import changes_after
+from policies.control.memory import changes_to_save_memory
+from policies.control.objective import effects, is_on_policy, pieces_keep_gradient, value_of
+from policies.control.rollback_choice import changes_on_rollback
 from policies.model.spec import OnRollback, fixes_accumulation
 from tests.stand_ins.world import spec
 
@@ -60,7 +60,7 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, float]]] = [
 @pytest.mark.parametrize("case", CHANGES, ids=[case[0] for case in CHANGES])
 def test_what_a_rollback_changes(case: tuple[str, dict[str, Any], dict[str, float]]) -> None:
     _, grpo, changed = case
-    found = changes_after(grpo, OnRollback())
+    found = changes_on_rollback(grpo, OnRollback())
     assert found == changed
     assert not [text for text in effects(found, grpo, 1).values() if text.startswith("nothing")]
 
@@ -68,8 +68,8 @@ def test_what_a_rollback_changes(case: tuple[str, dict[str, Any], dict[str, floa
 def test_several_processes_share_a_generation() -> None:
     grpo = {"generation_batch_size": 64, "gradient_accumulation_steps": 2}
     assert [is_on_policy(grpo, processes) for processes in (1, 2, 4)] == [False, False, True]
-    assert "epsilon" in changes_after(grpo, OnRollback(), 2)
-    assert "epsilon" not in changes_after(grpo, OnRollback(), 4)
+    assert "epsilon" in changes_on_rollback(grpo, OnRollback(), 2)
+    assert "epsilon" not in changes_on_rollback(grpo, OnRollback(), 4)
 
 
 NOT_CLIPPED = "nothing: each completion is trained on once, by the weights that made it, so that the ratio is 1"
@@ -175,7 +175,7 @@ def test_what_less_memory_is_met_with(
     case: tuple[str, dict[str, Any], int | None, dict[str, Any] | None],
 ) -> None:
     _, grpo, least, changed = case
-    assert smaller(grpo, least) == changed
+    assert changes_to_save_memory(grpo, least) == changed
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ def test_an_accumulation_that_deepspeed_is_told_stays(accelerate: dict[str, Any]
     base = spec()
     assert fixes_accumulation(replace(base, trainer=replace(base.trainer, accelerate=accelerate))) == fixed
     plain = {"gradient_checkpointing": False}
-    assert smaller(plain, None, accumulates=False) == {"gradient_checkpointing": True}
-    assert smaller({}, None, accumulates=False) is None
-    assert smaller({}, 256, accumulates=False) == {"max_completion_length": 256}
+    assert changes_to_save_memory(plain, None, accumulates=False) == {"gradient_checkpointing": True}
+    assert changes_to_save_memory({}, None, accumulates=False) is None
+    assert changes_to_save_memory({}, 256, accumulates=False) == {"max_completion_length": 256}
 
 
 @given(
@@ -214,9 +214,9 @@ def test_the_objective_stays_until_nothing_else_is_left_and_then_it_ends(
         "gradient_checkpointing": False,
         **extra,
     }
-    assert is_cut_alike(grpo)
+    assert pieces_keep_gradient(grpo)
     for _ in range(40):
-        changes = smaller(grpo, least)
+        changes = changes_to_save_memory(grpo, least)
         if changes is None:
             break
         before, grpo = grpo, {**grpo, **changes}
@@ -232,4 +232,4 @@ def test_the_objective_stays_until_nothing_else_is_left_and_then_it_ends(
         if "max_completion_length" in changes:
             assert least is not None
             assert changes["max_completion_length"] >= least
-    assert smaller(grpo, least) is None
+    assert changes_to_save_memory(grpo, least) is None

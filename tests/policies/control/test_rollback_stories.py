@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policies.control.rollback_choice import before_step_of, choose_start
+from policies.control.rollback_choice import choose_start, target_before_step
 from policies.model.events import RollbackBegun
 from policies.model.fold import apply
 from policies.model.spec import KlPolicy, RollbackBudget
@@ -40,7 +40,7 @@ def check(state: RunState, begun: RollbackBegun, ever: set[PolicyVersion]) -> No
     """`state` is what the controller knew when it decided."""
     assert begun.cause is Cause.DIVERGED
     assert state.diverged is not None
-    before_step = before_step_of(state.diverged.onset_step, state.rollbacks)
+    before_step = target_before_step(state.diverged.onset_step, state.rollbacks)
     ideal = choose_start(sorted(ever), state.forks, state.timeline, before_step)
     if begun.fork.start is None:
         assert not ever, "never step 0 though there was a checkpoint"
@@ -79,7 +79,7 @@ def test_each_rollback_finds_its_target_whoever_dies(
     if world.state.phase is RunPhase.PAUSED:
         trip = world.state.diverged
         assert trip is not None
-        before_step = before_step_of(trip.onset_step, world.state.rollbacks)
+        before_step = target_before_step(trip.onset_step, world.state.rollbacks)
         assert choose_start(sorted(ever), world.state.forks, world.state.timeline, before_step) is None
         assert set(world.checkpoints) <= ever
         assert world.checkpoints, "and all that is there stays"

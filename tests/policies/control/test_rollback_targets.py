@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policies.control.rollback_choice import Target, before_step_of, choose_start, choose_target
+from policies.control.rollback_choice import Target, choose_start, choose_target, target_before_step
 from policies.detect.divergence import Health, Verdict
 from policies.model.spec import CheckpointsSpec
 from policies.model.state import Rollback
@@ -75,12 +75,12 @@ class Run:
         self.step, self.watched_since = (0 if start is None else start.step), None
 
     def target(self, onset_step: int) -> Target:
-        before_step = before_step_of(onset_step, self.rollbacks)
+        before_step = target_before_step(onset_step, self.rollbacks)
         return choose_target(self.listed, self.forks, self.timeline, before_step, ever_stored=bool(self.ever))
 
     def ideal(self, onset_step: int) -> PolicyVersion | None:
         """Where it would go if nothing had ever been deleted."""
-        before_step = before_step_of(onset_step, self.rollbacks)
+        before_step = target_before_step(onset_step, self.rollbacks)
         return choose_start(sorted(self.ever), self.forks, self.timeline, before_step)
 
     def check(self, onset_step: int) -> Target:

@@ -13,7 +13,7 @@ from checkpoint.records.metrics import PROMPTS_REFUSED, REFUSED_LIMIT, REFUSED_R
 from checkpoint.store.codec import from_json, to_json
 from policies.detect import pitfalls
 from policies.detect.divergence import Point
-from policies.detect.pitfalls import Pitfall, Pitfalls, watch_for
+from policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls
 
 Values = dict[str, float | None]
 ZERO_STD, CLIPPED = "frac_reward_zero_std", "completions/clipped_ratio"
@@ -23,7 +23,7 @@ DIFFERENCE = "sampling/sampling_logp_difference/mean"
 def told(points: Iterable[Point]) -> list[Pitfall]:
     state, found = Pitfalls(), list[Pitfall]()
     for point in points:
-        state, new = watch_for(state, point)
+        state, new = find_pitfalls(state, point)
         found += new
     return found
 
@@ -129,8 +129,8 @@ def test_refused_prompts_are_told_at_once_with_their_numbers() -> None:
 
 
 def test_a_step_that_is_not_later_is_ignored() -> None:
-    state, _ = watch_for(Pitfalls(), Point(5, {CLIPPED: 1.0}))
-    assert watch_for(state, Point(5, {CLIPPED: 1.0})) == (state, ())
+    state, _ = find_pitfalls(Pitfalls(), Point(5, {CLIPPED: 1.0}))
+    assert find_pitfalls(state, Point(5, {CLIPPED: 1.0})) == (state, ())
 
 
 def test_its_names_are_the_stores() -> None:
@@ -152,7 +152,7 @@ def test_nothing_that_is_logged_raises_and_a_store_in_between_changes_nothing(
     step = 0
     for gap, values in rows:
         step += gap
-        straight, ours = watch_for(straight, Point(step, values))
-        stored, theirs = watch_for(from_json(to_json(stored), Pitfalls, "stored"), Point(step, values))
+        straight, ours = find_pitfalls(straight, Point(step, values))
+        stored, theirs = find_pitfalls(from_json(to_json(stored), Pitfalls, "stored"), Point(step, values))
         assert (stored, theirs) == (straight, ours)
     assert len(to_json(straight)) < 6_000

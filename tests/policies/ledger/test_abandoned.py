@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkpoint.records.metrics import TOKENS, Row
-from policies.ledger.abandoned import Abandoned, abandoned, on_line
+from policies.ledger.abandoned import Abandoned, abandoned, split_by_line
 from policies.model.state import Rollback
 from policies.model.timelines import Fork
 from policies.model.vocabulary import Cause, RollbackStage
@@ -42,7 +42,7 @@ LOG = [*steps(0, 1, 10), *steps(1, 6, 9), *steps(2, 4, 5)]
 def test_the_line_is_the_newest_timeline_and_what_it_goes_back_to(
     forks: list[Fork], line: list[tuple[int, int]]
 ) -> None:
-    ours, left = on_line(LOG, forks)
+    ours, left = split_by_line(LOG, forks)
     assert [(step.timeline, step.step) for step in ours] == line
     assert sorted([*ours, *left], key=LOG.index) == LOG
 

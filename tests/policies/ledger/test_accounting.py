@@ -15,9 +15,9 @@ from policies.ledger.accounting import (
     bill,
     fault_costs,
     journalled_faults,
-    lived,
-    merged,
+    merge_faults,
     rentals,
+    surviving_rows,
 )
 from policies.model import exit_codes
 from policies.model.events import (
@@ -160,7 +160,7 @@ def test_a_journalled_fault_knows_where_and_when() -> None:
     ],
 )
 def test_a_rehearsed_fault_and_its_trace_are_one(target: str, trace: str, explained: bool) -> None:
-    all_faults = merged([fault(100, target=target)], [fault(103, target=trace, name="seen")])
+    all_faults = merge_faults([fault(100, target=target)], [fault(103, target=trace, name="seen")])
     assert [one.name for one in all_faults] == (["kill"] if explained else ["kill", "seen"])
     assert all_faults[0].seen_s == (103 if explained else 100)
 
@@ -173,20 +173,20 @@ def test_a_fault_explains_one_loss_of_each_node_and_only_soon_after() -> None:
         fault(110, target="rollout-0", name="lost again"),
         fault(97, target="rollout-1", name="before"),
     ]
-    assert [one.name for one in merged([killed], traces)] == ["before", "kill", "lost again"]
+    assert [one.name for one in merge_faults([killed], traces)] == ["before", "kill", "lost again"]
     late = fault(100 + TRACE_S + 1, target="rollout-0", name="late")
-    assert [one.name for one in merged([killed], [late])] == ["kill", "late"]
+    assert [one.name for one in merge_faults([killed], [late])] == ["kill", "late"]
 
 
 def test_of_two_faults_the_later_one_explains_a_trace() -> None:
     first, second = fault(100, target="rollout-0", name="first"), fault(120, target="rollouts", name="second")
-    found = merged([first, second], [fault(121, target="rollout-0")])
+    found = merge_faults([first, second], [fault(121, target="rollout-0")])
     assert [(one.name, one.seen_s) for one in found] == [("first", 100), ("second", 121)]
 
 
 def test_a_lost_trainer_machine_takes_its_gateway_along_once() -> None:
     traces = [fault(10, target="trainer-0", name="lost"), fault(14, target=GATEWAY), fault(20, target=GATEWAY)]
-    assert [one.name for one in merged([], traces)] == ["lost", "kill"]
+    assert [one.name for one in merge_faults([], traces)] == ["lost", "kill"]
 
 
 def test_seconds_lost_are_what_a_disturbed_gap_is_longer_than_usual() -> None:
@@ -227,9 +227,9 @@ def test_the_gap_before_the_first_step_made_again_holds_all_that_a_restart_cost(
 
 def test_steps_still_to_be_made_again_are_not_part_of_the_run() -> None:
     log = steps(10, 20, 75, 40, 50)
-    assert [step.step for step in lived(log)] == [1, 2, 3]
+    assert [step.step for step in surviving_rows(log)] == [1, 2, 3]
     assert [cost.seconds_lost for cost in fault_costs(log, [fault(41)])] == [45.0]
-    assert [step.step for step in lived([*steps(10, 20, 30), Row(1, 2, 40, 1, {})])] == [1, 2, 3, 2]
+    assert [step.step for step in surviving_rows([*steps(10, 20, 30), Row(1, 2, 40, 1, {})])] == [1, 2, 3, 2]
 
 
 def test_a_fault_is_survived_once_a_step_was_logged_after_it() -> None:
@@ -261,6 +261,6 @@ def test_a_machine_is_paid_from_first_seen_until_gone() -> None:
 def test_a_fault_that_struck_within_the_tick_that_saw_it_is_one_fault() -> None:
     rehearsed = Fault("kill rollouts", "rollouts", 100.2, 100.2, 9)
     traces = [Fault(f"rollout-{n}-i1 lost", f"rollout-{n}", 100.0, 100.0, None) for n in range(2)]
-    assert [fault.name for fault in merged([rehearsed], traces)] == ["kill rollouts"]
+    assert [fault.name for fault in merge_faults([rehearsed], traces)] == ["kill rollouts"]
     earlier = Fault("rollout-0-i1 lost", "rollout-0", 90.0, 90.0, None)
-    assert len(merged([rehearsed], [earlier])) == 2
+    assert len(merge_faults([rehearsed], [earlier])) == 2
