@@ -17,8 +17,11 @@ WORKDIR_ENV = "GRPO_ORCH_WORKDIR"  # a folder of this machine alone, gone with i
 WORK = {Role.TRAINER: "tasks.machine.trainer_machine", Role.ROLLOUT: "tasks.rollout.agent"}
 GATEWAY = "orchestrator.gateway"  # beside the trainer
 TRAINER = "tasks.trainer.main"  # below `WORK[Role.TRAINER]`
+LOCAL_MACHINE = "tasks.machine.local_machine"  # above the work, on the local cloud
 
-# In the machine's working folder.
+MACHINE = "machine.json"  # in the machine's folder: its newest attempt, see `tasks.machine.attempts`
+
+# In the machine's working folder:
 NOTICE = "notice"  # it will be taken back: how many seconds it stays, or nothing
 SPOOL = "spool"  # a link to the spool, wherever that is
 SPOOL_PREFIX = "grpo-orch-"  # of the names of spools: nothing else that the link leads to is ever removed

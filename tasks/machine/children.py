@@ -32,6 +32,11 @@ def start_child(
     return subprocess.Popen(argv, env=env, preexec_fn=tie)
 
 
+def exit_code_of(code: int) -> int:
+    """A child's `returncode` as a shell has it: 128 and the signal's number for one that a signal ended."""
+    return code if code >= 0 else 128 - code
+
+
 def adopt_orphans() -> None:
     """From now on processes whose parent ends become children of this one, if they descend from it."""
     if _libc.prctl(PR_SET_CHILD_SUBREAPER, 1) != 0:

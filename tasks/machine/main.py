@@ -23,7 +23,6 @@ has. A rollout node drains first, for as long as the shortest of their graces al
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
@@ -31,14 +30,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 import structlog
 
 from checkpoint.security.redaction import guard_output
-from checkpoint.store.codec import from_json, to_json
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from policies.control.leaving import NOTICE_S
@@ -46,7 +43,8 @@ from policies.model import exit_codes
 from policies.model.node_contract import NOTICE, WORK
 from policies.model.vocabulary import Role
 from tasks.machine import metadata
-from tasks.machine.children import adopt_orphans, end_descendants, start_child
+from tasks.machine.attempts import Started, record, started, take
+from tasks.machine.children import adopt_orphans, end_descendants, exit_code_of, start_child
 from tasks.machine.metadata import MetadataService
 from tasks.machine.node_env import NodeEnv, NotANode, read_node_env
 from tasks.machine.reporter import Reporter, first_report
@@ -59,14 +57,6 @@ DRAIN_S = 8.0  # SkyPilot kills 10 s after its SIGTERM; Kubernetes and Slurm, by
 PATIENCE_S = 5.0  # for what the work has started, to end in order
 KILLED = 128 + signal.SIGKILL
 MARK = "GRPO_ORCH_WORK"  # in the environment of the work and of all that it starts: the work's folder
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """`machine.json`: the newest attempt that was started here. `exit_code` is None until its end was seen."""
-
-    attempt: int
-    exit_code: int | None = None
 
 
 def main() -> int:
@@ -97,12 +87,12 @@ def run(env: NodeEnv, argv: Sequence[str], known: Sequence[MetadataService], dra
     workdir.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (workdir / "lock").open("a") as lock:
         if not _locked(lock, workdir, env.attempt):
-            if _started(workdir).attempt >= env.attempt:
+            if started(workdir).attempt >= env.attempt:
                 log.info("already_running", attempt=env.attempt)
                 return exit_codes.OK
             log.error("machine_held", attempt=env.attempt, hint="an earlier attempt's process does not end")
             return exit_codes.HELD
-        before = _started(workdir)
+        before = started(workdir)
         if before.attempt > env.attempt:
             log.info("overtaken", attempt=env.attempt, by=before.attempt)
             return exit_codes.OK
@@ -115,22 +105,18 @@ def run(env: NodeEnv, argv: Sequence[str], known: Sequence[MetadataService], dra
 def _locked(lock: TextIO, workdir: Path, attempt: int) -> bool:
     """Take the lock; False where the attempt is at work already, or an earlier one's process does not let go."""
     deadline_s = time.monotonic() + LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if _started(workdir).attempt >= attempt or time.monotonic() > deadline_s:
-                return False
-            time.sleep(POLL_S)  # a lock that is waited for with a deadline has no event
-        else:
-            return True
+    while not take(lock):
+        if started(workdir).attempt >= attempt or time.monotonic() > deadline_s:
+            return False
+        time.sleep(POLL_S)  # a lock that is waited for with a deadline has no event
+    return True
 
 
 def _report_again(env: NodeEnv, store: Store, before: Started) -> int:
     """The attempt has ended, or was killed: what of it may not have reached the store."""
     code = KILLED if before.exit_code is None else before.exit_code
     log.info("attempt_has_ended", attempt=before.attempt, exit_code=code)
-    _write(Path(env.workdir), Started(before.attempt, code))
+    record(Path(env.workdir), Started(before.attempt, code))
     _reporter(env, store).finish(code)
     return code
 
@@ -139,7 +125,7 @@ def _attempt(
     env: NodeEnv, argv: Sequence[str], known: Sequence[MetadataService], drain_s: float, store: Store
 ) -> int:
     workdir = Path(env.workdir)
-    _write(workdir, Started(env.attempt))
+    record(workdir, Started(env.attempt))
     adopt_orphans()
     work = start_child(list(argv), {**os.environ, MARK: str(workdir)})  # before there are threads: it forks
     # The threads below inherit it: SIGTERM then waits for the one that takes it. Until here it ends this process.
@@ -154,9 +140,8 @@ def _attempt(
     stop = threading.Event()
     threading.Thread(target=metadata.watch, args=(known, reporter.locate, noticed, stop), daemon=True).start()
     threading.Thread(target=_pass_on_sigterm, args=(work, drain_s, noticed), daemon=True).start()
-    code = work.wait()
-    code = code if code >= 0 else 128 - code
-    _write(workdir, Started(env.attempt, code))
+    code = exit_code_of(work.wait())
+    record(workdir, Started(env.attempt, code))
     stop.set()
     end_descendants(PATIENCE_S)  # what a killed work left behind would be in the next attempt's way
     log.info("work_ended", attempt=env.attempt, exit_code=code)
@@ -195,17 +180,6 @@ def _pass_on_sigterm(work: subprocess.Popen[bytes], drain_s: float, noticed: Cal
 def _reporter(env: NodeEnv, store: Store) -> Reporter:
     notice = (Path(env.workdir) / NOTICE).exists()
     return Reporter(store, first_report(env.node, env.attempt, env.host, notice=notice))
-
-
-def _started(workdir: Path) -> Started:
-    path = workdir / "machine.json"
-    return from_json(path.read_bytes(), Started, str(path)) if path.exists() else Started(0)
-
-
-def _write(workdir: Path, started: Started) -> None:
-    part = workdir / "machine.part"
-    part.write_bytes(to_json(started))
-    part.replace(workdir / "machine.json")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from tasks.machine.children import adopt_orphans, end_descendants, start_child
+from tasks.machine.children import adopt_orphans, end_descendants, exit_code_of, start_child
 
 # Long enough to shut down in order, which also removes shared memory; a new server may not start before.
 PATIENCE_S = 5.0
@@ -40,7 +40,7 @@ def main() -> int:
         pass
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_descendants(PATIENCE_S)
-    return code if code >= 0 else 128 - code
+    return exit_code_of(code)
 
 
 if __name__ == "__main__":

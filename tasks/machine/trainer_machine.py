@@ -23,7 +23,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream.uploader import LOOK_S
 from policies.model import exit_codes, node_contract
 from policies.model.spec import TrainerSpec
-from tasks.machine.children import start_child
+from tasks.machine.children import exit_code_of, start_child
 from tasks.machine.exit_note import take_exit_code
 from tasks.machine.leaving import stop_file
 from tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
@@ -68,7 +68,7 @@ def main() -> int:
             noted = take_exit_code(Path(env.workdir)) if code != 0 else None
             if noted is not None:
                 return noted
-            return code if code >= 0 else 128 - code
+            return exit_code_of(code)
         for one in beside:
             if pid == one.process.pid:
                 one.restart(status)

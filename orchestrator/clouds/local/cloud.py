@@ -26,7 +26,7 @@ from typing import Any
 from orchestrator.clouds.protocol import CloudRefused, Offer, Order
 from policies.control.fleet import market_of, wanted_slots
 from policies.control.snapshot import Machine
-from policies.model.node_contract import NOTICE, SPOOL, SPOOL_PREFIX, WORK, WORKDIR_ENV
+from policies.model.node_contract import LOCAL_MACHINE, MACHINE, NOTICE, SPOOL, SPOOL_PREFIX, WORK, WORKDIR_ENV
 from policies.model.spec import Prices, RunSpec
 from policies.model.vocabulary import MachineState, Market, Refusal, Role, slot_and_incarnation
 
@@ -46,7 +46,7 @@ class LocalCloud:
     def machines(self) -> dict[str, Machine]:
         """See `Cloud.machines`."""
         found = {}
-        for path in sorted(self._folder.glob("*/machine.json")):
+        for path in sorted(self._folder.glob(f"*/{MACHINE}")):
             with contextlib.suppress(FileNotFoundError):  # it is being terminated
                 found[path.parent.name] = self._machine(path.parent)
         return found
@@ -66,7 +66,7 @@ class LocalCloud:
         }
         (folder / "market").write_text(order.market)
         registered, registers = os.pipe()
-        machine = [sys.executable, "-m", "orchestrator.clouds.local.machine"]
+        machine = [sys.executable, "-m", LOCAL_MACHINE]
         with (folder / "log").open("ab") as log:
             subprocess.Popen(
                 [*machine, str(registers), str(folder), str(order.attempt), python, "-m", WORK[order.role]],
@@ -87,12 +87,7 @@ class LocalCloud:
         folder = self._folder / node
         if folder.exists():
             _destroy(folder)
-            for name in (
-                f"work/{NOTICE}",
-                "gone",
-                "exit.json",
-                "machine.json",
-            ):  # the record last: it may be cut off
+            for name in (f"work/{NOTICE}", "gone", MACHINE):  # the record last: it may be cut off
                 (folder / name).unlink(missing_ok=True)
 
     def confirm(self, node: str) -> None:
@@ -145,13 +140,12 @@ class LocalCloud:
         return {name: path for name, path in found.items() if path.exists()}
 
     def _machine(self, folder: Path) -> Machine:
-        record = json.loads((folder / "machine.json").read_text())
-        attempt = int(record["attempt"])
-        state, why, exit_code = MachineState.UP, "", _exit_code(folder, attempt)
+        attempt, exit_code, pid = _record(folder)
+        state, why = MachineState.UP, ""
         if (folder / "gone").exists():
             state, why = MachineState.GONE, (folder / "gone").read_text()
-        elif exit_code is None and not _carries_mark(int(record["pid"]), folder):
-            exit_code = _exit_code(folder, attempt)  # it may have ended between the two looks
+        elif exit_code is None and not _carries_mark(pid, folder):
+            attempt, exit_code, _ = _record(folder)  # it may have ended between the two looks
             if exit_code is None:
                 _destroy(folder)  # what the machine's death left behind
                 state, why = MachineState.GONE, "its processes died"
@@ -250,12 +244,10 @@ def _has_memory(pid: int) -> bool:
     return fields[0] not in "ZX" and not int(fields[6]) & PF_KTHREAD
 
 
-def _exit_code(folder: Path, attempt: int) -> int | None:
-    path = folder / "exit.json"
-    if not path.exists():
-        return None
-    document = json.loads(path.read_text())
-    return int(document["exit_code"]) if document["attempt"] == attempt else None
+def _record(folder: Path) -> tuple[int, int | None, int]:
+    """The machine's newest attempt, its exit code if it has ended, and the pid of the machine's own process."""
+    document = json.loads((folder / MACHINE).read_text())
+    return document["attempt"], document.get("exit_code"), document["pid"]
 
 
 def lines_of(path: Path, follow: bool) -> Iterator[str]:

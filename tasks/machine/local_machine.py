@@ -1,0 +1,34 @@
+"""A machine of the local cloud, `python -m tasks.machine.local_machine FD FOLDER ATTEMPT ARGV...`: runs the work.
+
+It does of `tasks.machine.main` what the local cloud needs, which looks into the machine's folder and has no use
+for reports in the store. Its lock is held for as long as the machine is up, so that launching twice launches once:
+the second process leaves. Closing FD tells the launcher that the attempt is on record. When this process is gone
+and the record has no exit code, the machine died.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from tasks.machine.attempts import Started, record, started, take
+from tasks.machine.children import exit_code_of, start_child
+
+
+def main() -> int:
+    registers, folder, attempt, argv = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+    with (folder / "lock").open("a") as lock:
+        if not take(lock) or started(folder).attempt >= attempt:  # the latter: of a launch that overtook this one
+            return 0
+        record(folder, Started(attempt, pid=os.getpid()))
+        os.close(registers)
+        work = start_child(argv, dict(os.environ))
+        signal.signal(signal.SIGTERM, lambda *_: work.terminate())
+        record(folder, Started(attempt, exit_code_of(work.wait()), os.getpid()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
