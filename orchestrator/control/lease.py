@@ -72,7 +72,10 @@ def is_held(read: Callable[[], Lease | None], wait: Callable[[float], object] = 
 
 
 def process_started(pid: int) -> str | None:
-    """The kernel's start time of a process (clock ticks since boot, proc(5) field 22); None once it is dead."""
+    """The kernel's start time of a process (clock ticks since boot, proc(5) field 22); None once it is dead.
+
+    psutil gives it as seconds since the epoch, which change whenever the clock is set.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import structlog
 
 from checkpoint.journal.journal import recover
@@ -128,7 +129,7 @@ class Rehearser:
         killed = []
         for folder in (self._machine_folder(node) for node in self._machines("trainer-0")):
             for pid in marked_processes(folder):
-                if module in _argv(pid):
+                if module in _command(pid):
                     os.kill(pid, signal.SIGKILL)
                     killed.append(str(pid))
         return f"killed pid {', '.join(killed) or 'none'}"
@@ -147,10 +148,10 @@ class Rehearser:
         return run_dir(self._record.run_id) / "machines" / node
 
 
-def _argv(pid: int) -> list[str]:
+def _command(pid: int) -> list[str]:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
+        return list(psutil.Process(pid).cmdline())
+    except psutil.Error:
         return []
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import time
-from pathlib import Path
+
+import psutil
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
@@ -47,43 +49,25 @@ def end_descendants(patience_s: float) -> None:
     """Send SIGTERM to every descendant, and after `patience_s` SIGKILL to those that are left, until none is."""
     deadline_s = time.monotonic() + patience_s
     number = signal.SIGTERM
-    told: set[int] = set()
-    while pids := _descendants():
-        for pid in pids - told:
-            _send(pid, number)
-        told |= pids
+    told: set[psutil.Process] = set()
+    while living := _descendants():
+        for process in living - told:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        told |= living
         if time.monotonic() > deadline_s and number is signal.SIGTERM:
             number, told = signal.SIGKILL, set()
         time.sleep(0.02)  # the kernel tells of the end of a grandchild in no other way
 
 
-def _send(pid: int, number: signal.Signals) -> None:
+def _descendants() -> set[psutil.Process]:
+    """All living descendants."""
+    found = psutil.Process().children(recursive=True)
+    return {process for process in found if _is_alive(process)}
+
+
+def _is_alive(process: psutil.Process) -> bool:
     try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
-
-
-def _descendants() -> set[int]:
-    """The pids of all living descendants."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit() and (parent := _living_parent(int(path.name))) is not None:
-            children.setdefault(parent, []).append(int(path.name))
-    found: set[int] = set()
-    todo = [os.getpid()]
-    while todo:
-        for child in children.get(todo.pop(), []):
-            found.add(child)
-            todo.append(child)
-    return found
-
-
-def _living_parent(pid: int) -> int | None:
-    """The parent's pid, or None for a process that is gone or dead."""
-    try:
-        # The name, in parentheses, may hold spaces: count from its end. See proc(5).
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if state in "ZX" else int(parent)
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

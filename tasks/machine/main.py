@@ -33,6 +33,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
+import psutil
 import structlog
 
 from checkpoint.security.redaction import guard_output
@@ -151,23 +152,18 @@ def _attempt(
 
 def _kill_remains(workdir: Path) -> None:
     """SIGKILL what a killed process before this one has left: its work ended with it, but not all of the tree."""
-    mark = f"{MARK}={workdir}".encode()
     deadline_s = time.monotonic() + PATIENCE_S
-    while (pids := _with_environment(mark)) and time.monotonic() < deadline_s:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    while (left := _of_work(workdir)) and time.monotonic() < deadline_s:
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         time.sleep(POLL_S)
 
 
-def _with_environment(variable: bytes) -> list[int]:
-    """The pids of this user's living processes that have it."""
-    found = []
-    for path in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            if path.name.isdigit() and variable in (path / "environ").read_bytes().split(b"\0"):
-                found.append(int(path.name))
-    return found
+def _of_work(workdir: Path) -> list[psutil.Process]:
+    """This user's living processes that carry the mark of the work here."""
+    found = psutil.process_iter(["environ"])  # None: it is dead, or somebody else's
+    return [process for process in found if (process.info["environ"] or {}).get(MARK) == str(workdir)]
 
 
 def _pass_on_sigterm(work: subprocess.Popen[bytes], drain_s: float, noticed: Callable[[str, float], None]) -> None:

@@ -6,6 +6,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import psutil
+
 from checkpoint.stream.spool import Spool
 from policies.model.node_contract import SPOOL, SPOOL_PREFIX
 from policies.model.spec import CheckpointsSpec
@@ -77,5 +79,4 @@ def _free_bytes(folder: Path) -> int:
     free_bytes = shutil.disk_usage(folder).free
     if not folder.is_relative_to(MEMORY):
         return free_bytes
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return min(free_bytes, int(lines["MemAvailable"].split()[0]) * 1024)
+    return min(free_bytes, int(psutil.virtual_memory().available))

@@ -6,6 +6,7 @@ nothing computed for it already, and the undisturbed completions are made once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 
 import httpx
 import msgspec
+import psutil
 import pytest
 
 from checkpoint.records import documents
@@ -114,10 +116,8 @@ class Node:
 
     def _processes(self) -> Iterator[tuple[int, str]]:
         for pid in self.port.pids():
-            try:
-                yield pid, Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
+            with contextlib.suppress(psutil.NoSuchProcess):
+                yield pid, " ".join(psutil.Process(pid).cmdline())
 
 
 class Step:

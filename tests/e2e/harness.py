@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from checkpoint.journal import journal
@@ -85,8 +86,9 @@ class Run:
 
     def pids(self, node: str, module: str = "") -> list[int]:
         """The processes of a node's machine; with `module`, those that were started to run it."""
-        pids = marked_processes(self.machine(node))
-        return sorted(pid for pid in pids if not module or module in _command(pid))
+        pids, found = marked_processes(self.machine(node)), psutil.process_iter(["cmdline"])
+        running = (one.pid for one in found if not module or module in (one.info["cmdline"] or ()))
+        return sorted({*pids} & {*running})
 
     def until(self, what: str, wanted: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Wait until `wanted()`; on time-out, fail with what the daemon's log says last."""
@@ -111,12 +113,5 @@ class Run:
                 shutil.rmtree(spool.resolve(), ignore_errors=True)
 
     def _own_daemons(self) -> list[int]:
-        pids = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()]
-        return [pid for pid in pids if self.url in _command(pid) and pid != os.getpid()]
-
-
-def _command(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return []
+        found = psutil.process_iter(["cmdline"])
+        return [one.pid for one in found if self.url in (one.info["cmdline"] or ()) and one.pid != os.getpid()]

@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -83,16 +84,11 @@ def run(tmp_path: Path, proxy: FaultProxy) -> Iterator[S3Run]:
     made.end()
 
 
-def environment(pid: int) -> dict[str, str]:
-    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return dict(entry.split("=", 1) for entry in entries if entry)
-
-
 def test_a_secret_reaches_the_processes_and_nothing_that_is_written(run: S3Run) -> None:
     run.start()
     for pid in (run.daemon_pid, *(pid for node in NODES for pid in run.pids(node))):
-        assert json.loads(environment(pid)[OPTIONS_ENV]) == run.options
-        assert run.secret not in Path(f"/proc/{pid}/cmdline").read_text()
+        assert json.loads(psutil.Process(pid).environ()[OPTIONS_ENV]) == run.options
+        assert run.secret not in " ".join(psutil.Process(pid).cmdline())
     os.kill(run.daemon_pid, signal.SIGKILL)
     run.cli("resume", run.url, "-d")
     run.until("the new daemon ticks", lambda: run.json("status", run.url)["daemon"]["alive"])

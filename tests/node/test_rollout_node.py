@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import httpx
 import msgspec
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,6 +28,7 @@ from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
+from policies.model.node_contract import WORKDIR_ENV
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, MemberStatus, PolicyRef
@@ -155,15 +157,11 @@ class Lab:
 
     def processes(self) -> dict[int, str]:
         """Pid and command line of every process of the node, by the folder in its environment."""
-        mark = f"GRPO_ORCH_WORKDIR={self.workdir}".encode()
-        found = {}
-        for path in Path("/proc").iterdir():
-            try:
-                if path.name.isdigit() and mark in (path / "environ").read_bytes().split(b"\0"):
-                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
-        return {pid: line for pid, line in found.items() if pid != self.gateway.pid}
+        return {
+            one.pid: " ".join(one.info["cmdline"] or ())
+            for one in psutil.process_iter(["cmdline", "environ"])
+            if (one.info["environ"] or {}).get(WORKDIR_ENV) == str(self.workdir) and one.pid != self.gateway.pid
+        }
 
     def stop(self) -> None:
         for process in (self.agent, self.gateway):

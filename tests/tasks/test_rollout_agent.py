@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pytest
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
@@ -36,11 +37,13 @@ sys.exit(7)
 
 
 def alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
-def leash(folder: Path, lives_s: float) -> tuple[subprocess.Popen[bytes], list[int]]:
+def in_a_tree(folder: Path, lives_s: float) -> tuple[subprocess.Popen[bytes], list[int]]:
     pids = folder / "pids"
     process = subprocess.Popen(
         [sys.executable, "-m", "tasks.machine.process_tree", sys.executable, "-c", TREE, str(pids), str(lives_s)]
@@ -50,14 +53,14 @@ def leash(folder: Path, lives_s: float) -> tuple[subprocess.Popen[bytes], list[i
 
 
 def test_what_a_program_started_ends_after_it_and_its_exit_code_is_kept(tmp_path: Path) -> None:
-    process, pids = leash(tmp_path, lives_s=0.0)
+    process, pids = in_a_tree(tmp_path, lives_s=0.0)
     assert process.wait(timeout=20) == 7
     assert not any(alive(pid) for pid in pids)
 
 
 @pytest.mark.parametrize("victim", ["leash", "program"])
 def test_the_whole_tree_ends_when_either_is_told_or_killed(tmp_path: Path, victim: str) -> None:
-    process, pids = leash(tmp_path, lives_s=600.0)
+    process, pids = in_a_tree(tmp_path, lives_s=600.0)
     if victim == "leash":
         process.terminate()
     else:

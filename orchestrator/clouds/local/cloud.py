@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from orchestrator.clouds.protocol import CloudRefused, Offer, Order
 from policies.control.fleet import market_of, wanted_slots
 from policies.control.snapshot import Machine
@@ -31,7 +33,6 @@ from policies.model.spec import Prices, RunSpec
 from policies.model.vocabulary import MachineState, Market, Refusal, Role, slot_and_incarnation
 
 MARK = "GRPO_ORCH_MACHINE"  # in the environment of every process of a machine: its folder
-PF_KTHREAD = 0x00200000  # linux/sched.h
 EMPTY_LOOKS = 10  # at an empty environment, until it is believed
 EMPTY_LOOK_S = 0.001
 
@@ -221,27 +222,19 @@ def _destroy(folder: Path) -> None:
 
 def marked_processes(folder: Path) -> list[int]:
     """The pids of a machine."""
-    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return [pid for pid in pids if _carries_mark(pid, folder)]
+    return [pid for pid in psutil.pids() if _carries_mark(pid, folder)]
 
 
 def _carries_mark(pid: int, folder: Path) -> bool:
     """Whether the process belongs to the machine. A dead one does not, also while it waits to be reaped."""
-    try:
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
         for _ in range(EMPTY_LOOKS):
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
-            if environment or not _has_memory(pid):
-                return f"{MARK}={folder}".encode() in environment.split(b"\0")
+            environment = process.environ()
+            if environment or not process.memory_info().vms:  # dead ones and the kernel's threads have no memory
+                return bool(environment.get(MARK) == str(folder))
             time.sleep(EMPTY_LOOK_S)  # between two programs (execve(2)) it reads as empty for some microseconds
-    except OSError:
-        pass
     return False
-
-
-def _has_memory(pid: int) -> bool:
-    """Whether the process can have an environment: it is not dead, and none of the kernel's threads (proc(5))."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return fields[0] not in "ZX" and not int(fields[6]) & PF_KTHREAD
 
 
 def _record(folder: Path) -> tuple[int, int | None, int]:

@@ -11,8 +11,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
 
 from orchestrator.clouds.protocol import CloudUnavailable
 
@@ -61,34 +62,31 @@ def end_orphans(state: Path) -> list[int]:
 
 
 def _orphans(state: Path) -> list[int]:
-    parents = {pid: parent for pid, parent, session in _processes() if session and not _is_alive(session)}
+    parents = {one.pid: one.info["ppid"] for one in psutil.process_iter(["ppid"]) if _has_lost_its_leader(one.pid)}
     found = [pid for pid in parents if _has_open_below(pid, state)]
     for pid in found:
         found += [child for child, parent in parents.items() if parent == pid and child not in found]
     return found
 
 
-def _processes() -> Iterator[tuple[int, int, int]]:
-    """Pid, parent and session of every process that is not a zombie."""
-    for path in Path("/proc").glob("[0-9]*"):
-        if (fields := _stat(int(path.name))) and fields[0] != "Z":
-            yield int(path.name), int(fields[1]), int(fields[3])
+def _has_lost_its_leader(pid: int) -> bool:
+    """Whether a process lives, and the leader of its session does not."""
+    try:
+        session = os.getsid(pid)
+    except OSError:
+        return False
+    return session != 0 and _is_alive(pid) and not _is_alive(session)
 
 
 def _is_alive(pid: int) -> bool:
-    fields = _stat(pid)
-    return fields is not None and fields[0] != "Z"
-
-
-def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on; the name before it may hold anything."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def _has_open_below(pid: int, folder: Path) -> bool:
+    """Whether it has a file below `folder` open, also one that was deleted, which psutil leaves out."""
     try:
         links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
     except OSError:

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import psutil
+
 from tests.rigs.sky import account, image, network
 from tests.rigs.sky.home import make_home, make_outside
 from tests.rigs.sky.server import CONTROL_PORT
@@ -218,9 +220,9 @@ class SkyRig:
 
 
 def _is_api_server(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return b"\0sky.server.server\0" in command or command.startswith(b"SkyPilot:")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        command = psutil.Process(pid).cmdline()
+        return "sky.server.server" in command or " ".join(command).startswith("SkyPilot:")
     return False
 
 

@@ -8,6 +8,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import psutil
+
 from tests.rigs.sky import machine, network
 
 _RIG = re.compile(r"grpo-rig-(\d+)-\d+")
@@ -18,7 +20,7 @@ def sweep() -> None:
     places = (Path("/run/netns"), Path(tempfile.gettempdir()))
     for name in {path.name for place in places for path in place.glob("grpo-rig-*")}:
         owner = _RIG.fullmatch(name)
-        if owner and not Path(f"/proc/{owner[1]}").exists():
+        if owner and not psutil.pid_exists(int(owner[1])):
             remove(name)
 
 
