@@ -15,12 +15,12 @@ from checkpoint.stream.catalog import Catalog, Revision
 from orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from orchestrator.control.metrics_watch import MetricsWatch
 from orchestrator.control.run_clock import awake_or_asleep_s
-from policies.control.snapshot import Command, LaunchRefused, Machine, Member, Snapshot, Trainer
+from policies.control.snapshot import Command, LaunchRefused, Machine, Snapshot, Trainer
 from policies.model import exit_codes
 from policies.model.spec import RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import STATUS_S, GatewayStatus, MemberStatus
+from policies.serving.wire import STATUS_S, GatewayStatus
 
 FRESH_S = 3 * STATUS_S  # what is older than this says nothing about now
 
@@ -134,7 +134,7 @@ class Observer:
         return Snapshot(
             now_s=now_s,
             machines=machines,
-            members=None if status is None else {m.node: _member(m) for m in status.members},
+            members=None if status is None else {one.node: one for one in status.members},
             gateway_boot_id=None if status is None else status.boot_id,
             gateway_age_s=0.0 if status is None else status.up_s,
             trainer=trainer,
@@ -171,9 +171,3 @@ def _wants_a_target(state: RunState, machines: Mapping[str, Machine] | None, com
     """Whether a rollback may be decided now, so that the checkpoints must be known."""
     out_of_memory = any(one.exit_code == exit_codes.OUT_OF_MEMORY for one in (machines or {}).values())
     return state.diverged is not None or out_of_memory or any(one.kind == "rollback" for one in commands)
-
-
-def _member(status: MemberStatus) -> Member:
-    return Member(
-        status.node, status.boot_id, status.policy, status.serving, status.requests_running, status.unfit
-    )

@@ -11,6 +11,7 @@ from policies.detect.pitfalls import Pitfall
 from policies.model.events import Event
 from policies.model.timelines import Fork
 from policies.model.vocabulary import MachineState, Market, PolicyVersion, Precedence, Refusal, precedence_of
+from policies.serving.wire import MemberStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +28,6 @@ class Machine:
     price_usd_per_h: float = 0.0
     on_demand_usd_per_h: float = 0.0  # what it would cost on that market
     where: str = ""  # cloud/region/zone and what it is, in the cloud's words
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A rollout node as the gateway describes it. `policy` is None until it holds a published version."""
-
-    node: str
-    boot_id: str
-    policy: str | None
-    serving: bool
-    requests_running: int = 0
-    unfit: str = ""  # why it cannot hold the wanted policy and has stopped trying; empty where it can
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +92,7 @@ class Snapshot:
 
     now_s: float
     machines: Mapping[str, Machine] | None = None
-    members: Mapping[str, Member] | None = None
+    members: Mapping[str, MemberStatus] | None = None
     gateway_boot_id: str | None = None
     gateway_age_s: float = 0.0
     trainer: Trainer | None = None

@@ -104,11 +104,24 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What an occurrence did to the table: why, the terms that it ended, and whether anything is different now."""
+    """What an occurrence did to the table.
 
-    reason: str
+    Args:
+        nodes: to whom it happened.
+        what: in words, for people.
+        ended: terms.
+        news: whether anything is different now.
+    """
+
+    nodes: tuple[str, ...]
+    what: str
     ended: tuple[int, ...] = ()
     news: bool = True
+
+    @property
+    def reason(self) -> str:
+        """All of it in one line, as a MembershipChange has it."""
+        return f"{', '.join(self.nodes)}: {self.what}" if self.nodes else self.what
 
 
 class Membership:
@@ -141,7 +154,7 @@ class Membership:
     def announce(self, node: str, said: Announce, now_s: float) -> Change:
         """A node says what it is."""
         if said.boot_id in self._void:
-            return Change(f"{node}: boot {said.boot_id} is over and was not let in", news=False)
+            return Change((node,), f"boot {said.boot_id} is over and was not let in", news=False)
         leaves = said.draining and node not in self._draining
         if leaves:
             self._draining.add(node)
@@ -153,10 +166,10 @@ class Membership:
             row.seen_at_s, row.doubted, row.unfit = now_s, False, said.unfit
             row.stuck = row.stuck and before == said.policy
             if unfit != said.unfit:
-                return Change(f"{node}: {holds}, {self._unfit_words(said.unfit)}")
+                return Change((node,), f"{holds}, {self._unfit_words(said.unfit)}")
             if before != said.policy:
-                return Change(f"{node}: {holds}, before: {before or 'base weights'}")
-            return Change(f"{node}: {holds}{', no longer in doubt' if doubted else ''}", news=leaves or doubted)
+                return Change((node,), f"{holds}, before: {before or 'base weights'}")
+            return Change((node,), f"{holds}{', no longer in doubt' if doubted else ''}", news=leaves or doubted)
         self._terms += 1
         self._rows[node] = Row(
             self._terms,
@@ -172,9 +185,9 @@ class Membership:
         )
         unfit = f", {self._unfit_words(said.unfit)}" if said.unfit else ""
         if row is None:
-            return Change(f"{node}: joined as boot {said.boot_id}, {holds}{unfit}")
+            return Change((node,), f"joined as boot {said.boot_id}, {holds}{unfit}")
         self._void.add(row.boot_id)
-        return Change(f"{node}: boot {said.boot_id} in place of {row.boot_id}, {holds}{unfit}", (row.term,))
+        return Change((node,), f"boot {said.boot_id} in place of {row.boot_id}, {holds}{unfit}", (row.term,))
 
     def _hear_engine(self, row: Row, said: Announce) -> None:
         """An engine whose room is full has what it can take: more would wait in it, or push out others, and what
@@ -205,7 +218,7 @@ class Membership:
         """Take the node out by hand: this boot of it does not come back."""
         row = self._rows.get(node)
         if row is None:
-            return Change(f"{node}: to be removed; it was no member", news=False)
+            return Change((node,), "to be removed; it was no member", news=False)
         self._void.add(row.boot_id)
         return self._out(node, row.boot_id, "removed")
 
@@ -214,36 +227,36 @@ class Membership:
         news = node not in self._draining
         self._draining.add(node)
         row = self._rows.get(node)
-        return Change(f"{node}: drains, {row.running if row else 0} requests running", news=news)
+        return Change((node,), f"drains, {row.running if row else 0} requests running", news=news)
 
     def doubt(self, node: str, term: int, why: str, *, whole: bool = False) -> Change:
         """A request failed there, or the member as a whole, which makes no token any more: no new one goes to it
         before it has announced itself again."""
         row = self._in_term(node, term)
         if row is None:
-            return Change(f"{node}: no member any more", news=False)
+            return Change((node,), "no member any more", news=False)
         # What else runs there may be no worse than before.
         row.allowed = DOUBTED_REQUESTS if whole else min(row.allowed, max(EASE_IN_REQUESTS, row.running - 1))
         row.stuck = row.stuck or whole
         news, row.doubted = not row.doubted, True
-        return Change(f"{node}: in doubt, {why}", news=news)
+        return Change((node,), f"in doubt, {why}", news=news)
 
     def muted(self, node: str, term: int, why: str) -> Change:
         """The member did not answer the gateway: nothing goes to it before it does, whatever its agent says."""
         row = self._in_term(node, term)
         if row is None:
-            return Change(f"{node}: no member any more", news=False)
+            return Change((node,), "no member any more", news=False)
         row.allowed = DOUBTED_REQUESTS
         news, row.mute = not row.mute, True
-        return Change(f"{node}: does not answer, {why}", news=news)
+        return Change((node,), f"does not answer, {why}", news=news)
 
     def answered(self, node: str, term: int) -> Change:
         """The member answered the gateway."""
         row = self._in_term(node, term)
         if row is None or not row.mute:
-            return Change(f"{node}: answers", news=False)
+            return Change((node,), "answers", news=False)
         row.mute = False
-        return Change(f"{node}: answers again")
+        return Change((node,), "answers again")
 
     def expire(self, now_s: float) -> Change:
         """Take out every member that has said nothing for more than SILENT_S. It may announce itself again."""
@@ -251,9 +264,9 @@ class Membership:
         for row in silent:
             del self._rows[row.node]
         if not silent:
-            return Change("nobody is silent", news=False)
-        names = ", ".join(row.node for row in silent)
-        return Change(f"{names}: nothing heard for {SILENT_S:g} s", tuple(row.term for row in silent))
+            return Change((), "nobody is silent", news=False)
+        nodes, terms = tuple(row.node for row in silent), tuple(row.term for row in silent)
+        return Change(nodes, f"nothing heard for {SILENT_S:g} s", terms)
 
     def serving(self, wanted: Wanted) -> tuple[Row, ...]:
         """The members that may serve it and are not leaving, in doubt or mute, with room or without."""
@@ -342,6 +355,6 @@ class Membership:
     def _out(self, node: str, boot_id: str, why: str) -> Change:
         row = self._rows.get(node)
         if row is None or row.boot_id != boot_id:
-            return Change(f"{node}: boot {boot_id} {why}; it was no member", news=False)
+            return Change((node,), f"boot {boot_id} {why}; it was no member", news=False)
         del self._rows[node]
-        return Change(f"{node}: {why}", (row.term,))
+        return Change((node,), why, (row.term,))

@@ -212,11 +212,24 @@ class MemberStatus:
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
-    """Something that happened to the table, and why. `seq` counts from 1, `at_s` from the gateway's start."""
+    """Something that happened to the table. `seq` counts from 1, `at_s` from the gateway's start.
+
+    `reason` is `NODE, ...: WHAT`: names have neither blanks nor commas, and WHAT is for people.
+    """
 
     seq: int
     at_s: float
     reason: str
+
+    @property
+    def nodes(self) -> list[str]:
+        """To whom it happened."""
+        return self.reason.partition(": ")[0].split(", ")
+
+    @property
+    def what(self) -> str:
+        """In words, on one line."""
+        return " ".join(self.reason.partition(": ")[2].split())
 
 
 @dataclass(frozen=True, slots=True)

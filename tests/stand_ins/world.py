@@ -18,7 +18,6 @@ from policies.control.snapshot import (
     Launch,
     LaunchRefused,
     Machine,
-    Member,
     Snapshot,
     Terminate,
     Trainer,
@@ -33,6 +32,7 @@ from policies.model.spec import Dataset, PoliciesSpec, Replicas, RolloutSpec, Ru
 from policies.model.state import RunState
 from policies.model.timelines import Fork
 from policies.model.vocabulary import MachineState, PolicyVersion, Refusal, Role, RunPhase, slot_and_incarnation
+from policies.serving.wire import MemberStatus
 from tests.stand_ins.world_store import stored
 
 BOOT_S = 5.0
@@ -122,7 +122,7 @@ class World:
     def snapshot(self) -> Snapshot:
         policy = None if self.beat is None else f"{self.beat.timeline}-{self.beat.step}@1f2e"
         members = {
-            name: Member(name, "boot", policy, True)
+            name: MemberStatus(name, "boot", "10.0.0.2:1", policy, True, False, 0, 0.1)
             for name, machine in self.machines.items()
             if name.startswith(Role.ROLLOUT) and self._works(machine)
         }

@@ -1,4 +1,4 @@
-"""A gateway's members in words, the same for its API, the command line and metrics."""
+"""A gateway's members as people are shown them, the same by its API, the command line and metrics."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
-    """One member. `reason` is the last thing that happened to it; empty when that is long forgotten."""
+class MemberLine:
+    """One member. Not a MemberStatus, for its JSON is what `GET /members` and `members ls` promise: a state in one
+    word where the gateway's document has what it follows from, and the last thing that happened to the member."""
 
     node: str
     state: State
-    reason: str
+    reason: str  # in words; empty when it is long forgotten
     policy: str | None
     address: str
     boot_id: str
@@ -47,17 +48,14 @@ def state_of(member: MemberStatus, wanted: str | None) -> State:
 
 def describe(
     members: Sequence[MemberStatus], changes: Sequence[MembershipChange], wanted: str | None
-) -> list[Described]:
+) -> list[MemberLine]:
     """Describe each of them, in their order."""
-    reasons: dict[str, str] = {}
-    for change in changes:
-        node, _, what = change.reason.partition(": ")
-        reasons[node] = " ".join(what.split())
+    last = {node: change.what for change in changes for node in change.nodes}
     return [
-        Described(
+        MemberLine(
             node=one.node,
             state=state_of(one, wanted),
-            reason=f"unfit: {one.unfit}" if one.unfit else reasons.get(one.node, ""),
+            reason=f"unfit: {one.unfit}" if one.unfit else last.get(one.node, ""),
             policy=one.policy,
             address=one.address,
             boot_id=one.boot_id,

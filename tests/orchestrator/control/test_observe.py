@@ -13,7 +13,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from orchestrator.clouds.protocol import CloudUnavailable
 from orchestrator.control.observe import FRESH_S, GatewayWatch, Observer, TrainerWatch
-from policies.control.snapshot import Command, Machine, Member, Trainer
+from policies.control.snapshot import Command, Machine, Trainer
 from policies.model import exit_codes
 from policies.model.events import Diverged
 from policies.model.state import RunState
@@ -168,7 +168,9 @@ def test_a_snapshot_tells_absent_from_unknown() -> None:
     world.writes(2, "g1", "rollout-0-i1")
     cloud.answers = False
     full = observer.look(3.0, (), RunState())
-    assert full.members == {"rollout-0-i1": Member("rollout-0-i1", "b", "0-1", True, 4)}
+    assert full.members == {
+        "rollout-0-i1": MemberStatus("rollout-0-i1", "b", "10.0.0.2:1", "0-1", True, False, 4, 0.1)
+    }
     assert (nobody.machines, full.machines) == (MACHINES, None)
 
 
