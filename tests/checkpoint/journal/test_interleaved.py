@@ -7,7 +7,7 @@ Segments are short, so that controllers meet at their ends all the time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -24,6 +24,7 @@ from checkpoint.store.run_store import Store
 from policies.model.events import CommandTaken, GatewayRestarted, TookOver
 from policies.model.fold import fold
 from policies.model.state import RunState
+from tests.budget import examples
 from tests.stand_ins.journal_rig import Actor, Fate, arrive
 
 SEGMENT = 3
@@ -77,7 +78,11 @@ class Seen:
             return  # and again with the next tick
 
     def _stays_fenced(self, writer: Journal) -> None:
-        for call in (lambda: writer.append(3.0, (GatewayRestarted("fenced"),)), lambda: writer.settle(3.0)):
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: writer.append(3.0, (GatewayRestarted("fenced"),)),
+            lambda: writer.settle(3.0),
+        )
+        for call in calls:
             try:
                 with pytest.raises(Fenced):
                     call()
@@ -94,7 +99,7 @@ class Seen:
                 continue
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data(), st.integers(2, 8))
 def test_one_line_whatever_happens_between_two_operations(data: st.DataObject, count: int) -> None:
     store, seen = Store(f"memory://interleaved-{next(names)}", retry_s=0.0), Seen()
@@ -108,8 +113,9 @@ def test_one_line_whatever_happens_between_two_operations(data: st.DataObject, c
         actors.append(Actor("reader", store, seen.reader))
         actors += [begin(number) for number in range(count)]
         for turn in range(data.draw(st.integers(10, TURNS))):
-            actor = data.draw(st.sampled_from(actors))
-            if actor.late and data.draw(st.booleans()):
+            actor: Actor = data.draw(st.sampled_from(actors))
+            arrives: bool = data.draw(st.booleans()) if actor.late else False
+            if arrives:
                 arrive(actor.late.pop(0))
             elif not actor.over:
                 actor.turn(data.draw(st.sampled_from(FATES)))

@@ -18,6 +18,7 @@ from checkpoint.journal.entries import Record, entries_after
 from checkpoint.journal.journal import Journal
 from checkpoint.journal.segments import SEGMENT_ENTRIES
 from checkpoint.store import layout
+from checkpoint.store.backends import BytesLike
 from checkpoint.store.codec import STATE_SCHEMA, from_json, state_from_plain, state_to_plain, to_json
 from checkpoint.store.errors import Corrupt, StoreDenied, StoreUnavailable
 from checkpoint.store.run_store import Entry, Store
@@ -25,6 +26,7 @@ from policies.model.events import CommandTaken, GatewayRestarted
 from policies.model.fold import fold
 from policies.model.state import RunState
 from policies.model.vocabulary import Role
+from tests.budget import examples
 from tests.stand_ins.world import World, spec
 
 names = itertools.count()
@@ -48,7 +50,7 @@ class Noting(Store):
         self.listed.append((prefix, after))
         return super().entries(prefix, after=after)
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: BytesLike) -> None:
         error = self.fails(key)
         if error is not None:
             raise error
@@ -123,10 +125,10 @@ def test_the_next_controller_stores_what_the_last_one_could_not() -> None:
 
 def test_a_late_controller_writes_the_same_segment() -> None:
     """It stalls between its entry and the segment; meanwhile its successor has written that segment, and more."""
-    stalled: list[tuple[str, bytes]] = []
+    stalled: list[tuple[str, BytesLike]] = []
 
     class Stalls(Noting):
-        def put(self, key: str, data: bytes) -> None:
+        def put(self, key: str, data: BytesLike) -> None:
             stalled.append((key, data))
 
     late = Stalls()
@@ -163,7 +165,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("which", [[3], [1, 2], [1, 2, 3]])
+@pytest.mark.parametrize(
+    "which", [[3], *(pytest.param(which, marks=pytest.mark.slow) for which in ([1, 2], [1, 2, 3]))]
+)
 def test_a_segment_that_is_of_no_use_is_passed_over(damage: str, which: list[int]) -> None:
     store = Noting()
     written(store, THREE + 1)
@@ -237,7 +241,7 @@ def test_a_listing_that_shows_the_later_of_two_is_no_gap() -> None:
     assert [record.number for record in entries_after(store, 2)] == [3, 4, 5]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_any_state_survives_being_stored(data: st.DataObject) -> None:
     world = World(spec(max_replicas=3), max_steps=10**6)

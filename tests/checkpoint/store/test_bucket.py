@@ -15,7 +15,7 @@ from orchestrator.cli.doctor_store import lifecycle
 from tests.rigs.store.server import S3Server
 
 
-@pytest.fixture(params=["obstore", "fsspec"])
+@pytest.fixture(params=["obstore", pytest.param("fsspec", marks=pytest.mark.slow)])
 def store(request: pytest.FixtureRequest, moto: S3Server, tmp_path: Path) -> Store:
     """A run in a bucket of its own."""
     name = "rules-" + "".join(char if char.isalnum() else "-" for char in tmp_path.name.lower())[-50:].strip("-")

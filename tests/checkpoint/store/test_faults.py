@@ -41,7 +41,7 @@ AWAY_S = 8.0
 DATA = os.urandom(3 << 20)
 
 
-@pytest.fixture(params=["moto", "moto-fsspec"])
+@pytest.fixture(params=["moto", pytest.param("moto-fsspec", marks=pytest.mark.slow)])
 def driver(request: pytest.FixtureRequest) -> str:
     return str(request.param).partition("-")[2]
 

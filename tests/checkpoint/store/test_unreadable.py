@@ -20,6 +20,7 @@ from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
+from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.exports import Export
 from orchestrator.control.controller import Controller
 from orchestrator.control.observe import Observer
@@ -30,6 +31,7 @@ from policies.detect.divergence import Health, Verdict
 from policies.model.events import DataSetAside, HealthyChosen, RunCreated
 from policies.model.vocabulary import MachineState, PolicyVersion, RunPhase
 from policies.serving.wire import GatewayStatus, MembershipChange, MemberStatus
+from tests.budget import examples
 from tests.stand_ins.world import spec
 
 names = itertools.count()
@@ -167,7 +169,7 @@ def test_what_control_stands_on_is_never_left_out(key: str) -> None:
 
 
 def test_a_report_of_one_machine_that_is_damaged_keeps_no_other_from_being_heard() -> None:
-    store, unreadable = Store(f"memory://unreadable-{next(names)}"), documents.Unreadable()
+    store, unreadable = Store(f"memory://unreadable-{next(names)}"), Unreadable()
     good = MachineReport("rollout-1-i1", 1, None, False, "10.0.0.1", "", "b", NOW_S)
     documents.machine(good.node).write(store, good)
     for data in (b"", to_json(good)):
@@ -213,7 +215,7 @@ def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
     return "\n".join(json.dumps(line) for line in lines).encode()
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data(), st.booleans())
 def test_whatever_stands_in_the_place_of_optional_data_the_tick_goes_on(data: st.DataObject, ended: bool) -> None:
     run = Steered(ended_diverged=ended)

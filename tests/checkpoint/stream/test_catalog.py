@@ -23,6 +23,7 @@ from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.collect import Collector
 from policies.model.vocabulary import PolicyVersion
 from tasks.storing.saving import restore_newest
+from tests.budget import examples
 from tests.stand_ins.catalog_rig import (
     CHUNK,
     CONTENTS,
@@ -133,7 +134,7 @@ TURNS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(BODIES, min_size=0, max_size=4), TURNS)
 def test_listed_checkpoints_are_whole_whatever_happens_between_two_operations(
     folder: Path, more: list[tuple[Any, ...]], turns: list[tuple[int, int, Fate]]
@@ -173,8 +174,8 @@ def test_listed_checkpoints_are_whole_whatever_happens_between_two_operations(
     Collector(world.store, Catalog(world.store, "last"), functools.partial(going, 2)).collect(NOW_S)
     world.check()
     listed = revisions(world.store)[-1:]
-    left = {key for key in world.store.objects if not key.startswith(f"{layout.CATALOG}/")}
-    assert left == needed(world.store, listed[0].checkpoints if listed else []), "something was left behind"
+    remaining = {key for key in world.store.objects if not key.startswith(f"{layout.CATALOG}/")}
+    assert remaining == needed(world.store, listed[0].checkpoints if listed else []), "something was left behind"
 
 
 def upload(store: Store, folder: Path, content: str, step: int) -> None:

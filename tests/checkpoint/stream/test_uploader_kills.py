@@ -8,6 +8,8 @@ import re
 import time
 from pathlib import Path
 
+import pytest
+
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from tests.rigs.store.server import S3Server
 from tests.rigs.uploader import (
@@ -56,6 +58,7 @@ def test_kills_over_files(tmp_path: Path) -> None:
     kill_and_look(Store(f"file://{tmp_path}/store"), tmp_path, {}, KILLS, seed)
 
 
+@pytest.mark.slow
 def test_kills_over_s3_leave_no_upload_behind(tmp_path: Path, moto: S3Server) -> None:
     seed = random.SystemRandom().randrange(10**6)
     store = Store(moto.url(f"kills {seed}"), options=moto.options())

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from orchestrator.config.load import ConfigError, load_spec
 from orchestrator.config.rules.foreign_keys import grpo_table, vllm_table
 from policies.model.spec import RunSpec
+from tests.budget import examples
 from tests.generators.config_world import VALID, furnish
 
 SCALARS = st.one_of(
@@ -114,13 +115,13 @@ def mutated(draw: st.DrawFn) -> bytes:
     return yaml.safe_dump(data, allow_unicode=True).encode("utf-8", "surrogatepass")
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(source=mutated())
 def test_changed_values(check: Callable[[bytes], None], source: bytes) -> None:
     check(source)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_changed_bytes(check: Callable[[bytes], None], data: st.DataObject) -> None:
     source = bytearray(VALID.encode())

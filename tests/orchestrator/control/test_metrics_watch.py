@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 
@@ -155,7 +157,11 @@ def test_rows_ten_steps_apart_are_not_looked_for_in_between() -> None:
     run = Run(logging_steps=10)
     run.trains(10, 200, CALM)
     assert run.looks().verdict.step == 200
-    run.store.get_or_none = lambda _: pytest.fail("nothing can be there yet")  # type: ignore[method-assign]  # told, not asked
+
+    def nothing_is_there(key: str) -> NoReturn:
+        pytest.fail(f"{key} cannot be there yet")
+
+    run.store.get_or_none = nothing_is_there  # type: ignore[method-assign]  # told, not asked
     run.beat = Trainer("trainer-0-i1", 1, 0, 209, 1000, "training", 1.0)
     assert run.looks().verdict.step == 200
 
@@ -209,6 +215,10 @@ def test_rows_that_were_made_again_while_nobody_looked_are_read_again() -> None:
     assert run.looks().verdict == run.by_hand((1, 195, CALM))
 
 
+def is_next(numbers: Iterator[int], wanted: int) -> bool:
+    return next(numbers) == wanted
+
+
 def test_a_read_that_fails_loses_no_history() -> None:
     """At each read in turn."""
     for failing in range(8):
@@ -219,7 +229,7 @@ def test_a_read_that_fails_loses_no_history() -> None:
         run.restarts(1, attempt=2)
         run.trains(301, 305, CALM)
         reads = itertools.count()
-        run.store.failing = lambda reads=reads, failing=failing: next(reads) == failing
+        run.store.failing = functools.partial(is_next, reads, failing)
         for _ in range(3):
             with contextlib.suppress(StoreUnavailable):
                 run.watch.look(run.beat, run.forks)
@@ -227,7 +237,7 @@ def test_a_read_that_fails_loses_no_history() -> None:
         assert run.looks() == Watched(1, run.by_hand((1, 305, CALM)))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_who_has_followed_all_along_knows_what_a_newcomer_reads(seed: int) -> None:
     """Steps, restarts, rollbacks and reads that fail, in any order."""
     draw = random.Random(seed)

@@ -34,7 +34,7 @@ def until_tokens(lines: Iterator[BatchLine]) -> list[BatchLine]:
     raise AssertionError("the batch ended before a progress line with tokens in it")
 
 
-@pytest.mark.parametrize("recovery", ["continue", "exact"])
+@pytest.mark.parametrize("recovery", ["continue", pytest.param("exact", marks=pytest.mark.slow)])
 def test_one_of_two_nodes_is_killed_with_requests_in_flight(
     rig: Rig, recovery: Literal["continue", "exact"]
 ) -> None:
@@ -65,6 +65,7 @@ def test_one_of_two_nodes_is_killed_with_requests_in_flight(
         until("what was replayed", lambda: rig.status().tokens_replayed >= replayed)
 
 
+@pytest.mark.slow
 def test_all_nodes_are_killed_and_the_batch_waits_for_their_successors(rig: Rig) -> None:
     victims = [rig.node(name, event_s=0.2) for name in ("rollout-0", "rollout-1")]
     rig.until_members("rollout-0", "rollout-1")
@@ -93,6 +94,7 @@ def test_an_idle_node_that_dies_is_out_long_before_it_would_count_as_silent(rig:
     assert time.monotonic() - died_at_s < SILENT_S / 2
 
 
+@pytest.mark.slow
 def test_a_silent_node_is_out_and_its_requests_move(rig: Rig) -> None:
     frozen = rig.node("rollout-0", event_s=0.2)
     rig.until_members("rollout-0")
@@ -109,6 +111,7 @@ def test_a_silent_node_is_out_and_its_requests_move(rig: Rig) -> None:
     rig.until_members("rollout-0", "rollout-1")
 
 
+@pytest.mark.slow
 def test_a_node_that_restarts_on_base_weights_gets_no_request(rig: Rig) -> None:
     victim = rig.node("rollout-0", event_s=0.2)
     rig.until_members("rollout-0")
@@ -146,6 +149,7 @@ def test_a_killed_gateway_comes_back_on_its_port_and_members_return_by_themselve
     check_complete(batch, rig.complete(batch))
 
 
+@pytest.mark.slow
 def test_who_watches_the_store_sees_members_come_and_go_and_does_not_believe_a_dead_gateway(rig: Rig) -> None:
     watch = GatewayWatch(rig.store)
 
@@ -166,6 +170,7 @@ def test_who_watches_the_store_sees_members_come_and_go_and_does_not_believe_a_d
     until("its successor's word", lambda: seen() == {"rollout-1"})
 
 
+@pytest.mark.slow
 def test_a_trainer_that_goes_away_frees_the_nodes_and_its_tokens_are_told_to_the_next(rig: Rig) -> None:
     rig.node("rollout-0", event_s=0.2)
     lines = rig.ask(make_batch("0-0"))

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from orchestrator.gateway.surface import admission
 from policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY, BatchLine
+from tests.budget import examples
 from tests.rigs.gateway_process import check_complete, hear, make_batch
 from tests.rigs.gateway_served import TOKEN, Served, serve
 from tests.stand_ins.gateway_world import WAIT_S
@@ -312,7 +313,11 @@ def mutated(draw: st.DrawFn) -> tuple[str, bytes]:
 
 
 FUZZ = settings(
-    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+    max_examples=examples(150),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+    derandomize=True,
 )
 
 

@@ -19,6 +19,7 @@ from policies.model.spec import CheckpointsSpec
 from policies.model.state import Rollback
 from policies.model.timelines import Fork, lineage, on_lineage
 from policies.model.vocabulary import Cause, PolicyVersion, RollbackStage
+from tests.budget import examples
 from tests.stand_ins.world_store import stored
 
 
@@ -140,9 +141,11 @@ def play(run: Run, what: str, number: int) -> None:
             run.goes_back(run.listed[number % len(run.listed)], Cause.USER)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(run=RUNS, story=STORIES, onsets=st.lists(st.integers(1, 2000), min_size=3, max_size=3))
-def test_there_is_a_target_at_most_one_doubling_too_old(run: Run, story, onsets: list[int]) -> None:
+def test_there_is_a_target_at_most_one_doubling_too_old(
+    run: Run, story: list[tuple[str, int]], onsets: list[int]
+) -> None:
     for what, number in story:
         play(run, what, number)
         for onset in {1 + one % max(1, run.step) for one in onsets}:

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from policies.model.vocabulary import Role
+from tests.budget import examples
 from tests.generators.steered_stories import OUTAGES_S, tell
 from tests.stand_ins.steered_world import BOOT_S, DT_S, Box, SteeredWorld
 from tests.stand_ins.weather_store import Weather
@@ -21,7 +22,7 @@ def _quiet(own_log: None) -> None:  # noqa: ARG001  # which ends it
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 @example(139)  # the cloud away while the trainer boots
 @example(134)  # the same, with rollout nodes that could be taken for idle

@@ -7,7 +7,7 @@ import pytest
 
 from policies.detect.divergence import Point
 from tests.generators.divergence_diverging import DIVERGING, SAVE_STEPS
-from tests.generators.divergence_healthy import HEALTHY
+from tests.generators.divergence_healthy import HEALTHY, Family
 from tests.generators.divergence_score import Outcome, Score, by_family, judge, score
 from tests.generators.divergence_signals import Setting, points
 from tests.generators.divergence_traces import LOGGING_STEPS, Trace, trace, traces
@@ -16,7 +16,8 @@ SETTING = Setting(seed=1)
 EACH = len(LOGGING_STEPS)  # diverging traces a family
 
 
-pytestmark = pytest.mark.xdist_group("divergence score")  # they share what takes long: the judging
+# They share what takes long: the judging.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("divergence score")]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def test_the_target_is_from_before_the_onset_and_not_from_the_stone_age(total: S
 
 
 @pytest.mark.parametrize("family", [*HEALTHY, *DIVERGING])
-def test_a_trace_is_always_the_same_and_in_order(family) -> None:
+def test_a_trace_is_always_the_same_and_in_order(family: Family) -> None:
     one, again = trace(family, SETTING, 3), trace(family, SETTING, 3)
     assert one == again
     assert one != trace(family, SETTING, 9)

@@ -25,6 +25,7 @@ from policies.serving.membership import (
     Wanted,
 )
 from policies.serving.wire import SILENT_S, Announce
+from tests.budget import examples
 
 NODES = ("a", "b", "c")
 LABELS = ("0-1@aa", "0-2@bb", "0-2@cc", "0-4@dd", "1-3@ee", "0-1")
@@ -232,8 +233,9 @@ class AnySequence(RuleBasedStateMachine):
         refused_by: frozenset[str],
         count: int,
     ) -> None:
-        if like in self.members and self.members[like].said.policy in LABELS:
-            label = self.members[like].said.policy
+        said = self.members[like].said.policy if like in self.members else None
+        if said is not None and said in LABELS:
+            label = said
         for _ in range(count):
             serving = self.serving(label, staleness)
             serving = serving - refused_by or serving
@@ -346,5 +348,5 @@ def version(label: str) -> tuple[int, int]:
     return int(timeline), int(step)
 
 
-AnySequence.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+AnySequence.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=50, deadline=None)
 test_any_sequence = AnySequence.TestCase
