@@ -1,0 +1,50 @@
+"""The main job, once and short: TRL, two vLLM servers on CPU, the gateway, three kills and a resume, on files.
+
+`test_training.py` kills everything there is, on an S3 store.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.tiny import check_healthy, final_weights, finish, make_tiny, reach, step, tiny_run
+
+pytestmark = pytest.mark.whole
+
+STEPS = 12
+
+
+def test_kills_and_a_resume_lose_no_step_and_change_no_weight(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path / "tiny")
+    changes: dict[str, Any] = {"max_steps": STEPS, "save_steps": 4, "eval_steps": STEPS}
+    calm = tiny_run(tmp_path / "calm", tiny, replicas=1, **changes)
+    run = tiny_run(tmp_path / "run", tiny, replicas=2, **changes)
+    try:
+        calm.cli("up", str(calm.yaml), "-y", "-d")
+        finish(calm)
+        assert check_healthy(calm, STEPS, gain=0.0)["faults_survived"] == 0
+
+        run.cli("up", str(run.yaml), "-y", "-d")
+        reach(run, 2)
+        for pid in run.pids("rollout-0-i1"):  # a whole machine, without a word
+            os.kill(pid, signal.SIGKILL)
+        reach(run, step(run) + 1)
+        os.kill(run.daemon_pid, signal.SIGKILL)
+        reach(run, max(5, step(run) + 1))  # training goes on without it
+        run.cli("resume", run.url, "-d")
+        (trainer,) = run.pids("trainer-0-i1", "tasks.trainer.main")
+        os.kill(trainer, signal.SIGKILL)
+        finish(run)
+
+        report = check_healthy(run, STEPS, gain=0.0)
+        assert report["faults_survived"] >= 3
+        assert report["restarts"]["trainer-0"] == 1
+        assert final_weights(run, STEPS) == final_weights(calm, STEPS)
+    finally:
+        calm.end()
+        run.end()
