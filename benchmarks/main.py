@@ -45,7 +45,7 @@ def direct(folder: Path, tiny: Path, tokens: int) -> list[float]:
     """Seconds of each step of TRL on one vLLM server."""
     out = folder.with_suffix(".json")
     rig = ROOT / "benchmarks" / "rig" / "direct_trl.py"
-    command = [NODE_PYTHON, rig, tiny, json.dumps(work(tokens)), out]
+    command = [str(part) for part in (NODE_PYTHON, rig, tiny, json.dumps(work(tokens)), out)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"the baseline failed:\n{done.stdout}\n{done.stderr}")

@@ -190,8 +190,8 @@ def show(held: dict[str, Any], seconds: dict[str, dict[str, float]]) -> None:
         "a rollout node's", "out of rotation", "another asked for", "another serves", "of it in SkyPilot"
     )
     for fault in FAULTS:
-        figures = seconds.get(fault, {}).values()
-        table.add_row(fault.replace("_", " "), *(f"{figure:.1f}" for figure in figures))
+        measured = seconds.get(fault, {}).values()
+        table.add_row(fault.replace("_", " "), *(f"{figure:.1f}" for figure in measured))
     console.print(table)
     table = Table("a managed job's", "RECOVERING", "RUNNING")
     table.add_row("silent preemption", *(f"{figure:.1f}" for figure in seconds.get(MANAGED, {}).values()))

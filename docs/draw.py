@@ -26,8 +26,8 @@ def page() -> str:
 
 
 def _section(title: str, edges: Mapping[tuple[Phase, Phase], str]) -> str:
-    rows = [f"| {old or 'none'} | {new or 'none'} | {reason} |" for (old, new), reason in edges.items()]
-    lines = [
+    rows: list[str] = [f"| {old or 'none'} | {new or 'none'} | {reason} |" for (old, new), reason in edges.items()]
+    lines: list[str] = [
         "```mermaid",
         "stateDiagram-v2",
         *_arrows(edges),
@@ -42,9 +42,9 @@ def _section(title: str, edges: Mapping[tuple[Phase, Phase], str]) -> str:
 
 def _arrows(edges: Mapping[tuple[Phase, Phase], str]) -> list[str]:
     """The edges, and where there is no phase before the first or after the last, `[*]` for it."""
-    first = next(iter(edges))[0]
+    first: Phase = next(iter(edges))[0]
     left = {old for old, _ in edges}
-    last = dict.fromkeys(new for _, new in edges if new not in left)
+    last: dict[Phase, None] = dict.fromkeys(new for _, new in edges if new not in left)
     pairs = [*([] if first is None else [(None, first)]), *edges, *((phase, None) for phase in last)]
     return [f"    {old or '[*]'} --> {new or '[*]'}" for old, new in pairs]
 

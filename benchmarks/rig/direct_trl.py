@@ -30,7 +30,7 @@ from transformers import TrainerCallback
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "tiny"))
 
-import rewards  # noqa: E402  # of the tiny example
+import rewards  # type: ignore[import-not-found]  # noqa: E402  # of the tiny example, on the path since just now
 import trl.generation.vllm_client as client_module  # noqa: E402
 import trl.generation.vllm_generation as generation_module  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402

@@ -218,8 +218,8 @@ class Lab:
         sums: dict[str, int] = {}
         for name, value in found:
             sums[name] = sums.get(name, 0) + int(float(value))
-        names = ("tokens_discarded", "tokens_saved", "tokens_replayed")
-        return Counts(*(sums[name] for name in names), sums.get("handovers", 0))
+        discarded, saved, replayed = (sums[f"tokens_{name}"] for name in ("discarded", "saved", "replayed"))
+        return Counts(discarded, saved, replayed, sums.get("handovers", 0))
 
     def disturb(self, fault: Fault, chance: random.Random, *, hold_s: float | None = None) -> Outcome:
         """Have a batch made, and at a random moment of it let the node of a random request meet the fault, for so

@@ -84,6 +84,7 @@ class SkyRun:
         said: list[dict[str, Any]] = []
 
         def read() -> None:
+            assert process.stdout is not None
             for line in process.stdout:
                 said.append(json.loads(line))
             process.wait()

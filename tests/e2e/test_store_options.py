@@ -48,7 +48,7 @@ class S3Run(Run):
 
     @property
     def secret(self) -> str:
-        return self.options["secret_access_key"]
+        return str(self.options["secret_access_key"])
 
     def cli(
         self, *arguments: str, code: int | None = 0, timeout_s: float = 120.0

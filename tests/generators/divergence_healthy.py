@@ -139,7 +139,7 @@ def single_spikes(rng: Random, setting: Setting, logging_steps: int) -> Made:
 
 def clusters_of_spikes(rng: Random, setting: Setting, logging_steps: int) -> Made:
     course = healthy(rng, usual_kl(rng, some_steps(rng, logging_steps)))
-    for _ in range(int(rng.integers(1, 4))):
+    for _number in range(int(rng.integers(1, 4))):
         first, apart = int(rng.integers(20, course.steps - 30)), int(rng.integers(1, 5))
         for turn in range(int(rng.integers(2, 4))):
             spike(course, rng, setting, first + turn * apart)
@@ -154,7 +154,7 @@ def spike(course: Course, rng: Random, setting: Setting, at: int) -> None:
 def humps(rng: Random, _: Setting, logging_steps: int) -> Made:
     """KL rises up to fourfold, and comes back by itself; the reward does not mind."""
     course = healthy(rng, usual_kl(rng, some_steps(rng, logging_steps), magnitude(rng, (1e-3, 0.2))))
-    for _ in range(int(rng.integers(1, 4))):
+    for _number in range(int(rng.integers(1, 4))):
         middle, width = uniform(rng, (0.2, 0.9)) * course.steps, uniform(rng, (4.0, 15.0))
         hump = np.exp(-0.5 * ((np.arange(course.steps) - middle) / width) ** 2)
         course.kl *= np.exp(np.log(uniform(rng, (2.0, 4.0))) * hump)
@@ -187,7 +187,7 @@ def gradients_overflow(rng: Random, _: Setting, logging_steps: int) -> Made:
 
 def reward_dips(rng: Random, _: Setting, logging_steps: int) -> Made:
     course = healthy(rng, usual_kl(rng, some_steps(rng, logging_steps)))
-    for _ in range(int(rng.integers(1, 4))):
+    for _number in range(int(rng.integers(1, 4))):
         first, lasts = int(rng.integers(30, course.steps - 40)), int(rng.integers(5, 31))
         course.reward[first : first + lasts] *= uniform(rng, (0.3, 0.7))
     return Made(course)

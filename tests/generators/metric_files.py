@@ -7,7 +7,7 @@ import io
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from checkpoint.records.metrics import Row
@@ -53,7 +53,7 @@ def state(rows: Rows, **said: Any) -> str:
     return json.dumps({"epoch": 3.0, "global_step": 300, **said, "log_history": history})
 
 
-def json_lines(rows: Rows, name: Callable[[str], str] = str) -> str:
+def json_lines(rows: Sequence[Mapping[str, float | None]], name: Callable[[str], str] = str) -> str:
     return "".join(json.dumps({name(key): value for key, value in row.items()}) + "\n" for row in rows)
 
 

@@ -45,7 +45,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.numel() == 0:
         return True
     bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(*bits)
+    return bool(torch.equal(*bits))
 
 
 @pytest.mark.parametrize("old", ["none", "smaller", "same", "larger", "not a checkpoint"])
@@ -143,7 +143,8 @@ def replaced() -> tuple[object, ...]:
 
 
 def test_everything_is_as_before_behind_it() -> None:
-    before, within = replaced(), []
+    before = replaced()
+    within: list[object] = []
 
     def fails() -> None:
         with overwriting():

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 import msgspec
@@ -42,7 +42,7 @@ VOCABULARY = 84
 T = TypeVar("T")
 
 
-def until(what: str, look: Callable[[], T | None], patience_s: float = BOOT_PATIENCE_S) -> T:
+def until(what: str, look: Callable[[], T | Literal[False] | None], patience_s: float = BOOT_PATIENCE_S) -> T:
     deadline_s = time.monotonic() + patience_s
     while time.monotonic() < deadline_s:
         if found := look():
@@ -239,7 +239,7 @@ def test_the_nodes_door_lets_nobody_else_in(lab: Lab) -> None:
     assert "vllm:num_requests_running" in http.get(f"{node}/metrics", headers=right).text
     assert member.max_requests == 128  # vLLM's own default on a CPU
     assert member.kv_tokens > 256
-    said = until("a word of the engine", lambda: (one := lab.member()) and one.engine)
+    said = until("a word of the engine", lambda: one.engine if (one := lab.member()) else None)
     assert (said.running, said.waiting, said.tokens > 0) == (0, 0, True)
     load = {"version": "0-9", "path": "/nowhere"}
     assert http.put(f"{node}/grpo/policy", json=load).status_code == 401

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import Trainer
+from trl.trainer.utils import RepeatSampler
 
 from policies.serving.canary import Canary
 from policies.serving.tensors import mismatch
@@ -94,7 +95,7 @@ def test_the_window_is_still_kept_where_it_is_saved_from() -> None:
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epochs_order_is_trls_however_it_is_reached(shuffle: bool) -> None:
     arguments = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 2, "shuffle": shuffle, "seed": 7}
-    theirs = trl_grpo.RepeatSampler(range(10), **arguments)
+    theirs = RepeatSampler(range(10), **arguments)
     in_order = [list(theirs) for _ in range(4)]
     for epoch in (3, 0, 2, 2, 1):
         ours = EpochSampler(range(10), **arguments)
@@ -155,7 +156,7 @@ def test_what_the_weights_compute_is_known_when_they_are_handed_over() -> None:
     generation.mode, generation._weight_metadata = "server", []
     generation.accelerator = SimpleNamespace(mixed_precision="bf16", is_main_process=True, state=None)
     generation._dist = SimpleNamespace(is_fsdp=False, is_zero3=False, fsdp_version=None, gather_params=fake_gather)
-    generation._fleet_client = generation.vllm_client = Client()
+    generation._fleet_client = generation.vllm_client = Client()  # type: ignore[assignment]  # a stand-in
     generation.sync_weights()
     assert isinstance(handed[0], Canary)
     assert handed[0].dtype == "bfloat16"

@@ -36,7 +36,7 @@ WAIT_S = 20.0
 T = TypeVar("T")
 
 
-def until(what: str, look: Callable[[], T | None]) -> T:
+def until(what: str, look: Callable[[], T | Literal[False] | None]) -> T:
     """Look again and again until there is something; the time limit is a failure that says what was missing."""
     deadline_s = time.monotonic() + WAIT_S
     while time.monotonic() < deadline_s:

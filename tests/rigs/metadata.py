@@ -83,8 +83,14 @@ class FakeMetadata:
 
     def _azure_events(self) -> list[dict[str, object]]:
         common = {"ResourceType": "VirtualMachine", "EventStatus": "Scheduled", "EventSource": "Platform"}
-        reboot = {"EventId": "A", "EventType": "Reboot", "Resources": ["vm-7"], "NotBefore": "", **common}
-        preempt = {
+        reboot: dict[str, object] = {
+            "EventId": "A",
+            "EventType": "Reboot",
+            "Resources": ["vm-7"],
+            "NotBefore": "",
+            **common,
+        }
+        preempt: dict[str, object] = {
             "EventId": "B",
             "EventType": "Preempt",
             "Resources": [self.preempted_name],

@@ -157,7 +157,7 @@ class Node:
 
     async def _until(self, ready: Callable[[], bool], reader: asyncio.StreamReader | None = None) -> None:
         while not ready():
-            waiting = {asyncio.ensure_future(self.changed.wait())}
+            waiting: set[asyncio.Future[bool | bytes]] = {asyncio.ensure_future(self.changed.wait())}
             if reader is not None:
                 waiting.add(asyncio.ensure_future(reader.read(1)))
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -105,7 +105,7 @@ class ScriptedStore(Store):
     def delete(self, keys: Sequence[str]) -> None:
         self._write(lambda: self._inner.delete(keys))
 
-    def create(self, key: str, data: bytes) -> None:
+    def create(self, key: str, data: BytesLike) -> None:
         self._write(lambda: self._inner.create(key, data))
 
     def _read(self, read: Callable[[], T]) -> T:

@@ -29,7 +29,7 @@ class Sky:
         self.random = random
         self.objects: dict[str, bytes] = {}
         self.weather = Weather.FAIR
-        self.late: list[Callable[[], None]] = []
+        self.late: list[Callable[[], object]] = []
 
     def clear(self) -> None:
         self.weather = Weather.FAIR
@@ -71,7 +71,7 @@ class WeatherStore(Store):
                 case 0:  # done, and nobody hears of it
                     self._sky.objects.setdefault(key, kept)
                 case 1:  # on its way for as long as the trouble lasts
-                    self._sky.late.append(lambda: self._sky.objects.setdefault(key, kept) and None)
+                    self._sky.late.append(lambda: self._sky.objects.setdefault(key, kept))
             raise
         if key in self._sky.objects:
             raise AlreadyExists(key)

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from checkpoint.security import identity
-from tests.e2e.tiny import NODE_PYTHON, ROOT
+from tests.e2e.harness import ROOT
+from tests.e2e.tiny import NODE_PYTHON
 
 SECRET = "the-run's-secret"
 # Parties of one run may have other versions of Python and of cryptography: if this changes, they do not meet.
@@ -41,7 +43,7 @@ def test_another_secret_makes_another_key_and_no_secret_is_in_it(tmp_path: Path)
     other_key, _, other_certificate = other.partition(b"-----BEGIN CERTIFICATE")
     assert mine_key != other_key
     assert mine_certificate != other_certificate
-    assert SECRET.encode() not in x509.load_pem_x509_certificate(mine).public_bytes(identity.Encoding.DER)
+    assert SECRET.encode() not in x509.load_pem_x509_certificate(mine).public_bytes(Encoding.DER)
 
 
 def test_the_file_is_for_its_owner_alone_whatever_was_there(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ from tasks.machine.node_env import NodeEnv
 from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable
 from tasks.rollout.vllm_server import argv_of
 from tasks.storing.heartbeat import Heartbeat
-from tests.e2e.tiny import NODE_PYTHON, ROOT
+from tests.e2e.harness import ROOT
+from tests.e2e.tiny import NODE_PYTHON
 from tests.rigs.gateway_process import TOKEN, Rig, check_complete, make_batch, until
 from tests.stand_ins.strangers import check_closed
 
@@ -84,7 +85,7 @@ def test_the_server_below_vllm_tells_strangers_nothing_with_the_flags_of_a_node(
     assert len(flags) == 8
     # vLLM hands them to uvicorn, where they have the same names.
     argv = [
-        NODE_PYTHON,
+        str(NODE_PYTHON),
         "-m",
         "uvicorn",
         "tests.checkpoint.security.test_tls:answer",

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +24,7 @@ from checkpoint.store.run_store import Store
 from orchestrator.control import daemon
 from orchestrator.control.launcher import start_daemon
 from orchestrator.home import trust
-from orchestrator.home.folder import kept_run_digest, run_digest_file, run_id_of, run_token
+from orchestrator.home.folder import kept_run_digest, run_digest_file, run_id_of, run_token, token_mark
 from policies.model import exit_codes
 from tests.stand_ins.world import spec
 
@@ -30,7 +32,7 @@ names = itertools.count()
 SECRET = "the-run's-secret"
 
 
-def record(store: Store, **changed: str) -> RunRecord:
+def record(store: Store, **changed: Any) -> RunRecord:
     run = spec()
     run = replace(run, trainer=replace(run.trainer, **changed), rollout=replace(run.rollout, **changed))
     return RunRecord(documents.SCHEMA, run_id_of("sim", store.url), 0.0, run)
@@ -108,10 +110,11 @@ def test_a_controller_does_not_take_a_run_that_was_changed(store: Store, with_pr
     store.put(layout.RUN, to_json(replace(record(store), created_at_s=time.time(), run_id="another")))
     if not with_proof:
         store.delete([layout.PROOF, layout.SECRET])
-    for start in (
+    starts: tuple[Callable[[], object], ...] = (
         lambda: daemon.steer(store, "resume", stop),
         lambda: start_daemon(store, record(store), "resume"),
-    ):
+    )
+    for start in starts:
         with pytest.raises(NotVouched, match=str(run_digest_file(store.url))):
             start()
     assert store.entries(layout.JOURNAL) == entries
@@ -120,7 +123,7 @@ def test_a_controller_does_not_take_a_run_that_was_changed(store: Store, with_pr
 def test_a_machine_with_the_runs_secret_alone_judges_by_the_proof(store: Store) -> None:
     """The token file was brought along, as `resume` asks for while machines are up."""
     token = run_token(record(store).run_id)
-    documents.SECRET_MARK.write(store, trust.token_mark(token))
+    documents.SECRET_MARK.write(store, token_mark(token))
     trust.known_run(store)  # of a version that did not vouch
     vouch(store, token)
     trust.known_run(store)

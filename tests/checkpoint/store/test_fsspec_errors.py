@@ -16,7 +16,7 @@ from checkpoint.store.errors import StoreDenied, StoreError, StoreUnavailable
 from checkpoint.store.run_store import Store
 
 
-class Broken(MemoryFileSystem):  # type: ignore[misc]  # fsspec is not typed
+class Broken(MemoryFileSystem):
     """Raises `error` at each read."""
 
     error: BaseException

@@ -9,9 +9,10 @@ import fsspec
 import pytest
 from fsspec.spec import AbstractFileSystem
 
+from checkpoint.store.backends import BytesLike
 from checkpoint.store.errors import AlreadyExists, StoreDenied, StoreUnavailable, StoreUnusable
 from checkpoint.store.probe import FOLDER, probe
-from checkpoint.store.run_store import BytesLike, Entry, Store
+from checkpoint.store.run_store import Entry, Store
 from tests.rigs.store.fault_proxy import Answer, Away, FaultProxy, IgnoreConditions, LoseAnswer, WrongBytes
 from tests.rigs.store.server import S3Server
 
@@ -113,7 +114,7 @@ def test_a_filesystem_of_fsspec_without_a_create_only_write_is_refused_whoever_i
 
         protocol = "other"
 
-        def exists(self, path: str, **_: object) -> bool:  # type: ignore[override]
+        def exists(self, path: str, **_: object) -> bool:
             raise AssertionError(f"{path} was looked for")
 
         def rm_file(self, path: str) -> None:

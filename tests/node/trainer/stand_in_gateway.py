@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -134,7 +135,7 @@ class StandInGateway:
 
     def _complete(self, batch: Batch, index: int, prompt: list[int], seed: int) -> Completion:
         if self.refuses(prompt):
-            said = {"refused": "vLLM answered 400: too long", "limit_tokens": 9}
+            said: dict[str, Any] = {"refused": "vLLM answered 400: too long", "limit_tokens": 9}
             return Completion(index, [], [], REFUSED, batch.policy.label, "stand-in", **said)
         if self.samples_with_model:
             token_ids, logprobs = _sample(self._policy(batch), prompt, seed, batch.sampling)
@@ -172,7 +173,7 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(*_)  # type: ignore[arg-type]  # handed on as they came
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not here to be read
 def _sample(
     model: torch.nn.Module, prompt: list[int], seed: int, sampling: dict[str, float]
 ) -> tuple[list[int], list[float]]:

@@ -24,7 +24,7 @@ from tests.node.trainer.stand_in_gateway import TOKEN
 GONE_BEHIND = 2
 
 
-class Breaks(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+class Breaks(TrainerCallback):
     def on_step_end(self, _args: Any, state: Any, _control: Any, *, model: Any, **_: Any) -> None:
         if state.global_step == GONE_BEHIND:
             model.get_input_embeddings().weight.data.fill_(torch.nan)

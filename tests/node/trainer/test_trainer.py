@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datasets import load_dataset
@@ -182,7 +183,9 @@ def test_frozen_weights_are_stored_once(finished: Finished, tmp_path: Path) -> N
 class Begun(TrainerCallback):
     """What a trainer holds when its first step begins."""
 
-    def on_train_begin(self, _args, state, _control, *, model, optimizer, **_) -> None:
+    def on_train_begin(
+        self, _args: Any, state: Any, _control: Any, *, model: Any, optimizer: Any, **_: Any
+    ) -> None:
         self.step = state.global_step
         self.weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         self.optimizer_steps = {int(values["step"]) for values in optimizer.state.values()}
@@ -251,8 +254,8 @@ def test_bad_spec_is_one_line_and_its_own_exit_code(tiny: Path, tmp_path: Path) 
         ("grpo", {"generation_kwargs": {"seed": 1}}, "generation_kwargs: `seed` must go"),
     ],
 )
-def test_users_mistakes_are_named(part: str, value: object, says: str, tiny: Path, tmp_path: Path) -> None:
-    spec = run_spec(f"file://{tmp_path}/store", tiny, grpo=value if part == "grpo" else {})  # type: ignore[arg-type]  # by the table above
+def test_users_mistakes_are_named(part: str, value: Any, says: str, tiny: Path, tmp_path: Path) -> None:
+    spec = run_spec(f"file://{tmp_path}/store", tiny, grpo=value if part == "grpo" else {})
     if part == "dataset":
         spec = replace(spec, trainer=replace(spec.trainer, dataset=replace(spec.trainer.dataset, path=str(value))))
     elif part != "grpo":

@@ -54,6 +54,8 @@ class Clouds:
     def logged_nodes(self) -> list[str]:
         return []
 
+    def clean_up(self) -> None: ...
+
     def close(self) -> None: ...
 
     def _called(self, what: str) -> None:
@@ -123,7 +125,12 @@ def test_a_refusal_is_told_once(cloud: Clouds, actuator: Actuator) -> None:
     cloud.go.set()
     actuator.submit((LAUNCH,), held)
     told: list[LaunchRefused] = []
-    until(lambda: bool(told.extend(actuator.collect()) or told))
+
+    def heard() -> bool:
+        told.extend(actuator.collect())
+        return bool(told)
+
+    until(heard)
     assert told == [LaunchRefused("rollout-0-i1", Refusal.QUOTA, "no vCPUs left")]
     assert actuator.collect() == ()
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from checkpoint.journal import journal
 from checkpoint.journal.journal import Fenced, Journal
 from checkpoint.records import documents
+from checkpoint.store.backends import BytesLike
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
 from orchestrator.control.controller import Controller
@@ -26,7 +27,7 @@ class LeavingStore(Store):
 
     leaves: str | None = None
 
-    def create(self, key: str, data: bytes) -> None:
+    def create(self, key: str, data: BytesLike) -> None:
         leaves = self.leaves if key.startswith("journal/") else None
         if leaves in ("before", "behind"):
             self.leaves = None
@@ -35,7 +36,7 @@ class LeavingStore(Store):
         if leaves in ("before", "behind"):
             raise StoreUnavailable(f"create {key}")
 
-    def delete(self, keys: list[str]) -> None:
+    def delete(self, keys: Sequence[str]) -> None:
         if self.leaves == "delete":
             self.leaves = None
             raise StoreUnavailable(f"delete {keys}")

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from checkpoint.records.documents import Lease
-from orchestrator.control import lease as leases
 from orchestrator.control.lease import LOOK_EVERY_S, LOOKS, RENEW_S, TTL_S, LeaseWatch, is_held, own_lease
 
 HOUR_S = 3600.0
@@ -40,7 +39,7 @@ class Holder:
 
 @pytest.mark.parametrize("ahead_s", [-HOUR_S, 0.0, HOUR_S])
 def test_who_lives_is_seen_to_whatever_its_clock_says(ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases.time, "time", lambda: NOW_S)
+    monkeypatch.setattr(time, "time", lambda: NOW_S)
     living, dead = Holder(ahead_s, lives=True), Holder(ahead_s - 2 * TTL_S, lives=False)
     assert is_held(living.read, living.wait)
     assert not is_held(dead.read, dead.wait)
@@ -54,7 +53,7 @@ def test_nobody_waits_for_what_is_certain(monkeypatch: pytest.MonkeyPatch) -> No
     assert is_held(lambda: own, waited.append)
     assert not is_held(lambda: replace(own, pid_started="another"), waited.append)
     assert not is_held(lambda: None, waited.append)
-    monkeypatch.setattr(leases.time, "time", lambda: NOW_S)
+    monkeypatch.setattr(time, "time", lambda: NOW_S)
     assert not is_held(lambda: elsewhere(-48 * HOUR_S), waited.append)
     assert waited == []
 

@@ -26,7 +26,7 @@ class Brief(SilenceLimits):
     __slots__ = ()
 
     soft_s = 0.2  # type: ignore[misc]
-    hard_s = 0.8  # type: ignore[assignment]
+    hard_s = 0.8
 
 
 @pytest.mark.usefixtures("soon")

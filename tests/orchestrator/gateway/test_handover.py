@@ -35,7 +35,7 @@ async def cut(world: World, one: Job, *, tokens: int = 5) -> Finished:
 @pytest.mark.parametrize("tokens", [1, 5, 13])
 def test_a_job_goes_on_from_the_tokens_that_arrived(tokens: int) -> None:
     async def story(world: World) -> None:
-        body = {"min_tokens": 6, "stop_token_ids": list(range(0, 1000, 20)), "max_tokens": 17}
+        body: dict[str, Any] = {"min_tokens": 6, "stop_token_ids": list(range(0, 1000, 20)), "max_tokens": 17}
         while len(undisturbed(one := job(**body))[0]) <= tokens:
             pass
         check(one, await cut(world, one, tokens=tokens))
@@ -305,7 +305,7 @@ class GivesUp(Asks):
 
     __slots__ = ()
 
-    hard_s = 0.5  # type: ignore[assignment]
+    hard_s = 0.5
 
 
 def test_a_server_that_does_not_answer_is_mute_until_it_does() -> None:

@@ -37,7 +37,13 @@ def texts_of(seed: int, max_tokens: int, prompt: list[int] = PROMPT) -> str:
 def test_a_completion_is_whole_and_says_which_policy_made_it() -> None:
     async def story(served: Served) -> dict[str, Any]:
         await served.node("a")
-        body = {"prompt": PROMPT, "seed": 7, "max_tokens": 20, "logprobs": 0, "return_token_ids": True}
+        body: dict[str, Any] = {
+            "prompt": PROMPT,
+            "seed": 7,
+            "max_tokens": 20,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
         response = await post(served, COMPLETIONS, **body, model="policy")
         assert response.headers[HEADER_POLICY] == "0-0"
         return dict(response.json())
@@ -61,7 +67,13 @@ def test_a_completion_is_whole_and_says_which_policy_made_it() -> None:
 def test_choices_have_seeds_that_count_up_and_prompts_are_counted_once() -> None:
     async def story(served: Served) -> dict[str, Any]:
         await two_nodes(served)
-        body = {"prompt": [[1, 2], [3, 4, 5]], "n": 3, "seed": 40, "max_tokens": 8, "return_token_ids": True}
+        body: dict[str, Any] = {
+            "prompt": [[1, 2], [3, 4, 5]],
+            "n": 3,
+            "seed": 40,
+            "max_tokens": 8,
+            "return_token_ids": True,
+        }
         return dict((await post(served, COMPLETIONS, **body)).json())
 
     found = serve(story)
@@ -75,7 +87,7 @@ def test_choices_have_seeds_that_count_up_and_prompts_are_counted_once() -> None
 def test_a_chat_has_a_message_and_its_logprobs() -> None:
     async def story(served: Served) -> dict[str, Any]:
         await served.node("a")
-        body = {"messages": MESSAGES, "seed": 3, "max_completion_tokens": 9, "logprobs": True}
+        body: dict[str, Any] = {"messages": MESSAGES, "seed": 3, "max_completion_tokens": 9, "logprobs": True}
         return dict((await post(served, CHAT, **body)).json())
 
     found = serve(story)
@@ -102,7 +114,7 @@ def test_a_stream_goes_on_over_a_killed_node_and_repeats_nothing(
         a, b = await two_nodes(served)
         for node in (a, b):
             node.change(stalls=9)
-        body = {"seed": 11, "max_tokens": 40, "n": 2, "stop": stop, **more}
+        body: dict[str, Any] = {"seed": 11, "max_tokens": 40, "n": 2, "stop": stop, **more}
         async with stream(served, path, **body, stream_options={"include_usage": True}) as heard:
             await heard.read(enough=18)
             first = a if a.running else b
@@ -294,7 +306,14 @@ def test_parameters_that_are_off_are_no_reason_to_refuse() -> None:
 
     async def story(served: Served) -> None:
         node = await served.node("a")
-        off = {"echo": False, "best_of": 1, "suffix": None, "tools": [], "tool_choice": "none", "stop": None}
+        off: dict[str, Any] = {
+            "echo": False,
+            "best_of": 1,
+            "suffix": None,
+            "tools": [],
+            "tool_choice": "none",
+            "stop": None,
+        }
         response = await post(served, COMPLETIONS, prompt="a", **off)
         assert response.status_code == 200, response.text
         assert not {"echo", "best_of", "suffix", "tools", "tool_choice"} & set(node.asked[0])

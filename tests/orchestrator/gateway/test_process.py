@@ -74,7 +74,7 @@ def test_a_full_member_is_given_no_more_than_it_takes(rig: Rig) -> None:
 def test_nothing_is_said_without_the_secret(rig: Rig) -> None:
     rig.gateway()
     for given in (None, b"Bearer wrong", TOKEN.encode(), "Bearer é".encode("latin-1")):
-        headers = {} if given is None else {"Authorization": given}
+        headers = {} if given is None else {b"Authorization": given}
         for method, path in (
             ("GET", "/health"),
             ("GET", "/nowhere"),

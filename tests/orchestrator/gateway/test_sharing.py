@@ -43,6 +43,10 @@ def step(world: World, count: int) -> list[asyncio.Task[Finished]]:
     return [world.ask(job(policy=NEW, group=number // GROUP)) for number in range(count)]
 
 
+async def until_running(world: World, nodes: list[Node], count: int) -> None:
+    await world.until(lambda: sum(one.running for one in nodes) >= count)
+
+
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(balance, "SPEED_S", 0.4)
@@ -62,7 +66,7 @@ def test_the_first_member_takes_its_share_and_each_that_comes_takes_another() ->
         asked = step(world, NODES * PER_NODE)
         for number, node in enumerate(nodes, 1):
             await loads(world, node)
-            await world.until(lambda number=number: sum(one.running for one in nodes) >= number * PER_NODE)
+            await until_running(world, nodes, number * PER_NODE)
             for one in nodes[:number]:
                 assert abs(one.row.running - PER_NODE) <= TOGETHER_REQUESTS
         for node in nodes:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.store import codec, layout
+from checkpoint.store.backends import BytesLike
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
 from orchestrator.gateway.surface.status_writer import StatusWriter
@@ -35,7 +36,7 @@ class WatchedStore(Store):
         self.free.set()
         self.held = threading.Event()
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: BytesLike) -> None:
         assert key == layout.members(BY)
         if self.away:
             self.refused += 1
@@ -43,7 +44,7 @@ class WatchedStore(Store):
         if not self.free.is_set():
             self.held.set()
             assert self.free.wait(WAIT_S), "the event loop stood still for as long as the store did"
-        self.written.append(codec.from_json(data, GatewayStatus, key))
+        self.written.append(codec.from_json(bytes(data), GatewayStatus, key))
 
 
 class World:
@@ -66,6 +67,12 @@ class World:
     async def until_looks(self, more: int) -> None:
         wanted = self.looks + more
         await self.until(lambda: self.looks >= wanted)
+
+    async def until_written(self, count: int) -> None:
+        await self.until(lambda: len(self.store.written) == count)
+
+    async def until_told(self, *nodes: str) -> None:
+        await self.until(lambda: self.nodes()[-1] == list(nodes))
 
     async def until(self, wanted: Callable[[], bool]) -> None:
         async with asyncio.timeout(WAIT_S):
@@ -99,7 +106,7 @@ def test_a_change_of_the_membership_is_written_at_once_and_counts_with_the_next_
         await world.until(lambda: len(world.store.written) == 1)
         for nodes in (("a",), ("a", "b"), ("b",)):
             world.members(*nodes)
-            await world.until(lambda nodes=nodes: world.nodes()[-1] == list(nodes))
+            await world.until_told(*nodes)
         world.status = replace(world.status, policy="0-1")
         await world.until(lambda: world.store.written[-1].policy == "0-1")
         world.status = replace(world.status, tokens_delivered=7)
@@ -117,7 +124,7 @@ def test_a_change_of_the_membership_is_written_at_once_and_counts_with_the_next_
 def test_a_gateway_where_nothing_happens_goes_on_writing() -> None:
     async def story(world: World) -> None:
         for beat in range(1, 4):
-            await world.until(lambda beat=beat: len(world.store.written) == beat)
+            await world.until_written(beat)
             await world.until_looks(2)
             assert len(world.store.written) == beat
             world.now_s += STATUS_S

@@ -19,6 +19,7 @@ from policies.model.events import (
     BuyingStopped,
     DivergenceCleared,
     DivergenceWatched,
+    Event,
     FleetMoved,
     JobExited,
     JobRestarted,
@@ -201,9 +202,8 @@ def test_a_rollback_is_seen_at_each_of_its_stages(tmp_path: Path) -> None:
     assert (view.timeline, view.step, view.kl, view.rollbacks) == (0, 10, 3.0, 1)
 
     stages: list[tuple[RollbackStage, str]] = []
-    for at_s, event in enumerate(
-        (TimelineForked(1), TrainerFenced(1), TimelineResumed(1, 5), FleetMoved(1, "1-5")), start=45
-    ):
+    events: tuple[Event, ...] = (TimelineForked(1), TrainerFenced(1), TimelineResumed(1, 5), FleetMoved(1, "1-5"))
+    for at_s, event in enumerate(events, start=45):
         world.happens(at_s, event)
         view = look(world, at_s)
         assert view.rollback is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,12 @@ def world(tmp_path: Path) -> World:
     world.moves(44, "rollout-1-i2", NodePhase.BOOTING)
     world.happens(95, JobExited("trainer-0-i1", 1, -9, 6), JobRestarted("trainer-0-i1", 2, "again"))
     for step in range(1, 11):
-        values = {"reward": step / 10, "kl": 0.01 * step, "orch/tokens": 512.0, "orch/tokens_discarded": 0.0}
+        values: dict[str, Any] = {
+            "reward": step / 10,
+            "kl": 0.01 * step,
+            "orch/tokens": 512.0,
+            "orch/tokens_discarded": 0.0,
+        }
         values["sampling/sampling_logp_difference/max"] = 2e-6 if step == 4 else 1e-6
         if step == 4:
             values["orch/tokens_discarded"] = 37.0

@@ -189,18 +189,17 @@ def test_with_no_checkpoint_from_before_the_onset_the_run_waits_for_a_person() -
     world.save_steps = 3
     world.run()
     assert not begun(world)
-    assert world.state.phase is RunPhase.PAUSED
-    assert (
-        world.state.reason
-        == f"diverged since step 2; no checkpoint is from before step 2, there are 0-3; {NAME_ONE}"
+    assert (world.state.phase, world.state.reason) == (
+        RunPhase.PAUSED,
+        f"diverged since step 2; no checkpoint is from before step 2, there are 0-3; {NAME_ONE}",
     )
     assert world.checkpoints == [PolicyVersion(0, 3)]
     world.commands = [Command("c1", "rollback")]
     world.take_over()
     world.run()
     assert not begun(world), "nor does a person begin from step 0 without saying so"
-    assert world.state.phase is RunPhase.PAUSED
-    assert [one.kind for one in events_of(world, Noticed) if isinstance(one, Noticed)] == ["no_target"]
+    told = [one.kind for one in events_of(world, Noticed) if isinstance(one, Noticed)]
+    assert (world.state.phase, told) == (RunPhase.PAUSED, ["no_target"])
     world.commands = [Command("c1", "rollback"), Command("c2", "rollback", "start")]
     world.take_over()
     world.run()
@@ -280,8 +279,7 @@ def test_an_export_that_the_controller_did_not_live_to_see_is_asked_for_again() 
 def test_pause_returns_the_machines_and_waits_for_a_person() -> None:
     world = world_of({0: (13, 9)}, action="pause")
     world.run()
-    assert world.state.phase is RunPhase.PAUSED
-    assert world.machines == {}
+    assert (world.state.phase, world.machines) == (RunPhase.PAUSED, {})
     assert "checkpoint 0-8" in world.state.reason
     world.commands = [Command("c1", "rollback")]
     world.take_over()

@@ -148,7 +148,7 @@ DIVERGING: dict[str, tuple[list[Point], int]] = {
     "slow ramp": (run(kl=growing(0.08, 25)), 120),
     "begins at 3 and runs away": (run(kl=growing(3.0, 8)), 45),
     "only the KL is logged": ([Point(p.step, {"kl": p.values["kl"]}) for p in run(kl=growing(0.08, 12))], 75),
-    "swings": (run(kl=lambda step: growing(0.08, 10)(step) * (1 + 0.9 * math.sin(step / 3))), 80),
+    "swings": (run(kl=lambda step: (growing(0.08, 10)(step) or 0.0) * (1 + 0.9 * math.sin(step / 3))), 80),
     "KL not finite": (run(kl=after(ONSET, level(0.08), lambda _: None)), 4),
     "KL infinite": (run(kl=after(ONSET, level(0.08), lambda _: math.inf)), 4),
     "loss not finite": (run(loss=after(ONSET, level(0.08), lambda _: math.nan)), 4),
@@ -236,7 +236,7 @@ def test_what_confirms_makes_it_trip_sooner() -> None:
     ids=["reward", "gradients", "KL"],
 )
 def test_one_thing_alone_is_watched_and_says_since_when(off: dict[str, Metric]) -> None:
-    found = verdicts(run(STEPS, **off))
+    found = verdicts(run(STEPS, 1, **off))
     assert {verdict.health for verdict in found[: ONSET - 1]} == {Health.HEALTHY}
     watched = [verdict for verdict in found if verdict.health is Health.WATCH]
     assert len(watched) > 50

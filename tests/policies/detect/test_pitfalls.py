@@ -115,7 +115,7 @@ def test_it_says_what_is_seen_and_what_to_do() -> None:
 
 
 def test_refused_prompts_are_told_at_once_with_their_numbers() -> None:
-    numbers = {PROMPTS_REFUSED: 2.0, REFUSED_ROW: 1234.0, REFUSED_TOKENS: 5000.0, REFUSED_LIMIT: 4096.0}
+    numbers: Values = {PROMPTS_REFUSED: 2.0, REFUSED_ROW: 1234.0, REFUSED_TOKENS: 5000.0, REFUSED_LIMIT: 4096.0}
     (one,) = told(logged(30, lambda step: numbers if step in (3, 9) else {}))
     assert (one.kind, one.step) == ("prompts_refused", 3)
     assert one.text.startswith(

@@ -243,7 +243,7 @@ def test_faults_of_a_run_without_gaps_cost_nothing_yet(log: list[Row]) -> None:
 
 
 def test_a_machine_is_paid_from_first_seen_until_gone() -> None:
-    seen = [
+    seen: list[tuple[int, float, tuple[Event, ...]]] = [
         (1, 0.0, (requested(NODE), requested(TRAINER), requested("rollout-1-i1"), requested("rollout-2-i1"))),
         (2, 100.0, (moved(NodePhase.BOOTING), moved(NodePhase.BOOTING, TRAINER))),
         (2, 100.0, (MachineBought(NODE, Market.SPOT, "here", 1.0, 4.0),)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ STAGES: dict[RollbackStage | None, Event] = {
     ids=["node", "run", "rollback"],
 )
 def test_every_edge_of_a_table_has_a_reason_and_every_other_is_refused(
-    edges: dict[tuple[object, object], str], phases: list[object]
+    edges: dict[tuple[Any, Any], str], phases: list[Any]
 ) -> None:
     for edge in product(phases, repeat=2):
         if edge in edges:

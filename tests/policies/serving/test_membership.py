@@ -88,7 +88,7 @@ def test_a_new_boot_ends_the_term_and_the_old_boot_cannot_come_back(table: Membe
 def test_a_lost_connection_ends_the_term_and_the_same_boot_may_come_back(table: Membership) -> None:
     term = table.rows[0].term
     assert table.connection_lost("a", "x").ended == (term,)
-    assert table.rows == ()
+    assert not table.rows
     table.announce("a", say("x"), 0.1)
     assert table.rows[0].term != term
     assert choose(table) is not None

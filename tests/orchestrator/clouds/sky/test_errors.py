@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
@@ -116,7 +118,7 @@ def failure(error: Exception, log: str = "") -> Failure:
     return Failure(type(error).__name__, str(error), history, log)
 
 
-def nowhere(*reasons: str) -> Exception:
+def nowhere(*reasons: str) -> Any:
     """What a launch raises when every place that it tried refused."""
     history = [exceptions.ResourcesUnavailableError(reason) for reason in reasons]
     words = "\x1b[31mFailed to provision all possible launchable resources.\x1b[0m Relax the requirements"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import structlog
@@ -28,11 +28,10 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from orchestrator import clouds
 from orchestrator.cli import main, remote
-from orchestrator.clouds import as_shipped
 from orchestrator.clouds.protocol import CloudRefused
 from orchestrator.clouds.sky import cloud as sky_cloud
 from orchestrator.clouds.sky.cloud import SkyCloud
-from orchestrator.clouds.sky.remote import FOLDER_ENV, RemoteController
+from orchestrator.clouds.sky.remote import FOLDER_ENV, RemoteController, as_shipped
 from orchestrator.clouds.sky.types import CloudCheck, Cluster
 from orchestrator.clouds.sky.work import Work
 from orchestrator.control import daemon
@@ -144,7 +143,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     monkeypatch.setattr(structlog, "configure", lambda **_: None)
     # The daemon in its thread is on the other machine.
-    monkeypatch.setattr(daemon, "open_cloud", lambda record, store: SkyCloud(made.sky.beyond, record, store))
+    monkeypatch.setattr(
+        daemon, "open_cloud", lambda record, store: SkyCloud(cast(Any, made.sky.beyond), record, store)
+    )
     yield made
     made.sky.daemon_dies()
     structlog.reset_defaults()

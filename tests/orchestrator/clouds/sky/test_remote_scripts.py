@@ -61,8 +61,10 @@ class ControllerRig(MachineRig):
             **more,
         }
         argv = ["bash", "-c", "".join((SCRIPTS / script).read_text() for script in scripts)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen(argv, env=environment, cwd=self.home, text=True, start_new_session=True, **pipes)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            argv, env=environment, cwd=self.home, text=True, start_new_session=True, stdout=pipe, stderr=pipe
+        )
 
     def finish(self, *scripts: str, **more: str) -> tuple[int, list[str], list[str]]:
         process = self.start(*scripts, **more)

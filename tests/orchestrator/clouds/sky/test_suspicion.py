@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from dataclasses import replace
 
 import pytest
@@ -88,7 +89,7 @@ def test_a_machine_that_answered_before_is_dead_after_a_while_of_silence(
 
 def test_silence_is_counted_from_the_last_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
-    monkeypatch.setattr(suspicion.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     world.has = True
     for answers, passes_s in ((True, 1), (False, 7), (True, 7), (False, 7), (False, 7)):
         world.answers = answers
