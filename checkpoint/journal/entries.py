@@ -1,12 +1,12 @@
-"""The journal's objects as stored, one numbered entry for one tick's events, and how they are read.
+"""The journal's entries as stored, one numbered object for each tick's events, and how they are read.
 
-Numbers have no gaps: what lies between the first and the last entry is there, or the journal is broken and says
-which is missing. Other names below `journal/` are not ours and are passed over.
+Numbers have no gaps: an entry missing between the first and the last is damage, and is named. Other names below
+`journal/` are ignored.
 
-A power cut may leave the last entries of a folder torn: there, and without content. What they said is lost, and
-the run goes on without it: a torn entry with nothing but torn ones behind it is void. Its number stays taken, so
-that a late controller meets it. Whoever takes the run over behind it says so in its own entry, and from then on
-that decides; a torn entry that no take-over has set aside is damage, and is told.
+A power cut may leave the last entries torn: present, but without content. What they said is lost, and the run goes
+on without it: a torn entry followed only by torn ones is void. Its number stays taken, so that a late controller
+meets it. The next take-over lists the torn entries before it as set aside, and from then on that list decides: any
+other torn entry is damage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from policies.model.state import RunState
 
 SCHEMA = 1
 READS = 3  # of a torn entry: the wire may be at fault, not the store
-READERS = 16  # requests in the air at once; a store answers one in tens of milliseconds
+READERS = 16  # requests at once; a store answers one in tens of milliseconds
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Record:
 
     @property
     def is_void(self) -> bool:
-        """Whether it stands for a torn entry. No epoch is 0, for no take-over is entry 0."""
+        """Whether it stands for a torn entry. Real epochs begin at 1."""
         return self.epoch == 0
 
     def decoded(self) -> tuple[Event, ...]:
@@ -90,10 +90,10 @@ def _void(number: int) -> Record:
 
 
 def _is_set_aside(store: Store, number: int) -> bool:
-    """Whether the entry behind a torn one sets it aside, torn ones between them not counted; or there is none."""
-    for behind in count(number + 1):
+    """Whether the next entry that is not torn sets this torn one aside, or there is none."""
+    for later in count(number + 1):
         try:
-            found = _read(store, behind)
+            found = _read(store, later)
         except Torn:
             continue
         return found is None or number in found.set_aside
@@ -121,15 +121,15 @@ def _read(store: Store, number: int) -> Record | None:
 
 
 def entries_after(store: Store, after: int) -> list[Record]:
-    """Return every entry whose number is above `after`, in order, read one by one. Raises Corrupt."""
+    """Return every entry whose number is above `after`, in order, without segments. Raises Corrupt."""
     start = layout.journal_entry(after) if after else None
     numbers = (layout.number_of(one.key) for one in store.entries(layout.JOURNAL, after=start))
     listed = {number for number in numbers if number is not None}
     wanted = range(after + 1, max(listed, default=after) + 1)
     for number in wanted:
         if number not in listed:
-            # A listing of files may miss what was written while it ran and show what came after: only the entry
-            # itself can be missing. Asked for alone, so that a stray high number is one request, not a million.
+            # A listing of files may miss an entry that was written meanwhile and show a later one: only a read
+            # proves it missing. Read here, so that a stray high number costs one request, not a million.
             entry(store, number)
     return entries(store, wanted)
 
@@ -143,6 +143,6 @@ def advance(state: RunState, records: Iterable[Record]) -> RunState:
 
 
 def in_parallel(read: Callable[[int], T], numbers: Iterable[int]) -> list[T]:
-    """Return `read` of each number, in their order, with READERS at work. Raises what the first failed one did."""
+    """Return `read` of each number, in order, READERS at a time. Raises the first error."""
     with ThreadPoolExecutor(READERS) as pool:
         return list(pool.map(read, numbers))

@@ -1,11 +1,11 @@
 """The run's events, numbered and create-only: the record, and the lock.
 
-An entry is one tick's events. Its number is taken by whoever creates the object first; a controller that loses
-the race for a number has been replaced and stops. The entry that takes a run over is numbered like any other,
-and its number is the epoch of the controller that wrote it. A lease elsewhere only says who is alive.
+An entry holds one tick's events. Whoever creates the object first has its number; a controller that loses the race
+has been replaced and stops. A take-over is an entry like any other, and its number is the epoch of the controller
+that wrote it. The lease only says who is alive.
 
-Entries are never deleted, also where a segment holds them: a late controller has to meet the entry that replaced
-it. Were that number free again, it would win it and steer beside its successor.
+Entries are never deleted, not even those that a segment holds: a late controller must meet the entry that replaced
+it. If that number were free again, it would win it and steer beside its successor.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ log = structlog.get_logger()
 
 
 class Fenced(Exception):
-    """Another controller wrote the next entry: this one steers no longer."""
+    """Another controller wrote the next entry: this one no longer steers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """The run up to entry `number`: its state, and how it came out of an earlier one.
 
-    `records` are all entries behind `before`; `before` is the state that they continue, as of a segment's end.
+    `before` is the state at a segment's end, `records` are all entries after it.
     """
 
     before: RunState
@@ -52,10 +52,10 @@ def read(store: Store, after: int = 0) -> list[Record]:
 
 
 def recover(store: Store, overlap: int = 0) -> Recovered:
-    """Return the run as of now, from the newest usable segment and the entries behind it. Raises Corrupt.
+    """Return the run as of now, from the newest usable segment and the entries after it. Raises Corrupt.
 
     Reads a bounded number of objects, however long the run is. With `overlap`, `records` begin so many segments
-    earlier, for who wants to see what happened lately.
+    earlier, to show recent history.
     """
     last = segments.newest(store)
     begin = max(0, last - overlap * segments.SEGMENT_ENTRIES)
@@ -77,14 +77,14 @@ class Journal:
     def __init__(self, store: Store, writer: str) -> None:
         self._store = store
         self._writer = writer
-        self._open: list[Record] = []  # tried for the next number, and nobody knows what became of them
+        self._open: list[Record] = []  # tries for the next number whose outcome is unknown
         self._segmented = RunState()  # as of the newest segment
         self._since: list[Record] = []  # what the next segments will hold
         self.number = 0
         self.epoch = 0
 
     def take_over(self, now_s: float, host: str, pid: int, reason: str) -> RunState:
-        """Write the take-over entry behind the last one and return the state behind it.
+        """Write the take-over entry after the last one and return the state after it.
 
         Torn entries right before it are set aside for good. Raises Fenced when another controller takes over at
         the same moment.
@@ -99,21 +99,21 @@ class Journal:
     def append(self, now_s: float, events: tuple[Event, ...]) -> Record:
         """Write one entry. Returns it once it is durable.
 
-        Raises Fenced. After a StoreError the entry may be in the store, or not, or come there late: `settle` it
-        before the next.
+        Raises Fenced. After a StoreError the entry may be in the store, or not, or arrive late: `settle` it before
+        the next.
         """
         return self._append(now_s, events, [])
 
     def settle(self, now_s: float) -> Record | None:
-        """Close the number that a StoreError left open, and return the entry that has it; None if none is open.
+        """Settle the number that a StoreError left open and return its entry; None if none is open.
 
-        What was decided then is not written now, for the world has gone on: an entry without events takes its
-        place, so that it can't come late either, unless it is in the store already. Raises Fenced.
+        The events are not written now, for the world has moved on: unless they are already stored, an empty entry
+        takes their number, so that they cannot arrive late either. Raises Fenced.
         """
         return self.append(now_s, ()) if self._open else None
 
     def check(self) -> None:
-        """See that nobody has written behind this controller's last entry: one small read. Raises Fenced."""
+        """Check that nobody has written after this controller's last entry: one small read. Raises Fenced."""
         number = self.number + 1
         if self._store.get_or_none(layout.journal_entry(number)) is not None:
             self._own(entry(self._store, number))
@@ -145,13 +145,13 @@ class Journal:
         return record
 
     def _own(self, winner: Record) -> Record:
-        """The entry that has a number, if this controller wrote it. Raises Fenced."""
+        """Return the entry that has the number if this controller wrote it. Raises Fenced."""
         if winner.nonce not in [record.nonce for record in self._open]:
             raise Fenced(f"{winner.writer} wrote journal entry {winner.number}")
         return winner
 
     def _store_segments(self) -> None:
-        """Store what fills a segment. Its entries are durable: no trouble here may hide that."""
+        """Store each full segment. Its entries are durable, so a failure here is only logged."""
         while len(self._since) >= segments.SEGMENT_ENTRIES:
             records, rest = self._since[: segments.SEGMENT_ENTRIES], self._since[segments.SEGMENT_ENTRIES :]
             state = advance(self._segmented, records)
@@ -159,5 +159,5 @@ class Journal:
                 segments.write(self._store, records, state)
             except StoreError as error:
                 log.warning("segment_not_stored", last=records[-1].number, error=str(error))
-                return  # with the next entry it is tried again
+                return  # tried again with the next entry
             self._segmented, self._since = state, rest

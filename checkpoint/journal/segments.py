@@ -1,8 +1,8 @@
-"""The journal in larger pieces: SEGMENT_ENTRIES entries in an object, with the run's state behind the last.
+"""The journal in larger pieces: SEGMENT_ENTRIES entries in an object, with the run's state after the last.
 
-A segment is a convenience of reading and decides nothing. Its name, its bounds and its content follow from the
-entries alone, so that two controllers, a late one included, write the same object; where it is missing, unreadable
-or of a state that this version folds otherwise, the entries say the same.
+A segment only makes reading faster. Its name, bounds and content follow from the entries alone, so two
+controllers, even a late one, write the same object; where it is missing, unreadable, or its state of another
+version, the entries are read instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STATES_TRIED = 2  # newest first; if neither serves, all of them were written by
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`records` are the SEGMENT_ENTRIES up to the number in its name, `state` is the run's behind them."""
+    """`records` are the SEGMENT_ENTRIES up to the number in its name, `state` is the run's after them."""
 
     schema: int
     records: list[Record]

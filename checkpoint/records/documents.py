@@ -50,10 +50,10 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class ControllerMachine:
-    """The machine that the run's daemon lives on, of a run that is `--remote`. Written before it is launched."""
+    """The machine of a `--remote` run's daemon. Written before it is launched."""
 
     cluster: str  # its name in SkyPilot's records
-    infra: str  # `cloud/region/zone`; empty while it was not launched
+    infra: str  # `cloud/region/zone`; empty until it is launched
     at_s: float
 
 
@@ -72,16 +72,16 @@ class MachineReport:
     node: str
     attempt: int  # which run of the node's work this is about
     exit_code: int | None  # of that attempt's work; None: it runs
-    notice: bool  # its cloud has said that it will take the machine back
+    notice: bool  # its cloud has announced that it will take the machine back
     address: str  # where the run's other machines reach it
-    zone: str  # in its cloud's words; empty while nobody has told
-    boot_id: str  # the kernel's, another one after each boot
+    zone: str  # in its cloud's words; empty while unknown
+    boot_id: str  # the kernel's, new at each boot
     at_s: float  # by this machine's own clock
 
 
 @dataclass(frozen=True, slots=True)
 class SecretMark:
-    """By which a machine knows whether it has the secret that the run's machines hold. It tells nothing of it."""
+    """By it a machine knows whether its secret is the run's. It reveals nothing about the secret."""
 
     digest: str
 
@@ -94,7 +94,8 @@ def create_run(store: Store, record: RunRecord) -> bytes:
 
 
 def read_run(store: Store) -> RunRecord:
-    """To look at: who acts on it reads it with `vouched`. Raises what `run_bytes` and `decode_run` raise."""
+    """For display; `checkpoint.security.vouched` reads it to act on. Raises what `run_bytes` and `decode_run`
+    raise."""
     return decode_run(store, run_bytes(store))
 
 
@@ -107,7 +108,7 @@ def run_bytes(store: Store) -> bytes:
 
 
 def decode_run(store: Store, data: bytes) -> RunRecord:
-    """Read run.json's bytes. Raises Corrupt, for one of a newer schema, too."""
+    """Decode run.json. Raises Corrupt, also for a newer schema."""
     record = from_json(data, RunRecord, f"{store.url}/{layout.RUN}")
     if record.schema > SCHEMA:
         raise Corrupt(f"{store.url}: run of schema {record.schema}", f"this grpo-orch reads up to {SCHEMA}")
@@ -155,7 +156,7 @@ def read_gateway(store: Store) -> GatewayAddress | None:
 
 
 def ask_to_stop(store: Store, node: str, attempt: int, now_s: float) -> None:
-    """Ask a trainer's attempt to store what it has, and to end; asked again, nothing is written."""
+    """Ask a trainer's attempt to store what it has and end; asking again writes nothing."""
     if not is_asked_to_stop(store, node, attempt):
         store.put(layout.stop(node, attempt), to_json({"asked_at_s": now_s}))
 
@@ -177,7 +178,7 @@ def send_command(
 def read_commands(
     store: Store, unreadable: Unreadable | None = None, left_out: Collection[str] = ()
 ) -> tuple[Command, ...]:
-    """Every command that was not dropped yet, oldest first; objects in `left_out` are not looked at."""
+    """Every command not dropped yet, oldest first; keys in `left_out` are not read."""
     keys = [entry.key for entry in store.entries(layout.COMMANDS) if entry.key not in left_out]
     found = [_command_at(key).read(store, unreadable) for key in keys]
     return tuple(sent for sent in found if sent is not None)

@@ -1,7 +1,7 @@
-"""The run's timelines in the store: one small document for each that a rollback began, written once.
+"""The run's forks in the store: one small document for each timeline that a rollback began, written once.
 
-The document is fork and fence in one: from its writing on the run goes on from where it says, and a trainer of an
-older timeline stops when it sees it.
+The document is also a fence: once it is written the run goes on from there, and a trainer of an older timeline
+stops when it sees it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from policies.model.timelines import Fork
 
 
 def write_fork(store: Store, fork: Fork) -> None:
-    """Begin a timeline. Again with the same content, after a lost answer or by another controller, is nothing.
+    """Begin a timeline. Writing the same fork again, after a lost answer or by another controller, changes
+    nothing.
 
-    Raises Corrupt where that timeline has begun otherwise, StoreError.
+    Raises Corrupt if that timeline has begun differently, StoreError.
     """
     key = layout.timeline(fork.timeline)
     try:
@@ -43,7 +44,7 @@ def read_forks(store: Store) -> tuple[Fork, ...]:
 
 
 def newest_timeline(store: Store) -> int:
-    """Return the number of the newest timeline, 0 while there was no rollback. One listing. Raises StoreError."""
+    """Return the number of the newest timeline, 0 before any rollback. One listing. Raises StoreError."""
     return max(_numbers(store), default=0)
 
 

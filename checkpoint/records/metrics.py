@@ -2,8 +2,8 @@
 
 A hundred steps share one object that is rewritten at each step, so that reading ten thousand steps is a hundred
 reads. One trainer writes a timeline; a restarted one reads the present object and goes on, and a step logged again
-replaces the earlier row and keeps its first time. A row that cannot be read is left out, and gone with the next
-step of its hundred: the run does not depend on it.
+replaces the earlier row and keeps its first time. An unreadable row is left out, and dropped when its object is
+next written: the run does not depend on it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from policies.detect.divergence import Point
 # Ours, beside TRL's names.
 TOKENS = "orch/tokens"  # completion tokens that this step trained on
 TOKENS_DISCARDED = "orch/tokens_discarded"  # tokens generated for this step and lost with their node
-REPLAYED = "orch/replayed"  # 1 where the completions came from the rollout journal
+REPLAYED = "orch/replayed"  # 1 where the completions came from the store
 WAIT_S = "orch/wait_s"  # seconds in which no node could serve
 REWARD_MIN = "orch/reward_min"
 REWARD_MAX = "orch/reward_max"
@@ -41,11 +41,11 @@ ADDED_LATER = ("eval_", "train_", "total_flos")
 class Row:
     """One logged step. Times are the wall clock at the end of the step, seconds since the epoch.
 
-    Who reads a run's log reads these. The detectors alone have a shape of their own, `Point`: they know no store,
+    All readers of a run's log use rows. Only the detectors have a shape of their own, `Point`: they know no store,
     and must tell a value that was not finite from one that was not logged.
 
-    A step that is made again after a restart has a new `time_s` and keeps its `first_time_s`, so that what the
-    restart cost lies after the last step before it.
+    A step made again after a restart has a new `time_s` and keeps its `first_time_s`, so that the cost of the
+    restart shows after the last step before it.
     """
 
     timeline: int
@@ -102,7 +102,7 @@ def _is_trainings(name: str) -> bool:
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows in (timeline, step) order, each step once: the last one given."""
+    """Return the rows in (timeline, step) order, of each step the last."""
     return sorted({(row.timeline, row.step): row for row in rows}.values(), key=lambda r: (r.timeline, r.step))
 
 

@@ -30,8 +30,8 @@ def write_fault(store: Store, fault: RehearsedFault) -> None:
 
 
 def read_faults(store: Store, known: Container[int] = ()) -> list[RehearsedFault]:
-    """Return the faults whose number is not in `known`, in the order in which they were done. What cannot be read
-    is left out: it is for the report alone."""
+    """Return the faults whose number is not in `known`, in the order in which they were done. Unreadable ones are
+    left out: only the report needs them."""
     found = []
     for entry in store.entries(layout.REHEARSAL):
         number = layout.rehearsal_of(entry.key)

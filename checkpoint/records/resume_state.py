@@ -1,6 +1,6 @@
-"""The light resume state: what the detector of divergence knows of the steps before a restart, in a few kilobytes.
+"""The resume state: what the divergence detector knows of the steps before a restart, in a few kilobytes.
 
-It belongs to each checkpoint, and is stored more often than those, which hold everything else.
+Each checkpoint has one; it is also stored by itself, more often than checkpoints are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The rollout journal: what one generate call brought, stored before the step is applied.
+"""Stored completions: the result of each generate call, written before its step is applied.
 
-Generated tokens are the dear part of a step. A trainer that restarts takes them from here, so that the same step
-costs no token twice and ends in the same weights.
+Generation is the expensive part of a step. A restarted trainer takes the completions from here, so that no token
+is paid for twice and the step ends in the same weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Rollout:
 
 
 def digest_of(requests: list[CompletionRequest], sampling: dict[str, Any]) -> str:
-    """BLAKE3, in hex, of prompts, seeds and sampling parameters: two calls of one digest ask for the same."""
+    """BLAKE3, in hex, of prompts, seeds and sampling parameters: calls of equal digest ask for the same."""
     return blake3(to_json([sampling, requests])).hexdigest()
 
 
@@ -58,8 +58,8 @@ def read_rollout(store: Store, key: str) -> Rollout | None:
 
 
 def stored_since(store: Store, version: PolicyVersion) -> dict[tuple[PolicyVersion, int], list[str]]:
-    """The names of the records of this version and of later ones on its timeline, by version and call: the newest
-    trainer's first, for what an older one has written, however late, is worth less."""
+    """The keys of this version's records and of later ones on its timeline, by version and call: the newest
+    trainer's first, however late an older one wrote."""
     folder, _, first = layout.rollout(version, 0).rpartition("/")
     found: dict[tuple[PolicyVersion, int], list[str]] = {}
     for entry in store.entries(folder, after=f"{folder}/{first.partition('-')[0]}"):
@@ -68,8 +68,8 @@ def stored_since(store: Store, version: PolicyVersion) -> dict[tuple[PolicyVersi
     return {call: sorted(keys, key=layout.author_of, reverse=True) for call, keys in found.items()}
 
 
-def collect(store: Store, going: Callable[[Sequence[PolicyVersion]], Iterable[PolicyVersion]]) -> int:
-    """Delete the records of the versions that `going`, told all that there are, returns; say how many.
+def collect(store: Store, unneeded: Callable[[Sequence[PolicyVersion]], Iterable[PolicyVersion]]) -> int:
+    """Delete the records of the versions that `unneeded` picks from all stored ones; return how many.
 
     Raises StoreError.
     """
@@ -77,6 +77,6 @@ def collect(store: Store, going: Callable[[Sequence[PolicyVersion]], Iterable[Po
     for entry in store.entries(layout.ROLLOUTS):
         with contextlib.suppress(ValueError):  # a foreign file in the prefix
             records.setdefault(layout.call_of(entry.key)[0], []).append(entry.key)
-    doomed = [key for version in going(list(records)) for key in records[version]]
+    doomed = [key for version in unneeded(list(records)) for key in records[version]]
     store.delete(doomed)
     return len(doomed)

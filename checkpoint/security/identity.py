@@ -1,7 +1,7 @@
 """Who belongs to a run: one certificate, derived from the run's secret, by trainer, gateway and nodes alike.
 
-Each party makes the same key and the same certificate from the secret that it was given, byte for byte, shows it,
-and trusts it alone. So nothing is issued, sent, kept or renewed, and what proves a party is the secret itself. A
+Each party derives the same key and certificate from the secret, byte for byte, presents it, and trusts no other.
+So nothing is issued, sent, stored or renewed, and knowing the secret is the proof. A
 peer without it is refused in the TLS handshake, before a byte of HTTP (decision 011).
 """
 
@@ -20,13 +20,13 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-# Anyone who connects is shown the certificate, before they have proved anything: it names no product. A name is
-# there for clients that insist on one; ours do not look, for addresses change and the key says all.
+# Anyone who connects sees the certificate, so it names no product. The name is for clients that insist on one;
+# ours ignore it, as addresses change and the key is proof enough.
 NAME = "run.internal"
 _KEY_INFO = b"grpo-orch tls key 1"
-# The run's end is what ends it. No clock has to be right for two parties to meet.
+# It ends with the run, not by date: no clock has to be right for two parties to meet.
 _NOT_BEFORE = datetime(2000, 1, 1, tzinfo=UTC)
-_NOT_AFTER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)  # RFC 5280's way to say: no end
+_NOT_AFTER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)  # RFC 5280: no end
 
 
 def protects(host: str) -> bool:

@@ -1,10 +1,10 @@
-"""Secrets are blanked in what this project prints, wherever they come from: a library, a traceback.
+"""Blanks secrets in what this project prints, also through libraries and in tracebacks.
 
-A value appears as it is, as JSON or a traceback quotes it, or as a URL has it; one of several lines, such as a
-private key, line by line, too.
+A value is found as it is, quoted as in JSON or a traceback, or URL-encoded; one of several lines, such as a
+private key, also line by line.
 
-Which variables of the environment are secrets, a node is told in NAMES_ENV. What other programs print (a shell
-script with `set -x`) is theirs.
+NAMES_ENV tells a node which environment variables are secrets. The output of other programs (a shell script with
+`set -x`) is not covered.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def secret_names(environment: Mapping[str, str]) -> list[str]:
 
 
 def guard_output(redact: Redactor | None = None) -> None:
-    """Have this process print no secret from now on; without `redact`, none of those that a node is given."""
+    """Make this process print no secret from now on; without `redact`, none of its node's."""
     if redact is None:
         names = [*secret_names(os.environ), TOKEN_ENV]
         redact = Redactor(os.environ[name] for name in names if name in os.environ)

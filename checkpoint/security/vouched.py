@@ -2,7 +2,7 @@
 
 It names code, shell commands and folders: whoever can write it could have a run's machines do anything. So the
 controller, which knows the run and its secret, stores a MAC over its bytes beside it, and no machine acts on a
-run.json that does not match. To read or write the store is then not to run code on a machine.
+run.json that does not match. So access to the store does not allow running code on a machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def vouch(store: Store, secret: str, data: bytes | None = None) -> None:
 
 
 def matches(store: Store, secret: str, data: bytes) -> bool | None:
-    """Whether the store's proof is one for `data` by that secret; None where there is no proof. Raises Corrupt."""
+    """Whether the store's proof vouches for `data` by that secret; None without a proof. Raises Corrupt."""
     found = PROOF.read(store)
     return None if found is None else hmac.compare_digest(found.mac.encode(), _mac(secret, data).encode())
 
@@ -62,7 +62,7 @@ def read_vouched_run(store: Store, secret: str) -> RunRecord:
 
 
 def changed(store: Store) -> tuple[str, str]:
-    """Message and hint."""
+    """Message and hint for a run.json that does not match its proof."""
     what = f"{store.url}/{layout.RUN} is not what the run was started with: somebody has changed it"
     return what, "put the original back, and see who can write to the store"
 

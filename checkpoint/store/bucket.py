@@ -1,7 +1,6 @@
-"""What a bucket does with objects by itself: keeps those that are deleted, or deletes those that are kept.
+"""What a bucket does with objects by itself: keep deleted ones, or delete needed ones.
 
-S3 can be asked, through botocore, which s3fs brings. Google's and Azure's own answers to this are not in the
-libraries that stores are reached with here.
+Only S3 is asked, through botocore, which s3fs brings: the libraries used here cannot ask Google or Azure.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from checkpoint.store.errors import StoreError
 TIMEOUT_S = 10.0
 _SIZES = {"ObjectSizeGreaterThan", "ObjectSizeLessThan"}
 _UNREADABLE = ("GLACIER", "DEEP_ARCHIVE")
-# What S3 answers where nobody has set such a rule, or where the store has no such thing.
+# The answers if no such rule is set, or the store does not support any.
 _NONE = {
     "NoSuchLifecycleConfiguration",
     "ObjectLockConfigurationNotFoundError",
@@ -31,22 +30,22 @@ _NONE = {
 }
 
 
-class NotTold(StoreError):
-    """The bucket's rules cannot be asked for, for want of a way or of a right; the message says which."""
+class RulesUnknown(StoreError):
+    """There is no way to ask for the bucket's rules, or no right to; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketRules:
-    """What holds for the objects of one run.
+    """The rules for the objects of one run.
 
     Attributes:
-        versioned: what is deleted or written over stays.
-        versions_days: after so many days that goes; None: never.
-        locked_days: so long nobody can delete an object or a version; 0: no lock.
-        expires_days: after so many days an object is deleted, whoever needs it; None: none is.
-        expires_on: from that date on all objects are, as in `2027-01-31`; None: there is none.
-        archived_days: after so many days an object goes where it cannot be read any more unless it is asked for
-            hours before; None: none does.
+        versioned: old versions stay when an object is deleted or overwritten.
+        versions_days: they are deleted after so many days; None: never.
+        locked_days: nobody can delete an object or a version for so many days; 0: no lock.
+        expires_days: objects are deleted after so many days, needed or not; None: never.
+        expires_on: all objects are deleted from this date on, as `2027-01-31`; None: no date.
+        archived_days: objects move after so many days to where reading them must be requested hours before; None:
+            never.
     """
 
     versioned: bool = False
@@ -58,15 +57,15 @@ class BucketRules:
 
 
 def rules_of(url: str, options: Options) -> BucketRules:
-    """Ask what the bucket of a run does by itself. Raises NotTold, StoreDenied, StoreUnusable.
+    """Ask for the rules of a run's bucket. Raises RulesUnknown, StoreDenied, StoreUnusable.
 
     Args:
         url: the run's store.
-        options: as they are given to Store.
+        options: as for Store.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("s3", "s3a"):
-        raise NotTold(f"{parts.scheme}:// has no way to ask for it here")
+        raise RulesUnknown(f"{parts.scheme}:// has no way to ask for it here")
     client = _client(options)
     bucket, prefix = parts.netloc, parts.path.strip("/")
     versioning = _ask(client.get_bucket_versioning, bucket)
@@ -91,7 +90,7 @@ def rules_of(url: str, options: Options) -> BucketRules:
 
 
 def _ask(call: Callable[..., Mapping[str, Any]], bucket: str) -> Mapping[str, Any]:
-    """What the bucket answers; nothing where it has no such rule. Raises NotTold."""
+    """The bucket's answer; empty if it has no such rule. Raises RulesUnknown."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
@@ -100,16 +99,16 @@ def _ask(call: Callable[..., Mapping[str, Any]], bucket: str) -> Mapping[str, An
         code = str(error.response.get("Error", {}).get("Code", ""))
         if code in _NONE:
             return {}
-        raise NotTold(f"{error.operation_name} of the bucket {bucket!r} is refused: {code}") from None
+        raise RulesUnknown(f"{error.operation_name} of the bucket {bucket!r} is refused: {code}") from None
     except BotoCoreError as error:
-        raise NotTold(one_line(str(error))) from None
+        raise RulesUnknown(one_line(str(error))) from None
 
 
 def _covers(rule: Mapping[str, Any], prefix: str) -> bool:
-    """Whether a lifecycle rule is for objects of the run: all of them, or those below a folder of it.
+    """Whether a lifecycle rule applies to objects of the run, or of a folder of it.
 
-    One that is for tagged objects alone is not, for no object here has tags. One for large or for small ones is:
-    chunks are large, and the journal's entries small.
+    A rule for tagged objects does not, as no object here has tags. A rule for large or small ones does: chunks are
+    large, journal entries small.
     """
     limits = _limits(rule)
     if rule.get("Status") != "Enabled" or limits.keys() - _SIZES - {"Prefix"}:
@@ -134,7 +133,7 @@ def _client(options: Options) -> Any:
 
 
 def _settings(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str | None]:
-    """Where the store is, who asks, and by which profile, from the options of either driver."""
+    """Endpoint and region, credentials, and profile, from the options of either driver."""
     if options.pop("driver", "obstore") == "fsspec":
         place = {"endpoint_url": options.get("endpoint_url"), "region_name": "us-east-1"}
         keys = ("key", "secret", "token")

@@ -32,7 +32,7 @@ class StoreUnusable(StoreError):
 
 
 class NothingWhole(StoreError):
-    """Checkpoints are listed and none of them can be restored: a person has to decide, not another try."""
+    """Checkpoints are listed but none can be restored: no retry helps, a person has to decide."""
 
 
 class Corrupt(StoreError):

@@ -10,13 +10,13 @@ import re
 from policies.model.vocabulary import PolicyVersion, Precedence
 
 RUN = "run.json"  # the spec as validated, written once
-PROOF = "run.mac.json"  # by which machines know that run.json is what the controller knows
-LEASE = "lease.json"  # who steers now; a courtesy, the journal is the lock
+PROOF = "run.mac.json"  # a MAC: machines check that run.json is the controller's
+LEASE = "lease.json"  # who steers now, for people: the lock is the journal
 CONTROLLER = "controller.json"  # the machine that the daemon lives on, where it has one of its own
 SECRET = "secret.json"  # a digest of the secret that the machines hold
 GATEWAYS = "gateways"  # where each trainer machine's gateway listens; the newest machine's is the run's
 MEMBERS = "members"  # what each of them knows of the rollout nodes
-OLD_GATEWAY = "gateway.json"  # the same in runs that began before each machine had names of its own
+OLD_GATEWAY = "gateway.json"  # in runs that began before each machine had its own
 OLD_MEMBERS = "members.json"
 TRAINER = "trainer.json"  # the trainer's heartbeat
 STOPS = "stops"  # which attempts of a trainer are asked to end
@@ -34,7 +34,7 @@ METRICS = "metrics"
 RESUME = "resume"
 TIMELINES = "timelines"  # how each timeline but the first began
 REHEARSAL = "rehearsal"
-EXPORTS = "exports"  # weights as plain files, for whoever has no grpo-orch
+EXPORTS = "exports"  # weights as plain files, for use without grpo-orch
 MANIFEST = "manifest.json"
 CANARY = "canary.json"  # beside the weights of a policy: what they compute
 
@@ -120,12 +120,12 @@ def _numbers(by: Precedence) -> str:
 
 
 def policy(version: PolicyVersion, by: Precedence | None = None) -> str:
-    """A publisher's own folder: two of them never write into one. Without `by`, one from before that was so."""
+    """A publisher's own folder. Without `by`: the shared one of older releases."""
     return f"{POLICIES}/{version.timeline:04d}/{version.step:08d}{_author(by)}"
 
 
 def rollout(version: PolicyVersion, call: int, by: Precedence | None = None) -> str:
-    """A trainer's own record of a call. Without `by`, one from before each had its own."""
+    """A trainer's own record of a call. Without `by`: the shared one of older releases."""
     return f"{ROLLOUTS}/{version.timeline:04d}/{version.step:08d}-{call:02d}{_author(by)}.json"
 
 
@@ -181,7 +181,7 @@ def rehearsal(number: int) -> str:
 
 
 def rehearsal_of(key: str) -> int | None:
-    """The inverse of `rehearsal`; None for a foreign object."""
+    """The number in the name of a rehearsed fault; None for a foreign object."""
     found = _REHEARSAL.fullmatch(key)
     return int(found[1]) if found else None
 

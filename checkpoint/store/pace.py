@@ -1,8 +1,8 @@
-"""Writes to one object held apart, where the store asks for it.
+"""Spaces out writes to one object, where the store requires it.
 
 Google Cloud Storage takes one write a second to a name and refuses more with 429
 (https://cloud.google.com/storage/quotas, "Maximum rate of writes to the same object name"). A heartbeat, a status
-or a row of metrics may come sooner; whoever writes it waits here, and what comes meanwhile goes with the next one.
+or a row of metrics may come sooner: its writer waits here, and what comes meanwhile goes into the next write.
 S3 and Azure take thousands of writes a second to one name.
 """
 
@@ -21,10 +21,10 @@ def interval_of(url: str) -> float:
 
 
 class Pace:
-    """Remembers when each name was last written to. For threads.
+    """Remembers when each name was last written. Thread-safe.
 
     Args:
-        interval_s: between two writes to one name; 0: none is ever held up.
+        interval_s: between two writes to one name; 0: no waiting.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Pace:
         self._lock = threading.Lock()
 
     def wait(self, key: str) -> None:
-        """Return when the object may be written to; whoever asks next for it waits behind."""
+        """Return when the object may be written; the next caller for it waits its turn."""
         if not self._interval_s:
             return
         with self._lock:

@@ -1,4 +1,4 @@
-"""Whether a store keeps what a run is built on, tried for real and before any machine is bought."""
+"""Tests on the real store, before any machine is bought, that it does what a run needs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FOLDER = "probe"
 # A store that looks first and then writes lets two of eight writers win in nearly every round.
 WRITERS = 8
 ROUNDS = 8
-RACE_S = 5.0  # rounds that have not begun by then are left out, but for the first two
+RACE_S = 5.0  # no round begins after that, except the first two
 
 
 def probe(store: Store) -> None:
-    """Write, read, list, replace and delete small objects, some of them at once; it leaves nothing behind.
+    """Write, read, list, replace and delete small objects, some concurrently; leaves nothing behind.
 
     Raises:
         StoreUnusable: the store does not do what a run needs, create-only writes above all.
@@ -34,7 +34,7 @@ def probe(store: Store) -> None:
         _race(store, contested)
         store.delete(contested)
     except StoreUnavailable:
-        raise  # it would not take the deletion either, and patience has been had
+        raise  # it would not take the deletion either, and was retried long enough
     except BaseException:
         with contextlib.suppress(StoreError):
             store.delete([key, *contested])
@@ -42,7 +42,7 @@ def probe(store: Store) -> None:
 
 
 def _race(store: Store, keys: list[str]) -> None:
-    """Have several writers create one object at the same moment, again and again: one may win, and it stays."""
+    """Have writers create one object at the same moment, repeatedly: one may win, and its object stays."""
     shown, until_s = f"store {one_line(store.url)!r}", time.monotonic() + RACE_S
     with ThreadPoolExecutor(WRITERS, thread_name_prefix="probe") as pool:
         for number, key in enumerate(keys):
@@ -57,13 +57,13 @@ def _race(store: Store, keys: list[str]) -> None:
                     "two controllers could both believe that they steer the run",
                     CREATE_ONLY,
                 )
-            # None of them: the winner's answer was lost, and its retry met itself.
+            # If none won, the winner's answer was lost and its retry met its own object.
             if won and store.get(key) != won[0]:
                 raise StoreUnusable(f"{shown}: a refused write changed an object", CREATE_ONLY)
 
 
 def _creates(store: Store, key: str, content: bytes, line: threading.Barrier) -> bytes | None:
-    """Create the object together with others; return the content where this one has won."""
+    """Create the object at the same moment as others; return the content if this one won."""
     line.wait()
     try:
         store.create(key, content)
@@ -74,7 +74,7 @@ def _creates(store: Store, key: str, content: bytes, line: threading.Barrier) ->
 
 def _try_all(store: Store, folder: str, key: str) -> None:
     shown = f"store {one_line(store.url)!r}"
-    # The first may meet itself, when its answer is lost; what counts is what the object holds.
+    # The first may meet its own object after a lost answer: what counts is the content.
     with contextlib.suppress(AlreadyExists):
         store.create(key, b"first")
     with contextlib.suppress(AlreadyExists):

@@ -1,9 +1,8 @@
 """One run's prefix in an object store: bytes by name, create-only where it matters.
 
 Everything the project keeps goes through this class, on `file://` exactly as on `s3://`, `gs://`, `az://`,
-`memory://` and what fsspec knows. Transient failures are retried here and nowhere below, for as long as the
-caller's patience; what comes out is one of `checkpoint.store.errors`.
-Layout, manifests and journal are built on top.
+`memory://` and what fsspec knows. Transient failures are retried here and nowhere below, for as long as the caller
+allows; what comes out is one of `checkpoint.store.errors`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["OPTIONS_ENV", "Entry", "Store"]
 log = structlog.get_logger()
 T = TypeVar("T")
 
-OPTIONS_ENV = "GRPO_ORCH_STORAGE_OPTIONS"  # a JSON object: the options, as the daemon and the nodes are given them
+OPTIONS_ENV = "GRPO_ORCH_STORAGE_OPTIONS"  # the options as a JSON object, for daemon and nodes
 OBSTORE_SCHEMES = ("file", "s3", "gs", "az", "memory")
 
 
@@ -44,7 +43,7 @@ class Store:
             OPTIONS_ENV holds. Credentials, endpoint and region come from the environment too, as AWS names them.
 
     Raises:
-        StoreUnusable: nobody knows the URL's scheme, an option is wrong, or the folder cannot be made.
+        StoreUnusable: the URL's scheme is unknown, an option is wrong, or the folder cannot be made.
         StoreDenied: the AWS profile has no credentials.
     """
 
@@ -80,25 +79,26 @@ class Store:
         self._try(f"write {key}", lambda: self._backend.put(key, data))
 
     def put_parts(self, key: str, parts: Callable[[], Iterable[BytesLike]]) -> None:
-        """Write an object of any size from its parts, which are asked for anew at each try.
+        """Write an object of any size from its parts; each try calls `parts` again.
 
-        It appears when all of them are written; a reader may see less before on a filesystem of fsspec.
+        It appears once all are written, except on some of fsspec's filesystems, where readers may see less of it
+        earlier.
         """
         self._try(f"write {key}", lambda: self._backend.put_parts(key, parts()))
 
     def create(self, key: str, data: BytesLike) -> None:
         """Write the object only if there is none of that name. Raises AlreadyExists.
 
-        An answer lost on the way is retried like any other, and then meets its own object: a caller that must
-        tell the two apart reads it back (see `checkpoint.journal.journal`).
+        If an answer is lost, the retry meets its own object: a caller that must know reads it back (see
+        `checkpoint.journal.journal`).
         """
         self._try(f"create {key}", lambda: self._backend.create(key, data))
 
     def secure(self, keys: Sequence[str]) -> None:
-        """Return once these objects outlive a power cut, before anything is told that rests on them.
+        """Return once these objects would survive a power cut; called before anything relies on them.
 
-        Object stores answer when they do. Files do at once if they were created, or are documents of up to 1 MiB.
-        Raises NotFound.
+        Object stores answer only then. Files do once written if they were created or have at most 1 MiB. Raises
+        NotFound.
         """
         self._try("secure what was written", lambda: self._backend.secure(keys))
 
@@ -123,11 +123,11 @@ class Store:
             self._try(what, lambda: self._backend.delete(keys))
 
     def sweep(self, prefix: str, older_than_s: float) -> None:
-        """Remove what writers that were killed have left below `prefix/` without its becoming an object."""
+        """Remove what killed writers left below `prefix/` and never became an object."""
         self._try(f"sweep {prefix}", lambda: self._backend.sweep(prefix, older_than_s))
 
     def _try(self, what: str, call: Callable[[], T]) -> T:
-        """Run `call` with this project's errors, again and again while it is transient and patience lasts."""
+        """Run `call`, retrying transient failures for `retry_s`."""
 
         def warn(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome else None

@@ -1,8 +1,8 @@
-"""Optional data that cannot be read: noted by its object's name, so that it can be told, and left out.
+"""Optional data that cannot be read: left out, and noted by object name so that it can be reported.
 
-Control stands on run.json, the journal, the catalog, the timelines, and on who has machines (controller.json,
-secret.json): where one of these is damaged, whoever reads it stops. All else that is looked at has a meaning also
-while it is not there, for nobody has said it yet; what is damaged counts as not there.
+Control depends on run.json, the journal, the catalog, the timelines and on who has machines (controller.json,
+secret.json): if one of these is damaged, its reader stops. Everything else may be absent because nobody has
+written it yet; what is damaged counts as absent.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A checkpoint exists from the revision that lists it to the revision that does no
 one before and wins its number or is made again, so uploads, pins and removals by any number of processes happen in
 one order. Names that a revision condemns are deleted after it, and never referred to again: an upload that relied
 on one of them finds out when it commits, whatever the clocks say. Revisions are never deleted, for a late writer
-must meet the number it believes to be free. One that a power cut has torn keeps its number, too, and has no say,
-for nobody was told of it: the next is made from the one before.
+must meet the number that it believes free. One that a power cut has torn keeps its number but is ignored, for
+nobody was told of it: the next is made from the one before.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Revision:
     """The catalog as of one number.
 
     `condemned`: objects that may be gone at any moment and must not be referred to. `suspect`: chunks that were
-    read and found damaged: what they held must be stored anew.
+    found damaged: their content must be stored again.
     """
 
     schema: int = SCHEMA
@@ -72,7 +72,7 @@ class Revision:
 
 
 class Condemned(Exception):
-    """Names that an upload relies on were condemned since it began: they must be stored anew."""
+    """Names that an upload relies on were condemned since it began: they must be stored again."""
 
     def __init__(self, names: frozenset[str]) -> None:
         super().__init__(f"{len(names)} stored objects were collected meanwhile")
@@ -106,12 +106,12 @@ class Catalog:
             self._known = found
             break
         if keys:
-            # A torn one has no say, but it has its number.
+            # A torn one is ignored, but keeps its number.
             self._known = replace(self._known, number=layout.number_of(keys[-1]) or 0)
         return self._known
 
     def change(self, now_s: float, wanted: Callable[[Revision], Revision]) -> Revision:
-        """Make the next revision with `wanted(present)`, again for each race that is lost.
+        """Make the next revision with `wanted(present)`, again after each lost race.
 
         Returns the present revision where `wanted` changes nothing. Raises what `wanted` raises, Corrupt,
         StoreError.
@@ -140,7 +140,7 @@ class Catalog:
             return new
 
     def commit(self, now_s: float, new: Checkpoint, objects: frozenset[str], since: int) -> Revision:
-        """List a checkpoint, in the place of one of the same version (a pin stays).
+        """List a checkpoint, replacing one of the same version (a pin stays).
 
         Args:
             objects: the keys of all that it is made of, its manifest among them.
@@ -178,9 +178,9 @@ class Catalog:
         )
 
     def condemned_since(self, number: int, present: Revision) -> set[str]:
-        """Return the keys that any revision after `number` condemns; they may be deleted and forgotten by now.
+        """Return the keys condemned by `present` or by any revision after `number`; they may be forgotten by now.
 
-        What the present one condemns is among them whatever the number. Raises Corrupt, StoreError.
+        Raises Corrupt, StoreError.
         """
         names = set(present.condemned)
         for between in range(number + 1, present.number):

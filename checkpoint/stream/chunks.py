@@ -1,9 +1,8 @@
-"""Files in the store as chunks that are named by what they hold.
+"""Files in the store as chunks that are named by their content.
 
-Every chunk is one object and one plain PUT: no multipart upload exists that a killed process could leave behind,
-what a killed upload or download had finished is found and not moved again, and a file that is stored already, such
-as a frozen reference model, is not stored twice. Many small transfers run side by side; their number and the
-chunk's size bound the memory.
+Every chunk is one object, written by one PUT: a killed process leaves no multipart upload behind, what it had
+finished is not moved again, and a file that is already stored, such as a frozen reference model, is not stored
+twice. Transfers run side by side; their number and the chunk size bound the memory.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ CHUNK_BYTES = 16 * 1024 * 1024
 TRANSFERS = 6  # at a time
 READS = 3  # of a chunk whose bytes are wrong; the wire may be at fault, not the store
 
-Progress = Callable[[int], None]  # told the bytes of each chunk when it is done, from any thread
+Progress = Callable[[int], None]  # called with the size of each finished chunk, from any thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class File:
     """One file of a manifest.
 
     `digest` is BLAKE3 in hex: of the bytes for a file of one chunk, else of its chunks' digests, joined. `chunks`
-    are object names below the manifest's root, each a digest with what its writer appended behind a dot.
+    are object names below the manifest's root, each a digest, then perhaps a dot and its writer's suffix.
     """
 
     name: str
@@ -79,7 +78,7 @@ def send(
 
     Args:
         files: `(name, path)`; no path may change meanwhile.
-        stored: chunk names that can be relied upon, by digest; what is uploaded is added.
+        stored: names of chunks that may be reused, by digest; what is uploaded is added.
         suffix: appended to the names of new chunks.
 
     Raises StoreError, OSError.
@@ -180,7 +179,7 @@ def _receive(store: Store, key: str, path: Path, offset: int, begun: bool, progr
         raise Corrupt(f"{key}: {len(data)} bytes where the manifest needs {wanted_bytes}")
     with path.open("r+b") as out:
         written = os.pwrite(out.fileno(), data, offset)
-    if written != wanted_bytes:  # the last that a disk takes before it is full
+    if written != wanted_bytes:  # the disk is full
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     progress(wanted_bytes)
 
@@ -198,7 +197,7 @@ def _verified(store: Store, key: str) -> memoryview:
 
 @contextlib.contextmanager
 def window(path: Path, offset: int) -> Iterator[memoryview]:
-    """The bytes of one chunk of a file, mapped, not read: what is sent is copied once, by the client."""
+    """The bytes of one chunk of a file, mapped, so that only the client copies them."""
     with path.open("rb") as file:
         size_bytes = min(CHUNK_BYTES, os.fstat(file.fileno()).st_size - offset)
         with (

@@ -1,8 +1,8 @@
-"""Takes what no checkpoint needs any more out of the store, in three steps that a crash may part.
+"""Deletes what no checkpoint needs any more, in three steps; a crash between them does no harm.
 
-One revision of the catalog delists what retention retires and condemns its objects, with every chunk that nobody
-refers to. Then they are deleted. Then a revision forgets them. Whoever collects next goes on where a crash was. An
-upload in progress elsewhere is safe: see `checkpoint.stream.catalog`.
+A catalog revision removes the checkpoints that retention retires and condemns their objects, along with every
+unreferenced chunk. Then these are deleted. Then a revision forgets them. After a crash the next collection goes
+on. An upload in progress elsewhere is safe: see `checkpoint.stream.catalog`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from policies.model.vocabulary import PolicyVersion
 
 log = structlog.get_logger()
 
-# An unreferenced chunk younger than this may belong to an upload in progress. Collecting it would do no harm but
-# that the upload has to send it again.
+# An unreferenced chunk younger than this may belong to an upload in progress, which would have to send it again.
 IN_FLIGHT_S = 3600.0
 
 Retention = Callable[[Sequence[Checkpoint]], Sequence[PolicyVersion]]
@@ -60,7 +59,7 @@ class Collector:
         retired: list[PolicyVersion] = []
 
         def condemn(present: Revision) -> Revision:
-            # Listed within the attempt: a revision that came between may have brought new objects.
+            # Listed anew at each try: a revision in between may have brought new objects.
             going = set(self._retention(present.checkpoints))
             kept = [one for one in present.checkpoints if one.at not in going]
             gone = [one for one in present.checkpoints if one.at in going]
@@ -88,7 +87,7 @@ class Collector:
             needed |= self._objects(one)
         unneeded = {one.manifest for one in gone}
         for one in gone:
-            # Another collector was quicker, or it was damaged: then its chunks go as any that nobody names.
+            # Already collected, or damaged: its chunks go as unreferenced ones.
             with contextlib.suppress(NotFound, Corrupt):
                 unneeded |= self._objects(one)
         for entry in [*self._store.entries(layout.BLOBS), *self._store.entries(layout.CHECKPOINTS)]:
@@ -104,5 +103,5 @@ class Collector:
 
 
 def _is_ours(entry: Entry) -> bool:
-    """Whether an object's name is one that this project gives; what others put into the prefix is left alone."""
+    """Whether this project names objects so; foreign objects in the prefix are left alone."""
     return layout.is_checkpoint(entry.key) or layout.chunk_of(entry.key) is not None

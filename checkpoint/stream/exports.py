@@ -1,7 +1,7 @@
-"""A checkpoint's weights as plain files in the store, for `from_pretrained` and for people without this project.
+"""A checkpoint's weights as plain files in the store, for `from_pretrained` and for use without this project.
 
-What a checkpoint holds beside them, the optimizer above all, is left out. The document beside the folder comes
-last: without it an export is one that was cut off, and is made again.
+The rest of the checkpoint, above all the optimizer, is left out. The document beside the folder is written last:
+an export without it was cut off, and is made again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from checkpoint.store import layout
-from checkpoint.store.codec import from_json, to_json
+from checkpoint.store.document import OptionalDocument
 from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
@@ -27,7 +27,7 @@ TRAINING_FILES = frozenset({"ref_model.safetensors", "resume_state.json", "run.j
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What became of an export. `prefix` is empty where it failed for good, and `error` says why."""
+    """The outcome of an export. `prefix` is empty if it failed for good, and `error` says why."""
 
     version: str  # PolicyVersion as text
     prefix: str
@@ -36,7 +36,8 @@ class Export:
 
 def export_weights(store: Store, version: PolicyVersion) -> Export:
     """Export a listed checkpoint, unless it is there already. Raises StoreError when the store fails."""
-    done = read_export(store, version, Unreadable())
+    document = export_of(version)
+    done = document.read(store, Unreadable())
     if done is not None:
         return done
     prefix = layout.export(version)
@@ -49,24 +50,13 @@ def export_weights(store: Store, version: PolicyVersion) -> Export:
         export = Export(str(version), prefix)
     except (Corrupt, NotFound) as error:  # no further try can help
         export = Export(str(version), "", str(error))
-    store.put(f"{prefix}.json", to_json(export))
+    document.write(store, export)
     return export
 
 
-def read_export(store: Store, version: PolicyVersion, unreadable: Unreadable | None = None) -> Export | None:
-    """What became of an export; None while it is not done. Raises StoreError, and Corrupt where nobody takes note.
-
-    One that is damaged counts as not done: it is made anew.
-    """
-    key = f"{layout.export(version)}.json"
-    data = store.get_or_none(key)
-    try:
-        return None if data is None else from_json(data, Export, key)
-    except Corrupt as error:
-        if unreadable is None:
-            raise
-        unreadable.note(key, error)
-        return None
+def export_of(version: PolicyVersion) -> OptionalDocument[Export]:
+    """What became of that version's export: absent, or damaged, while it is not done."""
+    return OptionalDocument(f"{layout.export(version)}.json", Export)
 
 
 def _is_weights(name: str) -> bool:

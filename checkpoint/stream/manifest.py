@@ -1,7 +1,7 @@
 """Folders in the store: chunks first, then a manifest that makes them exist.
 
-Policy weights and checkpoints are both this. Chunks without a manifest are an upload that was cut off, and are
-never listed; a chunk whose digest differs from its name is never used.
+Policy weights and checkpoints are both such folders. Chunks without a manifest are an upload that was cut off, and
+are never listed; a chunk whose digest differs from its name is never used.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from checkpoint.stream.chunks import File, Progress
 from policies.model.vocabulary import PolicyVersion
 
 SCHEMA = 2  # 1 kept whole files
-# By it alone a node tells a policy's weights from others: nobody may be able to make two of one digest, by luck or
-# on purpose.
+# A node tells policies apart by it alone, so two of one digest must not arise, by accident or on purpose.
 DIGEST_BYTES = 16
-OLD_DIGEST_CHARS = 12  # the first of the same, which trainers named before
+OLD_DIGEST_CHARS = 12  # as trainers of older releases shorten it
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,8 @@ class Manifest:
         return blake3(lines.encode()).hexdigest(DIGEST_BYTES)
 
     def digest_as(self, wanted: str) -> str:
-        """The digest as whoever wants this content names it: a trainer that runs on while the run's other machines
-        get a newer version names fewer digits, and no digest says that any will do."""
+        """The digest at the length of `wanted`: a trainer of an older release names fewer digits, and none if any
+        content will do."""
         return self.digest[: len(wanted)] if len(wanted) in (0, OLD_DIGEST_CHARS) else self.digest
 
     @property
@@ -115,7 +114,7 @@ def materialize(
 ) -> None:
     """Download files of a manifest into `folder`, which appears only when every chunk has been verified.
 
-    One process at a time may do so for a folder. What a killed one has left beside it is taken up again.
+    One process at a time may fill a folder. What a killed one left beside it is reused.
     Raises NotFound, Corrupt, StoreError, OSError.
     """
     part = part_of(folder)
@@ -134,7 +133,7 @@ def materialize(
 
 
 def remove(store: Store, prefix: str) -> None:
-    """Delete a published folder, its manifest first, so that no half of it is ever listed."""
+    """Delete a published folder, its manifest first, so that a half of it never counts."""
     keys = {entry.key for entry in store.entries(prefix)}
     store.delete([f"{prefix}/{layout.MANIFEST}"])
     store.delete(sorted(keys - {f"{prefix}/{layout.MANIFEST}"}))

@@ -6,7 +6,8 @@
 
 The trainer writes a slot and seals it; the uploader stores it and takes the seal away. A slot without a seal is
 free: its files are written over in place, because getting fresh memory from the kernel takes longer than copying a
-checkpoint does. Both processes may be killed at any point: a slot counts from its seal, which appears at once.
+checkpoint does. Both processes may be killed at any point: a slot counts once it is sealed, and the seal appears
+atomically.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Seal:
     """Says that a slot is whole.
 
     `frozen` are files that belong to the checkpoint and lie elsewhere on this machine, unchanged: path by name.
-    `keep_before_step`: the newest checkpoint from before it is to stay, and all since `keep_since_step`; None: no
-    step is known to matter.
+    The newest checkpoint before `keep_before_step` must be kept, and all from `keep_since_step` on; None: no such
+    step.
     """
 
     version: str  # PolicyVersion as text
@@ -50,7 +51,7 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class UploaderState:
-    """What the uploader last said. `stored` and `storing` are PolicyVersions as text."""
+    """What the uploader last reported. `stored` and `storing` are PolicyVersions as text."""
 
     stored: str | None = None
     storing: str | None = None
@@ -66,7 +67,7 @@ class Spool:
     Args:
         folder: its own; made here.
         budget_bytes: what all slots together may take; a slot is begun only if it fits.
-        slot_bytes: what one slot is expected to take, until one is there to be measured.
+        slot_bytes: the expected size of a slot, until there is one to measure.
     """
 
     def __init__(self, folder: Path, budget_bytes: int, slot_bytes: int) -> None:
@@ -114,9 +115,9 @@ class Spool:
         _write(_seal_of(slot), to_json(seal))
 
     def give_up(self, slot: Path) -> bool:
-        """Remove a slot that could not be written for lack of room, and ask for no more than there was without it.
+        """Remove a slot that could not be written for lack of space, and lower the budget to what the others take.
 
-        Returns whether there are others, which the uploader will free or has freed.
+        Returns whether there are others, which the uploader frees.
         """
         shutil.rmtree(slot)
         others = list(self._slots())
@@ -136,12 +137,12 @@ class Spool:
         _seal_of(slot).unlink()
 
     def report(self, state: UploaderState) -> None:
-        """Tell the trainer, as the uploader. In a full spool nothing can be said; the upload goes on."""
+        """Tell the trainer about the upload. A full spool takes no report; the upload goes on."""
         with contextlib.suppress(OSError):
             _write(self.folder / UPLOADER, to_json(state))
 
     def reported(self) -> UploaderState:
-        """What the uploader last said; nothing where it has not spoken yet."""
+        """What the uploader last reported; an empty report before its first."""
         path = self.folder / UPLOADER
         return from_json(path.read_bytes(), UploaderState, str(path)) if path.exists() else UploaderState()
 
@@ -162,10 +163,13 @@ def _files_of(slot: Path) -> list[Path]:
 
 
 def _allocate(slot: Path, files: dict[str, int]) -> None:
-    """Write zeros: memory that is only reserved is still found and cleared page by page at the first write."""
+    """Write zeros: memory that is only reserved is allocated page by page at the first write."""
     zeros = bytes(ZEROS_BYTES)
     for name, size_bytes in files.items():
-        with (slot / name).open("wb", buffering=0) as file, contextlib.suppress(OSError):  # the save will say it
+        with (
+            (slot / name).open("wb", buffering=0) as file,
+            contextlib.suppress(OSError),
+        ):  # the save reports it
             for at in range(0, size_bytes, ZEROS_BYTES):
                 file.write(zeros[: size_bytes - at])
 

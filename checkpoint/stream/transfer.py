@@ -1,4 +1,4 @@
-"""A checkpoint on its way into the store and back: chunks, then a manifest, then a line in the catalog."""
+"""Uploads, reads and verifies checkpoints: chunks, then a manifest, then an entry in the catalog."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from checkpoint.stream.chunks import Progress
 from checkpoint.stream.manifest import Manifest
 from policies.model.vocabulary import PolicyVersion
 
-LATELY = 8  # revisions; what an upload began before them has left is sent anew
+RECENT = 8  # revisions; chunks that an earlier upload has left are sent again
 
 
 def upload(
@@ -31,15 +31,14 @@ def upload(
     *,
     progress: Progress = lambda _: None,
 ) -> Checkpoint:
-    """Store files as a checkpoint; it exists when this returns, and not a moment earlier.
-
-    Chunks that the store has are not sent, whoever sent them. Raises StoreError, OSError.
+    """Store files as a checkpoint, which exists once the catalog lists it. Chunks that the store has are not sent
+    again. Raises StoreError, OSError.
     """
     while True:
-        # The catalog before the listing: what is condemned later is found when the commit is tried.
+        # The catalog before the listing: what is condemned later is found at the commit.
         present = catalog.newest()
-        listed, stored = _reliable(store, catalog, present)
-        # A name that was condemned is not used again: the number in it is older than the revision that did so.
+        listed, stored = _reusable(store, catalog, present)
+        # A condemned name is never used again: its number is older than the revision that condemned it.
         sent = chunks.send(
             store, layout.BLOBS, files, stored=stored, suffix=f".{present.number}", progress=progress
         )
@@ -49,7 +48,7 @@ def upload(
         entry = Checkpoint(str(version), key, blake3(data).hexdigest(), now_s, made.size_bytes)
         objects = frozenset({key, *(f"{layout.BLOBS}/{chunk}" for chunk in made.chunks)})
         try:
-            # Before a revision says that they are there; what a listed checkpoint names has been already.
+            # Before a revision relies on them. Those that a listed checkpoint names were secured for it.
             store.secure(sorted(objects - {f"{layout.BLOBS}/{chunk}" for chunk in listed}))
             catalog.commit(now_s, entry, objects, present.number)
         except (Condemned, NotFound):  # the latter: condemned, and deleted already
@@ -57,31 +56,31 @@ def upload(
         return entry
 
 
-def _reliable(store: Store, catalog: Catalog, present: Revision) -> tuple[frozenset[str], dict[str, str]]:
-    """What the newest checkpoint names; and by digest what a new one may refer to: as much of that as is there,
-    and what uploads that were cut off lately have left.
+def _reusable(store: Store, catalog: Catalog, present: Revision) -> tuple[frozenset[str], dict[str, str]]:
+    """The chunks that the newest checkpoint names; and by digest those that a new one may reuse: of the former
+    what is there, and what uploads have left that were cut off recently.
 
-    A chunk that is merely there may not be relied upon. It can have been condemned, deleted and forgotten, and be
-    there again because some writer was late; a collector that is late, too, then deletes it once more.
+    A chunk is not reusable merely because it is there. It may have been condemned, deleted and forgotten, and be
+    back because a writer was late; a collector that is late, too, then deletes it again.
     """
     there = {name for entry in store.entries(layout.BLOBS) if (name := layout.chunk_of(entry.key))}
     named: frozenset[str] = frozenset()
     if present.checkpoints:
         with contextlib.suppress(NotFound, Corrupt):
             named = read_manifest(store, present.checkpoints[-1]).chunks
-    late = {name: number for name in there - named if (number := _number_in(name)) >= present.number - LATELY}
-    condemned = catalog.condemned_since(min(late.values(), default=present.number), present)
+    recent = {name: number for name in there - named if (number := _number_in(name)) >= present.number - RECENT}
+    condemned = catalog.condemned_since(min(recent.values(), default=present.number), present)
     unusable = {*present.suspect, *(key.removeprefix(f"{layout.BLOBS}/") for key in condemned)}
-    return named, {chunks.digest_of(name): name for name in sorted((there & named | late.keys()) - unusable)}
+    return named, {chunks.digest_of(name): name for name in sorted((there & named | recent.keys()) - unusable)}
 
 
 def _number_in(chunk: str) -> int:
-    """The revision that a chunk's writer had read before."""
+    """The revision that a chunk's writer had read."""
     return int(chunk.partition(".")[2])
 
 
 def read_manifest(store: Store, checkpoint: Checkpoint) -> Manifest:
-    """The manifest that the catalog means. Raises NotFound, Corrupt, StoreError."""
+    """The manifest of a listed checkpoint. Raises NotFound, Corrupt, StoreError."""
     data = store.get(checkpoint.manifest)
     if blake3(data).hexdigest() != checkpoint.digest:
         raise Corrupt(f"{checkpoint.manifest}: its digest is not the catalog's", "it was damaged after its upload")

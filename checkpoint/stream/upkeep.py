@@ -1,9 +1,9 @@
-"""What all checkpoints share, looked at again while its source is at hand, and stored again where it is damaged.
+"""Checks what all checkpoints share while its source is at hand, and stores damaged chunks again.
 
-A frozen base model is stored once, and each checkpoint refers to it: one lost object would be the end of all of
-them. While the trainer's machine lives, its files are still there. A listing tells what is missing or of a wrong
-size: 64 GB are 4,000 chunks, five requests. Wrong bytes no listing tells, so a few chunks are read at each look,
-in turn: 128 MB a look, 64 GB in 500 looks.
+A frozen base model is stored once, and each checkpoint refers to it: one lost object would break them all. While
+the trainer's machine lives, the files are still there. A listing shows what is missing or of a wrong size: 64 GB
+are 4,000 chunks, five requests. It does not show wrong bytes, so each check reads a few chunks in turn: 128 MB a
+check, 64 GB in 500 checks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from checkpoint.stream.transfer import read_manifest
 
 log = structlog.get_logger()
 
-READ_AT_A_LOOK = 8  # chunks
+READ_AT_A_CHECK = 8  # chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _Source:
 
 
 class Upkeep:
-    """Looks after the files that lie unchanged on this machine and belong to listed checkpoints.
+    """Repairs the stored copies of files that lie unchanged on this machine.
 
     Args:
         store: the run's store.
@@ -51,27 +51,27 @@ class Upkeep:
         self._files: dict[str, list[File]] = {}  # those of them that a manifest has; manifests never change
         self._turn = 0
 
-    def mend(self, now_s: float, frozen: Mapping[str, str]) -> list[str]:
-        """Store again what is damaged of `frozen`, path by name as in a seal; return the names of these chunks.
+    def repair(self, now_s: float, frozen: Mapping[str, str]) -> list[str]:
+        """Store the damaged chunks of `frozen`, path by name as in a seal, again; return their names.
 
-        They keep their names, so that every checkpoint that refers to them is whole again. One that nobody needs
-        any more when it arrives is an object that nobody refers to, and is collected. Raises StoreError, OSError.
+        They keep their names, so that every checkpoint that refers to them is whole again. One that is no longer
+        needed when it arrives is collected as unreferenced. Raises StoreError, OSError.
         """
         present = self._catalog.newest()
         wanted = self._wanted(present, frozen)
         if not wanted:
             return []
         damaged = self._damaged(present, wanted)
-        mended = [name for name in damaged if self._send(name, wanted[name])]
-        self._store.secure([f"{layout.BLOBS}/{name}" for name in mended])
-        told = set(mended) & set(present.suspect)
-        if told:
+        repaired = [name for name in damaged if self._send(name, wanted[name])]
+        self._store.secure([f"{layout.BLOBS}/{name}" for name in repaired])
+        cleared = set(repaired) & set(present.suspect)
+        if cleared:
             self._catalog.change(
-                now_s, lambda r: replace(r, suspect=[one for one in r.suspect if one not in told])
+                now_s, lambda r: replace(r, suspect=[one for one in r.suspect if one not in cleared])
             )
         if damaged:
-            log.warning("shared_chunks_damaged", damaged=len(damaged), stored_again=len(mended))
-        return mended
+            log.warning("shared_chunks_damaged", damaged=len(damaged), stored_again=len(repaired))
+        return repaired
 
     def _wanted(self, present: Revision, frozen: Mapping[str, str]) -> dict[str, _Source]:
         """The chunks of listed checkpoints whose bytes are here."""
@@ -84,10 +84,10 @@ class Upkeep:
                 continue
             try:
                 files = [file for file in read_manifest(self._store, one).files if file.name in frozen]
-            except (NotFound, Corrupt) as error:  # retired at this moment, or damaged: its chunks cannot be told
+            except (NotFound, Corrupt) as error:  # retired at this moment, or damaged: its chunks are unknown
                 log.warning("checkpoint_unreadable", checkpoint=one.version, error=str(error))
                 continue
-            # A thousand checkpoints name the same thousands of chunks, and they are remembered once.
+            # A thousand checkpoints may name the same thousands of chunks: they are remembered once.
             self._files[one.manifest] = [same.setdefault(_identity(file), file) for file in files]
         distinct = {id(file): file for files in self._files.values() for file in files}
         return {
@@ -104,12 +104,12 @@ class Upkeep:
             if stored.get(f"{layout.BLOBS}/{name}") != source.size_bytes or name in present.suspect
         }
         sound = sorted(set(wanted) - damaged)
-        read = [sound[(self._turn + place) % len(sound)] for place in range(min(READ_AT_A_LOOK, len(sound)))]
+        read = [sound[(self._turn + place) % len(sound)] for place in range(min(READ_AT_A_CHECK, len(sound)))]
         self._turn += len(read)
         return sorted(damaged | set(chunks.check(self._store, layout.BLOBS, read)))
 
     def _send(self, name: str, source: _Source) -> bool:
-        """Store one chunk; not where the file is no longer what it was. Raises StoreError, OSError."""
+        """Store one chunk, unless the file has changed. Raises StoreError, OSError."""
         if source.path.is_file() and source.path.stat().st_size >= source.offset + source.size_bytes:
             with chunks.window(source.path, source.offset) as content:
                 if chunks.matches(content, name):
@@ -124,9 +124,9 @@ def _identity(file: File) -> tuple[str, ...]:
 
 
 def missing_objects(store: Store, listed: Sequence[Checkpoint]) -> dict[str, list[str]]:
-    """What one listing tells of damage: a line for each object that is missing or of a wrong size, by version.
+    """Return a line for each object that is missing or of a wrong size, by version; none for whole checkpoints.
 
-    Whole checkpoints have no lines. Wrong bytes only `checkpoints.verify` tells. Raises StoreError.
+    One listing, no reads: only `transfer.verify` finds wrong bytes. Raises StoreError.
     """
     stored = {entry.key: entry.size_bytes for entry in store.entries(layout.BLOBS)}
     return {one.version: list(_absent(store, one, stored)) for one in listed}

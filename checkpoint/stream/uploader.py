@@ -1,7 +1,7 @@
-"""Stores what the trainer spools, in a process that stays out of its way: least priority, bounded memory.
+"""Stores what the trainer spools, in a process of lowest priority and bounded memory.
 
-It may be killed at any point. What it had sent is found in the store by the next one, and a checkpoint is listed
-only once all of it is there.
+It may be killed at any point. The next one finds what it had sent, and a checkpoint is listed only once it is
+complete.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from policies.model.vocabulary import PolicyVersion
 
 log = structlog.get_logger()
 
-LOOK_S = 0.2  # between looks for a sealed slot: the trainer must not be held up by telling anyone
-TROUBLE_WAIT_S = 2.0
-UPKEEP_S = 600.0  # between looks at what all checkpoints share, where none is stored so often
-SAY_S = 0.5
+LOOK_S = 0.2  # between looks for a sealed slot: the trainer notifies nobody
+RETRY_WAIT_S = 2.0
+UPKEEP_S = 600.0  # between repairs of what checkpoints share, if none is stored meanwhile
+REPORT_S = 0.5
 
 Retire = Callable[[Sequence[Checkpoint], Seal | None], Sequence[PolicyVersion]]
 Tidy = Callable[[Sequence[Checkpoint]], object]
 
 
 class Uploader:
-    """Uploads slot after slot, collects what retention retires, and looks after what all checkpoints share.
+    """Uploads slot after slot, collects what retention retires, and repairs what all checkpoints share.
 
     Args:
         store: the run's store.
         spool: this machine's.
         writer: this node, for the catalog.
-        retire: returns the versions that may go, given the listed ones and the seal of the newest that was stored.
+        retire: returns the versions to remove, from the listed checkpoints and the seal of the newest stored one.
         is_replaced: whether the run has gone on without this version, so that it must not be listed any more.
-        tidy: takes away what else nobody needs any more, given the listed checkpoints.
+        tidy: removes what else the listed checkpoints do not need.
     """
 
     def __init__(
@@ -65,30 +65,30 @@ class Uploader:
         self._tidy = tidy
         self._newest: Seal | None = None
         self._upkeep = Upkeep(store, self._catalog)
-        self._looked_s = time.monotonic()
+        self._repaired_s = time.monotonic()
         self._collector = Collector(store, self._catalog, lambda listed: self._retire(listed, self._newest))
         self._state = UploaderState()
 
     def run(self) -> None:
-        """Work until the process is ended. Store errors are waited out; what fails is tried again."""
+        """Run until the process is killed; what fails is tried again."""
         while True:
             waiting = self._spool.sealed()
             if not waiting:
-                if self._newest is not None and time.monotonic() - self._looked_s > UPKEEP_S:
-                    self._mend_shared(self._newest)
+                if self._newest is not None and time.monotonic() - self._repaired_s > UPKEEP_S:
+                    self._repair_shared(self._newest)
                 time.sleep(LOOK_S)
                 continue
             try:
                 self.store_one(*waiting[0])
-            except (StoreError, OSError) as error:  # the latter: a frozen file that is not there for now
+            except (StoreError, OSError) as error:  # the latter: a frozen file is missing for now
                 log.warning("checkpoint_not_stored_yet", checkpoint=waiting[0][0].version, error=str(error))
                 self._spool.report(replace(self._state, error=str(error)))
-                time.sleep(TROUBLE_WAIT_S)
+                time.sleep(RETRY_WAIT_S)
                 continue
             try:
                 self._collector.collect(time.time())
                 self._tidy(self._catalog.newest().checkpoints)
-            except StoreError as error:  # the next collection takes up what this one has left
+            except StoreError as error:  # the next collection goes on from here
                 log.warning("not_collected", error=str(error))
 
     def store_one(self, seal: Seal, slot: Path) -> None:
@@ -100,7 +100,7 @@ class Uploader:
         files = [*files_below(slot), *((name, Path(path)) for name, path in sorted(seal.frozen.items()))]
         report = _Report(self._spool, replace(self._state, storing=seal.version, total_bytes=_size(files)))
         began_s = time.monotonic()
-        self._mend_shared(seal)  # before: what is mended is not stored a second time under another name
+        self._repair_shared(seal)  # first: what is repaired is not stored again under another name
         transfer.upload(self._store, self._catalog, files, seal.at, seal.made_at_s, seal.meta, progress=report.add)
         self._newest = seal
         took_s = round(time.monotonic() - began_s, 3)
@@ -109,30 +109,30 @@ class Uploader:
         self._spool.release(slot)
         log.info("checkpoint_stored", checkpoint=seal.version, size_bytes=_size(files), took_s=took_s)
 
-    def _mend_shared(self, seal: Seal) -> None:
-        """Mend what earlier checkpoints share with this one. No trouble with that keeps a new one waiting."""
-        self._looked_s = time.monotonic()
+    def _repair_shared(self, seal: Seal) -> None:
+        """Repair what earlier checkpoints share with this one. A failure here holds up no new one."""
+        self._repaired_s = time.monotonic()
         try:
-            self._upkeep.mend(time.time(), seal.frozen)
+            self._upkeep.repair(time.time(), seal.frozen)
         except (StoreError, OSError) as error:
             log.warning("not_looked_after", error=str(error))
 
 
 class _Report:
-    """Tells the trainer how far an upload is, from whichever thread has sent a chunk."""
+    """Tells the trainer how far an upload is. Thread-safe."""
 
     def __init__(self, spool: Spool, begun: UploaderState) -> None:
         self._spool = spool
         self._state = begun
-        self._said_s = time.monotonic()
+        self._reported_s = time.monotonic()
         self._lock = threading.Lock()
         spool.report(begun)
 
     def add(self, size_bytes: int) -> None:
         with self._lock:
             self._state = replace(self._state, done_bytes=self._state.done_bytes + size_bytes)
-            if time.monotonic() - self._said_s > SAY_S:
-                self._said_s = time.monotonic()
+            if time.monotonic() - self._reported_s > REPORT_S:
+                self._reported_s = time.monotonic()
                 self._spool.report(self._state)
 
 
@@ -141,5 +141,5 @@ def _size(files: list[tuple[str, Path]]) -> int:
 
 
 def yield_to_others() -> None:
-    """Give this process the least claim on the processor, so that the trainer keeps its pace."""
+    """Give this process the lowest CPU priority, so that it does not slow the trainer."""
     os.nice(19)

@@ -157,7 +157,7 @@ class Observer:
             return None, str(error)
 
     def _exported_to(self, version: str) -> str | None:
-        export = exports.read_export(self._store, PolicyVersion.parse(version), self._unreadable)
+        export = exports.export_of(PolicyVersion.parse(version)).read(self._store, self._unreadable)
         return None if export is None else export.prefix
 
     def _machines(self) -> dict[str, Machine] | None:

@@ -15,7 +15,7 @@ from checkpoint.records.metrics import Row, logged
 from checkpoint.records.rehearsals import RehearsedFault, read_faults
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
-from checkpoint.stream.exports import read_export
+from checkpoint.stream.exports import export_of
 from orchestrator.views.lineage import (
     Change,
     change_words,
@@ -202,7 +202,7 @@ def _rollbacks(state: RunState, spec: RunSpec, rows: Sequence[Row]) -> tuple[Rol
 
 
 def _exported_to(store: Store, healthy: str | None) -> str | None:
-    export = None if healthy is None else read_export(store, PolicyVersion.parse(healthy), Unreadable())
+    export = None if healthy is None else export_of(PolicyVersion.parse(healthy)).read(store, Unreadable())
     return f"{store.url}/{export.prefix}" if export is not None and export.prefix else None
 
 

@@ -1,8 +1,8 @@
-"""What a store stands on: one small interface, an implementation for each library that speaks to stores.
+"""The interface that a store needs, with one implementation for each library that talks to stores.
 
-`obstore_backend` serves s3, gs, az, file and memory; `fsspec_backend` any other scheme that fsspec knows, and all
-of them where the options say `driver: fsspec`. A backend does each call once and lets its library's exceptions
-out; `fault` says what they mean. Retrying is `checkpoint.store.run_store`'s.
+`obstore_backend` serves s3, gs, az, file and memory; `fsspec_backend` any other scheme that fsspec knows, and any
+scheme at all if the options say `driver: fsspec`. A backend makes each call once and lets its library's exceptions
+out; `fault` says what they mean. Only `checkpoint.store.run_store` retries.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Backend(Protocol):
         """As `put`, only if there is no object of that name."""
 
     def secure(self, keys: Sequence[str]) -> None:
-        """Return once these objects outlive a power cut. What is created, and what is small, does at once."""
+        """Return once these objects would survive a power cut. Created and small ones do at once."""
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete all of them, in few requests where the store can; missing ones are no error."""
+        """Delete all of them, in few requests if the store can; missing ones are no error."""
 
     def entries(self, prefix: str, after: str | None) -> list[Entry]:
         """Every object below `prefix/`, in any order; with `after`, at least those beyond that key."""
@@ -68,7 +68,7 @@ class Backend(Protocol):
         """The keys directly below `prefix/` that have objects below them, in any order."""
 
     def sweep(self, prefix: str, older_than_s: float) -> None:
-        """Remove what writes that were cut off have left below `prefix/` and that no listing shows."""
+        """Remove what interrupted writes left below `prefix/` and no listing shows."""
 
     def fault(self, error: Exception) -> Fault | None:
         """What the exception means; None for one that is a mistake in this project."""

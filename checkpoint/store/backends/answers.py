@@ -1,7 +1,7 @@
-"""What a store's refusal means, the same for every library that brings it: a table, and no I/O.
+"""What a store's refusal means, whichever library reports it: a table, no I/O.
 
-Answers may quote what was sent, session tokens and signed URLs included. So messages are built from the status,
-the code and the sentence that comes with it, and never from the whole answer.
+An answer may quote the request, session tokens and signed URLs included. So messages are built from its status,
+code and sentence, never from the whole answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ELSEWHERE = {
     "AuthorizationHeaderMalformed",
     "IllegalLocationConstraintException",
 }
-# Refusals of what the network did to a request, and of two requests at once: the same request may well pass.
+# The network damaged the request, or two came at once: the same request may pass.
 _AGAIN = {
     "SlowDown",
     "RequestTimeout",
@@ -55,13 +55,13 @@ _DENIED_ERRNO = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def of_answer(status: int, code: str, message: str, bucket: str) -> Fault:
-    """What an HTTP answer that is not a success means.
+    """What a failed HTTP answer means.
 
     Args:
         status: the HTTP status.
         code: the store's own name for it, or "".
         message: the store's sentence about it, or "".
-        bucket: named in the hint where it is the bucket that is wrong.
+        bucket: named in the hint if the bucket is wrong.
     """
     kind, hint = _meaning(status, code, bucket)
     words = " ".join(part for part in (str(status), code) if part)

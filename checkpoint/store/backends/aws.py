@@ -1,6 +1,6 @@
-"""Where S3 is and who may use it, told as AWS's own tools are told: options, environment, then `~/.aws`.
+"""Where S3 is and with which credentials, found as AWS's own tools do: options, environment, then `~/.aws`.
 
-obstore reads options and environment by itself. Profiles are botocore's, imported only where there are any.
+obstore reads options and environment itself. Profiles are read by botocore, imported only if there are any.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _IN_PROFILE = (
     "login_session",
 )
 
-# botocore renews what has less than 15 minutes left; each call reads the files anew, so that credentials which
-# another tool puts there are seen as well.
+# botocore renews credentials that have less than 15 minutes left. Each call reads the files again, to see those
+# that another tool wrote.
 _TTL = timedelta(minutes=5)
 
 
 def aws_settings(options: Options) -> tuple[dict[str, Any], Provider | None]:
-    """The options for obstore's S3Store, and where its credentials come from if not from options or environment.
+    """The options for obstore's S3Store, and what provides its credentials if options and environment do not.
 
-    Payloads are not signed unless the options or the environment say so: what is read back is checked against
+    Payloads are signed only if the options or the environment say so: whatever is read back is checked against
     BLAKE3 digests, and signing nearly halves the speed. An http:// endpoint allows http.
 
     Raises:
@@ -71,14 +71,14 @@ def aws_settings(options: Options) -> tuple[dict[str, Any], Provider | None]:
 
 
 def _named(config: Mapping[str, Any], keys: tuple[str, ...], variables: tuple[str, ...]) -> Any:
-    """The first of these that the options, or else the environment, hold."""
+    """The first of these in the options, or else in the environment."""
     return next((config[key] for key in keys if key in config), None) or next(
         (os.environ[name] for name in variables if os.environ.get(name)), None
     )
 
 
 def _profile(asked: str | None) -> Mapping[str, Any]:
-    """The AWS profile that is asked for, that AWS_PROFILE names, or the default one; empty where there is none."""
+    """The AWS profile `asked` for, named by AWS_PROFILE, or the default one; empty if there is none."""
     files = (
         os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
         os.environ.get("AWS_CONFIG_FILE", "~/.aws/config"),

@@ -1,9 +1,8 @@
-"""Objects as files of a folder: one writer wins a name, readers see whole files, and what is done outlives a
+"""Objects as files in a folder: one writer wins a name, readers see whole files, and finished writes survive a
 power cut.
 
-A file is written beside its place, as NAME#DIGITS, which obstore takes for unfinished and does not list, and moved
-there. Neither obstore nor fsspec waits for the disk: without that a file may be empty, or have no name, when the
-machine comes back.
+A file is written beside its place as NAME#DIGITS, which obstore takes for unfinished and does not list, then moved
+there. Neither obstore nor fsspec syncs: without that a file may be empty or missing after a power cut.
 """
 
 from __future__ import annotations
@@ -19,18 +18,19 @@ from pathlib import Path
 
 from checkpoint.store.backends import BytesLike
 
-# Documents are made durable one by one. What is larger is part of something that a document makes exist: it can
-# wait for `secure`, so that a policy's weights do not wait for the disk at each step.
+# Documents are synced one by one. Anything larger belongs to something that exists only through a document: it can
+# wait for `secure`, so that publishing a policy at each step does not wait for the disk.
 DOCUMENT_BYTES = 1 << 20
-TRIES = 5  # of a folder that whoever deletes its last file takes away
+TRIES = 5  # to open a file: whoever deletes a folder's last file removes the folder
 
 _STAGED = re.compile(r"#\d+$")
 
 
 def write(path: Path, data: BytesLike, *, create: bool) -> None:
-    """Write a file in one act; with `create`, only where there is none.
+    """Write a file atomically; with `create`, only if there is none.
 
-    It is durable when this returns, if it is created or a document. Raises FileExistsError, OSError.
+    When this returns it is durable if it was created or has at most DOCUMENT_BYTES. Raises FileExistsError,
+    OSError.
     """
     durable = create or memoryview(data).nbytes <= DOCUMENT_BYTES
     staged = _stage(path, data, durable=durable)
@@ -41,13 +41,13 @@ def write(path: Path, data: BytesLike, *, create: bool) -> None:
             os.replace(staged, path)
     finally:
         staged.unlink(missing_ok=True)
-        # Also where it exists: the writer may be meeting its own file, whose answer was lost before this.
+        # Also if it exists: it may be the writer's own, from a try that was cut off before this.
         if durable:
             _sync_folder(path.parent)
 
 
 def secure(paths: Iterable[Path]) -> None:
-    """Wait until these files are on the disk, whoever wrote them. Raises FileNotFoundError, OSError."""
+    """Wait until these files are on disk, whoever wrote them. Raises FileNotFoundError, OSError."""
     folders = set()
     for path in paths:
         _sync(path, os.O_RDONLY)
@@ -57,12 +57,12 @@ def secure(paths: Iterable[Path]) -> None:
 
 
 def is_staged(name: str) -> bool:
-    """Whether the file is one that is still being written, or was left by a writer that was killed."""
+    """Whether the file is still being written, or was left by a killed writer."""
     return _STAGED.search(name) is not None
 
 
 def sweep(folder: Path, older_than_s: float) -> None:
-    """Remove what writers that were killed have left."""
+    """Remove what killed writers left."""
     for path in folder.rglob("*#*"):
         with contextlib.suppress(FileNotFoundError):
             if is_staged(path.name) and time.time() - path.stat().st_mtime > older_than_s:
@@ -70,7 +70,7 @@ def sweep(folder: Path, older_than_s: float) -> None:
 
 
 def make(folder: Path) -> None:
-    """Make a folder and what it lies in, each durably. Raises OSError."""
+    """Make a folder and its parents, each durably. Raises OSError."""
     if folder.is_dir():
         return
     make(folder.parent)
@@ -78,10 +78,10 @@ def make(folder: Path) -> None:
     _sync_folder(folder.parent)
 
 
-def leave_no_empty(folders: Iterable[Path], root: Path) -> None:
-    """Remove these folders, and what they lie in below `root`, as far as nothing is in them."""
+def remove_empty(folders: Iterable[Path], root: Path) -> None:
+    """Remove these folders and their parents below `root`, as far as they are empty."""
     for folder in folders:
-        with contextlib.suppress(OSError):  # something is in it, or another has removed it
+        with contextlib.suppress(OSError):  # not empty, or already removed
             while folder != root:
                 folder.rmdir()
                 folder = folder.parent
@@ -111,11 +111,11 @@ def _stage(path: Path, data: BytesLike, *, durable: bool) -> Path:
 
 
 def _sync_folder(folder: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # it went with its last file
+    with contextlib.suppress(FileNotFoundError):  # removed with its last file
         try:
             _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such thing
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot sync a folder
                 raise
 
 

@@ -1,9 +1,9 @@
 """Stores through fsspec: the fallback for every scheme that obstore does not speak, and a second way into S3.
 
-It moves the bytes through Python and copies them. Most filesystems of fsspec have no create-only write of their
-own, and what they take over from fsspec is none: such a store can hold no run. For the others
-`checkpoint.store.probe` tries it before a run begins. What readers see during a write is their own affair; files
-are written as by obstore.
+Bytes pass through Python and are copied. Most of fsspec's filesystems have no create-only write of their own, and
+the one they inherit is not atomic: such a store cannot hold a run. `checkpoint.store.probe` tests the others
+before a run begins. Whether readers see unfinished objects depends on the filesystem; files are written as with
+obstore.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PART_BYTES = 16 << 20  # S3 allows 10,000 parts
 BULK_KEYS = 1000
 _memory = threading.Lock()
 _TIMES = ("LastModified", "last_modified", "modified", "mtime", "updated", "created")
-# What the libraries under fsspec raise, by their modules, beside OSError; a TimeoutError is one, fsspec's too.
+# What the libraries below fsspec raise besides OSError (which every TimeoutError is), by module.
 _RAISED = {
     "aiohttp": ("ClientError",),
     "botocore.exceptions": ("BotoCoreError", "ClientError"),
@@ -86,7 +86,7 @@ class FsspecBackend:
     def create(self, key: str, data: BytesLike) -> None:
         if not self._creates:
             name = type(self._fs).__name__
-            raise StoreUnusable(f"{name} of fsspec looks whether an object is there, and then writes", CREATE_ONLY)
+            raise StoreUnusable(f"fsspec's {name} does not create atomically", CREATE_ONLY)
         # A process's own memory has one writer at a time.
         with _memory if isinstance(self._fs, MemoryFileSystem) else contextlib.nullcontext():
             self._write(key, data, "create")
@@ -98,7 +98,7 @@ class FsspecBackend:
     def delete(self, keys: Sequence[str]) -> None:
         single = list(keys)
         if self._is_s3:
-            # Bulk deletion reads its names as patterns, so that none with pattern characters may come to it.
+            # Bulk deletion takes names for patterns: those with pattern characters are deleted one by one.
             plain = [key for key in keys if not any(char in key for char in "*?[")]
             single = [key for key in keys if key not in set(plain)]
             for start in range(0, len(plain), BULK_KEYS):
@@ -110,7 +110,7 @@ class FsspecBackend:
                 if _code(error) == "NoSuchBucket":
                     raise
         if self._folder is not None:
-            files.leave_no_empty({(self._folder / key).parent for key in keys}, self._folder)
+            files.remove_empty({(self._folder / key).parent for key in keys}, self._folder)
 
     def entries(self, prefix: str, after: str | None) -> list[Entry]:  # noqa: ARG002  # fsspec lists whole folders
         below = f"{self._path(prefix)}/"
@@ -135,7 +135,7 @@ class FsspecBackend:
         ]
 
     def sweep(self, prefix: str, older_than_s: float) -> None:
-        """Nothing but for files: what another filesystem of fsspec leaves behind, its listings show."""
+        """Only for files: what other filesystems leave behind shows in their listings."""
         if self._folder is not None:
             files.sweep(self._folder / prefix, older_than_s)
 
@@ -169,7 +169,7 @@ class FsspecBackend:
         if self._folder is not None:
             files.write(self._folder / key, data, create=mode == "create")
             return
-        # Copied: the libraries below take nothing but bytes.
+        # Copied: the libraries below only take bytes.
         path, content = self._path(key), bytes(data)
         try:
             self._fs.pipe_file(path, content, mode=mode, **self._put_options)
@@ -206,13 +206,13 @@ def open_fsspec(url: str, options: Options) -> FsspecBackend:
 
 
 def _raised(*also: type[Exception]) -> tuple[type[Exception], ...]:
-    """The errors of a store that fails. Asked when one is there: a library that is not loaded has raised none."""
+    """The errors of a failing store. Looked up as one is raised: a library that is not loaded raised none."""
     loaded = {name: sys.modules[name] for name in _RAISED if name in sys.modules}
     return OSError, *also, *(getattr(module, kind) for name, module in loaded.items() for kind in _RAISED[name])
 
 
 def _check_s3(filesystem: Any, root: str) -> None:
-    """Find now what s3fs would only say at a request, and as any ValueError: a wrong bucket name or endpoint."""
+    """Find a wrong bucket name or endpoint now: s3fs would raise a plain ValueError at a request."""
     from botocore.handlers import VALID_BUCKET, VALID_S3_ARN
 
     bucket, _, _ = filesystem.split_path(root)
@@ -222,9 +222,9 @@ def _check_s3(filesystem: Any, root: str) -> None:
 
 
 def _creates(filesystem: Any) -> bool:
-    """Whether a filesystem can create in one act: files and memory with our help, else where it says so itself.
+    """Whether a filesystem has an atomic create: files and memory with our help, others if they define one.
 
-    What it takes over from fsspec asks whether the object is there before it writes. The probe tries the rest.
+    The method inherited from fsspec looks for the object before it writes. The probe tests the rest.
     """
     if isinstance(filesystem, LocalFileSystem | MemoryFileSystem):
         return True
@@ -236,7 +236,7 @@ def _creates(filesystem: Any) -> bool:
 
 
 def _s3_arguments(shown: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of s3fs with ours below them. s3fs itself ignores one that it does not know."""
+    """The arguments for s3fs, over our defaults. s3fs itself ignores those that it does not know."""
     from s3fs import S3FileSystem
 
     known = inspect.signature(S3FileSystem.__init__).parameters
@@ -246,17 +246,17 @@ def _s3_arguments(shown: str, arguments: dict[str, Any]) -> dict[str, Any]:
     ours = {
         "read_timeout": READ_TIMEOUT_S,
         "retries": {"max_attempts": 0},
-        # Older stores (Ceph 16) do not take the checksums that newer clients add on their own.
+        # Older stores (Ceph 16) refuse the checksums that newer clients add by default.
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
     }
     config = ours | arguments.get("config_kwargs", {})
-    # One range at a time: an object that is replaced while its ranges are read would come out as a mixture.
+    # One range at a time: an object replaced while its ranges are read would come out mixed.
     return {"use_listings_cache": False, "max_concurrency": 1, **arguments, "config_kwargs": config}
 
 
 def _decoded(value: Any) -> Any:
-    """Options come as texts; true, false and JSON objects are meant as such, whatever else is a text."""
+    """Options come as text: true, false and JSON objects are decoded, anything else stays text."""
     if isinstance(value, str) and (value in ("true", "false") or value.startswith("{")):
         try:
             return json.loads(value)
@@ -272,11 +272,11 @@ def _time_of(info: dict[str, Any]) -> datetime:
             return value if value.tzinfo else value.replace(tzinfo=UTC)
         if isinstance(value, int | float):
             return datetime.fromtimestamp(value, UTC)
-    raise StoreUnusable(f"{info.get('name')}: the listing gives no time of change", "use another kind of store")
+    raise StoreUnusable(f"{info.get('name')}: no modification time is listed", "use another kind of store")
 
 
 def _answer(error: BaseException) -> dict[str, Any] | None:
-    """The answer that botocore keeps with its errors; s3fs wraps them in errors of the system."""
+    """The answer that botocore attaches to its errors, which s3fs wraps in OSErrors."""
     for one in (error, error.__cause__):
         response = getattr(one, "response", None)
         if isinstance(response, dict) and "Error" in response:

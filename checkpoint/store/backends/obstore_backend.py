@@ -17,9 +17,8 @@ from checkpoint.store.backends.answers import RIGHTS, of_answer, of_errno, one_l
 from checkpoint.store.backends.aws import aws_settings
 from checkpoint.store.errors import AlreadyExists, NotFound, StoreDenied, StoreUnavailable, StoreUnusable
 
-# Slow is not dead: an answer that goes on coming may take SLOW_TIMEOUT, 16 MiB at 56 KB/s. One that stops is
-# given up after HANG_TIMEOUT. That clock runs while a request goes up as well, so large uploads have the first
-# one alone.
+# Slow is not dead: an answer that keeps coming may take SLOW_TIMEOUT (16 MiB at 56 KB/s), one that stops is given
+# up after HANG_TIMEOUT. That clock also runs during an upload, so large uploads have only the first.
 HANG_TIMEOUT = "30s"
 SLOW_TIMEOUT = "300s"
 CONNECT_TIMEOUT = "10s"
@@ -28,7 +27,7 @@ LARGE_BYTES = 1 << 20
 PART_BYTES = 16 << 20
 PARTS_AT_ONCE = 4
 
-# obstore takes these apart from the store's own keys, and panics where they are among them.
+# obstore takes these separately from the store's own keys, and panics if they are mixed.
 CLIENT_KEYS = {
     "allow_http",
     "allow_invalid_certificates",
@@ -66,20 +65,20 @@ class ObstoreBackend:
     """One of obstore's stores.
 
     Args:
-        quick: gives up an answer that stops coming.
-        patient: for large uploads, during which nothing comes for long; may be the same.
+        quick: gives up on an answer that stops coming.
+        slow: for large uploads, which get no answer for long; may be the same.
         bucket: named in hints.
-        keeps_input: the store would go on using the caller's own memory as the object.
-        folder: of a store of files.
+        keeps_input: the store would keep the caller's memory as the object.
+        folder: of a file store.
     """
 
     errors: tuple[type[Exception], ...] = (raw.BaseError, OSError)
 
     def __init__(
-        self, quick: Any, patient: Any, bucket: str = "", *, keeps_input: bool = False, folder: Path | None = None
+        self, quick: Any, slow: Any, bucket: str = "", *, keeps_input: bool = False, folder: Path | None = None
     ) -> None:
         self._quick = quick
-        self._patient = patient
+        self._slow = slow
         self._bucket = bucket
         self._keeps_input = keeps_input
         self._folder = folder
@@ -95,7 +94,7 @@ class ObstoreBackend:
             files.secure(self._folder / key for key in keys)
 
     def put_parts(self, key: str, parts: Iterable[BytesLike]) -> None:
-        with obstore.open_writer(self._patient, key, buffer_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE) as out:
+        with obstore.open_writer(self._slow, key, buffer_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE) as out:
             for part in parts:
                 out.write(part)
 
@@ -155,7 +154,7 @@ class ObstoreBackend:
         if self._folder is not None:
             files.write(self._folder / key, data, create=mode == "create")
             return
-        store = self._patient if memoryview(data).nbytes > LARGE_BYTES else self._quick
+        store = self._slow if memoryview(data).nbytes > LARGE_BYTES else self._quick
         content = bytes(data) if self._keeps_input else data
         obstore.put(store, key, content, mode=mode, use_multipart=False)
 
@@ -187,15 +186,15 @@ def _remote(url: str, scheme: str, options: Options) -> ObstoreBackend:
         raise StoreUnusable(f"store {url!r} names no bucket")
     config, provider = aws_settings(options) if scheme == "s3" else (dict(options), None)
     client = {key: config.pop(key) for key in list(config) if key in CLIENT_KEYS}
-    # Retries are checkpoint.store.run_store's alone: one place that knows how long there is patience.
+    # Only checkpoint.store.run_store retries.
     settings: dict[str, Any] = {"retry_config": {"max_retries": 0}}
     if provider:
         settings["credential_provider"] = provider
-    patient = {"connect_timeout": CONNECT_TIMEOUT, "timeout": SLOW_TIMEOUT, **client}
-    quick = {"read_timeout": HANG_TIMEOUT, **patient}
-    patient.pop("read_timeout", None)
+    slow = {"connect_timeout": CONNECT_TIMEOUT, "timeout": SLOW_TIMEOUT, **client}
+    quick = {"read_timeout": HANG_TIMEOUT, **slow}
+    slow.pop("read_timeout", None)
     try:
-        stores = [_raw(url, config=config, client_options=client, **settings) for client in (quick, patient)]
+        stores = [_raw(url, config=config, client_options=client, **settings) for client in (quick, slow)]
     except _REFUSED as error:
         raise StoreUnusable(f"store {one_line(url)!r}: {_culprit(url, config, client, error)}") from None
     return ObstoreBackend(stores[0], stores[1], urlparse(url).netloc)
@@ -214,20 +213,20 @@ def _raw(url: str, **settings: Any) -> Any:
 
 
 def _culprit(url: str, config: dict[str, Any], client: dict[str, Any], error: Exception) -> str:
-    """Which option is wrong. obstore names a wrong key, but not the key of a wrong value: so each one is tried."""
-    for kind, given in (("config", config), ("client_options", client)):
-        for key, value in given.items():
+    """Which option is wrong. obstore names a wrong key but not the key of a wrong value, so each one is tried."""
+    for kind, settings in (("config", config), ("client_options", client)):
+        for key, value in settings.items():
             try:
                 _raw(url, **{kind: {key: value}})
             except _REFUSED as refusal:
                 if str(refusal) != str(error):
-                    continue  # it is refused for being alone
+                    continue  # it only needs the others
                 return f"option {key!r}: {one_line(str(refusal)).removeprefix('Generic Config error: ')}"
     return one_line(str(error))
 
 
 def _no_credentials(text: str) -> Fault:
-    """Where nobody names credentials, obstore asks the machine's metadata service for them."""
+    """Without credentials, obstore asks the machine's metadata service for them."""
     status = _STATUS.search(text)
     kind = StoreDenied if status and int(status[1]) < 500 else StoreUnavailable
     return Fault(kind, "no credentials, and this machine has none of its own", "set them in the environment")

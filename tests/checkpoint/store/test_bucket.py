@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from checkpoint.store import bucket
-from checkpoint.store.bucket import BucketRules, NotTold, rules_of
+from checkpoint.store.bucket import BucketRules, RulesUnknown, rules_of
 from checkpoint.store.run_store import Store
 from orchestrator.cli.doctor_store import lifecycle
 from tests.rigs.store.server import S3Server
@@ -131,7 +131,7 @@ def test_a_lock_holds_every_version(store: Store, moto: S3Server) -> None:
 
 def test_what_cannot_be_asked_is_told_with_where_to_look(moto: S3Server) -> None:
     missing = Store("s3://no-such-bucket/run", options=moto.options())
-    with pytest.raises(NotTold, match="GetBucketVersioning of the bucket 'no-such-bucket' is refused: NoS"):
+    with pytest.raises(RulesUnknown, match="GetBucketVersioning of the bucket 'no-such-bucket' is refused: NoS"):
         rules_of(missing.url, missing.options)
     google = Store("gs://ours/run", options={"skip_signature": "true"})
     (line,) = told(google)

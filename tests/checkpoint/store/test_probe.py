@@ -92,7 +92,7 @@ def test_every_lie_is_found_out(lie: str, told: str) -> None:
 
 
 class LooksFirst(Store):
-    """Creates as most filesystems of fsspec do: looks whether the object is there, and then writes it."""
+    """Creates as most filesystems of fsspec do: looks for the object, and then writes it."""
 
     def create(self, key: str, data: BytesLike) -> None:
         if self.get_or_none(key) is not None:
@@ -121,7 +121,7 @@ def test_a_filesystem_of_fsspec_without_a_create_only_write_is_refused_whoever_i
             raise FileNotFoundError(path)
 
     fsspec.register_implementation("other", Other, clobber=True)
-    with pytest.raises(StoreUnusable, match=r"Other of fsspec looks whether .*, and then writes; use a"):
+    with pytest.raises(StoreUnusable, match="fsspec's Other does not create atomically; use a"):
         probe(Store("other://host/run", retry_s=0.0))
 
 

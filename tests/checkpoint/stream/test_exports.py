@@ -70,10 +70,10 @@ def exported(store: Store) -> dict[str, bytes]:
 
 
 def test_weights_are_exported_and_what_only_a_trainer_needs_is_not(store: CuttingStore) -> None:
-    assert exports.read_export(store, AT) is None
+    assert exports.export_of(AT).read(store) is None
     done = exports.export_weights(store, AT)
     assert done == Export("1-8", "exports/1-8")
-    assert exports.read_export(store, AT) == done
+    assert exports.export_of(AT).read(store) == done
     assert exported(store) == EXPORTED
 
 
@@ -81,7 +81,7 @@ def test_an_export_that_was_cut_off_does_not_count_and_is_made_again(store: Cutt
     store.cuts = 1
     with pytest.raises(StoreUnavailable):
         exports.export_weights(store, AT)
-    assert exports.read_export(store, AT) is None
+    assert exports.export_of(AT).read(store) is None
     exports.export_weights(store, AT)
     assert exported(store) == EXPORTED
 

@@ -81,12 +81,12 @@ def test_a_lost_or_cut_chunk_of_the_base_model_is_stored_again_for_all_checkpoin
 def test_wrong_bytes_of_the_right_size_are_found_in_turn(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "READ_AT_A_LOOK", 1)
+    monkeypatch.setattr(upkeep, "READ_AT_A_CHECK", 1)
     machine.saves(10)
     wrong = machine.shared()[1]
     machine.store.put(wrong, bytes(CHUNK_BYTES))
     kept = upkeep.Upkeep(machine.store, machine.catalog)
-    mended = [kept.mend(1.0, {SHARED: str(machine.base)}) for _ in range(3)]
+    mended = [kept.repair(1.0, {SHARED: str(machine.base)}) for _ in range(3)]
     assert sorted(mended) == [[], [], [wrong.partition("/")[2]]]
     assert machine.damage() == {}
 
@@ -94,12 +94,12 @@ def test_wrong_bytes_of_the_right_size_are_found_in_turn(
 def test_what_a_restore_found_damaged_is_stored_again_at_once(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "READ_AT_A_LOOK", 0)
+    monkeypatch.setattr(upkeep, "READ_AT_A_CHECK", 0)
     machine.saves(10)
     wrong = machine.shared()[0].partition("/")[2]
     machine.store.put(f"{layout.BLOBS}/{wrong}", bytes(CHUNK_BYTES))
     machine.catalog.suspect(1.0, wrong)
-    assert upkeep.Upkeep(machine.store, machine.catalog).mend(1.0, {SHARED: str(machine.base)}) == [wrong]
+    assert upkeep.Upkeep(machine.store, machine.catalog).repair(1.0, {SHARED: str(machine.base)}) == [wrong]
     assert machine.damage() == {}
     assert machine.catalog.newest().suspect == []
 
@@ -116,13 +116,13 @@ def test_a_source_that_is_no_longer_the_same_is_not_stored(machine: Machine, now
             machine.base.write_bytes(b"")
         case _:
             machine.base.unlink()
-    assert upkeep.Upkeep(machine.store, machine.catalog).mend(1.0, {SHARED: str(machine.base)}) == []
+    assert upkeep.Upkeep(machine.store, machine.catalog).repair(1.0, {SHARED: str(machine.base)}) == []
     with pytest.raises(NotFound):
         machine.store.get(lost)
 
 
 def test_what_a_hundred_checkpoints_share_is_remembered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "READ_AT_A_LOOK", 0)
+    monkeypatch.setattr(upkeep, "READ_AT_A_CHECK", 0)
     names = [f"{number:064x}.0" for number in range(500)]
 
     class Stored(DictStore):
@@ -143,7 +143,7 @@ def test_what_a_hundred_checkpoints_share_is_remembered_once(monkeypatch: pytest
     kept = upkeep.Upkeep(store, catalog)
     tracemalloc.start()
     try:
-        assert kept.mend(1.0, {SHARED: "/models/base/model.safetensors"}) == []
+        assert kept.repair(1.0, {SHARED: "/models/base/model.safetensors"}) == []
         held_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -162,8 +162,8 @@ def test_a_fork_is_written_though_the_store_was_away(
 
 def test_an_export_that_cannot_be_is_told_and_not_tried_for_ever(store: AwayStore, actuator: Actuator) -> None:
     actuator.submit((Export("0-8"),), held)
-    until(lambda: exports.read_export(store, PolicyVersion(0, 8)) is not None)
-    done = exports.read_export(store, PolicyVersion(0, 8))
+    until(lambda: exports.export_of(PolicyVersion(0, 8)).read(store) is not None)
+    done = exports.export_of(PolicyVersion(0, 8)).read(store)
     assert done is not None
     assert (done.prefix, "no checkpoint 0-8" in done.error) == ("", True)
 
