@@ -3,7 +3,7 @@
 Environment: GRPO_ORCH_RUN (the store's URL), GRPO_ORCH_TOKEN (the run's secret), GRPO_ORCH_GATEWAY_HOST (the
 address to listen on and to be reached at, 127.0.0.1 by default); beside a trainer also GRPO_ORCH_TIMELINE,
 GRPO_ORCH_NODE and GRPO_ORCH_ATTEMPT, which say whether it is the newest. It takes the port of its predecessor
-if that is free, so that who knew the old one need not look again, and writes its address to the store once it
+if that is free, so that nobody who knew the old one must look again, writes its address to the store once it
 listens, and from then on what it knows of its members. SIGTERM ends it.
 """
 
@@ -39,11 +39,11 @@ from policies.model.vocabulary import Precedence, precedence_of
 
 log = structlog.get_logger()
 
-GC_OBJECTS = 100_000  # made and not freed, before garbage is looked for
+GC_OBJECTS = 100_000  # made and not freed before garbage is looked for
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """Return a listening socket on the port if it is given and free, else on any free one. Raises OSError."""
+    """Return a listening socket on `port` if that is free, else on any free one. Raises OSError."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     for candidate in [port, 0] if port else [0]:
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -61,7 +61,7 @@ def listen(host: str, port: int | None) -> socket.socket:
 
 
 def former_port(store: Store, host: str) -> int | None:
-    """The port of the gateway before, if it was on this host."""
+    """The port of the gateway before this one, if it was on this host."""
     try:
         before = documents.read_gateway(store)
     except Corrupt:
@@ -89,7 +89,7 @@ async def serve(sock: socket.socket, tls: ssl.SSLContext | None, gateway: Gatewa
         await asyncio.wait({*endless, asyncio.ensure_future(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
         for task in endless:
             if task.done():
-                task.result()  # it ends by an error alone
+                task.result()  # only an error ends it
             task.cancel()
     await gateway.members.close()
 
@@ -109,10 +109,10 @@ def main() -> int:
     by = own_precedence()
     documents.gateway(by).write(store, GatewayAddress(url, boot_id))
     writer = StatusWriter(Store(store.url, retry_s=0.0), by, gateway.status)
-    # Every request under way has a connection, and the usual limit is 1,024 files.
+    # Every request under way has a connection, and the usual limit is 1,024 open files.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    # Nothing on the hot path makes cycles, and walking a large batch's lists costs more than all else there.
+    # Nothing on the hot path makes cycles, and walking the lists of a large batch costs more than all else there.
     gc.freeze()
     gc.set_threshold(GC_OBJECTS)
     log.info("gateway_up", url=url, boot_id=boot_id)

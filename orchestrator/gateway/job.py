@@ -1,7 +1,7 @@
 """One completion on its way: what is asked for, and what of it has arrived, whichever nodes it came from.
 
-A job outlives the nodes that work at it. `orchestrator.gateway.nodes.upstream` fills it event by event; the
-completer moves it; who wants it looks at it at any time, and is called after each event if it asks for that.
+A job outlives the nodes that work at it. `orchestrator.gateway.nodes.upstream` fills it event by event,
+`orchestrator.gateway.routing.dispatch` moves it, and its asker may look at it at any time.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class Job:
     Args:
         body: vLLM's parameters: `prompt` (text or token ids) or, for CHAT, `messages`; `seed`; sampling. With a
             seed, the completion does not depend on the nodes that make it.
-        policy: the label of the version that is wanted.
-        max_staleness_steps: how many steps older the version may be that it is made from instead.
-        group: what the requests of one prompt have in common: they are sent to one node while that is sensible.
+        policy: the label of the wanted version.
+        max_staleness_steps: how many steps older the version may be that makes it instead.
+        group: what the requests of one prompt have in common; they go to one node while that is sensible.
         prompt_tokens: the prompt's length, or a guess.
         path: COMPLETIONS or CHAT.
         recovery: whether it goes on where it was cut, if its parameters allow that, or always starts over.
-        admitted: it belongs to something that was let in as a whole, and is not refused for a full queue.
-        prompt_size: bytes that waiting for a member keeps in memory; None: as a list of its tokens would.
+        admitted: it is part of something that was let in as a whole, and is not refused for a full queue.
+        prompt_size: bytes that it keeps in memory while it waits; None: as many as a list of its tokens.
         keep_text: keep `text`, `tokens` and `top_logprobs` as well, at several times the CPU time per event.
         arrived: called after each event that brought tokens or text, on the event loop: be quick.
 
-    After a start-over everything that arrived is empty again and grows anew. With a seed it grows to the same, on
-    nodes that compute the same last bits; where it does not, and the asker was told of tokens already, these stay
-    true: they are taken up again, and gone on from.
+    After a start-over all that arrived is empty and grows anew. With a seed it grows to the same, on nodes that
+    compute the same last bits. Where it does not, what the asker was told already stays true: the job takes that
+    up again and goes on from there.
     """
 
     body: dict[str, Any]
@@ -58,34 +58,32 @@ class Job:
     text: str = ""
     tokens: list[str] = field(default_factory=list)  # each token's text, as vLLM's logprobs have it
     top_logprobs: list[dict[str, float]] = field(default_factory=list)  # for each token, where they were asked for
-    prompt_token_ids: Sequence[int] | None = (
-        None  # known from the first event on, for token prompts from the start
-    )
-    made_from: str = ""  # the label of the version that made what has arrived
+    prompt_token_ids: Sequence[int] | None = None  # known from the first event on, of a token prompt at once
+    made_from: str = ""  # the label of the version that makes it
     waiting: bool = False  # for a member
     handovers: int = 0
     discarded: int = 0  # tokens that arrived and were thrown away
     saved: int = 0  # tokens that arrived and were kept when their node was lost
     last_failure: str = ""
     first_token_s: float | None = None  # on the event loop's clock
-    taken_over: bool = False  # moved once to finish sooner; not again
+    taken_over: bool = False  # moved to finish sooner, which is done only once
     refused_by: frozenset[str] = frozenset()  # nodes that will not take it
     context_tokens: int | None = None  # how long a sequence may be, where a node has said so
-    told: int = 0  # of the tokens, those that the asker knows of
-    _kept: Arrived | None = None  # what he was told of, until it has arrived again
-    shared: int = 0  # times that it was moved for an even division
+    told: int = 0  # tokens that the asker knows of
+    _kept: Arrived | None = None  # what the asker was told of, until it has arrived again
+    shared: int = 0  # how often it was moved for an even division
     _continues: bool | None = None
 
     @property
     def max_tokens(self) -> int:
-        """The most it may get; where the body does not say, what vLLM then does."""
+        """The most that it may get; where the body does not say, vLLM's default."""
         limit = recovery.limit_of(self.body)
         if limit is None:
             return 16 if self.path == COMPLETIONS else sys.maxsize
         return limit
 
     def may_continue(self) -> bool:
-        """Whether what has arrived can be gone on from, and would give the undisturbed completion."""
+        """Whether it can go on from what has arrived, and would become the undisturbed completion."""
         return (
             self.recovery == "continue"
             and bool(self.token_ids)
@@ -97,18 +95,18 @@ class Job:
 
     @property
     def regrowing(self) -> bool:
-        """Whether it started over and is not yet where its asker is."""
+        """Whether it started over and has not yet come to what its asker was told."""
         return self._kept is not None
 
     def whole(self) -> int:
-        """How many tokens there are up to the last that ends with a whole character; with keep_text."""
+        """With `keep_text`, how many tokens there are up to the last one that ends with a whole character."""
         count = len(self.tokens)
         while count and (not self.tokens[count - 1] or self.tokens[count - 1].endswith(_HALF_A_CHARACTER)):
             count -= 1
         return count
 
     def agrees(self) -> bool:
-        """Whether what arrives again is what the asker was told."""
+        """Whether what arrives again is what the asker was told, as far as it has arrived."""
         if self._kept is None:
             return True
         again = min(len(self.token_ids), self.told)
@@ -119,10 +117,9 @@ class Job:
         return True
 
     def go_back(self) -> int:
-        """Take up again what the asker was told, for it does not arrive again. Returns how many tokens are lost.
+        """Take up again what the asker was told, because something else arrived. Returns how many tokens are lost.
 
-        From here on it goes on from what has arrived, though another node would have come to something else.
-        Raises CannotGoOn.
+        From here on it goes on from what has arrived, whatever another node would have made. Raises CannotGoOn.
         """
         kept, lost = self._kept, len(self.token_ids)
         assert kept is not None
@@ -138,7 +135,7 @@ class Job:
         return lost - len(self.token_ids)
 
     def start_over(self) -> int:
-        """Forget what has arrived. Returns how many tokens that were."""
+        """Forget what has arrived. Returns how many tokens it was."""
         lost = len(self.token_ids)
         if self.told and self._kept is None:
             arrived = self.token_ids, self.logprobs, self.tokens, self.top_logprobs
@@ -153,8 +150,8 @@ class Job:
         return self._continues
 
     def _whole_characters(self) -> bool:
-        """Whether the node had told all text of the tokens that arrived: what it still held back of a character
-        that the next tokens complete, another node could not know."""
+        """Whether the node had sent all text of the tokens that arrived: another node could not know what it still
+        held back of a character that the next tokens complete."""
         return (
             bool(self.tokens)
             and bool(self.tokens[-1])
@@ -165,7 +162,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """What had arrived of a job before it started over; `whole` as the job's."""
+    """What had arrived of a job before it started over; `whole` as its method says."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -193,12 +190,12 @@ class Finished:
 
 
 class RequestRefused(Exception):
-    """No node that serves takes the request: its own fault.
+    """No serving node takes the request, which is its own fault.
 
     Args:
         message: why, in vLLM's words.
         status: a 4xx.
-        limit_tokens: how long a sequence may be on that node, where the request is too long for it.
+        limit_tokens: the longest sequence on that node, where the request is too long for it.
     """
 
     def __init__(self, message: str, status: int = 400, limit_tokens: int | None = None) -> None:
@@ -208,16 +205,16 @@ class RequestRefused(Exception):
 
 
 class WeightsRefused(RequestRefused):
-    """What a node computes with these weights are no numbers: every node would say so, of any request."""
+    """A node computes no numbers with these weights: every node would say so, of any request."""
 
 
 class ToldOtherwise(Exception):
-    """A node makes other tokens than the asker was told of: it computes other last bits than the one before."""
+    """A node makes other tokens than the asker was told: it computes other last bits than the one before it."""
 
 
 class CannotGoOn(Exception):
-    """What the asker was told cannot be made again, and its parameters do not allow to go on from it."""
+    """What the asker was told cannot be made again, and the parameters do not allow going on from it."""
 
 
 class QueueFull(Exception):
-    """So many requests wait for a node already that no more are taken: ask again later."""
+    """Too many requests wait for a node already: ask again later."""

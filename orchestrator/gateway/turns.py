@@ -1,7 +1,7 @@
 """Long work cut into pieces: between two of them the event loop hears everybody else.
 
-A step of thousands of long prompts is seconds of work for this process, to read it and to send it on.
-Announcements and the trainer's own connection wait for no more than a piece of that.
+Reading a step of thousands of long prompts and sending it on is seconds of work for this process. Announcements
+and the trainer's own connection wait for no more than a piece of it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ PIECE_S = 0.01
 
 
 class Turns:
-    """What all that works long on one event loop shares."""
+    """Shared by all long work on one event loop."""
 
     def __init__(self) -> None:
         self._began_s: float | None = None  # the piece of this round of the loop
 
     async def take(self) -> None:
-        """Return at once while the piece of this round of the event loop is not used up, else in a later round."""
+        """Return at once while this round of the event loop has time left for such work, else in a later round."""
         loop = asyncio.get_running_loop()
         while True:
             if self._began_s is None:

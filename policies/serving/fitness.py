@@ -1,8 +1,8 @@
 """Whether a rollout node goes on trying to hold the policy that is wanted of it, or says that it is unfit.
 
-A node that failed `TRIES` times with one policy stops, and says why: going on would be a loop of downloads and of
-server starts. The next policy is a new chance, for that one may have been broken itself; so is time, for what may
-pass without one. Who was unfit before has one try with each.
+A node that failed `TRIES` times with one policy stops and says why: going on would be a loop of downloads and
+server starts. The next policy is a new chance, since the last one may have been broken itself; so is time, where
+the cause may pass by itself. A node that was unfit before has one try with each.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TRIES = 3
-# A disk may be made room on, a store may be healed.
+# Somebody may make room on a disk, a store may recover.
 AGAIN_S = 30.0
 
 
@@ -21,14 +21,14 @@ class Fitness:
     wanted: str = ""  # the policy that they are of
     failed: int = 0  # in a row
     unfit: str = ""
-    passes: bool = False  # the last failure may be gone without another policy
+    passes: bool = False  # the cause of the last failure may pass by itself
 
     def tries(self, wanted: str) -> bool:
         """Whether that policy is to be tried now."""
         return wanted != self.wanted or not self._spent
 
     def after_failure(self, wanted: str, why: str, *, passes: bool) -> Fitness:
-        """The next one, after a try that failed; `passes`: another one may succeed later with the same policy."""
+        """The next one, after a failed try; `passes`: a later one with the same policy may succeed."""
         failed = self.failed + 1 if wanted == self.wanted else 1
         unfit = why if self.unfit or failed >= TRIES else ""
         return Fitness(wanted, failed, unfit, passes)

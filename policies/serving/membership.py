@@ -1,136 +1,37 @@
 """Who may serve which policy version, and who gets the next request: the gateway's table of its nodes.
 
-Every change says in one sentence what happened and which terms it ended; whoever keeps the table moves the
-requests of those terms elsewhere. The table holds no connection and reads no clock: `now_s` is any clock that does
-not go back. A boot is one life of a node's server process; a node that announces a new boot voids all that was
-known of it, and a boot that was voided or has left never comes back. A term is one uninterrupted membership of one
-boot: a boot that fell silent and speaks again is in its second.
+Every change says what happened and which terms it ended; whoever keeps the table moves the requests of those terms
+elsewhere. The table holds no connection and reads no clock: `now_s` is any clock that does not go back.
+
+A boot is one life of a node's server process. A node that announces a new boot voids all that was known of it, and
+a boot that was voided or has left never comes back. A term is one uninterrupted membership of one boot: a boot
+that fell silent and speaks again is in its second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 
-from policies.serving.wire import SILENT_S, Announce, EngineWord, labelled_version
+from policies.serving.member import EASE_IN_REQUESTS, Change, Load, Row, Wanted
+from policies.serving.wire import SILENT_S, Announce
 
-# Requests of one prompt stay together on the member that has its prompt cached, until that member has so many such
-# requests more to do than the least loaded one: up to there a batch costs a server hardly more time per token.
+# Requests of one prompt stay together on the member that has the prompt cached, until that member has so many such
+# requests more than the least loaded one: up to there a larger batch costs a server hardly more time per token.
 TOGETHER_REQUESTS = 8
-GROUPS_MAX = 100_000  # remembered; then all are forgotten, which costs a cached prompt each at most
-# A new member may be cold, or not work at all: it is given so many requests first, and one more for each that gets
-# its first token, which doubles them with every round.
-EASE_IN_REQUESTS = 8
+GROUPS_MAX = 100_000  # remembered; then all are forgotten, which costs each a cached prompt at most
 KV_FULL = 0.9  # of an engine's room for keys and values
-DOUBTED_REQUESTS = 1  # with which a member proves itself that failed as a whole
-# Requests that are handed over bring their tokens as a prompt to be computed again, which stalls whoever decodes
-# there. So many tokens at a time are two of vLLM's own steps of 8,192.
-REPLAY_TOKENS_MAX = 16_384
+DOUBTED_REQUESTS = 1  # for a member that failed as a whole, to prove itself
 # Nodes break one by one; a policy that no node can load is broken itself.
 EVERY_ONE_UNFIT = "; so is every other member, and then it is the policy and not the nodes"
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The policy that a request is for: its label, and how many steps older on its timeline another may be."""
-
-    label: str
-    max_staleness_steps: int = 0
-
-    def accepts(self, held: str | None) -> bool:
-        """Whether a member that holds this label may serve."""
-        if held == self.label or held is None or self.max_staleness_steps == 0:
-            return held == self.label
-        try:
-            want, have = labelled_version(self.label), labelled_version(held)
-        except ValueError:
-            return False
-        return want.timeline == have.timeline and 0 < want.step - have.step <= self.max_staleness_steps
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What one request means for the member that gets it.
-
-    Args:
-        group: what the requests of one prompt have in common.
-        tokens: its prompt and what is expected to come.
-        replayed: how many of them another member had computed already; 0 for a request that is new.
-    """
-
-    group: Hashable
-    tokens: int = 1
-    replayed: int = 0
-
-
-@dataclass(slots=True)
-class Row:
-    """One member, in one term. The table alone changes it.
-
-    `doubted` is set by a failed request and cleared by the next announcement; `mute` is set when it does not
-    answer the gateway, whatever its agent says, and cleared when it does; `stuck` is set when it answers and makes
-    no token, and cleared by a token or another policy.
-    """
-
-    term: int
-    node: str
-    boot_id: str
-    address: str
-    policy: str | None
-    max_requests: int
-    seen_at_s: float
-    doubted: bool = False
-    mute: bool = False
-    stuck: bool = False
-    unfit: str = ""  # why its agent has stopped trying to load what is wanted
-    running: int = 0
-    outstanding: int = 0  # tokens of the requests that run
-    replaying: int = 0  # of them those that are computed again and are not done with
-    allowed: int = EASE_IN_REQUESTS
-    kv_tokens: int = 0
-    engine: EngineWord | None = None  # what it said last
-
-    @property
-    def places(self) -> int:
-        """For how many requests more there is room."""
-        return max(0, min(self.allowed, self.max_requests) - self.running)
-
-    def takes(self, load: Load) -> bool:
-        """Whether there is room for it."""
-        if not self.places:
-            return False
-        return not load.replayed or not self.replaying or self.replaying + load.replayed <= REPLAY_TOKENS_MAX
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What an occurrence did to the table.
-
-    Args:
-        nodes: to whom it happened.
-        what: in words, for people.
-        ended: terms.
-        news: whether anything is different now.
-    """
-
-    nodes: tuple[str, ...]
-    what: str
-    ended: tuple[int, ...] = ()
-    news: bool = True
-
-    @property
-    def reason(self) -> str:
-        """All of it in one line, as a MembershipChange has it."""
-        return f"{', '.join(self.nodes)}: {self.what}" if self.nodes else self.what
-
-
 class Membership:
-    """The table, for one gateway."""
+    """One gateway's table."""
 
     def __init__(self) -> None:
         self._rows: dict[str, Row] = {}
         self._terms = 0
-        self._draining: set[str] = set()  # nodes; stays true over their boots
+        self._draining: set[str] = set()  # nodes, whatever their boot
         self._void: set[str] = set()  # boots
         self._together: dict[Hashable, str] = {}  # group -> the node that its last request went to
 
@@ -190,8 +91,8 @@ class Membership:
         return Change((node,), f"boot {said.boot_id} in place of {row.boot_id}, {holds}{unfit}", (row.term,))
 
     def _hear_engine(self, row: Row, said: Announce) -> None:
-        """An engine whose room is full has what it can take: more would wait in it, or push out others, and what
-        waits here can go to any member. With each first token it gets one more again."""
+        """An engine whose room is full gets no more: that would wait in it or push out others, and what waits here
+        can go to any member. With each first token it gets one more again."""
         before, row.engine, row.kv_tokens = row.engine, said.engine, said.kv_tokens
         if before is None or said.engine is None:
             return
@@ -206,7 +107,7 @@ class Membership:
         return f"unfit: {unfit}{EVERY_ONE_UNFIT if every else ''}"
 
     def connection_lost(self, node: str, boot_id: str) -> Change:
-        """The connection on which the boot announced itself broke. It may announce itself again."""
+        """The connection on which the boot announced itself broke; it may announce itself again."""
         return self._out(node, boot_id, "its announcing connection was lost")
 
     def leave(self, node: str, boot_id: str) -> Change:
@@ -215,7 +116,7 @@ class Membership:
         return self._out(node, boot_id, "left")
 
     def remove(self, node: str) -> Change:
-        """Take the node out by hand: this boot of it does not come back."""
+        """Take the node out by hand; this boot of it does not come back."""
         row = self._rows.get(node)
         if row is None:
             return Change((node,), "to be removed; it was no member", news=False)
@@ -223,15 +124,15 @@ class Membership:
         return self._out(node, row.boot_id, "removed")
 
     def drain(self, node: str) -> Change:
-        """No new request goes to the node, on this boot or a later one; those that run go on."""
+        """No new request goes to the node, in this boot or a later one; those that run go on."""
         news = node not in self._draining
         self._draining.add(node)
         row = self._rows.get(node)
         return Change((node,), f"drains, {row.running if row else 0} requests running", news=news)
 
     def doubt(self, node: str, term: int, why: str, *, whole: bool = False) -> Change:
-        """A request failed there, or the member as a whole, which makes no token any more: no new one goes to it
-        before it has announced itself again."""
+        """A request failed there, or with `whole` the member makes no token any more: it gets no new one before it
+        has announced itself again."""
         row = self._in_term(node, term)
         if row is None:
             return Change((node,), "no member any more", news=False)
@@ -242,7 +143,7 @@ class Membership:
         return Change((node,), f"in doubt, {why}", news=news)
 
     def muted(self, node: str, term: int, why: str) -> Change:
-        """The member did not answer the gateway: nothing goes to it before it does, whatever its agent says."""
+        """The member did not answer the gateway: it gets nothing until it does, whatever its agent says."""
         row = self._in_term(node, term)
         if row is None:
             return Change((node,), "no member any more", news=False)
@@ -269,7 +170,7 @@ class Membership:
         return Change(nodes, f"nothing heard for {SILENT_S:g} s", terms)
 
     def serving(self, wanted: Wanted) -> tuple[Row, ...]:
-        """The members that may serve it and are not leaving, in doubt or mute, with room or without."""
+        """The members that may serve it and are not leaving, in doubt or mute, whether they have room or not."""
         return tuple(
             row
             for row in self._rows.values()
@@ -277,7 +178,7 @@ class Membership:
         )
 
     def loading(self, wanted: Wanted) -> tuple[Row, ...]:
-        """The members that do not hold it, and as far as is known will."""
+        """The members that do not hold it and, as far as is known, will."""
         return tuple(
             row
             for row in self._rows.values()
@@ -293,14 +194,14 @@ class Membership:
     ) -> Row | None:
         """Return the member for one more request, or None when there is none with room.
 
-        It is the one with the fewest tokens to do, or the one where the group's last request went while that has
+        It is the one with the fewest tokens to do, or the one that got the group's last request, while that has
         not much more. One that was stuck is taken only when no other has room.
 
         Args:
             wanted: what the member must hold.
             load: the request.
-            avoid: nodes where the request failed last; taken only when no other has room, for a node that is back
-                must not stand idle while they are full.
+            avoid: nodes where the request failed last; taken only when no other has room, for a node that has come
+                back must not stand idle while the others are full.
             refused_by: nodes that refused it; taken only when no other serves.
         """
         serving = self.serving(wanted)
@@ -337,7 +238,7 @@ class Membership:
             row.allowed = min(row.allowed + 1, row.max_requests)
 
     def finished(self, node: str, term: int, load: Load, *, begun: bool) -> None:
-        """A request that went to the node in that term is over, in whatever way; `begun`: it got a token there."""
+        """A request that the node got in that term is over, in whatever way; `begun`: it got a token there."""
         row = self._in_term(node, term)
         if row is not None:
             row.running -= 1
@@ -345,7 +246,7 @@ class Membership:
             row.replaying -= 0 if begun else load.replayed
 
     def forget_groups(self) -> None:
-        """New weights void every prompt that a member has cached."""
+        """New weights make every cached prompt void."""
         self._together.clear()
 
     def _in_term(self, node: str, term: int) -> Row | None:

@@ -1,8 +1,8 @@
 """Whether an engine draws tokens by seed and position, judged by completions that were cut.
 
-Behind a cut the same seed at the same position must draw the same noise. Whether that gives the same token is
-decided by the noise and by the weights, and of these an engine may compute other last bits for another batch. So
-no single token is asked for, but that completions agree where they were cut, and not by chance.
+After a cut the same seed at the same position must draw the same noise. Whether that gives the same token depends
+on the logits too, of which an engine may compute other last bits in another batch. So no single token must agree,
+but more of them than by chance.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Trial:
     """Shares of the tries.
 
     Args:
-        agree: those whose next token was the same with the cut and without it.
+        agree: those whose next token was the same with and without the cut.
         chance: those of which that would be true had the engine drawn anew.
     """
 
@@ -29,8 +29,8 @@ class Trial:
         """Whether at least half of what chance leaves agrees.
 
         By the binomial, for 24 tries: an engine that draws anew passes once in 1,000 where chance is a third,
-        which is much at temperature 2; one that draws by position fails twice in 10,000 where last bits decide a
-        fifth of its tokens, and logits that err by 0.25 decide a twentieth.
+        which is much at temperature 2. One that draws by position fails twice in 10,000 where last bits decide a
+        fifth of its tokens; logits that are off by 0.25 decide a twentieth.
         """
         return self.agree - self.chance >= (1.0 - self.chance) / 2
 

@@ -1,9 +1,10 @@
-"""What a completion that was cut goes on from: which requests may, and what is asked of the next node.
+"""How a completion that was cut goes on: which requests may, and what is asked of the next node.
 
 A request goes on from its prompt and the tokens that have arrived. That gives the undisturbed completion only
 where each further token is a function of the sequence so far, of its position in it, and of the seed. vLLM takes
-all of a continued request's tokens for its prompt: whatever looks at the generated ones alone would start anew in
-the middle, and such a request starts over with its seed instead.
+all
+tokens of a continued request for its prompt: a parameter that looks at the generated ones alone would begin anew
+in the middle, and a request with such a parameter starts over with its seed instead.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Functions of the sequence, or counted down at the seam. `repetition_penalty` sees the prompt and what was
+# Functions of the sequence, or counted down at the cut. `repetition_penalty` sees the prompt and what was
 # generated as one; `min_tokens` and `max_tokens` count what was generated, and so are reduced.
 SAFE = frozenset(
     {
@@ -60,22 +61,22 @@ _PROMPT = frozenset(
         "top_logprobs",
     }
 )
-# They look at what was generated alone. Behind a seam they begin anew: nearly the same.
+# They look at the generated tokens alone. After a cut they begin anew: nearly the same.
 NEARLY = frozenset({"bad_words", "frequency_penalty", "presence_penalty", "stop"})
 # They count what was generated; at 0 they do nothing.
 _PENALTIES = frozenset({"frequency_penalty", "presence_penalty"})
 
 
 def continues(body: Mapping[str, Any]) -> bool:
-    """Whether a completion with these parameters of vLLM may go on from the middle: all of them are known to give
-    the same tokens then. One without a limit to its tokens may not: what is left of it is unknown."""
+    """Whether a completion with these parameters of vLLM may go on from the middle: all are known to give the same
+    tokens then. One without a limit to its tokens may not: what is left of it is unknown."""
     known = all(name in SAFE or name in _PROMPT or _is_off(name, value) for name, value in body.items())
     return known and limit_of(body) is not None
 
 
 def nearly_continues(body: Mapping[str, Any]) -> bool:
-    """Whether a completion with these parameters may go on from the middle where it cannot be made again, since
-    other nodes compute other last bits: it is one that a node could have made, but for what `NEARLY` forgets."""
+    """Whether a completion with these parameters may go on from the middle where it cannot be made again, because
+    other nodes compute other last bits: a node could have made it so, but for what `NEARLY` forgets."""
     return all(name in SAFE or name in NEARLY or name in _PROMPT or _is_off(name, body[name]) for name in body)
 
 
@@ -88,18 +89,20 @@ def limit_of(body: Mapping[str, Any]) -> int | None:
 
 
 def rest(body: Mapping[str, Any], arrived: int, unlimited: int | None = None) -> dict[str, Any]:
-    """Return the parameters for what is missing behind `arrived` tokens: those of sampling, without the prompt.
+    """Return the parameters for what is missing after `arrived` tokens: those of sampling, without the prompt.
 
     Args:
-        body: the whole request's, which continues, or nearly.
+        body: the whole request's, which `continues` or `nearly_continues`.
         arrived: fewer than the request's limit.
-        unlimited: what is asked for where the request has no limit.
+        unlimited: tokens to ask for where the request has no limit.
+
+    Raises ValueError where nothing is missing.
     """
     limit = limit_of(body)
     if limit is None and unlimited is not None:
         limit = arrived + unlimited
     if limit is None or arrived >= limit:
-        raise ValueError(f"nothing is left of {limit} tokens behind {arrived}")
+        raise ValueError(f"nothing is left of {limit} tokens after {arrived}")
     left = {
         name: value
         for name, value in body.items()

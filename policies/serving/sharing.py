@@ -1,13 +1,12 @@
-"""Which requests at work go over to a member that has come late or is done early: an even division, made anew.
+"""Which running requests move to a member that has come late or is done early, so that the division is even again.
 
-The first member that holds a new policy is given what there is; when the others come, little of it has been made,
-and a request loses nothing when it goes on elsewhere but the time in which its prompt is computed once more. One
-that has no token yet loses not even that: it has been waiting, or its prompt was about to be computed. So requests
-are given out and taken back, rather than kept from a member that could begin with them.
+The first member that holds a new policy gets all there is to do. When the others come, little of it is done, and a
+request that moves loses only the time in which its prompt is computed again; one without a token does not lose
+even that. So requests are given out and taken back, rather than kept from a member that could begin with them.
 
-A member makes the tokens of a request more slowly the more requests it has. A division is even when all members
-are done at the same time; it is made anew where that saves a twentieth of what is left and 0.3 s at least. So
-small a gain can be told from noise because members that are about as fast as the middle one are taken to be alike.
+The more requests a member has, the more slowly each gets its tokens. A division is even when all members are done
+at the same time; it is made anew where that saves a twentieth of the time left, and 0.3 s at least. So small a
+gain can be told from noise because members about as fast as the middle one are taken to be alike.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from policies.serving.membership import REPLAY_TOKENS_MAX
+from policies.serving.member import REPLAY_TOKENS_MAX
 from policies.serving.takeover import Move
 
-# With so many requests more each token takes a member once longer: then reading what they have computed costs as
-# much as reading the weights. Dense models of 7B to 32B at 2,000 to 8,000 tokens a request have 32 to 128.
+# With so many more requests a token takes a member twice as long: reading their keys and values then costs as much
+# as reading the weights. For dense models of 7B to 32B at 2,000 to 8,000 tokens a request it is 32 to 128.
 DOUBLING_REQUESTS = 64
 SAVED_S = 0.3
 SAVED_SHARE = 0.05  # of the time until the last is done
-ALIKE_SHARE = 0.2  # of a speed; what is measured in a second is off by so much
-EVEN_SHARE = 0.02  # a division that was begun to be made anew goes on until no more than this is to be gained
+ALIKE_SHARE = 0.2  # of a speed: a measurement of one second is off by so much
+EVEN_SHARE = 0.02  # once begun, dividing goes on until no more than this is to be gained
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Movable:
 
     Args:
         request: names it.
-        left: tokens that it is expected to get yet.
+        left: tokens that it is still expected to get.
         replay: tokens to be computed again as its prompt; 0 where nothing was computed yet.
     """
 
@@ -43,19 +42,19 @@ class Movable:
 
 
 @dataclass(frozen=True, slots=True)
-class Bearer:
-    """A member and what it bears.
+class Sharer:
+    """A member that takes part in the division.
 
     Args:
         node: its name.
         speed_tokens_s: of a request that it would have alone.
         running: its requests.
-        left: the mean of the tokens that each of them is expected to get yet; of no meaning where none runs.
-        free: how many requests more it takes.
+        left: tokens that each of them is still expected to get, in the mean; meaningless where none runs.
+        free: how many more requests it takes.
         prefill_tokens_s: how fast it computes a prompt.
-        replaying: tokens of requests that moved there before and are not computed again yet.
-        movable: those of its requests that may move, the first to go first; read no further than needed, and not
-            at all where nothing pays.
+        replaying: tokens of requests that moved there before and are still to be computed again.
+        movable: those of its requests that may move, in the order in which they would; read no further than
+            needed.
     """
 
     node: str
@@ -69,19 +68,18 @@ class Bearer:
 
 
 def alone_tokens_s(rate_tokens_s: float, requests: float) -> float:
-    """What a request would get that is alone where each of so many gets that rate."""
+    """The rate of a request that is alone on a member, from the rate that each of so many gets there."""
     return rate_tokens_s * (1 + requests / DOUBLING_REQUESTS)
 
 
-def share_out(bearers: Sequence[Bearer], *, begun: bool = False) -> list[Move] | None:
-    """Return the moves that make the division more even, as far as they can be made now; None where that does not
-    pay.
+def share_out(sharers: Sequence[Sharer], *, begun: bool = False) -> list[Move] | None:
+    """Return the moves that make the division even, as far as they can be made now; None where that does not pay.
 
     Args:
-        bearers: the members that hold one policy, each once.
-        begun: the division is being made anew: what is left to be gained may be little.
+        sharers: the members that hold one policy, each once.
+        begun: dividing has begun: what is still to be gained may be little.
     """
-    known = [one for one in bearers if one.speed_tokens_s > 0]
+    known = [one for one in sharers if one.speed_tokens_s > 0]
     if len(known) < 2:
         return None
     middle = sorted(one.speed_tokens_s for one in known)[len(known) // 2]
@@ -111,18 +109,15 @@ def share_out(bearers: Sequence[Bearer], *, begun: bool = False) -> list[Move] |
 class _Load:
     """A member's requests while they are divided."""
 
-    def __init__(self, bearer: Bearer, middle: float) -> None:
-        alike = abs(bearer.speed_tokens_s - middle) < ALIKE_SHARE * middle
-        self.node, self.speed, self.running = (
-            bearer.node,
-            middle if alike else bearer.speed_tokens_s,
-            bearer.running,
-        )
-        self.left = bearer.left * bearer.running  # tokens of all
-        self._offers = iter(bearer.movable)
+    def __init__(self, sharer: Sharer, middle: float) -> None:
+        alike = abs(sharer.speed_tokens_s - middle) < ALIKE_SHARE * middle
+        self.node, self.running = sharer.node, sharer.running
+        self.speed = middle if alike else sharer.speed_tokens_s
+        self.left = sharer.left * sharer.running  # tokens of all
+        self._offers = iter(sharer.movable)
         self._offer: Movable | None = None
-        self._free, self._prefill_tokens_s = bearer.free, bearer.prefill_tokens_s
-        self._replay = bearer.replaying
+        self._free, self._prefill_tokens_s = sharer.free, sharer.prefill_tokens_s
+        self._replay = sharer.replaying
 
     def ends_s(self) -> float:
         """When its requests are done."""
@@ -133,7 +128,7 @@ class _Load:
         return self._ends_s(self.left + request.left, self.running + 1, self._replay + request.replay)
 
     def takes(self, request: Movable) -> bool:
-        """Whether there is room, by the rule of `policies.serving.membership`."""
+        """Whether there is room, by the rule of `policies.serving.member`."""
         again = self._replay + request.replay
         return self._free > 0 and (again <= REPLAY_TOKENS_MAX or 0 in (self._replay, request.replay))
 

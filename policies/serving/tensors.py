@@ -1,7 +1,7 @@
 """Whether the tensors of a policy are those that a node's engine expects, by their names, shapes and types.
 
-What the engine expects is what the base model's own files hold: it was started on them. vLLM itself loads what it
-recognises, leaves out what it does not, and reads bytes of any type as numbers.
+The engine expects what the base model's own files hold, for it was started on them. vLLM itself loads what it
+recognises, leaves out the rest, and reads bytes of any type as numbers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # any of them is converted; safetensors' names
 ADAPTERS = re.compile(r"(^base_model\.model\.|\.base_layer\.|\blora_|\.modules_to_save\.)")
-# The state that bitsandbytes and others keep beside weights that they have packed.
+# What bitsandbytes and others keep beside weights that they have packed.
 PACKED = re.compile(r"\.(absmax|nested_absmax|quant_map|nested_quant_map|quant_state\..*|SCB|weight_format)$")
 # Computed from the configuration, and in the files of older checkpoints only.
 COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
 HEAD = re.compile(r"(^|\.)lm_head\.weight$")
-PREFIXES = ("", "model.", "transformer.")  # which some base models' files leave out, and engines put back
+PREFIXES = ("", "model.", "transformer.")  # some base models' files leave them out
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Tensor:
 def mismatch(
     published: Mapping[str, Tensor], base: Mapping[str, Tensor], *, tied: bool = False, unused: Iterable[str] = ()
 ) -> str:
-    """Why the published tensors are not those of the base model, in a line that names one; empty if they are.
+    """Why the published tensors are not those of the base model, in a line that names one; empty where they are.
 
     Args:
         base: empty where its files are not at hand: then only what is plainly no weight is found.
@@ -56,7 +56,7 @@ def mismatch(
 
 
 def _foreign(name: str, tensor: Tensor, in_base: Tensor | None) -> str:
-    """Why it is no plain weight; empty if it is, or if the base model itself is made of such."""
+    """Why it is no plain weight; empty where it is, or where the base model itself has such."""
     if in_base is None and ADAPTERS.search(name):
         return f"unmerged adapters: {name}"
     if in_base is None and PACKED.search(name):
@@ -69,5 +69,5 @@ def _foreign(name: str, tensor: Tensor, in_base: Tensor | None) -> str:
 def _names_in(base: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> dict[str, str]:
     """The published tensors' names as the base model's files have them."""
     found = {prefix: sum(name.removeprefix(prefix) in base for name in published) for prefix in PREFIXES}
-    prefix = max(PREFIXES, key=lambda one: found[one])  # of equals the first: none
+    prefix = max(PREFIXES, key=lambda one: found[one])  # no prefix if they are equal
     return {name: name if name in base else name.removeprefix(prefix) for name in published}

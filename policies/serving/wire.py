@@ -9,11 +9,11 @@
 | gateway, node | `POST /v1/completions` | vLLM's | vLLM's events |
 | node agent, its own vLLM | `PUT /grpo/policy` | LoadPolicy | 204, or 422 with why it is refused |
 
-What others want to know of the gateway, GatewayStatus, it writes to the run's store: they may not reach it.
+For all others the gateway writes a GatewayStatus to the run's store, since they may not reach it.
 
 Every request carries `Authorization: Bearer TOKEN`, the run's secret. What the gateway asks of a node also carries
 `X-Grpo-Boot` and `X-Grpo-Policy`; a node that is not that boot or does not hold that policy answers 409, so that a
-node which came back with other weights on the same address can never answer for the one that was asked.
+node that came back on the same address with other weights never answers for the one that was asked.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from policies.serving.canary import Canary
 
 HEADER_BOOT = "X-Grpo-Boot"
 HEADER_POLICY = "X-Grpo-Policy"
-HOLD_S = 1.0  # how long the gateway holds an announcement; also the heartbeat
-SILENT_S = 2.5  # a member that has said nothing for so long is out
-REFUSED = "refused"  # how a completion ends that no node takes
+HOLD_S = 1.0  # the gateway holds an announcement for so long: that is the heartbeat, too
+SILENT_S = 2.5  # a member that has announced nothing for so long is out
+REFUSED = "refused"  # the finish reason of a completion that no node takes
 STATUS_S = 2.0  # the gateway writes its status to the store at least so often
 ROLLOUTS = "/v1/rollouts"
 COMPLETIONS = "/v1/completions"
@@ -44,9 +44,9 @@ NODE_IDLE_S = 360
 class PolicyRef:
     """Where a policy version's weights are: a manifest's folder in the run's store.
 
-    A trainer that is started again makes its last steps anew. On hardware whose sums depend on their order the
-    weights then differ in their last bits, and the old ones of the same version must not pass for them: so nodes
-    and gateway speak of `label`, which names the content too.
+    A trainer that is started again makes its last steps anew. Where sums depend on their order, the weights then
+    differ in their last bits, and the old ones of the same version must not pass for them. So nodes and gateway
+    speak of `label`, which names the content too.
     """
 
     version: str  # PolicyVersion as text
@@ -55,7 +55,7 @@ class PolicyRef:
 
     @property
     def label(self) -> str:
-        """`0-120@` and 32 hex digits: what a node holds, a request demands and a completion was made from."""
+        """`0-120@` and 32 hex digits: what a node holds, a request asks for and a completion was made from."""
         return f"{self.version}@{self.digest}" if self.digest else self.version
 
 
@@ -66,15 +66,13 @@ def labelled_version(label: str) -> PolicyVersion:
 
 @dataclass(frozen=True, slots=True)
 class EngineWord:
-    """What a node's engine says of its work: requests that run in it and that wait in it, for room or for their
-    prompt's turn; the share of its KV room that is used, from 0 to 1; counts since its start of requests that lost
-    their room to others and of tokens, prompts' and completions'."""
+    """What a node's engine says of its work. The last two are counts since its start."""
 
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float = 0.0
-    preemptions: int = 0
-    tokens: int = 0
+    running: int = 0  # requests
+    waiting: int = 0  # requests, for room or for their prompt's turn
+    kv_usage: float = 0.0  # share of its room for keys and values that is used, from 0 to 1
+    preemptions: int = 0  # requests that lost their room to others
+    tokens: int = 0  # of prompts and completions
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +83,15 @@ class Announce:
     address: str  # host:port of its vLLM
     policy: str | None  # the version it holds; None while on base weights
     max_requests: int = 256
-    draining: bool = False  # it will be taken: nothing new, please
+    draining: bool = False  # it will be taken away: nothing new, please
     unfit: str = ""  # why it cannot hold what is wanted and has stopped trying; one line, empty where it can
-    kv_tokens: int = 0  # for so many its engine has room, prompts' and completions'; 0 where it does not say
-    engine: EngineWord | None = None  # of the last second or two
+    kv_tokens: int = 0  # of prompts and completions that its engine has room for; 0 where it does not say
+    engine: EngineWord | None = None  # a second or two old at most
 
 
 @dataclass(frozen=True, slots=True)
 class AnnounceReply:
-    """What the gateway wants of the node: the policy to hold, and with `drain` that it leaves, because it was
+    """What the gateway wants of the node: the policy to hold, or with `drain` that it leaves, because it was
     drained and nothing runs on it any more, or because a newer boot of it took its place."""
 
     policy: PolicyRef | None = None
@@ -102,8 +100,8 @@ class AnnounceReply:
 
 @dataclass(frozen=True, slots=True)
 class LoadPolicy:
-    """Weights that the agent has fetched and verified, to be loaded by the vLLM beside it, and what it must then
-    compute before it serves them."""
+    """Weights that the agent has fetched and verified, for the vLLM beside it to load; with the canary that vLLM
+    must compute before it serves them."""
 
     version: str
     path: str
@@ -125,7 +123,7 @@ class Batch:
 
     A completion whose node is lost goes on elsewhere from the tokens that have arrived, or with `recovery: exact`
     starts over; both give what the undisturbed one would have been. Nodes that hold a version at most
-    `max_staleness_steps` older than `policy` may serve as well; each completion says which one made it, all of it.
+    `max_staleness_steps` older than `policy` may serve as well; each completion says which version made all of it.
     """
 
     policy: PolicyRef
@@ -138,7 +136,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion of the prompt whose line it is on; as a CompletionRequest has them."""
+    """One completion of the prompt on whose line it is; as a CompletionRequest has it."""
 
     index: int
     seed: int
@@ -146,8 +144,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """A prompt of a batch, which crosses once, and all that is asked of it. What is on such lines belongs to the
-    batch as what is in its `requests` does."""
+    """A prompt of a batch, sent once, and all that is asked of it: as much part of the batch as its `requests`."""
 
     prompt_token_ids: list[int]
     samples: list[Sample]
@@ -157,7 +154,7 @@ class PromptLine:
 class Completion:
     """One finished completion: token ids with the log-probability of each, in natural logarithms.
 
-    Of a request that no node took it holds no token, and in `refused` why, in vLLM's words.
+    For a request that no node took it has no token, and in `refused` vLLM's reason.
     """
 
     index: int
@@ -167,24 +164,22 @@ class Completion:
     policy: str
     node: str
     refused: str = ""
-    limit_tokens: int | None = None  # how long a sequence may be on that node, where the prompt is too long
+    limit_tokens: int | None = None  # the longest sequence on that node, where the prompt is too long
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where the batch is, a few times a second: tokens arrived at the gateway and kept so far, finished or not;
-    tokens thrown away with the node or, before this batch, the asker that was lost; members that may serve it;
-    requests that no member has taken."""
+    """How far the batch is, a few times a second."""
 
-    tokens: int
-    discarded: int
-    members: int
-    waiting: int
+    tokens: int  # arrived at the gateway and kept so far, of finished completions and others
+    discarded: int  # tokens thrown away with a lost node or, before this batch, with a lost asker
+    members: int  # that may serve it
+    waiting: int  # requests that no member has taken
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One line of a batch's answer: exactly one field is set. `error` ends the batch; `end` too."""
+    """One line of a batch's answer: exactly one field is set. `end` and `error` end the batch."""
 
     completion: Completion | None = None
     progress: Progress | None = None
@@ -194,7 +189,7 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """One node in the gateway's table."""
+    """A member of the gateway, for all who are not the gateway: in the run's store, and for the controller."""
 
     node: str
     boot_id: str
@@ -205,7 +200,7 @@ class MemberStatus:
     requests_running: int
     seen_s_ago: float
     unfit: str = ""  # why it cannot hold the wanted policy, as its agent says
-    max_requests: int = 0  # that it takes at a time, as its engine says
+    max_requests: int = 0  # at a time, as its engine says
     kv_tokens: int = 0
     engine: EngineWord | None = None
 
@@ -237,8 +232,8 @@ class GatewayStatus:
     """What the gateway knows, as it writes it to the store. Counters and `up_s` are since its own start; `changes`
     are the last ones of the membership, the oldest first.
 
-    `seq` grows with each writing. Who reads has another clock: that the number has grown between two looks is the
-    proof that the gateway was alive between them.
+    `seq` grows with each write. Readers have other clocks: a number that has grown between two looks proves that
+    the gateway was alive between them.
     """
 
     boot_id: str

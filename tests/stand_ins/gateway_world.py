@@ -15,7 +15,7 @@ from orchestrator.gateway.job import Finished, Job
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.routing.watch import DRAIN_S, Watch
-from policies.serving.membership import Row
+from policies.serving.member import Row
 from policies.serving.silence import SilenceLimits
 from policies.serving.wire import CHAT, COMPLETIONS, Announce, EngineWord, PolicyRef
 from tests.stand_ins.fake_vllm import CONTEXT, chat_events, completion, events, prompt_of

@@ -1,7 +1,7 @@
 """HTTP/1.1 connections to one member, kept between requests: raw bytes in, an answer's pieces out, by callback.
 
-This is the hot path: nothing is awaited per piece. A peer that does not speak HTTP, or too much of it, loses its
-connection; whoever waited for its answer is told why.
+This is the hot path: nothing is awaited per piece. A peer that does not speak HTTP, or sends too long a header,
+loses its connection; whoever waited for its answer is told why.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ from checkpoint.security import identity
 from policies.serving.wire import GATEWAY_IDLE_S
 
 HEAD_SIZE_MAX = 64 * 1024  # status line and headers
-# Made at a time: a TLS handshake takes a millisecond of this process, and a thousand of them at once would keep
-# all else waiting for a second.
+# At a time: a TLS handshake takes a millisecond of this process, and a thousand at once would hold up all else for
+# a second.
 CONNECTING_MAX = 32
-# Under TLS it is not the node's kernel alone that answers, but its server, which may be busy. Whether it lives is
-# found out by probes.
+# Under TLS not the node's kernel alone answers but its server, which may be busy. Probes tell whether it lives.
 HANDSHAKE_S = 10.0
-# A time-out that comes so much too late tells of a stall of this process, in which answers wait in its sockets.
+# A time-out that comes so much too late shows that this process stalled: answers may wait in its sockets.
 STALLED_S = 0.5
 END_S = 5.0  # from the last event to the end of the answer
-# The kernel's own watch over a connection on which nothing moves: a peer that forgot it answers with a reset, one
-# that is gone not at all.
+# The kernel watches connections on which nothing moves: a peer that forgot one answers with a reset, one that is
+# gone does not answer.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 USER_TIMEOUT_MS = 5_000  # what was sent must be acknowledged within this
-# All connections read into it, for what was read is parsed at once. Under TLS, event loops would otherwise make a
-# buffer of 256 KiB for every read, at three times the cost of decrypting.
+# All connections read into this one, for what was read is parsed at once. Under TLS the event loop would otherwise
+# make a buffer of 256 KiB for every read, at three times the cost of decrypting.
 _read = memoryview(bytearray(64 * 1024))
 
 
 class Receiver(Protocol):
-    """Hears one answer: `head` once, `body` any number of times, then `end`; or `lost` at any moment before."""
+    """Hears one answer: `head` once, `body` any number of times, then `end`; or `lost` at any time before."""
 
     def head(self, status: int) -> None: ...
     def body(self, data: bytes) -> None: ...
@@ -81,7 +80,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def forget(self, now_s: float) -> None:
-        """Hear nothing more of this answer, whose end is near: the connection is kept for the next."""
+        """Hear no more of this answer, whose end is near: the connection is kept for the next one."""
         self._receiver = None
         self.idle_since_s = now_s
 
@@ -90,7 +89,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._busy and self._receiver is None and now_s - self.idle_since_s > END_S
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not its children
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -105,7 +104,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             self._parser.feed_data(_read[:nbytes])
         except httptools.HttpParserCallbackError:
-            raise  # a fault of this program: the event loop tells it and closes the connection
+            raise  # a fault of this program: the event loop logs it and closes the connection
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._break(f"it does not speak HTTP: {error}")
             return
@@ -154,7 +153,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class Pool:
-    """The connections to one boot of a node: closing the pool leaves none to a dead one.
+    """The connections to one boot of a node; closing the pool closes them all.
 
     Args:
         address: host:port.
@@ -171,7 +170,7 @@ class Pool:
         self._closed = False
 
     def take(self) -> Connection | None:
-        """Return a connection that is ready, the one used last, or None."""
+        """Return the ready connection that was used last, or None."""
         return self._idle.pop() if self._idle else None
 
     async def connect(self, limit_s: float) -> Connection:
@@ -201,7 +200,7 @@ class Pool:
         return connection
 
     async def connect_in_turn(self, limit_s: float) -> Connection:
-        """The same, CONNECTING_MAX at a time; waiting for one's turn does not count."""
+        """The same, CONNECTING_MAX at a time; the wait for its turn does not count."""
         async with self._turns:
             return await self.connect(limit_s + HANDSHAKE_S if self._tls else limit_s)
 

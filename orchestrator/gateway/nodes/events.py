@@ -1,8 +1,8 @@
-"""vLLM's server-sent events, typed: what of them a job keeps, and nothing else is looked at.
+"""vLLM's server-sent events, typed: what a job keeps of them; nothing else is looked at.
 
-Two readings of the same events: `Bare` for tokens and their log-probabilities alone, which is what training wants
-and costs least, `Full` for text as well, of completions and chats. Numbers that a token cannot be are refused
-here, so that nothing a node says is an error in this program later.
+The same events are read in two ways: as `Bare` for tokens and their log-probabilities alone, which training wants
+and which costs least, and as `Full` for text as well, of completions and chats. Numbers that no token can be are
+refused here, so that nothing a node says is an error in this program later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class Error(msgspec.Struct, gc=False):
-    """What vLLM says instead, once it has said 200."""
+    """What vLLM says in place of tokens when it fails after its 200."""
 
     message: str = ""
     code: int = 500
@@ -84,13 +84,13 @@ class Full(msgspec.Struct, gc=False):
 
 read_bare = msgspec.json.Decoder(Bare).decode
 read_full = msgspec.json.Decoder(Full).decode
-# What `read_*` raise for what is not an event; RecursionError: an attack on the stack.
+# What `read_*` raise for what is not an event; RecursionError is an attack on the stack.
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def logprobs_of(said: FullLogprobs | None) -> tuple[list[float | None], list[str], list[dict[str, float]]]:
-    """Return the log-probability of each token, its text, and those of the likeliest others by their text: both
-    endpoints' ways of saying it in one."""
+    """Return the log-probability of each token, its text, and the log-probabilities of the likeliest others by
+    their text, whichever endpoint said it."""
     if said is None:
         return [], [], []
     if said.content is not None:

@@ -44,22 +44,22 @@ class Link:
     limits: SilenceLimits
     turns: Turns
     running: set[Attempt] = field(default_factory=set)
-    heard_s: float = 0.0  # the last event of any request, or when one was sent to a member that had none
+    heard_s: float = 0.0  # the last event of any request, or when the first one was sent
     worked_s: float = 0.0  # when its engine was last known to have computed tokens, heard or not
-    newest_begun_s: float = 0.0  # when that one of its requests was sent which got a first token and was sent last
+    newest_begun_s: float = 0.0  # of its requests that got a first token, when the newest was sent
     probed_s: float = 0.0
     probe: asyncio.Task[None] | None = None
     arrived: int = 0  # tokens, of all requests so far
     prompts: int = 0  # tokens of those that got a first token here
-    most_prompts_tokens_s: float = 0.0  # of late; many are computed at a time
-    speed_tokens_s: float = 0.0  # of a request that is alone, as far as is known; 0 while it is not
-    rate_tokens_s: float = 0.0  # of one request, as those that finished here had it; 0 while unknown
+    most_prompts_tokens_s: float = 0.0  # the most prompt tokens in a second of late; many are computed at a time
+    speed_tokens_s: float = 0.0  # of a request that is alone; 0 while unknown
+    rate_tokens_s: float = 0.0  # of one request among others, as they finished here; 0 while unknown
     prefill_tokens_s: float = 0.0
     _since: _Measured | None = None
     _head: tuple[str, str, str] = ("", "", "")  # the last one made: path, policy, and all but the size
 
     def head(self, method: str, path: str, policy: str, size: int) -> bytes:
-        """A request's head: what a node demands first, see `policies.serving.wire`. Raises NodeFailed."""
+        """A request's head, with what `policies.serving.wire` demands. Raises NodeFailed."""
         if self._head[:2] != (path, policy):
             if not all(map(_HEADER_SAFE.fullmatch, (self.address, self.boot_id, policy))):
                 raise NodeFailed(Why.BROKEN, "it announced what no header can hold")
@@ -79,8 +79,8 @@ class Link:
         return self.limits.first_token_s(longest)
 
     def may_wait(self, attempt: Attempt) -> bool:
-        """Whether a silent request may be waiting for room in the engine: then none that was sent after it was
-        heard last has got a token, for an engine takes them in their order, and those first that it pushed out."""
+        """Whether a silent request may be waiting for room in the engine. An engine takes requests in their order,
+        those first that it pushed out: so none that was sent after this one was last heard has a token then."""
         return self.newest_begun_s <= attempt.heard_s
 
     def measure(self, now_s: float) -> None:
@@ -118,7 +118,7 @@ class Link:
             self.probe.cancel()
 
     async def ask_health(self) -> str | None:
-        """Ask the member whether it lives. Returns None if so, else what it did instead."""
+        """Ask the member whether it lives. Returns None if it does, else what happened instead."""
         health = _Health()
         try:
             async with asyncio.timeout(PROBE_S):

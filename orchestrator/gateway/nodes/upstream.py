@@ -1,8 +1,8 @@
 """One try of one job on one member.
 
-Tokens are put into the job as they come, so that a cut is seen at the token it came. Whatever keeps the node from
-finishing is NodeFailed, and the job goes on elsewhere; what vLLM finds wrong with the request itself is
-RequestRefused. No answer, however broken, is an error in this program.
+Tokens are put into the job as they come, so that a cut loses none of them. Whatever keeps the node from finishing
+is NodeFailed, and the job goes on elsewhere; what vLLM finds wrong with the request itself is RequestRefused. No
+answer, however broken, is an error in this program.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from orchestrator.gateway.nodes.link import Link
 from policies.serving import recovery
 from policies.serving.wire import CHAT, COMPLETIONS, MODEL
 
-# Ours to set: whoever asks for a batch may not.
+# The gateway sets them: whoever asks for a batch may not.
 RESERVED = frozenset({"model", "prompt", "seed", "stream", "stream_options", "n", "logprobs", "return_token_ids"})
 EVENT_SIZE_MAX = 16 * 1024 * 1024  # the first event of a chat holds its prompt: a million tokens are 8 MB
 REFUSAL_SIZE_MAX = 2000  # of an error's text
 # Prompts of batches are arrays.
 _encode = msgspec.json.Encoder(enc_hook=list).encode
 _UNFINISHED = frozenset({"abort", "error"})
-UNLIMITED = 2**31 - 1  # tokens, where nobody has said how many fit: the node says so then
-# Its words for a prompt that is too long, and for too many tokens (`renderers/params.py`).
+UNLIMITED = 2**31 - 1  # tokens, where nobody has said how many fit: the node then does
+# vLLM's words for a prompt that is too long, and for too many tokens (`renderers/params.py`).
 _TOO_LONG = re.compile(r"(?:maximum context length is |max_tokens=\d+ cannot be greater than \w+=)(\d+)")
 _RETRYABLE = frozenset({401, 404, 408, 409, 425, 429})  # the node's fault or a passing one, although 4xx
 
@@ -94,7 +94,7 @@ class VllmAttempt(Attempt):
             self._pieces(data)
 
     def _one_event(self, data: bytes) -> bool:
-        """Read what is one whole event, as nearly all pieces of a body are. Returns False for anything else."""
+        """Read one whole event, as nearly all pieces of a body are. Returns False for anything else."""
         if not (data.startswith(b"data: ") and data.endswith(b"\n\n")):
             return False
         try:
@@ -224,11 +224,11 @@ class VllmAttempt(Attempt):
         return True
 
     def _finish(self, finish_reason: str, stop_reason: int | str | None) -> None:
-        """An event with a finish reason is final, whatever becomes of the connection behind it."""
+        """An event with a finish reason is final, whatever becomes of the connection after it."""
         if finish_reason in _UNFINISHED:
             self.fail(NodeFailed(Why.REFUSED, f"it stopped after {self.tokens} tokens: {finish_reason}"))
             return
-        if self.job.regrowing:  # it ends before it is where it was
+        if self.job.regrowing:  # it ends before what its asker was told
             self.fail(ToldOtherwise())
             return
         assert self._connection is not None
@@ -247,7 +247,8 @@ class VllmAttempt(Attempt):
 
 
 def _body_of(job: Job) -> tuple[str, dict[str, Any]]:
-    """Where vLLM is asked, and what: the whole completion, or what is missing behind the tokens that arrived."""
+    """vLLM's path and what is asked there: the whole completion, or what is missing after the tokens that
+    arrived."""
     ours = {"model": MODEL, "stream": True, "n": 1, "return_token_ids": True}
     if job.token_ids and job.prompt_token_ids is not None:
         wanted = job.body.get("top_logprobs" if job.path == CHAT else "logprobs") or 0

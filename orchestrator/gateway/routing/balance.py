@@ -10,8 +10,8 @@ from statistics import median
 
 from orchestrator.gateway.nodes.attempt import Attempt, NodeFailed, Why
 from orchestrator.gateway.routing.members import Members
-from policies.serving.membership import Row, Wanted
-from policies.serving.sharing import Bearer, Movable, share_out
+from policies.serving.member import Row, Wanted
+from policies.serving.sharing import Movable, Sharer, share_out
 from policies.serving.takeover import tokens_left
 
 SPEED_S = 1.0  # between two measurements of a member's speed
@@ -50,14 +50,14 @@ class Balance:
         if most - least < 2 or self._members.places.missing(policy):
             return
         attempts: list[Attempt] = []
-        moves = share_out(list(self._bearers(policy, rows, attempts)), begun=policy in self._begun)
+        moves = share_out(list(self._sharers(policy, rows, attempts)), begun=policy in self._begun)
         (self._begun.discard if moves is None else self._begun.add)(policy)
         for move in moves or ():
             attempt = attempts[move.request]
             attempt.job.shared += 1
             attempt.fail(NodeFailed(Why.SHARED, f"{move.node} has less to do"))
 
-    def _bearers(self, policy: str, rows: list[Row], attempts: list[Attempt]) -> Iterator[Bearer]:
+    def _sharers(self, policy: str, rows: list[Row], attempts: list[Attempt]) -> Iterator[Sharer]:
         """What is not known of a member yet is taken to be like the others'. Fills `attempts`."""
         links = {row.term: self._members.links.get(row.term) for row in rows}
         speeds = [link.speed_tokens_s for link in links.values() if link and link.speed_tokens_s]
@@ -68,7 +68,7 @@ class Balance:
             link = links[row.term]
             running = link.running if link else set[Attempt]()
             left = sum(map(self._left, running)) / max(1, len(running))
-            yield Bearer(
+            yield Sharer(
                 row.node,
                 (link.speed_tokens_s if link else 0.0) or median(speeds),
                 len(running),

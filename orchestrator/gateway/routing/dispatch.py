@@ -17,7 +17,7 @@ from orchestrator.gateway.nodes.attempt import End, NodeFailed, Why
 from orchestrator.gateway.nodes.upstream import VllmAttempt
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.routing.waiting import Place
-from policies.serving.membership import Load
+from policies.serving.member import Load
 from policies.serving.recovery import limit_of
 
 RETRY_S = 0.05  # after the second try in a row that brought no token, doubled after each later one

@@ -22,7 +22,8 @@ from orchestrator.gateway.routing.places import Places
 from orchestrator.gateway.routing.waiting import Waiting
 from orchestrator.gateway.turns import Turns
 from policies.model.vocabulary import Recovery
-from policies.serving.membership import Change, Membership, Row, Wanted
+from policies.serving.member import Change, Row, Wanted
+from policies.serving.membership import Membership
 from policies.serving.silence import SilenceLimits
 from policies.serving.wire import Announce, AnnounceReply, MembershipChange, MemberStatus, PolicyRef
 

@@ -10,7 +10,8 @@ from types import MappingProxyType
 from orchestrator.gateway.job import Job
 from orchestrator.gateway.nodes.link import Link
 from orchestrator.gateway.routing.waiting import Place, Queue, Waiter, Waiting
-from policies.serving.membership import Load, Membership, Row, Wanted
+from policies.serving.member import Load, Row, Wanted
+from policies.serving.membership import Membership
 
 # For so long the first member with a new policy gets no more than its share while others load it. What it got
 # beyond that and they take back would cost a connection each, and what was computed of their prompts.

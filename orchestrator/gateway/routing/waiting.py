@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from orchestrator.gateway.job import Job, QueueFull
 from orchestrator.gateway.nodes.link import Link
-from policies.serving.membership import Load
+from policies.serving.member import Load
 
 # A trainer's batch of 4,096 requests waits whole while there is no node, and so do those of some impatient
 # clients; beyond this somebody asks in a loop.

@@ -15,7 +15,7 @@ from orchestrator.gateway.nodes.connection import STALLED_S
 from orchestrator.gateway.nodes.link import PROBE_S, Link
 from orchestrator.gateway.routing.balance import Balance
 from orchestrator.gateway.routing.members import Members
-from policies.serving.membership import Wanted
+from policies.serving.member import Wanted
 from policies.serving.silence import MOST_S
 from policies.serving.takeover import Idle, Running, take_over
 

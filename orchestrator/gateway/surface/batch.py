@@ -13,7 +13,7 @@ from orchestrator.gateway.job import Job, RequestRefused, WeightsRefused
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface.admission import Prompt
-from policies.serving.membership import Row, Wanted
+from policies.serving.member import Row, Wanted
 from policies.serving.wire import REFUSED, Batch, BatchLine, Completion, Progress, Sample
 
 log = structlog.get_logger()

@@ -11,7 +11,7 @@ from orchestrator.gateway.job import Finished
 from orchestrator.gateway.routing.dispatch import Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface.metrics import Metrics
-from policies.serving.membership import Load
+from policies.serving.member import Load
 from tests.rigs.gateway_served import Served, serve, stream, two_nodes
 from tests.stand_ins.fake_vllm import completion
 

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.gateway.job import QueueFull
 from orchestrator.gateway.routing.waiting import TOKEN_SIZE, WAITING_SIZE_MAX
-from policies.serving.membership import EASE_IN_REQUESTS
+from policies.serving.member import EASE_IN_REQUESTS
 from tests.stand_ins.gateway_world import World, job, run, undisturbed
 
 

@@ -12,7 +12,8 @@ from orchestrator.gateway.nodes.upstream import VllmAttempt
 from orchestrator.gateway.routing import balance, places
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.routing.watch import LOOK_S
-from policies.serving.membership import TOGETHER_REQUESTS, Load
+from policies.serving.member import Load
+from policies.serving.membership import TOGETHER_REQUESTS
 from policies.serving.sharing import DOUBLING_REQUESTS, Movable
 from policies.serving.takeover import tokens_left
 from policies.serving.wire import Announce, PolicyRef

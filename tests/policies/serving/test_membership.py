@@ -7,15 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from policies.serving.membership import (
-    EASE_IN_REQUESTS,
-    REPLAY_TOKENS_MAX,
-    TOGETHER_REQUESTS,
-    Load,
-    Membership,
-    Row,
-    Wanted,
-)
+from policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Load, Row, Wanted
+from policies.serving.membership import TOGETHER_REQUESTS, Membership
 from policies.serving.wire import SILENT_S, Announce, EngineWord
 
 ONE = Load("p")

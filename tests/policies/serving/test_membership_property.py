@@ -13,17 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from policies.serving.membership import (
-    DOUBTED_REQUESTS,
-    EASE_IN_REQUESTS,
-    REPLAY_TOKENS_MAX,
-    TOGETHER_REQUESTS,
-    Change,
-    Load,
-    Membership,
-    Row,
-    Wanted,
-)
+from policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Change, Load, Row, Wanted
+from policies.serving.membership import DOUBTED_REQUESTS, TOGETHER_REQUESTS, Membership
 from policies.serving.wire import SILENT_S, Announce
 from tests.budget import examples
 

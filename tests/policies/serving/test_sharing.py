@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.serving.membership import REPLAY_TOKENS_MAX
-from policies.serving.sharing import DOUBLING_REQUESTS, Bearer, Movable, alone_tokens_s, share_out
+from policies.serving.member import REPLAY_TOKENS_MAX
+from policies.serving.sharing import DOUBLING_REQUESTS, Movable, Sharer, alone_tokens_s, share_out
 
 FREE = 1000
 
 
-def bearer(
+def sharer(
     node: str,
     running: int,
     *,
@@ -24,97 +24,97 @@ def bearer(
     replay: int = 0,
     replaying: int = 0,
     first: int = 0,
-) -> Bearer:
+) -> Sharer:
     """A member whose requests, numbered from `first`, may all move."""
     requests = [Movable(first + n, left, replay) for n in range(running)]
-    return Bearer(node, speed, running, left, free, 10_000.0, replaying, requests)
+    return Sharer(node, speed, running, left, free, 10_000.0, replaying, requests)
 
 
-def divided(bearers: Sequence[Bearer], *, begun: bool = False) -> Counter[str]:
+def divided(sharers: Sequence[Sharer], *, begun: bool = False) -> Counter[str]:
     """How many requests each has after the moves."""
-    at = {request.request: one.node for one in bearers for request in one.movable}
-    assert len(at) == sum(one.running for one in bearers)
-    for move in share_out(bearers, begun=begun) or ():
+    at = {request.request: one.node for one in sharers for request in one.movable}
+    assert len(at) == sum(one.running for one in sharers)
+    for move in share_out(sharers, begun=begun) or ():
         at[move.request] = move.node
     return Counter(at.values())
 
 
 def test_who_comes_late_takes_an_even_share() -> None:
-    assert divided([bearer("a", 128), bearer("b", 0)]) == {"a": 64, "b": 64}
-    several = [bearer("a", 100), bearer("b", 100, first=100), bearer("c", 0), bearer("d", 0)]
+    assert divided([sharer("a", 128), sharer("b", 0)]) == {"a": 64, "b": 64}
+    several = [sharer("a", 100), sharer("b", 100, first=100), sharer("c", 0), sharer("d", 0)]
     assert divided(several) == {"a": 50, "b": 50, "c": 50, "d": 50}
 
 
 def test_what_is_left_counts_and_not_how_many_requests_it_is_in() -> None:
     """a: 128 with half of them left to make; b: 30 that have just begun."""
-    assert 30 <= divided([bearer("a", 128, left=150.0), bearer("b", 30, first=128)])["b"] <= 48
+    assert 30 <= divided([sharer("a", 128, left=150.0), sharer("b", 30, first=128)])["b"] <= 48
 
 
 def test_a_slow_member_gets_what_it_can_do_in_the_same_time() -> None:
-    after = divided([bearer("fast", 128), bearer("slow", 0, speed=25.0)])
+    after = divided([sharer("fast", 128), sharer("slow", 0, speed=25.0)])
     ends = [after[node] / DOUBLING_REQUESTS + 1 for node in ("fast", "slow")]
     assert abs(ends[0] - 2 * ends[1]) < 0.1
-    assert divided([bearer("fast", 8), bearer("slow", 0, speed=5.0)]) == {"fast": 8}
+    assert divided([sharer("fast", 8), sharer("slow", 0, speed=5.0)]) == {"fast": 8}
 
 
 def test_few_requests_gain_nothing_from_company() -> None:
-    assert share_out([bearer("a", 4), bearer("b", 0)]) is None
+    assert share_out([sharer("a", 4), sharer("b", 0)]) is None
 
 
 def test_a_moment_is_not_worth_a_move() -> None:
-    assert share_out([bearer("a", 128, left=14.0), bearer("b", 0)]) is None
-    assert share_out([bearer("a", 128, left=16.0), bearer("b", 0)])
+    assert share_out([sharer("a", 128, left=14.0), sharer("b", 0)]) is None
+    assert share_out([sharer("a", 128, left=16.0), sharer("b", 0)])
 
 
 def test_measurements_are_not_so_exact_that_members_which_differ_a_little_are_not_alike() -> None:
-    assert share_out([bearer("a", 64), bearer("b", 64, speed=58.0, first=64)]) is None
-    assert share_out([bearer("a", 64), bearer("b", 64, speed=90.0, first=64)])
+    assert share_out([sharer("a", 64), sharer("b", 64, speed=58.0, first=64)]) is None
+    assert share_out([sharer("a", 64), sharer("b", 64, speed=90.0, first=64)])
 
 
 def test_a_twentieth_begins_it_and_it_goes_on_until_it_is_even() -> None:
-    nearly = [bearer("a", 70, left=3000.0), bearer("b", 58, left=3000.0, first=70)]
+    nearly = [sharer("a", 70, left=3000.0), sharer("b", 58, left=3000.0, first=70)]
     assert share_out(nearly) is None
     assert divided(nearly, begun=True) == {"a": 64, "b": 64}
 
 
 def test_no_more_move_than_there_is_room_for() -> None:
-    assert divided([bearer("a", 128), bearer("b", 0, free=8)]) == {"a": 120, "b": 8}
+    assert divided([sharer("a", 128), sharer("b", 0, free=8)]) == {"a": 120, "b": 8}
 
 
 def test_what_is_computed_again_goes_over_a_little_at_a_time() -> None:
     replay = REPLAY_TOKENS_MAX // 4
-    assert divided([bearer("a", 128, replay=replay), bearer("b", 0)]) == {"a": 124, "b": 4}
-    assert divided([bearer("a", 128, replay=replay), bearer("b", 0, replaying=replay)]) == {"a": 125, "b": 3}
-    assert divided([bearer("a", 128, replay=3 * REPLAY_TOKENS_MAX), bearer("b", 0)]) == {"a": 127, "b": 1}
+    assert divided([sharer("a", 128, replay=replay), sharer("b", 0)]) == {"a": 124, "b": 4}
+    assert divided([sharer("a", 128, replay=replay), sharer("b", 0, replaying=replay)]) == {"a": 125, "b": 3}
+    assert divided([sharer("a", 128, replay=3 * REPLAY_TOKENS_MAX), sharer("b", 0)]) == {"a": 127, "b": 1}
 
 
 def test_computing_it_again_may_cost_more_than_it_saves() -> None:
-    assert not share_out([bearer("a", 128, left=60.0, replay=60_000), bearer("b", 0)])
+    assert not share_out([sharer("a", 128, left=60.0, replay=60_000), sharer("b", 0)])
 
 
 def test_speeds_are_told_apart_from_company() -> None:
     assert alone_tokens_s(20.0, DOUBLING_REQUESTS) == 40.0
 
 
-def ends_s(one: Bearer, running: int) -> float:
+def ends_s(one: Sharer, running: int) -> float:
     return one.left * (1 + running / DOUBLING_REQUESTS) / one.speed_tokens_s if running else 0.0
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> list[Bearer]:
+def fleets(draw: st.DrawFn) -> list[Sharer]:
     """Members whose requests have equally much left, so that the end of each is plain."""
-    left, found, first = draw(st.sampled_from((50.0, 400.0, 3000.0))), list[Bearer](), 0
+    left, found, first = draw(st.sampled_from((50.0, 400.0, 3000.0))), list[Sharer](), 0
     for node in "abcd"[: draw(st.integers(1, 4))]:
         running = draw(st.integers(0, 150))
         speed, free = draw(st.sampled_from((10.0, 25.0, 50.0))), draw(st.sampled_from((0, 5, 300)))
-        found.append(bearer(node, running, left=left, speed=speed, free=free, first=first))
+        found.append(sharer(node, running, left=left, speed=speed, free=free, first=first))
         first += running
     return found
 
 
 @given(fleets(), st.booleans())
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_the_last_is_never_done_later_and_a_member_that_gave_is_not_idle(fleet: list[Bearer], begun: bool) -> None:
+def test_the_last_is_never_done_later_and_a_member_that_gave_is_not_idle(fleet: list[Sharer], begun: bool) -> None:
     moves = share_out(fleet, begun=begun) or []
     assert len({move.request for move in moves}) == len(moves)
     after = divided(fleet, begun=begun)
@@ -137,12 +137,12 @@ def test_the_last_is_never_done_later_and_a_member_that_gave_is_not_idle(fleet: 
 
 @given(fleets())
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_an_even_division_is_left_alone(fleet: list[Bearer]) -> None:
+def test_an_even_division_is_left_alone(fleet: list[Sharer]) -> None:
     after, first, again = divided(fleet), 0, []
     for one in fleet:
         running = after[one.node]
         free = one.free + one.running - running
-        again.append(bearer(one.node, running, left=one.left, speed=one.speed_tokens_s, free=free, first=first))
+        again.append(sharer(one.node, running, left=one.left, speed=one.speed_tokens_s, free=free, first=first))
         first += running
     if share_out(fleet):
         assert not share_out(again)

@@ -1,0 +1,110 @@
+"""One member of the gateway's table, what a request wants of it and costs it, and what a change of it is."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from policies.serving.wire import EngineWord, labelled_version
+
+# A new member may be cold, or not work at all: it gets so many requests first, and one more for each that gets its
+# first token, which doubles them with every round.
+EASE_IN_REQUESTS = 8
+# The tokens of requests that are handed over are computed again as prompts, which stalls whoever decodes there. So
+# many at a time are two of vLLM's own steps of 8,192.
+REPLAY_TOKENS_MAX = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The policy that a request is for: its label, and how many steps older on its timeline another may be."""
+
+    label: str
+    max_staleness_steps: int = 0
+
+    def accepts(self, held: str | None) -> bool:
+        """Whether a member that holds this label may serve."""
+        if held == self.label or held is None or self.max_staleness_steps == 0:
+            return held == self.label
+        try:
+            want, have = labelled_version(self.label), labelled_version(held)
+        except ValueError:
+            return False
+        return want.timeline == have.timeline and 0 < want.step - have.step <= self.max_staleness_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one request means for the member that gets it.
+
+    Args:
+        group: what the requests of one prompt have in common.
+        tokens: its prompt and what is expected to come.
+        replayed: how many of them another member had computed already; 0 for a new request.
+    """
+
+    group: Hashable
+    tokens: int = 1
+    replayed: int = 0
+
+
+@dataclass(slots=True)
+class Row:
+    """One member, in one term: the table's own state, which the table alone changes. Others are told by a
+    `policies.serving.wire.MemberStatus`, which a store written before must be readable as.
+
+    `doubted` is set by a failed request and cleared by the next announcement; `mute` is set when it does not
+    answer the gateway, whatever its agent says, and cleared when it does; `stuck` is set when it answers and makes
+    no token, and cleared by a token or another policy.
+    """
+
+    term: int
+    node: str
+    boot_id: str
+    address: str
+    policy: str | None
+    max_requests: int
+    seen_at_s: float
+    doubted: bool = False
+    mute: bool = False
+    stuck: bool = False
+    unfit: str = ""  # why its agent has stopped trying to load what is wanted
+    running: int = 0
+    outstanding: int = 0  # tokens of the requests that run
+    replaying: int = 0  # of them those that are still to be computed again
+    allowed: int = EASE_IN_REQUESTS
+    kv_tokens: int = 0
+    engine: EngineWord | None = None  # the last
+
+    @property
+    def places(self) -> int:
+        """For how many more requests there is room."""
+        return max(0, min(self.allowed, self.max_requests) - self.running)
+
+    def takes(self, load: Load) -> bool:
+        """Whether there is room for it."""
+        if not self.places:
+            return False
+        return not load.replayed or not self.replaying or self.replaying + load.replayed <= REPLAY_TOKENS_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an occurrence did to the table.
+
+    Args:
+        nodes: to whom it happened.
+        what: in words, for people.
+        ended: terms.
+        news: whether anything is different now.
+    """
+
+    nodes: tuple[str, ...]
+    what: str
+    ended: tuple[int, ...] = ()
+    news: bool = True
+
+    @property
+    def reason(self) -> str:
+        """All of it in one line, as a MembershipChange has it."""
+        return f"{', '.join(self.nodes)}: {self.what}" if self.nodes else self.what
