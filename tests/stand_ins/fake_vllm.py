@@ -213,7 +213,7 @@ def events(body: dict[str, Any], unequal: str = "") -> Iterator[dict[str, Any]]:
 
 
 def chat_events(body: dict[str, Any], unequal: str = "") -> Iterator[dict[str, Any]]:
-    """The same as a chat has them, behind an event with the role and the prompt."""
+    """The same as a chat has them, after an event with the role and the prompt."""
     empty = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     yield {"id": "chatcmpl-0", "choices": [empty], "prompt_token_ids": prompt_of(body)}
     for event in events(body, unequal):
@@ -266,7 +266,7 @@ def main() -> None:
         "--stalls", type=int, default=0, help="send no token after so many, but answer GET /health"
     )
     parser.add_argument("--hangs", type=int, default=0, help="send nothing at all after so many tokens")
-    parser.add_argument("--no-done", action="store_true", help="never end an answer behind its last event")
+    parser.add_argument("--no-done", action="store_true", help="never end an answer after its last event")
     asyncio.run(serve(parser.parse_args()))
 
 

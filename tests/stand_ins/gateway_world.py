@@ -38,7 +38,7 @@ class Node:
         self.deaf = False  # does not answer GET /health
         self.raw = b""  # sent in place of any answer
         self.breaks: bytes | None = None  # sent in place of all events but the first
-        self.extra = b""  # sent behind every answer
+        self.extra = b""  # sent after every answer
         self.refuses: Callable[[dict[str, Any]], bool] = lambda _: False  # answers 400 to these
         self.unequal = ""  # its last bits are others than those of a node with another such name
         self.done = True  # ends its answers

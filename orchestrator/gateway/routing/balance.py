@@ -1,6 +1,6 @@
-"""Work at the members divided anew when it has become uneven: one came late, or is done early.
+"""Divides the work anew when it has become uneven, because a member came late or is done early.
 
-It ends tries, as all that moves requests does; the completer places their jobs where the least is to be done.
+It ends tries, as all that moves requests does; the completer then places their jobs where the least is to be done.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from policies.serving.sharing import Movable, Sharer, share_out
 from policies.serving.takeover import tokens_left
 
 SPEED_S = 1.0  # between two measurements of a member's speed
-# A look reads how much is left of each request, in a microsecond or so: with so long for each until the next
-# look that is below a fiftieth of the event loop: 0.15 s for 2,000 requests, 1.5 s for 20,000.
+# A look reads how much is left of each request, in about a microsecond. With so long for each until the next look,
+# 0.15 s for 2,000 requests and 1.5 s for 20,000, that is below a fiftieth of the event loop's time.
 REQUEST_S = 75e-6
-MOVES_MAX = 2  # of one job: members come one after another, but a job has to get somewhere
+MOVES_MAX = 2  # of one job: members come one after another, but a job must get on
 
 
 class Balance:
@@ -58,7 +58,7 @@ class Balance:
             attempt.fail(NodeFailed(Why.SHARED, f"{move.node} has less to do"))
 
     def _sharers(self, policy: str, rows: list[Row], attempts: list[Attempt]) -> Iterator[Sharer]:
-        """What is not known of a member yet is taken to be like the others'. Fills `attempts`."""
+        """What is not known of a member yet is taken to be as the others'. Fills `attempts`."""
         links = {row.term: self._members.links.get(row.term) for row in rows}
         speeds = [link.speed_tokens_s for link in links.values() if link and link.speed_tokens_s]
         prefills = [link.most_prompts_tokens_s for link in links.values() if link and link.most_prompts_tokens_s]
@@ -97,8 +97,8 @@ def _goes(attempt: Attempt, policy: str) -> bool:
 
 
 def _order(attempt: Attempt) -> tuple[bool, float]:
-    """Those that wait for their first token go first, the last one sent before the others: it has waited least.
-    Of those that have begun, the one goes that is soonest where it was."""
+    """First go those that wait for their first token, the newest before the others: it has waited least. Of those
+    that have begun, first goes the one with the least to compute again."""
     if attempt.begun_s is None:
         return False, -attempt.sent_s
     return True, attempt.job.prompt_tokens + len(attempt.job.token_ids)

@@ -1,6 +1,6 @@
 """A job's way from member to member until it is complete.
 
-A job whose node is lost goes on elsewhere from the tokens that have arrived, or starts over with its seed: either
+A job whose node is lost goes on elsewhere from the tokens that have arrived, or starts over with its seed; either
 gives the completion that the first node would have made. Nothing fails for want of a node.
 """
 
@@ -22,7 +22,7 @@ from policies.serving.recovery import limit_of
 
 RETRY_S = 0.05  # after the second try in a row that brought no token, doubled after each later one
 RETRY_MAX_S = 1.0
-# Then the member was judged already, or does no worse than it should.
+# The member was judged already, or is not at fault.
 _NO_DOUBT = frozenset({Why.LEFT, Why.SILENT, Why.DRAINED, Why.SLOW, Why.SHARED})
 
 
@@ -30,8 +30,8 @@ _NO_DOUBT = frozenset({Why.LEFT, Why.SILENT, Why.DRAINED, Why.SLOW, Why.SHARED})
 class Ledger:
     """Since the gateway's start. Tokens that arrived are delivered or discarded in the end.
 
-    `saved` were kept when their job was handed over, each counted once. `replayed_prefill` were computed again as
-    prompts for that. `owed` are tokens of batches whose asker went away, not yet told to anyone.
+    `saved` were kept when their job was handed over, each counted once; `replayed_prefill` were computed again as
+    prompts for that. `owed` are tokens of batches whose asker went away, which nobody was told of yet.
     """
 
     delivered: int = 0
@@ -54,8 +54,8 @@ class Completer:
 
     Args:
         members: who may do it.
-        ledger: what is counted; `delivered` is for the asker to count.
-        observe: told of each completion.
+        ledger: the counts; the asker counts `delivered`.
+        observe: called with each completion.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Completer:
     async def complete(self, job: Job) -> Finished:
         """Have the job completed, however many members that takes and however long there is none.
 
-        Raises RequestRefused, CannotGoOn, QueueFull. Cancelling gives the job up and frees its place; what arrived
-        of it is then the asker's to count as discarded.
+        Raises RequestRefused, CannotGoOn, QueueFull. Cancelling gives the job up and frees its place; the asker
+        then counts what arrived of it as discarded.
         """
         asked_s = asyncio.get_running_loop().time()
         avoid, fruitless = frozenset[str](), 0
@@ -94,11 +94,11 @@ class Completer:
             except RequestRefused as error:
                 if attempt.continued and _learns_room(job, error):
                     continue
-                if attempt.continued:  # asked anew from its start, the request itself is on trial
+                if attempt.continued:  # is the request itself refused? Ask from its start
                     job.recovery = "exact"
                     self._start_over(job)
                     continue
-                # Another node may have room for a longer prompt, now or when it has loaded the policy.
+                # Another node may take a longer prompt, now or once it has loaded the policy.
                 again = place.link.node in job.refused_by
                 job.refused_by |= {place.link.node}
                 if again or isinstance(error, WeightsRefused):
@@ -113,7 +113,7 @@ class Completer:
                 await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2 ** (fruitless - 2)))
 
     async def _place(self, job: Job, avoid: frozenset[str]) -> Place:
-        # What one member has computed, the next has to compute again.
+        # What one member has computed, the next must compute again.
         replayed = 0 if job.first_token_s is None else job.prompt_tokens + len(job.token_ids)
         place = await self._members.places.lend(job, self._load(job, replayed), avoid)
         if job.token_ids and place.policy != job.made_from:
@@ -132,7 +132,7 @@ class Completer:
         job.handovers += 1
         job.last_failure = f"{attempt.link.node}: {error}"
         self._ledger.handovers_by[error.why] += 1
-        if error.why is Why.CLOSED:  # an agent may go on announcing a server that is dead
+        if error.why is Why.CLOSED:  # an agent may go on announcing a dead server
             self._members.mute(attempt.link, str(error))
         elif error.why not in _NO_DOUBT:
             self._members.doubt(attempt.link, str(error))
@@ -180,7 +180,7 @@ class Completer:
 
 
 def _learns_room(job: Job, error: RequestRefused) -> bool:
-    """Whether the rest of a job without a limit was asked for in vain only because it has to name one."""
+    """Whether a job without a limit was refused only because its rest must name one, which is now known."""
     if limit_of(job.body) is not None or error.limit_tokens in (None, job.context_tokens):
         return False
     job.context_tokens = error.limit_tokens

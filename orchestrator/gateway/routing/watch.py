@@ -1,6 +1,6 @@
-"""What the gateway does unasked: silence found, drained members cleared, slow tails given to those who are idle.
+"""What the gateway does unasked: finds silence, clears drained members, has idle members take over slow requests.
 
-All of it moves requests from one member to another by ending their tries; the completer places them anew.
+All of it ends tries of requests; the completer then places them on another member.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from policies.serving.silence import MOST_S
 from policies.serving.takeover import Idle, Running, take_over
 
 LOOK_S = 0.1
-SELDOM_S = 1.0  # between two looks for what is in no hurry
-# A member with fewer requests gives another one about the pace that it gives a single one.
+SELDOM_S = 1.0  # between two looks at what is in no hurry
+# A member with fewer requests makes one more about as fast as a single one.
 IDLE_REQUESTS = 16
-# Clouds give a notice of 30 s at least. What does not finish in the first half goes on elsewhere, if it can.
+# A cloud's notice is 30 s at least. What does not finish in the first half goes on elsewhere, if it can.
 DRAIN_S = 15.0
 
 
@@ -32,7 +32,7 @@ class Watch:
 
     Args:
         members: of the gateway.
-        drain_s: how long a drained member may go on with what it has while others could.
+        drain_s: how long a drained member may go on with requests that others could take.
     """
 
     def __init__(self, members: Members, drain_s: float = DRAIN_S) -> None:
@@ -49,7 +49,7 @@ class Watch:
         while True:
             await asyncio.sleep(LOOK_S)
             now_s = loop.time()
-            if now_s - before_s < STALLED_S:  # else what members said is still unread: first hear, then judge
+            if now_s - before_s < STALLED_S:  # else what members said is still unread: hear first, then judge
                 self._look(now_s, now_s - before_s)
             before_s = now_s
 
@@ -131,7 +131,7 @@ class Watch:
                 attempt.fail(NodeFailed(Why.SLOW, f"{move.node} will finish it sooner"))
 
     def _idle(self, policy: str) -> Iterator[Idle]:
-        """The members with little to do. What is not known of one's pace yet is taken to be like the others'."""
+        """The members with little to do. A pace that is not known yet is taken to be as the others'."""
         known = [link for link in self._members.links.values() if link.rate_tokens_s and link.prefill_tokens_s]
         for row in self._members.serving(Wanted(policy)):
             free = min(row.allowed, row.max_requests, IDLE_REQUESTS) - row.running
@@ -147,8 +147,8 @@ class Watch:
 
 
 def _end_stuck(link: Link, engine_full: bool, now_s: float) -> None:
-    """While others move, one that stands still waits its turn, however long; once others have gone before it, no
-    longer than MOST_S."""
+    """A try that stands still may wait its turn for however long; once others were served before it, no longer
+    than MOST_S."""
     for attempt in list(link.running):
         if engine_full or link.may_wait(attempt):
             attempt.queued_s = now_s

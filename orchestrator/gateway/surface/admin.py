@@ -1,4 +1,4 @@
-"""The gateway's members, for those who look after them: listed, drained, removed, and what happened to them."""
+"""The gateway's members, for those who look after them: list, drain, remove, and what happened to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Admin:
         self._members = members
 
     def routes(self) -> list[web.RouteDef]:
-        """What is answered where."""
+        """The paths."""
         return [
             web.get("/members", self._list),
             web.get("/events", self._events),
@@ -40,7 +40,7 @@ class Admin:
         return web.Response(status=204)
 
     async def _remove(self, request: web.Request) -> web.Response:
-        """With `?boot=ID` that boot leaves, on its own agent's word; without, whatever is there goes."""
+        """With `?boot=ID` that boot leaves, as its own agent says; without it, whatever boot is there."""
         node, boot_id = node_of(request), request.query.get("boot")
         if boot_id is not None:
             self._members.leave(node, admission.name_of("boot", boot_id))

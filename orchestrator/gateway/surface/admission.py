@@ -1,4 +1,4 @@
-"""What is taken from those who ask: so much, in such a time, and only what makes sense.
+"""What the gateway takes from those who ask: so much, within such a time, and only what makes sense.
 
 All else is Refused, which becomes a 4xx with one line. What is decoded here may come from anyone who has the run's
 secret, by mistake or not.
@@ -30,14 +30,14 @@ BATCH_SIZE_MAX = 512 * 1024 * 1024  # 4,096 prompts of 16,384 tokens are 450 MB 
 BATCH_LINE_SIZE_MAX = 8 * 1024 * 1024  # one prompt of a million tokens
 OPENAI_SIZE_MAX = 32 * 1024 * 1024  # a million tokens as ids are 7 MB
 ANNOUNCE_SIZE_MAX = 64 * 1024
-# A body must be there within this, and a second more for each MiB.
+# A body must be there within this and a second more for each MiB.
 BODY_S = 30.0
 REQUESTS_MAX = 65_536  # in a batch; each is a task and a place in the queue
 SEED_END = 2**63  # vLLM's seeds are signed 64-bit numbers
 NUMBER_END = 2**63
 NAME_SIZE_MAX = 200
-LINE_SIZE_MAX = 1000  # of what an agent says in words
-# What goes on into headers, logs and metrics.
+LINE_SIZE_MAX = 1000  # of an agent's words
+# What goes into headers, logs and metrics.
 _NAME = re.compile(rf"[A-Za-z0-9@._:+-]{{1,{NAME_SIZE_MAX}}}")
 _ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")
 
@@ -100,10 +100,8 @@ class Prompt:
 
 
 async def read_batch(request: web.Request, turns: Turns) -> tuple[Batch, list[Prompt]]:
-    """Return the batch and the prompts of all its lines. Raises Refused.
-
-    What has been read of it is kept as numbers, never as a whole text.
-    """
+    """Return the batch and the prompts of all its lines, kept as numbers and never as a whole text. Raises
+    Refused."""
     batch, prompts, seen = None, list[Prompt](), set[int]()
     async with aclosing(_lines(request)) as lines:
         async for line in lines:
@@ -135,7 +133,7 @@ async def _lines(request: web.Request) -> AsyncGenerator[bytes, None]:
 
 
 def _prompt(token_ids: list[int], samples: list[Sample], seen: set[int]) -> Prompt:
-    """`seen`: the indexes of the batch so far."""
+    """`seen`: the indexes of the batch so far. Raises Refused."""
     for one in samples:
         if not 0 <= one.index < NUMBER_END:
             raise Refused(400, "an index is outside [0, 2**63)")
@@ -153,7 +151,7 @@ def _prompt(token_ids: list[int], samples: list[Sample], seen: set[int]) -> Prom
 
 
 def decode(body: bytes | bytearray, decoder: msgspec.json.Decoder[T], name: str) -> T:
-    """Decode JSON; `name` is what it should be to the one who sent it. Raises Refused."""
+    """Decode JSON; `name` is what the sender should have sent. Raises Refused."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -165,15 +163,15 @@ def decode(body: bytes | bytearray, decoder: msgspec.json.Decoder[T], name: str)
         raise Refused(400, f"not {name}: {error}") from error
 
 
-def name_of(what: str, given: str) -> str:
-    """Return the name if it is one. Raises Refused."""
-    if not _NAME.fullmatch(given):
-        raise Refused(400, f"{what} is {_shown(given)}: expected at most {NAME_SIZE_MAX} of A-Za-z0-9@._:+-")
-    return given
+def name_of(what: str, text: str) -> str:
+    """Return the text if it is a name. Raises Refused."""
+    if not _NAME.fullmatch(text):
+        raise Refused(400, f"{what} is {_shown(text)}: expected at most {NAME_SIZE_MAX} of A-Za-z0-9@._:+-")
+    return text
 
 
 def check_announce(said: Announce) -> None:
-    """Raise Refused for what no agent says."""
+    """Raise Refused for what no agent would say."""
     name_of("boot_id", said.boot_id)
     if said.policy is not None:
         name_of("policy", said.policy)
@@ -217,5 +215,5 @@ def _check_sampling(sampling: dict[str, object]) -> None:
 
 
 def _shown(text: str) -> str:
-    """As it can be put into a line and into UTF-8."""
+    """Its beginning, fit for a line of UTF-8."""
     return ascii(text[:80])

@@ -1,6 +1,6 @@
-"""The gateway's HTTP surface: who asks is checked first, then what he sends, then it is handed on.
+"""The gateway's HTTP surface: it checks who asks, then what they send, and hands that on.
 
-Contracts are in `policies.serving.wire` and docs/gateway.md. Nothing is said to anyone without the run's secret.
+Its contracts are in `policies.serving.wire` and docs/gateway.md. Nobody without the run's secret is told anything.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Gateway:
         return app
 
     def status(self) -> GatewayStatus:
-        """What there is to know of this gateway now; `seq` is for who writes it down."""
+        """What there is to know of this gateway now; `seq` is left to whoever writes it down."""
         wanted = self.members.wanted
         return GatewayStatus(
             boot_id=self.boot_id,
@@ -81,8 +81,8 @@ class Gateway:
 
     def knows(self, request: web.BaseRequest) -> bool:
         """Whether it comes from one who has the secret."""
-        given = request.headers.get(hdrs.AUTHORIZATION, "").encode(errors="surrogateescape")
-        known = hmac.compare_digest(given, self._expected)
+        shown = request.headers.get(hdrs.AUTHORIZATION, "").encode(errors="surrogateescape")
+        known = hmac.compare_digest(shown, self._expected)
         if not known:
             self._metrics.answers["unknown", 401] += 1
         return known
@@ -132,7 +132,8 @@ class Gateway:
         response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "application/x-ndjson"})
         await response.prepare(request)
         run = BatchRun(batch, prompts, self.members, self._completer, self._ledger)
-        # When the trainer goes away this handler is cancelled, or its next write fails: both close the iterator.
+        # When the trainer goes away, this handler is cancelled or its next write fails: either closes the
+        # iterator.
         async with aclosing(run.chunks()) as chunks:
             async for chunk in chunks:
                 await response.write(chunk)

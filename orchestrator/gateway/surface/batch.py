@@ -1,4 +1,4 @@
-"""A trainer's batch: each of its requests a job, told line by line as it happens."""
+"""A trainer's batch: each of its requests is a job, and the answer is written line by line as they finish."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class BatchRun:
     """One batch under way.
 
     Args:
-        batch: what is asked for, in what way.
-        prompts: of what.
+        batch: what is asked for, but for its prompts.
+        prompts: the prompts.
         members: who may do it.
         completer: has it done.
-        ledger: the gateway's counts; this batch takes over what is owed.
+        ledger: the gateway's counts; this batch tells what was owed.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class BatchRun:
         self._complete = False
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Yield the answer, one or more whole lines at a time: completions as they are done, progress in between,
-        and at last `end` or `error`.
+        """Yield the answer in whole lines: completions as they are done, progress in between, at last `end` or
+        `error`.
 
         Closing the iterator early gives up the batch and frees its places.
         """
@@ -91,7 +91,7 @@ class BatchRun:
                 self._give_up()
 
     async def _next(self, timeout_s: float) -> list[BatchLine]:
-        """Return the lines that there are; wait until there is one or the time is over."""
+        """Return the lines that there are, waiting `timeout_s` for the first."""
         if not self._lines:
             self._news.clear()
             try:
@@ -103,7 +103,7 @@ class BatchRun:
         return lines
 
     async def _start(self) -> None:
-        """Begin with all requests, in pieces."""
+        """Begin all requests, some at a time."""
         for prompt in self._prompts:
             group = hash(prompt.token_ids.tobytes())
             for number, sample in enumerate(prompt.samples):
@@ -117,7 +117,7 @@ class BatchRun:
                 self._tasks.append(task)
 
     async def _end(self) -> None:
-        """End what is left of them, in pieces: first those that wait, or they would be given what becomes free."""
+        """End those that are left, some at a time: first those that wait, or they would get what becomes free."""
         left = [task for task in reversed(self._tasks) if not task.done()]
         for first in range(0, len(left), AT_ONCE):
             for task in left[first : first + AT_ONCE]:
@@ -194,17 +194,17 @@ class BatchRun:
         return f"policy {policy}: no token came {within}{failure}"
 
     def _give_up(self) -> None:
-        """All that was gathered, and all that was owed before, is told to nobody: the next batch owes it."""
+        """What was gathered, and what was owed before, nobody was told of: the next batch owes it."""
         tokens = self._tokens()
         self._ledger.discarded += tokens
         self._ledger.owed += tokens + self._discarded()
         log.warning("batch_given_up", policy=self._wanted.label, tokens=tokens)
-        # Cancelled tasks' frames hold each other, and the gateway looks for garbage rarely.
+        # The frames of cancelled tasks hold each other, and garbage is looked for rarely.
         for prompt in self._prompts:
             del prompt.token_ids[:]
 
     def _say_if_broken(self, task: asyncio.Task[None]) -> None:
-        """A fault of this program ends the batch with its name, not in silence."""
+        """A fault of this program ends the batch by name, not in silence."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("request_broke", exc_info=error)
             self._say(BatchLine(error=f"the gateway failed: {error!r}"))

@@ -1,4 +1,4 @@
-"""The gateway's listening socket: aiohttp's server with limits, and without a word about itself."""
+"""The gateway's listening socket: aiohttp's server with limits, and without a word of what it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = structlog.get_logger()
 
 BACKLOG = 4096
 SHUTDOWN_S = 1.0  # held announcements and batches are cut after this: both sides try again elsewhere
-# A connection must have said a whole head within this, its first or its next.
+# A connection must have sent a whole head within this, its first or the next.
 HEAD_S = 30.0
 HANDSHAKE_S = 10.0
 LINE_SIZE_MAX = 8192  # the request line, and each header
@@ -23,8 +23,8 @@ HEADERS_MAX = 64
 
 
 class Connection(web.RequestHandler):
-    """One client's connection. What is no HTTP, and what breaks in here, is answered without aiohttp's own words:
-    they name it and its version."""
+    """One client's connection. What is not HTTP, and what breaks in here, is answered without aiohttp's own words,
+    which name it and its version."""
 
     __slots__ = ()
 
@@ -53,7 +53,7 @@ async def listening(
 ) -> AsyncIterator[None]:
     """Serve the application on the socket for as long as the block runs, to those that `knows` lets in.
 
-    A handler whose client goes away is cancelled. A body that no handler reads is not read: the connection closes.
+    A handler whose client goes away is cancelled. Where no handler reads the body, the connection is closed.
     """
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()

@@ -1,7 +1,6 @@
 """The gateway's numbers for Prometheus, see docs/gateway.md.
 
-Counts are read when they are asked for, from where they are kept anyway; only the histograms are fed, once a
-completion.
+Counts are read where they are kept anyway, when somebody asks; only the histograms are fed, once a completion.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Metrics:
     def __init__(self, members: Members, ledger: Ledger) -> None:
         self.answers: Counter[tuple[str, int]] = Counter()  # by route and status
         self._first_token = _Histogram("first_token_seconds", "Asking to first token", _FIRST_TOKEN_S)
-        self._token = _Histogram("token_seconds", "Mean time of a token behind the first", _TOKEN_S)
+        self._token = _Histogram("token_seconds", "Mean time of a token after the first", _TOKEN_S)
         self._request = _Histogram("request_seconds", "Asking to whole completion", _REQUEST_S)
         histograms = (self._first_token, self._token, self._request)
         self._registry = CollectorRegistry(auto_describe=False)
@@ -53,7 +52,7 @@ class Metrics:
 
 
 class _Histogram:
-    """The library's own locks, and takes several times as long."""
+    """The library's own takes a lock, and several times as long."""
 
     def __init__(self, name: str, says: str, bounds: tuple[float, ...]) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""The gateway as an OpenAI server: any OpenAI client is completed by the run's own nodes, hand-overs included.
+"""The gateway as an OpenAI server: any OpenAI client gets its completions from the run's own nodes.
 
 A client gets the newest wanted policy, or the one that it names; the answer says which. A stream goes on over a
 hand-over: what the client was told stays true, and is not told twice.
@@ -19,11 +19,11 @@ from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface import admission, openai_request
 from orchestrator.gateway.surface.admission import Refused
-from orchestrator.gateway.surface.openai_answer import Told, Voice
+from orchestrator.gateway.surface.openai_answer import AnswerFormat, Told
 from orchestrator.gateway.surface.openai_request import Asked
 from policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY, MODEL
 
-# So long nothing may come of a request, for want of a node or otherwise; OpenAI's clients wait as long.
+# For so long nothing may come of a request, for want of a node or otherwise; OpenAI's clients wait as long.
 SILENCE_S = 600.0
 MODELS = "/v1/models"
 DIVERGED = (
@@ -44,7 +44,7 @@ class OpenAI:
         self._model = {"id": MODEL, "object": "model", "created": created_s, "owned_by": "the run"}
 
     def routes(self) -> list[web.RouteDef]:
-        """What is answered where."""
+        """The paths."""
         return [
             web.get(MODELS, self._models),
             web.get(MODELS + "/{model}", self._one_model),
@@ -72,15 +72,15 @@ class OpenAI:
         asked = read(body, policy)
         for job in asked.jobs:
             job.recovery = self._members.recovery
-        voice, headers = Voice(asked, policy), {HEADER_POLICY: policy}
+        form, headers = AnswerFormat(asked, policy), {HEADER_POLICY: policy}
         async with _Run(asked.jobs, self._completer, self._ledger) as run:
             await run.until_news()  # a refusal before the first word is an ordinary error
             if asked.stream:
-                return await _stream(request, asked, voice, run, headers)
+                return await _stream(request, asked, form, run, headers)
             while not run.over:
                 await run.until_news()
             run.delivered = True
-            return _json(voice.whole(run.answers()), headers)
+            return _json(form.whole(run.answers()), headers)
 
     def _policy(self, request: web.Request) -> str:
         named = request.headers.get(HEADER_POLICY)
@@ -92,7 +92,7 @@ class OpenAI:
 
 
 class _Run:
-    """A request's jobs at work. Leaving the block ends them, and settles what their tokens were."""
+    """A request's jobs at work. Leaving the block ends them and counts their tokens as delivered or discarded."""
 
     def __init__(self, jobs: list[Job], completer: Completer, ledger: Ledger) -> None:
         self._jobs = jobs
@@ -136,7 +136,7 @@ class _Run:
         return [task.result() for task in self._tasks]
 
     async def until_news(self) -> None:
-        """Return when something has come of any job. Raises Refused when one of them cannot be done."""
+        """Return when something has come of any job. Raises Refused where one of them cannot be done."""
         try:
             async with asyncio.timeout(SILENCE_S):
                 await self._news.wait()
@@ -162,7 +162,7 @@ def _check(task: asyncio.Task[Finished]) -> None:
 
 
 async def _stream(
-    request: web.Request, asked: Asked, voice: Voice, run: _Run, headers: dict[str, str]
+    request: web.Request, asked: Asked, form: AnswerFormat, run: _Run, headers: dict[str, str]
 ) -> web.StreamResponse:
     response = web.StreamResponse(
         headers={hdrs.CONTENT_TYPE: "text/event-stream", hdrs.CACHE_CONTROL: "no-cache", **headers}
@@ -175,7 +175,7 @@ async def _stream(
             chunks = []
             for index in sorted(left):
                 answer = run.answer(index)
-                chunk = voice.chunk(index, told[index], answer)
+                chunk = form.chunk(index, told[index], answer)
                 if chunk is not None:
                     chunks.append(_event(chunk))
                 if answer is not None:
@@ -189,7 +189,7 @@ async def _stream(
     else:
         run.delivered = True
         if asked.usage:
-            await response.write(_event(voice.usage_chunk()))
+            await response.write(_event(form.usage_chunk()))
         await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response

@@ -1,4 +1,4 @@
-"""What an OpenAI client is told: documents and stream chunks, as far as a job has come."""
+"""What an OpenAI client is told: whole documents, and stream chunks as far as the jobs are."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Told:
     started: bool = False
 
 
-class Voice:
-    """Speaks as the endpoint that was asked.
+class AnswerFormat:
+    """Answers in the form of the endpoint that was asked.
 
     Args:
-        asked: what for.
-        policy: the label that makes all of it.
+        asked: the request.
+        policy: the label of the version that makes all of it.
     """
 
     def __init__(self, asked: Asked, policy: str) -> None:
@@ -41,7 +41,7 @@ class Voice:
         }
 
     def whole(self, answers: Sequence[Finished]) -> dict[str, Any]:
-        """The answer of one that does not stream."""
+        """The answer to a request that does not stream."""
         asked = self._asked
         kind = "chat.completion" if asked.chat else "text_completion"
         pairs = enumerate(zip(asked.jobs, answers, strict=True))
@@ -52,12 +52,12 @@ class Voice:
         return document
 
     def chunk(self, index: int, told: Told, answer: Finished | None) -> dict[str, Any] | None:
-        """What is new of the job at that index, or None; `answer` once it is finished."""
+        """What is new of the job at that index, or None; `answer`: the completion, once it is finished."""
         asked = self._asked
         job = asked.jobs[index]
         if job.regrowing:
             return None
-        # Half of a character is told with the other: another node could not go on from between them.
+        # Half a character waits for its other half: another node could not go on from between them.
         start, end = told.tokens, job.whole() if answer is None else len(job.token_ids)
         text = job.text[len(told.text) :]
         fresh = text or answer is not None or (end > start and (asked.logprobs or asked.token_ids))
@@ -81,11 +81,11 @@ class Voice:
         return self._chunk([choice])
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk of a stream that is to end with its usage."""
+        """The last chunk of a stream whose client asked for its usage."""
         return {**self._chunk([]), "usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
-        """Each prompt counted once, as vLLM does."""
+        """Tokens, each prompt counted once, as vLLM does."""
         jobs = self._asked.jobs
         prompt = sum(len(job.prompt_token_ids or ()) for job in jobs[:: self._asked.n])
         completion = sum(len(job.token_ids) for job in jobs)
@@ -116,7 +116,7 @@ class Voice:
         return choice
 
     def _logprobs(self, job: Job, start: int, end: int) -> dict[str, Any] | None:
-        """Of the tokens from `start` to before `end`, in the endpoint's form."""
+        """Those of the tokens `[start:end]`, in the endpoint's form."""
         if not self._asked.logprobs:
             return None
         tokens, logprobs, top = job.tokens[start:end], job.logprobs[start:end], job.top_logprobs[start:end]

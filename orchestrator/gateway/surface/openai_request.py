@@ -1,4 +1,4 @@
-"""What an OpenAI client asks for, read into jobs: one for each choice, with seeds that count up as vLLM's do."""
+"""What an OpenAI client asks for, as jobs: one for each choice, with seeds that count up as vLLM's do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BYTES_A_TOKEN = 4  # of text, where only a node can count
 
 Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Limit: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
-# vLLM would answer in forms that are not kept here, or from more than the one completion that a job is.
+# vLLM would answer in forms that are not kept here, or from more than one completion.
 _REFUSED = (
     "best_of",
     "echo",
@@ -103,7 +103,7 @@ def read_chat(body: bytes | bytearray, policy: str) -> Asked:
 
 
 def _rest(body: bytes | bytearray, said: _Common) -> dict[str, Any]:
-    """The parameters that go to vLLM as they are. Raises Refused for what cannot be kept to here."""
+    """The parameters that go to vLLM as they are. Raises Refused for those that cannot be kept."""
     if said.model is not None and said.model != MODEL:
         message = f"there is one model, `{MODEL}`, of the version in {HEADER_POLICY}, not {said.model[:40]!a}"
         raise Refused(404, message, "model", "model_not_found")
@@ -171,7 +171,7 @@ def _asked(
 
 
 def _describe(prompt: dict[str, Any]) -> tuple[Hashable, int, list[int] | None]:
-    """The group of a prompt, about how many tokens it has, and its ids where they are known."""
+    """The group of a prompt, its number of tokens or a guess, and its token ids where they are known."""
     said = prompt.get("prompt")
     if isinstance(said, list):
         return hash(tuple(said)), len(said), said

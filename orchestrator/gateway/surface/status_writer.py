@@ -1,6 +1,6 @@
-"""The gateway's status on its way to the run's store, where the controller and the views read it.
+"""Writes the gateway's status to the run's store, where the controller and the views read it.
 
-They cannot ask the gateway: it listens beside the trainer, on an address that a daemon elsewhere may not reach.
+They cannot ask the gateway, for it listens beside the trainer on an address that they may not reach.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RETRY_S = 1.0  # after a write that failed
 
 
 class StatusWriter:
-    """Writes the status soon after each change of the membership, and every STATUS_S in between.
+    """Writes the status soon after each change of the membership, and every STATUS_S without one.
 
     Args:
         store: the run's store, without retries: what could not be written is old by then, and the next try writes
@@ -77,6 +77,6 @@ class StatusWriter:
 
 
 def _membership(status: GatewayStatus) -> Hashable:
-    """What is news at once; the counts can wait for the next beat."""
+    """What is written at once when it changes; the counts can wait for the next beat."""
     members = tuple((one.node, one.boot_id, one.policy, one.serving, one.draining) for one in status.members)
     return status.policy, members, tuple(status.changes[-1:])

@@ -11,7 +11,7 @@ import pytest
 from orchestrator.gateway.job import Job
 from orchestrator.gateway.routing import waiting
 from orchestrator.gateway.surface import openai
-from orchestrator.gateway.surface.openai_answer import Told, Voice
+from orchestrator.gateway.surface.openai_answer import AnswerFormat, Told
 from orchestrator.gateway.surface.openai_request import Asked
 from policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY
 from tests.rigs.gateway_served import Served, Stream, serve, stream, two_nodes
@@ -325,7 +325,7 @@ def test_parameters_that_are_off_are_no_reason_to_refuse() -> None:
 def test_a_stream_that_starts_over_is_silent_until_it_is_where_it_was() -> None:
     job = Job(body={"max_tokens": 9}, policy="0-0", group=0, prompt_tokens=1, keep_text=True)
     asked = Asked([job], n=1, chat=False, stream=True, usage=False, logprobs=False, token_ids=True)
-    voice, told = Voice(asked, "0-0"), Told()
+    form, told = AnswerFormat(asked, "0-0"), Told()
 
     def comes_to(*tokens: int) -> None:
         job.token_ids, job.logprobs = list(tokens), [0.0] * len(tokens)
@@ -333,17 +333,17 @@ def test_a_stream_that_starts_over_is_silent_until_it_is_where_it_was() -> None:
         job.text = "".join(job.tokens)
 
     comes_to(1, 2, 3)
-    assert voice.chunk(0, told, None) is not None
+    assert form.chunk(0, told, None) is not None
     job.discarded += job.start_over()
     comes_to(1, 2)
     assert job.agrees()
-    assert voice.chunk(0, told, None) is None
+    assert form.chunk(0, told, None) is None
     comes_to(1, 2, 3, 4)
     assert job.agrees()
-    chunk = voice.chunk(0, told, None)
+    chunk = form.chunk(0, told, None)
     assert chunk is not None
     assert chunk["choices"][0]["token_ids"] == [4]
     job.discarded += job.start_over()
     comes_to(1, 2, 5, 4)
     assert not job.agrees()
-    assert voice.chunk(0, told, None) is None
+    assert form.chunk(0, told, None) is None

@@ -1,4 +1,4 @@
-"""Which member gets a job: newcomers eased in, storms spread, tails taken over, drains, a queue and its bound."""
+"""Which member gets a job: newcomers, storms, slow requests, drains, a queue and its bound."""
 
 from __future__ import annotations
 

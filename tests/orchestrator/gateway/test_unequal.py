@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from orchestrator.gateway.job import Job
 from orchestrator.gateway.surface.admission import Refused
 from orchestrator.gateway.surface.openai import _Run, error_document
-from orchestrator.gateway.surface.openai_answer import Told, Voice
+from orchestrator.gateway.surface.openai_answer import AnswerFormat, Told
 from orchestrator.gateway.surface.openai_request import read_chat, read_completion
 from policies.serving.wire import CHAT as CHAT_PATH
 from tests.stand_ins.fake_vllm import completion, expected, prompt_of
@@ -48,11 +48,11 @@ class Client:
 
     async def stream(self) -> str | None:
         """To its end. Returns the finish reason. Raises Refused."""
-        voice, told = Voice(self.asked, "0-0"), Told()
+        form, told = AnswerFormat(self.asked, "0-0"), Told()
         async with _Run(self.asked.jobs, self.world.completer, self.world.ledger) as at_work:
             while True:
                 answer = at_work.answer(0)
-                if (chunk := voice.chunk(0, told, answer)) is not None:
+                if (chunk := form.chunk(0, told, answer)) is not None:
                     choice = chunk["choices"][0]
                     self.text += choice["delta"]["content"] if self.asked.chat else choice["text"]
                     self.token_ids += choice.get("token_ids", [])
