@@ -35,7 +35,7 @@ from policies.control.snapshot import (
     Terminate,
     WriteFork,
 )
-from policies.model.vocabulary import PolicyVersion, Refusal, Role
+from policies.model.vocabulary import PolicyVersion, Refusal, role_of
 
 log = structlog.get_logger()
 
@@ -146,7 +146,7 @@ class Actuator:
     def _do(self, action: Action) -> None:
         match action:
             case Launch():
-                role = Role(action.slot.split("-")[0])
+                role = role_of(action.slot)
                 order = Order(action.node, role, action.market, action.attempt, self._environment_of(action))
                 self._cloud.launch(order)
             case Terminate():

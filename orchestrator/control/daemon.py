@@ -36,7 +36,7 @@ from policies.control.snapshot import Launch
 from policies.model import exit_codes
 from policies.model.events import Event, RunCreated, RunMoved
 from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, RUN_ENV, TIMELINE_ENV, TOKEN_ENV
-from policies.model.vocabulary import Refusal, Role, RunPhase
+from policies.model.vocabulary import Refusal, RunPhase, role_of
 
 log = structlog.get_logger()
 
@@ -93,7 +93,7 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
     def environment_of(launch: Launch) -> dict[str, str]:
         if wrong := missing(record.spec, os.environ):
             raise CloudRefused(Refusal.CREDENTIALS, f"{wrong}; export it and `grpo-orch resume {store.url}`")
-        role = Role(launch.slot.split("-")[0])
+        role = role_of(launch.slot)
         return {
             **handed_on(secrets_for(record.spec, role, os.environ)),
             RUN_ENV: store.url,

@@ -140,6 +140,11 @@ def node_id_of(slot: str, incarnation: int) -> str:
     return f"{slot}-i{incarnation}"
 
 
+def role_of(name: str) -> Role:
+    """The role of a slot or a node. Raises ValueError for another name."""
+    return Role(name.partition("-")[0])
+
+
 def slot_and_incarnation(node_id: str) -> tuple[str, int]:
     """The inverse of `node_id_of`. Raises ValueError for another name."""
     slot, _, incarnation = node_id.rpartition("-i")

@@ -20,7 +20,7 @@ from checkpoint.records.documents import MachineReport, RunRecord
 from checkpoint.store.run_store import Store
 from orchestrator.clouds.local.cloud import LocalCloud, marked_processes
 from orchestrator.clouds.protocol import Cloud, CloudRefused
-from orchestrator.clouds.sky import cloud as sky_cloud
+from orchestrator.clouds.sky import watch
 from orchestrator.clouds.sky.cloud import SkyCloud
 from orchestrator.clouds.sky.types import Cluster
 from orchestrator.clouds.sky.work import Work
@@ -115,7 +115,7 @@ class _Machines(Table):
         super().run_again(name, work, timeout_s)
         self._work(work)
 
-    def tail(self, name: str, *, follow: bool) -> Iterator[str]:
+    def log(self, name: str, *, follow: bool) -> Iterator[str]:
         if name not in self.table:
             raise KeyError(name)
         assert not follow
@@ -175,5 +175,5 @@ class SkyWorld:
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the threads that look do so all the time."""
-    monkeypatch.setattr(sky_cloud, "WATCH_S", 0.01)
-    monkeypatch.setattr(sky_cloud, "REPORTS_S", 0.01)
+    monkeypatch.setattr(watch, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(watch, "READ_EVERY_S", 0.01)

@@ -61,18 +61,18 @@ class Table:
         self.asked.append(f"down {name.removeprefix(PREFIX)}")
         self.table.pop(name, None)
 
-    def strays(self, prefix: str, _: Iterable[str | None]) -> list[Instance]:
+    def unrecorded(self, prefix: str, _: Iterable[str | None]) -> list[Instance]:
         names = [name for name in list(self.elsewhere) if name.startswith(prefix) and name not in self.table]
         up = ClusterState.UP
         return [Instance(f"i-{name}", name, "us-east-1", "us-east-1a", "m", True, up, None) for name in names]
 
-    def as_cluster(self, stray: Instance) -> Cluster:
-        return replace(self.elsewhere[stray.name], stray=True)
+    def as_cluster(self, instance: Instance) -> Cluster:
+        return replace(self.elsewhere[instance.name], unrecorded=True)
 
-    def end(self, strays: Iterable[Instance]) -> None:
-        for stray in strays:
-            del self.elsewhere[stray.name]
-            self.asked.append(f"end {stray.name.removeprefix(PREFIX)}")
+    def end(self, instances: Iterable[Instance]) -> None:
+        for instance in instances:
+            del self.elsewhere[instance.name]
+            self.asked.append(f"end {instance.name.removeprefix(PREFIX)}")
 
     def drop_group(self, places: Iterable[str | None], _: float) -> None:
         assert None not in places
@@ -81,7 +81,7 @@ class Table:
             raise CloudUnavailable("the security group is in use")
         self.group = False
 
-    def tail(self, name: str, *, follow: bool) -> Iterator[str]:
+    def log(self, name: str, *, follow: bool) -> Iterator[str]:
         yield name
         assert not follow
 

@@ -29,7 +29,7 @@ from policies.model import exit_codes
 from policies.model.events import RunCreated
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import RunSpec
-from policies.model.vocabulary import MachineState, Refusal, Role, RunPhase, slot_and_incarnation
+from policies.model.vocabulary import MachineState, Refusal, Role, RunPhase, role_of, slot_and_incarnation
 from policies.serving.wire import GatewayStatus, MemberStatus
 from tests.stand_ins.weather_store import Sky, Weather, WeatherStore
 from tests.stand_ins.world import spec
@@ -65,7 +65,7 @@ class Box:
 
     @property
     def role(self) -> Role:
-        return Role(self.node.split("-")[0])
+        return role_of(self.node)
 
     @property
     def precedence(self) -> tuple[int, int, int]:

@@ -31,7 +31,15 @@ from policies.model.fold import apply
 from policies.model.spec import Dataset, PoliciesSpec, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.state import RunState
 from policies.model.timelines import Fork
-from policies.model.vocabulary import MachineState, PolicyVersion, Refusal, Role, RunPhase, slot_and_incarnation
+from policies.model.vocabulary import (
+    MachineState,
+    PolicyVersion,
+    Refusal,
+    Role,
+    RunPhase,
+    role_of,
+    slot_and_incarnation,
+)
 from policies.serving.wire import MemberStatus
 from tests.stand_ins.world_store import stored
 
@@ -160,7 +168,7 @@ class World:
     def act(self, action: Action) -> None:
         match action:
             case Launch():
-                role = Role(action.slot.split("-")[0])
+                role = role_of(action.slot)
                 if self.refusing or (self.refusing_rollouts and role is Role.ROLLOUT):
                     self.refused.append(LaunchRefused(action.node, Refusal.NO_CAPACITY, "nothing to be had"))
                     return
@@ -194,7 +202,7 @@ class World:
         for node, machine in list(self.machines.items()):
             if machine.state is MachineState.STARTING and self.now_s >= self.up_at_s[node]:
                 self.machines[node] = replace(machine, state=MachineState.UP, attempt=1)
-            code = self.fails.get(Role(node.split("-")[0]))
+            code = self.fails.get(role_of(node))
             if code is not None and self._works(self.machines[node]):
                 self.exit(node, code)
         trainer = self._trainer()

@@ -30,7 +30,7 @@ from policies.control.fleet import market_of, wanted_slots
 from policies.control.snapshot import Machine
 from policies.model.node_contract import LOCAL_MACHINE, MACHINE, NOTICE, SPOOL, SPOOL_PREFIX, WORK, WORKDIR_ENV
 from policies.model.spec import Prices, RunSpec
-from policies.model.vocabulary import MachineState, Market, Refusal, Role, slot_and_incarnation
+from policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of, slot_and_incarnation
 
 MARK = "GRPO_ORCH_MACHINE"  # in the environment of every process of a machine: its folder
 EMPTY_LOOKS = 10  # at an empty environment, until it is believed
@@ -151,7 +151,7 @@ class LocalCloud:
                 _destroy(folder)  # what the machine's death left behind
                 state, why = MachineState.GONE, "its processes died"
         market = Market((folder / "market").read_text())
-        role = Role(folder.name.split("-")[0])
+        role = role_of(folder.name)
         return Machine(
             node=folder.name,
             state=state,

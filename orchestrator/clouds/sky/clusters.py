@@ -30,7 +30,7 @@ class Entry:
         return self.was_up and not self.lost
 
 
-class Book:
+class Clusters:
     """The clusters of one run, by name. Every method may be called from any thread."""
 
     def __init__(self) -> None:

@@ -26,6 +26,7 @@ class Failure:
     log: str = ""
 
 
+HAS_LOG = "ResourcesUnavailableError"  # what clouds said is in the log of the request
 AWAY = frozenset(
     {
         "ApiServerConnectionError",
@@ -219,7 +220,7 @@ def _unknown(failure: Failure, said: str) -> CloudRefused:
     told = [words for line in _lines(failure) if (words := _what_the_cloud_said(line))]
     if told:
         return _refused(Refusal.UNKNOWN, told[-1])
-    if failure.kind != "ResourcesUnavailableError":
+    if failure.kind != HAS_LOG:
         return _refused(Refusal.UNKNOWN, f"{failure.kind}: {said}")
     if failure.history:
         return _refused(Refusal.NO_CAPACITY, one_line(failure.history[-1][1]).rstrip(". "))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from orchestrator.clouds.sky.types import Cluster, ClusterState, SkyOffer
+from orchestrator.clouds.sky.types import Cluster, ClusterState, Instance, SkyOffer
 
 LABEL = "grpo-orch"  # on every machine, with the cluster's name
 HOUR_S = 3600
+SSH_PORT = 22
 
 _STATES = {"INIT": ClusterState.STARTING, "UP": ClusterState.UP, "STOPPED": ClusterState.STOPPED}
 
@@ -31,6 +32,21 @@ def cluster_at(name: str, state: ClusterState, handle: Any) -> Cluster:
         ssh_address=(addresses[0], ports[0]) if addresses and ports else None,
         machine=launched.instance_type or "",
         on_demand_usd_per_h=float(launched.copy(use_spot=False).get_cost(HOUR_S)),
+    )
+
+
+def cluster_on_aws(instance: Instance, machine: Any) -> Cluster:
+    """The cluster that is this machine of AWS; `machine` is its kind as `sky.Resources`."""
+    return Cluster(
+        name=instance.name,
+        state=instance.state,
+        infra=f"aws/{instance.region}/{instance.zone}",
+        spot=instance.spot,
+        price_usd_per_h=float(machine.get_cost(HOUR_S)),
+        ssh_address=(instance.address, SSH_PORT) if instance.address else None,
+        machine=instance.machine,
+        on_demand_usd_per_h=float(machine.copy(use_spot=False).get_cost(HOUR_S)),
+        unrecorded=True,
     )
 
 

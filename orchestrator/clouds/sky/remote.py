@@ -83,7 +83,7 @@ class RemoteController:
 
     def log(self, *, follow: bool) -> Iterator[str]:
         """Lines of what was said there. Raises KeyError when SkyPilot has no such machine on record."""
-        return self._sky.tail(self.cluster, follow=follow)
+        return self._sky.log(self.cluster, follow=follow)
 
     def last_words(self) -> str:
         """The last line of what was said there. Raises KeyError when SkyPilot has no such machine on record."""

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import io
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import sky
-from sky import clouds, exceptions, global_user_state, provision, sky_logging, skypilot_config
+from sky import clouds, global_user_state, provision, sky_logging, skypilot_config
 from sky.adaptors import aws
 from sky.client import sdk
 from sky.server import common as server
@@ -27,12 +26,12 @@ from sky.skylet import constants, runtime_utils
 from sky.utils import registry, resources_utils
 
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.aws import Account
-from orchestrator.clouds.sky.calls import Call, ask_cloud, failure_of, find_out, nothing_refused
-from orchestrator.clouds.sky.errors import OTHER_MACHINE, one_line, understand
+from orchestrator.clouds.sky.aws import GONE_EVERY_S, Account
+from orchestrator.clouds.sky.calls import ask_cloud, find_out
+from orchestrator.clouds.sky.errors import OTHER_MACHINE, one_line
 from orchestrator.clouds.sky.log import lines_from
-from orchestrator.clouds.sky.records import cluster_at, cluster_of, labelled, offer_of
-from orchestrator.clouds.sky.server import start_server
+from orchestrator.clouds.sky.records import cluster_at, cluster_of, cluster_on_aws, labelled, offer_of
+from orchestrator.clouds.sky.requests import Requests
 from orchestrator.clouds.sky.types import ApiServer, CloudCheck, Cluster, ClusterState, Instance, SkyOffer
 from orchestrator.clouds.sky.work import Work
 from policies.model.vocabulary import Refusal
@@ -40,12 +39,9 @@ from policies.model.vocabulary import Refusal
 LOOK_TIMEOUT_S = 60.0  # for what SkyPilot has on record
 FIRST_TIMEOUT_S = 300.0  # for the first answer of a server that was just started: minutes on busy cores
 CHECK_TIMEOUT_S = 120.0  # for what clouds and catalogs are asked for
-GONE_EVERY_S = 1.0
-LOG_LINES = 400
-SSH_PORT = 22
 
 _SETTINGS = dict(skypilot_config.to_dict())  # before `_own_group`
-_starting = threading.Lock()
+_requests = Requests(sdk, server, lambda: _server_log())
 _overlay = contextlib.ExitStack()  # what goes along with every request of this process; never left
 
 
@@ -64,11 +60,11 @@ class SkyPilot:
             # Requests, the secrets of tasks among them, are kept there as they came, readable by anybody.
             _server_log().parent.mkdir(parents=True, exist_ok=True)
             _server_log().parent.chmod(0o700)
-        # Elsewhere nobody could delete the group in the end: the credentials are with the server.
-        self._group = group if server.is_api_server_local() else None
-        if self._group:
-            _own_group(self._group)
-        self._aws = Account(_ec2, self._group, self._enabled)
+            if group:
+                _own_group(group)
+        else:
+            group = None  # nobody here could delete it in the end: the credentials are with the server
+        self._aws = Account(lambda region: aws.client("ec2", region_name=region), group, self._enabled)
         self._handles: dict[str, Any] = {}  # as last seen, by cluster
         # What asks the cloud for the machines of each cluster that was taken down and not yet seen to be gone.
         self._unproven: dict[str, Callable[[], Iterable[str]]] = {}
@@ -101,17 +97,17 @@ class SkyPilot:
         One that was cut off, by the deadline too, is continued by launching the same name again.
         Raises CloudRefused.
         """
-        _, handle = _ask(lambda: sdk.launch(_task(name, work), cluster_name=name), timeout_s)
+        _, handle = _requests.ask(lambda: sdk.launch(_task(name, work), cluster_name=name), timeout_s)
         self._handles[name] = handle
         return cluster_at(name, ClusterState.UP, handle)
 
     def run_again(self, name: str, work: Work, timeout_s: float) -> None:
         """Submit the work once more to a cluster that is up, without its set-up. Raises CloudRefused."""
-        _ask(lambda: sdk.exec(_task(name, work), cluster_name=name), timeout_s)
+        _requests.ask(lambda: sdk.exec(_task(name, work), cluster_name=name), timeout_s)
 
     def is_idle(self, name: str, timeout_s: float) -> bool:
         """Whether everything that was submitted to the cluster has ended."""
-        return not _look(lambda: sdk.queue(name, skip_finished=True, all_users=True), timeout_s)
+        return not _requests.look(lambda: sdk.queue(name, skip_finished=True, all_users=True), timeout_s)
 
     def down(self, name: str, timeout_s: float) -> None:
         """Take the cluster down and see with its cloud that nothing of it is left. No error when there is none.
@@ -121,11 +117,11 @@ class SkyPilot:
         deadline = time.monotonic() + timeout_s
         if (record := _record(name, timeout_s)) is not None:
             self._unproven[name] = _instances_of(record.handle)
-            _look(lambda: sdk.down(name), timeout_s)
+            _requests.look(lambda: sdk.down(name), timeout_s)
         while left := find_out(self._unproven.get(name, tuple)):
             if time.monotonic() > deadline:
                 what = f"{name} was taken down, but its cloud still has {', '.join(sorted(left))}"
-                raise CloudUnavailable(f"{what}: still there; it is tried again, or end it at the cloud's console")
+                raise CloudUnavailable(f"{what}; it is tried again, or end it at the cloud's console")
             time.sleep(GONE_EVERY_S)
         self._unproven.pop(name, None)
         self._handles.pop(name, None)
@@ -134,45 +130,32 @@ class SkyPilot:
         """See `Account.drop_group`."""
         self._aws.drop_group(places, timeout_s)
 
-    def strays(self, prefix: str, places: Iterable[str | None]) -> list[Instance]:
-        """The machines on AWS whose label begins with `prefix` and of which SkyPilot here has no record.
-
-        `places`: see `Account`.
-        """
+    def unrecorded(self, prefix: str, places: Iterable[str | None]) -> list[Instance]:
+        """The machines on AWS whose label begins with `prefix` and that SkyPilot here has no record of."""
         # In this order: SkyPilot has a cluster on record before AWS has its machine.
         if not (there := self._aws.machines(prefix, places)):
             return []
         known = {record.name for record in _status(None, LOOK_TIMEOUT_S)}
         return [instance for instance in there if instance.name not in known]
 
-    def end(self, strays: Iterable[Instance]) -> None:
+    def end(self, instances: Iterable[Instance]) -> None:
         """Have machines shut down that SkyPilot here has no record of."""
-        self._aws.end(strays)
+        self._aws.end(instances)
 
-    def as_cluster(self, stray: Instance) -> Cluster:
-        """A stray machine as a cluster."""
-        kind = sky.Resources(infra=f"aws/{stray.region}", instance_type=stray.machine, use_spot=stray.spot)
-        return Cluster(
-            name=stray.name,
-            state=stray.state,
-            infra=f"aws/{stray.region}/{stray.zone}",
-            spot=stray.spot,
-            price_usd_per_h=float(kind.get_cost(3600)),
-            ssh_address=(stray.address, SSH_PORT) if stray.address else None,
-            machine=stray.machine,
-            on_demand_usd_per_h=float(kind.copy(use_spot=False).get_cost(3600)),
-            stray=True,
-        )
+    def as_cluster(self, instance: Instance) -> Cluster:
+        """A machine of which SkyPilot here has no record, as a cluster."""
+        of_its_kind = {"instance_type": instance.machine, "use_spot": instance.spot}
+        return cluster_on_aws(instance, sky.Resources(infra=f"aws/{instance.region}", **of_its_kind))
 
     def _enabled(self) -> list[str]:
         """The clouds that SkyPilot may use."""
-        found: list[str] = _look(sdk.enabled_clouds, FIRST_TIMEOUT_S)
+        found: list[str] = _requests.look(sdk.enabled_clouds, FIRST_TIMEOUT_S)
         # A user who has never run `sky check` may well have credentials.
         return found or [cloud.name for cloud in self.clouds() if cloud.enabled]
 
-    def tail(self, name: str, *, follow: bool) -> Iterator[str]:
+    def log(self, name: str, *, follow: bool) -> Iterator[str]:
         """Lines of the log of the cluster's newest job. Raises KeyError when there is no such cluster."""
-        ask_cloud(_see_server, CHECK_TIMEOUT_S)  # a look has no time to start one
+        ask_cloud(_requests.see_server, CHECK_TIMEOUT_S)  # a look has no time to start one
         if _record(name, FIRST_TIMEOUT_S) is None:
             raise KeyError(name)
         return lines_from(name, lambda sink: _write_log(name, follow, sink))
@@ -197,7 +180,7 @@ class SkyPilot:
 
     def clouds(self) -> list[CloudCheck]:
         """Every cloud that SkyPilot knows, its credentials tried anew; enabled ones first."""
-        workspaces = _look(lambda: sdk.check(None, verbose=False), FIRST_TIMEOUT_S)
+        workspaces = _requests.look(lambda: sdk.check(None, verbose=False), FIRST_TIMEOUT_S)
         enabled = {
             name.partition("/")[0].lower()
             for workspace in workspaces.values()
@@ -217,71 +200,10 @@ class SkyPilot:
 
     def server(self) -> ApiServer:
         """The API server, started first where it is this machine's own and is not running."""
-        ask_cloud(_see_server, CHECK_TIMEOUT_S)
+        ask_cloud(_requests.see_server, CHECK_TIMEOUT_S)
         info = ask_cloud(server.get_api_server_status, LOOK_TIMEOUT_S)
         endpoint = server.redact_url_password(server.get_server_url())
         return ApiServer(endpoint, info.version or "unknown", server.is_api_server_local())
-
-
-def _ask(submit: Callable[[], str], timeout_s: float) -> Any:
-    """Have a request done. Raises CloudRefused, CloudUnavailable."""
-
-    def see_server_and_submit() -> str:
-        _see_server()
-        return submit()
-
-    call = Call(see_server_and_submit, sdk.get, lambda request: sdk.api_cancel([request], silent=True))
-    try:
-        return call.result(timeout_s)
-    except TimeoutError:
-        late = f"SkyPilot has not done it within {timeout_s:g} s; it is tried again, see `sky api status`"
-        raise CloudUnavailable(late) from None
-    except CloudUnavailable:
-        raise
-    except Exception as error:
-        server.get_api_server_status_response.cache_clear()  # it may be the server that is gone
-        refused = isinstance(error, exceptions.ResourcesUnavailableError)
-        log = _request_log(call.id) if refused and call.id else ""
-        raise understand(failure_of(error, log)) from error
-
-
-def _look(submit: Callable[[], str], timeout_s: float) -> Any:
-    """Have a request done that gives no machine, so that nothing is refused. Raises CloudUnavailable."""
-    with nothing_refused():
-        return _ask(submit, timeout_s)
-
-
-def _request_log(request: str) -> str:
-    """The end of a request's log: it alone has the words in which a cloud refused a machine."""
-    text = io.StringIO()
-
-    def stream() -> None:
-        sdk.stream_and_get(request, tail=LOG_LINES, follow=False, output_stream=text)
-
-    try:
-        Call(lambda: "", lambda _: stream(), lambda _: None).result(LOOK_TIMEOUT_S)
-    except Exception:  # noqa: BLE001 without it the failure is still told, only less exactly
-        return ""
-    return text.getvalue()
-
-
-def _see_server() -> None:
-    """See that the API server answers, and start one where that is ours to do. Raises CloudUnavailable."""
-    status = server.get_api_server_status().status
-    if status is server.ApiServerStatus.HEALTHY:
-        return
-    server.get_api_server_status_response.cache_clear()  # the next call asks anew
-    url = server.redact_url_password(server.get_server_url())
-    if status is server.ApiServerStatus.NEEDS_AUTH:
-        raise CloudUnavailable(f"the API server at {url} wants a login: run `sky api login -e {url}`")
-    if status is server.ApiServerStatus.VERSION_MISMATCH:
-        raise CloudUnavailable(f"the API server at {url} is of another version: run `sky api stop`, or upgrade it")
-    if not server.is_api_server_local():
-        raise CloudUnavailable(f"the API server at {url} does not answer; see `curl {url}/api/health`")
-    with _starting:
-        if server.get_api_server_status().status is not server.ApiServerStatus.HEALTHY:
-            start_server(_server_log())
-            server.get_api_server_status_response.cache_clear()
 
 
 def _server_log() -> Path:
@@ -309,7 +231,7 @@ def _record(name: str, timeout_s: float) -> Any:
 
 def _status(names: list[str] | None, timeout_s: float, refresh: Any = sky.StatusRefreshMode.NONE) -> list[Any]:
     """SkyPilot's records. To an API server without logins each machine of a user is another user."""
-    records: list[Any] = _look(lambda: sdk.status(names, refresh=refresh, all_users=True), timeout_s)
+    records: list[Any] = _requests.look(lambda: sdk.status(names, refresh=refresh, all_users=True), timeout_s)
     return records
 
 
@@ -338,10 +260,6 @@ def _own_group(group: str) -> None:
     if isinstance(named, list):
         config.set_nested(("aws", "security_group_name"), [*named, {f"{group}*": group}])
         _overlay.enter_context(skypilot_config.replace_skypilot_config_in_process(config))
-
-
-def _ec2(region: str) -> Any:
-    return aws.client("ec2", region_name=region)
 
 
 def _write_log(name: str, follow: bool, sink: io.TextIOBase) -> None:

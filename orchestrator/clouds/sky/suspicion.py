@@ -17,12 +17,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from orchestrator.clouds.sky.calls import told
-from orchestrator.clouds.sky.clusters import Book, Entry, preempted_or_gone
+from orchestrator.clouds.sky.clusters import Clusters, Entry, preempted_or_gone
 from orchestrator.clouds.sky.types import Cluster, ClusterState
 
 if TYPE_CHECKING:
     from orchestrator.clouds.sky.skypilot import SkyPilot
-    from orchestrator.clouds.sky.unrecorded import Strays
+    from orchestrator.clouds.sky.unrecorded import UnrecordedClusters
 
 EVERY_S = 5.0  # between two questions about one machine
 TIMEOUT_S = 120.0  # SkyPilot takes up to 40 s about a machine that does not answer
@@ -36,10 +36,13 @@ class Suspicions:
     """What was asked about silent machines, by cluster name. `answers`: whether an address takes connections."""
 
     def __init__(
-        self, sky: SkyPilot | Strays, book: Book, answers: Callable[[tuple[str, int]], bool] | None = None
+        self,
+        sky: SkyPilot | UnrecordedClusters,
+        clusters: Clusters,
+        answers: Callable[[tuple[str, int]], bool] | None = None,
     ) -> None:
         self._sky = sky
-        self._book = book
+        self._clusters = clusters
         self._answers = answers or accepts_connections
         self._asked_at_s: dict[str, float] = {}
         self._answered: set[str] = set()
@@ -47,7 +50,7 @@ class Suspicions:
         self._silent_since_s: dict[str, float] = {}
 
     def look(self, name: str) -> bool:
-        """Find out about a silent machine and put it into the book. Returns whether it is there and answers.
+        """Find out about a silent machine and put it into the clusters. Returns whether it is there and answers.
 
         Raises CloudUnavailable.
         """
@@ -60,7 +63,7 @@ class Suspicions:
             self._asked_at_s[name] = time.monotonic()
 
     def _look(self, name: str) -> bool:
-        entry = self._book.entries().get(name)
+        entry = self._clusters.entries().get(name)
         if entry is None or entry.lost:
             return False
         if self._reached(entry.cluster):
@@ -68,11 +71,11 @@ class Suspicions:
         with told("has_machines", name):
             there = self._sky.has_machines(name)
         if there is False:
-            self._book.lose(name, preempted_or_gone(entry.cluster))
+            self._clusters.lose(name, preempted_or_gone(entry.cluster))
         elif there and name in self._answered:
             silent_since_s = self._silent_since_s.setdefault(name, time.monotonic())
             if time.monotonic() - silent_since_s >= DEAD_AFTER_S:
-                self._book.lose(name, DEAD)
+                self._clusters.lose(name, DEAD)
         else:
             return self._look_through_skypilot(name, entry)
         return False
@@ -81,15 +84,15 @@ class Suspicions:
         with told("confirm", name):
             cluster = self._sky.confirm(name, TIMEOUT_S)
         if cluster is None:
-            self._book.lose(name, preempted_or_gone(entry.cluster))
+            self._clusters.lose(name, preempted_or_gone(entry.cluster))
             return False
-        self._book.saw(cluster)
+        self._clusters.saw(cluster)
         if cluster.state is not ClusterState.STARTING or not entry.was_up or self._reached(cluster):
             self._unreached[name] = 0
             return cluster.state is ClusterState.UP
         self._unreached[name] += 1
         if self._unreached[name] >= SAID_TWICE:
-            self._book.lose(name, DEAD)
+            self._clusters.lose(name, DEAD)
         return False
 
     def _reached(self, cluster: Cluster) -> bool:

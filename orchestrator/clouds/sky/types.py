@@ -27,7 +27,7 @@ class Cluster:
     ssh_address: tuple[str, int] | None  # as SkyPilot reaches it from here; None where it goes another way
     machine: str = ""
     on_demand_usd_per_h: float = 0.0
-    stray: bool = False  # it is not on SkyPilot's record here
+    unrecorded: bool = False  # it is not on SkyPilot's record here
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,19 +13,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from orchestrator.clouds.protocol import CloudUnavailable
+from orchestrator.clouds.sky.aws import GONE_EVERY_S
 from orchestrator.clouds.sky.types import Cluster, Instance
 
 if TYPE_CHECKING:
     from orchestrator.clouds.sky.skypilot import SkyPilot
 
 EVERY_S = 60.0  # between two looks while there was none
-GONE_EVERY_S = 1.0
 ELSEWHERE = "its work ended, and SkyPilot here did not launch it"
 _NODE = re.compile(r"(trainer|rollout)-\d+-i\d+")
 
 
-class Strays:
-    """Those of the clusters `PREFIX...`; `places` as for `SkyPilot.strays`. All calls raise CloudUnavailable."""
+class UnrecordedClusters:
+    """Those among the clusters `PREFIX...`; `places`: see `Account`. All calls raise CloudUnavailable."""
 
     def __init__(self, sky: SkyPilot, prefix: str, places: Sequence[str | None]) -> None:
         self._sky = sky
@@ -76,5 +76,5 @@ class Strays:
         self._sky.drop_group(self._places, 0.0)
 
     def _ask(self) -> list[Instance]:
-        found = self._sky.strays(self._prefix, self._places)
+        found = self._sky.unrecorded(self._prefix, self._places)
         return [one for one in found if _NODE.fullmatch(one.name.removeprefix(self._prefix))]

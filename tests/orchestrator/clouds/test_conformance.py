@@ -15,7 +15,7 @@ import pytest
 
 from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, Order
 from policies.control.snapshot import Machine
-from policies.model.vocabulary import MachineState, Market, Refusal, Role
+from policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of
 from tests.stand_ins.cloud_worlds import EXIT, CloudWorld, LocalWorld, SkyWorld
 
 NODE, OTHER, TRAINER = "rollout-0-i1", "rollout-1-i1", "trainer-0-i1"
@@ -42,7 +42,7 @@ def opened(world: CloudWorld) -> Cloud:
 
 
 def order(node: str = NODE, attempt: int = 1, exit_code: int | None = None) -> Order:
-    role = Role(node.split("-")[0])
+    role = role_of(node)
     market = Market.SPOT if role is Role.ROLLOUT else Market.ON_DEMAND
     environment = {"GRPO_ORCH_NODE": node, "GRPO_ORCH_ATTEMPT": str(attempt)}
     if exit_code is not None:

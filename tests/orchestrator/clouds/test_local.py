@@ -16,7 +16,7 @@ from orchestrator.clouds.local.cloud import MARK, LocalCloud, marked_processes
 from orchestrator.clouds.protocol import CloudRefused, Order
 from policies.control.snapshot import Machine
 from policies.model.spec import Prices, Rehearsal
-from policies.model.vocabulary import MachineState, Market, Role
+from policies.model.vocabulary import MachineState, Market, Role, role_of
 from tests.stand_ins.world import spec
 
 
@@ -30,7 +30,7 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalClou
 
 
 def order(node: str = "rollout-0-i1", attempt: int = 1, **environment: str) -> Order:
-    return Order(node, Role(node.split("-")[0]), Market.SPOT, attempt, environment)
+    return Order(node, role_of(node), Market.SPOT, attempt, environment)
 
 
 def until(cloud: LocalCloud, node: str, wanted: Callable[[Machine | None], bool]) -> Machine:

@@ -22,7 +22,7 @@ from orchestrator import clouds
 from orchestrator.cli import main, start
 from orchestrator.clouds.protocol import CloudUnavailable
 from orchestrator.clouds.sky.types import Cluster, ClusterState
-from orchestrator.clouds.sky.unrecorded import Strays
+from orchestrator.clouds.sky.unrecorded import UnrecordedClusters
 from orchestrator.control import daemon
 from orchestrator.home.folder import run_token, token_file
 from policies.model import exit_codes
@@ -167,11 +167,11 @@ def test_what_appears_at_the_very_end_is_taken_back_before_the_security_group() 
     late = Cluster(PREFIX + "rollout-0-i1", ClusterState.UP, "aws/us-east-1/us-east-1a", True, 0.4, None)
     sky = Table(elsewhere={late.name: late})
     sky.group = True
-    strays = Strays(sky, PREFIX, ["aws/us-east-1"])  # type: ignore[arg-type]  # the table stands in for SkyPilot
+    unrecorded = UnrecordedClusters(sky, PREFIX, ["aws/us-east-1"])  # type: ignore[arg-type]  # the table stands in for SkyPilot
     with pytest.raises(CloudUnavailable, match=late.name):
-        strays.clean_up()
+        unrecorded.clean_up()
     assert (sky.elsewhere, sky.group) == ({}, True)
-    strays.clean_up()
+    unrecorded.clean_up()
     assert not sky.group
 
 

@@ -16,14 +16,14 @@ from checkpoint.records.documents import MachineReport, RunRecord
 from checkpoint.store.run_store import Store
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
 from orchestrator.clouds.sky import cloud as sky_cloud
-from orchestrator.clouds.sky import suspicion
+from orchestrator.clouds.sky import suspicion, watch
 from orchestrator.clouds.sky.cloud import SkyCloud
 from orchestrator.clouds.sky.types import Cluster, ClusterState
 from orchestrator.home.folder import run_dir
 from policies.control.snapshot import Machine
 from policies.model import exit_codes
 from policies.model.spec import RunSpec
-from policies.model.vocabulary import MachineState, Market, Role
+from policies.model.vocabulary import MachineState, Market, Role, role_of
 from tests.stand_ins.cloud_worlds import hurry
 from tests.stand_ins.sky_table import PREFIX, Table
 from tests.stand_ins.world import spec
@@ -70,7 +70,7 @@ def clouds(tmp_path: Path) -> Iterator[Clouds]:
 
 
 def order(node: str = "trainer-0-i1", attempt: int = 1) -> Order:
-    role = Role(node.split("-")[0])
+    role = role_of(node)
     environment = {"GRPO_ORCH_NODE": node, "GRPO_ORCH_ATTEMPT": str(attempt), "GRPO_ORCH_TOKEN": "s3cret"}
     return Order(node, role, Market.SPOT if role is Role.ROLLOUT else Market.ON_DEMAND, attempt, environment)
 
@@ -117,7 +117,7 @@ def test_nothing_is_known_any_more_when_no_look_succeeds_for_long(
     clouds: Clouds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cloud = running(clouds)
-    monkeypatch.setattr(sky_cloud, "STALE_S", 0.05)
+    monkeypatch.setattr(watch, "STALE_S", 0.05)
     clouds.sky.fails = CloudUnavailable("the API server is away")
     time.sleep(0.1)  # longer than STALE_S
     with pytest.raises(CloudUnavailable, match="is away"):

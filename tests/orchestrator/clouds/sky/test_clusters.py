@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.clouds.sky.clusters import Book
+from orchestrator.clouds.sky.clusters import Clusters
 from orchestrator.clouds.sky.types import Cluster, ClusterState
 
 NAME = "grpo-tiny-1f2e3d4c-rollout-0-i1"
@@ -22,108 +22,108 @@ STARTING = replace(UP, state=ClusterState.STARTING)
 
 
 @pytest.fixture
-def book() -> Book:
-    return Book()
+def clusters() -> Clusters:
+    return Clusters()
 
 
-def look(book: Book, *clusters: Cluster) -> None:
-    book.end_look(book.begin_look(), clusters)
+def look(clusters: Clusters, *found: Cluster) -> None:
+    clusters.end_look(clusters.begin_look(), found)
 
 
-def lost(book: Book) -> str:
-    return book.entries()[NAME].lost
+def lost(clusters: Clusters) -> str:
+    return clusters.entries()[NAME].lost
 
 
-def test_a_cluster_that_was_up_and_is_no_longer_on_record_is_lost(book: Book) -> None:
-    look(book, UP)
-    assert book.entries()[NAME].is_up
-    look(book)
-    assert lost(book) == "preempted"
-    assert not book.entries()[NAME].is_up
+def test_a_cluster_that_was_up_and_is_no_longer_on_record_is_lost(clusters: Clusters) -> None:
+    look(clusters, UP)
+    assert clusters.entries()[NAME].is_up
+    look(clusters)
+    assert lost(clusters) == "preempted"
+    assert not clusters.entries()[NAME].is_up
 
 
-def test_a_lost_on_demand_cluster_was_not_preempted(book: Book) -> None:
-    look(book, replace(UP, spot=False))
-    look(book)
-    assert lost(book) == "the cloud no longer has it"
+def test_a_lost_on_demand_cluster_was_not_preempted(clusters: Clusters) -> None:
+    look(clusters, replace(UP, spot=False))
+    look(clusters)
+    assert lost(clusters) == "the cloud no longer has it"
 
 
-def test_a_cluster_that_never_came_up_is_forgotten(book: Book) -> None:
-    look(book, STARTING)
-    look(book)
-    assert book.entries() == {}
+def test_a_cluster_that_never_came_up_is_forgotten(clusters: Clusters) -> None:
+    look(clusters, STARTING)
+    look(clusters)
+    assert clusters.entries() == {}
 
 
-def test_a_cluster_that_skypilot_cannot_reach_is_not_given_up_for_that(book: Book) -> None:
-    look(book, UP)
-    look(book, STARTING)
-    assert book.entries()[NAME].is_up
+def test_a_cluster_that_skypilot_cannot_reach_is_not_given_up_for_that(clusters: Clusters) -> None:
+    look(clusters, UP)
+    look(clusters, STARTING)
+    assert clusters.entries()[NAME].is_up
 
 
-def test_a_stopped_cluster_is_lost(book: Book) -> None:
-    look(book, UP)
-    look(book, replace(UP, state=ClusterState.STOPPED))
-    assert lost(book) == "it was stopped"
+def test_a_stopped_cluster_is_lost(clusters: Clusters) -> None:
+    look(clusters, UP)
+    look(clusters, replace(UP, state=ClusterState.STOPPED))
+    assert lost(clusters) == "it was stopped"
 
 
-def test_what_is_lost_stays_lost_until_it_is_forgotten(book: Book) -> None:
-    look(book, UP)
-    book.lose(NAME, "preempted")
-    book.lose(NAME, "something else")
-    look(book, UP)
-    assert lost(book) == "preempted"
-    book.forget(NAME)
-    assert book.entries() == {}
+def test_what_is_lost_stays_lost_until_it_is_forgotten(clusters: Clusters) -> None:
+    look(clusters, UP)
+    clusters.lose(NAME, "preempted")
+    clusters.lose(NAME, "something else")
+    look(clusters, UP)
+    assert lost(clusters) == "preempted"
+    clusters.forget(NAME)
+    assert clusters.entries() == {}
 
 
-def test_a_look_that_began_before_a_launch_ended_does_not_undo_it(book: Book) -> None:
-    began = book.begin_look()
-    with book.call(NAME):
-        book.saw(UP)
-    book.end_look(began, [])
-    assert book.entries()[NAME].is_up
-    look(book)
-    assert lost(book) == "preempted"
+def test_a_look_that_began_before_a_launch_ended_does_not_undo_it(clusters: Clusters) -> None:
+    began = clusters.begin_look()
+    with clusters.call(NAME):
+        clusters.saw(UP)
+    clusters.end_look(began, [])
+    assert clusters.entries()[NAME].is_up
+    look(clusters)
+    assert lost(clusters) == "preempted"
 
 
-def test_a_look_that_began_before_a_teardown_ended_does_not_bring_it_back(book: Book) -> None:
-    look(book, UP)
-    began = book.begin_look()
-    with book.call(NAME):
-        book.forget(NAME)
-    book.end_look(began, [UP])
-    assert book.entries() == {}
+def test_a_look_that_began_before_a_teardown_ended_does_not_bring_it_back(clusters: Clusters) -> None:
+    look(clusters, UP)
+    began = clusters.begin_look()
+    with clusters.call(NAME):
+        clusters.forget(NAME)
+    clusters.end_look(began, [UP])
+    assert clusters.entries() == {}
 
 
-def test_while_a_call_lasts_no_look_counts(book: Book) -> None:
-    with book.call(NAME):
-        look(book, STARTING)
-        assert book.entries() == {}
-    look(book, STARTING)
-    assert not book.entries()[NAME].is_up
+def test_while_a_call_lasts_no_look_counts(clusters: Clusters) -> None:
+    with clusters.call(NAME):
+        look(clusters, STARTING)
+        assert clusters.entries() == {}
+    look(clusters, STARTING)
+    assert not clusters.entries()[NAME].is_up
 
 
-def test_what_is_being_made_is_known_until_the_last_call_about_it_ends(book: Book) -> None:
-    with book.call(NAME):
-        with book.call(NAME):
-            assert book.being_made() == [NAME]
-        assert book.being_made() == [NAME]
-        book.saw(UP)
-        assert book.being_made() == []  # from now on by its entry
-        book.forget(NAME)
-    assert book.being_made() == []
+def test_what_is_being_made_is_known_until_the_last_call_about_it_ends(clusters: Clusters) -> None:
+    with clusters.call(NAME):
+        with clusters.call(NAME):
+            assert clusters.being_made() == [NAME]
+        assert clusters.being_made() == [NAME]
+        clusters.saw(UP)
+        assert clusters.being_made() == []  # from now on by its entry
+        clusters.forget(NAME)
+    assert clusters.being_made() == []
 
 
-def test_a_new_attempt_forgives_the_failed_one(book: Book) -> None:
-    look(book, UP)
-    book.submitted(NAME, 1)
-    book.failed(NAME)
-    assert book.entries()[NAME].failed
-    book.submitted(NAME, 2)
-    assert (book.entries()[NAME].attempt, book.entries()[NAME].failed) == (2, False)
+def test_a_new_attempt_forgives_the_failed_one(clusters: Clusters) -> None:
+    look(clusters, UP)
+    clusters.submitted(NAME, 1)
+    clusters.failed(NAME)
+    assert clusters.entries()[NAME].failed
+    clusters.submitted(NAME, 2)
+    assert (clusters.entries()[NAME].attempt, clusters.entries()[NAME].failed) == (2, False)
 
 
-def test_what_is_handed_out_is_a_copy(book: Book) -> None:
-    look(book, UP)
-    book.entries()[NAME].lost = "not really"
-    assert lost(book) == ""
+def test_what_is_handed_out_is_a_copy(clusters: Clusters) -> None:
+    look(clusters, UP)
+    clusters.entries()[NAME].lost = "not really"
+    assert lost(clusters) == ""

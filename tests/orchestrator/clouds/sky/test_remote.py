@@ -30,6 +30,7 @@ from orchestrator import clouds
 from orchestrator.cli import main, remote
 from orchestrator.clouds.protocol import CloudRefused
 from orchestrator.clouds.sky import cloud as sky_cloud
+from orchestrator.clouds.sky import watch
 from orchestrator.clouds.sky.cloud import SkyCloud
 from orchestrator.clouds.sky.remote import FOLDER_ENV, RemoteController, as_shipped
 from orchestrator.clouds.sky.types import CloudCheck, Cluster
@@ -82,7 +83,7 @@ class Users(Table):
     def settings(self) -> dict[str, Any]:
         return self.set_by_user
 
-    def tail(self, name: str, *, follow: bool) -> Iterator[str]:
+    def log(self, name: str, *, follow: bool) -> Iterator[str]:
         if name not in self.table:
             raise KeyError(name)
         return iter([f"the daemon says{' and goes on' if follow else ''}"])
@@ -126,7 +127,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv(OPTIONS_ENV, "")  # and put back: the command line sets it
     for module, name, value_s in (
-        (sky_cloud, "WATCH_S", 0.01), (sky_cloud, "REPORTS_S", 0.01), (sky_cloud, "REGION_WAIT_S", 0.05),
+        (watch, "LOOK_EVERY_S", 0.01), (watch, "READ_EVERY_S", 0.01), (sky_cloud, "REGION_WAIT_S", 0.05),
         (remote, "POLL_S", 0.01), (remote, "ENDED_EVERY_S", 0.1), (remote, "DAEMON_TIMEOUT_S", DEADLINE_S),
         (daemon, "TROUBLE_WAIT_S", 0.01),
     ):  # fmt: skip

@@ -103,7 +103,7 @@ def test_the_runs_machines_have_a_security_group_of_their_own(tmp_path: Path) ->
             said[kind] = sent()["aws"]["security_group_name"]
 
         asked, left = [], ["sg-1 is in use"]
-        skypilot._look = lambda *_: ["AWS"]  # what the API server calls enabled
+        skypilot._requests.look = lambda *_: ["AWS"]  # what the API server calls enabled
         aws.all_regions = lambda _: {"east", "west"}
         aws.drop_groups = lambda _, *given: asked.append([sorted(given[0]), given[1]]) or left
         sky = skypilot.SkyPilot("grpo-a")
@@ -142,7 +142,7 @@ def test_clusters_are_seen_whoever_launched_them_and_machines_without_a_record_t
                                               launched_nodes=1, launched_resources=machine)
             global_user_state.add_or_update_cluster(name, handle, requested_resources={machine}, ready=True)
 
-        skypilot._look = lambda submit, _: submit()
+        skypilot._requests.look = lambda submit, _: submit()
         skypilot.sdk.status = lambda *given, **words: core.status(
             **dict(zip(("cluster_names", "refresh"), given)), **words
         )
@@ -154,19 +154,19 @@ def test_clusters_are_seen_whoever_launched_them_and_machines_without_a_record_t
             for name in ("grpo-r-trainer-0-i1", "grpo-r-rollout-0-i1")
         ]
         skypilot.sdk.enabled_clouds = lambda: ["AWS"]
-        (stray,) = [sky.as_cluster(one) for one in sky.strays("grpo-r-", ["aws/us-east-1"])]
+        (one,) = [sky.as_cluster(found) for found in sky.unrecorded("grpo-r-", ["aws/us-east-1"])]
         print(json.dumps({
             "clusters": [cluster.name for cluster in sky.clusters("grpo-r-")],
             "record": skypilot._record("grpo-r-trainer-0-i1", 1.0) is not None,
-            "stray": [stray.name, stray.stray, stray.infra, stray.price_usd_per_h, stray.on_demand_usd_per_h],
-            "of other clouds": sky.strays("grpo-r-", ["gcp"]),
+            "unrecorded": [one.name, one.unrecorded, one.infra, one.price_usd_per_h, one.on_demand_usd_per_h],
+            "of other clouds": sky.unrecorded("grpo-r-", ["gcp"]),
         }))
         """,
     )
     assert found == {
         "clusters": ["grpo-r-trainer-0-i1"],
         "record": True,
-        "stray": ["grpo-r-rollout-0-i1", True, "aws/us-east-1/us-east-1b", 0.035, 0.096],
+        "unrecorded": ["grpo-r-rollout-0-i1", True, "aws/us-east-1/us-east-1b", 0.035, 0.096],
         "of other clouds": [],
     }
 
@@ -194,7 +194,7 @@ def test_a_log_comes_without_colours_and_ends_with_why_it_broke_off(tmp_path: Pa
                 raise end
             return exceptions.JobExitCode.NOT_FINISHED
 
-        skypilot._see_server = skypilot.server.check_server_healthy_or_start_fn = lambda *_: None
+        skypilot._requests.see_server = skypilot.server.check_server_healthy_or_start_fn = lambda *_: None
         skypilot._record = lambda name, _: None if name == "n-2" else "a record"
         skypilot.server.make_authenticated_request = answer
         skypilot.sdk.get = get
@@ -206,7 +206,7 @@ def test_a_log_comes_without_colours_and_ends_with_why_it_broke_off(tmp_path: Pa
         ):
             lines = []
             try:
-                lines += sky.tail(name, follow=follow)
+                lines += sky.log(name, follow=follow)
             except (KeyError, CloudUnavailable) as error:
                 lines.append(repr(error))
             said[f"{name} {follow}"] = lines
@@ -230,12 +230,12 @@ def test_what_a_command_asks_once_waits_for_a_server_that_was_just_started(tmp_p
             asked.setdefault(call, []).append(timeout_s)
             return [] if call == "log" else {}
 
-        skypilot._see_server = lambda: None
+        skypilot._requests.see_server = lambda: None
         skypilot._reason = lambda _: ""
-        skypilot._ask = ask
+        skypilot._requests.ask = ask
         sky = skypilot.SkyPilot()
         for call, once in {
-            "log": lambda: sky.tail("n-1", follow=False),
+            "log": lambda: sky.log("n-1", follow=False),
             "offers": lambda: sky.offers({}, spot=True),
             "clouds": sky.clouds,
         }.items():

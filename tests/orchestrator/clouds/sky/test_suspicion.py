@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.clouds.protocol import CloudUnavailable
 from orchestrator.clouds.sky import suspicion
-from orchestrator.clouds.sky.clusters import Book
+from orchestrator.clouds.sky.clusters import Clusters
 from orchestrator.clouds.sky.suspicion import DEAD, Suspicions, accepts_connections
 from orchestrator.clouds.sky.types import Cluster, ClusterState
 
@@ -27,9 +27,9 @@ class World:
         self.says: Cluster | Exception | None = UP
         self.has: bool | None = None  # whether the cloud has it; None: it cannot be asked from here
         self.asked = 0
-        self.book = Book()
-        self.book.saw(UP)
-        self.suspicions = Suspicions(self, self.book, lambda _: self.answers)  # type: ignore[arg-type]  # it confirms
+        self.clusters = Clusters()
+        self.clusters.saw(UP)
+        self.suspicions = Suspicions(self, self.clusters, lambda _: self.answers)  # type: ignore[arg-type]  # it confirms
 
     def confirm(self, name: str, timeout_s: float) -> Cluster | None:
         assert (name, timeout_s) == (NAME, suspicion.TIMEOUT_S)
@@ -49,7 +49,7 @@ class World:
 
     @property
     def lost(self) -> str:
-        return self.book.entries()[NAME].lost
+        return self.clusters.entries()[NAME].lost
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_one_that_never_answered_here_is_dead_when_skypilot_says_it_twice(world:
 
 
 def test_a_word_of_life_between_takes_the_first_word_back(world: World) -> None:
-    world.book.saw(replace(UP, ssh_address=None))
+    world.clusters.saw(replace(UP, ssh_address=None))
     for says in (INIT, UP, INIT):
         world.says = replace(says, ssh_address=None)
         world.look()
@@ -125,8 +125,8 @@ def test_a_busy_machine_that_skypilot_cannot_talk_to_is_kept_while_its_port_answ
 
 
 def test_one_that_is_still_being_made_is_not_dead(world: World) -> None:
-    world.book.forget(NAME)
-    world.book.saw(INIT)
+    world.clusters.forget(NAME)
+    world.clusters.saw(INIT)
     world.answers, world.says = False, INIT
     for _ in range(3):
         world.look()
@@ -142,7 +142,7 @@ def test_nothing_is_concluded_while_the_cloud_cannot_be_asked(world: World) -> N
 
 
 def test_what_is_lost_is_not_asked_about(world: World) -> None:
-    world.book.lose(NAME, "preempted")
+    world.clusters.lose(NAME, "preempted")
     assert not world.look()
     assert not world.suspicions.look("never-was")
     assert world.asked == 0
