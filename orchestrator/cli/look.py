@@ -28,7 +28,7 @@ from orchestrator.views.model import RunView
 from orchestrator.views.numbers import clock
 from orchestrator.views.reader import Reader
 from orchestrator.views.report import Report
-from policies.control.rollback_stages import NAME_ONE
+from policies.control.rollback_begin import NAME_A_TARGET
 from policies.model import exit_codes
 from policies.model.events import JobExited, RunMoved
 from policies.model.vocabulary import RunPhase
@@ -168,7 +168,7 @@ def _bad_end(built: Report, *, spec_refused: bool) -> Stop | None:
             return Stop(f"{built.name} failed: {built.reason}; {hint}", exit_codes.FAILED)
         case RunPhase.PAUSED:
             hint = f"go on with: grpo-orch rollback {built.store}"
-            if NAME_ONE in built.reason:
+            if NAME_A_TARGET in built.reason:
                 hint = f"see: grpo-orch checkpoints ls {built.store}"
             return Stop(f"{built.name} is paused: {built.reason}; {hint}", exit_codes.FAILED)
         case RunPhase.GAVE_UP:

@@ -21,7 +21,7 @@ from orchestrator.cli.start import refuse_missing_secrets
 from orchestrator.cli.target import open_run
 from orchestrator.control.launcher import start_daemon
 from policies.control.objective import effects
-from policies.control.rollback_stages import NAME_ONE, RUN_START, WHOLE, target_by_hand
+from policies.control.rollback_begin import NAME_A_TARGET, RUN_START, WHOLE_NUMBER_KEYS, target_by_hand
 from policies.model import exit_codes
 from policies.model.spec import processes_of
 from policies.model.state import Rollback, RunState
@@ -111,7 +111,7 @@ def _change(text: str) -> tuple[str, float]:
     if not math.isfinite(value) or value < least or (more and value == least):
         bound = f"above {least:g}" if more else f"of {least:g} or more"
         raise Stop(f"--set {text}: expected a number {bound}, as in {key}=0.1", exit_codes.USAGE)
-    if key in WHOLE and not value.is_integer():
+    if key in WHOLE_NUMBER_KEYS and not value.is_integer():
         raise Stop(f"--set {text}: expected a whole number, as in {key}=256", exit_codes.USAGE)
     return key, value
 
@@ -130,7 +130,7 @@ def _refuse_without_target(store: Store, state: RunState) -> None:
     present = Catalog(store, "rollback").newest()
     target = target_by_hand(state, [one.at for one in present.checkpoints], ever_stored=present.number > 0)
     if target.missing:
-        raise Stop(f"{target.missing}; {NAME_ONE}", exit_codes.USAGE)
+        raise Stop(f"{target.missing}; {NAME_A_TARGET}", exit_codes.USAGE)
 
 
 def _begun(store: Store, command_id: str, before: tuple[Rollback, ...]) -> Rollback:

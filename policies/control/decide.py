@@ -1,7 +1,7 @@
 """The decision: what is known, what was seen and what is wanted, in; events, actions and a reason, out.
 
 Pure, and level-triggered: actions follow from the state after this tick's events and from what the cloud shows, so
-an action that was lost with a daemon is simply asked for again by the next one.
+an action that was lost with a daemon is simply requested again by the next one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from policies.control.snapshot import (
 )
 from policies.control.stopping import stop_requests
 from policies.control.tick import Tick
-from policies.model.phases import LIVE_NODE, TERMINAL_RUN
+from policies.model.phases import FILLING_NODE, TERMINAL_RUN
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import MachineState, NodePhase, Role, RollbackStage
@@ -43,7 +43,7 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     steer_timeline(tick)
     run_lifecycle(tick)
     fill_slots(tick)
-    actions = actions_for(tick.state, snapshot)
+    actions = _actions(tick.state, snapshot)
     settled = not tick.events and not actions and not _in_motion(tick.state)
     return Decision(
         events=tuple(tick.events),
@@ -54,14 +54,13 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
 
 
 def done(state: RunState, snapshot: Snapshot) -> bool:
-    """Whether nothing is left to steer: the run has ended, what it was to leave is there, and the cloud shows no
-    machine of it."""
+    """Whether nothing is left to do: the run has ended, it is exported, and the cloud shows no machine of it."""
     ended = state.phase in TERMINAL_RUN and state.exported == state.healthy
     return ended and not state.nodes and snapshot.machines is not None and not snapshot.machines
 
 
-def actions_for(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
-    """Every difference between the state and the world, as an action. None for a cloud that did not answer."""
+def _actions(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
+    """Every difference between the state and the world, as an action; none for a cloud that did not answer."""
     actions = _store_actions(state, snapshot)
     if snapshot.machines is None:
         return tuple(actions)
@@ -91,7 +90,7 @@ def _store_actions(state: RunState, snapshot: Snapshot) -> list[Action]:
 
 
 def _launch_due(node: Node, machine: Machine | None) -> bool:
-    if node.phase not in LIVE_NODE or node.phase is NodePhase.DRAINING:
+    if node.phase not in FILLING_NODE:
         return False
     return machine is None or (machine.state is not MachineState.GONE and machine.attempt < node.attempt)
 

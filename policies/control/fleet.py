@@ -1,9 +1,9 @@
-"""How many nodes there should be, and which are asked for or let go now.
+"""How many nodes there should be, and which are requested or released now.
 
-The trainer comes first: rollout nodes can do nothing without it, so they are asked for when its machine is there.
-What is left then until it trains, the loading of the model, takes about as long as a rollout node needs to come.
-Where the trainer's machine is lost and none is to be had, they are kept for as long as another start of them
-takes: so waiting never costs more than twice what the best guess would have.
+The trainer comes first: rollout nodes can do nothing without it, so they are requested once its machine is there.
+Loading the model then takes it about as long as a rollout node needs to start. When the trainer's machine is lost
+and no other can be had, they are kept for as long as starting them again would take: so waiting costs at most
+twice what the best choice would have.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from policies.control.stopping import release_machines
 from policies.control.tick import Tick
 from policies.model.buying import REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
 from policies.model.events import BuyingResumed, BuyingStopped, NodeRequested
-from policies.model.phases import TERMINAL_RUN
+from policies.model.phases import FILLING_NODE, TERMINAL_RUN
 from policies.model.spec import RunSpec
 from policies.model.state import Node, Slot
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase, kind_of, node_id_of, slot_of
 
-HOLD_MIN_S = 300.0  # a trainer's machine is often had again within minutes
-MOST_TIMES = 4.0  # `boot_timeout_s`, however often a look has failed meanwhile
-
-_FILLING = frozenset({NodePhase.REQUESTED, NodePhase.BOOTING, NodePhase.SERVING})
+HOLD_MIN_S = 300.0  # a machine for the trainer is often found again within minutes
+BOOT_TIMEOUTS_MAX = 4.0  # a node may boot for so many, however many looks failed meanwhile
 
 
 def market_of(role: Role, spec: RunSpec) -> Market:
@@ -41,15 +39,15 @@ def wanted_slots(spec: RunSpec) -> list[tuple[Role, str, bool]]:
 
 
 def fill_slots(tick: Tick) -> None:
-    """Request a node for every empty slot where that may help; let go who is overdue, or has nothing to do."""
+    """Request a node for every empty slot where one may help; release those that are overdue or idle."""
     if tick.state.phase in TERMINAL_RUN or tick.state.phase is RunPhase.STOPPING:
         release_machines(tick)
         return
     _replace_overdue(tick)
-    _return_idle(tick)
+    _release_idle(tick)
     _judge_kinds(tick)
     for role, name, needed in wanted_slots(tick.spec):
-        if any(node.slot == name and node.phase in _FILLING for node in tick.state.nodes.values()):
+        if any(node.slot == name and node.phase in FILLING_NODE for node in tick.state.nodes.values()):
             continue
         slot = tick.state.slots.get(name, Slot())
         if tick.waited_s(slot.refused_at_s) < back_off_s(slot.refusals_in_a_row, needed):
@@ -78,20 +76,20 @@ def _may_buy(tick: Tick, role: Role, needed: bool) -> bool:
     kind = tick.state.kinds.get(name, MachineKind())
     if not kind.stopped:
         return True
-    if any(one.kind == name and _is_tried(one, kind) for one in tick.state.nodes.values()):
+    if any(one.kind == name and _is_probe(one, kind) for one in tick.state.nodes.values()):
         return False
     return tick.waited_s(kind.failed_at_s) >= probe_wait_s(kind, needed)
 
 
-def _is_tried(node: Node, kind: MachineKind) -> bool:
-    """Whether it is to show that its kind works again: by serving; where they soon broke, by going on."""
+def _is_probe(node: Node, kind: MachineKind) -> bool:
+    """Whether it tests its kind: until it serves or, where machines soon broke, for as long as it lasts."""
     if kind.broke_in_a_row >= REFUSALS and node.requested_at_s >= kind.stopped_at_s:
-        return node.phase in _FILLING
+        return node.phase in FILLING_NODE
     return node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and not node.served
 
 
 def _judge_kinds(tick: Tick) -> None:
-    """Stop the buying of kinds that fail again and again, and resume that of those that do no more."""
+    """Stop buying kinds that fail again and again, and resume buying those that no longer do."""
     for name, kind in tick.state.kinds.items():
         if kind.fails and not kind.stopped:
             reason = f"{kind.failures_in_a_row} in a row came to nothing: {kind.last_failure}"
@@ -101,7 +99,7 @@ def _judge_kinds(tick: Tick) -> None:
 
 
 def _works_again(tick: Tick, name: str, kind: MachineKind) -> bool:
-    """Whether a kind that was stopped for machines that soon broke has one that does not."""
+    """Whether a kind that was stopped for machines that soon broke has one that lasts."""
     serving = [one for one in tick.state.nodes.values() if one.kind == name and one.phase is NodePhase.SERVING]
     stays = any(tick.waited_s(max(one.since_s, kind.failed_at_s)) > WORKS_S for one in serving)
     return stays and not replace(kind, broke_in_a_row=0).fails
@@ -112,36 +110,34 @@ def _replace_overdue(tick: Tick) -> None:
         booting = node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and node.attempt_ended_at_s is None
         limit_s = tick.spec.policies.boot_timeout_s
         if node.role is Role.TRAINER and _has_worked(tick, node) and tick.snapshot.members is None:
-            limit_s = max(limit_s, MACHINE_LOST_S)  # cut off, maybe, with checkpoints that are not stored yet
-        if booting and (_unseen_s(tick, node) > limit_s or _never_comes(tick, node, limit_s)):
+            limit_s = max(limit_s, MACHINE_LOST_S)  # maybe cut off, with checkpoints that are not stored yet
+        if booting and (_unseen_s(tick, node) > limit_s or _boots_too_long(tick, node, limit_s)):
             reason = f"no work seen within {limit_s:.0f} s (`policies.boot_timeout_s`)"
             tick.move(node, NodePhase.TERMINATING, reason, None if node.served else Refusal.NEVER_SERVED)
 
 
-def _never_comes(tick: Tick, node: Node, limit_s: float) -> bool:
-    """Whether a rollout node has had a multiple of its time, and looks fail now and then: it is paid for."""
+def _boots_too_long(tick: Tick, node: Node, limit_s: float) -> bool:
+    """Whether a rollout node has had a multiple of its time, though looks failed now and then: it is paid for."""
     if node.role is Role.TRAINER or node.phase is not NodePhase.BOOTING:
         return False
-    return _unseen_s(tick, node) > HEARTBEAT_LOST_S and tick.waited_s(node.since_s) > MOST_TIMES * limit_s
+    return _unseen_s(tick, node) > HEARTBEAT_LOST_S and tick.waited_s(node.since_s) > BOOT_TIMEOUTS_MAX * limit_s
 
 
 def _has_worked(tick: Tick, node: Node) -> bool:
-    """Whether it was ever seen to. A trainer's last word may have come while nothing could be journalled."""
-    beat = tick.snapshot.trainer
-    return node.served or (beat is not None and (beat.node, beat.attempt) == (node.id, node.attempt))
+    """Whether it was ever seen to work, if only by a heartbeat that could not be journalled."""
+    return node.served or tick.snapshot.heartbeat_of(node) is not None
 
 
 def _unseen_s(tick: Tick, node: Node) -> float:
-    """For how long the node could have been seen to work, and was not. A rollout node's work is seen by the
-    gateway."""
+    """Seconds in which the node's work could have been seen, a rollout node's by the gateway, and was not."""
     silent_s = tick.silent_s(node.since_s)
     if node.role is Role.TRAINER or node.phase is NodePhase.REQUESTED:
         return silent_s
     return 0.0 if tick.snapshot.members is None else min(silent_s, tick.snapshot.gateway_age_s)
 
 
-def _return_idle(tick: Tick) -> None:
-    """Let the rollout nodes go when there has been no machine for the trainer for long."""
+def _release_idle(tick: Tick) -> None:
+    """Release the rollout nodes when the trainer has had no machine for long."""
     since_s = tick.state.trainerless_since_s
     if since_s is None or tick.snapshot.machines is None:
         return

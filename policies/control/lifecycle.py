@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from policies.control.observed import HEARTBEAT_FRESH_S, HEARTBEAT_LOST_S, MACHINE_LOST_S
-from policies.control.rollback_stages import begin_by_hand
+from policies.control.rollback_begin import begin_by_hand
 from policies.control.stopping import DOWN, DOWN_NOW, stop_at_once
 from policies.control.tick import Tick
 from policies.model import exit_codes
 from policies.model.buying import MachineKind
 from policies.model.events import CommandTaken, DataSetAside, GatewayRestarted, StoreCaughtUp, StoreSlowed
+from policies.model.phases import LIVE_RUN
 from policies.model.state import Node
 from policies.model.vocabulary import NodePhase, Refusal, Role, RollbackStage, RunPhase
 
 RESTART_WAIT_S = 1.0  # before the first restart of a node's work; doubled for each in a row
 RESTART_WAIT_MAX_S = 60.0
 ROLLOUT_ATTEMPTS = 5  # runs of a rollout node's work on one machine; then the machine is replaced
-WORTH_ITS_START_S = 3600.0  # a machine that has lived for so long: its start took a tenth of it, or two
-# From the notice to the end a cloud gives 120 s (AWS) or less. A machine that is still there after this is paid
-# for nothing: it has left the gateway for good.
+WORTH_ITS_START_S = 3600.0  # a machine that lived this long was worth its start, a tenth or two of it
+# A cloud gives 120 s (AWS) or less from the notice to the end. A machine that is still there after this is paid
+# for in vain: it has left the gateway for good.
 NOTICE_TAKES_S = 180.0
 
 
@@ -44,7 +45,7 @@ def _commands(tick: Tick) -> None:
             continue
         tick.emit(CommandTaken(command.command_id, command.kind), f"command: {command.kind}")
         if command.kind in (DOWN, DOWN_NOW):
-            if tick.state.phase in (RunPhase.STARTING, RunPhase.TRAINING):
+            if tick.state.phase in LIVE_RUN:
                 tick.move_run(RunPhase.STOPPING, "asked to stop")
             if command.kind == DOWN_NOW:
                 stop_at_once(tick)
@@ -79,17 +80,17 @@ def _store(tick: Tick) -> None:
 def _trainer(tick: Tick, node: Node) -> None:
     if node.phase is NodePhase.SERVING and tick.state.phase is RunPhase.STARTING:
         tick.move_run(RunPhase.TRAINING, "the trainer has its first heartbeat")
-    _hangs(tick, node)
-    code, ended_at_s = _exit_code(tick, node), node.attempt_ended_at_s
-    alive = tick.state.phase in (RunPhase.STARTING, RunPhase.TRAINING)
+    _give_up_silent(tick, node)
+    code, ended_at_s = tick.snapshot.exit_code_of(node), node.attempt_ended_at_s
+    alive = tick.state.phase in LIVE_RUN
     if code is not None and ended_at_s is not None and alive:
         _trainer_ended(tick, node, code, ended_at_s)
     if node.phase is NodePhase.DRAINING and (node := tick.state.nodes[node.id]).phase is NodePhase.DRAINING:
         _trainer_drains(tick, node)
 
 
-def _hangs(tick: Tick, node: Node) -> None:
-    """Give up a trainer that is silent although its machine is up and everybody else is heard."""
+def _give_up_silent(tick: Tick, node: Node) -> None:
+    """Give up a trainer that is silent although its machine is up and everybody else is heard from."""
     beat = tick.snapshot.trainer
     if node.phase is not NodePhase.SERVING or beat is None or beat.node != node.id:
         return
@@ -101,17 +102,17 @@ def _hangs(tick: Tick, node: Node) -> None:
 
 
 def _trainer_drains(tick: Tick, node: Node) -> None:
-    """Return a machine of which the cloud has said that it would take it, and has not, once nobody needs it."""
+    """Return a machine that the cloud has announced to take and has not, once nobody needs it."""
     others = [other for other in tick.state.live(Role.TRAINER) if other.id != node.id]
     if node.attempt_ended_at_s is not None:
         tick.move(node, NodePhase.TERMINATING, "drained: its work has ended")
     elif any(other.phase is NodePhase.SERVING for other in others):
         tick.move(node, NodePhase.TERMINATING, "drained: another machine trains")
-    elif tick.silent_s(node.since_s) > NOTICE_TAKES_S and not _beats(tick, node):
+    elif tick.silent_s(node.since_s) > NOTICE_TAKES_S and not _has_fresh_heartbeat(tick, node):
         tick.move(node, NodePhase.TERMINATING, "drained, and its notice is over")
 
 
-def _beats(tick: Tick, node: Node) -> bool:
+def _has_fresh_heartbeat(tick: Tick, node: Node) -> bool:
     beat = tick.snapshot.trainer
     return beat is not None and beat.node == node.id and tick.waited_s(beat.beat_at_s) < HEARTBEAT_FRESH_S
 
@@ -125,7 +126,7 @@ def _trainer_ended(tick: Tick, node: Node, exit_code: int, ended_at_s: float) ->
         tick.move_run(RunPhase.FINISHED, "the trainer reached its last step")
     elif exit_code == exit_codes.BAD_SPEC:
         tick.move_run(RunPhase.FAILED, f"the trainer cannot work with this run.yaml; {log}")
-    elif exit_code == exit_codes.NOTHING_WHOLE:
+    elif exit_code == exit_codes.NO_INTACT_CHECKPOINT:
         tick.move_run(RunPhase.FAILED, f"it has checkpoints and none of them can be restored; {log}")
     elif failures > tick.spec.policies.trainer_restarts:
         tick.move_run(RunPhase.FAILED, f"the trainer failed {failures} times without a step of progress; {log}")
@@ -140,34 +141,28 @@ def _rollout(tick: Tick, node: Node) -> None:
         return
     if node.attempt_ended_at_s is None:
         return
-    if _exit_code(tick, node) == exit_codes.BAD_SPEC:
-        _refuses_spec(tick, node)
+    if tick.snapshot.exit_code_of(node) == exit_codes.BAD_SPEC:
+        _spec_refused(tick, node)
     elif node.attempt >= ROLLOUT_ATTEMPTS:
         why = f"its work failed {node.attempt} times; see `grpo-orch logs {node.id}`"
-        tick.move(node, NodePhase.TERMINATING, why, _came_to_nothing(tick, node))
+        tick.move(node, NodePhase.TERMINATING, why, _failure_of(tick, node))
     elif tick.waited_s(node.attempt_ended_at_s) >= restart_wait_s(node.attempt):
         tick.restart(node, "its work is started again")
 
 
-def _came_to_nothing(tick: Tick, node: Node) -> Refusal | None:
-    """What it counts as that a machine's work has failed for good; None: it has been worth its start."""
+def _failure_of(tick: Tick, node: Node) -> Refusal | None:
+    """What a machine counts as whose work failed for good; None: it was worth its start."""
     if not node.served:
         return Refusal.NEVER_SERVED
     return Refusal.SOON_BROKEN if tick.waited_s(node.requested_at_s) < WORTH_ITS_START_S else None
 
 
-def _refuses_spec(tick: Tick, node: Node) -> None:
-    """Its work says that this run.yaml is wrong. Where others of its kind have worked with it, this machine is."""
+def _spec_refused(tick: Tick, node: Node) -> None:
+    """A node's work says that run.yaml is wrong. If others of its kind have worked with it, the machine is."""
     log = f"see `grpo-orch logs {node.id}`"
     kind = tick.state.kinds.get(node.kind, MachineKind())
     if kind.served or any(other.served for other in tick.state.nodes.values() if other.kind == node.kind):
         why = f"it cannot work with this run.yaml, though others could; {log}"
-        tick.move(node, NodePhase.TERMINATING, why, _came_to_nothing(tick, node))
-    elif tick.state.phase in (RunPhase.STARTING, RunPhase.TRAINING):
+        tick.move(node, NodePhase.TERMINATING, why, _failure_of(tick, node))
+    elif tick.state.phase in LIVE_RUN:
         tick.move_run(RunPhase.FAILED, f"{node.id} cannot work with this run.yaml; {log}")
-
-
-def _exit_code(tick: Tick, node: Node) -> int | None:
-    """What the node's present attempt has ended with."""
-    machine = (tick.snapshot.machines or {}).get(node.id)
-    return machine.exit_code if machine is not None and machine.attempt == node.attempt else None

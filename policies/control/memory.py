@@ -1,4 +1,4 @@
-"""What a trainer that ran out of memory does with less: first what keeps the objective, then what changes it."""
+"""What to change for a trainer that ran out of memory: first what keeps the objective, then what does not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from policies.control.objective import pieces_keep_gradient, value_of
 
-# Below this a group's mean says too little of its prompt.
+# The mean of a smaller group says too little about its prompt.
 LEAST_GROUP = 4
 
 Changes = dict[str, bool | int | float]
@@ -18,12 +18,12 @@ def changes_to_save_memory(
 ) -> Changes | None:
     """Return the next changes of `grpo` that need less memory, or None where nothing is left that may change.
 
-    In order: the batch on each device against accumulation, down to 1; gradient checkpointing; the group; and the
-    completion length as far as `min_completion_length` allows. Where smaller pieces make another gradient,
+    In order: smaller batches on each device with more accumulation; gradient checkpointing; smaller groups; and
+    shorter completions, as far as `min_completion_length` allows. Where smaller batches change the gradient,
     checkpointing comes first.
 
     Args:
-        accumulates: whether the accumulation may be another.
+        accumulates: whether the accumulation may be changed.
     """
     pieces, checkpointing = _in_smaller_pieces(grpo) if accumulates else None, _with_checkpointing(grpo)
     exact = (pieces, checkpointing) if pieces_keep_gradient(grpo) else (checkpointing, pieces)
@@ -35,8 +35,8 @@ def changes_to_save_memory(
 
 
 def _in_smaller_pieces(grpo: Mapping[str, Any]) -> Changes | None:
-    """Half the batch on each device, or the part that divides it, and as much more accumulation: a generation and
-    an optimizer step have as many completions as before."""
+    """Divide the batch on each device by its least divisor, and multiply the accumulation by that: a generation
+    and an optimizer step have as many completions as before."""
     batch = int(value_of(grpo, "per_device_train_batch_size"))
     if batch == 1:
         return None
@@ -45,7 +45,7 @@ def _in_smaller_pieces(grpo: Mapping[str, Any]) -> Changes | None:
         "per_device_train_batch_size": batch // parts,
         "gradient_accumulation_steps": int(value_of(grpo, "gradient_accumulation_steps")) * parts,
     }
-    # Unset it follows the accumulation, or from generation_batch_size.
+    # Where it is not set, TRL derives it from the accumulation or from generation_batch_size.
     if (steps := grpo.get("steps_per_generation")) is not None:
         changes["steps_per_generation"] = int(steps) * parts
     return changes
@@ -56,7 +56,7 @@ def _with_checkpointing(grpo: Mapping[str, Any]) -> Changes | None:
 
 
 def _with_smaller_groups(grpo: Mapping[str, Any]) -> Changes | None:
-    """Half the group, and as many prompts: half the completions of a generation and of an optimizer step."""
+    """Halve the group, for as many prompts: a generation and an optimizer step have half the completions."""
     group = int(value_of(grpo, "num_generations"))
     halved: Changes = {"num_generations": group // 2}
     whole = [group, int(value_of(grpo, "gradient_accumulation_steps"))]

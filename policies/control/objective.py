@@ -1,11 +1,11 @@
-"""What keys of `grpo` do to the objective, by the loss in use; read in `GRPOTrainer._compute_loss` of TRL 1.16."""
+"""What keys of `grpo` do to the objective, by the loss in use: from `GRPOTrainer._compute_loss` of TRL 1.16."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# GRPOConfig's own, of TRL 1.16, for keys that run.yaml leaves out.
+# The defaults of TRL 1.16's GRPOConfig, for keys that run.yaml leaves out.
 TRL_DEFAULTS: Mapping[str, float] = {
     "beta": 0.0,
     "epsilon": 0.2,
@@ -20,12 +20,12 @@ TRL_DEFAULTS: Mapping[str, float] = {
     "top_entropy_quantile": 1.0,
 }
 DEFAULT_LOSS = "dapo"
-# Those that clip the policy ratio at 1 - epsilon and 1 + epsilon_high. `cispo` weighs each token by the ratio up
-# to epsilon_high, and `sapo` and `vespo` know neither.
-CLIPPING = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo"})
+# They clip the policy ratio at 1 - epsilon and 1 + epsilon_high. `cispo` weighs each token by the ratio up to
+# epsilon_high; `sapo` and `vespo` use neither.
+CLIPPING_LOSSES = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo"})
 
 # How many completions are computed, gathered and generated at a time.
-BATCHES = frozenset(
+BATCH_KEYS = frozenset(
     {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"}
 )
 
@@ -50,7 +50,7 @@ def is_on_policy(grpo: Mapping[str, Any], processes: int) -> bool:
 
 
 def weight_cap(grpo: Mapping[str, Any]) -> float:
-    """`epsilon_high` as TRL completes it; for `cispo` the most that the ratio may weigh a token."""
+    """`epsilon_high`, or TRL's default for it; for `cispo` the largest weight of a token."""
     high = grpo.get("epsilon_high")
     return value_of(grpo, "epsilon") if high is None else float(high)
 
@@ -66,14 +66,14 @@ def pieces_keep_gradient(grpo: Mapping[str, Any]) -> bool:
 
 
 def effects(changes: Mapping[str, float], before: Mapping[str, Any], processes: int) -> dict[str, str]:
-    """Return what each change does, in some words, by key.
+    """Return what each change does, in a few words, by key.
 
     Args:
         changes: keys of `grpo` with their new values.
         before: `grpo` as it was.
     """
     after = {**before, **changes}
-    of_group = BATCHES if "num_generations" in changes else frozenset()
+    of_group = BATCH_KEYS if "num_generations" in changes else frozenset()
     return {
         key: _effect("num_generations" if key in of_group else key, before, after, processes) for key in changes
     }
@@ -91,7 +91,7 @@ def _effect(key: str, before: Mapping[str, Any], after: Mapping[str, Any], proce
             return f"a gradient of a norm above {after[key]:g} is scaled down to it"
         case "temperature":
             return f"completions are sampled at temperature {after[key]:g}"
-        case _ if key in BATCHES:
+        case _ if key in BATCH_KEYS:
             if pieces_keep_gradient(after):
                 return "the same batch and gradient, computed in smaller pieces"
             return "the same batch in smaller pieces; what this loss averages over a piece changes"
@@ -116,7 +116,7 @@ def _of_epsilon(key: str, after: Mapping[str, Any], processes: int) -> str:
     loss, cap = loss_of(after), weight_cap(after)
     if loss == "cispo" and key == "epsilon" and after.get("epsilon_high") is not None:
         return "nothing: loss_type cispo has no lower bound"
-    if loss not in CLIPPING and loss != "cispo":
+    if loss not in CLIPPING_LOSSES and loss != "cispo":
         return f"nothing: loss_type {loss} clips no ratio"
     if loss == "cispo" and not (is_on_policy(after, processes) and cap >= 1):
         return f"the ratio weighs a token by {cap:g} at most"

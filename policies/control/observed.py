@@ -1,4 +1,4 @@
-"""The passive half of a tick: what was observed moves the nodes' phases. Nothing here asks for anything."""
+"""The passive half of a tick: what was observed moves the nodes' phases. Nothing here requests anything."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from policies.model.state import Node
 from policies.model.vocabulary import MachineState, NodePhase, Role
 
 HEARTBEAT_FRESH_S = 10.0  # the trainer beats every 2 s
-# Beyond this it hangs, if the gateway beside it is heard: then its machine works, and reaches the store.
+# A trainer that is silent for longer hangs, if the gateway beside it is heard: its machine works, and reaches the
+# store.
 HEARTBEAT_LOST_S = 120.0
-# Where nothing of that machine is heard, its cloud is asked again and again, and says so when it is lost. It may
-# as well train, cut off from the store; only what has been cut off for this long is worth no more waiting.
+# Where nothing on its machine is heard, the cloud is asked again and again, and says when the machine is lost.
+# Until then the trainer may be at work, cut off from the store; it is waited for this long.
 MACHINE_LOST_S = 3600.0
 # A gateway younger than this may not have heard from every node: their absence means nothing yet.
 MEMBERSHIP_SETTLES_S = 5.0
@@ -36,7 +37,7 @@ def update_node_phases(tick: Tick) -> None:
 
 def _machine_absent(tick: Tick, node: Node, machine: Machine | None) -> None:
     if node.phase is NodePhase.REQUESTED and machine is None:
-        return  # not there yet; the launch is asked for again until it is, or is refused
+        return  # not there yet; the launch is requested again until it is, or is refused
     if node.phase is NodePhase.TERMINATING:
         tick.move(node, NodePhase.GONE, "taken down")
     else:
@@ -62,7 +63,7 @@ def _machine_present(tick: Tick, node: Node, machine: Machine) -> None:
             tick.move(node, NodePhase.BOOTING, f"its work ended with exit code {machine.exit_code}")
         return
     if node.attempt_ended_at_s is not None:
-        return  # between two attempts; the beat that is still fresh is the dead one's
+        return  # between two attempts: a heartbeat that is still fresh is the dead one's
     working = _is_working(tick, node)
     if node.phase is NodePhase.BOOTING and working is True:
         tick.move(node, NodePhase.SERVING, "in the membership" if node.role is Role.ROLLOUT else "heartbeat")
@@ -74,12 +75,8 @@ def _is_working(tick: Tick, node: Node) -> bool | None:
     """Whether the node's work is seen; None where nothing can be concluded."""
     snapshot = tick.snapshot
     if node.role is Role.TRAINER:
-        beat = snapshot.trainer
-        fresh = (
-            beat is not None
-            and (beat.node, beat.attempt) == (node.id, node.attempt)
-            and snapshot.now_s - beat.beat_at_s < HEARTBEAT_FRESH_S
-        )
+        beat = snapshot.heartbeat_of(node)
+        fresh = beat is not None and tick.waited_s(beat.beat_at_s) < HEARTBEAT_FRESH_S
         return True if fresh else None  # a missed beat is no proof; `lifecycle` gives it HEARTBEAT_LOST_S
     if snapshot.members is None:
         return None

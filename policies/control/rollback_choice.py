@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from policies.control.objective import CLIPPING, is_on_policy, loss_of, value_of, weight_cap
+from policies.control.objective import CLIPPING_LOSSES, is_on_policy, loss_of, value_of, weight_cap
 from policies.model.spec import OnRollback, RollbackBudget
 from policies.model.state import Rollback
 from policies.model.timelines import Fork, lineage, on_lineage
@@ -35,8 +35,8 @@ def choose_target(
 ) -> Target:
     """Return where a rollback goes by itself: the newest checkpoint on the line, from before `before_step`.
 
-    The run's start only where nothing is lost by it: no checkpoint was ever stored, or, without `before_step`, the
-    timeline began there by a person's word and has stored none yet.
+    To the run's start only where that loses nothing: no checkpoint was ever stored or, without `before_step`, a
+    person had the timeline begin there and it has stored none yet.
 
     Args:
         ever_stored: whether the store has ever listed a checkpoint, whatever it lists now.
@@ -72,10 +72,10 @@ def choose_start(
 
 
 def target_before_step(onset_step: int, rollbacks: Sequence[Rollback]) -> int:
-    """Return the step that the next target must lie before.
+    """Return the step before which the next target must lie.
 
-    A timeline that trips in its probation has shown that what it started from was too late, so the next target
-    lies before that one, too; also where memory ran out in between. Of the run's start that cannot be.
+    A timeline that trips during its probation has shown that its start was too late, so the next target lies
+    before that start, too, even if memory ran out in between. The run's start has nothing before it.
     """
     for one in reversed(rollbacks):
         if one.passed or one.cause is Cause.USER:
@@ -89,16 +89,17 @@ def target_before_step(onset_step: int, rollbacks: Sequence[Rollback]) -> int:
 def changes_on_rollback(grpo: Mapping[str, Any], rules: OnRollback, processes: int = 1) -> dict[str, float]:
     """Return the keys of `grpo` that a rollback changes, with their new values: those that do something.
 
-    Without a KL term (`beta` 0) there is none to strengthen, and none is begun: it would need the memory of a
-    reference model, and be another objective than the user's. `epsilon`, and `epsilon_high` where it is set, only
-    where they clip a ratio other than 1; `cispo` has a cap on weights in their place, which comes nearer to 1.
+    Without a KL term (`beta` 0) there is none to strengthen, and none is added: it would need the memory of a
+    reference model, and be another objective than the user's. `epsilon`, and `epsilon_high` where it is set,
+    change only where they clip a ratio other than 1; `cispo` has a cap on weights instead, which comes nearer
+    to 1.
 
     Args:
         processes: how many train.
     """
     factors = {"learning_rate": rules.learning_rate_factor, "beta": rules.beta_factor}
     off_policy = not is_on_policy(grpo, processes)
-    if off_policy and loss_of(grpo) in CLIPPING:
+    if off_policy and loss_of(grpo) in CLIPPING_LOSSES:
         factors["epsilon"] = rules.epsilon_factor
         if grpo.get("epsilon_high") is not None:
             factors["epsilon_high"] = rules.epsilon_factor
@@ -106,7 +107,7 @@ def changes_on_rollback(grpo: Mapping[str, Any], rules: OnRollback, processes: i
     wanted = {key: value * factors[key] for key, value in values.items()}
     if off_policy and loss_of(grpo) == "cispo" and (cap := weight_cap(grpo)) > 1:
         values["epsilon_high"], wanted["epsilon_high"] = cap, 1 + (cap - 1) * rules.epsilon_factor
-    # Ten digits, so that 0.1 x 3 is not told as 0.30000000000000004.
+    # Ten digits, so that 0.1 x 3 is not shown as 0.30000000000000004.
     changed = {key: float(f"{value:.10g}") for key, value in wanted.items()}
     return {key: value for key, value in changed.items() if value != values[key]}
 

@@ -1,167 +1,53 @@
 """A rollback as one transaction, a journalled stage at a time.
 
-Each stage is left when what it waits for is seen, and what it waits for is asked for at every tick until then. So
-a controller that dies between any two is continued by the next one, whatever had happened.
+A stage ends when what it waits for is seen, and until then that is requested at every tick. So when a controller
+dies between any two stages the next one continues, whatever had happened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from policies.control.memory import changes_to_save_memory
-from policies.control.objective import effects
-from policies.control.observed import HEARTBEAT_FRESH_S
-from policies.control.rollback_choice import (
-    Target,
-    budget_spent,
-    changes_on_rollback,
-    choose_start,
-    choose_target,
-    target_before_step,
-)
-from policies.control.snapshot import Command
+from policies.control.health import note_health, note_pitfalls
+from policies.control.rollback_begin import answer_divergence, answer_memory
 from policies.control.tick import Tick
-from policies.detect.divergence import Health, Verdict
-from policies.model import exit_codes
 from policies.model.events import (
-    Diverged,
-    DivergenceCleared,
-    DivergenceWatched,
     Exported,
     FleetMoved,
-    HealthyChosen,
-    Noticed,
     ProbationPassed,
-    RollbackBegun,
     TimelineForked,
     TimelineResumed,
     TrainerFenced,
 )
-from policies.model.phases import UNTRAINED_ROLLBACK
-from policies.model.spec import fixes_accumulation, processes_of
-from policies.model.state import Node, Rollback, RunState
-from policies.model.timelines import Fork, Skipped, forked_spec
-from policies.model.vocabulary import Cause, NodePhase, PolicyVersion, Role, RollbackStage, RunPhase
+from policies.model.phases import LIVE_RUN, UNTRAINED_ROLLBACK
+from policies.model.state import Rollback
+from policies.model.vocabulary import NodePhase, PolicyVersion, Role, RollbackStage
 from policies.serving.wire import labelled_version
 
-# An old trainer stops at its next look at the store, and its process ends itself where it hangs (20 s). A machine
+# An old trainer stops at its next look at the store, and a process that hangs ends itself (after 20 s). A machine
 # on which neither happens is given up.
 FENCE_WAIT_S = 120.0
-# A guard that has tripped stores what was sealed before it ends its trainer: among that may be the best target.
-# One that may be about to say so is waited for as well, for a beat or two.
-DRAIN_WAIT_S = 600.0
-GUARD_WAIT_S = 6.0
-NOT_YET = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet
-RUN_START = "start"  # in a command: the run's start, as against a checkpoint
-NAME_ONE = (
-    "`grpo-orch rollback --to TIMELINE-STEP` goes to one all the same, `--to start` begins from step 0 again"
-)
-NOTHING_SMALLER = (
-    "nothing is left to make smaller without other completions: `grpo-orch rollback --to latest --set "
-    "max_completion_length=NUMBER` makes them shorter, and so does policies.min_completion_length by itself"
-)
-WHOLE = frozenset({"max_completion_length"})  # keys that a person may set, and that are whole numbers
-_ALIVE = frozenset({RunPhase.STARTING, RunPhase.TRAINING})
+NOT_TRAINING = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet
 
 
 def steer_timeline(tick: Tick) -> None:
-    """Note how the run is, carry a rollback on, and begin one where it is due."""
+    """Journal how the run is, advance a rollback, and begin one where it is due."""
     healthy = tick.state.healthy
     if healthy is not None and tick.state.exported != healthy and tick.snapshot.exported_to is not None:
         tick.emit(Exported(healthy, tick.snapshot.exported_to), f"{healthy} is exported")
-    if tick.state.phase not in _ALIVE:
+    if tick.state.phase not in LIVE_RUN:
         return
-    _note_health(tick)
-    _note_pitfalls(tick)
+    note_health(tick)
+    note_pitfalls(tick)
     if tick.state.rollback is not None:
-        _carry_on(tick, tick.state.rollback)
+        _advance(tick, tick.state.rollback)
     if tick.state.rollback is None or tick.state.rollback.stage not in UNTRAINED_ROLLBACK:
-        _answer_divergence(tick)
-        _answer_memory(tick)
+        answer_divergence(tick)
+        answer_memory(tick)
 
 
-def begin_by_hand(tick: Tick, command: Command) -> None:
-    """Begin what a user asked for; a run that has ended goes on with it."""
-    state = tick.state
-    if state.phase in (RunPhase.FINISHED, RunPhase.STOPPING):
-        return
-    if tick.snapshot.checkpoints is None:
-        text = f"no rollback was begun: {tick.snapshot.damaged}"
-        tick.emit(Noticed("no_target", _reached(tick), text), text)
-        return
-    if command.start is None:
-        target = target_by_hand(state, tick.snapshot.checkpoints, ever_stored=tick.snapshot.ever_stored)
-    elif command.start == RUN_START:
-        target = Target(None)
-    else:
-        named = PolicyVersion.parse(command.start)
-        gone = "" if named in tick.snapshot.checkpoints else f"checkpoint {named} is not in the store any more"
-        target = Target(named, gone)
-    if target.missing:
-        text = f"no rollback was begun: {target.missing}; {NAME_ONE}"
-        tick.emit(Noticed("no_target", _reached(tick), text), text)
-        return
-    changes = {key: _as_whole(key, value) for key, value in command.changes.items()} or _changes_by_rule(tick)
-    if state.phase not in _ALIVE:
-        tick.move_run(RunPhase.STARTING, "rolled back by hand")
-    _begin(tick, target.start, Cause.USER, changes, "asked for by hand")
-
-
-def target_by_hand(state: RunState, checkpoints: Sequence[PolicyVersion], *, ever_stored: bool) -> Target:
-    """Where a rollback goes that a person asks for without naming a target: before what has gone wrong."""
-    trouble = state.diverged or state.watched
-    onset_step = None if trouble is None else trouble.onset_step
-    return _target(state, checkpoints, onset_step, ever_stored=ever_stored)
-
-
-def _target(
-    state: RunState, checkpoints: Sequence[PolicyVersion], onset_step: int | None, *, ever_stored: bool
-) -> Target:
-    """Where to go back to, for a divergence since `onset_step`; None: there is none."""
-    before_step = None if onset_step is None else target_before_step(onset_step, state.rollbacks)
-    return choose_target(checkpoints, state.forks, state.timeline, before_step, ever_stored=ever_stored)
-
-
-def _note_health(tick: Tick) -> None:
-    state = tick.state
-    if state.diverged is not None:
-        return
-    verdict, seen_by = _verdict(tick)
-    if verdict is None:
-        return
-    onset_step = verdict.step if verdict.onset_step is None else verdict.onset_step
-    if verdict.health is Health.TRIPPED:
-        step = verdict.step if verdict.tripped_step is None else verdict.tripped_step
-        event = Diverged(state.timeline, step, onset_step, verdict.evidence, seen_by)
-        tick.emit(event, f"diverged since step {onset_step}")
-    elif verdict.health is Health.WATCH and state.watched is None:
-        watched = DivergenceWatched(state.timeline, verdict.step, onset_step, verdict.evidence)
-        tick.emit(watched, f"watched since step {onset_step}")
-    elif verdict.health is Health.HEALTHY and state.watched is not None:
-        tick.emit(DivergenceCleared(state.timeline, verdict.step), "healthy again")
-
-
-def _verdict(tick: Tick) -> tuple[Verdict | None, str]:
-    """What is known of the present timeline: the trainer's own word, unless only the controller's has tripped."""
-    beat, watched, timeline = tick.snapshot.trainer, tick.snapshot.watched, tick.state.timeline
-    theirs = beat.verdict if beat is not None and beat.timeline == timeline else None
-    ours = watched.verdict if watched is not None and watched.timeline == timeline else None
-    tripped = ours is not None and ours.health is Health.TRIPPED
-    if theirs is None or (tripped and theirs.health is not Health.TRIPPED):
-        return ours, "controller"
-    return theirs, "trainer"
-
-
-def _note_pitfalls(tick: Tick) -> None:
-    watched = tick.snapshot.watched
-    for found in watched.pitfalls if watched is not None and watched.timeline == tick.state.timeline else ():
-        if found.step > tick.state.noticed.get(found.kind, -1):
-            tick.emit(Noticed(found.kind, found.step, found.text), f"noticed: {found.kind}")
-
-
-def _carry_on(tick: Tick, rollback: Rollback) -> None:
+def _advance(tick: Tick, rollback: Rollback) -> None:
     timeline, beat = rollback.fork.timeline, tick.snapshot.trainer
-    beats = beat is not None and beat.timeline == timeline and beat.activity not in NOT_YET
+    if beat is not None and (beat.timeline != timeline or beat.activity in NOT_TRAINING):
+        beat = None  # nobody trains on the new timeline yet
     match rollback.stage:
         case RollbackStage.BEGUN:
             if tick.snapshot.timeline >= timeline:
@@ -169,22 +55,21 @@ def _carry_on(tick: Tick, rollback: Rollback) -> None:
         case RollbackStage.FORKED:
             _fence(tick, rollback)
         case RollbackStage.FENCED:
-            if beat is not None and beats:
-                tick.emit(
-                    TimelineResumed(timeline, beat.step), f"timeline {timeline} trains from step {beat.step}"
-                )
+            if beat is not None:
+                resumed = TimelineResumed(timeline, beat.step)
+                tick.emit(resumed, f"timeline {timeline} trains from step {beat.step}")
         case RollbackStage.RESUMED:
             policy = next((p for p in _served(tick) if p.timeline == timeline), None)
             if policy is not None:
                 tick.emit(FleetMoved(timeline, str(policy)), f"the fleet serves {policy}")
         case RollbackStage.PROBATION:
-            if beat is not None and beats and beat.step > rollback.probation_until_step:
+            if beat is not None and beat.step > rollback.probation_until_step:
                 tick.emit(ProbationPassed(timeline, beat.step), f"timeline {timeline} has passed its probation")
 
 
 def _fence(tick: Tick, rollback: Rollback) -> None:
     trainers = tick.state.live(Role.TRAINER)
-    working = [node for node in trainers if _may_work(node)]
+    working = [node for node in trainers if node.may_be_working]
     if working and tick.silent_s(rollback.since_s) > FENCE_WAIT_S:
         for node in working:
             tick.move(node, NodePhase.TERMINATING, "its trainer does not stop for the new timeline")
@@ -197,142 +82,6 @@ def _fence(tick: Tick, rollback: Rollback) -> None:
             tick.restart(node, f"goes on with timeline {rollback.fork.timeline}")
 
 
-def _may_work(node: Node) -> bool:
-    """Whether the node may have a trainer at work. One that has not begun yet stops as soon as it does."""
-    return node.phase in (NodePhase.SERVING, NodePhase.DRAINING) and node.attempt_ended_at_s is None
-
-
 def _served(tick: Tick) -> list[PolicyVersion]:
     members = (tick.snapshot.members or {}).values()
     return [labelled_version(member.policy) for member in members if member.serving and member.policy]
-
-
-def _answer_divergence(tick: Tick) -> None:
-    state, policy = tick.state, tick.spec.policies.kl
-    trip, checkpoints = state.diverged, tick.snapshot.checkpoints
-    if trip is None or policy.action == "alert" or _is_storing(tick):
-        return
-    if checkpoints is None:
-        _pause_if_damaged(tick, f"diverged since step {trip.onset_step}")
-        return
-    target = _target(state, checkpoints, trip.onset_step, ever_stored=tick.snapshot.ever_stored)
-    if policy.action == "pause" and not target.missing:
-        why = f"diverged since step {trip.onset_step}; `grpo-orch rollback` goes back to {target}"
-        tick.move_run(RunPhase.PAUSED, why)
-        return
-    why = budget_spent(state.rollbacks, trip.step, policy.budget)
-    if why and policy.action == "rollback":
-        start = None if target.start is None else str(target.start)
-        tick.emit(HealthyChosen(start), f"the last healthy one is {target}")
-        tick.move_run(RunPhase.GAVE_UP, f"diverged at step {trip.step}, and was {why}; last healthy: {target}")
-        return
-    if target.missing:
-        tick.move_run(RunPhase.PAUSED, f"diverged since step {trip.onset_step}; {target.missing}; {NAME_ONE}")
-        return
-    reason = f"diverged since step {trip.onset_step}: {trip.evidence[0] if trip.evidence else 'no evidence kept'}"
-    _begin(tick, target.start, Cause.DIVERGED, _changes_by_rule(tick), reason)
-
-
-def _is_storing(tick: Tick) -> bool:
-    """Whether the trainer that diverged may still bring checkpoints into the store. While that is away it cannot,
-    nor say so."""
-    beat = tick.snapshot.trainer
-    if beat is None or beat.timeline != tick.state.timeline or tick.silent_s(beat.beat_at_s) > HEARTBEAT_FRESH_S:
-        return False
-    node = tick.node(beat.node)
-    if node is None or node.attempt != beat.attempt or not _may_work(node):
-        return False
-    tripped = beat.verdict is not None and beat.verdict.health is Health.TRIPPED
-    return tick.silent_s(tick.state.diverged_at_s) < (DRAIN_WAIT_S if tripped else GUARD_WAIT_S)
-
-
-def _answer_memory(tick: Tick) -> None:
-    checkpoints, state = tick.snapshot.checkpoints, tick.state
-    if not _out_of_memory(tick) or state.phase not in _ALIVE:
-        return
-    if state.rollback is not None and state.rollback.stage in UNTRAINED_ROLLBACK:
-        return
-    if checkpoints is None:
-        _pause_if_damaged(tick, "the trainer is out of memory")
-        return
-    least, accumulates = tick.spec.policies.min_completion_length, not fixes_accumulation(tick.spec)
-    changes = changes_to_save_memory(_effective(tick), least, accumulates=accumulates)
-    if changes is None:
-        tick.move_run(RunPhase.PAUSED, f"the trainer is out of memory; {NOTHING_SMALLER}")
-        return
-    target = _target(state, checkpoints, None, ever_stored=tick.snapshot.ever_stored)
-    if target.missing:
-        tick.move_run(RunPhase.PAUSED, f"the trainer is out of memory; {target.missing}; {NAME_ONE}")
-        return
-    _begin(tick, target.start, Cause.OUT_OF_MEMORY, changes, "the trainer is out of memory")
-
-
-def _pause_if_damaged(tick: Tick, why: str) -> None:
-    """Wait for a person, without machines, where nobody can tell which checkpoints there are."""
-    if tick.snapshot.damaged:
-        tick.move_run(RunPhase.PAUSED, f"{why}; {tick.snapshot.damaged}; then `grpo-orch rollback`")
-
-
-def _out_of_memory(tick: Tick) -> bool:
-    machines = tick.snapshot.machines or {}
-    ended = [node for node in tick.state.live(Role.TRAINER) if node.attempt_ended_at_s is not None]
-    return any(
-        (machine := machines.get(node.id)) is not None
-        and (machine.attempt, machine.exit_code) == (node.attempt, exit_codes.OUT_OF_MEMORY)
-        for node in ended
-    )
-
-
-def _begin(
-    tick: Tick, start: PolicyVersion | None, cause: Cause, changes: Mapping[str, bool | int | float], reason: str
-) -> None:
-    state = tick.state
-    known = [state.timeline, tick.snapshot.timeline, *(one.fork.timeline for one in state.rollbacks)]
-    before = state.forks[-1] if state.forks else Fork(0, None)
-    passed = any(one.passed for one in state.rollbacks if one.fork == before)
-    fork = Fork(
-        timeline=max(known) + 1,
-        start=None if start is None else str(start),
-        changes={**before.changes, **changes},
-        skipped=(*(() if passed else before.skipped), *_skipped(tick, before)),
-        reason=reason,
-        from_step=_reached(tick),
-    )
-    told = effects(changes, _effective(tick), processes_of(tick.spec))
-    event = RollbackBegun(fork, cause, _reached(tick), reason, told)
-    tick.emit(event, f"back to {fork.start or 'the start'}: {reason}")
-
-
-def _reached(tick: Tick) -> int:
-    """How far the present timeline has come: to its trip, or as its trainer and its checkpoints say."""
-    state, beat = tick.state, tick.snapshot.trainer
-    if state.diverged is not None:
-        return state.diverged.step
-    steps = [beat.step] if beat is not None and beat.timeline == state.timeline else []
-    newest = choose_start(tick.snapshot.checkpoints or (), state.forks, state.timeline, None)
-    return max([*steps, 0 if newest is None else newest.step])
-
-
-def _skipped(tick: Tick, before: Fork) -> tuple[Skipped, ...]:
-    """The steps of the present timeline whose prompts are to be left out."""
-    trip = tick.state.diverged
-    if trip is None or not tick.spec.policies.kl.on_rollback.skip_prompts:
-        return ()
-    first_of_timeline = 1 if before.start_at is None else before.start_at.step + 1
-    return (Skipped(trip.timeline, max(trip.onset_step, first_of_timeline), trip.step),)
-
-
-def _changes_by_rule(tick: Tick) -> dict[str, bool | int | float]:
-    rules = tick.spec.policies.kl.on_rollback
-    return {**changes_on_rollback(_effective(tick), rules, processes_of(tick.spec))}
-
-
-def _as_whole(key: str, value: float) -> int | float:
-    """A command's numbers have all become fractions on their way through the store."""
-    return int(value) if key in WHOLE else value
-
-
-def _effective(tick: Tick) -> dict[str, object]:
-    """The present timeline's `grpo`."""
-    forks = tick.state.forks
-    return forked_spec(tick.spec, forks[-1] if forks else None).grpo

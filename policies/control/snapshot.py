@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from policies.detect.divergence import Verdict
 from policies.detect.pitfalls import Pitfall
 from policies.model.events import Event
+from policies.model.state import Node
 from policies.model.timelines import Fork
 from policies.model.vocabulary import MachineState, Market, PolicyVersion, Precedence, Refusal, precedence_of
 from policies.serving.wire import MemberStatus
@@ -43,13 +44,13 @@ class Trainer:
     beat_at_s: float
     kl: float | None = None
     stored_step: int | None = None  # of the newest checkpoint in the store
-    store_slow: bool = False  # a checkpoint was put off: the ones before it are still on their way
+    store_slow: bool = False  # a checkpoint was put off: earlier ones are still being stored
     verdict: Verdict | None = None  # of the trainer's own guard
-    leaving: bool = False  # it knows that it is to end, or that its machine is: it stores what it has
+    leaving: bool = False  # it knows that it or its machine is to end, and stores what it has
 
     @property
     def precedence(self) -> Precedence:
-        """Of two trainers of a run the one with the higher precedence is the newer, and the other one stops."""
+        """Of two trainers of a run the one with the higher precedence is the newer, and the other stops."""
         return precedence_of(self.timeline, self.node, self.attempt)
 
 
@@ -86,8 +87,8 @@ class Snapshot:
     """One look at the world. `machines` or `members` is None when that party did not answer: then nothing
     may be concluded from an absence.
 
-    `now_s` never goes back and never jumps while one controller looks. For `steady_s` seconds that one has looked,
-    with answers from store and cloud, and written, without a break: nobody can be called silent for longer.
+    `now_s` never goes back or jumps while one controller runs. For the last `steady_s` seconds the controller has
+    read store and cloud, and written, without a break: nobody can be called silent for longer.
     """
 
     now_s: float
@@ -107,14 +108,24 @@ class Snapshot:
     steady_s: float = math.inf
     exported_to: str | None = None  # where the export that was asked for lies, once it is done; "": it failed
 
+    def heartbeat_of(self, node: Node) -> Trainer | None:
+        """The last heartbeat, if the present attempt of the node's work made it."""
+        beat = self.trainer
+        return beat if beat is not None and (beat.node, beat.attempt) == (node.id, node.attempt) else None
+
+    def exit_code_of(self, node: Node) -> int | None:
+        """What the present attempt of the node's work has ended with."""
+        machine = (self.machines or {}).get(node.id)
+        return machine.exit_code if machine is not None and machine.attempt == node.attempt else None
+
     def silent_s(self, since_s: float) -> float:
-        """Seconds since then in which the one who looks would have noticed a word."""
+        """Seconds since then in which the controller would have noticed a word."""
         return min(self.now_s - since_s, self.steady_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """See that the machine exists and that attempt `attempt` of its work was started. Idempotent."""
+    """Make sure that the machine exists and that attempt `attempt` of its work was started. Idempotent."""
 
     node: str
     slot: str
@@ -125,7 +136,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Terminate:
-    """See that the machine is gone. Idempotent."""
+    """Make sure that the machine is gone. Idempotent."""
 
     node: str
 
@@ -139,7 +150,7 @@ class Confirm:
 
 @dataclass(frozen=True, slots=True)
 class AskToStop:
-    """See that the trainer of that attempt knows that it is to store what it has, and to end. Idempotent."""
+    """Make sure that the trainer of that attempt knows it is to store what it has and end. Idempotent."""
 
     node: str
     attempt: int
@@ -147,14 +158,14 @@ class AskToStop:
 
 @dataclass(frozen=True, slots=True)
 class WriteFork:
-    """See that the fork is in the store. Idempotent."""
+    """Make sure that the fork is in the store. Idempotent."""
 
     fork: Fork
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """See that the checkpoint's weights are exported. Idempotent."""
+    """Make sure that the checkpoint's weights are exported. Idempotent."""
 
     version: str  # PolicyVersion as text
 

@@ -24,7 +24,7 @@ class Tick:
     reasons: list[str] = field(default_factory=list)
 
     def emit(self, event: Event, reason: str) -> None:
-        """Decide `event`, because of `reason`. Raises IllegalMove when the tables forbid it."""
+        """Decide `event`, because of `reason`. Raises IllegalMove when a phase table forbids it."""
         self.state = apply(self.state, event, self.snapshot.now_s, self.state.epoch)
         self.events.append(event)
         self.reasons.append(reason)
@@ -48,7 +48,7 @@ class Tick:
         self.emit(JobRestarted(node.id, node.attempt + 1, reason), f"{node.id}: {reason}")
 
     def waited_s(self, since_s: float) -> float:
-        """Seconds since then, for who waits before the next try."""
+        """Seconds since then, for waits before a next try."""
         return self.snapshot.now_s - since_s
 
     def silent_s(self, since_s: float) -> float:

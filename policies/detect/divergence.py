@@ -3,11 +3,10 @@
 Pure and incremental: the trainer follows each point as it is logged, the controller follows the stored rows, and
 both come to the same verdict.
 
-KL is judged against the run's own past. It grows in every healthy run, from nothing and by a factor of a thousand,
-but in a concave way; and it has no level that is wrong for all. So it counts how far the sustained KL lies beyond
-concave growth from any point of its past, and how high it is in nats per token above the run's own start, both in
-logarithms, which add up. Signals that leave their own past at the same time lower the bar; a reward that rises
-meanwhile raises it.
+KL is judged against the run's own past. In every healthy run it grows from nothing by a factor of a thousand, but
+concavely, and no level is wrong for all runs. So the score adds two logarithms: how far the sustained KL lies
+beyond concave growth from any point of its past, and how high it is above the run's own start, in nats per token.
+Signals that leave their own past at the same time lower the bar; a reward that rises meanwhile raises it.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from policies.detect.signals import BRIEF_POINTS, HUGE, LONG_POINTS, Series, follow_series, rise, shift
-from policies.detect.symptoms import LINEAR, SIGNS, Symptom, compared, reward_rises, symptoms
+from policies.detect.symptoms import LINEAR, SIGNALS, Symptom, as_factor, reward_rises, symptoms
 
-LOGARITHMIC = frozenset({"kl", *(sign.name for sign in SIGNS)})
+LOGARITHMIC = frozenset({"kl", *(signal.name for signal in SIGNALS)})
 # KL per token under it says nothing: a few updates at a healthy learning rate bring a run there.
 KL_FLOOR = 0.005
 # A KL above the start's that is neither alarming nor calming: healthy runs end between 0.01 and 1. A factor of e
@@ -32,7 +31,7 @@ LEVEL_LEAST, LEVEL_MOST = -3.0, 2.5
 # In nats: trips at 4.5 times what concave growth explains where the KL is 4 and more, at 50 times where it is 0.1.
 TRIP_SCORE = 4.0
 WATCH_SCORE = 2.0
-# A smaller factor than e is no excursion that others could confirm.
+# A factor smaller than e is no excursion that other signals could confirm.
 KL_LEAST = 1.0
 # In nats per token above the start's: no reward is worth more.
 PAID_MOST = 5.0
@@ -45,9 +44,9 @@ SURE_WOBBLES = 3.0
 # format that is learnt in thirty steps brings the KL from nothing to 0.3; the less the further the KL is over 1,
 # for no reward needs that.
 REWARDED, REWARDED_KL = 2.0, 1.0
-# Where the KL is calm, what stands beside a fallen reward must be strong or last: dips of the reward recover.
+# While the KL is calm, what accompanies a fallen reward must be strong or last: dips of the reward recover.
 LASTING_POINTS = 15
-# What is seen on and off is watched as one, so that its onset stays.
+# What is gone for no more points than this is still the same excursion, with its onset.
 RECOVERED_POINTS = 10
 # NaN once is a bad batch, four times is a policy that is gone. Gradients alone overflow in the search of mixed
 # precision for its loss scale, which begins at 2^16 and halves with every step.
@@ -55,7 +54,7 @@ NOT_FINITE_POINTS = 4
 OVERFLOW_STEPS = 16
 OVERFLOW_AGAIN_STEPS = 8  # once gradients were finite: the scale doubles in good times
 NOT_FINITE = ("kl", "loss", "reward", "grad_norm")
-LOG_LEAST, LOG_MOST = 1e-6, 1e30  # what is beyond counts as that: the zeros of a start must not drag its blocks
+LOG_LEAST, LOG_MOST = 1e-6, 1e30  # values beyond count as these: zeros at the start must not pull its blocks down
 
 
 class Health(StrEnum):
@@ -79,7 +78,7 @@ class Verdict:
     """What is known after a point.
 
     `onset_step` is the first step that the excursion under way may have touched: a checkpoint of an earlier step
-    is untouched. None while healthy. `evidence` is a sentence a signal, the strongest first.
+    is untouched. None while healthy. `evidence` is one sentence per signal, the strongest first.
     """
 
     health: Health = Health.HEALTHY
@@ -94,7 +93,7 @@ class Paid:
     """What the KL has bought: while the reward gains, the KL at which it does so is learning, and no excursion.
 
     `kl` and `sure_kl` are logarithms. Any gain holds a trip off; only a sure one moves what counts as calm, for by
-    luck there is one now and then, and a target must not lie behind the onset.
+    luck there is one now and then, and a target must not lie after the onset.
     """
 
     gained: float | None = None
@@ -200,7 +199,7 @@ def _judge(detector: Detector, step: int, limit: float | None) -> tuple[Health, 
         return Health.TRIPPED, gone
     kl = detector.series.get("kl")
     if kl is not None and kl.best <= math.log(10 * LOG_LEAST):
-        kl = None  # without a reference some log 0
+        kl = None  # some log 0 where there is no reference model
     if kl is not None and kl.start is not None and limit is not None:
         over = _over_limit(kl, kl.start, limit)
         if over is not None:
@@ -266,7 +265,7 @@ def _excursion(
         score = left.by + _level_score(above) + groups - (_rewarded(above) if rises else 0.0)
         if score < WATCH_SCORE:
             continue
-        text = f"KL {level:.3g}, {compared(level, calm)} its calm level of {calm:.3g} at step {dated.calm_step}"
+        text = f"KL {level:.3g}, {as_factor(level, calm)} its calm level of {calm:.3g} at step {dated.calm_step}"
         found = [Symptom("kl", text, dated.onset_step, dated.points), *confirming]
         if score >= TRIP_SCORE and (groups or points == LONG_POINTS):
             return Health.TRIPPED, found
@@ -286,7 +285,7 @@ def _rewarded(above: float) -> float:
 
 
 def _broken(found: Sequence[Symptom], *, has_kl: bool) -> bool:
-    """Whether the symptoms tell it without the KL."""
+    """Whether the symptoms show a divergence without the KL."""
     groups = {one.group for one in found}
     if not groups & {"reward", "gradients"}:
         return False

@@ -1,7 +1,7 @@
-"""What a run does that wastes its steps or its machines, and is no divergence: told once, with what to do.
+"""What wastes a run's steps or machines and is no divergence: told once, with what to do about it.
 
-Pure and incremental, as `policies.detect.divergence` is. Each is judged over a window of points, so that one of
-them does not make it; and is said again only after it was gone, or 200 steps later.
+Pure and incremental, as `policies.detect.divergence` is. Each pitfall is judged over a window of points, and told
+again only after it was gone, or AGAIN_STEPS later.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from policies.detect.signals import HUGE
 from policies.detect.symptoms import CLIPPED, NO_VARIANCE, SAMPLING
 
 WINDOW_POINTS = 16
-OUTLIERS = 2  # of the window may be otherwise
+OUTLIERS = 2  # so many points of the window may be otherwise
 AGAIN_STEPS = 200
-# Four in a row that all rise are chance once in 24.
+# Four in a row all rise by chance once in 24 times.
 EVALUATIONS = 4
 EVAL_REWARD, REWARD = "eval_reward", "reward"
 WAIT_S, STEP_TIME = "orch/wait_s", "step_time"
@@ -47,7 +47,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Pitfalls:
-    """What must be remembered between two points: the windows by name, when which was said. JSON types only."""
+    """What must be remembered between two points: windows by name, when each was told. JSON types only."""
 
     step: int = 0
     windows: dict[str, tuple[float, ...]] = field(default_factory=dict)
@@ -57,8 +57,8 @@ class Pitfalls:
 
 
 @dataclass(frozen=True, slots=True)
-class _High:
-    """A share or a difference that stands high."""
+class _HighSignal:
+    """A share or a difference that is a pitfall while it stays at or above `least`."""
 
     kind: str
     name: str
@@ -67,7 +67,7 @@ class _High:
 
 
 _HIGH = (
-    _High(
+    _HighSignal(
         "no_signal",
         NO_VARIANCE,
         0.9,
@@ -76,7 +76,7 @@ _HIGH = (
         "sample at a higher temperature, or grade more finely",
     ),
     # bf16 kernels of two engines differ by 0.01 to 0.05 on the same weights, in fp32 they agree to six digits.
-    _High(
+    _HighSignal(
         "stale_sampling",
         SAMPLING,
         0.3,
@@ -85,7 +85,7 @@ _HIGH = (
         "the trainer's policy, give rollout.vllm.dtype the trainer's dtype (grpo.bf16, grpo.fp16), and leave out "
         "rollout.vllm.quantization and kv-cache-dtype",
     ),
-    _High(
+    _HighSignal(
         "completions_cut",
         CLIPPED,
         0.5,

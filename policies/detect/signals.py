@@ -19,7 +19,7 @@ BRIEF_POINTS = 7
 # Seven of nine is what nothing but a change brings about: were one point in ten wild, once in 300,000 points.
 LONG_POINTS = 9
 OUTLIERS = 2
-# Six of one size, then two become one: a block is a sixth of its age or less, 10,000 points are 70 blocks.
+# After six of one size two become one: a block is at most a sixth of its age, and 10,000 points are 70 blocks.
 BLOCKS_OF_A_SIZE = 6
 # The upper envelope of the past forgets a peak of e times the level in so many points: a bump in the beginning
 # does not shield the rest of the run.
@@ -27,10 +27,9 @@ FORGET_POINTS = 200.0
 # When a change began is known to a share of the time it took to arrive where it is.
 DOUBT_SHARE = 0.3
 DOUBT_POINTS = 1
-MOSTLY = 0.6  # of the points since a change are beyond it: what swings has not come back at each trough
-EDGE_SHARE = (
-    0.25  # of the way from calm to the present a point must have gone to be beyond, or be short of to arrive
-)
+MOSTLY = 0.6  # of the points since a change are beyond it: what swings is not back at each trough
+# A point this share of the way from calm to the present has left calm; one this share short of it has arrived.
+EDGE_SHARE = 0.25
 UNDER_FLOOR = math.log(10)
 SAME = 0.15  # two medians that differ by less, in logarithms, are the same: no run is less noisy
 CALM_SHARE = 0.75  # what calm was is told by the last quarter of the points up to the change
@@ -38,7 +37,7 @@ START_POINTS = 3
 # The wobble is over so many points, each cut at three times what it was before, so that wild ones hardly count.
 WOBBLE_POINTS = 32
 WOBBLE_CUT = 3.0
-HUGE = 1e30  # what is beyond counts as that, so that differences stay finite
+HUGE = 1e30  # values beyond count as this, so that differences stay finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,8 @@ class Series:
         return _median(self.recent[-BRIEF_POINTS:])
 
     def sustained(self, sign: float, points: int) -> float:
-        """What all but OUTLIERS of the last points reach (sign 1) or stay under (-1); so far off that nothing
-        follows from it while there are too few."""
+        """What all but OUTLIERS of the last points reach (sign 1) or stay under (-1); while there are too few,
+        so far off that nothing follows from it."""
         if len(self.recent) <= 2 * OUTLIERS:
             return -sign * HUGE
         return sorted(self.recent[-points:], reverse=sign < 0)[OUTLIERS]

@@ -15,7 +15,7 @@ from policies.detect.signals import BRIEF_POINTS, HUGE, Series, Shift, fall, ris
 CLIPPED = "completions/clipped_ratio"
 NO_VARIANCE = "frac_reward_zero_std"
 SAMPLING = "sampling/sampling_logp_difference/mean"
-# A shift whose calm lies further back is how the run is now.
+# A shift from a calm further back is not told: the run is like that now.
 STALE_POINTS = 200
 # Of the gain since the start and of the level itself a fall takes this share; or so many times the wobble and most
 # of the gain, since rewards have no natural zero.
@@ -42,31 +42,31 @@ class Symptom:
     text: str
     onset_step: int
     points: int  # since it was last seen as before
-    strong: bool = False  # by twice the logarithm that is asked of it
+    strong: bool = False  # by twice the logarithm that makes it a symptom
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
-    """A positive signal and the factor that makes it a symptom, up or down; levels under `floor` count as that."""
+class Signal:
+    """A positive signal and the factor that makes it a symptom; levels under `floor` count as `floor`."""
 
     name: str
     words: str
     group: str
-    sign: float
+    sign: float  # 1 for a rise, -1 for a fall
     factor: float
     floor: float = 0.0
 
 
-# The factors are beyond concave growth, or its mirror image in falls. Norms of gradients have heavier tails than
+# The factors are beyond concave growth, or its reverse for falls. Norms of gradients have heavier tails than
 # the others; lengths rarely have room for more than a factor of a few; a difference of the log-probabilities below
 # 0.03 is what bf16 kernels make of the same weights.
-SIGNS = (
-    Sign("grad_norm", "gradient norm", "gradients", 1.0, 5.0),
-    Sign("entropy", "entropy", "entropy", -1.0, 3.0),
-    Sign("entropy", "entropy", "entropy", 1.0, 2.5, floor=0.05),
-    Sign("completions/mean_length", "completion length", "completions", 1.0, 2.5),
-    Sign("completions/mean_length", "completion length", "completions", -1.0, 3.0),
-    Sign(SAMPLING, "sampling difference", "sampling", 1.0, 5.0, floor=0.03),
+SIGNALS = (
+    Signal("grad_norm", "gradient norm", "gradients", 1.0, 5.0),
+    Signal("entropy", "entropy", "entropy", -1.0, 3.0),
+    Signal("entropy", "entropy", "entropy", 1.0, 2.5, floor=0.05),
+    Signal("completions/mean_length", "completion length", "completions", 1.0, 2.5),
+    Signal("completions/mean_length", "completion length", "completions", -1.0, 3.0),
+    Signal(SAMPLING, "sampling difference", "sampling", 1.0, 5.0, floor=0.03),
 )
 LINEAR = frozenset({"reward", CLIPPED, NO_VARIANCE})
 
@@ -77,7 +77,7 @@ def symptoms(series: Mapping[str, Series], points: int) -> tuple[Symptom, ...]:
     found = [reward, _clipped(series.get(CLIPPED), points)]
     if reward is not None:
         found.append(_no_variance(series.get(NO_VARIANCE), points))
-    found += [_shifted(sign, series.get(sign.name), points) for sign in SIGNS]
+    found += [_shifted(signal, series.get(signal.name), points) for signal in SIGNALS]
     return tuple(symptom for symptom in found if symptom is not None)
 
 
@@ -131,20 +131,19 @@ def _risen(share: Series | None, points: int) -> Shift | None:
     return risen if risen.by >= SHARE_RISE and risen.points <= STALE_POINTS else None
 
 
-def _shifted(sign: Sign, series: Series | None, points: int) -> Symptom | None:
+def _shifted(signal: Signal, series: Series | None, points: int) -> Symptom | None:
     if series is None:
         return None
-    least = math.log(sign.factor)
-    found = shift(series, sign.sign, points, least, math.log(sign.floor) if sign.floor else -HUGE)
+    least = math.log(signal.factor)
+    found = shift(series, signal.sign, points, least, math.log(signal.floor) if signal.floor else -HUGE)
     if found is None or found.points > STALE_POINTS:
         return None
-    level, calm = math.exp(series.sustained(sign.sign, points)), math.exp(found.calm)
-    text = (
-        f"{sign.words} {level:.3g}, {compared(level, calm)} its calm level of {calm:.3g} at step {found.calm_step}"
-    )
-    return Symptom(sign.group, text, found.onset_step, found.points, strong=found.by >= 2 * least)
+    level, calm = math.exp(series.sustained(signal.sign, points)), math.exp(found.calm)
+    factor = as_factor(level, calm)
+    text = f"{signal.words} {level:.3g}, {factor} its calm level of {calm:.3g} at step {found.calm_step}"
+    return Symptom(signal.group, text, found.onset_step, found.points, strong=found.by >= 2 * least)
 
 
-def compared(level: float, calm: float) -> str:
+def as_factor(level: float, calm: float) -> str:
     """In words, by what factor: "41 times" or "1/36 of"."""
     return f"{level / calm:.2g} times" if level >= calm else f"1/{calm / level:.2g} of"

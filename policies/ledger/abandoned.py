@@ -16,7 +16,7 @@ RowT = TypeVar("RowT", bound=LoggedRow)
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """What a rollback threw away: the line that it left, from behind its start to `last_step`."""
+    """What a rollback threw away: the line that it left, from after its start to `last_step`."""
 
     last_step: int
     steps: int
@@ -45,7 +45,7 @@ def abandoned(rows: Sequence[LoggedRow], rollbacks: Sequence[Rollback]) -> list[
         start = rollback.fork.start_at
         start_step = 0 if start is None else start.step
         left = [one for one in line if one.step > start_step]
-        # Until it had ended the old trainer may have gone on a little.
+        # The old trainer may have gone on a little before it ended.
         last_step = max([rollback.from_step, *(one.step for one in left)])
         found.append(Abandoned(last_step, max(0, last_step - start_step), sum(one.tokens for one in left)))
     return found

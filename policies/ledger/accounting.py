@@ -25,6 +25,7 @@ from policies.model.events import (
     RunMoved,
     TookOver,
 )
+from policies.model.phases import LIVE_RUN
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
 
 History = Iterable[tuple[int, float, Iterable[Event]]]  # (entry number, time_s, events), as `fold.fold` takes it
@@ -39,7 +40,7 @@ STOPPED_BY_ITSELF = (exit_codes.FENCED, exit_codes.DIVERGED)
 
 
 class LoggedRow(Protocol):
-    """A row of the log, `checkpoint.records.metrics.RowT`. Times are the wall clock at the step's end."""
+    """A row of the log, `checkpoint.records.metrics.Row`. Times are the wall clock at the step's end."""
 
     @property
     def timeline(self) -> int: ...
@@ -180,7 +181,7 @@ class _Ledger:
                 self._add(f"{event.node} given up", self.slots[event.node], time_s)
 
     def _add(self, name: str, target: str, time_s: float, at_step: int | None = None) -> None:
-        if self.run in (RunPhase.STARTING, RunPhase.TRAINING):
+        if self.run in LIVE_RUN:
             self.found.append(Fault(name, target, time_s, time_s, at_step))
 
 

@@ -1,4 +1,4 @@
-"""Which stored completions of a run may go: all but those that a restart may be given again, and a sample.
+"""Which stored completions of a run may go: all but those that a restart may need again, and a sample.
 
 They are large: a token takes 26 bytes, so a step of 1,024 completions of 4,000 tokens takes 108 MB, and 5,000 such
 steps 540 GB.
@@ -12,7 +12,7 @@ from policies.ledger.retention import on_probation
 from policies.model.timelines import Fork, lineage, on_lineage
 from policies.model.vocabulary import PolicyVersion
 
-# The newest checkpoint may turn out damaged; a restart from the one before is given its completions, too.
+# The newest checkpoint may turn out damaged; a restart from the one before needs its completions, too.
 RESTARTS_FROM = 2
 
 
@@ -25,10 +25,10 @@ def versions_to_delete(
 ) -> tuple[PolicyVersion, ...]:
     """Return the policy versions whose stored completions no restart needs, in order.
 
-    What stays: on the newest timeline all since the oldest of the newest `keep_last` checkpoints, two at least, of
-    its line; of earlier timelines, whose seeds are others so that nothing of them is ever replayed, all until
-    every rollback has passed its probation; and on the line for good what lies on a multiple of `sample_steps`. So
-    does what is of a timeline that `forks` does not know.
+    What stays: on the newest timeline, all since the oldest of the newest `keep_last` checkpoints (at least two)
+    of its line; on earlier ones, whose seeds differ so that nothing of them is ever replayed, all until every
+    rollback has passed its probation; on the line, multiples of `sample_steps` for good; and everything of a
+    timeline that `forks` does not know.
     """
     newest = max((fork.timeline for fork in forks), default=0)
     stretches = lineage(forks, newest)

@@ -1,9 +1,9 @@
-"""How buying machines of one kind goes, and when it stops: what never works is not bought for ever.
+"""How buying machines of one kind goes, and when it stops, so that what never works is not bought for ever.
 
-A kind is what machines of several slots share: role, market, resources. Once REFUSALS of its machines in a row
-were refused, or given and never seen to work, or soon broken for good, no more are asked for, but for one at a
-time that tries whether it works again. A refusal costs nothing and capacity comes back within minutes, so that is
-tried soon; a machine that never serves is paid for, and what it lacks is seldom mended by waiting.
+A kind is what the machines of several slots share: role, market, resources. After REFUSALS of them in a row that
+were refused, never worked, or soon broke for good, no more are requested, except one at a time to see whether the
+kind works again. A refusal costs nothing and capacity comes back within minutes, so the next try is soon; a
+machine that never serves is paid for, and waiting rarely repairs the cause.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from policies.model.vocabulary import NodePhase, Refusal
 REFUSALS = 3
 PROBE_FIRST_S = 600.0  # after machines that never served; doubled with each try
 PROBE_MAX_S = 4 * 3600.0
-WORKS_S = 600.0  # one that serves for so long, behind the last that soon broke, shows that the kind works
+WORKS_S = 600.0  # one that serves this long after the last that soon broke shows that the kind works
 BACK_OFF_FIRST_S = 2.0  # after refusals; doubled with each in a row
 BACK_OFF_MAX_NEEDED_S = 15.0  # for nodes below `replicas.min`
 BACK_OFF_MAX_EXTRA_S = 120.0  # for those above it
@@ -27,15 +27,15 @@ class MachineKind:
     """How buying machines of one kind has gone lately, whichever slots they were for."""
 
     refused_in_a_row: int = 0  # by the cloud, or taken back before they served, since it last gave one
-    unserved_in_a_row: int = 0  # given, and never seen to work, since one last served
+    unserved_in_a_row: int = 0  # came, and never seen to work, since one last served
     broke_in_a_row: int = 0  # served, and soon broken for good, since the buying was last resumed
     failed_at_s: float = 0.0  # the last of them
     last_failure: str = ""
     stopped: str = ""  # why none is bought; empty: they are
     stopped_at_s: float = 0.0
-    probes: int = 0  # machines asked for since then
+    probes: int = 0  # machines requested since then
     served: int = 0  # machines, ever
-    boot_s: float | None = None  # of the last that served, from the request on
+    boot_s: float | None = None  # of the last that served, from its request on
 
     @property
     def fails(self) -> bool:
@@ -48,7 +48,7 @@ class MachineKind:
 
     @property
     def never_serves(self) -> bool:
-        """Whether it fails by machines that were paid for."""
+        """Whether it fails with machines that were paid for."""
         return max(self.unserved_in_a_row, self.broke_in_a_row) >= REFUSALS
 
 
@@ -61,7 +61,7 @@ def back_off_s(failures: int, needed: bool) -> float:
 
 
 def probe_wait_s(kind: MachineKind, needed: bool) -> float:
-    """Seconds from the last failure of a stopped kind until one machine is asked for again."""
+    """Seconds from the last failure of a stopped kind until one machine is requested again."""
     if kind.never_serves:
         return float(min(PROBE_MAX_S, PROBE_FIRST_S * 2 ** min(kind.probes, 10)))
     return back_off_s(kind.probes + 1, needed)
@@ -77,8 +77,8 @@ def after_move(
         move: of the machine's node.
         time_s: of the move.
         came: it was there before the move.
-        served: it had ever done so before the move, or nobody waited for that any more.
-        asked_at_s: when the machine was asked for.
+        served: it had served before the move, or nobody was waiting for that any more.
+        asked_at_s: when the machine was requested.
     """
     failed = replace(kind, failed_at_s=time_s, last_failure=move.reason)
     lost = move.phase is NodePhase.GONE and not served and move.refusal is None

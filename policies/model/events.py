@@ -53,8 +53,8 @@ class NodeRequested:
 
 @dataclass(frozen=True, slots=True)
 class NodeMoved:
-    """A node changed its phase. `refusal` is set when the move is to REFUSED, and when a machine is given up that
-    never served."""
+    """A node changed its phase. `refusal` is set when the cloud refused the machine, and when the machine is given
+    up because it never served or soon broke."""
 
     node: str
     phase: NodePhase
@@ -64,7 +64,7 @@ class NodeMoved:
 
 @dataclass(frozen=True, slots=True)
 class BuyingStopped:
-    """No more machines of a kind are asked for, but for one now and then that shows whether it works again."""
+    """No more machines of a kind are requested, except one now and then to see whether it works again."""
 
     kind: str  # vocabulary.kind_of
     reason: str
@@ -72,14 +72,14 @@ class BuyingStopped:
 
 @dataclass(frozen=True, slots=True)
 class BuyingResumed:
-    """Machines of a kind are asked for again."""
+    """Machines of a kind are requested again."""
 
     kind: str
 
 
 @dataclass(frozen=True, slots=True)
 class MachineBought:
-    """A node's machine was first seen, where and at what prices (USD an hour)."""
+    """A node's machine was first seen: where, and at what prices."""
 
     node: str
     market: Market
@@ -124,7 +124,7 @@ class CommandTaken:
 
 @dataclass(frozen=True, slots=True)
 class DivergenceWatched:
-    """Something is off since `onset_step`. `evidence` is a sentence a signal, the strongest first."""
+    """Something is off since `onset_step`. `evidence` is one sentence per signal, the strongest first."""
 
     timeline: int
     step: int
@@ -142,7 +142,7 @@ class DivergenceCleared:
 
 @dataclass(frozen=True, slots=True)
 class Diverged:
-    """The detectors have tripped, the trainer's own or, where that could not tell, the controller's."""
+    """The detectors tripped: the trainer's own or, where it could not tell, the controller's."""
 
     timeline: int
     step: int
@@ -209,8 +209,8 @@ class HealthyChosen:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The weights of a checkpoint lie in the store below `prefix`, as files for `from_pretrained`. Without a
-    prefix they could not be exported."""
+    """The weights of a checkpoint lie in the store below `prefix`, as files for `from_pretrained`. If it is
+    empty, they could not be exported."""
 
     version: str
     prefix: str
@@ -227,7 +227,7 @@ class Noticed:
 
 @dataclass(frozen=True, slots=True)
 class StoreSlowed:
-    """A checkpoint was put off at `step`: those before it are still on their way. `stored_step` is the newest
+    """A checkpoint was put off at `step`: earlier ones are still being stored. `stored_step` is the newest
     stored one's, 0 while there is none."""
 
     step: int

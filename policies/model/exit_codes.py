@@ -18,4 +18,4 @@ STOPPED = 143
 # The trainer ran out of memory, the accelerator's or the machine's.
 OUT_OF_MEMORY = 80
 # The run has checkpoints, and none of them can be restored: training anew from the start is a person's decision.
-NOTHING_WHOLE = 81
+NO_INTACT_CHECKPOINT = 81

@@ -67,8 +67,10 @@ ROLLBACK_EDGES: dict[tuple[S | None, S | None], str] = {
     (S.PROBATION, S.BEGUN): "the new timeline diverged or ran out of memory, or a person asks for another one",
 }
 
+LIVE_RUN = frozenset({R.STARTING, R.TRAINING})
 TERMINAL_RUN = frozenset({R.FINISHED, R.STOPPED, R.FAILED, R.PAUSED, R.GAVE_UP})
 LIVE_NODE = frozenset({N.REQUESTED, N.BOOTING, N.SERVING, N.DRAINING})
+FILLING_NODE = LIVE_NODE - {N.DRAINING}  # its slot needs no other
 # No trainer trains on the new timeline yet: only a person may begin another rollback.
 UNTRAINED_ROLLBACK = frozenset({S.BEGUN, S.FORKED, S.FENCED})
 

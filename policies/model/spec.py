@@ -31,7 +31,7 @@ class TrainerSpec:
     model: str  # hub name or folder
     dataset: Dataset
     reward_funcs: tuple[str, ...]  # import paths, `package.module.function`, in TRL's signature
-    eval_dataset: Dataset | None = None  # scored every `grpo.eval_steps`; the reward never trains on it
+    eval_dataset: Dataset | None = None  # scored every `grpo.eval_steps`; never trained on
     resources: dict[str, Any] = field(default_factory=dict)  # SkyPilot's keys
     setup: str = ""  # shell, run once on the machine before the trainer
     env: dict[str, str] = field(default_factory=dict)  # environment of the trainer process
@@ -41,7 +41,7 @@ class TrainerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """How many rollout nodes: never more than `max`; below `min` the fleet asks at once."""
+    """How many rollout nodes: never more than `max`; below `min`, more are requested at once."""
 
     min: int = 1
     max: int = 1
@@ -56,26 +56,26 @@ class RolloutSpec:
     setup: str = ""
     vllm: dict[str, Any] = field(default_factory=dict)  # flags of `vllm serve` without their dashes
     env: dict[str, str] = field(default_factory=dict)  # environment of the vLLM process
-    deadline_s: float = 3600.0  # how long a generation request may wait, an empty fleet included
-    recovery: Recovery = "continue"  # what a completion does whose node was lost
+    deadline_s: float = 3600.0  # how long a generation request may wait, even for an empty fleet
+    recovery: Recovery = "continue"  # what happens to a completion whose node was lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnRollback:
-    """What is other on the timeline after a rollback. A factor multiplies what the diverged timeline had.
+    """What differs on the timeline after a rollback. A factor multiplies the diverged timeline's value.
 
-    The sampling seeds are always new, for they are drawn by timeline.
+    The sampling seeds are always new: they are derived from the timeline.
     """
 
     beta_factor: float = 2.0
     epsilon_factor: float = 0.5
     learning_rate_factor: float = 0.5
-    skip_prompts: bool = True  # other prompts in the place of those from the onset to the trip
+    skip_prompts: bool = True  # leave out the prompts from the onset to the trip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackBudget:
-    """How often a run may be rolled back by itself; then it gives up."""
+    """How often a run rolls back by itself before it gives up."""
 
     total: int = 3
     recent: int = 2  # within `recent_steps`
@@ -101,19 +101,19 @@ class PoliciesSpec:
     boot_timeout_s: float = 900.0  # from the request to the first work; then the machine is replaced
     on_bad_prompt: OnBadPrompt = "skip"  # one prompt of many thousands is no reason to lose a night
     trainer_restarts: int = 5  # trainer exits in a row without one step of progress; then the run fails
-    min_completion_length: int | None = None  # to which completions may be cut for want of memory; None: never
+    min_completion_length: int | None = None  # completions may become this short when memory runs out; None: never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsSpec:
-    """Which checkpoints the store keeps, and how they come there. Which may go is `policies.ledger.retention`."""
+    """Which checkpoints the store keeps, by `policies.ledger.retention`, and how they get there."""
 
     keep_last: int = 3  # the newest stay
     keep_every_steps: int | None = None  # a checkpoint whose step is a multiple of it stays for good
     keep_rollouts_every_steps: int = 100  # a step's stored completions stay for good if it is a multiple of it
     spool: str = ""  # folder for what is on its way to the store; empty: /dev/shm if it has room, else the node's
     spool_gib: float | None = None  # how much may lie there; None: half of what is free there at the start
-    max_behind_steps: int | None = None  # training waits when the store's newest is so old; None: 10 x save_steps
+    max_behind_steps: int | None = None  # training waits when the newest stored is so old; None: 10 x save_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,11 @@ class Node:
     kind: str = ""  # what was asked for, `vocabulary.kind_of`
     served: bool = False  # ever
 
+    @property
+    def may_be_working(self) -> bool:
+        """Whether its work was seen, and has not been seen to end since."""
+        return self.phase in (NodePhase.SERVING, NodePhase.DRAINING) and self.attempt_ended_at_s is None
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -103,7 +108,7 @@ class RunState:
 
     @property
     def trainer_machines(self) -> list[Node]:
-        """The trainer's nodes that have a machine, and do not go down."""
+        """The trainer's nodes that have a machine and are not going down."""
         return [node for node in self.live(Role.TRAINER) if node.phase is not NodePhase.REQUESTED]
 
     def live(self, role: Role) -> list[Node]:

@@ -1,7 +1,7 @@
 """Timelines: which steps belong to a run's present line, and what a fork changes.
 
 A run begins on timeline 0. A rollback forks a new one from a checkpoint, and what the old one made after that
-checkpoint is abandoned: kept on record, and never gone on with.
+checkpoint is abandoned: kept on record, and never continued.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Skipped:
 class Fork:
     """How a timeline began. `timelines/NNNN.json` in the store; timeline 0 has none.
 
-    `start` is the checkpoint that it goes on from, a PolicyVersion as text; None: it begins where the run began.
-    `changes` are all that this timeline has other than run.yaml, those of its predecessors included; `skipped` are
+    `start` is the checkpoint that it continues from, a PolicyVersion as text; None: it begins where the run began.
+    `changes` are all its differences from run.yaml, those of its predecessors included; `skipped` are
     the steps whose prompts it leaves out until it has passed its probation. `from_step` is how far the timeline
     before had come; None in a store from before it was noted.
     """
@@ -50,7 +50,7 @@ class Fork:
 
 
 def probation_until(from_step: int, start: PolicyVersion | None) -> int:
-    """As far beyond the trip as the trip was from the start: what diverges again has done so by then."""
+    """Return its last step, as far beyond the trip as that was from the start: what diverges again has by then."""
     return 2 * from_step - (0 if start is None else start.step)
 
 

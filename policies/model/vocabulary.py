@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-# What a completion does whose node was lost: go on from its tokens, or start over with its seed.
+# What happens to a completion whose node was lost: it continues from its tokens, or starts over with its seed.
 Recovery = Literal["continue", "exact"]
 
 _VERSION = re.compile(r"^(\d+)-(\d+)$")
@@ -111,22 +111,22 @@ class Refusal(StrEnum):
     QUOTA = "quota"  # ask for a smaller or another machine
     CREDENTIALS = "credentials"  # nothing helps but the user
     UNKNOWN = "unknown"  # try again
-    NEVER_SERVED = "never_served"  # it was given, and did no work: see its log, or `policies.boot_timeout_s`
+    NEVER_SERVED = "never_served"  # it came, and did no work: see its log, or `policies.boot_timeout_s`
     SOON_BROKEN = "soon_broken"  # it served, and its work failed for good within the hour: see its log
 
 
 def kind_of(role: Role, market: Market) -> str:
-    """`rollout on spot`: what machines share that may serve in each other's slots. Resources go with the role."""
+    """`rollout on spot`: the kind of machines that can replace each other. Resources follow from the role."""
     return f"{role} on {'spot' if market is Market.SPOT else 'demand'}"
 
 
-# Timeline, incarnation of its machine, attempt: of two trainers of a run, and of two gateways beside them, the one
-# with the higher precedence is the newer, and what the other one still says or writes counts for nothing.
+# Timeline, incarnation of the machine, attempt. Of two trainers of a run, or of the gateways beside them, the one
+# with the higher precedence is the newer, and whatever the other still says or writes is ignored.
 Precedence = tuple[int, int, int]
 
 
 def precedence_of(timeline: int, node_id: str, attempt: int) -> Precedence:
-    """The precedence of what works on a trainer's machine. Raises ValueError for what is no node's name."""
+    """The precedence of what works on a trainer's machine. Raises ValueError unless `node_id` names a node."""
     return timeline, slot_and_incarnation(node_id)[1], attempt
 
 

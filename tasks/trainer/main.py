@@ -90,7 +90,7 @@ def _run(env: NodeEnv) -> End:
     except GenerationFailed as error:
         return exit_codes.FAILED, f"generation failed: {error}"
     except NothingWhole as error:
-        return exit_codes.NOTHING_WHOLE, str(error)
+        return exit_codes.NO_INTACT_CHECKPOINT, str(error)
     except NotVouched as error:
         return exit_codes.BAD_SPEC, str(error)
     except StoreError as error:

@@ -165,7 +165,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_train_from_the_start(t
         stored = transfer.upload(rig.store, Catalog(rig.store, "test"), files, PolicyVersion(0, 5), 1.0, {})
         lost = f"{layout.BLOBS}/{read_manifest(rig.store, stored).files[0].chunks[0]}"
         rig.store.delete([lost])
-        assert rig.wait(rig.start_trainer()) == exit_codes.NOTHING_WHOLE
+        assert rig.wait(rig.start_trainer()) == exit_codes.NO_INTACT_CHECKPOINT
         last = rig.log().read_text().splitlines()[-1]
         assert last.startswith(
             f"grpo-orch trainer: none of the run's checkpoints can be restored: 0-5: read {lost}"

@@ -155,7 +155,7 @@ def test_trainer_exit_restarts_its_work_on_the_same_machine() -> None:
     [
         (exit_codes.OK, RunPhase.FINISHED),
         (exit_codes.BAD_SPEC, RunPhase.FAILED),
-        (exit_codes.NOTHING_WHOLE, RunPhase.FAILED),
+        (exit_codes.NO_INTACT_CHECKPOINT, RunPhase.FAILED),
         (1, RunPhase.TRAINING),
     ],
 )

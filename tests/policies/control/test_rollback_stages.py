@@ -13,7 +13,8 @@ from orchestrator import config
 from policies.control.decide import decide
 from policies.control.objective import DEFAULT_LOSS, TRL_DEFAULTS
 from policies.control.observed import HEARTBEAT_FRESH_S
-from policies.control.rollback_stages import DRAIN_WAIT_S, FENCE_WAIT_S, GUARD_WAIT_S, NAME_ONE
+from policies.control.rollback_begin import DRAIN_WAIT_S, GUARD_WAIT_S, NAME_A_TARGET
+from policies.control.rollback_stages import FENCE_WAIT_S
 from policies.control.snapshot import Command, Launch, Watched, WriteFork
 from policies.detect.pitfalls import Pitfall
 from policies.model import exit_codes
@@ -191,7 +192,7 @@ def test_with_no_checkpoint_from_before_the_onset_the_run_waits_for_a_person() -
     assert not begun(world)
     assert (world.state.phase, world.state.reason) == (
         RunPhase.PAUSED,
-        f"diverged since step 2; no checkpoint is from before step 2, there are 0-3; {NAME_ONE}",
+        f"diverged since step 2; no checkpoint is from before step 2, there are 0-3; {NAME_A_TARGET}",
     )
     assert world.checkpoints == [PolicyVersion(0, 3)]
     world.commands = [Command("c1", "rollback")]

@@ -76,7 +76,7 @@ def test_what_stays_shifts_it_once_all_but_two_of_the_points_say_so() -> None:
         assert found.calm == pytest.approx(0.0, abs=0.2)
 
 
-def test_a_fall_is_the_mirror_image_of_a_rise() -> None:
+def test_a_fall_is_a_rise_upside_down() -> None:
     values = [*noisy(3, 80, 0.1), *[2.5] * 8]
     up = shift(followed(values), 1.0, BRIEF_POINTS, FACTOR_OF_E)
     down = shift(followed([-value for value in values]), -1.0, BRIEF_POINTS, FACTOR_OF_E)

@@ -1,0 +1,213 @@
+"""When a rollback begins, where it goes back to, and with what changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from policies.control.memory import changes_to_save_memory
+from policies.control.objective import effects
+from policies.control.observed import HEARTBEAT_FRESH_S
+from policies.control.rollback_choice import (
+    Target,
+    budget_spent,
+    changes_on_rollback,
+    choose_start,
+    choose_target,
+    target_before_step,
+)
+from policies.control.snapshot import Command
+from policies.control.tick import Tick
+from policies.detect.divergence import Health
+from policies.model import exit_codes
+from policies.model.events import HealthyChosen, Noticed, RollbackBegun
+from policies.model.phases import LIVE_RUN, UNTRAINED_ROLLBACK
+from policies.model.spec import fixes_accumulation, processes_of
+from policies.model.state import RunState
+from policies.model.timelines import Fork, Skipped, forked_spec
+from policies.model.vocabulary import Cause, PolicyVersion, Role, RunPhase
+
+# A guard that has tripped stores what was sealed before it ends its trainer: among that may be the best target.
+# One that may be about to trip is waited for as well, for a heartbeat or two.
+DRAIN_WAIT_S = 600.0
+GUARD_WAIT_S = 6.0
+RUN_START = "start"  # in a command: the run's start, as against a checkpoint
+NAME_A_TARGET = (
+    "`grpo-orch rollback --to TIMELINE-STEP` goes to one all the same, `--to start` begins from step 0 again"
+)
+NOTHING_SMALLER = (
+    "nothing is left to make smaller without other completions: `grpo-orch rollback --to latest --set "
+    "max_completion_length=NUMBER` makes them shorter, and so does policies.min_completion_length by itself"
+)
+WHOLE_NUMBER_KEYS = frozenset({"max_completion_length"})  # keys that a person may set, and that are whole numbers
+
+
+def begin_by_hand(tick: Tick, command: Command) -> None:
+    """Begin the rollback that a user asked for. A run that has ended continues with it."""
+    state = tick.state
+    if state.phase in (RunPhase.FINISHED, RunPhase.STOPPING):
+        return
+    if tick.snapshot.checkpoints is None:
+        text = f"no rollback was begun: {tick.snapshot.damaged}"
+        tick.emit(Noticed("no_target", _reached(tick), text), text)
+        return
+    if command.start is None:
+        target = target_by_hand(state, tick.snapshot.checkpoints, ever_stored=tick.snapshot.ever_stored)
+    elif command.start == RUN_START:
+        target = Target(None)
+    else:
+        named = PolicyVersion.parse(command.start)
+        gone = "" if named in tick.snapshot.checkpoints else f"checkpoint {named} is not in the store any more"
+        target = Target(named, gone)
+    if target.missing:
+        text = f"no rollback was begun: {target.missing}; {NAME_A_TARGET}"
+        tick.emit(Noticed("no_target", _reached(tick), text), text)
+        return
+    changes = {key: _as_whole(key, value) for key, value in command.changes.items()} or _changes_by_rule(tick)
+    if state.phase not in LIVE_RUN:
+        tick.move_run(RunPhase.STARTING, "rolled back by hand")
+    _begin(tick, target.start, Cause.USER, changes, "asked for by hand")
+
+
+def target_by_hand(state: RunState, checkpoints: Sequence[PolicyVersion], *, ever_stored: bool) -> Target:
+    """Where a rollback goes for which a person names no target: before what went wrong."""
+    trouble = state.diverged or state.watched
+    onset_step = None if trouble is None else trouble.onset_step
+    return _target(state, checkpoints, onset_step, ever_stored=ever_stored)
+
+
+def _target(
+    state: RunState, checkpoints: Sequence[PolicyVersion], onset_step: int | None, *, ever_stored: bool
+) -> Target:
+    """Where to go back to after a divergence since `onset_step`; None: there was none."""
+    before_step = None if onset_step is None else target_before_step(onset_step, state.rollbacks)
+    return choose_target(checkpoints, state.forks, state.timeline, before_step, ever_stored=ever_stored)
+
+
+def answer_divergence(tick: Tick) -> None:
+    """Do about a divergence what `policies.kl` says: roll back, pause, or nothing."""
+    state, policy = tick.state, tick.spec.policies.kl
+    trip, checkpoints = state.diverged, tick.snapshot.checkpoints
+    if trip is None or policy.action == "alert" or _is_storing(tick):
+        return
+    if checkpoints is None:
+        _pause_if_damaged(tick, f"diverged since step {trip.onset_step}")
+        return
+    target = _target(state, checkpoints, trip.onset_step, ever_stored=tick.snapshot.ever_stored)
+    if policy.action == "pause" and not target.missing:
+        why = f"diverged since step {trip.onset_step}; `grpo-orch rollback` goes back to {target}"
+        tick.move_run(RunPhase.PAUSED, why)
+        return
+    why = budget_spent(state.rollbacks, trip.step, policy.budget)
+    if why and policy.action == "rollback":
+        start = None if target.start is None else str(target.start)
+        tick.emit(HealthyChosen(start), f"the last healthy one is {target}")
+        tick.move_run(RunPhase.GAVE_UP, f"diverged at step {trip.step}, and was {why}; last healthy: {target}")
+        return
+    if target.missing:
+        tick.move_run(RunPhase.PAUSED, f"diverged since step {trip.onset_step}; {target.missing}; {NAME_A_TARGET}")
+        return
+    reason = f"diverged since step {trip.onset_step}: {trip.evidence[0] if trip.evidence else 'no evidence kept'}"
+    _begin(tick, target.start, Cause.DIVERGED, _changes_by_rule(tick), reason)
+
+
+def _is_storing(tick: Tick) -> bool:
+    """Whether the trainer that diverged may still store checkpoints. While the store is away it can neither do so
+    nor say so."""
+    beat = tick.snapshot.trainer
+    if beat is None or beat.timeline != tick.state.timeline or tick.silent_s(beat.beat_at_s) > HEARTBEAT_FRESH_S:
+        return False
+    node = tick.node(beat.node)
+    if node is None or node.attempt != beat.attempt or not node.may_be_working:
+        return False
+    tripped = beat.verdict is not None and beat.verdict.health is Health.TRIPPED
+    return tick.silent_s(tick.state.diverged_at_s) < (DRAIN_WAIT_S if tripped else GUARD_WAIT_S)
+
+
+def answer_memory(tick: Tick) -> None:
+    """Roll a trainer back that ran out of memory, to go on with less."""
+    checkpoints, state = tick.snapshot.checkpoints, tick.state
+    if not _out_of_memory(tick) or state.phase not in LIVE_RUN:
+        return
+    if state.rollback is not None and state.rollback.stage in UNTRAINED_ROLLBACK:
+        return
+    if checkpoints is None:
+        _pause_if_damaged(tick, "the trainer is out of memory")
+        return
+    least, accumulates = tick.spec.policies.min_completion_length, not fixes_accumulation(tick.spec)
+    changes = changes_to_save_memory(_effective(tick), least, accumulates=accumulates)
+    if changes is None:
+        tick.move_run(RunPhase.PAUSED, f"the trainer is out of memory; {NOTHING_SMALLER}")
+        return
+    target = _target(state, checkpoints, None, ever_stored=tick.snapshot.ever_stored)
+    if target.missing:
+        tick.move_run(RunPhase.PAUSED, f"the trainer is out of memory; {target.missing}; {NAME_A_TARGET}")
+        return
+    _begin(tick, target.start, Cause.OUT_OF_MEMORY, changes, "the trainer is out of memory")
+
+
+def _pause_if_damaged(tick: Tick, why: str) -> None:
+    """Wait for a person, without machines, if it cannot be read which checkpoints there are."""
+    if tick.snapshot.damaged:
+        tick.move_run(RunPhase.PAUSED, f"{why}; {tick.snapshot.damaged}; then `grpo-orch rollback`")
+
+
+def _out_of_memory(tick: Tick) -> bool:
+    return any(
+        node.attempt_ended_at_s is not None and tick.snapshot.exit_code_of(node) == exit_codes.OUT_OF_MEMORY
+        for node in tick.state.live(Role.TRAINER)
+    )
+
+
+def _begin(
+    tick: Tick, start: PolicyVersion | None, cause: Cause, changes: Mapping[str, bool | int | float], reason: str
+) -> None:
+    state = tick.state
+    known = [state.timeline, tick.snapshot.timeline, *(one.fork.timeline for one in state.rollbacks)]
+    before = state.forks[-1] if state.forks else Fork(0, None)
+    passed = any(one.passed for one in state.rollbacks if one.fork == before)
+    fork = Fork(
+        timeline=max(known) + 1,
+        start=None if start is None else str(start),
+        changes={**before.changes, **changes},
+        skipped=(*(() if passed else before.skipped), *_skipped(tick, before)),
+        reason=reason,
+        from_step=_reached(tick),
+    )
+    told = effects(changes, _effective(tick), processes_of(tick.spec))
+    event = RollbackBegun(fork, cause, _reached(tick), reason, told)
+    tick.emit(event, f"back to {fork.start or 'the start'}: {reason}")
+
+
+def _reached(tick: Tick) -> int:
+    """How far the present timeline has come: to its trip, or as its trainer and its checkpoints say."""
+    state, beat = tick.state, tick.snapshot.trainer
+    if state.diverged is not None:
+        return state.diverged.step
+    steps = [beat.step] if beat is not None and beat.timeline == state.timeline else []
+    newest = choose_start(tick.snapshot.checkpoints or (), state.forks, state.timeline, None)
+    return max([*steps, 0 if newest is None else newest.step])
+
+
+def _skipped(tick: Tick, before: Fork) -> tuple[Skipped, ...]:
+    """The steps of the present timeline whose prompts are to be left out."""
+    trip = tick.state.diverged
+    if trip is None or not tick.spec.policies.kl.on_rollback.skip_prompts:
+        return ()
+    first_of_timeline = 1 if before.start_at is None else before.start_at.step + 1
+    return (Skipped(trip.timeline, max(trip.onset_step, first_of_timeline), trip.step),)
+
+
+def _changes_by_rule(tick: Tick) -> dict[str, bool | int | float]:
+    rules = tick.spec.policies.kl.on_rollback
+    return {**changes_on_rollback(_effective(tick), rules, processes_of(tick.spec))}
+
+
+def _as_whole(key: str, value: float) -> int | float:
+    """All numbers of a command are floats once they have passed through the store."""
+    return int(value) if key in WHOLE_NUMBER_KEYS else value
+
+
+def _effective(tick: Tick) -> dict[str, object]:
+    """The present timeline's `grpo`."""
+    forks = tick.state.forks
+    return forked_spec(tick.spec, forks[-1] if forks else None).grpo
