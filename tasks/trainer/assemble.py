@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ from tasks.machine.node_env import NodeEnv
 from tasks.machine.spooling import NoRoom, make_spool
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.publish import PolicyPublisher
-from tasks.storing.saving import BASE_MODEL, Checkpoints, Restored, read_history
+from tasks.storing.restoring import BASE_MODEL, Restored
+from tasks.storing.saving import CheckpointSaver, read_resume_state
 from tasks.storing.step_costs import StepCosts
 from tasks.trainer import callbacks
 from tasks.trainer.user_objects import (
@@ -45,8 +46,35 @@ from tasks.trainer.user_objects import (
 from tasks.trl import trl_grpo
 from tasks.trl.fleet_client import FleetClient
 from tasks.trl.skipped_prompts import Replaced, Walk, replacements, walk_of
+from tasks.trl.weights import checkpoint_bytes, plain_model
 
-BEHIND_SAVES = 10  # without `checkpoints.max_behind_steps`: how many saves the store may be behind
+SAVES_BEHIND_MAX = 10  # without `checkpoints.max_behind_steps`: how many saves the store may be behind
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a trainer's process has before its trainer. The record has the run's specification on this timeline."""
+
+    env: NodeEnv
+    record: RunRecord
+    store: Store
+    heartbeat: Heartbeat
+    leaving: Leaving
+    restored: Restored | None
+    costs: StepCosts
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.record.spec
+
+    @property
+    def workdir(self) -> Path:
+        """The run's folder, of which run.yaml's names are relative."""
+        return Path(self.spec.workdir)
+
+    @property
+    def base_model(self) -> Path | None:
+        return None if self.restored is None else self.restored.base_model
 
 
 def assemble(
@@ -64,40 +92,62 @@ def assemble(
         record: the run's, with its specification as it is on timeline 0.
         forks: how the other timelines began.
     """
-    spec = _spec_on(record.spec, forks, env.timeline)
     disable_progress_bar()  # a log file has no use for them
     datasets.disable_progress_bars()
-    workdir = Path(spec.workdir)
-    wanted = spec.trainer
-    evaluates = wanted.eval_dataset is not None
-    config = _config(spec, Path(env.workdir) / SPOOL, evaluates=evaluates)
+    here = replace(record, spec=_spec_on(record.spec, forks, env.timeline))
+    start = _Start(env, here, store, heartbeat, leaving, restored, StepCosts())
+    config = _config(start.spec, Path(env.workdir) / SPOOL, evaluates=start.spec.trainer.eval_dataset is not None)
+    refused = RefusedPrompts(start.spec.policies.on_bad_prompt, start.costs)
+    client = FleetClient(_rollouts(start, refused, config.seed))
+    replaced = functools.partial(_replaced_prompts, record.spec, forks, env.timeline)
+    trainer = _trainer(start, client, config, replaced)
+    refused.row_of = trainer.row_of
+    # Of each process its own: they start together, and each begins with an empty one.
+    scratch = Path(env.workdir) / f"policy-{config.process_index}"
+    publisher = PolicyPublisher(store, plain_model(trainer.model).config, scratch, env.precedence)
+    client.attach(trainer, publisher, env.timeline)
+    trainer.remove_callback(PrinterCallback)  # MetricsCallback says in a line what it prints in thirty
+    leave_if_due = functools.partial(trainer.leave_if_due, in_step=True)
+    trainer.add_callback(callbacks.CheckpointCallback(lambda: trainer.save_is_due, leave_if_due))
+    spool = _spool(Path(env.workdir), start.spec, trainer)
+    if trainer.is_world_process_zero():
+        _add_first(start, trainer, client, spool)
+    return trainer, spool
+
+
+def _rollouts(start: _Start, refused: RefusedPrompts, run_seed: int) -> RolloutSource:
+    return RolloutSource(
+        start.store,
+        GatewayClient(start.store, start.env.token, start.heartbeat, start.leaving.check),
+        start.heartbeat,
+        start.costs,
+        refused,
+        by=start.env.precedence,
+        run_seed=run_seed,
+        deadline_s=start.spec.rollout.deadline_s,
+        recovery=start.spec.rollout.recovery,
+    )
+
+
+def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable[[int], Replaced]) -> Any:
+    """Load what run.yaml names into TRL's trainer. Raises BadSpec.
+
+    Args:
+        replaced: returns the prompts in the place of others, in a dataset of so many.
+    """
+    wanted, workdir = start.spec.trainer, start.workdir
     rewards = load_reward_functions(wanted.reward_funcs, workdir)
     train_set = load_dataset("trainer.dataset", wanted.dataset, workdir)
     eval_set = wanted.eval_dataset and load_dataset("trainer.eval_dataset", wanted.eval_dataset, workdir)
-    costs = StepCosts()
-    refused = RefusedPrompts(spec.policies.on_bad_prompt, costs)
-    rollouts = RolloutSource(
-        store,
-        GatewayClient(store, env.token, heartbeat, leaving.check),
-        heartbeat,
-        costs,
-        refused,
-        by=env.precedence,
-        run_seed=config.seed,
-        deadline_s=spec.rollout.deadline_s,
-        recovery=spec.rollout.recovery,
-    )
-    replaced = _replaced_prompts(record.spec, forks, env.timeline, len(train_set))
-    client = FleetClient(rollouts)
-    base_model = restored.base_model if restored is not None else None
-    model = model_path(wanted, workdir) if base_model is None else str(base_model)
+    replacements = replaced(len(train_set))
+    model = model_path(wanted, workdir) if start.base_model is None else str(start.base_model)
     set_seed(config.seed)  # before the model: new adapters are drawn at random, and a restart must draw the same
     try:
         trainer = trl_grpo.FleetGRPOTrainer(
             client,
-            costs,
-            env.timeline,
-            replaced,
+            start.costs,
+            start.env.timeline,
+            replacements,
             model=model,
             reward_funcs=rewards,
             args=config,
@@ -111,64 +161,39 @@ def assemble(
         raise BadSpec(f"trainer.model {wanted.model}, with the settings of `grpo`: {first_line(error)}") from error
     if trl_grpo.shards_reference(trainer):
         raise BadSpec("grpo.sync_ref_model: a reference model in shards (FSDP, ZeRO stage 3) survives no restart")
-    config_of_model = trl_grpo.plain_model(trainer.model).config
-    # Of each process its own: they start together, and each begins with an empty one.
-    scratch = Path(env.workdir) / f"policy-{config.process_index}"
-    publisher = PolicyPublisher(store, config_of_model, scratch, env.precedence)
-    refused.row_of = trainer.row_of
-    client.attach(trainer, publisher, env.timeline)
-    trainer.remove_callback(PrinterCallback)  # MetricsCallback says in a line what it prints in thirty
-    leave_if_due = functools.partial(trainer.leave_if_due, in_step=True)
-    trainer.add_callback(callbacks.CheckpointCallback(lambda: trainer.save_is_due, leave_if_due))
-    spool = _spool(Path(env.workdir), spec, trainer)
-    if trainer.is_world_process_zero():
-        record = replace(record, spec=spec)
-        _add_first(trainer, client, spool, env, record, store, heartbeat, leaving, costs, restored)
-    return trainer, spool
+    return trainer
 
 
-def _add_first(
-    trainer: Any,
-    client: FleetClient,
-    spool: Spool,
-    env: NodeEnv,
-    record: RunRecord,
-    store: Store,
-    heartbeat: Heartbeat,
-    leaving: Leaving,
-    costs: StepCosts,
-    restored: Restored | None,
-) -> None:
-    """What the first process alone does: checkpoints, heartbeat, metrics, resume state."""
-    spec = record.spec
-    base_model = restored.base_model if restored is not None else None
-    kept = read_history(restored.folder) if restored is not None else None
+def _add_first(start: _Start, trainer: Any, client: FleetClient, spool: Spool) -> None:
+    """Add what the first process alone does: checkpoints, heartbeat, metrics, guard, resume state."""
+    spec, heartbeat, timeline, attempt = start.spec, start.heartbeat, start.env.timeline, start.env.attempt
+    kept = read_resume_state(start.restored.folder) if start.restored is not None else None
     guard = callbacks.GuardCallback(heartbeat, spec.policies.kl, Detector() if kept is None else kept.detector)
     client.when_gone = guard.policy_is_gone
-    history = callbacks.ResumeStateCallback(
-        store, env.timeline, spec.policies.resume_state_steps, kept, lambda: guard.detector
+    resume_state = callbacks.ResumeStateCallback(
+        start.store, timeline, spec.policies.resume_state_steps, kept, lambda: guard.detector
     )
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointSaver(
         spool,
         heartbeat,
-        record,
-        env.timeline,
-        meta={"node": env.node, "attempt": str(env.attempt)},
-        frozen=_frozen(trainer, base_model or local_folder(spec.trainer, Path(spec.workdir))),
-        max_behind_steps=spec.checkpoints.max_behind_steps or BEHIND_SAVES * int(trainer.args.save_steps),
-        history=history.state,
+        start.record,
+        timeline,
+        meta={"node": start.env.node, "attempt": str(attempt)},
+        frozen=_frozen(trainer, start.base_model or local_folder(spec.trainer, start.workdir)),
+        max_behind_steps=spec.checkpoints.max_behind_steps or SAVES_BEHIND_MAX * int(trainer.args.save_steps),
+        resume_state=resume_state.state,
     )
-    trainer.attach(checkpoints, leaving)
-    trainer.add_callback(callbacks.HeartbeatCallback(heartbeat, checkpoints, leaving))
-    trainer.add_callback(callbacks.MetricsCallback(store, costs, env.timeline, env.attempt))
-    # Behind the row: what the guard judges by is in the store before it ends the trainer.
+    trainer.attach(checkpoints, start.leaving)
+    trainer.add_callback(callbacks.HeartbeatCallback(heartbeat, checkpoints, start.leaving))
+    trainer.add_callback(callbacks.MetricsCallback(start.store, start.costs, timeline, attempt))
+    # After the metrics: what the guard judges by is in the store before it ends the trainer.
     trainer.add_callback(guard)
-    trainer.add_callback(history)
+    trainer.add_callback(resume_state)
 
 
 def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool:
     """The machine's spool; in it, memory for the two files of a checkpoint that are large."""
-    weights_bytes, optimizer_bytes = trl_grpo.checkpoint_bytes(trainer)
+    weights_bytes, optimizer_bytes = checkpoint_bytes(trainer)
     try:
         with trainer.accelerator.main_process_first():  # it makes the spool, the others find it
             spool = make_spool(workdir, spec.checkpoints, weights_bytes + optimizer_bytes)

@@ -23,7 +23,7 @@ from policies.model.spec import KlPolicy
 from policies.model.vocabulary import PolicyVersion
 from tasks.machine.leaving import Leaving
 from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.saving import Checkpoints
+from tasks.storing.saving import CheckpointSaver
 from tasks.storing.step_costs import StepCosts
 
 log = structlog.get_logger()
@@ -35,14 +35,14 @@ SAID = ("reward", "eval_reward", "kl", "loss", "grad_norm")  # of each row, in t
 class HeartbeatCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
     """Keeps the heartbeat true, and stops a trainer that was replaced at its next step."""
 
-    def __init__(self, heartbeat: Heartbeat, checkpoints: Checkpoints, leaving: Leaving) -> None:
+    def __init__(self, heartbeat: Heartbeat, checkpoints: CheckpointSaver, leaving: Leaving) -> None:
         self._heartbeat = heartbeat
         self._checkpoints = checkpoints
         self._leaving = leaving
 
     def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         self._checkpoints.begin_from(state.global_step, state.logging_steps)
-        self._leaving.begin(self._checkpoints.store_s)
+        self._leaving.begin(self._checkpoints.last_store_s)
         self._heartbeat.say("training", step=state.global_step, max_steps=state.max_steps)
 
     def on_step_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:

@@ -40,7 +40,7 @@ from tasks.storing.heartbeat import Fenced, Heartbeat
 log = structlog.get_logger()
 
 STORE_RETRY_S = 600.0  # what is trained is not thrown away for a store that is away for minutes
-BEAT_RETRY_S = 5.0
+BEAT_RETRY_S = 5.0  # a late beat is worth less than the next one
 # How the heartbeat ends where the trainer ends in order: all that was sealed is stored then.
 LAST_WORDS = {
     exit_codes.OK: "done",
@@ -98,10 +98,11 @@ def _run(env: NodeEnv) -> End:
 
 
 def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, leaving: Leaving) -> End:
-    # Behind the first heartbeat: these imports take seconds.
+    # After the first heartbeat: these imports take seconds.
     import torch
 
-    from tasks.storing.saving import drain, restore_newest
+    from tasks.storing.restoring import restore_newest
+    from tasks.storing.saving import wait_until_stored
     from tasks.trainer.assemble import assemble
     from tasks.trainer.user_objects import BadSpec, local_folder
 
@@ -111,7 +112,7 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
     workdir, forks = Path(env.workdir), _read_forks(store, env.timeline)
     if (left := find_spool(workdir)) is not None:  # by an earlier attempt on this machine
         heartbeat.say("storing")
-        drain(left, heartbeat)
+        wait_until_stored(left, heartbeat)
     heartbeat.say("restoring")
     own_model = local_folder(record.spec.trainer, Path(record.spec.workdir))
     line = lineage(forks, env.timeline)
@@ -131,7 +132,7 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
     code, why = _train_to_the_end(trainer, None if restored is None else str(restored.folder))
     if RANK == 0 and code in LAST_WORDS:
         heartbeat.say("storing")
-        drain(spool, heartbeat)
+        wait_until_stored(spool, heartbeat)
         if (stored := spool.reported().stored) is not None:
             heartbeat.say(stored_step=PolicyVersion.parse(stored).step)
         remove_spool(workdir)

@@ -7,27 +7,26 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 
 from tasks.machine.leaving import LeaveNow, Leaving
-from tasks.storing.saving import Checkpoints
+from tasks.storing.saving import CheckpointSaver
 from tasks.storing.step_costs import StepCosts
 from tasks.trl.boundary import Boundary, RandomState
 
 
 class LeavesInTime:
-    """For a trainer of TRL's, before it in the order of its classes. `_checkpoints` and `_leaving` are the first
-    process's alone."""
+    """For a trainer of TRL's that saves into the spool, before both in the order of its bases."""
 
-    _checkpoints: Checkpoints | None = None
-    _leaving: Leaving | None = None
     _boundary: Boundary | None = None  # the end of the last step that this process has taken
-    _leaves = False  # what is saved now is the last
+    _checkpoints: CheckpointSaver | None
+    _leaving: Leaving | None
+    _leaves: bool
     _costs: StepCosts
     _step: int
     _buffered_inputs: Any
+    _rest_of_window: Any
     _save_checkpoint: Any
     accelerator: Any
     args: Any
     model: Any
-    num_iterations: int
     state: Any
 
     def leave_if_due(self, *, in_step: bool) -> None:
@@ -61,10 +60,8 @@ class LeavesInTime:
         return bool(broadcast_object_list([told])[0]) if self.accelerator.num_processes > 1 else told
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """What ends a step; behind it another one may be one too many."""
-        # Behind a whole window the next step generates anew and the buffer is spent.
-        buffered = self._buffered_inputs if self._step % self._window else None
-        self._boundary = Boundary(self._step, buffered, RandomState.now())
+        """What ends a step; after it there may be no time for another."""
+        self._boundary = Boundary(self._step, self._rest_of_window(), RandomState.now())
         if self._leaving is not None:
             self._leaving.step_ended(self._costs.generated_s)
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]  # the trainer's
@@ -73,14 +70,9 @@ class LeavesInTime:
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, with random numbers of its own: whether a step was evaluated, or left in the middle of that, must
-        not change what comes behind it."""
+        not change what comes after it."""
         state = RandomState.now()
         try:
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]  # the trainer's
         finally:
             state.put_back()
-
-    @property
-    def _window(self) -> int:
-        """How many batches are generated for at once."""
-        return int(self.args.steps_per_generation * self.num_iterations)

@@ -136,7 +136,7 @@ def test_the_nodes_set_what_the_documentation_says() -> None:
     for key, value in {**said, **vllm_server.DEFAULTS}.items():
         assert f"| `{key}` | {value} |" in text
     assert set(vllm_server.FIXED) <= set(vllm_table().refused)
-    assert set(trl_grpo.OURS) <= set(table.refused)
+    assert set(trl_grpo.FIXED) <= set(table.refused)
 
 
 def test_trl_keeps_the_defaults_that_we_compute_with() -> None:

@@ -29,7 +29,7 @@ from checkpoint.stream.spool import Seal, Spool
 from checkpoint.stream.transfer import read_manifest
 from checkpoint.stream.uploader import Uploader
 from policies.model.vocabulary import PolicyVersion
-from tasks.storing.saving import restore_newest
+from tasks.storing.restoring import restore_newest
 
 ROLES = ("spool", "upload", "restore")
 CHUNK = 64 * 1024

@@ -22,7 +22,7 @@ from checkpoint.stream import chunks, collect, transfer
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.collect import Collector
 from policies.model.vocabulary import PolicyVersion
-from tasks.storing.saving import restore_newest
+from tasks.storing.restoring import restore_newest
 from tests.budget import examples
 from tests.stand_ins.catalog_rig import (
     CHUNK,

@@ -25,7 +25,7 @@ from policies.model.vocabulary import PolicyVersion
 from tasks.machine import spooling
 from tasks.machine.spooling import GIB, NoRoom, find_spool, make_spool, remove_spool
 from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.saving import Checkpoints
+from tasks.storing.saving import CheckpointSaver
 from tests.stand_ins.world import spec
 
 SIZE = 100_000
@@ -277,12 +277,12 @@ def test_a_checkpoint_that_cannot_fit_is_refused_with_the_key_to_change(
         make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path / "file" / "below")), 1)
 
 
-def checkpoints_of(spool: Spool, timeline: int, verdict: Verdict) -> Checkpoints:
+def checkpoints_of(spool: Spool, timeline: int, verdict: Verdict) -> CheckpointSaver:
     heartbeat = Heartbeat(Store("memory://unused"), Trainer("trainer-0-i1", 1, timeline, 0, 0, "starting", 0.0))
     state = ResumeState(SCHEMA, f"{timeline}-0", 0.0, detector=Detector(verdict))
     record = RunRecord(1, "id", 0.0, spec())
-    return Checkpoints(
-        spool, heartbeat, record, timeline, meta={}, frozen={}, max_behind_steps=10, history=lambda _: state
+    return CheckpointSaver(
+        spool, heartbeat, record, timeline, meta={}, frozen={}, max_behind_steps=10, resume_state=lambda _: state
     )
 
 

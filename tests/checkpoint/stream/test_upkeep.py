@@ -23,7 +23,7 @@ from checkpoint.stream.spool import Seal, Spool
 from checkpoint.stream.uploader import Uploader
 from policies.model.timelines import Fork, lineage
 from policies.model.vocabulary import PolicyVersion
-from tasks.storing.saving import restore_newest
+from tasks.storing.restoring import restore_newest
 from tests.stand_ins.catalog_rig import DictStore, digest
 
 SHARED = "base_model/model.safetensors"

@@ -25,7 +25,7 @@ from tasks.completions.gateway_client import GatewayClient, GenerationFailed
 from tasks.completions.refused_prompts import NONE_TAKEN, BadPrompts, RefusedPrompts
 from tasks.completions.rollout_source import EVALUATION_CALLS, RolloutSource
 from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.saving import restore_newest
+from tasks.storing.restoring import restore_newest
 from tasks.storing.step_costs import StepCosts
 from tests.node.trainer.stand_in_gateway import TOKEN, StandInGateway
 

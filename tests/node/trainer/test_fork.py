@@ -19,10 +19,10 @@ from policies.model.vocabulary import PolicyVersion
 from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv
 from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.saving import Restored
+from tasks.storing.restoring import Restored
 from tasks.trainer.assemble import assemble
 from tasks.trl.skipped_prompts import Walk, replacements
-from tasks.trl.trl_grpo import scale_learning_rate
+from tasks.trl.trl_saving import scale_learning_rate
 from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
 from tests.node.trainer.stand_in_gateway import TOKEN
 

@@ -29,7 +29,7 @@ from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv
 from tasks.machine.spooling import find_spool
 from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.saving import read_history
+from tasks.storing.saving import read_resume_state
 from tasks.trainer.assemble import assemble
 from tasks.trainer.user_objects import BadSpec, passes
 from tests.node.trainer.rig import GRPO, REPOSITORY, Rig, make_tiny, open_rig, run_spec
@@ -163,7 +163,7 @@ def test_checkpoints_and_resume_state(finished: Finished, tmp_path: Path) -> Non
     assert state.kl == [(step, rows[step]["kl"]) for step in range(1, STEPS + 1)]
     assert state.best_step is not None
     assert state.best_reward == rows[state.best_step]["reward"] == max(v["reward"] for v in rows.values())
-    history = read_history(tmp_path / "checkpoint")
+    history = read_resume_state(tmp_path / "checkpoint")
     assert (history.kl, history.detector.points, state.detector.points) == (state.kl[:4], 4, STEPS)
     names = {file.name for file in stored.files}
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= names

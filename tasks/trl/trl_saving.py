@@ -1,0 +1,142 @@
+"""The half of the trainer that saves into the spool, and loads so that a restart is exact.
+
+Beside the usual files a checkpoint holds what TRL keeps in memory only: its place in the generation window, the
+rest of that window's completions, and a reference model that moves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+from safetensors.torch import load_model, save_model
+from transformers.trainer import TRAINING_ARGS_NAME
+
+from tasks.machine.leaving import Leaving
+from tasks.storing.saving import CheckpointSaver
+from tasks.trl import fast_save
+from tasks.trl.skipped_prompts import walk_of
+
+WINDOW_FILE = "grpo_window_{rank}.pt"
+REF_MODEL_FILE = "ref_model.safetensors"
+
+
+class SavesIntoSpool:
+    """For a trainer of TRL's, before it in the order of its bases."""
+
+    _checkpoints: CheckpointSaver | None = None  # the first process's alone, as `_leaving` is
+    _leaving: Leaving | None = None
+    save_is_due = False  # a save found no room; the same in every process
+    _leaves = False  # what is saved now is the last
+    _buffered_inputs: Any
+    _get_output_dir: Any
+    _step: int
+    _timeline: int
+    accelerator: Any
+    args: Any
+    lr_scheduler: Any
+    num_iterations: int
+    optimizer: Any
+    ref_model: Any
+    state: Any
+    train_dataset: Any
+
+    def attach(self, checkpoints: CheckpointSaver, leaving: Leaving) -> None:
+        """Name where checkpoints go, and who knows when to leave. In the first process, before training."""
+        self._checkpoints, self._leaving = checkpoints, leaving
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save into the spool; without room there, at a later step."""
+        step = self.state.global_step
+        last = self._leaves or step >= self.state.max_steps
+        while True:
+            slot = self._checkpoints.open(step, last=last) if self._checkpoints is not None else None
+            self.save_is_due = not broadcast_object_list([slot is not None])[0]
+            began_s = time.monotonic()
+            if self.save_is_due:
+                return
+            if self._save_into(slot, lambda: self._save_all(model, trial)):
+                if self._leaving is not None:
+                    self._leaving.saved(time.monotonic() - began_s)
+                return
+
+    def _save_into(self, slot: Path | None, save: Callable[[], None]) -> bool:
+        """Save, and hand the slot on once every process has; False if there was no room after all."""
+        fits = all(gather_object([fast_save.fits(save)]))
+        if self._checkpoints is not None and slot is not None:
+            checkpoints, step = self._checkpoints, self.state.global_step
+            fits = fits and fast_save.fits(lambda: checkpoints.seal(step, slot))
+            if not fits:
+                checkpoints.give_up(slot)
+        return bool(broadcast_object_list([fits])[0])
+
+    def _save_all(self, model: Any, trial: Any) -> None:
+        with fast_save.overwriting():
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]  # the trainer's
+            self._save_more(Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}")
+
+    def _save_more(self, folder: Path) -> None:
+        """What TRL keeps in memory only."""
+        state = {
+            "step": self._step,
+            "buffered": self._rest_of_window(),
+            "timeline": self._timeline,
+            "learning_rate": self.args.learning_rate,
+        }
+        torch.save(state, folder / self._window_file())
+        if self.accelerator.is_main_process:
+            if self.args.sync_ref_model:
+                save_model(self.accelerator.unwrap_model(self.ref_model), str(folder / REF_MODEL_FILE))
+            (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle, which nothing reads
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]  # the trainer's
+        if checkpoint is None:
+            return
+        path = Path(checkpoint) / self._window_file()
+        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        self._step, self._buffered_inputs = state["step"], state["buffered"]
+        if self.args.sync_ref_model:
+            load_model(self.accelerator.unwrap_model(self.ref_model), str(Path(checkpoint) / REF_MODEL_FILE))
+        # A checkpoint from before there were forks names neither.
+        if state.get("timeline", 0) != self._timeline:
+            first_of_group = self.optimizer.param_groups[0].get("initial_lr", self.args.learning_rate)
+            self._begin_timeline(state.get("learning_rate", first_of_group))
+
+    def _begin_timeline(self, learning_rate: float) -> None:
+        """Make of what an earlier timeline saved a beginning of this one, whose settings may be others.
+
+        The rest of a generation window is made anew: its completions are of the abandoned stretch, and may differ
+        in number. Optimizer and scheduler have loaded `learning_rate`, which they would keep.
+        """
+        walk = walk_of(self.args, len(self.train_dataset))
+        self._step, self._buffered_inputs = walk.batches_before(self.state.global_step), None
+        if self.args.learning_rate != learning_rate:
+            scale_learning_rate(self.optimizer, self.lr_scheduler, self.args.learning_rate / learning_rate)
+
+    def _window_file(self) -> str:
+        return WINDOW_FILE.format(rank=self.args.process_index)
+
+    def _rest_of_window(self) -> Any:
+        """The completions that were generated at once and are not trained on yet; None after a whole window, when
+        the next step generates anew."""
+        return self._buffered_inputs if self._step % self._window else None
+
+    @property
+    def _window(self) -> int:
+        """How many batches are generated for at once."""
+        return int(self.args.steps_per_generation * self.num_iterations)
+
+
+def scale_learning_rate(optimizer: Any, scheduler: Any, ratio: float) -> None:
+    """Multiply the learning rate by `ratio`, now and all along the scheduler's way."""
+    for group in optimizer.param_groups:
+        for key in {"lr", "initial_lr"} & group.keys():
+            group[key] *= ratio
+    for name in ("base_lrs", "_last_lr"):  # the first only where the scheduler is a function of the step
+        if hasattr(scheduler, name):
+            setattr(scheduler, name, [value * ratio for value in getattr(scheduler, name)])
