@@ -18,7 +18,8 @@ from checkpoint.store import layout
 from policies.model.spec import RunSpec
 from policies.serving.canary import Canary
 from policies.serving.tensors import Tensor, mismatch
-from tasks.rollout.vllm_server import PolicyRefused, model_of
+from tasks.rollout.vllm_flags import model_of
+from tasks.rollout.vllm_server import PolicyRefused
 
 log = structlog.get_logger()
 

@@ -1,4 +1,4 @@
-"""The vLLM server beside a rollout node's agent: its command line, its start, its weights, its end.
+"""The vLLM server beside a rollout node's agent: its start, its weights, its end.
 
 Each start is a boot with an id and a secret of its own; `tasks.rollout.vllm_guard` checks them inside that server.
 """
@@ -11,12 +11,10 @@ import os
 import secrets
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -31,6 +29,7 @@ from policies.serving.wire import COMPLETIONS, MODEL, NODE_IDLE_S, EngineWord, L
 from tasks.machine.children import end_descendants, start_child
 from tasks.machine.node_env import NodeEnv
 from tasks.rollout.engine import EngineLimits, read_metrics
+from tasks.rollout.vllm_flags import argv_of, uncompiled_env
 
 log = structlog.get_logger()
 
@@ -38,28 +37,10 @@ HEALTH_POLL_S = 0.25
 # The first request compiles kernels, which took 25 s on a cold machine; on a large model it may take longer.
 TRIAL_TIMEOUT_S = 600.0
 TRIALS = 24
-CUT_TOKENS = 2  # behind which the completions of the trial are cut
+CUT_TOKENS = 2  # after which the completions of the trial are cut
 LOAD_TIMEOUT_S = 600.0
 METRICS_TIMEOUT_S = 5.0
 STOP_S = 10.0
-
-PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size")
-
-# What run.yaml may change ...
-DEFAULTS: dict[str, Any] = {
-    # Tokens an event: fewer events are less work for the gateway; a lost node loses half as many a request.
-    "stream-interval": 8,
-    # Else the model's generation_config.json would set top_k and others that run.yaml does not name.
-    "generation-config": "vllm",
-    "disable-uvicorn-access-log": True,
-}
-# ... and what it may not: the rest of the run depends on it.
-FIXED: dict[str, Any] = {
-    "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
-    "served-model-name": MODEL,
-    "middleware": "tasks.rollout.vllm_guard.Guard",
-    "worker-extension-cls": "tasks.rollout.vllm_sampling.PositionSampling",
-}
 
 
 class ServerFailed(Exception):
@@ -129,7 +110,7 @@ class Server:
             )
 
     async def _trial(self, seed: int, begun: list[int]) -> list[int]:
-        """The rest of a completion of a token more than CUT_TOKENS, behind those that are given."""
+        """The rest of a completion of CUT_TOKENS + 1 tokens, after those that are `begun`."""
         body = {
             "model": MODEL,
             "prompt": [0, 0, *begun],
@@ -198,7 +179,7 @@ async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession) -> Se
             raise ServerFailed(f"{pem}: {error}") from error
     env = {
         **os.environ,
-        **light_env(spec),
+        **uncompiled_env(spec),
         **spec.rollout.env,
         TOKEN_ENV: node.token,
         "GRPO_ORCH_BOOT": boot_id,
@@ -213,7 +194,7 @@ async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession) -> Se
         sys.executable,
         *argv_of(spec, node.host, port, pem),
     ]
-    # The leash needs a signal that it can act upon: it ends vLLM's processes, then itself.
+    # A signal that `process_tree` can act upon: it ends vLLM's processes, then itself.
     process = start_child(argv, env, death_signal=signal.SIGTERM)
     where = identity.address(node.host, port), identity.url(node.host, port)
     server = Server(boot_id, *where, process, secret, http)
@@ -226,74 +207,15 @@ async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession) -> Se
         raise
 
 
-def argv_of(spec: RunSpec, host: str, port: int, pem: Path | None) -> list[str]:
-    """The interpreter's arguments that start vLLM for this run, under mutual TLS with the identity in `pem`."""
-    flags = {**DEFAULTS, **light_flags(spec), **_user_flags(spec), **FIXED}
-    flags |= {"model": model_of(spec), "host": host, "port": port}
-    if pem is not None:
-        flags |= {"ssl-keyfile": pem, "ssl-certfile": pem, "ssl-ca-certs": pem}
-        flags["ssl-cert-reqs"] = int(ssl.CERT_REQUIRED)
-    return ["-m", "tasks.rollout.vllm_main", *flags_of(flags)]
-
-
-def flags_of(flags: dict[str, Any]) -> list[str]:
-    """Command line flags as vLLM reads them: true and false are --x and --no-x, a list is its items, a mapping is
-    JSON, null leaves the flag out."""
-    argv: list[str] = []
-    for name, value in flags.items():
-        match value:
-            case None:
-                continue
-            case bool():
-                argv.append(f"--{name}" if value else f"--no-{name}")
-            case list() | tuple():
-                argv += [f"--{name}", *(str(item) for item in value)]
-            case dict():
-                argv += [f"--{name}", json.dumps(value)]
-            case _:
-                argv += [f"--{name}", str(value)]
-    return argv
-
-
-def light_flags(spec: RunSpec) -> dict[str, Any]:
-    """Flags that spare a process of the CPU build.
-
-    It starts one for the worker, to bind its threads to cores. Where it is told to bind none, the engine may be
-    the worker, as it is on one GPU: of 35 s of CPU time at each start 15 went into that process's imports.
-    """
-    flags = _user_flags(spec)
-    env = {**os.environ, **spec.rollout.env}
-    if env.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind" or any(flags.get(name, 1) != 1 for name in PARALLEL):
-        return {}
-    return {"distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
-
-
-def light_env(spec: RunSpec) -> dict[str, str]:
-    """Environment that spares the CPU build a compilation where run.yaml wants none: vLLM compiles one small
-    function even so, in 25 s of CPU time on a new machine, and in 3 on one where it did so before."""
-    eager = _user_flags(spec).get("enforce-eager") is True
-    return {"TORCHDYNAMO_DISABLE": "1"} if eager and light_flags(spec) else {}
-
-
-def model_of(spec: RunSpec) -> str:
-    """The model's folder, found from the folder of run.yaml, or its name on the hub."""
-    folder = Path(spec.workdir) / spec.trainer.model
-    return str(folder) if folder.is_dir() else spec.trainer.model
-
-
-def _user_flags(spec: RunSpec) -> dict[str, Any]:
-    return {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items()}
-
-
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a leash and what it holds; what a killed leash left behind as well."""
+    """End vLLM's process tree, and what is left of one whose root was killed."""
     process.terminate()
     try:
         process.wait(timeout=STOP_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    end_descendants(patience_s=0.0)
+    end_descendants(0.0)
 
 
 async def _until_healthy(server: Server, token: str, http: aiohttp.ClientSession) -> None:

@@ -124,7 +124,7 @@ def test_the_generation_window_is_trl_s(tmp_path: Path) -> None:
 
 
 def test_the_nodes_set_what_the_documentation_says() -> None:
-    from tasks.rollout import vllm_server
+    from tasks.rollout import vllm_flags
     from tasks.trl import trl_grpo
 
     text = (Path(__file__).parents[2] / "docs" / "run-yaml.md").read_text()
@@ -133,9 +133,9 @@ def test_the_nodes_set_what_the_documentation_says() -> None:
     said = {
         key: value for key, value in trainer.items() if key not in table.refused and value != table.default(key)
     }
-    for key, value in {**said, **vllm_server.DEFAULTS}.items():
+    for key, value in {**said, **vllm_flags.DEFAULTS}.items():
         assert f"| `{key}` | {value} |" in text
-    assert set(vllm_server.FIXED) <= set(vllm_table().refused)
+    assert set(vllm_flags.FIXED) <= set(vllm_table().refused)
     assert set(trl_grpo.FIXED) <= set(table.refused)
 
 

@@ -20,7 +20,8 @@ from aiohttp.test_utils import TestServer
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.serving.position_trial import Trial, judge
 from tasks.machine.node_env import NotANode, read_node_env
-from tasks.rollout.vllm_server import Server, Unfit, argv_of, flags_of, light_env
+from tasks.rollout.vllm_flags import argv_of, flags_of, uncompiled_env
+from tasks.rollout.vllm_server import Server, Unfit
 from tests.rigs.gateway_process import until
 
 # A program that starts a grandchild which ignores SIGTERM, as a hung engine would, and tells both pids.
@@ -131,7 +132,7 @@ def test_vllm_on_a_cpu_starts_no_more_than_it_needs(
 ) -> None:
     spec = spec_of(tmp_path, flags, env)
     assert ("--distributed-executor-backend" in argv_of(spec, "127.0.0.1", 1, None)) is spares_the_worker
-    assert light_env(spec) == ({"TORCHDYNAMO_DISABLE": "1"} if spares_compiling else {})
+    assert uncompiled_env(spec) == ({"TORCHDYNAMO_DISABLE": "1"} if spares_compiling else {})
 
 
 VOCABULARY = 300
