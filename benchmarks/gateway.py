@@ -22,8 +22,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.rig import costs, faults, skew
-from benchmarks.rig.balancers import (
+from benchmarks.rig import costs, faults
+from benchmarks.rig.costs import Cost, Costs
+from benchmarks.rig.faults import Outcome
+from benchmarks.rig.gateway import skew
+from benchmarks.rig.gateway.balancers import (
     NOBODY,
     OURS,
     System,
@@ -34,11 +37,9 @@ from benchmarks.rig.balancers import (
     start_nothing,
     streams,
 )
-from benchmarks.rig.costs import Cost, Costs
-from benchmarks.rig.fakes import compile_programs
-from benchmarks.rig.faults import Outcome
+from benchmarks.rig.gateway.fakes import compile_programs
+from benchmarks.rig.gateway.skew import Skewed
 from benchmarks.rig.local_run import ROOT
-from benchmarks.rig.skew import Skewed
 
 Struck = dict[str, dict[str, Outcome | str]]  # by fault and system
 

@@ -78,7 +78,7 @@ def measure_stall(folder: Path) -> dict[str, Any]:
         "GRPO_ORCH_WORKDIR": str(folder / "node"),
     }
     try:
-        with running([sys.executable, "-m", "benchmarks.rig.sink", str(port)], log) as process:
+        with running([sys.executable, "-m", "benchmarks.rig.gateway.sink", str(port)], log) as process:
             wait_for_port(port, process, log, timeout_s=20)
             return python(NODE_PYTHON, "benchmarks.rig.stall", str(work), env=env)
     finally:

@@ -14,9 +14,9 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from benchmarks.rig.balancers import PORT, Running, Stand, System
-from benchmarks.rig.load import Answer, Call, make_stand, start, warm_up
-from benchmarks.rig.namespace import namespace
+from benchmarks.rig.gateway.balancers import PORT, Running, Stand, System
+from benchmarks.rig.gateway.load import Answer, Call, make_stand, start, warm_up
+from benchmarks.rig.gateway.namespace import namespace
 
 HOSTS = ("127.0.0.11", "127.0.0.12", "127.0.0.13")
 TOKENS = {64: 900, 1024: 150}  # a stream, by the number of streams

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.rig.balancers import Running, Stand, System
-from benchmarks.rig.load import Call, make_stand, start
-from benchmarks.rig.namespace import namespace, vanish
+from benchmarks.rig.gateway.balancers import Running, Stand, System
+from benchmarks.rig.gateway.load import Call, make_stand, start
+from benchmarks.rig.gateway.namespace import namespace, vanish
 
 FAULTS = ("kill", "stop", "drop")
 HOSTS = ("127.0.0.11", "127.0.0.12", "127.0.0.13")

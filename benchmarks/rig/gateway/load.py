@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.rig.balancers import LOAD_CPU, NOBODY, START_S, Ask, Running, Stand, System, pin
-from benchmarks.rig.fakes import BUILD, FakeVllm, expected_digest
+from benchmarks.rig.gateway.balancers import LOAD_CPU, NOBODY, START_S, Ask, Running, Stand, System, pin
+from benchmarks.rig.gateway.fakes import BUILD, FakeVllm, expected_digest
 
 WARM_UP = 48  # requests
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.rig.fakes import PORT as FAKE_PORT
-from benchmarks.rig.fakes import FakeVllm, Prompt
+from benchmarks.rig.gateway.fakes import PORT as FAKE_PORT
+from benchmarks.rig.gateway.fakes import FakeVllm, Prompt
 from benchmarks.rig.local_run import ROOT
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
@@ -163,7 +163,7 @@ def start_gateway(stand: Stand, loads_s: Sequence[float] = ()) -> Running:
     for number, fake in enumerate(stand.fakes):
         said = [address.url, f"rollout-{number}", fake.address, POLICY.label]
         said += [str(loads_s[number])] if loads_s else []
-        agents.append(stand.spawn_beside([sys.executable, "-m", "benchmarks.rig.announcer", *said], **env))
+        agents.append(stand.spawn_beside([sys.executable, "-m", "benchmarks.rig.gateway.announcer", *said], **env))
     return Running(process, int(address.url.rsplit(":", 1)[1]), agents=agents)
 
 

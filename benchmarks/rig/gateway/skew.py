@@ -1,4 +1,6 @@
-"""How long a step takes when its members have the new weights one after another: `python -m benchmarks.rig.skew`.
+"""How long a step takes when its members have the new weights one after another.
+
+Run by `python -m benchmarks.rig.gateway.skew`.
 
 Four equal servers, the slower the more requests they have, are ready at once, 20 ms apart or 1.5 s apart. The
 ideal is the division that has all of them done at the same time, known beforehand. No server computes prompts.
@@ -15,10 +17,10 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from benchmarks.rig.balancers import START_S, TOKEN, start_gateway
-from benchmarks.rig.fakes import compile_programs
-from benchmarks.rig.load import make_stand
-from benchmarks.rig.namespace import namespace
+from benchmarks.rig.gateway.balancers import START_S, TOKEN, start_gateway
+from benchmarks.rig.gateway.fakes import compile_programs
+from benchmarks.rig.gateway.load import make_stand
+from benchmarks.rig.gateway.namespace import namespace
 from policies.serving.wire import Batch, BatchLine, CompletionRequest, PolicyRef
 
 SKEWS_S = (0.0, 0.02, 1.5)

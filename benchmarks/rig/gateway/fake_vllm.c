@@ -4,7 +4,7 @@
 // in vLLM's engine, every running request makes one token a step; an event carries the first token alone, then
 // `--interval` tokens. A token is a function of the seed and of all tokens before it, so a completion that goes on
 // elsewhere from prompt + tokens so far equals the undisturbed one, and a wrong continuation does not (its twin in
-// Python: benchmarks/rig/fakes.py). Boot, policy and bearer token are accepted, whatever they are.
+// Python: benchmarks/rig/gateway/fakes.py). Boot, policy and bearer token are accepted, whatever they are.
 //
 //   --step-us N     one step; 0 (the default): a request is answered at once
 //   --doubling N    so many requests make a step take twice as long; 0 (the default): none do

@@ -1,7 +1,7 @@
 """A store that costs the machine next to nothing: S3's requests, bodies counted and thrown away.
 
 It keeps small objects, so that catalog, journal and heartbeat work. What a trainer loses beside it is lost to the
-uploader, not to a server which in practice is another machine. `python -m benchmarks.rig.sink PORT`.
+uploader, not to a server which in practice is another machine. `python -m benchmarks.rig.gateway.sink PORT`.
 """
 
 from __future__ import annotations
