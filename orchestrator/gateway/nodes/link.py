@@ -44,7 +44,7 @@ class Link:
     limits: SilenceLimits
     turns: Turns
     running: set[Attempt] = field(default_factory=set)
-    heard_s: float = 0.0  # the last event of any request, or when the first one was sent
+    heard_s: float = 0.0  # the last event of any request, or when one was sent to an idle member
     worked_s: float = 0.0  # when its engine was last known to have computed tokens, heard or not
     newest_begun_s: float = 0.0  # of its requests that got a first token, when the newest was sent
     probed_s: float = 0.0

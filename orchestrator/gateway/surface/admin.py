@@ -18,7 +18,7 @@ class Admin:
         self._members = members
 
     def routes(self) -> list[web.RouteDef]:
-        """The paths."""
+        """The paths and their handlers."""
         return [
             web.get("/members", self._list),
             web.get("/events", self._events),

@@ -100,8 +100,7 @@ class Prompt:
 
 
 async def read_batch(request: web.Request, turns: Turns) -> tuple[Batch, list[Prompt]]:
-    """Return the batch and the prompts of all its lines, kept as numbers and never as a whole text. Raises
-    Refused."""
+    """Return the batch and the prompts of all its lines, never kept as text. Raises Refused."""
     batch, prompts, seen = None, list[Prompt](), set[int]()
     async with aclosing(_lines(request)) as lines:
         async for line in lines:

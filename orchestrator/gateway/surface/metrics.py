@@ -19,6 +19,7 @@ from orchestrator.gateway.job import Finished
 from orchestrator.gateway.routing.dispatch import Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface.describe import state_of
+from policies.serving.wire import MemberStatus
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -89,7 +90,7 @@ class _Numbers(Collector):
     def collect(self) -> Iterable[Metric]:
         members, ledger = self._members, self._ledger
         described = members.status()
-        yield self._by_state()
+        yield self._by_state(described)
         yield _gauge("requests_running", "Requests at members", sum(one.requests_running for one in described))
         yield _gauge("requests_waiting", "Requests without a member", members.waiting.count)
         yield _gauge("waiting_bytes", "Size of their prompts", members.waiting.size_bytes)
@@ -114,11 +115,11 @@ class _Numbers(Collector):
         for histogram in self._histograms:
             yield histogram.family()
 
-    def _by_state(self) -> GaugeMetricFamily:
+    def _by_state(self, members: Iterable[MemberStatus]) -> GaugeMetricFamily:
         policy = self._members.wanted
         wanted = None if policy is None else policy.label
         found: Counter[tuple[str, str]] = Counter()
-        for one in self._members.status():
+        for one in members:
             found[state_of(one, wanted), one.policy or "base"] += 1
         family = GaugeMetricFamily("grpo_gateway_members", "Members", labels=["state", "policy"])
         for labels, count in found.items():

@@ -329,7 +329,7 @@ def test_hostile_documents_are_refused_and_a_batch_is_served_after_them() -> Non
         def fuzz(case: tuple[str, bytes]) -> None:
             endpoint, body = case
             got = answer(served.port, request("POST", endpoint, body, f"{PROOF}{HEADER_POLICY}: 0-0\r\n"))
-            assert status_of(got) in (200, 400, 404), got
+            assert status_of(got) in (200, 400, 404, 413), got  # two deep values are too long for an Announce
 
         fuzz()
         check_serves(served)
