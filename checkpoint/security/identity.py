@@ -1,8 +1,8 @@
 """Who belongs to a run: one certificate, derived from the run's secret, by trainer, gateway and nodes alike.
 
 Each party derives the same key and certificate from the secret, byte for byte, presents it, and trusts no other.
-So nothing is issued, sent, stored or renewed, and knowing the secret is the proof. A
-peer without it is refused in the TLS handshake, before a byte of HTTP (decision 011).
+So nothing is issued, sent, stored or renewed, and knowing the secret is the proof. A peer without it is refused in
+the TLS handshake, before a byte of HTTP (decision 011).
 """
 
 from __future__ import annotations

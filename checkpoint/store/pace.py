@@ -2,8 +2,8 @@
 
 Google Cloud Storage takes one write a second to a name and refuses more with 429
 (https://cloud.google.com/storage/quotas, "Maximum rate of writes to the same object name"). A heartbeat, a status
-or a row of metrics may come sooner: its writer waits here, and what comes meanwhile goes into the next write.
-S3 and Azure take thousands of writes a second to one name.
+or a row of metrics may come sooner: its writer waits here, and what comes meanwhile goes into the next write. S3
+and Azure take thousands of writes a second to one name.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ def materialize(
 ) -> None:
     """Download files of a manifest into `folder`, which appears only when every chunk has been verified.
 
-    One process at a time may fill a folder. What a killed one left beside it is reused.
-    Raises NotFound, Corrupt, StoreError, OSError.
+    One process at a time may fill a folder. What a killed one left beside it is reused. Raises NotFound, Corrupt,
+    StoreError, OSError.
     """
     part = part_of(folder)
     part.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ def content(name: str, step: int) -> bytes:
 
 
 def spool_checkpoints(folder: Path) -> None:
-    """Save and seal one checkpoint after another, and note each in `folder/sealed` behind its seal."""
+    """Save and seal one checkpoint after another, and note each in `folder/sealed` after its seal."""
     spool, begun = Spool(folder / "spool", 3 * sum(SIZES.values()), sum(SIZES.values())), folder / "begun"
     frozen = folder / "frozen"
     frozen.write_bytes(blake3(b"frozen").digest(length=FROZEN_BYTES))
@@ -64,12 +64,12 @@ def spool_checkpoints(folder: Path) -> None:
 
 
 def retire(listed: Sequence[Checkpoint], _: Seal | None = None) -> Sequence[PolicyVersion]:
-    """All but the newest: a retention that leaves a collector more to do than the real one."""
+    """All but the newest: stricter than the real retention, so that there is more to collect."""
     return sorted(one.at for one in listed)[:-KEEP_LAST]
 
 
 def restore_again_and_again(store: Store, folder: Path) -> None:
-    """Fetch the newest checkpoint, look at its bytes, and anew."""
+    """Fetch the newest checkpoint and check its bytes, again and again."""
     catalog, target = Catalog(store, "restorer"), folder / "restored"
     while True:
         any_there = bool(catalog.newest().checkpoints)
@@ -87,7 +87,7 @@ def restore_again_and_again(store: Store, folder: Path) -> None:
 
 
 def restore_and_die(store: Store, folder: Path, gets: int) -> None:
-    """Fetch the newest checkpoint and be killed before the given read of a chunk; says what was read."""
+    """Fetch the newest checkpoint and be killed before read number `gets` of a chunk; prints the number read."""
 
     class Mortal(Store):
         read = 0
@@ -105,7 +105,7 @@ def restore_and_die(store: Store, folder: Path, gets: int) -> None:
 
 
 class Processes:
-    """The three, their output in `folder/ROLE.log`."""
+    """The three processes, with their output in `folder/ROLE.log`."""
 
     def __init__(self, url: str, folder: Path, env: dict[str, str]) -> None:
         self.url, self.folder = url, folder
@@ -188,7 +188,7 @@ def check_nothing_is_left(store: Store) -> None:
 def main(role: str, url: str, folder: Path, *more: str) -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     chunks.CHUNK_BYTES = CHUNK
-    collect.IN_FLIGHT_S = 0.0  # whatever is not referred to goes at once
+    collect.IN_FLIGHT_S = 0.0  # unreferenced objects are collected at once
     match role:
         case "spool":
             spool_checkpoints(folder)

@@ -25,7 +25,7 @@ CONTENTS = ("ab", "ba", "abc", "bca", "aab", "c")  # each letter a chunk; the la
 
 
 class DictStore(Store):
-    """A store in a dictionary, and how often it was written to."""
+    """A store in a dictionary that counts its writes."""
 
     def __init__(self) -> None:
         self.url = "dict://"
@@ -50,7 +50,7 @@ class DictStore(Store):
         self.put(key, data)
 
     def secure(self, keys: Sequence[str]) -> None:
-        """A dictionary's objects are safe as they are; one that is missing is told, as everywhere."""
+        """Nothing to do but to find what is missing."""
         for key in keys:
             self.get(key)
 
@@ -68,8 +68,8 @@ class DictStore(Store):
 
 
 class InTurn:
-    """Stands in for the pool of threads: a transfer is over when it is begun, so that one list of choices is one
-    order of operations."""
+    """Stands in for the thread pool: runs each call at once, so that one list of choices is one order of
+    operations."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -93,7 +93,7 @@ class InTurn:
 
 
 class Interrupted(DictStore):
-    """The same objects, as a process reaches them in which `meanwhile` comes before its first put or delete."""
+    """The same objects for a process in which `meanwhile` happens before its first put or delete."""
 
     def __init__(self, store: DictStore, meanwhile: Callable[[], object]) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Interrupted(DictStore):
 
 
 class Deletes(DictStore):
-    """Remembers what it was told to delete, and does not do it: the request is late."""
+    """Remembers what to delete and does not delete it: the request is late."""
 
     def delete(self, keys: Sequence[str]) -> None:
         self.late = list(keys)
@@ -123,7 +123,7 @@ class Deletes(DictStore):
 
 
 class DyingAtManifest(Interrupted):
-    """The process is killed when all its chunks are stored."""
+    """The process is killed once all its chunks are stored."""
 
     def put(self, key: str, data: BytesLike) -> None:
         if key.startswith(f"{layout.CHECKPOINTS}/"):
@@ -136,7 +136,7 @@ def bytes_of(content: str) -> bytes:
 
 
 def going(keep_last: int, listed: Sequence[Checkpoint]) -> Sequence[PolicyVersion]:
-    """All but the newest and what is pinned: a retention that leaves a collector more to do than the real one."""
+    """All but the newest and the pinned: stricter than the real retention, so that there is more to collect."""
     older = sorted(listed, key=lambda one: one.at)[:-keep_last]
     return [one.at for one in older if not one.pinned]
 

@@ -1,8 +1,8 @@
-"""A store between whose operations anything can happen, and threads that a test lets go one operation at a time.
+"""A store between whose operations anything can happen, and threads that run one operation at a time.
 
-Each operation of an actor waits for its turn; the test says whose turn it is and what becomes of the operation.
-So a run is a list of choices, and the same choices make the same run. What an actor's own reading threads fetch is
-part of the turn before: objects that never change once they are there.
+Each operation of an actor waits for its turn; the test says whose turn it is and what becomes of the operation. So
+a run is a list of choices, and the same choices make the same run. What an actor's own reading threads fetch
+belongs to the turn before: these objects never change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Fate(Enum):
     DONE_AWAY = "done, and the writer is told that the store is away"
     LATE = "the writer is told that the store is away; it is done some time later"
     DIES_BEFORE = "the writer dies before it"
-    DIES_BEHIND = "done, and the writer dies before it hears of it"
+    DIES_AFTER = "done, and the writer dies before it hears of it"
 
 
 class Died(BaseException):
@@ -37,7 +37,7 @@ class Died(BaseException):
 
 
 class Actor(threading.Thread):
-    """One process: `body` runs until it ends or dies, held before each operation on the store it is given."""
+    """One process: `body` runs until it ends or dies, held before each operation on its store."""
 
     def __init__(self, name: str, store: Store, body: Callable[[Store], None]) -> None:
         super().__init__(name=name, daemon=True)
@@ -64,7 +64,7 @@ class Actor(threading.Thread):
             self._held.release()
 
     def turn(self, fate: Fate) -> None:
-        """Let the operation that is held happen, and come back when the next one is held or the actor is over."""
+        """Let the held operation happen; return when the next one is held or the actor is over."""
         self._fate = fate
         self._go.release()
         self._held.acquire()
@@ -114,14 +114,14 @@ class ScriptedStore(Store):
         match self._actor.held():
             case Fate.DONE | Fate.LOST:
                 return read()
-            case Fate.DIES_BEFORE | Fate.DIES_BEHIND:
+            case Fate.DIES_BEFORE | Fate.DIES_AFTER:
                 raise Died
             case _:
                 raise StoreUnavailable("read")
 
     def _write(self, write: Callable[[], None]) -> None:
         fate = self._actor.held()
-        if fate in (Fate.DONE, Fate.LOST, Fate.DONE_AWAY, Fate.DIES_BEHIND):
+        if fate in (Fate.DONE, Fate.LOST, Fate.DONE_AWAY, Fate.DIES_AFTER):
             write()
         match fate:
             case Fate.LOST:
@@ -131,13 +131,13 @@ class ScriptedStore(Store):
                 raise StoreUnavailable("write")
             case Fate.AWAY | Fate.DONE_AWAY:
                 raise StoreUnavailable("write")
-            case Fate.DIES_BEFORE | Fate.DIES_BEHIND:
+            case Fate.DIES_BEFORE | Fate.DIES_AFTER:
                 raise Died
             case _:
                 pass
 
 
 def arrive(write: Callable[[], None]) -> None:
-    """Do a late write. Nobody is there any more to hear that a create came too late."""
+    """Do a late write. Nobody hears any more that a create came too late."""
     with contextlib.suppress(AlreadyExists):
         write()

@@ -1,4 +1,4 @@
-"""A run's store in memory, as each party of a run reaches it: in fair weather, without writes, or not at all."""
+"""A run's store in memory, as each party reaches it: without trouble, without writes, or not at all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Weather(Enum):
 
 
 class Sky:
-    """The objects, and the weather over all who reach for them. Some writes that failed were done, or are late."""
+    """The objects, and the weather for all parties. Some writes that failed were done, or are late."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -39,7 +39,7 @@ class Sky:
 
 
 class WeatherStore(Store):
-    """One party's way to the store: `weather` is its own trouble. `before` is called before each operation."""
+    """One party's connection to the store, with its own `weather`. `before` is called before each operation."""
 
     def __init__(self, sky: Sky) -> None:
         self.url = "sim://run"

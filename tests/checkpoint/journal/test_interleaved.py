@@ -1,7 +1,7 @@
 """The journal as a lock, with everything between any two store operations: other writers, crashes, lost answers.
 
-Two to eight controllers and a reader run as threads that are let go one store operation at a time (`journal_rig`).
-Segments are short, so that controllers meet at their ends all the time.
+Two to eight controllers and a reader run as threads, one store operation at a time (`journal_rig`). Segments are
+short, so that controllers often meet at their ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ APPENDS = 8  # of one controller, at most
 TURNS = 120
 names = itertools.count()
 
-# Mostly nothing happens: a run of nothing but faults gets nowhere.
+# Mostly without faults: a run of nothing else gets nowhere.
 FATES = [Fate.DONE] * 10 + [fate for fate in Fate if fate is not Fate.DONE]
 
 
@@ -45,7 +45,7 @@ def short_segments() -> Iterator[None]:
 
 @dataclass
 class Seen:
-    """What controllers and readers were told, to be held against the journal at the end."""
+    """What controllers and readers were told, to be compared with the journal at the end."""
 
     acknowledged: list[Record] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Seen:
     read: list[list[Record]] = field(default_factory=list)
 
     def controller(self, name: str, store: Store) -> None:
-        """Take over, append, and be fenced for good or come to the end; as the daemon does it."""
+        """Take over, append, and finish or be fenced for good, as the daemon does."""
         writer = Journal(store, name)
         try:
             state = writer.take_over(1.0, name, 1, "resume")
@@ -122,7 +122,7 @@ def test_one_line_whatever_happens_between_two_operations(data: st.DataObject, c
             elif actor is not actors[0]:
                 place = actors.index(actor)
                 actors[place] = begin(count + turn)
-                actors[place].late += actor.late  # what the dead one sent is still on its way
+                actors[place].late += actor.late  # what the dead one sent may still arrive
             if turn % 10 == 0:
                 check_now(store)
     finally:
@@ -140,7 +140,7 @@ def test_one_line_whatever_happens_between_two_operations(data: st.DataObject, c
 
 
 def check_now(store: Store) -> None:
-    """What holds at any moment: what recover, read and segments say is what the entries say."""
+    """At any moment recover, read and segments agree with the entries."""
     records = raw_entries(store)
     assert journal.read(store) == records
     found = journal.recover(store)
@@ -154,7 +154,7 @@ def check_now(store: Store) -> None:
 
 
 def check(records: list[Record], seen: Seen) -> None:
-    """What everybody was told holds against the journal in the end."""
+    """In the end everything that anybody was told agrees with the journal."""
     for record in seen.acknowledged:
         assert records[record.number - 1] == record, "an acknowledged entry was lost"
     assert len(seen.epochs) == len(set(seen.epochs))
@@ -170,7 +170,7 @@ def check(records: list[Record], seen: Seen) -> None:
 
 
 def raw_entries(store: Store) -> list[Record]:
-    """The entries without any code of the journal's: all of them, in order, without a gap."""
+    """All entries, read without the journal's code, in order and without a gap."""
     listed = store.entries(layout.JOURNAL)
     records = [from_json(store.get(one.key), Record, one.key) for one in listed]
     assert [record.number for record in records] == list(range(1, len(records) + 1))

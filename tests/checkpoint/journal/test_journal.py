@@ -47,7 +47,7 @@ def test_the_late_controller_is_fenced_and_stays_fenced() -> None:
 
 
 class LostAnswers:
-    """A store whose create answers get lost: the object is there, the writer is told to try again."""
+    """A store that loses the answers to creates: the object is there, the writer is told to try again."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -65,7 +65,7 @@ class LostAnswers:
 
 def test_a_lost_answer_is_not_a_lost_race() -> None:
     flaky = LostAnswers(fresh())
-    writer = Journal(flaky, "a")  # type: ignore[arg-type]  # a stand-in for a store behind a bad network
+    writer = Journal(flaky, "a")  # type: ignore[arg-type]  # a stand-in for a store over a bad network
     writer.take_over(1.0, "h", 1, "up")
     flaky.lose_next = True
     assert writer.append(2.0, (RunCreated("r", "id"),)).number == 2
@@ -94,7 +94,7 @@ def test_an_event_of_a_newer_version_is_one_clear_line() -> None:
 
 
 class Doubtful(LostAnswers):
-    """Says that it is away, after or before it has done what it was told."""
+    """Says that it is away, before or after doing as told."""
 
     done: bool | None = None
 
@@ -107,9 +107,9 @@ class Doubtful(LostAnswers):
 
 
 @pytest.mark.parametrize("done", [True, False])
-def test_an_entry_of_unknown_fate_is_settled_and_its_writer_goes_on(done: bool) -> None:
+def test_an_entry_of_unknown_outcome_is_settled_and_its_writer_goes_on(done: bool) -> None:
     doubtful = Doubtful(fresh())
-    writer = Journal(doubtful, "a")  # type: ignore[arg-type]  # a stand-in for a store behind a bad network
+    writer = Journal(doubtful, "a")  # type: ignore[arg-type]  # a stand-in for a store over a bad network
     writer.take_over(1.0, "h", 1, "up")
     doubtful.done = done
     with pytest.raises(StoreUnavailable):
@@ -124,11 +124,11 @@ def test_an_entry_of_unknown_fate_is_settled_and_its_writer_goes_on(done: bool) 
 
 
 def test_what_comes_late_finds_its_number_taken_and_what_came_before_is_known() -> None:
-    """An entry that the store took after its writer was told otherwise, while the writer closes that number."""
+    """The store takes an entry after its writer was told otherwise, while the writer settles that number."""
     doubtful = Doubtful(fresh())
     writer = Journal(doubtful, "a")  # type: ignore[arg-type]
     writer.take_over(1.0, "h", 1, "up")
-    for done in (True, False):  # it landed; then its closing entry is lost on the way
+    for done in (True, False):  # it arrived; then the entry that settles it is lost
         doubtful.done = done
         with pytest.raises(StoreUnavailable):
             writer.append(2.0, (RunCreated("r", "id"),)) if done else writer.settle(3.0)

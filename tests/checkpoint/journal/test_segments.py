@@ -34,7 +34,7 @@ THREE = 3 * SEGMENT_ENTRIES
 
 
 class Noting(Store):
-    """A store in memory that notes what is read, and fails a write where it is told to."""
+    """A store in memory that records what is read, and fails writes as told."""
 
     def __init__(self) -> None:
         super().__init__(f"memory://segments-{next(names)}", retry_s=0.0)
@@ -58,7 +58,7 @@ class Noting(Store):
 
 
 def written(store: Store, count: int) -> Journal:
-    """A journal of `count` entries, each told apart by its gateway and its command."""
+    """A journal of `count` entries, distinct by their gateway and command."""
     writer = Journal(store, "a/1")
     writer.take_over(1.0, "a", 1, "up")
     for number in range(2, count + 1):
@@ -79,7 +79,7 @@ def expected(store: Store, count: int) -> RunState:
 
 
 @pytest.mark.parametrize("count", [1, SEGMENT_ENTRIES - 1, SEGMENT_ENTRIES, SEGMENT_ENTRIES + 1, THREE + 5])
-def test_a_long_run_is_taken_up_by_reading_little(count: int) -> None:
+def test_a_long_run_is_recovered_by_reading_little(count: int) -> None:
     store = Noting()
     written(store, count)
     state = expected(store, count)
@@ -124,7 +124,7 @@ def test_the_next_controller_stores_what_the_last_one_could_not() -> None:
 
 
 def test_a_late_controller_writes_the_same_segment() -> None:
-    """It stalls between its entry and the segment; meanwhile its successor has written that segment, and more."""
+    """It stalls between its entry and the segment, while its successor writes that segment, and more."""
     stalled: list[tuple[str, BytesLike]] = []
 
     class Stalls(Noting):
@@ -168,7 +168,7 @@ DAMAGES = {
 @pytest.mark.parametrize(
     "which", [[3], *(pytest.param(which, marks=pytest.mark.slow) for which in ([1, 2], [1, 2, 3]))]
 )
-def test_a_segment_that_is_of_no_use_is_passed_over(damage: str, which: list[int]) -> None:
+def test_an_unusable_segment_is_passed_over(damage: str, which: list[int]) -> None:
     store = Noting()
     written(store, THREE + 1)
     state, records = expected(store, THREE + 1), journal.read(store)
@@ -230,7 +230,7 @@ def test_an_entry_under_another_number_is_named() -> None:
 
 
 def test_a_listing_that_shows_the_later_of_two_is_no_gap() -> None:
-    """Files are listed one by one: what is made meanwhile may be shown or not."""
+    """Files are listed one by one: one made meanwhile may be shown or not."""
 
     class Skipping(Noting):
         def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
@@ -282,7 +282,7 @@ def test_one_set_is_one_text() -> None:
 
 
 def test_who_changes_the_state_raises_its_schema() -> None:
-    """Else a stored state would be continued by a version that means something else by it."""
+    """Else a version to which it means something else would continue a stored state."""
     schema = msgspec.json.schema(RunState)
     for one in schema["$defs"].values():
         one.pop("description", None)

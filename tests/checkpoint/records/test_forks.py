@@ -27,7 +27,7 @@ def test_a_run_without_rollbacks_has_none(store: Store) -> None:
 
 
 def test_what_is_written_is_read_in_order(store: Store) -> None:
-    # Numbers may be left out, and the eleventh comes behind the second.
+    # Numbers may be left out, and the eleventh comes after the second.
     later = [Fork(2, None, {"beta": 0.16}, FIRST.skipped), Fork(11, "2-40"), Fork(12, "1-130")]
     for fork in (later[2], FIRST, later[1], later[0]):
         write_fork(store, fork)
@@ -35,7 +35,7 @@ def test_what_is_written_is_read_in_order(store: Store) -> None:
     assert newest_timeline(store) == 12
 
 
-def test_writing_it_again_is_nothing(store: Store) -> None:
+def test_writing_it_again_changes_nothing(store: Store) -> None:
     write_fork(store, FIRST)
     write_fork(store, replace(FIRST, changes=dict(FIRST.changes)))
     assert read_forks(store) == (FIRST,)

@@ -1,4 +1,4 @@
-"""The certificate that every party of a run makes for itself, and who is asked for it."""
+"""The certificate that every party of a run makes for itself, and which addresses require it."""
 
 from __future__ import annotations
 

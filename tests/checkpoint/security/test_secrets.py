@@ -90,10 +90,10 @@ def test_skypilot_is_given_them_apart_whatever_their_names(tmp_path: Path) -> No
 
 
 class OneLaunch:
-    """A cloud that is asked once, then quotes in its refusal what it was given, and has the daemon stop."""
+    """A cloud that is asked once, quotes the order's secrets in its refusal, and makes the daemon stop."""
 
     def __init__(self, stop: threading.Event) -> None:
-        self.given: dict[str, str] = {}
+        self.environment: dict[str, str] = {}
         self.refusing = threading.Event()
         self._stop = stop
         self._looks = 0
@@ -106,7 +106,7 @@ class OneLaunch:
 
     def launch(self, order: Order) -> None:
         if order.role is Role.TRAINER:
-            self.given = order.environment
+            self.environment = order.environment
         self.refusing.set()
         raise CloudRefused("no_capacity", f"none with {order.environment}")  # type: ignore[arg-type]
 
@@ -140,11 +140,11 @@ def test_a_launch_has_them_and_neither_store_nor_log_does(
     for name, value in HERE.items():
         monkeypatch.setenv(name, value)
     daemon.steer(store, "up", cloud._stop)
-    assert cloud.given.items() >= {"HF_TOKEN": HF, "WANDB_API_KEY": WANDB, "LICENCE": LICENCE}.items()
-    assert "OTHER_TOKEN" not in cloud.given
+    assert cloud.environment.items() >= {"HF_TOKEN": HF, "WANDB_API_KEY": WANDB, "LICENCE": LICENCE}.items()
+    assert "OTHER_TOKEN" not in cloud.environment
     refusals = [str(record.events) for record in journal.read(store) if "none with" in str(record.events)]
     assert refusals
-    assert all(BLANK in said and cloud.given["GRPO_ORCH_TOKEN"] not in said for said in refusals)
+    assert all(BLANK in said and cloud.environment["GRPO_ORCH_TOKEN"] not in said for said in refusals)
 
 
 def test_a_daemon_without_one_buys_nothing_and_says_which(
@@ -154,7 +154,7 @@ def test_a_daemon_without_one_buys_nothing_and_says_which(
     monkeypatch.delenv("LICENCE", raising=False)
     cloud.refusing.set()
     daemon.steer(store, "resume", cloud._stop)
-    assert cloud.given == {}
+    assert cloud.environment == {}
     assert "LICENCE is not set here" in str([record.events for record in journal.read(store)])
 
 

@@ -105,7 +105,7 @@ def test_the_server_below_vllm_tells_strangers_nothing_with_the_flags_of_a_node(
 
 
 class Imposter:
-    """Listens where a party of the run is thought to be, shows what certificate it has, and takes every client."""
+    """Listens at a party's address, shows its own certificate, and accepts every client."""
 
     def __init__(self, tls: ssl.SSLContext | None) -> None:
         if tls is not None:

@@ -1,4 +1,4 @@
-"""What a bucket does by itself, asked of a real S3 API, and told with what it would cost."""
+"""What a bucket does by itself, asked through a real S3 API, and reported with its cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real store that fails: what is tried against moto in test_store_faults, where a real one may differ."""
+"""A real store that fails: what test_faults tries with moto, where a real store may differ."""
 
 from __future__ import annotations
 

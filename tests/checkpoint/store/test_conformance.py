@@ -1,4 +1,4 @@
-"""What every store does, whichever library and server stand behind it: one suite for all of them."""
+"""What every store does, whatever its library and server: one suite for all of them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_any_bytes_can_be_written_and_nothing_keeps_hold_of_them(store: Store) -
             store.create(f"create/{key}", data)
             assert store.get_buffer(f"put/{key}") == store.get_buffer(f"create/{key}") == data
         for view in (part, memoryview(data)):
-            view.release()  # closing the map fails while anyone else holds a part of it
+            view.release()  # closing the map fails while anyone holds a part of it
 
 
 def test_a_large_object_comes_back_whole(store: Store) -> None:
@@ -124,7 +124,7 @@ def test_folders_are_those_with_objects(store: Store) -> None:
 
 @pytest.mark.slow
 def test_thousands_are_listed_whole_and_deleted_at_once(request: pytest.FixtureRequest, store: Store) -> None:
-    # A page is of 1,000. Fewer through fsspec, which needs ten seconds to write 2,500.
+    # A page has 1,000. Fewer through fsspec, which needs ten seconds to write 2,500.
     number_of = 1100 if "fsspec" in request.node.name else 2500
     keys = [f"t/{number:06d}" for number in range(number_of)]
     fill(store, keys)
@@ -162,7 +162,7 @@ def test_odd_names_are_kept_as_they_are(store: Store) -> None:
     assert store.entries("odd") == []
 
 
-def test_a_full_disk_is_retried_for_as_long_as_patience_lasts_and_says_what_to_do(tmp_path: Path) -> None:
+def test_a_full_disk_is_retried_until_time_is_up_and_says_what_to_do(tmp_path: Path) -> None:
     full = Store(f"file://{tmp_path}/full", retry_s=0.3)
     calls = []
 
@@ -181,7 +181,7 @@ DATA = st.binary(max_size=20)
 
 
 class StoreAgainstDict(RuleBasedStateMachine):
-    """The store and a dict are told the same, and must then hold the same."""
+    """Store and dict get the same operations and must then hold the same."""
 
     open_store: Any  # set by the test: returns an empty store
 

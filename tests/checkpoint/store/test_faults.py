@@ -1,4 +1,4 @@
-"""A store that fails: what the caller is told, that it is tried again, and that it works once the fault is over.
+"""A store that fails: what the caller is told, that it is retried, and that it works once the fault is over.
 
 "Away for five minutes" is scaled down to AWAY_S here; nothing in the store depends on which it is.
 """
@@ -68,7 +68,7 @@ PASSING: list[tuple[Fault, int]] = [
 
 
 @pytest.mark.parametrize(("fault", "times"), PASSING, ids=lambda value: str(value))
-def test_a_write_outlasts_what_passes(
+def test_a_write_outlasts_a_passing_fault(
     open_store: Callable[..., Store], proxy: FaultProxy, fault: Fault, times: int
 ) -> None:
     store = open_store()
@@ -92,7 +92,7 @@ READS: list[tuple[str, Fault]] = [
 
 
 @pytest.mark.parametrize(("call", "fault"), READS, ids=str)
-def test_a_read_outlasts_what_passes(
+def test_a_read_outlasts_a_passing_fault(
     open_store: Callable[..., Store], proxy: FaultProxy, call: str, fault: Fault
 ) -> None:
     store = open_store()
@@ -124,7 +124,7 @@ def test_a_store_that_is_away_is_waited_for(moto: S3Server, proxy: FaultProxy, t
 
 
 @pytest.mark.parametrize("fault", [Away(), Answer(503, "SlowDown"), CutUpload(1)], ids=str)
-def test_patience_ends(open_store: Callable[..., Store], proxy: FaultProxy, fault: Fault) -> None:
+def test_retries_end(open_store: Callable[..., Store], proxy: FaultProxy, fault: Fault) -> None:
     store = open_store(retry_s=1.0)
     proxy.inject(fault)
     began = time.monotonic()
@@ -194,7 +194,7 @@ def test_what_only_the_user_can_mend_is_told_at_once_and_without_secrets(
 @pytest.mark.parametrize("answer", [Answer(403, "QuotaExceeded"), Answer(507, "InsufficientStorage")], ids=str)
 def test_a_full_store_says_what_to_do(open_store: Callable[..., Store], proxy: FaultProxy, answer: Answer) -> None:
     store = open_store(retry_s=1.0)
-    store.put("a", b"0")  # a client's first request takes long, and what is counted here is the tries
+    store.put("a", b"0")  # a client's first request takes long, and tries are counted here
     proxy.seen.clear()
     proxy.inject(answer)
     with pytest.raises(StoreUnavailable, match="free some space"):
@@ -226,7 +226,7 @@ def test_a_large_write_is_one_put_and_never_a_multipart_upload(
 def test_two_creators_at_once_are_told_apart_by_the_store(
     open_store: Callable[..., Store], proxy: FaultProxy
 ) -> None:
-    """AWS answers 409 ConditionalRequestConflict while it has not decided who won: nobody has lost yet."""
+    """AWS answers 409 ConditionalRequestConflict until it has decided who won: nobody has lost yet."""
     store = open_store()
     proxy.inject(Answer(409, "ConditionalRequestConflict"), times=1)
     store.create("j/1", b"mine")

@@ -32,7 +32,7 @@ class Time:
         self.now_s += for_s
 
 
-def test_writes_to_one_name_are_held_apart_and_those_to_others_are_not() -> None:
+def test_writes_to_one_name_are_spaced_out_and_those_to_others_are_not() -> None:
     fake = Time()
     held = Pace(1.0, fake.clock, fake.sleep)
     written: list[tuple[str, float]] = []
@@ -45,7 +45,7 @@ def test_writes_to_one_name_are_held_apart_and_those_to_others_are_not() -> None
     assert fake.now_s == 107, "long ago is no reason to wait"
 
 
-def test_who_comes_at_the_same_time_waits_behind_the_other() -> None:
+def test_the_second_of_two_writers_waits_for_the_first() -> None:
     slept: list[float] = []
     held = Pace(1.0, lambda: 100.0, slept.append)
     for _ in range(3):
@@ -53,7 +53,7 @@ def test_who_comes_at_the_same_time_waits_behind_the_other() -> None:
     assert slept == [1.0, 2.0]
 
 
-def test_only_google_asks_for_it() -> None:
+def test_only_google_requires_it() -> None:
     schemes = ("gs", "gcs", "s3", "az", "abfs", "file", "memory")
     assert {scheme for scheme in schemes if interval_of(f"{scheme}://bucket/run")} == {"gs", "gcs"}
 
@@ -91,7 +91,7 @@ def google() -> Iterator[ThreadingHTTPServer]:
     server.server_close()
 
 
-def test_what_a_trainer_writes_over_is_held_apart(
+def test_what_a_trainer_overwrites_is_spaced_out(
     google: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []

@@ -1,7 +1,7 @@
-"""What a folder still holds when the power fails: what was told to be done is there, whole, and the run goes on.
+"""What a folder holds after a power cut: whatever was acknowledged is there, whole, and the run goes on.
 
-The disk of these tests keeps what it was made to keep, and nothing else: the bytes that a file had at its last
-fsync, under the names that its folder had at its own.
+The disk of these tests keeps only what was synced: a file's bytes at its last fsync, under the names at its
+folder's last.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def test_entries_that_a_power_cut_has_torn_are_set_aside_by_who_takes_over(left:
 
 
 def test_a_torn_entry_that_comes_back_to_life_stays_set_aside() -> None:
-    """As from a copy of the store. Whoever has read the run without it must not find another past."""
+    """For instance from a copy of the store. Whoever has read the run without it must not find another past."""
     store = Store("memory://torn-alive", retry_s=0.0)
     writer = Journal(store, "a/1")
     writer.take_over(1.0, "h", 1, "up")
@@ -171,7 +171,7 @@ def test_what_a_newer_version_wrote_is_not_taken_for_torn() -> None:
 
 
 @pytest.mark.parametrize("left", TORN)
-def test_a_torn_revision_has_a_number_and_no_say(left: bytes, tmp_path: Path) -> None:
+def test_a_torn_revision_keeps_its_number_and_is_ignored(left: bytes, tmp_path: Path) -> None:
     store = Store(f"memory://torn-revision-{len(left)}", retry_s=0.0)
     (tmp_path / "weights").write_bytes(b"weights")
     files = [("model.safetensors", tmp_path / "weights")]

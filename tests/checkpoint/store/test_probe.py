@@ -1,4 +1,4 @@
-"""The probe: it passes on what a run can live on, and refuses the rest in one line."""
+"""The probe passes stores that a run can use, and refuses the others in one line."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ def test_a_store_on_which_two_win_at_the_same_moment_is_refused() -> None:
     assert store.entries(FOLDER) == []
 
 
-def test_a_filesystem_of_fsspec_without_a_create_only_write_is_refused_whoever_is_quicker() -> None:
+def test_an_fsspec_filesystem_without_a_create_only_write_is_refused_without_a_race() -> None:
     class Other(AbstractFileSystem):
-        """Takes over everything from fsspec, as those of SFTP, SMB, HDFS and FTP do."""
+        """Inherits everything from fsspec, as those of SFTP, SMB, HDFS and FTP do."""
 
         protocol = "other"
 
@@ -125,7 +125,7 @@ def test_a_filesystem_of_fsspec_without_a_create_only_write_is_refused_whoever_i
         probe(Store("other://host/run", retry_s=0.0))
 
 
-def test_what_the_store_says_itself_comes_through(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
+def test_the_stores_own_errors_come_through(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
     server = moto.at(proxy.endpoint)
     store = Store(server.url(tmp_path.name), options=server.options(), retry_s=0.3)
     proxy.inject(Answer(403, "AccessDenied"))

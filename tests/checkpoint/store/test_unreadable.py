@@ -1,4 +1,4 @@
-"""Optional data that is damaged: told once, left out, and nothing that steers the run stops for it."""
+"""Damaged optional data is reported once and left out; nothing that steers the run stops for it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Hands:
 
 
 class Steered:
-    """A run under a real controller with real eyes, in a store of its own."""
+    """A run under a real controller and observer, in a store of its own."""
 
     def __init__(self, *, ended_diverged: bool = False) -> None:
         self.store = Store(f"memory://unreadable-{next(names)}", retry_s=0.0)
@@ -152,15 +152,15 @@ def test_a_trainer_that_starts_again_writes_over_a_torn_row() -> None:
     assert [row.step for row in metrics.read_metrics(store)] == [1, 2, 3, 5]
 
 
-def test_a_row_of_another_object_is_none_of_this_one() -> None:
-    """Else one false step would blind the detectors to all that come after it."""
+def test_a_row_that_belongs_to_another_object_is_left_out() -> None:
+    """Else one false step would blind the detectors to all later ones."""
     store = Store(f"memory://unreadable-{next(names)}")
     store.put(ROWS_KEY, to_json(Row(0, 10**9, NOW_S, 1, {"kl": 0.1})) + b"\n" + OPTIONAL[ROWS_KEY])
     assert metrics.read_metrics(store) == ROWS
 
 
 @pytest.mark.parametrize("key", [layout.RUN, layout.journal_entry(1), layout.CONTROLLER])
-def test_what_control_stands_on_is_never_left_out(key: str) -> None:
+def test_what_control_depends_on_is_never_left_out(key: str) -> None:
     run = Steered()
     run.store.put(key, b"{")
     reads = {layout.RUN: documents.read_run, layout.CONTROLLER: documents.CONTROLLER.read}
@@ -191,7 +191,7 @@ HOSTILE = st.sampled_from(
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
-    """What may stand in the place of a good object: bytes, a torn piece, or JSON of almost the right shape."""
+    """What may replace a good object: bytes, a torn piece, or JSON of almost the right shape."""
     match draw(st.integers(0, 4)):
         case 0:
             return draw(HOSTILE | st.binary(max_size=60))

@@ -1,7 +1,7 @@
 """The catalog with everything between any two store operations: uploads, collections, pins, crashes, late answers.
 
-Two to six actors run as threads that are let go one store operation at a time (`journal_rig`). Collectors go for
-every unreferenced object, however young: what is safe here is safe whatever the clocks say.
+Two to six actors run as threads, one store operation at a time (`journal_rig`). Collectors take every unreferenced
+object, however young: what is safe here is safe whatever the clocks say.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class World:
         self.checked_writes = -1
 
     def uploader(self, store: Store, name: str, steps: Sequence[int], content: str) -> None:
-        """Store checkpoint after checkpoint, as `checkpoint.stream.uploader` does: again until it is done."""
+        """Store checkpoint after checkpoint, retrying each, as `checkpoint.stream.uploader` does."""
         catalog = Catalog(store, name)
         for step in steps:
             at = PolicyVersion(0, step)
@@ -88,7 +88,7 @@ class World:
         while True:
             try:
                 collector.collect(NOW_S)
-            except (StoreUnavailable, NotFound):  # another collector has taken what this one was looking at
+            except (StoreUnavailable, NotFound):  # another collector was quicker
                 continue
 
     def pinner(self, store: Store, name: str, number: int) -> None:
@@ -105,7 +105,7 @@ class World:
                 continue
 
     def check(self) -> None:
-        """What holds at any moment."""
+        """The invariants of any moment."""
         if self.store.writes == self.checked_writes:
             return
         self.checked_writes = self.store.writes
@@ -159,7 +159,7 @@ def test_listed_checkpoints_are_whole_whatever_happens_between_two_operations(
             for left in range(count, 0, -1):
                 if actor.over:
                     actors[place] = begin(place)
-                    actors[place].late += actor.late  # what the dead one sent is still on its way
+                    actors[place].late += actor.late  # what the dead one sent may still arrive
                     break
                 actor.turn(fate if left == 1 else Fate.DONE)
                 world.check()
@@ -201,8 +201,8 @@ def test_a_late_deletion_strikes_no_name_that_is_used_again(folder: Path) -> Non
     needed(store, revisions(store)[-1].checkpoints)
 
 
-def test_a_chunk_that_came_back_behind_its_deletion_is_not_relied_upon(folder: Path) -> None:
-    """Two uploads began at one revision; what one of them left is collected, and then the other one writes it."""
+def test_a_chunk_that_came_back_after_its_deletion_is_not_reused(folder: Path) -> None:
+    """Two uploads begin at one revision; what one of them left is collected, then the other writes it again."""
     store = DictStore()
     late = Deletes()
     late.objects = store.objects

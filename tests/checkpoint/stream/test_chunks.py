@@ -20,7 +20,7 @@ SIZES = {"none": 0, "one": 1, "whole": CHUNK, "more": CHUNK + 1, "many": 5 * CHU
 
 
 class Wire(DictStore):
-    """Counts what is moved; `spoil` of the next answers for a chunk are wrong."""
+    """Counts what is moved; the next `spoil` answers for a chunk are wrong."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def content(number: int, size_bytes: int) -> bytes:
-    """Bytes of which no two chunks are the same."""
+    """Bytes without two equal chunks."""
     return blake3(bytes([number])).digest(length=size_bytes) if size_bytes else b""
 
 
@@ -141,7 +141,7 @@ def test_a_damaged_chunk_is_named_and_nothing_of_it_is_used(wire: Wire, source: 
     assert len(chunks.check(wire, "root", names)) == 1
 
 
-def test_a_suspect_chunk_is_stored_anew_under_another_name(wire: Wire, source: Path) -> None:
+def test_a_suspect_chunk_is_stored_again_under_another_name(wire: Wire, source: Path) -> None:
     catalog = Catalog(wire, "t")
     files = manifest.files_below(source)
     first = transfer.upload(wire, catalog, files, PolicyVersion(0, 1), 1.0, {})

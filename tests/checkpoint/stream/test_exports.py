@@ -37,7 +37,7 @@ EXPORTED = {"model.safetensors": WEIGHTS, "config.json": b"{}", "base_model/mode
 
 
 class CuttingStore(Store):
-    """Loses its connection in the middle of so many objects of several parts."""
+    """Loses its connection in the middle of so many multi-part objects."""
 
     cuts = 0
 

@@ -1,4 +1,4 @@
-"""The spool: what is sealed waits for the uploader, whoever is killed when, and memory is used again."""
+"""The spool: what is sealed waits for the uploader, whoever is killed when, and memory is reused."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_a_save_does_not_write_is_not_handed_on(spool: Spool) -> None:
     assert sorted(path.name for path in again.rglob("*") if path.is_file()) == ["empty", "model", "more"]
 
 
-def test_memory_that_was_got_in_advance_and_not_used_is_not_handed_on(spool: Spool) -> None:
+def test_memory_allocated_in_advance_and_not_used_is_not_handed_on(spool: Spool) -> None:
     spool.prepare({"model": SIZE // 2, "optimizer": SIZE})
     slot = spool.claim(3)
     assert slot is not None
@@ -106,7 +106,7 @@ def test_memory_that_was_got_in_advance_and_not_used_is_not_handed_on(spool: Spo
     assert [path.name for path in slot.iterdir()] == ["optimizer"]
 
 
-def test_no_memory_is_got_in_advance_that_does_not_fit_or_is_there(spool: Spool) -> None:
+def test_no_memory_is_allocated_in_advance_that_does_not_fit_or_is_there(spool: Spool) -> None:
     spool.prepare({"model": 3 * SIZE})
     assert list(spool.folder.iterdir()) == []
     save(spool, 1)
@@ -115,7 +115,7 @@ def test_no_memory_is_got_in_advance_that_does_not_fit_or_is_there(spool: Spool)
 
 
 class Killed(BaseException):
-    """In the place of SIGKILL: nothing after it runs."""
+    """Stands in for SIGKILL: nothing after it runs."""
 
 
 def killing(number: int, patch: pytest.MonkeyPatch) -> Callable[[], int]:
@@ -196,14 +196,14 @@ def test_a_slot_that_is_released_while_one_looks_is_no_error(spool: Spool) -> No
     assert errors == []
 
 
-def test_what_the_uploader_says_is_heard(spool: Spool) -> None:
+def test_the_trainer_reads_what_the_uploader_reports(spool: Spool) -> None:
     assert spool.reported() == UploaderState()
     said = UploaderState("0-5", "0-10", 3, 9, "free some space")
     spool.report(said)
     assert spool.reported() == said
 
 
-def test_giving_up_a_slot_asks_for_no_more_than_was_there(spool: Spool) -> None:
+def test_giving_up_a_slot_lowers_the_budget(spool: Spool) -> None:
     save(spool, 5)
     slot = spool.claim(10)
     assert slot is not None
@@ -218,7 +218,7 @@ def test_giving_up_a_slot_asks_for_no_more_than_was_there(spool: Spool) -> None:
 
 @pytest.fixture
 def small_memory(tmp_path: Path) -> Iterator[Path]:
-    """A file system in memory of 1 MiB."""
+    """A file system in memory, of 1 MiB."""
     folder = tmp_path / "memory"
     folder.mkdir()
     if os.geteuid() != 0:

@@ -1,4 +1,4 @@
-"""What all checkpoints share: found damaged while its source is at hand, and stored again for all of them."""
+"""What all checkpoints share is checked while its source is at hand, and damaged chunks are stored again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that spool, upload and restore, killed at random points: whatever is listed is whole at any moment."""
+"""Processes that spool, upload and restore are killed at random: at any moment all that is listed is whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHUNKS_OF_ONE = 8 + 11 + 1 + 3
 
 
 def kill_and_look(store: Store, folder: Path, env: dict[str, str], kills: int, seed: int) -> None:
-    """Kill one of the processes again and again, looking at all that is listed each time."""
+    """Kill one process after another, each time checking all that is listed."""
     print(f"SEED={seed}")
     rng = random.Random(seed)
     processes = Processes(store.url, folder, env)
@@ -39,7 +39,7 @@ def kill_and_look(store: Store, folder: Path, env: dict[str, str], kills: int, s
         wait_until("a first checkpoint", lambda: bool(ever_listed(store)))
         for number in range(kills):
             time.sleep(rng.uniform(0.0, PAUSE_MAX_S))
-            # Each of them, whatever the dice say, and the uploader most.
+            # Each of them at least once, and the uploader most.
             processes.restart(ROLES[number] if number < len(ROLES) else rng.choice([*ROLES, "upload"]))
             seen += check_listed(store)
         processes.kill("spool")
@@ -83,5 +83,5 @@ def test_a_killed_download_is_taken_up_again(tmp_path: Path) -> None:
         processes.start("restore", str(gets)).wait(30)
     read = re.findall(r"read ([0-9]+)", log.read_text())
     assert len(read) == 1, log.read_text()
-    # Of the eight that had been begun before each kill six at most were still on their way.
+    # Of the eight begun before each kill, at most six were still under way.
     assert 0 < int(read[0]) <= CHUNKS_OF_ONE - 2 * (8 - 6), f"of {CHUNKS_OF_ONE} chunks of {CHUNK} bytes"

@@ -1,5 +1,4 @@
-"""What of a spool still belongs to the run: not what a fork has left, nor what a newer trainer makes anew.
-
+"""What of a spool still belongs to the run: not what a fork has abandoned, nor what a newer trainer makes again.
 And what the uploader retires.
 """
 

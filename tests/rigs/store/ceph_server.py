@@ -1,6 +1,6 @@
 """A real S3 store: Ceph's object gateway from Debian's packages, with one monitor and one storage daemon.
 
-Everything lies in one folder and listens on 127.0.0.1 alone; no manager, no systemd, no root. `make
+Everything is in one folder and listens only on 127.0.0.1; no manager, no systemd, no root. `make
 test-packages` installs it.
 """
 
@@ -60,13 +60,13 @@ rgw_enable_lc_threads = false
 
 
 def missing_programs() -> list[str]:
-    """What is not installed of all that the rig starts."""
+    """The programs of the rig that are not installed."""
     return [name for name in PROGRAMS if shutil.which(name) is None]
 
 
 @contextlib.contextmanager
 def ceph_server(folder: Path) -> Iterator[tuple[S3Server, S3Server]]:
-    """A store as its ordinary user sees it, and as one sees it whose quota is used up.
+    """The store for an ordinary user, and for one whose quota is used up.
 
     Raises RuntimeError, with the end of the log, for a daemon that does not start.
     """

@@ -1,6 +1,6 @@
 """A reverse proxy in front of an S3 server that breaks on command.
 
-It runs in a thread of the test. The Host header goes through as it came, so that signatures hold.
+It runs in a thread of the test. The Host header is passed on unchanged, so that signatures hold.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class CutDownload:
 
 @dataclass(frozen=True, slots=True)
 class LoseAnswer:
-    """The request is done, and the connection reset in the place of its answer."""
+    """The request is done, and the connection reset instead of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrongBytes:
-    """The first byte of the answer's body is another one."""
+    """The first byte of the answer's body is changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ _HOP = {"connection", "keep-alive", "transfer-encoding", "expect"}
 @dataclass(slots=True)
 class _Plan:
     fault: Fault | None = None
-    left: int | None = None  # requests that it strikes yet; None: all, until it is over
+    left: int | None = None  # requests still to strike; None: all, until `heal`
 
 
 @dataclass(slots=True)
@@ -101,15 +101,15 @@ class FaultProxy:
         return f"http://127.0.0.1:{self.port}"
 
     def inject(self, fault: Fault, times: int | None = None) -> None:
-        """From now on `fault` strikes: the next `times` requests, or all until `heal`."""
+        """From now on `fault` strikes the next `times` requests, or all until `heal`."""
         self._await(self._inject(fault, times))
 
     def heal(self) -> None:
-        """Work as if nothing had been."""
+        """End the fault."""
         self._await(self._heal())
 
     def heal_after(self, delay_s: float) -> None:
-        """The same some time from now."""
+        """End the fault after a delay."""
         self.loop.call_soon_threadsafe(
             lambda: self.loop.call_later(delay_s, lambda: self.loop.create_task(self._heal()))
         )
@@ -237,7 +237,7 @@ def _refusal(answer: Answer) -> web.Response:
 
 @contextlib.contextmanager
 def fault_proxy(upstream: str) -> Iterator[FaultProxy]:
-    """A proxy before `upstream`, such as http://127.0.0.1:9000, for as long as the block runs."""
+    """A proxy in front of `upstream`, such as http://127.0.0.1:9000, while the block runs."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="fault-proxy", daemon=True)
     thread.start()

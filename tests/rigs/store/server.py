@@ -1,4 +1,4 @@
-"""What the rigs have in common: an S3 server that a test may use, and processes that end with it."""
+"""Shared by the rigs: an S3 server that tests may use, and processes that end with the test."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class S3Server:
 
 
 def through(server: S3Server, name: str, driver: str, retry_s: float) -> Store:
-    """A store that gives up a request that hangs after a second, so that tests do not take half a minute."""
+    """A store that gives up a hanging request after a second, so that tests do not take half a minute."""
     if driver == "fsspec":
         options = server.fsspec_options(config_kwargs={"read_timeout": 1, "connect_timeout": 1})
     else:
@@ -100,7 +100,7 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path, timeou
 
 
 def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:
-    """Ask until `ready`. Raises RuntimeError, with the end of the log, when the process ends or time does."""
+    """Ask until `ready`. Raises RuntimeError, with the end of the log, if the process ends or time is up."""
     deadline = time.monotonic() + timeout_s
     while not ready():
         if process.poll() is not None or time.monotonic() > deadline:
