@@ -284,9 +284,19 @@ def test_one_set_is_one_text() -> None:
 def test_who_changes_the_state_raises_its_schema() -> None:
     """Else a version to which it means something else would continue a stored state."""
     schema = msgspec.json.schema(RunState)
-    for one in schema["$defs"].values():
-        one.pop("description", None)
-    shape = hashlib.sha256(json.dumps(schema, sort_keys=True).encode()).hexdigest()[:16]
-    assert (STATE_SCHEMA, shape) == (8, "2887c38d6965ecea"), (
+
+    def stored(part: Any) -> Any:
+        """The part without the names and descriptions of its classes, which are not stored."""
+        match part:
+            case {"$ref": name}:
+                return stored(schema["$defs"][name.rpartition("/")[2]])
+            case dict():
+                return {key: stored(value) for key, value in part.items() if key not in ("title", "description")}
+            case list():
+                return [stored(one) for one in part]
+        return part
+
+    shape = hashlib.sha256(json.dumps(stored({"$ref": schema["$ref"]}), sort_keys=True).encode()).hexdigest()[:16]
+    assert (STATE_SCHEMA, shape) == (8, "c47828a1e53e3eae"), (
         "raise codec.STATE_SCHEMA, then note the new pair here"
     )
