@@ -20,7 +20,6 @@ from checkpoint.store.codec import event_to_plain, to_json
 from checkpoint.store.run_store import Entry, Store
 from policies.model.events import GatewayRestarted, TookOver
 from policies.model.state import RunState
-from policies.model.vocabulary import Role
 from tests.stand_ins.world import World, spec
 
 WRITERS = 8
@@ -96,7 +95,9 @@ def busy_run(entries: int, seed: int = 1) -> Iterator[Record]:
         world.advance()
         for node in world.at_work():
             if rng.random() < LOSS_RATE:
-                world.lose(node) if node.startswith(Role.TRAINER) or rng.random() < 0.7 else world.exit(node, 1)
+                # At its second end it is lost: no more machines are bought where too many broke for good.
+                for_good = world.machines[node].attempt > 1 or rng.random() < 0.7
+                world.lose(node) if for_good else world.exit(node, 1)
         if rng.random() < LOSS_RATE / 10:
             world.take_over()
 
