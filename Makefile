@@ -2,8 +2,8 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 NODE := .venv-node/bin
-# The node environment: the CPU build of vLLM by default; on a GPU machine `make NODE_EXTRA=node ...`.
-NODE_EXTRA ?= node-cpu
+# The node environment: with an NVIDIA GPU the CUDA build of vLLM, else its CPU build.
+NODE_EXTRA ?= $(shell nvidia-smi >/dev/null 2>&1 && echo node || echo node-cpu)
 BENCHES := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py)))
 
 .PHONY: demo test test-all test-long test-node soak check bench env node-env system-packages drawings test-packages haproxy sky-image clean $(BENCHES)
@@ -18,10 +18,16 @@ node-env: .venv-node/.ready
 	touch $@
 
 # The nodes' environment: torch, TRL and vLLM, about 4 GB. The image and audio libraries that vLLM's CPU build
-# asks for are built against another torch and break `import transformers`; nothing here uses them.
+# asks for are built against another torch and break `import transformers`; nothing here uses them. PyTorch's CPU
+# builds are not on PyPI: where pip is not configured to find them, uv does by itself.
 .venv-node/.ready: pyproject.toml | system-packages
 	$(PYTHON) -m venv .venv-node
-	$(NODE)/pip install --quiet --editable '.[$(NODE_EXTRA),test]'
+	@if [ $(NODE_EXTRA) = node ] || $(NODE)/pip index versions torch 2>/dev/null | grep -q '+cpu'; then \
+		set -x; $(NODE)/pip install --quiet --editable '.[$(NODE_EXTRA),test]'; \
+	else \
+		set -x; $(NODE)/pip install --quiet uv && \
+		$(NODE)/uv pip install --quiet --python $(NODE)/python --torch-backend=cpu --editable '.[$(NODE_EXTRA),test]'; \
+	fi
 	$(NODE)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
