@@ -16,8 +16,9 @@ from rich.console import Console
 
 from checkpoint.store.run_store import Store
 from orchestrator.control.observe import GatewayWatch
-from orchestrator.views import model, terminal
+from orchestrator.views import terminal
 from orchestrator.views.reader import Reader
+from orchestrator.views.run_view import view_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD, IMAGES = ROOT / "examples" / "tiny" / "build", ROOT / "docs" / "images"
@@ -27,9 +28,9 @@ WIDTH, HEIGHT = 100, 24
 def draw_live_view(store: Store, out: Path) -> None:
     """Write the view of the run in `store` as an SVG that loads no font from elsewhere."""
     reader = Reader(store)
-    view = model.view_of(reader, time.time(), GatewayWatch(store, believe_first=True).look())
+    view = view_of(reader, time.time(), GatewayWatch(store, believe_first=True).look())
     if view.over and reader.last is not None:
-        view = model.view_of(reader, reader.last.time_s, None)
+        view = view_of(reader, reader.last.time_s, None)
     console = Console(record=True, width=WIDTH, height=HEIGHT, file=io.StringIO(), force_terminal=True)
     console.print(terminal.render(view, HEIGHT))
     svg = console.export_svg(title="grpo-orch status", unique_id="live-view")

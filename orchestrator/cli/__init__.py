@@ -1,4 +1,4 @@
-"""The command line. Each command is a thin function; what it does lives in the rooms behind it."""
+"""The command line. Each command is a thin function over the rooms below."""
 
 from __future__ import annotations
 

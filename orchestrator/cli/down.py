@@ -25,7 +25,7 @@ from policies.model import exit_codes
 from policies.model.state import RunState
 from policies.model.vocabulary import NodePhase, Role, RunPhase
 
-CLOUD_PATIENCE_S = 60.0  # an API server that has to be started takes ten seconds
+CLOUD_WAIT_S = 60.0  # an API server that has to be started takes ten seconds
 POLL_S = 0.2
 SAY_S = 1.0  # between two looks at how far the trainer is
 
@@ -145,7 +145,7 @@ def _stop_here(store: Store, record: RunRecord, stopping: Stopping) -> None:
 
 def _machines_left(cloud: Cloud) -> list[str]:
     """What the cloud still shows of the run. Raises CloudUnavailable when it does not say so for too long."""
-    deadline_s = time.monotonic() + CLOUD_PATIENCE_S
+    deadline_s = time.monotonic() + CLOUD_WAIT_S
     while True:
         try:
             return sorted(cloud.machines())

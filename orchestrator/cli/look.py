@@ -28,6 +28,7 @@ from orchestrator.views.model import RunView
 from orchestrator.views.numbers import clock
 from orchestrator.views.reader import Reader
 from orchestrator.views.report import Report
+from orchestrator.views.run_view import view_of
 from policies.control.rollback_begin import NAME_A_TARGET
 from policies.model import exit_codes
 from policies.model.events import JobExited, RunMoved
@@ -192,7 +193,7 @@ def _log(store: Store, record: RunRecord, node: str, follow: bool) -> Iterator[s
 
 def _looker(store: Store) -> Callable[[], RunView]:
     reader, gateway = Reader(store), GatewayWatch(store, believe_first=True)
-    return lambda: model.view_of(reader, time.time(), gateway.look())
+    return lambda: view_of(reader, time.time(), gateway.look())
 
 
 def _event_lines(store: Store, follow: bool) -> Iterator[EventLine]:

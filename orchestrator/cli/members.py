@@ -21,7 +21,7 @@ from orchestrator.home.folder import known_token
 from orchestrator.views.numbers import NOT_KNOWN, duration
 from policies.model import exit_codes
 
-PATIENCE_S = 5.0  # a person waits
+TIMEOUT_S = 5.0  # a person waits
 
 app = typer.Typer(name="members", help="List, drain and remove the gateway's members.", no_args_is_help=True)
 Node = Annotated[str, typer.Argument(help="A rollout node, as `members ls` names it.")]
@@ -80,7 +80,7 @@ class _Gateway:
         self._http = httpx.Client(
             base_url=address.url,
             headers={"Authorization": f"Bearer {token}"},
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             trust_env=False,
             verify=identity.client_context(token),
         )

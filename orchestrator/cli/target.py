@@ -14,7 +14,7 @@ from checkpoint.store.run_store import OPTIONS_ENV, Store
 from orchestrator.config.load import Storage, load_storage
 from orchestrator.home.folder import keep_store_options, kept_store_options, latest_run
 
-PATIENCE_S = 5.0  # a person waits
+RETRY_S = 5.0  # a person waits
 
 
 class NoSuchRun(Exception):
@@ -55,7 +55,7 @@ def open_store(storage: Storage) -> Store:
         options = kept_store_options(storage.url)
     if options:
         os.environ[OPTIONS_ENV] = json.dumps(options)
-    return Store(storage.url, retry_s=PATIENCE_S)
+    return Store(storage.url, retry_s=RETRY_S)
 
 
 def keep_options(storage: Storage) -> None:

@@ -35,7 +35,7 @@ def short(value: float | None) -> str:
 
 
 def usd(value: float) -> str:
-    """Cents where they matter, four figures behind the point below ten cents."""
+    """Cents where they matter, four decimals below ten cents."""
     return f"${value:,.2f}" if value >= 0.1 or value == 0 else f"${value:.4f}"
 
 

@@ -1,6 +1,6 @@
 """A run as a picture: the four panels people know, and KL against its limit, as PNG.
 
-Lines are those of the run's present timeline. What a rollback abandoned is grey behind them.
+Lines are those of the run's present timeline. What rollbacks abandoned is drawn in grey, below them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class RollbackMark:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """What rollbacks left behind: the rows, in order, and where."""
+class AbandonedRows:
+    """What rollbacks abandoned: the rows, in order, and where."""
 
     rows: Sequence[Row] = ()
     marks: Sequence[RollbackMark] = ()
@@ -62,12 +62,12 @@ def plot_run(store: Store, path: Path) -> None:
     marks = [FaultMark(cost.at_step, cost.name) for cost in fault_costs(reader.rows, faults)]
     rollbacks = [one for one in reader.state.rollbacks if one.fork in reader.state.forks]
     starts = [0 if one.fork.start_at is None else one.fork.start_at.step for one in rollbacks]
-    lost = abandoned(reader.rows, rollbacks)
-    left = Left(
+    spans = abandoned(reader.rows, rollbacks)
+    lost = AbandonedRows(
         sorted(reader.abandoned, key=lambda row: (row.timeline, row.step)),
-        [RollbackMark(start, one.last_step) for start, one in zip(starts, lost, strict=True)],
+        [RollbackMark(start, one.last_step) for start, one in zip(starts, spans, strict=True)],
     )
-    plot(reader.path, reader.kl_limit, path, title=reader.spec.name, faults=marks, left=left)
+    plot(reader.path, reader.kl_limit, path, title=reader.spec.name, faults=marks, lost=lost)
 
 
 def plot(
@@ -77,7 +77,7 @@ def plot(
     *,
     title: str = "",
     faults: Sequence[FaultMark] = (),
-    left: Left = Left(),
+    lost: AbandonedRows = AbandonedRows(),
 ) -> None:
     """Draw the rows to a PNG at `path`. A panel whose metric was never logged says so."""
     figure = Figure(figsize=(12, 11), dpi=130, facecolor="white")
@@ -91,12 +91,12 @@ def plot(
     _band(panels[3], rows)
     _kl(panels[4], rows, kl_limit)
     for panel, metric in zip(panels, (REWARD, REWARD, "loss", REWARD, "kl"), strict=True):
-        _left_behind(panel, left, metric)
-        _finish(panel, [*rows, *left.rows], faults)
+        _abandoned(panel, lost, metric)
+        _finish(panel, [*rows, *lost.rows], faults)
     figure.align_ylabels([panels[0], panels[2], panels[4]])
     figure.align_ylabels([panels[1], panels[3]])
     figure.text(0.08, 0.962, title, fontsize=17, fontweight="bold", color=INK)
-    figure.text(0.97, 0.962, _subtitle(rows, faults, left.marks), fontsize=11, color="#7a8290", ha="right")
+    figure.text(0.97, 0.962, _subtitle(rows, faults, lost.marks), fontsize=11, color="#7a8290", ha="right")
     figure.savefig(path, format="png")
 
 
@@ -149,13 +149,13 @@ def _kl(panel: Axes, rows: Sequence[Row], limit: float | None) -> None:
             panel.scatter(steps, values, color=RED, s=16, zorder=4, label="above the limit")
 
 
-def _left_behind(panel: Axes, left: Left, metric: str) -> None:
+def _abandoned(panel: Axes, lost: AbandonedRows, metric: str) -> None:
     """The abandoned values in grey, which may run out of the panel: the scale is that of the present line."""
     panel.margins(y=0.12)
     span = panel.get_ylim() if panel.has_data() else None
     grey = list[float]()
-    for timeline in dict.fromkeys(row.timeline for row in left.rows):
-        steps, values = _series([row for row in left.rows if row.timeline == timeline], metric)
+    for timeline in dict.fromkeys(row.timeline for row in lost.rows):
+        steps, values = _series([row for row in lost.rows if row.timeline == timeline], metric)
         if steps:
             label = None if grey else "abandoned"
             panel.plot(steps, values, color=GREY, linewidth=1.2, zorder=1.5, label=label)
@@ -166,7 +166,7 @@ def _left_behind(panel: Axes, left: Left, metric: str) -> None:
         panel.set_ylim(max(min([low, *grey]), low - room), min(max([high, *grey]), high + room))
     if not panel.has_data():
         return
-    for place, mark in enumerate(left.marks):
+    for place, mark in enumerate(lost.marks):
         panel.axvspan(mark.start_step, mark.last_step, color=SHADE, linewidth=0, zorder=0)
         label = "rollback" if place == 0 else None
         panel.axvline(mark.start_step, color=INK, linewidth=1.2, zorder=1.2, label=label)

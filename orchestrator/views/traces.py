@@ -157,7 +157,7 @@ def _points(rows: Iterable[Mapping[str, Any]], logging_steps: int) -> tuple[Poin
     """One point a step: rows of one step share it, and where no row has a step they are counted.
 
     Evaluation without a step belongs to the row before it. What is logged again replaces what was; a later
-    timeline takes the place of what it left behind.
+    timeline replaces what it abandoned.
     """
     found = [(row, values) for row in rows if (values := _values(row)) is not None]
     counted = all(_step(row) is None for row, _ in found)

@@ -24,8 +24,8 @@ from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.exports import Export
 from orchestrator.control.controller import Controller
 from orchestrator.control.observe import Observer
-from orchestrator.views.model import run_view
 from orchestrator.views.model import to_json as view_json
+from orchestrator.views.run_view import run_view
 from policies.control.snapshot import Action, Command, Launch, LaunchRefused, Machine, Trainer
 from policies.detect.divergence import Health, Verdict
 from policies.model.events import DataSetAside, HealthyChosen, RunCreated

@@ -11,8 +11,9 @@ import pytest
 
 from checkpoint.store.errors import NotFound
 from checkpoint.store.run_store import Entry, Store
-from orchestrator.views.model import HealthView, RunView, run_view, to_json, view_of
+from orchestrator.views.model import HealthView, RunView, to_json
 from orchestrator.views.reader import Reader
+from orchestrator.views.run_view import run_view, view_of
 from policies.detect.divergence import Health
 from policies.model.events import (
     BuyingResumed,

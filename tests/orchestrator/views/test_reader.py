@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from checkpoint.journal.segments import SEGMENT_ENTRIES
-from orchestrator.views.model import view_of
 from orchestrator.views.reader import EVENTS_KEPT, Reader
+from orchestrator.views.run_view import view_of
 from policies.model.events import GatewayRestarted
 from policies.model.vocabulary import NodePhase
 from tests.generators.views_world import T0, World

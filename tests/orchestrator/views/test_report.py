@@ -16,7 +16,7 @@ from checkpoint.records.metrics import Row
 from checkpoint.stream import exports
 from orchestrator.views.lineage import Change
 from orchestrator.views.model import HealthView
-from orchestrator.views.plots import FaultMark, Left, RollbackMark, plot, plot_run
+from orchestrator.views.plots import AbandonedRows, FaultMark, RollbackMark, plot, plot_run
 from orchestrator.views.report import Report, build_report, render, to_json
 from policies.detect.divergence import Health
 from policies.model.events import HealthyChosen, JobExited, JobRestarted, ProbationPassed, RunMoved
@@ -293,7 +293,7 @@ def test_what_was_abandoned_is_grey_and_the_fork_is_marked(rolled_back: World, t
     assert count(path, SHADE) > 10_000
     whole = rows(reward=0.02, kl=0.01, loss=0.01)
     marks = [RollbackMark(20, 28)]
-    plot(whole, None, path, left=Left(marks=marks))
+    plot(whole, None, path, lost=AbandonedRows(marks=marks))
     marked = count(path, INK)
     assert count(path, GREY) == 0
     plot(whole, None, path)
@@ -304,19 +304,19 @@ def test_a_runaway_that_was_abandoned_does_not_flatten_the_rest(tmp_path: Path) 
     calm, path = rows(kl=0.01), tmp_path / "plot.png"
     runaway = [Row(1, step, T0, 1, {"kl": 10.0**step}) for step in range(20, 30)]
 
-    def blue_lines(left: Left) -> int:
+    def blue_lines(lost: AbandonedRows) -> int:
         """Over how many lines of pixels the KL goes."""
-        plot(calm, None, path, left=left)
+        plot(calm, None, path, lost=lost)
         pixels = np.rint(image.imread(path)[1000:, :, :3] * 255).astype(int)
         return int((pixels == np.array(BLUE)).all(axis=2).any(axis=1).sum())
 
-    alone = blue_lines(Left())
-    assert blue_lines(Left(runaway, [RollbackMark(19, 29)])) > 0.5 * alone
+    alone = blue_lines(AbandonedRows())
+    assert blue_lines(AbandonedRows(runaway, [RollbackMark(19, 29)])) > 0.5 * alone
 
 
 def test_a_run_of_which_everything_was_abandoned_is_plotted(tmp_path: Path) -> None:
     path = tmp_path / "plot.png"
-    plot([], None, path, left=Left(rows(reward=1.0), [RollbackMark(0, 30)]))
+    plot([], None, path, lost=AbandonedRows(rows(reward=1.0), [RollbackMark(0, 30)]))
     assert count(path, GREY) > 100
     assert count(path, BLUE) == 0
 

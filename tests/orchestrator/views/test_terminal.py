@@ -17,9 +17,9 @@ from orchestrator.views.model import (
     RollbackView,
     RunView,
     StoppedKindView,
-    run_view,
 )
 from orchestrator.views.numbers import duration, short, sparkline, usd
+from orchestrator.views.run_view import run_view
 from orchestrator.views.terminal import changes, render, watch
 from policies.detect.divergence import Health
 from policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase

@@ -1,0 +1,182 @@
+"""Looks at a run: its store and what its gateway last wrote, as a RunView."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+
+from checkpoint.records.metrics import Row, logged
+from checkpoint.store.run_store import Store
+from orchestrator.views.lineage import stage_words
+from orchestrator.views.model import (
+    CheckpointView,
+    DaemonView,
+    MembershipView,
+    NodeView,
+    RollbackView,
+    RunView,
+    SetAsideView,
+    StoppedKindView,
+    health_of,
+)
+from orchestrator.views.reader import Reader
+from policies.control.snapshot import Trainer
+from policies.model.buying import probe_wait_s
+from policies.model.phases import TERMINAL_RUN
+from policies.model.state import Node, RunState
+from policies.model.vocabulary import NodePhase, PolicyVersion, Role
+from policies.serving.wire import GatewayStatus
+
+RECENT_STEPS = 120  # what the sparklines show
+PACE_STEPS = 20  # steps that tell how fast the run is now
+EVENTS_SHOWN = 20
+MEMBERSHIP_SHOWN = 5
+
+
+def run_view(store: Store, now_s: float, gateway: GatewayStatus | None) -> RunView:
+    """Look once. Who looks again keeps a Reader and calls `view_of`. Raises NotFound when there is no run."""
+    return view_of(Reader(store), now_s, gateway)
+
+
+def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunView:
+    """Refresh `reader` and describe the run at `now_s`. `gateway` is what it last wrote."""
+    reader.refresh()
+    if not reader.state.live(Role.TRAINER):
+        gateway = None  # it went with the trainer's machine
+    beat, rows, state = reader.trainer, reader.path, reader.state
+    if beat is not None and beat.timeline != state.timeline:
+        beat = None  # the last word of a trainer that a rollback has ended
+    pace = rows[-PACE_STEPS - 1 :]
+    step_s = _step_s(pace)
+    step = beat.step if beat else (rows[-1].step if rows else 0)
+    max_steps = reader.trainer.max_steps if reader.trainer else None
+    running = state.phase not in TERMINAL_RUN
+    return RunView(
+        name=reader.spec.name,
+        store=reader.store.url,
+        now_s=now_s,
+        phase=state.phase,
+        reason=state.reason,
+        timeline=state.timeline,
+        rollbacks=len(state.rollbacks),
+        rollback=_rollback(state),
+        health=health_of(state),
+        step=step,
+        max_steps=max_steps,
+        activity=beat.activity if beat else None,
+        reward=next(reversed(logged(rows, "reward")), None),
+        kl=next(reversed(logged(rows, "kl")), None),
+        kl_limit=reader.kl_limit,
+        step_s=step_s,
+        tokens_per_s=_tokens_per_s(pace),
+        eta_s=(max_steps - step) * step_s if step_s is not None and max_steps is not None and running else None,
+        requests_waiting=gateway.requests_waiting if gateway else None,
+        nodes=_nodes(reader, beat, gateway),
+        not_bought=_not_bought(state) if running else (),
+        checkpoint=_checkpoint(reader, now_s),
+        store_slow=state.store_slow and running,
+        set_aside=_set_aside(reader),
+        daemon=_daemon(reader, now_s),
+        recent=tuple(rows[-RECENT_STEPS:]),
+        membership=_membership(gateway),
+        events=tuple(sorted(reader.events, key=lambda line: line.time_s))[-EVENTS_SHOWN:],
+    )
+
+
+def _rollback(state: RunState) -> RollbackView | None:
+    rollback = state.rollback
+    if rollback is None:
+        return None
+    return RollbackView(
+        timeline=rollback.fork.timeline,
+        cause=rollback.cause,
+        reason=rollback.fork.reason,
+        from_step=rollback.from_step,
+        start=rollback.fork.start,
+        stage=rollback.stage,
+        since_s=rollback.since_s,
+        probation_until_step=rollback.probation_until_step,
+        text=stage_words(rollback),
+    )
+
+
+def _not_bought(state: RunState) -> tuple[StoppedKindView, ...]:
+    stopped = [(name, kind) for name, kind in sorted(state.kinds.items()) if kind.stopped]
+    return tuple(
+        StoppedKindView(
+            name, kind.stopped, kind.stopped_at_s, kind.failed_at_s + probe_wait_s(kind, needed=True), kind.probes
+        )
+        for name, kind in stopped
+    )
+
+
+def _nodes(reader: Reader, beat: Trainer | None, gateway: GatewayStatus | None) -> tuple[NodeView, ...]:
+    """One line a slot, the trainer first, `rollout-10` after `rollout-9`."""
+    members = gateway.members if gateway else []
+    # The content digest after the version is for machines.
+    holds = {member.node: member.policy and member.policy.partition("@")[0] for member in members}
+    unfit = {member.node: member.unfit for member in members}
+    if beat is not None:
+        holds[beat.node] = str(PolicyVersion(beat.timeline, beat.step))
+    newest = sorted(reader.newest_node.values(), key=lambda n: (n.role is not Role.TRAINER, len(n.slot), n.slot))
+    return tuple(_node(reader, node, holds.get(node.id), unfit.get(node.id, "")) for node in newest)
+
+
+def _node(reader: Reader, node: Node, policy: str | None, unfit: str) -> NodeView:
+    slot = reader.state.slots[node.slot]
+    left = node.phase in (NodePhase.GONE, NodePhase.REFUSED)
+    return NodeView(
+        slot=node.slot,
+        node=node.id,
+        role=node.role,
+        phase=node.phase,
+        reason=node.reason,
+        market=node.market,
+        policy=None if left else policy,
+        restarts=slot.incarnations - 1 + slot.job_restarts,
+        since_s=node.since_s,
+        price_usd_per_h=node.price_usd_per_h,
+        unfit="" if left else unfit,
+    )
+
+
+def _membership(gateway: GatewayStatus | None) -> tuple[MembershipView, ...]:
+    if gateway is None:
+        return ()
+    last = gateway.changes[-MEMBERSHIP_SHOWN:]
+    return tuple(MembershipView(one.seq, gateway.up_s - one.at_s, " ".join(one.reason.split())) for one in last)
+
+
+def _checkpoint(reader: Reader, now_s: float) -> CheckpointView | None:
+    listed = reader.listed
+    if not listed:
+        return None
+    newest = listed[-1]
+    return CheckpointView(newest.version, max(0.0, now_s - newest.created_at_s))
+
+
+def _set_aside(reader: Reader) -> tuple[SetAsideView, ...]:
+    """What the controller has told, and what is met here."""
+    told = {event.key: event.why for event in reader.state.set_aside}
+    return tuple(SetAsideView(key, why) for key, why in (told | reader.unreadable.found).items())
+
+
+def _daemon(reader: Reader, now_s: float) -> DaemonView:
+    lease = reader.lease
+    if lease is None:
+        return DaemonView(alive=False)
+    ago_s = max(0.0, now_s - lease.renewed_at_s)
+    return DaemonView(reader.lease_watch.look(lease, now_s), lease.host, lease.pid, ago_s)
+
+
+def _step_s(rows: Sequence[Row]) -> float | None:
+    """The usual time of a step; None before there are two."""
+    gaps = [b.time_s - a.time_s for a, b in pairwise(rows)]
+    return median(gaps) if gaps else None
+
+
+def _tokens_per_s(rows: Sequence[Row]) -> float | None:
+    if len(rows) < 2 or rows[-1].time_s <= rows[0].time_s:
+        return None
+    return sum(row.tokens for row in rows[1:]) / (rows[-1].time_s - rows[0].time_s)
