@@ -47,8 +47,7 @@ def begin_by_hand(tick: Tick, command: Command) -> None:
     if state.phase in (RunPhase.FINISHED, RunPhase.STOPPING):
         return
     if tick.snapshot.checkpoints is None:
-        text = f"no rollback was begun: {tick.snapshot.damaged}"
-        tick.emit(Noticed("no_target", _reached(tick), text), text)
+        _refuse_by_hand(tick, tick.snapshot.damaged)
         return
     if command.start is None:
         target = target_by_hand(state, tick.snapshot.checkpoints, ever_stored=tick.snapshot.ever_stored)
@@ -59,8 +58,7 @@ def begin_by_hand(tick: Tick, command: Command) -> None:
         gone = "" if named in tick.snapshot.checkpoints else f"checkpoint {named} is not in the store any more"
         target = Target(named, gone)
     if target.missing:
-        text = f"no rollback was begun: {target.missing}; {NAME_A_TARGET}"
-        tick.emit(Noticed("no_target", _reached(tick), text), text)
+        _refuse_by_hand(tick, f"{target.missing}; {NAME_A_TARGET}")
         return
     changes = {key: _as_whole(key, value) for key, value in command.changes.items()} or _changes_by_rule(tick)
     if state.phase not in LIVE_RUN:
@@ -68,8 +66,13 @@ def begin_by_hand(tick: Tick, command: Command) -> None:
     _begin(tick, target.start, Cause.USER, changes, "asked for by hand")
 
 
+def _refuse_by_hand(tick: Tick, why: str) -> None:
+    text = f"no rollback was begun: {why}"
+    tick.emit(Noticed("no_target", _reached(tick), text), text)
+
+
 def target_by_hand(state: RunState, checkpoints: Sequence[PolicyVersion], *, ever_stored: bool) -> Target:
-    """Where a rollback goes for which a person names no target: before what went wrong."""
+    """Where a rollback by hand goes when no target is named: before what went wrong."""
     trouble = state.diverged or state.watched
     onset_step = None if trouble is None else trouble.onset_step
     return _target(state, checkpoints, onset_step, ever_stored=ever_stored)
@@ -84,7 +87,7 @@ def _target(
 
 
 def answer_divergence(tick: Tick) -> None:
-    """Do about a divergence what `policies.kl` says: roll back, pause, or nothing."""
+    """Do what `policies.kl` says about a divergence: roll back, pause, or nothing."""
     state, policy = tick.state, tick.spec.policies.kl
     trip, checkpoints = state.diverged, tick.snapshot.checkpoints
     if trip is None or policy.action == "alert" or _is_storing(tick):
@@ -124,7 +127,7 @@ def _is_storing(tick: Tick) -> bool:
 
 
 def answer_memory(tick: Tick) -> None:
-    """Roll a trainer back that ran out of memory, to go on with less."""
+    """Roll back a trainer that ran out of memory, to continue with less."""
     checkpoints, state = tick.snapshot.checkpoints, tick.state
     if not _out_of_memory(tick) or state.phase not in LIVE_RUN:
         return

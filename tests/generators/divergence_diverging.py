@@ -47,7 +47,7 @@ def drift_then_runaway(rng: Random, _: Setting, logging_steps: int) -> Made:
 
 
 def spikes_then_runaway(rng: Random, setting: Setting, logging_steps: int) -> Made:
-    """Spikes that came to nothing, until it was none."""
+    """Spikes that come to nothing, until one does not."""
     made = _runaway(rng, logging_steps, over=(5.0, 100.0))
     for at in np.flatnonzero(rng.random(made.onset_step or 0) < 0.01):
         spike(made.course, rng, setting, int(at))
@@ -62,7 +62,7 @@ def early_runaway(rng: Random, _: Setting, logging_steps: int) -> Made:
 
 
 def level_above_the_limit(rng: Random, _: Setting, logging_steps: int) -> Made:
-    """KL leaves the user's limit far below and stays there; the reward may like it."""
+    """KL goes far above the user's limit and stays there; the reward may rise with it."""
     onset, over = _onset(rng, logging_steps), uniform(rng, (10.0, 80.0))
     steps = onset + int(over) + max(150, 15 * logging_steps)
     limit = magnitude(rng, (0.05, 1.0))
@@ -75,7 +75,7 @@ def level_above_the_limit(rng: Random, _: Setting, logging_steps: int) -> Made:
 
 
 def nan_for_good(rng: Random, _: Setting, logging_steps: int) -> Made:
-    """The gradient of one update is NaN, and from the next step on everything that the weights make."""
+    """The gradient of one update is NaN, and from the next step on so is everything computed by the weights."""
     onset = _onset(rng, logging_steps)
     steps = onset + max(150, 20 * logging_steps)
     course = healthy(rng, usual_kl(rng, steps))
@@ -97,7 +97,7 @@ def gradient_first(rng: Random, _: Setting, logging_steps: int) -> Made:
     made = _run_away(rng, course, onset + lag, over)
     rise = ramp(steps, onset - 1, uniform(rng, (5.0, 20.0)))
     course.grad_norm *= np.exp(np.log(magnitude(rng, (50.0, 1000.0))) * rise)
-    if rng.random() < 0.4:  # then it is the reward that must tell
+    if rng.random() < 0.4:  # then the reward must tell
         course.absent = {"kl"}
         course.reward *= 1 - 0.9 * ramp(steps, onset + lag, over)
     return Made(made.course, onset)
@@ -134,7 +134,7 @@ def endless_answers(rng: Random, _: Setting, logging_steps: int) -> Made:
 
 
 def _onset(rng: Random, logging_steps: int) -> int:
-    """Some time into the run; often at a checkpoint, which then is the first tainted one."""
+    """A step some way into the run; often of a checkpoint, which then is the first tainted one."""
     least = max(80, 15 * logging_steps)
     onset = int(rng.integers(least, least + 600))
     return onset // SAVE_STEPS * SAVE_STEPS if rng.random() < 0.3 else onset

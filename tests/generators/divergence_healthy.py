@@ -1,6 +1,6 @@
 """Healthy runs of every kind that is known to fool a detector.
 
-Each family draws one run: how long it is, how its KL goes, and what it goes through without any harm.
+Each family draws one run: its length, its KL, and what happens to it without harm.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.generators.divergence_signals import Course, Floats, Random, Setting, healthy, magnitude, ramp, uniform
 
-NATS = (1e-3, 0.5)  # what KL comes to in healthy runs that start at none
+NATS = (1e-3, 0.5)  # what KL reaches in healthy runs that start at 0
 UNITS = (1e-5, 1.0)
 
 
@@ -43,7 +43,7 @@ def saturating_kl(steps: int, top: float, pace: float = 3.0) -> Floats:
 
 
 def warming_kl(rng: Random, steps: int, top: float) -> Floats:
-    """Nothing at first, then, as the learning rate warms up, a power of the step; and level."""
+    """Nothing at first; a power of the step as the learning rate warms up; then level."""
     grown = (np.arange(steps) / uniform(rng, (30.0, 150.0))) ** uniform(rng, (1.5, 3.5))
     kl: Floats = top * grown / (1 + grown) + 1e-8
     return kl
@@ -94,7 +94,7 @@ def slow_drift(rng: Random, _: Setting, logging_steps: int) -> Made:
 
 
 def goes_far(rng: Random, _: Setting, logging_steps: int) -> Made:
-    """To several nats over the whole run, as where KL costs next to nothing, and the reward rises all the way."""
+    """To several nats over the whole run, as when KL costs next to nothing, and the reward rises all the way."""
     steps = max(600, some_steps(rng, logging_steps))
     return Made(healthy(rng, saturating_kl(steps, uniform(rng, (1.0, 5.0)), uniform(rng, (1.0, 4.0)))))
 
@@ -104,7 +104,7 @@ def level(rng: Random, _: Setting, logging_steps: int) -> Made:
 
 
 def long_and_quiet(rng: Random, _: Setting, logging_steps: int) -> Made:
-    """Hardly any noise for thousands of steps: by its own deviation every little change is enormous."""
+    """Hardly any noise for thousands of steps, so that measured by it every little change is enormous."""
     steps = max(3000, some_steps(rng, logging_steps))
     course = healthy(rng, magnitude(rng, NATS) * (1 + 0.3 * ramp(steps, steps // 2, 200.0)))
     course.noisiness = 0.05
@@ -112,7 +112,7 @@ def long_and_quiet(rng: Random, _: Setting, logging_steps: int) -> Made:
 
 
 def reference_follows(rng: Random, _: Setting, logging_steps: int) -> Made:
-    """The reference model is brought up to the policy now and then: KL falls to next to nothing, and grows."""
+    """The reference model is updated to the policy now and then: KL falls to next to nothing, and grows again."""
     kl = usual_kl(rng, some_steps(rng, logging_steps))
     every, kept = int(rng.integers(64, 400)), magnitude(rng, (0.005, 0.4))
     since = np.arange(len(kl)) % every
@@ -152,7 +152,7 @@ def spike(course: Course, rng: Random, setting: Setting, at: int) -> None:
 
 
 def humps(rng: Random, _: Setting, logging_steps: int) -> Made:
-    """KL rises up to fourfold, and comes back by itself; the reward does not mind."""
+    """KL rises up to fourfold, and comes back by itself; the reward is unaffected."""
     course = healthy(rng, usual_kl(rng, some_steps(rng, logging_steps), magnitude(rng, (1e-3, 0.2))))
     for _number in range(int(rng.integers(1, 4))):
         middle, width = uniform(rng, (0.2, 0.9)) * course.steps, uniform(rng, (4.0, 15.0))
@@ -171,7 +171,7 @@ def heavy_tails(rng: Random, setting: Setting, logging_steps: int) -> Made:
 
 
 def lone_nans(rng: Random, _: Setting, logging_steps: int) -> Made:
-    """A step here and there logs NaN, and all is as before."""
+    """A step here and there logs NaN, and nothing else changes."""
     course = healthy(rng, usual_kl(rng, some_steps(rng, logging_steps)))
     course.lost = np.where(np.arange(course.steps) % 7 == 3, uniform(rng, (0.01, 0.2)), 0.0)
     return Made(course)

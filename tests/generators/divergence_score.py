@@ -58,7 +58,7 @@ class Outcome:
 
     @property
     def has_no_target(self) -> bool:
-        """Whether none is left though one from before the told onset was saved."""
+        """Whether none is left although one from before the told onset was saved."""
         return self.target_step == 0 and (self.told_onset_step or 0) > SAVE_STEPS
 
     @property
@@ -79,7 +79,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The figures of a set of outcomes. None: there was nothing to tell it from."""
+    """The figures of a set of outcomes; None where there was nothing to compute it from."""
 
     traces: int
     missed: int
@@ -111,7 +111,7 @@ def judge(trace: Trace) -> Outcome:
 
 
 class Checkpoints:
-    """What the store of a run has that saves every SAVE_STEPS, under the default retention."""
+    """What the store holds of a run that saves every SAVE_STEPS, under the default retention."""
 
     def __init__(self, logging_steps: int) -> None:
         self._logging_steps = logging_steps

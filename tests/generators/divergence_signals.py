@@ -1,7 +1,7 @@
-"""What a GRPO run would log: the course that it takes, the noise on it, and the rows that TRL makes of both.
+"""What a GRPO run would log: its course, the noise on it, and the rows that TRL makes of both.
 
-A course is the quiet truth, a value a step. The families in `divergence_traces` bend courses; here they become
-points. The policy, its reward, its gradients and its lengths follow one course, each with a scale and a noise of
+A course is the truth without noise, one value per step. The families in `divergence_traces` bend courses; here
+they become points. The policy, its reward, its gradients and its lengths follow one course, each with a scale and a noise of
 its own, so that what belongs together moves together and nothing can be told from one run's units.
 """
 
@@ -74,7 +74,7 @@ def uniform(rng: Random, between: tuple[float, float]) -> float:
 
 
 def magnitude(rng: Random, between: tuple[float, float]) -> float:
-    """A number of that range, each power of ten as likely as the next."""
+    """A number of that range; all powers of ten are equally likely."""
     return float(np.exp(rng.uniform(*np.log(between))))
 
 
@@ -175,7 +175,7 @@ def measured(course: Course, rng: Random, setting: Setting) -> dict[str, Floats]
 
 
 def points(metrics: dict[str, Floats], logging_steps: int, absent: Iterable[str] = ()) -> tuple[Point, ...]:
-    """The rows that TRL logs of a value a step. NaN is left out of a mean; the mean of nothing is None."""
+    """The rows that TRL logs of one value per step. NaN is left out of a mean; the mean of nothing is None."""
     steps = len(metrics["loss"]) // logging_steps * logging_steps
     columns: dict[str, list[float | None]] = {}
     for name, values in metrics.items():

@@ -51,13 +51,13 @@ def trace(family: Family, setting: Setting, turn: int) -> Trace:
 
 
 def _limit(made: Made, rng: Random, setting: Setting) -> float:
-    """What a user would give who knows such runs: above all that a healthy one comes to with its noise."""
+    """What a user who knows such runs would set: above all that a healthy one reaches with its noise."""
     usual = made.course.kl[: made.onset_step]
     highest = float(np.nanquantile(usual, 0.95)) * float(np.exp(3 * setting.kl_sigma[1]))
     return max(0.02, (highest - float(usual[0])) * uniform(rng, (1.2, 4.0)))
 
 
 def _made_again(told: tuple[Point, ...], rng: Random) -> tuple[Point, ...]:
-    """The points as they come from a trainer that goes back by a few."""
+    """The points as they come from a trainer that was restarted a few steps back."""
     at = int(rng.integers(len(told) // 4, len(told)))
     return told[:at] + told[max(0, at - int(rng.integers(1, 10))) : at] + told[at:]

@@ -1,4 +1,4 @@
-"""What may befall a run that is steered: faults of every party, drawn from a seed, then peace."""
+"""What may happen to a run and its daemons: faults of every party, drawn from a seed, then peace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tell(seed: int) -> SteeredWorld:
     world = SteeredWorld(seed)
     ends: list[tuple[float, Callable[[], None]]] = []
     for _ in range(FAULTS):
-        world.live(world.random.choice((0.0, 30.0, 120.0, 400.0)))
+        world.run_for(world.random.choice((0.0, 30.0, 120.0, 400.0)))
         if world.is_over:
             break
         fault = world.random.choice(_FAULTS)
@@ -29,28 +29,28 @@ def tell(seed: int) -> SteeredWorld:
             ends.append((world.time_s + world.random.choice(OUTAGES_S), end))
         for at_s, undo in list(ends):
             if at_s <= world.time_s or world.random.random() < 0.5:
-                world.live(max(DT_S, at_s - world.time_s))
+                world.run_for(max(DT_S, at_s - world.time_s))
                 undo()
                 ends.remove((at_s, undo))
     for _, undo in ends:
         undo()
-    world.until_over(PEACE_S)
+    world.run_to_end(PEACE_S)
     return world
 
 
 def _outage(world: SteeredWorld, random: Random) -> Callable[[], None]:
     world.sky.weather = random.choice((Weather.NO_WRITES, Weather.AWAY))
-    world.says(f"the store: {world.sky.weather.value}")
+    world.note(f"the store: {world.sky.weather.value}")
     return world.sky.clear
 
 
 def _cut_off(world: SteeredWorld, random: Random) -> Callable[[], None] | None:
-    stores = [box.store for box in world.boxes.values()] + [one.store for one in world.steerers if not one.dead]
+    stores = [box.store for box in world.boxes.values()] + [one.store for one in world.daemons if not one.dead]
     if not stores:
         return None
     store = random.choice(stores)
     store.weather = random.choice((Weather.NO_WRITES, Weather.AWAY))
-    world.says("one party is cut off from the store")
+    world.note("one party is cut off from the store")
 
     def back() -> None:
         store.weather = Weather.FAIR
@@ -60,47 +60,47 @@ def _cut_off(world: SteeredWorld, random: Random) -> Callable[[], None] | None:
 
 def _clock(world: SteeredWorld, random: Random) -> None:
     world.skew_s = random.choice((-HOUR_S, 0.0, HOUR_S))
-    for steerer in world.steerers:
-        steerer.ahead_s += random.choice((-HOUR_S, HOUR_S))
-    world.says("clocks are set")
+    for daemon in world.daemons:
+        daemon.ahead_s += random.choice((-HOUR_S, HOUR_S))
+    world.note("clocks are set")
 
 
 def _stop(world: SteeredWorld, random: Random) -> None:
-    for steerer in [one for one in world.steerers if not one.dead]:
-        steerer.stop_in = random.randrange(12)
-        steerer.stop_for_s = random.choice((20.0, 121.0, HOUR_S))
-        world.says(f"{steerer.name} is stopped in {steerer.stop_in} operations for {steerer.stop_for_s:.0f} s")
+    for daemon in [one for one in world.daemons if not one.dead]:
+        daemon.stop_in = random.randrange(12)
+        daemon.stop_for_s = random.choice((20.0, 121.0, HOUR_S))
+        world.note(f"{daemon.name} is stopped in {daemon.stop_in} operations for {daemon.stop_for_s:.0f} s")
 
 
 def _kill(world: SteeredWorld, random: Random) -> None:
     world.skew_s = random.choice((-HOUR_S, 0.0, HOUR_S))
-    for steerer in world.steerers:
-        steerer.dead = True
-    world.says("the controller dies")
+    for daemon in world.daemons:
+        daemon.dead = True
+    world.note("the controller dies")
 
 
 def _lose(world: SteeredWorld, random: Random) -> None:
     if box := _any(world, random):
         world.lose(box)
-        world.says(f"{box.node} is lost")
+        world.note(f"{box.node} is lost")
 
 
 def _notice(world: SteeredWorld, random: Random) -> None:
     if box := _any(world, random):
         box.notice = True
-        world.says(f"{box.node} has a notice, and stays")
+        world.note(f"{box.node} has a notice, and stays")
 
 
 def _exit(world: SteeredWorld, random: Random) -> None:
     box = _any(world, random)
     if box is not None and world.at_work(box):
         box.exit_code = 1
-        world.says(f"{box.node}: its work ends")
+        world.note(f"{box.node}: its work ends")
 
 
 def _refuse(world: SteeredWorld, random: Random) -> Callable[[], None]:  # noqa: ARG001
     world.refusing = True
-    world.says("no capacity")
+    world.note("no capacity")
     if trainers := [box for box in world.boxes.values() if box.role is Role.TRAINER]:
         world.lose(trainers[-1])
 
@@ -112,7 +112,7 @@ def _refuse(world: SteeredWorld, random: Random) -> Callable[[], None]:  # noqa:
 
 def _cloud_away(world: SteeredWorld, random: Random) -> Callable[[], None]:  # noqa: ARG001
     world.cloud_away = True
-    world.says("the cloud does not answer")
+    world.note("the cloud does not answer")
 
     def back() -> None:
         world.cloud_away = False
@@ -122,7 +122,7 @@ def _cloud_away(world: SteeredWorld, random: Random) -> Callable[[], None]:  # n
 
 def _never_work(world: SteeredWorld, random: Random) -> Callable[[], None]:
     world.never_work = True
-    world.says("rollout machines come, and never work")
+    world.note("rollout machines come, and never work")
     _lose(world, random)
 
     def back() -> None:
@@ -133,7 +133,7 @@ def _never_work(world: SteeredWorld, random: Random) -> Callable[[], None]:
 
 def _slow_launch(world: SteeredWorld, random: Random) -> Callable[[], None]:
     world.launch_s = 1000.0
-    world.says("launches take longer than the deadline")
+    world.note("launches take longer than the deadline")
     _lose(world, random)
 
     def back() -> None:

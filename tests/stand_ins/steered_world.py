@@ -1,36 +1,29 @@
 """A whole run under its production controllers, on machines, a cloud and a store that exist only as numbers.
 
-What is real: the controller's tick with its journal, its looks and its actuator. Each party has a clock of its own
-and its own way to the store; controllers are stopped between any two operations and wake up much later; machines
-are slow to come, or come and never work. The world itself watches who acts, and what is given up.
+Each party has a clock of its own and its own way to the store; machines are slow to come, or come and never work.
+The world itself checks who acts, and what is given up.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
 from checkpoint.journal import journal
-from checkpoint.journal.journal import Fenced, Journal
 from checkpoint.records import documents
 from checkpoint.records.documents import GatewayAddress
 from checkpoint.store.errors import StoreUnavailable
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
-from orchestrator.control.actuate import ACT_WITHIN_S, Actuator
-from orchestrator.control.controller import Controller
-from orchestrator.control.daemon import renew
-from orchestrator.control.observe import Observer
-from orchestrator.control.run_clock import RunClock
+from orchestrator.clouds.protocol import CloudRefused, Order
+from orchestrator.control.actuate import ACT_WITHIN_S
 from policies.control.observed import MACHINE_LOST_S
 from policies.control.snapshot import Machine, Trainer
 from policies.model import exit_codes
-from policies.model.events import RunCreated
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import MachineState, Refusal, Role, RunPhase, role_of, slot_and_incarnation
 from policies.serving.wire import GatewayStatus, MemberStatus
+from tests.stand_ins.steered_daemon import EPOCH_S, SteeredDaemon
 from tests.stand_ins.weather_store import Sky, Weather, WeatherStore
 from tests.stand_ins.world import spec
 
@@ -38,28 +31,26 @@ DT_S = 5.0
 BOOT_S = 60.0
 STEP_S = 5.0
 SAVE_STEPS = 5
-BEHIND_STEPS = 100  # so far ahead of the store a trainer goes
-EPOCH_S = 1.7e9
-RESUME_S = 60.0  # until somebody elsewhere resumes a run that nobody steers
+BEHIND_STEPS = 100  # so far ahead of the store a trainer may go
+RESUME_S = 60.0  # until somebody elsewhere resumes a run that has no daemon
 
 
 @dataclass
 class Box:
-    """One machine."""
+    """A machine. `Machine` is what its cloud shows of it."""
 
     node: str
     store: WeatherStore
-    asked_at_s: float
     up_at_s: float
     attempt: int
     works_at_s: float
     never_works: bool = False
     exit_code: int | None = None
-    told_code: int | None = None  # what it got through to the store
+    reported_code: int | None = None  # what it got through to the store
     gone: bool = False
     notice: bool = False
     step: float = -1.0  # -1: it has not begun
-    said: int = 0
+    writes: int = 0  # of its gateway's
     cut_off_s: float = 0.0
     sealed: int = 0  # of its newest checkpoint, which may still wait in its spool
 
@@ -72,96 +63,16 @@ class Box:
         return 0, slot_and_incarnation(self.node)[1], self.attempt
 
 
-class Hands(Actuator):
-    """The production actuator; what its threads would do waits to be done."""
-
-    def _spawn(self, run: Callable[[], None], name: str) -> None:  # noqa: ARG002  # the Actuator's own signature
-        self.waiting.append(run)
-
-    def __init__(self, world: SteeredWorld, steerer: Steerer) -> None:
-        super().__init__(Clouds(world, steerer), steerer.store, lambda _: {}, clock=lambda: world.time_s)  # type: ignore[arg-type]  # what it calls of a cloud
-        self.waiting: list[Callable[[], None]] = []
-
-
-class Steerer:
-    """One daemon, on a host whose clock is `ahead_s` of the true time, as `orchestrator.control.daemon` loops."""
-
-    def __init__(self, world: SteeredWorld, name: str, ahead_s: float) -> None:
-        self.world, self.name, self.ahead_s = world, name, ahead_s
-        self.store = WeatherStore(world.sky)
-        self.store.before = self._stop_here
-        self.clock = RunClock(lambda: EPOCH_S + world.time_s + self.ahead_s, lambda: world.time_s)
-        self.stop_in: int | None = None  # operations on the store until this process is stopped
-        self.stop_for_s = 0.0
-        self.busy = self.dead = False
-        self.journal = Journal(self.store, f"{name}/1")
-        state = self.journal.take_over(self.clock.now_s(), name, 1, "resume")
-        world.took_over.append((self.journal.epoch, world.time_s))
-        self.hands = Hands(world, self)
-        eyes = Observer(self.store, Clouds(world, self), world.spec, clock=lambda: world.time_s)  # type: ignore[arg-type]
-        self.controller = Controller(self.store, world.spec, self.journal, state, eyes, self.hands)
-        if not state.name:
-            self.controller.record(self.clock.now_s(), (RunCreated("sim", "sim-0"),))
-
-    def loop_once(self) -> None:
-        if self.controller.finished:
-            return
-        self.busy = True
-        try:
-            renew(self.store, self.controller, self.journal.epoch)
-            self.controller.tick(self.clock.now_s())
-            waiting, self.hands.waiting = self.hands.waiting, []
-            for run in waiting:
-                self._stop_here()
-                run()
-        except Fenced:
-            self.dead = True
-        except StoreUnavailable:
-            self.controller.broke()
-        self.busy = False
-
-    def _stop_here(self) -> None:
-        if self.stop_in is None:
-            return
-        self.stop_in -= 1
-        if self.stop_in < 0:
-            self.stop_in, busy, self.busy = None, self.busy, True
-            self.world.live(self.stop_for_s)
-            self.busy = busy
-
-
-class Clouds:
-    """The cloud, as one controller calls it."""
-
-    def __init__(self, world: SteeredWorld, steerer: Steerer) -> None:
-        self._world, self._steerer = world, steerer
-
-    def machines(self) -> dict[str, Machine]:
-        if self._world.cloud_away:
-            raise CloudUnavailable("try again")
-        return {box.node: self._world.shown(box) for box in self._world.boxes.values()}
-
-    def launch(self, order: Order) -> None:
-        self._world.acts(self._steerer, f"launch {order.node}")
-        self._world.launch(order)
-
-    def terminate(self, node: str) -> None:
-        self._world.acts(self._steerer, f"terminate {node}")
-        self._world.takes_down(node, self._steerer)
-
-    def confirm(self, node: str) -> None: ...
-
-
 @dataclass
 class SteeredWorld:
-    """`time_s` is the true time. Raises AssertionError where somebody does what nobody may."""
+    """`time_s` is the true time. Raises AssertionError when somebody does what nobody may."""
 
     seed: int
     spec: RunSpec = field(default_factory=lambda: replace(spec(2, trainer_restarts=10**6)))
     max_steps: int = 500
     time_s: float = 1000.0
     boxes: dict[str, Box] = field(default_factory=dict)
-    steerers: list[Steerer] = field(default_factory=list)
+    daemons: list[SteeredDaemon] = field(default_factory=list)
     took_over: list[tuple[int, float]] = field(default_factory=list)
     bought: list[str] = field(default_factory=list)
     stored_step: int = 0
@@ -178,53 +89,53 @@ class SteeredWorld:
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
         self.sky = Sky(self.random)
-        self.live(DT_S + RESUME_S)
+        self.run_for(DT_S + RESUME_S)
 
-    def live(self, for_s: float) -> None:
-        """Let time pass: machines work, and those who steer and are not stopped do so."""
+    def run_for(self, for_s: float) -> None:
+        """Let time pass: machines work, and daemons that are not stopped loop."""
         end_s = self.time_s + for_s
         while self.time_s < end_s:
             self.time_s += DT_S
             assert not self.broken, self.broken
             for box in list(self.boxes.values()):
-                self._works(box)
+                self._advance(box)
             self._gateway()
-            for steerer in [one for one in self.steerers if not one.busy and not one.dead]:
-                steerer.loop_once()
+            for daemon in [one for one in self.daemons if not one.busy and not one.dead]:
+                daemon.loop_once()
                 self.nobody_since_s = self.time_s
             if self.time_s - self.nobody_since_s >= RESUME_S and not self.is_over:
                 self.nobody_since_s = self.time_s
                 with contextlib.suppress(StoreUnavailable):
-                    self.steerers.append(Steerer(self, f"host{len(self.steerers)}", self.skew_s))
+                    self.daemons.append(SteeredDaemon(self, f"host{len(self.daemons)}", self.skew_s))
 
-    def until_over(self, limit_s: float) -> None:
-        """In peace: fails when the run does not come to its end with every machine returned."""
+    def run_to_end(self, limit_s: float) -> None:
+        """Let the run end undisturbed. Fails when it does not, or a machine is left."""
         end_s = self.time_s + limit_s
         while self.time_s < end_s and not self.is_over:
-            self.live(DT_S)
+            self.run_for(DT_S)
         state = self.newest.controller.state
-        self.holds(state.phase is RunPhase.FINISHED, f"does not end: {state}")
-        self.holds(not self.boxes, f"machines are left: {list(self.boxes)}")
-        self.holds(self.stored_step == self.max_steps, "its last checkpoint is not stored")
+        self.check(state.phase is RunPhase.FINISHED, f"does not end: {state}")
+        self.check(not self.boxes, f"machines are left: {list(self.boxes)}")
+        self.check(self.stored_step == self.max_steps, "its last checkpoint is not stored")
         known = journal.recover(self.newest.store).state
-        self.holds(known == state, "state and journal disagree")
+        self.check(known == state, "state and journal disagree")
 
     @property
     def is_over(self) -> bool:
-        return bool(self.steerers) and self.newest.controller.finished
+        return bool(self.daemons) and self.newest.controller.finished
 
     @property
-    def newest(self) -> Steerer:
-        return max(self.steerers, key=lambda one: one.journal.epoch)
+    def newest(self) -> SteeredDaemon:
+        return max(self.daemons, key=lambda one: one.journal.epoch)
 
-    def holds(self, what: bool, otherwise: str) -> None:
-        """Fails unless it does; and goes on to fail, for the actuator keeps its first failure to itself."""
+    def check(self, what: bool, otherwise: str) -> None:
+        """Fail unless `what` holds, now and from then on: the actuator keeps its first failure to itself."""
         if not what:
             lately = "\n".join(self.log[-40:])
             self.broken = f"seed {self.seed}, at {self.time_s:.0f} s: {otherwise}\n{lately}"
         assert not self.broken, self.broken
 
-    def says(self, what: str) -> None:
+    def note(self, what: str) -> None:
         self.log.append(f"{self.time_s:.0f} s: {what}")
 
     def launch(self, order: Order) -> None:
@@ -235,36 +146,36 @@ class SteeredWorld:
             raise CloudRefused(Refusal.NO_CAPACITY, "nothing to be had")
         if box is None:
             up_at_s = self.time_s + self.launch_s
-            box = Box(order.node, WeatherStore(self.sky), self.time_s, up_at_s, 1, 0.0)
+            box = Box(order.node, WeatherStore(self.sky), up_at_s, 1, 0.0)
             box.never_works = self.never_work and order.role is Role.ROLLOUT
             self.boxes[order.node] = box
             self.bought.append(order.node)
-        box.attempt, box.exit_code, box.told_code, box.step = order.attempt, None, None, -1.0
+        box.attempt, box.exit_code, box.reported_code, box.step = order.attempt, None, None, -1.0
         box.works_at_s = max(self.time_s, box.up_at_s) + BOOT_S
 
-    def shown(self, box: Box) -> Machine:
+    def as_machine(self, box: Box) -> Machine:
         if self.time_s < box.up_at_s:
             return Machine(box.node, MachineState.STARTING, attempt=0)
         state = MachineState.GONE if box.gone else MachineState.UP
         why = "preempted" if box.gone else ""
-        return Machine(box.node, state, box.attempt, box.told_code, why, box.notice)
+        return Machine(box.node, state, box.attempt, box.reported_code, why, box.notice)
 
-    def acts(self, steerer: Steerer, what: str) -> None:
+    def check_may_act(self, daemon: SteeredDaemon, what: str) -> None:
         if not what.startswith("launch") or what.split()[1] not in self.boxes:
-            self.says(f"{steerer.name}: {what}")
+            self.note(f"{daemon.name}: {what}")
         epoch, since_s = self.took_over[-1]
-        late_s = self.time_s - since_s if steerer.journal.epoch != epoch else 0.0
-        self.holds(late_s <= ACT_WITHIN_S, f"{steerer.name} acts {late_s:.0f} s after it was replaced: {what}")
+        late_s = self.time_s - since_s if daemon.journal.epoch != epoch else 0.0
+        self.check(late_s <= ACT_WITHIN_S, f"{daemon.name} acts {late_s:.0f} s after it was replaced: {what}")
 
-    def takes_down(self, node: str, steerer: Steerer) -> None:
+    def terminate(self, node: str, daemon: SteeredDaemon) -> None:
         """A controller returns a machine: one that works may go only with the run, or after its notice."""
-        box, run = self.boxes.pop(node, None), steerer.controller.state
+        box, run = self.boxes.pop(node, None), daemon.controller.state
         if box is None or box.gone or run.phase in TERMINAL_RUN:
             return
         if box.notice:
             self.kept_step = min(self.kept_step, self.stored_step)
             return
-        self.holds(box.sealed <= self.stored_step, f"{node} goes with checkpoints that are not stored")
+        self.check(box.sealed <= self.stored_step, f"{node} goes with checkpoints that are not stored")
         if not self.at_work(box):
             return
         if box.role is Role.TRAINER:
@@ -273,10 +184,10 @@ class SteeredWorld:
             ]
             never_began = box.step < 0 and box.cut_off_s + BOOT_S > self.spec.policies.boot_timeout_s
             excused = newer or never_began or box.cut_off_s > MACHINE_LOST_S
-            self.holds(bool(excused), f"a healthy trainer is given up: {node}")
+            self.check(bool(excused), f"a healthy trainer is given up: {node}")
         else:
-            trainers = [one for one in self._of(Role.TRAINER) if self.shown(one).state is MachineState.UP]
-            self.holds(not trainers, f"a serving node is given up: {node}")
+            trainers = [one for one in self._of(Role.TRAINER) if self.as_machine(one).state is MachineState.UP]
+            self.check(not trainers, f"a serving node is given up: {node}")
 
     def at_work(self, box: Box) -> bool:
         alive = not box.gone and box.exit_code is None and not box.never_works
@@ -285,17 +196,17 @@ class SteeredWorld:
     def _of(self, role: Role) -> list[Box]:
         return [box for box in self.boxes.values() if box.role is role]
 
-    def _works(self, box: Box) -> None:
+    def _advance(self, box: Box) -> None:
         box.cut_off_s = 0.0 if box.store.weather is Weather.FAIR else box.cut_off_s + DT_S
         if box.store.writes and not box.gone:  # the uploader, which outlives the trainer
             self.stored_step = max(self.stored_step, box.sealed)
         with contextlib.suppress(StoreUnavailable):
             if box.role is Role.TRAINER and self.at_work(box):
-                self._trains(box)
+                self._train(box)
         if box.exit_code is not None and box.store.writes:
-            box.told_code = box.exit_code
+            box.reported_code = box.exit_code
 
-    def _trains(self, box: Box) -> None:
+    def _train(self, box: Box) -> None:
         beat = None
         with contextlib.suppress(StoreUnavailable):
             beat = documents.TRAINER.read(box.store)
@@ -307,7 +218,7 @@ class SteeredWorld:
                 return  # its first beat has to be written, and what was sealed here to be stored
             if any(one.notice for one in self._of(Role.TRAINER)):
                 self.kept_step = self.stored_step  # the one before it may have sealed another at this moment
-            self.holds(
+            self.check(
                 self.stored_step >= self.kept_step, f"steps are lost: {self.kept_step} -> {self.stored_step}"
             )
             box.step = self.stored_step
@@ -318,30 +229,30 @@ class SteeredWorld:
         box.sealed = int(box.step) if box.step >= self.max_steps else int(box.step) // SAVE_STEPS * SAVE_STEPS
         self.kept_step = max(self.kept_step, box.sealed)
         activity = "done" if self.stored_step >= self.max_steps else "training"
-        self.says_beat(box, activity)
+        self._write_heartbeat(box, activity)
         if activity == "done":
             box.exit_code = exit_codes.OK
 
-    def says_beat(self, box: Box, activity: str) -> None:
+    def _write_heartbeat(self, box: Box, activity: str) -> None:
         step = int(box.step)
         beat = Trainer(box.node, box.attempt, 0, step, self.max_steps, activity, EPOCH_S + self.time_s)
         documents.TRAINER.write(box.store, beat)
 
     def _gateway(self) -> None:
-        up = [box for box in self._of(Role.TRAINER) if self.shown(box).state is MachineState.UP]
+        up = [box for box in self._of(Role.TRAINER) if self.as_machine(box).state is MachineState.UP]
         for box in (box for box in up if box.exit_code is None):
             boot_id = f"{box.node}.{box.attempt}"
             serving = [one for one in self._of(Role.ROLLOUT) if self.at_work(one)]
             members = [MemberStatus(one.node, "b", "10.0.0.2:1", "0-1", True, False, 4, 0.1) for one in serving]
-            box.said += 1
+            box.writes += 1
             up_s = self.time_s - max(box.up_at_s, box.works_at_s - BOOT_S)
-            status = GatewayStatus(boot_id, "0-1", members, seq=box.said, up_s=up_s)
+            status = GatewayStatus(boot_id, "0-1", members, seq=box.writes, up_s=up_s)
             with contextlib.suppress(StoreUnavailable):
                 documents.gateway(box.precedence).write(box.store, GatewayAddress("http://10.0.0.1:1", boot_id))
                 documents.members(box.precedence).write(box.store, status)
 
     def lose(self, box: Box) -> None:
-        """Its cloud takes a machine, and what lies on it."""
+        """The cloud takes a machine, and what lies on it."""
         box.gone = True
         if box.role is Role.TRAINER:
             self.kept_step = self.stored_step

@@ -1,4 +1,4 @@
-"""A world to decide in: a cloud, a gateway and a trainer that exist only as numbers, with a clock that is told.
+"""A world to decide in: a cloud, a gateway and a trainer that exist only as numbers, with a clock that tests set.
 
 It stands in for machines and processes in tests of `policies` alone; the real ones are tested elsewhere.
 """
@@ -48,7 +48,7 @@ STEP_S = 1.0
 
 
 class Folded:
-    """The state behind the first `count` entries of a history, so that no entry is folded twice."""
+    """The state after the first `count` entries of a history, so that no entry is folded twice."""
 
     def __init__(self) -> None:
         self.count, self.state = 0, RunState()
@@ -86,8 +86,8 @@ class World:
     refusing: bool = False
     refusing_rollouts: bool = False
     launch_s: float = 0.0  # from the order until the machine is up
-    boot_s: dict[Role, float] = field(default_factory=dict)  # from there until its work is; BOOT_S where not said
-    fails: dict[Role, int] = field(default_factory=dict)  # with which exit code the work ends instead
+    boot_s: dict[Role, float] = field(default_factory=dict)  # from there until its work is; BOOT_S by default
+    fails: dict[Role, int] = field(default_factory=dict)  # the exit code with which the work ends instead
     refused: list[LaunchRefused] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
     steps: float = 0.0
@@ -97,11 +97,11 @@ class World:
     forks: list[Fork] = field(default_factory=list)  # in the store
     checkpoints: list[PolicyVersion] = field(default_factory=list)
     save_steps: int = 2
-    # What befalls a timeline: the step at which its trainer's guard trips, and since when it says so.
+    # By timeline: the step at which its trainer's guard trips, and the onset that it tells.
     trips: dict[int, tuple[int, int]] = field(default_factory=dict)
-    guarded: bool = True  # the trainer can tell; else only the controller's own detectors do
+    guarded: bool = True  # the trainer's guard tells; else only the controller's own detectors do
     exports: set[str] = field(default_factory=set)
-    storing_s: float = 3.0  # what a trainer takes to store what it has, once it is asked to end
+    storing_s: float = 3.0  # how long a trainer takes to store what it has, once it is asked to end
     stops_at_s: float | None = None
     looking: bool = True  # whether a look finds the checkpoints
     folded: Folded = field(default_factory=Folded)
@@ -124,7 +124,7 @@ class World:
         self.journal((TookOver("elsewhere", 2, "resume"),))
 
     def resume(self) -> None:
-        """As a user does it with a run that has ended."""
+        """As a user does with a run that has ended."""
         self.journal((TookOver("elsewhere", 2, "resume"), RunMoved(RunPhase.STARTING, "resumed")))
 
     def snapshot(self) -> Snapshot:
@@ -277,7 +277,7 @@ class World:
         return Verdict(Health.TRIPPED, step, onset, trip, ("KL 9",))
 
     def _watched(self, timeline: int) -> Watched | None:
-        """The controller's own eyes, which see the same rows."""
+        """What the controller's own detectors say, from the same rows."""
         if self.beat is None or self.beat.timeline != timeline:
             return None
         return Watched(timeline, self._verdict(timeline))

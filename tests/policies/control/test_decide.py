@@ -203,7 +203,7 @@ def test_no_capacity_backs_off_and_recovers() -> None:
         world.tick()
         world.advance()
     requests = [e for _, _, events in world.history for e in events if isinstance(e, NodeRequested)]
-    # Nobody home is a normal hour, and a refusal is not answered at once with the next request.
+    # Capacity is often away for an hour; a refusal is not answered at once with the next request.
     assert (world.state.phase, len(requests) < 20) == (RunPhase.TRAINING, True)
     world.refusing = False
     world.run()

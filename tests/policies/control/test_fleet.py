@@ -1,4 +1,4 @@
-"""What is bought, when, and when no more: the trainer first, and nothing for ever that never works."""
+"""What is bought, and when no more is: the trainer first, and what never works not for ever."""
 
 from __future__ import annotations
 

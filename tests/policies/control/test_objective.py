@@ -1,4 +1,4 @@
-"""What a rollback changes, what each change does, and what gives way where memory runs out: truth tables."""
+"""What a rollback changes, what each change does, and what is changed when memory runs out: truth tables."""
 
 from __future__ import annotations
 

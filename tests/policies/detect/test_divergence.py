@@ -30,7 +30,7 @@ def level(value: float, sigma: float = 0.15, seed: int = 0) -> Metric:
 
 
 def after(onset: int, before: Metric, then: Metric) -> Metric:
-    """The one up to the step, the other from the next on: what the update of that step has done."""
+    """The one up to the step, the other from the next step on: what the update of that step did."""
     return lambda step: then(step) if step > onset else before(step)
 
 
@@ -56,7 +56,7 @@ FALLEN: Metric = lambda _: 0.02  # noqa: E731  # a reward
 
 
 def run(steps: int = STEPS, gap: int = 1, **changed: Metric | None) -> list[Point]:
-    """A calm run but for the metrics that are given; None is one that is not logged. `__` stands for a slash."""
+    """A calm run except for these metrics; None: not logged. `__` stands for a slash."""
     metrics = {**CALM, **{name.replace("__", "/"): metric for name, metric in changed.items()}}
     return [
         Point(step, {name: metric(step) for name, metric in metrics.items() if metric is not None})

@@ -1,7 +1,7 @@
 """The detectors on recorded runs: TRL's GRPOTrainer and the tiny model of `examples/tiny`, on CPU, one row a step.
 
 `seven`: the reward is the share of sevens, and soon full; KL goes from 0 to 3.5 nats while it is learnt. `half`:
-best is a half of sevens, which no weights settle on. What they differ in is the learning rate.
+best is a half of sevens, which no weights settle on. They differ in the learning rate.
 """
 
 from __future__ import annotations

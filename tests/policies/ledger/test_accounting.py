@@ -113,7 +113,7 @@ def fault(struck_s: float, seen_s: float | None = None, target: str = "rollout-0
         ),
         ([JobExited(TRAINER, 1, exit_codes.OUT_OF_MEMORY, 7)], [f"{TRAINER} exited with 80"]),
         ([requested("rollout-1-i1"), NodeMoved("rollout-1-i1", NodePhase.REFUSED, "", Refusal.NO_CAPACITY)], []),
-        # Taken up again after a stop: by intention, with a new controller and a new gateway.
+        # Resumed after a stop: on purpose, with a new controller and a new gateway.
         (
             [
                 RunMoved(RunPhase.STOPPING, ""),
@@ -190,7 +190,7 @@ def test_a_lost_trainer_machine_takes_its_gateway_along_once() -> None:
 
 
 def test_seconds_lost_are_what_a_disturbed_gap_is_longer_than_usual() -> None:
-    # Usual gap 10; the first long gap has no fault in it, and is nobody's.
+    # Usual gap 10; the first long gap has no fault in it, and is no fault's.
     log = steps(100, 110, 120, 145, 155, 190, 200)
     assert fault_costs(log, [fault(160)]) == [FaultCost("kill", 4 + 1, 25.0, 0, True)]
 
