@@ -22,7 +22,7 @@ class Why(StrEnum):
     SILENT = "silent"
     LEFT = "left"  # its term ended
     DRAINED = "drained"
-    SLOW = "tail"  # another will finish it sooner
+    SLOW = "tail"  # another will finish it sooner; the metrics have always called it so
     SHARED = "shared"  # another has less to do
 
 

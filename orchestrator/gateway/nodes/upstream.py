@@ -45,7 +45,7 @@ class VllmAttempt(Attempt):
         begun: called when its first token comes.
     """
 
-    __slots__ = ("_begun", "_connection", "_now", "_rest", "_said", "_status", "link")
+    __slots__ = ("_begun", "_connection", "_error_body", "_now", "_rest", "_status", "link")
 
     def __init__(self, job: Job, link: Link, policy: str, begun: Callable[[], None]) -> None:
         super().__init__(job, policy)
@@ -53,7 +53,7 @@ class VllmAttempt(Attempt):
         self._now = asyncio.get_running_loop().time
         self._connection: Connection | None = None
         self._rest = bytearray()
-        self._said = b""
+        self._error_body = b""
         self._status = 0
 
     async def run(self) -> End:
@@ -89,7 +89,7 @@ class VllmAttempt(Attempt):
         if self._done.done():
             return
         if self._status != 200:
-            self._said = (self._said + data)[:REFUSAL_SIZE_MAX]
+            self._error_body = (self._error_body + data)[:REFUSAL_SIZE_MAX]
         elif self._rest or not self._one_event(data):
             self._pieces(data)
 
@@ -125,7 +125,7 @@ class VllmAttempt(Attempt):
 
     def end(self) -> None:
         if self._status != 200:
-            self._refuse(self._status, f"answered {self._status}: {self._said.decode(errors='replace')}")
+            self._refuse(self._status, f"answered {self._status}: {self._error_body.decode(errors='replace')}")
         elif not self._done.done():
             self._break(f"it stopped after {self.tokens} tokens without saying why")
 

@@ -47,7 +47,7 @@ class Balance:
     def _divide(self, policy: str) -> None:
         rows = [row for row in self._members.serving(Wanted(policy)) if not row.stuck]
         most, least = max((one.running for one in rows), default=0), min((one.running for one in rows), default=0)
-        if most - least < 2 or self._members.places.missing(policy):
+        if most - least < 2 or self._members.places.awaited(policy):
             return
         attempts: list[Attempt] = []
         moves = share_out(list(self._sharers(policy, rows, attempts)), begun=policy in self._begun)

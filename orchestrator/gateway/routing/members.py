@@ -44,10 +44,7 @@ class Members:
     """
 
     def __init__(
-        self,
-        token: str,
-        tls: ssl.SSLContext | None = None,
-        limits: Callable[[], SilenceLimits] = SilenceLimits,
+        self, token: str, tls: ssl.SSLContext | None = None, limits: Callable[[], SilenceLimits] = SilenceLimits
     ) -> None:
         self._token = token
         self._tls = tls

@@ -112,7 +112,7 @@ class Places:
                     return True
         return False
 
-    def missing(self, policy: str) -> bool:
+    def awaited(self, policy: str) -> bool:
         """Whether a job waits for a place that a member with this policy could have."""
         return any(wanted.accepts(policy) for wanted in self._queues)
 
