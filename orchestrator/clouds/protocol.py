@@ -26,7 +26,7 @@ class CloudUnavailable(Exception):
 class Order:
     """One machine and the work to run on it.
 
-    `environment` holds secrets and is never written down; `redaction.NAMES_ENV` in it names those of the user's.
+    `environment` holds secrets and is never written down; `redaction.NAMES_ENV` in it lists the user's by name.
     """
 
     node: str
@@ -88,4 +88,4 @@ class Cloud(Protocol):
         """
 
     def close(self) -> None:
-        """Look no more. The machines stay as they are."""
+        """Stop looking. The machines stay as they are."""

@@ -1,12 +1,12 @@
 """Does what was decided, in threads; failures come back as observations.
 
-Of each kind one call at a time for each node, or each version: a machine can be given up while it is still being
-launched.
+For each node, timeline or version one call of a kind runs at a time: a machine can be given up while it is still
+being launched.
 
-What is done has been fenced a moment before: the journal was seen not to have moved on, and a call that could not
-be begun within ACT_WITHIN_S of that (this process was stopped, a laptop slept) is not made. What remains is a
-controller that is stopped inside a call for so long that another one takes over. Its launch makes a machine that
-the other one does not know and takes down; its termination names one machine, and no later one has that name.
+A moment before a call the journal was seen not to have moved on; a call that cannot begin within ACT_WITHIN_S of
+that (this process was stopped, a laptop slept) is not made. What remains is a controller that is stopped inside a
+call for so long that another one takes over. Its launch makes a machine that the other one does not know and takes
+down; its termination names one machine, and no later one has that name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = structlog.get_logger()
 
 UNAVAILABLE_WAIT_S = 2.0  # before a call that the cloud did not answer is made again
 CLOSE_S = 5.0
-ACT_WITHIN_S = 15.0  # of the look at the journal, which itself may be answered late (a store's patience is 10 s)
+ACT_WITHIN_S = 15.0  # of the look at the journal, which itself may be answered late (a store is retried for 10 s)
 
 
 class _TooLate(Exception):
@@ -118,7 +118,7 @@ class Actuator:
         return tuple(refused)
 
     def close(self) -> None:
-        """Wait a moment for what is running. What takes longer is cut off with this process, as a crash would: the
+        """Wait a moment for what is running. What takes longer is cut off with this process, as in a crash; the
         next controller finds what became of it."""
         wait([future for _, future in self._running.values()], CLOSE_S)
 

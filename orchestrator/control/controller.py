@@ -90,18 +90,18 @@ class Controller:
         return decision
 
     def record(self, now_s: float, events: tuple[Event, ...]) -> None:
-        """Journal events, then let them be so."""
-        self._let_be(self._journal.append(now_s, events))
+        """Journal events, then apply them."""
+        self._take_effect(self._journal.append(now_s, events))
 
     def _settle(self, now_s: float) -> None:
         """What was decided when the store went away may be journalled or not: see which before looking again."""
         entry = self._journal.settle(now_s)
         if entry is not None:
-            self._let_be(entry)
+            self._take_effect(entry)
 
-    def _let_be(self, entry: Record) -> None:
+    def _take_effect(self, entry: Record) -> None:
         self.state = advance(self.state, [entry])
-        for event in entry.decoded():  # behind the state: the store may go away here, too
+        for event in entry.decoded():  # after the state: the store may go away here, too
             match event:
                 case CommandTaken():
                     documents.command(event.command_id).drop(self._store)

@@ -129,8 +129,8 @@ def _redactor(record: RunRecord) -> Redactor:
 
 
 def _opening(controller: Controller, record: RunRecord, reason: str) -> tuple[Event, ...]:
-    """What the taking over itself changes: the run begins, or one that was stopped goes on."""
-    if not controller.state.name:  # nobody came so far, though one may have taken the run and died
+    """What taking over changes by itself: the run begins, or one that had ended goes on."""
+    if not controller.state.name:  # nobody has come so far, though a daemon may have taken the run and died
         return (RunCreated(record.spec.name, record.run_id),)
     ended = controller.state.phase in (RunPhase.STOPPED, RunPhase.STOPPING, RunPhase.FAILED)
     return (RunMoved(RunPhase.STARTING, "resumed"),) if ended and reason == "resume" else ()
@@ -156,7 +156,7 @@ def _loop(store: Store, controller: Controller, clock: RunClock, epoch: int, sto
         except StoreError as error:
             controller.broke()
             log.warning("store_away", error=str(error))
-        except Exception:  # the daemon's loop: a bug in one tick must not end the watching
+        except Exception:  # the daemon's loop: a bug in one tick must not end it
             log.exception("tick_failed")
         stop.wait(wait_s)
 

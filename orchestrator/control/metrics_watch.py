@@ -5,7 +5,7 @@ the one before it knew.
 
 A look reads a bounded number of objects. A controller that comes late to a long run catches up over many looks,
 and says nothing before it has. What it knew at the end of each object is kept: a trainer that starts again from an
-earlier step, and a rollback, take it back to there, and only what lies behind is read anew.
+earlier step, and a rollback, take it back to there, and only what follows is read anew.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class MetricsWatch:
         """Return the verdict on the newest timeline as of its newest row; None while no trainer has spoken, and
         while earlier rows are still to be read. Raises StoreError; the next look then reads on where this one did.
 
-        Only rows of steps that the trainer has reached count: behind them lie those of an earlier attempt, which
-        it has yet to make again and which are replaced as it does. Where another attempt began unseen, it went on
-        from a checkpoint no older than the newest one that the attempt before it is known to have stored.
+        Only rows of steps that the trainer has reached count: later ones are of an earlier attempt, and are
+        replaced as it makes those steps again. Where another attempt began unseen, it went on from a checkpoint no
+        older than the newest one that the attempt before it is known to have stored.
         """
         if trainer is None:
             return None
@@ -98,7 +98,7 @@ class MetricsWatch:
         return self._attempt in (None, (trainer.node, trainer.attempt))
 
     def _take_back(self, holds: Callable[[PolicyVersion], bool]) -> None:
-        """Forget what was learnt from rows for which `holds` is not so."""
+        """Forget what was learnt from rows for which `holds` is false."""
         if holds(self._at(self._known)):
             return
         while self._kept and not holds(self._at(self._kept[-1])):

@@ -1,4 +1,4 @@
-"""The rehearsal: does the faults that run.yaml schedules, to real processes.
+"""The rehearsal: does to real processes the faults that run.yaml schedules.
 
 `python -m orchestrator.control.rehearse STORE-URL`, a process of its own, since the daemon is among its
 victims. Each fault is done once; what was done is in the store.

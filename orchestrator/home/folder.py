@@ -64,7 +64,7 @@ def token_mark(token: str) -> SecretMark:
 
 
 def keep_store_options(store_url: str, options: Mapping[str, str]) -> None:
-    """Keep a store's options for commands that name its URL alone, in a file of mode 0600; none to forget them."""
+    """Keep a store's options for commands that name only its URL, in a file of mode 0600; without any, forget."""
     path = _options_file(store_url)
     if not options:
         path.unlink(missing_ok=True)
@@ -84,7 +84,7 @@ def kept_store_options(store_url: str) -> dict[str, str]:
 
 
 def keep_run_digest(store_url: str, digest: str) -> None:
-    """Keep by what the run.json of the run at that URL is known again."""
+    """Keep the digest of the run.json at that URL."""
     path = run_digest_file(store_url)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = path.with_suffix(f".{secrets.token_hex(4)}")

@@ -1,7 +1,7 @@
 """The secrets that the code on a run's machines needs, such as HF_TOKEN: which, and where their values come from.
 
-Values are read from the environment of whoever starts or resumes the run, are handed to the machines with their
-launch, and are written nowhere. What is stored is the names that run.yaml lists.
+Values are read from the environment of whoever starts or resumes the run, go to the machines with their launch,
+and are written nowhere. Only the names that run.yaml lists are stored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def secrets_for(spec: RunSpec, role: Role, environment: Mapping[str, str]) -> di
 
 
 def handed_on(secrets: Mapping[str, str]) -> dict[str, str]:
-    """The secrets as a machine's environment has them: it is told, too, which they are."""
+    """The secrets as a machine's environment has them, with the list of their names."""
     return {**secrets, NAMES_ENV: ",".join(secrets)} if secrets else {}
 
 

@@ -18,7 +18,7 @@ from checkpoint.security.vouched import NotVouched
 from checkpoint.store.run_store import Store
 from orchestrator.home.folder import keep_run_digest, kept_run_digest, known_token, run_digest_file, token_mark
 
-DIGEST_ENV = "GRPO_ORCH_RUN_DIGEST"  # what a controller machine is told by who launches it
+DIGEST_ENV = "GRPO_ORCH_RUN_DIGEST"  # set for a controller machine by whoever launches it
 
 
 def known_run(store: Store) -> tuple[RunRecord, bytes]:
@@ -40,11 +40,11 @@ def known_run(store: Store) -> tuple[RunRecord, bytes]:
 
 
 def vouch(store: Store, token: str, data: bytes) -> None:
-    """Vouch for the run to its machines, and know it from now on. Raises StoreError."""
+    """Vouch for the run to its machines, and recognise it from now on. Raises StoreError."""
     vouched.vouch(store, token, data)
     keep_run_digest(store.url, run_digest(data))
 
 
 def run_digest(data: bytes) -> str:
-    """By which a machine knows a run.json again."""
+    """By this a machine recognises a run.json."""
     return blake3(data).hexdigest()

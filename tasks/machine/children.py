@@ -45,9 +45,9 @@ def adopt_orphans() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def end_descendants(patience_s: float) -> None:
-    """Send SIGTERM to every descendant, and after `patience_s` SIGKILL to those that are left, until none is."""
-    deadline_s = time.monotonic() + patience_s
+def end_descendants(grace_s: float) -> None:
+    """Send SIGTERM to every descendant, and after `grace_s` SIGKILL to those that are left, until none is."""
+    deadline_s = time.monotonic() + grace_s
     number = signal.SIGTERM
     told: set[psutil.Process] = set()
     while living := _descendants():

@@ -121,7 +121,7 @@ class Leaving:
         return None if self._save_s is None or store_s is None else self._save_s + store_s
 
     def _noticed(self) -> tuple[float, float] | None:
-        """When the notice came and how long it lasts; None where there is none, or it was followed by nothing."""
+        """When the notice came and how long it lasts; None where there is none, or nothing followed it."""
         if self._notice is None and self._notice_file.exists():
             lasts_s = float(self._notice_file.read_text() or NOTICE_S)
             age_s = max(0.0, time.time() - self._notice_file.stat().st_mtime)
@@ -137,13 +137,13 @@ class Leaving:
 
 
 def await_predecessor(store: Store, env: NodeEnv, last_words: Container[str], silent_s: float = SILENT_S) -> None:
-    """Wait for the trainer of the machine before while that stores what it has: from there this one goes on.
+    """Wait while the trainer of the machine before stores what it has: from there this one goes on.
 
-    Not for longer than its words go on, for then its machine is gone; nor for a notice that nothing follows.
+    Not once it is silent, for then its machine is gone; nor after a notice that nothing follows.
 
     Args:
         last_words: activities of a trainer that has ended.
-        silent_s: five beats, unless told otherwise.
+        silent_s: five beats by default.
     """
     said, since_s = documents.TRAINER.read(store), time.monotonic()
     until_s = since_s + WAIT_S

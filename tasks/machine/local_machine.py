@@ -1,9 +1,9 @@
 """A machine of the local cloud, `python -m tasks.machine.local_machine FD FOLDER ATTEMPT ARGV...`: runs the work.
 
-It does of `tasks.machine.main` what the local cloud needs, which looks into the machine's folder and has no use
-for reports in the store. Its lock is held for as long as the machine is up, so that launching twice launches once:
-the second process leaves. Closing FD tells the launcher that the attempt is on record. When this process is gone
-and the record has no exit code, the machine died.
+Unlike `tasks.machine.cloud_machine` it writes no reports to the store, for the local cloud can look into the
+machine's folder. It holds a lock for as long as the work runs, so that launching twice launches once: the second
+process leaves. Closing FD tells the launcher that the attempt is on record. When this process is gone and the
+record has no exit code, the machine died.
 """
 
 from __future__ import annotations

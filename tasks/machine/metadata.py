@@ -1,8 +1,8 @@
 """Preemption notices, as the metadata services of AWS, GCP and Azure give them to the machine they are about.
 
-Which cloud this is is found out once; from then on that one is asked every second. Where no service answers, as on
-Kubernetes or on one's own machines, nothing is said and hardly anything asked. Nothing here raises for what a
-service answers or does not: a machine works on without notices.
+First it is found out which cloud this is; from then on that one is asked every second. Where no service answers,
+as on Kubernetes or on one's own machines, nothing is said and hardly anything asked. Nothing here raises for what
+a service answers or fails to: a machine works on without notices.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class _AzureEvents:
 
 
 def services() -> tuple[MetadataService, ...]:
-    """All that are known."""
+    """One for each cloud that is known."""
     return Aws(), Gcp(), Azure()
 
 
@@ -171,8 +171,8 @@ def watch(
     stop: threading.Event,
     poll_s: float = POLL_S,
 ) -> None:
-    """Call `located` with the zone once it is known, and `noticed` once there is a notice, with the seconds
-    for which the machine stays, which is the end.
+    """Call `located` with the zone once it is known, then `noticed` with the notice and the seconds for which the
+    machine stays; then return.
 
     To be run in a thread, for it waits on the network. It returns at `stop`, too.
     """

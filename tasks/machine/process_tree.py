@@ -14,7 +14,7 @@ import sys
 from tasks.machine.children import adopt_orphans, end_descendants, exit_code_of, start_child
 
 # Long enough to shut down in order, which also removes shared memory; a new server may not start before.
-PATIENCE_S = 5.0
+GRACE_S = 5.0
 
 
 class _Ended(Exception):
@@ -39,7 +39,7 @@ def main() -> int:
     except _Ended:
         pass
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    end_descendants(PATIENCE_S)
+    end_descendants(GRACE_S)
     return exit_code_of(code)
 
 

@@ -44,7 +44,7 @@ def make_spool(workdir: Path, spec: CheckpointsSpec, slot_bytes: int) -> Spool:
 
 
 def find_spool(workdir: Path) -> Spool | None:
-    """The machine's spool to read from and to release in; None before it was made."""
+    """The machine's spool, to read from it and to release in it; None before it was made."""
     link = workdir / SPOOL
     return Spool(link.resolve(), 0, 0) if _leads_somewhere(link) else None
 

@@ -27,8 +27,8 @@ from tasks.machine.children import exit_code_of, start_child
 from tasks.machine.exit_note import take_exit_code
 from tasks.machine.leaving import stop_file
 from tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
-from tasks.machine.setup import set_up
 from tasks.machine.spooling import find_spool
+from tasks.machine.user_setup import set_up
 
 log = structlog.get_logger()
 
@@ -52,7 +52,7 @@ def main() -> int:
     trainer = start_child(trainer_argv(env, spec.trainer), {**os.environ, **spec.trainer.env})
 
     def end(*_: object) -> None:
-        """Ask the trainer to leave, in words that all of its processes hear; a second signal ends it as it is."""
+        """Ask all processes of the trainer to leave; a second signal kills it."""
         signal.signal(signal.SIGTERM, lambda *_: trainer.kill())
         stop_file(Path(env.workdir), env.attempt).touch()
 
@@ -74,9 +74,9 @@ def main() -> int:
                 one.restart(status)
 
 
-def let_upload(workdir: Path, patience_s: float = UPLOAD_S) -> None:
+def let_upload(workdir: Path, timeout_s: float = UPLOAD_S) -> None:
     """Give the uploader a while to store what a trainer that has died had sealed; it may be the machine's end."""
-    deadline_s = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + timeout_s
     spool = find_spool(workdir)
     while spool is not None and spool.sealed() and time.monotonic() < deadline_s:
         time.sleep(LOOK_S)

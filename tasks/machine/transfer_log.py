@@ -28,7 +28,7 @@ class TransferLog:
             self.at(self._done_bytes + size_bytes, self._total_bytes)
 
     def at(self, done_bytes: int, total_bytes: int) -> None:
-        """Say where it is."""
+        """Count what is done in all."""
         self._done_bytes = done_bytes
         if time.monotonic() - self._said_s > SAY_S:
             self._said_s = time.monotonic()

@@ -1,7 +1,7 @@
 """The uploader's process, `python -m tasks.machine.uploader`: stores what the trainer of this machine spools.
 
 It is started beside the trainer and outlives it, so that a checkpoint which was sealed reaches the store also when
-the trainer dies. It ends with the trainer's machine, or when it is told to.
+the trainer dies. It ends with the trainer's machine, or at SIGTERM.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> int:
 def _retention(store: Store, spec: CheckpointsSpec) -> Retire:
     def retire(listed: Sequence[Checkpoint], newest: Seal | None) -> Sequence[PolicyVersion]:
         stored = [StoredCheckpoint(one.at, one.pinned) for one in listed]
-        # Read behind the list: a checkpoint of a timeline that it does not show yet is left alone.
+        # Read after the list: a checkpoint of a timeline that it does not show yet is left alone.
         before, since = (newest.keep_before_step, newest.keep_since_step) if newest is not None else (None, None)
         rules = RetentionRules(spec.keep_last, spec.keep_every_steps, before, since)
         return versions_to_retire(stored, read_forks(store), rules)
@@ -70,7 +70,7 @@ def _tidying(store: Store, spec: CheckpointsSpec) -> Tidy:
     def tidy(listed: Sequence[Checkpoint]) -> None:
         def going(stored: Sequence[PolicyVersion]) -> Sequence[PolicyVersion]:
             held = [one.at for one in listed]
-            # Read behind the list, as above.
+            # Read after the list, as above.
             return versions_to_delete(
                 stored, held, spec.keep_last, spec.keep_rollouts_every_steps, read_forks(store)
             )

@@ -33,7 +33,7 @@ from policies.serving.wire import Announce, EngineWord, PolicyRef
 from tasks.machine.children import adopt_orphans
 from tasks.machine.lasting_log import lasting
 from tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
-from tasks.machine.setup import set_up
+from tasks.machine.user_setup import set_up
 from tasks.rollout import vllm_server
 from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable
 from tasks.rollout.policy_check import PolicyCheck

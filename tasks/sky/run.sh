@@ -1,7 +1,7 @@
 # What SkyPilot runs on a machine that was set up: the node's work, in the folder of run.yaml as it was shipped.
 #
-# Told by the environment: what `tasks.machine.node_env` reads, but for the addresses and the work's folder, which are this
-# machine's own; GRPO_ORCH_ROLE; and what the set-up was told.
+# Told by the environment: what `tasks.machine.node_env` reads, except the addresses and the folder of the work, which
+# are this machine's own; GRPO_ORCH_ROLE; and what the set-up was told.
 # shellcheck shell=bash
 set -euo pipefail
 
@@ -33,4 +33,4 @@ export GRPO_ORCH_WORKDIR=$home/work/$run/$GRPO_ORCH_NODE
 export PATH=$env/bin:$PATH VIRTUAL_ENV=$env PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 if [[ -d $HOME/sky_workdir ]]; then cd "$HOME/sky_workdir"; fi
 say "$GRPO_ORCH_NODE, attempt $GRPO_ORCH_ATTEMPT, at $address"
-exec "$env/bin/python" -m tasks.machine.main "$GRPO_ORCH_ROLE"
+exec "$env/bin/python" -m tasks.machine.cloud_machine "$GRPO_ORCH_ROLE"

@@ -1,4 +1,4 @@
-# What SkyPilot runs first on a machine (bash, drivers given): an environment for node work, and this project in it.
+# What SkyPilot runs first on a machine (bash; its drivers are there): an environment for node work, and this project in it.
 #
 # A prepared environment on the machine's image is used as it is, which saves minutes; else one is made with uv.
 # The project itself always comes from the controller's wheel, so that both sides are of one version. Running this

@@ -179,7 +179,7 @@ def test_a_machine_whose_trainer_has_died_waits_until_all_is_stored(tmp_path: Pa
     waiting.join(20.0)
     assert not waiting.is_alive()
     spool.seal(slot, Seal("0-5", 0.0))
-    let_upload(tmp_path, patience_s=0.3)  # an uploader that does not come is not waited for
+    let_upload(tmp_path, timeout_s=0.3)  # an uploader that does not come is not waited for
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ NODE = "rollout-0-i1"
 # Runs the wrapper over the work that its arguments name, with one metadata service.
 WRAPPER = """
 import sys
-from tasks.machine.main import run
+from tasks.machine.cloud_machine import run
 from tasks.machine.metadata import Aws
 from tasks.machine.node_env import read_node_env
 sys.exit(run(read_node_env(), sys.argv[3:], [Aws(sys.argv[2])], drain_s=float(sys.argv[1])))
@@ -348,16 +348,16 @@ def test_the_folder_of_run_yaml_is_where_it_is_on_this_machine(
 
 @pytest.mark.parametrize("arguments", [[], ["gateway"], ["trainer", "x"]])
 def test_a_role_that_there_is_not_is_said_in_one_line(arguments: list[str]) -> None:
-    argv = [sys.executable, "-m", "tasks.machine.main", *arguments]
+    argv = [sys.executable, "-m", "tasks.machine.cloud_machine", *arguments]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == exit_codes.USAGE
-    assert done.stderr.splitlines() == ["usage: python -m tasks.machine.main trainer|rollout"]
+    assert done.stderr.splitlines() == ["usage: python -m tasks.machine.cloud_machine trainer|rollout"]
 
 
 def test_a_store_that_nobody_can_open_is_said_in_one_line(tmp_path: Path) -> None:
     names = {"RUN": "ftp", "NODE": NODE, "TOKEN": "t", "ATTEMPT": "1", "WORKDIR": str(tmp_path / "work")}
     environment = {**os.environ, **{f"GRPO_ORCH_{name}": value for name, value in names.items()}}
-    argv = [sys.executable, "-m", "tasks.machine.main", "rollout"]
+    argv = [sys.executable, "-m", "tasks.machine.cloud_machine", "rollout"]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == exit_codes.FAILED
     assert len(done.stderr.splitlines()) == 1

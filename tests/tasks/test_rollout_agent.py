@@ -59,18 +59,20 @@ def test_what_a_program_started_ends_after_it_and_its_exit_code_is_kept(tmp_path
     assert not any(alive(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("victim", ["leash", "program"])
+@pytest.mark.parametrize("victim", ["process_tree", "program"])
 def test_the_whole_tree_ends_when_either_is_told_or_killed(tmp_path: Path, victim: str) -> None:
     process, pids = in_a_tree(tmp_path, lives_s=600.0)
-    if victim == "leash":
+    if victim == "process_tree":
         process.terminate()
     else:
         subprocess.run(["kill", "-9", str(pids[0])], check=True)
-    assert process.wait(timeout=20) == {"leash": 128 + signal.SIGTERM, "program": 128 + signal.SIGKILL}[victim]
+    assert (
+        process.wait(timeout=20) == {"process_tree": 128 + signal.SIGTERM, "program": 128 + signal.SIGKILL}[victim]
+    )
     assert not any(alive(pid) for pid in pids)
 
 
-def test_the_tree_ends_when_the_one_who_started_the_leash_is_killed(tmp_path: Path) -> None:
+def test_the_tree_ends_when_the_one_who_started_it_is_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     starter = (
         "import signal, sys, os; from tasks.machine.children import start_child; "

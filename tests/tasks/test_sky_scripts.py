@@ -116,7 +116,7 @@ def test_a_prepared_environment_is_used_and_the_project_put_beside_it(rig: Machi
         f"grpo-orch setup: unpacking {Path(rig.wheel).name}, {digest}",
         "grpo-orch setup: ready",
     ]
-    assert (rig.code / "tasks" / "machine" / "main.py").is_file()
+    assert (rig.code / "tasks" / "machine" / "cloud_machine.py").is_file()
     assert [path.name for path in rig.code.parent.iterdir()] == [digest]
     assert rig.uv_calls() == []
     again = rig.run("setup.sh")
@@ -141,7 +141,7 @@ def test_a_bare_machine_gets_an_environment_once(rig: MachineRig, extra: str) ->
     if extra == "node-cpu":
         made.append(f"pip uninstall --quiet {python} torchvision torchaudio torchcodec")
     assert rig.uv_calls() == made
-    assert (rig.code / "tasks" / "machine" / "main.py").is_file()
+    assert (rig.code / "tasks" / "machine" / "cloud_machine.py").is_file()
     again = rig.run("setup.sh")
     assert "grpo-orch setup: the environment is there" in again.stdout
     assert rig.uv_calls() == made
@@ -215,7 +215,7 @@ def test_what_the_work_is_told(rig: MachineRig) -> None:
     said, told = done.stdout.splitlines()
     assert said == "grpo-orch run: rollout-0-i1, attempt 1, at 10.1.2.3"
     heard = json.loads(told)
-    assert heard["argv"] == ["-m", "tasks.machine.main", "rollout"]
+    assert heard["argv"] == ["-m", "tasks.machine.cloud_machine", "rollout"]
     assert heard["cwd"] == str(rig.home / "sky_workdir")
     env = heard["env"]
     assert env["GRPO_ORCH_NODE_HOST"] == env["GRPO_ORCH_GATEWAY_HOST"] == "10.1.2.3"

@@ -1,11 +1,11 @@
 """The local cloud: every machine is a session of processes on this one, in a folder of its own.
 
-It plays what a real cloud does, so that a run's behaviour can be tried for nothing: machines that vanish, notices,
-refusals for lack of capacity. What it plays is done to real processes.
+It does to real processes what a real cloud does, so that a run's behaviour can be tried at no cost: machines that
+vanish, notices, refusals for lack of capacity.
 
-A machine's folder holds `lock`, `machine.json` and `exit.json` (see `local_machine`), `log`, `work/` as its disk,
-`work/notice` once it will be taken back, and `gone` with the reason once it is lost. Of a terminated one the log
-and the disk stay.
+A machine's folder holds `lock` and `machine.json` (see `tasks.machine.local_machine`), `log`, `work/` as its disk,
+`work/notice` once it will be taken back, and `gone` with the reason once it is lost. Log and disk of a terminated
+one stay.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class LocalCloud:
         os.close(registered)
 
     def terminate(self, node: str) -> None:
-        """See `Cloud.terminate`. At once and without mercy, as a real cloud does it in the end."""
+        """See `Cloud.terminate`. At once, as a real cloud does it in the end."""
         folder = self._folder / node
         if folder.exists():
             _destroy(folder)
@@ -148,7 +148,7 @@ class LocalCloud:
         elif exit_code is None and not _carries_mark(pid, folder):
             attempt, exit_code, _ = _record(folder)  # it may have ended between the two looks
             if exit_code is None:
-                _destroy(folder)  # what the machine's death left behind
+                _destroy(folder)  # what has outlived the machine
                 state, why = MachineState.GONE, "its processes died"
         market = Market((folder / "market").read_text())
         role = role_of(folder.name)

@@ -1,7 +1,7 @@
 """What a run has on AWS, asked of AWS itself: its labelled machines and its security group. Imports no SkyPilot.
 
-SkyPilot knows what was launched through it here, by records of its own; AWS knows what there is. Every function is
-given a `client`: boto3's EC2 client of a region.
+SkyPilot knows what was launched through it here, by records of its own; AWS knows what there is. `client` is
+everywhere a function from a region to boto3's EC2 client of it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ STATES = {  # of machines that are there
 
 
 class Account:
-    """AWS as one run may ask it: nothing where `group`, its security group, is None or AWS is not enabled.
+    """What one run asks of AWS: nothing where `group`, its security group, is None or AWS is not enabled.
 
     `places` are where clusters may have been, as in `aws/us-east-1`, `aws` or `gcp`; None: anywhere. All calls
     raise CloudUnavailable and may be made again.
     """
 
     def __init__(self, client: Client, group: str | None, enabled: Callable[[], Iterable[str]]) -> None:
-        """`enabled`: the clouds that SkyPilot may use; it is slow to say so."""
+        """`enabled` returns the clouds that SkyPilot may use, and takes its time."""
         self._client = client
         self._group = group
         self._enabled = enabled

@@ -1,7 +1,7 @@
-"""A call that answers late, or never, with a deadline for the caller and our errors. Imports no SkyPilot.
+"""Calls that answer late or never: with a deadline for the caller, and our errors. Imports no SkyPilot.
 
-Waiting for SkyPilot's API server has no time-out of its own, so it is done in a thread that may be left behind;
-what was asked for is then cancelled, also when it is submitted only after the deadline.
+Waiting for SkyPilot's API server has no time-out of its own, so it is done in a thread that may be abandoned. What
+was asked for is then cancelled, even if it is submitted only after the deadline.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Result = TypeVar("Result")
 
 CANCEL_TIMEOUT_S = 5.0
 FIND_TIMEOUT_S = 60.0
-TOLD_FROM_S = 0.1  # shorter calls are not in the log
+LOGGED_FROM_S = 0.1  # shorter calls are not in the log
 
 
 @contextlib.contextmanager
-def told(call: str, cluster: str) -> Iterator[None]:
-    """Log how long SkyPilot took for what is called inside, whatever came of it; unless that is nothing."""
+def timed(call: str, cluster: str) -> Iterator[None]:
+    """Log how long the call inside took, however it ended, unless it was short."""
     began_s = time.monotonic()
     try:
         yield
     finally:
-        if (seconds := time.monotonic() - began_s) >= TOLD_FROM_S:
+        if (seconds := time.monotonic() - began_s) >= LOGGED_FROM_S:
             log.info("skypilot_called", call=call, cluster=cluster, seconds=round(seconds, 2))
 
 

@@ -18,7 +18,7 @@ from checkpoint.records.documents import MachineReport, RunRecord
 from checkpoint.store.run_store import Store
 from orchestrator.clouds.local.cloud import lines_of
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
-from orchestrator.clouds.sky.calls import told
+from orchestrator.clouds.sky.calls import timed
 from orchestrator.clouds.sky.clusters import Clusters, Entry
 from orchestrator.clouds.sky.suspicion import Suspicions
 from orchestrator.clouds.sky.types import ClusterState
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 IDLE_EVERY_S = 30.0  # a look at a machine's jobs costs that machine seconds of a core
-REST = 4.0  # so many times as long as such a look took, no other one is due
-SILENCE_GAP_S = 20.0
+REST = 4.0  # after such a look none is due for so many times as long as it took
+SILENCE_GAP_S = 20.0  # not asked about for longer: it was heard from in between
 REGION_WAIT_S = 5.0
 # SkyPilot tries zone after zone within one launch, and sets the machine up; a launch that is cut off here goes on
 # where it was, for the next one has the same name.
@@ -89,10 +89,10 @@ class SkyCloud:
             try:
                 # Only a machine that this process set up has this version of the project for sure.
                 if entry is not None and entry.attempt and entry.cluster.state is ClusterState.UP:
-                    with told("run_again", name):
+                    with timed("run_again", name):
                         self._sky.run_again(name, work, CALL_TIMEOUT_S)
                 else:
-                    with told("launch", name):
+                    with timed("launch", name):
                         cluster = self._sky.launch(name, work, LAUNCH_TIMEOUT_S)
                     self._clusters.saw(cluster)
             except Exception:
@@ -104,7 +104,7 @@ class SkyCloud:
     def terminate(self, node: str) -> None:
         """See `Cloud.terminate`. A launch of the same machine that is under way is ended by it."""
         name = self._prefix + node
-        with self._clusters.call(name), told("down", name):
+        with self._clusters.call(name), timed("down", name):
             self._unrecorded.down(name, CALL_TIMEOUT_S)
             self._watch.forget(node)
             self._clusters.forget(name)
@@ -200,19 +200,19 @@ class SkyCloud:
         return next((region_of(entry.cluster.infra) for entry in up), None)
 
     def _look_for_silent_end(self, name: str, node: str) -> None:
-        """Work that ended without a word, as when the set-up before it failed, has failed."""
+        """See whether the work has ended without a word, as when its set-up failed: then it has failed."""
         now_s = time.monotonic()
         since_s, last_s = self._silences.get(node, (now_s, now_s))
         if now_s - last_s > SILENCE_GAP_S:
-            since_s = now_s  # it was heard from in between
+            since_s = now_s
         due = now_s - since_s >= IDLE_EVERY_S
         self._silences[node] = (now_s if due else since_s, now_s)
         if not due:
             return
-        with told("is_idle", name):
+        with timed("is_idle", name):
             is_idle = self._unrecorded.is_idle(name, CALL_TIMEOUT_S)
         if not is_idle:
-            # A machine that is slow to answer is busy, maybe with being asked.
+            # A machine that answers slowly is busy, maybe with answering.
             rested_s = time.monotonic() + REST * (time.monotonic() - now_s)
             self._silences[node] = (rested_s, rested_s)
             return

@@ -1,4 +1,4 @@
-"""What one process knows of a run's clusters: told by SkyPilot's records, by its own calls, and by silence.
+"""What one process knows of a run's clusters: from SkyPilot's records, from its own calls, and from silence.
 
 Looks at all clusters and calls about one overlap, in threads. A look that began before a call about a cluster
 ended knows less of it than the call does, so what it says of that cluster does not count.
@@ -46,13 +46,13 @@ class Clusters:
             return {name: replace(entry) for name, entry in self._entries.items()}
 
     def being_made(self) -> list[str]:
-        """The clusters of which nothing is known but that a call about them is under way."""
+        """The clusters of which only this is known: a call about them is under way."""
         with self._lock:
             return [name for name, calls in self._busy.items() if calls and name not in self._entries]
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """About this cluster nothing but this call is believed while it lasts."""
+        """While this call about the cluster lasts, nothing else that is said of it is believed."""
         with self._lock:
             self._busy[name] += 1
         try:
@@ -64,7 +64,7 @@ class Clusters:
                 self._lock.notify_all()
 
     def begin_look(self) -> int:
-        """A look at all clusters begins. Returns what `end_look` wants to be given."""
+        """A look at all clusters begins. Returns the `began` of `end_look`."""
         with self._lock:
             return self._calls
 
@@ -137,5 +137,5 @@ class Clusters:
 
 
 def preempted_or_gone(cluster: Cluster) -> str:
-    """Why a cluster is no longer there that nobody here took down."""
+    """Why a cluster that nobody here took down is no longer there."""
     return "preempted" if cluster.spot else "the cloud no longer has it"

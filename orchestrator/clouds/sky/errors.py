@@ -187,7 +187,7 @@ REMEDY = {
     Refusal.UNKNOWN: f"{AGAIN}; see `sky logs --provision` and ~/.sky/api_server/server.log",
 }
 OTHER_MACHINE = "name another region or machine in `resources`; see `sky gpus list` and `grpo-orch doctor`"
-MEND = "mend `resources` in run.yaml"
+CORRECT = "correct `resources` in run.yaml"
 
 
 def understand(failure: Failure) -> CloudRefused | CloudUnavailable:
@@ -200,7 +200,7 @@ def understand(failure: Failure) -> CloudRefused | CloudUnavailable:
     if failure.kind in FORBIDDEN:
         return _refused(Refusal.CREDENTIALS, said)
     if failure.kind in MALFORMED:
-        return CloudRefused(Refusal.CREDENTIALS, f"{said}; {MEND}")
+        return CloudRefused(Refusal.CREDENTIALS, f"{said}; {CORRECT}")
     if failure.kind in NOT_OFFERED:
         return CloudRefused(Refusal.QUOTA, f"{said}; {OTHER_MACHINE}")
     return _by_words(failure) or _unknown(failure, said)
@@ -243,7 +243,7 @@ def _what_the_cloud_said(line: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The first line that says something, without colours, a URL's password and too much of it."""
+    """The first line that is not empty, shortened, without colours and a URL's password."""
     plain = _PASSWORD.sub("//", _COLOUR.sub("", text))
     lines = (" ".join(line.split()) for line in plain.splitlines())
     line = next((line for line in lines if line), "")

@@ -49,7 +49,7 @@ def lines_from(name: str, call: Callable[[io.TextIOBase], object]) -> Iterator[s
             restore_tracebacks()
             sink.lines.put(_END)
 
-    # It may wait for ever for more, and is left behind then.
+    # It may wait for more for ever, and is abandoned then.
     threading.Thread(target=write, name="skypilot-log", daemon=True).start()
     yield from iter(sink.lines.get, _END)
     if sink.error is not None:

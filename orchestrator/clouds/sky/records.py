@@ -1,4 +1,4 @@
-"""SkyPilot's objects in our types, and our words in its keys. Imports no SkyPilot: what it reads, it is given."""
+"""SkyPilot's objects in our types, and our words in its keys. Imports no SkyPilot."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The machine that the daemon lives on with `--remote`: small, on demand, provisioned by SkyPilot.
 
-On it SkyPilot has an API server and records of its own, and the run's machines are in those alone: here only this
-one machine is known, and it knows nothing of itself. What its daemon does, the run's store tells, as ever.
+On it SkyPilot has an API server and records of its own, and the run's machines are in those alone; here only this
+one machine is on record. What its daemon does is in the run's store, as ever.
 
 It needs the user's credentials. SkyPilot 0.14 puts on every machine that it launches what the clouds' own
-programs keep in files, with these exceptions: AWS takes no part with SSO, an assumed role or keys in the
+programs keep in files, with these exceptions: AWS is left out with SSO, an assumed role or keys in the
 environment, and gives the machine a role of its own that may buy others, if the machine is on AWS itself; on
 Kubernetes a machine has its service account, and no kubeconfig; Slurm has nothing to put.
 """
@@ -68,13 +68,13 @@ class RemoteController:
         known_run(self._store)
         before = documents.CONTROLLER.read(self._store)
         infra = before.infra if before else ""
-        # First, for a machine that is not known of is not returned.
+        # Before it is launched: a machine that is not known of is not returned.
         documents.CONTROLLER.write(self._store, ControllerMachine(self.cluster, infra, time.time()))
         infra = self._sky.launch(self.cluster, self._work(reason), LAUNCH_TIMEOUT_S).infra
         documents.CONTROLLER.write(self._store, ControllerMachine(self.cluster, infra, time.time()))
 
     def exists(self) -> bool:
-        """Whether the machine is there, which its cloud is asked for. False also for who did not launch it."""
+        """Whether the machine is there: its cloud is asked. False also where another SkyPilot launched it."""
         return self._sky.confirm(self.cluster, CALL_TIMEOUT_S) is not None
 
     def has_ended(self) -> bool:
@@ -82,11 +82,11 @@ class RemoteController:
         return self._sky.is_idle(self.cluster, CALL_TIMEOUT_S)
 
     def log(self, *, follow: bool) -> Iterator[str]:
-        """Lines of what was said there. Raises KeyError when SkyPilot has no such machine on record."""
+        """The lines of its log. Raises KeyError when SkyPilot has no such machine on record."""
         return self._sky.log(self.cluster, follow=follow)
 
     def last_words(self) -> str:
-        """The last line of what was said there. Raises KeyError when SkyPilot has no such machine on record."""
+        """The last line of its log. Raises KeyError when SkyPilot has no such machine on record."""
         said = deque((line for line in self.log(follow=False) if line), maxlen=1)
         return said[0] if said else "no output"
 
@@ -116,7 +116,7 @@ class RemoteController:
         return sorted(named)
 
     def _work(self, reason: str) -> Work:
-        """What a trainer gets, the folder and what it names, for that is handed on; the rest is a daemon's."""
+        """A trainer's folder and files, which the daemon hands on to its nodes, and a daemon's scripts."""
         known_as = kept_run_digest(self._store.url)
         settings = {name: os.environ[name] for name in (OPTIONS_ENV, NO_USAGE_ENV) if os.environ.get(name)}
         environment = {
@@ -132,7 +132,7 @@ class RemoteController:
         work = work_for(order, self._record.spec, wheel, None)
         return replace(
             work,
-            # The second finds the environment that the first has made, and puts this project beside it.
+            # The second puts this project beside the environment that the first makes.
             setup=_script("controller_setup.sh") + _script("setup.sh"),
             run=_script("controller_run.sh"),
             resources=self._resources(),

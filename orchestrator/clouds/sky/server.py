@@ -1,4 +1,4 @@
-"""A SkyPilot API server on this machine: started, and what a dead one left behind ended. Imports no SkyPilot.
+"""Starts a SkyPilot API server on this machine, and ends what a dead one has left. Imports no SkyPilot.
 
 The server leads a session of its own. When it is killed its executors live on: they ignore SIGTERM, hold port
 50011, without which no new server starts, and go on with the launch they were at. Nothing they know is needed:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from orchestrator.clouds.sky.calls import told
+from orchestrator.clouds.sky.calls import timed
 from orchestrator.clouds.sky.clusters import Clusters, Entry, preempted_or_gone
 from orchestrator.clouds.sky.types import Cluster, ClusterState
 
@@ -28,12 +28,12 @@ EVERY_S = 5.0  # between two questions about one machine
 TIMEOUT_S = 120.0  # SkyPilot takes up to 40 s about a machine that does not answer
 CONNECT_S = 3.0  # two lost packets and their repetition
 DEAD_AFTER_S = 8.0
-SAID_TWICE = 2
+UNREACHED_MAX = 2  # times in a row that SkyPilot cannot talk to a machine
 DEAD = "it does not answer, though its cloud calls it running"
 
 
 class Suspicions:
-    """What was asked about silent machines, by cluster name. `answers`: whether an address takes connections."""
+    """What is known of silent machines, by cluster name. `answers` says whether an address takes connections."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Suspicions:
         self._silent_since_s: dict[str, float] = {}
 
     def look(self, name: str) -> bool:
-        """Find out about a silent machine and put it into the clusters. Returns whether it is there and answers.
+        """Find out about a silent machine and record it in the clusters. Returns whether it is there and answers.
 
         Raises CloudUnavailable.
         """
@@ -68,7 +68,7 @@ class Suspicions:
             return False
         if self._reached(entry.cluster):
             return True
-        with told("has_machines", name):
+        with timed("has_machines", name):
             there = self._sky.has_machines(name)
         if there is False:
             self._clusters.lose(name, preempted_or_gone(entry.cluster))
@@ -81,7 +81,7 @@ class Suspicions:
         return False
 
     def _look_through_skypilot(self, name: str, entry: Entry) -> bool:
-        with told("confirm", name):
+        with timed("confirm", name):
             cluster = self._sky.confirm(name, TIMEOUT_S)
         if cluster is None:
             self._clusters.lose(name, preempted_or_gone(entry.cluster))
@@ -91,7 +91,7 @@ class Suspicions:
             self._unreached[name] = 0
             return cluster.state is ClusterState.UP
         self._unreached[name] += 1
-        if self._unreached[name] >= SAID_TWICE:
+        if self._unreached[name] >= UNREACHED_MAX:
             self._clusters.lose(name, DEAD)
         return False
 

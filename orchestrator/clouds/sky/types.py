@@ -1,4 +1,4 @@
-"""What SkyPilot's adapter speaks of, importable without SkyPilot."""
+"""The types of SkyPilot's adapter, importable without SkyPilot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Cluster:
     ssh_address: tuple[str, int] | None  # as SkyPilot reaches it from here; None where it goes another way
     machine: str = ""
     on_demand_usd_per_h: float = 0.0
-    unrecorded: bool = False  # it is not on SkyPilot's record here
+    unrecorded: bool = False  # SkyPilot here has no record of it
 
 
 @dataclass(frozen=True, slots=True)

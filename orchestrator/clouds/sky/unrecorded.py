@@ -1,8 +1,8 @@
-"""The run's machines that AWS has and SkyPilot here does not know, for another SkyPilot launched them.
+"""The run's machines that AWS has and SkyPilot here does not know, because another SkyPilot launched them.
 
-There are such after `resume` on another machine, or once SkyPilot's records are lost. The work on them goes on and
-says in the store what it does; AWS is asked whether they are there, and to take them back. They are given no new
-work, for SkyPilot here has not the key to them.
+There are some after `resume` on another machine, or once SkyPilot's records are lost. The work on them goes on and
+says in the store what it does; AWS is asked whether they are there, and to take them back. They get no new work,
+for SkyPilot here does not have the key to them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from orchestrator.clouds.sky.types import Cluster, Instance
 if TYPE_CHECKING:
     from orchestrator.clouds.sky.skypilot import SkyPilot
 
-EVERY_S = 60.0  # between two looks while there was none
+EVERY_S = 60.0
 ELSEWHERE = "its work ended, and SkyPilot here did not launch it"
 _NODE = re.compile(r"(trainer|rollout)-\d+-i\d+")
 
@@ -35,7 +35,7 @@ class UnrecordedClusters:
         self._found: dict[str, Instance] = {}
 
     def look(self) -> list[Cluster]:
-        """All of them, now and then."""
+        """All of them. While there are none, AWS is asked only every EVERY_S."""
         if self._found or time.monotonic() >= self._due_s:
             self._found = {one.name: one for one in self._ask()}
             self._due_s = time.monotonic() + EVERY_S
@@ -54,11 +54,11 @@ class UnrecordedClusters:
         return next((self._sky.as_cluster(one) for one in self._ask() if one.name == name), None)
 
     def is_idle(self, name: str, timeout_s: float) -> bool:
-        """As `SkyPilot.is_idle`, of any cluster: of these nothing is known."""
+        """As `SkyPilot.is_idle`, of any cluster; False for these, of which nothing is known."""
         return name not in self._found and self._sky.is_idle(name, timeout_s)
 
     def down(self, name: str, timeout_s: float) -> None:
-        """As `SkyPilot.down`, of any cluster, by whomever it was launched."""
+        """As `SkyPilot.down`, of any cluster, whoever launched it."""
         deadline_s = time.monotonic() + timeout_s
         self._sky.down(name, timeout_s)
         while name in self._found and (left := [one for one in self._ask() if one.name == name]):

@@ -86,12 +86,12 @@ def resources_for(wanted: dict[str, Any], role: Role, market: Market, pinned: st
         message = f"{role}.resources names no place in {pinned}, and a run's machines are in one region"
         raise CloudRefused(Refusal.QUOTA, f"{message}; add it there, or leave the place out")
     key = _alternatives(wanted)
-    # An entry's own words stand for those around it: a place for all of them would be in the way.
+    # An entry says its place itself now: one for all of them would contradict it.
     return {**_without(wanted, *_PLACES, *ALTERNATIVES), **use_spot, key: kept} if key else kept[0]
 
 
 def region_of(infra: str) -> str:
-    """`aws/us-east-1` of `aws/us-east-1/us-east-1a`: within it private addresses reach each other."""
+    """`aws/us-east-1` of `aws/us-east-1/us-east-1a`. Within a region private addresses reach each other."""
     return "/".join(_parts(infra)[:2])
 
 
@@ -101,7 +101,7 @@ def places(wanted: dict[str, Any]) -> list[str | None]:
 
 
 def sole_region(spec: RunSpec) -> str | None:
-    """The region that a role leaves no choice about, the trainer's if it is one; None where there is a choice."""
+    """The one region that a role allows, the trainer's first; None where each allows several."""
     for wanted in (spec.trainer.resources, spec.rollout.resources):
         regions = {region_of(entry.get("infra", "*")) for entry in _candidates(wanted, None)}
         if len(regions) == 1 and "*" not in (only := _parts(regions.pop())) and len(only) == 2:

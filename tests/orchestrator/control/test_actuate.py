@@ -168,7 +168,7 @@ def test_an_export_that_cannot_be_is_told_and_not_tried_for_ever(store: AwayStor
     assert (done.prefix, "no checkpoint 0-8" in done.error) == ("", True)
 
 
-def test_nothing_is_begun_behind_a_journal_that_has_moved_on(cloud: Clouds, actuator: Actuator) -> None:
+def test_nothing_is_begun_after_a_journal_that_has_moved_on(cloud: Clouds, actuator: Actuator) -> None:
     def replaced() -> None:
         raise Fenced("b/2 wrote journal entry 7")
 

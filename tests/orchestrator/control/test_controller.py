@@ -23,17 +23,17 @@ names = itertools.count()
 
 
 class LeavingStore(Store):
-    """Fails one coming call: the write of an entry, before or behind its effect, or a delete."""
+    """Fails one coming call: the write of an entry, before or after its effect, or a delete."""
 
     leaves: str | None = None
 
     def create(self, key: str, data: BytesLike) -> None:
         leaves = self.leaves if key.startswith("journal/") else None
-        if leaves in ("before", "behind"):
+        if leaves in ("before", "after"):
             self.leaves = None
         if leaves != "before":
             super().create(key, data)
-        if leaves in ("before", "behind"):
+        if leaves in ("before", "after"):
             raise StoreUnavailable(f"create {key}")
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ class Hands:
             self._world.act(action)
 
 
-@pytest.mark.parametrize("leaves", ["before", "behind", "delete"])
+@pytest.mark.parametrize("leaves", ["before", "after", "delete"])
 def test_a_store_that_goes_away_in_a_tick_leaves_state_and_journal_agreed(leaves: str) -> None:
     """At each entry in turn; the run goes on, and its one controller is never taken for a replaced one."""
     for when in (0, 1, 5):

@@ -192,7 +192,7 @@ def test_a_look_reads_little_however_long_the_run_and_says_nothing_before_it_has
     assert run.store.reads <= 2, "what was learnt of the rows before is kept"
 
 
-def test_what_an_earlier_attempt_made_behind_the_start_of_the_present_one_does_not_count() -> None:
+def test_what_an_earlier_attempt_made_after_the_start_of_the_present_one_does_not_count() -> None:
     run = Run()
     run.trains(1, 150, CALM)
     run.trains(151, 190, HIGH)

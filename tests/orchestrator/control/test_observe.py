@@ -124,7 +124,7 @@ def test_a_replaced_gateway_is_not_believed_though_it_writes_on() -> None:
     assert world.looks() == 2
 
 
-def test_a_write_that_lands_behind_its_successor_changes_nothing() -> None:
+def test_a_write_that_lands_after_its_successor_changes_nothing() -> None:
     world = World()
     world.looks()
     world.writes(5, "g1", "rollout-0-i1")

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from orchestrator.clouds.sky import calls
-from orchestrator.clouds.sky.calls import Call, told
+from orchestrator.clouds.sky.calls import Call, timed
 
 PATIENCE_S = 20.0
 
@@ -101,8 +101,8 @@ def test_a_cancellation_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPat
 
 
 def test_how_long_a_call_took_is_told_also_when_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "TOLD_FROM_S", 0.0)
-    with capture_logs() as said, pytest.raises(KeyError), told("launch", "grpo-tiny-rollout-0-i1"):
+    monkeypatch.setattr(calls, "LOGGED_FROM_S", 0.0)
+    with capture_logs() as said, pytest.raises(KeyError), timed("launch", "grpo-tiny-rollout-0-i1"):
         raise KeyError
     assert [(one["event"], one["call"], one["cluster"]) for one in said] == [
         ("skypilot_called", "launch", "grpo-tiny-rollout-0-i1")
@@ -111,7 +111,7 @@ def test_how_long_a_call_took_is_told_also_when_it_failed(monkeypatch: pytest.Mo
 
 
 def test_a_short_call_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "TOLD_FROM_S", 60.0)
-    with capture_logs() as said, told("has_machines", "grpo-tiny-rollout-0-i1"):
+    monkeypatch.setattr(calls, "LOGGED_FROM_S", 60.0)
+    with capture_logs() as said, timed("has_machines", "grpo-tiny-rollout-0-i1"):
         pass
     assert said == []

@@ -1,8 +1,7 @@
-"""A node's work on a cloud's machine, `python -m tasks.machine.main ROLE`: runs it, and says what becomes of it.
+"""A machine of a cloud, `python -m tasks.machine.cloud_machine ROLE`: runs the work, and says what becomes of it.
 
-The controller cannot look into a machine of a cloud. So this process, which starts the work as its child, writes
-the machine's report to the run's store: at the start, at a preemption notice, and with the exit code when the work
-has ended.
+The controller cannot look into such a machine. So this process, whose child the work is, writes the machine's
+report to the run's store: at the start, at a preemption notice, and with the exit code when the work has ended.
 
 An attempt runs once on a machine, however often it is started. A lock says whether another such process is at
 work, `machine.json` which attempt it was and how it ended; both outlive a process that was killed. Started again
@@ -12,9 +11,8 @@ work, `machine.json` which attempt it was and how it ended; both outlive a proce
 - after this process was killed (which ended the work), it reports that the work was killed, and the controller
   orders the next attempt.
 
-A newer attempt is ordered when the one before has reported its end, which is a moment before its lock is free. It
-waits that moment and no longer, for a process that hangs may hold the lock for ever, and then leaves with
-`exit_codes.HELD`.
+A newer attempt is ordered when the one before has reported its end, a moment before its lock is free. It waits
+that moment; should a process that hangs hold the lock for longer, it leaves with `exit_codes.HELD`.
 
 SIGTERM is the notice of Kubernetes, of Slurm and of `sky cancel`. A trainer is told at once, and stores what it
 has. A rollout node drains first, for as long as the shortest of their graces allows, or until a second SIGTERM.
@@ -55,7 +53,7 @@ log = structlog.get_logger()
 LOCK_WAIT_S = 5.0
 POLL_S = 0.05
 DRAIN_S = 8.0  # SkyPilot kills 10 s after its SIGTERM; Kubernetes and Slurm, by default, after 30 s
-PATIENCE_S = 5.0  # for what the work has started, to end in order
+GRACE_S = 5.0  # for what the work has started, to end in order
 KILLED = 128 + signal.SIGKILL
 MARK = "GRPO_ORCH_WORK"  # in the environment of the work and of all that it starts: the work's folder
 
@@ -64,7 +62,7 @@ def main() -> int:
     guard_output()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     if len(sys.argv) != 2 or sys.argv[1] not in list(Role):
-        print(f"usage: python -m tasks.machine.main {'|'.join(Role)}", file=sys.stderr)
+        print(f"usage: python -m tasks.machine.cloud_machine {'|'.join(Role)}", file=sys.stderr)
         return exit_codes.USAGE
     role = Role(sys.argv[1])
     try:
@@ -83,7 +81,7 @@ def run(env: NodeEnv, argv: Sequence[str], known: Sequence[MetadataService], dra
 
     Raises StoreError where the store's URL or options are wrong, before anything is started.
     """
-    store = Store(env.run, retry_s=0.0)  # the reporter has patience of its own
+    store = Store(env.run, retry_s=0.0)  # the reporter tries again by itself
     workdir = Path(env.workdir)
     workdir.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (workdir / "lock").open("a") as lock:
@@ -144,7 +142,7 @@ def _attempt(
     code = exit_code_of(work.wait())
     record(workdir, Started(env.attempt, code))
     stop.set()
-    end_descendants(PATIENCE_S)  # what a killed work left behind would be in the next attempt's way
+    end_descendants(GRACE_S)  # what outlives its parent would be in the next attempt's way
     log.info("work_ended", attempt=env.attempt, exit_code=code)
     reporter.finish(code)
     return code
@@ -152,7 +150,7 @@ def _attempt(
 
 def _kill_remains(workdir: Path) -> None:
     """SIGKILL what a killed process before this one has left: its work ended with it, but not all of the tree."""
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + GRACE_S
     while (left := _of_work(workdir)) and time.monotonic() < deadline_s:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
