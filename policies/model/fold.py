@@ -69,7 +69,7 @@ def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState
         case RunCreated():
             return replace(state, name=event.name)
         case TookOver():
-            return replace(_no_later(state, time_s), epoch=number)
+            return replace(_with_times_up_to(state, time_s), epoch=number)
         case RunMoved():
             check_move(RUN_EDGES, state.phase, event.phase)
             state = replace(state, phase=event.phase, reason=event.reason)
@@ -196,11 +196,11 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
 def _noting_trainer_machine(state: RunState, time_s: float) -> RunState:
     if state.trainer_machines:
         return replace(state, trainerless_since_s=None)
-    return replace(state, trainerless_since_s=time_s) if state.trainerless_since_s is None else state
+    return state if state.trainerless_since_s is not None else replace(state, trainerless_since_s=time_s)
 
 
-def _no_later(state: RunState, time_s: float) -> RunState:
-    """Return the state with no time after `time_s`: a controller takes over, and what was journalled before has
+def _with_times_up_to(state: RunState, time_s: float) -> RunState:
+    """Return the state with no time after `time_s`, at which a controller takes over: what was journalled before
     happened before, whatever the clock said then."""
     nodes = {
         name: replace(
