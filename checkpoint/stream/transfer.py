@@ -31,8 +31,9 @@ def upload(
     *,
     progress: Progress = lambda _: None,
 ) -> Checkpoint:
-    """Store files as a checkpoint, which exists once the catalog lists it. Chunks that the store has are not sent
-    again. Raises StoreError, OSError.
+    """Store files as a checkpoint, which exists once the catalog lists it.
+
+    Chunks that the store has are not sent again. Raises StoreError, OSError.
     """
     while True:
         # The catalog before the listing: what is condemned later is found at the commit.

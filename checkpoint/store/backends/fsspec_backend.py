@@ -35,8 +35,8 @@ from checkpoint.store.errors import (
 )
 
 S3_SCHEMES = ("s3", "s3a")
-READ_TIMEOUT_S = 120  # it runs while a request goes up as well: 16 MiB at 140 KB/s
-ONE_PUT_BYTES = 5 << 30  # s3fs goes over to multipart uploads beyond twice its chunk size; 5 GiB is S3's own limit
+READ_TIMEOUT_S = 120  # also runs during an upload: 16 MiB at 140 KB/s
+ONE_PUT_BYTES = 5 << 30  # S3's limit; s3fs begins a multipart upload beyond twice its chunk size
 PART_BYTES = 16 << 20  # S3 allows 10,000 parts
 BULK_KEYS = 1000
 _memory = threading.Lock()
@@ -44,6 +44,7 @@ _TIMES = ("LastModified", "last_modified", "modified", "mtime", "updated", "crea
 # What the libraries below fsspec raise besides OSError (which every TimeoutError is), by module.
 _RAISED = {
     "aiohttp": ("ClientError",),
+    "aiohttp.http_exceptions": ("HttpProcessingError",),
     "botocore.exceptions": ("BotoCoreError", "ClientError"),
     "botocore.parsers": ("ResponseParserError",),
     "gcsfs.retry": ("HttpError", "ChecksumError", "NonRetryableError"),
@@ -52,7 +53,7 @@ _RAISED = {
     "azure.core.exceptions": ("AzureError",),
 }
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError")
-_STILL_EXPIRED = "Credentials were refreshed, but"  # so botocore begins a RuntimeError: nothing else tells it
+_STILL_EXPIRED = "Credentials were refreshed, but"  # botocore's RuntimeError, known by its message alone
 
 
 class FsspecBackend:
@@ -96,14 +97,11 @@ class FsspecBackend:
             files.secure(self._folder / key for key in keys)
 
     def delete(self, keys: Sequence[str]) -> None:
-        single = list(keys)
-        if self._is_s3:
-            # Bulk deletion takes names for patterns: those with pattern characters are deleted one by one.
-            plain = [key for key in keys if not any(char in key for char in "*?[")]
-            single = [key for key in keys if key not in set(plain)]
-            for start in range(0, len(plain), BULK_KEYS):
-                self._fs.rm([self._path(key) for key in plain[start : start + BULK_KEYS]])
-        for key in single:
+        # Bulk deletion takes names for patterns: those with pattern characters are deleted one by one.
+        bulk = [key for key in keys if self._is_s3 and not set(key) & set("*?[")]
+        for start in range(0, len(bulk), BULK_KEYS):
+            self._fs.rm([self._path(key) for key in bulk[start : start + BULK_KEYS]])
+        for key in set(keys).difference(bulk):
             try:
                 self._fs.rm_file(self._path(key))
             except FileNotFoundError as error:

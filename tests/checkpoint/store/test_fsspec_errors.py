@@ -35,6 +35,7 @@ def store() -> Store:
     ("error", "told"),
     [
         (aiohttp.ClientPayloadError("cut"), StoreUnavailable),
+        (aiohttp.http_exceptions.TransferEncodingError("no length"), StoreUnavailable),
         (EndpointConnectionError(endpoint_url="http://s3"), StoreUnavailable),
         (ResponseParserError("no XML"), StoreUnavailable),
         (FSTimeoutError(), StoreUnavailable),
