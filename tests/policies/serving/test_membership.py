@@ -9,7 +9,7 @@ import pytest
 
 from policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Load, Row, Wanted
 from policies.serving.membership import TOGETHER_REQUESTS, Membership
-from policies.serving.wire import SILENT_S, Announce, EngineWord
+from policies.serving.wire import SILENT_S, Announce, EngineWord, MembershipChange
 
 ONE = Load("p")
 
@@ -30,6 +30,16 @@ def choose(
     table: Membership, policy: str = "0-1", load: Load = ONE, avoid: frozenset[str] = frozenset()
 ) -> Row | None:
     return table.choose(Wanted(policy), load, avoid)
+
+
+def test_of_a_change_that_was_written_down_it_is_known_whom_it_concerns(table: Membership) -> None:
+    table.announce("b", say("y"), 0.0)
+    silent = table.expire(9.0)
+    joined = table.announce("a", replace(say("z"), unfit="policy 0-1: disk\tfull"), 9.0)
+    for change, nodes in ((silent, ["a", "b"]), (joined, ["a"])):
+        written = MembershipChange(1, 0.0, change.reason)
+        assert written.nodes == nodes == list(change.nodes)
+        assert written.what == " ".join(change.what.split())
 
 
 def test_each_occurrence_gives_its_reason(table: Membership) -> None:
