@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator import config
 from policies.control.memory import changes_to_save_memory
-from policies.control.objective import effects, is_on_policy, pieces_keep_gradient, value_of
+from policies.control.objective import (
+    DEFAULT_LOSS,
+    TRL_DEFAULTS,
+    effects,
+    is_on_policy,
+    pieces_keep_gradient,
+    value_of,
+)
 from policies.control.rollback_choice import changes_on_rollback
 from policies.model.spec import OnRollback, fixes_accumulation
 from tests.stand_ins.world import spec
@@ -233,3 +243,9 @@ def test_the_objective_stays_until_nothing_else_is_left_and_then_it_ends(
             assert least is not None
             assert changes["max_completion_length"] >= least
     assert changes_to_save_memory(grpo, least) is None
+
+
+def test_the_defaults_are_those_of_trl() -> None:
+    keys = json.loads((Path(config.__file__).parent / "tables" / "grpo_keys.json").read_text())["keys"]
+    assert {key: keys[key]["default"] for key in TRL_DEFAULTS} == dict(TRL_DEFAULTS)
+    assert keys["loss_type"]["default"] == DEFAULT_LOSS

@@ -2,73 +2,32 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from orchestrator import config
 from policies.control.decide import decide
-from policies.control.objective import DEFAULT_LOSS, TRL_DEFAULTS
-from policies.control.observed import HEARTBEAT_FRESH_S
-from policies.control.rollback_begin import DRAIN_WAIT_S, GUARD_WAIT_S, NAME_A_TARGET
 from policies.control.rollback_stages import FENCE_WAIT_S
-from policies.control.snapshot import Command, Launch, Watched, WriteFork
+from policies.control.snapshot import Launch, Watched, WriteFork
 from policies.detect.pitfalls import Pitfall
-from policies.model import exit_codes
 from policies.model.events import (
-    CommandTaken,
     Diverged,
     DivergenceCleared,
     DivergenceWatched,
     Event,
-    Exported,
     FleetMoved,
-    HealthyChosen,
     Noticed,
     ProbationPassed,
     RollbackBegun,
-    RunMoved,
     TimelineForked,
     TimelineResumed,
     TrainerFenced,
 )
-from policies.model.spec import KlPolicy, OnRollback, RollbackBudget, RunSpec
 from policies.model.timelines import Skipped
-from policies.model.vocabulary import Cause, NodePhase, PolicyVersion, Role, RunPhase
-from tests.stand_ins.world import World, spec
+from policies.model.vocabulary import NodePhase, Role, RunPhase
+from tests.policies.control.rollbacks import begun, decides, events_of, until, world_of
 
 STAGES = [RollbackBegun, TimelineForked, TrainerFenced, TimelineResumed, FleetMoved, ProbationPassed]
-GRPO = {"beta": 0.04, "learning_rate": 1e-3, "save_steps": 2}
-
-
-def with_kl(**kl: object) -> RunSpec:
-    base = spec()
-    policy = KlPolicy(**kl)  # type: ignore[arg-type]  # keys are KlPolicy's own
-    return replace(base, grpo=dict(GRPO), policies=replace(base.policies, kl=policy))
-
-
-def world_of(trips: dict[int, tuple[int, int]], **kl: object) -> World:
-    return World(spec=with_kl(**kl), max_steps=40, trips=trips)
-
-
-def events_of(world: World, kind: type[Event] | tuple[type[Event], ...]) -> list[Event]:
-    return [event for _, _, events in world.history for event in events if isinstance(event, kind)]
-
-
-def until(world: World, seen: Callable[[World], bool], limit: int = 1000) -> World:
-    for _ in range(limit):
-        if seen(world):
-            return world
-        world.tick()
-        world.advance()
-    raise AssertionError(f"never seen: {world.state}")
-
-
-def begun(world: World) -> list[RollbackBegun]:
-    return [event for event in events_of(world, RollbackBegun) if isinstance(event, RollbackBegun)]
 
 
 def test_a_run_that_diverges_goes_back_to_before_the_onset_and_finishes() -> None:
@@ -119,7 +78,7 @@ def test_a_trainer_that_cannot_tell_is_stopped_by_what_the_controller_sees() -> 
 def test_a_controller_that_dies_at_any_stage_is_continued_by_the_next(stage: type[Event], act: bool) -> None:
     world = world_of({0: (13, 9)})
     while not events_of(world, stage):
-        if world.tick(journal_only=not act and bool(_due(world, stage))):
+        if world.tick(journal_only=not act and bool(decides(world, stage))):
             break
         world.advance()
     world.take_over()
@@ -130,13 +89,6 @@ def test_a_controller_that_dies_at_any_stage_is_continued_by_the_next(stage: typ
     assert world.timelines["trainer-0-i1", 2] == 1
     assert world.beat is not None
     assert (world.beat.timeline, world.beat.step) == (1, 40)
-
-
-def _due(world: World, stage: type[Event]) -> bool:
-    refused = list(world.refused)
-    decision = decide(world.state, world.snapshot(), world.spec)
-    world.refused = refused
-    return any(isinstance(event, stage) for event in decision.events)
 
 
 @pytest.mark.parametrize("stage", STAGES[:-1])
@@ -155,248 +107,13 @@ def test_a_machine_that_is_lost_at_any_stage_changes_nothing_of_the_outcome(stag
 
 def test_the_fork_is_in_the_store_before_a_trainer_is_launched_on_it() -> None:
     world = world_of({0: (13, 9)})
-    until(world, lambda w: _due(w, RollbackBegun))
+    until(world, lambda w: decides(w, RollbackBegun))
     decision = decide(world.state, world.snapshot(), world.spec)
     assert [action for action in decision.actions if isinstance(action, WriteFork)]
     assert not [action for action in decision.actions if isinstance(action, Launch)]
     until(world, lambda w: bool(events_of(w, TimelineForked)))
     assert [fork.timeline for fork in world.forks] == [1]
     assert ("trainer-0-i1", 2) not in world.launches
-
-
-def test_a_second_trip_in_the_probation_goes_one_further_back_and_the_changes_add_up() -> None:
-    world = world_of({0: (13, 9), 1: (11, 9)})
-    until(world, lambda w: len(begun(w)) == 2)
-    first, second = begun(world)
-    assert (first.fork.start, second.fork.start) == ("0-8", "0-6")
-    assert second.fork.changes == {"beta": 0.16, "learning_rate": 2.5e-4}
-    assert second.fork.skipped == (Skipped(0, 9, 13), Skipped(1, 9, 11))
-    world.run()
-    assert world.state.phase is RunPhase.FINISHED
-    assert world.state.timeline == 2
-
-
-def test_a_second_trip_behind_the_probation_goes_to_the_new_timelines_own_checkpoint() -> None:
-    world = world_of({0: (13, 9), 1: (30, 27)}, budget=RollbackBudget(recent_steps=5))
-    world.run()
-    first, second = begun(world)
-    assert (first.fork.start, second.fork.start) == ("0-8", "1-26")
-    assert first.fork.skipped == (Skipped(0, 9, 13),)
-    assert second.fork.skipped == (Skipped(1, 27, 30),), "what has passed its probation sees all prompts again"
-
-
-def test_with_no_checkpoint_from_before_the_onset_the_run_waits_for_a_person() -> None:
-    world = world_of({0: (5, 2)})
-    world.save_steps = 3
-    world.run()
-    assert not begun(world)
-    assert (world.state.phase, world.state.reason) == (
-        RunPhase.PAUSED,
-        f"diverged since step 2; no checkpoint is from before step 2, there are 0-3; {NAME_A_TARGET}",
-    )
-    assert world.checkpoints == [PolicyVersion(0, 3)]
-    world.commands = [Command("c1", "rollback")]
-    world.take_over()
-    world.run()
-    assert not begun(world), "nor does a person begin from step 0 without saying so"
-    told = [one.kind for one in events_of(world, Noticed) if isinstance(one, Noticed)]
-    assert (world.state.phase, told) == (RunPhase.PAUSED, ["no_target"])
-    world.commands = [Command("c1", "rollback"), Command("c2", "rollback", "start")]
-    world.take_over()
-    world.run()
-    assert begun(world)[0].fork.start is None
-    assert world.state.phase is RunPhase.FINISHED
-
-
-def test_a_checkpoint_that_is_listed_no_longer_was_one_all_the_same() -> None:
-    world = world_of({0: (5, 2)})
-    until(world, lambda w: w.state.diverged is not None)
-    snapshot = replace(world.snapshot(), checkpoints=(), ever_stored=True)
-    state = replace(world.state, rollbacks=(), phase=RunPhase.TRAINING)
-    events = decide(state, snapshot, world.spec).events
-    assert not [event for event in events if isinstance(event, RollbackBegun)]
-    assert [event.phase for event in events if isinstance(event, RunMoved)] == [RunPhase.PAUSED]
-
-
-def test_a_trip_before_the_first_checkpoint_begins_the_run_anew() -> None:
-    world = world_of({0: (5, 2), 1: (9, 8)})
-    world.save_steps = 7
-    until(world, lambda w: len(begun(w)) == 2)
-    first, second = begun(world)
-    assert first.fork.start is None
-    assert second.fork.start == "1-7", "the start cannot have been too late"
-
-
-def test_two_trips_late_in_a_long_run_with_all_defaults() -> None:
-    world = World(spec=spec(), max_steps=5200, save_steps=50, trips={0: (5020, 4990), 1: (5060, 5030)})
-    world.steps = 4700
-    world.checkpoints = [PolicyVersion(0, step) for step in (50, 3200, 4100, 4500, 4600, 4650, 4700)]
-    world.run(limit=4000)
-    assert [one.fork.start for one in begun(world)] == ["0-4950", "0-4900"]
-    assert world.state.phase is RunPhase.FINISHED
-    assert PolicyVersion(0, 50) in world.checkpoints
-
-
-def test_the_budget_within_so_many_steps_ends_the_run() -> None:
-    world = world_of({0: (13, 9), 1: (11, 9), 2: (12, 9)})
-    world.run()
-    assert len(begun(world)) == 2
-    assert world.state.phase is RunPhase.GAVE_UP
-    assert events_of(world, HealthyChosen) == [HealthyChosen("0-4")]
-    assert events_of(world, Exported) == [Exported("0-4", "exports/0-4")]
-    assert world.machines == {}
-    assert "rolled back 2 times within 500 steps" in world.state.reason
-
-
-def test_the_whole_budget_counts_whatever_the_steps_between() -> None:
-    trips = {0: (10, 8), 1: (20, 18), 2: (30, 28), 3: (38, 36)}
-    world = world_of(trips, budget=RollbackBudget(recent=9, recent_steps=1))
-    world.run()
-    assert len(begun(world)) == 3
-    assert world.state.phase is RunPhase.GAVE_UP
-    assert "all that policies.kl.budget.total allows" in world.state.reason
-
-
-def test_a_run_that_gives_up_without_any_checkpoint_ends_all_the_same() -> None:
-    world = world_of({0: (3, 1)}, budget=RollbackBudget(total=0))
-    world.save_steps = 10
-    world.run()
-    assert world.state.phase is RunPhase.GAVE_UP
-    assert events_of(world, HealthyChosen) == [HealthyChosen(None)]
-    assert not world.exports
-
-
-def test_an_export_that_the_controller_did_not_live_to_see_is_asked_for_again() -> None:
-    world = world_of({0: (13, 9)}, budget=RollbackBudget(total=0))
-    while world.state.phase is not RunPhase.GAVE_UP:
-        world.tick(journal_only=_due(world, HealthyChosen))
-        world.advance()
-    assert not world.exports
-    world.take_over()
-    world.run()
-    assert world.exports == {"0-8"}
-
-
-def test_pause_returns_the_machines_and_waits_for_a_person() -> None:
-    world = world_of({0: (13, 9)}, action="pause")
-    world.run()
-    assert (world.state.phase, world.machines) == (RunPhase.PAUSED, {})
-    assert "checkpoint 0-8" in world.state.reason
-    world.commands = [Command("c1", "rollback")]
-    world.take_over()
-    world.run()
-    assert begun(world)[0].fork.start == "0-8"
-    assert begun(world)[0].cause is Cause.USER
-    assert world.state.phase is RunPhase.FINISHED
-
-
-def test_alert_tells_once_and_lets_it_run() -> None:
-    world = world_of({0: (13, 9)}, action="alert")
-    world.guarded = False  # as the trainer's guard is with this action
-    world.run()
-    assert len(events_of(world, Diverged)) == 1
-    assert not begun(world)
-    assert world.state.phase is RunPhase.FINISHED
-
-
-def test_a_rollback_by_hand_takes_the_target_and_the_changes_that_it_is_given() -> None:
-    world = world_of({})
-    until(world, lambda w: w.steps >= 9)
-    world.commands = [Command("c1", "rollback", "0-4", {"beta": 0.5})]
-    world.run()
-    (one,) = begun(world)
-    assert (one.cause, one.fork.start, one.fork.changes, one.fork.skipped) == (
-        Cause.USER,
-        "0-4",
-        {"beta": 0.5},
-        (),
-    )
-    assert len(events_of(world, CommandTaken)) == 1
-    assert world.timelines["trainer-0-i1", 2] == 1
-
-
-def test_a_rollback_by_hand_to_what_was_retired_meanwhile_begins_nothing() -> None:
-    world = world_of({})
-    until(world, lambda w: w.steps >= 9)
-    world.commands = [Command("c1", "rollback", "0-3")]
-    world.run()
-    assert not begun(world)
-    (told,) = [one for one in events_of(world, Noticed) if isinstance(one, Noticed)]
-    assert told.text.startswith("no rollback was begun: checkpoint 0-3 is not in the store any more; ")
-    assert world.state.phase is RunPhase.FINISHED
-
-
-def test_a_rollback_by_hand_goes_to_the_start_or_the_newest_checkpoint() -> None:
-    for asked, start in (("start", None), (None, "0-8")):
-        world = world_of({})
-        until(world, lambda w: w.steps >= 9)
-        world.commands = [Command("c1", "rollback", asked)]
-        until(world, lambda w: bool(begun(w)))
-        assert begun(world)[0].fork.start == start
-        assert begun(world)[0].fork.changes["beta"] == 0.08
-
-
-def test_a_person_who_steps_in_renews_the_budget() -> None:
-    world = world_of({0: (13, 9)}, budget=RollbackBudget(total=1))
-    until(world, lambda w: bool(events_of(w, FleetMoved)))
-    world.commands = [Command("c1", "rollback", "0-4", {"beta": 0.5})]
-    until(world, lambda w: w.state.timeline == 2)
-    world.trips = {2: (20, 17)}
-    until(world, lambda w: len(begun(w)) == 3)
-    assert begun(world)[2].cause is Cause.DIVERGED
-
-
-def test_a_finished_run_does_not_go_back() -> None:
-    world = world_of({})
-    world.run()
-    world.commands = [Command("c1", "rollback", "0-4")]
-    world.take_over()
-    world.run()
-    assert world.state.phase is RunPhase.FINISHED
-    assert not begun(world)
-
-
-def test_out_of_memory_keeps_the_objective_as_long_as_it_can_and_then_waits_for_a_person() -> None:
-    grpo = {"num_generations": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    world = World(spec=replace(with_kl(), grpo={**grpo, "gradient_checkpointing": False}), max_steps=40)
-    while world.state.phase is not RunPhase.PAUSED:
-        until(world, lambda w: bool(w.up(Role.TRAINER)) and w.steps >= 5)
-        count = len(begun(world))
-        (trainer,) = world.up(Role.TRAINER)
-        world.exit(trainer, exit_codes.OUT_OF_MEMORY)
-        world.beat, world.steps = None, 0
-        until(world, lambda w, n=count: len(begun(w)) > n or w.state.phase is RunPhase.PAUSED)  # type: ignore[misc]  # mypy cannot infer a default's type here
-    first, second, third = begun(world)
-    pieces = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
-    assert first.fork.changes == pieces
-    assert set(first.effects.values()) == {"the same batch and gradient, computed in smaller pieces"}
-    assert second.fork.changes == {**pieces, "gradient_checkpointing": True}
-    assert third.fork.changes == {
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 4,
-        "gradient_checkpointing": True,
-        "num_generations": 4,
-    }
-    assert third.fork.start is not None
-    assert all(one.cause is Cause.OUT_OF_MEMORY for one in (first, second, third))
-    assert "max_completion_length" in world.state.reason
-    assert world.machines == {}
-    world.commands = [Command("c1", "rollback", third.fork.start, {"max_completion_length": 256.0})]
-    world.take_over()
-    until(world, lambda w: len(begun(w)) == 4)
-    assert begun(world)[3].fork.changes["max_completion_length"] == 256
-    assert isinstance(begun(world)[3].fork.changes["max_completion_length"], int), "as the node's TRL wants it"
-
-
-def test_out_of_memory_where_the_lines_checkpoints_are_gone_waits_for_a_person() -> None:
-    world = world_of({})
-    until(world, lambda w: w.steps >= 5)
-    world.exit("trainer-0-i1", exit_codes.OUT_OF_MEMORY)
-    until(world, lambda w: w.state.nodes["trainer-0-i1"].attempt_ended_at_s is not None)
-    state = replace(world.state, rollbacks=())
-    events = decide(state, replace(world.snapshot(), checkpoints=(), ever_stored=True), world.spec).events
-    assert not [event for event in events if isinstance(event, RollbackBegun)]
-    assert RunPhase.PAUSED in [event.phase for event in events if isinstance(event, RunMoved)]
 
 
 def test_an_old_trainer_that_does_not_stop_loses_its_machine() -> None:
@@ -413,44 +130,6 @@ def test_an_old_trainer_that_does_not_stop_loses_its_machine() -> None:
     assert NodePhase.TERMINATING in [getattr(event, "phase", None) for event in late.events]
 
 
-def test_nothing_is_decided_while_the_checkpoints_are_not_known() -> None:
-    world = world_of({0: (13, 9)})
-    world.looking = False
-    until(world, lambda w: w.state.diverged is not None)
-    for _ in range(10):
-        world.tick()
-    assert not begun(world)
-    world.looking = True
-    world.tick()
-    assert begun(world)
-
-
-def test_without_a_catalog_that_can_be_read_the_run_pauses_and_can_be_taken_back_later() -> None:
-    world = world_of({0: (13, 9)})
-    world.looking = False
-    until(world, lambda w: w.state.diverged is not None)
-    damaged = replace(world.snapshot(), checkpoints=None, damaged="catalog/1.json: schema 2; use a newer one")
-    (paused,) = [e for e in decide(world.state, damaged, world.spec).events if isinstance(e, RunMoved)]
-    assert paused.phase is RunPhase.PAUSED
-    assert paused.reason == (
-        "diverged since step 9; catalog/1.json: schema 2; use a newer one; then `grpo-orch rollback`"
-    )
-    world.journal((paused,))
-    asked = replace(damaged, commands=(Command("c1", "rollback"),))
-    (told,) = [e for e in decide(world.state, asked, world.spec).events if isinstance(e, Noticed)]
-    assert told.text == "no rollback was begun: catalog/1.json: schema 2; use a newer one"
-    world.looking, world.commands = True, [Command("c2", "rollback")]
-    until(world, lambda w: bool(begun(w)))
-    assert begun(world)[0].fork.start == "0-8"
-
-
-def test_prompts_are_kept_where_run_yaml_says_so() -> None:
-    world = world_of({0: (13, 9)}, on_rollback=OnRollback(skip_prompts=False, beta_factor=1.0))
-    world.run()
-    assert begun(world)[0].fork.skipped == ()
-    assert "beta" not in begun(world)[0].fork.changes
-
-
 def test_a_pitfall_is_journalled_once() -> None:
     world = world_of({})
     until(world, lambda w: w.steps >= 3)
@@ -462,55 +141,3 @@ def test_a_pitfall_is_journalled_once() -> None:
         decision = decide(world.state, replace(snapshot, watched=watched), world.spec)
         world.journal(decision.events)
     assert [event.step for event in events_of(world, Noticed) if isinstance(event, Noticed)] == [3, 4]
-
-
-def test_no_rollback_begins_in_a_run_that_ends() -> None:
-    world = world_of({0: (13, 9)})
-    until(world, lambda w: w.steps >= 10)
-    world.commands = [Command("c1", "down")]
-    world.run()
-    assert world.state.phase is RunPhase.STOPPED
-    assert not begun(world)
-    assert RunMoved(RunPhase.STOPPED, "every machine is gone") in events_of(world, RunMoved)
-
-
-def test_targets_are_versions_of_the_present_line() -> None:
-    world = world_of({0: (13, 9), 1: (30, 27)}, budget=RollbackBudget(recent_steps=5))
-    until(world, lambda w: bool(events_of(w, FleetMoved)))
-    assert PolicyVersion(0, 12) in world.checkpoints  # abandoned: newer than 0-8, and never a target again
-    world.run()
-    assert begun(world)[1].fork.start == "1-26"
-    assert PolicyVersion(0, 12) not in world.checkpoints  # nor kept once the probation has passed
-
-
-def test_the_defaults_are_those_of_trl() -> None:
-    keys = json.loads((Path(config.__file__).parent / "tables" / "grpo_keys.json").read_text())["keys"]
-    assert {key: keys[key]["default"] for key in TRL_DEFAULTS} == dict(TRL_DEFAULTS)
-    assert keys["loss_type"]["default"] == DEFAULT_LOSS
-
-
-def test_what_a_tripped_guard_still_stores_may_be_the_target() -> None:
-    world = world_of({0: (13, 9)})
-    until(world, lambda w: w.state.diverged is not None)
-    working = replace(world.machines["trainer-0-i1"], exit_code=None)
-    node = replace(world.state.nodes["trainer-0-i1"], attempt_ended_at_s=None, phase=NodePhase.SERVING)
-    state = replace(world.state, rollbacks=(), nodes={**world.state.nodes, node.id: node})
-    state = replace(state, diverged=Diverged(0, 13, 9, ("KL 9",), "trainer"), diverged_at_s=world.now_s)
-    machines = {**world.machines, node.id: working}
-
-    def decided(**seen: object) -> list[RollbackBegun]:
-        snapshot = replace(world.snapshot(), machines=machines, **seen)  # type: ignore[arg-type]  # a snapshot's own fields
-        return [e for e in decide(state, snapshot, world.spec).events if isinstance(e, RollbackBegun)]
-
-    assert world.beat is not None
-    storing = replace(world.beat, activity="storing", beat_at_s=world.now_s)
-    assert not decided(trainer=storing)
-    late_s = world.now_s + GUARD_WAIT_S + 1
-    assert not decided(trainer=replace(storing, beat_at_s=late_s), now_s=late_s)
-    silent = replace(storing, verdict=None, beat_at_s=late_s)
-    assert decided(trainer=silent, now_s=late_s), "a guard that says nothing is not waited for"
-    assert decided(trainer=storing, now_s=world.now_s + HEARTBEAT_FRESH_S + 1), "nor is a trainer that is gone"
-    end_s = world.now_s + DRAIN_WAIT_S + 1
-    assert decided(trainer=replace(storing, beat_at_s=end_s), now_s=end_s), "nor one that never ends"
-    assert not decided(trainer=storing, now_s=end_s, steady_s=1.0), "the store was away: it could not say that"
-    assert decided(trainer=storing, now_s=end_s, steady_s=HEARTBEAT_FRESH_S + 1)
