@@ -92,10 +92,9 @@ def stop_remote(
 def say_lost(controller: RemoteController, nodes: Sequence[str]) -> None:
     """Raise Stop when a controller machine that is gone has taken the records of these machines with it."""
     if nodes:
-        prefix = controller.cluster.replace("controller-", "", 1)
         raise Stop(
             f"{controller.cluster} is gone, and with it SkyPilot's records of {', '.join(nodes)}; "
-            f"see at the cloud's console that nothing labelled `grpo-orch: {prefix}-...` is left",
+            f"see at the cloud's console that nothing labelled `grpo-orch: {controller.nodes}-...` is left",
             exit_codes.FAILED,
         )
 

@@ -10,6 +10,7 @@ from checkpoint.store.run_store import Store
 from orchestrator.clouds.local.cloud import LocalCloud
 from orchestrator.clouds.protocol import Cloud
 from orchestrator.clouds.sky.remote import RemoteController, as_shipped
+from orchestrator.clouds.sky.types import controller_name, nodes_name
 from orchestrator.home.folder import run_dir
 
 if TYPE_CHECKING:
@@ -26,12 +27,12 @@ def open_cloud(record: RunRecord, store: Store) -> Cloud:
         return open_local(record)
     from orchestrator.clouds.sky.cloud import SkyCloud  # SkyPilot takes seconds to import
 
-    return SkyCloud(_open_skypilot(f"grpo-{record.run_id}"), as_shipped(record), store)
+    return SkyCloud(_open_skypilot(nodes_name(record.run_id)), as_shipped(record), store)
 
 
 def open_controller(record: RunRecord, store: Store) -> RemoteController:
     """Return the machine for the daemon of a run of `cloud: sky`. Raises CloudMissing."""
-    return RemoteController(_open_skypilot(f"grpo-controller-{record.run_id}"), record, store)
+    return RemoteController(_open_skypilot(controller_name(record.run_id)), record, store)
 
 
 def open_local(record: RunRecord) -> LocalCloud:

@@ -21,7 +21,7 @@ from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, 
 from orchestrator.clouds.sky.calls import timed
 from orchestrator.clouds.sky.clusters import Clusters, Entry
 from orchestrator.clouds.sky.suspicion import Suspicions
-from orchestrator.clouds.sky.types import ClusterState
+from orchestrator.clouds.sky.types import ClusterState, nodes_name
 from orchestrator.clouds.sky.unrecorded import ELSEWHERE, UnrecordedClusters
 from orchestrator.clouds.sky.watch import Watch
 from orchestrator.clouds.sky.work import places, region_of, resources_for, sole_region, work_for
@@ -54,7 +54,7 @@ class SkyCloud:
         self._sky = sky
         self._record = record
         self._spec = record.spec
-        self._prefix = f"grpo-{record.run_id}-"
+        self._prefix = f"{nodes_name(record.run_id)}-"
         self._clusters = Clusters()
         self._silences: dict[str, tuple[float, float]] = {}  # by node: since when, and when last asked about
         self._unrecorded = UnrecordedClusters(sky, self._prefix, places(self._spec.trainer.resources))

@@ -26,7 +26,7 @@ from checkpoint.records.documents import ControllerMachine, RunRecord
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from orchestrator.clouds.protocol import Order
 from orchestrator.clouds.sky.settings import settings_elsewhere
-from orchestrator.clouds.sky.types import SkyOffer
+from orchestrator.clouds.sky.types import SkyOffer, controller_name, nodes_name
 from orchestrator.clouds.sky.work import Work, places, region_of, work_for
 from orchestrator.clouds.wheel import build_wheel
 from orchestrator.home.folder import kept_run_digest, run_dir
@@ -53,8 +53,7 @@ class RemoteController:
         self._sky = sky
         self._record = record
         self._store = store
-        # Not `grpo-RUN-...`: a daemon on the user's own machine would end it as an orphan of the run.
-        self.cluster = f"grpo-controller-{record.run_id}"
+        self.cluster, self.nodes = controller_name(record.run_id), nodes_name(record.run_id)
 
     def offer(self) -> SkyOffer:
         """The cheapest machine that it could be. Raises CloudRefused when there is none."""

@@ -14,6 +14,16 @@ class ClusterState(StrEnum):
     STOPPED = "stopped"
 
 
+def nodes_name(run_id: str) -> str:
+    """How the names of the clusters begin that are a run's nodes; also the name of their security group."""
+    return f"grpo-{run_id}"
+
+
+def controller_name(run_id: str) -> str:
+    """The cluster of a run's controller machine. With a node's prefix a daemon elsewhere would take it down."""
+    return f"grpo-controller-{run_id}"
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """A cluster on SkyPilot's record. `infra` is `cloud/region/zone`, as far as they are known, and `machine` the
