@@ -69,11 +69,7 @@ def keep_store_options(store_url: str, options: Mapping[str, str]) -> None:
     if not options:
         path.unlink(missing_ok=True)
         return
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    part = path.with_suffix(f".{secrets.token_hex(4)}")
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-        json.dump(dict(options), out)
-    part.replace(path)
+    _replace(path, json.dumps(dict(options)))
 
 
 def kept_store_options(store_url: str) -> dict[str, str]:
@@ -85,11 +81,7 @@ def kept_store_options(store_url: str) -> dict[str, str]:
 
 def keep_run_digest(store_url: str, digest: str) -> None:
     """Keep the digest of the run.json at that URL."""
-    path = run_digest_file(store_url)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    part = path.with_suffix(f".{secrets.token_hex(4)}")
-    part.write_text(digest)
-    part.replace(path)
+    _replace(run_digest_file(store_url), digest)
 
 
 def kept_run_digest(store_url: str) -> str | None:
@@ -109,6 +101,15 @@ def _options_file(store_url: str) -> Path:
 
 def _store_file(store_url: str, suffix: str) -> Path:
     return home() / "stores" / f"{blake3(store_url.encode()).hexdigest(16)}.{suffix}"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that its owner alone can read, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part = path.with_suffix(f".{secrets.token_hex(4)}")
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        out.write(text)
+    part.replace(path)
 
 
 def remember_run(store_url: str) -> None:

@@ -21,6 +21,10 @@ from orchestrator.clouds.sky.errors import Failure, understand
 log = structlog.get_logger()
 Result = TypeVar("Result")
 
+# SkyPilot tries zone after zone within one launch, and sets the machine up; a launch that is cut off here goes on
+# where it was, for the next one has the same name.
+LAUNCH_TIMEOUT_S = 1800.0
+CALL_TIMEOUT_S = 300.0  # any other that waits for machines
 CANCEL_TIMEOUT_S = 5.0
 FIND_TIMEOUT_S = 60.0
 LOGGED_FROM_S = 0.1  # shorter calls are not in the log

@@ -18,7 +18,7 @@ from checkpoint.records.documents import MachineReport, RunRecord
 from checkpoint.store.run_store import Store
 from orchestrator.clouds.local.cloud import lines_of
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
-from orchestrator.clouds.sky.calls import timed
+from orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S, timed
 from orchestrator.clouds.sky.clusters import Clusters, Entry
 from orchestrator.clouds.sky.suspicion import Suspicions
 from orchestrator.clouds.sky.types import ClusterState, nodes_name
@@ -41,10 +41,6 @@ IDLE_EVERY_S = 30.0  # a look at a machine's jobs costs that machine seconds of 
 REST = 4.0  # after such a look none is due for so many times as long as it took
 SILENCE_GAP_S = 20.0  # not asked about for longer: it was heard from in between
 REGION_WAIT_S = 5.0
-# SkyPilot tries zone after zone within one launch, and sets the machine up; a launch that is cut off here goes on
-# where it was, for the next one has the same name.
-LAUNCH_TIMEOUT_S = 1800.0
-CALL_TIMEOUT_S = 300.0
 
 
 class SkyCloud:

@@ -177,7 +177,7 @@ _WORDS = (
 _CLOUD_SAID = re.compile(r"An error occurred \([\w.]+\).*")
 _LOGGED = re.compile(r"^[DIWE] \d\d-\d\d \S+ PID=\d+ \S+\] ")
 _PASSWORD = re.compile(r"//[^/\s@]+@")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 AGAIN = "it is tried again"
 REMEDY = {
@@ -234,7 +234,7 @@ def _refused(refusal: Refusal, said: str) -> CloudRefused:
 def _lines(failure: Failure) -> list[str]:
     """Everything that was said, the cloud's own words first."""
     texts: Iterable[str] = (failure.log, *(f"{kind}: {words}" for kind, words in failure.history), failure.message)
-    return [_LOGGED.sub("", _COLOUR.sub("", line)) for text in texts for line in text.splitlines()]
+    return [_LOGGED.sub("", COLOUR.sub("", line)) for text in texts for line in text.splitlines()]
 
 
 def _what_the_cloud_said(line: str) -> str:
@@ -244,7 +244,7 @@ def _what_the_cloud_said(line: str) -> str:
 
 def one_line(text: str) -> str:
     """The first line that is not empty, shortened, without colours and a URL's password."""
-    plain = _PASSWORD.sub("//", _COLOUR.sub("", text))
+    plain = _PASSWORD.sub("//", COLOUR.sub("", text))
     lines = (" ".join(line.split()) for line in plain.splitlines())
     line = next((line for line in lines if line), "")
     return line if len(line) <= DETAIL_CHARS else f"{line[:DETAIL_CHARS]}..."

@@ -7,16 +7,14 @@ end of the call that writes.
 from __future__ import annotations
 
 import io
-import re
 import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 from orchestrator.clouds.protocol import CloudUnavailable
 from orchestrator.clouds.sky.calls import restore_tracebacks
-from orchestrator.clouds.sky.errors import one_line
+from orchestrator.clouds.sky.errors import COLOUR, one_line
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _END = None
 
 
@@ -29,7 +27,7 @@ class _Sink(io.TextIOBase):
 
     def write(self, text: str) -> int:
         if text:
-            self.lines.put(_COLOUR.sub("", text).rstrip())
+            self.lines.put(COLOUR.sub("", text).rstrip())
         return len(text)
 
 

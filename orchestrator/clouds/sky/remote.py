@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import resources as package_data
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -25,9 +24,10 @@ from checkpoint.records import documents
 from checkpoint.records.documents import ControllerMachine, RunRecord
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from orchestrator.clouds.protocol import Order
+from orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S
 from orchestrator.clouds.sky.settings import settings_elsewhere
 from orchestrator.clouds.sky.types import SkyOffer, controller_name, nodes_name
-from orchestrator.clouds.sky.work import Work, places, region_of, work_for
+from orchestrator.clouds.sky.work import Work, places, region_of, script, work_for
 from orchestrator.clouds.wheel import build_wheel
 from orchestrator.home.folder import kept_run_digest, run_dir
 from orchestrator.home.run_secrets import all_secrets, handed_on
@@ -42,8 +42,6 @@ SIZE = {"cpus": "4+", "memory": "8+", "use_spot": False}  # an API server alone 
 SKY_SETTINGS = "~/.sky/config.yaml"
 NO_USAGE_ENV = "SKYPILOT_DISABLE_USAGE_COLLECTION"  # a user who sets it means all machines
 FOLDER_ENV = "GRPO_ORCH_RUN_FOLDER"  # where the folder of run.yaml lies on a machine that got a copy of it
-LAUNCH_TIMEOUT_S = 1800.0
-CALL_TIMEOUT_S = 300.0
 
 
 class RemoteController:
@@ -132,8 +130,8 @@ class RemoteController:
         return replace(
             work,
             # The second puts this project beside the environment that the first makes.
-            setup=_script("controller_setup.sh") + _script("setup.sh"),
-            run=_script("controller_run.sh"),
+            setup=script("controller_setup.sh") + script("setup.sh"),
+            run=script("controller_run.sh"),
             resources=self._resources(),
             files={**work.files, **self._settings()},
         )
@@ -153,7 +151,3 @@ def as_shipped(record: RunRecord) -> RunRecord:
     """The record with the run's folder as this machine has it: elsewhere than where run.yaml was written."""
     folder = os.environ.get(FOLDER_ENV)
     return replace(record, spec=replace(record.spec, workdir=folder)) if folder else record
-
-
-def _script(name: str) -> str:
-    return (package_data.files("tasks") / "sky" / name).read_text()

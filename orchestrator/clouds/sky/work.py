@@ -59,8 +59,8 @@ def work_for(order: Order, spec: RunSpec, wheel: Path, pinned: str | None) -> Wo
     named = secret_names(environment)
     hidden = {name for name in environment if name in named or is_secret(name)}
     return Work(
-        setup=_script("setup.sh"),
-        run=_script("run.sh"),
+        setup=script("setup.sh"),
+        run=script("run.sh"),
         resources=resources_for(section.resources, order.role, order.market, pinned),
         env={name: value for name, value in environment.items() if name not in hidden},
         secrets={name: value for name, value in environment.items() if name in hidden},
@@ -166,5 +166,6 @@ def _named_files(role: Role, spec: RunSpec) -> dict[str, str]:
     return {f"{REMOTE_WORKDIR}/{name}": str(path) for name, path in here.items() if name != "."}
 
 
-def _script(name: str) -> str:
+def script(name: str) -> str:
+    """One of the scripts in `tasks/sky`."""
     return (package_data.files("tasks") / "sky" / name).read_text()
