@@ -26,7 +26,7 @@ def write_fork(store: Store, fork: Fork) -> None:
         there = _read(store, key)
         if there != fork:
             was = f"from {there.start or 'the start'}, {there.reason!r}"
-            raise Corrupt(f"{key} is there: {was}", "it was to be another fork") from error
+            raise Corrupt(f"{key} exists: {was}", "another fork was to be written") from error
 
 
 def read_forks(store: Store) -> tuple[Fork, ...]:
@@ -38,7 +38,7 @@ def read_forks(store: Store) -> tuple[Fork, ...]:
     begun = {0}
     for fork in forks:
         if fork.start_at is not None and fork.start_at.timeline not in begun:
-            raise Corrupt(f"{layout.timeline(fork.timeline)}: goes on from {fork.start}, of no timeline before it")
+            raise Corrupt(f"{layout.timeline(fork.timeline)}: begins at {fork.start}, on no earlier timeline")
         begun.add(fork.timeline)
     return forks
 

@@ -14,7 +14,8 @@ from typing import Any
 from blake3 import blake3
 
 from checkpoint.store import layout
-from checkpoint.store.codec import from_json, to_json
+from checkpoint.store.codec import to_json
+from checkpoint.store.document import Document
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.wire import Completion, CompletionRequest
@@ -53,8 +54,7 @@ def write_rollout(store: Store, rollout: Rollout, by: Precedence) -> None:
 
 def read_rollout(store: Store, key: str) -> Rollout | None:
     """Return the record of that name, or None. Raises Corrupt."""
-    data = store.get_or_none(key)
-    return None if data is None else from_json(data, Rollout, key)
+    return Document(key, Rollout).read(store)
 
 
 def stored_since(store: Store, version: PolicyVersion) -> dict[tuple[PolicyVersion, int], list[str]]:

@@ -65,7 +65,7 @@ def rules_of(url: str, options: Options) -> BucketRules:
     """
     parts = urlsplit(url)
     if parts.scheme not in ("s3", "s3a"):
-        raise RulesUnknown(f"{parts.scheme}:// has no way to ask for it here")
+        raise RulesUnknown(f"the rules of a {parts.scheme}:// bucket cannot be read here")
     client = _client(options)
     bucket, prefix = parts.netloc, parts.path.strip("/")
     versioning = _ask(client.get_bucket_versioning, bucket)

@@ -163,13 +163,13 @@ def _files_of(slot: Path) -> list[Path]:
 
 
 def _allocate(slot: Path, files: dict[str, int]) -> None:
-    """Write zeros: memory that is only reserved is allocated page by page at the first write."""
+    """Write zeros: memory that is only reserved is allocated page by page at the first write.
+
+    A lack of space is left for the save to report.
+    """
     zeros = bytes(ZEROS_BYTES)
     for name, size_bytes in files.items():
-        with (
-            (slot / name).open("wb", buffering=0) as file,
-            contextlib.suppress(OSError),
-        ):  # the save reports it
+        with (slot / name).open("wb", buffering=0) as file, contextlib.suppress(OSError):
             for at in range(0, size_bytes, ZEROS_BYTES):
                 file.write(zeros[: size_bytes - at])
 

@@ -126,7 +126,7 @@ def _identity(file: File) -> tuple[str, ...]:
 def missing_objects(store: Store, listed: Sequence[Checkpoint]) -> dict[str, list[str]]:
     """Return a line for each object that is missing or of a wrong size, by version; none for whole checkpoints.
 
-    One listing, no reads: only `transfer.verify` finds wrong bytes. Raises StoreError.
+    Reads no chunk: only `transfer.verify` finds wrong bytes. Raises StoreError.
     """
     stored = {entry.key: entry.size_bytes for entry in store.entries(layout.BLOBS)}
     return {one.version: list(_absent(store, one, stored)) for one in listed}

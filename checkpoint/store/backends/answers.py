@@ -19,7 +19,7 @@ from checkpoint.store.errors import (
     StoreUnusable,
 )
 
-CREATE_ONLY = "use a store that knows If-None-Match: AWS S3, Google Cloud Storage, Azure, Ceph, or a folder"
+CREATE_ONLY = "use a store that supports If-None-Match: AWS S3, Google Cloud Storage, Azure, Ceph, or a folder"
 FREE_SPACE = "free some space"
 RIGHTS = "check the credentials and their rights to this store"
 

@@ -135,7 +135,7 @@ def test_what_cannot_be_asked_is_told_with_where_to_look(moto: S3Server) -> None
         rules_of(missing.url, missing.options)
     google = Store("gs://ours/run", options={"skip_signature": "true"})
     (line,) = told(google)
-    assert line.startswith("gs:// has no way to ask for it here; a bucket keeps what is deleted for 7 days unless")
+    assert line.startswith("the rules of a gs:// bucket cannot be read here; a bucket keeps what is deleted for 7")
     assert "gcloud storage buckets update gs://ours --clear-soft-delete" in line
     assert "15 TB" in line
 
