@@ -211,7 +211,7 @@ class _Call:
         return due
 
     def _settle(self) -> None:
-        """Account for the time since the last word: it was waiting if nothing could serve then."""
+        """Account for the time since the gateway was last heard: it was waiting if no node could serve."""
         now_s = time.monotonic()
         self._wait_s += 0.0 if self.served else now_s - self._heard_s
         self._heard_s = now_s

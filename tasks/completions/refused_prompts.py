@@ -1,5 +1,5 @@
-"""Prompts that no rollout node takes, as one that is too long: told with their numbers, and then left out of the
-step, or the end of the run, as `policies.on_bad_prompt` says.
+"""Prompts that no rollout node takes, such as one that is too long. Each is told with its numbers, then left out
+of its step, or it ends the run, as `policies.on_bad_prompt` says.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tasks.storing.step_costs import StepCosts
 log = structlog.get_logger()
 
 # Evaluation counts its calls from here: whether a step was evaluated must not move its training seeds, and a
-# restart behind an evaluation must number the training calls as before.
+# restart after an evaluation must number the training calls as before.
 EVALUATION_CALLS = 1000
 
 
@@ -110,8 +110,8 @@ class RolloutSource:
         return rollout
 
     def _leave_the_journal(self, version: PolicyVersion) -> None:
-        """Pass over what is stored of later steps. A step that was made anew has, but where every node computes to
-        the last bit alike, led to other weights than those that its records were sampled from."""
+        """Pass over what is stored of later steps: a step that was made anew leads to other weights than theirs,
+        unless all nodes compute alike to the last bit."""
         if self._stored is not None:
             self._stored = {call: keys for call, keys in self._stored.items() if call[0] <= version}
 

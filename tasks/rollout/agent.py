@@ -1,10 +1,10 @@
-"""A rollout node's agent, `python -m tasks.rollout.agent`: keeps vLLM up, tells what it holds, loads what is due.
+"""A rollout node's agent, `python -m tasks.rollout.agent`: keeps vLLM up, and the policy in it the wanted one.
 
-Three loops share one state: `serve` starts vLLM again whenever it ends, `announce` tells the gateway what the node
-is and hears what it should be, `follow` fetches and loads the wanted policy. A version is announced only after its
-files' digests were verified, its tensors are the model's, and vLLM has loaded it and computes with it what the
-trainer does; vLLM is told of no others, because one bad file kills its engine. On a preemption notice the node
-leaves the gateway once its requests are done, and waits for its end.
+Loops share one state: one starts vLLM again whenever it ends, one tells the gateway what the node is and learns
+which policy is wanted, one fetches and loads that. A policy is announced only after its files' digests were
+verified, its tensors are the model's, and vLLM computes with it what the trainer does; vLLM is told of no others,
+because one bad file kills its engine. On a preemption notice the node leaves the gateway once its requests are
+done, and waits for its end.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from tasks.rollout.vllm_server import PolicyRefused, Server, ServerFailed, Unfit
 
 log = structlog.get_logger()
 
-STARTS_MAX = 3  # in a row that did not come up: the node says so by ending, and the controller decides
+STARTS_MAX = 3  # in a row that did not come up: then the node ends, and the controller decides
 RESTART_WAIT_S = 0.5  # doubled for each such start
 RETRY_S = 0.5  # before the gateway or the store is tried again
 NOTICE_POLL_S = 0.25
-ENGINE_S = 1.0
-WHY_SIZE_MAX = 500  # of what is announced
+ENGINE_POLL_S = 1.0
+WHY_CHARS_MAX = 500  # of what is announced
 
 
 class GaveUp(Exception):
@@ -80,7 +80,7 @@ class Agent:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._serve())
                 group.create_task(self._announce())
-                group.create_task(self._follow())
+                group.create_task(self._load_wanted())
                 group.create_task(self._listen_to_engine())
                 group.create_task(self._watch_for_notice())
         finally:
@@ -107,12 +107,12 @@ class Agent:
             failed = 0
             log.info("vllm_up", boot_id=server.boot_id, address=server.address)
             self._server = server
-            self._say()
+            self._announce_again()
             self._work.set()
             code = await server.ended()
             log.warning("vllm_ended", boot_id=server.boot_id, exit_code=code)
             self._server = self._policy = None
-            self._say()
+            self._announce_again()
             await self._gateway.leave(server.boot_id)
             await server.stop()
 
@@ -132,7 +132,7 @@ class Agent:
                 log.warning("gateway_unreachable", why=str(error))
                 await asyncio.sleep(RETRY_S)
                 continue
-            if reply is None:  # overtaken by a change
+            if reply is None:  # something changed meanwhile
                 continue
             if reply.drain and self._server is not None and said.boot_id == self._server.boot_id:
                 log.info("left_the_gateway", boot_id=said.boot_id)
@@ -142,8 +142,8 @@ class Agent:
                 self._wanted = reply.policy
                 self._work.set()
 
-    async def _follow(self) -> None:
-        """Load what is wanted, for as long as that is not what the server holds and there is a point in trying."""
+    async def _load_wanted(self) -> None:
+        """Load the wanted policy whenever the server does not hold it, as long as trying may help."""
         while True:
             await self._work.wait()
             self._work.clear()
@@ -152,7 +152,7 @@ class Agent:
                 continue
             if wanted.label == self._policy:
                 self._fitness = Fitness()
-                self._say()
+                self._announce_again()
                 continue
             if not self._fitness.tries(_name(wanted)):
                 await self._wait_for_work(AGAIN_S)
@@ -177,22 +177,22 @@ class Agent:
                 await self._failed(wanted, str(error), passes=False)
 
     async def _end(self, server: Server) -> None:
-        """Stop a server, so that `_serve` starts another; nothing is asked of this one any more."""
+        """Stop a server, so that `_serve` starts another."""
         if server is self._server:
             self._server = self._policy = None
         await server.stop()
 
     async def _failed(self, wanted: PolicyRef, why: str, *, passes: bool) -> None:
-        """One try with a policy failed: have another one made, or say that the node is unfit."""
-        line = " ".join(f"policy {wanted.label}: {why}".split())[:WHY_SIZE_MAX]
+        """A try with a policy failed: try again, or say that the node is unfit."""
+        line = " ".join(f"policy {wanted.label}: {why}".split())[:WHY_CHARS_MAX]
         why = "".join(one if one.isprintable() else "?" for one in line)
         self._fitness = self._fitness.after_failure(_name(wanted), why, passes=passes)
         log.error("policy_failed", why=why, failed=self._fitness.failed, unfit=bool(self._fitness.unfit))
-        self._say()
+        self._announce_again()
         await self._wait_for_work(RETRY_S)
 
     async def _wait_for_work(self, at_most_s: float) -> None:
-        """Return when there is something new to do or the time is over, and have it looked at."""
+        """Return when there is something new to do or the time is over, with work set."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(at_most_s):
                 await self._work.wait()
@@ -204,23 +204,23 @@ class Agent:
             self._work.set()  # overtaken while it was fetched
             return
         self._policy = None
-        self._say()
+        self._announce_again()
         await server.load(wanted.label, folder, canary)
         if server is self._server:
             self._policy, self._fitness = wanted.label, Fitness()
-            self._say()
+            self._announce_again()
             log.info("policy_loaded", policy=wanted.label, boot_id=server.boot_id, proved=canary is not None)
         await asyncio.to_thread(self._folders.keep_only, folder)
 
     async def _listen_to_engine(self) -> None:
-        """Ask the engine each ENGINE_S for its numbers, which go along with the next announcement; that it has
+        """Ask the engine every ENGINE_POLL_S for its numbers, which the next announcement carries; that it has
         become full, or is so no more, is announced at once."""
         silent = False
         while True:
-            await asyncio.sleep(ENGINE_S)
+            await asyncio.sleep(ENGINE_POLL_S)
             server = self._server
             try:
-                said = None if server is None else await server.word()
+                said = None if server is None else await server.ask_engine()
             except ServerFailed as error:
                 if not silent and server is self._server:
                     log.warning("engine_does_not_say", why=str(error))
@@ -231,16 +231,16 @@ class Agent:
                 said = None
             before, self._engine = self._engine, said
             if (before is not None and before.waiting > 0) != (said is not None and said.waiting > 0):
-                self._say()
+                self._announce_again()
 
     async def _watch_for_notice(self) -> None:
-        """Wait for the word that this machine will be taken back: a file, where a cloud has a metadata service."""
+        """Wait for the notice that this machine will be taken back: a file that `tasks.machine` writes."""
         notice = Path(self._env.workdir) / NOTICE
         while not notice.exists():
             await asyncio.sleep(NOTICE_POLL_S)
         log.warning("preemption_notice")
         self._leaving = True
-        self._say()
+        self._announce_again()
 
     def _wants(self, policy: PolicyRef) -> bool:
         return self._wanted is policy
@@ -257,12 +257,12 @@ class Agent:
             engine=self._engine,
         )
 
-    def _say(self) -> None:
+    def _announce_again(self) -> None:
         self._changed.set()
 
 
 def _name(wanted: PolicyRef) -> str:
-    """A policy that was published anew is another try's, whatever its content."""
+    """By which tries are counted: a policy that was published anew is another one, whatever its content."""
     return f"{wanted.prefix} {wanted.label}"
 
 

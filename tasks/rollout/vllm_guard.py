@@ -1,10 +1,10 @@
-"""The door of a rollout node: ASGI middleware in vLLM's server, `--middleware tasks.rollout.vllm_guard.Guard`.
+"""Guards a rollout node: ASGI middleware in vLLM's server, `--middleware tasks.rollout.vllm_guard.Guard`.
 
-It answers for what the node may be asked: a completion is let through only if it is meant for this boot and for
-the policy that is loaded at that moment, and a change of weights first ends every completion that runs, so that
-none is ever made of two policies. New weights serve nobody until the engine has computed the policy's canary,
-alone. Changing weights, or how tokens are drawn, is for the agent beside it alone. vLLM's development endpoints,
-which do the same for anyone, are not needed, and every path that is not named here does not exist.
+A completion is let through only if it is meant for this boot and for the policy that is loaded at that moment, and
+a change of weights first ends every completion that runs, so that none is ever made of two policies. New weights
+serve nobody until the engine has computed the policy's canary. Only the agent beside it may change weights, or how
+tokens are drawn. vLLM's development endpoints, which let anyone do so, are not needed, and every path that is not
+named here does not exist.
 
 The engine is reached as vLLM's own endpoints reach it, through `app.state.engine_client`; nothing of vLLM is
 imported. With more than one API server process (`--api-server-count`) only one of them would learn of new weights;
@@ -139,7 +139,7 @@ class Guard:
 
     async def _disagreement(self, scope: Scope, engine: Any, canary: Canary) -> str:
         """Why the engine does not compute what the trainer does, now that it has the trainer's weights."""
-        # The engine makes one token behind the text, for which its context must have room.
+        # The engine makes one token after the text, for which its context must have room.
         token_ids = canary.token_ids[: engine.model_config.max_model_len - 1]
         body = {
             "model": wire.MODEL,
@@ -180,9 +180,9 @@ def _computes_in(engine: Any) -> str:
 
 
 async def _asked(app: App, scope: Scope, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-    """Status and body of what the server itself answers, asked behind the door."""
+    """Status and body of the server's own answer, past this middleware."""
     status, said = 500, b""
-    messages: asyncio.Queue[Message] = asyncio.Queue()  # who asks does not go away, which vLLM waits to hear
+    messages: asyncio.Queue[Message] = asyncio.Queue()  # in which vLLM waits for the client to go: it stays
     messages.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
 
     async def send(message: Message) -> None:

@@ -1,7 +1,7 @@
 """Sampling as a function of a request's seed and of the token's position, inside vLLM's workers.
 
 vLLM's older model runner draws from one random stream a request, which begins anew when the request goes on at
-another server behind the tokens that it has. Its newer one (where Triton is, so on GPUs) draws by seed and
+another server after the tokens that it has. Its newer one (where Triton is, so on GPUs) draws by seed and
 position, and so does the older one with this extension, `--worker-extension-cls`: before each draw a request's
 generator is seeded with the number of SplitMix64 that stands at the token's position. Neither the server, nor the
 batch, nor a preemption inside vLLM plays a part then.

@@ -48,11 +48,10 @@ class ServerFailed(Exception):
 
 
 class PolicyRefused(Exception):
-    """The policy is not what its trainer computes, here: `reason` says in one line what does not agree.
+    """Here the policy is not what its trainer computes: `reason` says in one line what does not agree.
 
-    Nothing was served of it. With `touched` the engine's weights are those of no policy: start another server
-    before anything else is loaded. Without, they are as they were, and what was held is held. The same policy will
-    be refused again, at this server for certain.
+    None of it was served. With `touched` the engine's weights are those of no policy: start another server before
+    anything else is loaded. Without, the engine holds what it held. This server would refuse it again.
     """
 
     def __init__(self, reason: str, *, touched: bool) -> None:
@@ -94,8 +93,8 @@ class Server:
         await self._trial(0, [])
 
     async def sample_by_position(self) -> None:
-        """Have it draw each token by seed and position, and try that a completion that is cut goes on as it would
-        have without the cut. Raises Unfit, ServerFailed."""
+        """Have it draw each token by seed and position, and try that a completion that was cut goes on as it would
+        have without. Raises Unfit, ServerFailed."""
         if reason := await self._ask("PUT", "/grpo/sampling", b"", 200, TRIAL_TIMEOUT_S):
             raise Unfit(reason.decode())
         await self.try_out()  # the first request may take long
@@ -130,8 +129,8 @@ class Server:
         said = await self._ask("GET", "/grpo/engine", b"", 200, METRICS_TIMEOUT_S)
         return msgspec.json.decode(said, type=EngineLimits)
 
-    async def word(self) -> EngineWord | None:
-        """What its engine says of its work, if it does. Raises ServerFailed."""
+    async def ask_engine(self) -> EngineWord | None:
+        """The numbers of its engine; None where it tells none. Raises ServerFailed."""
         said = await self._ask("GET", "/metrics", b"", 200, METRICS_TIMEOUT_S)
         return read_metrics(said.decode(errors="replace"))
 

@@ -1,7 +1,7 @@
 """The trainer's heartbeat in the store, and its fence: a trainer that a newer one has replaced stops.
 
-Written by a thread of its own, so that neither a long step nor a slow store makes one look like the other. So is
-the fence seen: the main thread stops at its next check, and the process is ended where it comes to none.
+A thread of its own writes it, so that a long step does not look like a dead trainer. The same thread sees the
+fence: the main thread stops at its next check, and if it comes to none the process is ended.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tasks.machine.leaving import Leaving
 
 log = structlog.get_logger()
 
-NOTHING_YET = frozenset({"starting", "restoring"})  # activities
+BEFORE_TRAINING = frozenset({"starting", "restoring"})  # activities
 BEAT_S = 2.0
-CALM_S = 0.25  # between two beats at least: steps may be shorter, and each beat reads and writes the store
+BEATS_APART_S = 0.25  # between two beats at least: steps may be shorter, and each beat reads and writes the store
 # How long a replaced trainer has to stop by itself. A step may take minutes, and a collective that has lost a
 # partner does not end; meanwhile the machine is paid for, and the run waits.
 FENCED_GRACE_S = 20.0
@@ -43,7 +43,7 @@ class Heartbeat:
     """Says every BEAT_S, and soon after each change, what the trainer does; watches for a newer one.
 
     Args:
-        store: the run's store, with little patience: a late beat is worth less than the next one.
+        store: the run's store, which soon gives up: a late beat is worth less than the next one.
         first: the beat to begin with; its node, attempt and timeline stay.
         leaving: told when the run is asked to stop, and asked whether the trainer is to end.
         end: ends this process with an exit code, at once and from any thread.
@@ -78,7 +78,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self, activity: str) -> None:
-        """End the thread and leave `activity` as the last word. Raises StoreError."""
+        """End the thread and write `activity` as the last. Raises StoreError."""
         self._ended.set()
         self._changed.set()
         self._told.set()
@@ -127,11 +127,11 @@ class Heartbeat:
         while not self._ended.is_set() and not self._fenced.is_set():
             try:
                 self._write()
-                self._look_for_the_end()
+                self._look_for_a_stop()
             except StoreError as error:
                 log.warning("heartbeat_not_written", error=str(error))
-            self._ended.wait(CALM_S)
-            self._changed.wait(BEAT_S - CALM_S)
+            self._ended.wait(BEATS_APART_S)
+            self._changed.wait(BEAT_S - BEATS_APART_S)
             self._changed.clear()
         if self._fenced.is_set() and not self._told.wait(self._grace_s):
             why = f"{self._newer}, and its present step does not end"
@@ -148,7 +148,7 @@ class Heartbeat:
         leaving = self._leaving is not None and self._leaving.told
         documents.TRAINER.write(self._store, replace(own, beat_at_s=time.time(), leaving=leaving))
 
-    def _look_for_the_end(self) -> None:
+    def _look_for_a_stop(self) -> None:
         """Tell the main thread when the run is asked to stop; end the process while it has nothing to store."""
         leaving, own = self._leaving, self._beat
         if leaving is None:
@@ -156,7 +156,7 @@ class Heartbeat:
         if not leaving.asked and documents.is_asked_to_stop(self._store, own.node, own.attempt):
             leaving.ask()
             self._changed.set()
-        if leaving.asked and own.activity in NOTHING_YET:
+        if leaving.asked and own.activity in BEFORE_TRAINING:
             print("grpo-orch trainer: told to end before it trained", file=sys.stderr, flush=True)
             self._end(exit_codes.STOPPED)
 

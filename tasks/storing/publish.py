@@ -27,8 +27,8 @@ WEIGHTS = "model.safetensors"
 class PolicyPublisher:
     """Publishes policy versions and keeps two in the store: the present one and the one before.
 
-    Each publisher writes below names of its own, and removes what is its own or an older publisher's: one that was
-    replaced and does not know it takes nothing from the newer one, and what it leaves goes with the next of that.
+    Each publisher writes below names of its own, and removes its own and older publishers' policies: one that was
+    replaced and does not know it takes nothing from the newer one, which removes what it leaves.
 
     Args:
         store: the run's store.

@@ -45,7 +45,7 @@ from tasks.trainer.user_objects import (
 )
 from tasks.trl import trl_grpo
 from tasks.trl.fleet_client import FleetClient
-from tasks.trl.skipped_prompts import Replaced, Walk, replacements, walk_of
+from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, replacements, walk_of
 from tasks.trl.weights import checkpoint_bytes, plain_model
 
 SAVES_BEHIND_MAX = 10  # without `checkpoints.max_behind_steps`: how many saves the store may be behind
@@ -129,7 +129,7 @@ def _rollouts(start: _Start, refused: RefusedPrompts, run_seed: int) -> RolloutS
     )
 
 
-def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable[[int], Replaced]) -> Any:
+def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable[[int], ReplacedPrompts]) -> Any:
     """Load what run.yaml names into TRL's trainer. Raises BadSpec.
 
     Args:
@@ -169,7 +169,7 @@ def _add_first(start: _Start, trainer: Any, client: FleetClient, spool: Spool) -
     spec, heartbeat, timeline, attempt = start.spec, start.heartbeat, start.env.timeline, start.env.attempt
     kept = read_resume_state(start.restored.folder) if start.restored is not None else None
     guard = callbacks.GuardCallback(heartbeat, spec.policies.kl, Detector() if kept is None else kept.detector)
-    client.when_gone = guard.policy_is_gone
+    client.on_policy_gone = guard.policy_is_gone
     resume_state = callbacks.ResumeStateCallback(
         start.store, timeline, spec.policies.resume_state_steps, kept, lambda: guard.detector
     )
@@ -208,7 +208,7 @@ def _spec_on(spec: RunSpec, forks: Sequence[Fork], timeline: int) -> RunSpec:
     return forked_spec(spec, next((fork for fork in forks if fork.timeline == timeline), None))
 
 
-def _replaced_prompts(spec: RunSpec, forks: Sequence[Fork], timeline: int, prompts: int) -> Replaced:
+def _replaced_prompts(spec: RunSpec, forks: Sequence[Fork], timeline: int, prompts: int) -> ReplacedPrompts:
     """Which prompts the timeline takes in the place of which; an earlier one had as many processes as this."""
 
     def walk(of_timeline: int) -> Walk:

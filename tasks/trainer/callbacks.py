@@ -96,7 +96,7 @@ class Diverged(Exception):
 
 
 class GuardCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
-    """Watches for divergence, behind the row that is stored: whoever reads it has what the guard has judged by.
+    """Watches for divergence, after the row is stored: whoever reads that has what the guard has judged by.
 
     Args:
         heartbeat: told the verdict.

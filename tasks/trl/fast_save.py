@@ -92,7 +92,7 @@ def fits(save: Callable[[], None]) -> bool:
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """torch raises an error of its own behind the system's, and safetensors a text."""
+    """torch raises an error of its own on top of the system's, and safetensors a text."""
     while error is not None:
         if os.strerror(errno.ENOSPC) in str(error):
             return True

@@ -14,15 +14,15 @@ from tasks.completions.rollout_source import RolloutSource
 from tasks.machine.leaving import LeaveNow
 from tasks.storing.publish import PolicyPublisher
 
-LEFT = [-1]  # in the place of each completion: the trainer is to leave, and there are none
+LEAVING = [-1]  # in the place of each completion: the trainer is to leave, and there are none
 
 
 class FleetClient:
     """What TRL takes for its VLLMClient. `rollouts` answers its generate calls.
 
     Attributes:
-        when_gone: called with the present step, and the first that may be to blame, where the weights compute
-            no number: no node would serve them.
+        on_policy_gone: called where the weights compute no number, with the present step and the first that may be
+            to blame: no node would serve them.
     """
 
     def __init__(self, rollouts: RolloutSource) -> None:
@@ -34,19 +34,19 @@ class FleetClient:
         self._published: PolicyRef | None = None
         self._canary: Canary | None = None  # what the weights of the present step compute
         self._finite_at: int | None = None  # the last step whose weights computed numbers
-        self.when_gone: Callable[[int, int], None] = lambda *_: None
+        self.on_policy_gone: Callable[[int, int], None] = lambda *_: None
 
     def attach(self, trainer: Any, publisher: PolicyPublisher, timeline: int) -> None:
         """Name the trainer whose steps these are, before its first generate call."""
         self._trainer, self._publisher, self._timeline = trainer, publisher, timeline
 
-    def computed(self, canary: Canary) -> None:
+    def take_canary(self, canary: Canary) -> None:
         """Take what the weights of the present step compute."""
         self._canary, step = canary, self._version().step
         if any(one is not None for one in canary.logprobs):
             self._finite_at = step
         else:
-            self.when_gone(step, step if self._finite_at is None else self._finite_at + 1)
+            self.on_policy_gone(step, step if self._finite_at is None else self._finite_at + 1)
 
     def get_server_info(self) -> dict[str, Any]:
         """What TRL asks of a server: every rollout node is started so, and run.yaml cannot change it."""
@@ -118,7 +118,7 @@ class FleetClient:
                 publish=self._publish,
             )
         except LeaveNow:  # the other processes wait for completions: they are told with them
-            return {"prompt_ids": prompts, "completion_ids": [LEFT] * (len(prompts) * n), "logprobs": None}
+            return {"prompt_ids": prompts, "completion_ids": [LEAVING] * (len(prompts) * n), "logprobs": None}
         end = [self._trainer.eos_token_ids[0]]
         completion_ids = [end if one.refused else one.token_ids for one in rollout.completions]
         of_tokens = [[None] if one.refused else one.logprobs for one in rollout.completions]

@@ -54,12 +54,12 @@ class Walk:
         return {prompt for _, prompt in self.windows_of(first_step, last_step)}
 
     def windows_of(self, first_step: int, last_step: int) -> Iterator[tuple[int, int]]:
-        """The same prompts, each behind the first step of its window."""
+        """The same prompts, each as `(first step of its window, prompt)`."""
         if self.batches_per_epoch == 0:
             return
-        first, behind = self.batches_before(first_step - 1), self.batches_before(last_step)
+        first, end = self.batches_before(first_step - 1), self.batches_before(last_step)
         windows: dict[int, set[int]] = {}  # by epoch
-        for batch in range(first, behind):
+        for batch in range(first, end):
             epoch, batch_of_epoch = divmod(batch, self.batches_per_epoch)
             windows.setdefault(epoch, set()).add(batch_of_epoch // self.batches_per_window)
         for epoch, used in windows.items():
@@ -70,7 +70,7 @@ class Walk:
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
+class ReplacedPrompts:
     """Prompts in the place of others, by their numbers in the dataset, in windows that begin at `until_step` or
     before; None: in all."""
 
@@ -114,27 +114,25 @@ def draw_epochs_before(epoch: int, prompts: int, generator: torch.Generator, see
         torch.randperm(prompts, generator=generator)
 
 
-def replacements(forks: Sequence[Fork], timeline: int, walk: Callable[[int], Walk]) -> Replaced:
-    """Return which prompt of the dataset is taken in the place of which on `timeline`, until its probation ends:
-    what it passes was not the prompts' doing.
-
-    None is replaced where more than half of the dataset would have to go.
+def replacements(forks: Sequence[Fork], timeline: int, walk: Callable[[int], Walk]) -> ReplacedPrompts:
+    """Return which prompts of the dataset take the place of which on `timeline`, until its probation ends: once
+    that is passed, the prompts were not to blame. None where more than half of the dataset would have to go.
 
     Args:
         walk: how the trainer of a timeline goes through the dataset.
     """
     fork = next((one for one in forks if one.timeline == timeline), None)
     if fork is None or not fork.skipped:
-        return Replaced()
+        return ReplacedPrompts()
     prompts = walk(timeline).prompts
     skipped = sorted({prompt for part in fork.skipped for prompt in _trained_on(part, forks, walk)})
     if 2 * len(skipped) > prompts:
         log.warning("prompts_not_replaced", why="they are most of the dataset", skipped=len(skipped), of=prompts)
-        return Replaced()
+        return ReplacedPrompts()
     others = sorted(set(range(prompts)) - set(skipped))
     # Evenly over the others, each once: none is seen much more often than the rest.
     found = {prompt: others[number * len(others) // len(skipped)] for number, prompt in enumerate(skipped)}
-    return Replaced(found, fork.probation_until_step)
+    return ReplacedPrompts(found, fork.probation_until_step)
 
 
 def _trained_on(part: Skipped, forks: Sequence[Fork], walk: Callable[[int], Walk]) -> set[int]:

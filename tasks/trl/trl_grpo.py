@@ -24,8 +24,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from tasks.machine.leaving import LeaveNow
 from tasks.storing.step_costs import StepCosts
 from tasks.trl.canary import canary_of
-from tasks.trl.fleet_client import LEFT, FleetClient
-from tasks.trl.skipped_prompts import Replaced, Walk, draw_epochs_before, walk_of
+from tasks.trl.fleet_client import LEAVING, FleetClient
+from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before, walk_of
 from tasks.trl.trl_leaving import LeavesInTime
 from tasks.trl.trl_refused import LeavesOutRefused
 from tasks.trl.trl_saving import SavesIntoSpool
@@ -89,7 +89,7 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's; raises LeaveNow in every process where the first one was told to leave."""
         found = super().generate(*args, **kwargs)
-        if LEFT in found[1]:
+        if LEAVING in found[1]:
             raise LeaveNow
         return found
 
@@ -99,7 +99,7 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
         Raises Diverged, in the first process, where that is nothing at all.
         """
         if not self._is_fsdp1:
-            self._fleet_client.computed(canary_of(self.model, self.accelerator.mixed_precision))
+            self._fleet_client.take_canary(canary_of(self.model, self.accelerator.mixed_precision))
         super().sync_weights()
 
     @property
@@ -145,7 +145,7 @@ class EpochSampler(RepeatSampler):  # type: ignore[misc]  # TRL has no types
     """
 
     epoch = 0
-    replaced = Replaced()
+    replaced = ReplacedPrompts()
     walk: Walk  # needed where something is replaced
 
     def set_epoch(self, epoch: int) -> None:
@@ -175,7 +175,7 @@ class FleetGRPOTrainer(LeavesInTime, LeavesOutRefused, SavesIntoSpool, GRPOTrain
     """
 
     def __init__(
-        self, client: FleetClient, costs: StepCosts, timeline: int, replaced: Replaced, **kwargs: Any
+        self, client: FleetClient, costs: StepCosts, timeline: int, replaced: ReplacedPrompts, **kwargs: Any
     ) -> None:
         self._costs = costs
         self._timeline = timeline

@@ -1,6 +1,6 @@
 """Completions that are not there, since no rollout node took their prompt: how TRL's trainer leaves them out.
 
-TRL has no word for a completion without a token. So the fleet's client gives it one token without a
+TRL knows no completion without a token. So the fleet's client gives it one token without a
 log-probability, which no node ever does, and each process knows it by that. Its mask is 0, so that it is in no sum
 of the loss and in no count of tokens; its reward is none, so that it is in no baseline and its advantage is 0; and
 what TRL has counted of it goes out of the metrics. Its prompt, which may be longer than memory allows, becomes one
@@ -19,7 +19,7 @@ from tasks.trl.skipped_prompts import walk_of
 
 
 class LeavesOutRefused:
-    """In front of GRPOTrainer, in the order of its bases."""
+    """For a trainer of TRL's, before it in the order of its bases."""
 
     _refused: torch.Tensor | None = None  # of the call, over all processes; None: nothing was refused
 
@@ -29,7 +29,7 @@ class LeavesOutRefused:
             return None
         step = self.state.global_step + 1
         rows = self._replaced.seen(walk_of(self.args, len(self.train_dataset)), step, step)
-        found: dict[int, int] = {}  # by length: with tools a prompt goes on behind the dataset's
+        found: dict[int, int] = {}  # by length: with tools a prompt goes on after the dataset's
         for row in rows:
             ids = self._tokenize_prompts([self.train_dataset[row]["prompt"]])[0][0]
             if list(ids) == prompt_ids[: len(ids)]:

@@ -159,7 +159,7 @@ class VLLM:
         self.world.loads.append(version)
         self.world.does(version)
 
-    async def word(self) -> None:
+    async def ask_engine(self) -> None:
         return None
 
     async def ended(self) -> int:

@@ -77,14 +77,14 @@ def test_no_node_would_serve_them_so_the_run_has_diverged(whole_steps: list[int]
     """Else it stood still: without completions nothing is logged, by which the guard could tell."""
     client: Any = FleetClient(rollouts=None)  # type: ignore[arg-type]
     guard = GuardCallback(SimpleNamespace(say=lambda **_: None), KlPolicy(), Detector())  # type: ignore[arg-type]
-    client.when_gone = guard.policy_is_gone
+    client.on_policy_gone = guard.policy_is_gone
     trained = model()
     for step in whole_steps:
         client.attach(SimpleNamespace(state=SimpleNamespace(global_step=step)), None, 0)
-        client.computed(canary_of(trained, "no"))
+        client.take_canary(canary_of(trained, "no"))
     assert guard.detector.verdict.health is Health.HEALTHY
     trained.model.norm.weight.data.fill_(torch.nan)
     client.attach(SimpleNamespace(state=SimpleNamespace(global_step=12)), None, 0)
     with pytest.raises(Diverged, match=f"since step {onset_step}: .*not numbers"):
-        client.computed(canary_of(trained, "no"))
+        client.take_canary(canary_of(trained, "no"))
     assert guard.detector.verdict.tripped_step == 12
