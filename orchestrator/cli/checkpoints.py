@@ -116,7 +116,7 @@ def verify(
 @app.command()
 def export(
     version: Version,
-    folder: Annotated[Path, typer.Argument(help="Made here; what a killed export left beside it is taken up.")],
+    folder: Annotated[Path, typer.Argument(help="A new folder; what a killed export left beside it is reused.")],
     target: Target = None,
     output: AsJson = Output.TEXT,
 ) -> None:
@@ -183,7 +183,7 @@ def _is_listed(catalog: Catalog, one: Checkpoint) -> bool:
 
 
 def find_checkpoint(listed: Sequence[Checkpoint], text: str) -> Checkpoint:
-    """The checkpoint that a word means; a step is that of the newest timeline which has it. Raises Stop."""
+    """The checkpoint that `text` names; a step is that of the newest timeline which has it. Raises Stop."""
     if not _VERSION.fullmatch(text):
         raise Stop(f"{text!r} names no checkpoint: {WANTED}", exit_codes.USAGE)
     if not listed:
@@ -196,7 +196,7 @@ def find_checkpoint(listed: Sequence[Checkpoint], text: str) -> Checkpoint:
 
 
 def _versions_and_run(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Tell versions from the run: whatever does not look like a version. Raises Stop for two of those."""
+    """Tell versions from the run, which is what does not look like one. Raises Stop for two runs."""
     others = [word for word in words if not _VERSION.fullmatch(word)]
     if len(others) > 1:
         two = f"{others[0]!r} and {others[1]!r}"

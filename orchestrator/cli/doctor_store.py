@@ -19,13 +19,13 @@ from orchestrator.config.rules.storage import Storage
 # next are there: 64 GB x 10 x 24. Deltas are a fraction of it. S3 Standard in us-east-1, list price.
 DELETED_TB_A_DAY = 15.4
 USD_PER_GB_MONTH = 0.023
-EXAMPLE = "of a 32B model at ten steps an hour"
+EXAMPLE = "for a 32B model at ten steps an hour"
 COSTS = (
-    f"{EXAMPLE} each day that is kept is {DELETED_TB_A_DAY:.0f} TB, "
+    f"{EXAMPLE}, each day that is kept is {DELETED_TB_A_DAY:.0f} TB, "
     f"about {DELETED_TB_A_DAY * 1000 * USD_PER_GB_MONTH:.0f} $ a month"
 )
 NEEDED = (
-    "those that a run needs too: the base model that all its checkpoints share, its journal; "
+    "also what a run needs: its journal, and the base model that all its checkpoints share; "
     "leave the run's prefix out of that rule"
 )
 HELP = {
@@ -54,7 +54,7 @@ def examine_store(storage: Storage) -> Iterator[Finding]:
 
 
 def lifecycle(store: Store) -> Iterator[Finding]:
-    """What the bucket does by itself, and what it would cost: a finding for each trap, one where there is none."""
+    """What the bucket does by itself, and what it would cost: a finding for each rule that harms, else one."""
     scheme, bucket = urlsplit(store.url).scheme, urlsplit(store.url).netloc
     if scheme in ("file", "memory"):
         return
@@ -74,11 +74,12 @@ def lifecycle(store: Store) -> Iterator[Finding]:
 def _traps(rules: BucketRules, bucket: str) -> Iterator[str]:
     kept_days = max(rules.locked_days, rules.versions_days or 0)
     if rules.locked_days:
-        yield f"{bucket!r} locks each object for {rules.locked_days} days: {_at_rest(kept_days)}; use one without"
+        locks = f"{bucket!r} locks each object for {rules.locked_days} days"
+        yield f"{locks}: {_at_rest(kept_days)}; use a bucket without object lock"
     if rules.versioned and rules.versions_days is None:
         yield (
             f"{bucket!r} is versioned, and keeps for ever what a run deletes or writes over: {COSTS}; "
-            "use one without versions, or add a lifecycle rule with NoncurrentVersionExpiration"
+            "use a bucket without versions, or add a lifecycle rule with NoncurrentVersionExpiration"
         )
     elif rules.versioned and not rules.locked_days:
         yield f"{bucket!r} is versioned, and keeps what a run deletes for {kept_days} days: {_at_rest(kept_days)}"
@@ -106,5 +107,5 @@ def _checkpoints(store: Store) -> Iterator[Finding]:
         # A restart takes the newest that is whole: without one it ends.
         yield Finding("checkpoints", False, len(damaged) == len(listed), told, warning=True)
     elif listed:
-        told = f"{len(listed)}, and nothing of them is missing; `grpo-orch checkpoints verify` reads every byte"
+        told = f"{len(listed)}, with no object missing; `grpo-orch checkpoints verify` reads every byte"
         yield Finding("checkpoints", True, False, told)

@@ -125,8 +125,8 @@ def _say_end(store: Store, record: RunRecord, output: Output) -> None:
     if state.phase is RunPhase.FINISHED:
         return
     if beat is not None and (again := beat.step - (beat.stored_step or 0)) > 0:
-        stored = "no checkpoint is" if beat.stored_step is None else f"step {beat.stored_step} is"
-        console.print(f"{stored} the newest stored; {again} steps will be made again.", highlight=False)
+        stored = "No checkpoint" if beat.stored_step is None else f"Step {beat.stored_step}"
+        console.print(f"{stored} is stored; {again} step(s) will be made again.", highlight=False)
     console.print(f"Continue with: grpo-orch resume {store.url}", highlight=False, soft_wrap=True)
 
 

@@ -48,7 +48,7 @@ Target = Annotated[
     str | None, typer.Argument(help="Store URL or run.yaml; default: ./run.yaml, else the latest run.")
 ]
 AsJson = Annotated[Output, typer.Option("-o", "--output", help="text, or json for programs.")]
-Follow = Annotated[bool, typer.Option("-f", "--follow", help="Go on as more comes.")]
+Follow = Annotated[bool, typer.Option("-f", "--follow", help="Keep printing as more comes.")]
 
 
 def status(
@@ -160,7 +160,7 @@ def _spec_was_refused(store: Store) -> bool:
 
 
 def _bad_end(built: Report, *, spec_refused: bool) -> Stop | None:
-    """What is said of a run that has failed, given up, or waits for its user; None for any other."""
+    """What to say of a run that has failed, given up, or waits for its user; None for any other."""
     match built.phase:
         case RunPhase.FAILED:
             hint = f"once the cause is repaired, continue with: grpo-orch resume {built.store}"
@@ -197,7 +197,7 @@ def _looker(store: Store) -> Callable[[], RunView]:
 
 
 def _event_lines(store: Store, follow: bool) -> Iterator[EventLine]:
-    """Journal and rehearsed faults, in the order of time as far as they are read together."""
+    """Journal and rehearsed faults, each reading in the order of time."""
     entry, faults = 0, set[int]()
     while True:
         told: list[EventLine] = []

@@ -75,7 +75,10 @@ class _Gateway:
         if address is None:
             raise Stop("no gateway yet: the run's trainer starts it", exit_codes.FAILED)
         if token is None:
-            raise Stop("this machine does not have the run's secret: ask where its daemon runs", exit_codes.FAILED)
+            raise Stop(
+                "this machine does not have the run's secret; ask where its daemon runs",
+                exit_codes.FAILED,
+            )
         self._url = address.url
         self._http = httpx.Client(
             base_url=address.url,

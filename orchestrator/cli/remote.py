@@ -1,4 +1,4 @@
-"""What up, resume and down do about a run whose daemon lives on a controller machine: `--remote`.
+"""What up, resume and down do for a run whose daemon runs on a controller machine: `--remote`.
 
 The run is created in its store by `up` here, before anything is launched, and the daemon there takes it over. So a
 crash in between leaves a run that `resume` and `down` know, and launching twice is launching once.
@@ -43,7 +43,7 @@ def refuse_unknown_machines(controller: RemoteController, store: Store, nodes: S
     if nodes and not controller.exists():
         remedy = f"`grpo-orch down {store.url}`, then `grpo-orch resume --remote {store.url}`"
         raise Stop(
-            f"a new controller machine would not know {', '.join(nodes)} and buy others; first {remedy}",
+            f"a new controller machine would not know {', '.join(nodes)}, and would buy others; first {remedy}",
             exit_codes.FAILED,
         )
 
@@ -70,7 +70,7 @@ def stop_remote(
 ) -> None:
     """Have the daemon there stop the run and return its machines, then return its own. Raises Stop.
 
-    `kind` is the command that stops it; `wait` returns once what it is given is true.
+    `kind` is of the command that stops it; `wait` returns once the function that it gets is True.
     """
     if not _is_over(store):
         command = documents.send_command(store, kind, time.time())

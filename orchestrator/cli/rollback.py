@@ -28,7 +28,7 @@ from policies.model.state import Rollback, RunState
 from policies.model.timelines import Fork, forked_spec
 from policies.model.vocabulary import RunPhase
 
-# What a trainer takes over at a restart without another shape of anything: the least that each may be, and whether
+# The keys that a restarted trainer can take over, as they change no shape: the least that each may be, and whether
 # it must be more.
 CHANGEABLE: dict[str, tuple[float, bool]] = {
     "beta": (0.0, False),
@@ -85,7 +85,7 @@ def rollback(
         changed = ", ".join(f"{key} {value:g}" for key, value in fork.changes.items()) or "the seeds alone"
         console.print(
             f"{record.spec.name} goes back to {fork.start or 'its start'}, as timeline {fork.timeline}; "
-            f"other than in run.yaml: {changed}.",
+            f"changed from run.yaml: {changed}.",
             highlight=False,
             soft_wrap=True,
         )
@@ -94,7 +94,7 @@ def rollback(
 
 
 def _new_changes(fork: Fork, grpo: Mapping[str, Any]) -> dict[str, float]:
-    """Those of a fork's changes that its predecessors had not made."""
+    """What a fork changed, beyond its predecessors."""
     return {key: value for key, value in fork.changes.items() if grpo.get(key) != value}
 
 
@@ -126,7 +126,7 @@ def _start(store: Store, to: str | None) -> str | None:
 
 
 def _refuse_without_target(store: Store, state: RunState) -> None:
-    """Raise Stop where the policy has nothing to go back to: a person must name it."""
+    """Raise Stop where the policy finds nothing to go back to, and a person must name it."""
     present = Catalog(store, "rollback").newest()
     target = target_by_hand(state, [one.at for one in present.checkpoints], ever_stored=present.number > 0)
     if target.missing:
@@ -134,7 +134,7 @@ def _refuse_without_target(store: Store, state: RunState) -> None:
 
 
 def _begun(store: Store, command_id: str, before: tuple[Rollback, ...]) -> Rollback:
-    """Wait until the daemon has taken the command; return what it makes of it. Raises Stop."""
+    """Return the rollback that the daemon begins upon the command. Raises Stop."""
     deadline_s = time.monotonic() + TAKEN_S
     with console.status("waiting for the daemon"):
         while time.monotonic() < deadline_s:

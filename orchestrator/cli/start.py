@@ -89,9 +89,9 @@ def up(
 
 
 def refuse_missing_secrets(spec: RunSpec) -> None:
-    """Raise Stop when the environment lacks what the nodes are to be given."""
+    """Raise Stop when the environment lacks a secret that the nodes need."""
     if wrong := missing(spec, os.environ):
-        raise Stop(f"{wrong}; export it, or take it out", exit_codes.USAGE)
+        raise Stop(f"{wrong}; export or remove it", exit_codes.USAGE)
 
 
 def resume(target: Target = None, detach: Detach = False, remote: Remote = False) -> None:

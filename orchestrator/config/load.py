@@ -1,7 +1,7 @@
 """`load`: a run.yaml in, a RunSpec and notices out, or every problem of the file at once.
 
-The order matters: parse, write out what is in short, check keys and types, then the rules between keys, each room
-going on where the one before found nothing wrong. Nothing is imported, started or written.
+In order: parse, write out shorthands, check keys and types, then the rules between keys; each step skips what an
+earlier one has reported. Nothing is imported, started or written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["ConfigError", "Loaded", "Problem", "Storage", "load", "load_spec", "
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A run.yaml that can be run, and what its user should know before; `notices` in the order of the lines."""
+    """A valid run.yaml, and what its user should know before it is run; `notices` in the order of the lines."""
 
     spec: RunSpec
     notices: tuple[Problem, ...]
@@ -101,7 +101,7 @@ def _read(path: Path) -> tuple[Document, Findings, Path]:
 
 
 def _checked(document: Document, workdir: Path, findings: Findings) -> dict[str, Any]:
-    """The document in RunSpec's shape, as far as it is sound; what is not is in `findings`."""
+    """The valid part of the document in RunSpec's shape; what is wrong is in `findings`."""
     write_out_storage(document, workdir, findings)
     write_out(document, workdir, findings)
     write_out_rehearsal(document.data, _replicas_max(document.data), findings)
@@ -137,7 +137,7 @@ def _check_rewards(data: dict[str, Any], workdir: Path, findings: Findings) -> N
 
 
 def _replicas_max(data: dict[str, Any]) -> int | None:
-    """How many rollout nodes there can be; None where the file does not say it soundly."""
+    """How many rollout nodes there can be; None where the file's value is not valid."""
     rollout = data.get("rollout")
     replicas = rollout.get("replicas") if isinstance(rollout, dict) else None
     if replicas is None:

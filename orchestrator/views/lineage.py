@@ -1,4 +1,4 @@
-"""A run's timelines, for people: how far a rollback is, and what is other on the new one."""
+"""A run's timelines in words: how far a rollback is, and what it changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from policies.model.vocabulary import RollbackStage
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key of `grpo`: what it was, None where that is TRL's own and not known here, and what it is."""
+    """A key of `grpo`: its value before, None where that is a default of TRL's not known here, and after."""
 
     before: float | None
     after: float
@@ -45,7 +45,7 @@ def stage_words(rollback: Rollback) -> str:
 
 
 def changes_of(fork: Fork, before: Fork | None, grpo: Mapping[str, object]) -> dict[str, Change]:
-    """What this fork changed in `grpo`: a fork itself holds those of its predecessors, too."""
+    """What this fork changed in `grpo`; its own `changes` hold those of its predecessors, too."""
     known = {**TRL_DEFAULTS, **{key: value for key, value in grpo.items() if isinstance(value, int | float)}}
     known.update({} if before is None else before.changes)
     return {key: Change(known.get(key), value) for key, value in fork.changes.items() if known.get(key) != value}
@@ -60,7 +60,7 @@ def change_words(changes: Mapping[str, Change]) -> str:
 
 
 def effect_words(effects: Mapping[str, str]) -> str:
-    """`learning_rate: updates of half the size; beta: ...`; what does the same is told once."""
+    """`learning_rate: updates of half the size; beta: ...`; keys with the same effect are told together."""
     by_text: dict[str, list[str]] = {}
     for key, text in effects.items():
         by_text.setdefault(text, []).append(key)
@@ -68,7 +68,7 @@ def effect_words(effects: Mapping[str, str]) -> str:
 
 
 def skipped_of(fork: Fork, before: Fork | None) -> tuple[Skipped, ...]:
-    """Those whose prompts this fork leaves out and the one before it did not."""
+    """The steps whose prompts this fork leaves out, and the one before it did not."""
     known = () if before is None else before.skipped
     return tuple(one for one in fork.skipped if one not in known)
 

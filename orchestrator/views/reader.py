@@ -34,7 +34,7 @@ from policies.model.timelines import lineage, on_lineage
 from policies.model.vocabulary import NodePhase
 
 EVENTS_KEPT = 200  # the newest, for views; the journal itself is read by `events`
-KL_START_POINTS = 3  # their median is where the detectors, too, say that a run's KL started
+KL_START_POINTS = 3  # their median is a run's first KL, as in the detectors
 
 
 class Reader:

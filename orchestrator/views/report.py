@@ -166,7 +166,7 @@ def render(report: Report) -> RenderableType:
 
 
 def _end_s(reader: Reader, now_s: float) -> float:
-    """Now while the run goes on; the journal's last word once it has ended, so that old runs don't grow dearer."""
+    """Now while the run goes on; once it has ended, the journal's last entry, so that its cost grows no more."""
     if reader.state.phase in TERMINAL_RUN and reader.last is not None:
         return reader.last.time_s
     return now_s

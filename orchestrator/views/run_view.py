@@ -46,7 +46,7 @@ def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunV
         gateway = None  # it went with the trainer's machine
     beat, rows, state = reader.trainer, reader.path, reader.state
     if beat is not None and beat.timeline != state.timeline:
-        beat = None  # the last word of a trainer that a rollback has ended
+        beat = None  # of a trainer that a rollback has ended
     pace = rows[-PACE_STEPS - 1 :]
     step_s = _step_s(pace)
     step = beat.step if beat else (rows[-1].step if rows else 0)

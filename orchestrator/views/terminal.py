@@ -1,7 +1,7 @@
 """The live view in a terminal, and plain lines where the output is none.
 
-Drawn for 80 x 24: what the run is doing, whether it learns, who works, what happened last. Colour repeats what a
-word says already.
+Drawn for 80 x 24: what the run is doing, whether it learns, who works, what happened last. No information is in a
+colour alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is wrong with a run.yaml, one line each, and where to look.
 
-Every room of `orchestrator.config` reports to one `Findings` and goes on, so that a user sees all problems of a
-file at once. Only `load_spec` raises, and only ConfigError.
+Every check reports to one `Findings` and goes on, so that a user sees all problems of a file at once. Only `load`
+and its like raise, and only ConfigError.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LISTED_MAX = 12  # a longer list of keys helps nobody: then only the nearest is 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem, or a notice. `line` counts from 1; 0 where the file as a whole is meant. `key` may be empty."""
+    """One problem, or a notice. `line` counts from 1; 0 for the file as a whole. `key` may be empty."""
 
     file: str
     line: int

@@ -1,4 +1,4 @@
-"""What a run.yaml may say in short, written out: `replicas: 2`, a dataset's bare name.
+"""Shorthands of run.yaml, written out: `replicas: 2`, a dataset's bare name.
 
 Also paths: what is relative in the file is relative to the folder of the file, whoever reads it and from where.
 """

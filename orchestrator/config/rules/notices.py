@@ -1,4 +1,4 @@
-"""What can be run, and perhaps not as it was meant: said by `validate` and `up`, and refused by neither."""
+"""What can be run, and perhaps not as it was meant: `validate` and `up` say so, and refuse nothing."""
 
 from __future__ import annotations
 

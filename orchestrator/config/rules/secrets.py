@@ -1,4 +1,4 @@
-"""Secrets and run.yaml, which is copied to the store: named in it they may be, and never stand in it."""
+"""Secrets and run.yaml, which is copied to the store: it names them, and must not hold one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAME_IT = "this file is copied to the store; export it where the run is started,
 
 
 def check_secrets(run: EffectiveRun, findings: Findings) -> None:
-    """Check `secrets`: names, each once, and of nothing that an `env` sets. No message quotes what is none."""
+    """Check `secrets`: names, each once, none that an `env` sets. Messages quote no value that is no name."""
     names: list[Any] = run.at("secrets") or []
     for index, name in enumerate(names):
         here: KeyPath = ("secrets", index)

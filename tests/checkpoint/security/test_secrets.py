@@ -299,7 +299,7 @@ def test_up_and_resume_say_in_a_line_which_one_is_missing(
             main()
         said = capsys.readouterr().err.splitlines()
         assert end.value.code == 2
-        assert said == ["LICENCE is not set here, and `secrets` of run.yaml names it; export it, or take it out"]
+        assert said == ["LICENCE is not set here, and `secrets` of run.yaml names it; export or remove it"]
         if command == "up":
             assert not (tmp_path / "run" / "run.json").exists()
             documents.create_run(Store((tmp_path / "run").as_uri()), record)

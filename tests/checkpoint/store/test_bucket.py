@@ -62,7 +62,9 @@ def test_or_for_some_days(store: Store, moto: S3Server) -> None:
     version(moto, store)
     expire(moto, store, {"Filter": {"Prefix": ""}, "NoncurrentVersionExpiration": {"NoncurrentDays": 7}})
     (line,) = told(store)
-    assert line.endswith("for 7 days: of a 32B model at ten steps an hour that is 108 TB at rest, 2,479 $ a month")
+    assert line.endswith(
+        "for 7 days: for a 32B model at ten steps an hour that is 108 TB at rest, 2,479 $ a month"
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,8 +113,8 @@ def test_a_date_and_an_archive_are_traps_too(store: Store, moto: S3Server) -> No
     expire(moto, store, {"Filter": {"Prefix": ""}, **at}, {"Filter": {"Prefix": ""}, "Transitions": moves})
     assert rules_of(store.url, store.options) == BucketRules(expires_on="2027-01-31", archived_days=90)
     deleted, archived = told(store)
-    assert "deletes all objects from 2027-01-31 on, those that a run needs too" in deleted
-    assert "archives objects that are 90 days old, those that a run needs too" in archived
+    assert "deletes all objects from 2027-01-31 on, also what a run needs" in deleted
+    assert "archives objects that are 90 days old, also what a run needs" in archived
 
 
 def test_a_rule_for_tagged_objects_or_one_that_is_off_touches_no_run(store: Store, moto: S3Server) -> None:
