@@ -53,7 +53,7 @@ SAVES_BEHIND_MAX = 10  # without `checkpoints.max_behind_steps`: how many saves 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What a trainer's process has before its trainer. The record has the run's specification on this timeline."""
+    """What the process has before its trainer is made. The record's specification is this timeline's."""
 
     env: NodeEnv
     record: RunRecord
@@ -69,7 +69,7 @@ class _Start:
 
     @property
     def workdir(self) -> Path:
-        """The run's folder, of which run.yaml's names are relative."""
+        """The folder of run.yaml, to which its paths are relative."""
         return Path(self.spec.workdir)
 
     @property
@@ -160,7 +160,8 @@ def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable
             raise
         raise BadSpec(f"trainer.model {wanted.model}, with the settings of `grpo`: {first_line(error)}") from error
     if trl_grpo.shards_reference(trainer):
-        raise BadSpec("grpo.sync_ref_model: a reference model in shards (FSDP, ZeRO stage 3) survives no restart")
+        shards = "a reference model in shards (FSDP, ZeRO stage 3) does not survive a restart"
+        raise BadSpec(f"grpo.sync_ref_model: {shards}; use ZeRO stage 0 to 2 or DDP")
     return trainer
 
 

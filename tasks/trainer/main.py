@@ -1,8 +1,8 @@
 """The trainer's process: `python -m tasks.trainer.main`.
 
-It reads the run from the store, takes up the newest checkpoint on the line of its timeline, and trains to the last
+It reads the run from the store, restores the newest checkpoint on the line of its timeline, and trains to the last
 step, or until its guard finds that the run diverges. All that outlives it is in the store. It ends with one of
-`policies.model.exit_codes`; its last line on stderr is why.
+`policies.model.exit_codes`; its last line on stderr says why.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
 
 
 def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
-    """Train, and say how it ended. Raises what another try may not meet again."""
+    """Train, and say how it ended. Raises errors that another try may not meet."""
     from tasks.trainer.callbacks import Diverged
 
     try:
@@ -167,7 +167,7 @@ def _read_forks(store: Store, timeline: int) -> tuple[Fork, ...]:
     """How the timelines up to the trainer's began. Raises NotFound where its own did not."""
     forks = read_forks(store)
     if timeline not in (0, *(fork.timeline for fork in forks)):
-        raise NotFound(f"timeline {timeline} has not begun", "a timeline is begun by the controller alone")
+        raise NotFound(f"timeline {timeline} has not begun", "only the controller begins one")
     return forks
 
 

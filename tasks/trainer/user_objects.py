@@ -1,6 +1,6 @@
 """What run.yaml names and only the trainer's machine can load: model, datasets, reward functions.
 
-A name that leads nowhere is the user's to repair, and said in one line.
+A name that leads nowhere is told in one line, for the user to repair.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from policies.model.spec import Dataset, TrainerSpec
 
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-
-
 # Of the machine or the network, not of run.yaml: another try may find them gone.
 PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
@@ -36,7 +34,7 @@ def model_path(spec: TrainerSpec, workdir: Path) -> str:
     if folder.is_dir():
         return str(folder)
     if spec.model.startswith((".", "/", "~")):
-        raise BadSpec(f"trainer.model: there is no folder {folder}")
+        raise BadSpec(f"trainer.model: there is no folder {folder}; name one, or a model on the hub")
     return spec.model
 
 
@@ -47,12 +45,12 @@ def load_dataset(key: str, wanted: Dataset, workdir: Path) -> Any:
     try:
         if path.is_file():
             if kind is None:
-                raise BadSpec(f"{key}: {path} is none of {', '.join(FILE_KINDS)}")
+                raise BadSpec(f"{key}: {path} is not read; expected a file in {', '.join(FILE_KINDS)}")
             loaded = datasets.load_dataset(kind, wanted.name, data_files=str(path), split=wanted.split)
         elif path.is_dir():
             loaded = datasets.load_dataset(str(path), wanted.name, split=wanted.split)
         elif kind is not None or wanted.path.startswith((".", "/", "~")):
-            raise BadSpec(f"{key}: there is no file or folder {path}")
+            raise BadSpec(f"{key}: there is no file or folder {path}; name one, or a dataset on the hub")
         else:
             loaded = datasets.load_dataset(wanted.path, wanted.name, split=wanted.split)
     except (DatasetNotFoundError, ValueError, OSError, datasets.exceptions.DatasetsError) as error:
@@ -60,7 +58,8 @@ def load_dataset(key: str, wanted: Dataset, workdir: Path) -> Any:
             raise
         raise BadSpec(f"{key}: {wanted.path}: {first_line(error)}") from error
     if "prompt" not in (loaded.column_names or ["prompt"]):
-        raise BadSpec(f"{key}: {wanted.path} has no column `prompt`, only {', '.join(loaded.column_names)}")
+        only = ", ".join(loaded.column_names)
+        raise BadSpec(f"{key}: {wanted.path} has no column `prompt`, only {only}; rename the one with the prompts")
     return loaded
 
 
@@ -107,6 +106,6 @@ def _load_function(import_path: str) -> Callable[..., Any]:
     except (ImportError, AttributeError, SyntaxError) as error:
         raise BadSpec(f"trainer.reward_funcs: {import_path}: {first_line(error)}") from error
     if not callable(found):
-        raise BadSpec(f"trainer.reward_funcs: {import_path} is not a function")
+        raise BadSpec(f"trainer.reward_funcs: {import_path} is not a function; expected module.function")
     function: Callable[..., Any] = found
     return function
