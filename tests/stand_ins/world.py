@@ -199,17 +199,22 @@ class World:
     def advance(self, dt_s: float = 0.5) -> None:
         """Let time pass: machines boot, the trainer beats, and steps while a rollout node serves."""
         self.now_s += dt_s
+        self._boot_machines()
+        trainer = self._trainer()
+        for older in [m for m in self._trainers() if m is not trainer]:
+            self.exit(older.node, exit_codes.FENCED)
+        if trainer is not None:
+            self._advance_trainer(trainer, dt_s)
+
+    def _boot_machines(self) -> None:
         for node, machine in list(self.machines.items()):
             if machine.state is MachineState.STARTING and self.now_s >= self.up_at_s[node]:
                 self.machines[node] = replace(machine, state=MachineState.UP, attempt=1)
             code = self.fails.get(role_of(node))
             if code is not None and self._works(self.machines[node]):
                 self.exit(node, code)
-        trainer = self._trainer()
-        for older in [m for m in self._trainers() if m is not trainer]:
-            self.exit(older.node, exit_codes.FENCED)
-        if trainer is None:
-            return
+
+    def _advance_trainer(self, trainer: Machine, dt_s: float) -> None:
         timeline = self.timelines[trainer.node, trainer.attempt]
         if any(fork.timeline > timeline for fork in self.forks):
             self.exit(trainer.node, exit_codes.FENCED)
