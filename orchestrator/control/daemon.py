@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 
 import structlog
 
@@ -36,6 +37,7 @@ from policies.control.snapshot import Launch
 from policies.model import exit_codes
 from policies.model.events import Event, RunCreated, RunMoved
 from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, RUN_ENV, TIMELINE_ENV, TOKEN_ENV
+from policies.model.spec import RunSpec
 from policies.model.vocabulary import Refusal, RunPhase, role_of
 
 log = structlog.get_logger()
@@ -89,23 +91,7 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
         documents.SECRET_MARK.write(store, token_mark(token))
     trust.vouch(store, token, run_json)
     cloud = open_cloud(record, store)
-
-    def environment_of(launch: Launch) -> dict[str, str]:
-        if wrong := missing(record.spec, os.environ):
-            raise CloudRefused(Refusal.CREDENTIALS, f"{wrong}; export it and `grpo-orch resume {store.url}`")
-        role = role_of(launch.slot)
-        return {
-            **handed_on(secrets_for(record.spec, role, os.environ)),
-            RUN_ENV: store.url,
-            NODE_ENV: launch.node,
-            ATTEMPT_ENV: str(launch.attempt),
-            TIMELINE_ENV: str(launch.timeline),
-            TOKEN_ENV: token,
-            # Machines elsewhere inherit nothing.
-            **{name: os.environ[name] for name in (OPTIONS_ENV,) if name in os.environ},
-        }
-
-    actuator = Actuator(cloud, store, environment_of, _redactor(record))
+    actuator = Actuator(cloud, store, partial(_environment, record.spec, store.url, token), _redactor(record))
     observer = Observer(store, cloud, record.spec)
     controller = Controller(store, record.spec, journal, state, observer, actuator)
     opening = _opening(controller, record, reason)
@@ -121,6 +107,22 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
         cloud.close()
     documents.LEASE.drop(store)
     return exit_codes.OK
+
+
+def _environment(spec: RunSpec, store_url: str, token: str, launch: Launch) -> dict[str, str]:
+    """What the work of a node is told, secrets included. Raises CloudRefused where one is missing here."""
+    if wrong := missing(spec, os.environ):
+        raise CloudRefused(Refusal.CREDENTIALS, f"{wrong}; export it and `grpo-orch resume {store_url}`")
+    environment = {
+        **handed_on(secrets_for(spec, role_of(launch.slot), os.environ)),
+        RUN_ENV: store_url,
+        NODE_ENV: launch.node,
+        ATTEMPT_ENV: str(launch.attempt),
+        TIMELINE_ENV: str(launch.timeline),
+        TOKEN_ENV: token,
+    }
+    options = os.environ.get(OPTIONS_ENV)  # machines elsewhere inherit nothing
+    return environment if options is None else {**environment, OPTIONS_ENV: options}
 
 
 def _redactor(record: RunRecord) -> Redactor:

@@ -211,15 +211,8 @@ def _server_log() -> Path:
 
 
 def _task(name: str, work: Work) -> Any:
-    task = sky.Task(
-        name=name,
-        setup=work.setup,
-        run=work.run,
-        envs=work.env,
-        secrets=work.secrets,
-        workdir=work.workdir,
-        file_mounts=work.files,
-    )
+    what = {"setup": work.setup, "run": work.run, "workdir": work.workdir, "file_mounts": work.files}
+    task = sky.Task(name=name, envs=work.env, secrets=work.secrets, **what)
     task.set_resources(sky.Resources.from_yaml_config(labelled(work.resources, name)))
     return task
 
@@ -297,6 +290,4 @@ def _reason(cloud: Any) -> str:
         reason = f"its library is missing: pip install 'skypilot[{cloud.canonical_name()}]=={sky.__version__}'"
     except Exception as error:  # noqa: BLE001 whatever it is, it is the reason
         reason = str(error)
-    return (
-        one_line(" ".join(str(reason).split())) if reason else "left out by `allowed_clouds` in ~/.sky/config.yaml"
-    )
+    return one_line(" ".join(str(reason or "left out by `allowed_clouds` in ~/.sky/config.yaml").split()))
