@@ -26,7 +26,7 @@ from checkpoint.stream.chunks import Progress
 from checkpoint.stream.transfer import read_manifest
 from checkpoint.stream.transfer import verify as read_all
 from orchestrator.cli.console import Stop, console, errors
-from orchestrator.cli.look import AsJson, Output, Target, print_json
+from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run
 from orchestrator.config.rules.checks import LOGGING_STEPS
 from orchestrator.views.numbers import NOT_KNOWN, data_size, duration

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from orchestrator.cli.console import Stop, console
-from orchestrator.cli.look import AsJson, Output, print_json
+from orchestrator.cli.options import AsJson, Output, print_json
 from orchestrator.views.detection import detect as follow
 from orchestrator.views.detection import render, to_json
 from orchestrator.views.traces import NotATrace, read_trace

@@ -15,7 +15,7 @@ from rich.text import Text
 from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.doctor_store import examine_store
 from orchestrator.cli.finding import Finding
-from orchestrator.cli.look import AsJson, Output, print_json
+from orchestrator.cli.options import AsJson, Output, print_json
 from orchestrator.clouds.local.cloud import node_python
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky.types import ApiServer, CloudCheck, SkyOffer

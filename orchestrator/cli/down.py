@@ -13,7 +13,7 @@ from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
 from orchestrator.cli.console import Stop, console, errors
-from orchestrator.cli.look import AsJson, Output, print_json
+from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.remote import controller_of, is_steered, say_lost, stop_remote
 from orchestrator.cli.target import open_run
 from orchestrator.clouds import open_cloud
@@ -29,9 +29,6 @@ CLOUD_WAIT_S = 60.0  # an API server that has to be started takes ten seconds
 POLL_S = 0.2
 SAY_S = 1.0  # between two looks at how far the trainer is
 
-Target = Annotated[
-    str | None, typer.Argument(help="Store URL or run.yaml; default: ./run.yaml, else the latest run.")
-]
 Now = Annotated[
     bool, typer.Option("--now", help="Do not wait for the trainer to store what it has since its last checkpoint.")
 ]

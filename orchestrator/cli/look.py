@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +15,7 @@ from checkpoint.records.documents import RunRecord
 from checkpoint.records.rehearsals import read_faults
 from checkpoint.store.run_store import Store
 from orchestrator.cli.console import Stop, console
+from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.remote import controller_of, remote_log
 from orchestrator.cli.target import open_run
 from orchestrator.clouds import open_cloud
@@ -37,17 +36,6 @@ from policies.model.vocabulary import RunPhase
 FOLLOW_EVERY_S = 0.5
 
 
-class Output(StrEnum):
-    """How a command prints."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
-Target = Annotated[
-    str | None, typer.Argument(help="Store URL or run.yaml; default: ./run.yaml, else the latest run.")
-]
-AsJson = Annotated[Output, typer.Option("-o", "--output", help="text, or json for programs.")]
 Follow = Annotated[bool, typer.Option("-f", "--follow", help="Keep printing as more comes.")]
 
 
@@ -211,8 +199,3 @@ def _event_lines(store: Store, follow: bool) -> Iterator[EventLine]:
         if not follow:
             return
         time.sleep(FOLLOW_EVERY_S)
-
-
-def print_json(document: object) -> None:
-    """One line of JSON, for programs."""
-    print(json.dumps(document), flush=True)

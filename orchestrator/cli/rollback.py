@@ -15,7 +15,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog
 from orchestrator.cli.checkpoints import find_checkpoint
 from orchestrator.cli.console import Stop, console
-from orchestrator.cli.look import AsJson, Output, Target, print_json
+from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.remote import controller_of, is_steered, start_remote
 from orchestrator.cli.start import refuse_missing_secrets
 from orchestrator.cli.target import open_run

@@ -19,6 +19,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.look import attach
+from orchestrator.cli.options import Target
 from orchestrator.cli.remote import (
     controller_of,
     is_steered,
@@ -51,9 +52,6 @@ from policies.model.vocabulary import Market, RunPhase
 Detach = Annotated[bool, typer.Option("-d", "--detach", help="Do not attach the live view.")]
 Remote = Annotated[
     bool, typer.Option("--remote", help="Steer it from a small machine of its own, so that this one may sleep.")
-]
-Target = Annotated[
-    str | None, typer.Argument(help="Store URL or run.yaml; default: ./run.yaml, else the latest run.")
 ]
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from orchestrator.cli.console import Stop, console
-from orchestrator.cli.look import AsJson, Output, print_json
+from orchestrator.cli.options import AsJson, Output, print_json
 from orchestrator.config.load import ConfigError, Loaded, Problem, load
 from orchestrator.config.template import init_text
 from policies.model import exit_codes
