@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import structlog
 
 from checkpoint.store import layout
-from checkpoint.store.codec import event_from_plain, from_json
+from checkpoint.store.codec import check_schema, event_from_plain, from_json
 from checkpoint.store.errors import Corrupt, Torn
 from checkpoint.store.run_store import Store
 from policies.model.events import Event
@@ -113,8 +113,7 @@ def _read(store: Store, number: int) -> Record | None:
         except Torn:
             if not left:
                 raise
-    if record.schema > SCHEMA:
-        raise Corrupt(f"{key}: entry of schema {record.schema}", f"this grpo-orch reads up to {SCHEMA}")
+    check_schema(record.schema, SCHEMA, key)
     if record.number != number:
         raise Corrupt(f"{key}: holds entry {record.number}", "it was copied there; restore the store")
     return record

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from checkpoint.store import layout
-from checkpoint.store.codec import from_json, to_json
+from checkpoint.store.codec import check_schema, from_json, to_json
 from checkpoint.store.document import Document, OptionalDocument
-from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
+from checkpoint.store.errors import AlreadyExists, NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
 from policies.control.rollback_begin import RUN_START
@@ -109,9 +109,9 @@ def run_bytes(store: Store) -> bytes:
 
 def decode_run(store: Store, data: bytes) -> RunRecord:
     """Decode run.json. Raises Corrupt, also for a newer schema."""
-    record = from_json(data, RunRecord, f"{store.url}/{layout.RUN}")
-    if record.schema > SCHEMA:
-        raise Corrupt(f"{store.url}: run of schema {record.schema}", f"this grpo-orch reads up to {SCHEMA}")
+    where = f"{store.url}/{layout.RUN}"
+    record = from_json(data, RunRecord, where)
+    check_schema(record.schema, SCHEMA, where)
     return record
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from checkpoint.store import layout
-from checkpoint.store.codec import from_json, to_json
-from checkpoint.store.errors import Corrupt
+from checkpoint.store.codec import check_schema, from_json, to_json
 from checkpoint.store.run_store import Store
 from policies.detect.divergence import Detector
 from policies.model.vocabulary import PolicyVersion
@@ -41,6 +40,5 @@ def write_resume_state(store: Store, state: ResumeState) -> None:
 def decode(data: bytes, where: str) -> ResumeState:
     """Read a stored state. Raises Corrupt naming `where`."""
     state = from_json(data, ResumeState, where)
-    if state.schema > SCHEMA:
-        raise Corrupt(f"{where}: schema {state.schema}", f"this grpo-orch reads up to {SCHEMA}; use a newer one")
+    check_schema(state.schema, SCHEMA, where)
     return state

@@ -35,6 +35,12 @@ def from_json(data: bytes, cls: type[T], where: str) -> T:
         raise Torn(f"{where}: {len(data)} bytes, {error}", "it was damaged, or its write was cut off") from error
 
 
+def check_schema(schema: int, newest: int, where: str) -> None:
+    """Raise Corrupt, naming `where`, for a schema that only newer versions know."""
+    if schema > newest:
+        raise Corrupt(f"{where}: schema {schema}", f"this grpo-orch reads up to {newest}; use a newer one")
+
+
 def event_to_plain(event: Event) -> dict[str, Any]:
     """An event as JSON data, its type's name under `type`."""
     return {"type": type(event).__name__, **msgspec.to_builtins(event)}

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from checkpoint.store import layout
-from checkpoint.store.codec import from_json, to_json
-from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, Torn
+from checkpoint.store.codec import check_schema, from_json, to_json
+from checkpoint.store.errors import AlreadyExists, NotFound, Torn
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion
 
@@ -203,6 +203,5 @@ def _read(store: Store, key: str) -> Revision:
         except Torn:
             if not left:
                 raise
-    if revision.schema > SCHEMA:
-        raise Corrupt(f"{key}: schema {revision.schema}", f"this grpo-orch reads up to {SCHEMA}; use a newer one")
+    check_schema(revision.schema, SCHEMA, key)
     return revision

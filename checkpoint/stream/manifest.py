@@ -13,7 +13,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from checkpoint.store import layout
-from checkpoint.store.codec import from_json, to_json
+from checkpoint.store.codec import check_schema, from_json, to_json
 from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks
@@ -92,8 +92,7 @@ def load(store: Store, prefix: str) -> Manifest:
 def decode(data: bytes, key: str) -> Manifest:
     """Read a manifest's bytes. Raises Corrupt naming `key`."""
     manifest = from_json(data, Manifest, key)
-    if manifest.schema > SCHEMA:
-        raise Corrupt(f"{key}: schema {manifest.schema}", f"this grpo-orch reads up to {SCHEMA}; use a newer one")
+    check_schema(manifest.schema, SCHEMA, key)
     return manifest
 
 
