@@ -35,7 +35,6 @@ from policies.model.vocabulary import RunPhase
 
 FOLLOW_EVERY_S = 0.5
 
-
 Follow = Annotated[bool, typer.Option("-f", "--follow", help="Keep printing as more comes.")]
 
 

@@ -106,7 +106,7 @@ def _reward_weights(run: EffectiveRun, findings: Findings) -> None:
         findings.add(("grpo", "reward_weights"), message)
 
 
-def _room_for_completions(run: EffectiveRun, findings: Findings) -> None:
+def _room_for_prompts(run: EffectiveRun, findings: Findings) -> None:
     room, length = run.at("rollout", "vllm", "max-model-len"), run.grpo("max_completion_length")
     if isinstance(room, int) and 0 < room <= length:
         findings.add(
@@ -115,7 +115,7 @@ def _room_for_completions(run: EffectiveRun, findings: Findings) -> None:
         )
 
 
-def _no_guesses_where_completions_go_on(run: EffectiveRun, findings: Findings) -> None:
+def _no_speculative_decoding(run: EffectiveRun, findings: Findings) -> None:
     if run.at("rollout", "recovery") == "exact":
         return
     for flag in ("speculative-config", "spec-method", "spec-model", "spec-tokens"):
@@ -124,7 +124,7 @@ def _no_guesses_where_completions_go_on(run: EffectiveRun, findings: Findings) -
             findings.add(("rollout", "vllm", flag), f"{message}; expected rollout.recovery: exact with it")
 
 
-def _no_seed_for_all(run: EffectiveRun, findings: Findings) -> None:
+def _no_common_seed(run: EffectiveRun, findings: Findings) -> None:
     extra = run.at("grpo", "generation_kwargs")
     if isinstance(extra, dict) and "seed" in extra:
         message = "each completion has a seed of its own, derived from grpo.seed; remove this one"
@@ -136,7 +136,7 @@ def _precision(run: EffectiveRun, findings: Findings) -> None:
         findings.add(("grpo", "fp16"), "TRL takes fp16 or bf16, not both; remove one")
 
 
-def _faults_come_in_time(run: EffectiveRun, findings: Findings) -> None:
+def _rehearsed_faults(run: EffectiveRun, findings: Findings) -> None:
     steps = run.grpo("max_steps")
     for index, fault in enumerate(run.at("rehearse", "faults") or ()):
         here: KeyPath = ("rehearse", "faults", index)
@@ -164,12 +164,12 @@ CHECKS: tuple[Callable[[EffectiveRun, Findings], None], ...] = (
     _evaluation,
     batches.eval_batch_holds_groups,
     _reward_weights,
-    _room_for_completions,
-    _no_guesses_where_completions_go_on,
-    _no_seed_for_all,
+    _room_for_prompts,
+    _no_speculative_decoding,
+    _no_common_seed,
     _precision,
     check_reference_model,
-    _faults_come_in_time,
+    _rehearsed_faults,
 )
 
 
