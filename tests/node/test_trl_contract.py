@@ -142,7 +142,7 @@ def test_what_the_weights_compute_is_known_when_they_are_handed_over() -> None:
     handed: list[object] = []
 
     class Client:
-        def computed(self, canary: Canary) -> None:
+        def take_canary(self, canary: Canary) -> None:
             self.canary = canary
 
         def update_named_params(self, *_: object) -> None:
