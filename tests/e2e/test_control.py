@@ -123,6 +123,7 @@ def test_sigterm_ends_the_daemon_and_leaves_the_machines(run: Run) -> None:
     assert run.pids("rollout-0-i1") == pids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

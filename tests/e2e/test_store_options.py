@@ -105,6 +105,7 @@ def test_a_secret_reaches_the_processes_and_nothing_that_is_written(run: S3Run) 
     assert run.secret not in "".join(run.said)
 
 
+@pytest.mark.slow
 def test_on_another_machine_run_yaml_or_the_environment_is_needed(run: S3Run, proxy: FaultProxy) -> None:
     run.start()
     run.cli("down", run.url)
@@ -123,6 +124,7 @@ def test_on_another_machine_run_yaml_or_the_environment_is_needed(run: S3Run, pr
     run.env["GRPO_ORCH_HOME"] = here  # whose machines are to be ended
 
 
+@pytest.mark.slow
 def test_a_store_that_is_refused_is_left_as_it_was(run: S3Run, proxy: FaultProxy) -> None:
     proxy.inject(IgnoreConditions())
     refused = run.cli("up", str(run.yaml), "-y", "-d", code=exit_codes.FAILED)
@@ -132,6 +134,7 @@ def test_a_store_that_is_refused_is_left_as_it_was(run: S3Run, proxy: FaultProxy
     assert run.written_at_home() == [], "no daemon, no token, no options"
 
 
+@pytest.mark.slow
 def test_a_refused_store_is_not_resumed(run: S3Run, proxy: FaultProxy) -> None:
     run.start()
     run.cli("down", run.url)
