@@ -61,7 +61,7 @@ def recovery(store: Store, entries: int) -> Recovery:
 
 
 def write_journal(store: Store, entries: int) -> RunState:
-    """Store a busy run's journal with its segments and return the state behind the last entry."""
+    """Store a busy run's journal with its segments and return the state after the last entry."""
     state, since = RunState(), list[Record]()
     with ThreadPoolExecutor(WRITERS) as pool:
         batch = list[Record]()

@@ -51,7 +51,7 @@ def world(tmp_path: Path) -> World:
 
 
 def publish(publisher: PolicyPublisher, timeline: int, *steps: int, weights: float = 0.0) -> PolicyRef:
-    """Publish these steps one after another, and let what is removed behind the last be gone."""
+    """Publish these steps one after another, and let what is removed after the last be gone."""
     for step in steps:
         ref = publisher.publish(PolicyVersion(timeline, step), [("w", torch.full((4,), step + weights))], None)
     settle(publisher)

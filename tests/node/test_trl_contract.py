@@ -213,7 +213,7 @@ def test_a_step_ends_where_its_end_is_kept() -> None:
         for text in ("self.get_batch_samples(", "_load_rng_state(resume_from_checkpoint)\n                rng")
     ]
     assert resumed == sorted(resumed), (
-        "random states are no longer put back behind the fetching of a step's batches"
+        "random states are no longer put back after the fetching of a step's batches"
     )
     generated = inspect.getsource(vllm_generation.VLLMGeneration.generate)
     assert "return prompt_ids, completion_ids, logprobs" in generated

@@ -1,4 +1,4 @@
-"""Completions that are cut and go on behind their first tokens, on a real vLLM: the same as those that were not.
+"""Completions that are cut and go on after their first tokens, on a real vLLM: the same as those that were not.
 
 The server is made short of everything: of room in a step, so that prompts are computed in parts, and of cache, so
 that requests are preempted and computed anew; whatever is asked runs beside the others.
@@ -44,7 +44,7 @@ class Asked:
     max_tokens: int
     sampling: dict[str, Any]
 
-    def behind(self, begun: list[int]) -> Asked:
+    def after(self, begun: list[int]) -> Asked:
         return Asked(self.prompt + begun, self.max_tokens - len(begun), self.sampling)
 
 
@@ -143,7 +143,7 @@ def test_a_completion_goes_on_behind_any_token_as_if_it_had_not_been_cut(node: N
     asked = requests(chance)
     whole = node.make(asked)
     cuts = [chance.randrange(1, len(one.tokens)) for one in whole]
-    rest = node.make([one.behind(made.tokens[:cut]) for one, made, cut in zip(asked, whole, cuts, strict=True)])
+    rest = node.make([one.after(made.tokens[:cut]) for one, made, cut in zip(asked, whole, cuts, strict=True)])
     assert [made.tokens for made in rest] == [made.tokens[cut:] for made, cut in zip(whole, cuts, strict=True)]
     differences = [
         abs(left - right)

@@ -38,7 +38,7 @@ class Case:
 
 
 CASES = {
-    # In the middle of a batch, between two batches of a step, or in an evaluation, behind which random numbers
+    # In the middle of a batch, between two batches of a step, or in an evaluation, after which random numbers
     # must be as without it.
     "plain": Case(
         {
@@ -100,7 +100,7 @@ def test_told_to_stop_it_loses_no_step(name: str, tiny: Path, tmp_path: Path) ->
 
 
 def test_sigterm_to_the_machine_stores_what_it_has(tiny: Path, tmp_path: Path) -> None:
-    """Trainer, uploader and their supervisor, as a cloud starts them; the step is longer than any patience."""
+    """Trainer, uploader and their supervisor, as a cloud starts them; the step is longer than anyone waits."""
     with open_rig(tmp_path, tiny, grpo=NEVER) as rig:
         rig.uploader.kill()  # the machine brings its own, and a gateway, before which the stand-in goes
         rig.uploader.wait()

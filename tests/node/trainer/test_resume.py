@@ -30,7 +30,7 @@ class Case:
 
     spec: dict[str, Any]
     first_kill: range
-    replays: int  # steps behind the newest checkpoint that the journal holds by then
+    replays: int  # steps after the newest checkpoint that the journal holds by then
     second_kill: bool = False
 
 

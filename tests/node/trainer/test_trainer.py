@@ -42,7 +42,7 @@ LENGTH = 6
 @dataclass(frozen=True)
 class Finished:
     """A run that went through a cut connection, a restarted gateway and a time without nodes, and its trainer
-    started again behind its end."""
+    started again after its end."""
 
     store: Store
     exit_codes: tuple[int, int]
@@ -205,7 +205,7 @@ def test_an_exported_checkpoint_is_one_of_hugging_face_and_trl(
     assert (folder / "base_model" / "model.safetensors").exists()
 
     own = {**GRPO, "max_steps": STEPS, "save_strategy": "no", "logging_steps": 1, "report_to": "none"}
-    from trl import GRPOConfig, GRPOTrainer  # behind `tasks.trl.trl_grpo`, which decides what TRL imports
+    from trl import GRPOConfig, GRPOTrainer  # after `tasks.trl.trl_grpo`, which decides what TRL imports
 
     plain = GRPOTrainer(
         str(tiny / "model"),
