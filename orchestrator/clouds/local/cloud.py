@@ -33,6 +33,7 @@ from policies.model.spec import Prices, RunSpec
 from policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of, slot_and_incarnation
 
 MARK = "GRPO_ORCH_MACHINE"  # in the environment of every process of a machine: its folder
+OLD_EXIT = "exit.json"  # where a machine that an older version started leaves its exit code
 EMPTY_LOOKS = 10  # at an empty environment, until it is believed
 EMPTY_LOOK_S = 0.001
 
@@ -88,7 +89,7 @@ class LocalCloud:
         folder = self._folder / node
         if folder.exists():
             _destroy(folder)
-            for name in (f"work/{NOTICE}", "gone", MACHINE):  # the record last: it may be cut off
+            for name in (f"work/{NOTICE}", "gone", OLD_EXIT, MACHINE):  # the record last: it may be cut off
                 (folder / name).unlink(missing_ok=True)
 
     def confirm(self, node: str) -> None:
@@ -240,7 +241,11 @@ def _carries_mark(pid: int, folder: Path) -> bool:
 def _record(folder: Path) -> tuple[int, int | None, int]:
     """The machine's newest attempt, its exit code if it has ended, and the pid of the machine's own process."""
     document = json.loads((folder / MACHINE).read_text())
-    return document["attempt"], document.get("exit_code"), document["pid"]
+    attempt, exit_code = document["attempt"], document.get("exit_code")
+    if exit_code is None and (older := folder / OLD_EXIT).exists():
+        ended = json.loads(older.read_text())
+        exit_code = ended["exit_code"] if ended["attempt"] == attempt else None
+    return attempt, exit_code, document["pid"]
 
 
 def lines_of(path: Path, follow: bool) -> Iterator[str]:
