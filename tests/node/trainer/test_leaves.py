@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ def test_told_to_stop_it_loses_no_step(name: str, tiny: Path, tmp_path: Path) ->
         assert calm.wait(calm.start_trainer()) == exit_codes.OK
     with open_rig(tmp_path / "told", tiny, **case.spec) as told:
         trainer = told.start_trainer()
-        when_made(told, after, lambda: documents.ask_to_stop(told.store, "trainer-0-i1", 1, time.time()))
+        ask = partial(documents.ask_to_stop, told.store, "trainer-0-i1", 1, time.time())
+        when_made(told, after, ask, then_hold=True)
         assert trainer.wait(WAIT_S) == exit_codes.STOPPED, told.log().read_text()[-4000:]
         check_all_is_stored(told)
         beat = told.beat()
@@ -94,6 +96,7 @@ def test_told_to_stop_it_loses_no_step(name: str, tiny: Path, tmp_path: Path) ->
         told.uploader.kill()  # it ends with the machine's attempt
         told.uploader.wait()
         told.start_uploader()
+        told.gateway.on_completion = lambda _: None
         assert told.wait(told.start_trainer(2), 2) == exit_codes.OK
         assert final_files(told) == final_files(calm)
     assert results(told.store) == results(calm.store)
@@ -130,14 +133,20 @@ def test_a_notice_is_trained_through_as_far_as_it_lasts(tiny: Path, tmp_path: Pa
         assert find_spool(rig.work) is None
 
 
-def when_made(rig: Rig, count: int, then: Callable[[], object]) -> None:
-    """Do something once the gateway has made so many completions; returns then."""
+def when_made(rig: Rig, count: int, then: Callable[[], object], *, then_hold: bool = False) -> None:
+    """Do something once the gateway has made so many completions; returns then.
+
+    With `then_hold` the next completion ends no sooner than the trainer has heard: within one look at the store it
+    could take all the steps that are left.
+    """
     told: list[bool] = []
 
     def made(number: int) -> None:
         if number >= count and not told:
             told.append(True)
             then()
+        elif told and then_hold:
+            until(rig, lambda: (beat := rig.beat()) is not None and beat.leaving)
 
     rig.gateway.on_completion = made
     until(rig, lambda: bool(told))
