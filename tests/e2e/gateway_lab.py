@@ -12,6 +12,7 @@ import random
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -232,17 +233,21 @@ class Lab:
         (node,) = chance.choices(self.nodes, running)
         print(f"{fault.name} at {share:.0%} on {node.name}; requests running: {running}")
         struck_s = time.monotonic()
-        out = None if fault.serves_on or hold_s is not None else self._threads.submit(self._out, node)
+        healed = threading.Event()
+        unseen = fault.serves_on or hold_s is not None
+        out = None if unseen else self._threads.submit(self._out, node, healed)
         with fault.hold(node):
             if hold_s is None:
                 step.result()
             else:
                 time.sleep(hold_s)
+        if fault.heals:
+            healed.set()
         self._check(self._whole(step.result()))
         after = self.counts()
         outcome = Outcome(
             step.done_s - struck_s,
-            out.result(PATIENCE_S) - struck_s if out else None,
+            out_at_s - struck_s if out and (out_at_s := out.result(PATIENCE_S)) else None,
             after.handovers - before.handovers,
             after.saved - before.saved,
             after.replayed - before.replayed,
@@ -251,10 +256,11 @@ class Lab:
         assert after.discarded == 0, "tokens that the gateway had were made again"
         return outcome
 
-    def _out(self, node: Node) -> float:
-        """When the node was out of rotation."""
-        until(f"{node.name} out of rotation", lambda: node not in self.serving())
-        return time.monotonic()
+    def _out(self, node: Node, healed: threading.Event) -> float | None:
+        """When the node was out of rotation; None if it healed before: where the others are quick, they have taken
+        over its requests, and nobody asks a node that has none."""
+        until(f"{node.name} out of rotation", lambda: healed.is_set() or node not in self.serving())
+        return None if node in self.serving() else time.monotonic()
 
     def stop(self) -> None:
         self._gateway.kill()
@@ -315,11 +321,13 @@ class Fault:
 
     Args:
         hold: the node meets it for the block; what heals has healed behind it.
+        heals: after the block the node is as it was.
         serves_on: the node's HTTP server goes on answering.
     """
 
     name: str
     hold: Callable[[Node], AbstractContextManager[None]]
+    heals: bool = False
     serves_on: bool = False
 
 
@@ -370,10 +378,10 @@ def _forgotten(node: Node) -> Iterator[None]:
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("packets lost", lambda node: node.port.lost()),
-        Fault("cable out", lambda node: node.port.cut()),
-        Fault("server stopped", lambda node: _stopped(node.server())),
-        Fault("engine stopped", lambda node: _stopped(node.engine()), serves_on=True),
+        Fault("packets lost", lambda node: node.port.lost(), heals=True),
+        Fault("cable out", lambda node: node.port.cut(), heals=True),
+        Fault("server stopped", lambda node: _stopped(node.server()), heals=True),
+        Fault("engine stopped", lambda node: _stopped(node.engine()), heals=True, serves_on=True),
         Fault("server killed", _server_killed),
         Fault("engine killed", _engine_killed),
         Fault("half-open", _forgotten),
