@@ -11,7 +11,7 @@ BENCHES := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.p
 env: .venv/.ready
 node-env: .venv-node/.ready
 
-# The controller's environment: no torch, about 0.4 GB.
+# The controller's environment: no torch, about 1 GB with SkyPilot and the developers' tools.
 .venv/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[dev]'

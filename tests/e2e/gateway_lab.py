@@ -320,7 +320,7 @@ class Fault:
     """Something that befalls a node.
 
     Args:
-        hold: the node meets it for the block; what heals has healed behind it.
+        hold: the node meets it for the block; what heals has healed after it.
         heals: after the block the node is as it was.
         serves_on: the node's HTTP server goes on answering.
     """
