@@ -1,8 +1,9 @@
 """What trainers write on a terminal: rows amid other text, with colours, progress bars and names of processes.
 
 Rows are objects of JSON, a line each or amid a line; dictionaries of Python, as a Trainer prints them, OpenRLHF
-and slime after `step 5:`; and lines such as `step:5 - actor/kl_loss:0.1` (verl) or `Step 5 | Loss: 0.1`
-(prime-rl).
+and slime after `step 5:`; and lines such as `step:5 - actor/kl_loss:0.1` (verl), `Step 5 | Loss: 0.1` (prime-rl),
+`Epoch:[1/2](5/900), Reward: 0.1` (MiniMind) and, of loops of one's own, `step=5 reward=0.1` or
+`Step: 5/900, Reward: 0.1`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Ray's `(TaskRunner pid=7, ip=10.0.0.1) ` and torchrun's `[rank0]:`, `[default0]:`, before each line of a process.
 _PROCESS = re.compile(r"^(?:\([^()\n]*\bpid=\d+[^()\n]*\)|\[(?:rank|default)?\d+\]:) ?", re.MULTILINE)
 _BAR = r"(?:(?<=[\n\r\]}])|\A)[ ]*\d+%\|[^|\n\r]*\|[ ]*(?P<done>\d+)/(?P<total>\d+)[ ]\["
-_PAIRS = r"\bstep[: ](?P<at>\d+)(?:/\d+)?(?P<between> [-|] )(?P<pairs>[^\n\r]+)"
+_EPOCH = r"\bepoch:\[(?P<epoch>\d+)/\d+\]\((?P<batch>\d+)/(?P<batches>\d+)\)"
+_PAIRS = rf"(?:{_EPOCH}|\bstep(?:[: ]|: )(?P<at>\d+)(?:/\d+)?)(?P<between> [-|] |, )(?P<pairs>[^\n\r]+)"
+_EQUAL = r"(?:(?<=[\n\r])|\A)(?P<equal>[^\n\r{}]*\b(?:\w+_)?step=\d[^\n\r{}]*)"
 _BRACES = r"(?:\bstep[ :=]*(?P<before>\d+)(?:/\d+)?:?[ ]*)?(?P<braces>\{[^{}]*\})"
-_PARTS = re.compile(f"{_BAR}|{_PAIRS}|{_BRACES}", re.IGNORECASE)
+_PARTS = re.compile(f"{_BAR}|{_EQUAL}|{_PAIRS}|{_BRACES}", re.IGNORECASE)
+_EQUAL_PAIR = re.compile(r"([\w./-]+)=([^\s,;|=]+)")
 _PAIR = re.compile(r"""['"]([^'"]+)['"]\s*:\s*(?:'([^']*)'|"([^"]*)"|([^,}]+))""")
 
 
@@ -55,14 +59,24 @@ def _parts_of_prose(text: str) -> Iterator[Row | Bar]:
     for part in _PARTS.finditer(text):
         if part["done"]:
             yield Bar(_digits(part["done"]), _digits(part["total"]))
+        elif part["equal"]:
+            yield dict(_EQUAL_PAIR.findall(part["equal"]))
         elif part["pairs"]:
             pairs = (pair.rpartition(":") for pair in part["pairs"].split(part["between"]))
-            yield {"step": part["at"], **{name.strip(): value.strip() for name, _, value in pairs if name}}
+            yield {
+                "step": part["at"] or _step_over_epochs(part),
+                **{name.strip(): value.strip() for name, _, value in pairs if name},
+            }
         else:
             # A terminal breaks lines where they end, in names and numbers too.
             inside = part["braces"].replace("\n", "").replace("\r", "")
             row: dict[str, Any] = {name: a or b or c for name, a, b, c in _PAIR.findall(inside)}
             yield {"step": part["before"], **row} if part["before"] else row
+
+
+def _step_over_epochs(part: re.Match[str]) -> int:
+    """Of a batch that is counted anew in each epoch."""
+    return (_digits(part["epoch"]) - 1) * _digits(part["batches"]) + _digits(part["batch"])
 
 
 def _digits(text: str) -> int:

@@ -1,8 +1,8 @@
 """What trainers call their metrics, steps and runs: the one table of names.
 
 A name is here because a trainer logs it so: TRL (its GRPO of all versions and its PPO), verl, OpenRLHF, NeMo-RL,
-prime-rl, open-instruct, slime. Axolotl, Unsloth, ms-swift and LLaMA-Factory log TRL's. Names that people give
-their own loops are last.
+prime-rl, open-instruct, slime, MiniMind. Axolotl, Unsloth, ms-swift and LLaMA-Factory log TRL's. Names that
+people give their own loops are last.
 
 What is not here matters as much. `actor/ppo_kl` (verl), `policy/approxkl_avg` (TRL), `ppo_kl` and `train/ppo_kl`
 (OpenRLHF, slime) compare the policy with itself a few updates ago, `mismatch_kl` (prime-rl) and `gen_kl_error`
@@ -23,6 +23,7 @@ _ALIASES = {
         "objective/kl_avg",
         "kl_loss",
         "kl_penalty",  # NeMo-RL's, with its coefficient taken out
+        "kl_ref",  # MiniMind's
         "kl_div",
         "kl_divergence",
         "kl_mean",
@@ -65,6 +66,7 @@ _ALIASES = {
         "loss/policy_avg",
         "loss/mean",
         "actor/loss",
+        "actor_loss",
         "total_loss",
         "training_loss",
     ),
@@ -74,6 +76,7 @@ _ALIASES = {
         "completion_length",
         "response_length/mean",
         "response_length",
+        "avg_response_len",
         "mean_gen_tokens_per_sample",
         "rollout/response_len/mean",
         "val/sequence_lengths",

@@ -62,10 +62,37 @@ def test_verls_lines(before: str) -> None:
             "{'loss': 0.1, 'kl': 0.2, 'global_step/max_steps': '7/500', 'elapsed_time': '6s'}",
             {"loss": 0.1, "kl": 0.2},
         ),
+        # loops of one's own
+        ("step=7 reward=0.3 kl=0.01", {"reward": 0.3, "kl": 0.01}),
+        (
+            "[12:00:01] INFO epoch=0 global_step=7/500, loss=+1e-3, kl=nan | solved=3/8 lr=1e-6 s/step=2.1",
+            {
+                "loss": 0.001,
+                "kl": None,
+                "learning_rate": 1e-6,
+                "s/step": 2.1,
+            },
+        ),
+        ("reward=0.3 step=7", {"reward": 0.3}),
+        (
+            "Epoch: 2, Step: 7/500, Actor Loss: 0.1, KL: 0.2, LR: 1e-6",
+            {"loss": 0.1, "kl": 0.2, "learning_rate": 1e-6},
+        ),
     ],
 )
 def test_lines_that_name_their_step(line: str, values: dict[str, float]) -> None:
     assert points(f"started\n{line}\n{{'learning_rate': 1e-6}}\n") == {7: values}
+
+
+def test_batches_that_are_counted_anew_in_each_epoch() -> None:
+    line = (
+        "Epoch:[{}/2]({}/900), Reward: -1.25, KL_ref: 0.0300, Adv Std: 0.9, Adv Mean: 0.0, Actor Loss: 0.0010, "
+        "Avg Response Len: 210.50, Learning Rate: 0.00000030"
+    )
+    values = {"reward": -1.25, "kl": 0.03, "loss": 0.001, "completions/mean_length": 210.5, "learning_rate": 3e-7}
+    found = points("\n".join(line.format(*at) for at in ((1, 1), (1, 900), (2, 1), (2, 900))))
+    assert list(found) == [1, 900, 901, 1800]
+    assert all(one.items() >= values.items() for one in found.values())
 
 
 def test_a_dictionary_that_the_terminal_broke_is_whole() -> None:
