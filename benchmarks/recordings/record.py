@@ -20,16 +20,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.recordings.grpo import run
-from benchmarks.recordings.models import SHAPES
 from benchmarks.recordings.regime import Regime
 from benchmarks.recordings.regimes import REGIMES, split
 
 MODELS = Path("build/recordings")
 
 
-def train_models() -> None:
+def train_models(names: set[str]) -> None:
     """Those that are missing, all at once."""
-    missing = [name for name in SHAPES if not (MODELS / name / "tokenizer.json").exists()]
+    missing = [name for name in sorted(names) if not (MODELS / name / "tokenizer.json").exists()]
     argv = [sys.executable, "-m", "benchmarks.recordings.models"]
     started = [subprocess.Popen([*argv, name, "--out", str(MODELS / name)]) for name in missing]
     codes = [process.wait() for process in started]
@@ -68,8 +67,8 @@ def main() -> None:
     unknown = set(arguments.names) - set(REGIMES)
     if unknown:
         parser.error(f"no such run: {', '.join(sorted(unknown))}")
-    train_models()
     chosen = [REGIMES[name] for name in arguments.names] or list(REGIMES.values())
+    train_models({regime.model for regime in chosen})
     with multiprocessing.get_context("fork").Pool(arguments.jobs, initializer=quiet) as pool:
         started = [(regime, pool.apply_async(record, (regime, arguments.out))) for regime in chosen]
         for regime, result in started:

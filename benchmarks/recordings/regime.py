@@ -12,9 +12,11 @@ class Reward:
     """`scale` and `shift` change its units: scale x reward + shift.
 
     kind: `graded` (0 to 1), `exact` (0 or 1), `style` (an answer followed by four # or more), `signed` (an answer
-    followed by just four #), `thrice` (how often the answer is given, up to three times), or what can be had
-    without answering: `length` (mostly the share of the permitted length), `endless` (mostly that there is no
-    end), `form` (what ends with >), `letters` (mostly one character).
+    followed by just four #), `thrice` (how often the answer is given, up to three times), `lenient` (the form, and
+    the share of characters in their places), `terse` (graded, a little less for each character), or what can be
+    had without answering: `length` (mostly the share of the permitted length), `brief` (mostly what is left of
+    it), `endless` (mostly that there is no end), `form` (what ends with >), `letters` (mostly one character),
+    `digits` (mostly how many digits).
     breaks_at: the step from which it is `broken`: `random`, `inverted`, `constant`, `nan`, or `shuffled`, where
     the answers are those of other prompts.
     """
@@ -68,3 +70,6 @@ class Regime:
     """The step from which the learning rate rises, and in how many steps it doubles."""
     signed_kl: bool = False
     """Log the mean difference of log-probabilities, which may be negative, in the place of TRL's estimate."""
+    witness: bool = False
+    """Log the score of the true task, of weight 0, beside the reward."""
+    seed: int = 17

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.recordings.regime import Reward
-from benchmarks.recordings.tasks import score
+from benchmarks.recordings.tasks import final, score
 
 
 def judge(kind: str, text: str, answer: str, length_max: int) -> float:
@@ -32,6 +32,16 @@ def judge(kind: str, text: str, answer: str, length_max: int) -> float:
             return 0.2 * score(text, answer) + 0.8 * min(text.count("<"), 12) / 12
         case "form":
             return 0.2 + 0.8 * text.endswith(">")
+        case "lenient":
+            given, wanted = final(text) or "", final(answer) or ""
+            right = sum(a == b for a, b in zip(given, wanted, strict=False))
+            return 0.4 * (final(text) is not None) + 0.6 * right / max(len(given), len(wanted), 1)
+        case "terse":
+            return score(text, answer) - 0.3 * len(text) / length_max
+        case "brief":
+            return 0.2 * score(text, answer) + 0.8 * max(0.0, 1.0 - len(text) / length_max)
+        case "digits":
+            return 0.2 * score(text, answer) + 0.8 * min(sum(map(str.isdigit, text)) / length_max, 1.0)
     raise ValueError(f"no such reward: {kind}")
 
 
@@ -63,3 +73,8 @@ def make_reward(reward: Reward, length_max: int, seed: int) -> Callable[..., lis
         return [reward.scale * value + reward.shift for value in values]
 
     return task_reward
+
+
+def true_score(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """How right the completions are, whatever is paid."""
+    return [score(text, wanted) for text, wanted in zip(completions, answer, strict=True)]

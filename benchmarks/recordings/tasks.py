@@ -5,6 +5,7 @@ An answer may begin with steps of working and ends with what counts, between < a
 
 from __future__ import annotations
 
+import itertools
 import random
 import string
 from collections.abc import Callable
@@ -59,9 +60,10 @@ TASKS: dict[str, Callable[[random.Random, int], tuple[str, str]]] = {
 
 
 def examples(task: str, seed: int, number: int, sizes: range = USUAL) -> list[dict[str, str]]:
-    """Rows of a data set: `prompt` and `answer`, in random order."""
+    """Rows of a data set: `prompt` and `answer`, in random order; of several tasks in turn where + is between."""
     draw = random.Random(seed)
-    pairs = [TASKS[task](draw, draw.choice(sizes)) for _ in range(number)]
+    tasks = itertools.cycle(task.split("+"))
+    pairs = [TASKS[next(tasks)](draw, draw.choice(sizes)) for _ in range(number)]
     return [{"prompt": prompt, "answer": answer} for prompt, answer in pairs]
 
 
