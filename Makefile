@@ -6,30 +6,50 @@ NODE := .venv-node/bin
 NODE_EXTRA ?= $(shell nvidia-smi >/dev/null 2>&1 && echo node || echo node-cpu)
 BENCHES := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py)))
 
-.PHONY: demo test test-all test-long test-node soak check bench record env node-env system-packages drawings test-packages haproxy sky-image clean $(BENCHES)
+LOCKS := tasks/sky/locks
+
+.PHONY: lock demo test test-all test-long test-node soak check bench record env node-env system-packages drawings test-packages haproxy sky-image clean $(BENCHES)
 
 env: .venv/.ready
 node-env: .venv-node/.ready
 
 # The controller's environment: no torch, about 1 GB with SkyPilot and the developers' tools.
-.venv/.ready: pyproject.toml
+.venv/.ready: pyproject.toml $(LOCKS)/controller.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint $(LOCKS)/controller.txt --editable '.[dev]'
 	touch $@
 
 # The nodes' environment: torch, TRL and vLLM, about 4 GB. The image and audio libraries that vLLM's CPU build
 # asks for are built against another torch and break `import transformers`; nothing here uses them. PyTorch's CPU
 # builds are not on PyPI: where pip is not configured to find them, uv does by itself.
-.venv-node/.ready: pyproject.toml | system-packages
+.venv-node/.ready: pyproject.toml $(LOCKS)/$(NODE_EXTRA).txt | system-packages
 	$(PYTHON) -m venv .venv-node
-	@if [ $(NODE_EXTRA) = node ] || $(NODE)/pip index versions torch 2>/dev/null | grep -q '+cpu'; then \
-		set -x; $(NODE)/pip install --quiet --editable '.[$(NODE_EXTRA),test]'; \
+	@locked='--constraint $(LOCKS)/$(NODE_EXTRA).txt'; if [ $(NODE_EXTRA) = node ] || $(NODE)/pip index versions torch 2>/dev/null | grep -q '+cpu'; then \
+		set -x; $(NODE)/pip install --quiet $$locked --editable '.[$(NODE_EXTRA),test]'; \
 	else \
 		set -x; $(NODE)/pip install --quiet uv && \
-		$(NODE)/uv pip install --quiet --python $(NODE)/python --torch-backend=cpu --editable '.[$(NODE_EXTRA),test]'; \
+		$(NODE)/uv pip install --quiet $$locked --python $(NODE)/python --torch-backend=cpu --editable '.[$(NODE_EXTRA),test]'; \
 	fi
 	$(NODE)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
+
+# What each environment consists of, to the last package: what is written stays as far as pyproject.toml lets it, and
+# `make lock UPGRADE=--upgrade` takes the newest. The nodes' hold what `setup` of run.yaml may add, too; the controller's
+# the clouds' libraries, but for Azure's, which need older versions. Of torch's CPU build the plain version is written: where it is found is the installer's affair.
+UV := build/uv/bin/uv
+COMPILE = $(UV) pip compile --quiet $(UPGRADE) --python-version 3.11 --no-header --no-annotate
+NODE_LOCK = $(COMPILE) --python-platform x86_64-manylinux_2_28 pyproject.toml \
+	$(addprefix --extra ,test bnb deepspeed liger math tensorboard wandb) --no-emit-package setuptools
+lock:
+	$(PYTHON) -m venv build/uv
+	build/uv/bin/pip install --quiet uv
+	echo 'skypilot[aws,gcp,kubernetes,slurm]' | $(COMPILE) --universal pyproject.toml --extra dev - \
+		--no-emit-package pip --no-emit-package setuptools --no-emit-package wheel --output-file $(LOCKS)/controller.txt
+	$(NODE_LOCK) --extra node --output-file $(LOCKS)/node.txt
+	$(NODE_LOCK) --extra node-cpu --output-file $(LOCKS)/node-cpu.txt \
+		$(addprefix --no-emit-package ,torchaudio torchcodec torchvision) \
+		$(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
+	sed -i 's/+cpu$$//' $(LOCKS)/node-cpu.txt
 
 # vLLM's CPU build is linked against libnuma.
 system-packages:

@@ -34,6 +34,7 @@ from tasks.machine.children import adopt_orphans
 from tasks.machine.lasting_log import lasting
 from tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
 from tasks.machine.user_setup import set_up
+from tasks.machine.versions import ROLLOUT, WrongVersions, check_versions
 from tasks.rollout import vllm_server
 from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable
 from tasks.rollout.policy_check import PolicyCheck
@@ -297,6 +298,11 @@ def main() -> int:
         print(f"grpo-orch rollout: {error}", file=sys.stderr, flush=True)
         return exit_codes.BAD_SPEC
     if not set_up(Path(env.workdir), spec.rollout.setup):
+        return exit_codes.BAD_SPEC
+    try:
+        check_versions(ROLLOUT)
+    except WrongVersions as error:
+        print(f"grpo-orch rollout: {error}", file=sys.stderr, flush=True)
         return exit_codes.BAD_SPEC
     shutil.rmtree(Path(env.workdir) / "policies", ignore_errors=True)
     adopt_orphans()

@@ -27,7 +27,12 @@ make_controller_environment() {
     say "making the environment with SkyPilot for $GRPO_ORCH_CLOUDS; this takes minutes"
     "$uv" venv --quiet --allow-existing --seed --python 3.11 "$home/controller" ||
         fail "uv cannot make an environment in $home/controller"
-    "$uv" pip install --quiet --python "$python" "grpo-orch[sky] @ file://$wheel" "skypilot[$GRPO_ORCH_CLOUDS]" ||
+    "$python" -c 'import sys, zipfile; sys.stdout.write(zipfile.ZipFile(sys.argv[1]).read(sys.argv[2]).decode())' \
+        "$wheel" tasks/sky/locks/controller.txt >"$home/controller/lock.txt" || fail "$wheel cannot be read"
+    local locked=(--constraint "$home/controller/lock.txt")
+    if [[ ,$GRPO_ORCH_CLOUDS, == *,azure,* ]]; then locked=(); fi # its libraries need older versions of some
+    "$uv" pip install --quiet --python "$python" "${locked[@]}" \
+        "grpo-orch[sky] @ file://$wheel" "skypilot[$GRPO_ORCH_CLOUDS]" ||
         fail "uv cannot install SkyPilot for $GRPO_ORCH_CLOUDS; its reason is above"
     echo "$made_of" >"$home/controller/.made-of"
 }

@@ -29,6 +29,9 @@ export GRPO_ORCH_NODE_HOST=$address GRPO_ORCH_GATEWAY_HOST=$address
 run=$(printf '%s' "$GRPO_ORCH_RUN" | sha256sum | cut -c 1-8)
 export GRPO_ORCH_WORKDIR=$home/work/$run/$GRPO_ORCH_NODE
 
+# What `setup` of run.yaml installs must not replace what this release is tested with: who wants that has an image.
+if [[ -f $env/lock.txt ]]; then export PIP_CONSTRAINT=$env/lock.txt UV_CONSTRAINT=$env/lock.txt; fi
+
 # First in the path, so that `pip install` in `setup` of run.yaml reaches the environment that the work runs in.
 export PATH=$env/bin:$PATH VIRTUAL_ENV=$env PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 if [[ -d $HOME/sky_workdir ]]; then cd "$HOME/sky_workdir"; fi

@@ -20,6 +20,9 @@ env=${GRPO_ORCH_PREPARED:-/opt/grpo-orch/env}
 code=$home/code/$digest
 [[ -f $wheel ]] || fail "$wheel is missing; the controller ships it with every launch"
 
+# Writes a file of a wheel: the lock is needed before the wheel can be installed.
+READ_FILE='import sys, zipfile; sys.stdout.write(zipfile.ZipFile(sys.argv[1]).read(sys.argv[2]).decode())'
+
 find_uv() {
     local found
     for found in "$HOME/.local/bin/uv" "$(command -v uv || true)" "$home/uv/bin/uv"; do
@@ -62,7 +65,10 @@ make_environment() {
     [[ $extra == node ]] || install_system_packages
     say "making the environment with grpo-orch[$extra]; this takes minutes"
     "$uv" venv --quiet --allow-existing --seed --python 3.11 "$env" || fail "uv cannot make an environment in $env"
-    "$uv" pip install --quiet --python "$env/bin/python" "${torch[@]}" "grpo-orch[$extra] @ file://$wheel" ||
+    "$env/bin/python" -c "$READ_FILE" "$wheel" "tasks/sky/locks/$extra.txt" >"$env/lock.txt" ||
+        fail "$wheel cannot be read"
+    "$uv" pip install --quiet --python "$env/bin/python" --constraint "$env/lock.txt" "${torch[@]}" \
+        "grpo-orch[$extra] @ file://$wheel" ||
         fail "uv cannot install grpo-orch[$extra]; its reason is above"
     if [[ $extra == node-cpu ]]; then
         # They are built against another torch and break `import transformers`; nothing here uses them.

@@ -35,6 +35,7 @@ from tasks.machine.exit_note import leave_exit_code
 from tasks.machine.leaving import LeaveNow, Leaving, await_predecessor, stop_file
 from tasks.machine.node_env import NodeEnv, NotANode, read_node_env, read_run_here
 from tasks.machine.spooling import NoRoom, find_spool, remove_spool
+from tasks.machine.versions import TRAINER, WrongVersions, check_versions
 from tasks.storing.heartbeat import Fenced, Heartbeat
 
 log = structlog.get_logger()
@@ -91,13 +92,14 @@ def _run(env: NodeEnv) -> End:
         return exit_codes.FAILED, f"generation failed: {error}"
     except NothingWhole as error:
         return exit_codes.NO_INTACT_CHECKPOINT, str(error)
-    except NotVouched as error:
+    except (NotVouched, WrongVersions) as error:
         return exit_codes.BAD_SPEC, str(error)
     except StoreError as error:
         return exit_codes.FAILED, f"the run store failed: {error}"
 
 
 def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, leaving: Leaving) -> End:
+    check_versions(TRAINER)
     # After the first heartbeat: these imports take seconds.
     import torch
 

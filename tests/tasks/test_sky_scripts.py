@@ -136,11 +136,12 @@ def test_a_bare_machine_gets_an_environment_once(rig: MachineRig, extra: str) ->
     builds = " --torch-backend cpu" if extra == "node-cpu" else ""
     made = [
         f"venv --quiet --allow-existing --seed --python 3.11 {env}",
-        f"pip install --quiet {python}{builds} grpo-orch[{extra}] @ file://{rig.home}/{rig.wheel}",
+        f"pip install --quiet {python} --constraint {env}/lock.txt{builds} grpo-orch[{extra}] @ file://{rig.home}/{rig.wheel}",
     ]
     if extra == "node-cpu":
         made.append(f"pip uninstall --quiet {python} torchvision torchaudio torchcodec")
     assert rig.uv_calls() == made
+    assert (env / "lock.txt").read_text() == (SCRIPTS / "locks" / f"{extra}.txt").read_text()
     assert (rig.code / "tasks" / "machine" / "cloud_machine.py").is_file()
     again = rig.run("setup.sh")
     assert "grpo-orch setup: the environment is there" in again.stdout
@@ -239,6 +240,16 @@ def test_the_work_runs_from_the_unpacked_wheel_and_its_end_is_in_the_store(rig: 
     assert report is not None
     assert (report.attempt, report.exit_code, report.address) == (1, exit_codes.FAILED, "10.1.2.3")
     assert "hunter2" not in done.stdout + done.stderr
+
+
+def test_the_users_setup_installs_beside_what_is_locked_and_not_in_its_place(rig: MachineRig) -> None:
+    rig.run("setup.sh")
+    env = rig.home / ".grpo-orch" / "env"
+    program(env / "bin" / "python", TELLING)
+    told = json.loads(rig.run("run.sh").stdout.splitlines()[1])["env"]
+    assert told["PIP_CONSTRAINT"] == told["UV_CONSTRAINT"] == str(env / "lock.txt")
+    program(rig.prepared / "bin" / "python", TELLING)
+    assert "PIP_CONSTRAINT" not in json.loads(rig.run("run.sh").stdout.splitlines()[1])["env"], "an own image's"
 
 
 FAILURES = [

@@ -112,14 +112,17 @@ def test_a_bare_controller_machine_gets_skypilot_for_its_clouds_once(machine: Co
     assert out[-1] == "grpo-orch setup: ready"
     assert machine.uv_calls() == [
         f"venv --quiet --allow-existing --seed --python 3.11 {env}",
-        f"pip install --quiet --python {env}/bin/python "
+        f"pip install --quiet --python {env}/bin/python --constraint {env}/lock.txt "
         f"grpo-orch[sky] @ file://{machine.home}/{machine.wheel} skypilot[aws,gcp]",
     ]
+    assert (env / "lock.txt").read_text() == (SCRIPTS / "locks" / "controller.txt").read_text()
     assert (machine.code / "orchestrator" / "control" / "daemon.py").is_file()
     assert machine.set_up()[0] == 0
     assert len(machine.uv_calls()) == 2
     assert machine.set_up(GRPO_ORCH_CLOUDS="aws")[0] == 0
     assert len(machine.uv_calls()) == 4, "other clouds need other libraries"
+    assert machine.set_up(GRPO_ORCH_CLOUDS="aws,azure")[0] == 0
+    assert "--constraint" not in machine.uv_calls()[-1], "Azure's go with no lock of ours"
 
 
 def test_a_prepared_controller_environment_is_used(machine: ControllerRig) -> None:
