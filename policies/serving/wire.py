@@ -3,6 +3,7 @@
 | who asks whom | request | body | answer |
 |---|---|---|---|
 | node agent, gateway | `POST /members/{node}` | Announce | AnnounceReply, held until it changes or `HOLD_S` |
+| node agent whose vLLM starts, gateway | `GET /wanted` | | AnnounceReply, at once |
 | node agent, gateway | `DELETE /members/{node}?boot=ID` | | 204 |
 | trainer, gateway | `POST /v1/rollouts` | lines: Batch, PromptLine ... | lines: BatchLine, as each is done |
 | controller, gateway | `POST /members/{node}/drain` | | 204 |
@@ -31,6 +32,7 @@ SILENT_S = 2.5  # a member that has announced nothing for so long is out
 REFUSED = "refused"  # the finish reason of a completion that no node takes
 STATUS_S = 2.0  # the gateway writes its status to the store at least so often
 ROLLOUTS = "/v1/rollouts"
+WANTED = "/wanted"
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MODEL = "policy"  # the name under which every node serves
@@ -76,17 +78,31 @@ class EngineWord:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyStages:
+    """What it took a node to hold a policy. For one that was fetched while vLLM started `fetch_s` is no wait."""
+
+    policy: str  # its label
+    fetch_s: float = 0.0  # with checking every digest, and applying what came as deltas
+    fetched_bytes: int = 0
+    load_s: float = 0.0  # in which the node serves nobody, the canary included
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """A rollout node says what it is. A new `boot_id` is a new process: what was known of the old one is void."""
 
     boot_id: str
     address: str  # host:port of its vLLM
-    policy: str | None  # the version it holds; None while on base weights
+    policy: str | None  # the version it holds; None while on base weights, or without any
     max_requests: int = 256
     draining: bool = False  # it will be taken away: nothing new, please
     unfit: str = ""  # why it cannot hold what is wanted and has stopped trying; one line, empty where it can
     kv_tokens: int = 0  # of prompts and completions that its engine has room for; 0 where it does not say
     engine: EngineWord | None = None  # a second or two old at most
+    stages: PolicyStages | None = None  # of what it holds
+    join_s: dict[str, float] = field(
+        default_factory=dict
+    )  # seconds from its agent's start by part, once it serves
 
 
 @dataclass(frozen=True, slots=True)

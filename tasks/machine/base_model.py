@@ -60,6 +60,23 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     return found
 
 
+def hub_tensors(model: str, revision: str | None = None) -> dict[str, Tensor]:
+    """The tensors of a model on the hub, by name; empty where there are none to be had.
+
+    The headers of its files are fetched, a few hundred KiB, and none of the weights.
+    """
+    import httpx
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+
+    unreadable = (NotASafetensorsRepoError, SafetensorsParsingError, ValueError, KeyError)
+    try:
+        files = get_safetensors_metadata(model, revision=revision).files_metadata.values()
+    except (*unreadable, httpx.HTTPError, OSError):
+        return {}
+    return {name: Tensor(one.dtype, tuple(one.shape)) for file in files for name, one in file.tensors.items()}
+
+
 def tensors_of(path: Path) -> dict[str, Tensor]:
     """The tensors of one safetensors file, by name. Raises OSError, ValueError for a damaged file."""
     return {name: Tensor(one.dtype, one.shape) for name, one in layout_of(path).items()}

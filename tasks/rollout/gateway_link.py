@@ -10,7 +10,7 @@ import msgspec
 from checkpoint.records import documents
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from policies.serving.wire import HOLD_S, Announce, AnnounceReply
+from policies.serving.wire import HOLD_S, WANTED, Announce, AnnounceReply, PolicyRef
 from tasks.machine.node_env import NodeEnv
 
 ANSWER_S = 5.0  # beyond the time for which the gateway holds an announcement
@@ -53,6 +53,12 @@ class GatewayLink:
         asking.add_done_callback(self._forget)
         return None
 
+    async def ask_wanted(self) -> PolicyRef | None:
+        """Return what members are to hold, before this node is one; None while nothing is wanted.
+
+        Raises GatewayUnreachable."""
+        return _reply(await self._ask("GET", WANTED, timeout_s=ANSWER_S)).policy
+
     async def drain(self) -> None:
         """Ask the gateway for no more work. Raises GatewayUnreachable."""
         await self._ask("POST", f"/members/{self._node}/drain", timeout_s=ANSWER_S)
@@ -66,11 +72,7 @@ class GatewayLink:
 
     async def _announce(self, said: Announce) -> AnnounceReply:
         body = msgspec.json.encode(said)
-        answer = await self._ask("POST", f"/members/{self._node}", timeout_s=HOLD_S + ANSWER_S, body=body)
-        try:
-            return msgspec.json.decode(answer, type=AnnounceReply)
-        except msgspec.DecodeError as error:
-            raise GatewayUnreachable(f"it answered {answer[:80]!r}: {error}") from error
+        return _reply(await self._ask("POST", f"/members/{self._node}", timeout_s=HOLD_S + ANSWER_S, body=body))
 
     async def _ask(self, method: str, path: str, *, timeout_s: float, body: bytes | None = None) -> bytes:
         if self._url is None:
@@ -101,3 +103,10 @@ class GatewayLink:
         self._overtaken.discard(task)
         if not task.cancelled():
             task.exception()  # of no interest: the announcement that overtook it meets the same
+
+
+def _reply(answer: bytes) -> AnnounceReply:
+    try:
+        return msgspec.json.decode(answer, type=AnnounceReply)
+    except msgspec.DecodeError as error:
+        raise GatewayUnreachable(f"it answered {answer[:80]!r}: {error}") from error

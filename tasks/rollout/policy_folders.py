@@ -51,6 +51,7 @@ class PolicyFolders:
     def __init__(self, store: Store, root: Path) -> None:
         self._store = store
         self._root = root
+        self.fetched_bytes = 0  # by the last `fetch`
         self._pool = ThreadPoolExecutor(delta.WORKERS, thread_name_prefix="weights")
 
     def fetch(self, wanted: PolicyRef, still: Callable[[], bool]) -> Path:
@@ -61,9 +62,10 @@ class PolicyFolders:
         stays for the next try: the next policies may be deltas to the same whole one, whose transfer may take
         longer than a step.
         """
-        folder = self._root / wanted.label
+        folder, pieces = self._root / wanted.label, list[int]()
 
-        def check(_: int) -> None:
+        def check(size_bytes: int) -> None:
+            pieces.append(size_bytes)
             if not still():
                 raise Overtaken
 
@@ -71,6 +73,7 @@ class PolicyFolders:
             if not folder.exists():
                 self._bring(wanted, folder, check)
             self._forget_parts()
+            self.fetched_bytes = sum(pieces)
         except OSError as error:
             raise DiskFailed(self._free_up(error)) from error
         return folder

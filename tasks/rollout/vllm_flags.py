@@ -10,10 +10,13 @@ from typing import Any
 
 from policies.model.spec import RunSpec
 from policies.serving.adapters import engine_flags
+from policies.serving.tensors import Tensor
 from policies.serving.wire import MODEL
-from tasks.machine.base_model import model_config, model_folder
+from tasks.machine.base_model import hub_tensors, model_config, model_folder
 
 PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size")
+# With these an engine holds more than its policies' tensors, or holds them in another way.
+HELD_OTHERWISE = ("load-format", "model-loader-extra-config", "quantization", "speculative-config")
 
 # What run.yaml may change ...
 DEFAULTS: dict[str, Any] = {
@@ -32,11 +35,14 @@ FIXED: dict[str, Any] = {
 }
 
 
-def argv_of(spec: RunSpec, host: str, port: int, pem: Path | None, *, adapters: bool = False) -> list[str]:
-    """The interpreter's arguments that start vLLM for this run, under mutual TLS with the identity in `pem`, and
-    for its adapters, if these travel alone."""
+def argv_of(
+    spec: RunSpec, host: str, port: int, pem: Path | None, *, adapters: bool = False, bare: bool = False
+) -> list[str]:
+    """The interpreter's arguments that start vLLM for this run, under mutual TLS with the identity in `pem`; for
+    its adapters, if these travel alone; and `bare`, without the base model's weights."""
     flags = {**DEFAULTS, **one_process_flags(spec), **_user_flags(spec), **FIXED}
     flags |= engine_flags(spec) if adapters else {}
+    flags |= {"load-format": "dummy"} if bare else {}
     flags |= {"model": model_of(spec), "host": host, "port": port}
     if pem is not None:
         flags |= {"ssl-keyfile": pem, "ssl-certfile": pem, "ssl-ca-certs": pem}
@@ -97,6 +103,18 @@ def base_folder(spec: RunSpec) -> Path | None:
 def base_config(spec: RunSpec) -> dict[str, Any]:
     """The base model's config.json; empty where there is none to be had."""
     return model_config(model_of(spec), **_hub_of(spec))
+
+
+def base_on_hub(spec: RunSpec) -> dict[str, Tensor]:
+    """The base model's tensors as the hub tells them; empty where they are not there."""
+    model = model_of(spec)
+    return {} if Path(model).is_dir() else hub_tensors(model, _hub_of(spec)["revision"])
+
+
+def may_start_bare(spec: RunSpec) -> bool:
+    """Whether an engine for this run holds its policies' tensors and nothing else, in their own types."""
+    flags = _user_flags(spec)
+    return not any(flags.get(name) for name in HELD_OTHERWISE) and "quantization_config" not in base_config(spec)
 
 
 def _hub_of(spec: RunSpec) -> dict[str, Any]:

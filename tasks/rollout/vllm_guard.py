@@ -54,6 +54,7 @@ class Guard:
         self._secret = os.environ["GRPO_ORCH_NODE_SECRET"]
         self._boot_id = os.environ["GRPO_ORCH_BOOT"]
         self._policy: str | None = None  # what the engine holds; None while it is base weights or changing
+        self._bare = False  # whether it never had weights
         self._adapter = False  # whether it is one, beside base weights that vLLM serves under another name
         self._running: set[asyncio.Task[None]] = set()
         self._changing = asyncio.Lock()
@@ -76,6 +77,10 @@ class Guard:
             case ("PUT", "/grpo/sampling") if agent:
                 said = await scope["app"].state.engine_client.collective_rpc("sample_by_position")
                 await _answer(send, 200, "; ".join(sorted(set(said) - {""})))
+            case ("PUT", "/grpo/bare") if agent:
+                await scope["app"].state.engine_client.collective_rpc("await_weights")
+                self._bare = True
+                await _answer(send, 204, "")
             case ("POST", wire.COMPLETIONS) if agent:  # the agent's trial, before anybody is let in
                 await self._app(scope, receive, send)
             case ("GET", "/grpo/engine") if agent:
@@ -155,6 +160,9 @@ class Guard:
             why = await change_adapter(state, wanted.path)
         else:
             await _change_weights(state.engine_client, wanted.path)
+            if self._bare:
+                why = await _lacks(state.engine_client)
+                self._bare = bool(why)
         if not why and wanted.canary is not None:
             why = await self._disagreement(scope, state.engine_client, wanted.canary)
             if why and wanted.adapter:
@@ -193,6 +201,12 @@ async def _change_weights(engine: Any, path: str) -> None:
     await engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
     await engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
     await engine.resume_generation()
+
+
+async def _lacks(engine: Any) -> str:
+    """Why an engine that had no weights has not got all of them; empty where it has."""
+    lacking = {name for worker in await engine.collective_rpc("not_loaded") for name in worker}
+    return f"without weights after its first policy: {min(lacking)} and {len(lacking) - 1} more" if lacking else ""
 
 
 def _computes_in(engine: Any) -> str:

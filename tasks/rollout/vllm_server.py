@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -77,6 +78,8 @@ class Server:
     _secret: str
     _http: aiohttp.ClientSession
     adapters: bool = False  # whether its policies are adapters, beside base weights that stay
+    start_s: float = 0.0  # until it answered
+    trial_s: float = 0.0  # for its first tokens
     limits: EngineLimits = field(default_factory=EngineLimits)  # known once it is up
 
     async def load(self, version: str, folder: Path, canary: Canary | None = None) -> None:
@@ -91,8 +94,12 @@ class Server:
         if status != 204:
             raise ServerFailed(_unexpected("PUT", "/grpo/policy", status, said))
 
+    async def await_weights(self) -> None:
+        """Have an engine that was started without weights watch for its first. Raises ServerFailed."""
+        await self._ask("PUT", "/grpo/bare", b"", 204, TRIAL_TIMEOUT_S)
+
     async def try_out(self) -> None:
-        """Have it make a few tokens from its base weights, for nobody. Raises ServerFailed."""
+        """Have it make a few tokens from the weights that it has, for nobody. Raises ServerFailed."""
         await self._trial(0, [])
 
     async def sample_by_position(self) -> None:
@@ -166,8 +173,11 @@ def _unexpected(method: str, path: str, status: int, said: bytes) -> str:
     return f"{method} {path}: {status} {said[:500].decode(errors='replace')}"
 
 
-async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession) -> Server:
-    """Start a server and return once it has made its first tokens. Raises ServerFailed, Unfit."""
+async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession, *, bare: bool = False) -> Server:
+    """Start a server, `bare` without the base model's weights, and return once it has made its first tokens.
+
+    Raises ServerFailed, Unfit.
+    """
     try:
         boot_id, secret, port = secrets.token_hex(8), secrets.token_hex(32), _free_port(node.host)
     except OSError as error:
@@ -195,16 +205,22 @@ async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession) -> Se
         "-m",
         "tasks.machine.process_tree",
         sys.executable,
-        *argv_of(spec, node.host, port, pem, adapters=adapters),
+        *argv_of(spec, node.host, port, pem, adapters=adapters, bare=bare),
     ]
     # A signal that `process_tree` can act upon: it ends vLLM's processes, then itself.
     process = start_child(argv, env, death_signal=signal.SIGTERM)
     where = identity.address(node.host, port), identity.url(node.host, port)
     server = Server(boot_id, *where, process, secret, http, adapters)
     try:
+        begun_s = time.monotonic()
         await _until_healthy(server, node.token, http)
+        up_s = time.monotonic()
+        if bare:
+            await server.await_weights()
         await (server.sample_by_position() if spec.rollout.recovery == "continue" else server.try_out())
-        return replace(server, limits=await server.ask_limits())
+        tried_s = time.monotonic()
+        limits = await server.ask_limits()
+        return replace(server, start_s=up_s - begun_s, trial_s=tried_s - up_s, limits=limits)
     except BaseException:
         await server.stop()
         raise

@@ -8,7 +8,25 @@ from tasks.rollout.vllm_sampling import PositionSampling
 
 
 class Extension(PositionSampling):
-    """Draws by position, and tells what became of an adapter."""
+    """Draws by position, and tells what became of an adapter and of weights that were awaited."""
+
+    def await_weights(self: Any) -> None:
+        """From an engine that was started with `--load-format dummy`: read weights as usual from now on, and note
+        which parameters have had theirs."""
+        self.vllm_config.load_config.load_format = "auto"
+        model = self.get_model()
+        load, self.awaited_weights = model.load_weights, {name for name, _ in model.named_parameters()}
+
+        def noting(weights: Any) -> Any:
+            loaded = load(weights)
+            self.awaited_weights -= loaded or set()
+            return loaded
+
+        model.load_weights = noting
+
+    def not_loaded(self: Any) -> list[str]:
+        """The parameters whose weights are still awaited."""
+        return sorted(self.awaited_weights)
 
     def layers_without_place(self: Any, adapter: int) -> list[str] | None:
         """The layers of a loaded adapter that this worker's part of the model does not have; None if it does not

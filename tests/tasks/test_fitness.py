@@ -25,7 +25,7 @@ from policies.serving.fitness import TRIES, Fitness
 from policies.serving.wire import Announce, AnnounceReply, PolicyRef
 from tasks.machine.lasting_log import lasting
 from tasks.machine.node_env import NodeEnv
-from tasks.rollout import agent, vllm_server
+from tasks.rollout import node_agent, vllm_server
 from tasks.rollout.engine import EngineLimits
 from tasks.rollout.policy_folders import DiskFailed, Overtaken, PolicyFolders
 from tasks.rollout.vllm_server import PolicyRefused, Server, ServerFailed
@@ -151,10 +151,12 @@ def test_a_trainer_from_before_digests_were_long_is_served_by_newer_nodes(
 class VLLM:
     """Stands in for the server: `does` says what a load comes to."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, bare: bool) -> None:
+        self.bare = bare
         self.world, self.ends = world, asyncio.Event()
         self.boot_id, self.address = f"boot-{len(world.boots)}", "127.0.0.1:1"
         self.limits = EngineLimits(4)
+        self.start_s = self.trial_s = 0.0
 
     async def load(self, version: str, *_: Any) -> None:
         self.world.loads.append(version)
@@ -184,7 +186,8 @@ class World:
         self.loads: list[str] = []
         self.said: list[Announce] = []
         self.does: Callable[[str], None] = lambda _: None
-        self.heard = asyncio.Event()
+        self.heard, self.comes_up = asyncio.Event(), asyncio.Event()
+        self.comes_up.set()
         spec = RunSpec(
             name="t",
             storage=store.url,
@@ -193,11 +196,12 @@ class World:
             workdir=str(workdir),
         )
         env = NodeEnv(store.url, "rollout-0-i1", "token", 1, 0, str(workdir), "127.0.0.1")
-        self.agent = agent.Agent(env, spec, store, cast("Any", None))
+        self.agent = node_agent.Agent(env, spec, store, cast("Any", None))
         self.agent._gateway = cast("Any", self)
 
-    async def start(self, *_: Any) -> Server:
-        self.boots.append(VLLM(self))
+    async def start(self, *_: Any, bare: bool) -> Server:
+        self.boots.append(VLLM(self, bare=bare))
+        await self.comes_up.wait()
         return cast("Server", self.boots[-1])
 
     async def announce(self, said: Announce, _changed: asyncio.Event) -> AnnounceReply:
@@ -205,6 +209,9 @@ class World:
         self.heard.set()
         await asyncio.sleep(0.01)
         return AnnounceReply(self.wanted)
+
+    async def ask_wanted(self) -> PolicyRef:
+        return self.wanted
 
     async def leave(self, _boot_id: str) -> None:
         pass
@@ -223,7 +230,7 @@ def run_agent(world: Callable[[], World], story: Callable[[World], Any], monkeyp
     async def both() -> None:
         one = world()
         monkeypatch.setattr(vllm_server, "start", one.start)
-        monkeypatch.setattr(agent, "RETRY_S", 0.01)
+        monkeypatch.setattr(node_agent, "RETRY_S", 0.01)
         at_work = asyncio.ensure_future(one.agent.run())
         telling = asyncio.ensure_future(story(one))
         await asyncio.wait({at_work, telling}, return_when=asyncio.FIRST_COMPLETED)
@@ -255,6 +262,7 @@ def test_a_policy_that_does_not_load_makes_the_node_unfit_until_another_does(
             raise error
 
     async def story(world: World) -> None:
+        world.agent._bare = False
         world.does = does
         said = await world.until(lambda one: bool(one.unfit) and len(world.boots) == boots)
         assert said.unfit.startswith(f"policy {bad.label}: ")

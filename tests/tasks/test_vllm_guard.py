@@ -29,6 +29,7 @@ class FakeVllm:
     status: int = 200
     broken: bool = False
     context: int = 256
+    awaited: list[list[str]] = field(default_factory=list)  # by worker, what a load leaves without weights
     calls: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     computing: asyncio.Event = field(default_factory=asyncio.Event)
@@ -39,8 +40,9 @@ class FakeVllm:
         async def pause_scheduler_async(mode: str, clear_cache: bool) -> None:
             self.calls.append(f"pause {mode} {clear_cache}")
 
-        async def collective_rpc(method: str, kwargs: dict[str, str]) -> None:
-            self.calls.append(f"{method} {kwargs['weights_path']}")
+        async def collective_rpc(method: str, kwargs: dict[str, str] | None = None) -> list[list[str]]:
+            self.calls.append(method if kwargs is None else f"{method} {kwargs['weights_path']}")
+            return self.awaited if method == "not_loaded" else []
 
         async def resume_generation() -> None:
             self.calls.append("resume")
@@ -88,6 +90,9 @@ class Door:
     ) -> tuple[int, str]:
         body = msgspec.json.encode(LoadPolicy(version, "/there", canary, adapter))
         return await self._asked("PUT", "/grpo/policy", {"Authorization": "Bearer agent"}, body)
+
+    async def is_bare(self, token: str) -> int:
+        return (await self._asked("PUT", "/grpo/bare", {"Authorization": f"Bearer {token}"}, b"{}"))[0]
 
     async def complete(
         self, policy: str, token: str = "run", body: bytes = b'{"prompt": [1, 2]}'
@@ -167,6 +172,25 @@ def test_without_a_proof_the_node_holds_nothing_not_even_what_it_held(vllm: Fake
         for policy in ("0-1@a", "0-0@a", "None"):
             assert (await door.complete(policy))[0] == 409
         assert vllm.calls.count("compute") == 1
+
+    asyncio.run(story())
+
+
+def test_an_engine_without_weights_is_asked_whether_it_has_them_all_until_it_has() -> None:
+    async def story() -> None:
+        vllm = FakeVllm(awaited=[[], ["lm_head.weight", "model.norm.weight"]])
+        vllm.go_on.set()
+        door = Door(vllm)
+        assert await door.is_bare("run") == 404
+        assert await door.is_bare("agent") == 204
+        status, said = await door.load("0-0@a")
+        assert (status, said) == (422, "without weights after its first policy: lm_head.weight and 1 more")
+        assert (await door.complete("0-0@a"))[0] == 409
+        assert "compute" not in vllm.calls
+        vllm.awaited = [[], []]
+        assert await door.load("0-1@a") == (204, "")
+        assert await door.load("0-2@a") == (204, "")
+        assert vllm.calls.count("not_loaded") == 2
 
     asyncio.run(story())
 

@@ -23,7 +23,7 @@ from orchestrator.gateway.surface.admission import Refused
 from orchestrator.gateway.surface.batch import BatchRun
 from orchestrator.gateway.surface.metrics import CONTENT_TYPE, Metrics
 from orchestrator.gateway.surface.openai import OpenAI, error_document
-from policies.serving.wire import ROLLOUTS, Announce, GatewayStatus
+from policies.serving.wire import ROLLOUTS, WANTED, Announce, AnnounceReply, GatewayStatus
 
 _announce = msgspec.json.Decoder(Announce)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -56,6 +56,7 @@ class Gateway:
                 web.get("/metrics", self._tell_metrics),
                 web.post(ROLLOUTS, self._rollouts),
                 web.post("/members/{node}", self._announce),
+                web.get(WANTED, self._wanted),
                 *Admin(self.members).routes(),
                 *OpenAI(self.members, self._completer, self._ledger, int(time.time())).routes(),
             ]
@@ -121,6 +122,9 @@ class Gateway:
         )
         admission.check_announce(said)
         return _json(await self.members.announce(node, said))
+
+    async def _wanted(self, _: web.Request) -> web.Response:
+        return _json(AnnounceReply(policy=self.members.wanted))
 
     async def _rollouts(self, request: web.Request) -> web.StreamResponse:
         try:

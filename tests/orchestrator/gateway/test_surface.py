@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import structlog
 
@@ -15,7 +16,7 @@ from checkpoint.records import documents
 from orchestrator.cli import main
 from orchestrator.gateway.surface.describe import State, describe, state_of
 from orchestrator.home.folder import run_dir
-from policies.serving.wire import Announce, MembershipChange, MemberStatus
+from policies.serving.wire import Announce, AnnounceReply, MembershipChange, MemberStatus, PolicyRef
 from tests.rigs.gateway_process import TOKEN, Rig
 from tests.rigs.gateway_served import Served, serve, two_nodes
 from tests.stand_ins.fake_vllm import completion
@@ -33,6 +34,19 @@ def test_members_are_listed_with_their_state_and_why() -> None:
         assert listed["members"][0]["reason"] == "joined as boot boot-of-a, holds 0-0"
 
     serve(story)
+
+
+def test_what_members_are_to_hold_is_told_to_a_node_that_is_none_yet() -> None:
+    async def story(served: Served) -> None:
+        nothing = await served.http.get("/wanted")
+        assert (nothing.status_code, nothing.json()["policy"]) == (200, None)
+        wanted = PolicyRef("0-7", "policies/0/7", "ab" * 16)
+        served.members.want(wanted)
+        told = msgspec.json.decode((await served.http.get("/wanted")).content, type=AnnounceReply)
+        assert told == AnnounceReply(policy=wanted)
+        assert served.members.rows == ()
+
+    serve(story, policy="")
 
 
 def test_events_are_the_changes_with_their_reasons_in_order() -> None:
