@@ -27,7 +27,7 @@ from orchestrator.cli.remote import (
     start_remote,
 )
 from orchestrator.cli.target import keep_options, open_store, record_of, storage_of
-from orchestrator.cli.write import print_notices
+from orchestrator.cli.write import count_gpus, print_notices
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.local.cloud import node_python
 from orchestrator.clouds.sky.remote import RemoteController
@@ -62,7 +62,7 @@ def up(
     remote: Remote = False,
 ) -> None:
     """Start a run: check it, show what will be started, start its daemon, watch."""
-    loaded = load(run_yaml)
+    loaded = load(run_yaml, count_gpus)
     spec = loaded.spec
     storage = load_storage(run_yaml)
     refuse_missing_secrets(spec)

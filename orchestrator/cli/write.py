@@ -10,6 +10,7 @@ import typer
 
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.options import AsJson, Output, print_json
+from orchestrator.clouds.local.gpus import gpus_here
 from orchestrator.config.load import ConfigError, Loaded, Problem, load
 from orchestrator.config.template import init_text
 from policies.model import exit_codes
@@ -38,9 +39,14 @@ def validate(
     if output is Output.JSON:
         _validate_for_programs(run_yaml)
         return
-    loaded = load(run_yaml)
+    loaded = load(run_yaml, count_gpus)
     console.print(f"{run_yaml}: {loaded.spec.name} is valid", markup=False, highlight=False, soft_wrap=True)
     print_notices(loaded)
+
+
+def count_gpus() -> int:
+    """How many this machine has for a run's nodes. Raises CloudUnavailable."""
+    return len(gpus_here().names)
 
 
 def print_notices(loaded: Loaded) -> None:
@@ -51,7 +57,7 @@ def print_notices(loaded: Loaded) -> None:
 
 def _validate_for_programs(run_yaml: Path) -> None:
     try:
-        loaded = load(run_yaml)
+        loaded = load(run_yaml, count_gpus)
     except ConfigError as error:
         print_json(_checked(run_yaml, None, error.problems, ()))
         raise typer.Exit(exit_codes.USAGE) from None

@@ -6,6 +6,7 @@ earlier one has reported. Nothing is imported, started or written.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from orchestrator.config.rules.foreign_keys import (
     vllm_table,
     without_idle_switches,
 )
+from orchestrator.config.rules.gpus import too_few
 from orchestrator.config.rules.notices import find_notices
 from orchestrator.config.rules.rehearsal import write_out_rehearsal
 from orchestrator.config.rules.resources import check_resources
@@ -44,8 +46,8 @@ class Loaded:
     notices: tuple[Problem, ...]
 
 
-def load(path: Path) -> Loaded:
-    """Read and check a run.yaml.
+def load(path: Path, gpus_here: Callable[[], int] = lambda: 0) -> Loaded:
+    """Read and check a run.yaml; `gpus_here` counts this machine's GPUs for a run on the local cloud.
 
     Raises:
         ConfigError: the file cannot be run; `problems` has all of it, in the order of the lines.
@@ -56,6 +58,10 @@ def load(path: Path) -> Loaded:
         raise ConfigError(findings.problems)
     data["grpo"] |= grpo_defaults(data, findings)
     spec = msgspec.convert({**data, "workdir": str(workdir)}, RunSpec)
+    if spec.cloud == "local":
+        too_few(spec, gpus_here(), findings)
+    if findings.problems:
+        raise ConfigError(findings.problems)
     find_notices(spec, findings)
     return Loaded(spec, tuple(sorted(findings.notices, key=lambda notice: notice.line)))
 

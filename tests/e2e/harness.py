@@ -18,7 +18,7 @@ import yaml
 from checkpoint.journal import journal
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
-from orchestrator.clouds.local.cloud import marked_processes
+from orchestrator.clouds.local.processes import marked_processes
 from policies.model.state import RunState
 from tests.rigs.store.server import S3Server
 

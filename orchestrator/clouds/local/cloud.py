@@ -4,8 +4,8 @@ It does to real processes what a real cloud does, so that a run's behaviour can 
 vanish, notices, refusals for lack of capacity.
 
 A machine's folder holds `lock` and `machine.json` (see `tasks.machine.local_machine`), `log`, `work/` as its disk,
-`work/notice` once it will be taken back, and `gone` with the reason once it is lost. Log and disk of a terminated
-one stay.
+`work/notice` once it will be taken back, `gone` with the reason once it is lost, and its `gpus`, if it was given
+some. Log and disk of a terminated one stay.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -23,19 +22,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from orchestrator.clouds.local.gpus import GPUS, share_for
+from orchestrator.clouds.local.processes import MARK, OLD_EXIT, carries_mark, kill_all, on_record
 from orchestrator.clouds.protocol import CloudRefused, Offer, Order
 from policies.control.fleet import market_of, wanted_slots
 from policies.control.snapshot import Machine
 from policies.model.node_contract import LOCAL_MACHINE, MACHINE, NOTICE, SPOOL, SPOOL_PREFIX, WORK, WORKDIR_ENV
 from policies.model.spec import Prices, RunSpec
 from policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of, slot_and_incarnation
-
-MARK = "GRPO_ORCH_MACHINE"  # in the environment of every process of a machine: its folder
-OLD_EXIT = "exit.json"  # where a machine that an older version started leaves its exit code
-EMPTY_LOOKS = 10  # at an empty environment, until it is believed
-EMPTY_LOOK_S = 0.001
 
 
 class LocalCloud:
@@ -59,37 +53,16 @@ class LocalCloud:
         folder = self._folder / order.node
         (folder / "work").mkdir(parents=True, exist_ok=True, mode=0o700)
         python = node_python()
-        environment = {
-            **os.environ,
-            **order.environment,
-            MARK: str(folder),
-            WORKDIR_ENV: str(folder / "work"),
-            "PYTHONUNBUFFERED": "1",
-        }
         (folder / "market").write_text(order.market)
-        registered, registers = os.pipe()
-        machine = [sys.executable, "-m", LOCAL_MACHINE]
-        with (folder / "log").open("ab") as log:
-            subprocess.Popen(
-                [*machine, str(registers), str(folder), str(order.attempt), python, "-m", WORK[order.role]],
-                env=environment,
-                cwd=self._spec.workdir or None,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=(registers,),
-            )
-        os.close(registers)
-        os.read(registered, 1)  # returns when the machine is on record, or has ended
-        os.close(registered)
+        with share_for(folder, self._spec) as gpus:
+            self._start(order, folder, python, gpus)
 
     def terminate(self, node: str) -> None:
         """See `Cloud.terminate`. At once, as a real cloud does it in the end."""
         folder = self._folder / node
         if folder.exists():
             _destroy(folder)
-            for name in (f"work/{NOTICE}", "gone", OLD_EXIT, MACHINE):  # the record last: it may be cut off
+            for name in (f"work/{NOTICE}", "gone", GPUS, OLD_EXIT, MACHINE):  # the record last: it may be cut off
                 (folder / name).unlink(missing_ok=True)
 
     def confirm(self, node: str) -> None:
@@ -133,6 +106,32 @@ class LocalCloud:
     def close(self) -> None:
         """See `Cloud.close`. Nothing looks on its own."""
 
+    def _start(self, order: Order, folder: Path, python: str, gpus: dict[str, str]) -> None:
+        environment = {
+            **os.environ,
+            **order.environment,
+            **gpus,
+            MARK: str(folder),
+            WORKDIR_ENV: str(folder / "work"),
+            "PYTHONUNBUFFERED": "1",
+        }
+        registered, registers = os.pipe()
+        machine = [sys.executable, "-m", LOCAL_MACHINE]
+        with (folder / "log").open("ab") as log:
+            subprocess.Popen(
+                [*machine, str(registers), str(folder), str(order.attempt), python, "-m", WORK[order.role]],
+                env=environment,
+                cwd=self._spec.workdir or None,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(registers,),
+            )
+        os.close(registers)
+        os.read(registered, 1)  # returns when the machine is on record, or has ended
+        os.close(registered)
+
     def _logs(self) -> dict[str, Path]:
         """Log files by node, by slot (its newest node's) and, for the daemon, by its name."""
         found = {"daemon": self._folder.parent / "daemon.log"}
@@ -142,12 +141,12 @@ class LocalCloud:
         return {name: path for name, path in found.items() if path.exists()}
 
     def _machine(self, folder: Path) -> Machine:
-        attempt, exit_code, pid = _record(folder)
+        attempt, exit_code, pid = on_record(folder)
         state, why = MachineState.UP, ""
         if (folder / "gone").exists():
             state, why = MachineState.GONE, (folder / "gone").read_text()
-        elif exit_code is None and not _carries_mark(pid, folder):
-            attempt, exit_code, _ = _record(folder)  # it may have ended between the two looks
+        elif exit_code is None and not carries_mark(pid, folder):
+            attempt, exit_code, _ = on_record(folder)  # it may have ended between the two looks
             if exit_code is None:
                 _destroy(folder)  # what has outlived the machine
                 state, why = MachineState.GONE, "its processes died"
@@ -202,16 +201,6 @@ def node_python() -> str:
     raise CloudRefused(Refusal.CREDENTIALS, f"no node environment at {beside}; make it with `make node-env`")
 
 
-def kill_all(folder: Path) -> None:
-    """SIGKILL every process that carries the machine's mark, until none is left."""
-    while pids := marked_processes(folder):
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-
-
 def _destroy(folder: Path) -> None:
     """End the machine's processes and give back its memory: the spool, which its trainer may have put there."""
     kill_all(folder)
@@ -219,33 +208,6 @@ def _destroy(folder: Path) -> None:
     if link.is_symlink() and (spool := link.resolve()).name.startswith(SPOOL_PREFIX):
         shutil.rmtree(spool, ignore_errors=True)
         link.unlink(missing_ok=True)
-
-
-def marked_processes(folder: Path) -> list[int]:
-    """The pids of a machine."""
-    return [pid for pid in psutil.pids() if _carries_mark(pid, folder)]
-
-
-def _carries_mark(pid: int, folder: Path) -> bool:
-    """Whether the process belongs to the machine. A dead one does not, also while it waits to be reaped."""
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        for _ in range(EMPTY_LOOKS):
-            environment = process.environ()
-            if environment or not process.memory_info().vms:  # dead ones and the kernel's threads have no memory
-                return bool(environment.get(MARK) == str(folder))
-            time.sleep(EMPTY_LOOK_S)  # between two programs (execve(2)) it reads as empty for some microseconds
-    return False
-
-
-def _record(folder: Path) -> tuple[int, int | None, int]:
-    """The machine's newest attempt, its exit code if it has ended, and the pid of the machine's own process."""
-    document = json.loads((folder / MACHINE).read_text())
-    attempt, exit_code = document["attempt"], document.get("exit_code")
-    if exit_code is None and (older := folder / OLD_EXIT).exists():
-        ended = json.loads(older.read_text())
-        exit_code = ended["exit_code"] if ended["attempt"] == attempt else None
-    return attempt, exit_code, document["pid"]
 
 
 def lines_of(path: Path, follow: bool) -> Iterator[str]:

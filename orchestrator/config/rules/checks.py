@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrator.config.reading.problems import Findings, KeyPath
-from orchestrator.config.rules import batches
+from orchestrator.config.rules import batches, gpus
 from orchestrator.config.rules.bounds import check_bounds
 from orchestrator.config.rules.effective import Doubtful, EffectiveRun
 from orchestrator.config.rules.reference_model import check_reference_model
@@ -168,6 +168,8 @@ CHECKS: tuple[Callable[[EffectiveRun, Findings], None], ...] = (
     _no_speculative_decoding,
     _no_common_seed,
     _precision,
+    gpus.engine_fits,
+    gpus.local_nodes_have_their_own,
     check_reference_model,
     _rehearsed_faults,
 )

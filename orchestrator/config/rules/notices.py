@@ -8,6 +8,7 @@ from typing import Any
 
 from orchestrator.config.reading.problems import Findings
 from orchestrator.config.rules.foreign_keys import grpo_table
+from orchestrator.config.rules.gpus import note_idle
 from orchestrator.config.rules.secrets import note_secrets
 from policies.control.rollback_choice import changes_on_rollback
 from policies.detect.divergence import TYPICAL_DELAY_POINTS
@@ -24,6 +25,7 @@ def find_notices(spec: RunSpec, findings: Findings) -> None:
     _rollback_changes_nothing(spec, findings)
     _late_to_notice(spec, findings)
     _adapter_is_merged(spec, findings)
+    note_idle(spec, findings)
     note_secrets(spec, findings)
 
 

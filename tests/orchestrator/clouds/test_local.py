@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.clouds.local.cloud import MARK, LocalCloud, marked_processes
+from orchestrator.clouds.local.cloud import LocalCloud
+from orchestrator.clouds.local.processes import MARK, marked_processes
 from orchestrator.clouds.protocol import CloudRefused, Order
 from policies.control.snapshot import Machine
 from policies.model.spec import Prices, Rehearsal

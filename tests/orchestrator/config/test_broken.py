@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.load import ConfigError, load_spec, load_storage
+from orchestrator.config.load import ConfigError, load, load_spec, load_storage
 from tests.generators.config_world import VALID, changed, furnish
 
 DROP = VALID[VALID.index("rehearse:") :]
@@ -293,6 +293,26 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
             'run.yaml:18: rollout.resources.accelerator: unknown key, not one of SkyPilot\'s resources keys (0.14.1); did you mean "accelerators"?',
             "run.yaml:19: rollout.resources.ports: ports stay closed: nodes reach each other without; leave it out",
             'run.yaml:21: rollout.resources.any_of[0].zon: unknown key, not one of SkyPilot\'s resources keys (0.14.1); did you mean "zone"?',
+        ],
+    ),
+    (
+        "an engine that its node cannot hold",
+        [
+            (
+                "  replicas: 2",
+                "  replicas: 2\n  resources:\n    accelerators: H100:2",
+            ),
+            ("max-model-len: 256", "max-model-len: 256, tensor-parallel-size: 4"),
+        ],
+        [
+            "run.yaml:18: rollout.resources.accelerators: a node has 2 GPUs, and with these rollout.vllm flags its engine takes 4; expected at least as many",
+        ],
+    ),
+    (
+        "GPUs divided by hand",
+        [("OMP_NUM_THREADS: 1", "CUDA_VISIBLE_DEVICES: 1")],
+        [
+            "run.yaml:18: rollout.env.CUDA_VISIBLE_DEVICES: each node is given its own GPUs; remove this, and say how many in resources.accelerators",
         ],
     ),
     (
@@ -647,6 +667,43 @@ def test_a_reference_that_moves_comes_through_a_restart_or_is_refused(
     with pytest.raises(ConfigError) as caught:
         load_spec(run_yaml)
     assert f"grpo.sync_ref_model: {said}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("here", "rollout", "said"),
+    [
+        (0, "replicas: 2", ""),  # a machine without any
+        (3, "replicas: 2", ""),
+        (2, "replicas: {min: 1, max: 8}", ""),
+        (
+            2,
+            "replicas: 2",
+            "this machine has 2 GPUs, and the run takes 3: the trainer 1 and 2 rollout nodes 1 each",
+        ),
+        (1, "replicas: 1", "this machine has 1 GPU, and the run takes 2: the trainer 1 and 1 rollout node 1 each"),
+        (
+            4,
+            "replicas: 1\n  resources: {accelerators: 'L4:4'}",
+            "this machine has 4 GPUs, and the run takes 5: the trainer 1 and 1 rollout node 4 each",
+        ),
+    ],
+)
+def test_more_nodes_than_this_machine_has_gpus_for(here: int, rollout: str, said: str, tmp_path: Path) -> None:
+    run_yaml = furnish(tmp_path)
+    run_yaml.write_text(changed(("replicas: 2", rollout), (DROP, "")))
+    if not said:
+        load(run_yaml, lambda: here)
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(run_yaml, lambda: here)
+    where = "run.yaml:16: rollout.replicas"
+    assert str(caught.value).endswith(f"{where}: {said}; see `resources.accelerators` of both")
+
+
+def test_a_cloud_has_the_gpus_that_this_machine_lacks(tmp_path: Path) -> None:
+    run_yaml = furnish(tmp_path)
+    run_yaml.write_text(changed(("storage: ./run", "storage: s3://runs/demo\ncloud: sky"), (DROP, "")))
+    load(run_yaml, lambda: 1)
 
 
 def test_no_file_and_a_folder(tmp_path: Path) -> None:

@@ -21,6 +21,10 @@ MERGED = "each step publishes whole merged weights, not the adapter alone"
 NO_KL = (
     "no KL is logged, so divergence is judged by gradient norm, entropy and reward alone; set e.g. grpo.beta: 0.02"
 )
+IDLE = (
+    "each node has 8 GPUs and its one engine takes 1, so 7 would be idle; "
+    "set rollout.vllm.tensor-parallel-size: 8, or have more nodes of 1"
+)
 SAME = (
     "a rollback changes the sampling seeds alone, and what diverged once may do so again; "
     "set a factor, or skip_prompts: true"
@@ -55,6 +59,11 @@ def late(logging_steps: int, checkpoints: int = 0) -> str:
             [(BETA, ""), ("{limit: 0.5}", WITHOUT_KL)],
             [f"run.yaml:7: grpo: {NO_KL}", f"run.yaml:19: policies.kl.on_rollback: {SAME}"],
         ),
+        (
+            [("  replicas: 2", "  replicas: 2\n  resources: {accelerators: 'H100:8'}")],
+            [f"run.yaml:17: rollout.resources.accelerators: {IDLE}"],
+        ),
+        ([("  replicas: 2", "  replicas: 2\n  resources: {accelerators: 'H100:1'}")], []),
         ([(BETA, f"{BETA}  logging_steps: 1\n")], []),
         ([(BETA, f"{BETA}  logging_steps: 2\n")], [f"run.yaml:15: grpo.logging_steps: {late(2)}"]),
         ([(BETA, f"{BETA}  save_steps: {DELAY}\n")], []),

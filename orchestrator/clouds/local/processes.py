@@ -1,0 +1,56 @@
+"""A machine of the local cloud, as its processes: each carries the machine's mark in its environment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+from policies.model.node_contract import MACHINE
+
+MARK = "GRPO_ORCH_MACHINE"  # in the environment of every process of a machine: its folder
+OLD_EXIT = "exit.json"  # where a machine that an older version started leaves its exit code
+EMPTY_LOOKS = 10  # at an empty environment, until it is believed
+EMPTY_LOOK_S = 0.001
+
+
+def kill_all(folder: Path) -> None:
+    """SIGKILL every process that carries the machine's mark, until none is left."""
+    while pids := marked_processes(folder):
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def marked_processes(folder: Path) -> list[int]:
+    """The pids of a machine."""
+    return [pid for pid in psutil.pids() if carries_mark(pid, folder)]
+
+
+def carries_mark(pid: int, folder: Path) -> bool:
+    """Whether the process belongs to the machine. A dead one does not, also while it waits to be reaped."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for _ in range(EMPTY_LOOKS):
+            environment = process.environ()
+            if environment or not process.memory_info().vms:  # dead ones and the kernel's threads have no memory
+                return bool(environment.get(MARK) == str(folder))
+            time.sleep(EMPTY_LOOK_S)  # between two programs (execve(2)) it reads as empty for some microseconds
+    return False
+
+
+def on_record(folder: Path) -> tuple[int, int | None, int]:
+    """The machine's newest attempt, its exit code if it has ended, and the pid of the machine's own process."""
+    document = json.loads((folder / MACHINE).read_text())
+    attempt, exit_code = document["attempt"], document.get("exit_code")
+    if exit_code is None and (older := folder / OLD_EXIT).exists():
+        ended = json.loads(older.read_text())
+        exit_code = ended["exit_code"] if ended["attempt"] == attempt else None
+    return attempt, exit_code, document["pid"]

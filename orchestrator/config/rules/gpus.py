@@ -1,0 +1,56 @@
+"""GPUs: those of a node against what works on it; this machine's against the nodes of the local cloud."""
+
+from __future__ import annotations
+
+from orchestrator.config.reading.problems import Findings
+from orchestrator.config.rules.effective import EffectiveRun
+from policies.control.fleet import wanted_slots
+from policies.model.gpus import engine_gpus, gpus_of, named_gpus
+from policies.model.spec import RunSpec
+from policies.model.vocabulary import Role
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def engine_fits(run: EffectiveRun, findings: Findings) -> None:
+    """An engine larger than its node never starts."""
+    named, takes = named_gpus(run.at("rollout", "resources") or {}), engine_gpus(run.at("rollout", "vllm") or {})
+    if named is not None and takes > named:
+        message = f"a node has {_gpus(named)}, and with these rollout.vllm flags its engine takes {takes}"
+        findings.add(("rollout", "resources", "accelerators"), f"{message}; expected at least as many")
+
+
+def local_nodes_have_their_own(run: EffectiveRun, findings: Findings) -> None:
+    """The local cloud gives each node other GPUs; one list for all nodes of a section would undo that."""
+    if run.at("cloud") == "sky":
+        return
+    for section in ("trainer", "rollout"):
+        if run.at(section, "env", VISIBLE) is not None:
+            message = "each node is given its own GPUs; remove this, and say how many in resources.accelerators"
+            findings.add((section, "env", VISIBLE), message)
+
+
+def too_few(spec: RunSpec, here: int, findings: Findings) -> None:
+    """Report what the machine of a local run cannot hold; `here` is how many GPUs it has, 0 where it has none."""
+    wanted = [(role, gpus_of(role, spec)) for role, _, needed in wanted_slots(spec) if needed]
+    total = sum(count for _, count in wanted)
+    if not 0 < here < total:
+        return
+    nodes = [count for role, count in wanted if role is Role.ROLLOUT]
+    each = f" and {len(nodes)} rollout node{'s' * (len(nodes) > 1)} {nodes[0]} each" if nodes else ""
+    message = f"this machine has {_gpus(here)}, and the run takes {total}: the trainer {wanted[0][1]}{each}"
+    findings.add(("rollout", "replicas"), f"{message}; see `resources.accelerators` of both")
+
+
+def note_idle(spec: RunSpec, findings: Findings) -> None:
+    """A node runs one engine: what that does not take is paid for all the same."""
+    named, takes = named_gpus(spec.rollout.resources), engine_gpus(spec.rollout.vllm)
+    if named is None or named <= takes or spec.rollout.replicas.max == 0:
+        return
+    message = f"each node has {_gpus(named)} and its one engine takes {takes}, so {named - takes} would be idle"
+    better = f"set rollout.vllm.tensor-parallel-size: {named}, or have more nodes of {takes}"
+    findings.notice(("rollout", "resources", "accelerators"), f"{message}; {better}")
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count != 1)}"

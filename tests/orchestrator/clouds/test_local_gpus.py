@@ -1,0 +1,216 @@
+"""The local cloud divides this machine's GPUs. Stood in for: the driver's tool that counts them, and the work."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator.clouds.local.cloud import LocalCloud
+from orchestrator.clouds.local.gpus import VISIBLE, gpus_here
+from orchestrator.clouds.local.processes import kill_all, marked_processes
+from orchestrator.clouds.protocol import CloudRefused, Order
+from policies.model.spec import RunSpec
+from policies.model.vocabulary import MachineState, Market, Refusal, role_of
+from tests.budget import HANG_S
+from tests.stand_ins.world import spec
+
+TRAINER = "trainer-0-i1"
+NODES = [f"rollout-{i}-i1" for i in range(4)]
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Say how many GPUs there are."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.setenv("GRPO_ORCH_NODE_PYTHON", str(Path(__file__).parents[2] / "stand_ins" / "stand_in_node.sh"))
+    monkeypatch.delenv(VISIBLE, raising=False)
+
+    def have(count: int) -> None:
+        (tools / "nvidia-smi").write_text(f"#!/bin/sh\nseq 0 {count - 1}\n" if count else "#!/bin/sh\nexit 9\n")
+        (tools / "nvidia-smi").chmod(0o755)
+
+    return have
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., LocalCloud]]:
+    """The cloud of one more controller of a run."""
+    clouds: list[LocalCloud] = []
+
+    def open_cloud(run: str = "a-run", of: RunSpec | None = None) -> LocalCloud:
+        clouds.append(LocalCloud(tmp_path / "home" / run / "machines", of or spec()))
+        return clouds[-1]
+
+    yield open_cloud
+    for cloud in clouds:
+        for node in cloud.machines():
+            cloud.terminate(node)
+
+
+def launch(cloud: LocalCloud, node: str, attempt: int = 1, **environment: str) -> None:
+    cloud.launch(Order(node, role_of(node), Market.SPOT, attempt, environment))
+
+
+def seen_by(cloud: LocalCloud, node: str) -> str | None:
+    """What the processes of the machine have for the variable, each the same."""
+    every = {psutil.Process(pid).environ().get(VISIBLE) for pid in marked_processes(cloud._folder / node)}
+    (seen,) = every
+    return None if seen is None else str(seen)
+
+
+def sized(trainer: str, rollout: str) -> RunSpec:
+    plain = spec()
+    return replace(
+        plain,
+        trainer=replace(plain.trainer, resources={"accelerators": trainer}),
+        rollout=replace(plain.rollout, resources={"accelerators": rollout}),
+    )
+
+
+def until(what: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + HANG_S
+    while not what():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_each_node_has_gpus_of_its_own(gpus: Callable[[int], None], opened: Callable[..., LocalCloud]) -> None:
+    gpus(8)
+    cloud = opened(of=sized("H100:4", "H100:2"))
+    for node in (TRAINER, *NODES[:2]):
+        launch(cloud, node)
+    assert [seen_by(cloud, node) for node in (TRAINER, *NODES[:2])] == ["0,1,2,3", "4,5", "6,7"]
+    with pytest.raises(CloudRefused, match="rollout-2-i1 takes 2 of 8 GPUs and 0 are free") as caught:
+        launch(cloud, NODES[2])
+    assert caught.value.refusal is Refusal.NO_CAPACITY
+    assert "0,1,2,3 by a-run/trainer-0-i1" in str(caught.value)
+
+
+def test_numbers_mean_the_same_to_the_tool_and_to_cuda(
+    gpus: Callable[[int], None], opened: Callable[..., LocalCloud]
+) -> None:
+    gpus(1)
+    cloud = opened()
+    launch(cloud, TRAINER)
+    (pid, *_) = marked_processes(cloud._folder / TRAINER)
+    assert psutil.Process(pid).environ()["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        pytest.param(lambda cloud, node: cloud.terminate(node), id="terminated"),
+        pytest.param(lambda cloud, node: cloud.preempt(node, "preempted"), id="preempted"),
+        pytest.param(lambda cloud, node: kill_all(cloud._folder / node), id="killed"),
+    ],
+)
+def test_the_gpus_of_a_machine_that_ended_are_free(
+    ends: Callable[[LocalCloud, str], None], gpus: Callable[[int], None], opened: Callable[..., LocalCloud]
+) -> None:
+    gpus(2)
+    cloud = opened()
+    launch(cloud, TRAINER)
+    launch(cloud, NODES[0])
+    ends(cloud, NODES[0])
+    launch(cloud, NODES[1])
+    assert seen_by(cloud, NODES[1]) == "1"
+
+
+def test_who_holds_what_is_known_to_the_next_daemon_and_to_other_runs(
+    gpus: Callable[[int], None], opened: Callable[..., LocalCloud]
+) -> None:
+    gpus(3)
+    launch(opened(), TRAINER)
+    launch(opened(), NODES[0])
+    other = opened("another-run")
+    launch(other, TRAINER)
+    assert seen_by(other, TRAINER) == "2"
+    with pytest.raises(CloudRefused, match="1 by a-run/rollout-0-i1"):
+        launch(opened(), NODES[1])
+
+
+def test_launches_at_the_same_moment_are_given_different_gpus(
+    gpus: Callable[[int], None], opened: Callable[..., LocalCloud]
+) -> None:
+    gpus(5)
+    with ThreadPoolExecutor() as threads:  # a controller's calls run beside each other, and another's too
+        list(threads.map(lambda node: launch(opened(), node), (TRAINER, *NODES)))
+    assert {seen_by(opened(), node) for node in (TRAINER, *NODES)} == set("01234")
+
+
+def test_between_two_attempts_a_machine_keeps_its_gpus(
+    gpus: Callable[[int], None], opened: Callable[..., LocalCloud]
+) -> None:
+    gpus(2)
+    cloud = opened()
+    launch(cloud, TRAINER, STAND_IN_EXIT="77")
+    until(lambda: cloud.machines()[TRAINER].exit_code == 77)
+    launch(cloud, NODES[0])
+    launch(opened(), TRAINER, attempt=2)
+    assert cloud.machines()[TRAINER].state is MachineState.UP
+    assert (seen_by(cloud, TRAINER), seen_by(cloud, NODES[0])) == ("0", "1")
+
+
+def test_what_the_trainer_needs_is_kept_for_it(
+    gpus: Callable[[int], None], opened: Callable[..., LocalCloud]
+) -> None:
+    gpus(2)
+    cloud = opened()
+    launch(cloud, TRAINER)
+    launch(cloud, NODES[0])
+    cloud.preempt(TRAINER, "preempted")
+    with pytest.raises(CloudRefused, match=r"takes 1 of 2 GPUs and 1 are free \(1 for the trainer\)"):
+        launch(cloud, NODES[1])
+    launch(cloud, "trainer-0-i2")
+    assert seen_by(cloud, "trainer-0-i2") == "0"
+
+
+def test_the_first_name_in_a_file_is_no_claim_once_its_machine_never_came(
+    gpus: Callable[[int], None], opened: Callable[..., LocalCloud]
+) -> None:
+    gpus(2)
+    cloud = opened()
+    launch(cloud, TRAINER)
+    folder = cloud._folder / NODES[0]
+    folder.mkdir()
+    (folder / "gpus").write_text("0")  # of a daemon that was killed before it started anything
+    launch(cloud, NODES[0])
+    assert seen_by(cloud, NODES[0]) == "1"
+
+
+def test_without_gpus_nothing_changes(gpus: Callable[[int], None], opened: Callable[..., LocalCloud]) -> None:
+    gpus(0)
+    cloud = opened(of=sized("H100:8", "H100:8"))
+    launch(cloud, TRAINER)
+    assert seen_by(cloud, TRAINER) is None
+
+
+def test_a_run_on_cpu_is_left_all_it_sees(gpus: Callable[[int], None], opened: Callable[..., LocalCloud]) -> None:
+    gpus(1)
+    cloud = opened(of=replace(spec(), grpo={"use_cpu": True}))
+    for node in (TRAINER, *NODES):
+        launch(cloud, node)
+    assert seen_by(cloud, TRAINER) is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        ("2,3", ("2", "3")),
+        ("GPU-8932f937, GPU-46b1a2c0", ("GPU-8932f937", "GPU-46b1a2c0")),
+        ("", ()),
+        ("1,-1,0", ("1",)),
+    ],
+)
+def test_a_list_in_our_own_environment_is_what_is_divided(visible: str, names: tuple[str, ...]) -> None:
+    here = gpus_here({VISIBLE: visible})
+    assert (here.names, here.environment) == (names, {})
