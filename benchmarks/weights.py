@@ -27,7 +27,7 @@ from rich.console import Console
 from benchmarks.rig.local_run import ROOT
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
+from checkpoint.stream import chunks, manifest
 from checkpoint.stream.manifest import Manifest
 from checkpoint.weights import delta, safetensors, scratch
 from checkpoint.weights.scratch import Tensor, Written
@@ -183,9 +183,9 @@ def published(store: Store, folder: Path, step: int, written: Written, base: str
         before = PolicyVersion(0, step - 1)
         meta |= {manifest.KIND: manifest.DELTA, manifest.BASE: f"{before}@{base}"}
         meta[manifest.BASE_PREFIX] = layout.policy(before)
-    found: Manifest = manifest.publish_once(
-        store, layout.policy(version), [(name, folder / name)], version, time.time(), meta
-    )
+    prefix = layout.policy(version)
+    sent = chunks.send(store, prefix, [(name, folder / name)], stored={})
+    found: Manifest = manifest.publish_once(store, prefix, sent, version, time.time(), meta)
     return PolicyRef(str(version), found.root, written.digest)
 
 

@@ -36,6 +36,7 @@ TIMELINES = "timelines"  # how each timeline but the first began
 REHEARSAL = "rehearsal"
 EXPORTS = "exports"  # weights as plain files, for use without grpo-orch
 MANIFEST = "manifest.json"
+SNAPSHOT = "snapshot.json"  # of all weights, stored beside a policy that was published as a delta
 MODEL = "model.safetensors"  # the weights of a policy
 CANARY = "canary.json"  # beside the weights of a policy: what they compute
 

@@ -29,6 +29,10 @@ OLD_DIGEST_CHARS = 12  # as trainers of older releases shorten it
 KIND = "kind"
 # All weights, perhaps with a delta beside them; a delta alone; a LoRA adapter for base weights that nodes have.
 WHOLE, DELTA, ADAPTER = "whole", "delta", "adapter"
+# All weights of this policy, but what has changed since may be in them: with all deltas from here to a policy that
+# names this one under SNAPSHOT they are that policy.
+FUZZY = "fuzzy"
+SNAPSHOT = "snapshot"  # the place of the policy beside which such weights are
 WEIGHTS = "weights"  # `checkpoint.weights.safetensors.content_digest`, however the weights travel
 BASE, BASE_PREFIX = "base", "base_prefix"  # the label and the place of the policy that the delta overwrites
 
@@ -94,15 +98,16 @@ def publish(
 def publish_once(
     store: Store,
     prefix: str,
-    files: list[tuple[str, Path]],
+    files: list[File],
     version: PolicyVersion,
     now_s: float,
     meta: dict[str, str],
+    name: str = layout.MANIFEST,
 ) -> Manifest:
-    """Upload files, given as `(name, path)`, to `prefix`, then the manifest: the only one that is ever there, for
+    """Put the manifest of files that were sent to `prefix`: the only one of that name that is ever there, for
     others may be built on it. Raises AlreadyExists, StoreError."""
-    manifest = Manifest(SCHEMA, str(version), now_s, prefix, chunks.send(store, prefix, files, stored={}), meta)
-    key, data = f"{prefix}/{layout.MANIFEST}", to_json(manifest)
+    manifest = Manifest(SCHEMA, str(version), now_s, prefix, files, meta)
+    key, data = f"{prefix}/{name}", to_json(manifest)
     try:
         store.create(key, data)
     except AlreadyExists:
@@ -111,9 +116,9 @@ def publish_once(
     return manifest
 
 
-def load(store: Store, prefix: str) -> Manifest:
+def load(store: Store, prefix: str, name: str = layout.MANIFEST) -> Manifest:
     """Read the manifest of a published folder. Raises NotFound (nothing was published there) or Corrupt."""
-    key = f"{prefix}/{layout.MANIFEST}"
+    key = f"{prefix}/{name}"
     return decode(store.get(key), key)
 
 

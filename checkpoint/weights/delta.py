@@ -54,7 +54,7 @@ class DeltaWriter:
     """Writes a delta; it is none before it is finished."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._file = path.open("wb")
         self._hasher = blake3()
         self._tensors: list[Changed] = []
@@ -62,10 +62,11 @@ class DeltaWriter:
         self._add(MAGIC)
 
     def put(self, name: str, placed: Placed, pieces: list[bytes]) -> None:
-        """Add a tensor's pieces as `sparse.encode` made them. Raises OSError."""
+        """Add a tensor's pieces as `sparse.encode` made them; the file then has them. Raises OSError."""
         if any(pieces):
             self._tensors.append(Changed(name, placed.dtype, placed.shape, [len(one) for one in pieces]))
             self._add(b"".join(pieces))
+            self._file.flush()
 
     def finish(self, base: str, weights: str) -> None:
         """Write the rest and close. Raises OSError."""
@@ -79,7 +80,7 @@ class DeltaWriter:
         """Close, and leave no file."""
         with contextlib.suppress(OSError):  # what it had not yet written
             self._file.close()
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
     def _add(self, data: bytes) -> None:
         self._file.write(data)

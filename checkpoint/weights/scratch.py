@@ -25,6 +25,10 @@ AHEAD_BYTES = 64 * 2**20  # of tensors that threads are at: enough for the small
 # A delta of half the weights saves half the transfer and costs a pass over all of them on every machine.
 PAYS_BELOW = 0.5
 JUDGED_AFTER = 1 / 64  # of the weights; where so much of them has changed too much, the rest is not compared
+# Of the weights; so many bytes of a delta may be sent in vain, before it is certain that it will pay.
+VENTURED = 1 / 16
+
+Grown = Callable[[Path, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +51,21 @@ class Written:
 
 
 def rewrite(
-    path: Path, tensors: Mapping[str, Tensor], base: str, delta: Path, pool: ThreadPoolExecutor
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    base: str,
+    delta: Path,
+    pool: ThreadPoolExecutor,
+    grown: Grown = lambda *_: None,
 ) -> Written:
     """Write the weights into the file at `path`, and what has changed of those of the digest `base` into `delta`.
 
     With an empty `base`, other tensors than the file's, or where it does not pay, there is no delta. If it ends in
     the middle the file holds neither the old weights nor the new ones. Raises OSError, Corrupt.
+
+    Args:
+        grown: told again and again which file is to travel and how many of its first bytes change no more. First
+            of the delta, as long as it seems to pay, and from when it does not, of the weights.
     """
     delta.unlink(missing_ok=True)
     layout = _present(path, tensors) if base else None
@@ -61,7 +74,7 @@ def rewrite(
         sizes = {name: (one.dtype, one.shape, one.size_bytes) for name, one in tensors.items()}
         layout = safetensors.create(path, sizes)
     with path.open("r+b") as file:
-        work = _Rewriting(file.fileno(), layout, writer, pool)
+        work = _Rewriting(file.fileno(), path, layout, writer, pool, grown)
         try:
             for name in sorted(layout, key=lambda one: layout[one].begin):
                 work.begin(name, tensors[name].content())
@@ -102,13 +115,22 @@ class _InHand:
 class _Rewriting:
     """One pass over the file. `writer` is None where everything is written and nothing compared."""
 
-    def __init__(self, file: int, layout: Layout, writer: DeltaWriter | None, pool: ThreadPoolExecutor) -> None:
-        self._file = file
+    def __init__(
+        self,
+        file: int,
+        path: Path,
+        layout: Layout,
+        writer: DeltaWriter | None,
+        pool: ThreadPoolExecutor,
+        grown: Grown,
+    ) -> None:
+        self._file, self._path = file, path
         self._layout = layout
         self._pool = pool
+        self._grown = grown
         self._in_hand: deque[_InHand] = deque()
         self._ahead_bytes = self._done_bytes = 0
-        self._judged_from = JUDGED_AFTER * sum(one.size_bytes for one in layout.values())
+        self._size_bytes = sum(one.size_bytes for one in layout.values())
         self.writer = writer
         self.digests: dict[str, str] = {}
 
@@ -154,9 +176,22 @@ class _Rewriting:
                 self.writer.put(one.name, one.placed, changed)
             except OSError as error:
                 self.do_without(error)
-                return
-            if self._done_bytes > self._judged_from and self.writer.size_bytes > self._done_bytes * PAYS_BELOW:
-                self._abandon()
+            else:
+                self._judge(self.writer)
+        if self.writer is None:
+            self._grown(self._path, one.placed.begin + one.placed.size_bytes)
+
+    def _judge(self, writer: DeltaWriter) -> None:
+        """Give the delta up, or let it travel as far as it is written, or neither yet."""
+        if (
+            self._done_bytes > JUDGED_AFTER * self._size_bytes
+            and writer.size_bytes > self._done_bytes * PAYS_BELOW
+        ):
+            self._abandon()
+            return
+        largest_bytes = writer.size_bytes + self._size_bytes - self._done_bytes
+        if min(writer.size_bytes / VENTURED, largest_bytes / PAYS_BELOW) <= self._size_bytes:
+            self._grown(writer.path, writer.size_bytes)
 
     def _abandon(self) -> None:
         if self.writer is not None:

@@ -111,11 +111,14 @@ class PolicyFolders:
         """Fetch the whole policy, which may be there from an earlier try, and what has changed since."""
         assert route.whole is not None
         start = self._root / f"{route.whole.version}@{digest_of(route.whole)}" if route.deltas else folder
+        fuzzy = route.whole.meta.get(manifest.KIND) == manifest.FUZZY
+        if fuzzy:  # it is no policy before the deltas are applied
+            start = start.with_name(f".{start.name}")
         if not start.exists():
             self._forget_parts(start)
             files = [file for file in route.whole.files if file.name != delta.NAME]
             manifest.materialize(self._store, route.whole.root, files, start, check)
-            if manifest.WEIGHTS in route.whole.meta:
+            if manifest.WEIGHTS in route.whole.meta and not fuzzy:
                 self._prove(start, digest_of(route.whole))
         if route.deltas:
             self._overwrite(start, route, wanted, folder, check)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from checkpoint.store import layout
 from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
@@ -40,6 +41,8 @@ def route_to(store: Store, wanted: Manifest, held: Collection[str]) -> Route:
             return Route(deltas, start=digest_of(at))
         if from_whole is None and at.meta.get(manifest.KIND) != manifest.DELTA:
             from_whole = Route(deltas, whole=at)
+        elif from_whole is None and at.root == wanted.meta.get(manifest.SNAPSHOT):
+            from_whole = Route(deltas, whole=manifest.load(store, at.root, layout.SNAPSHOT))
         base = at.meta.get(manifest.BASE, "")
         if not base or len(deltas) == DELTAS_MAX or (from_whole is not None and not held):
             break

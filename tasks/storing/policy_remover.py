@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 
 from checkpoint.store import layout
 from checkpoint.store.errors import NotFound
@@ -11,13 +12,21 @@ from checkpoint.stream import manifest
 from policies.model.vocabulary import Precedence
 
 
+@dataclass(frozen=True, slots=True)
+class _Bases:
+    """Places of policies: what a delta is to, and the last beside which all weights are, where it names one."""
+
+    base: str = ""
+    snapshot: str = ""
+
+
 class PolicyRemover:
     """Removes a publisher's own and older publishers' policies: one that was replaced and does not know it takes
     nothing from the newer one, which removes what it leaves."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._bases: dict[str, str] = {}  # what each needs to be of use; manifests never change
+        self._bases: dict[str, _Bases] = {}  # what each needs to be of use; manifests never change
 
     def remove(self, present: str) -> None:
         """Remove all but the present one and the one before, of this and of older timelines, with what they are
@@ -39,21 +48,23 @@ class PolicyRemover:
         self._bases = {prefix: base for prefix, base in self._bases.items() if prefix in needed}
 
     def _with_its_bases(self, prefix: str) -> list[str]:
-        found = list[str]()
+        """It and what it is a delta to, back to where all weights are."""
+        found, snapshot = list[str](), self._bases_of(prefix).snapshot
         while prefix and prefix not in found:
             found.append(prefix)
-            prefix = self._base_of(prefix)
+            prefix = self._bases_of(prefix).base if prefix != snapshot else ""
         return found
 
-    def _base_of(self, prefix: str) -> str:
-        """What a delta is to; nothing for a whole policy, and for one that is not there. Raises Corrupt: the next
-        read of it may be right, and nodes may need what it names."""
+    def _bases_of(self, prefix: str) -> _Bases:
+        """None of a whole policy, and of one that is not there. Raises Corrupt: the next read of it may be right,
+        and nodes may need what it names."""
         if prefix not in self._bases:
             meta = dict[str, str]()
             with contextlib.suppress(NotFound):
                 meta = manifest.load(self._store, prefix).meta
             is_delta = meta.get(manifest.KIND) == manifest.DELTA
-            self._bases[prefix] = meta.get(manifest.BASE_PREFIX, "") if is_delta else ""
+            base, snapshot = meta.get(manifest.BASE_PREFIX, ""), meta.get(manifest.SNAPSHOT, "")
+            self._bases[prefix] = _Bases(base, snapshot) if is_delta else _Bases()
         return self._bases[prefix]
 
 

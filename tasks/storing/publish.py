@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,9 +16,9 @@ import torch
 
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
-from checkpoint.store.errors import Corrupt, StoreUnavailable
+from checkpoint.store.errors import Corrupt, StoreError, StoreUnavailable
 from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
+from checkpoint.stream import chunks, manifest
 from checkpoint.stream.manifest import Manifest
 from checkpoint.weights import delta, scratch
 from checkpoint.weights.safetensors import Bytes
@@ -28,13 +29,15 @@ from policies.serving.dtypes import ServedTypes
 from policies.serving.tensors import Tensor
 from policies.serving.wire import PolicyRef
 from tasks.storing.policy_remover import PolicyRemover
+from tasks.storing.publish_snapshot import Snapshot
 from tasks.storing.step_costs import StepCosts
 from tasks.storing.tensor_types import TYPES
 
 log = structlog.get_logger()
 
-# Deltas after a whole policy, in number and as a share of it: so a node that comes fetches at most half as much
-# again and reads few manifests, while whole ones cost the trainer about as much as the deltas do.
+# Deltas after a whole policy, in number and as a share of it: so a node that comes fetches about half as much
+# again and reads few manifests, while whole ones take about as much of the trainer's link as the deltas do. After
+# so many the whole is stored while training goes on; after twice as many, if the store is too slow, a step waits.
 CHAIN_MAX = 32
 CHAIN_SHARE = 0.5
 # Where almost all changes, as at high learning rates, the next ones will: so many are not compared.
@@ -45,11 +48,16 @@ OF_TYPE = {name: dtype for dtype, name in TYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """The policy whose weights the scratch file holds, with the deltas since a whole one."""
+    """The policy whose weights the scratch file holds, with the deltas since a whole one, and the place of that
+    one if it is a snapshot."""
 
     ref: PolicyRef
     chain: int = 0
     chain_bytes: int = 0
+    snapshot: str = ""
+
+    def is_long(self, times: int, size_bytes: int) -> bool:
+        return self.chain > times * CHAIN_MAX or self.chain_bytes > times * CHAIN_SHARE * size_bytes
 
 
 class PolicyPublisher:
@@ -86,6 +94,8 @@ class PolicyPublisher:
         model_config.save_pretrained(self._beside)
         self._weights, self._delta = scratch / layout.MODEL, scratch / delta.NAME
         self._last: _Published | None = None
+        self._taking: tuple[Snapshot, _Published] | None = None  # a snapshot, and what it is of
+        self._idle = threading.Event()  # while nothing is published
         self._uncompared = 0
         self._pool = ThreadPoolExecutor(delta.WORKERS, thread_name_prefix="weights")
         self._older = PolicyRemover(store)
@@ -99,17 +109,37 @@ class PolicyPublisher:
 
         Raises StoreError, OSError.
         """
+        self._idle.clear()
+        try:
+            ref = self._publish(version, tensors, canary)
+        finally:
+            if self._last is None or self._last.chain == 0:
+                self._stop_snapshot()
+            self._idle.set()
+        self._remove_older(ref.prefix)
+        return ref
+
+    def _publish(
+        self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None
+    ) -> PolicyRef:
         begun_s = time.monotonic()
         # Until this one is in the store nothing is: what it was to follow is no longer in the file.
         last, self._last = self._last, None
+        taken_bytes = 0
+        if last is not None:
+            last, taken_bytes = self._with_snapshot(last)
         base = last.ref.digest if last is not None and self._uncompared == 0 else ""
-        written = scratch.rewrite(self._weights, self._plan(tensors), base, self._delta, self._pool)
-        self._uncompared = UNCOMPARED if base and written.delta_bytes is None else max(0, self._uncompared - 1)
-        self._put_canary(canary)
-        published, sent = self._send(version, written, last)
+        planned, prefix = self._plan(tensors), layout.policy(version, self._by)
+        with chunks.Sending(self._store, prefix, stored={}) as sending:
+            written = scratch.rewrite(self._weights, planned, base, self._delta, self._pool, sending.grown)
+            self._uncompared = UNCOMPARED if base and written.delta_bytes is None else max(0, self._uncompared - 1)
+            self._put_canary(canary)
+            published, sent = self._send(sending, version, prefix, written, last)
         self._last = published
+        if self._taking is None and published.chain and published.is_long(1, written.size_bytes):
+            self._taking = Snapshot(self._store, published.ref, self._weights, self._idle), published
         took_s = round(time.monotonic() - begun_s, 3)
-        self._costs.publish(took_s, sent.size_bytes, written.size_bytes)
+        self._costs.publish(took_s, sent.size_bytes + taken_bytes, written.size_bytes)
         log.info(
             "policy_published",
             policy=published.ref.label,
@@ -119,8 +149,28 @@ class PolicyPublisher:
             sent_bytes=sent.size_bytes,
             took_s=took_s,
         )
-        self._remove_older(published.ref.prefix)
         return published.ref
+
+    def _with_snapshot(self, last: _Published) -> tuple[_Published, int]:
+        """The last one, as what follows the snapshot that has been stored since, and that one's size in bytes."""
+        if self._taking is None or not self._taking[0].stored.done():
+            return last, 0
+        (snapshot, of), self._taking = self._taking, None
+        snapshot.stop()
+        try:
+            stored = snapshot.stored.result()
+        except (StoreError, OSError) as error:
+            log.warning("snapshot_not_stored", policy=of.ref.label, why=str(error))  # the next one may be
+            return last, 0
+        log.info("snapshot_stored", policy=of.ref.label, sent_bytes=stored.size_bytes)
+        chain, chain_bytes = last.chain - of.chain, last.chain_bytes - of.chain_bytes
+        return _Published(last.ref, chain, chain_bytes, of.ref.prefix), stored.size_bytes
+
+    def _stop_snapshot(self) -> None:
+        """Give up the one that is taken: no deltas follow what the file holds."""
+        if self._taking is not None:
+            self._taking[0].stop()
+            self._taking = None
 
     def _put_canary(self, canary: Canary | None) -> None:
         (self._beside / layout.CANARY).unlink(missing_ok=True)
@@ -135,25 +185,32 @@ class PolicyPublisher:
         self._removing = self._remover.submit(self._older.remove, present)
 
     def _send(
-        self, version: PolicyVersion, written: Written, last: _Published | None
+        self,
+        sending: chunks.Sending,
+        version: PolicyVersion,
+        prefix: str,
+        written: Written,
+        last: _Published | None,
     ) -> tuple[_Published, Manifest]:
         """Store what was written: as a delta where there is one and not too many others. Raises StoreError."""
         files = manifest.files_below(self._beside)
         meta = {manifest.KIND: manifest.WHOLE, manifest.WEIGHTS: written.digest}
-        chain = chain_bytes = 0
+        published = _Published(PolicyRef(str(version), prefix, written.digest))
         if last is not None and written.delta_bytes is not None:
             files.append((delta.NAME, self._delta))
             meta |= {manifest.BASE: last.ref.label, manifest.BASE_PREFIX: last.ref.prefix}
-            chain, chain_bytes = last.chain + 1, last.chain_bytes + written.delta_bytes
-        if chain == 0 or chain > CHAIN_MAX or chain_bytes > CHAIN_SHARE * written.size_bytes:
+            followed = _Published(
+                published.ref, last.chain + 1, last.chain_bytes + written.delta_bytes, last.snapshot
+            )
+            if not followed.is_long(2, written.size_bytes):
+                published = followed
+                meta |= {manifest.KIND: manifest.DELTA, manifest.SNAPSHOT: last.snapshot}
+        if not published.chain:
             # With the delta still beside it: nodes that hold what was before need not fetch all.
             files.append((layout.MODEL, self._weights))
-            chain = chain_bytes = 0
-        else:
-            meta[manifest.KIND] = manifest.DELTA
-        prefix = layout.policy(version, self._by)
-        sent = manifest.publish_once(self._store, prefix, files, version, time.time(), meta)
-        return _Published(PolicyRef(str(version), prefix, written.digest), chain, chain_bytes), sent
+        return published, manifest.publish_once(
+            self._store, prefix, sending.finish(files), version, time.time(), meta
+        )
 
     def _plan(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, scratch.Tensor]:
         """The tensors as they are to be written; each is rounded and copied when it is its turn."""

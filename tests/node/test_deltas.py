@@ -6,7 +6,9 @@ import mmap
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from tasks.rollout.policy_folders import Overtaken, PolicyFolders
 from tasks.storing import publish
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts
+from tests.budget import HANG_S
 from tests.node.test_publish import Model, settle
 
 Tensors = dict[str, torch.Tensor]
@@ -118,8 +121,9 @@ class World:
         chunks = {
             f"{found.root}/{chunk}"
             for entry in self.store.entries(layout.POLICIES)
-            if entry.key.endswith(layout.MANIFEST)
-            for found in [manifest.load(self.store, entry.key.rpartition("/")[0])]
+            if entry.key.endswith((layout.MANIFEST, layout.SNAPSHOT))
+            for prefix, _, name in [entry.key.rpartition("/")]
+            for found in [manifest.load(self.store, prefix, name)]
             for file in found.files
             if file.name == layout.MODEL
             for chunk in file.chunks
@@ -214,12 +218,127 @@ def test_what_may_be_wanted_stays_usable_for_every_node(world: World, monkeypatc
         world.whole_bytes()
         check(kept.fetch(ref, lambda: True), world.made[ref.label])
         assert [one.name for one in root.iterdir()] == [ref.label]
-        assert world.whole_bytes() == 0, "a whole one has its delta beside it"
+        assert world.whole_bytes() == 0
         for wanted in (ref, before):
             world.fetch(world.node(), wanted)
+            assert world.whole_bytes() == 1
         before = ref
-        assert len(world.store.folders(f"{layout.POLICIES}/0000")) <= 5
-    assert kinds == (["delta+"] * 3 + ["whole+"]) * 3
+        assert len(world.store.folders(f"{layout.POLICIES}/0000")) <= 6
+    assert kinds == ["delta+"] * 12, "none waits for all weights to be sent"
+    assert len(snapshots(world)) == 2, "the one that is named, and the one that will be"
+
+
+def snapshots(world: World) -> list[str]:
+    """The places of policies that have one."""
+    keys = [one.key for one in world.store.entries(layout.POLICIES) if one.key.endswith(layout.SNAPSHOT)]
+    return [key.rpartition("/")[0] for key in keys]
+
+
+class Gate:
+    """Lets a snapshot's chunks into the store by so many at a time."""
+
+    def __init__(self, world: World, prefix: str) -> None:
+        self.prefix, self.open = prefix, threading.Semaphore(0)
+        world.store.fails = self.holds
+
+    def holds(self, key: str) -> bool:
+        if key.startswith(self.prefix) and not key.endswith(layout.SNAPSHOT):
+            assert self.open.acquire(timeout=HANG_S)
+        return False
+
+
+def test_a_snapshot_of_weights_that_change_meanwhile_makes_what_names_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are published while it is sent, and each of its chunks is as it was when it was read."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", mmap.ALLOCATIONGRANULARITY)
+    monkeypatch.setattr(publish, "CHAIN_MAX", 4)
+    publisher: Any = world.publisher()
+    world.publish(publisher, 0)
+    begun = world.steps(publisher, 1, 2, 3, 4)[-1]
+    gate = Gate(world, layout.policy(PolicyVersion(0, 5), FIRST) + "/")
+    gate.open.release(3)  # its own
+    world.step()
+    of = publisher.publish(PolicyVersion(0, 5), world.weights.items(), None)
+    snapshot = publisher._taking[0]
+    assert kind(world, of) == "delta+"
+    for step in (6, 7, 8):
+        gate.open.release(3)
+        world.step()
+        ref = publisher.publish(PolicyVersion(0, step), world.weights.items(), None)
+        world.made[ref.label] = dict(world.weights)
+        publisher._removing.result()
+        assert not snapshot.stored.done()
+        world.fetch(world.node(), ref)
+    gate.open.release(100)
+    wait([snapshot.stored], timeout=HANG_S)
+    world.whole_bytes()
+    node = world.node()
+    newest = world.steps(publisher, 9)[0]
+    assert manifest.load(world.store, newest.prefix).meta[manifest.SNAPSHOT] == of.prefix
+    asked = iter([True] * 14 + [False])
+    with pytest.raises(Overtaken):
+        node.fetch(newest, lambda: next(asked, False))
+    assert list(world.root.glob("[!.]*")) == [], "the snapshot by itself is no policy"
+    assert world.whole_bytes() == 13
+    world.fetch(node, newest)
+    assert world.whole_bytes() == 0, "and what came of it stays for the next try"
+    later = world.steps(publisher, 10)[0]
+    world.fetch(world.node(), later)
+    assert begun.prefix not in world.store.folders(f"{layout.POLICIES}/0000")
+
+
+def test_a_snapshot_that_fails_is_taken_again_of_a_later_policy(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "CHAIN_MAX", 2)
+    publisher = world.publisher()
+    world.publish(publisher, 0)
+    world.steps(publisher, 1, 2)
+    away = layout.policy(PolicyVersion(0, 3), FIRST)
+    world.store.fails = lambda key: key.startswith(away) and manifest_there(world, away)
+    refs = world.steps(publisher, 3, 4, 5)
+    assert snapshots(world) == [refs[1].prefix]
+    world.fetch(world.node(), refs[2])
+
+
+def manifest_there(world: World, prefix: str) -> bool:
+    return world.store.get_or_none(f"{prefix}/{layout.MANIFEST}") is not None
+
+
+def test_no_snapshot_is_named_once_no_delta_follows_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish, "CHAIN_MAX", 1)
+    publisher: Any = world.publisher()
+    world.publish(publisher, 0)
+    world.steps(publisher, 1, 2)
+    world.step(1.0)
+    assert kind(world, world.publish(publisher, 3)) == "whole"
+    assert publisher._taking is None
+    monkeypatch.setattr(publish, "UNCOMPARED", 0)
+    publisher._uncompared = 0
+    for ref in world.steps(publisher, 4, 5):
+        assert not manifest.load(world.store, ref.prefix).meta.get(manifest.SNAPSHOT)
+        world.fetch(world.node(), ref)
+
+
+def test_where_the_store_is_too_slow_for_a_snapshot_a_step_waits(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "CHAIN_MAX", 2)
+    publisher: Any = world.publisher()
+    world.publish(publisher, 0)
+    gate = Gate(world, layout.policy(PolicyVersion(0, 3), FIRST) + "/")
+    gate.open.release(3)
+    kinds = []
+    for step in range(1, 6):
+        world.step()
+        ref = publisher.publish(PolicyVersion(0, step), world.weights.items(), None)
+        world.made[ref.label] = dict(world.weights)
+        kinds.append(kind(world, ref))
+    gate.open.release(100)
+    assert kinds == ["delta+"] * 4 + ["whole+"]
+    settle(publisher)
+    world.fetch(world.node(), ref)
 
 
 def test_deltas_that_grow_to_half_of_the_whole_end_with_a_whole_one(world: World) -> None:
@@ -229,8 +348,8 @@ def test_deltas_that_grow_to_half_of_the_whole_end_with_a_whole_one(world: World
     for step in range(1, 8):
         world.step(0.1)
         kinds.append(kind(world, world.publish(publisher, step)))
-    assert kinds[0] == "delta+"
-    assert "whole+" in kinds
+    assert set(kinds) == {"delta+"}
+    assert len(snapshots(world)) == 1
 
 
 def test_where_almost_all_changes_all_travels(world: World) -> None:

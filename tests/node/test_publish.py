@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ def publish(publisher: PolicyPublisher, timeline: int, *steps: int, weights: flo
 
 
 def settle(publisher: Any) -> None:
+    """Wait for what goes on after a publication."""
+    if publisher._taking is not None:
+        wait([publisher._taking[0].stored])
     publisher._removing.result()
 
 
