@@ -24,7 +24,9 @@ TOKENS_DISCARDED = "orch/tokens_discarded"  # tokens generated for this step and
 REPLAYED = "orch/replayed"  # 1 where the completions came from the store
 WAIT_S = "orch/wait_s"  # seconds in which no node could serve
 # Of the policies published since the row before; absent where none was.
+PUBLISHED = "orch/published"  # how many
 PUBLISH_S = "orch/publish_s"
+ENCODE_S = "orch/encode_s"  # of these seconds, those until all was encoded; sending begins before
 PUBLISHED_BYTES = "orch/published_bytes"  # that went to the store
 WEIGHTS_BYTES = "orch/weights_bytes"  # that their weights have
 REWARD_MIN = "orch/reward_min"

@@ -7,6 +7,7 @@ from typing import Any
 
 from checkpoint.records.metrics import Row
 from orchestrator.views.events import EventLine, event_json
+from orchestrator.views.weights import WeightsView
 from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN
 from policies.model.state import RunState
@@ -133,6 +134,7 @@ class RunView:
     recent: tuple[Row, ...]
     membership: tuple[MembershipView, ...]  # the newest last; empty when the gateway is not heard from
     events: tuple[EventLine, ...]  # the newest last
+    weights: WeightsView | None = None  # the newest policy on its way; None before the first
 
     @property
     def over(self) -> bool:

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from checkpoint.records import documents
 from checkpoint.records.metrics import Row, logged
 from checkpoint.records.rehearsals import RehearsedFault, read_faults
 from checkpoint.store.run_store import Store
@@ -28,6 +29,7 @@ from orchestrator.views.lineage import (
 from orchestrator.views.model import HealthView, health_of
 from orchestrator.views.numbers import NOT_KNOWN, duration, short, usd
 from orchestrator.views.reader import Reader
+from orchestrator.views.weights import WeightsView, policy_stage_words, weights_view, weights_words
 from policies.detect.divergence import Health
 from policies.ledger.abandoned import abandoned
 from policies.ledger.accounting import (
@@ -45,6 +47,7 @@ from policies.model.spec import RunSpec
 from policies.model.state import RunState
 from policies.model.timelines import Skipped
 from policies.model.vocabulary import Cause, PolicyVersion, RunPhase
+from policies.serving.wire import VersionSpread
 
 ENDS = 5  # logged values averaged at either end of the run
 REWARD = "reward"
@@ -100,6 +103,7 @@ class Report:
     health: HealthView  # of the present timeline
     healthy: str | None  # the last healthy checkpoint of a run that gave up
     exported_to: str | None  # URL of its weights, once they are exported
+    weights: WeightsView | None  # the policies' way to the nodes; of that what the last gateway remembers
 
 
 def build_report(store: Store, now_s: float) -> Report:
@@ -141,6 +145,7 @@ def build_report(store: Store, now_s: float) -> Report:
         health=health_of(state),
         healthy=state.healthy,
         exported_to=_exported_to(store, state.healthy),
+        weights=weights_view(reader.rows, _versions(store)),
     )
 
 
@@ -206,6 +211,11 @@ def _exported_to(store: Store, healthy: str | None) -> str | None:
     return f"{store.url}/{export.prefix}" if export is not None and export.prefix else None
 
 
+def _versions(store: Store) -> list[VersionSpread]:
+    status = documents.members(documents.newest_gateway(store)).read(store, Unreadable())
+    return [] if status is None else status.versions
+
+
 def _figures(report: Report) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -228,6 +238,9 @@ def _figures(report: Report) -> RenderableType:
     table.add_row("cost", f"{usd(report.cost_usd)}; all on demand {usd(report.cost_all_on_demand_usd)}")
     drift = f"{short(report.sampling_logp_difference_max)}, the largest log-probability difference"
     table.add_row("sampling drift", drift)
+    if report.weights is not None:
+        table.add_row("weights", f"{report.weights.policies} policies of {weights_words(report.weights)}")
+        table.add_row("", policy_stage_words(report.weights))
     if report.health.health is not Health.HEALTHY:
         word = "diverged" if report.health.health is Health.TRIPPED else "watched"
         evidence = "; ".join(report.health.evidence)

@@ -21,6 +21,7 @@ from orchestrator.views.model import (
     health_of,
 )
 from orchestrator.views.reader import Reader
+from orchestrator.views.weights import newest_weights
 from policies.control.snapshot import Trainer
 from policies.model.buying import probe_wait_s
 from policies.model.phases import TERMINAL_RUN
@@ -80,6 +81,7 @@ def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunV
         daemon=_daemon(reader, now_s),
         recent=tuple(rows[-RECENT_STEPS:]),
         membership=_membership(gateway),
+        weights=newest_weights(rows, gateway.versions if gateway else ()),
         events=tuple(sorted(reader.events, key=lambda line: line.time_s))[-EVENTS_SHOWN:],
     )
 

@@ -19,6 +19,7 @@ from checkpoint.records.metrics import logged
 from orchestrator.views.lineage import start_words
 from orchestrator.views.model import MembershipView, NodeView, RunView
 from orchestrator.views.numbers import NOT_KNOWN, clock, duration, short, sparkline
+from orchestrator.views.weights import weights_words
 from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN
 from policies.model.vocabulary import NodePhase, RollbackStage, RunPhase
@@ -201,7 +202,7 @@ def _is_above_limit(view: RunView) -> bool:
 
 
 def _health_lines(view: RunView) -> list[RenderableType]:
-    """What is off, how far a rollback is, what is not bought: nothing while all is well."""
+    """What the weights take; where not all is well, what is off, how far a rollback is, what is not bought."""
     health, rollback, told = view.health, view.rollback, list[Text]()
     if health.health is not Health.HEALTHY:
         word = "diverged" if health.health is Health.TRIPPED else "watched"
@@ -223,6 +224,9 @@ def _health_lines(view: RunView) -> list[RenderableType]:
             Text(f"{'not bought' if place == 0 else '':<10} {line}", "bold red")
             for place, line in enumerate(fitting)
         ]
+    if view.weights is not None:
+        words = f"{'weights':<10} {weights_words(view.weights)}"
+        told.insert(0, Text(words, "dim", no_wrap=True, overflow="ellipsis"))
     return [*told]
 
 

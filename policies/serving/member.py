@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from policies.serving.wire import EngineWord, labelled_version
 
@@ -75,6 +75,7 @@ class Row:
     allowed: int = EASE_IN_REQUESTS
     kv_tokens: int = 0
     engine: EngineWord | None = None  # the last
+    join_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def places(self) -> int:

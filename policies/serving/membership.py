@@ -64,7 +64,7 @@ class Membership:
             before, doubted, unfit = row.policy, row.doubted, row.unfit
             self._hear_engine(row, said)
             row.address, row.policy, row.max_requests = said.address, said.policy, said.max_requests
-            row.seen_at_s, row.doubted, row.unfit = now_s, False, said.unfit
+            row.seen_at_s, row.doubted, row.unfit, row.join_s = now_s, False, said.unfit, said.join_s
             row.stuck = row.stuck and before == said.policy
             if unfit != said.unfit:
                 return Change((node,), f"{holds}, {self._unfit_words(said.unfit)}")
@@ -83,6 +83,7 @@ class Membership:
             unfit=said.unfit,
             kv_tokens=said.kv_tokens,
             engine=said.engine,
+            join_s=said.join_s,
         )
         unfit = f", {self._unfit_words(said.unfit)}" if said.unfit else ""
         if row is None:

@@ -220,6 +220,7 @@ class MemberStatus:
     max_requests: int = 0  # at a time, as its engine says
     kv_tokens: int = 0
     engine: EngineWord | None = None
+    join_s: dict[str, float] = field(default_factory=dict)  # as its agent says
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +246,21 @@ class MembershipChange:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionSpread:
+    """How a policy came to those who were members when it was first wanted. What a node says of itself is here the
+    most that any of them did."""
+
+    policy: str  # its label
+    members: int
+    ready: int = 0  # of them that have come to hold it
+    first_ready_s: float = 0.0  # since it was wanted
+    last_ready_s: float = 0.0
+    fetch_s: float = 0.0
+    fetched_bytes: int = 0
+    load_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayStatus:
     """What the gateway knows, as it writes it to the store. Counters and `up_s` are since its own start; `changes`
     are the last ones of the membership, the oldest first.
@@ -265,3 +281,4 @@ class GatewayStatus:
     tokens_saved: int = 0  # kept when their request was handed over
     tokens_replayed: int = 0  # computed again as a prompt, for requests that were handed over
     changes: list[MembershipChange] = field(default_factory=list)
+    versions: list[VersionSpread] = field(default_factory=list)  # the last, the oldest first

@@ -132,6 +132,7 @@ class PolicyPublisher:
         planned, prefix = self._plan(tensors), layout.policy(version, self._by)
         with chunks.Sending(self._store, prefix, stored={}) as sending:
             written = scratch.rewrite(self._weights, planned, base, self._delta, self._pool, sending.grown)
+            encode_s = round(time.monotonic() - begun_s, 3)
             self._uncompared = UNCOMPARED if base and written.delta_bytes is None else max(0, self._uncompared - 1)
             self._put_canary(canary)
             published, sent = self._send(sending, version, prefix, written, last)
@@ -139,7 +140,7 @@ class PolicyPublisher:
         if self._taking is None and published.chain and published.is_long(1, written.size_bytes):
             self._taking = Snapshot(self._store, published.ref, self._weights, self._idle), published
         took_s = round(time.monotonic() - begun_s, 3)
-        self._costs.publish(took_s, sent.size_bytes + taken_bytes, written.size_bytes)
+        self._costs.publish(took_s, sent.size_bytes + taken_bytes, written.size_bytes, encode_s)
         log.info(
             "policy_published",
             policy=published.ref.label,

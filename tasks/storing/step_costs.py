@@ -36,9 +36,11 @@ class StepCosts:
         known = {name: float(number) for name, number in numbers.items() if number is not None}
         self.refused = {metrics.PROMPTS_REFUSED: before + prompts, **known}
 
-    def publish(self, took_s: float, sent_bytes: int, weights_bytes: int) -> None:
-        """A policy was published."""
+    def publish(self, took_s: float, sent_bytes: int, weights_bytes: int, encode_s: float = 0.0) -> None:
+        """A policy was published; after `encode_s` of this all was encoded, and some of it sent."""
         numbers = {
+            metrics.PUBLISHED: 1.0,
+            metrics.ENCODE_S: encode_s,
             metrics.PUBLISH_S: took_s,
             metrics.PUBLISHED_BYTES: sent_bytes,
             metrics.WEIGHTS_BYTES: weights_bytes,

@@ -19,13 +19,14 @@ from orchestrator.gateway.nodes.connection import Pool
 from orchestrator.gateway.nodes.link import Link, moving_mean
 from orchestrator.gateway.routing.announcements import Announcements
 from orchestrator.gateway.routing.places import Places
+from orchestrator.gateway.routing.spreads import Spreads
 from orchestrator.gateway.routing.waiting import Waiting
 from orchestrator.gateway.turns import Turns
 from policies.model.vocabulary import Recovery
 from policies.serving.member import Change, Row, Wanted
 from policies.serving.membership import Membership
 from policies.serving.silence import SilenceLimits
-from policies.serving.wire import Announce, AnnounceReply, MembershipChange, MemberStatus, PolicyRef
+from policies.serving.wire import Announce, AnnounceReply, MembershipChange, MemberStatus, PolicyRef, VersionSpread
 
 log = structlog.get_logger()
 
@@ -53,6 +54,7 @@ class Members:
         self._table = Membership()
         self._places = Places(self._table, self._connect, self._tell_if_done)
         self._announcements = Announcements()
+        self._spreads = Spreads()
         self._told: dict[str, AnnounceReply] = {}  # by boot
         self._wanted: PolicyRef | None = None
         self._recovery: Recovery = "continue"
@@ -121,6 +123,11 @@ class Members:
         """The last changes of the table, the oldest first."""
         return list(self._changes)
 
+    @property
+    def versions(self) -> list[VersionSpread]:
+        """How the last policies came to the members, the oldest first."""
+        return self._spreads.last
+
     def status(self) -> list[MemberStatus]:
         """Every member, in the order in which they came."""
         now_s = time.monotonic()
@@ -133,6 +140,7 @@ class Members:
         if policy != self._wanted:
             log.info("policy_wanted", policy=policy.label)
             self._wanted = policy
+            self._spreads.want(policy.label, self._table.rows, time.monotonic())
             self._places.want(policy.label)
             self._announcements.answer_all()
 
@@ -146,6 +154,7 @@ class Members:
             self._note_work(node)
         if self._table.is_void(said.boot_id):
             return AnnounceReply(drain=True)
+        self._spreads.hear(node, said, time.monotonic())
         self._places.fill()
         if self._reply(node) == self._told.get(said.boot_id):
             await self._announcements.hold(
@@ -244,5 +253,6 @@ class Members:
             max_requests=row.max_requests,
             kv_tokens=row.kv_tokens,
             engine=row.engine,
+            join_s=row.join_s,
             unfit=row.unfit,
         )

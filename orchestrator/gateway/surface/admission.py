@@ -34,6 +34,7 @@ ANNOUNCE_SIZE_MAX = 64 * 1024
 BODY_S = 30.0
 REQUESTS_MAX = 65_536  # in a batch; each is a task and a place in the queue
 SEED_END = 2**63  # vLLM's seeds are signed 64-bit numbers
+PARTS_MAX = 16  # of a node's joining
 NUMBER_END = 2**63
 NAME_SIZE_MAX = 200
 LINE_SIZE_MAX = 1000  # of an agent's words
@@ -188,6 +189,10 @@ def check_announce(said: Announce) -> None:
         counts = (one.running, one.waiting, one.preemptions, one.tokens)
         if not (all(0 <= count < NUMBER_END for count in counts) and 0.0 <= one.kv_usage <= 1.0):
             raise Refused(400, "engine must be counts of at least 0, and kv_usage a share")
+    took = said.stages
+    times = [*said.join_s.values(), *((took.fetch_s, took.load_s, took.fetched_bytes) if took is not None else ())]
+    if not all(0 <= time < NUMBER_END for time in times) or len(said.join_s) > PARTS_MAX:
+        raise Refused(400, f"stages and join_s must be at least 0, and of at most {PARTS_MAX} parts")
 
 
 def check_batch(batch: Batch) -> None:

@@ -77,6 +77,7 @@ class Gateway:
             tokens_saved=self._ledger.saved,
             tokens_replayed=self._ledger.replayed_prefill,
             changes=self.members.changes,
+            versions=self.members.versions,
             up_s=time.monotonic() - self._started_at_s,
         )
 

@@ -102,6 +102,7 @@ class _Numbers(Collector):
         yield _counter("tokens_discarded", "Arrived and were thrown away", ledger.discarded)
         yield _counter("tokens_saved", "Kept over a hand-over", ledger.saved)
         yield _counter("tokens_replayed", "Computed again as a prompt for it", ledger.replayed_prefill)
+        yield from self._newest_policy()
         handovers = CounterMetricFamily("grpo_gateway_handovers", "Left a member unfinished", labels=["reason"])
         for reason, count in ledger.handovers_by.items():
             handovers.add_metric([reason], count)
@@ -114,6 +115,20 @@ class _Numbers(Collector):
         yield answers
         for histogram in self._histograms:
             yield histogram.family()
+
+    def _newest_policy(self) -> Iterable[Metric]:
+        """Of the newest that a member has come to hold."""
+        spread = next((one for one in reversed(self._members.versions) if one.ready), None)
+        if spread is None:
+            return
+        ready = GaugeMetricFamily("grpo_gateway_policy_ready_seconds", "Wanted to held", labels=["member"])
+        ready.add_metric(["first"], spread.first_ready_s)
+        ready.add_metric(["last"], spread.last_ready_s)
+        yield ready
+        yield _gauge("policy_ready", "Members that came to hold it", spread.ready)
+        yield _gauge("policy_fetch_seconds", "Longest download of a member", spread.fetch_s)
+        yield _gauge("policy_fetched_bytes", "Largest download of a member", spread.fetched_bytes)
+        yield _gauge("policy_load_seconds", "Longest load of a member, serving nobody", spread.load_s)
 
     def _by_state(self, members: Iterable[MemberStatus]) -> GaugeMetricFamily:
         policy = self._members.wanted

@@ -1,0 +1,108 @@
+"""What the weights take, as status and report tell it."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from checkpoint.records import documents, metrics
+from checkpoint.records.metrics import Row
+from orchestrator.views import report
+from orchestrator.views.run_view import run_view
+from orchestrator.views.terminal import render
+from orchestrator.views.weights import (
+    WeightsView,
+    newest_weights,
+    policy_stage_words,
+    weights_view,
+    weights_words,
+)
+from policies.serving.wire import GatewayStatus, VersionSpread
+from tests.generators.views_world import T0, World
+
+MIB = 2**20
+
+
+def logged(step: int, policies: int | None, sent_mib: float, publish_s: float) -> Row:
+    count = 1 if policies is None else policies
+    values = {
+        metrics.PUBLISHED_BYTES: sent_mib * MIB * count,
+        metrics.WEIGHTS_BYTES: 1000.0 * MIB * count,
+        metrics.PUBLISH_S: publish_s * count,
+    }
+    told = {} if policies is None else {metrics.PUBLISHED: float(policies), metrics.ENCODE_S: 0.25 * count}
+    return Row(0, step, T0 + step, 1, values | told)
+
+
+SPREADS = [
+    VersionSpread("0-8", 3, 3, 4.0, 5.0, 2.0, 20 * MIB, 1.0),
+    VersionSpread("0-9", 3, 2, 6.0, 9.0, 3.0, 30 * MIB, 1.5),
+    VersionSpread("0-10", 3),
+]
+
+
+def test_the_newest_is_told_for_one_policy_however_many_are_logged_together() -> None:
+    rows = [logged(10, 1, 500.0, 9.0), logged(20, 10, 20.0, 3.0), Row(0, 21, T0 + 21, 1, {"reward": 1.0})]
+    assert newest_weights(rows, SPREADS) == WeightsView(
+        10, 1000.0 * MIB, 20.0 * MIB, 3.0, 0.25, 3, 2, 3.0, 30 * MIB, 1.5, 6.0, 9.0
+    )
+    assert newest_weights(rows[-1:], SPREADS) is None
+    assert newest_weights([], ()) is None
+
+
+def test_a_run_is_told_by_means_and_medians_and_an_older_one_by_what_it_logged() -> None:
+    view = weights_view([logged(1, None, 30.0, 4.0), logged(2, None, 10.0, 2.0)], SPREADS[:2])
+    assert view is not None
+    assert (view.policies, view.sent_bytes, view.publish_s, view.encode_s) == (2, 20.0 * MIB, 3.0, 0.0)
+    assert (view.fetch_s, view.fetched_bytes, view.first_ready_s, view.last_ready_s) == (2.5, 25 * MIB, 5.0, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("view", "words", "stages"),
+    [
+        (
+            WeightsView(1, 1000.0 * MIB, 20.0 * MIB, 3.0, 1.0),
+            "20.0 MiB in 3.0 s (2.0 % of whole)",
+            "encoded in 1.0 s, sent 2.0 s later",
+        ),
+        (
+            WeightsView(1, 1000.0 * MIB, 20.0 * MIB, 3.0, 1.0, 3, 3, 2.0, 20.0 * MIB, 1.0, 4.0, 5.0),
+            "20.0 MiB in 3.0 s (2.0 % of whole); nodes ready in 4.0 to 5.0 s",
+            "encoded in 1.0 s, sent 2.0 s later; fetched in 2.0 s (20.0 MiB), loaded in 1.0 s",
+        ),
+        (
+            WeightsView(1, 1000.0 * MIB, 1000.0 * MIB, 3.0, 1.0, 3, 1, 2.0, 20.0 * MIB, 1.0, 4.0, 4.0),
+            "1000.0 MiB in 3.0 s (100.0 % of whole); 1 of 3 nodes ready in 4.0 to 4.0 s",
+            "encoded in 1.0 s, sent 2.0 s later; fetched in 2.0 s (20.0 MiB), loaded in 1.0 s",
+        ),
+    ],
+)
+def test_the_words(view: WeightsView, words: str, stages: str) -> None:
+    assert (weights_words(view), policy_stage_words(view)) == (words, stages)
+
+
+def test_status_and_report_show_them_on_80_columns() -> None:
+    world = World()
+    world.starts()
+    values: dict[str, Any] = {"reward": 0.5, **logged(1, 1, 123.4, 12.3).values}
+    world.logs(30, 1, **values)
+    world.beats(41, 1)
+    status = GatewayStatus("boot", "0-1", versions=[VersionSpread("0-1", 2, 2, 12.3, 15.0, 10.1, 123 * MIB, 2.2)])
+    view = run_view(world.store, T0 + 42, status)
+    assert view.weights is not None
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(render(view))
+    line = next(one for one in console.export_text().splitlines() if one.startswith("weights"))
+    assert line.split(maxsplit=1)[1] == "123.4 MiB in 12.3 s (12.3 % of whole); nodes ready in 12.3 to 15.0 s"
+    documents.members((0, 1, 1)).write(world.store, replace(status, seq=1))
+    documents.gateway((0, 1, 1)).write(world.store, documents.GatewayAddress("http://h:1", "boot"))
+    told = report.build_report(world.store, T0 + 42)
+    assert report.to_json(told)["weights"] == asdict(view.weights)
+    console.print(report.render(told))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "encoded in 0.2 s, sent 12.1 s later; fetched in 10.1 s" in text
