@@ -21,8 +21,9 @@ from typing import Any
 import structlog
 from blake3 import blake3
 
-from checkpoint.store.errors import Corrupt, NotFound
+from checkpoint.store.errors import Corrupt, NotFound, StoreError
 from checkpoint.store.run_store import Store
+from checkpoint.stream.elsewhere import Download, Dropped, Job, Jobs
 
 log = structlog.get_logger()
 
@@ -152,26 +153,59 @@ def send(
 
 
 def receive(
-    store: Store, root: str, files: Iterable[File], folder: Path, *, progress: Progress = lambda _: None
+    store: Store,
+    root: str,
+    files: Iterable[File],
+    folder: Path,
+    *,
+    progress: Progress = lambda _: None,
+    download: Download | None = None,
 ) -> None:
-    """Download files into `folder`, every chunk verified; what an earlier try left there is verified and kept.
+    """Bring files into `folder`, every chunk verified; what an earlier try left there is verified and kept.
+
+    Args:
+        progress: called with 0 as well while others are waited for.
+        download: others that may have chunks.
 
     Raises DamagedChunk, Corrupt, NotFound, StoreError, OSError.
     """
-    with ThreadPoolExecutor(TRANSFERS, thread_name_prefix="receive") as pool:
-        futures: list[Future[None]] = []
-        for file in files:
-            path = _below(folder, file.name, root)
-            places = offsets(file.size_bytes)
-            if file.size_bytes < 0 or len(places) != len(file.chunks):
-                raise Corrupt(f"{root}: {file.name} has {file.size_bytes} bytes in {len(file.chunks)} chunks")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            begun = path.exists()
-            with path.open("ab") as out:
-                out.truncate(file.size_bytes)
-            for offset, chunk in zip(places, file.chunks, strict=True):
-                futures.append(pool.submit(_receive, store, f"{root}/{chunk}", path, offset, begun, progress))
+    jobs = Jobs(_jobs(root, files, folder), download.expects if download is not None else lambda _: False)
+
+    def still() -> None:
+        jobs.check()
+        progress(0)
+
+    def work(*, expected: bool) -> None:
+        try:
+            while (job := jobs.take(expected=expected)) is not None:
+                _receive(store, root, job, download, still)
+                progress(job.size_bytes)
+        except BaseException:
+            jobs.drop()
+            raise
+
+    sides = (False,) if download is None else (False, True)
+    with ThreadPoolExecutor(TRANSFERS * len(sides), thread_name_prefix="receive") as pool:
+        futures = [pool.submit(work, expected=expected) for expected in sides for _ in range(TRANSFERS)]
         _all_or_first_error(futures, pool)
+
+
+def _jobs(root: str, files: Iterable[File], folder: Path) -> list[Job]:
+    """What is to be brought; the files get their sizes. Raises Corrupt, OSError."""
+    found = []
+    for file in files:
+        path = _below(folder, file.name, root)
+        places = offsets(file.size_bytes)
+        if file.size_bytes < 0 or len(places) != len(file.chunks):
+            raise Corrupt(f"{root}: {file.name} has {file.size_bytes} bytes in {len(file.chunks)} chunks")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        begun = path.exists()
+        with path.open("ab") as out:
+            out.truncate(file.size_bytes)
+        for offset, chunk in zip(places, file.chunks, strict=True):
+            size_bytes = min(CHUNK_BYTES, file.size_bytes - offset)
+            found.append(Job(chunk, file.name, path, offset, size_bytes, begun))
+    return found
 
 
 def parts(store: Store, root: str, file: File) -> Iterator[memoryview]:
@@ -213,22 +247,42 @@ def _below(folder: Path, name: str, root: str) -> Path:
     return folder / name
 
 
-def _receive(store: Store, key: str, path: Path, offset: int, begun: bool, progress: Progress) -> None:
-    chunk = key.rpartition("/")[2]
-    wanted_bytes = min(CHUNK_BYTES, path.stat().st_size - offset)
-    if begun:
-        with window(path, offset) as content:
-            if matches(content, chunk):
-                progress(wanted_bytes)
-                return
-    data = _verified(store, key)
-    if len(data) != wanted_bytes:
-        raise Corrupt(f"{key}: {len(data)} bytes where the manifest needs {wanted_bytes}")
-    with path.open("r+b") as out:
-        written = os.pwrite(out.fileno(), data, offset)
-    if written != wanted_bytes:  # the disk is full
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-    progress(wanted_bytes)
+def _receive(store: Store, root: str, job: Job, download: Download | None, still: Callable[[], None]) -> None:
+    if not (job.begun and _is_there(job)):
+        data = _brought(store, root, job, download, still)
+        if len(data) != job.size_bytes:
+            raise Corrupt(f"{root}/{job.chunk}: {len(data)} bytes where the manifest needs {job.size_bytes}")
+        with job.path.open("r+b") as out:
+            written = os.pwrite(out.fileno(), data, job.offset)
+        if written != job.size_bytes:  # the disk is full
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(job.path))
+    if download is not None:
+        download.put(job.chunk, job.name, job.offset, job.size_bytes)
+
+
+def _is_there(job: Job) -> bool:
+    with window(job.path, job.offset) as content:
+        return matches(content, job.chunk)
+
+
+def _brought(
+    store: Store, root: str, job: Job, download: Download | None, still: Callable[[], None]
+) -> memoryview:
+    """The chunk's bytes, from others or from the store. Raises DamagedChunk, NotFound, StoreError."""
+    if download is None:
+        return _verified(store, f"{root}/{job.chunk}")
+    data = download.get(job.chunk, job.size_bytes, still)
+    if data is not None:
+        if matches(data, job.chunk):
+            return data
+        download.blame(job.chunk)
+    try:
+        return _verified(store, f"{root}/{job.chunk}")
+    except StoreError:
+        data = download.get_at_once(job.chunk, job.size_bytes)
+        if data is None or not matches(data, job.chunk):
+            raise
+        return data
 
 
 def _verified(store: Store, key: str) -> memoryview:
@@ -269,8 +323,8 @@ def _all_or_first_error(futures: Sequence[Future[Any]], pool: ThreadPoolExecutor
     """Wait for all; at the first error drop what has not begun, and raise it."""
     try:
         wait(futures, return_when="FIRST_EXCEPTION")
-        for future in futures:
-            if future.done():
-                future.result()
+        failed = [error for future in futures if future.done() and (error := future.exception()) is not None]
+        for error in sorted(failed, key=lambda one: isinstance(one, Dropped)):  # which only follows another
+            raise error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -7,6 +7,7 @@ are never listed; a chunk whose digest differs from its name is never used.
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks
 from checkpoint.stream.chunks import File, Progress
+from checkpoint.stream.elsewhere import Elsewhere
 from policies.model.vocabulary import PolicyVersion
 
 SCHEMA = 2  # 1 kept whole files
@@ -142,12 +144,17 @@ def part_of(folder: Path) -> Path:
 
 
 def materialize(
-    store: Store, root: str, files: list[File], folder: Path, progress: Progress = lambda _: None
+    store: Store,
+    root: str,
+    files: list[File],
+    folder: Path,
+    progress: Progress = lambda _: None,
+    elsewhere: Elsewhere | None = None,
 ) -> None:
     """Download files of a manifest into `folder`, which appears only when every chunk has been verified.
 
-    One process at a time may fill a folder. What a killed one left beside it is reused. Raises NotFound, Corrupt,
-    StoreError, OSError.
+    One process at a time may fill a folder. What a killed one left beside it is reused. `elsewhere` is asked for
+    chunks beside the store. Raises NotFound, Corrupt, StoreError, OSError.
     """
     part = part_of(folder)
     part.mkdir(parents=True, exist_ok=True)
@@ -155,8 +162,11 @@ def materialize(
     for name, path in files_below(part):  # of another manifest, begun earlier
         if name not in wanted:
             path.unlink()
+    names = [chunk for file in files for chunk in file.chunks]
+    others = nullcontext() if elsewhere is None else elsewhere.download(root, names, (part, folder))
     try:
-        chunks.receive(store, root, files, part, progress=progress)
+        with others as download:
+            chunks.receive(store, root, files, part, progress=progress, download=download)
     except (Corrupt, NotFound):  # no further try can help
         shutil.rmtree(part, ignore_errors=True)
         raise

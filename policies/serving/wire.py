@@ -5,6 +5,7 @@
 | node agent, gateway | `POST /members/{node}` | Announce | AnnounceReply, held until it changes or `HOLD_S` |
 | node agent whose vLLM starts, gateway | `GET /wanted` | | AnnounceReply, at once |
 | node agent, gateway | `DELETE /members/{node}?boot=ID` | | 204 |
+| node agent, gateway | `POST /peers/{node}` | PeerWord | PeerList, every `PEERS_S` |
 | trainer, gateway | `POST /v1/rollouts` | lines: Batch, PromptLine ... | lines: BatchLine, as each is done |
 | controller, gateway | `POST /members/{node}/drain` | | 204 |
 | gateway, node | `POST /v1/completions` | vLLM's | vLLM's events |
@@ -31,6 +32,9 @@ HOLD_S = 1.0  # the gateway holds an announcement for so long: that is the heart
 SILENT_S = 2.5  # a member that has announced nothing for so long is out
 REFUSED = "refused"  # the finish reason of a completion that no node takes
 STATUS_S = 2.0  # the gateway writes its status to the store at least so often
+PEERS_S = 2.0  # so often a node says where its peers find it, and learns where they are
+PEERS_SILENT_S = 10.0
+PEERS = "/peers"
 ROLLOUTS = "/v1/rollouts"
 WANTED = "/wanted"
 COMPLETIONS = "/v1/completions"
@@ -112,6 +116,20 @@ class AnnounceReply:
 
     policy: PolicyRef | None = None
     drain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PeerWord:
+    """Where a node gives others the chunks that it has: host:port. It does so before it is a member."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerList:
+    """Where the other nodes do, as far as each has said so in the last `PEERS_SILENT_S`."""
+
+    addresses: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import signal
 import sys
@@ -22,6 +23,7 @@ from tasks.machine.lasting_log import lasting
 from tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
 from tasks.machine.user_setup import set_up
 from tasks.machine.versions import ROLLOUT, WrongVersions, check_versions
+from tasks.peers.peers import Peers, may_pay
 from tasks.rollout.node_agent import Agent, GaveUp
 
 log = structlog.get_logger()
@@ -30,12 +32,14 @@ log = structlog.get_logger()
 async def serve(env: NodeEnv, spec: RunSpec, store: Store) -> int:
     """Run the agent until SIGTERM. Returns the exit code."""
     tls = aiohttp.TCPConnector(ssl=identity.client_context(env.token))  # for the URLs that say https
+    peers = Peers(env.host, env.token) if may_pay(store.url, store.options, env.host) else None
     async with aiohttp.ClientSession(connector=tls) as http:
-        work = asyncio.ensure_future(Agent(env, spec, store, http).run())
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, work.cancel)
-        await asyncio.wait({work})
+        with peers or contextlib.nullcontext():
+            work = asyncio.ensure_future(Agent(env, spec, store, http, peers).run())
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, work.cancel)
+            await asyncio.wait({work})
     if work.cancelled():
         log.info("stopped")
         return exit_codes.OK

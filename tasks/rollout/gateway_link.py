@@ -10,7 +10,7 @@ import msgspec
 from checkpoint.records import documents
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from policies.serving.wire import HOLD_S, WANTED, Announce, AnnounceReply, PolicyRef
+from policies.serving.wire import HOLD_S, PEERS, WANTED, Announce, AnnounceReply, PeerList, PeerWord, PolicyRef
 from tasks.machine.node_env import NodeEnv
 
 ANSWER_S = 5.0  # beyond the time for which the gateway holds an announcement
@@ -58,6 +58,15 @@ class GatewayLink:
 
         Raises GatewayUnreachable."""
         return _reply(await self._ask("GET", WANTED, timeout_s=ANSWER_S)).policy
+
+    async def ask_peers(self, address: str) -> list[str]:
+        """Say where this node's peers find it, and return where they are. Raises GatewayUnreachable."""
+        body = msgspec.json.encode(PeerWord(address))
+        answer = await self._ask("POST", f"{PEERS}/{self._node}", timeout_s=ANSWER_S, body=body)
+        try:
+            return msgspec.json.decode(answer, type=PeerList).addresses
+        except msgspec.DecodeError as error:
+            raise GatewayUnreachable(f"it answered {answer[:80]!r}: {error}") from error
 
     async def drain(self) -> None:
         """Ask the gateway for no more work. Raises GatewayUnreachable."""

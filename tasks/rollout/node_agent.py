@@ -25,8 +25,9 @@ from checkpoint.store.run_store import Store
 from policies.model.node_contract import NOTICE
 from policies.model.spec import RunSpec
 from policies.serving.fitness import AGAIN_S, Fitness
-from policies.serving.wire import HOLD_S, Announce, EngineWord, PolicyRef, PolicyStages
+from policies.serving.wire import HOLD_S, PEERS_S, Announce, EngineWord, PolicyRef, PolicyStages
 from tasks.machine.node_env import NodeEnv
+from tasks.peers.peers import Peers
 from tasks.rollout import vllm_server
 from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable
 from tasks.rollout.policy_check import PolicyCheck
@@ -51,13 +52,21 @@ class GaveUp(Exception):
 class Agent:
     """One node's agent."""
 
-    def __init__(self, env: NodeEnv, spec: RunSpec, store: Store, http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self,
+        env: NodeEnv,
+        spec: RunSpec,
+        store: Store,
+        http: aiohttp.ClientSession,
+        peers: Peers | None = None,
+    ) -> None:
         self._env = env
         self._spec = spec
         self._store = store
         self._http = http
         self._gateway = GatewayLink(store, env, http)
-        self._folders = PolicyFolders(store, Path(env.workdir) / "policies")
+        self._peers = peers
+        self._folders = PolicyFolders(store, Path(env.workdir) / "policies", peers)
         self._check = PolicyCheck(spec)
         self._fitness = Fitness()
         self._bare = True  # whether vLLM may start without weights
@@ -76,6 +85,7 @@ class Agent:
         """Work until cancelled, then leave the gateway and stop vLLM. Raises GaveUp."""
         try:
             async with asyncio.TaskGroup() as group:
+                group.create_task(self._meet_peers())
                 group.create_task(self._serve())
                 group.create_task(self._announce())
                 group.create_task(self._load_wanted())
@@ -278,6 +288,13 @@ class Agent:
         log.warning("preemption_notice")
         self._leaving = True
         self._announce_again()
+
+    async def _meet_peers(self) -> None:
+        """Tell the gateway where other nodes get what this one has, and learn the same of them."""
+        while self._peers is not None and self._peers.address:
+            with contextlib.suppress(GatewayUnreachable):  # the announcements say so
+                self._peers.know(await self._gateway.ask_peers(self._peers.address))
+            await asyncio.sleep(PEERS_S)
 
     def _wants(self, policy: PolicyRef) -> bool:
         return self._wanted is policy

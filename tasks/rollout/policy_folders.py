@@ -20,6 +20,7 @@ from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
 from checkpoint.stream.chunks import Progress
+from checkpoint.stream.elsewhere import Elsewhere
 from checkpoint.stream.manifest import Manifest
 from checkpoint.weights import delta, safetensors
 from policies.serving.wire import PolicyRef
@@ -46,12 +47,14 @@ class PolicyFolders:
     Args:
         store: the run's.
         root: nobody else's folder.
+        peers: nodes that may have what is fetched.
     """
 
-    def __init__(self, store: Store, root: Path) -> None:
+    def __init__(self, store: Store, root: Path, peers: Elsewhere | None = None) -> None:
         self._store = store
         self._root = root
         self.fetched_bytes = 0  # by the last `fetch`
+        self._peers = peers
         self._pool = ThreadPoolExecutor(delta.WORKERS, thread_name_prefix="weights")
 
     def fetch(self, wanted: PolicyRef, still: Callable[[], bool]) -> Path:
@@ -117,7 +120,7 @@ class PolicyFolders:
         if not start.exists():
             self._forget_parts(start)
             files = [file for file in route.whole.files if file.name != delta.NAME]
-            manifest.materialize(self._store, route.whole.root, files, start, check)
+            manifest.materialize(self._store, route.whole.root, files, start, check, self._peers)
             if manifest.WEIGHTS in route.whole.meta and not fuzzy:
                 self._prove(start, digest_of(route.whole))
         if route.deltas:
@@ -129,7 +132,7 @@ class PolicyFolders:
         changes, applying = self._root / CHANGES, self._root / APPLYING
         for number, one in enumerate(route.deltas):
             files = [file for file in one.files if file.name == delta.NAME]
-            manifest.materialize(self._store, one.root, files, changes / str(number), check)
+            manifest.materialize(self._store, one.root, files, changes / str(number), check, self._peers)
         beside = [file for file in wanted.files if file.name not in (layout.MODEL, delta.NAME)]
         manifest.materialize(self._store, wanted.root, beside, changes / "beside", check)
         shutil.rmtree(applying, ignore_errors=True)
@@ -154,8 +157,9 @@ class PolicyFolders:
         return {digest: one for one in folders if (digest := digest_of_folder(one))}
 
     def _forget_parts(self, folder: Path | None = None) -> None:
-        """Delete what was begun, but for the part of this policy."""
-        kept = None if folder is None else manifest.part_of(folder)
+        """Delete what was begun, but for the part of this policy; without one but for the deltas, which peers may
+        be fetching."""
+        kept = self._root / CHANGES if folder is None else manifest.part_of(folder)
         for part in self._root.glob(".*"):
             if part != kept:
                 shutil.rmtree(part, ignore_errors=True)

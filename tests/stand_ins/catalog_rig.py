@@ -80,10 +80,10 @@ class InTurn:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+    def submit(self, call: Callable[..., Any], *args: Any, **more: Any) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            future.set_result(call(*args))
+            future.set_result(call(*args, **more))
         except Exception as error:  # noqa: BLE001  # as the pool does
             future.set_exception(error)
         return future

@@ -175,9 +175,7 @@ def check_announce(said: Announce) -> None:
     name_of("boot_id", said.boot_id)
     if said.policy is not None:
         name_of("policy", said.policy)
-    found = _ADDRESS.fullmatch(said.address)
-    if found is None or not 0 < int(found[2]) < 2**16:
-        raise Refused(400, f"address is {_shown(said.address)}: expected HOST:PORT")
+    check_address(said.address)
     if len(said.unfit) > LINE_SIZE_MAX or not said.unfit.isprintable():
         raise Refused(400, f"unfit must be one printable line of at most {LINE_SIZE_MAX} characters")
     if not 0 < said.max_requests < NUMBER_END:
@@ -193,6 +191,13 @@ def check_announce(said: Announce) -> None:
     times = [*said.join_s.values(), *((took.fetch_s, took.load_s, took.fetched_bytes) if took is not None else ())]
     if not all(0 <= time < NUMBER_END for time in times) or len(said.join_s) > PARTS_MAX:
         raise Refused(400, f"stages and join_s must be at least 0, and of at most {PARTS_MAX} parts")
+
+
+def check_address(address: str) -> None:
+    """Raise Refused unless it is one that can be connected to."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found[2]) < 2**16:
+        raise Refused(400, f"address is {_shown(address)}: expected HOST:PORT")
 
 
 def check_batch(batch: Batch) -> None:

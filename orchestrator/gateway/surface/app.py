@@ -17,15 +17,26 @@ from checkpoint.security import identity
 from orchestrator.gateway.job import QueueFull
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
+from orchestrator.gateway.routing.peers import PeerAddresses
 from orchestrator.gateway.surface import admission
 from orchestrator.gateway.surface.admin import Admin, node_of
 from orchestrator.gateway.surface.admission import Refused
 from orchestrator.gateway.surface.batch import BatchRun
 from orchestrator.gateway.surface.metrics import CONTENT_TYPE, Metrics
 from orchestrator.gateway.surface.openai import OpenAI, error_document
-from policies.serving.wire import ROLLOUTS, WANTED, Announce, AnnounceReply, GatewayStatus
+from policies.serving.wire import (
+    PEERS,
+    ROLLOUTS,
+    WANTED,
+    Announce,
+    AnnounceReply,
+    GatewayStatus,
+    PeerList,
+    PeerWord,
+)
 
 _announce = msgspec.json.Decoder(Announce)
+_peer_word = msgspec.json.Decoder(PeerWord)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -41,6 +52,7 @@ class Gateway:
         self.boot_id = boot_id
         self.members = Members(token, identity.client_context(token))
         self._expected = f"Bearer {token}".encode()
+        self._peers = PeerAddresses()
         self._ledger = Ledger()
         self._metrics = Metrics(self.members, self._ledger)
         self._completer = Completer(self.members, self._ledger, self._metrics.observe)
@@ -57,6 +69,7 @@ class Gateway:
                 web.post(ROLLOUTS, self._rollouts),
                 web.post("/members/{node}", self._announce),
                 web.get(WANTED, self._wanted),
+                web.post(f"{PEERS}/{{node}}", self._tell_peers),
                 *Admin(self.members).routes(),
                 *OpenAI(self.members, self._completer, self._ledger, int(time.time())).routes(),
             ]
@@ -126,6 +139,14 @@ class Gateway:
 
     async def _wanted(self, _: web.Request) -> web.Response:
         return _json(AnnounceReply(policy=self.members.wanted))
+
+    async def _tell_peers(self, request: web.Request) -> web.Response:
+        node = node_of(request)
+        said = admission.decode(
+            await admission.read(request, admission.ANNOUNCE_SIZE_MAX), _peer_word, "a PeerWord"
+        )
+        admission.check_address(said.address)
+        return _json(PeerList(self._peers.tell(node, said.address, time.monotonic())))
 
     async def _rollouts(self, request: web.Request) -> web.StreamResponse:
         try:
