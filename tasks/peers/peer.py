@@ -23,7 +23,7 @@ from tasks.peers.server import CHUNKS, HOLD_S, ON_HAND, PIECE_BYTES
 
 log = structlog.get_logger()
 
-CONNECT_S = 2.0
+CONNECT_S = 4.0  # with TLS's handshake
 SILENT_S = 3.0  # beyond what a peer may hold a request for, and between two of its bytes
 CHUNK_S = 30.0  # for a whole one: what the store is given for a request that hangs
 SHUN_S = (30.0, 3600.0)  # after a first failure, doubled up to the second

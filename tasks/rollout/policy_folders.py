@@ -157,9 +157,9 @@ class PolicyFolders:
         return {digest: one for one in folders if (digest := digest_of_folder(one))}
 
     def _forget_parts(self, folder: Path | None = None) -> None:
-        """Delete what was begun, but for the part of this policy; without one but for the deltas, which peers may
-        be fetching."""
-        kept = self._root / CHANGES if folder is None else manifest.part_of(folder)
+        """Delete what was begun, but for the part of this policy; without one but for deltas, if there are peers:
+        they may be fetching them."""
+        kept = manifest.part_of(folder) if folder is not None else self._peers and self._root / CHANGES
         for part in self._root.glob(".*"):
             if part != kept:
                 shutil.rmtree(part, ignore_errors=True)

@@ -1,0 +1,199 @@
+"""Peers that lie, stall, vanish or are somebody else's: they cost time, and the content is the published one."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from checkpoint.store.errors import NotFound, StoreUnavailable
+from checkpoint.stream import chunks, manifest
+from checkpoint.stream.chunks import TRANSFERS
+from tasks.peers import download, peer, server
+from tasks.peers.peers import Peers
+from tests.rigs.gateway_process import until
+from tests.stand_ins.catalog_rig import CHUNK
+from tests.stand_ins.strangers import check_closed
+from tests.tasks.peers import liar as lies
+from tests.tasks.peers.liar import Answer, liar
+from tests.tasks.peers.rig import CHUNKS, PREFIX, TOKEN, Rig, introduce, nodes
+
+LOCAL, SECURED = "127.0.0.1", "0.0.0.0"
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", CHUNK)
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer, "SILENT_S", 0.3)
+        patch.setattr(peer, "HOLD_S", 0.3)
+        patch.setattr(server, "HOLD_S", 0.1)
+        patch.setattr(download, "PATIENCE_S", (0.3, 0.3))
+        yield
+
+
+@pytest.fixture(params=[LOCAL, SECURED])
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Rig:
+    return Rig(tmp_path, request.param)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lies.garbage,
+        lies.half,
+        lies.too_little,
+        lies.stalls,
+        lies.drips,
+        lies.silent,
+        lies.promises,
+        lies.refuses,
+        lies.has_nothing,
+        lies.no_http,
+    ],
+)
+def test_a_peer_that_lies_costs_time_and_is_soon_left_alone(rig: Rig, answer: Answer) -> None:
+    names = sorted(rig.policy.chunks)
+    with nodes(1, rig.host) as found, liar(rig.host, names, CHUNK, answer, TOKEN) as other:
+        introduce(found, other.address)
+        rig.fetch(0, found[0])
+        assert len(rig.store.read) == CHUNKS
+        assert other.asked > 0
+        if answer is not lies.has_nothing and answer is not lies.promises:
+            assert other.asked <= 2 * TRANSFERS
+
+
+def test_a_peer_with_the_identity_of_another_run_is_told_nothing_and_given_nothing(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, SECURED)
+    names = sorted(rig.policy.chunks)
+    with nodes(1, SECURED) as found, liar(SECURED, names, CHUNK, lies.garbage, f"{TOKEN}, nearly") as other:
+        introduce(found, other.address)
+        rig.fetch(0, found[0])
+        assert other.asked == 0
+        with Peers(SECURED, f"{TOKEN}, nearly") as stranger:
+            stranger.know([found[0].address])
+            rig.store.read.clear()
+            rig.fetch(1, stranger)
+        assert len(rig.store.read) == CHUNKS
+        check_closed(SECURED, int(found[0].address.rpartition(":")[2]), TOKEN)
+
+
+def test_one_that_is_gone_or_never_was_there_is_remembered(rig: Rig) -> None:
+    with socket.socket() as sock:
+        sock.bind((rig.host, 0))
+        gone = f"{rig.host}:{sock.getsockname()[1]}"
+    with nodes(2, rig.host) as found:
+        introduce(found, gone, "not an address", "256.0.0.1:70000")
+        rig.fetch_together(found)
+    assert rig.copies < 1.2
+
+
+def test_a_peer_that_starts_again_elsewhere_is_asked_there(rig: Rig) -> None:
+    with nodes(1, rig.host) as found:
+        with Peers(rig.host, TOKEN) as first:
+            introduce([*found, first])
+            rig.fetch_together([*found, first])
+        rig.store.read.clear()
+        with Peers(rig.host, TOKEN) as again:
+            introduce([*found, again])
+            rig.fetch(2, again)
+    assert rig.store.read == []
+
+
+def test_with_the_store_away_a_node_gets_all_from_those_who_have_it(rig: Rig) -> None:
+    with nodes(3, rig.host) as found:
+        rig.fetch_together(found[:2])
+        for error in (StoreUnavailable("the store is away"), NotFound("it was removed")):
+            rig.store.error = error
+            rig.fetch(2, found[2])
+            (rig.folder / "node-2" / "policy" / "model.safetensors").unlink()
+
+
+def test_what_nobody_has_is_the_stores_error(rig: Rig) -> None:
+    rig.store.error = StoreUnavailable("the store is away")
+    with nodes(2, rig.host) as found, pytest.raises(StoreUnavailable):
+        rig.fetch_together(found)
+
+
+def test_files_that_were_overwritten_or_deleted_are_not_given_away(rig: Rig) -> None:
+    with nodes(2, rig.host) as found:
+        rig.fetch(0, found[0])
+        model = rig.folder / "node-0" / "policy" / "model.safetensors"
+        changed = bytearray(model.read_bytes())
+        changed[: CHUNK * CHUNKS // 2] = bytes(CHUNK * CHUNKS // 2)
+        model.write_bytes(changed)
+        rig.store.read.clear()
+        rig.fetch(1, found[1])
+        assert len(rig.store.read) == CHUNKS // 2
+        model.unlink()
+        rig.fetch(2, found[0])
+
+
+def test_a_download_that_nobody_wants_any_more_ends_while_it_waits_for_a_peer(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, LOCAL)
+    waits = threading.Event()
+
+    class NoMore(Exception):
+        pass
+
+    def progress(size_bytes: int) -> None:
+        if size_bytes == 0 and other.asked:
+            waits.set()
+            raise NoMore
+
+    names = sorted(rig.policy.chunks)
+    with nodes(1, LOCAL) as found, liar(LOCAL, names, CHUNK, lies.promises, TOKEN) as other:
+        introduce(found, other.address)
+        with pytest.raises(NoMore):
+            manifest.materialize(rig.store, PREFIX, rig.policy.files, tmp_path / "to", progress, found[0])
+    assert waits.is_set()
+
+
+# Fetches all chunks but one, which it promises and never gets.
+VICTIM = """
+import sys
+from checkpoint.stream import chunks
+from tasks.peers.peers import Peers
+from pathlib import Path
+chunks.CHUNK_BYTES = {chunk}
+with Peers("{host}", "{token}") as peers:
+    print(peers.address, flush=True)
+    with peers.download("{prefix}", {names}, [Path("{folder}")]):
+        sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_peer_that_is_killed_or_stops_in_the_middle_is_replaced(rig: Rig, number: int) -> None:
+    names = sorted(rig.policy.chunks)
+    program = VICTIM.format(chunk=CHUNK, host=rig.host, token=TOKEN, prefix=PREFIX, names=names, folder=rig.folder)
+    victim = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert victim.stdout is not None
+        address = victim.stdout.readline().strip()
+        with nodes(3, rig.host) as found, ThreadPoolExecutor(1) as pool:
+            introduce(found, address)
+            rig.store.open.clear()
+            done = pool.submit(rig.fetch_together, found)
+            until("a download that knows the victim", lambda: len(found[0]._downloads) > 0)
+            victim.send_signal(number)
+            rig.store.open.set()
+            done.result()
+    finally:
+        victim.kill()
+        victim.wait()
+    assert rig.copies < 2.0
