@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import aiohttp
 import msgspec
@@ -10,8 +11,19 @@ import msgspec
 from checkpoint.records import documents
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from policies.serving.wire import HOLD_S, PEERS, WANTED, Announce, AnnounceReply, PeerList, PeerWord, PolicyRef
+from policies.serving.wire import (
+    HOLD_S,
+    PEERS,
+    PEERS_S,
+    WANTED,
+    Announce,
+    AnnounceReply,
+    PeerList,
+    PeerWord,
+    PolicyRef,
+)
 from tasks.machine.node_env import NodeEnv
+from tasks.peers.peers import Peers
 
 ANSWER_S = 5.0  # beyond the time for which the gateway holds an announcement
 LEAVE_S = 1.0
@@ -119,3 +131,11 @@ def _reply(answer: bytes) -> AnnounceReply:
         return msgspec.json.decode(answer, type=AnnounceReply)
     except msgspec.DecodeError as error:
         raise GatewayUnreachable(f"it answered {answer[:80]!r}: {error}") from error
+
+
+async def meet(peers: Peers | None, gateway: GatewayLink) -> None:
+    """Tell the gateway where other nodes get what this one has, and learn the same of them, until cancelled."""
+    while peers is not None and peers.address:
+        with contextlib.suppress(GatewayUnreachable):  # the announcements say so
+            peers.know(await gateway.ask_peers(peers.address))
+        await asyncio.sleep(PEERS_S)

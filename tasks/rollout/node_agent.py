@@ -25,11 +25,11 @@ from checkpoint.store.run_store import Store
 from policies.model.node_contract import NOTICE
 from policies.model.spec import RunSpec
 from policies.serving.fitness import AGAIN_S, Fitness
-from policies.serving.wire import HOLD_S, PEERS_S, Announce, EngineWord, PolicyRef, PolicyStages
+from policies.serving.wire import HOLD_S, Announce, EngineWord, PolicyRef, PolicyStages
 from tasks.machine.node_env import NodeEnv
 from tasks.peers.peers import Peers
 from tasks.rollout import vllm_server
-from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable
+from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable, meet
 from tasks.rollout.policy_check import PolicyCheck
 from tasks.rollout.policy_folders import DiskFailed, Overtaken, PolicyFolders
 from tasks.rollout.vllm_server import PolicyRefused, Server, ServerFailed, Unfit
@@ -53,12 +53,7 @@ class Agent:
     """One node's agent."""
 
     def __init__(
-        self,
-        env: NodeEnv,
-        spec: RunSpec,
-        store: Store,
-        http: aiohttp.ClientSession,
-        peers: Peers | None = None,
+        self, env: NodeEnv, spec: RunSpec, store: Store, http: aiohttp.ClientSession, peers: Peers | None = None
     ) -> None:
         self._env = env
         self._spec = spec
@@ -85,7 +80,7 @@ class Agent:
         """Work until cancelled, then leave the gateway and stop vLLM. Raises GaveUp."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._meet_peers())
+                group.create_task(meet(self._peers, self._gateway))
                 group.create_task(self._serve())
                 group.create_task(self._announce())
                 group.create_task(self._load_wanted())
@@ -288,13 +283,6 @@ class Agent:
         log.warning("preemption_notice")
         self._leaving = True
         self._announce_again()
-
-    async def _meet_peers(self) -> None:
-        """Tell the gateway where other nodes get what this one has, and learn the same of them."""
-        while self._peers is not None and self._peers.address:
-            with contextlib.suppress(GatewayUnreachable):  # the announcements say so
-                self._peers.know(await self._gateway.ask_peers(self._peers.address))
-            await asyncio.sleep(PEERS_S)
 
     def _wants(self, policy: PolicyRef) -> bool:
         return self._wanted is policy
