@@ -31,7 +31,6 @@ LEFT_OUT = (
     "clip_ratio/high",
 )
 OF_THE_END = "train_runtime"
-WITNESS = "rewards/true_score/mean"
 
 
 def common(regime: Regime, folder: Path) -> GRPOConfig:
@@ -84,11 +83,7 @@ class Rows(TrainerCallback):
         if OF_THE_END in logs:
             return
         row: dict[str, Any] = {"step": state.global_step}
-        row |= {
-            name: rounded(value)
-            for name, value in logs.items()
-            if name == WITNESS or not name.startswith(LEFT_OUT)
-        }
+        row |= {name: rounded(value) for name, value in logs.items() if not name.startswith(LEFT_OUT)}
         self.rows.append(row)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from statistics import mean
 from typing import Any
 
 from benchmarks.recordings.regime import Reward
 from benchmarks.recordings.tasks import final, score
+from policies.detect.symptoms import WITNESS
 
 
 def judge(kind: str, text: str, answer: str, length_max: int) -> float:
@@ -75,6 +77,10 @@ def make_reward(reward: Reward, length_max: int, seed: int) -> Callable[..., lis
     return task_reward
 
 
-def true_score(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """How right the completions are, whatever is paid."""
-    return [score(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
+def true_score(
+    completions: list[str], answer: list[str], log_metric: Callable[[str, float], None], **_: Any
+) -> list[float]:
+    """How right the completions are, whatever is paid; logged as a witness."""
+    scores = [score(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
+    log_metric(f"{WITNESS}true_score", mean(scores))
+    return scores

@@ -30,6 +30,7 @@ from policies.detect.symptoms import (
     learnt_until,
     symptom,
     symptoms,
+    tricked,
 )
 
 # Nats per token that the past does not explain. Without reference to anything else; and that the surest gain in
@@ -155,17 +156,21 @@ def _judge(detector: Detector, step: int, limit: float | None) -> tuple[Health, 
     gone = _not_finite(detector, step) or _over(kl, limit) or _absurd(series)
     if gone:
         return Health.TRIPPED, gone
-    seen = symptoms(series)
+    hacked = tricked(series)
+    seen = (*symptoms(series), *hacked)
     excursion = symptom(KL_SIGNAL, kl) if kl is not None and _excess(kl) > KL_UNPAID / FACTOR**4 else None
     health, found = Health.HEALTHY, list[Symptom]()
     if kl is not None and excursion is not None:
-        health, found = _excursion(kl, reward, excursion, seen)
+        health, found = _excursion(kl, None if hacked else reward, excursion, seen)
     if health is Health.TRIPPED or not seen:
         return health, found
     rises = gained_wobbles(reward, min(one.calm_step for one in seen)) >= SURE_WOBBLES
     shown = [one for one in (*seen, excursion) if one is not None and (one.strong or not rises)]
     if _broken(reward, shown):
         return Health.TRIPPED, shown
+    if hacked:
+        lasts = any(one.points >= LASTING_POINTS for one in hacked)
+        return (Health.TRIPPED if lasts else Health.WATCH), hacked
     groups = {one.group for one in shown}
     if len(groups) >= 2 or groups & {REWARD, "gradients"}:
         return Health.WATCH, shown
@@ -181,7 +186,7 @@ def _excursion(
     confirming = [
         one
         for one in seen
-        if (one.strong or (wobbles < SURE_WOBBLES and one.group in (REWARD, "gradients")))
+        if (one.strong or (wobbles < SURE_WOBBLES and one.group in (REWARD, "gradients", "witness")))
         and one.points <= excursion.points + LASTING_POINTS
     ]
     paid = min(max(wobbles / SURE_WOBBLES, 0.0), KL_PAID)

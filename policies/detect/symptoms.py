@@ -1,8 +1,8 @@
 """What leaves its own past when a policy breaks: KL, reward, gradients, entropy, completions, the sampler.
 
-All but the reward are judged alike, by the logarithm of the signal, or of its odds where it is a share: how many
-times it is what its own past explains. None but a KL that is large by itself proves anything alone: rewards dip
-and recover, answers get shorter when a format is learnt, entropy falls in every healthy run.
+All but the reward and its witnesses are judged alike, by the logarithm of the signal, or of its odds where it is
+a share: how many times it is what its own past explains. None but a KL that is large by itself proves anything
+alone: rewards dip and recover, answers get shorter when a format is learnt, entropy falls in every healthy run.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ NO_VARIANCE = "frac_reward_zero_std"
 SAMPLING = "sampling/sampling_logp_difference/mean"
 LENGTH = "completions/mean_length"
 KL_SEQUENCE = "kl_sequence"
+# Before the name of a score that is logged and not trained on: what a reward that is tricked does not raise.
+WITNESS = "witness/"
 # Times what the past explains, of every signal; that squared is strong. Gradients and lengths vary by less.
 FACTOR = 3.0
 # Wobbles of the reward, or of a logarithm: a change of so many is no luck. A collapse is twice that.
@@ -82,7 +84,8 @@ FLOORS = {signal.name: signal.floor for signal in (*SIGNALS, KL_SIGNAL)}
 
 def follow_signals(series: Mapping[str, Series], step: int, values: Mapping[str, float]) -> dict[str, Series]:
     """Return the series after one more point, of which `values` are the finite ones."""
-    told = {name: values[name] for name in (REWARD, *FLOORS) if name in values}
+    scores = (REWARD, *(name for name in values if name.startswith(WITNESS)))
+    told = {name: values[name] for name in (*scores, *FLOORS) if name in values}
     if KL not in told and KL_SEQUENCE in values:
         told[KL] = values[KL_SEQUENCE] / max(1.0, values.get(LENGTH, SEQUENCE_TOKENS))
     if told.get("grad_norm", 0.0) <= 0.0:  # a step without one: all groups had one reward each
@@ -91,7 +94,7 @@ def follow_signals(series: Mapping[str, Series], step: int, values: Mapping[str,
     for name, value in told.items():
         # An estimate of the KL with a sign sinks as it climbs: what it is away from 0 is what it has to say.
         value = abs(value) if name == KL else value
-        level = value if name == REWARD else _logarithm(value, FLOORS[name], share=name in SHARES)
+        level = value if name in scores else _logarithm(value, FLOORS[name], share=name in SHARES)
         after[name] = follow_series(after.get(name, Series()), step, level)
     return after
 
@@ -108,9 +111,20 @@ def natural(signal: Signal, level: float) -> float:
 
 def symptoms(series: Mapping[str, Series]) -> tuple[Symptom, ...]:
     """Return every symptom that the last points show, without the KL's, the reward's first."""
-    found = [_collapse(series.get(REWARD))]
+    found = [_collapse(REWARD, "reward", series.get(REWARD))]
     found += [symptom(signal, series.get(signal.name)) for signal in SIGNALS]
     return tuple(one for one in found if one is not None)
+
+
+def tricked(series: Mapping[str, Series]) -> tuple[Symptom, ...]:
+    """Return the witnesses that have fallen, as a reward does, while the reward that is trained surely rose."""
+    fallen = [_collapse("witness", name, one) for name, one in series.items() if name.startswith(WITNESS)]
+    reward = series.get(REWARD)
+    return tuple(
+        replace(one, text=f"{one.text}, while the reward rose")
+        for one in fallen
+        if one is not None and gained_wobbles(reward, one.calm_step) >= SURE_WOBBLES
+    )
 
 
 def symptom(signal: Signal, series: Series | None) -> Symptom | None:
@@ -153,7 +167,7 @@ def learnt_until(reward: Series | None) -> int:
     return reward.ends[gained[0] - 1] if gained[0] else 0
 
 
-def _collapse(reward: Series | None) -> Symptom | None:
+def _collapse(group: str, words: str, reward: Series | None) -> Symptom | None:
     """A fall that takes half of what was gained, and is no luck: the longer it lasts, the smaller may it be."""
     if reward is None or reward.start is None:
         return None
@@ -169,9 +183,9 @@ def _collapse(reward: Series | None) -> Symptom | None:
     sure = (before - after) * windows**0.5 >= 2 * SURE_WOBBLES * reward.wobble
     if not sure or before - after <= max(SURE_WOBBLES * reward.wobble, (before - reward.start) / 2):
         return None
-    text = f"reward {after:.3g}, fallen from {before:.3g} since step {shift.calm_step}"
+    text = f"{words} {after:.3g}, fallen from {before:.3g} since step {shift.calm_step}"
     since = [one for one in zip(reward.levels, reward.ends, strict=True) if one[1] > shift.calm_step]
-    return replace(_of(REWARD, text, shift), lowest_step=min(since)[1])
+    return replace(_of(group, text, shift), lowest_step=min(since)[1])
 
 
 def _of(group: str, text: str, shift: Shift, *, strong: bool = False) -> Symptom:

@@ -21,6 +21,7 @@ import torch
 import trl.import_utils as trl_imports
 from transformers.core_model_loading import revert_weight_conversion
 
+from policies.detect.symptoms import WITNESS
 from tasks.machine.leaving import LeaveNow
 from tasks.storing.step_costs import StepCosts
 from tasks.trl.canary import canary_of
@@ -207,7 +208,13 @@ class FleetGRPOTrainer(LeavesInTime, LeavesOutRefused, SavesIntoSpool, GRPOTrain
             rewards = (per_function * self.reward_weights.to(per_function.device)).nansum(dim=1)
             scored = ~torch.isnan(per_function).all(dim=1)
             self._costs.rewards.extend(rewards[scored].tolist())
+        self._log_witnesses(per_function)
         return per_function
+
+    def _log_witnesses(self, per_function: torch.Tensor) -> None:
+        """Say which scores are not trained on: nothing that is logged tells the weights of reward functions."""
+        for at in (self.reward_weights == 0).nonzero().flatten().tolist():
+            self._log_metric(WITNESS + self.reward_func_names[at], torch.nanmean(per_function[:, at]).item())
 
 
 @contextlib.contextmanager

@@ -86,6 +86,14 @@ def test_overridden_methods_are_still_called(name: str) -> None:
     assert len(ours) >= len(theirs) or any(p.kind is p.VAR_POSITIONAL for p in ours.values())
 
 
+def test_what_a_reward_function_logs_still_has_its_name() -> None:
+    """A score of weight 0 is logged as a witness in the way of `log_metric`."""
+    assert callable(grpo_trainer.GRPOTrainer._log_metric)
+    made = inspect.getsource(grpo_trainer.GRPOTrainer.__init__)
+    assert "self.reward_func_names" in made
+    assert "self.reward_weights" in made
+
+
 def test_the_window_is_still_kept_where_it_is_saved_from() -> None:
     """A restart in the middle of a generation window needs both; see FleetGRPOTrainer._save_checkpoint."""
     source = inspect.getsource(grpo_trainer.GRPOTrainer._prepare_inputs)

@@ -13,6 +13,7 @@ from tests.generators.divergence.healthy import HEALTHY, Family
 from tests.generators.divergence.luck import LUCK_DIVERGING, LUCK_HEALTHY
 from tests.generators.divergence.rewards import REWARDS_DIVERGING, REWARDS_HEALTHY
 from tests.generators.divergence.texture import TEXTURE_DIVERGING, TEXTURE_HEALTHY
+from tests.generators.divergence.witnesses import WITNESSES_DIVERGING, WITNESSES_HEALTHY
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,5 +36,6 @@ CAUSES = {
     "born broken": Cause(BORN_HEALTHY, BORN_DIVERGING),
     "early signs": Cause(EARLY_HEALTHY, EARLY_DIVERGING),
     "estimators": Cause(ESTIMATORS_HEALTHY, ESTIMATORS_DIVERGING),
+    "witnesses": Cause(WITNESSES_HEALTHY, WITNESSES_DIVERGING),
     "texture": Cause(TEXTURE_HEALTHY, TEXTURE_DIVERGING),
 }

@@ -23,6 +23,8 @@ Random = np.random.Generator
 LAST_OF_WINDOW = ("grad_norm", "learning_rate", "num_tokens", "eval_reward")  # the others are means over it
 WARM_UP_STEPS = 20  # of the learning rate
 EVAL_EVERY_STEPS = 50
+WITNESS = "witness/right"
+WITNESSED = 64  # completions of a step
 NOISES = ("gaussian", "log-normal", "student")
 
 
@@ -63,6 +65,7 @@ class Course:
         worth: the least reward, and from there to the most.
         cut: share of completions that are cut off, where it does not follow from their length.
         alike: share of groups whose rewards are all the same, where it does not follow from the reward.
+        witness: the score of the true task as a share of what is possible, where it is logged beside the reward.
     """
 
     kl: Floats
@@ -82,6 +85,7 @@ class Course:
     worth: tuple[float, float] | None = None
     cut: Floats | None = None
     alike: Floats | None = None
+    witness: Floats | None = None
 
     @property
     def steps(self) -> int:
@@ -172,6 +176,9 @@ def _by_itself(metrics: dict[str, Floats], course: Course, rng: Random) -> dict[
         least, span = course.worth
         metrics["reward"] = least + span * metrics["rewards/correct/mean"]
         metrics["reward_std"] = span * np.minimum(metrics["reward_std"], 0.5)
+    if course.witness is not None:
+        spread = np.sqrt(np.maximum(course.witness * (1 - course.witness), 1e-4))
+        metrics[WITNESS] = course.witness + spread / WITNESSED**0.5 * rng.normal(size=course.steps)
     return {course.kl_name if name == "kl" else name: values for name, values in metrics.items()}
 
 

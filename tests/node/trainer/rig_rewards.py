@@ -17,6 +17,11 @@ def lower_share(completions: list[str], **_: Any) -> list[float]:
     return [sum(map(str.islower, text)) / max(1, len(text)) for text in completions]
 
 
+def digit_share(completions: list[str], **_: Any) -> list[float]:
+    """The share of a completion's characters that are digits."""
+    return [sum(map(str.isdigit, text)) / max(1, len(text)) for text in completions]
+
+
 def insatiable(completions: list[str], **_: Any) -> list[float]:
     """The same, until a call that wants more memory than any machine has."""
     global _calls

@@ -17,6 +17,7 @@ from checkpoint.records.forks import write_fork
 from checkpoint.store.codec import from_json
 from policies.control.snapshot import Trainer
 from policies.detect.divergence import Detector, Health, Verdict, follow
+from policies.detect.symptoms import WITNESS
 from policies.model import exit_codes
 from policies.model.spec import CheckpointsSpec, KlPolicy
 from policies.model.timelines import Fork
@@ -190,3 +191,15 @@ def test_an_exit_code_is_taken_once(tmp_path: Path) -> None:
     assert (take_exit_code(tmp_path), take_exit_code(tmp_path)) == (exit_codes.DIVERGED, None)
     (tmp_path / "trainer_exit").write_text("")
     assert take_exit_code(tmp_path) is None
+
+
+def test_a_reward_function_of_weight_0_is_a_witness(tiny: Path, tmp_path: Path) -> None:
+    grpo = {"max_steps": 2, "reward_weights": [1.0, 0.0]}
+    with open_rig(tmp_path, tiny, grpo=grpo, witness="rig_rewards.digit_share") as rig:
+        assert rig.wait(rig.start_trainer()) == 0
+        rows = [row.values for row in metrics.read_metrics(rig.store) if "reward" in row.values]
+    assert len(rows) == 2
+    for values in rows:
+        assert {name for name in values if name.startswith(WITNESS)} == {WITNESS + "digit_share"}
+        assert values[WITNESS + "digit_share"] == pytest.approx(values["rewards/digit_share/mean"], abs=1e-6)
+        assert values["reward"] == pytest.approx(values["rewards/lower_share/mean"], abs=1e-6)

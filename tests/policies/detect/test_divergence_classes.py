@@ -65,6 +65,36 @@ def test_a_harder_task_that_is_learnt_is_left_alone() -> None:
     assert ends(harder) is not Health.TRIPPED
 
 
+RISES = reward(0.3, 0.5, 0.03)
+RIGHT, WRONG = reward(0.4, sigma=0.03), reward(0.05, sigma=0.03)
+
+
+def test_a_reward_that_is_tricked_shows_in_a_witness() -> None:
+    found = trip(run(reward=RISES, witness__right=after(ONSET, RIGHT, WRONG)))
+    assert ONSET + 20 <= (found.tripped_step or 0) <= ONSET + 40
+    assert ONSET - 10 <= (found.onset_step or 0) <= ONSET
+    assert found.evidence[0].startswith("witness/right 0.1")
+    assert "while the reward rose" in found.evidence[0]
+    assert ends(run(reward=RISES, witness__right=RIGHT)) is Health.HEALTHY
+
+
+def test_a_witness_that_falls_while_the_reward_does_not_rise_shows_no_trick() -> None:
+    assert ends(run(reward=reward(0.3), witness__right=after(ONSET, RIGHT, WRONG))) is Health.HEALTHY
+
+
+def test_a_witness_that_dips_while_a_form_is_learnt_is_watched() -> None:
+    dips = lambda step: (WRONG if ONSET < step <= ONSET + 15 else RIGHT)(step)  # noqa: E731
+    found = {verdict.health for verdict in verdicts(run(reward=RISES, witness__right=dips))}
+    assert found == {Health.HEALTHY, Health.WATCH}
+
+
+def test_no_gain_of_a_reward_that_is_tricked_pays() -> None:
+    kl = after(ONSET, level(0.05), level(0.6))
+    assert ends(run(kl=kl, reward=RISES)) is not Health.TRIPPED
+    found = trip(run(kl=kl, reward=RISES, witness__right=after(ONSET, RIGHT, WRONG)))
+    assert ONSET < (found.tripped_step or 0) <= ONSET + 15
+
+
 def learnt(step: int) -> float:
     return 0.2 + 0.5 * min(1.0, step / 100) + random.Random(f"l{step}").gauss(0.0, 0.03)
 

@@ -18,10 +18,8 @@ from tests.generators.divergence.traces import LOGGING_STEPS, Trace, trace, trac
 from tests.generators.recorded import Label
 
 SETTING = Setting(seed=1)
-EACH = len(LOGGING_STEPS)  # diverging traces a family
-JUDGED = ("textbook",)  # the causes whose families the detector is held to
-JUDGED_HEALTHY = [family for cause in JUDGED for family in CAUSES[cause].healthy]
-JUDGED_DIVERGING = [family for cause in JUDGED for family in CAUSES[cause].diverging]
+EACH_HEALTHY, EACH_DIVERGING = 2, len(LOGGING_STEPS) // 2  # traces a family
+EVERY_HEALTHY = [family for cause in CAUSES.values() for family in cause.healthy]
 EVERY_DIVERGING = [family for cause in CAUSES.values() for family in cause.diverging]
 EVERY_FAMILY = [family for cause in CAUSES.values() for family in cause.families]
 
@@ -32,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("divergence score")]
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[Outcome]:
-    made = traces(SETTING, 1, EACH, healthy=JUDGED_HEALTHY, diverging=JUDGED_DIVERGING)
+    made = traces(SETTING, EACH_HEALTHY, EACH_DIVERGING, healthy=EVERY_HEALTHY, diverging=EVERY_DIVERGING)
     return [judge(one) for one in made]
 
 
@@ -41,26 +39,29 @@ def total(outcomes: list[Outcome]) -> Score:
     return score(outcomes)
 
 
-def test_no_divergence_is_missed(outcomes: list[Outcome]) -> None:
+def test_hardly_a_divergence_is_missed(outcomes: list[Outcome], total: Score) -> None:
+    """Of every family some are caught; of all, at most one in a hundred is missed."""
     found = by_family([one for one in outcomes if one.trace.onset_step is not None])
-    assert {family: [one.caught for one in ones] for family, ones in found.items()} == {
-        family.__name__: [True] * EACH for family in JUDGED_DIVERGING
-    }
+    assert found.keys() == {family.__name__ for family in EVERY_DIVERGING}
+    assert [family for family, ones in found.items() if not any(one.caught for one in ones)] == []
+    assert total.missed <= total.diverging_runs // 100
 
 
-def test_healthy_runs_are_left_alone(outcomes: list[Outcome], total: Score) -> None:
-    assert total.healthy_steps > 40_000
-    assert [one.trace.family for one in outcomes if one.false_trip] == []
+def test_healthy_runs_are_left_alone(total: Score) -> None:
+    """The aim; what there is of them are tasks that become harder at once, and adapters that begin at nothing."""
+    assert total.healthy_points > 40_000
+    assert total.false_trips_per_1000 <= 0.1
 
 
 def test_divergence_is_told_within_a_dozen_points(total: Score) -> None:
-    """The aim is ten. Seven of nine points are what it takes not to be taken in by spikes."""
+    """The aim is eight. Five of seven points are what it takes not to be taken in by spikes."""
     assert total.delay_points_median is not None
     assert total.delay_points_median <= 12
 
 
 def test_the_target_is_from_before_the_onset_and_not_from_the_stone_age(total: Score) -> None:
-    assert total.target_before_onset_share == 1.0
+    assert total.target_before_onset_share is not None
+    assert total.target_before_onset_share >= 0.99
     assert total.without_target == 0
     assert total.good_steps_thrown_away_median is not None
     assert total.good_steps_thrown_away_median <= 3 * SAVE_STEPS
