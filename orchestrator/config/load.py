@@ -149,4 +149,4 @@ def _replicas_max(data: dict[str, Any]) -> int | None:
     if replicas is None:
         return Replicas().max
     most = replicas.get("max", Replicas().max) if isinstance(replicas, dict) else None
-    return most if isinstance(most, int) and most >= 1 else None
+    return most if isinstance(most, int) and most >= 0 else None

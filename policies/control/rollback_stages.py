@@ -18,6 +18,7 @@ from policies.model.events import (
     TrainerFenced,
 )
 from policies.model.phases import LIVE_RUN, UNTRAINED_ROLLBACK
+from policies.model.spec import generates_itself
 from policies.model.state import Rollback
 from policies.model.vocabulary import NodePhase, PolicyVersion, Role, RollbackStage
 from policies.serving.wire import labelled_version
@@ -83,5 +84,9 @@ def _fence(tick: Tick, rollback: Rollback) -> None:
 
 
 def _served(tick: Tick) -> list[PolicyVersion]:
+    """What generates now; without rollout nodes the trainer does."""
+    beat = tick.snapshot.trainer
+    if generates_itself(tick.spec) and beat is not None and beat.activity not in NOT_TRAINING:
+        return [PolicyVersion(beat.timeline, beat.step)]
     members = (tick.snapshot.members or {}).values()
     return [labelled_version(member.policy) for member in members if member.serving and member.policy]

@@ -58,7 +58,10 @@ ROLLBACK_EDGES: dict[tuple[S | None, S | None], str] = {
     (S.BEGUN, S.FORKED): "the new timeline is in the store",
     (S.FORKED, S.FENCED): "the old trainer has ended",
     (S.FENCED, S.RESUMED): "a trainer trains on the new timeline",
-    (S.RESUMED, S.PROBATION): "a rollout node serves a policy of the new timeline",
+    (
+        S.RESUMED,
+        S.PROBATION,
+    ): "a rollout node serves a policy of the new timeline, or the trainer generates itself",
     (S.PROBATION, None): "the new timeline came far enough beyond the old one's trip",
     (S.BEGUN, S.BEGUN): "a person asks for another one, which replaces this one",
     (S.FORKED, S.BEGUN): "a person asks for another one",

@@ -41,7 +41,10 @@ class TrainerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """How many rollout nodes: never more than `max`; below `min`, more are requested at once."""
+    """How many rollout nodes: never more than `max`; below `min`, more are requested at once.
+
+    With `max` 0 there are none, and the trainer generates by itself.
+    """
 
     min: int = 1
     max: int = 1
@@ -160,6 +163,11 @@ class RunSpec:
     cloud: Literal["local", "sky"] = "local"
     rehearse: Rehearsal | None = None
     workdir: str = ""  # the folder of run.yaml: relative paths and reward modules are found from here
+
+
+def generates_itself(spec: RunSpec) -> bool:
+    """Whether the trainer generates, for the run has no rollout nodes."""
+    return spec.rollout.replicas.max == 0
 
 
 def processes_of(spec: RunSpec) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -15,7 +15,7 @@ from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion, Precedence, Recovery
 from policies.serving.seeds import request_seed
 from policies.serving.wire import Batch, CompletionRequest, PolicyRef
-from tasks.completions.gateway_client import GatewayClient
+from tasks.completions.gateway_client import Generated
 from tasks.completions.refused_prompts import RefusedPrompts
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.step_costs import StepCosts
@@ -25,6 +25,13 @@ log = structlog.get_logger()
 # Evaluation counts its calls from here: whether a step was evaluated must not move its training seeds, and a
 # restart after an evaluation must number the training calls as before.
 EVALUATION_CALLS = 1000
+
+
+class Completes(Protocol):
+    """What makes completions: the gateway, or the trainer's own model."""
+
+    def complete(self, batch: Batch) -> Generated:
+        """Return once every request of the batch is finished. Raises GenerationFailed, Fenced, LeaveNow."""
 
 
 class RolloutSource:
@@ -45,7 +52,7 @@ class RolloutSource:
     def __init__(
         self,
         store: Store,
-        gateway: GatewayClient,
+        gateway: Completes,
         heartbeat: Heartbeat,
         costs: StepCosts,
         refused: RefusedPrompts,

@@ -21,7 +21,7 @@ from checkpoint.stream.manifest import files_below
 from checkpoint.stream.spool import Spool
 from policies.detect.divergence import Detector
 from policies.model.node_contract import SPOOL
-from policies.model.spec import RunSpec
+from policies.model.spec import RunSpec, generates_itself
 from policies.model.timelines import Fork, forked_spec
 from policies.serving.adapters import why_whole
 from tasks.completions.gateway_client import GatewayClient
@@ -50,6 +50,7 @@ from tasks.trainer.user_objects import (
 )
 from tasks.trl import trl_grpo
 from tasks.trl.fleet_client import FleetClient
+from tasks.trl.own_generation import OwnGeneration
 from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, replacements, walk_of
 from tasks.trl.weights import checkpoint_bytes, plain_model
 
@@ -79,6 +80,11 @@ class _Start:
         """The folder of run.yaml, to which its paths are relative."""
         return Path(self.spec.workdir)
 
+    def may_go_on(self) -> None:
+        """Raise Fenced or LeaveNow if the trainer is to end."""
+        self.heartbeat.check()
+        self.leaving.check()
+
     @property
     def base_model(self) -> Path | None:
         return None if self.restored is None else self.restored.base_model
@@ -105,12 +111,15 @@ def assemble(
     start = _Start(env, here, store, heartbeat, leaving, restored, StepCosts())
     config = _config(start.spec, Path(env.workdir) / SPOOL, evaluates=start.spec.trainer.eval_dataset is not None)
     refused = RefusedPrompts(start.spec.policies.on_bad_prompt, start.costs)
-    client = FleetClient(_rollouts(start, refused, config.seed))
+    own = OwnGeneration(env.node, start.may_go_on) if generates_itself(start.spec) else None
+    client = FleetClient(_rollouts(start, refused, config.seed, own))
     replaced = functools.partial(_replaced_prompts, record.spec, forks, env.timeline)
     trainer = _trainer(start, client, config, replaced)
     refused.row_of = trainer.row_of
+    if own is not None:
+        own.attach(trainer)
     # Of each process its own: they start together, and each begins with an empty one.
-    client.attach(trainer, _publisher(start, trainer, f"policy-{config.process_index}"), env.timeline)
+    client.attach(trainer, own or _publisher(start, trainer, f"policy-{config.process_index}"), env.timeline)
     trainer.remove_callback(PrinterCallback)  # MetricsCallback says in a line what it prints in thirty
     leave_if_due = functools.partial(trainer.leave_if_due, in_step=True)
     trainer.add_callback(callbacks.CheckpointCallback(lambda: trainer.save_is_due, leave_if_due))
@@ -120,10 +129,10 @@ def assemble(
     return trainer, spool
 
 
-def _rollouts(start: _Start, refused: RefusedPrompts, run_seed: int) -> RolloutSource:
+def _rollouts(start: _Start, refused: RefusedPrompts, run_seed: int, own: OwnGeneration | None) -> RolloutSource:
     return RolloutSource(
         start.store,
-        GatewayClient(start.store, start.env.token, start.heartbeat, start.leaving.check),
+        own or GatewayClient(start.store, start.env.token, start.heartbeat, start.leaving.check),
         start.heartbeat,
         start.costs,
         refused,

@@ -24,7 +24,7 @@ def canary_of(model: Any, mixed_precision: str) -> Canary:
     config = model.config.get_text_config()
     token_ids = token_ids_for(config.vocab_size)
     inputs = torch.tensor([token_ids], device=model.device)
-    with torch.no_grad(), _as_evaluated(model):
+    with torch.no_grad(), as_evaluated(model):
         logits = model(input_ids=inputs, use_cache=False).logits[0, :-1].float()
     rows = logits.log_softmax(dim=-1).gather(1, inputs[0, 1:, None])[:, 0].tolist()
     return Canary(
@@ -42,7 +42,7 @@ def _dtype_of(model: Any, mixed_precision: str) -> str:
 
 
 @contextlib.contextmanager
-def _as_evaluated(model: Any) -> Iterator[None]:
+def as_evaluated(model: Any) -> Iterator[None]:
     """Every module as in evaluation; then each as it was, for some may be frozen so."""
     training = [module for module in model.modules() if module.training]
     for module in training:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 
@@ -12,10 +12,18 @@ from policies.serving.canary import Canary
 from policies.serving.wire import PolicyRef
 from tasks.completions.rollout_source import RolloutSource
 from tasks.machine.leaving import LeaveNow
-from tasks.storing.publish import PolicyPublisher
 from tasks.storing.publish_adapter import AdapterPublisher
 
 LEAVING = [-1]  # in the place of each completion: the trainer is to leave, and there are none
+
+
+class Publishes(Protocol):
+    """What makes a policy's weights known to those who generate."""
+
+    def publish(
+        self, version: PolicyVersion, named: Iterable[tuple[str, torch.Tensor]], canary: Canary | None
+    ) -> PolicyRef:
+        """Raises StoreError."""
 
 
 class FleetClient:
@@ -29,7 +37,7 @@ class FleetClient:
     def __init__(self, rollouts: RolloutSource) -> None:
         self._rollouts = rollouts
         self._trainer: Any = None
-        self._publisher: PolicyPublisher | None = None
+        self._publisher: Publishes | None = None
         self._timeline = 0
         self._weights: Iterator[tuple[str, torch.Tensor]] | None = None
         self._published: PolicyRef | None = None
@@ -37,7 +45,7 @@ class FleetClient:
         self._finite_at: int | None = None  # the last step whose weights computed numbers
         self.on_policy_gone: Callable[[int, int], None] = lambda *_: None
 
-    def attach(self, trainer: Any, publisher: PolicyPublisher, timeline: int) -> None:
+    def attach(self, trainer: Any, publisher: Publishes, timeline: int) -> None:
         """Name the trainer whose steps these are, before its first generate call."""
         self._trainer, self._publisher, self._timeline = trainer, publisher, timeline
 

@@ -28,7 +28,15 @@ from policies.detect.divergence import Health, Verdict
 from policies.model import exit_codes
 from policies.model.events import Event, RunCreated, RunMoved, TookOver
 from policies.model.fold import apply
-from policies.model.spec import Dataset, PoliciesSpec, Replicas, RolloutSpec, RunSpec, TrainerSpec
+from policies.model.spec import (
+    Dataset,
+    PoliciesSpec,
+    Replicas,
+    RolloutSpec,
+    RunSpec,
+    TrainerSpec,
+    generates_itself,
+)
 from policies.model.state import RunState
 from policies.model.timelines import Fork
 from policies.model.vocabulary import (
@@ -229,7 +237,7 @@ class World:
             found = choose_start(self.checkpoints, self.forks, timeline, None)
             self.steps = 0 if found is None else found.step
         rollouts = any(n.startswith(Role.ROLLOUT) and self._works(m) for n, m in self.machines.items())
-        if rollouts and self.stops_at_s is None:
+        if (rollouts or generates_itself(self.spec)) and self.stops_at_s is None:
             self.steps = min(self.max_steps, self.steps + dt_s / STEP_S)
         step = int(self.steps)
         tripped = timeline in self.trips and step >= self.trips[timeline][0]

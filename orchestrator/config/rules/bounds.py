@@ -9,8 +9,8 @@ from orchestrator.config.rules.effective import Doubtful, EffectiveRun
 
 # The least that a number may be; strictly more where the flag is set.
 _LEAST: dict[KeyPath, tuple[float, bool]] = {
-    ("rollout", "replicas", "min"): (1, False),
-    ("rollout", "replicas", "max"): (1, False),
+    ("rollout", "replicas", "min"): (0, False),
+    ("rollout", "replicas", "max"): (0, False),
     ("rollout", "deadline_s"): (0, True),
     ("policies", "kl", "limit"): (0, True),
     ("policies", "kl", "on_rollback", "beta_factor"): (1, False),

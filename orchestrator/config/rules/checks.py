@@ -15,6 +15,7 @@ from orchestrator.config.reading.problems import Findings, KeyPath
 from orchestrator.config.rules import batches, gpus
 from orchestrator.config.rules.bounds import check_bounds
 from orchestrator.config.rules.effective import Doubtful, EffectiveRun
+from orchestrator.config.rules.own_generation import generates_itself
 from orchestrator.config.rules.reference_model import check_reference_model
 from orchestrator.config.rules.secrets import check_secrets
 
@@ -31,9 +32,13 @@ def _name(run: EffectiveRun, findings: Findings) -> None:
 
 
 def _replicas(run: EffectiveRun, findings: Findings) -> None:
-    least, most = (run.at("rollout", "replicas", key) or 1 for key in ("min", "max"))
+    found = [run.at("rollout", "replicas", key) for key in ("min", "max")]
+    least, most = (1 if one is None else one for one in found)
     if least > most:
         findings.add(("rollout", "replicas", "min"), f"{least} is more than max, {most}; expected min <= max")
+    elif least == 0 < most:
+        message = "a run with rollout nodes needs one at least; expected 1 or more, or replicas: 0"
+        findings.add(("rollout", "replicas", "min"), message)
 
 
 def _length_of_training(run: EffectiveRun, findings: Findings) -> None:
@@ -152,6 +157,7 @@ CHECKS: tuple[Callable[[EffectiveRun, Findings], None], ...] = (
     check_secrets,
     _name,
     _replicas,
+    generates_itself,
     batches.one_batch_key,
     batches.batch_holds_groups,
     _length_of_training,

@@ -9,10 +9,11 @@ from typing import Any
 from orchestrator.config.reading.problems import Findings
 from orchestrator.config.rules.foreign_keys import grpo_table
 from orchestrator.config.rules.gpus import note_idle
+from orchestrator.config.rules.own_generation import note_unused
 from orchestrator.config.rules.secrets import note_secrets
 from policies.control.rollback_choice import changes_on_rollback
 from policies.detect.divergence import TYPICAL_DELAY_POINTS
-from policies.model.spec import RunSpec, processes_of
+from policies.model.spec import RunSpec, generates_itself, processes_of
 from policies.serving.adapters import why_whole
 
 # More checkpoints than these between the beginning of a divergence and its notice are of no use to anyone.
@@ -26,6 +27,7 @@ def find_notices(spec: RunSpec, findings: Findings) -> None:
     _late_to_notice(spec, findings)
     _adapter_is_merged(spec, findings)
     note_idle(spec, findings)
+    note_unused(spec, findings)
     note_secrets(spec, findings)
 
 
@@ -62,8 +64,10 @@ def _late_to_notice(spec: RunSpec, findings: Findings) -> None:
 
 def _adapter_is_merged(spec: RunSpec, findings: Findings) -> None:
     """Of a model that is on the hub alone nothing is known here: its trainer's log says so."""
-    if spec.trainer.peft is None or not (
-        why := why_whole(spec, _config_of(Path(spec.workdir, spec.trainer.model)))
+    if (
+        generates_itself(spec)
+        or spec.trainer.peft is None
+        or not (why := why_whole(spec, _config_of(Path(spec.workdir, spec.trainer.model))))
     ):
         return
     message = "each step publishes whole merged weights, not the adapter alone"

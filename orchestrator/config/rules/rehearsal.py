@@ -96,7 +96,10 @@ def _target_problem(kind: str, target: Any, replicas_max: int | None) -> str:
     expected = "expected one of " + ", ".join(TARGETS[kind])
     if not isinstance(target, str):
         return f"{expected}, got {shown(target)}"
-    if node := _NODE.match(target):
+    node = _NODE.match(target)
+    if replicas_max == 0 and (node or target == "rollouts"):
+        return "there are no rollout nodes: rollout.replicas is 0"
+    if node:
         if replicas_max is not None and int(node[1]) >= replicas_max:
             return f"there is no {target}; the last is rollout-{replicas_max - 1}, by rollout.replicas.max"
         return ""

@@ -28,6 +28,7 @@ from policies.model.spec import (
     KlPolicy,
     OnBadPrompt,
     PoliciesSpec,
+    Replicas,
     RolloutSpec,
     RunSpec,
     TrainerSpec,
@@ -81,6 +82,7 @@ def run_spec(
     accelerate: dict[str, Any] | None = None,
     dataset: str = "few.jsonl",
     on_bad_prompt: OnBadPrompt = "skip",
+    replicas: int = 1,
 ) -> RunSpec:
     """A spec over the tiny model, with `grpo` over GRPO. Without `kl` the guard only watches."""
     return RunSpec(
@@ -88,7 +90,9 @@ def run_spec(
         storage=storage,
         workdir=str(Path(__file__).parent),
         grpo={**GRPO, **grpo},
-        rollout=RolloutSpec(vllm={"dtype": "float32"}, deadline_s=60.0),
+        rollout=RolloutSpec(
+            replicas=Replicas(min=replicas, max=replicas), vllm={"dtype": "float32"}, deadline_s=60.0
+        ),
         checkpoints=checkpoints or CheckpointsSpec(),
         policies=PoliciesSpec(
             resume_state_steps=3, kl=kl or KlPolicy(action="alert"), on_bad_prompt=on_bad_prompt

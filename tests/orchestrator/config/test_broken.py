@@ -321,9 +321,32 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         ["run.yaml:16: rollout.replicas.min: 4 is more than max, 3; expected min <= max"],
     ),
     (
-        "no replicas at all",
-        [("replicas: 2", "replicas: 0"), (DROP, "")],
-        ["run.yaml:16: rollout.replicas: expected at least 1, got 0"],
+        "fewer replicas than none",
+        [("replicas: 2", "replicas: -1"), (DROP, "")],
+        ["run.yaml:16: rollout.replicas: expected at least 0, got -1"],
+    ),
+    (
+        "perhaps no replica",
+        [("replicas: 2", "replicas: {min: 0, max: 2}")],
+        [
+            "run.yaml:16: rollout.replicas.min: a run with rollout nodes needs one at least; expected 1 or more, or replicas: 0"
+        ],
+    ),
+    (
+        "no nodes, and what only they do",
+        [
+            ("replicas: 2", "replicas: 0"),
+            (GRPO, f"{GRPO}\n  generation_kwargs: {{best_of: 2}}"),
+            ("  reward_funcs", "  accelerate: {num_processes: 2, fsdp_config: {fsdp_version: 2}}\n  reward_funcs"),
+        ],
+        [
+            "run.yaml:6: trainer.accelerate.num_processes: with rollout.replicas: 0 one process trains and generates; expected 1, got 2",
+            "run.yaml:6: trainer.accelerate.fsdp_config: with rollout.replicas: 0 one process holds the whole model to generate; remove it",
+            "run.yaml:16: grpo.generation_kwargs: vLLM's, and with rollout.replicas: 0 the trainer generates without; remove it",
+            "run.yaml:25: rehearse.faults[0].kill: there are no rollout nodes: rollout.replicas is 0",
+            "run.yaml:26: rehearse.faults[1].preempt: there are no rollout nodes: rollout.replicas is 0",
+            "run.yaml:28: rehearse.faults[3].no_capacity: there are no rollout nodes: rollout.replicas is 0",
+        ],
     ),
     (
         "replicas of another type",

@@ -16,6 +16,7 @@ from orchestrator.config.reading.structure import NOT_IN_FILE
 from orchestrator.config.rules import batches, checks, foreign_keys, rehearsal, storage
 from orchestrator.home.run_secrets import SINKS
 from policies.model import spec
+from policies.model.spec import generates_itself
 from tests.generators.config_world import furnish
 
 DOCS = Path(__file__).parents[3] / "docs" / "run-yaml.md"
@@ -148,12 +149,15 @@ def test_the_examples_load(tmp_path: Path) -> None:
     furnish(tmp_path)
     blocks = [part.split("```")[0] for part in DOCS.read_text().split("```yaml\n")[1:]]
     (store,) = [block for block in blocks if block.startswith("storage:")]
-    blocks.remove(store)
+    (one_gpu,) = [block for block in blocks if block.startswith("name: one-gpu")]
+    blocks = [block for block in blocks if block not in (store, one_gpu)]
     whole = "\n".join(blocks)
     assert set(yaml.safe_load(whole)) >= {"name", "rehearse"}
     (tmp_path / "run.yaml").write_text(whole)
     loaded = load.load_spec(tmp_path / "run.yaml")
     assert loaded.rehearse is not None
     assert len(loaded.rehearse.faults) == 4
+    (tmp_path / "run.yaml").write_text(one_gpu)
+    assert generates_itself(load.load(tmp_path / "run.yaml", lambda: 1).spec)
     (tmp_path / "run.yaml").write_text(whole.replace("storage: ./run\n", store))
     assert load.load_spec(tmp_path / "run.yaml").storage == "s3://my-bucket/runs/demo"

@@ -12,7 +12,7 @@ import pytest
 from orchestrator.cli import main
 from orchestrator.config.load import load
 from policies.detect.divergence import TYPICAL_DELAY_POINTS as DELAY
-from tests.generators.config_world import changed, furnish
+from tests.generators.config_world import VALID, changed, furnish
 
 NO_LIMIT = ("{limit: 0.5}", "{}")
 BETA = "  beta: 0.02\n"
@@ -25,6 +25,8 @@ IDLE = (
     "each node has 8 GPUs and its one engine takes 1, so 7 would be idle; "
     "set rollout.vllm.tensor-parallel-size: 8, or have more nodes of 1"
 )
+UNUSED = "not used: with replicas: 0 the trainer generates, without vLLM"
+DROP = VALID[VALID.index("rehearse:") :]
 SAME = (
     "a rollback changes the sampling seeds alone, and what diverged once may do so again; "
     "set a factor, or skip_prompts: true"
@@ -64,6 +66,10 @@ def late(logging_steps: int, checkpoints: int = 0) -> str:
             [f"run.yaml:17: rollout.resources.accelerators: {IDLE}"],
         ),
         ([("  replicas: 2", "  replicas: 2\n  resources: {accelerators: 'H100:1'}")], []),
+        (
+            [("replicas: 2", "replicas: 0"), (DROP, "")],
+            [f"run.yaml:17: rollout.vllm: {UNUSED}", f"run.yaml:18: rollout.env: {UNUSED}"],
+        ),
         ([(BETA, f"{BETA}  logging_steps: 1\n")], []),
         ([(BETA, f"{BETA}  logging_steps: 2\n")], [f"run.yaml:15: grpo.logging_steps: {late(2)}"]),
         ([(BETA, f"{BETA}  save_steps: {DELAY}\n")], []),

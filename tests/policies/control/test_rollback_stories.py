@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from policies.control.rollback_choice import choose_start, target_before_step
-from policies.model.events import RollbackBegun
+from policies.model.events import NodeRequested, ProbationPassed, RollbackBegun
 from policies.model.fold import apply
-from policies.model.spec import KlPolicy, RollbackBudget
+from policies.model.spec import KlPolicy, Replicas, RollbackBudget, RolloutSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import Cause, PolicyVersion, Role, RunPhase
 from tests.stand_ins.world import World, spec
@@ -83,3 +83,14 @@ def test_each_rollback_finds_its_target_whoever_dies(
         assert choose_start(sorted(ever), world.state.forks, world.state.timeline, before_step) is None
         assert set(world.checkpoints) <= ever
         assert world.checkpoints, "and all that is there stays"
+
+
+def test_a_run_without_rollout_nodes_rolls_back_and_finishes() -> None:
+    world = run_with(5, {0: (23, 17)}, guarded=True)
+    world.spec = replace(world.spec, rollout=RolloutSpec(replicas=Replicas(min=0, max=0)))
+    world.run(TICKS)
+    assert len(world.state.rollbacks) == 1
+    assert world.state.phase is RunPhase.FINISHED
+    told = [event for _, _, events in world.history for event in events]
+    assert any(isinstance(event, ProbationPassed) for event in told), "and it ends, for a node that never comes"
+    assert not any(isinstance(event, NodeRequested) and event.role is Role.ROLLOUT for event in told)

@@ -1,0 +1,151 @@
+"""Completions from the trainer's own model, where a run has no rollout nodes (`rollout.replicas: 0`).
+
+It stands in the place of the gateway, so that all around it stays: each completion has a seed of its own, is
+stored before the step is applied, and is read back by a restarted trainer. Nothing is published: nobody pulls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from policies.model.vocabulary import PolicyVersion
+from policies.serving.wire import REFUSED, Batch, Completion, CompletionRequest, PolicyRef
+from tasks.completions.gateway_client import Generated
+from tasks.trl.canary import as_evaluated
+
+
+class OwnGeneration:
+    """Completes batches with the model that is trained, by transformers' `generate`, all of a batch at once.
+
+    Args:
+        node: that this is.
+        tick: called before each token; raises what ends the wait: Fenced, LeaveNow.
+    """
+
+    def __init__(self, node: str, tick: Callable[[], None]) -> None:
+        self._node, self._tick = node, tick
+        self._trainer: Any = None
+
+    def attach(self, trainer: Any) -> None:
+        """Name the trainer whose model it is."""
+        self._trainer = trainer
+
+    def publish(self, version: PolicyVersion, _weights: Any, _canary: Any) -> PolicyRef:
+        """Name the policy, which is where it is needed."""
+        return PolicyRef(str(version), "")
+
+    def complete(self, batch: Batch) -> Generated:
+        """Return every completion, in the order of the requests. Raises Fenced, LeaveNow."""
+        most = self._longest_prompt(int(batch.sampling["max_tokens"]))
+        fit = [one for one in batch.requests if most is None or len(one.prompt_token_ids) <= most]
+        made = {one.index: one for one in self._generated(batch, fit)} if fit else {}
+        policy = batch.policy.label
+        found = [made.get(one.index) or self._refused(one, policy) for one in batch.requests]
+        return Generated(found, discarded=0, wait_s=0.0)
+
+    def _generated(self, batch: Batch, requests: list[CompletionRequest]) -> Iterator[Completion]:
+        trainer, length = self._trainer, int(batch.sampling["max_tokens"])
+        model, ends = trainer.model, list(trainer.eos_token_ids)
+        ids, mask = _padded([one.prompt_token_ids for one in requests], ends[0], model.device)
+        draw = _SeededDraw([one.seed for one in requests], length, model.device, self._tick)
+        config = GenerationConfig(
+            max_new_tokens=length, do_sample=False, eos_token_id=ends, pad_token_id=ends[0], use_cache=True
+        )
+        with torch.no_grad(), as_evaluated(model), _configured(model, config):
+            out = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=config,
+                logits_processor=LogitsProcessorList([*_shaped(batch.sampling), draw]),
+            )
+        tokens, logprobs = out[:, ids.shape[1] :].tolist(), torch.stack(draw.logprobs, dim=1).tolist()
+        for request, row, of_row in zip(requests, tokens, logprobs, strict=True):
+            end = next((place for place, token in enumerate(row) if token in ends), None)
+            made = len(row) if end is None else end + 1
+            why = "length" if end is None else "stop"
+            yield Completion(request.index, row[:made], of_row[:made], why, batch.policy.label, self._node)
+
+    def _longest_prompt(self, completion: int) -> int | None:
+        """In tokens, so that a completion of that length fits behind it; None where the model has no bound."""
+        positions = getattr(self._trainer.model.config.get_text_config(), "max_position_embeddings", None)
+        return None if positions is None else int(positions) - completion
+
+    def _refused(self, request: CompletionRequest, policy: str) -> Completion:
+        limit = int(self._trainer.model.config.get_text_config().max_position_embeddings)
+        why = f"prompt and completion are longer than the model's {limit} positions"
+        return Completion(request.index, [], [], REFUSED, policy, self._node, why, limit)
+
+
+class _SeededDraw(LogitsProcessor):  # type: ignore[misc]  # transformers has no types here
+    """Draws each token by its completion's seed and its position, whatever else is in the batch.
+
+    It leaves nothing but that token to choose, and keeps the log-probability that it had.
+
+    Attributes:
+        logprobs: one tensor of shape (completions,) for each position so far, in natural logarithms.
+    """
+
+    def __init__(self, seeds: list[int], length: int, device: Any, tick: Callable[[], None]) -> None:
+        # In [0, 1), and so far below 1 that no rounding makes the product below the whole sum.
+        rows = [torch.rand(length, dtype=torch.float64, generator=_generator(seed)) for seed in seeds]
+        self._points = (torch.stack(rows) * (1 - 2**-50)).to(device)
+        self._tick = tick
+        self.logprobs: list[torch.Tensor] = []
+
+    def __call__(self, _input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
+        self._tick()
+        logprobs = scores.float().log_softmax(dim=-1)
+        sums = logprobs.double().exp().cumsum(dim=-1)
+        point = self._points[:, len(self.logprobs), None] * sums[:, -1:]
+        drawn = torch.searchsorted(sums, point, right=True)
+        self.logprobs.append(logprobs.gather(1, drawn)[:, 0])
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _shaped(sampling: dict[str, Any]) -> Iterator[LogitsProcessor]:
+    """What makes of logits the distribution that is drawn from, in transformers' order; `top_k` 0 is none."""
+    if (penalty := sampling["repetition_penalty"]) != 1.0:
+        yield RepetitionPenaltyLogitsProcessor(penalty)
+    if (temperature := sampling["temperature"]) != 1.0:
+        yield TemperatureLogitsWarper(float(temperature))
+    if (top_k := sampling["top_k"]) > 0:
+        yield TopKLogitsWarper(top_k)
+    if (top_p := sampling["top_p"]) < 1.0:
+        yield TopPLogitsWarper(top_p)
+    if (min_p := sampling["min_p"]) > 0.0:
+        yield MinPLogitsWarper(min_p)
+
+
+def _padded(prompts: list[list[int]], pad: int, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts of one length, padded at their beginning, and which tokens are theirs; both (prompts, tokens)."""
+    longest = max(map(len, prompts))
+    ids = [[pad] * (longest - len(one)) + one for one in prompts]
+    mask = [[0] * (longest - len(one)) + [1] * len(one) for one in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+@contextlib.contextmanager
+def _configured(model: Any, config: GenerationConfig) -> Iterator[None]:
+    """While the model generates it has no settings of its own: `generate` would take from them what is not set."""
+    own = model.generation_config
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = own

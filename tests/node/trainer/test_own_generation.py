@@ -1,0 +1,168 @@
+"""A trainer that generates with its own model, by TRL and transformers: no gateway, no node, no policy stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from checkpoint.records.metrics import read_metrics
+from checkpoint.stream.catalog import Catalog
+from checkpoint.stream.transfer import read_manifest
+from policies.model.vocabulary import PolicyVersion
+from policies.serving.wire import Batch, CompletionRequest, PolicyRef
+from tasks.trl.own_generation import OwnGeneration
+from tests.budget import HANG_S
+from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
+
+STEPS = GRPO["max_steps"]
+SAMPLING = {
+    "repetition_penalty": 1.0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "max_tokens": 12,
+}
+PROMPTS = [[5, 9, 3], [7], [11, 4, 8, 2, 6]]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+class ATrainer:
+    """What is asked of one."""
+
+    def __init__(self, model: Any, ends: list[int]) -> None:
+        self.model, self.eos_token_ids = model, ends
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+
+
+def engine(model: Any, ends: list[int] | None = None) -> OwnGeneration:
+    made = OwnGeneration("trainer-0-i1", lambda: None)
+    made.attach(ATrainer(model, ends or [1]))
+    return made
+
+
+def batch(prompts: list[list[int]], seeds: list[int], **sampling: Any) -> Batch:
+    requests = [CompletionRequest(i, p, s) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True))]
+    return Batch(PolicyRef("0-3", ""), SAMPLING | sampling, requests, 60.0)
+
+
+def logprobs_of(model: Any, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Of the tokens after the prompt, in one pass without a cache or padding."""
+    with torch.no_grad():
+        logits = model.eval()(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_each_token_comes_with_the_log_probability_that_the_model_gives_it(model: Any, temperature: float) -> None:
+    made = engine(model).complete(batch(PROMPTS, [1, 2, 3], temperature=temperature)).completions
+    for prompt, one in zip(PROMPTS, made, strict=True):
+        assert len(one.token_ids) == len(one.logprobs) <= 12
+        expected = logprobs_of(model, prompt, one.token_ids, temperature)
+        torch.testing.assert_close(torch.tensor(one.logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_a_completion_depends_on_its_seed_and_on_nothing_beside_it(model: Any) -> None:
+    all_ = engine(model).complete(batch(PROMPTS, [1, 2, 3])).completions
+    alone = [
+        engine(model).complete(batch([p], [s])).completions[0] for p, s in zip(PROMPTS, [1, 2, 3], strict=True)
+    ]
+    assert [one.token_ids for one in all_] == [one.token_ids for one in alone]
+    again = engine(model).complete(batch(PROMPTS, [4, 5, 6])).completions
+    assert [one.token_ids for one in all_] != [one.token_ids for one in again]
+
+
+def test_tokens_are_drawn_as_often_as_the_model_says(model: Any) -> None:
+    count = 4000
+    found = engine(model).complete(batch([PROMPTS[0]] * count, list(range(count)), max_tokens=1)).completions
+    with torch.no_grad():
+        expected = model.eval()(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(-1)
+    drawn = torch.bincount(torch.tensor([one.token_ids[0] for one in found]), minlength=len(expected)) / count
+    assert (drawn - expected).abs().max() < 5 * (0.25 / count) ** 0.5  # five deviations of the most uncertain
+
+
+def test_it_ends_behind_an_end_and_says_why(model: Any) -> None:
+    long = engine(model).complete(batch([PROMPTS[0]], [7])).completions[0]
+    assert (len(long.token_ids), long.finish_reason) == (12, "length")
+    end = long.token_ids[4]
+    ended = engine(model, [end]).complete(batch([PROMPTS[0]], [7])).completions[0]
+    until = long.token_ids.index(end) + 1
+    assert (ended.token_ids, ended.finish_reason) == (long.token_ids[:until], "stop")
+    assert ended.logprobs == pytest.approx(long.logprobs[:until], abs=1e-6)
+
+
+def test_only_what_top_k_leaves_is_drawn(model: Any) -> None:
+    one = engine(model).complete(batch([PROMPTS[0]], [3], top_k=1)).completions[0]
+    with torch.no_grad():
+        best = model.generate(torch.tensor([PROMPTS[0]]), do_sample=False, max_new_tokens=12, eos_token_id=-1)
+    assert one.token_ids == best[0, len(PROMPTS[0]) :].tolist()
+    assert one.logprobs == pytest.approx([0.0] * 12, abs=1e-6)
+
+
+def test_a_prompt_without_room_behind_it_is_refused_and_the_others_are_not(model: Any) -> None:
+    limit = model.config.max_position_embeddings
+    found = engine(model).complete(batch([[3] * (limit - 11), [3] * (limit - 12), [5]], [1, 2, 3])).completions
+    assert [bool(one.refused) for one in found] == [True, False, False]
+    assert (found[0].limit_tokens, found[0].token_ids) == (limit, [])
+
+
+def test_the_models_own_settings_come_back_and_count_for_nothing(model: Any) -> None:
+    model.generation_config.repetition_penalty = 50.0
+    before = model.generation_config
+    made = engine(model).complete(batch(PROMPTS, [1, 2, 3])).completions[0]
+    expected = logprobs_of(model, PROMPTS[0], made.token_ids)
+    torch.testing.assert_close(torch.tensor(made.logprobs), expected, atol=1e-5, rtol=0)
+    assert model.generation_config is before
+    model.generation_config.repetition_penalty = 1.0
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Rig]:
+    with open_rig(tmp_path_factory.mktemp("calm"), tiny, replicas=0, grpo={}, evaluates=True) as rig:
+        assert rig.wait(rig.start_trainer()) == 0
+        rig.stored()
+        yield rig
+
+
+def weights(rig: Rig) -> str:
+    newest = Catalog(rig.store, "test").newest().find(PolicyVersion(0, STEPS))
+    return next(f.digest for f in read_manifest(rig.store, newest).files if f.name == "model.safetensors")
+
+
+def test_a_run_trains_without_nodes_and_publishes_nothing(calm: Rig) -> None:
+    rows = [row for row in read_metrics(calm.store) if "reward" in row.values]
+    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+    assert max(row.values["sampling/sampling_logp_difference/max"] for row in rows) < 1e-4
+    assert any("eval_reward" in row.values for row in read_metrics(calm.store))
+    assert calm.published() == []
+    assert calm.gateway.asked == []
+
+
+def test_a_killed_trainer_reads_its_completions_back_and_ends_with_the_same_weights(
+    calm: Rig, tiny: Path, tmp_path: Path
+) -> None:
+    with open_rig(tmp_path, tiny, replicas=0, grpo={"save_steps": 100}, evaluates=True) as rig:
+        trainer, until_s = rig.start_trainer(), time.monotonic() + HANG_S
+        while (beat := rig.beat()) is None or beat.step < 3:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        trainer.kill()
+        trainer.wait()
+        assert rig.wait(rig.start_trainer(attempt=2), attempt=2) == 0
+        rig.stored()
+        assert "rollout_replayed" in rig.log(2).read_text()
+        assert weights(rig) == weights(calm)
