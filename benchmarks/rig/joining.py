@@ -1,0 +1,142 @@
+"""A rollout node that joins a run whose policy is there already: from its agent's start to its first token.
+
+Agent, vLLM on a CPU and gateway are processes, the store an S3 server behind a proxy that slows what the node
+reads. The tiny model stands for a large one: what counts is how long the policy travels beside vLLM's start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+import msgspec
+
+from benchmarks.rig.local_run import NODE_PYTHON, ROOT, make_tiny
+from checkpoint.records import documents
+from checkpoint.records.documents import RunRecord
+from checkpoint.security.vouched import vouch
+from checkpoint.store import layout
+from checkpoint.store.run_store import OPTIONS_ENV, Store
+from checkpoint.stream import manifest
+from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from policies.model.vocabulary import PolicyVersion
+from policies.serving.wire import ROLLOUTS, Batch, BatchLine, CompletionRequest, GatewayStatus, PolicyRef
+from tests.rigs.store.fault_proxy import Slow, fault_proxy
+from tests.rigs.store.moto_server import moto_server
+from tests.rigs.store.server import S3Server
+
+T = TypeVar("T")
+TOKEN = "secret"
+NODE = "rollout-0-i1"
+VERSION = PolicyVersion(0, 1)
+DEADLINE_S = 900.0
+POLL_S = 0.1
+VLLM = {"dtype": "float32", "enforce-eager": True, "kv-cache-memory-bytes": 67108864, "max-model-len": 256}
+VLLM_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def join_s(folder: Path, bytes_per_s: int, code: Path = ROOT) -> dict[str, float]:
+    """Return the seconds of each part, as the node tells them, and `first_token`, as the trainer sees it.
+
+    Args:
+        folder: nobody else's.
+        bytes_per_s: of each object that the node reads; the policy's weights are one of 0.4 MB.
+        code: the node's sources: those of another commit tell what has changed since.
+    """
+    make_tiny(folder)
+    with ExitStack() as stack:
+        server = stack.enter_context(moto_server(folder))
+        proxy = stack.enter_context(fault_proxy(server.endpoint))
+        store = Store(server.url("run"), **server.options())
+        policy = _begin_run(store, folder)
+        gateway = _env(store, folder, server)
+        stack.enter_context(_process([sys.executable, "-m", "orchestrator.gateway"], gateway, ROOT))
+        with _asked(store, policy) as lines:
+            _until(lambda: _status(store).policy == policy.label)
+            proxy.inject(Slow(bytes_per_s))
+            node, begun_s = _env(store, folder, server.at(proxy.endpoint)), time.monotonic()
+            stack.enter_context(_process([str(NODE_PYTHON), "-m", "tasks.rollout.agent"], node, code))
+            next(line for line in lines if line.completion or (line.progress and line.progress.tokens))
+            first_token_s = time.monotonic() - begun_s
+        member = _until(lambda: next((one for one in _status(store).members if one.policy), None))
+        return {**member.join_s, "first_token": round(first_token_s, 3)}
+
+
+def _begin_run(store: Store, folder: Path) -> PolicyRef:
+    spec = RunSpec(
+        name="joining",
+        storage=store.url,
+        trainer=TrainerSpec(model="model", dataset=Dataset(path="json"), reward_funcs=("x.y",)),
+        grpo={},
+        workdir=str(folder),
+        rollout=RolloutSpec(vllm=VLLM, env=VLLM_ENV),
+    )
+    documents.create_run(store, RunRecord(documents.SCHEMA, "joining", 0.0, spec))
+    vouch(store, TOKEN)
+    prefix = layout.policy(VERSION)
+    found = manifest.publish(store, prefix, folder / "model", VERSION, now_s=0.0)
+    return PolicyRef(str(VERSION), prefix, found.digest)
+
+
+@contextmanager
+def _asked(store: Store, policy: PolicyRef) -> Iterator[Iterator[BatchLine]]:
+    """The lines of the answer to a trainer's batch."""
+    address = _until(lambda: documents.read_gateway(store))
+    requests = [CompletionRequest(0, [5, 6, 7], seed=0)]
+    batch = Batch(policy, {"temperature": 1.0, "max_tokens": 8}, requests, DEADLINE_S)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with (
+        httpx.Client(headers=headers, timeout=DEADLINE_S) as http,
+        http.stream("POST", f"{address.url}{ROLLOUTS}", content=msgspec.json.encode(batch)) as answer,
+    ):
+        yield (msgspec.json.decode(line, type=BatchLine) for line in answer.iter_lines())
+
+
+@contextmanager
+def _process(argv: list[str], env: dict[str, str], code: Path) -> Iterator[None]:
+    process = subprocess.Popen(argv, env=env, cwd=code)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _env(store: Store, folder: Path, server: S3Server) -> dict[str, str]:
+    return {
+        **os.environ,
+        "GRPO_ORCH_RUN": store.url,
+        "GRPO_ORCH_NODE": NODE,
+        "GRPO_ORCH_TOKEN": TOKEN,
+        "GRPO_ORCH_ATTEMPT": "1",
+        "GRPO_ORCH_WORKDIR": str(folder),
+        OPTIONS_ENV: json.dumps(server.options()),
+    }
+
+
+def _status(store: Store) -> GatewayStatus:
+    return _until(lambda: documents.members(documents.newest_gateway(store)).read(store))
+
+
+def _until(look: Callable[[], T | None]) -> T:
+    """What there is once there is something."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
+        if found := look():
+            return found
+        time.sleep(POLL_S)
+    raise TimeoutError(f"nothing within {DEADLINE_S:g} s")
+
+
+if __name__ == "__main__":
+    _folder = Path(sys.argv[1])
+    _folder.mkdir()
+    print(json.dumps(join_s(_folder, int(sys.argv[2]), *map(Path, sys.argv[3:]))))
