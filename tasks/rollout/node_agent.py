@@ -99,6 +99,10 @@ class Agent:
             try:
                 server = await vllm_server.start(self._spec, self._env, self._http, bare=bare)
             except Unfit as error:
+                if bare:  # which may be what it was found out on
+                    self._bare = False
+                    log.warning("vllm_starts_again_with_weights", why=str(error))
+                    continue
                 log.error("vllm_unfit", why=str(error), hint="set rollout.recovery: exact in run.yaml")
                 raise GaveUp(str(error)) from error
             except ServerFailed as error:

@@ -14,9 +14,10 @@ from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from policies.model.spec import RunSpec
 from policies.serving.canary import Canary
+from tasks.rollout import node_agent
 from tasks.rollout.policy_check import PolicyCheck
 from tasks.rollout.vllm_flags import argv_of
-from tasks.rollout.vllm_server import PolicyRefused, ServerFailed
+from tasks.rollout.vllm_server import PolicyRefused, Server, ServerFailed, Unfit
 from tests.tasks.test_fitness import World, publish, run_agent
 from tests.tasks.test_rollout_agent import spec_of
 
@@ -72,6 +73,27 @@ def test_a_vllm_without_weights_that_does_not_get_them_all_is_started_with_them(
         assert [boot.bare for boot in world.boots] == [True, False]
 
     run_agent(lambda: World(store, tmp_path / "work", wanted), story, monkeypatch)
+
+
+@pytest.mark.parametrize("error", [Unfit("draws anew"), ServerFailed("ended with exit code 1")])
+def test_a_vllm_that_does_not_come_up_without_weights_is_started_with_them(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, wanted = publish(tmp_path, 0, size_bytes=10)
+
+    class NotBare(World):
+        async def start(self, *spec: Any, bare: bool) -> Server:
+            server = await super().start(*spec, bare=bare)
+            if bare:
+                raise error
+            return server
+
+    async def story(world: World) -> None:
+        await world.until(lambda one: one.policy == wanted.label)
+        assert [boot.bare for boot in world.boots] == [True, False]
+
+    monkeypatch.setattr(node_agent, "RESTART_WAIT_S", 0.0)
+    run_agent(lambda: NotBare(store, tmp_path / "work", wanted), story, monkeypatch)
 
 
 def test_each_boot_of_vllm_starts_without_weights_as_long_as_that_goes_well(
