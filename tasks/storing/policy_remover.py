@@ -10,6 +10,7 @@ from checkpoint.store.errors import NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
 from policies.model.vocabulary import Precedence
+from tasks.storing.publish_resume import age
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,9 @@ class PolicyRemover:
         self._store = store
         self._bases: dict[str, _Bases] = {}  # what each needs to be of use; manifests never change
 
-    def remove(self, present: str) -> None:
+    def remove(self, present: str) -> bool:
         """Remove all but the present one and the one before, of this and of older timelines, with what they are
-        deltas to; and what a killed trainer left of an unfinished one.
+        deltas to; and what a killed trainer left of an unfinished one. Return whether what must stay is there.
 
         Raises StoreError; Corrupt, before it removes anything, where what must stay cannot be told."""
         keys = [entry.key for entry in self._store.entries(layout.POLICIES)]
@@ -38,14 +39,15 @@ class PolicyRemover:
         older: dict[str, tuple[Precedence, int]] = {}
         for prefix in {"/".join(key.split("/")[:3]) for key in keys}:
             with contextlib.suppress(ValueError):  # a foreign file
-                older[prefix] = _age(prefix)
-        in_order = sorted((p for p in older if older[p] < _age(present)), key=lambda p: older[p])
+                older[prefix] = age(prefix)
+        in_order = sorted((p for p in older if older[p] < age(present)), key=lambda p: older[p])
         before = [prefix for prefix in in_order if prefix in whole][-1:]
         needed = {one for prefix in (present, *before) for one in self._with_its_bases(prefix)}
         for gone in in_order:
             if gone not in needed:
                 manifest.remove(self._store, gone)
         self._bases = {prefix: base for prefix, base in self._bases.items() if prefix in needed}
+        return needed <= whole
 
     def _with_its_bases(self, prefix: str) -> list[str]:
         """It and what it is a delta to, back to where all weights are."""
@@ -66,8 +68,3 @@ class PolicyRemover:
             base, snapshot = meta.get(manifest.BASE_PREFIX, ""), meta.get(manifest.SNAPSHOT, "")
             self._bases[prefix] = _Bases(base, snapshot) if is_delta else _Bases()
         return self._bases[prefix]
-
-
-def _age(prefix: str) -> tuple[Precedence, int]:
-    """By which published policies are in the order of their making."""
-    return layout.author_of(prefix), layout.version_of(f"{prefix}/").step

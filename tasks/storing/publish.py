@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from checkpoint.store.errors import Corrupt, StoreError, StoreUnavailable
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks, manifest
 from checkpoint.stream.manifest import Manifest
-from checkpoint.weights import delta, scratch
+from checkpoint.weights import delta, safetensors, scratch
 from checkpoint.weights.safetensors import Bytes
 from checkpoint.weights.scratch import Written
 from policies.model.vocabulary import PolicyVersion, Precedence
@@ -29,9 +28,10 @@ from policies.serving.dtypes import ServedTypes
 from policies.serving.tensors import Tensor
 from policies.serving.wire import PolicyRef
 from tasks.storing.policy_remover import PolicyRemover
+from tasks.storing.publish_resume import Published, find, newest_first
 from tasks.storing.publish_snapshot import Snapshot
 from tasks.storing.step_costs import StepCosts
-from tasks.storing.tensor_types import TYPES
+from tasks.storing.tensor_types import TYPES, type_name
 
 log = structlog.get_logger()
 
@@ -46,30 +46,18 @@ UNCOMPARED = 8
 OF_TYPE = {name: dtype for dtype, name in TYPES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Published:
-    """The policy whose weights the scratch file holds, with the deltas since a whole one, and the place of that
-    one if it is a snapshot."""
-
-    ref: PolicyRef
-    chain: int = 0
-    chain_bytes: int = 0
-    snapshot: str = ""
-
-    def is_long(self, times: int, size_bytes: int) -> bool:
-        return self.chain > times * CHAIN_MAX or self.chain_bytes > times * CHAIN_SHARE * size_bytes
-
-
 class PolicyPublisher:
     """Publishes policy versions, whole or as what has changed since the one before, and removes older ones.
 
-    Each publisher writes below names of its own, and builds upon nothing but what it has itself published. The
-    first is whole, and so is the one after a publication that failed.
+    Each publisher writes below names of its own, and builds upon what it has itself published: the first is whole,
+    and so is the one after a publication that failed. Of earlier ones' it takes what their digests prove: weights
+    that were left on this machine and are in the store, too, or a policy of the version and the weights that are
+    to be published.
 
     Args:
         store: the run's store.
         model_config: the model's configuration, with `save_pretrained`; stored beside the weights.
-        scratch: a folder of its own on this machine, with room for the weights.
+        scratch: a folder of its own on this machine, with room for the weights; an earlier one's may be in it.
         by: the precedence of its trainer.
         served: the types to publish in.
         costs: told what each took.
@@ -88,26 +76,27 @@ class PolicyPublisher:
         self._by = by
         self._served = served
         self._costs = costs
-        shutil.rmtree(scratch, ignore_errors=True)
         self._beside = scratch / "beside"  # what goes along with the weights, however they travel
+        shutil.rmtree(self._beside, ignore_errors=True)
         self._beside.mkdir(parents=True)
         model_config.save_pretrained(self._beside)
         self._weights, self._delta = scratch / layout.MODEL, scratch / delta.NAME
-        self._last: _Published | None = None
-        self._taking: tuple[Snapshot, _Published] | None = None  # a snapshot, and what it is of
+        self._last: Published | None = None
+        self._begins = True
+        self._taking: tuple[Snapshot, Published] | None = None  # a snapshot, and what it is of
         self._idle = threading.Event()  # while nothing is published
         self._uncompared = 0
         self._pool = ThreadPoolExecutor(delta.WORKERS, thread_name_prefix="weights")
         self._older = PolicyRemover(store)
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="remove-policies")  # no step waits for it
-        self._removing: Future[None] = self._remover.submit(lambda: None)
+        self._removing: Future[bool] = self._remover.submit(lambda: True)
 
     def publish(
         self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None
     ) -> PolicyRef:
         """Store the weights, named as in a Hugging Face checkpoint (tied ones once), and what they compute.
 
-        Raises StoreError, OSError.
+        Raises StoreError, OSError, UnsupportedType.
         """
         self._idle.clear()
         try:
@@ -125,19 +114,26 @@ class PolicyPublisher:
         begun_s = time.monotonic()
         # Until this one is in the store nothing is: what it was to follow is no longer in the file.
         last, self._last = self._last, None
-        taken_bytes = 0
+        begins, self._begins = self._begins, False
+        taken_bytes, known = 0, list[str]()
         if last is not None:
             last, taken_bytes = self._with_snapshot(last)
+        elif begins:
+            last, known = self._left_here(), newest_first(self._store, version)
         base = last.ref.digest if last is not None and self._uncompared == 0 else ""
         planned, prefix = self._plan(tensors), layout.policy(version, self._by)
         with chunks.Sending(self._store, prefix, stored={}) as sending:
-            written = scratch.rewrite(self._weights, planned, base, self._delta, self._pool, sending.grown)
+            # What may be in the store is not sent before it is known whether it is.
+            grown = sending.grown if not known else lambda *_: None
+            written = scratch.rewrite(self._weights, planned, base, self._delta, self._pool, grown)
             encode_s = round(time.monotonic() - begun_s, 3)
+            if (found := find(self._store, written.digest, known)) is not None:
+                return self._reuse(found, encode_s, written)
             self._uncompared = UNCOMPARED if base and written.delta_bytes is None else max(0, self._uncompared - 1)
             self._put_canary(canary)
             published, sent = self._send(sending, version, prefix, written, last)
         self._last = published
-        if self._taking is None and published.chain and published.is_long(1, written.size_bytes):
+        if self._taking is None and published.chain and _is_long(published, 1, written.size_bytes):
             self._taking = Snapshot(self._store, published.ref, self._weights, self._idle), published
         took_s = round(time.monotonic() - begun_s, 3)
         self._costs.publish(took_s, sent.size_bytes + taken_bytes, written.size_bytes, encode_s)
@@ -152,7 +148,25 @@ class PolicyPublisher:
         )
         return published.ref
 
-    def _with_snapshot(self, last: _Published) -> tuple[_Published, int]:
+    def _left_here(self) -> Published | None:
+        """The policy whose weights an earlier publisher has left in the file. Raises StoreError."""
+        if not self._weights.is_file():
+            return None
+        try:
+            digest = safetensors.content_of(self._weights, self._pool)
+        except (Corrupt, OSError) as error:
+            log.info("weights_left_unreadable", why=str(error))
+            return None
+        return find(self._store, digest, newest_first(self._store))
+
+    def _reuse(self, found: Published, took_s: float, written: Written) -> PolicyRef:
+        """Go on from the policy that an earlier publisher has stored under this very label."""
+        self._last = found
+        self._costs.publish(took_s, 0, written.size_bytes, took_s)
+        log.info("policy_found", policy=found.ref.label, weights_bytes=written.size_bytes)
+        return found.ref
+
+    def _with_snapshot(self, last: Published) -> tuple[Published, int]:
         """The last one, as what follows the snapshot that has been stored since, and that one's size in bytes."""
         if self._taking is None or not self._taking[0].stored.done():
             return last, 0
@@ -165,7 +179,7 @@ class PolicyPublisher:
             return last, 0
         log.info("snapshot_stored", policy=of.ref.label, sent_bytes=stored.size_bytes)
         chain, chain_bytes = last.chain - of.chain, last.chain_bytes - of.chain_bytes
-        return _Published(last.ref, chain, chain_bytes, of.ref.prefix), stored.size_bytes
+        return Published(last.ref, chain, chain_bytes, of.ref.prefix), stored.size_bytes
 
     def _stop_snapshot(self) -> None:
         """Give up the one that is taken: no deltas follow what the file holds."""
@@ -180,7 +194,8 @@ class PolicyPublisher:
 
     def _remove_older(self, present: str) -> None:
         try:
-            self._removing.result()  # of the policy before: long done
+            if not self._removing.result():  # of the policy before: long done
+                self._last = None  # others removed or lost what nodes need: the next one is whole
         except (Corrupt, StoreUnavailable) as error:  # this time it removes those, too
             log.warning("older_policies_not_removed", why=str(error))
         self._removing = self._remover.submit(self._older.remove, present)
@@ -191,19 +206,19 @@ class PolicyPublisher:
         version: PolicyVersion,
         prefix: str,
         written: Written,
-        last: _Published | None,
-    ) -> tuple[_Published, Manifest]:
+        last: Published | None,
+    ) -> tuple[Published, Manifest]:
         """Store what was written: as a delta where there is one and not too many others. Raises StoreError."""
         files = manifest.files_below(self._beside)
         meta = {manifest.KIND: manifest.WHOLE, manifest.WEIGHTS: written.digest}
-        published = _Published(PolicyRef(str(version), prefix, written.digest))
+        published = Published(PolicyRef(str(version), prefix, written.digest))
         if last is not None and written.delta_bytes is not None:
             files.append((delta.NAME, self._delta))
             meta |= {manifest.BASE: last.ref.label, manifest.BASE_PREFIX: last.ref.prefix}
-            followed = _Published(
+            followed = Published(
                 published.ref, last.chain + 1, last.chain_bytes + written.delta_bytes, last.snapshot
             )
-            if not followed.is_long(2, written.size_bytes):
+            if not _is_long(followed, 2, written.size_bytes):
                 published = followed
                 meta |= {manifest.KIND: manifest.DELTA, manifest.SNAPSHOT: last.snapshot}
         if not published.chain:
@@ -216,8 +231,13 @@ class PolicyPublisher:
     def _plan(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, scratch.Tensor]:
         """The tensors as they are to be written; each is rounded and copied when it is its turn."""
         given = {name: tensor.detach() for name, tensor in tensors}
-        held = {name: Tensor(TYPES[one.dtype], tuple(one.shape)) for name, one in given.items()}
+        held = {name: Tensor(type_name(name, one), tuple(one.shape)) for name, one in given.items()}
         return {name: _planned(given[name], dtype) for name, dtype in self._served.of(held).items()}
+
+
+def _is_long(published: Published, times: int, size_bytes: int) -> bool:
+    """Whether deltas since a whole policy are more than so many times what is meant."""
+    return published.chain > times * CHAIN_MAX or published.chain_bytes > times * CHAIN_SHARE * size_bytes
 
 
 def _planned(tensor: torch.Tensor, name: str) -> scratch.Tensor:

@@ -16,6 +16,22 @@ TYPES = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
 }
+
+
+class UnsupportedType(Exception):
+    """A model has a tensor of a type that cannot be stored."""
+
+
+def type_name(name: str, tensor: torch.Tensor) -> str:
+    """The type of the tensor of that name. Raises UnsupportedType."""
+    if tensor.dtype not in TYPES:
+        known = ", ".join(str(one).removeprefix("torch.") for one in TYPES)
+        raise UnsupportedType(f"trainer.model: {name} is of {tensor.dtype}; expected one of {known}")
+    return TYPES[tensor.dtype]

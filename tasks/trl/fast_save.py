@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers.modeling_utils
 
-from tasks.storing.tensor_types import TYPES
+from tasks.storing.tensor_types import type_name
 
 
 class OverwrittenFile(io.FileIO):
@@ -47,14 +47,15 @@ class OverwrittenFile(io.FileIO):
 def save_tensors(
     tensors: dict[str, torch.Tensor], path: str | Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """What `safetensors.torch.save_file` does, for dense tensors, over an old file. Raises OSError."""
+    """What `safetensors.torch.save_file` does, for dense tensors, over an old file. Raises OSError,
+    UnsupportedType."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     # The widest types first, so that each tensor is aligned; then by name. So does safetensors itself.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     at = 0
     for name, tensor in ordered:
         end = at + tensor.nbytes
-        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        header[name] = {"dtype": type_name(name, tensor), "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

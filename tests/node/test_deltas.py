@@ -29,6 +29,7 @@ from tasks.rollout.policy_folders import Overtaken, PolicyFolders
 from tasks.storing import publish
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts
+from tasks.storing.tensor_types import UnsupportedType
 from tests.budget import HANG_S
 from tests.node.test_publish import Model, settle
 
@@ -83,8 +84,11 @@ class World:
                 hit = torch.rand(one.shape, generator=self.draw) < share
                 self.weights[name] = torch.where(hit, one + 1.0, one)
 
-    def publisher(self, by: Precedence = FIRST, served: ServedTypes | None = None) -> PolicyPublisher:
-        scratch = self.folder / "-".join(map(str, by))
+    def publisher(
+        self, by: Precedence = FIRST, served: ServedTypes | None = None, machine: str = ""
+    ) -> PolicyPublisher:
+        """One on a machine of its own, where none is named."""
+        scratch = self.folder / (machine or "-".join(map(str, by)))
         return PolicyPublisher(self.store, Model(), scratch, by, served or ServedTypes(), self.costs)
 
     def publish(self, publisher: PolicyPublisher, step: int, timeline: int = 0) -> PolicyRef:
@@ -168,12 +172,14 @@ def test_after_the_first_version_only_what_has_changed_travels(world: World) -> 
     assert metrics.PUBLISH_S not in world.costs.take()
 
 
-def test_a_version_has_the_same_name_however_it_travels(world: World) -> None:
+def test_a_version_has_the_same_name_however_it_travels(world: World, tmp_path: Path) -> None:
     publisher = world.publisher()
     world.publish(publisher, 0)
     [by_delta] = world.steps(publisher, 1)
-    whole = world.publish(world.publisher(SECOND), 1)
-    assert (kind(world, by_delta), kind(world, whole)) == ("delta+", "whole")
+    elsewhere = World(tmp_path / "elsewhere")
+    elsewhere.weights = world.weights
+    whole = elsewhere.publish(elsewhere.publisher(), 1)
+    assert (kind(world, by_delta), kind(elsewhere, whole)) == ("delta+", "whole")
     assert by_delta.label == whole.label
 
 
@@ -431,6 +437,72 @@ def test_a_trainer_that_is_started_again_begins_whole_and_moves_nothing_that_is_
     world.fetch(node, ref)
 
 
+def test_a_trainer_that_is_started_again_on_its_machine_builds_on_what_it_left(world: World) -> None:
+    publisher, node = world.publisher(machine="m"), world.node()
+    world.publish(publisher, 0)
+    *_, ref = world.steps(publisher, 1, 2)
+    world.fetch(node, ref)
+    world.whole_bytes()
+    again = world.publisher(SECOND, machine="m")
+    for step in (2, 3):  # the first is made again, and comes out otherwise
+        [ref] = world.steps(again, step)
+        assert kind(world, ref) == "delta+"
+        world.fetch(node, ref)
+    assert world.whole_bytes() == 0
+    world.fetch(world.node(), ref)
+
+
+def test_weights_that_were_left_half_written_are_no_base(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher, node = world.publisher(machine="m"), world.node()
+    world.fetch(node, world.publish(publisher, 0))
+    with monkeypatch.context() as patch:
+        write = safetensors.write
+        patch.setattr(safetensors, "write", lambda f, at, piece: fails(write(f, at, piece[: len(piece) // 2])))
+        with pytest.raises(OSError, match="No space"):
+            world.steps(publisher, 1)
+    [ref] = world.steps(world.publisher(SECOND, machine="m"), 2)
+    assert kind(world, ref) == "whole"
+    world.fetch(node, ref)
+
+
+@pytest.mark.parametrize("machine", ["m", "another"])
+def test_a_version_that_is_stored_is_not_sent_again(world: World, machine: str) -> None:
+    publisher, node = world.publisher(machine="m"), world.node()
+    world.publish(publisher, 0)
+    *_, ref = world.steps(publisher, 1, 2)
+    world.fetch(node, ref)
+    world.costs.take()
+    world.whole_bytes()
+    again = world.publisher(SECOND, machine=machine)
+    world.store.fails = lambda _: True
+    assert world.publish(again, 2) == ref
+    assert world.costs.take()[metrics.PUBLISHED_BYTES] == 0
+    world.store.fails = lambda _: False
+    [ref] = world.steps(again, 3)
+    assert kind(world, ref) == "delta+"
+    world.fetch(node, ref)
+    assert world.whole_bytes() == 0
+    world.fetch(world.node(), ref)
+
+
+def test_what_others_take_away_is_seen_and_ends_with_a_whole_policy(world: World) -> None:
+    publisher: Any = world.publisher()
+    begun = world.publish(publisher, 0)
+    world.steps(publisher, 1, 2)
+    manifest.remove(world.store, begun.prefix)
+    refs = world.steps(publisher, 3, 4, 5)
+    assert "whole" in {kind(world, ref) for ref in refs}
+    world.fetch(world.node(), refs[-1])
+
+
+def test_a_type_that_cannot_be_stored_is_named(world: World) -> None:
+    world.weights["odd"] = torch.zeros(4, dtype=torch.complex128)
+    with pytest.raises(
+        UnsupportedType, match=r"^trainer.model: odd is of torch.complex128; expected one of float64"
+    ):
+        world.publish(world.publisher(), 0)
+
+
 def test_two_trainers_of_one_version_and_a_rollback_are_told_apart_by_digest(world: World) -> None:
     zombie, newer, node = world.publisher(), world.publisher(SECOND), world.node()
     world.publish(zombie, 0)
@@ -606,7 +678,7 @@ def test_whatever_happens_a_node_gets_what_the_label_names_or_nothing(
         match draw.choice(["step"] * 6 + ["restart", "failed put", "new node", "lost"]):
             case "restart":
                 attempt += 1
-                publisher = world.publisher((0, 1, attempt))
+                publisher = world.publisher((0, 1, attempt), machine=draw.choice(["", "m"]))
             case "failed put":
                 first = draw.randrange(4)
                 puts = iter(range(1000))
