@@ -8,13 +8,18 @@ BLAKE3 of everything before. So it is written in one pass, and refused as a whol
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from checkpoint.store.codec import check_schema, from_json, to_json
 from checkpoint.store.errors import Corrupt
@@ -26,6 +31,13 @@ MAGIC = b"GRPODLT1"
 SCHEMA = 1
 DIGEST_BYTES = 32
 FOOT_BYTES = 8 + 8 + DIGEST_BYTES
+# Bytes of an element by its type's name in safetensors, where they are whole words.
+WIDTHS = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
+}
 WORKERS = min(8, os.cpu_count() or 1)  # numpy, zstd and BLAKE3 let other threads run
 
 
@@ -125,17 +137,76 @@ def apply(deltas: Sequence[Path], weights: Path, base: str, pool: ThreadPoolExec
     return base
 
 
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What has changed in a tensor: flat places in ascending order, and the new bits there as unsigned words."""
+
+    tensor: Changed
+    places: NDArray[np.int64]
+    values: NDArray[Any]
+
+
+def changes_in(path: Path, base: str, weights: str, pool: ThreadPoolExecutor) -> Iterator[Changes]:
+    """What a delta from the weights of digest `base` to those of `weights` changes, tensor by tensor.
+
+    Raises Corrupt, OSError; before the first tensor if it is damaged or leads elsewhere.
+    """
+    with path.open("rb") as opened:
+        file = opened.fileno()
+        index = _index_in(file)
+        if (index.base, index.weights) != (base, weights):
+            raise Corrupt(f"{NAME} leads from {index.base} to {index.weights}, not from {base} to {weights}")
+        at = len(MAGIC)
+        for tensor in index.tensors:
+            yield _changes(file, at, tensor, pool)
+            at += sum(tensor.pieces)
+
+
+def verify(path: Path) -> Index:
+    """Read all of a delta and return its index. Raises Corrupt, OSError."""
+    with path.open("rb") as opened:
+        return _index_in(opened.fileno())
+
+
+def _changes(file: int, at: int, tensor: Changed, pool: ThreadPoolExecutor) -> Changes:
+    """Read what is about a tensor, from `at` in the open delta."""
+    elements, item_bytes = math.prod(tensor.shape), WIDTHS[tensor.dtype]
+    each = safetensors.PIECE_BYTES // item_bytes
+
+    def one(number: int, begin: int, size_bytes: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        data = safetensors.read(file, begin, size_bytes).data
+        places, values = sparse.read(data, min(each, elements - number * each), item_bytes)
+        return places + number * each, values
+
+    begins = [at + before for before in accumulate([0, *tensor.pieces[:-1]])]
+    parts = [(n, begin, size) for n, (begin, size) in enumerate(zip(begins, tensor.pieces, strict=True)) if size]
+    found = list(pool.map(lambda part: one(*part), parts))
+    places, values = (np.concatenate(column) for column in zip(*found, strict=True))
+    return Changes(tensor, places, values)
+
+
+def index_of(path: Path) -> Index:
+    """What a delta is about, if it is intact, which this does not say. Raises Corrupt, OSError."""
+    with path.open("rb") as opened:
+        return _index_at_end(opened.fileno())
+
+
 def _index_in(file: int) -> Index:
     """The index of a whole delta. Raises Corrupt."""
+    size_bytes = os.fstat(file).st_size
+    hasher = blake3(max_threads=blake3.AUTO)
+    for at, length in safetensors.pieces_of(0, max(0, size_bytes - DIGEST_BYTES)):
+        hasher.update(safetensors.read(file, at, length).data)
+    if bytes(safetensors.read(file, max(0, size_bytes - DIGEST_BYTES), DIGEST_BYTES)) != hasher.digest():
+        raise Corrupt("a delta of weights is damaged")
+    return _index_at_end(file)
+
+
+def _index_at_end(file: int) -> Index:
     size_bytes = os.fstat(file).st_size
     if size_bytes < len(MAGIC) + FOOT_BYTES or bytes(safetensors.read(file, 0, len(MAGIC))) != MAGIC:
         raise Corrupt("this is no delta of weights")
     foot = bytes(safetensors.read(file, size_bytes - FOOT_BYTES, FOOT_BYTES))
-    hasher = blake3()
-    for at, length in safetensors.pieces_of(0, size_bytes - DIGEST_BYTES):
-        hasher.update(safetensors.read(file, at, length).data)
-    if hasher.digest() != foot[-DIGEST_BYTES:]:
-        raise Corrupt("a delta of weights is damaged")
     length, index_bytes = int.from_bytes(foot[:8], "little"), int.from_bytes(foot[8:16], "little")
     if length > size_bytes - FOOT_BYTES:
         raise Corrupt("a delta of weights is shorter than its index")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from typing import Any
 
 import numpy as np
 import zstandard
@@ -43,12 +44,19 @@ def encode(old: Bytes, new: Bytes, item_bytes: int) -> bytes:
 
 def decode(data: memoryview, piece: Bytes, item_bytes: int) -> None:
     """Overwrite what has changed in `piece`. Raises Corrupt before it writes anything."""
+    elements = piece.view(f"<u{item_bytes}")
+    places, values = read(data, len(elements), item_bytes)
+    elements[places] = values
+
+
+def read(data: memoryview, elements: int, item_bytes: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Which of so many elements have changed, in ascending order, and their new bits as unsigned words. Raises
+    Corrupt."""
     head_bytes = 4 * (4 + item_bytes)
     if len(data) < head_bytes:
         raise Corrupt("a piece of a delta is cut off")
     count, longs, *sizes = struct.unpack_from(f"<{4 + item_bytes}I", data)
-    elements = piece.view(f"<u{item_bytes}")
-    if not 0 < count <= len(elements) or longs > count or sum(sizes) + head_bytes != len(data):
+    if not 0 < count <= elements or longs > count or sum(sizes) + head_bytes != len(data):
         raise Corrupt("a piece of a delta is not as long as it says")
     wanted, parts, at = [count, 4 * longs, *[count] * item_bytes], list[Bytes](), head_bytes
     for size, part_bytes in zip(sizes, wanted, strict=True):
@@ -60,9 +68,9 @@ def decode(data: memoryview, piece: Bytes, item_bytes: int) -> None:
         raise Corrupt("a piece of a delta lacks gaps")
     gaps[is_long] = parts[1].view("<u4")
     places = np.cumsum(gaps + 1) - 1
-    if places[-1] >= len(elements):
+    if places[-1] >= elements:
         raise Corrupt("a piece of a delta goes beyond its tensor")
-    elements[places] = np.stack(parts[2:], axis=1).view(f"<u{item_bytes}")[:, 0]
+    return places, np.stack(parts[2:], axis=1).view(f"<u{item_bytes}")[:, 0]
 
 
 def changed(old: Bytes, new: Bytes, item_bytes: int) -> NDArray[np.int64]:

@@ -135,12 +135,31 @@ class PeerList:
 @dataclass(frozen=True, slots=True)
 class LoadPolicy:
     """Weights that the agent has fetched and verified, for the vLLM beside it to load; with the canary that vLLM
-    must compute before it serves them. An `adapter` is applied to the weights that vLLM has."""
+    must compute before it serves them. An `adapter` is applied to the weights that vLLM has.
+
+    With `base`, the label of the policy that vLLM must hold for it, come `deltas`, paths of what has changed
+    since, and the `digests` of the weights before the first and after each: vLLM overwrites what has changed. If
+    there is a `path` too it then reloads, to try whether both come to the same.
+    """
 
     version: str
     path: str
     canary: Canary | None = None
     adapter: bool = False
+    base: str = ""
+    deltas: list[str] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ProvePolicy:
+    """For the vLLM beside an agent: compare with the file at `path`, of the policy that it holds, each `step`th
+    tensor from the `first`."""
+
+    version: str
+    path: str
+    first: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from tasks.machine.node_env import NodeEnv
 from tasks.peers.peers import Peers
 from tasks.rollout import vllm_server
 from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable, meet
+from tasks.rollout.patching.loader import PolicyLoader, Ready
 from tasks.rollout.policy_check import PolicyCheck
 from tasks.rollout.policy_folders import DiskFailed, Overtaken, PolicyFolders
 from tasks.rollout.vllm_server import PolicyRefused, Server, ServerFailed, Unfit
@@ -62,6 +63,7 @@ class Agent:
         self._gateway = GatewayLink(store, env, http)
         self._peers = peers
         self._folders = PolicyFolders(store, Path(env.workdir) / "policies", peers)
+        self._loader = PolicyLoader(self._folders)
         self._check = PolicyCheck(spec)
         self._fitness = Fitness()
         self._bare = True  # whether vLLM may start without weights
@@ -182,9 +184,9 @@ class Agent:
                 self._fitness = self._fitness.after_time()
                 continue
             try:
-                folder = await self._fetch(wanted)
+                ready = await self._fetch(wanted)
                 if (server := self._server) is not None:
-                    await self._load(server, wanted, folder)
+                    await self._load(server, wanted, ready)
             except Overtaken:
                 self._work.set()
             except (Corrupt, NotFound, DiskFailed, OSError) as error:
@@ -209,12 +211,12 @@ class Agent:
             self._server = self._policy = None
         await server.stop()
 
-    async def _fetch(self, wanted: PolicyRef) -> Path:
+    async def _fetch(self, wanted: PolicyRef) -> Ready:
         begun_s = time.monotonic()
-        folder = await asyncio.to_thread(self._folders.fetch, wanted, partial(self._wants, wanted))
+        ready = await self._loader.fetch(self._server, wanted, self._policy, partial(self._wants, wanted))
         if self._stages.policy != wanted.label:  # else it was there already
             self._stages = PolicyStages(wanted.label, time.monotonic() - begun_s, self._folders.fetched_bytes)
-        return folder
+        return ready
 
     async def _failed(self, wanted: PolicyRef, why: str, *, passes: bool) -> None:
         """A try with a policy failed: try again, or say that the node is unfit."""
@@ -232,22 +234,23 @@ class Agent:
                 await self._work.wait()
         self._work.set()
 
-    async def _load(self, server: Server, wanted: PolicyRef, folder: Path) -> None:
-        canary = await asyncio.to_thread(partial(self._check.passed, folder, bare=self._empty))
-        if server is not self._server or wanted != self._wanted:
+    async def _load(self, server: Server, wanted: PolicyRef, ready: Ready) -> None:
+        canary = ready.canary
+        if ready.folder is not None:
+            canary = await asyncio.to_thread(partial(self._check.passed, ready.folder, bare=self._empty))
+        if server is not self._server or wanted != self._wanted or ready.base not in ("", self._policy):
             self._work.set()  # overtaken while it was fetched
             return
         self._policy = None
         self._announce_again()
         begun_s = time.monotonic()
-        await server.load(wanted.label, folder, canary)
+        await self._loader.load(server, ready, canary)
         if server is self._server:
             self._policy, self._fitness, self._empty = wanted.label, Fitness(), False
             self._stages = replace(self._stages, load_s=time.monotonic() - begun_s)
             self._note_joined(server)
             self._announce_again()
             log.info("policy_loaded", policy=wanted.label, boot_id=server.boot_id, proved=canary is not None)
-        await asyncio.to_thread(self._folders.keep_only, folder)
 
     def _note_joined(self, server: Server) -> None:
         """What it took until this node could serve for the first time, by part. The policy is fetched beside

@@ -60,7 +60,7 @@ class PolicyCheck:
 
         Raises PolicyRefused.
         """
-        canary, base = _canary_in(folder), self._known()
+        canary, base = canary_in(folder), self._known()
         unused = canary.unused if canary is not None and not bare else []
         try:
             if self._adapters is None:
@@ -97,7 +97,8 @@ class PolicyCheck:
         return {}, False
 
 
-def _canary_in(folder: Path) -> Canary | None:
+def canary_in(folder: Path) -> Canary | None:
+    """The canary beside a policy's weights; None where there is none. Raises PolicyRefused."""
     path = folder / layout.CANARY
     if not path.is_file():
         return None

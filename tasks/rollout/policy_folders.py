@@ -1,16 +1,19 @@
 """The policies on a rollout node's disk: one is fetched at a time, and what is not needed makes room for it.
 
-The weights that are held are overwritten in place with what has changed, so a step writes no second model. While
-they are neither the old ones nor the new ones their folder has a name that begins with a dot, which is never taken
-for a policy: it gets its name once every tensor was read again and found to be what that name says.
+What has changed is staged first, for an engine to take from there at once (`tasks.rollout.patching`); the file's
+weights follow, in one pass for all that is staged. They are overwritten in place: a step writes no second model.
+While they are neither the old ones nor the new ones their folder has a name that begins with a dot, which is never
+taken for a policy: it gets its name once every tensor was read again and found to be what that name says.
 """
 
 from __future__ import annotations
 
 import errno
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -29,7 +32,7 @@ from tasks.rollout.policy_route import Route, digest_of, route_to
 log = structlog.get_logger()
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-CHANGES = ".changes"  # fetched deltas, and what goes beside the new weights
+STAGED = ".staged"  # fetched deltas, and what goes beside weights
 APPLYING = ".applying"  # weights that are being overwritten
 
 
@@ -41,8 +44,22 @@ class DiskFailed(Exception):
     """The files cannot be written; what could be freed is."""
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The way from weights that an engine holds to a policy: verified files of deltas, one after the other.
+
+    Attributes:
+        digests: of the weights before the first delta and after each.
+        beside: the folder of what is published beside the weights.
+    """
+
+    deltas: list[Path]
+    digests: list[str]
+    beside: Path
+
+
 class PolicyFolders:
-    """A folder of folders, each named by a policy's label.
+    """A folder of folders, each named by a policy's label. While one thread fetches or settles another may stage.
 
     Args:
         store: the run's.
@@ -53,9 +70,13 @@ class PolicyFolders:
     def __init__(self, store: Store, root: Path, peers: Elsewhere | None = None) -> None:
         self._store = store
         self._root = root
-        self.fetched_bytes = 0  # by the last `fetch`
+        self.fetched_bytes = 0  # by the last `fetch` or `stage`
         self._peers = peers
         self._pool = ThreadPoolExecutor(delta.WORKERS, thread_name_prefix="weights")
+        self._file = threading.Lock()  # held by who may change the weights' file
+        # By their places: those of staged deltas may go from the store before the file has followed.
+        self._known = dict[str, Manifest]()
+        self._applied = list[Path]()  # staged deltas that the file has taken
 
     def fetch(self, wanted: PolicyRef, still: Callable[[], bool]) -> Path:
         """Return the folder with that policy's verified files. A policy that was held may be gone: it has become
@@ -72,35 +93,75 @@ class PolicyFolders:
             if not still():
                 raise Overtaken
 
-        try:
-            if not folder.exists():
-                self._bring(wanted, folder, check)
-            self._forget_parts()
-            self.fetched_bytes = sum(pieces)
-        except OSError as error:
-            raise DiskFailed(self._free_up(error)) from error
+        with self._file:
+            try:
+                if not folder.exists():
+                    self._bring(wanted, folder, check)
+                self._forget_parts()
+                self.fetched_bytes = sum(pieces)
+            except OSError as error:
+                raise DiskFailed(self._free_up(error)) from error
         return folder
 
     def keep_only(self, folder: Path) -> None:
-        """Delete every other policy."""
+        """Delete every other policy, and all that is staged."""
+        self._known.clear()
         for other in self._root.iterdir():
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
 
+    def stage(self, wanted: PolicyRef, base: str, still: Callable[[], bool]) -> Staged | None:
+        """Fetch what has changed since the weights of the digest `base`, which an engine holds whatever the file
+        does, and return it verified; None where no deltas lead from there, or the disk has no room for them.
+
+        Raises Overtaken at the next piece once `still` is false, StoreError.
+        """
+
+        pieces = list[int]()
+
+        def check(size_bytes: int) -> None:
+            pieces.append(size_bytes)
+            if not still():
+                raise Overtaken
+
+        found = self._manifest_of(wanted)
+        route = route_to(self._load, found, (base,))
+        if route.whole is not None:
+            return None
+        try:
+            deltas, beside = self._stage(route, found, check)
+            for path in deltas:
+                delta.verify(path)
+        except (Corrupt, NotFound, OSError) as error:
+            log.warning("deltas_not_staged", policy=wanted.label, why=str(error))
+            return None
+        self.fetched_bytes = sum(pieces)
+        self._known = {**self._known, **{one.root: one for one in [*route.deltas, found]}}
+        return Staged(deltas, [base, *(digest_of(one) for one in route.deltas)], beside)
+
+    def settle(self, wanted: PolicyRef, still: Callable[[], bool]) -> Path:
+        """Bring the file to a policy that an engine holds, and forget what led to the one before: what leads here
+        other nodes may be fetching from this one. Raises as `fetch`."""
+        before = self._applied
+        folder = self.fetch(wanted, still)
+        spent = [one for one in before if one not in self._applied]
+        for other in [one for one in self._root.glob("[!.]*") if one != folder] + spent:
+            shutil.rmtree(other, ignore_errors=True)
+        kept = {path.name for path in (self._root / STAGED).glob("*")}
+        self._known = {root: one for root, one in self._known.items() if _way(one) in kept}
+        return folder
+
     def _bring(self, wanted: PolicyRef, folder: Path, check: Progress) -> None:
         """Make the folder, from what is held if that is possible. Raises StoreError, OSError."""
-        found = manifest.load(self._store, wanted.prefix)
-        holds = PolicyRef(found.version, wanted.prefix, found.digest_as(wanted.digest))
-        if holds != wanted:
-            raise Corrupt(f"{wanted.prefix} holds policy {holds.label}, not {wanted.label}")
+        found = self._manifest_of(wanted)
         held = self._held()
-        route = route_to(self._store, found, held)
+        route = route_to(self._load, found, held)
         if route.whole is None:
             try:
                 self._overwrite(held[route.start], route, found, folder, check)
             except (Corrupt, NotFound) as error:
                 log.warning("deltas_not_applied", policy=wanted.label, deltas=len(route.deltas), why=str(error))
-                route = route_to(self._store, found, ())
+                route = route_to(self._load, found, ())
         if route.whole is not None:
             self._bring_whole(route, found, folder, check)
         log.info(
@@ -109,6 +170,31 @@ class PolicyFolders:
             deltas=len(route.deltas),
             whole=route.whole.version if route.whole is not None else None,
         )
+
+    def _manifest_of(self, wanted: PolicyRef) -> Manifest:
+        found = self._load(wanted.prefix)
+        holds = PolicyRef(found.version, wanted.prefix, found.digest_as(wanted.digest))
+        if holds != wanted:
+            raise Corrupt(f"{wanted.prefix} holds policy {holds.label}, not {wanted.label}")
+        return found
+
+    def _load(self, prefix: str, name: str = layout.MANIFEST) -> Manifest:
+        known = self._known.get(prefix) if name == layout.MANIFEST else None
+        return known or manifest.load(self._store, prefix, name)
+
+    def _stage(self, route: Route, wanted: Manifest, check: Progress) -> tuple[list[Path], Path]:
+        """Fetch the deltas of a route, and what goes beside the weights. Raises StoreError, OSError."""
+        staged, deltas = self._root / STAGED, list[Path]()
+        for one in route.deltas:
+            deltas.append(staged / _way(one) / delta.NAME)
+            if not deltas[-1].exists():
+                files = [file for file in one.files if file.name == delta.NAME]
+                manifest.materialize(self._store, one.root, files, deltas[-1].parent, check, self._peers)
+        beside = staged / f"{wanted.version}@{digest_of(wanted)}"
+        if not beside.exists():
+            files = [file for file in wanted.files if file.name not in (layout.MODEL, delta.NAME)]
+            manifest.materialize(self._store, wanted.root, files, beside, check)
+        return deltas, beside
 
     def _bring_whole(self, route: Route, wanted: Manifest, folder: Path, check: Progress) -> None:
         """Fetch the whole policy, which may be there from an earlier try, and what has changed since."""
@@ -129,20 +215,16 @@ class PolicyFolders:
     def _overwrite(self, start: Path, route: Route, wanted: Manifest, folder: Path, check: Progress) -> None:
         """Turn the policy in `start` into the wanted one. While the store is asked nothing is overwritten; then
         there is no stopping, for what is begun and not ended is lost. Raises StoreError, OSError."""
-        changes, applying = self._root / CHANGES, self._root / APPLYING
-        for number, one in enumerate(route.deltas):
-            files = [file for file in one.files if file.name == delta.NAME]
-            manifest.materialize(self._store, one.root, files, changes / str(number), check, self._peers)
-        beside = [file for file in wanted.files if file.name not in (layout.MODEL, delta.NAME)]
-        manifest.materialize(self._store, wanted.root, beside, changes / "beside", check)
+        deltas, beside = self._stage(route, wanted, check)
+        applying = self._root / APPLYING
         shutil.rmtree(applying, ignore_errors=True)
         start.rename(applying)
         weights = applying / layout.MODEL
-        deltas = [changes / str(number) / delta.NAME for number in range(len(route.deltas))]
         delta.apply(deltas, weights, digest_of_folder(start), self._pool)
-        weights.rename(changes / "beside" / layout.MODEL)
-        self._prove(changes / "beside", digest_of(wanted))
-        (changes / "beside").rename(folder)
+        weights.rename(beside / layout.MODEL)
+        self._prove(beside, digest_of(wanted))
+        beside.rename(folder)
+        self._applied = [path.parent for path in deltas]
 
     def _prove(self, folder: Path, digest: str) -> None:
         """Raise Corrupt, and delete the folder, unless its weights are those of that digest."""
@@ -157,11 +239,10 @@ class PolicyFolders:
         return {digest: one for one in folders if (digest := digest_of_folder(one))}
 
     def _forget_parts(self, folder: Path | None = None) -> None:
-        """Delete what was begun, but for the part of this policy; without one but for deltas, if there are peers:
-        they may be fetching them."""
-        kept = manifest.part_of(folder) if folder is not None else self._peers and self._root / CHANGES
+        """Delete what was begun, but for what is staged and the part of this policy."""
+        kept = None if folder is None else manifest.part_of(folder)
         for part in self._root.glob(".*"):
-            if part != kept:
+            if part not in (kept, self._root / STAGED):
                 shutil.rmtree(part, ignore_errors=True)
 
     def _free_up(self, error: OSError) -> str:
@@ -173,6 +254,11 @@ class PolicyFolders:
         after = _free_bytes(self._root)
         log.warning("disk_full", folder=str(self._root), freed_mib=(after - before) >> 20, free_mib=after >> 20)
         return f"{self._root}: {error.strerror}; {after >> 20} MiB are free once all older policies are deleted"
+
+
+def _way(one: Manifest) -> str:
+    """Names a delta by where it leads from and to: two may lead to the same weights."""
+    return f"{one.meta.get(manifest.BASE, '').partition('@')[2]}-{digest_of(one)}"
 
 
 def digest_of_folder(folder: Path) -> str:

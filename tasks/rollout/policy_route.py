@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from checkpoint.store import layout
 from checkpoint.store.errors import Corrupt, NotFound
-from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
 from checkpoint.stream.manifest import Manifest
 from checkpoint.weights.safetensors import DIGEST_BYTES
@@ -25,12 +24,13 @@ class Route:
     whole: Manifest | None = None
 
 
-def route_to(store: Store, wanted: Manifest, held: Collection[str]) -> Route:
+def route_to(load: Callable[..., Manifest], wanted: Manifest, held: Collection[str]) -> Route:
     """The shortest way from weights that are held, else from the nearest whole policy.
 
     By digests alone: two trainers may have published one version, and a rollback leads to older ones.
 
     Args:
+        load: reads a manifest at its place in the store, of another name if told so.
         held: digests of weights.
 
     Raises NotFound, Corrupt (deltas that nothing whole comes before), StoreError.
@@ -42,7 +42,7 @@ def route_to(store: Store, wanted: Manifest, held: Collection[str]) -> Route:
         if from_whole is None and at.meta.get(manifest.KIND) != manifest.DELTA:
             from_whole = Route(deltas, whole=at)
         elif from_whole is None and at.root == wanted.meta.get(manifest.SNAPSHOT):
-            from_whole = Route(deltas, whole=manifest.load(store, at.root, layout.SNAPSHOT))
+            from_whole = Route(deltas, whole=load(at.root, layout.SNAPSHOT))
         base = at.meta.get(manifest.BASE, "")
         if not base or len(deltas) == DELTAS_MAX or (from_whole is not None and not held):
             break
@@ -51,7 +51,7 @@ def route_to(store: Store, wanted: Manifest, held: Collection[str]) -> Route:
         if before in held:
             return Route(deltas, start=before)
         try:
-            at = manifest.load(store, at.meta.get(manifest.BASE_PREFIX, ""))
+            at = load(at.meta.get(manifest.BASE_PREFIX, ""))
         except (NotFound, Corrupt):
             if from_whole is None:
                 raise

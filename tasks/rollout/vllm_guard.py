@@ -25,7 +25,8 @@ import msgspec
 from policies.model.node_contract import TOKEN_ENV
 from policies.serving import wire
 from policies.serving.canary import QUANTISED, Canary, disagreement
-from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, LoadPolicy
+from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, LoadPolicy, ProvePolicy
+from tasks.rollout.patching import trial
 from tasks.rollout.vllm_adapters import change_adapter, drop_adapter
 
 Scope = MutableMapping[str, Any]
@@ -42,6 +43,10 @@ class _Named(msgspec.Struct):
     """What of a completion's body has to be known here."""
 
     model: str | None = None
+
+
+class _Refused(Exception):
+    """Why the engine does not compute what the policy's trainer does, in a line."""
 
 
 class Guard:
@@ -74,6 +79,8 @@ class Guard:
         match (scope["method"], scope["path"]):
             case ("PUT", "/grpo/policy") if agent:
                 await self._load(scope, receive, send)
+            case ("PUT", "/grpo/proof") if agent:
+                await self._prove(scope, receive, send)
             case ("PUT", "/grpo/sampling") if agent:
                 said = await scope["app"].state.engine_client.collective_rpc("sample_by_position")
                 await _answer(send, 200, "; ".join(sorted(set(said) - {""})))
@@ -137,40 +144,73 @@ class Guard:
     async def _load(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Load a policy that the agent has verified, and let it be asked for once the engine computes its canary
         as the trainer does. Any failure leaves the node without one: the agent sees 422 and the reason, or 500 and
-        the error in vLLM's log, and starts the server anew."""
+        the error in vLLM's log, and starts the server anew. After a trial of changes it sees 200 and why they are
+        of no use here, nothing where they are."""
         try:
             wanted = msgspec.json.decode(await _body(receive), type=LoadPolicy)
         except msgspec.DecodeError as error:
             await _answer(send, 400, str(error))
             return
+        tried = None
         async with self._changing:
             if wanted.version != self._policy:
+                if wanted.base and wanted.base != self._policy:
+                    await _answer(send, 400, f"the changes are to {wanted.base}, and this holds {self._policy}")
+                    return
                 self._policy, self._adapter = None, wanted.adapter  # from here on nobody is let in
                 await self._end_running()
-                if why := await self._change(scope, wanted):
-                    await _answer(send, 422, why)
+                try:
+                    tried = await self._change(scope, wanted)
+                except _Refused as refused:
+                    if wanted.adapter:
+                        await drop_adapter(scope["app"].state)
+                    await _answer(send, 422, str(refused))
                     return
                 self._policy = wanted.version
-        await _answer(send, 204, "")
+        await _answer(send, 204 if tried is None else 200, tried or "")
 
-    async def _change(self, scope: Scope, wanted: LoadPolicy) -> str:
-        """Give the engine the policy; why it does not compute what its trainer does, empty where it does."""
-        state, why = scope["app"].state, ""
+    async def _change(self, scope: Scope, wanted: LoadPolicy) -> str | None:
+        """Give the engine the policy; after a trial of changes, why they are of no use. Raises _Refused."""
+        state, canary, tried = scope["app"].state, wanted.canary, None
+
+        async def computed() -> list[float]:
+            return await self._logprobs(scope, state.engine_client, canary) if canary is not None else []
+
         if wanted.adapter:
-            why = await change_adapter(state, wanted.path)
+            if why := await change_adapter(state, wanted.path):
+                raise _Refused(why)
+        elif wanted.base and wanted.path:
+            tried = await trial.both_ways(state.engine_client, wanted, computed)
+        elif wanted.base:
+            await trial.overwrite(state.engine_client, wanted)
         else:
-            await _change_weights(state.engine_client, wanted.path)
+            await trial.reload(state.engine_client, wanted.path)
             if self._bare:
-                why = await _lacks(state.engine_client)
-                self._bare = bool(why)
-        if not why and wanted.canary is not None:
-            why = await self._disagreement(scope, state.engine_client, wanted.canary)
-            if why and wanted.adapter:
-                await drop_adapter(state)
-        return why
+                if why := await _lacks(state.engine_client):
+                    raise _Refused(why)
+                self._bare = False
+        if canary is not None and (
+            why := disagreement(canary, await computed(), _computes_in(state.engine_client))
+        ):
+            raise _Refused(why)
+        return tried
 
-    async def _disagreement(self, scope: Scope, engine: Any, canary: Canary) -> str:
-        """Why the engine does not compute what the trainer does, now that it has the trainer's weights."""
+    async def _prove(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Compare some of the engine's tensors with a file's: 200, or 422 and one that differs, and then nobody is
+        let in. 204 where the engine holds another policy than the file."""
+        said = msgspec.json.decode(await _body(receive), type=ProvePolicy)
+        async with self._changing:
+            if said.version != self._policy:
+                await _answer(send, 204, "")
+                return
+            name = await trial.differs(scope["app"].state.engine_client, said.path, said.first, said.step)
+            if name:
+                self._policy = None
+                await self._end_running()
+        await _answer(send, 422 if name else 200, f"{name} is not what the file holds" if name else "")
+
+    async def _logprobs(self, scope: Scope, engine: Any, canary: Canary) -> list[float]:
+        """What the engine computes of the canary's text. Raises _Refused."""
         # The engine makes one token after the text, for which its context must have room.
         token_ids = canary.token_ids[: engine.model_config.max_model_len - 1]
         body = {
@@ -182,25 +222,16 @@ class Guard:
         }
         status, said = await _asked(self._app, scope, wire.COMPLETIONS, body)
         if status != 200:
-            return f"the engine does not compute the canary: {status} {said[:500].decode(errors='replace')}"
+            said = said[:500]
+            raise _Refused(f"the engine does not compute the canary: {status} {said.decode(errors='replace')}")
         rows = json.loads(said)["choices"][0]["prompt_logprobs"][1:]  # nothing is before the first
-        logprobs = [float(row[str(token)]["logprob"]) for row, token in zip(rows, token_ids[1:], strict=True)]
-        return disagreement(canary, logprobs, _computes_in(engine))
+        return [float(row[str(token)]["logprob"]) for row, token in zip(rows, token_ids[1:], strict=True)]
 
     async def _end_running(self) -> None:
         for task in self._running:
             task.cancel()
         if self._running:
             await asyncio.wait(set(self._running))
-
-
-async def _change_weights(engine: Any, path: str) -> None:
-    # Nothing runs by now; should anything be left in the engine, it is aborted here and not continued. The caches
-    # go too: what was computed from a prompt with the old weights is worthless. `engine.pause_generation` is the
-    # same, with a pause of 20 ms for the comfort of callers.
-    await engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
-    await engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
-    await engine.resume_generation()
 
 
 async def _lacks(engine: Any) -> str:

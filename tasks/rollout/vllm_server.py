@@ -22,16 +22,18 @@ import msgspec
 import structlog
 
 from checkpoint.security import identity
+from checkpoint.store import layout
 from policies.model.node_contract import TOKEN_ENV
 from policies.model.spec import RunSpec
 from policies.serving.adapters import BASE_MODEL
 from policies.serving.canary import Canary
 from policies.serving.position_trial import judge
-from policies.serving.wire import COMPLETIONS, MODEL, NODE_IDLE_S, EngineWord, LoadPolicy
+from policies.serving.wire import COMPLETIONS, MODEL, NODE_IDLE_S, EngineWord, LoadPolicy, ProvePolicy
 from tasks.machine.children import end_descendants, start_child
 from tasks.machine.node_env import NodeEnv
 from tasks.rollout.adapters import takes_adapters
 from tasks.rollout.engine import EngineLimits, read_metrics
+from tasks.rollout.policy_folders import Staged
 from tasks.rollout.vllm_flags import argv_of, uncompiled_env
 
 log = structlog.get_logger()
@@ -87,12 +89,38 @@ class Server:
 
         Raises PolicyRefused, ServerFailed.
         """
-        body = msgspec.json.encode(LoadPolicy(version, str(folder), canary, self.adapters))
-        status, said = await self._exchange("PUT", "/grpo/policy", body, LOAD_TIMEOUT_S)
+        await self._put(LoadPolicy(version, str(folder), canary, self.adapters), 204)
+
+    async def overwrite(self, version: str, base: str, staged: Staged, canary: Canary | None) -> None:
+        """Have it overwrite what has changed since the policy `base`, which it holds, and compute the canary.
+
+        Raises PolicyRefused, ServerFailed.
+        """
+        await self._put(_changes(version, "", base, staged, canary), 204)
+
+    async def try_changes(
+        self, version: str, base: str, staged: Staged, canary: Canary | None, folder: Path
+    ) -> str:
+        """Have it overwrite what has changed, then load the same weights from `folder`. Returns why the two
+        differ, empty where they do not. Raises PolicyRefused, ServerFailed."""
+        return (await self._put(_changes(version, str(folder), base, staged, canary), 200)).decode()
+
+    async def prove(self, version: str, folder: Path, first: int, step: int) -> bool:
+        """Have it compare each `step`th tensor that changes with the file in `folder`, from the `first`. Returns
+        whether it holds that policy. Raises ServerFailed: it serves nobody any more where a tensor differs."""
+        body = msgspec.json.encode(ProvePolicy(version, str(folder / layout.MODEL), first, step))
+        status, said = await self._exchange("PUT", "/grpo/proof", body, LOAD_TIMEOUT_S)
+        if status not in (200, 204):
+            raise ServerFailed(_unexpected("PUT", "/grpo/proof", status, said))
+        return status == 200
+
+    async def _put(self, policy: LoadPolicy, wanted: int) -> bytes:
+        status, said = await self._exchange("PUT", "/grpo/policy", msgspec.json.encode(policy), LOAD_TIMEOUT_S)
         if status == 422:
             raise PolicyRefused(said.decode(errors="replace"), touched=not self.adapters)
-        if status != 204:
+        if status != wanted:
             raise ServerFailed(_unexpected("PUT", "/grpo/policy", status, said))
+        return said
 
     async def await_weights(self) -> None:
         """Have an engine that was started without weights watch for its first. Raises ServerFailed."""
@@ -167,6 +195,11 @@ class Server:
                 return answer.status, await answer.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerFailed(f"{method} {path}: {str(error) or type(error).__name__}") from error
+
+
+def _changes(version: str, path: str, base: str, staged: Staged, canary: Canary | None) -> LoadPolicy:
+    deltas = [str(one) for one in staged.deltas]
+    return LoadPolicy(version, path, canary, base=base, deltas=deltas, digests=staged.digests)
 
 
 def _unexpected(method: str, path: str, status: int, said: bytes) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from tasks.rollout.patching.worker import Patching
 from tasks.rollout.vllm_sampling import PositionSampling
 
 
-class Extension(PositionSampling):
-    """Draws by position, and tells what became of an adapter and of weights that were awaited."""
+class Extension(PositionSampling, Patching):
+    """Draws by position, overwrites what has changed of its weights, and tells what became of an adapter and of
+    weights that were awaited."""
 
     def await_weights(self: Any) -> None:
         """From an engine that was started with `--load-format dummy`: read weights as usual from now on, and note

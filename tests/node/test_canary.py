@@ -49,7 +49,13 @@ def dense_model(folder: Path, seed: int) -> Any:
 class Node:
     """A server started on `folder/base`."""
 
-    def __init__(self, folder: Path, dtype: str, peft: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        peft: dict[str, Any] | None = None,
+        flags: dict[str, Any] | None = None,
+    ) -> None:
         self.folder = folder
         spec = RunSpec(
             name="test",
@@ -63,6 +69,7 @@ class Node:
                     "enforce-eager": True,
                     "kv-cache-memory-bytes": 8 * 2**20,
                     "max-model-len": 256,
+                    **(flags or {}),
                 },
                 env={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
                 recovery="exact",
@@ -71,14 +78,14 @@ class Node:
         env = NodeEnv(spec.storage, "rollout-0-i1", TOKEN, 1, 0, str(folder), "127.0.0.1")
         self.check = PolicyCheck(spec)
         self._loop = asyncio.new_event_loop()
-        self._http = self._do(_session())
-        self.server = self._do(vllm_server.start(spec, env, self._http))
+        self._http = self.do(_session())
+        self.server = self.do(vllm_server.start(spec, env, self._http))
 
-    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
         return self._loop.run_until_complete(work)
 
     def load(self, version: str, folder: Path, canary: Canary | None) -> None:
-        self._do(self.server.load(version, folder, canary))
+        self.do(self.server.load(version, folder, canary))
 
     def asked(self, policy: str) -> int:
         """The status of a completion that is asked of it."""
@@ -97,11 +104,11 @@ class Node:
             async with self._http.post(url, json={"model": "policy", **asked}, headers=headers) as answer:
                 return answer.status, await answer.json() if answer.status == 200 else await answer.text()
 
-        return self._do(ask())
+        return self.do(ask())
 
     def stop(self) -> None:
-        self._do(self.server.stop())
-        self._do(self._http.close())
+        self.do(self.server.stop())
+        self.do(self._http.close())
         self._loop.close()
 
 

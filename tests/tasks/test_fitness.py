@@ -155,7 +155,7 @@ class VLLM:
         self.bare = bare
         self.world, self.ends = world, asyncio.Event()
         self.boot_id, self.address = f"boot-{len(world.boots)}", "127.0.0.1:1"
-        self.limits = EngineLimits(4)
+        self.limits, self.adapters = EngineLimits(4), False
         self.start_s = self.trial_s = 0.0
 
     async def load(self, version: str, *_: Any) -> None:

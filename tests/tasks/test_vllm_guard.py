@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from policies.serving.canary import Canary, token_ids_for
-from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, LoadPolicy
+from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, LoadPolicy, ProvePolicy
 from tasks.rollout import vllm_guard
 from tasks.rollout.vllm_guard import Guard, Message
 
@@ -23,15 +23,19 @@ CANARY = Canary(TEXT, [*LOGPROBS], "float32", 2)
 
 @dataclass
 class FakeVllm:
-    """An engine and the server in front of it. After a reload it computes `off` beside what the trainer did."""
+    """An engine and the server in front of it. After a reload it computes `off` beside what the trainer did, and
+    after changes `off_changed`; each of two workers answers what `says` has by the method's name."""
 
     off: float = 0.0
+    off_changed: float = 0.0
+    says: dict[str, list[str]] = field(default_factory=dict)
     status: int = 200
     broken: bool = False
     context: int = 256
     awaited: list[list[str]] = field(default_factory=list)  # by worker, what a load leaves without weights
     calls: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    changed: bool = False
     computing: asyncio.Event = field(default_factory=asyncio.Event)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -40,9 +44,11 @@ class FakeVllm:
         async def pause_scheduler_async(mode: str, clear_cache: bool) -> None:
             self.calls.append(f"pause {mode} {clear_cache}")
 
-        async def collective_rpc(method: str, kwargs: dict[str, str] | None = None) -> list[list[str]]:
-            self.calls.append(method if kwargs is None else f"{method} {kwargs['weights_path']}")
-            return self.awaited if method == "not_loaded" else []
+        async def collective_rpc(method: str, args: Any = (), kwargs: dict[str, str] | None = None) -> list[Any]:
+            assert kwargs is not None or isinstance(args, tuple)
+            self.calls.append(f"{method} {kwargs['weights_path']}" if kwargs else method)
+            self.changed = {"reload_weights": False, "apply_deltas": True}.get(method, self.changed)
+            return self.awaited if method == "not_loaded" else self.says.get(method, ["", ""])
 
         async def resume_generation() -> None:
             self.calls.append("resume")
@@ -71,8 +77,9 @@ class FakeVllm:
                 await asyncio.wait_for(receive(), 0.01)
         if self.broken:
             raise ValueError("Out of range float values are not JSON compliant: nan")
+        off = self.off_changed if self.changed else self.off
         tokens = list(zip(body["prompt"][1:], LOGPROBS, strict=False))
-        rows = [None, *({str(token): {"logprob": value + self.off}} for token, value in tokens)]
+        rows = [None, *({str(token): {"logprob": value + off}} for token, value in tokens)]
         said = json.dumps({"choices": [{"prompt_logprobs": rows}]}).encode()
         await send({"type": "http.response.start", "status": self.status, "headers": []})
         await send({"type": "http.response.body", "body": said})
@@ -86,13 +93,23 @@ class Door:
         self._app = SimpleNamespace(state=SimpleNamespace(engine_client=vllm.engine))
 
     async def load(
-        self, version: str, canary: Canary | None = CANARY, *, adapter: bool = False
+        self,
+        version: str,
+        canary: Canary | None = CANARY,
+        *,
+        adapter: bool = False,
+        base: str = "",
+        path: str = "/there",
     ) -> tuple[int, str]:
-        body = msgspec.json.encode(LoadPolicy(version, "/there", canary, adapter))
+        body = msgspec.json.encode(LoadPolicy(version, path, canary, adapter, base, ["/delta"], ["a", "b"]))
         return await self._asked("PUT", "/grpo/policy", {"Authorization": "Bearer agent"}, body)
 
     async def is_bare(self, token: str) -> int:
         return (await self._asked("PUT", "/grpo/bare", {"Authorization": f"Bearer {token}"}, b"{}"))[0]
+
+    async def prove(self, version: str) -> tuple[int, str]:
+        body = msgspec.json.encode(ProvePolicy(version, "/there", 0, 64))
+        return await self._asked("PUT", "/grpo/proof", {"Authorization": "Bearer agent"}, body)
 
     async def complete(
         self, policy: str, token: str = "run", body: bytes = b'{"prompt": [1, 2]}'
@@ -233,5 +250,79 @@ def test_beside_an_adapter_nobody_asks_for_the_bare_weights(body: bytes, monkeyp
         assert (await door.complete("0-1@a", body=json.dumps(whole).encode()))[0] == 200
         assert vllm.bodies == [whole]
         assert (await door.complete("0-0@a", body=json.dumps(whole).encode()))[0] == 409
+
+    asyncio.run(story())
+
+
+TRIAL = ["follow_loader", "apply_deltas", "compute", "reload_weights /there", "compute"]
+
+
+@pytest.mark.parametrize(
+    ("vllm", "why", "calls"),
+    [
+        (FakeVllm(), "", [*TRIAL, "follow_loader", "differs", "compute"]),
+        (
+            FakeVllm(says={"follow_loader": ["", "w goes through add"]}),
+            "vLLM's loader of this model cannot be followed: w goes through add",
+            ["follow_loader", "reload_weights /there", "compute"],
+        ),
+        (
+            FakeVllm(off_changed=1e-6),
+            "with weights that were overwritten it does not compute what it does with reloaded ones",
+            [*TRIAL, "compute"],
+        ),
+        (
+            FakeVllm(says={"differs": ["", "w"]}),
+            "after a reload w is not in the parameters as it is in the file",
+            [*TRIAL, "follow_loader", "differs", "compute"],
+        ),
+    ],
+)
+def test_after_a_trial_the_engine_serves_what_it_reloaded_whatever_came_of_it(
+    vllm: FakeVllm, why: str, calls: list[str]
+) -> None:
+    async def story() -> None:
+        vllm.go_on.set()
+        door = Door(vllm)
+        assert await door.load("0-0@a", canary=None) == (204, "")
+        vllm.calls.clear()
+        assert await door.load("0-1@b", base="0-0@a") == (200, why)
+        assert [call for call in vllm.calls if not call.startswith(("pause", "resume"))] == calls
+        assert not vllm.changed
+        assert (await door.complete("0-1@b"))[0] == 200
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(("base", "status"), [("0-0@a", 204), ("0-0@c", 400)])
+def test_changes_are_put_only_upon_what_they_are_to(base: str, status: int) -> None:
+    async def story() -> None:
+        vllm = FakeVllm()
+        vllm.go_on.set()
+        door = Door(vllm)
+        assert await door.load("0-1@b", base="0-0@a", path="") == (
+            400,
+            "the changes are to 0-0@a, and this holds None",
+        )
+        assert await door.load("0-0@a", canary=None) == (204, "")
+        assert (await door.load("0-1@b", base=base, path=""))[0] == status
+        assert vllm.calls.count("apply_deltas") == (status == 204)
+        assert (await door.complete("0-1@b"))[0] == (200 if status == 204 else 409)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("version", "differs", "status", "then"),
+    [("0-0@a", ["", ""], 200, 200), ("0-0@a", ["", "w"], 422, 409), ("0-1@b", ["", "w"], 204, 200)],
+)
+def test_an_engine_that_differs_from_its_file_serves_nobody(
+    version: str, differs: list[str], status: int, then: int
+) -> None:
+    async def story() -> None:
+        door = Door(FakeVllm(says={"differs": differs}))
+        assert await door.load("0-0@a", canary=None) == (204, "")
+        assert (await door.prove(version))[0] == status
+        assert (await door.complete("0-0@a"))[0] == then
 
     asyncio.run(story())

@@ -1,0 +1,28 @@
+"""Stands in for a GPU's linear layers: vLLM's build for CPUs packs matrices away for oneDNN, and is kept from it
+here, so that they are computed from the parameters themselves. Workers import this before they load the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tasks.rollout import vllm_worker
+
+
+class Extension(vllm_worker.Extension):
+    """As on a GPU; with each proof it writes vLLM's own checksums of its parameters beside the file."""
+
+    def differs(self: Any, path: str, first: int, step: int) -> str:
+        found = self.compute_weight_checksums()
+        Path(f"{path}.{self.rank}").write_text(json.dumps(found))
+        return vllm_worker.Extension.differs(self, path, first, step)
+
+
+def _keep_plain() -> None:
+    from vllm import _custom_ops
+
+    _custom_ops._supports_onednn = False
+
+
+_keep_plain()
