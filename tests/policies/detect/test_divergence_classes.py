@@ -65,6 +65,29 @@ def test_a_harder_task_that_is_learnt_is_left_alone() -> None:
     assert ends(harder) is not Health.TRIPPED
 
 
+@pytest.mark.parametrize(("entropy", "trips"), [(0.1, False), (0.01, True)], ids=["weak", "strong"])
+def test_a_strong_signal_lowers_the_bar_of_the_kl_to_a_ninth(entropy: float, trips: bool) -> None:
+    kl = after(ONSET, level(0.05, 0.05), level(0.3, 0.05))
+    assert (
+        ends(run(kl=kl, entropy=after(ONSET, level(0.6, 0.05), level(entropy, 0.05)))) is Health.TRIPPED
+    ) == trips
+
+
+def test_what_the_kl_did_while_the_reward_was_learnt_is_no_part_of_the_onset() -> None:
+    ramp: Metric = lambda step: 0.01 * 1.03**step  # noqa: E731
+    lost = run(kl=ramp, reward=lambda step: learnt(step if step <= 150 else 0))
+    assert 20 <= (trip(lost).onset_step or 0) <= 150
+
+
+@pytest.mark.parametrize(("regained", "trips"), [(0.25, False), (0.0, True)])
+def test_a_reward_that_fell_with_another_signal_and_rises_again(regained: float, trips: bool) -> None:
+    def fell(step: int) -> float:
+        return learnt(step) if step <= ONSET else learnt(0) + 0.1 + regained * min(1.0, (step - ONSET) / 30)
+
+    other = run(reward=fell, entropy=after(ONSET, level(0.2, 0.05), level(0.8, 0.05)))
+    assert (ends(other) is Health.TRIPPED) == trips
+
+
 RISES = reward(0.3, 0.5, 0.03)
 RIGHT, WRONG = reward(0.4, sigma=0.03), reward(0.05, sigma=0.03)
 
