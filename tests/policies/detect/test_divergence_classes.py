@@ -88,6 +88,13 @@ def test_a_reward_that_fell_with_another_signal_and_rises_again(regained: float,
     assert (ends(other) is Health.TRIPPED) == trips
 
 
+@pytest.mark.parametrize(("lost", "trips"), [(0.15, False), (0.4, True)])
+def test_a_reward_that_keeps_most_of_what_it_gained_has_not_collapsed(lost: float, trips: bool) -> None:
+    entropy = after(ONSET, level(0.6, 0.05), level(0.01, 0.05))
+    fell = run(kl=None, entropy=entropy, reward=lambda step: learnt(step) - lost * (step > ONSET))
+    assert (ends(fell) is Health.TRIPPED) == trips
+
+
 RISES = reward(0.3, 0.5, 0.03)
 RIGHT, WRONG = reward(0.4, sigma=0.03), reward(0.05, sigma=0.03)
 
@@ -141,6 +148,8 @@ def test_one_that_never_begins_to_learn() -> None:
     begins = after(30, all_of, lambda _: 0.3)
     learns = run(100, kl=None, reward=learnt, completions__clipped_ratio=begins, frac_reward_zero_std=begins)
     assert ends(learns) is not Health.TRIPPED
+    mastered = run(100, kl=None, reward=learnt, completions__clipped_ratio=all_of, frac_reward_zero_std=all_of)
+    assert ends(mastered) is not Health.TRIPPED
 
 
 def test_the_onset_is_dated_when_it_trips() -> None:
