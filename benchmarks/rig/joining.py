@@ -55,7 +55,7 @@ def join_s(folder: Path, bytes_per_s: int, code: Path = ROOT) -> dict[str, float
     with ExitStack() as stack:
         server = stack.enter_context(moto_server(folder))
         proxy = stack.enter_context(fault_proxy(server.endpoint))
-        store = Store(server.url("run"), **server.options())
+        store = Store(server.url("run"), options=server.options())
         policy = _begin_run(store, folder)
         gateway = _env(store, folder, server)
         stack.enter_context(_process([sys.executable, "-m", "orchestrator.gateway"], gateway, ROOT))
