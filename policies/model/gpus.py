@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from policies.model.processes import gpu_counts
 from policies.model.spec import RunSpec, processes_of
 from policies.model.vocabulary import Role
 
@@ -13,12 +14,8 @@ _TOGETHER = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-
 
 
 def named_gpus(resources: Mapping[str, Any]) -> int | None:
-    """The count in SkyPilot's `accelerators`: `H100:8`, `H100`, `{H100: 8}`, or a list of alternatives.
-
-    None where there is none, or alternatives, those of `any_of` and `ordered` too, differ in it.
-    """
-    nested = [one for key in ("any_of", "ordered") for one in resources.get(key) or ()]
-    counts = {count for one in (nested or [resources]) for count in _counts({**resources, **one})}
+    """The count in SkyPilot's `accelerators`; None where there is none, or alternatives differ in it."""
+    counts = gpu_counts(resources)
     return counts.pop() if len(counts) == 1 else None
 
 
@@ -40,21 +37,3 @@ def gpus_of(role: Role, spec: RunSpec) -> int:
     if spec.grpo.get("use_cpu"):
         return 0
     return processes_of(spec) if role is Role.TRAINER else engine_gpus(spec.rollout.vllm)
-
-
-def _counts(resources: Mapping[str, Any]) -> Iterator[int | None]:
-    accelerators = resources.get("accelerators")
-    if isinstance(accelerators, Mapping):
-        accelerators = [f"{name}:{count}" for name, count in accelerators.items()]
-    elif isinstance(accelerators, str):
-        accelerators = [accelerators]
-    for one in accelerators or (None,):
-        yield None if one is None else _count(one)
-
-
-def _count(text: str) -> int | None:
-    """Of `NAME` or `NAME:COUNT`; None for what is no count of GPUs, which is SkyPilot's to judge."""
-    name, _, count = text.partition(":")
-    if name.lower().startswith("tpu") or (count and not count.isdecimal()):
-        return None
-    return int(count or 1)

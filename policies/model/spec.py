@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from policies.model.processes import processes_in
 from policies.model.vocabulary import Recovery
 
 # What is done about a prompt that no rollout node takes: it is left out of its step, or the run fails.
@@ -171,9 +172,8 @@ def generates_itself(spec: RunSpec) -> bool:
 
 
 def processes_of(spec: RunSpec) -> int:
-    """How many processes train, by the accelerate config."""
-    count = (spec.trainer.accelerate or {}).get("num_processes")
-    return count if isinstance(count, int) and count > 0 else 1
+    """How many processes train."""
+    return processes_in(spec.trainer.accelerate or {}, spec.trainer.resources)
 
 
 def fixes_accumulation(spec: RunSpec) -> bool:

@@ -112,6 +112,7 @@ class RolloutSource:
             rollouts.write_rollout(self._store, rollout, self._by)
         else:
             self._refused.judge(prompts, samples, rollout.completions)
+        self._calls[training] += 1  # here: a call that could not be made is made again, and is the same
         self._costs.add(rollout, training=training, replayed=replayed)
         self._heartbeat.say("training")
         return rollout
@@ -126,9 +127,7 @@ class RolloutSource:
         if version != self._version:
             self._version = version
             self._calls = {True: 0, False: EVALUATION_CALLS}
-        call = self._calls[training]
-        self._calls[training] += 1
-        return call
+        return self._calls[training]
 
     def _requests(
         self, version: PolicyVersion, call: int, prompts: list[list[int]], samples: int

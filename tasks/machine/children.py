@@ -34,6 +34,14 @@ def start_child(
     return subprocess.Popen(argv, env=env, preexec_fn=tie)
 
 
+def end_with_parent() -> None:
+    """From now on the kernel kills this process when its parent, or the thread of it that started this, ends.
+
+    For a process whose launcher does not tie it.
+    """
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def exit_code_of(code: int) -> int:
     """A child's `returncode` as a shell has it: 128 and the signal's number for one that a signal ended."""
     return code if code >= 0 else 128 - code

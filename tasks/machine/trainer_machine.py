@@ -18,15 +18,14 @@ import structlog
 
 from checkpoint.security.redaction import guard_output
 from checkpoint.security.vouched import NotVouched
-from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Store
 from checkpoint.stream.uploader import LOOK_S
 from policies.model import exit_codes, node_contract
-from policies.model.spec import TrainerSpec
 from tasks.machine.children import exit_code_of, start_child
 from tasks.machine.exit_note import take_exit_code
+from tasks.machine.launching import trainer_argv, unfit_gpus, visible_gpus
 from tasks.machine.leaving import stop_file
-from tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
+from tasks.machine.node_env import read_node_env, read_run_here
 from tasks.machine.spooling import find_spool
 from tasks.machine.user_setup import set_up
 
@@ -48,8 +47,13 @@ def main() -> int:
         return exit_codes.BAD_SPEC
     if not set_up(Path(env.workdir), spec.trainer.setup):
         return exit_codes.BAD_SPEC
+    told = {**os.environ, **spec.trainer.env}
+    if (unfit := unfit_gpus(spec, visible_gpus(told))) is not None:
+        code, why = unfit
+        print(f"grpo-orch trainer machine: {why}", file=sys.stderr, flush=True)
+        return code
     take_exit_code(Path(env.workdir))  # of an earlier attempt
-    trainer = start_child(trainer_argv(env, spec.trainer), {**os.environ, **spec.trainer.env})
+    trainer = start_child(trainer_argv(env, spec), told)
 
     def end(*_: object) -> None:
         """Ask all processes of the trainer to leave; a second signal kills it."""
@@ -106,16 +110,6 @@ class Beside:
     def _start(self) -> subprocess.Popen[bytes]:
         self._started_at_s = time.monotonic()
         return start_child([sys.executable, "-m", self._module], dict(os.environ))
-
-
-def trainer_argv(env: NodeEnv, trainer: TrainerSpec) -> list[str]:
-    """The trainer's command line: plain Python, or accelerate's launcher when run.yaml configures it."""
-    if trainer.accelerate is None:
-        return [sys.executable, "-m", node_contract.TRAINER]
-    config = Path(env.workdir) / "accelerate.json"  # accelerate reads .json as well as .yaml
-    config.write_bytes(to_json(trainer.accelerate))
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    return [*launcher, "-m", node_contract.TRAINER]
 
 
 if __name__ == "__main__":

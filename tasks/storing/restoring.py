@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -19,21 +18,12 @@ from checkpoint.stream.manifest import Manifest
 from policies.model.timelines import on_lineage
 from policies.model.vocabulary import PolicyVersion
 from tasks.machine.transfer_log import TransferLog
+from tasks.storing.sharing import Restored
 
 log = structlog.get_logger()
 
 BASE_MODEL = "base_model"  # folder of a checkpoint: the model that training began from, where it is still needed
 DAMAGE_TOLD_MAX = 3  # kinds of it
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """A checkpoint on this machine. `base_model` is its copy of the model that training began from; None where it
-    has none, or this machine has the same."""
-
-    at: PolicyVersion
-    folder: Path
-    base_model: Path | None
 
 
 def restore_newest(

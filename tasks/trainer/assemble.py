@@ -34,9 +34,10 @@ from tasks.machine.spooling import NoRoom, make_spool
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.publish_adapter import AdapterPublisher
-from tasks.storing.restoring import BASE_MODEL, Restored
+from tasks.storing.restoring import BASE_MODEL
 from tasks.storing.saving import CheckpointSaver, read_resume_state
 from tasks.storing.served_types import read_served_types
+from tasks.storing.sharing import Restored
 from tasks.storing.step_costs import StepCosts
 from tasks.trainer import callbacks
 from tasks.trainer.user_objects import (
@@ -52,6 +53,7 @@ from tasks.trl import trl_grpo
 from tasks.trl.fleet_client import FleetClient
 from tasks.trl.own_generation import OwnGeneration
 from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, replacements, walk_of
+from tasks.trl.trl_saving import why_not_resumable
 from tasks.trl.weights import checkpoint_bytes, plain_model
 
 log = structlog.get_logger()
@@ -98,8 +100,10 @@ def assemble(
     leaving: Leaving,
     restored: Restored | None,
     forks: Sequence[Fork] = (),
-) -> tuple[Any, Spool]:
-    """Return a trainer that is ready to train, and its spool. Raises BadSpec for what only the user can repair.
+) -> tuple[Any, Spool | None]:
+    """Return a trainer that is ready to train, and in the first process its spool.
+
+    Raises BadSpec for what only the user can repair.
 
     Args:
         record: the run's, with its specification as it is on timeline 0.
@@ -118,13 +122,13 @@ def assemble(
     refused.row_of = trainer.row_of
     if own is not None:
         own.attach(trainer)
-    # Of each process its own: they start together, and each begins with an empty one.
-    client.attach(trainer, own or _publisher(start, trainer, f"policy-{config.process_index}"), env.timeline)
+    publisher = (own or _publisher(start, trainer)) if trainer.is_world_process_zero() else None
+    client.attach(trainer, publisher, env.timeline)
     trainer.remove_callback(PrinterCallback)  # MetricsCallback says in a line what it prints in thirty
     leave_if_due = functools.partial(trainer.leave_if_due, in_step=True)
     trainer.add_callback(callbacks.CheckpointCallback(lambda: trainer.save_is_due, leave_if_due))
     spool = _spool(Path(env.workdir), start.spec, trainer)
-    if trainer.is_world_process_zero():
+    if spool is not None:
         _add_first(start, trainer, client, spool)
     return trainer, spool
 
@@ -173,15 +177,17 @@ def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable
         if passes(error):
             raise
         raise BadSpec(f"trainer.model {wanted.model}, with the settings of `grpo`: {first_line(error)}") from error
+    if start.restored is not None and (why := why_not_resumable(trainer, start.restored.folder)):
+        raise BadSpec(f"trainer: {why}")
     if trl_grpo.shards_reference(trainer):
         shards = "a reference model in shards (FSDP, ZeRO stage 3) does not survive a restart"
         raise BadSpec(f"grpo.sync_ref_model: {shards}; use ZeRO stage 0 to 2 or DDP")
     return trainer
 
 
-def _publisher(start: _Start, trainer: Any, scratch: str) -> PolicyPublisher:
+def _publisher(start: _Start, trainer: Any) -> PolicyPublisher:
     """What puts policies into the store: adapters alone where the nodes' engine applies them."""
-    folder, config = Path(start.env.workdir) / scratch, plain_model(trainer.model).config
+    folder, config = Path(start.env.workdir) / "policy", plain_model(trainer.model).config
     revision = (trainer.args.model_init_kwargs or {}).get("revision")
     path = model_path(start.spec.trainer, start.workdir) if start.base_model is None else str(start.base_model)
     why = why_whole(start.spec, model_config(path, revision=revision) or config.to_dict())
@@ -226,15 +232,17 @@ def _add_first(start: _Start, trainer: Any, client: FleetClient, spool: Spool) -
     trainer.add_callback(resume_state)
 
 
-def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool:
-    """The machine's spool; in it, memory for the two files of a checkpoint that are large."""
+def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool | None:
+    """The machine's spool, made by the first process for all; in it, memory for what is large in a checkpoint."""
+    spool, first = None, trainer.is_world_process_zero()
     weights_bytes, optimizer_bytes = checkpoint_bytes(trainer)
     try:
-        with trainer.accelerator.main_process_first():  # it makes the spool, the others find it
-            spool = make_spool(workdir, spec.checkpoints, weights_bytes + optimizer_bytes)
+        with trainer.accelerator.main_process_first():
+            if first:
+                spool = make_spool(workdir, spec.checkpoints, weights_bytes + optimizer_bytes)
     except NoRoom as error:
         raise BadSpec(str(error)) from error
-    if trainer.is_world_process_zero():
+    if spool is not None:
         spool.prepare({WEIGHTS_NAME: weights_bytes, OPTIMIZER_NAME: optimizer_bytes})
     return spool
 

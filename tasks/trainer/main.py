@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,14 @@ from policies.model.timelines import Fork, lineage
 from policies.model.vocabulary import PolicyVersion
 from tasks.completions.gateway_client import GenerationFailed
 from tasks.completions.refused_prompts import BadPrompts
+from tasks.machine.children import end_with_parent
 from tasks.machine.exit_note import leave_exit_code
 from tasks.machine.leaving import LeaveNow, Leaving, await_predecessor, stop_file
 from tasks.machine.node_env import NodeEnv, NotANode, read_node_env, read_run_here
 from tasks.machine.spooling import NoRoom, find_spool, remove_spool
 from tasks.machine.versions import TRAINER, WrongVersions, check_versions
 from tasks.storing.heartbeat import Fenced, Heartbeat
+from tasks.storing.sharing import Restored, told_by_first
 
 log = structlog.get_logger()
 
@@ -53,6 +56,7 @@ LAST_WORDS = {
 OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 End = tuple[int, str]  # an exit code and why
 RANK = int(os.environ.get("RANK", "0"))  # set by accelerate's launcher; the first process speaks for all
+RESTORED = "restored"  # folder of the machine's
 
 
 def main() -> int:
@@ -65,8 +69,9 @@ def main() -> int:
         print(f"grpo-orch trainer: {error}", file=sys.stderr, flush=True)
         return exit_codes.USAGE
     code, why = _run(env)
-    leave_exit_code(Path(env.workdir), code)
-    print(f"grpo-orch trainer: {why}", file=sys.stderr, flush=True)
+    if RANK == 0 or code != exit_codes.OK:  # what the others end with does not take the place of a reason
+        leave_exit_code(Path(env.workdir), code)
+        print(f"grpo-orch trainer: {why}", file=sys.stderr, flush=True)
     return code
 
 
@@ -78,6 +83,8 @@ def _run(env: NodeEnv) -> End:
     # Slurm signals every process of a job. It would end this one before it has stored what it has.
     signal.signal(signal.SIGTERM, lambda *_: stop_file(Path(env.workdir), env.attempt).touch())
     heartbeat = Heartbeat(Store(env.run, retry_s=BEAT_RETRY_S), beat, leaving=leaving, end=end)
+    if "RANK" in os.environ:  # the launcher, if it is killed, leaves its processes to themselves
+        end_with_parent()
     try:
         record = read_run_here(store, env.token)
         if RANK == 0:
@@ -86,6 +93,8 @@ def _run(env: NodeEnv) -> End:
         return _train(env, record, store, heartbeat, leaving)
     except Fenced as error:
         return exit_codes.FENCED, f"stopped: {error}"
+    except LeaveNow:
+        return exit_codes.OK, "told to end before it trained"
     except BadPrompts as error:
         return exit_codes.BAD_SPEC, str(error)
     except GenerationFailed as error:
@@ -103,22 +112,17 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
     # After the first heartbeat: these imports take seconds.
     import torch
 
-    from tasks.storing.restoring import restore_newest
     from tasks.storing.saving import wait_until_stored
     from tasks.trainer.assemble import assemble
-    from tasks.trainer.user_objects import BadSpec, local_folder
+    from tasks.trainer.user_objects import BadSpec
 
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
     workdir, forks = Path(env.workdir), _read_forks(store, env.timeline)
-    if (left := find_spool(workdir)) is not None:  # by an earlier attempt on this machine
-        heartbeat.say("storing")
-        wait_until_stored(left, heartbeat)
-    heartbeat.say("restoring")
-    own_model = local_folder(record.spec.trainer, Path(record.spec.workdir))
-    line = lineage(forks, env.timeline)
-    restored = restore_newest(store, line, workdir / f"restored-{RANK}", own_model)
+    # By the first process for all: the others read the same folder.
+    fetch = functools.partial(_restore, env, record, store, heartbeat, forks)
+    restored = told_by_first(workdir, env.attempt, fetch if RANK == 0 else None, leaving)
     resumed_at = PolicyVersion(env.timeline, 0) if restored is None else restored.at
     heartbeat.say("starting", step=resumed_at.step)
     if restored is not None and _is_last(restored.folder):
@@ -130,9 +134,10 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
         trainer, spool = assemble(env, record, store, heartbeat, leaving, restored, forks)
     except BadSpec as error:
         return exit_codes.BAD_SPEC, str(error)
-    log.info("training", from_policy=str(resumed_at), timeline=env.timeline, attempt=env.attempt)
+    if RANK == 0:
+        log.info("training", from_policy=str(resumed_at), timeline=env.timeline, attempt=env.attempt)
     code, why = _train_to_the_end(trainer, None if restored is None else str(restored.folder))
-    if RANK == 0 and code in LAST_WORDS:
+    if spool is not None and code in LAST_WORDS:
         heartbeat.say("storing")
         wait_until_stored(spool, heartbeat)
         if (stored := spool.reported().stored) is not None:
@@ -140,6 +145,23 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
         remove_spool(workdir)
         heartbeat.stop(LAST_WORDS[code])
     return code, why
+
+
+def _restore(
+    env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, forks: Sequence[Fork]
+) -> Restored | None:
+    """Fetch the newest checkpoint, once all that earlier attempts on this machine have sealed is stored."""
+    from tasks.storing.restoring import restore_newest
+    from tasks.storing.saving import wait_until_stored
+    from tasks.trainer.user_objects import local_folder
+
+    workdir = Path(env.workdir)
+    if (left := find_spool(workdir)) is not None:
+        heartbeat.say("storing")
+        wait_until_stored(left, heartbeat)
+    heartbeat.say("restoring")
+    own_model = local_folder(record.spec.trainer, Path(record.spec.workdir))
+    return restore_newest(store, lineage(forks, env.timeline), workdir / RESTORED, own_model)
 
 
 def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:

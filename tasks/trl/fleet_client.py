@@ -14,7 +14,13 @@ from tasks.completions.rollout_source import RolloutSource
 from tasks.machine.leaving import LeaveNow
 from tasks.storing.publish_adapter import AdapterPublisher
 
-LEAVING = [-1]  # in the place of each completion: the trainer is to leave, and there are none
+# In the place of each completion, for all processes to read:
+LEAVING = [-1]  # the trainer is to leave, and there are none
+WEIGHTS_FIRST = [-2]  # they have to publish the weights together before there are any
+
+
+class _WeightsFirst(Exception):
+    """Completions have to be generated, and the weights are with all processes."""
 
 
 class Publishes(Protocol):
@@ -45,8 +51,8 @@ class FleetClient:
         self._finite_at: int | None = None  # the last step whose weights computed numbers
         self.on_policy_gone: Callable[[int, int], None] = lambda *_: None
 
-    def attach(self, trainer: Any, publisher: Publishes, timeline: int) -> None:
-        """Name the trainer whose steps these are, before its first generate call."""
+    def attach(self, trainer: Any, publisher: Publishes | None, timeline: int) -> None:
+        """Name the trainer whose steps these are, before its first generate call. Its first process publishes."""
         self._trainer, self._publisher, self._timeline = trainer, publisher, timeline
 
     @property
@@ -78,15 +84,12 @@ class FleetClient:
     def image_features(self, *_: Any) -> Any:
         raise NotImplementedError("prompts with images are not supported by the rollout fleet")
 
-    def update_named_params(self, _metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Take the weights of the present step.
+    def update_named_params(self, _metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]] | None) -> None:
+        """Take the weights of the present step; None where it takes all processes to read them.
 
         They are published when the first completion of the step has to be generated: a replayed step needs none.
-        With several processes reading them is a collective, so it is done at once.
         """
         self._weights, self._published = named_params, None
-        if self._trainer.accelerator.num_processes > 1:
-            self._publish()
 
     def generate(
         self,
@@ -129,10 +132,14 @@ class FleetClient:
                 n,
                 sampling,
                 training=bool(self._trainer.model.training),
-                publish=self._publish,
+                publish=self.publish,
             )
-        except LeaveNow:  # the other processes wait for completions: they are told with them
-            return {"prompt_ids": prompts, "completion_ids": [LEAVING] * (len(prompts) * n), "logprobs": None}
+        except (
+            LeaveNow,
+            _WeightsFirst,
+        ) as told:  # in the place of completions, for which the others wait
+            said = LEAVING if isinstance(told, LeaveNow) else WEIGHTS_FIRST
+            return {"prompt_ids": prompts, "completion_ids": [said] * (len(prompts) * n), "logprobs": None}
         end = [self._trainer.eos_token_ids[0]]
         completion_ids = [end if one.refused else one.token_ids for one in rollout.completions]
         of_tokens = [[None] if one.refused else one.logprobs for one in rollout.completions]
@@ -146,11 +153,13 @@ class FleetClient:
     def _version(self) -> PolicyVersion:
         return PolicyVersion(self._timeline, self._trainer.state.global_step)
 
-    def _publish(self) -> PolicyRef:
+    def publish(self) -> PolicyRef:
         """Publish the weights of this step, once. Raises StoreError."""
         if self._published is None:
-            if self._weights is None or self._publisher is None:
+            if self._publisher is None:
                 raise RuntimeError("TRL generates before it has synchronized its weights")
+            if self._weights is None:
+                raise _WeightsFirst
             self._published = self._publisher.publish(self._version(), self._weights, self._canary)
             self._weights = None
         return self._published

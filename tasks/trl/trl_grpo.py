@@ -25,12 +25,12 @@ from policies.detect.symptoms import WITNESS
 from tasks.machine.leaving import LeaveNow
 from tasks.storing.step_costs import StepCosts
 from tasks.trl.canary import canary_of
-from tasks.trl.fleet_client import LEAVING, FleetClient
+from tasks.trl.fleet_client import LEAVING, WEIGHTS_FIRST, FleetClient
 from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before, walk_of
 from tasks.trl.trl_leaving import LeavesInTime
 from tasks.trl.trl_refused import LeavesOutRefused
 from tasks.trl.trl_saving import SavesIntoSpool
-from tasks.trl.weights import adapted_weights, adapter_tensors, plain_model, stored_buffers
+from tasks.trl.weights import adapter_tensors, plain_model, stored_buffers, whole_weights
 
 # The trainer generates nothing itself, and importing vLLM takes longer than all else that a restart does. TRL
 # imports it wherever it is installed, unless it believes that it is not.
@@ -50,6 +50,9 @@ DEFAULTS: dict[str, Any] = {
     "logging_steps": 1,
     "report_to": "none",
     "disable_tqdm": True,
+    # The others wait in a collective while the first has no node to ask, which is nobody's failure, or no room for
+    # a checkpoint. A process that dies is noticed by the launcher.
+    "ddp_timeout": 86_400,
 }
 EVALUATION_DEFAULTS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 50}
 # What makes it this project's trainer, and run.yaml cannot change. The uploader frees the spool's slots, so TRL
@@ -90,57 +93,63 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's; raises LeaveNow in every process where the first one was told to leave."""
         found = super().generate(*args, **kwargs)
+        if WEIGHTS_FIRST in found[1]:
+            self._publish_together()
+            found = super().generate(*args, **kwargs)
         if LEAVING in found[1]:
             raise LeaveNow
         return found
 
     def sync_weights(self) -> None:
-        """Publish the weights with what they compute, in every process at once: it may take all of them.
+        """Name the weights of the present step and what they compute. They are read once they are needed.
 
-        An adapter that travels alone is read as it is: nothing is merged into the base weights, then or ever.
+        Where each process has all of them, the first one's are enough; else reading them takes all processes, and
+        `generate` does it. An adapter that travels alone is read as it is: nothing is merged into any weights.
 
-        Raises Diverged, in the first process, where that is nothing at all.
+        Raises Diverged, in the first process, where the weights compute no number.
         """
+        if not (self._is_divided or self.accelerator.is_main_process):
+            return
         if not self._is_fsdp1:
             self._fleet_client.take_canary(canary_of(self.model, self.accelerator.mixed_precision))
-        if not self._fleet_client.publishes_adapters:
-            super().sync_weights()
-        elif self.accelerator.is_main_process:
-            self._fleet_client.update_named_params(None, adapter_tensors(self.model))
+        self._fleet_client.update_named_params(None, None if self._is_divided else self._weights())
+
+    def _publish_together(self) -> None:
+        """Publish weights that are divided over processes: all take part in reading, the first one keeps."""
+        if self.accelerator.is_main_process:
+            self._fleet_client.update_named_params(None, self._weights())
+            self._fleet_client.publish()
+        else:
+            for _ in self._iter_named_params():
+                pass
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is published, under the names of the model's own checkpoint, in this machine's own memory."""
+        if self._fleet_client.publishes_adapters:
+            yield from adapter_tensors(self.model)
+            return
+        # What is merged or gathered is good for a moment alone.
+        passing = self._is_divided or hasattr(self.model, "merge_adapter")
+        named = {name: one.detach().to("cpu", copy=passing) for name, one in self._iter_named_params()}
+        model = plain_model(self.model)
+        named |= {} if self._is_fsdp1 else stored_buffers(model)
+        yield from revert_weight_conversion(model, named).items()
+
+    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._is_fsdp1:
+            return super()._iter_named_params()  # type: ignore[no-any-return]  # TRL has no types
+        return whole_weights(self.model, self._dist.gather_params)
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether no process has all weights."""
+        return bool(self._dist.is_fsdp or self._dist.is_zero3)
 
     @property
     def _is_fsdp1(self) -> bool:
         """Under the first version of FSDP the model alone, outside its wrapper, computes nothing, and it takes all
         processes to list its state."""
         return bool(self._dist.is_fsdp and self._dist.fsdp_version == 1)
-
-    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """TRL's weights, adapters merged, under the names of the model's own checkpoint, and what else that holds.
-
-        Merging adapters and taking them out again does not give back the same bits, and a restart has not done it
-        as often: so the base weights are put back.
-        """
-        if self._dist.is_fsdp or self._dist.is_zero3:
-            yield from self._iter_gathered_params()
-            return
-        base = [(weight, weight.detach().clone()) for weight in adapted_weights(self.model)]
-        # TRL takes the adapters out again when it has yielded its last weight: with adapters, copies are needed.
-        named = {name: weight.detach().to("cpu", copy=bool(base)) for name, weight in super()._iter_named_params()}
-        for weight, kept in base:
-            weight.data.copy_(kept)
-        model = plain_model(self.model)
-        yield from revert_weight_conversion(model, named | stored_buffers(model)).items()
-
-    def _iter_gathered_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Of a model in shards: gathered by all processes, one weight at a time, and kept by the first alone."""
-        gathered = super()._iter_named_params()
-        if not self.accelerator.is_main_process:
-            yield from gathered
-            return
-        named = {name: weight.detach().to("cpu", copy=True) for name, weight in gathered}
-        model = plain_model(self.model)
-        named |= {} if self._is_fsdp1 else stored_buffers(model)
-        yield from revert_weight_conversion(model, named).items()
 
 
 class EpochSampler(RepeatSampler):  # type: ignore[misc]  # TRL has no types

@@ -86,8 +86,9 @@ class SavesIntoSpool:
             "buffered": self._rest_of_window(),
             "timeline": self._timeline,
             "learning_rate": self.args.learning_rate,
+            "completions_per_step": completions_per_step(self.args),
         }
-        torch.save(state, folder / self._window_file())
+        torch.save(state, folder / WINDOW_FILE.format(rank=self.args.process_index))
         if self.accelerator.is_main_process:
             if self.args.sync_ref_model:
                 save_model(self.accelerator.unwrap_model(self.ref_model), str(folder / REF_MODEL_FILE))
@@ -97,29 +98,26 @@ class SavesIntoSpool:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]  # the trainer's
         if checkpoint is None:
             return
-        path = Path(checkpoint) / self._window_file()
-        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        state, as_many = _window_state(Path(checkpoint), self.args, self.accelerator.device)
         self._step, self._buffered_inputs = state["step"], state["buffered"]
         if self.args.sync_ref_model:
             load_model(self.accelerator.unwrap_model(self.ref_model), str(Path(checkpoint) / REF_MODEL_FILE))
         # A checkpoint from before there were forks names neither.
-        if state.get("timeline", 0) != self._timeline:
+        if state.get("timeline", 0) != self._timeline or not as_many:
             first_of_group = self.optimizer.param_groups[0].get("initial_lr", self.args.learning_rate)
             self._begin_timeline(state.get("learning_rate", first_of_group))
 
     def _begin_timeline(self, learning_rate: float) -> None:
-        """Make of what an earlier timeline saved a beginning of this one, whose settings may be others.
+        """Make of what an earlier timeline saved, or another number of processes, a beginning of what is to come.
 
-        The rest of a generation window is made anew: its completions are of the abandoned stretch, and may differ
-        in number. Optimizer and scheduler have loaded `learning_rate`, which they would keep.
+        The rest of a generation window is made anew: its completions are of the abandoned stretch and may differ
+        in number, or are divided over other processes. Optimizer and scheduler have loaded `learning_rate`, which
+        they would keep.
         """
         walk = walk_of(self.args, len(self.train_dataset))
         self._step, self._buffered_inputs = walk.batches_before(self.state.global_step), None
         if self.args.learning_rate != learning_rate:
             scale_learning_rate(self.optimizer, self.lr_scheduler, self.args.learning_rate / learning_rate)
-
-    def _window_file(self) -> str:
-        return WINDOW_FILE.format(rank=self.args.process_index)
 
     def _rest_of_window(self) -> Any:
         """The completions that were generated at once and are not trained on yet; None after a whole window, when
@@ -130,6 +128,44 @@ class SavesIntoSpool:
     def _window(self) -> int:
         """How many batches are generated for at once."""
         return int(self.args.steps_per_generation * self.num_iterations)
+
+
+def why_not_resumable(trainer: Any, checkpoint: Path) -> str:
+    """What keeps the trainer from going on from a checkpoint of more or fewer processes; empty if nothing does.
+
+    With as many completions a step it sees the same prompts, draws the same seeds and adds up the same gradients,
+    rounded otherwise. Weights and optimizer must be whole in the checkpoint.
+    """
+    state, as_many = _window_state(checkpoint, trainer.args, torch.device("cpu"))
+    if as_many:
+        return ""
+    now, then = completions_per_step(trainer.args), state.get("completions_per_step")
+    saved, processes = len(_window_files(checkpoint)), trainer.args.world_size
+    message = f"the checkpoint is of {saved} processes, and {processes} are to go on from it"
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return f"{message}: what DeepSpeed and FSDP divide is read by as many as wrote it; start {saved}"
+    if now != then:
+        wanted = (
+            f"{then} completions a step (per_device_train_batch_size x gradient_accumulation_steps x processes)"
+        )
+        return f"{message}: expected {wanted}, as then, not {now}"
+    return ""
+
+
+def completions_per_step(args: Any) -> int:
+    """How many completions one optimizer step takes, over all processes."""
+    return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+def _window_state(checkpoint: Path, args: Any, device: torch.device) -> tuple[dict[str, Any], bool]:
+    """This process's part, the first one's if it has none; and whether there were as many processes as now."""
+    as_many = len(_window_files(checkpoint)) == args.world_size
+    path = checkpoint / WINDOW_FILE.format(rank=args.process_index if as_many else 0)
+    return torch.load(path, map_location=device, weights_only=True), as_many
+
+
+def _window_files(checkpoint: Path) -> list[Path]:
+    return list(checkpoint.glob(WINDOW_FILE.format(rank="*")))
 
 
 def scale_learning_rate(optimizer: Any, scheduler: Any, ratio: float) -> None:

@@ -140,5 +140,5 @@ def test_the_trainer_decides_by_the_file_that_nodes_read_whatever_transformers_m
     here: dict[str, Any] = {"workdir": world.folder, "base_model": None, "costs": StepCosts()}
     start: Any = SimpleNamespace(spec=spec, store=world.store, env=env, **here)
     trainer = SimpleNamespace(model=adapted(), args=SimpleNamespace(model_init_kwargs=None))
-    assert isinstance(_publisher(start, trainer, "scratch"), AdapterPublisher) is alone
+    assert isinstance(_publisher(start, trainer), AdapterPublisher) is alone
     assert takes_adapters(spec) is alone

@@ -133,8 +133,10 @@ def test_merging_adapters_does_not_touch_the_base_weights() -> None:
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     generation = object.__new__(trl_grpo.FleetGeneration)
     generation.model = model
-    generation._dist = type("Dist", (), {"is_fsdp": False, "is_zero3": False, "gather_params": fake_gather})()
-    published = dict(generation._iter_named_params())
+    dist = {"is_fsdp": False, "is_zero3": False, "fsdp_version": None, "gather_params": fake_gather}
+    generation._dist = type("Dist", (), dist)()
+    generation._fleet_client = SimpleNamespace(publishes_adapters=False)  # type: ignore[assignment]  # a stand-in
+    published = dict(generation._weights())
     assert names == published.keys()
     assert all(before[name].equal(weight) for name, weight in model.state_dict().items())
     query = "model.layers.0.self_attn.q_proj"
@@ -144,7 +146,6 @@ def test_merging_adapters_does_not_touch_the_base_weights() -> None:
 
 
 def test_what_the_weights_compute_is_known_when_they_are_handed_over() -> None:
-    """With several processes they are published at once, from within TRL's synchronization."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -223,11 +224,10 @@ def test_what_is_published_is_named_as_the_models_own_checkpoint(
     )
     generation = object.__new__(trl_grpo.FleetGeneration)
     generation.model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    dist = {"is_fsdp": False, "is_zero3": in_shards, "gather_params": fake_gather}
+    dist = {"is_fsdp": False, "is_zero3": in_shards, "fsdp_version": None, "gather_params": fake_gather}
     generation._dist = type("Dist", (), dist)()
-    generation.accelerator = SimpleNamespace(is_main_process=True)
-    generation.mode = "server"
-    published = {name: tensor.clone().contiguous() for name, tensor in generation._iter_named_params()}
+    generation._fleet_client = SimpleNamespace(publishes_adapters=False)  # type: ignore[assignment]  # a stand-in
+    published = {name: tensor.clone().contiguous() for name, tensor in generation._weights()}
     save_file(published, tmp_path / "model.safetensors")
     tied = bool(generation.model.config.tie_word_embeddings)
     assert mismatch(tensors_in(tmp_path), tensors_in(tmp_path / "base"), tied=tied) == ""

@@ -16,7 +16,7 @@ from typing import Any
 from checkpoint.security.redaction import secret_names
 from checkpoint.store.run_store import OPTIONS_ENV
 from orchestrator.clouds.protocol import CloudRefused, Order
-from orchestrator.config.rules.resources import ALTERNATIVES
+from policies.model.processes import ALTERNATIVES
 from policies.model.spec import RolloutSpec, RunSpec, TrainerSpec
 from policies.model.vocabulary import Market, Refusal, Role
 

@@ -16,6 +16,7 @@ from orchestrator.config.rules import batches, gpus
 from orchestrator.config.rules.bounds import check_bounds
 from orchestrator.config.rules.effective import Doubtful, EffectiveRun
 from orchestrator.config.rules.own_generation import generates_itself
+from orchestrator.config.rules.processes import check_processes
 from orchestrator.config.rules.reference_model import check_reference_model
 from orchestrator.config.rules.secrets import check_secrets
 
@@ -177,6 +178,7 @@ CHECKS: tuple[Callable[[EffectiveRun, Findings], None], ...] = (
     gpus.engine_fits,
     gpus.local_nodes_have_their_own,
     check_reference_model,
+    check_processes,
     _rehearsed_faults,
 )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from orchestrator.config.reading.problems import Findings
 from orchestrator.config.rules.foreign_keys import grpo_table
+from policies.model.processes import processes_in
 
 
 class Doubtful(Exception):
@@ -37,9 +38,8 @@ class EffectiveRun:
 
     @property
     def processes(self) -> int:
-        """How many processes train, by the accelerate config."""
-        count = self.at("trainer", "accelerate", "num_processes")
-        return count if isinstance(count, int) and count > 0 else 1
+        """How many processes train."""
+        return processes_in(self.at("trainer", "accelerate") or {}, self.at("trainer", "resources") or {})
 
     @property
     def generation_batch(self) -> int:

@@ -10,6 +10,7 @@ from orchestrator.config.reading.problems import Findings
 from orchestrator.config.rules.foreign_keys import grpo_table
 from orchestrator.config.rules.gpus import note_idle
 from orchestrator.config.rules.own_generation import note_unused
+from orchestrator.config.rules.processes import note_processes
 from orchestrator.config.rules.secrets import note_secrets
 from policies.control.rollback_choice import changes_on_rollback
 from policies.detect.divergence import TYPICAL_DELAY_POINTS
@@ -28,6 +29,7 @@ def find_notices(spec: RunSpec, findings: Findings) -> None:
     _adapter_is_merged(spec, findings)
     note_idle(spec, findings)
     note_unused(spec, findings)
+    note_processes(spec, findings)
     note_secrets(spec, findings)
 
 

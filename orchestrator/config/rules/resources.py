@@ -9,6 +9,7 @@ from typing import Any
 
 from orchestrator.config.reading.kinds import Kind, mismatch
 from orchestrator.config.reading.problems import Findings, KeyPath, unknown_key
+from policies.model.processes import ALTERNATIVES
 
 WHOSE = "SkyPilot's resources keys (0.14.1)"
 KEYS = {
@@ -35,7 +36,6 @@ KEYS = {
     "volumes": "list",
     "zone": "str",
 }
-ALTERNATIVES = ("any_of", "ordered")
 PORTS = "ports stay closed: nodes reach each other without; leave it out"
 
 

@@ -34,6 +34,8 @@ from policies.model.spec import (
     TrainerSpec,
 )
 from policies.model.vocabulary import PolicyVersion
+from tasks.machine.launching import trainer_argv
+from tasks.machine.node_env import NodeEnv
 from tasks.machine.spooling import find_spool, remove_spool
 from tests.budget import HANG_S
 from tests.node.trainer.stand_in_gateway import TOKEN, StandInGateway
@@ -83,8 +85,12 @@ def run_spec(
     dataset: str = "few.jsonl",
     on_bad_prompt: OnBadPrompt = "skip",
     replicas: int = 1,
+    accelerators: str = "",
 ) -> RunSpec:
-    """A spec over the tiny model, with `grpo` over GRPO. Without `kl` the guard only watches."""
+    """A spec over the tiny model, with `grpo` over GRPO. Without `kl` the guard only watches.
+
+    With `accelerators` it trains in a process for each.
+    """
     return RunSpec(
         name="test",
         storage=storage,
@@ -104,6 +110,7 @@ def run_spec(
             reward_funcs=(reward,) if witness is None else (reward, witness),
             peft=peft,
             accelerate=accelerate,
+            resources={"accelerators": accelerators} if accelerators else {},
         ),
     )
 
@@ -128,6 +135,11 @@ class Rig:
         return self._start(
             argv or [sys.executable, "-m", "tasks.trainer.main"], attempt, self.log(attempt), timeline
         )
+
+    def start_ranks(self, attempt: int = 1) -> subprocess.Popen[bytes]:
+        """The trainer in as many processes as its specification says, by the machine's own launcher."""
+        env = NodeEnv(self.store.url, "trainer-0-i1", TOKEN, attempt, 0, str(self.work), "127.0.0.1")
+        return self.start_trainer(attempt, argv=trainer_argv(env, self.spec))
 
     def start_uploader(self) -> None:
         """`python -m tasks.machine.uploader`, its output in uploader.log."""

@@ -23,9 +23,7 @@ from policies.model.spec import CheckpointsSpec, KlPolicy
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
 from tasks.machine.exit_note import leave_exit_code, take_exit_code
-from tasks.machine.node_env import NodeEnv
 from tasks.machine.spooling import find_spool
-from tasks.machine.trainer_machine import trainer_argv
 from tasks.storing.saving import RUN_FILE, read_resume_state
 from tasks.trainer.main import is_out_of_memory
 from tests.node.trainer.rig import Rig, make_tiny, open_rig
@@ -155,8 +153,7 @@ def test_a_trainer_without_memory_ends_with_its_own_code_behind_a_launcher(tiny:
     launched = {"num_processes": 1, "use_cpu": True, "mixed_precision": "no", "distributed_type": "NO"}
     grpo = {"save_steps": 1}
     with open_rig(tmp_path, tiny, grpo=grpo, reward="rig_rewards.insatiable", accelerate=launched) as rig:
-        env = NodeEnv(rig.store.url, "trainer-0-i1", "", 1, 0, str(rig.work), "127.0.0.1")
-        launcher = rig.start_trainer(argv=trainer_argv(env, rig.spec.trainer))
+        launcher = rig.start_ranks()
         assert launcher.wait(120) == 1, "which is why the code is noted"
         assert take_exit_code(rig.work) == exit_codes.OUT_OF_MEMORY
         beat = rig.beat()

@@ -1,0 +1,58 @@
+"""The processes that train, and the GPUs that they train on: one machine, a process for each GPU."""
+
+from __future__ import annotations
+
+from orchestrator.config.reading.problems import Findings
+from orchestrator.config.rules.effective import EffectiveRun
+from policies.model.gpus import named_gpus
+from policies.model.processes import gpu_counts
+from policies.model.spec import RunSpec, processes_of
+
+ACCELERATE = ("trainer", "accelerate")
+ACCELERATORS = ("trainer", "resources", "accelerators")
+
+
+def check_processes(run: EffectiveRun, findings: Findings) -> None:
+    _one_machine(run, findings)
+    counts, named = gpu_counts(run.at("trainer", "resources") or {}), run.at(*ACCELERATE, "num_processes")
+    gpus = sorted(count or 0 for count in counts)
+    if named is None and len(gpus) > 1:
+        message = (
+            f"machines of {' or '.join(map(str, gpus))} GPUs, and each would train with batches of another size"
+        )
+        expected = "expected as many GPUs in each alternative, or trainer.accelerate.num_processes"
+        findings.add(("trainer", "resources"), f"{message}; {expected}")
+    elif 0 < gpus[0] < run.processes:
+        message = f"{run.processes} processes, and trainer.resources may give a machine of {gpus[0]}"
+        findings.add((*ACCELERATE, "num_processes"), f"{message} GPUs; expected at most one for each")
+
+
+def _one_machine(run: EffectiveRun, findings: Findings) -> None:
+    machines = run.at(*ACCELERATE, "num_machines")
+    if machines is not None and machines != 1:
+        message = f"one machine trains, and {machines} would never find each other"
+        expected = "remove it, and name more GPUs on one machine in trainer.resources.accelerators"
+        findings.add((*ACCELERATE, "num_machines"), f"{message}; {expected}")
+
+
+def note_processes(spec: RunSpec, findings: Findings) -> None:
+    """Say what will be started where the file does not say it itself, and what would be paid for and not used."""
+    accelerate, processes, gpus = (
+        spec.trainer.accelerate or {},
+        processes_of(spec),
+        named_gpus(spec.trainer.resources),
+    )
+    if gpus is None:
+        return
+    if "num_processes" in accelerate:
+        if processes < gpus:
+            message = f"{processes} of the trainer's {gpus} GPUs train; the others are yours to use"
+            findings.notice((*ACCELERATE, "num_processes"), message)
+    elif processes > 1:
+        how = accelerate.get("distributed_type") or ("DDP" if not _divides(spec) else "as `grpo` says")
+        each = "each takes per_device_train_batch_size completions at once"
+        findings.notice(ACCELERATORS, f"{processes} processes train, one for each GPU ({how}); {each}")
+
+
+def _divides(spec: RunSpec) -> bool:
+    return bool(spec.grpo.get("fsdp") or spec.grpo.get("deepspeed"))

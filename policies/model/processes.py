@@ -1,0 +1,43 @@
+"""How many processes train: one for each GPU of the trainer's node, unless run.yaml says another number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+ALTERNATIVES = ("any_of", "ordered")  # SkyPilot's: lists of machines, each over the keys beside the list
+
+
+def processes_in(accelerate: Mapping[str, Any], resources: Mapping[str, Any]) -> int:
+    """How many processes train, by these sections of `trainer`; of alternatives the smallest decides."""
+    count = accelerate.get("num_processes")
+    if isinstance(count, int) and count > 0:
+        return count
+    return min((count for count in gpu_counts(resources) if count), default=1)
+
+
+def gpu_counts(resources: Mapping[str, Any]) -> set[int | None]:
+    """The counts in SkyPilot's `accelerators`: `H100:8`, `H100`, `{H100: 8}`, or a list of alternatives.
+
+    One for each alternative, those of `any_of` and `ordered` too; None for one that names none.
+    """
+    nested = [one for key in ALTERNATIVES for one in resources.get(key) or () if isinstance(one, Mapping)]
+    return {count for one in (nested or [resources]) for count in _counts({**resources, **one})}
+
+
+def _counts(resources: Mapping[str, Any]) -> Iterator[int | None]:
+    accelerators = resources.get("accelerators")
+    if isinstance(accelerators, Mapping):
+        accelerators = [f"{name}:{count}" for name, count in accelerators.items()]
+    elif isinstance(accelerators, str):
+        accelerators = [accelerators]
+    for one in accelerators or (None,):
+        yield None if one is None else _count(one)
+
+
+def _count(text: str) -> int | None:
+    """Of `NAME` or `NAME:COUNT`; None for what is no count of GPUs, which is SkyPilot's to judge."""
+    name, _, count = text.partition(":")
+    if name.lower().startswith("tpu") or (count and not count.isdecimal()):
+        return None
+    return int(count or 1)

@@ -1,0 +1,58 @@
+"""How a trainer's processes are started: how many, and whether this machine's GPUs can carry them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from checkpoint.store.codec import to_json
+from policies.model import exit_codes, node_contract
+from policies.model.spec import RunSpec, processes_of
+from tasks.machine.node_env import NodeEnv
+
+SMI_S = 60.0  # the driver answers within seconds; it has loaded itself by then
+
+
+def trainer_argv(env: NodeEnv, spec: RunSpec) -> list[str]:
+    """The trainer's command line: plain Python for one process, else accelerate's launcher."""
+    own, processes = spec.trainer.accelerate, processes_of(spec)
+    if own is None and processes == 1:
+        return [sys.executable, "-m", node_contract.TRAINER]
+    config = Path(env.workdir) / "accelerate.json"  # accelerate reads .json as well as .yaml
+    kind = "MULTI_GPU" if processes > 1 else "NO"
+    # Port 0: one that is free. On accelerate's own default two trainers of one machine would meet.
+    defaults = {"distributed_type": kind, "main_process_port": 0}
+    config.write_bytes(to_json({**defaults, **(own or {}), "num_processes": processes}))
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    return [*launcher, "-m", node_contract.TRAINER]
+
+
+def visible_gpus(env: Mapping[str, str]) -> int | None:
+    """How many NVIDIA GPUs a process with this environment sees; None where nothing here can tell."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([one for one in visible.split(",") if one.strip() not in ("", "-1")])
+    if shutil.which("nvidia-smi") is None:
+        return None
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SMI_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def unfit_gpus(spec: RunSpec, gpus: int | None) -> tuple[int, str] | None:
+    """An exit code and why, where so many GPUs cannot carry the run's processes; None where they can."""
+    processes = processes_of(spec)
+    if gpus is None or spec.grpo.get("use_cpu") or gpus == processes:
+        return None
+    if gpus < processes and processes > 1:  # another machine may have them
+        return exit_codes.FAILED, f"{processes} processes are to train, and this machine shows {gpus} GPUs"
+    if gpus > 1 and processes == 1:
+        message = f"this machine shows {gpus} GPUs to one process, and TRL trains on one in each"
+        expected = f"set trainer.accelerate.num_processes: {gpus}, or CUDA_VISIBLE_DEVICES: '0' in trainer.env"
+        return exit_codes.BAD_SPEC, f"{message}; {expected}"
+    return None
