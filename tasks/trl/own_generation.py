@@ -63,7 +63,8 @@ class OwnGeneration:
         config = GenerationConfig(
             max_new_tokens=length, do_sample=False, eos_token_id=ends, pad_token_id=ends[0], use_cache=True
         )
-        with torch.no_grad(), as_evaluated(model), _configured(model, config):
+        # Of a model with adapters `generate` goes past the forward pass that accelerate has put under autocast.
+        with torch.no_grad(), trainer.accelerator.autocast(), as_evaluated(model), _configured(model, config):
             out = model.generate(
                 input_ids=ids,
                 attention_mask=mask,

@@ -112,9 +112,11 @@ def _given(machine: Path) -> list[str]:
 
 def _holds(machine: Path) -> bool:
     """Whether a machine that was given GPUs still has them."""
-    if not _given(machine) or (machine / "gone").exists():
+    if not _given(machine):
         return False
+    if marked_processes(machine):
+        return True
     with contextlib.suppress(FileNotFoundError):
-        if on_record(machine)[1] is not None:
-            return True  # it is up, and its next attempt takes them
-    return bool(marked_processes(machine))
+        # Its work has ended and it is up: its next attempt takes them.
+        return on_record(machine)[1] is not None and not (machine / "gone").exists()
+    return False

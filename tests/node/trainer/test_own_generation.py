@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 from checkpoint.records.metrics import read_metrics
@@ -41,7 +42,7 @@ class ATrainer:
     """What is asked of one."""
 
     def __init__(self, model: Any, ends: list[int]) -> None:
-        self.model, self.eos_token_ids = model, ends
+        self.model, self.eos_token_ids, self.accelerator = model, ends, Accelerator(cpu=True)
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +167,24 @@ def test_a_killed_trainer_reads_its_completions_back_and_ends_with_the_same_weig
         rig.stored()
         assert "rollout_replayed" in rig.log(2).read_text()
         assert weights(rig) == weights(calm)
+
+
+@pytest.mark.parametrize(
+    ("grpo", "difference_max"),
+    [
+        pytest.param({"gradient_checkpointing": True}, 1e-4, id="activations computed again"),
+        pytest.param({"bf16": True}, 0.1, id="mixed precision"),
+        pytest.param({"steps_per_generation": 2, "num_iterations": 2}, 1e-4, id="a window of steps"),
+    ],
+)
+def test_what_is_generated_is_what_is_trained(
+    grpo: dict[str, Any], difference_max: float, tiny: Path, tmp_path: Path
+) -> None:
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+    with open_rig(tmp_path, tiny, replicas=0, grpo={"max_steps": 4, **grpo}, peft=lora) as rig:
+        assert rig.wait(rig.start_trainer()) == 0
+        rows = [row.values for row in read_metrics(rig.store) if "reward" in row.values]
+    fresh = [row["sampling/sampling_logp_difference/max"] for row in rows]
+    assert fresh
+    assert max(fresh) < difference_max
+    assert max(fresh) > 0

@@ -125,6 +125,21 @@ def test_the_gpus_of_a_machine_that_ended_are_free(
     assert seen_by(cloud, NODES[1]) == "1"
 
 
+def test_a_machine_that_is_being_taken_away_holds_its_gpus_until_its_processes_have_ended(
+    gpus: Callable[[int], None], opened: Callable[..., LocalCloud]
+) -> None:
+    gpus(2)
+    cloud = opened()
+    launch(cloud, TRAINER)
+    launch(cloud, NODES[0])
+    (cloud._folder / NODES[0] / "gone").write_text("preempted")
+    with pytest.raises(CloudRefused):
+        launch(cloud, NODES[1])
+    kill_all(cloud._folder / NODES[0])
+    launch(cloud, NODES[1])
+    assert seen_by(cloud, NODES[1]) == "1"
+
+
 def test_who_holds_what_is_known_to_the_next_daemon_and_to_other_runs(
     gpus: Callable[[int], None], opened: Callable[..., LocalCloud]
 ) -> None:
