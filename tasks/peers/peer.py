@@ -24,8 +24,9 @@ from tasks.peers.server import CHUNKS, HOLD_S, ON_HAND, PIECE_BYTES
 log = structlog.get_logger()
 
 CONNECT_S = 4.0  # with TLS's handshake
-SILENT_S = 3.0  # beyond what a peer may hold a request for, and between two of its bytes
+SILENT_S = 5.0  # beyond what a peer may hold a request for, and between two of its bytes
 CHUNK_S = 30.0  # for a whole one: what the store is given for a request that hangs
+IDLE_MAX = 4  # connections that are kept for the next download
 SHUN_S = (30.0, 3600.0)  # after a first failure, doubled up to the second
 ON_HAND_BYTES_MAX = 64 << 20  # names of a terabyte in chunks
 
@@ -105,20 +106,43 @@ class Peer:
         while self._idle:
             self._idle.popleft().close()
 
+    def greet(self) -> None:
+        """Connect, for later, or remember that it cannot be reached."""
+        try:
+            self._keep(self._connect())
+        except (OSError, http.client.HTTPException) as error:
+            self.shun(str(error) or type(error).__name__)
+
     @contextmanager
     def _asked(self, path: str) -> Iterator[http.client.HTTPResponse]:
         """The answer, whose body the block reads to its end. Raises OSError, HTTPException."""
+        connection, answer = self._answer(path)
         try:
-            connection = self._idle.pop()
-        except IndexError:
-            connection = self._connect()
-        try:
-            connection.request("GET", path, headers=self._headers)
-            yield connection.getresponse()
+            yield answer
         except BaseException:
             connection.close()
             raise
-        self._idle.append(connection)
+        self._keep(connection)
+
+    def _answer(self, path: str) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        while True:
+            try:
+                connection, kept = self._idle.pop(), True
+            except IndexError:
+                connection, kept = self._connect(), False
+            try:
+                connection.request("GET", path, headers=self._headers)
+                return connection, connection.getresponse()
+            except BaseException as error:
+                connection.close()
+                if not kept or not isinstance(error, ConnectionError):  # a kept one may have been closed meanwhile
+                    raise
+
+    def _keep(self, connection: http.client.HTTPConnection) -> None:
+        if len(self._idle) < IDLE_MAX and self.is_up:
+            self._idle.append(connection)
+        else:
+            connection.close()
 
     def _connect(self) -> http.client.HTTPConnection:
         connection = (

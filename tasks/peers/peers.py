@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from tasks.peers.shelf import Shelf
 
 log = structlog.get_logger()
 
-MEET_S = 0.5  # a download waits so long for peers to say whether they take part; who answers later is let in
+MEET_S = 2.0  # a download waits so long for peers to say whether they take part; who answers later is let in
 MEETINGS = 16  # at a time
 ROOTS_MAX = 128  # of which it is remembered who takes part
 
@@ -63,17 +63,21 @@ class Peers:
     def __exit__(self, *_: object) -> None:
         self._server.stop()
         self._meetings.shutdown(wait=False, cancel_futures=True)
+        for peer in self._peers.values():
+            peer.close()
 
-    def know(self, addresses: Iterable[str]) -> None:
-        """These are the nodes that there are; those of them that are new are asked about what is under way."""
+    def know(self, addresses: Iterable[str]) -> list[Future[None]]:
+        """These are the nodes that there are. Those of them that are new are connected to, so that a download finds
+        out nothing about them at its own cost, and asked about what is under way. Returns what that does."""
         with self._lock:
             before, self._known = self._known, tuple(one for one in addresses if one != self.address)
             new, under_way = set(self._known) - set(before), list(self._downloads)
             for gone in self._peers.keys() - set(self._known) - set().union(*self._heard.values()):
                 self._peers.pop(gone).close()
-        for download in under_way:
-            for address in new:
-                self._meetings.submit(self._meet, download, address)
+        greeted = [self._meetings.submit(self._peer(address).greet) for address in sorted(new)]
+        return greeted + [
+            self._meetings.submit(self._meet, download, address) for download in under_way for address in new
+        ]
 
     @contextmanager
     def download(self, root: str, names: Sequence[str], folders: Sequence[Path]) -> Iterator[PeerDownload]:
@@ -90,10 +94,7 @@ class Peers:
         finally:
             with self._lock:
                 self._downloads.remove(download)
-                peers = list(self._peers.values())
             self._shelf.end(root)
-            for peer in peers:
-                peer.close()
 
     def _meet(self, download: PeerDownload, address: str) -> None:
         """Ask a peer whether it takes part, and tell it that this node does."""
