@@ -1,7 +1,7 @@
 """One node of `benchmarks.rig.fan_out`, in a process of its own: `... URL FOLDER CHUNK_BYTES REF PEERS`.
 
-Says where its peers find it, reads where they are, connects to them and says so; at the next line fetches the policy
-of the wire's PolicyRef REF, says how long that took, and serves until its input ends.
+Says where its peers find it, reads where they are, connects to them and says so; at the next line fetches the
+policy of the wire's PolicyRef REF, says how long that took, and serves until its input ends.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class Peers:
             peer.close()
 
     def know(self, addresses: Iterable[str]) -> list[Future[None]]:
-        """These are the nodes that there are. Those of them that are new are connected to, so that a download finds
-        out nothing about them at its own cost, and asked about what is under way. Returns what that does."""
+        """These are the nodes that there are. Those of them that are new are connected to, so that no download has
+        to find out who cannot be reached, and asked about what is under way. Returns what does that."""
         with self._lock:
             before, self._known = self._known, tuple(one for one in addresses if one != self.address)
             new, under_way = set(self._known) - set(before), list(self._downloads)
