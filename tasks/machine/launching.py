@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from checkpoint.store.codec import to_json
 from policies.model import exit_codes, node_contract
@@ -25,9 +26,22 @@ def trainer_argv(env: NodeEnv, spec: RunSpec) -> list[str]:
     kind = "MULTI_GPU" if processes > 1 else "NO"
     # Port 0: one that is free. On accelerate's own default two trainers of one machine would meet.
     defaults = {"distributed_type": kind, "main_process_port": 0}
-    config.write_bytes(to_json({**defaults, **(own or {}), "num_processes": processes}))
+    config.write_bytes(to_json({**defaults, **_with_whole_weights(own or {}), "num_processes": processes}))
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     return [*launcher, "-m", node_contract.TRAINER]
+
+
+def _with_whole_weights(own: Mapping[str, Any]) -> dict[str, Any]:
+    """An accelerate config by which checkpoints hold whole weights, which is not the default of those that divide
+    them: a folder in shards is loaded by no `from_pretrained`."""
+    sections: dict[str, dict[str, Any]] = {
+        "deepspeed_config": {"zero3_save_16bit_model": True},
+        "fsdp_config": {"fsdp_state_dict_type": "FULL_STATE_DICT"},
+    }
+    whole = {key: {**default, **own[key]} for key, default in sections.items() if own.get(key)}
+    if "deepspeed_config_file" in whole.get("deepspeed_config", {}):  # accelerate takes no second word beside it
+        del whole["deepspeed_config"]
+    return {**own, **whole}
 
 
 def visible_gpus(env: Mapping[str, str]) -> int | None:

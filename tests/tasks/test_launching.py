@@ -38,6 +38,24 @@ def spec_of(accelerators: str = "", *, accelerate: dict[str, Any] | None = None,
             {"distributed_type": "DEEPSPEED", "num_processes": 8, "main_process_port": 7},
         ),
         (
+            spec_of("H100:2", accelerate={"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}),
+            {
+                "distributed_type": "DEEPSPEED",
+                "num_processes": 2,
+                "main_process_port": 0,
+                "deepspeed_config": {"zero_stage": 3, "zero3_save_16bit_model": True},
+            },
+        ),
+        (
+            spec_of("H100:2", accelerate={"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}),
+            {
+                "distributed_type": "FSDP",
+                "num_processes": 2,
+                "main_process_port": 0,
+                "fsdp_config": {"fsdp_version": 2, "fsdp_state_dict_type": "FULL_STATE_DICT"},
+            },
+        ),
+        (
             spec_of(accelerate={"use_cpu": True}),
             {"distributed_type": "NO", "num_processes": 1, "main_process_port": 0, "use_cpu": True},
         ),

@@ -9,11 +9,14 @@ from policies.model.processes import gpu_counts
 from policies.model.spec import RunSpec, processes_of
 
 ACCELERATE = ("trainer", "accelerate")
+WHOLE = "FULL_STATE_DICT"  # PyTorch's name
+GATHER = "stage3_gather_16bit_weights_on_model_save"  # DeepSpeed's
 ACCELERATORS = ("trainer", "resources", "accelerators")
 
 
 def check_processes(run: EffectiveRun, findings: Findings) -> None:
     _one_machine(run, findings)
+    _whole_checkpoints(run, findings)
     counts, named = gpu_counts(run.at("trainer", "resources") or {}), run.at(*ACCELERATE, "num_processes")
     gpus = sorted(count or 0 for count in counts)
     if named is None and len(gpus) > 1:
@@ -33,6 +36,18 @@ def _one_machine(run: EffectiveRun, findings: Findings) -> None:
         message = f"one machine trains, and {machines} would never find each other"
         expected = "remove it, and name more GPUs on one machine in trainer.resources.accelerators"
         findings.add((*ACCELERATE, "num_machines"), f"{message}; {expected}")
+
+
+def _whole_checkpoints(run: EffectiveRun, findings: Findings) -> None:
+    """Weights in shards are loaded by no `from_pretrained`. Where nothing is said they are saved whole."""
+    told = "checkpoints would hold weights in shards, which no from_pretrained loads; expected {}"
+    if run.at(*ACCELERATE, "deepspeed_config", "zero3_save_16bit_model") is False:
+        findings.add((*ACCELERATE, "deepspeed_config"), told.format("zero3_save_16bit_model: true"))
+    if run.at(*ACCELERATE, "fsdp_config", "fsdp_state_dict_type") not in (None, WHOLE):
+        findings.add((*ACCELERATE, "fsdp_config"), told.format(f"fsdp_state_dict_type: {WHOLE}"))
+    zero = run.at("grpo", "deepspeed", "zero_optimization") or {}
+    if isinstance(zero, dict) and zero.get("stage") == 3 and not zero.get(GATHER):
+        findings.add(("grpo", "deepspeed"), told.format(f"{GATHER}: true in zero_optimization"))
 
 
 def note_processes(spec: RunSpec, findings: Findings) -> None:

@@ -105,6 +105,16 @@ def test_what_will_be_started_is_said(
             "accelerate: {num_machines: 2, num_processes: 16}",
             "trainer.accelerate.num_machines: one machine trains, and 2 would never find each other; remove it, and name more GPUs on one machine in trainer.resources.accelerators",
         ),
+        (
+            "{accelerators: H100:8}",
+            "accelerate: {distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: 3, zero3_save_16bit_model: false}}",
+            "trainer.accelerate.deepspeed_config: checkpoints would hold weights in shards, which no from_pretrained loads; expected zero3_save_16bit_model: true",
+        ),
+        (
+            "{accelerators: H100:8}",
+            "accelerate: {distributed_type: FSDP, fsdp_config: {fsdp_state_dict_type: SHARDED_STATE_DICT}}",
+            "trainer.accelerate.fsdp_config: checkpoints would hold weights in shards, which no from_pretrained loads; expected fsdp_state_dict_type: FULL_STATE_DICT",
+        ),
     ],
 )
 def test_what_cannot_be_started_is_refused(resources: str, more: str, said: str, tmp_path: Path) -> None:
