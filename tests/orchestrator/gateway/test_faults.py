@@ -39,14 +39,16 @@ def test_one_of_two_nodes_is_killed_with_requests_in_flight(
     rig: Rig, recovery: Literal["continue", "exact"]
 ) -> None:
     victim = rig.node("rollout-0", event_s=0.2)
-    rig.node("rollout-1", event_s=0.2)
+    other = rig.node("rollout-1", event_s=0.2)
     rig.until_members("rollout-0", "rollout-1")
     rig.complete(make_batch("0-0", requests=2, max_tokens=1))
     until("both serving", lambda: all(one.serving for one in rig.status().members))
     batch = make_batch("0-0", recovery=recovery)
+    other.send_signal(signal.SIGSTOP)  # so that the first tokens are the victim's
     lines = rig.ask(batch)
     read = until_tokens(lines)
     kill(victim)
+    other.send_signal(signal.SIGCONT)
     heard = hear(iter([*read, *lines]))
     check_complete(batch, heard)
     assert {one.node for one in heard.completions} == {"rollout-1"}
