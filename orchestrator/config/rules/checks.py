@@ -15,8 +15,7 @@ from orchestrator.config.reading.problems import Findings, KeyPath
 from orchestrator.config.rules import batches, gpus
 from orchestrator.config.rules.bounds import check_bounds
 from orchestrator.config.rules.effective import Doubtful, EffectiveRun
-from orchestrator.config.rules.own_generation import generates_itself
-from orchestrator.config.rules.processes import check_processes
+from orchestrator.config.rules.processes import check_processes, one_generates
 from orchestrator.config.rules.reference_model import check_reference_model
 from orchestrator.config.rules.secrets import check_secrets
 
@@ -158,7 +157,7 @@ CHECKS: tuple[Callable[[EffectiveRun, Findings], None], ...] = (
     check_secrets,
     _name,
     _replicas,
-    generates_itself,
+    one_generates,
     batches.one_batch_key,
     batches.batch_holds_groups,
     _length_of_training,

@@ -9,12 +9,11 @@ from typing import Any
 from orchestrator.config.reading.problems import Findings
 from orchestrator.config.rules.foreign_keys import grpo_table
 from orchestrator.config.rules.gpus import note_idle
-from orchestrator.config.rules.own_generation import note_unused
 from orchestrator.config.rules.processes import note_processes
 from orchestrator.config.rules.secrets import note_secrets
 from policies.control.rollback_choice import changes_on_rollback
 from policies.detect.divergence import TYPICAL_DELAY_POINTS
-from policies.model.spec import RunSpec, generates_itself, processes_of
+from policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of
 from policies.serving.adapters import why_whole
 
 # More checkpoints than these between the beginning of a divergence and its notice are of no use to anyone.
@@ -28,7 +27,7 @@ def find_notices(spec: RunSpec, findings: Findings) -> None:
     _late_to_notice(spec, findings)
     _adapter_is_merged(spec, findings)
     note_idle(spec, findings)
-    note_unused(spec, findings)
+    _nodes_that_are_not_there(spec, findings)
     note_processes(spec, findings)
     note_secrets(spec, findings)
 
@@ -74,6 +73,14 @@ def _adapter_is_merged(spec: RunSpec, findings: Findings) -> None:
         return
     message = "each step publishes whole merged weights, not the adapter alone"
     findings.notice(("trainer", "peft"), f"{message}: {why}")
+
+
+def _nodes_that_are_not_there(spec: RunSpec, findings: Findings) -> None:
+    if not generates_itself(spec):
+        return
+    for key in ("resources", "setup", "vllm", "env", "recovery"):
+        if getattr(spec.rollout, key) != getattr(RolloutSpec(), key):
+            findings.notice(("rollout", key), "not used: with replicas: 0 the trainer generates, without vLLM")
 
 
 def _config_of(model: Path) -> dict[str, Any]:

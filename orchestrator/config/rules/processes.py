@@ -30,6 +30,24 @@ def check_processes(run: EffectiveRun, findings: Findings) -> None:
         findings.add((*ACCELERATE, "num_processes"), f"{message} GPUs; expected at most one for each")
 
 
+def one_generates(run: EffectiveRun, findings: Findings) -> None:
+    """Report what is left to rollout nodes, where there are none and the trainer generates."""
+    if run.at("rollout", "replicas", "max") != 0:
+        return
+    for key in ("generation_kwargs", "vllm_structured_outputs_regex"):
+        if run.at("grpo", key):
+            findings.add(("grpo", key), "vLLM's, and with rollout.replicas: 0 the trainer generates; remove it")
+    if run.processes > 1:
+        named = run.at(*ACCELERATE, "num_processes") is not None
+        message = f"with rollout.replicas: 0 one process trains and generates; expected 1, got {run.processes}"
+        findings.add((*ACCELERATE, "num_processes") if named else ACCELERATORS, message)
+    divides = (("grpo", "fsdp"), ("grpo", "deepspeed"))
+    for path in (*divides, (*ACCELERATE, "deepspeed_config"), (*ACCELERATE, "fsdp_config")):
+        if run.at(*path):
+            message = "with rollout.replicas: 0 one process holds the whole model to generate; remove it"
+            findings.add(path, message)
+
+
 def _one_machine(run: EffectiveRun, findings: Findings) -> None:
     machines = run.at(*ACCELERATE, "num_machines")
     if machines is not None and machines != 1:

@@ -342,10 +342,23 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         [
             "run.yaml:6: trainer.accelerate.num_processes: with rollout.replicas: 0 one process trains and generates; expected 1, got 2",
             "run.yaml:6: trainer.accelerate.fsdp_config: with rollout.replicas: 0 one process holds the whole model to generate; remove it",
-            "run.yaml:16: grpo.generation_kwargs: vLLM's, and with rollout.replicas: 0 the trainer generates without; remove it",
+            "run.yaml:16: grpo.generation_kwargs: vLLM's, and with rollout.replicas: 0 the trainer generates; remove it",
             "run.yaml:25: rehearse.faults[0].kill: there are no rollout nodes: rollout.replicas is 0",
             "run.yaml:26: rehearse.faults[1].preempt: there are no rollout nodes: rollout.replicas is 0",
             "run.yaml:28: rehearse.faults[3].no_capacity: there are no rollout nodes: rollout.replicas is 0",
+        ],
+    ),
+    (
+        "no nodes, and more GPUs than generate",
+        [
+            ("replicas: 2", "replicas: 0"),
+            (GRPO, f"{GRPO}\n  fsdp: full_shard"),
+            ("  reward_funcs", "  resources: {accelerators: 'H100:2'}\n  reward_funcs"),
+            (DROP, ""),
+        ],
+        [
+            "run.yaml:6: trainer.resources.accelerators: with rollout.replicas: 0 one process trains and generates; expected 1, got 2",
+            "run.yaml:16: grpo.fsdp: with rollout.replicas: 0 one process holds the whole model to generate; remove it",
         ],
     ),
     (
