@@ -34,6 +34,7 @@ from policies.model.events import (
     RollbackBegun,
     RunCreated,
     RunMoved,
+    SpecProved,
     StoreCaughtUp,
     StoreSlowed,
     TimelineForked,
@@ -130,6 +131,8 @@ def sentence(event: Event) -> str:
             return f"The store is slow: the checkpoint of step {event.step} is put off, {stored}"
         case StoreCaughtUp():
             return f"The store has caught up at step {event.step}: it has the checkpoint of {event.stored_step}"
+        case SpecProved():
+            return "The trainer can work with run.yaml: rollout nodes are asked for from now on"
         case DataSetAside():
             return f"{event.key} in the store cannot be read and is left out: {event.why}"
         case _:

@@ -1,9 +1,10 @@
 """How many nodes there should be, and which are requested or released now.
 
-The trainer comes first: rollout nodes can do nothing without it, so they are requested once its machine is there.
-Loading the model then takes it about as long as a rollout node needs to start. When the trainer's machine is lost
-and no other can be had, they are kept for as long as starting them again would take: so waiting costs at most
-twice what the best choice would have.
+The trainer comes first: rollout nodes can do nothing without it. Until one has trained, or been about to, none is
+requested: what it cannot work with is found on one machine and not on all. From then on they are requested once
+the trainer's machine is there; loading the model takes it about as long as a rollout node needs to start. When the
+trainer's machine is lost and no other can be had, they are kept for as long as starting them again would take: so
+waiting costs at most twice what the best choice would have.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def _request(tick: Tick, role: Role, name: str, slot: Slot) -> None:
 
 
 def _trainer_is_near(tick: Tick) -> bool:
-    """Whether the trainer has a machine on which it works, or will."""
+    """Whether the trainer has a machine on which it works, or will: what it cannot work with is known."""
+    if not tick.state.proved:
+        return False
     fails = any(kind.never_serves for name, kind in tick.state.kinds.items() if name.startswith(Role.TRAINER))
     return any(node.served or not fails for node in tick.state.trainer_machines)
 

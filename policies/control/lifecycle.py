@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from policies.control.observed import HEARTBEAT_FRESH_S, HEARTBEAT_LOST_S, MACHINE_LOST_S
 from policies.control.rollback_begin import begin_by_hand
+from policies.control.snapshot import BEFORE_TRAINING
 from policies.control.stopping import DOWN, DOWN_NOW, stop_at_once
 from policies.control.tick import Tick
 from policies.model import exit_codes
 from policies.model.buying import MachineKind
-from policies.model.events import CommandTaken, DataSetAside, GatewayRestarted, StoreCaughtUp, StoreSlowed
+from policies.model.events import (
+    CommandTaken,
+    DataSetAside,
+    GatewayRestarted,
+    SpecProved,
+    StoreCaughtUp,
+    StoreSlowed,
+)
 from policies.model.phases import LIVE_RUN
 from policies.model.state import Node
 from policies.model.vocabulary import NodePhase, Refusal, Role, RollbackStage, RunPhase
@@ -80,6 +88,9 @@ def _store(tick: Tick) -> None:
 def _trainer(tick: Tick, node: Node) -> None:
     if node.phase is NodePhase.SERVING and tick.state.phase is RunPhase.STARTING:
         tick.move_run(RunPhase.TRAINING, "the trainer has its first heartbeat")
+    beat = tick.snapshot.heartbeat_of(node)
+    if beat is not None and beat.activity not in BEFORE_TRAINING and not tick.state.proved:
+        tick.emit(SpecProved(), f"{node.id} can train: rollout nodes are asked for")
     _give_up_silent(tick, node)
     code, ended_at_s = tick.snapshot.exit_code_of(node), node.attempt_ended_at_s
     alive = tick.state.phase in LIVE_RUN

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from policies.control.health import note_health, note_pitfalls
 from policies.control.rollback_begin import answer_divergence, answer_memory
+from policies.control.snapshot import BEFORE_TRAINING
 from policies.control.tick import Tick
 from policies.model.events import (
     Exported,
@@ -26,7 +27,6 @@ from policies.serving.wire import labelled_version
 # An old trainer stops at its next look at the store, and a process that hangs ends itself (after 20 s). A machine
 # on which neither happens is given up.
 FENCE_WAIT_S = 120.0
-NOT_TRAINING = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet
 
 
 def steer_timeline(tick: Tick) -> None:
@@ -47,7 +47,7 @@ def steer_timeline(tick: Tick) -> None:
 
 def _advance(tick: Tick, rollback: Rollback) -> None:
     timeline, beat = rollback.fork.timeline, tick.snapshot.trainer
-    if beat is not None and (beat.timeline != timeline or beat.activity in NOT_TRAINING):
+    if beat is not None and (beat.timeline != timeline or beat.activity in BEFORE_TRAINING):
         beat = None  # nobody trains on the new timeline yet
     match rollback.stage:
         case RollbackStage.BEGUN:

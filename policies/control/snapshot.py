@@ -14,6 +14,8 @@ from policies.model.timelines import Fork
 from policies.model.vocabulary import MachineState, Market, PolicyVersion, Precedence, Refusal, precedence_of
 from policies.serving.wire import MemberStatus
 
+BEFORE_TRAINING = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:

@@ -243,6 +243,11 @@ class StoreCaughtUp:
 
 
 @dataclass(frozen=True, slots=True)
+class SpecProved:
+    """A trainer has come as far as training: run.yaml, its data and its rewards can be worked with."""
+
+
+@dataclass(frozen=True, slots=True)
 class DataSetAside:
     """An optional object of the store, or part of it, cannot be read and is left out; a command is moved away."""
 
@@ -273,6 +278,7 @@ RunEvent = (
     | Noticed
     | StoreSlowed
     | StoreCaughtUp
+    | SpecProved
     | DataSetAside
 )
 Event = RunEvent | MachineEvent | TimelineEvent

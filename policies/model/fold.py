@@ -37,6 +37,7 @@ from policies.model.events import (
     RollbackBegun,
     RunCreated,
     RunMoved,
+    SpecProved,
     StoreCaughtUp,
     StoreSlowed,
     TimelineEvent,
@@ -86,6 +87,8 @@ def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState
             return replace(state, store_slow=True)
         case StoreCaughtUp():
             return replace(state, store_slow=False)
+        case SpecProved():
+            return replace(state, proved=True)
         case DataSetAside():
             return replace(state, set_aside=(*state.set_aside, event))
         case _:

@@ -89,6 +89,7 @@ class RunState:
     exported: str | None = None  # that checkpoint, once its weights are exported
     noticed: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # step by kind of pitfall
     store_slow: bool = False  # a checkpoint was put off, and none has found room since
+    proved: bool = False  # a trainer has come as far as training, once
     set_aside: tuple[DataSetAside, ...] = ()  # what of the store could not be read and was told, each object once
 
     @property

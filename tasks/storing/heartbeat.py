@@ -20,14 +20,13 @@ from checkpoint.records.forks import newest_timeline
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
-from policies.control.snapshot import Trainer
+from policies.control.snapshot import BEFORE_TRAINING, Trainer
 from policies.detect.divergence import Verdict
 from policies.model import exit_codes
 from tasks.machine.leaving import Leaving
 
 log = structlog.get_logger()
 
-BEFORE_TRAINING = frozenset({"starting", "restoring"})  # activities
 BEAT_S = 2.0
 BEATS_APART_S = 0.25  # between two beats at least: steps may be shorter, and each beat reads and writes the store
 # How long a replaced trainer has to stop by itself. A step may take minutes, and a collective that has lost a

@@ -26,7 +26,7 @@ from policies.control.snapshot import (
 )
 from policies.detect.divergence import Health, Verdict
 from policies.model import exit_codes
-from policies.model.events import Event, RunCreated, RunMoved, TookOver
+from policies.model.events import Event, RunCreated, RunMoved, SpecProved, TookOver
 from policies.model.fold import apply
 from policies.model.spec import (
     Dataset,
@@ -91,6 +91,7 @@ class World:
     up_at_s: dict[str, float] = field(default_factory=dict)
     launches: list[tuple[str, int]] = field(default_factory=list)
     confirmed: list[str] = field(default_factory=list)
+    proved: bool = False  # a trainer has trained before
     refusing: bool = False
     refusing_rollouts: bool = False
     launch_s: float = 0.0  # from the order until the machine is up
@@ -116,6 +117,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.journal((TookOver("here", 1, "up"), RunCreated("sim", "sim-0")))
+        if self.proved:
+            self.journal((SpecProved(),))
 
     @property
     def state(self) -> RunState:

@@ -32,6 +32,7 @@ from policies.model.events import (
     RollbackBegun,
     RunCreated,
     RunMoved,
+    SpecProved,
     StoreCaughtUp,
     StoreSlowed,
     TimelineForked,
@@ -134,6 +135,7 @@ SAMPLES: list[tuple[Event, str]] = [
     ),
     (StoreSlowed(20, 0), "The store is slow: the checkpoint of step 20 is put off, none is stored"),
     (StoreCaughtUp(130, 100), "The store has caught up at step 130: it has the checkpoint of 100"),
+    (SpecProved(), "The trainer can work with run.yaml: rollout nodes are asked for from now on"),
     (
         DataSetAside("commands/000-x.json", "Input data was truncated"),
         "commands/000-x.json in the store cannot be read and is left out: Input data was truncated",

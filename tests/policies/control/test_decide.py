@@ -81,7 +81,7 @@ def test_a_drained_machine_that_is_not_taken_back_is_returned() -> None:
 
 
 def test_what_a_machine_costs_is_journalled_once_when_it_is_first_seen() -> None:
-    world = World()
+    world = World(proved=True)
     world.tick()
     bought = Machine(
         "rollout-0-i1",
@@ -101,7 +101,7 @@ def test_what_a_machine_costs_is_journalled_once_when_it_is_first_seen() -> None
 
 
 def test_a_machine_that_is_only_starting_may_still_be_refused() -> None:
-    world = World()
+    world = World(proved=True)
     world.tick()
     world.machines["rollout-0-i1"] = Machine("rollout-0-i1", MachineState.STARTING, attempt=0)
     world.tick()
@@ -238,7 +238,7 @@ def test_orphans_are_taken_down_and_known_machines_are_not() -> None:
 
 
 def test_a_node_that_never_works_is_replaced() -> None:
-    world = World(spec(boot_timeout_s=20.0), max_steps=1000)
+    world = World(spec(boot_timeout_s=20.0), max_steps=1000, proved=True)
     world.tick()
     world.tick()
     world.tick()  # the trainer's machine is there, and so rollout nodes are asked for

@@ -10,10 +10,10 @@ from policies.control.decide import decide
 from policies.control.fleet import HOLD_MIN_S
 from policies.control.lifecycle import NOTICE_TAKES_S
 from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
-from policies.control.snapshot import Launch, Terminate
+from policies.control.snapshot import Launch, Terminate, Trainer
 from policies.model import exit_codes
 from policies.model.buying import PROBE_FIRST_S, PROBE_MAX_S, REFUSALS, WORKS_S, MachineKind, probe_wait_s
-from policies.model.events import BuyingResumed, BuyingStopped, NodeMoved, NodeRequested, RunMoved
+from policies.model.events import BuyingResumed, BuyingStopped, NodeMoved, NodeRequested, RunMoved, SpecProved
 from policies.model.fold import fold
 from policies.model.state import RunState
 from policies.model.vocabulary import NodePhase, Refusal, Role, RunPhase
@@ -56,6 +56,34 @@ def test_rollout_nodes_are_asked_for_when_the_trainers_machine_is_there() -> Non
     world.refusing = False
     world.run()
     assert world.state.phase is RunPhase.FINISHED
+
+
+def test_a_run_yaml_that_the_trainer_cannot_work_with_costs_one_machine_and_one_attempt() -> None:
+    world = World(spec=spec(10), fails={Role.TRAINER: exit_codes.BAD_SPEC})
+    world.run()
+    assert world.state.phase is RunPhase.FAILED
+    assert world.launches == [("trainer-0-i1", 1)]
+
+
+@pytest.mark.parametrize(
+    ("activity", "asked"), [("starting", 0), ("restoring", 0), ("training", 2), ("waiting", 2), ("generating", 2)]
+)
+def test_rollout_nodes_are_asked_for_first_once_the_trainer_can_train(activity: str, asked: int) -> None:
+    """So, too, where an earlier release has journalled nothing of it: the heartbeat tells."""
+    world = World(boot_s={Role.TRAINER: 1e9})
+    for _ in range(3):
+        world.tick()
+    beat = Trainer("trainer-0-i1", 1, 0, 0, 0, activity, world.now_s)
+    events = decide(world.state, replace(world.snapshot(), trainer=beat), world.spec).events
+    assert sum(isinstance(event, NodeRequested) for event in events) == asked
+    assert (SpecProved() in events) is bool(asked)
+
+
+def test_what_has_trained_once_is_not_proved_again() -> None:
+    world = World(boot_s={Role.TRAINER: 1e9}, proved=True)
+    for _ in range(3):
+        world.tick()
+    assert len(world.up(Role.ROLLOUT)) == 2, "both kinds of machine start side by side"
 
 
 def test_work_that_needs_longer_than_the_deadline_is_not_bought_for_ever() -> None:
@@ -101,7 +129,7 @@ def test_work_that_fails_on_every_machine_is_not_bought_for_ever() -> None:
 def test_a_store_that_fails_now_and_then_does_not_pay_for_ever(
     waited_s: float, steady_s: float, given_up: bool
 ) -> None:
-    world = World(boot_s={Role.ROLLOUT: 1e9})
+    world = World(boot_s={Role.ROLLOUT: 1e9}, proved=True)
     while world.beat is None:
         world.tick()
         world.advance()
