@@ -86,7 +86,7 @@ def _fence(tick: Tick, rollback: Rollback) -> None:
 def _served(tick: Tick) -> list[PolicyVersion]:
     """What generates now; without rollout nodes the trainer does."""
     beat = tick.snapshot.trainer
-    if generates_itself(tick.spec) and beat is not None and beat.activity not in NOT_TRAINING:
+    if generates_itself(tick.spec) and beat is not None and beat.activity not in BEFORE_TRAINING:
         return [PolicyVersion(beat.timeline, beat.step)]
     members = (tick.snapshot.members or {}).values()
     return [labelled_version(member.policy) for member in members if member.serving and member.policy]

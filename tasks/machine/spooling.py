@@ -37,7 +37,7 @@ def make_spool(workdir: Path, spec: CheckpointsSpec, slot_bytes: int) -> Spool:
         )
     if not _leads_somewhere(link):
         if link.is_dir():
-            link.rmdir()  # transformers makes its output folder where there is none
+            shutil.rmtree(link)  # transformers makes its output folder where there is none, TRL one in it
         link.unlink(missing_ok=True)
         link.symlink_to(folder)
     return Spool(folder, budget_bytes, slot_bytes)

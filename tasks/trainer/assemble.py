@@ -40,6 +40,8 @@ from tasks.storing.served_types import read_served_types
 from tasks.storing.sharing import Restored
 from tasks.storing.step_costs import StepCosts
 from tasks.trainer import callbacks
+from tasks.trainer.preflight import check_prompts, check_rewards
+from tasks.trainer.reports import keep_reports, prepare_reports
 from tasks.trainer.user_objects import (
     BadSpec,
     first_line,
@@ -129,6 +131,7 @@ def assemble(
     trainer.add_callback(callbacks.CheckpointCallback(lambda: trainer.save_is_due, leave_if_due))
     spool = _spool(Path(env.workdir), start.spec, trainer)
     if spool is not None:
+        keep_reports(trainer, Path(env.workdir))
         _add_first(start, trainer, client, spool)
     return trainer, spool
 
@@ -157,6 +160,10 @@ def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable
     rewards = load_reward_functions(wanted.reward_funcs, workdir)
     train_set = load_dataset("trainer.dataset", wanted.dataset, workdir)
     eval_set = wanted.eval_dataset and load_dataset("trainer.eval_dataset", wanted.eval_dataset, workdir)
+    prepare_reports(config, Path(start.env.workdir))
+    if start.restored is None and config.process_index == 0:
+        check_prompts("trainer.dataset", train_set)
+        check_rewards(rewards, wanted.reward_funcs, train_set, only_prompts=config.remove_unused_columns)
     replacements = replaced(len(train_set))
     model = model_path(wanted, workdir) if start.base_model is None else str(start.base_model)
     set_seed(config.seed)  # before the model: new adapters are drawn at random, and a restart must draw the same
@@ -173,7 +180,7 @@ def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable
             eval_dataset=eval_set,
             peft_config=_peft_config(wanted.peft),
         )
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, ImportError) as error:
         if passes(error):
             raise
         raise BadSpec(f"trainer.model {wanted.model}, with the settings of `grpo`: {first_line(error)}") from error

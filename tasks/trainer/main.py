@@ -168,6 +168,7 @@ def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
     """Train, and say how it ended. Raises errors that another try may not meet."""
     from tasks.storing.tensor_types import UnsupportedType
     from tasks.trainer.callbacks import Diverged
+    from tasks.trainer.user_objects import BadSpec
 
     try:
         trainer.train(resume_from_checkpoint=resume_from)
@@ -176,7 +177,7 @@ def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
         # A launcher ends the others where one fails, and the first still waits for its uploader.
         code = exit_codes.STOPPED if RANK == 0 else exit_codes.OK
         return code, f"told to end at step {trainer.state.global_step}; stored up to {stored or 0}"
-    except (NoRoom, UnsupportedType) as error:
+    except (NoRoom, UnsupportedType, BadSpec) as error:
         return exit_codes.BAD_SPEC, str(error)
     except Diverged as error:
         return exit_codes.DIVERGED, f"stopped at step {trainer.state.global_step}: {error}"

@@ -26,6 +26,7 @@ from orchestrator.clouds.sky.unrecorded import UnrecordedClusters
 from orchestrator.control import daemon
 from orchestrator.home.folder import run_token, token_file
 from policies.model import exit_codes
+from policies.model.events import SpecProved
 from policies.model.vocabulary import NodePhase
 from tests.budget import HANG_S
 from tests.stand_ins.cloud_worlds import hurry
@@ -47,6 +48,9 @@ class World:
         trainer = replace(spec().trainer, resources={"infra": "aws/us-east-1"})
         run = replace(spec(), cloud="sky", storage=self.store.url, workdir=str(folder), trainer=trainer)
         documents.create_run(self.store, RunRecord(documents.SCHEMA, RUN_ID, time.time(), run))
+        before = journal.Journal(self.store, "before/1")
+        before.take_over(0.0, "before", 1, "up")
+        before.append(0.0, (SpecProved(),))
         self.sit_at("first")
 
     def sit_at(self, machine: str) -> None:

@@ -1,0 +1,109 @@
+"""What a first start tries before any rollout machine is asked for: the data and the rewards.
+
+Each of these would fail only with the first completions, on a fleet that is paid for. A reward function is called
+once, as TRL calls it: on a real row, with completions of the kind that the dataset's prompts ask for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import TrainerState
+
+from tasks.trainer.user_objects import BadSpec, first_line, passes
+
+# More than one, so that a function that returns one number for all is found out. A model may say anything.
+ANSWERS = ("42", "The answer is 42.")
+OWN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})  # TRL passes these under other names
+
+
+def check_prompts(key: str, dataset: Any) -> None:
+    """Look at the first row: TRL takes a text, or messages of a chat. Raises BadSpec naming `key`."""
+    if len(dataset) == 0:
+        raise BadSpec(f"{key}: it has no rows")
+    prompt = dataset[0]["prompt"]
+    if isinstance(prompt, str) or _is_chat(prompt):
+        return
+    expected = "expected a text, or a list of messages, each with `role` and `content`"
+    raise BadSpec(f"{key}: its first prompt is {_shown(prompt)}; {expected}")
+
+
+def check_rewards(
+    functions: Sequence[Callable[..., Any]], names: Sequence[str], dataset: Any, *, only_prompts: bool
+) -> None:
+    """Call each reward function once. Raises BadSpec naming the first that TRL could not work with.
+
+    Args:
+        names: the functions' import paths.
+        only_prompts: the functions get no other columns (`remove_unused_columns`).
+    """
+    row = dataset[0]
+    chat = _is_chat(row["prompt"])
+    told: dict[str, Any] = {
+        "prompts": [row["prompt"]] * len(ANSWERS),
+        "completions": [[{"role": "assistant", "content": text}] if chat else text for text in ANSWERS],
+        "completion_ids": [[0] for _ in ANSWERS],
+        "trainer_state": TrainerState(),
+        "log_extra": lambda *_: None,
+        "log_metric": lambda *_: None,
+    }
+    columns = [] if only_prompts else sorted(row.keys() - OWN_COLUMNS)
+    told |= {name: [row[name]] * len(ANSWERS) for name in columns}
+    for function, name in zip(functions, names, strict=True):
+        if not isinstance(function, torch.nn.Module):
+            _check_reward(function, f"trainer.reward_funcs: {name}", told, columns)
+
+
+def _check_reward(function: Callable[..., Any], key: str, told: dict[str, Any], columns: list[str]) -> None:
+    if not hasattr(function, "__name__"):
+        raise BadSpec(f"{key} has no name, by which TRL logs it; expected a function")
+    try:
+        found = function(**told)
+        if inspect.isawaitable(found):
+            found = asyncio.run(_awaited(found))
+    except Exception as error:  # the user's code may raise anything
+        if passes(error) or isinstance(error, TimeoutError):
+            raise
+        row = f"called on the dataset's first row, with {', '.join(columns) or 'no other columns'}"
+        raise BadSpec(f"{key} raised {type(error).__name__}: {first_line(error)}; it was {row}") from error
+    expected = f"expected {len(ANSWERS)} numbers or None, one for each completion"
+    try:
+        values = list(found)
+    except TypeError as error:
+        raise BadSpec(f"{key} returned {_shown(found)}; {expected}") from error
+    if len(values) != len(ANSWERS):
+        raise BadSpec(f"{key} returned {len(values)} values; {expected}")
+    for value in values:
+        if not _is_reward(value):
+            raise BadSpec(f"{key} returned {_shown(value)} among its values; {expected}")
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+def _is_reward(value: Any) -> bool:
+    """Whether TRL makes one number of it. NaN stands for None, and infinity would be the whole step's loss."""
+    if value is None:
+        return True
+    try:
+        made = torch.tensor([value], dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return made.shape == (1,) and not math.isinf(made.item())
+
+
+def _is_chat(prompt: Any) -> bool:
+    messages = isinstance(prompt, list) and bool(prompt)
+    return messages and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in prompt)
+
+
+def _shown(value: Any) -> str:
+    """A value in one short line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

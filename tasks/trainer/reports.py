@@ -1,0 +1,79 @@
+"""Where TRL reports to besides the run's store: TensorBoard, Weights & Biases, the table of completions.
+
+What lies in files of theirs stays on the trainer's machine, in REPORTS. The run's store has the metrics and the
+completions in any case.
+"""
+
+from __future__ import annotations
+
+import functools
+import netrc
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+from transformers.integrations import get_reporting_integration_callbacks
+
+from tasks.trainer.user_objects import BadSpec, first_line, passes
+
+log = structlog.get_logger()
+
+REPORTS = "reports"  # in the trainer's working folder
+COMPLETIONS = "completions"  # TRL's name for its folder of tables
+NO_KEY_NEEDED = ("offline", "disabled", "dryrun")
+
+
+def prepare_reports(config: Any, workdir: Path) -> None:
+    """Say where files of reports go, and try what `report_to` names. Raises BadSpec for what is not there."""
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(workdir / REPORTS / "tensorboard"))
+    for kind in _kinds(config):
+        try:
+            kind()
+        except (RuntimeError, ImportError) as error:
+            raise BadSpec(f"grpo.report_to: {first_line(error)} It belongs into trainer.setup") from error
+    if "wandb" in config.report_to and not _has_wandb_key():
+        hint = "export WANDB_API_KEY and name it under `secrets:`, or set WANDB_MODE: offline in trainer.env"
+        raise BadSpec(f"grpo.report_to: wandb has no key here; {hint}")
+
+
+def keep_reports(trainer: Any, workdir: Path) -> None:
+    """Have TRL's tables of completions on the disk and not in the spool, and failing reports told in one line."""
+    kinds = tuple(_kinds(trainer.args))
+    for sink in trainer.callback_handler.callbacks:
+        if isinstance(sink, kinds):
+            sink.on_train_begin = functools.partial(_begin, sink.on_train_begin)
+    if not trainer.log_completions:
+        return
+    folder, link = workdir / REPORTS / COMPLETIONS, Path(trainer.args.output_dir, COMPLETIONS)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink():
+        shutil.rmtree(link, ignore_errors=True)
+        link.symlink_to(folder)
+    log.info("completions_are_written", folder=str(folder), stored=False)
+
+
+def _begin(begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a report does as the training begins: it connects, and raises BadSpec where it cannot."""
+    try:
+        return begin(*args, **kwargs)
+    except Exception as error:  # each service raises its own
+        if passes(error):
+            raise
+        raise BadSpec(f"grpo.report_to: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _kinds(config: Any) -> list[type]:
+    kinds: list[type] = get_reporting_integration_callbacks(config.report_to)
+    return kinds
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in NO_KEY_NEEDED:
+        return True
+    try:
+        return any("wandb" in host for host in netrc.netrc().hosts)
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,155 @@
+"""What a first start tries: each mistake ends it with one line, before any rollout machine is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from policies.model import exit_codes
+from tasks.trainer import reports
+from tasks.trainer.preflight import check_prompts, check_rewards
+from tasks.trainer.user_objects import BadSpec
+from tests.node.trainer.rig import make_tiny, open_rig
+from tests.node.trainer.rig_rewards import lower_share
+
+TEXTS = Dataset.from_list([{"prompt": "1+1", "answer": "2"}])
+CHATS = Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def without_kwargs(completions: list[str]) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+def wants_solution(completions: list[str], solution: list[str], **_: Any) -> list[float]:
+    return [float(one in solution) for one in completions]
+
+
+def of_a_chat(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
+    return [float(one[0]["content"] == right) for one, right in zip(completions, answer, strict=True)]
+
+
+async def awaited(completions: list[str], **_: Any) -> list[float | None]:
+    return [None for _ in completions]
+
+
+def returns(value: Any) -> Callable[..., Any]:
+    def reward(**_: Any) -> Any:
+        return value
+
+    return reward
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (without_kwargs, "raised TypeError: without_kwargs() got an unexpected keyword argument"),
+        (
+            wants_solution,
+            "missing 1 required positional argument: 'solution'; it was called on ",
+        ),
+        (of_a_chat, "raised TypeError: string indices must be integers"),
+        (returns(1.0), "returned 1.0; expected 2 numbers or None, one for each completion"),
+        (returns([1.0]), "returned 1 values; expected 2 numbers"),
+        (returns(None), "returned None; expected 2"),
+        (returns(["right", "wrong"]), "returned 'right' among its values"),
+        (returns([[0.5], [0.5]]), "returned [0.5] among its values"),
+        (returns([0.0, float("inf")]), "returned inf among its values"),
+    ],
+)
+def test_a_reward_function_that_trl_could_not_work_with_is_named(function: Callable[..., Any], says: str) -> None:
+    with pytest.raises(BadSpec) as caught:
+        check_rewards([lower_share, function], ["r.good", "r.bad"], TEXTS, only_prompts=False)
+    assert str(caught.value).startswith("trainer.reward_funcs: r.bad ")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_rewards_of_every_form_pass() -> None:
+    check_rewards([lower_share, awaited, returns((1, True))], ["a", "b", "c"], TEXTS, only_prompts=False)
+    check_rewards([of_a_chat], ["d"], CHATS, only_prompts=False)
+    with pytest.raises(BadSpec, match="'answer'"):
+        check_rewards([of_a_chat], ["d"], CHATS, only_prompts=True)
+
+
+def test_a_service_out_of_reach_is_not_the_functions_fault() -> None:
+    def judged(**_: Any) -> list[float]:
+        raise ConnectionRefusedError("the judge is away")
+
+    with pytest.raises(ConnectionRefusedError):
+        check_rewards([judged], ["judged"], TEXTS, only_prompts=False)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is not None, reason="math-verify is installed")
+def test_trls_own_reward_without_what_it_needs_is_told() -> None:
+    from trl.rewards import accuracy_reward
+
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1"}], "solution": "$2$"}])
+    with pytest.raises(BadSpec, match="math_verify"):
+        check_rewards([accuracy_reward], ["trl.rewards.accuracy_reward"], rows, only_prompts=False)
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([], "it has no rows"),
+        ([{"prompt": 7}], "its first prompt is 7; expected a text, or a list of messages"),
+        ([{"prompt": ["a", "b"]}], "its first prompt is ['a', 'b']"),
+        ([{"prompt": [{"from": "human", "value": "x"}]}], "each with `role` and `content`"),
+    ],
+)
+def test_prompts_are_texts_or_chats(rows: list[dict[str, Any]], says: str) -> None:
+    with pytest.raises(BadSpec, match=r"^trainer\.dataset: ") as caught:
+        check_prompts("trainer.dataset", Dataset.from_list(rows))
+    assert says in str(caught.value)
+
+
+def test_a_report_that_cannot_begin_is_told_in_one_line() -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise RuntimeError("api_key not configured\ntry wandb login")
+
+    with pytest.raises(BadSpec, match=r"^grpo\.report_to: RuntimeError: api_key not configured$"):
+        reports._begin(refused, None)
+
+
+@pytest.mark.parametrize(
+    ("grpo", "package", "says"),
+    [
+        ({"report_to": "wandb"}, "wandb", "grpo.report_to: WandbCallback requires wandb to be installed"),
+        ({"use_liger_kernel": True}, "liger_kernel", "with the settings of `grpo`: "),
+    ],
+)
+def test_a_package_that_is_not_there_ends_the_first_attempt(
+    grpo: dict[str, Any], package: str, says: str, tiny: Path, tmp_path: Path
+) -> None:
+    if importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    with open_rig(tmp_path, tiny, grpo=grpo) as rig:
+        assert rig.wait(rig.start_trainer()) == exit_codes.BAD_SPEC
+        assert says in rig.log().read_text().splitlines()[-1]
+        beat = rig.beat()
+    assert beat is not None
+    assert beat.activity == "starting", "the controller asks for no rollout node"
+
+
+def test_a_table_of_completions_is_written_beside_the_spool_and_outlives_a_restart(
+    tiny: Path, tmp_path: Path
+) -> None:
+    with open_rig(tmp_path, tiny, grpo={"log_completions": True, "max_steps": 2, "save_steps": 2}) as rig:
+        assert rig.wait(rig.start_trainer()) == exit_codes.OK
+        tables = sorted(path.name for path in (rig.work / "reports" / "completions").iterdir())
+    assert tables == ["completions_00001.parquet", "completions_00002.parquet"]
+
+
+def test_reports_are_asked_once_they_exist() -> None:
+    assert issubclass(reports._kinds(type("config", (), {"report_to": ["tensorboard"]}))[0], TrainerCallback)
