@@ -65,8 +65,8 @@ def _begin(begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise BadSpec(f"grpo.report_to: {type(error).__name__}: {first_line(error)}") from error
 
 
-def _kinds(config: Any) -> list[type]:
-    kinds: list[type] = get_reporting_integration_callbacks(config.report_to)
+def _kinds(config: Any) -> list[Any]:
+    kinds: list[Any] = get_reporting_integration_callbacks(config.report_to)
     return kinds
 
 
