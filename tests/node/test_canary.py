@@ -55,6 +55,8 @@ class Node:
         dtype: str,
         peft: dict[str, Any] | None = None,
         flags: dict[str, Any] | None = None,
+        *,
+        bare: bool = False,
     ) -> None:
         self.folder = folder
         spec = RunSpec(
@@ -79,7 +81,7 @@ class Node:
         self.check = PolicyCheck(spec)
         self._loop = asyncio.new_event_loop()
         self._http = self.do(_session())
-        self.server = self.do(vllm_server.start(spec, env, self._http))
+        self.server = self.do(vllm_server.start(spec, env, self._http, bare=bare))
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         return self._loop.run_until_complete(work)

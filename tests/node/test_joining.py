@@ -14,7 +14,10 @@ from typing import Any, cast
 
 import pytest
 
+from tasks.rollout.vllm_server import PolicyRefused
 from tasks.rollout.vllm_worker import Extension
+from tasks.trl.canary import canary_of
+from tests.node.test_canary import Node, dense_model, policy, without_a_layer
 
 
 def test_a_worker_tells_which_parameters_have_had_no_weights() -> None:
@@ -124,3 +127,22 @@ def test_a_models_tensors_are_read_from_the_hub_without_its_weights(
         server.shutdown()
         server.server_close()
     assert json.loads(said.splitlines()[-1]) == {name: ["BF16", [2, 1]] for name in found}
+
+
+def test_an_engine_without_weights_serves_nobody_before_it_has_all_of_them(tmp_path: Path) -> None:
+    """Were the files not looked at: a policy that lacks tensors leaves it without, and the next one does not."""
+    (tmp_path / "base").mkdir()
+    dense_model(tmp_path / "base", seed=0)
+    (tmp_path / "base" / "model.safetensors").unlink()  # of the base model it reads all but the weights
+    node = Node(tmp_path, "bfloat16", bare=True)
+    try:
+        assert node.asked("0-0") == node.asked("None") == node.asked("") == 409
+        lacking = policy(tmp_path / "lacking", dense_model(tmp_path / "made", seed=1), without_a_layer)
+        with pytest.raises(PolicyRefused, match=r"without weights after its first policy: model\.layers\.1\."):
+            node.load("0-0", lacking, None)
+        assert node.asked("0-0") == 409
+        made = dense_model(tmp_path / "made", seed=2)
+        node.load("0-1", policy(tmp_path / "whole", made), canary_of(made, "no"))
+        assert node.asked("0-1") == 200
+    finally:
+        node.stop()
