@@ -95,6 +95,43 @@ def test_a_reward_that_keeps_most_of_what_it_gained_has_not_collapsed(lost: floa
     assert (ends(fell) is Health.TRIPPED) == trips
 
 
+@pytest.mark.parametrize(("earlier", "trips"), [(40, False), (0, True)])
+def test_what_left_its_past_long_before_has_nothing_to_do_with_it(earlier: int, trips: bool) -> None:
+    entropy = after(ONSET - earlier, level(0.6, 0.05), level(0.01, 0.05))
+    kl = run(ONSET + 35, kl=after(ONSET, level(0.05, 0.05), level(0.3, 0.05)), entropy=entropy)
+    assert (ends(kl) is Health.TRIPPED) == trips
+    fell = run(ONSET + 35, kl=None, entropy=entropy, reward=lambda step: learnt(step) - 0.35 * (step > ONSET))
+    assert (ends(fell) is Health.TRIPPED) == trips
+
+
+@pytest.mark.parametrize(
+    ("name", "calm", "broken"),
+    [
+        ("grad_norm", 0.4, 40.0),
+        ("entropy", 0.6, 0.01),
+        ("entropy", 0.1, 4.0),
+        ("completions/mean_length", 200.0, 4000.0),
+        ("completions/mean_length", 200.0, 5.0),
+        ("completions/clipped_ratio", 0.05, 0.97),
+        ("frac_reward_zero_std", 0.1, 0.97),
+        ("sampling/sampling_logp_difference/mean", 0.01, 2.0),
+    ],
+)
+def test_each_signal_lowers_the_bar_of_the_kl(name: str, calm: float, broken: float) -> None:
+    kl, key = after(ONSET, level(0.05, 0.05), level(0.3, 0.05)), name.replace("/", "__")
+    assert ends(run(kl=kl, **{key: level(calm, 0.02)})) is not Health.TRIPPED
+    assert ends(run(kl=kl, **{key: after(ONSET, level(calm, 0.02), level(broken, 0.02))})) is Health.TRIPPED
+
+
+def test_gradients_that_explode_need_two_others() -> None:
+    grad_norm, entropy = after(ONSET, level(0.4), level(40.0)), after(ONSET, level(0.6, 0.05), level(0.05, 0.05))
+    assert ends(run(ONSET + 40, kl=None, grad_norm=grad_norm, entropy=entropy)) is Health.WATCH
+    length = after(ONSET, level(220.0, 0.05), level(20.0, 0.05))
+    assert (
+        ends(run(kl=None, grad_norm=grad_norm, entropy=entropy, completions__mean_length=length)) is Health.TRIPPED
+    )
+
+
 RISES = reward(0.3, 0.5, 0.03)
 RIGHT, WRONG = reward(0.4, sigma=0.03), reward(0.05, sigma=0.03)
 
