@@ -5,5 +5,5 @@ what a person saw: the step of the first bad update follows from the settings wh
 breaks, a rate that leaves the usual range, 4e-4, or 4e-3 for adapters), else from the plots. Six runs of which
 nobody could say from their rows whether to stop them have no label and are left out: endless, endless-log5,
 form-hack, kl-far-no-penalty, lora-kl-strong, sampler-hot. Two that were meant to diverge did not:
-entropy-up-slowly, length-hack-slow.
+entropy-up-slowly, length-hack-slow. Of the runs in `held_out` all are there.
 """
