@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -118,9 +119,11 @@ def test_what_left_its_past_long_before_has_nothing_to_do_with_it(earlier: int, 
     ],
 )
 def test_each_signal_lowers_the_bar_of_the_kl(name: str, calm: float, broken: float) -> None:
-    kl, key = after(ONSET, level(0.05, 0.05), level(0.3, 0.05)), name.replace("/", "__")
-    assert ends(run(kl=kl, **{key: level(calm, 0.02)})) is not Health.TRIPPED
-    assert ends(run(kl=kl, **{key: after(ONSET, level(calm, 0.02), level(broken, 0.02))})) is Health.TRIPPED
+    kl = after(ONSET, level(0.05, 0.05), level(0.3, 0.05))
+    before: dict[str, Any] = {name.replace("/", "__"): level(calm, 0.02)}
+    leaves: dict[str, Any] = {name.replace("/", "__"): after(ONSET, level(calm, 0.02), level(broken, 0.02))}
+    assert ends(run(kl=kl, **before)) is not Health.TRIPPED
+    assert ends(run(kl=kl, **leaves)) is Health.TRIPPED
 
 
 def test_gradients_that_explode_need_two_others() -> None:
