@@ -118,7 +118,7 @@ def plain(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_where_matrices_are_packed_away_all_is_reloaded_and_that_is_said_once(tmp_path: Path) -> None:
     """As vLLM's build for CPUs does, whose parameters are empty then."""
-    following = Following(tmp_path, tied_qwen(), {})
+    following = Following(tmp_path, llama_with_biases(), {})
     try:
         assert following.follow(following.publish()) == (False, [])
         said = list[str]()
