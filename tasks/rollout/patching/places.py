@@ -34,33 +34,44 @@ class Part:
         """This part of a tensor that is contiguous."""
         return whole.as_strided(self.sizes, self.strides, self.offset)
 
-    def write(self, places: Any, values: Any) -> Any:
+    def write(self, places: Any, values: Any) -> bool:
         """Put values that are for these flat places of the checkpoint's tensor where they go, and read them again.
 
-        Returns whether all of those in this part are there, as a tensor of one bool.
+        Returns whether all of those in this part are there.
 
         Args:
-            places: int64, on the parameter's device, as are the `values`.
+            places: int64, ascending, on the parameter's device, as are the `values`.
         """
-        rest, at, inside = (
-            places - self.offset,
-            torch.zeros_like(places),
-            torch.ones_like(places, dtype=torch.bool),
-        )
-        for size, stride, step in sorted(
-            zip(self.sizes, self.strides, self.target.stride(), strict=True), key=lambda one: -one[1]
-        ):
-            if size > 1:
+        end = self.offset + 1 + sum((size - 1) * stride for size, stride, _ in self._dims)
+        first, last = torch.searchsorted(places, torch.tensor([self.offset, end], device=places.device)).tolist()
+        rest, values = places[first:last] - self.offset, values[first:last].to(self.target.dtype)
+        if [stride for _, stride, _ in self._dims] == [1]:
+            at = rest * self._dims[0][2]
+        else:
+            at, inside = torch.zeros_like(rest), torch.ones_like(rest, dtype=torch.bool)
+            for size, stride, step in self._dims:
                 along = rest.div(stride, rounding_mode="floor")
-                inside &= (along >= 0) & (along < size)
+                inside &= along < size
                 at += along * step
                 rest = rest - along * stride
-        inside &= rest == 0
-        at, values = at[inside], values[inside].to(self.target.dtype)
-        span = 1 + sum((size - 1) * step for size, step in zip(self.sizes, self.target.stride(), strict=True))
+            inside &= rest == 0
+            at, values = at[inside], values[inside]
+        span = 1 + sum((size - 1) * step for size, _, step in self._dims)
         flat = self.target.as_strided((span,), (1,), self.target.storage_offset())
         flat[at] = values
-        return torch.equal(bits(flat[at]), bits(values))
+        return bool(torch.equal(bits(flat[at]), bits(values)))
+
+    @property
+    def _dims(self) -> list[tuple[int, int, int]]:
+        """Size, stride and the target's stride of each dimension, widest first, joined where they may be."""
+        dims = list[tuple[int, int, int]]()
+        all_dims = zip(self.sizes, self.strides, self.target.stride(), strict=True)
+        for size, stride, step in sorted(all_dims, key=lambda one: -one[1]):
+            if dims and dims[-1][1:] == (stride * size, step * size):
+                dims[-1] = dims[-1][0] * size, stride, step
+            elif size > 1:
+                dims.append((size, stride, step))
+        return dims
 
 
 Places = dict[str, list[Part]]  # by the names of the checkpoint's tensors; none for those that go nowhere here
