@@ -102,7 +102,7 @@ def _asked(store: Store, policy: PolicyRef) -> Iterator[Iterator[BatchLine]]:
 
 @contextmanager
 def _process(argv: list[str], env: dict[str, str], code: Path) -> Iterator[None]:
-    process = subprocess.Popen(argv, env=env, cwd=code)
+    process = subprocess.Popen(argv, env=env, cwd=code, stdout=sys.stderr)
     try:
         yield
     finally:
