@@ -37,8 +37,8 @@ class PeerDownload:
         self._has: dict[Peer, set[str]] = {}  # of those who take part: what they had when they were met
         self._late: set[Peer] = set()
         self._last: dict[str, Peer] = {}  # by chunk: who gave it
-        self._present: list[Peer] = []
-        self._choices: dict[str, Peer | None] = {}  # among them, by chunk
+        # Who is there, and the choice among them by chunk: read and replaced as one.
+        self._view: tuple[list[Peer], dict[str, Peer | None]] = ([], {})
         self._begun_s: dict[str, float] = {}  # when the store was asked
         self._slowest_s: float | None = None
 
@@ -46,7 +46,7 @@ class PeerDownload:
         """A peer takes part, and has or is getting these chunks."""
         with self._lock:
             self._has.setdefault(peer, set()).update(has)
-            self._present, self._choices = [], {}
+            self._view = [], {}
         self._look()
 
     def expects(self, chunk: str) -> bool:
@@ -66,7 +66,7 @@ class PeerDownload:
     def get_at_once(self, chunk: str, size_bytes: int) -> memoryview | None:
         """See `elsewhere.Download`."""
         self._look()
-        for peer in self._present:
+        for peer in self._view[0]:
             data = peer.ask(self.root, chunk, size_bytes)
             if isinstance(data, memoryview):
                 self._last[chunk] = peer
@@ -91,10 +91,8 @@ class PeerDownload:
         while (peer := self._first(chunk, without)) is not None:
             still()
             match peer.ask(self.root, chunk, size_bytes):
-                case No.NOT_HERE:
+                case No.NOT_HERE | No.FAILED:
                     without.add(peer)
-                case No.FAILED:
-                    pass  # it is not up any more
                 case No.NOT_YET:
                     now_s = time.monotonic()
                     if now_s - begun_s > LONGEST_S:
@@ -119,20 +117,21 @@ class PeerDownload:
         """Whom to ask: one who had the chunk when it was met, else whose turn it is; None where it is ours."""
         self._look()
         if without:
-            return self._choose(chunk, [peer for peer in self._present if peer not in without])
+            return self._choose(chunk, [peer for peer in self._view[0] if peer not in without])
         return self._chosen(chunk)
 
     def _look(self) -> None:
         """Who is there by now."""
         with self._lock:
             present = [peer for peer in self._has if peer.is_up and peer not in self._late]
-            if present != self._present:
-                self._present, self._choices = present, {}
+            if present != self._view[0]:
+                self._view = present, {}
 
     def _chosen(self, chunk: str) -> Peer | None:
-        if chunk not in self._choices:
-            self._choices[chunk] = self._choose(chunk, self._present)
-        return self._choices[chunk]
+        present, choices = self._view
+        if chunk not in choices:
+            choices[chunk] = self._choose(chunk, present)
+        return choices[chunk]
 
     def _choose(self, chunk: str, present: Sequence[Peer]) -> Peer | None:
         holders = [peer for peer in present if chunk in self._has[peer]]

@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from tasks.storing.step_costs import StepCosts
 from tasks.storing.tensor_types import UnsupportedType
 from tests.budget import HANG_S
 from tests.node.test_publish import Model, settle
+from tests.tasks.peers.rig import nodes
 
 Tensors = dict[str, torch.Tensor]
 FIRST, SECOND, FORKED = (0, 1, 1), (0, 1, 2), (1, 1, 3)
@@ -682,7 +683,7 @@ def test_whatever_happens_a_node_gets_what_the_label_names_or_nothing(
             case "failed put":
                 first = draw.randrange(4)
                 puts = iter(range(1000))
-                world.store.fails = lambda _, at=first, n=puts: next(n) == at  # type: ignore[misc]
+                world.store.fails = lambda _, at=first, n=puts: next(n) == at
             case "new node":
                 nodes.append(world.node())
                 roots[len(nodes) - 1] = world.root
@@ -708,3 +709,30 @@ def test_whatever_happens_a_node_gets_what_the_label_names_or_nothing(
                 check(one, world.made[one.name])
     assert got > 30
     assert scratch.PAYS_BELOW == 0.5
+
+
+def test_of_nodes_that_fetch_at_once_only_one_reads_a_chunk(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4096)
+    publisher = world.publisher()
+    with nodes(4, "127.0.0.1") as peers:
+        folders = [PolicyFolders(world.store, world.folder / f"peer-{at}", one) for at, one in enumerate(peers)]
+        for step in range(3):
+            ref = world.publish(publisher, step)
+            world.store.read.clear()
+            with ThreadPoolExecutor(len(folders)) as pool:
+                got = list(pool.map(lambda one, ref=ref: one.fetch(ref, lambda: True), folders))
+            for one, folder in zip(folders, got, strict=True):
+                check(folder, world.made[ref.label])
+                one.keep_only(folder)
+                assert [path.name for path in folder.parent.iterdir()] == [ref.label]
+            wanted = [
+                f"{found.root}/{chunk}"
+                for found in [manifest.load(world.store, ref.prefix)]
+                for file in found.files
+                if file.name == (delta.NAME if step else layout.MODEL)
+                for chunk in file.chunks
+            ]
+            read = [key for key in world.store.read if key in wanted]
+            assert set(read) <= set(wanted)
+            assert len(read) < 2 * len(wanted) + 1, kind(world, ref)
+            world.step()
