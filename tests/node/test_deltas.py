@@ -733,6 +733,5 @@ def test_of_nodes_that_fetch_at_once_only_one_reads_a_chunk(world: World, monkey
                 for chunk in file.chunks
             ]
             read = [key for key in world.store.read if key in wanted]
-            assert set(read) <= set(wanted)
             assert len(read) < 2 * len(wanted) + 1, kind(world, ref)
             world.step()
