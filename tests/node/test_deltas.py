@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -720,7 +721,7 @@ def test_of_nodes_that_fetch_at_once_only_one_reads_a_chunk(world: World, monkey
             ref = world.publish(publisher, step)
             world.store.read.clear()
             with ThreadPoolExecutor(len(folders)) as pool:
-                got = list(pool.map(lambda one, ref=ref: one.fetch(ref, lambda: True), folders))
+                got = list(pool.map(partial(PolicyFolders.fetch, wanted=ref, still=lambda: True), folders))
             for one, folder in zip(folders, got, strict=True):
                 check(folder, world.made[ref.label])
                 one.keep_only(folder)
