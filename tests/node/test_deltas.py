@@ -712,6 +712,10 @@ def test_whatever_happens_a_node_gets_what_the_label_names_or_nothing(
     assert scratch.PAYS_BELOW == 0.5
 
 
+def always() -> bool:
+    return True
+
+
 def test_of_nodes_that_fetch_at_once_only_one_reads_a_chunk(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 4096)
     publisher = world.publisher()
@@ -721,7 +725,7 @@ def test_of_nodes_that_fetch_at_once_only_one_reads_a_chunk(world: World, monkey
             ref = world.publish(publisher, step)
             world.store.read.clear()
             with ThreadPoolExecutor(len(folders)) as pool:
-                got = list(pool.map(partial(PolicyFolders.fetch, wanted=ref, still=lambda: True), folders))
+                got = list(pool.map(partial(PolicyFolders.fetch, wanted=ref, still=always), folders))
             for one, folder in zip(folders, got, strict=True):
                 check(folder, world.made[ref.label])
                 one.keep_only(folder)
