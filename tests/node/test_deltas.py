@@ -684,7 +684,7 @@ def test_whatever_happens_a_node_gets_what_the_label_names_or_nothing(
             case "failed put":
                 first = draw.randrange(4)
                 puts = iter(range(1000))
-                world.store.fails = lambda _, at=first, n=puts: next(n) == at
+                world.store.fails = lambda _, at=first, n=puts: next(n) == at  # type: ignore[misc]
             case "new node":
                 nodes.append(world.node())
                 roots[len(nodes) - 1] = world.root
