@@ -24,6 +24,8 @@ import structlog
 from numpy.typing import NDArray
 from rich.console import Console
 
+from benchmarks.rig.fan_out import fan_out
+from benchmarks.rig.joining import join_s
 from benchmarks.rig.links import Link, paced_s3
 from benchmarks.rig.local_run import ROOT
 from checkpoint.store import layout
@@ -45,6 +47,7 @@ SIGNAL = 0.3  # of a gradient, that is the same at each step; the rest is noise
 LINKS = (("10 Gbit/s", 1.25e9, 1), ("100 MB/s", 100e6, 1), ("100 MB/s", 100e6, 4))
 RANKS = (16, 64)  # of adapters
 TRANSFERS = (6, 64)  # at a time, as earlier releases had and as a machine of 16 cores has now
+JOIN_BYTES_PER_S = 20_000  # of 0.4 MB, so that it travels about as long as vLLM starts
 PACED_BYTES_PER_S = 10e6  # of each transfer: S3 gives 85 to 90 MB, of which two cores carry few
 
 Words = NDArray[np.uint16]
@@ -234,6 +237,10 @@ def main() -> None:
     with console.status("transfers"), tempfile.TemporaryDirectory() as name:
         few, many = sent_s(Path(name), size_bytes).values()
     figures["transfers_ratio"] = {f"{TRANSFERS[0]} to {TRANSFERS[1]}": round(few / many, 2)}
+    with console.status("a node that joins"), tempfile.TemporaryDirectory() as name:
+        figures["join_s"] = join_s(Path(name), JOIN_BYTES_PER_S)
+    with console.status("nodes that fetch at once"):
+        figures |= fan_out()
     console.print(
         f"Conditions: {size_bytes / 1e9:g} GB of weights in bfloat16; coding by processor time of one core; "
         f"ready: at {USUAL:g}, with {delta.WORKERS} threads, to a delta that the engine may take (ours), and to a "
