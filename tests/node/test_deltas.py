@@ -316,17 +316,22 @@ def manifest_there(world: World, prefix: str) -> bool:
 
 def test_no_snapshot_is_named_once_no_delta_follows_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "CHAIN_MAX", 1)
+    monkeypatch.setattr(publish, "UNCOMPARED", 0)
     publisher: Any = world.publisher()
     world.publish(publisher, 0)
-    world.steps(publisher, 1, 2)
+    world.steps(publisher, 1)
+    gate = Gate(world, layout.policy(PolicyVersion(0, 2), FIRST) + "/")
+    gate.open.release(3)  # its own
+    world.step()
+    publisher.publish(PolicyVersion(0, 2), world.weights.items(), None)
+    snapshot = publisher._taking[0]
     world.step(1.0)
     assert kind(world, world.publish(publisher, 3)) == "whole"
-    assert publisher._taking is None
-    monkeypatch.setattr(publish, "UNCOMPARED", 0)
-    publisher._uncompared = 0
-    for ref in world.steps(publisher, 4, 5):
-        assert not manifest.load(world.store, ref.prefix).meta.get(manifest.SNAPSHOT)
-        world.fetch(world.node(), ref)
+    gate.open.release(100)
+    wait([snapshot.stored], timeout=HANG_S)
+    [ref] = world.steps(publisher, 4)
+    assert manifest.load(world.store, ref.prefix).meta[manifest.SNAPSHOT] == ""
+    world.fetch(world.node(), ref)
 
 
 def test_where_the_store_is_too_slow_for_a_snapshot_a_step_waits(

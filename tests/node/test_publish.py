@@ -18,6 +18,7 @@ from policies.serving.dtypes import ServedTypes
 from policies.serving.wire import PolicyRef
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts
+from tests.budget import HANG_S
 
 FIRST, SECOND, FORKED = (0, 1, 1), (0, 2, 1), (1, 2, 2)
 
@@ -66,7 +67,7 @@ def publish(publisher: PolicyPublisher, timeline: int, *steps: int, weights: flo
 def settle(publisher: Any) -> None:
     """Wait for what goes on after a publication."""
     if publisher._taking is not None:
-        wait([publisher._taking[0].stored])
+        wait([publisher._taking[0].stored], timeout=HANG_S)
     publisher._removing.result()
 
 
