@@ -168,7 +168,7 @@ def test_between_two_attempts_a_machine_keeps_its_gpus(
     gpus(2)
     cloud = opened()
     launch(cloud, TRAINER, STAND_IN_EXIT="77")
-    until(lambda: cloud.machines()[TRAINER].exit_code == 77)
+    until(lambda: cloud.machines()[TRAINER].exit_code == 77 and not marked_processes(cloud._folder / TRAINER))
     launch(cloud, NODES[0])
     launch(opened(), TRAINER, attempt=2)
     assert cloud.machines()[TRAINER].state is MachineState.UP
