@@ -75,9 +75,9 @@ def test_a_strong_signal_lowers_the_bar_of_the_kl_to_a_ninth(entropy: float, tri
 
 
 def test_what_the_kl_did_while_the_reward_was_learnt_is_no_part_of_the_onset() -> None:
-    ramp: Metric = lambda step: 0.01 * 1.03**step  # noqa: E731
-    lost = run(kl=ramp, reward=lambda step: learnt(step if step <= 150 else 0))
-    assert 20 <= (trip(lost).onset_step or 0) <= 150
+    ramp: Metric = lambda step: 1e-4 * step**2  # noqa: E731
+    lost = run(kl=ramp, reward=lambda step: learnt(step) - 0.35 * min(1.0, max(0, step - 80) / 60))
+    assert 20 <= (trip(lost).onset_step or 0) <= 80
 
 
 @pytest.mark.parametrize(("regained", "trips"), [(0.25, False), (0.0, True)])
