@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from orchestrator.gateway.routing.peers import PeerAddresses
 from policies.serving.spreading import in_turn
 from policies.serving.wire import PEERS_SILENT_S
 from tasks.machine.node_env import NodeEnv
-from tasks.peers.peers import may_pay
-from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable
+from tasks.peers.peers import Peers, may_pay
+from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable, meet
 from tests.rigs.gateway_process import TOKEN
 from tests.rigs.gateway_process import Rig as GatewayRig
 from tests.stand_ins.catalog_rig import CHUNK
@@ -92,6 +93,46 @@ def test_the_gateway_tells_each_node_where_the_others_are_before_they_are_member
         gateway.stop()
     first, second, third, again = (f"10.0.0.{number}:1" for number in (0, 1, 2, 7))
     assert told == [[], [first], [first, second], [second, third], [again, third]]
+
+
+class Introduced(Peers):
+    """Notes that it knows somebody."""
+
+    def __init__(self) -> None:
+        super().__init__("0.0.0.0", TOKEN)
+        self.met = asyncio.Event()
+
+    def know(self, addresses: Iterable[str]) -> list[Future[None]]:
+        addresses = list(addresses)
+        if addresses:
+            self.met.set()
+        return super().know(addresses)
+
+
+def test_an_agent_learns_of_the_others_from_the_gateway_and_fetches_from_them(tmp_path: Path) -> None:
+    gateway, rig = GatewayRig(tmp_path, "127.0.0.1"), Rig(tmp_path, "0.0.0.0")
+
+    async def fetch() -> None:
+        tls = aiohttp.TCPConnector(ssl=identity.client_context(TOKEN))
+        first, second = Introduced(), Introduced()
+        with first, second:
+            async with aiohttp.ClientSession(connector=tls) as http, asyncio.TaskGroup() as group:
+                envs = [NodeEnv(gateway.store.url, f"rollout-{at}", TOKEN, 1, 0, "", "0.0.0.0") for at in range(2)]
+                links = [GatewayLink(gateway.store, env, http) for env in envs]
+                met = [group.create_task(meet(*pair)) for pair in zip((first, second), links, strict=True)]
+                await asyncio.gather(first.met.wait(), second.met.wait())
+                await asyncio.to_thread(rig.fetch, 0, first)
+                rig.store.read.clear()
+                await asyncio.to_thread(rig.fetch, 1, second)
+                for task in met:
+                    task.cancel()
+
+    try:
+        gateway.gateway()
+        asyncio.run(fetch())
+    finally:
+        gateway.stop()
+    assert rig.store.read == []
 
 
 def test_who_has_said_nothing_for_long_is_told_to_nobody() -> None:
