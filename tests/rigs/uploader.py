@@ -189,7 +189,7 @@ def check_nothing_is_left(store: Store) -> None:
 
 def main(role: str, url: str, folder: Path, *more: str) -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    chunks.CHUNK_BYTES = CHUNK
+    chunks.CHUNK_BYTES, chunks.TRANSFERS = CHUNK, 6
     collect.IN_FLIGHT_S = 0.0  # unreferenced objects are collected at once
     match role:
         case "spool":
