@@ -213,4 +213,9 @@ def _end_at_once(workdir: Path, code: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended = main()
+    if RANK != 0:
+        # It holds nothing any more, and torch's threads may abort an interpreter that ends around them: for the
+        # launcher that is a failure, and it would end the first process, which may still wait for its uploader.
+        os._exit(ended)
+    sys.exit(ended)
