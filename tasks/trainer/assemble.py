@@ -40,7 +40,7 @@ from tasks.storing.served_types import read_served_types
 from tasks.storing.sharing import Restored
 from tasks.storing.step_costs import StepCosts
 from tasks.trainer import callbacks
-from tasks.trainer.preflight import check_prompts, check_rewards
+from tasks.trainer.preflight import check_packages, check_prompts, check_rewards
 from tasks.trainer.reports import keep_reports, prepare_reports
 from tasks.trainer.user_objects import (
     BadSpec,
@@ -160,6 +160,7 @@ def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable
     rewards = load_reward_functions(wanted.reward_funcs, workdir)
     train_set = load_dataset("trainer.dataset", wanted.dataset, workdir)
     eval_set = wanted.eval_dataset and load_dataset("trainer.eval_dataset", wanted.eval_dataset, workdir)
+    check_packages(config)
     prepare_reports(config, Path(start.env.workdir))
     if start.restored is None and config.process_index == 0:
         check_prompts("trainer.dataset", train_set)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import TrainerState
+from transformers.utils import is_liger_kernel_available
 
 from tasks.trainer.user_objects import BadSpec, first_line, passes
 
@@ -31,6 +32,14 @@ def check_prompts(key: str, dataset: Any) -> None:
         return
     expected = "expected a text, or a list of messages, each with `role` and `content`"
     raise BadSpec(f"{key}: its first prompt is {_shown(prompt)}; {expected}")
+
+
+def check_packages(config: Any) -> None:
+    """Raise BadSpec where transformers would miss a package as late as in the first step."""
+    if config.use_liger_kernel and not is_liger_kernel_available():
+        raise BadSpec(
+            "grpo.use_liger_kernel: it is not installed; add `pip install liger-kernel` to trainer.setup"
+        )
 
 
 def check_rewards(

@@ -127,6 +127,7 @@ def test_a_report_that_cannot_begin_is_told_in_one_line() -> None:
     ("grpo", "package", "says"),
     [
         ({"report_to": "wandb"}, "wandb", "grpo.report_to: WandbCallback requires wandb to be installed"),
+        ({"use_liger_kernel": True}, "liger_kernel", "grpo.use_liger_kernel: it is not installed"),
     ],
 )
 def test_a_package_that_is_not_there_ends_the_first_attempt(
@@ -140,6 +141,13 @@ def test_a_package_that_is_not_there_ends_the_first_attempt(
         beat = rig.beat()
     assert beat is not None
     assert beat.activity in BEFORE_TRAINING, "the controller asks for no rollout node"
+
+
+def test_a_table_of_completions_is_written_beside_the_spool(tiny: Path, tmp_path: Path) -> None:
+    with open_rig(tmp_path, tiny, grpo={"log_completions": True, "max_steps": 2, "save_steps": 2}) as rig:
+        assert rig.wait(rig.start_trainer()) == exit_codes.OK
+        tables = sorted(path.name for path in (rig.work / "reports" / "completions").iterdir())
+    assert tables == ["completions_00001.parquet", "completions_00002.parquet"]
 
 
 def test_reports_are_asked_once_they_exist() -> None:
