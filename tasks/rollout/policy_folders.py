@@ -130,8 +130,6 @@ class PolicyFolders:
             return None
         try:
             deltas, beside = self._stage(route, found, check)
-            for path in deltas:
-                delta.verify(path)
         except (Corrupt, NotFound, OSError) as error:
             log.warning("deltas_not_staged", policy=wanted.label, why=str(error))
             return None
@@ -183,13 +181,16 @@ class PolicyFolders:
         return known or manifest.load(self._store, prefix, name)
 
     def _stage(self, route: Route, wanted: Manifest, check: Progress) -> tuple[list[Path], Path]:
-        """Fetch the deltas of a route, and what goes beside the weights. Raises StoreError, OSError."""
+        """Fetch and verify the deltas of a route, and what goes beside the weights. Raises StoreError, OSError."""
         staged, deltas = self._root / STAGED, list[Path]()
         for one in route.deltas:
             deltas.append(staged / _way(one) / delta.NAME)
-            if not deltas[-1].exists():
+            try:
+                delta.verify(deltas[-1])
+            except (FileNotFoundError, Corrupt):  # which it has become since it came
                 files = [file for file in one.files if file.name == delta.NAME]
                 manifest.materialize(self._store, one.root, files, deltas[-1].parent, check, self._peers)
+                delta.verify(deltas[-1])
         beside = staged / f"{wanted.version}@{digest_of(wanted)}"
         if not beside.exists():
             files = [file for file in wanted.files if file.name not in (layout.MODEL, delta.NAME)]

@@ -575,6 +575,26 @@ def test_a_damaged_chain_is_never_applied_and_a_repaired_one_is(world: World, da
     world.fetch(node, newest)
 
 
+@pytest.mark.parametrize("by", ["stage", "settle"])
+def test_a_staged_delta_that_the_disk_has_damaged_is_fetched_again(world: World, by: str) -> None:
+    publisher, node = world.publisher(), world.node()
+    base = world.publish(publisher, 0)
+    world.fetch(node, base)
+    [ref] = world.steps(publisher, 1)
+    staged = node.stage(ref, base.digest, always)
+    assert staged is not None
+    [path] = staged.deltas
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    world.whole_bytes()
+    if by == "stage":
+        assert node.stage(ref, base.digest, always) == staged
+        assert path.read_bytes() == good
+    else:
+        check(node.settle(ref, always), world.made[ref.label])
+    assert world.whole_bytes() == 0, "what is held is not given up for it"
+
+
 def test_a_damaged_delta_beside_a_whole_policy_costs_the_whole_and_no_more(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
