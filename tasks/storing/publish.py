@@ -98,6 +98,7 @@ class PolicyPublisher:
 
         Raises StoreError, OSError, UnsupportedType.
         """
+        self._heed_removal()
         self._idle.clear()
         try:
             ref = self._publish(version, tensors, canary)
@@ -105,7 +106,7 @@ class PolicyPublisher:
             if self._last is None or self._last.chain == 0:
                 self._stop_snapshot()
             self._idle.set()
-        self._remove_older(ref.prefix)
+        self._removing = self._remover.submit(self._older.remove, ref.prefix)
         return ref
 
     def _publish(
@@ -192,13 +193,12 @@ class PolicyPublisher:
         if canary is not None:
             (self._beside / layout.CANARY).write_bytes(to_json(canary))
 
-    def _remove_older(self, present: str) -> None:
+    def _heed_removal(self) -> None:
         try:
-            if not self._removing.result():  # of the policy before: long done
-                self._last = None  # others removed or lost what nodes need: the next one is whole
-        except (Corrupt, StoreUnavailable) as error:  # this time it removes those, too
+            if not self._removing.result():  # begun after the policy before: long done
+                self._last = None  # others removed or lost what nodes need: this one is whole
+        except (Corrupt, StoreUnavailable) as error:  # the next time it removes those, too
             log.warning("older_policies_not_removed", why=str(error))
-        self._removing = self._remover.submit(self._older.remove, present)
 
     def _send(
         self,
