@@ -134,7 +134,7 @@ class PolicyFolders:
             log.warning("deltas_not_staged", policy=wanted.label, why=str(error))
             return None
         self.fetched_bytes = sum(pieces)
-        self._known = {**self._known, **{one.root: one for one in [*route.deltas, found]}}
+        self._known |= {one.root: one for one in [*route.deltas, found]}
         return Staged(deltas, [base, *(digest_of(one) for one in route.deltas)], beside)
 
     def settle(self, wanted: PolicyRef, still: Callable[[], bool]) -> Path:
@@ -145,8 +145,10 @@ class PolicyFolders:
         spent = [one for one in before if one not in self._applied]
         for other in [one for one in self._root.glob("[!.]*") if one != folder] + spent:
             shutil.rmtree(other, ignore_errors=True)
+        known = dict(self._known)  # another thread may stage more: what it adds was there before
         kept = {path.name for path in (self._root / STAGED).glob("*")}
-        self._known = {root: one for root, one in self._known.items() if _way(one) in kept}
+        for root in [root for root, one in known.items() if _way(one) not in kept]:
+            self._known.pop(root, None)
         return folder
 
     def _bring(self, wanted: PolicyRef, folder: Path, check: Progress) -> None:

@@ -106,7 +106,7 @@ class PolicyPublisher:
             if self._last is None or self._last.chain == 0:
                 self._stop_snapshot()
             self._idle.set()
-        self._removing = self._remover.submit(self._older.remove, ref.prefix)
+        self._remove_older(ref.prefix)
         return ref
 
     def _publish(
@@ -199,6 +199,9 @@ class PolicyPublisher:
                 self._last = None  # others removed or lost what nodes need: this one is whole
         except (Corrupt, StoreUnavailable) as error:  # the next time it removes those, too
             log.warning("older_policies_not_removed", why=str(error))
+
+    def _remove_older(self, present: str) -> None:
+        self._removing = self._remover.submit(self._older.remove, present)
 
     def _send(
         self,

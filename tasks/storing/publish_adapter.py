@@ -57,6 +57,7 @@ class AdapterPublisher(PolicyPublisher):
         They keep the type in which they are trained: a node rounds them once, to what it computes in, which the
         trainer does not know. Raises StoreError.
         """
+        self._heed_removal()
         begun_s = time.monotonic()
         whole = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
         save_file(whole, self._beside / ADAPTER_WEIGHTS, metadata={"format": "pt"})

@@ -26,7 +26,7 @@ from checkpoint.weights import delta, safetensors, scratch, sparse
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.dtypes import ServedTypes
 from policies.serving.wire import PolicyRef
-from tasks.rollout.policy_folders import Overtaken, PolicyFolders
+from tasks.rollout.policy_folders import STAGED, Overtaken, PolicyFolders
 from tasks.storing import publish
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts
@@ -594,6 +594,33 @@ def test_a_staged_delta_that_the_disk_has_damaged_is_fetched_again(world: World,
     else:
         check(node.settle(ref, always), world.made[ref.label])
     assert world.whole_bytes() == 0, "what is held is not given up for it"
+
+
+def test_what_is_staged_while_the_file_follows_needs_no_store_later(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Policies go from the store as steps go on, however far behind the file is."""
+    publisher, node = world.publisher(), world.node()
+    base = world.publish(publisher, 0)
+    world.fetch(node, base)
+    first, second = world.steps(publisher, 1, 2)
+    assert node.stage(first, base.digest, always) is not None
+    glob, staged = Path.glob, list[object]()
+
+    def listed(folder: Path, pattern: str) -> list[Path]:
+        found = list(glob(folder, pattern))
+        if folder.name == STAGED:
+            staged.append(node.stage(second, first.digest, always))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "glob", listed)
+        node.settle(first, always)
+    assert len(staged) == 1
+    assert staged[0] is not None
+    for ref in (first, second):
+        manifest.remove(world.store, ref.prefix)
+    check(node.settle(second, always), world.made[second.label])
 
 
 def test_a_damaged_delta_beside_a_whole_policy_costs_the_whole_and_no_more(
