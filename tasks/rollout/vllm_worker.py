@@ -12,6 +12,17 @@ class Extension(PositionSampling, Patching):
     """Draws by position, overwrites what has changed of its weights, and tells what became of an adapter and of
     weights that were awaited."""
 
+    def reload_all(self: Any, path: str) -> None:
+        """Read all weights from the folder `path`.
+
+        vLLM's build for CPUs multiplies by packed copies of matrices. Of a head that is the embedding its reload
+        leaves the old copy: only the embedding is in the file.
+        """
+        self.reload_weights(weights_path=path)
+        for layer in self.get_model().modules():
+            if hasattr(layer, "cpu_linear") and layer.weight.numel() > 0:  # packed, and kept beside the copy
+                layer.quant_method.process_weights_after_loading(layer)
+
     def await_weights(self: Any) -> None:
         """From an engine that was started with `--load-format dummy`: read weights as usual from now on, and note
         which parameters have had theirs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +116,12 @@ def plain(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     following.node.stop()
 
 
-def test_where_matrices_are_packed_away_all_is_reloaded_and_that_is_said_once(tmp_path: Path) -> None:
-    """As vLLM's build for CPUs does, whose parameters are empty then."""
-    following = Following(tmp_path, llama_with_biases(), {})
+@pytest.mark.parametrize("made", [tied_qwen, llama_with_biases])
+def test_where_matrices_are_packed_away_all_is_reloaded_and_that_is_said_once(
+    tmp_path: Path, made: Callable[[], Any]
+) -> None:
+    """As vLLM's build for CPUs does, whose parameters are empty then; a head that is the embedding is not."""
+    following = Following(tmp_path, made(), {})
     try:
         assert following.follow(following.publish()) == (False, [])
         said = list[str]()

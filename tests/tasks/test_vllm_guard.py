@@ -44,10 +44,9 @@ class FakeVllm:
         async def pause_scheduler_async(mode: str, clear_cache: bool) -> None:
             self.calls.append(f"pause {mode} {clear_cache}")
 
-        async def collective_rpc(method: str, args: Any = (), kwargs: dict[str, str] | None = None) -> list[Any]:
-            assert kwargs is not None or isinstance(args, tuple)
-            self.calls.append(f"{method} {kwargs['weights_path']}" if kwargs else method)
-            self.changed = {"reload_weights": False, "apply_deltas": True}.get(method, self.changed)
+        async def collective_rpc(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+            self.calls.append(f"{method} {args[0]}" if method == "reload_all" else method)
+            self.changed = {"reload_all": False, "apply_deltas": True}.get(method, self.changed)
             return self.awaited if method == "not_loaded" else self.says.get(method, ["", ""])
 
         async def resume_generation() -> None:
@@ -158,7 +157,7 @@ def test_nobody_is_let_in_while_the_canary_is_computed_and_the_engine_has_no_oth
         await vllm.computing.wait()
         for policy in ("0-1@a", "0-0@a", "None"):
             assert (await door.complete(policy))[0] == 409
-        assert vllm.calls == ["pause abort True", "reload_weights /there", "resume", "compute"]
+        assert vllm.calls == ["pause abort True", "reload_all /there", "resume", "compute"]
         vllm.go_on.set()
         assert await loading == (204, "")
         assert (await door.complete("0-1@a"))[0] == 200
@@ -254,7 +253,7 @@ def test_beside_an_adapter_nobody_asks_for_the_bare_weights(body: bytes, monkeyp
     asyncio.run(story())
 
 
-TRIAL = ["follow_loader", "apply_deltas", "compute", "reload_weights /there", "compute"]
+TRIAL = ["follow_loader", "apply_deltas", "compute", "reload_all /there", "compute"]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +263,7 @@ TRIAL = ["follow_loader", "apply_deltas", "compute", "reload_weights /there", "c
         (
             FakeVllm(says={"follow_loader": ["", "w goes through add"]}),
             "vLLM's loader of this model cannot be followed: w goes through add",
-            ["follow_loader", "reload_weights /there", "compute"],
+            ["follow_loader", "reload_all /there", "compute"],
         ),
         (
             FakeVllm(off_changed=1e-6),

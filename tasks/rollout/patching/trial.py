@@ -19,14 +19,14 @@ from policies.serving.wire import LoadPolicy
 
 async def reload(engine: Any, path: str) -> None:
     """Have it read all weights from the folder `path`."""
-    await _paused(engine, "reload_weights", kwargs={"weights_path": path})
+    await _paused(engine, "reload_all", (path,))
 
 
 async def overwrite(engine: Any, wanted: LoadPolicy) -> None:
     """Have it overwrite what has changed. Raises what a worker raises: then its weights are those of no policy."""
     if why := await _follow(engine, wanted):
         raise ValueError(f"the loader of this model was followed before, and is not now: {why}")
-    await _paused(engine, "apply_deltas", args=(wanted.deltas, wanted.digests))
+    await _paused(engine, "apply_deltas", (wanted.deltas, wanted.digests))
 
 
 async def both_ways(engine: Any, wanted: LoadPolicy, computed: Callable[[], Awaitable[list[float]]]) -> str:
@@ -38,7 +38,7 @@ async def both_ways(engine: Any, wanted: LoadPolicy, computed: Callable[[], Awai
     if why := await _follow(engine, wanted):
         await reload(engine, wanted.path)
         return f"vLLM's loader of this model cannot be followed: {why}"
-    await _paused(engine, "apply_deltas", args=(wanted.deltas, wanted.digests))
+    await _paused(engine, "apply_deltas", (wanted.deltas, wanted.digests))
     overwritten = await computed()
     await reload(engine, wanted.path)
     reloaded = await computed()
@@ -60,10 +60,10 @@ async def _follow(engine: Any, wanted: LoadPolicy) -> str:
     return max(map(str, await engine.collective_rpc("follow_loader", args=(wanted.deltas,))))
 
 
-async def _paused(engine: Any, method: str, **arguments: Any) -> None:
+async def _paused(engine: Any, method: str, args: tuple[Any, ...]) -> None:
     # Nothing runs by now; should anything be left in the engine, it is aborted here and not continued. The caches
     # go too: what was computed from a prompt with the old weights is worthless. `engine.pause_generation` is the
     # same, with a pause of 20 ms for the comfort of callers.
     await engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
-    await engine.collective_rpc(method, **arguments)
+    await engine.collective_rpc(method, args=args)
     await engine.resume_generation()
