@@ -41,6 +41,7 @@ def run_lifecycle(tick: Tick) -> None:
     _unreadable(tick)
     _gateway(tick)
     _store(tick)
+    _proof(tick)
     for node in tick.state.live(Role.TRAINER):
         _trainer(tick, node)
     for node in tick.state.live(Role.ROLLOUT):
@@ -85,12 +86,22 @@ def _store(tick: Tick) -> None:
         tick.emit(StoreCaughtUp(trainer.step, trainer.stored_step), "the store has caught up")
 
 
+def _proof(tick: Tick) -> None:
+    """Journal once that a trainer can work with run.yaml: one trains, or has trained.
+
+    The last heartbeat in the store may be a lost machine's, under an earlier release, too; one that starts from a
+    checkpoint tells its step.
+    """
+    beat = tick.snapshot.trainer
+    if beat is None or tick.state.proved:
+        return
+    if beat.activity not in BEFORE_TRAINING or beat.step > 0:
+        tick.emit(SpecProved(), f"{beat.node} can train: rollout nodes are asked for")
+
+
 def _trainer(tick: Tick, node: Node) -> None:
     if node.phase is NodePhase.SERVING and tick.state.phase is RunPhase.STARTING:
         tick.move_run(RunPhase.TRAINING, "the trainer has its first heartbeat")
-    beat = tick.snapshot.heartbeat_of(node)
-    if beat is not None and beat.activity not in BEFORE_TRAINING and not tick.state.proved:
-        tick.emit(SpecProved(), f"{node.id} can train: rollout nodes are asked for")
     _give_up_silent(tick, node)
     code, ended_at_s = tick.snapshot.exit_code_of(node), node.attempt_ended_at_s
     alive = tick.state.phase in LIVE_RUN

@@ -20,11 +20,12 @@ def named_gpus(resources: Mapping[str, Any]) -> int | None:
 
 
 def engine_gpus(vllm: Mapping[str, Any]) -> int:
-    """GPUs of one vLLM engine with these flags."""
+    """GPUs of one vLLM engine with these flags; what is no number of GPUs is reported with its key."""
     flags = {name.replace("_", "-"): value for name, value in vllm.items()}
     count = 1
     for name in _TOGETHER:
-        count *= int(flags.get(name) or 1)
+        value = flags.get(name)
+        count *= value if isinstance(value, int) and value > 0 else 1
     return count
 
 

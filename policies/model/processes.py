@@ -21,8 +21,12 @@ def gpu_counts(resources: Mapping[str, Any]) -> set[int | None]:
 
     One for each alternative, those of `any_of` and `ordered` too; None for one that names none.
     """
-    nested = [one for key in ALTERNATIVES for one in resources.get(key) or () if isinstance(one, Mapping)]
+    nested = [one for key in ALTERNATIVES for one in _listed(resources.get(key)) if isinstance(one, Mapping)]
     return {count for one in (nested or [resources]) for count in _counts({**resources, **one})}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _counts(resources: Mapping[str, Any]) -> Iterator[int | None]:
@@ -31,13 +35,18 @@ def _counts(resources: Mapping[str, Any]) -> Iterator[int | None]:
         accelerators = [f"{name}:{count}" for name, count in accelerators.items()]
     elif isinstance(accelerators, str):
         accelerators = [accelerators]
-    for one in accelerators or (None,):
-        yield None if one is None else _count(one)
+    for one in _listed(accelerators) or (None,):
+        yield _count(one) if isinstance(one, str) else None
 
 
 def _count(text: str) -> int | None:
-    """Of `NAME` or `NAME:COUNT`; None for what is no count of GPUs, which is SkyPilot's to judge."""
+    """Of `NAME` or `NAME:COUNT`, read as SkyPilot does; None for what is no whole count of GPUs, which is its to
+    judge."""
     name, _, count = text.partition(":")
-    if name.lower().startswith("tpu") or (count and not count.isdecimal()):
+    if name.lower().startswith("tpu"):
         return None
-    return int(count or 1)
+    try:
+        number = float(count or 1)
+    except ValueError:
+        return None
+    return int(number) if number.is_integer() and number >= 0 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 import sys
@@ -48,14 +49,15 @@ def visible_gpus(env: Mapping[str, str]) -> int | None:
     """How many NVIDIA GPUs a process with this environment sees; None where nothing here can tell."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([one for one in visible.split(",") if one.strip() not in ("", "-1")])
+        names = (name.strip() for name in visible.split(","))  # CUDA reads them up to the first that is none
+        return len(set(itertools.takewhile(lambda name: name and not name.startswith("-"), names)))
     if shutil.which("nvidia-smi") is None:
         return None
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SMI_S, check=True)
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=SMI_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    return sum(line.startswith(b"GPU ") for line in listed.stdout.splitlines())
 
 
 def unfit_gpus(spec: RunSpec, gpus: int | None) -> tuple[int, str] | None:

@@ -164,7 +164,7 @@ def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable
     prepare_reports(config, Path(start.env.workdir))
     if start.restored is None and config.process_index == 0:
         check_prompts("trainer.dataset", train_set)
-        check_rewards(rewards, wanted.reward_funcs, train_set, only_prompts=config.remove_unused_columns)
+        check_rewards(rewards, wanted.reward_funcs, train_set, config)
     replacements = replaced(len(train_set))
     model = model_path(wanted, workdir) if start.base_model is None else str(start.base_model)
     set_seed(config.seed)  # before the model: new adapters are drawn at random, and a restart must draw the same

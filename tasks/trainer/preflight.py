@@ -43,26 +43,27 @@ def check_packages(config: Any) -> None:
 
 
 def check_rewards(
-    functions: Sequence[Callable[..., Any]], names: Sequence[str], dataset: Any, *, only_prompts: bool
+    functions: Sequence[Callable[..., Any]], names: Sequence[str], dataset: Any, config: Any
 ) -> None:
     """Call each reward function once. Raises BadSpec naming the first that TRL could not work with.
 
     Args:
         names: the functions' import paths.
-        only_prompts: the functions get no other columns (`remove_unused_columns`).
+        config: TRL's. A function may compare the completions of a group, so it gets a whole one.
     """
-    row = dataset[0]
+    row, count = dataset[0], config.num_generations
+    answers = [ANSWERS[i % len(ANSWERS)] for i in range(count)]
     chat = _is_chat(row["prompt"])
     told: dict[str, Any] = {
-        "prompts": [row["prompt"]] * len(ANSWERS),
-        "completions": [[{"role": "assistant", "content": text}] if chat else text for text in ANSWERS],
-        "completion_ids": [[0] for _ in ANSWERS],
-        "trainer_state": TrainerState(),
-        "log_extra": lambda *_: None,
-        "log_metric": lambda *_: None,
+        "prompts": [row["prompt"]] * count,
+        "completions": [[{"role": "assistant", "content": text}] if chat else text for text in answers],
+        "completion_ids": [[0] for _ in answers],
+        "trainer_state": TrainerState(max_steps=max(1, config.max_steps)),  # -1: as many as its epochs have
+        "log_extra": lambda *_, **__: None,
+        "log_metric": lambda *_, **__: None,
     }
-    columns = [] if only_prompts else sorted(row.keys() - OWN_COLUMNS)
-    told |= {name: [row[name]] * len(ANSWERS) for name in columns}
+    columns = [] if config.remove_unused_columns else sorted(row.keys() - OWN_COLUMNS)
+    told |= {name: [row[name]] * count for name in columns}
     for function, name in zip(functions, names, strict=True):
         if not isinstance(function, torch.nn.Module):
             _check_reward(function, f"trainer.reward_funcs: {name}", told, columns)
@@ -80,12 +81,13 @@ def _check_reward(function: Callable[..., Any], key: str, told: dict[str, Any], 
             raise
         row = f"called on the dataset's first row, with {', '.join(columns) or 'no other columns'}"
         raise BadSpec(f"{key} raised {type(error).__name__}: {first_line(error)}; it was {row}") from error
-    expected = f"expected {len(ANSWERS)} numbers or None, one for each completion"
+    count = len(told["completions"])
+    expected = f"expected {count} numbers or None, one for each completion"
     try:
         values = list(found)
     except TypeError as error:
         raise BadSpec(f"{key} returned {_shown(found)}; {expected}") from error
-    if len(values) != len(ANSWERS):
+    if len(values) != count:
         raise BadSpec(f"{key} returned {len(values)} values; {expected}")
     for value in values:
         if not _is_reward(value):

@@ -72,6 +72,7 @@ def test_one_process_a_gpu(spec: RunSpec, config: dict[str, Any] | None, tmp_pat
 
 def test_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,-1,1"}) == visible_gpus({"CUDA_VISIBLE_DEVICES": "0,0"}) == 1
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert visible_gpus({}) is None

@@ -43,24 +43,27 @@ def gpus_here(environment: Mapping[str, str] = os.environ) -> Gpus:
     if VISIBLE in environment:
         return Gpus(_visible(environment[VISIBLE]), {})
     try:
-        done = subprocess.run(COUNT, capture_output=True, text=True, timeout=COUNT_S, check=False)
-    except FileNotFoundError:
+        done = subprocess.run(COUNT, capture_output=True, timeout=COUNT_S, check=False)
+    except OSError:  # it is not there, or is no program of this machine's
         return Gpus((), {})
     except subprocess.TimeoutExpired:
         raise CloudUnavailable(f"{COUNT[0]} has not answered for {COUNT_S:.0f} s") from None
-    names = done.stdout.split() if done.returncode == 0 else ()
+    lines = done.stdout.decode(errors="replace").split("\n") if done.returncode == 0 else ()
+    names = (
+        line.strip() for line in lines if line.strip().isdecimal()
+    )  # it may say other things, and exit with 0
     # The tool counts along the bus; CUDA by itself puts the fastest first.
     return Gpus(tuple(names), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
 
 
 def _visible(names: str) -> tuple[str, ...]:
-    """As CUDA reads its variable: what comes after the first that is none counts for nothing."""
+    """As CUDA reads its variable: what comes after the first that is none counts for nothing. Each once."""
     found: list[str] = []
     for name in names.split(","):
         if not name.strip() or name.strip().startswith("-"):
             break
         found.append(name.strip())
-    return tuple(found)
+    return tuple(dict.fromkeys(found))
 
 
 @contextlib.contextmanager

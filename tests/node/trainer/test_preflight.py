@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,11 @@ CHATS = Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1"}], "ans
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def config_of(*, group: int = 2, max_steps: int = -1, only_prompts: bool = False) -> SimpleNamespace:
+    """What is read of TRL's."""
+    return SimpleNamespace(num_generations=group, max_steps=max_steps, remove_unused_columns=only_prompts)
 
 
 def without_kwargs(completions: list[str]) -> list[float]:
@@ -70,17 +76,34 @@ def returns(value: Any) -> Callable[..., Any]:
 )
 def test_a_reward_function_that_trl_could_not_work_with_is_named(function: Callable[..., Any], says: str) -> None:
     with pytest.raises(BadSpec) as caught:
-        check_rewards([lower_share, function], ["r.good", "r.bad"], TEXTS, only_prompts=False)
+        check_rewards([lower_share, function], ["r.good", "r.bad"], TEXTS, config_of())
     assert str(caught.value).startswith("trainer.reward_funcs: r.bad ")
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_rewards_of_every_form_pass() -> None:
-    check_rewards([lower_share, awaited, returns((1, True))], ["a", "b", "c"], TEXTS, only_prompts=False)
-    check_rewards([of_a_chat], ["d"], CHATS, only_prompts=False)
+    check_rewards([lower_share, awaited, returns((1, True))], ["a", "b", "c"], TEXTS, config_of())
+    check_rewards([of_a_chat], ["d"], CHATS, config_of())
     with pytest.raises(BadSpec, match="'answer'"):
-        check_rewards([of_a_chat], ["d"], CHATS, only_prompts=True)
+        check_rewards([of_a_chat], ["d"], CHATS, config_of(only_prompts=True))
+
+
+@pytest.mark.parametrize("max_steps", [-1, 40])
+def test_a_reward_gets_what_it_may_count_on_in_training(max_steps: int) -> None:
+    """A whole group, the share of the steps that is done, and TRL's names for what it logs."""
+
+    def best_of_group(completions: list[str], **_: Any) -> list[float]:
+        groups = [completions[i : i + 8] for i in range(0, len(completions), 8)]
+        assert all(len(group) == 8 for group in groups)
+        return [float(one == max(group)) for group in groups for one in group]
+
+    def by_progress(completions: list[str], trainer_state: Any, log_metric: Any, **_: Any) -> list[float]:
+        log_metric(name="progress", value=trainer_state.global_step / trainer_state.max_steps)
+        return [trainer_state.epoch + 1.0 for _ in completions]
+
+    config = config_of(group=8, max_steps=max_steps)
+    check_rewards([best_of_group, by_progress], ["best", "progress"], TEXTS, config)
 
 
 def test_a_service_out_of_reach_is_not_the_functions_fault() -> None:
@@ -88,7 +111,7 @@ def test_a_service_out_of_reach_is_not_the_functions_fault() -> None:
         raise ConnectionRefusedError("the judge is away")
 
     with pytest.raises(ConnectionRefusedError):
-        check_rewards([judged], ["judged"], TEXTS, only_prompts=False)
+        check_rewards([judged], ["judged"], TEXTS, config_of())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is not None, reason="math-verify is installed")
@@ -97,7 +120,7 @@ def test_trls_own_reward_without_what_it_needs_is_told() -> None:
 
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1"}], "solution": "$2$"}])
     with pytest.raises(BadSpec, match="math_verify"):
-        check_rewards([accuracy_reward], ["trl.rewards.accuracy_reward"], rows, only_prompts=False)
+        check_rewards([accuracy_reward], ["trl.rewards.accuracy_reward"], rows, config_of())
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,14 @@ def test_what_will_be_started_is_said(
 @pytest.mark.parametrize(
     ("resources", "more", "said"),
     [
+        ("{accelerators: 8}", "", "accelerators: expected text or a mapping or a list of texts, got 8"),
+        (
+            "{accelerators: ['H100:8', {A100: 4}]}",
+            "",
+            "trainer.resources.accelerators: expected text or a mapping or a list of texts, got",
+        ),
+        ("{any_of: 3}", "", "trainer.resources.any_of: expected a list, got 3"),
+        ("{any_of: [{accelerators: 8}]}", "", "trainer.resources.any_of[0].accelerators: expected text"),
         (
             "{accelerators: H100:2}",
             "accelerate: {num_processes: 8}",

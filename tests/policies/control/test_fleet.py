@@ -79,6 +79,16 @@ def test_rollout_nodes_are_asked_for_first_once_the_trainer_can_train(activity: 
     assert (SpecProved() in events) is bool(asked)
 
 
+@pytest.mark.parametrize(("activity", "step"), [("training", 0), ("starting", 4)])
+def test_what_an_earlier_release_has_trained_is_not_proved_again(activity: str, step: int) -> None:
+    """Its machine is lost, and its journal says nothing of a proof: the store has its last heartbeat."""
+    world = World(boot_s={Role.TRAINER: 1e9})
+    world.beat = Trainer("trainer-0-i0", 1, 0, step, 10, activity, world.now_s - 600.0)
+    for _ in range(3):
+        world.tick()
+    assert len(world.up(Role.ROLLOUT)) == 2, "both kinds of machine start side by side"
+
+
 def test_what_has_trained_once_is_not_proved_again() -> None:
     world = World(boot_s={Role.TRAINER: 1e9}, proved=True)
     for _ in range(3):

@@ -24,6 +24,10 @@ from tests.stand_ins.world import spec
         ({"accelerators": ["H100:2", "A100-80GB:2"]}, 2),
         ({"accelerators": "tpu-v5litepod-8"}, None),
         ({"accelerators": "H100:all"}, None),
+        ({"accelerators": "H100:8.0"}, 8),
+        ({"accelerators": "H100: 8"}, 8),
+        ({"accelerators": {"H100": 8.0}}, 8),
+        ({"accelerators": "H100:nan"}, None),
         ({"any_of": [{"accelerators": "H100:4"}, {"accelerators": "A100:4"}]}, 4),
         ({"any_of": [{"accelerators": "H100:4"}, {"accelerators": "A100:8"}]}, None),
         ({"accelerators": "H100:4", "ordered": [{"infra": "aws"}, {"infra": "gcp"}]}, 4),
@@ -40,6 +44,7 @@ def test_the_count_that_resources_name(resources: dict[str, Any], count: int | N
 def test_an_engine_takes_the_product_of_what_works_together() -> None:
     assert engine_gpus({}) == 1
     assert engine_gpus({"tensor_parallel_size": 4, "pipeline-parallel-size": 2, "data-parallel-size": 9}) == 8
+    assert engine_gpus({"tensor-parallel-size": "two", "pipeline-parallel-size": [1]}) == 1, "reported elsewhere"
 
 
 def test_a_node_that_names_none_takes_what_works_on_it() -> None:
