@@ -18,6 +18,7 @@ from orchestrator.clouds.local.processes import kill_all, marked_processes
 from orchestrator.clouds.protocol import CloudRefused, Order
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import MachineState, Market, Refusal, role_of
+from tasks.machine.launching import visible_gpus
 from tests.budget import HANG_S
 from tests.stand_ins.world import spec
 
@@ -224,8 +225,28 @@ def test_a_run_on_cpu_is_left_all_it_sees(gpus: Callable[[int], None], opened: C
         ("GPU-8932f937, GPU-46b1a2c0", ("GPU-8932f937", "GPU-46b1a2c0")),
         ("", ()),
         ("1,-1,0", ("1",)),
+        ("0,0,1", ("0", "1")),
     ],
 )
 def test_a_list_in_our_own_environment_is_what_is_divided(visible: str, names: tuple[str, ...]) -> None:
     here = gpus_here({VISIBLE: visible})
     assert (here.names, here.environment) == (names, {})
+
+
+@pytest.mark.parametrize(
+    ("tool", "mode"),
+    [
+        (b"#!/bin/sh\necho 'Failed to initialize NVML'\n", 0o755),
+        (b"#!/bin/sh\nprintf '\\377\\376\\n'\n", 0o755),
+        (b"\x7fELF of another machine", 0o755),
+        (b"#!/bin/sh\n", 0o644),
+    ],
+)
+def test_a_driver_tool_that_does_not_count_has_no_gpus(
+    tool: bytes, mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_bytes(tool)
+    (tmp_path / "nvidia-smi").chmod(mode)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert gpus_here({}).names == ()
+    assert visible_gpus({}) in (0, None)
