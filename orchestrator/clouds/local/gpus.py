@@ -49,9 +49,7 @@ def gpus_here(environment: Mapping[str, str] = os.environ) -> Gpus:
     except subprocess.TimeoutExpired:
         raise CloudUnavailable(f"{COUNT[0]} has not answered for {COUNT_S:.0f} s") from None
     lines = done.stdout.decode(errors="replace").split("\n") if done.returncode == 0 else ()
-    names = (
-        line.strip() for line in lines if line.strip().isdecimal()
-    )  # it may say other things, and exit with 0
+    names = (line.strip() for line in lines if line.strip().isdecimal())  # it may say other things
     # The tool counts along the bus; CUDA by itself puts the fastest first.
     return Gpus(tuple(names), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
 

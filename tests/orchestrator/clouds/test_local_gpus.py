@@ -247,6 +247,6 @@ def test_a_driver_tool_that_does_not_count_has_no_gpus(
 ) -> None:
     (tmp_path / "nvidia-smi").write_bytes(tool)
     (tmp_path / "nvidia-smi").chmod(mode)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert gpus_here({}).names == ()
     assert visible_gpus({}) in (0, None)
