@@ -19,7 +19,7 @@ GATEWAY = "orchestrator.gateway"  # beside the trainer
 TRAINER = "tasks.trainer.main"  # below `WORK[Role.TRAINER]`
 LOCAL_MACHINE = "tasks.machine.local_machine"  # above the work, on the local cloud
 
-MACHINE = "machine.json"  # in the machine's folder: its newest attempt, see `tasks.machine.attempts`
+MACHINE = "machine.json"  # in the machine's folder: its newest attempt, see `tasks.machine.processes.attempts`
 
 # In the machine's working folder:
 NOTICE = "notice"  # it will be taken back: how many seconds it stays, or nothing

@@ -42,10 +42,10 @@ from policies.model import exit_codes
 from policies.model.node_contract import NOTICE, WORK
 from policies.model.vocabulary import Role
 from tasks.machine import metadata
-from tasks.machine.attempts import Started, record, started, take
-from tasks.machine.children import adopt_orphans, end_descendants, exit_code_of, start_child
 from tasks.machine.metadata import MetadataService
 from tasks.machine.node_env import NodeEnv, NotANode, read_node_env
+from tasks.machine.processes.attempts import Started, record, started, take
+from tasks.machine.processes.children import adopt_orphans, end_descendants, exit_code_of, start_child
 from tasks.machine.reporter import Reporter, first_report
 
 log = structlog.get_logger()

@@ -13,8 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
-from tasks.machine.attempts import Started, record, started, take
-from tasks.machine.children import exit_code_of, start_child
+from tasks.machine.processes.attempts import Started, record, started, take
+from tasks.machine.processes.children import exit_code_of, start_child
 
 
 def main() -> int:

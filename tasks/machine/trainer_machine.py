@@ -21,11 +21,11 @@ from checkpoint.security.vouched import NotVouched
 from checkpoint.store.run_store import Store
 from checkpoint.stream.uploader import LOOK_S
 from policies.model import exit_codes, node_contract
-from tasks.machine.children import exit_code_of, start_child
-from tasks.machine.exit_note import take_exit_code
-from tasks.machine.launching import trainer_argv, unfit_gpus, visible_gpus
 from tasks.machine.leaving import stop_file
 from tasks.machine.node_env import read_node_env, read_run_here
+from tasks.machine.processes.children import exit_code_of, start_child
+from tasks.machine.processes.exit_note import take_exit_code
+from tasks.machine.processes.launching import trainer_argv, unfit_gpus, visible_gpus
 from tasks.machine.spooling import find_spool
 from tasks.machine.user_setup import set_up
 

@@ -18,9 +18,9 @@ from checkpoint.security.vouched import NotVouched
 from checkpoint.store.run_store import Store
 from policies.model import exit_codes
 from policies.model.spec import RunSpec
-from tasks.machine.children import adopt_orphans
 from tasks.machine.lasting_log import lasting
 from tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
+from tasks.machine.processes.children import adopt_orphans
 from tasks.machine.user_setup import set_up
 from tasks.machine.versions import ROLLOUT, WrongVersions, check_versions
 from tasks.peers.peers import Peers, may_pay

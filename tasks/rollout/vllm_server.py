@@ -29,8 +29,8 @@ from policies.serving.adapters import BASE_MODEL
 from policies.serving.canary import Canary
 from policies.serving.position_trial import judge
 from policies.serving.wire import COMPLETIONS, MODEL, NODE_IDLE_S, EngineWord, LoadPolicy, ProvePolicy
-from tasks.machine.children import end_descendants, start_child
 from tasks.machine.node_env import NodeEnv
+from tasks.machine.processes.children import end_descendants, start_child
 from tasks.rollout.adapters import takes_adapters
 from tasks.rollout.engine import EngineLimits, read_metrics
 from tasks.rollout.policy_folders import Staged
@@ -236,7 +236,7 @@ async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession, *, ba
     argv = [
         sys.executable,
         "-m",
-        "tasks.machine.process_tree",
+        "tasks.machine.processes.process_tree",
         sys.executable,
         *argv_of(spec, node.host, port, pem, adapters=adapters, bare=bare),
     ]

@@ -12,8 +12,8 @@ import pytest
 
 from policies.model import exit_codes
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
-from tasks.machine.launching import trainer_argv, unfit_gpus, visible_gpus
 from tasks.machine.node_env import NodeEnv
+from tasks.machine.processes.launching import trainer_argv, unfit_gpus, visible_gpus
 
 
 def spec_of(accelerators: str = "", *, accelerate: dict[str, Any] | None = None, **grpo: Any) -> RunSpec:

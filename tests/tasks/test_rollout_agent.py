@@ -25,6 +25,7 @@ from tasks.rollout.vllm_server import Server, Unfit
 from tests.budget import HANG_S
 from tests.rigs.gateway_process import until
 
+ENDS_AS_ONE = "tasks.machine.processes.process_tree"
 # A program that starts a grandchild which ignores SIGTERM, as a hung engine would, and tells both pids.
 TREE = """
 import os, signal, subprocess, sys, time
@@ -48,7 +49,16 @@ def alive(pid: int) -> bool:
 def in_a_tree(folder: Path, lives_s: float) -> tuple[subprocess.Popen[bytes], list[int]]:
     pids = folder / "pids"
     process = subprocess.Popen(
-        [sys.executable, "-m", "tasks.machine.process_tree", sys.executable, "-c", TREE, str(pids), str(lives_s)]
+        [
+            sys.executable,
+            "-m",
+            "tasks.machine.processes.process_tree",
+            sys.executable,
+            "-c",
+            TREE,
+            str(pids),
+            str(lives_s),
+        ]
     )
     until("the tree", lambda: pids.exists() and len(pids.read_text().split()) == 2)
     return process, [int(pid) for pid in pids.read_text().split()]
@@ -77,8 +87,8 @@ def test_the_whole_tree_ends_when_either_is_told_or_killed(tmp_path: Path, victi
 def test_the_tree_ends_when_the_one_who_started_it_is_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     starter = (
-        "import signal, sys, os; from tasks.machine.children import start_child; "
-        "start_child([sys.executable, '-m', 'tasks.machine.process_tree', sys.executable, '-c', *sys.argv[1:]],"
+        "import signal, sys, os; from tasks.machine.processes.children import start_child; "
+        f"start_child([sys.executable, '-m', '{ENDS_AS_ONE}', sys.executable, '-c', *sys.argv[1:]],"
         " dict(os.environ), death_signal=signal.SIGTERM).wait()"
     )
     process = subprocess.Popen([sys.executable, "-c", starter, TREE, str(pids), "600"])

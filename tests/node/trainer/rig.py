@@ -34,8 +34,8 @@ from policies.model.spec import (
     TrainerSpec,
 )
 from policies.model.vocabulary import PolicyVersion
-from tasks.machine.launching import trainer_argv
 from tasks.machine.node_env import NodeEnv
+from tasks.machine.processes.launching import trainer_argv
 from tasks.machine.spooling import find_spool, remove_spool
 from tests.budget import HANG_S
 from tests.node.trainer.stand_in_gateway import TOKEN, StandInGateway
