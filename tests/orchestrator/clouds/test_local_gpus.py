@@ -18,7 +18,7 @@ from orchestrator.clouds.local.processes import kill_all, marked_processes
 from orchestrator.clouds.protocol import CloudRefused, Order
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import MachineState, Market, Refusal, role_of
-from tasks.machine.launching import visible_gpus
+from tasks.machine.processes.launching import visible_gpus
 from tests.budget import HANG_S
 from tests.stand_ins.world import spec
 
