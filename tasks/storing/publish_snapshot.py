@@ -42,6 +42,7 @@ class Snapshot:
         self._store = store
         self._weights = weights
         self._idle = idle
+        self._size_bytes = weights.stat().st_size
         self._stopped = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self.stored: Future[Manifest] = self._pool.submit(self._run)
@@ -52,7 +53,7 @@ class Snapshot:
         self._pool.shutdown(wait=False)
 
     def _run(self) -> Manifest:
-        """Raises Stopped, StoreError, OSError."""
+        """Raises Stopped, StoreError (Corrupt: another has begun the file anew), OSError."""
         with chunks.Sending(
             self._store, self.of.prefix, stored={}, content=self._content, transfers=TRANSFERS
         ) as sending:
@@ -70,7 +71,7 @@ class Snapshot:
             self._go_on()
         self._go_on()
         with path.open("rb") as file:
-            size_bytes = min(chunks.CHUNK_BYTES, path.stat().st_size - offset)
+            size_bytes = min(chunks.CHUNK_BYTES, self._size_bytes - offset)  # Corrupt where it is shorter by now
             yield safetensors.read(file.fileno(), offset, size_bytes).data
 
     def _go_on(self) -> None:

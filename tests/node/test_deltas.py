@@ -29,6 +29,7 @@ from policies.serving.wire import PolicyRef
 from tasks.rollout.policy_folders import STAGED, Overtaken, PolicyFolders
 from tasks.storing import publish
 from tasks.storing.publish import PolicyPublisher
+from tasks.storing.publish_snapshot import Snapshot
 from tasks.storing.step_costs import StepCosts
 from tasks.storing.tensor_types import UnsupportedType
 from tests.budget import HANG_S
@@ -501,6 +502,23 @@ def test_what_others_take_away_is_seen_and_ends_with_a_whole_policy(world: World
     [ref] = world.steps(publisher, 4)
     assert kind(world, ref) == "whole"
     world.fetch(world.node(), ref)
+
+
+def test_a_snapshot_of_a_file_that_another_begins_anew_ends_no_trainer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", mmap.ALLOCATIONGRANULARITY)
+    publisher: Any = world.publisher()
+    ref = world.publish(publisher, 0)
+    idle = threading.Event()
+
+    def begun(timeout: float) -> bool:
+        os.truncate(publisher._weights, 0)
+        return timeout > 0
+
+    monkeypatch.setattr(idle, "wait", begun)
+    with pytest.raises(Corrupt):
+        Snapshot(world.store, ref, publisher._weights, idle).stored.result(HANG_S)
 
 
 def test_a_type_that_cannot_be_stored_is_named(world: World) -> None:
