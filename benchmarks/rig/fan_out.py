@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ NODES = (1, 2, 5, 10)
 LINK_BYTES_PER_S = 40e6
 CHUNK_BYTES = 4 * 2**20  # so that the usual size has as many chunks as a delta of a large model
 KILLED_AT = 0.4  # of the policy that the store has sent
+ANSWER_S = 600.0  # several times what ten nodes take for 256 MB without peers, on a loaded machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,38 +70,51 @@ class Rig:
         begun_bytes = self._link.passed_bytes
         with ExitStack() as stack:
             nodes = [stack.enter_context(self._node(number, peers)) for number in range(count)]
-            addresses = [_line(node) for node in nodes]
+            addresses = [answer(node, ANSWER_S) for node in nodes]
             for said in (json.dumps(addresses), "go"):
                 for node in nodes:
                     assert node.stdin is not None
                     node.stdin.write(f"{said}\n")
                     node.stdin.flush()
                 if said != "go":
-                    assert all(_line(node) == "ready" for node in nodes)
+                    assert all(answer(node, ANSWER_S) == "ready" for node in nodes)
             if kill:
+                kill_s = time.monotonic() + ANSWER_S
                 while self._link.passed_bytes - begun_bytes < KILLED_AT * self._size_bytes:
+                    if time.monotonic() > kill_s:
+                        raise SystemExit(f"the store's link has sent too little within {ANSWER_S:g} s")
                     time.sleep(0.01)
                 nodes[0].kill()
-            took_s = [float(_line(node)) for node in nodes[kill:]]
-            for node in nodes:
-                node.kill()
+            took_s = [float(answer(node, ANSWER_S)) for node in nodes[kill:]]
         ratio = (self._link.passed_bytes - begun_bytes) / self._size_bytes
-        return Fetched(round(ratio, 2), round(max(took_s), 1))
+        fetched = Fetched(round(ratio, 2), round(max(took_s), 1))
+        print(f"{count} nodes, {peers=}, {kill=}: {fetched}", file=sys.stderr)
+        return fetched
 
-    def _node(self, number: int, peers: bool) -> subprocess.Popen[str]:
+    @contextmanager
+    def _node(self, number: int, peers: bool) -> Iterator[subprocess.Popen[str]]:
         folder = self._folder / f"{self._tries}-{number}"
         module = "benchmarks.rig.fan_out_node"
-        argv = [sys.executable, "-m", module, self._url, str(folder), str(CHUNK_BYTES), self._ref, str(peers)]
-        return subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        python = [sys.executable, "-X", "faulthandler", "-m", module]
+        argv = [*python, self._url, str(folder), str(CHUNK_BYTES), self._ref, str(peers)]
+        with subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as node:
+            try:
+                yield node
+            finally:
+                node.kill()
 
 
-def _line(node: subprocess.Popen[str]) -> str:
-    """The next line that it says, but for those of its log."""
+def answer(node: subprocess.Popen[str], limit_s: float) -> str:
+    """The one line that it says next. One that says nothing is ended, by a signal at which Python's faulthandler
+    prints where its threads are. Raises SystemExit naming it."""
     assert node.stdout is not None
-    while line := node.stdout.readline():
-        if not line.startswith("20"):
-            return line.strip()
-    raise SystemExit("a node ended")
+    if not select.select([node.stdout], [], [], limit_s)[0]:
+        node.send_signal(signal.SIGABRT)
+        node.stdout.read()  # until it has ended
+        raise SystemExit(f"node {node.pid} says nothing within {limit_s:g} s: {node.args!r}")
+    if line := node.stdout.readline():
+        return line.strip()
+    raise SystemExit(f"node {node.pid} ended: {node.args!r}")
 
 
 def fan_out(size_bytes: int = 256 * 10**6, counts: Sequence[int] = NODES) -> dict[str, Any]:

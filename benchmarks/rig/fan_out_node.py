@@ -13,6 +13,7 @@ from concurrent.futures import wait
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks
@@ -25,6 +26,7 @@ HOST, TOKEN = "0.0.0.0", "of the benchmark"
 
 
 def main() -> None:
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for the answers
     url, folder, chunk_bytes, ref, among_peers = sys.argv[1:]
     chunks.CHUNK_BYTES = int(chunk_bytes)
     with Peers(HOST, TOKEN) as peers:

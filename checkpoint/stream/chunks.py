@@ -279,7 +279,7 @@ def _brought(
     try:
         return _verified(store, f"{root}/{job.chunk}")
     except StoreError:
-        data = download.get_at_once(job.chunk, job.size_bytes)
+        data = download.get_at_once(job.chunk, job.size_bytes, still)
         if data is None or not matches(data, job.chunk):
             raise
         return data

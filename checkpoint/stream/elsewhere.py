@@ -36,7 +36,7 @@ class Download(Protocol):
         """
         ...
 
-    def get_at_once(self, chunk: str, size_bytes: int) -> memoryview | None:
+    def get_at_once(self, chunk: str, size_bytes: int, still: Callable[[], None]) -> memoryview | None:
         """The same from whoever has it by now, also where the store was to be asked: it has failed."""
         ...
 

@@ -63,10 +63,11 @@ class PeerDownload:
         self._shelf.begin_chunk(self.root, chunk)
         return None
 
-    def get_at_once(self, chunk: str, size_bytes: int) -> memoryview | None:
+    def get_at_once(self, chunk: str, size_bytes: int, still: Callable[[], None]) -> memoryview | None:
         """See `elsewhere.Download`."""
         self._look()
         for peer in self._view[0]:
+            still()
             data = peer.ask(self.root, chunk, size_bytes)
             if isinstance(data, memoryview):
                 self._last[chunk] = peer

@@ -85,13 +85,13 @@ class PeerServer:
         runner = web.AppRunner(
             app, handler_cancellation=True, shutdown_timeout=0.0, access_log=None, keepalive_timeout=IDLE_S
         )
-        await runner.setup()
         try:
+            await runner.setup()
             site = web.TCPSite(runner, self._host, 0, ssl_context=self._tls)
             await site.start()
             listens.set_result(runner.addresses[0][1])
-        except OSError as error:
-            listens.set_exception(error)
+        except (OSError, ValueError) as error:  # the latter for a host that cannot be a name
+            listens.set_exception(OSError(str(error)))
             return
         try:
             await self._over.wait()

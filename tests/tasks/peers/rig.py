@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,9 +11,12 @@ from pathlib import Path
 from blake3 import blake3
 
 from checkpoint.stream import manifest
+from checkpoint.stream.elsewhere import Elsewhere
 from checkpoint.stream.manifest import Manifest
 from policies.model.vocabulary import PolicyVersion
+from tasks.peers.download import PeerDownload
 from tasks.peers.peers import Peers
+from tests.budget import HANG_S
 from tests.stand_ins.catalog_rig import CHUNK, DictStore
 
 TOKEN = "the run's secret"
@@ -22,17 +25,14 @@ CHUNKS = 60
 
 
 class CountingStore(DictStore):
-    """Counts what is read; while `closed` nobody is answered, and with `away` set it fails."""
+    """Counts what is read; with `error` set it fails."""
 
     def __init__(self) -> None:
         super().__init__()
         self.read: list[str] = []
-        self.open = threading.Event()
-        self.open.set()
         self.error: Exception | None = None
 
     def get_buffer(self, key: str) -> memoryview:
-        self.open.wait()
         if self.error is not None:
             raise self.error
         self.read.append(key)
@@ -53,20 +53,37 @@ class Rig:
         self.content = content
         self.policy: Manifest = manifest.publish(self.store, PREFIX, source, PolicyVersion(0, 1), 0.0)
 
-    def fetch(self, node: int, peers: Peers | None) -> None:
+    def fetch(self, node: int, peers: Elsewhere | None) -> None:
         """Have the node download the policy; what it gets must be what was published."""
         folder = self.folder / f"node-{node}" / "policy"
         manifest.materialize(self.store, PREFIX, self.policy.files, folder, elsewhere=peers)
         assert (folder / "model.safetensors").read_bytes() == self.content
 
-    def fetch_together(self, nodes: Sequence[Peers], numbers: Sequence[int] | None = None) -> None:
+    def fetch_together(self, nodes: Sequence[Peers], met: Callable[[], None] = lambda: None) -> None:
+        """All at once; `met` is called when all know that all take part, and none has begun."""
+        barrier = threading.Barrier(len(nodes), met, HANG_S)
         with ThreadPoolExecutor(len(nodes)) as pool:
-            list(pool.map(self.fetch, numbers or range(len(nodes)), nodes))
+            list(pool.map(self.fetch, range(len(nodes)), [Together(one, barrier) for one in nodes]))
 
     @property
-    def copies(self) -> float:
-        """Bytes read from the store over bytes of the policy, as all chunks but one are of one size."""
-        return len(self.store.read) / CHUNKS
+    def read(self) -> list[str]:
+        """Names of the chunks that were read from the store, in order of their names."""
+        return sorted(key.removeprefix(f"{PREFIX}/") for key in self.store.read)
+
+
+class Together:
+    """A node that waits for all others before it begins with the chunks. Each has asked all others by then, and of
+    a pair the later one has told the earlier one that it takes part: so all choose alike."""
+
+    def __init__(self, peers: Peers, barrier: threading.Barrier) -> None:
+        self._peers = peers
+        self._barrier = barrier
+
+    @contextmanager
+    def download(self, root: str, names: Sequence[str], folders: Sequence[Path]) -> Iterator[PeerDownload]:
+        with self._peers.download(root, names, folders) as download:
+            self._barrier.wait()
+            yield download
 
 
 @contextmanager

@@ -8,17 +8,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from checkpoint.store.errors import NotFound, StoreUnavailable
-from checkpoint.stream import chunks, manifest
+from checkpoint.stream import manifest
 from checkpoint.stream.chunks import TRANSFERS
 from tasks.peers import download, peer, server
 from tasks.peers.peers import Peers
-from tests.rigs.gateway_process import until
 from tests.stand_ins.catalog_rig import CHUNK
 from tests.stand_ins.strangers import check_closed
 from tests.tasks.peers import liar as lies
@@ -26,11 +24,6 @@ from tests.tasks.peers.liar import Answer, liar
 from tests.tasks.peers.rig import CHUNKS, PREFIX, TOKEN, Rig, introduce, nodes
 
 LOCAL, SECURED = "127.0.0.1", "0.0.0.0"
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", CHUNK)
 
 
 @pytest.fixture
@@ -97,7 +90,7 @@ def test_one_that_is_gone_or_never_was_there_is_remembered(rig: Rig) -> None:
     with nodes(2, rig.host) as found:
         introduce(found, gone, "not an address", "256.0.0.1:70000")
         rig.fetch_together(found)
-    assert rig.copies < 1.2
+    assert rig.read == sorted(rig.policy.chunks)
 
 
 def test_a_peer_that_starts_again_elsewhere_is_asked_there(rig: Rig) -> None:
@@ -161,6 +154,28 @@ def test_a_download_that_nobody_wants_any_more_ends_while_it_waits_for_a_peer(tm
     assert waits.is_set()
 
 
+def test_with_the_store_away_a_download_that_nobody_wants_any_more_asks_nobody_else(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, LOCAL)
+    names = sorted(rig.policy.chunks)
+
+    class NoMore(Exception):
+        pass
+
+    def still() -> None:
+        if other.asked or another.asked:
+            raise NoMore
+
+    with (
+        nodes(1, LOCAL) as found,
+        liar(LOCAL, names, CHUNK, lies.promises, TOKEN) as other,
+        liar(LOCAL, names, CHUNK, lies.promises, TOKEN) as another,
+    ):
+        introduce(found, other.address, another.address)
+        with found[0].download(PREFIX, names, [tmp_path]) as one, pytest.raises(NoMore):
+            one.get_at_once(names[0], CHUNK, still)
+    assert (other.asked, another.asked) in ((1, 0), (0, 1))
+
+
 # Fetches all chunks but one, which it promises and never gets.
 VICTIM = """
 import sys
@@ -176,7 +191,11 @@ with Peers("{host}", "{token}") as peers:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_peer_that_is_killed_or_stops_in_the_middle_is_replaced(rig: Rig, number: int) -> None:
+def test_a_peer_that_is_killed_or_stops_in_the_middle_is_replaced(
+    rig: Rig, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if number == signal.SIGSTOP:
+        monkeypatch.setattr(peer, "SILENT_S", 1.0)
     names = sorted(rig.policy.chunks)
     program = VICTIM.format(chunk=CHUNK, host=rig.host, token=TOKEN, prefix=PREFIX, names=names, folder=rig.folder)
     victim = subprocess.Popen(
@@ -185,15 +204,13 @@ def test_a_peer_that_is_killed_or_stops_in_the_middle_is_replaced(rig: Rig, numb
     try:
         assert victim.stdout is not None
         address = victim.stdout.readline().strip()
-        with nodes(3, rig.host) as found, ThreadPoolExecutor(1) as pool:
+        with nodes(3, rig.host) as found:
             introduce(found, address)
-            rig.store.open.clear()
-            done = pool.submit(rig.fetch_together, found)
-            until("a download that knows the victim", lambda: len(found[0]._downloads) > 0)
-            victim.send_signal(number)
-            rig.store.open.set()
-            done.result()
+            rig.fetch_together(found, lambda: victim.send_signal(number))
     finally:
         victim.kill()
         victim.wait()
-    assert rig.copies < 2.0
+    if number == signal.SIGKILL:
+        assert rig.read == sorted(rig.policy.chunks)
+    else:  # who is well may pass for silent, too
+        assert set(rig.read) == rig.policy.chunks
