@@ -195,6 +195,7 @@ def test_a_peer_that_is_killed_or_stops_in_the_middle_is_replaced(
     rig: Rig, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if number == signal.SIGSTOP:
+        monkeypatch.setattr(peer, "CONNECT_S", 1.0)  # it accepts, and does not shake hands
         monkeypatch.setattr(peer, "SILENT_S", 1.0)
     names = sorted(rig.policy.chunks)
     program = VICTIM.format(chunk=CHUNK, host=rig.host, token=TOKEN, prefix=PREFIX, names=names, folder=rig.folder)
