@@ -300,6 +300,7 @@ def test_a_damaged_policy_is_never_served_and_a_repaired_one_is(lab: Lab) -> Non
 
 
 def test_a_policy_that_lacks_a_tensor_is_never_served_and_the_next_one_is(lab: Lab) -> None:
+    until("a member", lab.member)
     completions(list(lab.ask(lab.publish("0-4", seed=4))))  # a first policy that lacks one costs a start
     boot_id = until("a member", lab.member).boot_id
     policy = lab.publish("0-5", seed=5, lacking="model.layers.1.mlp.down_proj.weight")
