@@ -15,6 +15,7 @@ from policies.model import exit_codes
 from policies.model.events import NodeRequested
 from policies.model.vocabulary import NodePhase, RunPhase
 from tests.e2e.harness import Run
+from tests.stand_ins.earlier_trainer import leave_heartbeat
 
 pytestmark = pytest.mark.whole
 
@@ -45,6 +46,7 @@ def booted(run: Run) -> bool:
 
 def start(run: Run) -> None:
     run.cli("up", str(run.yaml), "-y", "-d")
+    leave_heartbeat(run.store)
     run.until("three machines", lambda: booted(run))
     run.until("their work and its child", lambda: all(len(run.pids(node)) == 3 for node in run.state.nodes))
 

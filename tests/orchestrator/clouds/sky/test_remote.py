@@ -45,6 +45,7 @@ from policies.model.state import RunState
 from policies.model.vocabulary import Refusal, RunPhase
 from tests.budget import HANG_S
 from tests.rigs.store.server import S3Server
+from tests.stand_ins.earlier_trainer import leave_heartbeat
 from tests.stand_ins.sky_table import Table
 from tests.stand_ins.world import spec
 
@@ -181,6 +182,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def begun(world: World, cli: Cli) -> None:
     """A run whose daemon lives on its controller machine, with machines of its own."""
     documents.create_run(world.store, world.record)
+    leave_heartbeat(world.store)
     done = cli("resume", "--remote", "-d", world.store.url)
     assert done.code == 0, done
     world.until(lambda: len(world.sky.beyond.table) == 3)
