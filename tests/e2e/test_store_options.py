@@ -24,6 +24,7 @@ from tests.e2e.harness import Run
 from tests.e2e.test_control import STAND_IN, small_spec
 from tests.rigs.store.fault_proxy import Answer, FaultProxy, IgnoreConditions, fault_proxy
 from tests.rigs.store.moto_server import moto_server
+from tests.stand_ins.earlier_trainer import leave_heartbeat
 
 pytestmark = pytest.mark.whole
 
@@ -59,6 +60,7 @@ class S3Run(Run):
 
     def start(self) -> None:
         self.cli("up", str(self.yaml), "-y", "-d")
+        leave_heartbeat(self.store)
         self.until("three machines", self.booted)
 
     def booted(self) -> bool:
