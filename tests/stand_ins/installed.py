@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -14,10 +15,9 @@ OWN = {"grpo-orch", "pip", "setuptools", "uv", "wheel"}  # ours, and what instal
 def not_as_locked(environment: str) -> list[str]:
     """Each package installed here that the lock does not have in that version."""
     locked = locked_versions(environment)
-    found = {
-        re.sub(r"[-_.]+", "-", one.metadata["Name"]).lower(): one.version.partition("+")[0]
-        for one in metadata.distributions()
-    }
+    # Not of all `sys.path`: setuptools puts copies of its own there, once somebody imports `pkg_resources`.
+    here = metadata.distributions(path=[sysconfig.get_path("purelib")])
+    found = {re.sub(r"[-_.]+", "-", one.metadata["Name"]).lower(): one.version.partition("+")[0] for one in here}
     return [
         f"{name} {version}, not {locked.get(name)}"
         for name, version in sorted(found.items())
