@@ -1,7 +1,7 @@
 """A trainer of several processes on one machine: one publishes, one restores, and none that is lost costs a step.
 
-That weights end the same to the last bit, as those of one process do (`test_resume`), does not hold here yet: after
-some steps a restart of two computes others.
+That weights end the same to the last bit, as those of one process do (`test_resume`), does not hold here yet:
+after some steps a restart of two computes others.
 
 The machine's GPUs are what no test machine has: the processes meet over gloo, each on the CPU.
 """
