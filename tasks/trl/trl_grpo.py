@@ -163,9 +163,6 @@ class EpochSampler(RepeatSampler):  # type: ignore[misc]  # TRL has no types
     replaced = ReplacedPrompts()
     walk: Walk  # needed where something is replaced
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
     def __iter__(self) -> Iterator[int]:
         if self.shuffle:
             draw_epochs_before(self.epoch, self.num_samples, self.generator, self.seed)
@@ -209,7 +206,14 @@ class FleetGRPOTrainer(LeavesInTime, LeavesOutRefused, SavesIntoSpool, GRPOTrain
             seed=theirs.seed,
         )
         sampler.replaced, sampler.walk = self._replaced, walk_of(self.args, len(theirs.data_source))
+        self._sampler = sampler
         return sampler
+
+    def _run_epoch(self, *, epoch: int, **rest: Any) -> None:
+        # Not left to accelerate: where several processes go on from a checkpoint within an epoch, one wrapper more
+        # is around the sampler than accelerate looks into.
+        self._sampler.epoch = epoch
+        super()._run_epoch(epoch=epoch, **rest)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         per_function: torch.Tensor = self.without_refused(super()._calculate_rewards(*args, **kwargs))

@@ -108,7 +108,7 @@ def test_an_epochs_order_is_trls_however_it_is_reached(shuffle: bool) -> None:
     in_order = [list(theirs) for _ in range(4)]
     for epoch in (3, 0, 2, 2, 1):
         ours = EpochSampler(range(10), **arguments)
-        ours.set_epoch(epoch)
+        ours.epoch = epoch
         assert list(ours) == in_order[epoch]
     assert (in_order[0] != in_order[1]) == shuffle
 

@@ -35,6 +35,7 @@ def test_another_number_of_processes_goes_on(before: int, after: int, tiny: Path
         assert second.wait(second.start_ranks(), timeout_s=HANG_S) == exit_codes.OK
         assert second.stored()[-1] == LAST
     assert set(second.gateway.asked) <= set(first.gateway.asked)
+    assert second.gateway.prompts.items() <= first.gateway.prompts.items()
     once, again = (first_step_after(half, rig) for rig in (first, second))
     assert again["reward"] == once["reward"]
     assert again["grad_norm"] == pytest.approx(once["grad_norm"], rel=1e-4)
