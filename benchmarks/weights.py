@@ -2,13 +2,15 @@
 
 Weights in bfloat16 of a float32 model that AdamW trains, at three learning rates: how many bytes travel, what a
 core codes and decodes in a second, what memory that takes, and how long it is from the trainer to a node that has
-proved what it holds, whole against delta over the same slowed store. The engine's own reload is not in it, for it
-is the same on both sides. 64 MB of weights are trained and repeated up to the whole: AdamW in numpy is slow.
+proved what it holds, whole against delta over the same slowed store. Then how long a real engine serves nobody
+while it takes a delta, what a node that joins waits for, and what many at once read of the store. 64 MB of weights
+are trained and repeated up to the whole: AdamW in numpy is slow.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
 import threading
@@ -27,7 +29,7 @@ from rich.console import Console
 from benchmarks.rig.fan_out import fan_out
 from benchmarks.rig.joining import join_s
 from benchmarks.rig.links import Link, paced_s3
-from benchmarks.rig.local_run import ROOT
+from benchmarks.rig.local_run import NODE_PYTHON, ROOT
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks, manifest
@@ -199,6 +201,15 @@ def sent_s(folder: Path, size_bytes: int) -> dict[int, float]:
     return took_s
 
 
+def pauses(share: float) -> dict[str, float]:
+    """Seconds of a real engine's pause by part, where this share of its elements changes."""
+    with tempfile.TemporaryDirectory() as name:
+        command = [str(NODE_PYTHON), "-m", "benchmarks.rig.pause", name, str(share)]
+        done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def adapter_share(rank: int) -> float:
     """Bytes of a float32 adapter on every linear layer of Qwen2.5-7B, of the model in bfloat16: by shapes."""
     hidden, inner, kv, layers = 3584, 18944, 512, 28
@@ -237,6 +248,10 @@ def main() -> None:
     with console.status("transfers"), tempfile.TemporaryDirectory() as name:
         few, many = sent_s(Path(name), size_bytes).values()
     figures["transfers_ratio"] = {f"{TRANSFERS[0]} to {TRANSFERS[1]}": round(few / many, 2)}
+    with console.status("an engine that changes weights"):
+        parts = pauses(figures["changed_share"][f"{USUAL:g}"])
+    figures["pause_share"] = round(parts.pop("pause_share"), 2)
+    figures["pause_s"] = {part: round(seconds, 3) for part, seconds in parts.items() if part != "weights_bytes"}
     with console.status("a node that joins"), tempfile.TemporaryDirectory() as name:
         figures["join_s"] = join_s(Path(name), JOIN_BYTES_PER_S)
     with console.status("nodes that fetch at once"):

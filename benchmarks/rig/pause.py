@@ -2,12 +2,15 @@
 reloaded from a file that was overwritten and proved before.
 
 On CPUs vLLM packs its linear layers away; here it is kept from that, as on GPUs: `tests.stand_ins.plain_linears`.
+In the nodes' environment: `python -m benchmarks.rig.pause FOLDER SHARE`; its last line is JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +35,7 @@ STEPS = 5
 
 def pauses(folder: Path, share: float, layers: int = LAYERS) -> dict[str, float]:
     """Medians of seconds over STEPS steps that change this share of all elements, and `pause_share`: the pause of
-    an overwrite as a share of that of a reload. Needs the nodes' environment."""
+    an overwrite as a share of that of a reload."""
     _make_model(folder / "base", layers)
     vllm_flags.FIXED["worker-extension-cls"] = "tests.stand_ins.plain_linears.Extension"
     return asyncio.run(_measure(folder, share))
@@ -146,3 +149,7 @@ def _spec(folder: Path) -> RunSpec:
 
 def _env(folder: Path) -> NodeEnv:
     return NodeEnv(f"file://{folder}/store", "rollout-0-i1", "token", 1, 0, str(folder), "127.0.0.1")
+
+
+if __name__ == "__main__":
+    print(json.dumps(pauses(Path(sys.argv[1]), float(sys.argv[2]))))
