@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 from policies.model.processes import gpu_counts
 from policies.model.spec import RunSpec, processes_of
 from policies.model.vocabulary import Role
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 # vLLM's flags for GPUs that work on one request together; their product is what one engine takes.
 _TOGETHER = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size")
 
@@ -38,3 +40,9 @@ def gpus_of(role: Role, spec: RunSpec) -> int:
     if spec.grpo.get("use_cpu"):
         return 0
     return processes_of(spec) if role is Role.TRAINER else engine_gpus(spec.rollout.vllm)
+
+
+def visible_names(variable: str) -> tuple[str, ...]:
+    """The GPUs that the variable VISIBLE names, as CUDA reads it: up to the first that is none, each once."""
+    names = (name.strip() for name in variable.split(","))
+    return tuple(dict.fromkeys(takewhile(lambda name: name and not name.startswith("-"), names)))

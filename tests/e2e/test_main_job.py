@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint.records import documents
-from tests.e2e.tiny import check_healthy, final_weights, finish, make_tiny, reach, tiny_run
+from tests.e2e.tiny import check_healthy, final_weights, finish, kill_trainer, make_tiny, reach, tiny_run
 
 pytestmark = pytest.mark.whole
 
@@ -35,12 +34,7 @@ def test_kills_and_a_resume_lose_no_step_and_change_no_weight(tmp_path: Path) ->
         for pid in run.pids("rollout-0-i1"):  # a whole machine, without a word
             os.kill(pid, signal.SIGKILL)
         reach(run, 5)
-        (trainer,) = run.pids("trainer-0-i1", "tasks.trainer.main")
-        os.kill(trainer, signal.SIGKILL)
-        run.until(
-            "another trainer",
-            lambda: (beat := documents.TRAINER.read(run.store)) is not None and beat.attempt == 2,
-        )
+        kill_trainer(run)
         os.kill(run.daemon_pid, signal.SIGKILL)
         run.cli("resume", run.url, "-d")
         finish(run)

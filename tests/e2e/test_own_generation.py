@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint.records import documents
-from tests.e2e.tiny import check_healthy, final_weights, finish, make_tiny, reach, tiny_run
+from tests.e2e.tiny import check_healthy, final_weights, finish, kill_trainer, make_tiny, reach, tiny_run
 
 pytestmark = pytest.mark.whole
 
@@ -29,12 +28,7 @@ def test_kills_change_no_weight_and_the_reward_rises(tmp_path: Path) -> None:
 
         run.cli("up", str(run.yaml), "-y", "-d")
         reach(run, 6)
-        (trainer,) = run.pids("trainer-0-i1", "tasks.trainer.main")
-        os.kill(trainer, signal.SIGKILL)
-        run.until(
-            "another trainer",
-            lambda: (beat := documents.TRAINER.read(run.store)) is not None and beat.attempt == 2,
-        )
+        kill_trainer(run)
         os.kill(run.daemon_pid, signal.SIGKILL)
         run.cli("resume", run.url, "-d")
         finish(run)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,16 @@ def step(run: Run) -> int:
 
 def reach(run: Run, wanted: int) -> None:
     run.until(f"step {wanted}", lambda: step(run) >= wanted, RUN_TIMEOUT_S)
+
+
+def kill_trainer(run: Run) -> None:
+    """Kill the first trainer, without its machine, and return once the next attempt has begun."""
+    (trainer,) = run.pids("trainer-0-i1", "tasks.trainer.main")
+    os.kill(trainer, signal.SIGKILL)
+    run.until(
+        "another trainer",
+        lambda: (beat := documents.TRAINER.read(run.store)) is not None and beat.attempt == 2,
+    )
 
 
 def finish(run: Run) -> None:

@@ -17,12 +17,11 @@ from pathlib import Path
 
 from orchestrator.clouds.local.processes import marked_processes, on_record
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from policies.model.gpus import gpus_of
+from policies.model.gpus import VISIBLE, gpus_of, visible_names
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Refusal, Role, role_of
 
-GPUS = "gpus"  # in the machine's folder: names as CUDA_VISIBLE_DEVICES takes them
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+GPUS = "gpus"  # in the machine's folder: names as VISIBLE takes them
 COUNT = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
 COUNT_S = 60.0  # the first call wakes the driver
 
@@ -41,7 +40,7 @@ def gpus_here(environment: Mapping[str, str] = os.environ) -> Gpus:
     Raises CloudUnavailable when it does not answer.
     """
     if VISIBLE in environment:
-        return Gpus(_visible(environment[VISIBLE]), {})
+        return Gpus(visible_names(environment[VISIBLE]), {})
     try:
         done = subprocess.run(COUNT, capture_output=True, timeout=COUNT_S, check=False)
     except OSError:  # it is not there, or is no program of this machine's
@@ -52,16 +51,6 @@ def gpus_here(environment: Mapping[str, str] = os.environ) -> Gpus:
     names = (line.strip() for line in lines if line.strip().isdecimal())  # it may say other things
     # The tool counts along the bus; CUDA by itself puts the fastest first.
     return Gpus(tuple(names), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
-
-
-def _visible(names: str) -> tuple[str, ...]:
-    """As CUDA reads its variable: what comes after the first that is none counts for nothing. Each once."""
-    found: list[str] = []
-    for name in names.split(","):
-        if not name.strip() or name.strip().startswith("-"):
-            break
-        found.append(name.strip())
-    return tuple(dict.fromkeys(found))
 
 
 @contextlib.contextmanager

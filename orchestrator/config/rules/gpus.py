@@ -5,11 +5,9 @@ from __future__ import annotations
 from orchestrator.config.reading.problems import Findings
 from orchestrator.config.rules.effective import EffectiveRun
 from policies.control.fleet import wanted_slots
-from policies.model.gpus import engine_gpus, gpus_of, named_gpus
+from policies.model.gpus import VISIBLE, engine_gpus, gpus_of, named_gpus
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Role
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def engine_fits(run: EffectiveRun, findings: Findings) -> None:

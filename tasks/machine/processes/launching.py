@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 from checkpoint.store.codec import to_json
 from policies.model import exit_codes, node_contract
+from policies.model.gpus import VISIBLE, visible_names
 from policies.model.spec import RunSpec, processes_of
 from tasks.machine.node_env import NodeEnv
 
@@ -47,10 +47,9 @@ def _with_whole_weights(own: Mapping[str, Any]) -> dict[str, Any]:
 
 def visible_gpus(env: Mapping[str, str]) -> int | None:
     """How many NVIDIA GPUs a process with this environment sees; None where nothing here can tell."""
-    visible = env.get("CUDA_VISIBLE_DEVICES")
+    visible = env.get(VISIBLE)
     if visible is not None:
-        names = (name.strip() for name in visible.split(","))  # CUDA reads them up to the first that is none
-        return len(set(itertools.takewhile(lambda name: name and not name.startswith("-"), names)))
+        return len(visible_names(visible))
     if shutil.which("nvidia-smi") is None:
         return None
     try:
@@ -69,6 +68,6 @@ def unfit_gpus(spec: RunSpec, gpus: int | None) -> tuple[int, str] | None:
         return exit_codes.FAILED, f"{processes} processes are to train, and this machine shows {gpus} GPUs"
     if gpus > 1 and processes == 1:
         message = f"this machine shows {gpus} GPUs to one process, and TRL trains on one in each"
-        expected = f"set trainer.accelerate.num_processes: {gpus}, or CUDA_VISIBLE_DEVICES: '0' in trainer.env"
+        expected = f"set trainer.accelerate.num_processes: {gpus}, or {VISIBLE}: '0' in trainer.env"
         return exit_codes.BAD_SPEC, f"{message}; {expected}"
     return None

@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from orchestrator.clouds.local.cloud import LocalCloud
-from orchestrator.clouds.local.gpus import VISIBLE, gpus_here
+from orchestrator.clouds.local.gpus import gpus_here
 from orchestrator.clouds.local.processes import kill_all, marked_processes
 from orchestrator.clouds.protocol import CloudRefused, Order
+from policies.model.gpus import VISIBLE
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import MachineState, Market, Refusal, role_of
 from tasks.machine.processes.launching import visible_gpus
