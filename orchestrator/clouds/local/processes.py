@@ -15,8 +15,8 @@ from policies.model.node_contract import MACHINE
 
 MARK = "GRPO_ORCH_MACHINE"  # in the environment of every process of a machine: its folder
 OLD_EXIT = "exit.json"  # where a machine that an older version started leaves its exit code
-EMPTY_LOOKS = 10  # at an empty environment, until it is believed
-EMPTY_LOOK_S = 0.001
+BETWEEN_PROGRAMS_LOOKS = 1_000  # at a process that starts another program: far longer than the kernel needs
+BETWEEN_PROGRAMS_S = 0.001  # from one look to the next
 
 
 def kill_all(folder: Path) -> None:
@@ -36,14 +36,27 @@ def marked_processes(folder: Path) -> list[int]:
 
 def carries_mark(pid: int, folder: Path) -> bool:
     """Whether the process belongs to the machine. A dead one does not, also while it waits to be reaped."""
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        for _ in range(EMPTY_LOOKS):
-            environment = process.environ()
-            if environment or not process.memory_info().vms:  # dead ones and the kernel's threads have no memory
-                return bool(environment.get(MARK) == str(folder))
-            time.sleep(EMPTY_LOOK_S)  # between two programs (execve(2)) it reads as empty for some microseconds
+    mark = f"{MARK}={folder}".encode()
+    with contextlib.suppress(OSError):
+        for _ in range(BETWEEN_PROGRAMS_LOOKS):
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            if environment or not _between_programs(pid):
+                return mark in environment.split(b"\0")
+            time.sleep(BETWEEN_PROGRAMS_S)
     return False
+
+
+def _between_programs(pid: int) -> bool:
+    """Whether an environment that was read as empty was so only because the process was within execve(2).
+
+    The kernel reads it as empty until the new program is laid out in memory: some microseconds, on a busy machine
+    many milliseconds. `/proc/PID/stat` (proc_pid_stat(5)) tells where its code starts, 0 until then, and where its
+    environment starts and ends: an empty one where it starts. Dead processes and the kernel's threads have no
+    memory at all.
+    """
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    memory_bytes, code, start, end = (int(fields[number - 3]) for number in (23, 26, 50, 51))  # from the third on
+    return memory_bytes > 0 and (code == 0 or start != end)
 
 
 def on_record(folder: Path) -> tuple[int, int | None, int]:

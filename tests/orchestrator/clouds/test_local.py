@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.clouds.local.cloud import LocalCloud
-from orchestrator.clouds.local.processes import MARK, marked_processes
+from orchestrator.clouds.local.processes import MARK, _between_programs, carries_mark, marked_processes
 from orchestrator.clouds.protocol import CloudRefused, Order
 from policies.control.snapshot import Machine
 from policies.model.spec import Prices, Rehearsal
@@ -74,6 +74,16 @@ def test_a_process_between_two_programs_still_belongs_to_its_machine(tmp_path: P
     process = subprocess.Popen(["sh", again], env={**os.environ, MARK: str(tmp_path)})
     try:
         assert all(process.pid in marked_processes(tmp_path) for _ in range(500))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_process_without_an_environment_belongs_to_no_machine(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", str(HANG_S)], env={})
+    try:
+        assert not _between_programs(process.pid)
+        assert not carries_mark(process.pid, tmp_path)
     finally:
         process.kill()
         process.wait()
