@@ -135,6 +135,7 @@ class Observer:
             now_s=now_s,
             machines=machines,
             members=None if status is None else {one.node: one for one in status.members},
+            coming={} if status is None else {one.node: one for one in status.coming},
             gateway_boot_id=None if status is None else status.boot_id,
             gateway_age_s=0.0 if status is None else status.up_s,
             trainer=trainer,

@@ -12,6 +12,7 @@ from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN
 from policies.model.state import RunState
 from policies.model.vocabulary import Cause, Market, NodePhase, Role, RollbackStage, RunPhase
+from policies.serving.joining import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class NodeView:
     since_s: float  # when it came into its phase, seconds since the epoch
     price_usd_per_h: float
     unfit: str = ""  # why it cannot hold the wanted policy, as it says itself
+    stage: Stage | None = None  # what it fetches or starts, before it is of use
 
 
 @dataclass(frozen=True, slots=True)

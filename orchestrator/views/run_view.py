@@ -27,6 +27,7 @@ from policies.model.buying import probe_wait_s
 from policies.model.phases import TERMINAL_RUN
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import NodePhase, PolicyVersion, Role
+from policies.serving.joining import Stage
 from policies.serving.wire import GatewayStatus
 
 RECENT_STEPS = 120  # what the sparklines show
@@ -119,13 +120,18 @@ def _nodes(reader: Reader, beat: Trainer | None, gateway: GatewayStatus | None) 
     # The content digest after the version is for machines.
     holds = {member.node: member.policy and member.policy.partition("@")[0] for member in members}
     unfit = {member.node: member.unfit for member in members}
+    stages = {one.node: one.stage for one in members}
+    stages |= {one.node: one.stage for one in (gateway.coming if gateway else ())}
     if beat is not None:
         holds[beat.node] = str(PolicyVersion(beat.timeline, beat.step))
+        stages[beat.node] = beat.stage
     newest = sorted(reader.newest_node.values(), key=lambda n: (n.role is not Role.TRAINER, len(n.slot), n.slot))
-    return tuple(_node(reader, node, holds.get(node.id), unfit.get(node.id, "")) for node in newest)
+    return tuple(
+        _node(reader, node, holds.get(node.id), unfit.get(node.id, ""), stages.get(node.id)) for node in newest
+    )
 
 
-def _node(reader: Reader, node: Node, policy: str | None, unfit: str) -> NodeView:
+def _node(reader: Reader, node: Node, policy: str | None, unfit: str, stage: Stage | None) -> NodeView:
     slot = reader.state.slots[node.slot]
     left = node.phase in (NodePhase.GONE, NodePhase.REFUSED)
     return NodeView(
@@ -140,6 +146,7 @@ def _node(reader: Reader, node: Node, policy: str | None, unfit: str) -> NodeVie
         since_s=node.since_s,
         price_usd_per_h=node.price_usd_per_h,
         unfit="" if left else unfit,
+        stage=None if left else stage,
     )
 
 

@@ -19,7 +19,7 @@ from checkpoint.records.metrics import logged
 from orchestrator.views.lineage import start_words
 from orchestrator.views.model import MembershipView, NodeView, RunView
 from orchestrator.views.numbers import NOT_KNOWN, clock, duration, short, sparkline
-from orchestrator.views.weights import weights_words
+from orchestrator.views.weights import stages_words, weights_words
 from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN
 from policies.model.vocabulary import NodePhase, RollbackStage, RunPhase
@@ -216,6 +216,10 @@ def _health_lines(view: RunView) -> list[RenderableType]:
         start = rollback.start or "the start"
         words = f"timeline {rollback.timeline}, from {start}, {rollback.text} ({passed_s})"
         told.append(Text(f"{'rollback':<10} {words}", "cyan", no_wrap=True, overflow="ellipsis"))
+    stages = stages_words({node.node: node.stage for node in view.nodes if node.stage is not None})
+    for place, line in enumerate(stages):
+        words = f"{'' if place else 'coming':<10} {line}"
+        told.append(Text(words, "yellow", no_wrap=True, overflow="ellipsis"))
     for one in view.not_bought:
         wait_s = duration(max(0.0, one.tried_again_s - view.now_s))
         words = f"{one.kind}, one is tried in {wait_s}: {one.reason}"

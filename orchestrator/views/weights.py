@@ -1,15 +1,19 @@
-"""What it takes to bring a policy from the trainer to the nodes, by stage: as logged and as the gateway saw it."""
+"""What it takes to bring a policy from the trainer to the nodes, by stage: as logged and as the gateway saw it;
+and what nodes are at that hold none yet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from checkpoint.records import metrics
 from checkpoint.records.metrics import Row
 from orchestrator.views.numbers import data_size
+from policies.serving.joining import Stage
 from policies.serving.wire import VersionSpread
+
+STAGES_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +87,20 @@ def policy_stage_words(view: WeightsView) -> str:
         return sent
     fetched = f"fetched in {view.fetch_s:.1f} s ({data_size(round(view.fetched_bytes or 0))})"
     return f"{sent}; {fetched}, loaded in {view.load_s:.1f} s"
+
+
+def stages_words(stages: Mapping[str, Stage]) -> list[str]:
+    """What nodes are at before they are of use, a line each, those first that have most before them."""
+    by_share = sorted(stages.items(), key=lambda one: one[1].done_bytes / (one[1].total_bytes or 1))
+    shown = by_share if len(by_share) <= STAGES_SHOWN else by_share[: STAGES_SHOWN - 1]
+    lines = [f"{node} is {_stage_words(stage)}" for node, stage in shown]
+    return lines if len(shown) == len(by_share) else [*lines, f"and {len(by_share) - len(shown)} more"]
+
+
+def _stage_words(stage: Stage) -> str:
+    if not stage.total_bytes:
+        return stage.name
+    if not stage.done_bytes:
+        return f"{stage.name}, {data_size(stage.total_bytes)}"
+    share = stage.done_bytes / stage.total_bytes
+    return f"{stage.name}, {data_size(stage.done_bytes)} of {data_size(stage.total_bytes)} ({share:.0%})"

@@ -20,6 +20,8 @@ from policies.model.phases import FILLING_NODE, TERMINAL_RUN
 from policies.model.spec import RunSpec
 from policies.model.state import Node, Slot
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase, kind_of, node_id_of, slot_of
+from policies.serving import joining
+from policies.serving.joining import Coming
 
 HOLD_MIN_S = 300.0  # a machine for the trainer is often found again within minutes
 BOOT_TIMEOUTS_MAX = 4.0  # a node may boot for so many, however many looks failed meanwhile
@@ -112,11 +114,23 @@ def _replace_overdue(tick: Tick) -> None:
     for node in list(tick.state.nodes.values()):
         booting = node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and node.attempt_ended_at_s is None
         limit_s = tick.spec.policies.boot_timeout_s
+        if booting and (coming := tick.snapshot.coming.get(node.id)) is not None:
+            _replace_if_still(tick, node, coming)
+            continue
         if node.role is Role.TRAINER and _has_worked(tick, node) and tick.snapshot.members is None:
             limit_s = max(limit_s, MACHINE_LOST_S)  # maybe cut off, with checkpoints that are not stored yet
         if booting and (_unseen_s(tick, node) > limit_s or _boots_too_long(tick, node, limit_s)):
             reason = f"no work seen within {limit_s:.0f} s (`policies.boot_timeout_s`)"
             tick.move(node, NodePhase.TERMINATING, reason, None if node.served else Refusal.NEVER_SERVED)
+
+
+def _replace_if_still(tick: Tick, node: Node, coming: Coming) -> None:
+    """Replace a rollout node whose agent has told what it is at, once that has not got on for long."""
+    limit_s = joining.limit_s(coming.stage, tick.spec.policies.boot_timeout_s)
+    # Told of on its machine's own clock: that a look failed, or a gateway is new, makes it no longer.
+    if min(coming.still_s, tick.waited_s(node.since_s)) > limit_s:
+        reason = f"{coming.stage.name}, and no further for {coming.still_s:.0f} s (`policies.boot_timeout_s`)"
+        tick.move(node, NodePhase.TERMINATING, reason, None if node.served else Refusal.NEVER_SERVED)
 
 
 def _boots_too_long(tick: Tick, node: Node, limit_s: float) -> bool:

@@ -12,6 +12,7 @@ from policies.model.events import Event
 from policies.model.state import Node
 from policies.model.timelines import Fork
 from policies.model.vocabulary import MachineState, Market, PolicyVersion, Precedence, Refusal, precedence_of
+from policies.serving.joining import Coming, Stage
 from policies.serving.wire import MemberStatus
 
 BEFORE_TRAINING = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet
@@ -49,6 +50,7 @@ class Trainer:
     store_slow: bool = False  # a checkpoint was put off: earlier ones are still being stored
     verdict: Verdict | None = None  # of the trainer's own guard
     leaving: bool = False  # it knows that it or its machine is to end, and stores what it has
+    stage: Stage | None = None  # of what it fetches before it trains
 
     @property
     def precedence(self) -> Precedence:
@@ -96,6 +98,7 @@ class Snapshot:
     now_s: float
     machines: Mapping[str, Machine] | None = None
     members: Mapping[str, MemberStatus] | None = None
+    coming: Mapping[str, Coming] = field(default_factory=dict)  # nodes that are no members yet, as far as heard
     gateway_boot_id: str | None = None
     gateway_age_s: float = 0.0
     trainer: Trainer | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from policies.serving.joining import Stage
 from policies.serving.wire import EngineWord, labelled_version
 
 # A new member may be cold, or not work at all: it gets so many requests first, and one more for each that gets its
@@ -76,6 +77,7 @@ class Row:
     kv_tokens: int = 0
     engine: EngineWord | None = None  # the last
     join_s: dict[str, float] = field(default_factory=dict)
+    stage: Stage | None = None
 
     @property
     def places(self) -> int:

@@ -65,6 +65,7 @@ class Membership:
             self._hear_engine(row, said)
             row.address, row.policy, row.max_requests = said.address, said.policy, said.max_requests
             row.seen_at_s, row.doubted, row.unfit, row.join_s = now_s, False, said.unfit, said.join_s
+            row.stage = said.stage
             row.stuck = row.stuck and before == said.policy
             if unfit != said.unfit:
                 return Change((node,), f"{holds}, {self._unfit_words(said.unfit)}")
@@ -84,6 +85,7 @@ class Membership:
             kv_tokens=said.kv_tokens,
             engine=said.engine,
             join_s=said.join_s,
+            stage=said.stage,
         )
         unfit = f", {self._unfit_words(said.unfit)}" if said.unfit else ""
         if row is None:

@@ -3,7 +3,8 @@
 | who asks whom | request | body | answer |
 |---|---|---|---|
 | node agent, gateway | `POST /members/{node}` | Announce | AnnounceReply, held until it changes or `HOLD_S` |
-| node agent whose vLLM starts, gateway | `GET /wanted` | | AnnounceReply, at once |
+| node agent whose vLLM starts, gateway | `POST /comers/{node}` | Stage | AnnounceReply, at once |
+| the same, of an earlier release | `GET /wanted` | | AnnounceReply, at once |
 | node agent, gateway | `DELETE /members/{node}?boot=ID` | | 204 |
 | node agent, gateway | `POST /peers/{node}` | PeerWord | PeerList, every `PEERS_S` |
 | trainer, gateway | `POST /v1/rollouts` | lines: Batch, PromptLine ... | lines: BatchLine, as each is done |
@@ -25,6 +26,7 @@ from typing import Any
 
 from policies.model.vocabulary import PolicyVersion, Recovery
 from policies.serving.canary import Canary
+from policies.serving.joining import Coming, Stage
 
 HEADER_BOOT = "X-Grpo-Boot"
 HEADER_POLICY = "X-Grpo-Policy"
@@ -37,6 +39,7 @@ PEERS_SILENT_S = 10.0
 PEERS = "/peers"
 ROLLOUTS = "/v1/rollouts"
 WANTED = "/wanted"
+COMERS = "/comers"
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MODEL = "policy"  # the name under which every node serves
@@ -107,6 +110,7 @@ class Announce:
     join_s: dict[str, float] = field(
         default_factory=dict
     )  # seconds from its agent's start by part, once it serves
+    stage: Stage | None = None  # of the policy that it fetches
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +262,7 @@ class MemberStatus:
     kv_tokens: int = 0
     engine: EngineWord | None = None
     join_s: dict[str, float] = field(default_factory=dict)  # as its agent says
+    stage: Stage | None = None  # as its agent says
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,3 +324,4 @@ class GatewayStatus:
     tokens_replayed: int = 0  # computed again as a prompt, for requests that were handed over
     changes: list[MembershipChange] = field(default_factory=list)
     versions: list[VersionSpread] = field(default_factory=list)  # the last, the oldest first
+    coming: list[Coming] = field(default_factory=list)

@@ -11,11 +11,12 @@ import msgspec
 from checkpoint.records import documents
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
+from policies.serving.joining import Stage
 from policies.serving.wire import (
+    COMERS,
     HOLD_S,
     PEERS,
     PEERS_S,
-    WANTED,
     Announce,
     AnnounceReply,
     PeerList,
@@ -65,11 +66,11 @@ class GatewayLink:
         asking.add_done_callback(self._forget)
         return None
 
-    async def ask_wanted(self) -> PolicyRef | None:
-        """Return what members are to hold, before this node is one; None while nothing is wanted.
-
-        Raises GatewayUnreachable."""
-        return _reply(await self._ask("GET", WANTED, timeout_s=ANSWER_S)).policy
+    async def ask_wanted(self, stage: Stage) -> PolicyRef | None:
+        """Say what this node is at, and return what members are to hold, before it is one; None while nothing is
+        wanted. Raises GatewayUnreachable."""
+        body = msgspec.json.encode(stage)
+        return _reply(await self._ask("POST", f"{COMERS}/{self._node}", timeout_s=ANSWER_S, body=body)).policy
 
     async def ask_peers(self, address: str) -> list[str]:
         """Say where this node's peers find it, and return where they are. Raises GatewayUnreachable."""

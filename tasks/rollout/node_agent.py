@@ -25,6 +25,7 @@ from checkpoint.store.run_store import Store
 from policies.model.node_contract import NOTICE
 from policies.model.spec import RunSpec
 from policies.serving.fitness import AGAIN_S, Fitness
+from policies.serving.joining import ENGINE, Stage
 from policies.serving.wire import HOLD_S, Announce, EngineWord, PolicyRef, PolicyStages
 from tasks.machine.node_env import NodeEnv
 from tasks.peers.peers import Peers
@@ -33,6 +34,7 @@ from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable, meet
 from tasks.rollout.patching.loader import PolicyLoader, Ready
 from tasks.rollout.policy_check import PolicyCheck
 from tasks.rollout.policy_folders import DiskFailed, Overtaken, PolicyFolders
+from tasks.rollout.vllm_flags import base_bytes
 from tasks.rollout.vllm_server import PolicyRefused, Server, ServerFailed, Unfit
 
 log = structlog.get_logger()
@@ -72,6 +74,7 @@ class Agent:
         self._policy: str | None = None  # what the server holds
         self._wanted: PolicyRef | None = None
         self._leaving = False
+        self._stage = Stage(ENGINE)  # until there is a server
         self._engine: EngineWord | None = None
         self._stages = PolicyStages("")  # of what was fetched last
         self._join_s: dict[str, float] = {}
@@ -98,6 +101,7 @@ class Agent:
         failed = 0
         while True:
             bare = self._bare and await asyncio.to_thread(self._check.covers_engine)
+            self._stage = Stage(ENGINE, 0, 0 if bare else await asyncio.to_thread(base_bytes, self._spec))
             try:
                 server = await vllm_server.start(self._spec, self._env, self._http, bare=bare)
             except Unfit as error:
@@ -153,9 +157,9 @@ class Agent:
             self._want(reply.policy)
 
     async def _ask_ahead(self) -> None:
-        """While there is no server, ask which policy it will be told to load."""
+        """While there is no server, say what this node is at, and ask which policy is wanted."""
         try:
-            self._want(await self._gateway.ask_wanted())
+            self._want(await self._gateway.ask_wanted(self._stage))
         except GatewayUnreachable as error:
             log.debug("gateway_unreachable", why=str(error))  # it may come up after its nodes
         with contextlib.suppress(TimeoutError):
@@ -306,6 +310,7 @@ class Agent:
             engine=self._engine,
             stages=self._stages if self._stages.policy == self._policy else None,
             join_s=self._join_s,
+            stage=self._folders.coming,
         )
 
     def _announce_again(self) -> None:

@@ -13,7 +13,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -26,6 +26,7 @@ from checkpoint.stream.chunks import Progress
 from checkpoint.stream.elsewhere import Elsewhere
 from checkpoint.stream.manifest import Manifest
 from checkpoint.weights import delta, safetensors
+from policies.serving.joining import POLICY, Stage
 from policies.serving.wire import PolicyRef
 from tasks.rollout.policy_route import Route, digest_of, route_to
 
@@ -71,6 +72,7 @@ class PolicyFolders:
         self._store = store
         self._root = root
         self.fetched_bytes = 0  # by the last `fetch` or `stage`
+        self.coming: Stage | None = None  # of a whole policy, while it is fetched
         self._peers = peers
         self._pool = ThreadPoolExecutor(delta.WORKERS, thread_name_prefix="weights")
         self._file = threading.Lock()  # held by who may change the weights' file
@@ -209,11 +211,27 @@ class PolicyFolders:
         if not start.exists():
             self._forget_parts(start)
             files = [file for file in route.whole.files if file.name != delta.NAME]
-            manifest.materialize(self._store, route.whole.root, files, start, check, self._peers)
+            progress = self._counted(sum(file.size_bytes for file in files), check)
+            try:
+                manifest.materialize(self._store, route.whole.root, files, start, progress, self._peers)
+            finally:
+                self.coming = None
             if manifest.WEIGHTS in route.whole.meta and not fuzzy:
                 self._prove(start, digest_of(route.whole))
         if route.deltas:
             self._overwrite(start, route, wanted, folder, check)
+
+    def _counted(self, total_bytes: int, check: Progress) -> Progress:
+        """Tell in `coming` how far it is, too."""
+        lock, self.coming = threading.Lock(), Stage(POLICY, 0, total_bytes)
+
+        def progress(size_bytes: int) -> None:
+            with lock:
+                if self.coming is not None:
+                    self.coming = replace(self.coming, done_bytes=self.coming.done_bytes + size_bytes)
+            check(size_bytes)
+
+        return progress
 
     def _overwrite(self, start: Path, route: Route, wanted: Manifest, folder: Path, check: Progress) -> None:
         """Turn the policy in `start` into the wanted one. While the store is asked nothing is overwritten; then

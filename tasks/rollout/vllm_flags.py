@@ -100,6 +100,12 @@ def base_folder(spec: RunSpec) -> Path | None:
     return model_folder(model_of(spec), **_hub_of(spec))
 
 
+def base_bytes(spec: RunSpec) -> int:
+    """What vLLM reads of the base model, as far as that is on this machine."""
+    folder = base_folder(spec)
+    return 0 if folder is None else sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
 def base_config(spec: RunSpec) -> dict[str, Any]:
     """The base model's config.json; empty where there is none to be had."""
     return model_config(model_of(spec), **_hub_of(spec))

@@ -27,6 +27,7 @@ from policies.model.node_contract import TOKEN_ENV
 from policies.model.spec import RunSpec
 from policies.serving.adapters import BASE_MODEL
 from policies.serving.canary import Canary
+from policies.serving.joining import READ_BYTES_PER_S
 from policies.serving.position_trial import judge
 from policies.serving.wire import COMPLETIONS, MODEL, NODE_IDLE_S, EngineWord, LoadPolicy, ProvePolicy
 from tasks.machine.node_env import NodeEnv
@@ -43,7 +44,7 @@ HEALTH_POLL_S = 0.25
 TRIAL_TIMEOUT_S = 600.0
 TRIALS = 24
 CUT_TOKENS = 2  # after which the completions of the trial are cut
-LOAD_TIMEOUT_S = 600.0
+LOAD_TIMEOUT_S = 600.0  # and longer by what a disk takes to read a whole policy
 METRICS_TIMEOUT_S = 5.0
 STOP_S = 10.0
 
@@ -89,7 +90,9 @@ class Server:
 
         Raises PolicyRefused, ServerFailed.
         """
-        await self._put(LoadPolicy(version, str(folder), canary, self.adapters), 204)
+        size_bytes = sum(path.stat().st_size for path in folder.iterdir())
+        timeout_s = LOAD_TIMEOUT_S + size_bytes / READ_BYTES_PER_S
+        await self._put(LoadPolicy(version, str(folder), canary, self.adapters), 204, timeout_s)
 
     async def overwrite(self, version: str, base: str, staged: Staged, canary: Canary | None) -> None:
         """Have it overwrite what has changed since the policy `base`, which it holds, and compute the canary.
@@ -114,8 +117,8 @@ class Server:
             raise ServerFailed(_unexpected("PUT", "/grpo/proof", status, said))
         return status == 200
 
-    async def _put(self, policy: LoadPolicy, wanted: int) -> bytes:
-        status, said = await self._exchange("PUT", "/grpo/policy", msgspec.json.encode(policy), LOAD_TIMEOUT_S)
+    async def _put(self, policy: LoadPolicy, wanted: int, timeout_s: float = LOAD_TIMEOUT_S) -> bytes:
+        status, said = await self._exchange("PUT", "/grpo/policy", msgspec.json.encode(policy), timeout_s)
         if status == 422:
             raise PolicyRefused(said.decode(errors="replace"), touched=not self.adapters)
         if status != wanted:

@@ -23,6 +23,7 @@ from checkpoint.store.unreadable import Unreadable
 from policies.control.snapshot import BEFORE_TRAINING, Trainer
 from policies.detect.divergence import Verdict
 from policies.model import exit_codes
+from policies.serving.joining import Stage
 from tasks.machine.leaving import Leaving
 
 log = structlog.get_logger()
@@ -95,8 +96,10 @@ class Heartbeat:
         stored_step: int | None = None,
         store_slow: bool | None = None,
         verdict: Verdict | None = None,
+        stage: Stage | None = None,
     ) -> None:
-        """Change what the beat says; None leaves a field as it is. Never waits for the store."""
+        """Change what the beat says; None leaves a field as it is, but for the stage, which ends with an activity.
+        Never waits for the store."""
         old = self._beat
         self._beat = replace(
             old,
@@ -107,8 +110,9 @@ class Heartbeat:
             stored_step=old.stored_step if stored_step is None else stored_step,
             store_slow=old.store_slow if store_slow is None else store_slow,
             verdict=old.verdict if verdict is None else verdict,
+            stage=old.stage if stage is None and activity is None else stage,
         )
-        if self._beat != old:
+        if replace(self._beat, stage=old.stage) != old:  # how far a stage is can wait for the next beat
             self._changed.set()
 
     def check(self) -> None:

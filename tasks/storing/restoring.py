@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
@@ -17,6 +17,7 @@ from checkpoint.stream.chunks import DamagedChunk, same
 from checkpoint.stream.manifest import Manifest
 from policies.model.timelines import on_lineage
 from policies.model.vocabulary import PolicyVersion
+from policies.serving.joining import CHECKPOINT, Stage
 from tasks.machine.transfer_log import TransferLog
 from tasks.storing.sharing import Restored
 
@@ -27,13 +28,18 @@ DAMAGE_TOLD_MAX = 3  # kinds of it
 
 
 def restore_newest(
-    store: Store, line: Sequence[PolicyVersion | int], folder: Path, local_model: Path | None
+    store: Store,
+    line: Sequence[PolicyVersion | int],
+    folder: Path,
+    local_model: Path | None,
+    say: Callable[[Stage], None] = lambda _: None,
 ) -> Restored | None:
     """Fetch the newest whole checkpoint of a timeline's line to `folder/checkpoint-STEP`.
 
     Args:
         line: what `policies.model.timelines.lineage` says of the timeline.
         local_model: this machine's folder of the model; what it has is not fetched again.
+        say: told how far it is.
 
     A damaged one is passed over for the next older one. Returns None where the line has no checkpoint yet. Raises
     NothingWhole where all are damaged, or the one that the line goes on from is missing; StoreError, OSError.
@@ -48,7 +54,7 @@ def restore_newest(
             break
         checkpoint = found[-1]
         try:
-            return _restore(store, checkpoint, folder, local_model)
+            return _restore(store, checkpoint, folder, local_model, say)
         except (Corrupt, NotFound) as error:
             log.warning("checkpoint_unusable", checkpoint=checkpoint.version, error=str(error), next="another one")
             unusable[checkpoint.manifest] = str(error)
@@ -80,7 +86,9 @@ def _all_damaged(damage: Sequence[tuple[str, str]]) -> str:
     return f"none of the run's checkpoints can be restored: {'; '.join(told[:DAMAGE_TOLD_MAX])}{more}"
 
 
-def _restore(store: Store, checkpoint: Checkpoint, folder: Path, local_model: Path | None) -> Restored:
+def _restore(
+    store: Store, checkpoint: Checkpoint, folder: Path, local_model: Path | None, say: Callable[[Stage], None]
+) -> Restored:
     target = folder / f"checkpoint-{checkpoint.at.step}"
     if folder.exists():  # one whole checkpoint at a time, and what is left of this one's last try
         for other in folder.iterdir():
@@ -89,7 +97,7 @@ def _restore(store: Store, checkpoint: Checkpoint, folder: Path, local_model: Pa
     found = transfer.read_manifest(store, checkpoint)
     own = _has_base_model(found, local_model)
     wanted = [file for file in found.files if not (own and file.name.startswith(f"{BASE_MODEL}/"))]
-    told = TransferLog("restoring", total_bytes=sum(file.size_bytes for file in wanted))
+    told = TransferLog(CHECKPOINT, sum(file.size_bytes for file in wanted), say)
     manifest.materialize(store, found.root, wanted, target, told.add)
     log.info("checkpoint_restored", checkpoint=checkpoint.version)
     base_model = target / BASE_MODEL

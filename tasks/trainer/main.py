@@ -30,6 +30,7 @@ from policies.control.snapshot import Trainer
 from policies.model import exit_codes
 from policies.model.timelines import Fork, lineage
 from policies.model.vocabulary import PolicyVersion
+from policies.serving.joining import Stage
 from tasks.completions.gateway_client import GenerationFailed
 from tasks.completions.refused_prompts import BadPrompts
 from tasks.machine.leaving import LeaveNow, Leaving, await_predecessor, stop_file
@@ -161,7 +162,12 @@ def _restore(
         wait_until_stored(left, heartbeat)
     heartbeat.say("restoring")
     own_model = local_folder(record.spec.trainer, Path(record.spec.workdir))
-    return restore_newest(store, lineage(forks, env.timeline), workdir / RESTORED, own_model)
+    line, say = lineage(forks, env.timeline), functools.partial(_say_stage, heartbeat)
+    return restore_newest(store, line, workdir / RESTORED, own_model, say)
+
+
+def _say_stage(heartbeat: Heartbeat, stage: Stage) -> None:
+    heartbeat.say(stage=stage)
 
 
 def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:

@@ -22,6 +22,7 @@ from checkpoint.stream import manifest
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.fitness import TRIES, Fitness
+from policies.serving.joining import Stage
 from policies.serving.wire import Announce, AnnounceReply, PolicyRef
 from tasks.machine.lasting_log import lasting
 from tasks.machine.node_env import NodeEnv
@@ -185,6 +186,7 @@ class World:
         self.boots: list[VLLM] = []
         self.loads: list[str] = []
         self.said: list[Announce] = []
+        self.stages: list[Stage] = []
         self.does: Callable[[str], None] = lambda _: None
         self.heard, self.comes_up = asyncio.Event(), asyncio.Event()
         self.comes_up.set()
@@ -210,7 +212,8 @@ class World:
         await asyncio.sleep(0.01)
         return AnnounceReply(self.wanted)
 
-    async def ask_wanted(self) -> PolicyRef:
+    async def ask_wanted(self, stage: Stage) -> PolicyRef:
+        self.stages.append(stage)
         return self.wanted
 
     async def leave(self, _boot_id: str) -> None:

@@ -14,10 +14,13 @@ from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from policies.model.spec import RunSpec
 from policies.serving.canary import Canary
+from policies.serving.joining import ENGINE, POLICY, Stage
 from tasks.rollout import node_agent
 from tasks.rollout.policy_check import PolicyCheck
+from tasks.rollout.policy_folders import PolicyFolders
 from tasks.rollout.vllm_flags import argv_of
 from tasks.rollout.vllm_server import PolicyRefused, Server, ServerFailed, Unfit
+from tests.budget import HANG_S
 from tests.tasks.test_fitness import World, publish, run_agent
 from tests.tasks.test_rollout_agent import spec_of
 
@@ -52,6 +55,44 @@ def test_what_is_wanted_is_fetched_while_vllm_starts_and_what_is_wanted_next_too
         return world
 
     run_agent(slow, story, monkeypatch)
+
+
+def test_while_vllm_starts_the_gateway_is_told_what_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, wanted = publish(tmp_path, 0, size_bytes=10)
+
+    async def story(world: World) -> None:
+        read_bytes = (tmp_path / "work" / "base" / "model.safetensors").stat().st_size
+        async with asyncio.timeout(HANG_S):
+            while Stage(ENGINE, 0, read_bytes) not in world.stages:
+                await asyncio.sleep(0.01)
+        world.comes_up.set()
+        assert (await world.until(lambda one: one.policy == wanted.label)).stage is None
+
+    def with_weights() -> World:
+        world = World(store, tmp_path / "work", wanted)
+        world.agent._bare = False
+        world.comes_up.clear()
+        return world
+
+    run_agent(with_weights, story, monkeypatch)
+
+
+def test_a_whole_policy_tells_how_far_it_is_while_it_is_fetched(tmp_path: Path) -> None:
+    store, wanted = publish(tmp_path, 0, size_bytes=1000)
+    folders, seen = PolicyFolders(store, tmp_path / "policies"), list[Stage | None]()
+
+    def still() -> bool:
+        seen.append(folders.coming)
+        return True
+
+    folders.fetch(wanted, still)
+    last = seen[-1]
+    assert last is not None
+    assert (last.name, last.done_bytes) == (POLICY, last.total_bytes)
+    assert last.total_bytes > 1000
+    assert folders.coming is None
 
 
 @pytest.mark.parametrize(

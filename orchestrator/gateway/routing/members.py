@@ -255,4 +255,5 @@ class Members:
             engine=row.engine,
             join_s=row.join_s,
             unfit=row.unfit,
+            stage=row.stage,
         )

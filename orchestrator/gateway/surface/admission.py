@@ -21,6 +21,7 @@ from aiohttp import hdrs, web
 from orchestrator.gateway.nodes.upstream import RESERVED
 from orchestrator.gateway.turns import Turns
 from policies.model.vocabulary import PolicyVersion
+from policies.serving.joining import Stage
 from policies.serving.wire import Announce, Batch, PromptLine, Sample
 
 T = TypeVar("T")
@@ -191,6 +192,16 @@ def check_announce(said: Announce) -> None:
     times = [*said.join_s.values(), *((took.fetch_s, took.load_s, took.fetched_bytes) if took is not None else ())]
     if not all(0 <= time < NUMBER_END for time in times) or len(said.join_s) > PARTS_MAX:
         raise Refused(400, f"stages and join_s must be at least 0, and of at most {PARTS_MAX} parts")
+    if said.stage is not None:
+        check_stage(said.stage)
+
+
+def check_stage(said: Stage) -> None:
+    """Raise Refused for what no agent would say."""
+    if len(said.name) > LINE_SIZE_MAX or not said.name.isprintable():
+        raise Refused(400, f"a stage is one printable line of at most {LINE_SIZE_MAX} characters")
+    if not (0 <= said.done_bytes < NUMBER_END and 0 <= said.total_bytes < NUMBER_END):
+        raise Refused(400, "done_bytes and total_bytes must be at least 0")
 
 
 def check_address(address: str) -> None:

@@ -15,6 +15,7 @@ from aiohttp import hdrs, web
 
 from checkpoint.security import identity
 from orchestrator.gateway.job import QueueFull
+from orchestrator.gateway.routing.comers import Comers
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.routing.peers import PeerAddresses
@@ -24,7 +25,9 @@ from orchestrator.gateway.surface.admission import Refused
 from orchestrator.gateway.surface.batch import BatchRun
 from orchestrator.gateway.surface.metrics import CONTENT_TYPE, Metrics
 from orchestrator.gateway.surface.openai import OpenAI, error_document
+from policies.serving.joining import Stage
 from policies.serving.wire import (
+    COMERS,
     PEERS,
     ROLLOUTS,
     WANTED,
@@ -37,6 +40,7 @@ from policies.serving.wire import (
 
 _announce = msgspec.json.Decoder(Announce)
 _peer_word = msgspec.json.Decoder(PeerWord)
+_stage = msgspec.json.Decoder(Stage)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -53,6 +57,7 @@ class Gateway:
         self.members = Members(token, identity.client_context(token))
         self._expected = f"Bearer {token}".encode()
         self._peers = PeerAddresses()
+        self._comers = Comers()
         self._ledger = Ledger()
         self._metrics = Metrics(self.members, self._ledger)
         self._completer = Completer(self.members, self._ledger, self._metrics.observe)
@@ -69,6 +74,7 @@ class Gateway:
                 web.post(ROLLOUTS, self._rollouts),
                 web.post("/members/{node}", self._announce),
                 web.get(WANTED, self._wanted),
+                web.post(f"{COMERS}/{{node}}", self._tell_stage),
                 web.post(f"{PEERS}/{{node}}", self._tell_peers),
                 *Admin(self.members).routes(),
                 *OpenAI(self.members, self._completer, self._ledger, int(time.time())).routes(),
@@ -78,11 +84,11 @@ class Gateway:
 
     def status(self) -> GatewayStatus:
         """What there is to know of this gateway now; `seq` is left to whoever writes it down."""
-        wanted = self.members.wanted
+        wanted, members, now_s = self.members.wanted, self.members.status(), time.monotonic()
         return GatewayStatus(
             boot_id=self.boot_id,
             policy=None if wanted is None else wanted.label,
-            members=self.members.status(),
+            members=members,
             requests_waiting=self.members.waiting.count,
             tokens_delivered=self._ledger.delivered,
             tokens_discarded=self._ledger.discarded,
@@ -91,7 +97,8 @@ class Gateway:
             tokens_replayed=self._ledger.replayed_prefill,
             changes=self.members.changes,
             versions=self.members.versions,
-            up_s=time.monotonic() - self._started_at_s,
+            up_s=now_s - self._started_at_s,
+            coming=self._comers.status({one.node for one in members}, now_s),
         )
 
     def knows(self, request: web.BaseRequest) -> bool:
@@ -139,6 +146,13 @@ class Gateway:
 
     async def _wanted(self, _: web.Request) -> web.Response:
         return _json(AnnounceReply(policy=self.members.wanted))
+
+    async def _tell_stage(self, request: web.Request) -> web.Response:
+        node = node_of(request)
+        said = admission.decode(await admission.read(request, admission.ANNOUNCE_SIZE_MAX), _stage, "a Stage")
+        admission.check_stage(said)
+        self._comers.tell(node, said, time.monotonic())
+        return await self._wanted(request)
 
     async def _tell_peers(self, request: web.Request) -> web.Response:
         node = node_of(request)

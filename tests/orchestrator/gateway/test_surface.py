@@ -16,6 +16,7 @@ from checkpoint.records import documents
 from orchestrator.cli import main
 from orchestrator.gateway.surface.describe import State, describe, state_of
 from orchestrator.home.folder import run_dir
+from policies.serving.joining import BASE_MODEL, POLICY, Stage
 from policies.serving.wire import Announce, AnnounceReply, MembershipChange, MemberStatus, PolicyRef
 from tests.rigs.gateway_process import TOKEN, Rig
 from tests.rigs.gateway_served import Served, serve, two_nodes
@@ -47,6 +48,25 @@ def test_what_members_are_to_hold_is_told_to_a_node_that_is_none_yet() -> None:
         assert served.members.rows == ()
 
     serve(story, policy="")
+
+
+def test_what_a_node_that_comes_is_at_is_told_until_it_is_a_member() -> None:
+    async def story(served: Served) -> None:
+        stage = Stage(BASE_MODEL, 52_000_000_000, 141_000_000_000)
+        answer = await served.http.post("/comers/a", content=msgspec.json.encode(stage))
+        assert msgspec.json.decode(answer.content, type=AnnounceReply) == AnnounceReply(served.members.wanted)
+        [coming] = served.gateway.status().coming
+        assert (coming.node, coming.stage) == ("a", stage)
+        assert coming.still_s >= 0.0
+        told = Announce("b", "h:1", None, stage=Stage(POLICY, 1, 2))
+        await served.http.post("/members/a", content=msgspec.json.encode(told))
+        status = served.gateway.status()
+        assert (status.coming, status.members[0].stage) == ([], Stage(POLICY, 1, 2))
+        for wrong in (Stage("a\nb"), Stage("x" * 1001), Stage("x", -1), Stage("x", 0, 2**63)):
+            refused = await served.http.post("/comers/a", content=msgspec.json.encode(wrong))
+            assert refused.status_code == 400, wrong
+
+    serve(story)
 
 
 def test_events_are_the_changes_with_their_reasons_in_order() -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.records import documents
 from checkpoint.store.errors import NotFound
 from checkpoint.store.run_store import Entry, Store
+from checkpoint.store.unreadable import Unreadable
 from orchestrator.views.model import HealthView, RunView, to_json
 from orchestrator.views.reader import Reader
 from orchestrator.views.run_view import run_view, view_of
@@ -35,6 +37,7 @@ from policies.model.events import (
 )
 from policies.model.timelines import Fork
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
+from policies.serving.joining import BASE_MODEL, CHECKPOINT, POLICY, Coming, Stage
 from policies.serving.wire import GatewayStatus, MembershipChange, MemberStatus
 from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World
 
@@ -108,6 +111,22 @@ def test_a_training_run_is_seen_whole(tmp_path: Path) -> None:
     assert (trainer.role, trainer.market, trainer.price_usd_per_h) == (Role.TRAINER, Market.ON_DEMAND, 7.2)
     assert (trainer.phase, trainer.since_s, trainer.restarts) == (NodePhase.SERVING, T0 + 10, 0)
     assert view.events[-1].text == "Run is training: the trainer has its first heartbeat"
+
+
+def test_what_nodes_fetch_is_seen_and_is_in_the_json() -> None:
+    world = World()
+    world.starts()
+    world.beats(41, 0)
+    beat = documents.TRAINER.read(world.store, Unreadable())
+    assert beat is not None
+    restoring = Stage(CHECKPOINT, 1, 2)
+    documents.TRAINER.write(world.store, replace(beat, activity="restoring", stage=restoring))
+    behind = replace(member("rollout-0-i1", "0-9"), stage=Stage(POLICY, 3, 4))
+    comes = Coming("rollout-1-i1", Stage(BASE_MODEL, 52, 141), 3.0)
+    view = look(world, 42, GatewayStatus("boot", "0-10", [behind], coming=[comes]))
+    assert [node.stage for node in view.nodes] == [restoring, behind.stage, comes.stage]
+    told = [node["stage"] for node in json.loads(json.dumps(to_json(view)))["nodes"]]
+    assert told[2] == {"name": "fetching the base model", "done_bytes": 52, "total_bytes": 141}
 
 
 def test_what_is_not_bought_is_seen_until_it_is_again() -> None:

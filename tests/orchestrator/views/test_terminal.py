@@ -23,6 +23,7 @@ from orchestrator.views.run_view import run_view
 from orchestrator.views.terminal import changes, render, watch
 from policies.detect.divergence import Health
 from policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase
+from policies.serving.joining import BASE_MODEL, ENGINE, Stage
 from policies.serving.wire import GatewayStatus, MemberStatus
 from tests.generators.views_world import T0, World
 
@@ -286,3 +287,19 @@ def test_numbers_for_people() -> None:
     ]
     assert [short(v) for v in (None, 0.0, 0.12345, 1e-6, 123456.0)] == ["–", "0", "0.123", "0.000001", "123,456"]
     assert [usd(v) for v in (0.0, 0.0123, 0.1, 1234.5)] == ["$0.00", "$0.0123", "$0.10", "$1,234.50"]
+
+
+def test_it_says_how_far_nodes_are_that_come(view: RunView) -> None:
+    stages = [Stage(BASE_MODEL, 52_000_000_000, 141_000_000_000), Stage(ENGINE, 0, 141_000_000_000), Stage(ENGINE)]
+    nodes = [replace(view.nodes[1], node=f"rollout-{i}-i1", stage=stage) for i, stage in enumerate(stages)]
+    lines = drawn(replace(view, nodes=tuple(nodes)))
+    told = lines[next(place for place, line in enumerate(lines) if line.startswith("coming")) :][:3]
+    assert [line.strip() for line in told] == [
+        "coming     rollout-1-i1 is starting vLLM, 131.3 GiB",
+        "rollout-2-i1 is starting vLLM",
+        "rollout-0-i1 is fetching the base model, 48.4 GiB of 131.3 GiB (37%)",
+    ]
+    more = drawn(replace(view, nodes=(*nodes, replace(nodes[0], node="rollout-3-i1"))))
+    assert any(line.strip() == "and 2 more" for line in more)
+    assert max(map(len, more)) <= 80
+    assert len(more) <= 24
