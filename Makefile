@@ -8,7 +8,7 @@ BENCHES := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.p
 
 LOCKS := tasks/sky/locks
 
-.PHONY: lock demo test test-all test-long test-node soak check bench record env node-env system-packages drawings test-packages haproxy sky-image clean $(BENCHES)
+.PHONY: image image-folder check-gpu lock demo test test-all test-long test-node soak check bench record env node-env system-packages drawings test-packages haproxy sky-image clean $(BENCHES)
 
 env: .venv/.ready
 node-env: .venv-node/.ready
@@ -51,6 +51,22 @@ lock:
 		$(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
 	sed -i 's/+cpu$$//' $(LOCKS)/node-cpu.txt
 
+# A container with the nodes' environment (docs/spot-machines.md): for machines with GPUs, or IMAGE_FOR=node-cpu. Podman
+# and buildah take the same file: DOCKER=podman.
+DOCKER ?= docker
+IMAGE_FOR ?= node
+IMAGE ?= grpo-orch-$(IMAGE_FOR)
+image: image-folder
+	@$(DOCKER) version >/dev/null 2>&1 || { echo 'make image: no $(DOCKER) answers here; start its daemon, or name another program as DOCKER=podman' >&2; exit 1; }
+	$(DOCKER) build --build-arg ENVIRONMENT=$(IMAGE_FOR) --tag $(IMAGE) build/image
+
+# What the container is built from, and what SkyPilot's recipe for a virtual machine's image needs.
+image-folder: env
+	rm -rf build/image
+	mkdir -p build/image
+	cp tasks/sky/setup.sh $(wildcard tasks/sky/image/*) build/image
+	$(BIN)/python -c 'from pathlib import Path; from orchestrator.clouds.wheel import build_wheel; build_wheel(Path("build/image/wheels"))'
+
 # vLLM's CPU build is linked against libnuma.
 system-packages:
 	@ldconfig -p | grep -q 'libnuma\.so\.1' || \
@@ -64,10 +80,10 @@ test-packages:
 		{ echo 'Ceph is missing: installing it with apt-get'; apt-get update -q && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends ceph-mon ceph-osd radosgw; } || \
 		echo 'Ceph could not be installed: its tests will not run'
-	@which debootstrap ip nc rsync ssh unshare >/dev/null || \
+	@which buildah debootstrap ip nc rsync ssh unshare >/dev/null || \
 		{ echo 'Programs of the rig for SkyPilot are missing: installing them with apt-get'; apt-get update -q && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends \
-			debootstrap iproute2 netcat-openbsd openssh-client rsync util-linux; } || \
+			buildah debootstrap iproute2 netcat-openbsd openssh-client rsync util-linux; } || \
 		echo 'They could not be installed: the tests of SkyPilot will not run'
 
 # What the machines of the rig for SkyPilot start from: made by the first test that needs it, or here.

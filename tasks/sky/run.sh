@@ -14,11 +14,15 @@ fail() {
 home=$HOME/.grpo-orch
 shipped=${GRPO_ORCH_WHEEL:?grpo-orch run: not set; work is started by the controller}
 digest=$(basename "$(dirname "$shipped")")
-env=${GRPO_ORCH_PREPARED:-/opt/grpo-orch/env}
-[[ -x $env/bin/python ]] || env=$home/env
-code=$home/code/$digest
-[[ -x $env/bin/python ]] || fail "there is no environment in $env; the set-up has not been run"
+env=${GRPO_ORCH_PREPARED:-/opt/grpo-orch/env} code=$home/code/$digest
 [[ -d $code ]] || fail "this machine was set up by a grpo-orch of another version; launch it again to set it up anew"
+# As in setup.sh: a prepared environment is used if it is the user's own or of this release's lock.
+is_of_this_release() {
+    local made_of=$env/lock.txt locks=$code/tasks/sky/locks
+    [[ ! -f $made_of ]] || cmp -s "$made_of" "$locks/node.txt" || cmp -s "$made_of" "$locks/node-cpu.txt"
+}
+if [[ ! -x $env/bin/python ]] || ! is_of_this_release; then env=$home/env; fi
+[[ -x $env/bin/python ]] || fail "there is no environment in $env; the set-up has not been run"
 
 address=${SKYPILOT_NODE_IPS:-}
 address=${address%%$'\n'*}

@@ -1,9 +1,12 @@
 # What SkyPilot runs first on a machine (bash; its drivers are there): an environment for node work, and this project in it.
 #
-# A prepared environment on the machine's image is used as it is, which saves minutes; else one is made with uv.
-# The project itself always comes from the controller's wheel, so that both sides are of one version. Running this
-# again is quick. Told by the environment: GRPO_ORCH_WHEEL (below the home folder, in a folder named by its digest),
-# GRPO_ORCH_PREPARED (where the image's environment is, /opt/grpo-orch/env by default).
+# A prepared environment on the machine's image saves minutes: one that `make image` has made is used if it is of this
+# release's lock, one of the user's own as it is. Else one is made with uv. The project itself always comes from the
+# controller's wheel, so that both sides are of one version. Running this again is quick.
+#
+# Told by the environment: GRPO_ORCH_WHEEL (below the home folder, in a folder named by its digest), GRPO_ORCH_PREPARED
+# (where the image's environment is, /opt/grpo-orch/env by default), and, where an image is built, GRPO_ORCH_IMAGE
+# (what for: `node` with GPUs or `node-cpu`): then the environment is made in that place and no more.
 # shellcheck shell=bash
 set -euo pipefail
 
@@ -22,6 +25,10 @@ code=$home/code/$digest
 
 # Writes a file of a wheel: the lock is needed before the wheel can be installed.
 READ_FILE='import sys, zipfile; sys.stdout.write(zipfile.ZipFile(sys.argv[1]).read(sys.argv[2]).decode())'
+
+# Whether a text is a lock of the wheel's.
+IS_LOCK='import sys, zipfile; wheel, made_of = zipfile.ZipFile(sys.argv[1]), open(sys.argv[2], "rb").read()
+sys.exit(made_of not in [wheel.read(f"tasks/sky/locks/{one}.txt") for one in ("node", "node-cpu")])'
 
 find_uv() {
     local found
@@ -51,10 +58,20 @@ install_system_packages() {
         fail "${missing[*]} cannot be installed with apt-get; put it on the image"
 }
 
+# Owned by who builds the image, as whom its machines work: `setup` of run.yaml installs into it.
+make_place() {
+    local root=(sudo)
+    [[ $EUID -eq 0 ]] && root=()
+    "${root[@]}" mkdir -p "$env" && "${root[@]}" chown "$EUID" "$env" || fail "$env cannot be made"
+    export UV_COMPILE_BYTECODE=1 # once, and not at each machine's first start
+}
+
 make_environment() {
-    local extra=node uv torch=()
-    if ! has_gpu; then
-        extra=node-cpu
+    local extra=${GRPO_ORCH_IMAGE:-} uv torch=()
+    if [[ -z $extra ]]; then
+        if has_gpu; then extra=node; else extra=node-cpu; fi
+    fi
+    if [[ $extra == node-cpu ]]; then
         torch=(--torch-backend cpu) # PyTorch's builds without CUDA are not on PyPI; uv knows where they are
     fi
     if [[ $(cat "$env/.made-of" 2>/dev/null) == "$digest $extra" ]]; then
@@ -77,9 +94,20 @@ make_environment() {
     echo "$digest $extra" >"$env/.made-of"
 }
 
-if [[ -x $env/bin/python ]]; then
+# run.sh asks the same.
+is_of_this_release() {
+    [[ ! -f $env/lock.txt ]] || "$env/bin/python" -c "$IS_LOCK" "$wheel" "$env/lock.txt"
+}
+
+if [[ -n ${GRPO_ORCH_IMAGE:-} ]]; then
+    make_place
+    make_environment
+    say "made $env for images"
+    exit
+elif [[ -x $env/bin/python ]] && is_of_this_release; then
     say "using the prepared environment $env"
 else
+    [[ ! -x $env/bin/python ]] || say "not using $env, which is of another release of grpo-orch; build the image anew"
     env=$home/env
     make_environment
 fi

@@ -124,6 +124,41 @@ def test_a_prepared_environment_is_used_and_the_project_put_beside_it(rig: Machi
 
 
 @pytest.mark.parametrize("extra", ["node", "node-cpu"])
+def test_an_image_is_made_by_the_set_up_and_used_by_its_machines(rig: MachineRig, extra: str) -> None:
+    rig.more["GRPO_ORCH_IMAGE"] = extra
+    done = rig.run("setup.sh")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == f"grpo-orch setup: made {rig.prepared} for images"
+    assert (rig.prepared / "lock.txt").read_text() == (SCRIPTS / "locks" / f"{extra}.txt").read_text()
+    assert not rig.code.exists()
+    made = rig.uv_calls()
+    assert f"grpo-orch[{extra}] @" in made[1]
+    del rig.more["GRPO_ORCH_IMAGE"]
+    machine = rig.run("setup.sh")
+    assert machine.stdout.splitlines()[0] == f"grpo-orch setup: using the prepared environment {rig.prepared}"
+    assert rig.uv_calls() == made
+    program(rig.prepared / "bin" / "python", TELLING)
+    told = json.loads(rig.run("run.sh").stdout.splitlines()[1])["env"]
+    assert told["VIRTUAL_ENV"] == str(rig.prepared)
+    assert told["PIP_CONSTRAINT"] == str(rig.prepared / "lock.txt")
+
+
+def test_an_image_of_another_release_is_not_used(rig: MachineRig) -> None:
+    rig.more["GRPO_ORCH_IMAGE"] = "node"
+    rig.run("setup.sh")
+    del rig.more["GRPO_ORCH_IMAGE"]
+    lock = rig.prepared / "lock.txt"
+    lock.write_text(lock.read_text().replace("trl==", "trl==0."))
+    done = rig.run("setup.sh")
+    assert (done.returncode, done.stderr) == (0, "")
+    why = f"not using {rig.prepared}, which is of another release of grpo-orch; build the image anew"
+    assert done.stdout.splitlines()[0] == f"grpo-orch setup: {why}"
+    env = rig.home / ".grpo-orch" / "env"
+    program(env / "bin" / "python", TELLING)
+    assert json.loads(rig.run("run.sh").stdout.splitlines()[1])["env"]["VIRTUAL_ENV"] == str(env)
+
+
+@pytest.mark.parametrize("extra", ["node", "node-cpu"])
 def test_a_bare_machine_gets_an_environment_once(rig: MachineRig, extra: str) -> None:
     if HAS_GPU and extra == "node-cpu":
         pytest.skip("this machine has a GPU")
