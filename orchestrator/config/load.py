@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.config.reading.datasets import check_datasets
 from orchestrator.config.reading.lines import Document, parse
 from orchestrator.config.reading.problems import ConfigError, Findings, KeyPath, Problem
 from orchestrator.config.reading.shorthand import write_out
@@ -115,6 +116,7 @@ def _checked(document: Document, workdir: Path, findings: Findings) -> dict[str,
     _check_foreign(data, findings)
     cross_check(data, findings)
     _check_rewards(data, workdir, findings)
+    check_datasets(data.get("trainer", {}), workdir, findings)
     return data
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from checkpoint.security.redaction import NAMES_ENV
-from policies.model.spec import RunSpec
+from policies.model.spec import RunSpec, datasets_of
 from policies.model.vocabulary import Role
 
 HUB = ("HF_TOKEN",)
@@ -32,8 +32,8 @@ def usual(spec: RunSpec, role: Role) -> list[str]:
     hub = _is_of_hub(spec.trainer.model, spec)
     if role is Role.ROLLOUT:
         return list(HUB if hub else ())
-    data = (spec.trainer.dataset, spec.trainer.eval_dataset)
-    hub = hub or any(one is not None and _is_of_hub(one.path, spec) for one in data)
+    data = (*datasets_of(spec.trainer.dataset), *datasets_of(spec.trainer.eval_dataset))
+    hub = hub or any(_is_of_hub(one.path, spec) for one in data)
     names = list(HUB if hub or spec.grpo.get("push_to_hub") else ())
     for sink in _sinks(spec):
         names += SINKS.get(sink, ())

@@ -18,11 +18,17 @@ OnBadPrompt = Literal["skip", "fail"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Arguments of `datasets.load_dataset`: a hub name or a folder or file, and which part of it."""
+    """Arguments of `datasets.load_dataset`: a hub name or a folder or file, and which part of it; and how a prompt
+    is made of a row: by a template with columns in braces, one in each message of a chat, or a function's import
+    path. None: the rows have a column `prompt`."""
 
     path: str
     name: str | None = None
     split: str = "train"
+    revision: str | None = None
+    prompt: str | tuple[dict[str, str], ...] | None = None
+    streaming: bool = False  # only the rows that the run can use are fetched
+    weight: float | None = None  # of several: its share of the prompts; None: each of its rows once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +36,9 @@ class TrainerSpec:
     """The machine that trains: what it is, what it trains, on what, for what reward."""
 
     model: str  # hub name or folder
-    dataset: Dataset
+    dataset: Dataset | tuple[Dataset, ...]
     reward_funcs: tuple[str, ...]  # import paths, `package.module.function`, in TRL's signature
-    eval_dataset: Dataset | None = None  # scored every `grpo.eval_steps`; never trained on
+    eval_dataset: Dataset | tuple[Dataset, ...] | None = None  # scored every `grpo.eval_steps`; never trained on
     resources: dict[str, Any] = field(default_factory=dict)  # SkyPilot's keys
     setup: str = ""  # shell, run once on the machine before the trainer
     env: dict[str, str] = field(default_factory=dict)  # environment of the trainer process
@@ -164,6 +170,11 @@ class RunSpec:
     cloud: Literal["local", "sky"] = "local"
     rehearse: Rehearsal | None = None
     workdir: str = ""  # the folder of run.yaml: relative paths and reward modules are found from here
+
+
+def datasets_of(named: Dataset | tuple[Dataset, ...] | None) -> tuple[Dataset, ...]:
+    """What `dataset` or `eval_dataset` names, one by one."""
+    return (named,) if isinstance(named, Dataset) else named or ()
 
 
 def generates_itself(spec: RunSpec) -> bool:

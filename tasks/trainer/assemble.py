@@ -42,11 +42,11 @@ from tasks.storing.step_costs import StepCosts
 from tasks.trainer import callbacks
 from tasks.trainer.preflight import check_packages, check_prompts, check_rewards
 from tasks.trainer.reports import keep_reports, prepare_reports
+from tasks.trainer.user_data import load_data, prompts_used
 from tasks.trainer.user_objects import (
     BadSpec,
     first_line,
-    load_dataset,
-    load_reward_functions,
+    load_function,
     local_folder,
     model_path,
     passes,
@@ -157,15 +157,17 @@ def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable
         replaced: returns the prompts in the place of others, in a dataset of so many.
     """
     wanted, workdir = start.spec.trainer, start.workdir
-    rewards = load_reward_functions(wanted.reward_funcs, workdir)
-    train_set = load_dataset("trainer.dataset", wanted.dataset, workdir)
-    eval_set = wanted.eval_dataset and load_dataset("trainer.eval_dataset", wanted.eval_dataset, workdir)
+    rewards = [load_function("trainer.reward_funcs", name, workdir) for name in wanted.reward_funcs]
+    used = prompts_used(config)
+    data = load_data("trainer.dataset", wanted.dataset, workdir, used)
+    held_out = wanted.eval_dataset and load_data("trainer.eval_dataset", wanted.eval_dataset, workdir, used)
     check_packages(config)
     prepare_reports(config, Path(start.env.workdir))
     if start.restored is None and config.process_index == 0:
-        check_prompts("trainer.dataset", train_set)
-        check_rewards(rewards, wanted.reward_funcs, train_set, config)
-    replacements = replaced(len(train_set))
+        tried = {**data.firsts, **(held_out.firsts if held_out else {})}
+        check_prompts(tried)
+        check_rewards(rewards, wanted.reward_funcs, tried, config)
+    replacements = replaced(len(data.rows))
     model = model_path(wanted, workdir) if start.base_model is None else str(start.base_model)
     set_seed(config.seed)  # before the model: new adapters are drawn at random, and a restart must draw the same
     try:
@@ -177,8 +179,8 @@ def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable
             model=model,
             reward_funcs=rewards,
             args=config,
-            train_dataset=train_set,
-            eval_dataset=eval_set,
+            train_dataset=data.rows,
+            eval_dataset=held_out.rows if held_out else None,
             peft_config=_peft_config(wanted.peft),
         )
     except (OSError, ValueError, TypeError, ImportError) as error:

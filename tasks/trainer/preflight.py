@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,21 +17,18 @@ from transformers import TrainerState
 from transformers.utils import is_liger_kernel_available
 
 from tasks.trainer.user_objects import BadSpec, first_line, passes
+from tasks.trainer.user_prompts import EXPECTED, is_chat, shown
 
 # More than one, so that a function that returns one number for all is found out. A model may say anything.
 ANSWERS = ("42", "The answer is 42.")
 OWN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})  # TRL passes these under other names
 
 
-def check_prompts(key: str, dataset: Any) -> None:
-    """Look at the first row: TRL takes a text, or messages of a chat. Raises BadSpec naming `key`."""
-    if len(dataset) == 0:
-        raise BadSpec(f"{key}: it has no rows")
-    prompt = dataset[0]["prompt"]
-    if isinstance(prompt, str) or _is_chat(prompt):
-        return
-    expected = "expected a text, or a list of messages, each with `role` and `content`"
-    raise BadSpec(f"{key}: its first prompt is {_shown(prompt)}; {expected}")
+def check_prompts(firsts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Look at the first row of each dataset: TRL takes a text, or messages of a chat. Raises BadSpec naming it."""
+    for key, row in firsts.items():
+        if not (isinstance(row["prompt"], str) or is_chat(row["prompt"])):
+            raise BadSpec(f"{key}: its first prompt is {shown(row['prompt'])}; {EXPECTED}")
 
 
 def check_packages(config: Any) -> None:
@@ -43,33 +40,44 @@ def check_packages(config: Any) -> None:
 
 
 def check_rewards(
-    functions: Sequence[Callable[..., Any]], names: Sequence[str], dataset: Any, config: Any
+    functions: Sequence[Callable[..., Any]],
+    names: Sequence[str],
+    firsts: Mapping[str, Mapping[str, Any]],
+    config: Any,
 ) -> None:
-    """Call each reward function once. Raises BadSpec naming the first that TRL could not work with.
+    """Call each reward function once a dataset. Raises BadSpec naming the first that TRL could not work with.
 
     Args:
         names: the functions' import paths.
+        firsts: the first row of each dataset, by its key.
         config: TRL's. A function may compare the completions of a group, so it gets a whole one.
     """
-    row, count = dataset[0], config.num_generations
+    for key, row in firsts.items():
+        told = _told(row, config)
+        columns = sorted(told.keys() & row.keys() - OWN_COLUMNS)
+        called = f"it was called on the first row of {key}, with {', '.join(columns) or 'no other columns'}"
+        for function, name in zip(functions, names, strict=True):
+            if not isinstance(function, torch.nn.Module):
+                _check_reward(function, f"trainer.reward_funcs: {name}", told, called)
+
+
+def _told(row: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """What TRL hands to a reward function for a group of completions."""
+    count, chat = config.num_generations, is_chat(row["prompt"])
     answers = [ANSWERS[i % len(ANSWERS)] for i in range(count)]
-    chat = _is_chat(row["prompt"])
-    told: dict[str, Any] = {
+    columns = [] if config.remove_unused_columns else row.keys() - OWN_COLUMNS
+    return {
         "prompts": [row["prompt"]] * count,
         "completions": [[{"role": "assistant", "content": text}] if chat else text for text in answers],
         "completion_ids": [[0] for _ in answers],
         "trainer_state": TrainerState(max_steps=max(1, config.max_steps)),  # -1: as many as its epochs have
         "log_extra": lambda *_, **__: None,
         "log_metric": lambda *_, **__: None,
+        **{name: [row[name]] * count for name in columns},
     }
-    columns = [] if config.remove_unused_columns else sorted(row.keys() - OWN_COLUMNS)
-    told |= {name: [row[name]] * count for name in columns}
-    for function, name in zip(functions, names, strict=True):
-        if not isinstance(function, torch.nn.Module):
-            _check_reward(function, f"trainer.reward_funcs: {name}", told, columns)
 
 
-def _check_reward(function: Callable[..., Any], key: str, told: dict[str, Any], columns: list[str]) -> None:
+def _check_reward(function: Callable[..., Any], key: str, told: dict[str, Any], called: str) -> None:
     if not hasattr(function, "__name__"):
         raise BadSpec(f"{key} has no name, by which TRL logs it; expected a function")
     try:
@@ -79,19 +87,18 @@ def _check_reward(function: Callable[..., Any], key: str, told: dict[str, Any], 
     except Exception as error:  # the user's code may raise anything
         if passes(error) or isinstance(error, TimeoutError):
             raise
-        row = f"called on the dataset's first row, with {', '.join(columns) or 'no other columns'}"
-        raise BadSpec(f"{key} raised {type(error).__name__}: {first_line(error)}; it was {row}") from error
+        raise BadSpec(f"{key} raised {type(error).__name__}: {first_line(error)}; {called}") from error
     count = len(told["completions"])
     expected = f"expected {count} numbers or None, one for each completion"
     try:
         values = list(found)
     except TypeError as error:
-        raise BadSpec(f"{key} returned {_shown(found)}; {expected}") from error
+        raise BadSpec(f"{key} returned {shown(found)}; {expected}") from error
     if len(values) != count:
         raise BadSpec(f"{key} returned {len(values)} values; {expected}")
     for value in values:
         if not _is_reward(value):
-            raise BadSpec(f"{key} returned {_shown(value)} among its values; {expected}")
+            raise BadSpec(f"{key} returned {shown(value)} among its values; {expected}")
 
 
 async def _awaited(found: Any) -> Any:
@@ -107,14 +114,3 @@ def _is_reward(value: Any) -> bool:
     except (TypeError, ValueError, RuntimeError):
         return False
     return made.shape == (1,) and not math.isinf(made.item())
-
-
-def _is_chat(prompt: Any) -> bool:
-    messages = isinstance(prompt, list) and bool(prompt)
-    return messages and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in prompt)
-
-
-def _shown(value: Any) -> str:
-    """A value in one short line."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."

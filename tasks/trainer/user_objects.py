@@ -1,4 +1,4 @@
-"""What run.yaml names and only the trainer's machine can load: model, datasets, reward functions.
+"""What run.yaml names and only the trainer's machine can load: model and functions.
 
 A name that leads nowhere is told in one line, for the user to repair.
 """
@@ -12,14 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
-from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from policies.model.spec import Dataset, TrainerSpec
+from policies.model.spec import TrainerSpec
 
-FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 # Of the machine or the network, not of run.yaml: another try may find them gone.
 PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
@@ -38,36 +35,21 @@ def model_path(spec: TrainerSpec, workdir: Path) -> str:
     return spec.model
 
 
-def load_dataset(key: str, wanted: Dataset, workdir: Path) -> Any:
-    """Load what `datasets.load_dataset` can: a file, a folder or a hub name. Raises BadSpec naming `key`."""
-    path = workdir / wanted.path
-    kind = FILE_KINDS.get(path.suffix)
-    try:
-        if path.is_file():
-            if kind is None:
-                raise BadSpec(f"{key}: {path} is not read; expected a file in {', '.join(FILE_KINDS)}")
-            loaded = datasets.load_dataset(kind, wanted.name, data_files=str(path), split=wanted.split)
-        elif path.is_dir():
-            loaded = datasets.load_dataset(str(path), wanted.name, split=wanted.split)
-        elif kind is not None or wanted.path.startswith((".", "/", "~")):
-            raise BadSpec(f"{key}: there is no file or folder {path}; name one, or a dataset on the hub")
-        else:
-            loaded = datasets.load_dataset(wanted.path, wanted.name, split=wanted.split)
-    except (DatasetNotFoundError, ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        if passes(error):
-            raise
-        raise BadSpec(f"{key}: {wanted.path}: {first_line(error)}") from error
-    if "prompt" not in (loaded.column_names or ["prompt"]):
-        only = ", ".join(loaded.column_names)
-        raise BadSpec(f"{key}: {wanted.path} has no column `prompt`, only {only}; rename the one with the prompts")
-    return loaded
-
-
-def load_reward_functions(import_paths: tuple[str, ...], workdir: Path) -> list[Callable[..., Any]]:
-    """Import the reward functions; modules beside run.yaml come first. Raises BadSpec."""
+def load_function(key: str, import_path: str, workdir: Path) -> Callable[..., Any]:
+    """Import a function; modules beside run.yaml come first. Raises BadSpec naming `key`."""
     if str(workdir) not in sys.path:
         sys.path.insert(0, str(workdir))
-    return [_load_function(path) for path in import_paths]
+    module_name, _, name = import_path.rpartition(".")
+    if not module_name:
+        raise BadSpec(f"{key}: {import_path!r} is no import path, expected module.function")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise BadSpec(f"{key}: {import_path}: {first_line(error)}") from error
+    if not callable(found):
+        raise BadSpec(f"{key}: {import_path} is not a function; expected module.function")
+    function: Callable[..., Any] = found
+    return function
 
 
 def local_folder(spec: TrainerSpec, workdir: Path) -> Path | None:
@@ -95,17 +77,3 @@ def passes(error: BaseException | None) -> bool:
 def first_line(error: BaseException) -> str:
     """An error in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _load_function(import_path: str) -> Callable[..., Any]:
-    module_name, _, name = import_path.rpartition(".")
-    if not module_name:
-        raise BadSpec(f"trainer.reward_funcs: {import_path!r} is no import path, expected module.function")
-    try:
-        found = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise BadSpec(f"trainer.reward_funcs: {import_path}: {first_line(error)}") from error
-    if not callable(found):
-        raise BadSpec(f"trainer.reward_funcs: {import_path} is not a function; expected module.function")
-    function: Callable[..., Any] = found
-    return function

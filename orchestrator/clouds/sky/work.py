@@ -17,7 +17,7 @@ from checkpoint.security.redaction import secret_names
 from checkpoint.store.run_store import OPTIONS_ENV
 from orchestrator.clouds.protocol import CloudRefused, Order
 from policies.model.processes import ALTERNATIVES
-from policies.model.spec import RolloutSpec, RunSpec, TrainerSpec
+from policies.model.spec import RolloutSpec, RunSpec, TrainerSpec, datasets_of
 from policies.model.vocabulary import Market, Refusal, Role
 
 REMOTE_WORKDIR = "~/sky_workdir"  # where SkyPilot puts a task's workdir
@@ -160,7 +160,8 @@ def _named_files(role: Role, spec: RunSpec) -> dict[str, str]:
     """What run.yaml names below its folder: SkyPilot leaves out what git ignores, as models and data often are."""
     names = [spec.trainer.model]
     if role is Role.TRAINER:
-        names += [data.path for data in (spec.trainer.dataset, spec.trainer.eval_dataset) if data is not None]
+        named = (spec.trainer.dataset, spec.trainer.eval_dataset)
+        names += [data.path for one in named for data in datasets_of(one)]
     paths = {name: Path(spec.workdir, name) for name in names if not name.startswith("/")}
     here = {Path(name).as_posix(): path for name, path in paths.items() if path.exists()}
     return {f"{REMOTE_WORKDIR}/{name}": str(path) for name, path in here.items() if name != "."}

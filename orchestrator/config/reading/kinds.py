@@ -21,6 +21,7 @@ _WORDS = {
     "list[str]": "a list of texts",
     "list[int]": "a list of whole numbers",
     "list[float]": "a list of numbers",
+    "list[dict]": "a list of mappings",
     "dict": "a mapping",
     "dict[str]": "a mapping of texts",
     "None": "null",

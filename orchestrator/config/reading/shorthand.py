@@ -12,8 +12,7 @@ from typing import Any
 from orchestrator.config.reading.lines import Document
 from orchestrator.config.reading.paths import absolute
 from orchestrator.config.reading.problems import Findings, KeyPath
-
-DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")  # what the trainer reads; anything else must be a folder
+from policies.model.datasets import FILE_KINDS
 
 
 def write_out(document: Document, workdir: Path, findings: Findings) -> None:
@@ -39,12 +38,20 @@ def _trainer(trainer: dict[str, Any], workdir: Path, findings: Findings, *, is_s
     if isinstance(trainer.get("model"), str):
         trainer["model"] = _local(trainer["model"], workdir, ("trainer", "model"), (), findings, is_sky=is_sky)
     for key in ("dataset", "eval_dataset"):
-        if isinstance(trainer.get(key), str):
-            trainer[key] = {"path": trainer[key]}
-        dataset = trainer.get(key)
-        if isinstance(dataset, dict) and isinstance(dataset.get("path"), str):
-            where = ("trainer", key, "path")
-            dataset["path"] = _local(dataset["path"], workdir, where, DATA_FILES, findings, is_sky=is_sky)
+        if isinstance(named := trainer.get(key), list):
+            for index, one in enumerate(named):
+                named[index] = _dataset(one, workdir, ("trainer", key, index), findings, is_sky=is_sky)
+        elif named is not None:
+            trainer[key] = _dataset(named, workdir, ("trainer", key), findings, is_sky=is_sky)
+
+
+def _dataset(named: Any, workdir: Path, path: KeyPath, findings: Findings, *, is_sky: bool) -> Any:
+    dataset = {"path": named} if isinstance(named, str) else named
+    if isinstance(dataset, dict) and isinstance(dataset.get("path"), str):
+        dataset["path"] = _local(
+            dataset["path"], workdir, (*path, "path"), tuple(FILE_KINDS), findings, is_sky=is_sky
+        )
+    return dataset
 
 
 def _rollout(rollout: dict[str, Any]) -> None:
@@ -72,7 +79,7 @@ def _local(
         if text.startswith("~"):
             findings.add(path, "~ is not known on other machines; expected the whole path, or a relative one")
         return text
-    if _is(found, Path.is_dir) or (_is(found, Path.is_file) and found.suffix in files):
+    if _is(found, Path.is_dir) or (_is(found, Path.is_file) and found.name.endswith(files)):
         return text if is_sky else str(found)
     if _is(found, Path.is_file):
         expected = f"a folder or a file that ends in {', '.join(files)}" if files else "a folder"

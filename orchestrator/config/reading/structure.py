@@ -38,7 +38,8 @@ def check_structure(cls: type, data: dict[str, Any], path: KeyPath, findings: Fi
         elif value is None and not _required(fields[key]):
             continue
         elif section := _section(hints[key]):
-            _check_section(section, hints[key], value, below, plain, findings)
+            if (found := _check_section(section, hints[key], value, below, findings)) is not None:
+                plain[key] = found
         elif kind_of(hints[key]).type == "dict[str]" and isinstance(value, dict):
             plain[key] = value
             _check_texts(value, below, findings)
@@ -52,16 +53,15 @@ def check_structure(cls: type, data: dict[str, Any], path: KeyPath, findings: Fi
     return plain
 
 
-def _check_section(
-    section: type, hint: Any, value: Any, path: KeyPath, plain: dict[str, Any], findings: Findings
-) -> None:
-    key = str(path[-1])
-    if get_origin(hint) is tuple:
-        plain[key] = [check_structure(section, item, (*path, index), findings) for index, item in enumerate(value)]
-    elif isinstance(value, dict):
-        plain[key] = check_structure(section, value, path, findings)
-    else:
-        findings.add(path, f"expected {_wanted(key, hint)}, got {shown(value)}")
+def _check_section(section: type, hint: Any, value: Any, path: KeyPath, findings: Findings) -> Any:
+    """What of a section fits, or of a list of them; None where it is neither."""
+    if isinstance(value, list) and _repeats(hint):
+        found = [_check_section(section, section, item, (*path, at), findings) for at, item in enumerate(value)]
+        return [one or {} for one in found]  # in its place, so that what is said later names the right one
+    if isinstance(value, dict):
+        return check_structure(section, value, path, findings)
+    findings.add(path, f"expected {_wanted(str(path[-1]), hint)}, got {shown(value)}")
+    return None
 
 
 def _check_texts(value: dict[str, Any], path: KeyPath, findings: Findings) -> None:
@@ -75,6 +75,12 @@ def _section(hint: Any) -> type | None:
     if get_origin(hint) in (Union, types.UnionType, tuple):
         return next((found for part in get_args(hint) if (found := _section(part))), None)
     return hint if dataclasses.is_dataclass(hint) and isinstance(hint, type) else None
+
+
+def _repeats(hint: Any) -> bool:
+    """Whether a field may hold a list of its section."""
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return any(get_origin(part) is tuple for part in parts)
 
 
 def _required(one: dataclasses.Field[Any]) -> bool:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from orchestrator.config.reading.datasets import each_dataset
 from orchestrator.config.reading.problems import Findings, KeyPath
 from orchestrator.config.rules import batches, gpus
 from orchestrator.config.rules.bounds import check_bounds
@@ -79,11 +80,20 @@ def _paths_are_shipped(run: EffectiveRun, findings: Findings) -> None:
     """Machines of a cloud get a copy of the folder of run.yaml, and of nothing beside it."""
     if run.at("cloud") != "sky":
         return
-    for path in (("trainer", "model"), ("trainer", "dataset", "path"), ("trainer", "eval_dataset", "path")):
-        named = run.at(*path)
+    data = [((*path, "path"), one.get("path")) for path, one in each_dataset(run.at("trainer") or {})]
+    for path, named in [(("trainer", "model"), run.at("trainer", "model")), *data]:
         if named and os.path.normpath(named).startswith("../"):
             message = f"{named} is outside the folder of this file, and machines get a copy of no other"
             findings.add(path, f"{message}; expected a path below it")
+
+
+def _streaming(run: EffectiveRun, findings: Findings) -> None:
+    if run.grpo("max_steps") != -1:
+        return
+    for path, one in each_dataset(run.at("trainer") or {}):
+        if one.get("streaming"):
+            message = "as many rows are read as the run can use, and num_train_epochs does not tell how many"
+            findings.add((*path, "streaming"), f"{message}; set grpo.max_steps")
 
 
 def _logging_steps(run: EffectiveRun, findings: Findings) -> None:
@@ -166,6 +176,7 @@ CHECKS: tuple[Callable[[EffectiveRun, Findings], None], ...] = (
     _max_behind_steps,
     _spool,
     _paths_are_shipped,
+    _streaming,
     _logging_steps,
     _evaluation,
     batches.eval_batch_holds_groups,

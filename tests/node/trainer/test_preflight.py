@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from datasets import Dataset
 from transformers import TrainerCallback
 
 from policies.control.snapshot import BEFORE_TRAINING
@@ -20,8 +19,8 @@ from tasks.trainer.user_objects import BadSpec
 from tests.node.trainer.rig import make_tiny, open_rig
 from tests.node.trainer.rig_rewards import lower_share
 
-TEXTS = Dataset.from_list([{"prompt": "1+1", "answer": "2"}])
-CHATS = Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}])
+TEXTS = {"trainer.dataset": {"prompt": "1+1", "answer": "2"}}
+CHATS = {"trainer.dataset": {"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}}
 
 
 @pytest.fixture(scope="module")
@@ -118,23 +117,22 @@ def test_a_service_out_of_reach_is_not_the_functions_fault() -> None:
 def test_trls_own_reward_without_what_it_needs_is_told() -> None:
     from trl.rewards import accuracy_reward
 
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1"}], "solution": "$2$"}])
+    rows = {"trainer.dataset": {"prompt": [{"role": "user", "content": "1+1"}], "solution": "$2$"}}
     with pytest.raises(BadSpec, match="math_verify"):
         check_rewards([accuracy_reward], ["trl.rewards.accuracy_reward"], rows, config_of())
 
 
 @pytest.mark.parametrize(
-    ("rows", "says"),
+    ("row", "says"),
     [
-        ([], "it has no rows"),
-        ([{"prompt": 7}], "its first prompt is 7; expected a text, or a list of messages"),
-        ([{"prompt": ["a", "b"]}], "its first prompt is ['a', 'b']"),
-        ([{"prompt": [{"from": "human", "value": "x"}]}], "each with `role` and `content`"),
+        ({"prompt": 7}, "its first prompt is 7; expected a text, or a list of messages"),
+        ({"prompt": ["a", "b"]}, "its first prompt is ['a', 'b']"),
+        ({"prompt": [{"from": "human", "value": "x"}]}, "each with `role` and `content`"),
     ],
 )
-def test_prompts_are_texts_or_chats(rows: list[dict[str, Any]], says: str) -> None:
+def test_prompts_are_texts_or_chats(row: dict[str, Any], says: str) -> None:
     with pytest.raises(BadSpec, match=r"^trainer\.dataset: ") as caught:
-        check_prompts("trainer.dataset", Dataset.from_list(rows))
+        check_prompts({"trainer.dataset": row})
     assert says in str(caught.value)
 
 

@@ -23,6 +23,7 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from policies.control.snapshot import Trainer
 from policies.model import exit_codes
+from policies.model.spec import Dataset
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
 from tasks.machine.leaving import Leaving
@@ -260,7 +261,7 @@ def test_bad_spec_is_one_line_and_its_own_exit_code(tiny: Path, tmp_path: Path) 
 def test_users_mistakes_are_named(part: str, value: Any, says: str, tiny: Path, tmp_path: Path) -> None:
     spec = run_spec(f"file://{tmp_path}/store", tiny, grpo=value if part == "grpo" else {})
     if part == "dataset":
-        spec = replace(spec, trainer=replace(spec.trainer, dataset=replace(spec.trainer.dataset, path=str(value))))
+        spec = replace(spec, trainer=replace(spec.trainer, dataset=Dataset(path=str(value))))
     elif part != "grpo":
         spec = replace(spec, trainer=replace(spec.trainer, **{part: value}))
     store = Store(spec.storage)

@@ -258,7 +258,7 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         [("./model", "rewards.py"), ("dataset: prompts.jsonl", "dataset: {path: rewards.py}")],
         [
             "run.yaml:4: trainer.model: {folder}/rewards.py is a file; expected a folder",
-            "run.yaml:5: trainer.dataset.path: {folder}/rewards.py is a file; expected a folder or a file that ends in .json, .jsonl, .csv, .parquet",
+            "run.yaml:5: trainer.dataset.path: {folder}/rewards.py is a file; expected a folder or a file that ends in .json, .jsonl, .csv, .parquet, .json.gz, .jsonl.gz, .csv.gz",
         ],
     ),
     (

@@ -150,7 +150,8 @@ def test_the_examples_load(tmp_path: Path) -> None:
     blocks = [part.split("```")[0] for part in DOCS.read_text().split("```yaml\n")[1:]]
     (store,) = [block for block in blocks if block.startswith("storage:")]
     (one_gpu,) = [block for block in blocks if block.startswith("name: one-gpu")]
-    blocks = [block for block in blocks if block not in (store, one_gpu)]
+    (data,) = [block for block in blocks if block.startswith("trainer:")]
+    blocks = [block for block in blocks if block not in (store, one_gpu, data)]
     whole = "\n".join(blocks)
     assert set(yaml.safe_load(whole)) >= {"name", "rehearse"}
     (tmp_path / "run.yaml").write_text(whole)
@@ -161,3 +162,8 @@ def test_the_examples_load(tmp_path: Path) -> None:
     assert generates_itself(load.load(tmp_path / "run.yaml", lambda: 1).spec)
     (tmp_path / "run.yaml").write_text(whole.replace("storage: ./run\n", store))
     assert load.load_spec(tmp_path / "run.yaml").storage == "s3://my-bucket/runs/demo"
+    (tmp_path / "held_out.jsonl").write_text("")
+    (tmp_path / "rewards.py").write_text("def exact(**kwargs):\n    return []\n")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(yaml.safe_load(whole) | yaml.safe_load(data)))
+    (dataset,) = spec.datasets_of(load.load_spec(tmp_path / "run.yaml").trainer.dataset)
+    assert isinstance(dataset.prompt, tuple)

@@ -1,0 +1,129 @@
+"""The datasets that run.yaml names, as TRL takes them: rows with a column `prompt`.
+
+Files, folders and hub names are read as `datasets` reads them. What every row is, and in which order they stand,
+is a function of run.yaml and of the data alone, so that a restart sees the same prompts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy
+from datasets.exceptions import DatasetNotFoundError
+
+from policies.model.datasets import FILE_KINDS, file_kind
+from policies.model.spec import Dataset, datasets_of
+from tasks.trainer.user_objects import BadSpec, passes
+from tasks.trainer.user_prompts import in_one_line, is_chat, prompt_maker
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Rows, and by its key in run.yaml the first of each dataset among them, with the columns of all."""
+
+    rows: datasets.Dataset
+    firsts: Mapping[str, Mapping[str, Any]]
+
+
+def load_data(key: str, wanted: Dataset | tuple[Dataset, ...], workdir: Path, rows_used: int) -> Data:
+    """Load one dataset, or several as one. Raises BadSpec naming `key`.
+
+    Args:
+        workdir: the folder of run.yaml.
+        rows_used: as many the run can use; no more are read of a stream.
+    """
+    parts: dict[str, datasets.Dataset] = {}
+    several = datasets_of(wanted)
+    for index, one in enumerate(several):
+        here = key if one is wanted else f"{key}[{index}]"
+        loaded = _load(here, one, workdir, rows_used)
+        parts[here] = _with_prompts(here, loaded, one, workdir)
+    rows = _together(key, parts)
+    starts = itertools.accumulate(map(len, parts.values()), initial=0)
+    firsts = {here: rows[start] for here, start in zip(parts, starts, strict=False)}
+    if several[0].weight is not None:
+        rows = _shared(rows, [len(part) for part in parts.values()], [one.weight or 0.0 for one in several])
+    return Data(rows, firsts)
+
+
+def prompts_used(config: Any) -> int:
+    """How many prompts a training of this GRPOConfig takes: those of its generations in `max_steps` steps."""
+    batches = config.max_steps * config.gradient_accumulation_steps
+    generations = -(-batches // (config.steps_per_generation * config.num_iterations))
+    return int(generations * (config.generation_batch_size // config.num_generations))
+
+
+def _load(key: str, wanted: Dataset, workdir: Path, rows_used: int) -> datasets.Dataset:
+    path = workdir / wanted.path
+    kind = file_kind(path.name)
+    asked = {"split": wanted.split, "streaming": wanted.streaming}
+    try:
+        if path.is_file():
+            if kind is None:
+                raise BadSpec(f"{key}: {path} is not read; expected a file in {', '.join(FILE_KINDS)}")
+            loaded = datasets.load_dataset(kind, wanted.name, data_files=str(path), **asked)
+        elif path.is_dir():
+            loaded = datasets.load_dataset(str(path), wanted.name, **asked)
+        elif kind is not None or wanted.path.startswith((".", "/", "~")):
+            raise BadSpec(f"{key}: there is no file or folder {path}; name one, or a dataset on the hub")
+        else:
+            loaded = datasets.load_dataset(wanted.path, wanted.name, revision=wanted.revision, **asked)
+        if wanted.streaming:
+            first = list(loaded.take(rows_used))
+            loaded = datasets.Dataset.from_list(first, features=loaded.features)
+    except (DatasetNotFoundError, ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        if passes(error):
+            raise
+        raise BadSpec(f"{key}: {wanted.path}: {in_one_line(error)}") from error
+    if len(loaded) == 0:
+        raise BadSpec(f"{key}: {wanted.path} has no rows")
+    return loaded
+
+
+def _with_prompts(key: str, rows: datasets.Dataset, wanted: Dataset, workdir: Path) -> datasets.Dataset:
+    if wanted.prompt is None:
+        if "prompt" not in rows.column_names:
+            only, example = ", ".join(rows.column_names), "{" + rows.column_names[0] + "}"
+            message = f"{wanted.path} has no column `prompt`, only {only}"
+            raise BadSpec(f'{key}: {message}; say how one is made, as in `prompt: "{example}"`')
+        return rows
+    make = prompt_maker(f"{key}.prompt", wanted.prompt, rows, workdir)
+    # Not from the cache: what a function's module has become since then is not seen by its key there.
+    return rows.map(make, with_indices=True, load_from_cache_file=False)
+
+
+def _together(key: str, parts: Mapping[str, datasets.Dataset]) -> datasets.Dataset:
+    """One after the other. A column that one lacks is None in its rows."""
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    forms = {here: "chats" if is_chat(part[0]["prompt"]) else "texts" for here, part in parts.items()}
+    if len(set(forms.values())) > 1:
+        said = ", ".join(f"those of {here} are {form}" for here, form in forms.items())
+        raise BadSpec(f"{key}: expected prompts of one form; {said}")
+    try:
+        return datasets.concatenate_datasets(list(parts.values()))
+    except ValueError as error:
+        types: dict[str, dict[str, str]] = {}
+        for here, part in parts.items():
+            for name, feature in part.features.items():
+                types.setdefault(name, {})[here] = str(getattr(feature, "dtype", feature))
+        name, found = next((one for one in types.items() if len(set(one[1].values())) > 1), ("?", {}))
+        said = ", ".join(f"{kind} in {here}" for here, kind in found.items())
+        hint = "make it so by a `prompt` function that returns the column, too"
+        raise BadSpec(f"{key}: the column {name} is {said}; expected one type; {hint}") from error
+
+
+def _shared(rows: datasets.Dataset, sizes: list[int], weights: list[float]) -> datasets.Dataset:
+    """Rows in the shares of `weights`, each at least once, evenly mixed: what is too few for its share repeats."""
+    longest = max(size / weight for size, weight in zip(sizes, weights, strict=True))
+    counts = [max(size, round(longest * weight)) for size, weight in zip(sizes, weights, strict=True)]
+    starts = itertools.accumulate(sizes, initial=0)
+    taken = [start + numpy.arange(count) % size for start, count, size in zip(starts, counts, sizes, strict=False)]
+    places = [(numpy.arange(count) + 0.5) / count for count in counts]
+    order = numpy.argsort(numpy.concatenate(places), kind="stable")
+    return rows.select(numpy.concatenate(taken)[order])

@@ -1,0 +1,91 @@
+"""How a prompt is made of a row: by a template, a template in each message of a chat, or the user's function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from policies.model.datasets import Template, is_import_path, read_template
+from tasks.trainer.user_objects import BadSpec, load_function, passes
+
+Row = dict[str, Any]
+EXPECTED = "expected a text, or a list of messages, each with `role` and `content`"
+LINE_MAX = 300
+
+
+def prompt_maker(
+    key: str, prompt: str | Sequence[dict[str, str]], rows: datasets.Dataset, workdir: Path
+) -> Callable[[Row, int], Row]:
+    """Return what makes the columns to set of a row and its number: `prompt`, and what else a function returns.
+
+    Raises BadSpec naming `key`, as what is returned does.
+    """
+    if isinstance(prompt, str) and is_import_path(prompt):
+        return _by_function(key, prompt, load_function(key, prompt, workdir), rows)
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    try:
+        templates = [read_template(text) for text in texts]
+    except ValueError as error:
+        raise BadSpec(f"{key}: {error}") from error
+    for name in (name for template in templates for name in template.columns):
+        if name not in rows.column_names:
+            raise BadSpec(f"{key}: there is no column {name}; expected one of {', '.join(rows.column_names)}")
+    return _by_templates(key, templates, None if isinstance(prompt, str) else [one["role"] for one in prompt])
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether it is the messages of a chat."""
+    messages = isinstance(prompt, list) and bool(prompt)
+    return messages and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in prompt)
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error whose later lines say what to do, as those of `datasets` do, in one."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= LINE_MAX else f"{text[:LINE_MAX]}..."
+
+
+def shown(value: Any) -> str:
+    """A value in one short line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _by_templates(key: str, templates: list[Template], roles: list[str] | None) -> Callable[[Row, int], Row]:
+    def make(row: Row, number: int) -> Row:
+        try:
+            texts = [template.fill(row) for template in templates]
+        except ValueError as error:
+            raise BadSpec(f"{key}: row {number}: {error}") from error
+        if roles is None:
+            return {"prompt": texts[0]}
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        return {"prompt": messages}
+
+    return make
+
+
+def _by_function(
+    key: str, name: str, function: Callable[..., Any], rows: datasets.Dataset
+) -> Callable[[Row, int], Row]:
+    def make(row: Row, number: int) -> Row:
+        told = dict(row)
+        try:
+            made = function(told)
+        except Exception as error:  # the user's code may raise anything
+            if passes(error):
+                raise
+            raised = f"{name} raised {type(error).__name__}: {in_one_line(error)}"
+            raise BadSpec(f"{key}: {raised}; it was called on row {number}, with {', '.join(told)}") from error
+        columns = made if isinstance(made, dict) else {"prompt": made}
+        if not (isinstance(prompt := columns.get("prompt"), str) or is_chat(prompt)):
+            said = f"{name} returned {shown(made)} for row {number}; {EXPECTED}, or a mapping with such a `prompt`"
+            raise BadSpec(f"{key}: {said}")
+        return columns
+
+    if make(rows[0], 0) != make(rows[0], 0):
+        raise BadSpec(f"{key}: {name} returned two prompts for one row; expected the same, for a restart needs it")
+    return make
