@@ -32,6 +32,7 @@ from orchestrator.clouds import open_cloud
 from orchestrator.clouds.local.cloud import node_python
 from orchestrator.clouds.sky.remote import RemoteController
 from orchestrator.config.load import load, load_storage
+from orchestrator.config.sizes.model import find_size
 from orchestrator.control.launcher import start_daemon, start_rehearsal
 from orchestrator.home.folder import (
     keep_run_digest,
@@ -62,7 +63,7 @@ def up(
     remote: Remote = False,
 ) -> None:
     """Start a run: check it, show what will be started, start its daemon, watch."""
-    loaded = load(run_yaml, count_gpus)
+    loaded = load(run_yaml, count_gpus, find_size)
     spec = loaded.spec
     storage = load_storage(run_yaml)
     refuse_missing_secrets(spec)

@@ -12,6 +12,7 @@ from orchestrator.cli.console import Stop, console
 from orchestrator.cli.options import AsJson, Output, print_json
 from orchestrator.clouds.local.gpus import gpus_here
 from orchestrator.config.load import ConfigError, Loaded, Problem, load
+from orchestrator.config.sizes.model import find_size
 from orchestrator.config.template import init_text
 from policies.model import exit_codes
 
@@ -39,7 +40,7 @@ def validate(
     if output is Output.JSON:
         _validate_for_programs(run_yaml)
         return
-    loaded = load(run_yaml, count_gpus)
+    loaded = load(run_yaml, count_gpus, find_size)
     console.print(f"{run_yaml}: {loaded.spec.name} is valid", markup=False, highlight=False, soft_wrap=True)
     print_notices(loaded)
 
@@ -57,7 +58,7 @@ def print_notices(loaded: Loaded) -> None:
 
 def _validate_for_programs(run_yaml: Path) -> None:
     try:
-        loaded = load(run_yaml, count_gpus)
+        loaded = load(run_yaml, count_gpus, find_size)
     except ConfigError as error:
         print_json(_checked(run_yaml, None, error.problems, ()))
         raise typer.Exit(exit_codes.USAGE) from None

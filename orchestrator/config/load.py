@@ -34,7 +34,9 @@ from orchestrator.config.rules.rehearsal import write_out_rehearsal
 from orchestrator.config.rules.resources import check_resources
 from orchestrator.config.rules.rewards import reward_problem
 from orchestrator.config.rules.storage import EXPECTED, Storage, write_out_storage
+from orchestrator.config.sizes.disks import size_disks
 from policies.model.spec import Replicas, RunSpec
+from policies.serving.disks import ModelSize
 
 __all__ = ["ConfigError", "Loaded", "Problem", "Storage", "load", "load_spec", "load_storage"]
 
@@ -47,8 +49,17 @@ class Loaded:
     notices: tuple[Problem, ...]
 
 
-def load(path: Path, gpus_here: Callable[[], int] = lambda: 0) -> Loaded:
-    """Read and check a run.yaml; `gpus_here` counts this machine's GPUs for a run on the local cloud.
+def load(
+    path: Path,
+    gpus_here: Callable[[], int] = lambda: 0,
+    find_size: Callable[[RunSpec], ModelSize] | None = None,
+) -> Loaded:
+    """Read and check a run.yaml.
+
+    Args:
+        path: the file.
+        gpus_here: counts this machine's GPUs for a run on the local cloud.
+        find_size: how large the run's model is, for the disks of its machines; these stay as they are without it.
 
     Raises:
         ConfigError: the file cannot be run; `problems` has all of it, in the order of the lines.
@@ -63,6 +74,8 @@ def load(path: Path, gpus_here: Callable[[], int] = lambda: 0) -> Loaded:
         too_few(spec, gpus_here(), findings)
     if findings.problems:
         raise ConfigError(findings.problems)
+    if find_size is not None:
+        spec = size_disks(spec, find_size, findings)
     find_notices(spec, findings)
     return Loaded(spec, tuple(sorted(findings.notices, key=lambda notice: notice.line)))
 

@@ -1,0 +1,210 @@
+"""Disks that are asked for, disks that are too small, and a hub that says nothing, or nothing in time."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config.load import Loaded, load
+from orchestrator.config.sizes import model as sizes
+from orchestrator.config.sizes.model import NotKnown, find_size
+from policies.serving.disks import ModelSize
+from tests.generators.config_world import VALID, furnish
+
+SKY = VALID[: VALID.index("rehearse:")].replace("storage: ./run", "storage: s3://bucket/run\ncloud: sky")
+OF_70B = ModelSize(70_554_000_000, 141_108_000_000, {"dtype": "bfloat16"})
+OF_7B = ModelSize(7_616_000_000, 15_232_000_000, {"dtype": "bfloat16"})
+
+
+def loaded(tmp_path: Path, trainer: str, rollout: str, size: ModelSize | NotKnown) -> Loaded:
+    def find(_: object) -> ModelSize:
+        if isinstance(size, NotKnown):
+            raise size
+        return size
+
+    furnish(tmp_path)
+    text = SKY.replace("  model: ./model\n", f"  model: own/model\n  resources: {trainer}\n").replace(
+        "  vllm: {dtype: float32,", f"  resources: {rollout}\n  vllm: {{dtype: bfloat16,"
+    )
+    (tmp_path / "run.yaml").write_text(text)
+    return load(tmp_path / "run.yaml", find_size=find)
+
+
+def disks(found: Loaded) -> tuple[object, object]:
+    return found.spec.trainer.resources.get("disk_size"), found.spec.rollout.resources.get("disk_size")
+
+
+def told(found: Loaded) -> list[str]:
+    return [str(one).partition(": ")[2] for one in found.notices if "disk_size" in str(one)]
+
+
+H100 = "{infra: aws/us-east-1, accelerators: H100:8}"
+
+
+def test_disks_that_a_model_needs_are_asked_for_where_none_is_named(tmp_path: Path) -> None:
+    found = loaded(tmp_path, H100, "{any_of: [{infra: aws/us-east-1}, {infra: gcp/us-central1}]}", OF_70B)
+    assert disks(found) == (3490, 540)  # with the base model in what is restored: beta is set
+    assert told(found) == []
+
+
+def test_a_model_that_fits_skypilots_own_disk_asks_for_nothing(tmp_path: Path) -> None:
+    found = loaded(tmp_path, H100, "{infra: aws/us-east-1, disk_size: 130GB}", OF_7B)
+    assert disks(found) == (440, "130GB")
+    assert told(found) == []
+
+
+def test_a_disk_that_is_named_and_too_small_is_told_with_the_figures(tmp_path: Path) -> None:
+    some = "{any_of: [{infra: aws/us-east-1, disk_size: 2TB}, {infra: gcp/us-central1, disk_size: 300}]}"
+    found = loaded(tmp_path, "{infra: aws/us-east-1, disk_size: 500}", some, OF_70B)
+    assert disks(found) == (500, None)
+    assert told(found) == [
+        "trainer.resources.disk_size: disk_size is 500 GB, and about 3490 GB are needed: "
+        "system and environment 60, base model 141, two policies 282, checkpoints 2681",
+        "rollout.resources: disk_size is 300 GB, and about 540 GB are needed: system and environment 60, "
+        "base model 141, two policies 282",
+    ]
+
+
+@pytest.mark.parametrize("infra", ["k8s/prod", "slurm/cluster", "ssh/pool"])
+def test_machines_with_disks_of_their_own_are_asked_for_none(infra: str, tmp_path: Path) -> None:
+    found = loaded(tmp_path, f"{{infra: {infra}}}", f"{{infra: {infra}}}", OF_70B)
+    assert disks(found) == (None, None)
+    said = "rollout.resources: no disk_size is asked for on such machines, and about 540 GB"
+    assert told(found)[1].startswith(said)
+
+
+def test_a_size_that_is_not_known_is_said_and_changes_nothing(tmp_path: Path) -> None:
+    found = loaded(tmp_path, H100, H100, NotKnown("the hub cannot be asked: no route"))
+    assert disks(found) == (None, None)
+    assert told(found) == [
+        "trainer.model: its size is not known here (the hub cannot be asked: no route), so no disk is asked for "
+        "beyond disk_size of `resources`, or SkyPilot's 256 GB"
+    ]
+
+
+def weights_file(names: list[str]) -> bytes:
+    tensors = {
+        name: {"dtype": "BF16", "shape": [2, 1], "data_offsets": [4 * at, 4 * at + 4]}
+        for at, name in enumerate(names)
+    }
+    header = json.dumps(tensors).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(4 * len(names))
+
+
+def size_of(model: str, workdir: Path) -> ModelSize:
+    furnish(workdir)
+    (workdir / "run.yaml").write_text(SKY.replace("./model", model))
+    return find_size(load(workdir / "run.yaml").spec)
+
+
+def test_a_folder_tells_its_size_by_its_files_or_by_their_index(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    with pytest.raises(NotKnown, match="no safetensors files and no index"):
+        size_of("./model", tmp_path)
+    (folder / "config.json").write_text('{"torch_dtype": "float32"}')
+    (folder / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 400}, "weight_map": {}}')
+    assert size_of("./model", tmp_path) == ModelSize(100, 400, {"torch_dtype": "float32"})
+    (folder / "model-1.safetensors").write_bytes(weights_file(["a", "b"]))
+    assert size_of("./model", tmp_path) == ModelSize(4, 8, {"torch_dtype": "float32"})
+    (folder / "model-2.safetensors").write_bytes(b"<html>")
+    with pytest.raises(NotKnown):
+        size_of("./model", tmp_path)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The API of the hub, as far as it is asked."""
+
+    answers: dict[str, tuple[int, Any]] = {}  # noqa: RUF012  # set by each test
+
+    def do_GET(self) -> None:
+        status, said = self.answers.get(self.path, (404, {}))
+        body = said if isinstance(said, bytes) else json.dumps(said).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    yield Hub
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_hub_tells_the_size_of_a_model_by_its_types(hub: type[Hub], tmp_path: Path) -> None:
+    api, config = "/api/models/own/model", "/own/model/resolve/main/config.json"
+    hub.answers = {api: (200, {"safetensors": {"parameters": {"BF16": 30, "F32": 2}}}), config: (200, {"a": 1})}
+    assert size_of("own/model", tmp_path) == ModelSize(32, 68, {"a": 1})
+    del hub.answers[config]  # a gated model's, without a token
+    assert size_of("own/model", tmp_path) == ModelSize(32, 68, {})
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ((200, {}), "no safetensors files"),
+        ((200, []), "no safetensors files"),
+        ((200, {"safetensors": {"parameters": {"BF16": "many"}}}), "no safetensors files"),
+        ((200, b"<html>"), "cannot be asked"),
+        ((401, {}), "is HF_TOKEN set"),
+        ((404, {}), "is HF_TOKEN set"),
+        ((503, {}), "cannot be asked"),
+    ],
+)
+def test_a_hub_that_does_not_say_it_is_no_error(
+    answer: tuple[int, Any], why: str, hub: type[Hub], tmp_path: Path
+) -> None:
+    hub.answers = {"/api/models/own/model": answer}
+    with pytest.raises(NotKnown, match=why):
+        size_of("own/model", tmp_path)
+
+
+def _nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
+
+
+def _no_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "nonsense")
+
+
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def _silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "ASK_S", 0.05)
+    monkeypatch.setattr(sizes, "_on_hub", lambda _: threading.Event().wait())
+
+
+@pytest.mark.parametrize("state", [_nobody_listens, _no_url, _offline, _silent])
+def test_without_a_hub_nothing_hangs(
+    state: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    state(monkeypatch)
+    with pytest.raises(NotKnown):
+        size_of("own/model", tmp_path)
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_folder_of_the_machines_is_not_asked_for_on_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(NotKnown, match="folder of the machines"):
+        size_of("/mnt/models/llama", tmp_path)
