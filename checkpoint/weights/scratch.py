@@ -43,11 +43,13 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The weights that the file holds by now, and how large the delta to them is; None where there is none."""
+    """The weights that the file holds by now, and how large the delta to them is; None where there is none.
+    With `dense` too much has changed for one to pay."""
 
     digest: str
     size_bytes: int
     delta_bytes: int | None
+    dense: bool = False
 
 
 def rewrite(
@@ -85,7 +87,7 @@ def rewrite(
     digest = safetensors.content_digest((n, one.dtype, one.shape, work.digests[n]) for n, one in layout.items())
     size_bytes = sum(one.size_bytes for one in layout.values())
     if work.writer is None:
-        return Written(digest, size_bytes, None)
+        return Written(digest, size_bytes, None, work.dense)
     try:
         work.writer.finish(base, digest)
     except OSError as error:
@@ -93,7 +95,7 @@ def rewrite(
         return Written(digest, size_bytes, None)
     if work.writer.size_bytes > size_bytes * PAYS_BELOW:
         delta.unlink()
-        return Written(digest, size_bytes, None)
+        return Written(digest, size_bytes, None, dense=True)
     return Written(digest, size_bytes, work.writer.size_bytes)
 
 
@@ -132,6 +134,7 @@ class _Rewriting:
         self._ahead_bytes = self._done_bytes = 0
         self._size_bytes = sum(one.size_bytes for one in layout.values())
         self.writer = writer
+        self.dense = False
         self.digests: dict[str, str] = {}
 
     def begin(self, name: str, new: Bytes) -> None:
@@ -188,6 +191,7 @@ class _Rewriting:
             and writer.size_bytes > self._done_bytes * PAYS_BELOW
         ):
             self._abandon()
+            self.dense = True
             return
         largest_bytes = writer.size_bytes + self._size_bytes - self._done_bytes
         if min(writer.size_bytes / VENTURED, largest_bytes / PAYS_BELOW) <= self._size_bytes:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from checkpoint.store import layout
-from checkpoint.store.errors import Corrupt, NotFound
+from checkpoint.store.errors import Corrupt, NotFound, StoreError
 from checkpoint.stream import manifest
 from checkpoint.stream.manifest import Manifest
 from checkpoint.weights.safetensors import DIGEST_BYTES
@@ -36,13 +36,17 @@ def route_to(load: Callable[..., Manifest], wanted: Manifest, held: Collection[s
     Raises NotFound, Corrupt (deltas that nothing whole comes before), StoreError.
     """
     deltas, from_whole, at = list[Manifest](), None, wanted
+    lost: StoreError | None = None
     while True:
         if manifest.WEIGHTS in at.meta and digest_of(at) in held:
             return Route(deltas, start=digest_of(at))
         if from_whole is None and at.meta.get(manifest.KIND) != manifest.DELTA:
             from_whole = Route(deltas, whole=at)
         elif from_whole is None and at.root == wanted.meta.get(manifest.SNAPSHOT):
-            from_whole = Route(deltas, whole=load(at.root, layout.SNAPSHOT))
+            try:
+                from_whole = Route(deltas, whole=load(at.root, layout.SNAPSHOT))
+            except (NotFound, Corrupt) as error:
+                lost = error  # what is held may be before it
         base = at.meta.get(manifest.BASE, "")
         if not base or len(deltas) == DELTAS_MAX or (from_whole is not None and not held):
             break
@@ -52,14 +56,14 @@ def route_to(load: Callable[..., Manifest], wanted: Manifest, held: Collection[s
             return Route(deltas, start=before)
         try:
             at = load(at.meta.get(manifest.BASE_PREFIX, ""))
-        except (NotFound, Corrupt):
+        except (NotFound, Corrupt) as error:
             if from_whole is None:
-                raise
+                raise lost or error from None
             break
         if digest_of(at) != before:
             raise Corrupt(f"{deltas[0].root} is a delta to {base}, and {at.root} holds {digest_of(at)}")
     if from_whole is None:
-        raise Corrupt(f"{wanted.root}: {len(deltas)} deltas, and no whole policy before them")
+        raise lost or Corrupt(f"{wanted.root}: {len(deltas)} deltas, and no whole policy before them")
     return from_whole
 
 

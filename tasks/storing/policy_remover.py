@@ -42,12 +42,14 @@ class PolicyRemover:
                 older[prefix] = age(prefix)
         in_order = sorted((p for p in older if older[p] < age(present)), key=lambda p: older[p])
         before = [prefix for prefix in in_order if prefix in whole][-1:]
-        needed = {one for prefix in (present, *before) for one in self._with_its_bases(prefix)}
+        usable = present, *before
+        needed = {one for prefix in usable for one in self._with_its_bases(prefix)}
+        snapshots = {one for prefix in usable if (one := self._bases_of(prefix).snapshot)}
         for gone in in_order:
             if gone not in needed:
                 manifest.remove(self._store, gone)
         self._bases = {prefix: base for prefix, base in self._bases.items() if prefix in needed}
-        return needed <= whole
+        return needed <= whole and {f"{one}/{layout.SNAPSHOT}" for one in snapshots} <= set(keys)
 
     def _with_its_bases(self, prefix: str) -> list[str]:
         """It and what it is a delta to, back to where all weights are."""

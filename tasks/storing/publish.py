@@ -119,8 +119,9 @@ class PolicyPublisher:
         taken_bytes, known = 0, list[str]()
         if last is not None:
             last, taken_bytes = self._with_snapshot(last)
-        elif begins:
-            last, known = self._left_here(), newest_first(self._store, version)
+        else:  # it may be there: another publisher's, or this one's, whose answer was lost
+            known = newest_first(self._store, version)
+            last = self._left_here() if begins else None
         base = last.ref.digest if last is not None and self._uncompared == 0 else ""
         planned, prefix = self._plan(tensors), layout.policy(version, self._by)
         with chunks.Sending(self._store, prefix, stored={}) as sending:
@@ -130,7 +131,7 @@ class PolicyPublisher:
             encode_s = round(time.monotonic() - begun_s, 3)
             if (found := find(self._store, written.digest, known)) is not None:
                 return self._reuse(found, encode_s, written)
-            self._uncompared = UNCOMPARED if base and written.delta_bytes is None else max(0, self._uncompared - 1)
+            self._uncompared = UNCOMPARED if written.dense else max(0, self._uncompared - 1)
             self._put_canary(canary)
             published, sent = self._send(sending, version, prefix, written, last)
         self._last = published

@@ -315,6 +315,27 @@ def manifest_there(world: World, prefix: str) -> bool:
     return world.store.get_or_none(f"{prefix}/{layout.MANIFEST}") is not None
 
 
+def test_a_lost_snapshot_costs_only_those_who_need_it_and_them_one_step(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "CHAIN_MAX", 1)
+    publisher: Any = world.publisher()
+    world.publish(publisher, 0)
+    begun, of, _, newest = world.steps(publisher, 1, 2, 3, 4)
+    assert manifest.load(world.store, newest.prefix).meta[manifest.SNAPSHOT] == of.prefix
+    world.store.delete([f"{of.prefix}/{layout.SNAPSHOT}"])
+    staged = world.node().stage(newest, begun.digest, lambda: True)
+    assert staged is not None
+    assert staged.digests[0] == begun.digest
+    assert staged.digests[-1] == newest.digest
+    with pytest.raises(NotFound, match="snapshot"):
+        world.node().fetch(newest, lambda: True)
+    world.steps(publisher, 5)  # at whose end it is seen
+    [ref] = world.steps(publisher, 6)
+    assert kind(world, ref) == "whole"
+    world.fetch(world.node(), ref)
+
+
 def test_no_snapshot_is_named_once_no_delta_follows_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "CHAIN_MAX", 1)
     monkeypatch.setattr(publish, "UNCOMPARED", 0)
@@ -410,6 +431,45 @@ def test_a_lost_answer_is_no_failure_and_another_manifest_is(
     world.step()
     with pytest.raises(AlreadyExists):
         world.publish(publisher, 0)
+
+
+def test_a_delta_that_the_disk_does_not_take_costs_that_delta_and_no_other(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, node = world.publisher(), world.node()
+    world.fetch(node, world.publish(publisher, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(delta.DeltaWriter, "put", fails)
+        [ref] = world.steps(publisher, 1)
+    assert kind(world, ref) == "whole"
+    [ref] = world.steps(publisher, 2)
+    assert kind(world, ref) == "delta+"
+    world.fetch(node, ref)
+
+
+def test_a_version_whose_answer_was_lost_is_published_again_by_the_same_trainer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is there: with its delta, and with what it follows."""
+    publisher, node = world.publisher(), world.node()
+    world.fetch(node, world.publish(publisher, 0))
+    world.step()
+    created = Store.create
+
+    def lost(store: Store, key: str, data: Any) -> None:
+        created(store, key, data)
+        raise StoreUnavailable("the answer is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "create", lost)
+        with pytest.raises(StoreUnavailable):
+            world.publish(publisher, 1)
+    ref = world.publish(publisher, 1)
+    assert kind(world, ref) == "delta+"
+    world.fetch(node, ref)
+    [ref] = world.steps(publisher, 2)
+    assert kind(world, ref) == "delta+"
+    world.fetch(node, ref)
 
 
 def test_a_write_to_the_scratch_file_that_fails_is_never_built_upon(
