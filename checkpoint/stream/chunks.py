@@ -2,7 +2,7 @@
 
 Every chunk is one object, written by one PUT: a killed process leaves no multipart upload behind, what it had
 finished is not moved again, and a file that is already stored, such as a frozen reference model, is not stored
-twice. Transfers run side by side; their number and the chunk size bound the memory.
+twice. Transfers run side by side; their number, and of a download its bytes in flight, bound the memory.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from blake3 import blake3
 from checkpoint.store.errors import Corrupt, NotFound, StoreError
 from checkpoint.store.run_store import Store
 from checkpoint.stream.elsewhere import Download, Dropped, Job, Jobs
+from checkpoint.stream.room import Room
 
 log = structlog.get_logger()
 
@@ -32,6 +33,9 @@ CHUNK_BYTES = 16 * 1024 * 1024
 # At a time: S3 gives each 85 to 90 MB/s (docs.aws.amazon.com, "Performance design patterns for Amazon S3"), and
 # machines have about four times that much network for each core. Each takes a chunk of memory.
 TRANSFERS = min(128, max(8, 4 * (os.cpu_count() or 1)))
+# Of a download, whoever sends them: what 128 transfers from S3 take, 92 Gbit/s. With others beside the store there
+# are twice as many transfers, most of which wait: without a bound they could hold 4 GiB on 32 cores.
+IN_FLIGHT_BYTES = 2 << 30
 READS = 3  # of a chunk whose bytes are wrong; the wire may be at fault, not the store
 
 Progress = Callable[[int], None]  # called with the size of each finished chunk, from any thread
@@ -175,16 +179,20 @@ def receive(
         jobs.check()
         progress(0)
 
+    sides = (False,) if download is None else (False, True)
+    # Each has its own: those that wait for a slow store take nothing from those that peers could serve.
+    rooms = {expected: Room(IN_FLIGHT_BYTES // len(sides)) for expected in sides}
+
     def work(*, expected: bool) -> None:
         try:
             while (job := jobs.take(expected=expected)) is not None:
-                _receive(store, root, job, download, still)
+                with rooms[expected].place(job.size_bytes) as room:
+                    _receive(store, root, job, download, still, room)
                 progress(job.size_bytes)
         except BaseException:
             jobs.drop()
             raise
 
-    sides = (False,) if download is None else (False, True)
     with ThreadPoolExecutor(TRANSFERS * len(sides), thread_name_prefix="receive") as pool:
         futures = [pool.submit(work, expected=expected) for expected in sides for _ in range(TRANSFERS)]
         _all_or_first_error(futures, pool)
@@ -247,9 +255,16 @@ def _below(folder: Path, name: str, root: str) -> Path:
     return folder / name
 
 
-def _receive(store: Store, root: str, job: Job, download: Download | None, still: Callable[[], None]) -> None:
+def _receive(
+    store: Store,
+    root: str,
+    job: Job,
+    download: Download | None,
+    still: Callable[[], None],
+    room: Callable[[], None],
+) -> None:
     if not (job.begun and _is_there(job)):
-        data = _brought(store, root, job, download, still)
+        data = _brought(store, root, job, download, still, room)
         if len(data) != job.size_bytes:
             raise Corrupt(f"{root}/{job.chunk}: {len(data)} bytes where the manifest needs {job.size_bytes}")
         with job.path.open("r+b") as out:
@@ -266,20 +281,28 @@ def _is_there(job: Job) -> bool:
 
 
 def _brought(
-    store: Store, root: str, job: Job, download: Download | None, still: Callable[[], None]
+    store: Store,
+    root: str,
+    job: Job,
+    download: Download | None,
+    still: Callable[[], None],
+    room: Callable[[], None],
 ) -> memoryview:
     """The chunk's bytes, from others or from the store. Raises DamagedChunk, NotFound, StoreError."""
     if download is None:
+        room()
         return _verified(store, f"{root}/{job.chunk}")
-    data = download.get(job.chunk, job.size_bytes, still)
+    data = download.get(job.chunk, job.size_bytes, still, room)
     if data is not None:
         if matches(data, job.chunk):
             return data
         download.blame(job.chunk)
+        data = None
+    room()
     try:
         return _verified(store, f"{root}/{job.chunk}")
     except StoreError:
-        data = download.get_at_once(job.chunk, job.size_bytes, still)
+        data = download.get_at_once(job.chunk, job.size_bytes, still, room)
         if data is None or not matches(data, job.chunk):
             raise
         return data

@@ -28,15 +28,20 @@ class Download(Protocol):
         """Whether others are to be asked for the chunk before the store is."""
         ...
 
-    def get(self, chunk: str, size_bytes: int, still: Callable[[], None]) -> memoryview | None:
+    def get(
+        self, chunk: str, size_bytes: int, still: Callable[[], None], room: Callable[[], None]
+    ) -> memoryview | None:
         """What others say that the chunk is; None where the store is to be asked.
 
         Args:
             still: called now and then while this waits; what it raises ends the waiting.
+            room: called before bytes come; it returns once there is room for them.
         """
         ...
 
-    def get_at_once(self, chunk: str, size_bytes: int, still: Callable[[], None]) -> memoryview | None:
+    def get_at_once(
+        self, chunk: str, size_bytes: int, still: Callable[[], None], room: Callable[[], None]
+    ) -> memoryview | None:
         """The same from whoever has it by now, also where the store was to be asked: it has failed."""
         ...
 

@@ -53,22 +53,26 @@ class PeerDownload:
         """See `elsewhere.Download`."""
         return self._chosen(chunk) is not None  # as of the last look: it is asked for every chunk, again and again
 
-    def get(self, chunk: str, size_bytes: int, still: Callable[[], None]) -> memoryview | None:
+    def get(
+        self, chunk: str, size_bytes: int, still: Callable[[], None], room: Callable[[], None]
+    ) -> memoryview | None:
         """See `elsewhere.Download`."""
         if size_bytes >= SMALL_SHARE * chunks.CHUNK_BYTES:
-            data = self._ask(chunk, size_bytes, still)
+            data = self._ask(chunk, size_bytes, still, room)
             if data is not None:
                 return data
         self._begun_s[chunk] = time.monotonic()
         self._shelf.begin_chunk(self.root, chunk)
         return None
 
-    def get_at_once(self, chunk: str, size_bytes: int, still: Callable[[], None]) -> memoryview | None:
+    def get_at_once(
+        self, chunk: str, size_bytes: int, still: Callable[[], None], room: Callable[[], None]
+    ) -> memoryview | None:
         """See `elsewhere.Download`."""
         self._look()
         for peer in self._view[0]:
             still()
-            data = peer.ask(self.root, chunk, size_bytes)
+            data = peer.ask(self.root, chunk, size_bytes, room)
             if isinstance(data, memoryview):
                 self._last[chunk] = peer
                 return data
@@ -86,12 +90,14 @@ class PeerDownload:
             self._slowest_s = max(took_s, self._slowest_s or 0.0)
         self._shelf.put(self.root, chunk, Place(self._folders, name, offset, size_bytes))
 
-    def _ask(self, chunk: str, size_bytes: int, still: Callable[[], None]) -> memoryview | None:
+    def _ask(
+        self, chunk: str, size_bytes: int, still: Callable[[], None], room: Callable[[], None]
+    ) -> memoryview | None:
         without = set[Peer]()  # who has not got this one
         begun_s = asked_s = time.monotonic()
         while (peer := self._first(chunk, without)) is not None:
             still()
-            match peer.ask(self.root, chunk, size_bytes):
+            match peer.ask(self.root, chunk, size_bytes, room):
                 case No.NOT_HERE | No.FAILED:
                     without.add(peer)
                 case No.NOT_YET:

@@ -11,7 +11,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from urllib.parse import quote
@@ -71,10 +71,13 @@ class Peer:
             self.shun(str(error) or type(error).__name__)
             return None
 
-    def ask(self, root: str, chunk: str, size_bytes: int) -> memoryview | No:
-        """The chunk as it says that it is, or why there is none."""
+    def ask(self, root: str, chunk: str, size_bytes: int, room: Callable[[], None]) -> memoryview | No:
+        """The chunk as it says that it is, or why there is none. `room` is called before the bytes come, for it
+        may be long until then."""
         try:
             with self._asked(f"{CHUNKS}/{quote(root)}/{quote(chunk)}") as answer:
+                if answer.status == 200:
+                    room()
                 data = _body(answer, size_bytes if answer.status == 200 else 0)
         except (OSError, http.client.HTTPException) as error:
             self.shun(str(error) or type(error).__name__)

@@ -172,7 +172,7 @@ def test_with_the_store_away_a_download_that_nobody_wants_any_more_asks_nobody_e
     ):
         introduce(found, other.address, another.address)
         with found[0].download(PREFIX, names, [tmp_path]) as one, pytest.raises(NoMore):
-            one.get_at_once(names[0], CHUNK, still)
+            one.get_at_once(names[0], CHUNK, still, lambda: None)
     assert (other.asked, another.asked) in ((1, 0), (0, 1))
 
 
