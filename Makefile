@@ -148,5 +148,10 @@ RECORDINGS ?= build/recorded
 record: node-env
 	$(NODE)/python -m benchmarks.recordings.record --out $(RECORDINGS)
 
+# Whether this machine's GPUs do what a run asks of them, in minutes: docs/gpu-report.md. An environment of your own, with
+# torch, transformers and this project's base requirements at least: GPU_PYTHON=python3. Without a GPU: CHECK=--cpu.
+check-gpu: $(if $(GPU_PYTHON),,node-env)
+	@$(or $(GPU_PYTHON),$(NODE)/python) -m benchmarks.check_gpu $(CHECK)
+
 clean:
 	rm -rf .venv .venv-node build *.egg-info examples/tiny/build
