@@ -41,7 +41,7 @@ class Lab:
         return self.folder / "tiny"
 
     def visible(self, first: int, count: int) -> dict[str, str]:
-        """The environment of a process that is to see so many GPUs, from the `first`, round again behind the last."""
+        """The environment of a process that is to see so many GPUs, from the `first` on and round again."""
         told = os.environ.get(VISIBLE)
         names = list(map(str, range(self.gpus))) if told is None else visible_names(told)
         return {VISIBLE: ",".join(names[(first + one) % self.gpus] for one in range(count if self.gpus else 0))}
