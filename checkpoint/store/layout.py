@@ -34,6 +34,7 @@ METRICS = "metrics"
 RESUME = "resume"
 TIMELINES = "timelines"  # how each timeline but the first began
 REHEARSAL = "rehearsal"
+MODELS = "models"  # base models, as they were on the hub
 EXPORTS = "exports"  # weights as plain files, for use without grpo-orch
 MANIFEST = "manifest.json"
 SNAPSHOT = "snapshot.json"  # of all weights, stored beside a policy that was published as a delta

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from blake3 import blake3
 
 from checkpoint.store import layout
@@ -19,10 +20,17 @@ from policies.serving.tensors import Tensor
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+TENSORS = "tensors.json"  # beside a model without weights: what they would be
+WEIGHTS = "*.safetensors"
+# What a run needs of a model on the hub, and what of it another program would read: fnmatch's patterns.
+FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", WEIGHTS)
+NOT_FILES = ("*/*", "consolidated*", "params.json")
 # Of each tensor so many pieces are read, spread over it: models of one shape differ everywhere.
 PIECES = 4
 PIECE_BYTES = 256
 IDENTITY_BYTES = 16
+# A cache is whole that has these; others may have been left out.
+_PARTS: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": NOT_FILES}
 
 
 def model_folder(model: str, **hub: Any) -> Path | None:
@@ -37,7 +45,7 @@ def model_folder(model: str, **hub: Any) -> Path | None:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, local_files_only=True, **hub))
+        return Path(snapshot_download(model, local_files_only=True, **_PARTS, **hub))
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError):
         return None
 
@@ -54,6 +62,8 @@ def model_config(model: str, **hub: Any) -> dict[str, Any]:
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
     """The tensors in a model's folder, by name. Raises OSError, ValueError for a damaged file."""
+    if (folder / TENSORS).is_file():
+        return msgspec.json.decode((folder / TENSORS).read_bytes(), type=dict[str, Tensor])
     found: dict[str, Tensor] = {}
     for path in _weight_files(folder):
         found |= tensors_of(path)
@@ -65,14 +75,13 @@ def hub_tensors(model: str, revision: str | None = None) -> dict[str, Tensor]:
 
     The headers of its files are fetched, a few hundred KiB, and none of the weights.
     """
-    import httpx
     from huggingface_hub import get_safetensors_metadata
-    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+    from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
     unreadable = (NotASafetensorsRepoError, SafetensorsParsingError, ValueError, KeyError)
     try:
         files = get_safetensors_metadata(model, revision=revision).files_metadata.values()
-    except (*unreadable, httpx.HTTPError, OSError):
+    except (*unreadable, HTTPError, OSError):
         return {}
     return {name: Tensor(one.dtype, tuple(one.shape)) for file in files for name, one in file.tensors.items()}
 
@@ -110,11 +119,11 @@ def identity_of(folder: Path) -> str:
 
 def _fetched(model: str, name: str, **hub: Any) -> Path | None:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(model, name, **hub))
-    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError):
+    except (LocalEntryNotFoundError, HFValidationError, HTTPError, OSError):
         return None
 
 

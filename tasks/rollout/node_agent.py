@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -28,8 +29,9 @@ from policies.serving.fitness import AGAIN_S, Fitness
 from policies.serving.joining import ENGINE, Stage
 from policies.serving.wire import HOLD_S, Announce, EngineWord, PolicyRef, PolicyStages
 from tasks.machine.node_env import NodeEnv
+from tasks.models.base import BaseModel, Source, with_model
 from tasks.peers.peers import Peers
-from tasks.rollout import vllm_server
+from tasks.rollout import vllm_flags, vllm_server
 from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable, meet
 from tasks.rollout.patching.loader import PolicyLoader, Ready
 from tasks.rollout.policy_check import PolicyCheck
@@ -67,6 +69,7 @@ class Agent:
         self._folders = PolicyFolders(store, Path(env.workdir) / "policies", peers)
         self._loader = PolicyLoader(self._folders)
         self._check = PolicyCheck(spec)
+        self._base = self._base_of(source) if (source := vllm_flags.source(spec)) is not None else None
         self._fitness = Fitness()
         self._bare = True  # whether vLLM may start without weights
         self._empty = False  # whether it did, and still has none
@@ -81,6 +84,11 @@ class Agent:
         self._changed = asyncio.Event()  # what is announced is no longer what is
         self._work = asyncio.Event()  # a server or a wanted policy is new
 
+    def _base_of(self, source: Source) -> BaseModel:
+        env = {**os.environ, **self._spec.rollout.env}
+        limit_s = self._spec.policies.boot_timeout_s
+        return BaseModel(self._store, source, Path(self._env.workdir), env, limit_s, self._say, self._peers)
+
     async def run(self) -> None:
         """Work until cancelled, then leave the gateway and stop vLLM. Raises GaveUp."""
         try:
@@ -92,6 +100,8 @@ class Agent:
                 group.create_task(self._listen_to_engine())
                 group.create_task(self._watch_for_notice())
         finally:
+            if self._base is not None:
+                self._base.close()
             if self._server is not None:
                 await self._gateway.leave(self._server.boot_id)
                 await self._server.stop()
@@ -100,8 +110,7 @@ class Agent:
         """Keep a server up. Each one is a new boot, on base weights or none."""
         failed = 0
         while True:
-            bare = self._bare and await asyncio.to_thread(self._check.covers_engine)
-            self._stage = Stage(ENGINE, 0, 0 if bare else await asyncio.to_thread(base_bytes, self._spec))
+            bare = await self._prepare()
             try:
                 server = await vllm_server.start(self._spec, self._env, self._http, bare=bare)
             except Unfit as error:
@@ -131,6 +140,24 @@ class Agent:
             self._announce_again()
             await self._gateway.leave(server.boot_id)
             await server.stop()
+
+    async def _prepare(self) -> bool:
+        """Have what vLLM needs of the base model on this machine. Returns whether it starts without weights."""
+        if self._base is not None:
+            self._has_base(await asyncio.to_thread(self._base.outline))
+        bare = self._bare and await asyncio.to_thread(self._check.covers_engine)
+        if self._base is not None and not bare:
+            self._has_base(await asyncio.to_thread(self._base.whole))
+        self._stage = Stage(ENGINE, 0, 0 if bare else await asyncio.to_thread(base_bytes, self._spec))
+        return bare
+
+    def _has_base(self, folder: Path | None) -> None:
+        spec = with_model(self._spec, folder)
+        if spec != self._spec:
+            self._spec, self._check = spec, PolicyCheck(spec)
+
+    def _say(self, stage: Stage) -> None:
+        self._stage = stage
 
     async def _announce(self) -> None:
         """Tell the gateway what this node is, at every change and as a heartbeat."""

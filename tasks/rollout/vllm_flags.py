@@ -13,6 +13,7 @@ from policies.serving.adapters import engine_flags
 from policies.serving.tensors import Tensor
 from policies.serving.wire import MODEL
 from tasks.machine.base_model import hub_tensors, model_config, model_folder
+from tasks.models.base import Source, source_of
 
 PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size")
 # With these an engine holds more than its policies' tensors, or holds them in another way.
@@ -93,6 +94,15 @@ def model_of(spec: RunSpec) -> str:
     """The model's folder, found from the folder of run.yaml, or its name on the hub."""
     folder = Path(spec.workdir) / spec.trainer.model
     return str(folder) if folder.is_dir() else spec.trainer.model
+
+
+def source(spec: RunSpec) -> Source | None:
+    """Where vLLM's base model comes from; None where it is a folder, or vLLM reads other files than usual."""
+    flags = _user_flags(spec)
+    if any(flags.get(name) for name in ("load-format", "config-format", "hf-config-path")):
+        return None
+    settings = {"revision": flags.get("revision"), "trust_remote_code": flags.get("trust-remote-code")}
+    return source_of(spec, settings, flags.get("download-dir"))
 
 
 def base_folder(spec: RunSpec) -> Path | None:

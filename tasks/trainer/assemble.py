@@ -73,6 +73,7 @@ class _Start:
     heartbeat: Heartbeat
     leaving: Leaving
     restored: Restored | None
+    brought: Path | None  # the base model, if it came from the store
     costs: StepCosts
 
     @property
@@ -91,7 +92,8 @@ class _Start:
 
     @property
     def base_model(self) -> Path | None:
-        return None if self.restored is None else self.restored.base_model
+        restored = None if self.restored is None else self.restored.base_model
+        return restored or self.brought
 
 
 def assemble(
@@ -102,6 +104,7 @@ def assemble(
     leaving: Leaving,
     restored: Restored | None,
     forks: Sequence[Fork] = (),
+    base_model: Path | None = None,
 ) -> tuple[Any, Spool | None]:
     """Return a trainer that is ready to train, and in the first process its spool.
 
@@ -110,11 +113,12 @@ def assemble(
     Args:
         record: the run's, with its specification as it is on timeline 0.
         forks: how the other timelines began.
+        base_model: where this machine has it, if it is no folder of the run's and not in the hub's cache.
     """
     disable_progress_bar()  # a log file has no use for them
     datasets.disable_progress_bars()
     here = replace(record, spec=_spec_on(record.spec, forks, env.timeline))
-    start = _Start(env, here, store, heartbeat, leaving, restored, StepCosts())
+    start = _Start(env, here, store, heartbeat, leaving, restored, base_model, StepCosts())
     config = _config(start.spec, Path(env.workdir) / SPOOL, evaluates=start.spec.trainer.eval_dataset is not None)
     refused = RefusedPrompts(start.spec.policies.on_bad_prompt, start.costs)
     own = OwnGeneration(env.node, start.may_go_on) if generates_itself(start.spec) else None

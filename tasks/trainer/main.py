@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from checkpoint.store.errors import NotFound, NothingWhole, StoreError
 from checkpoint.store.run_store import Store
 from policies.control.snapshot import Trainer
 from policies.model import exit_codes
+from policies.model.spec import RunSpec
 from policies.model.timelines import Fork, lineage
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.joining import Stage
@@ -39,6 +40,8 @@ from tasks.machine.processes.children import end_with_parent
 from tasks.machine.processes.exit_note import leave_exit_code
 from tasks.machine.spooling import NoRoom, find_spool, remove_spool
 from tasks.machine.versions import TRAINER, WrongVersions, check_versions
+from tasks.models import publishing
+from tasks.models.base import BaseModel, found_here, source_of
 from tasks.storing.heartbeat import Fenced, Heartbeat
 from tasks.storing.sharing import Restored, told_by_first
 
@@ -132,7 +135,8 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
             heartbeat.stop("done")
         return exit_codes.OK, f"nothing left to train: the run is complete at step {resumed_at.step}"
     try:
-        trainer, spool = assemble(env, record, store, heartbeat, leaving, restored, forks)
+        brought = found_here(workdir)
+        trainer, spool = assemble(env, record, store, heartbeat, leaving, restored, forks, brought)
     except BadSpec as error:
         return exit_codes.BAD_SPEC, str(error)
     if RANK == 0:
@@ -161,9 +165,25 @@ def _restore(
         heartbeat.say("storing")
         wait_until_stored(left, heartbeat)
     heartbeat.say("restoring")
-    own_model = local_folder(record.spec.trainer, Path(record.spec.workdir))
+    own_model = found_here(workdir) or local_folder(record.spec.trainer, Path(record.spec.workdir))
     line, say = lineage(forks, env.timeline), functools.partial(_say_stage, heartbeat)
-    return restore_newest(store, line, workdir / RESTORED, own_model, say)
+    restored = restore_newest(store, line, workdir / RESTORED, own_model, say)
+    _have_base_model(workdir, record.spec, store, say, None if restored is None else restored.base_model)
+    return restored
+
+
+def _have_base_model(
+    workdir: Path, spec: RunSpec, store: Store, say: Callable[[Stage], None], folder: Path | None
+) -> None:
+    """Have the base model on this machine, unless a checkpoint has brought it to `folder`; whoever has it from
+    elsewhere than the store publishes it there, for all machines that come later."""
+    source = source_of(spec, spec.grpo.get("model_init_kwargs") or {})
+    if source is None:
+        return
+    if folder is None:
+        folder = BaseModel(store, source, workdir, os.environ, spec.policies.boot_timeout_s, say).whole()
+    if folder is not None and source.is_shared and folder != found_here(workdir):
+        publishing.begin(source, folder)
 
 
 def _say_stage(heartbeat: Heartbeat, stage: Stage) -> None:

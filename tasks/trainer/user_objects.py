@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from policies.model.spec import TrainerSpec
+from tasks.machine.base_model import model_folder
 
 # Of the machine or the network, not of run.yaml: another try may find them gone.
 PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
@@ -55,12 +56,7 @@ def load_function(key: str, import_path: str, workdir: Path) -> Callable[..., An
 def local_folder(spec: TrainerSpec, workdir: Path) -> Path | None:
     """The folder on this machine that the model's files are in: its own, or that of the hub's cache."""
     folder = workdir / spec.model
-    if folder.is_dir():
-        return folder
-    try:
-        return Path(snapshot_download(spec.model, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
+    return model_folder(str(folder) if folder.is_dir() else spec.model)
 
 
 def passes(error: BaseException | None) -> bool:

@@ -1,0 +1,99 @@
+"""The base model in the run's store: published by the first machine that fetched it, for all that come later.
+
+Its files are chunks by content, as everything here, and a manifest that is created once makes them exist: half an
+upload is never seen. Beside them is a table of the tensors, for nodes that need no weights of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+
+from checkpoint.store import layout
+from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
+from checkpoint.store.run_store import Store
+from checkpoint.stream import chunks, manifest
+from checkpoint.stream.chunks import Progress
+from checkpoint.stream.elsewhere import Elsewhere
+from checkpoint.stream.manifest import Manifest
+from policies.model.vocabulary import PolicyVersion
+from tasks.machine.base_model import FILES, NOT_FILES, TENSORS, WEIGHTS, tensors_in
+
+DIGEST_BYTES = 16
+BEFORE_ALL = PolicyVersion(0, 0)
+
+
+def place_of(model: str, revision: str | None) -> str:
+    """Where the store has that model of the hub's."""
+    name = f"{model}@{revision or ''}"
+    return f"{layout.MODELS}/{blake3(name.encode()).hexdigest(DIGEST_BYTES)}"
+
+
+def find(store: Store, model: str, revision: str | None) -> Manifest | None:
+    """What the store has of it, None where nobody has published it whole. Raises Corrupt, StoreError."""
+    try:
+        return manifest.load(store, place_of(model, revision))
+    except NotFound:
+        return None
+
+
+def bring(
+    store: Store,
+    found: Manifest,
+    folder: Path,
+    *,
+    weights: bool,
+    progress: Progress = lambda _: None,
+    peers: Elsewhere | None = None,
+) -> None:
+    """Bring its files, every chunk verified, to `folder`, which is there only once they all are.
+
+    Raises Corrupt, NotFound, StoreError, OSError.
+    """
+    if not folder.exists():
+        manifest.materialize(store, found.root, files_of(found, weights=weights), folder, progress, peers)
+
+
+def files_of(found: Manifest, *, weights: bool) -> list[chunks.File]:
+    """All of its files, or all but the weights."""
+    return [file for file in found.files if weights or not fnmatch(file.name, WEIGHTS)]
+
+
+def publish(store: Store, model: str, revision: str | None, folder: Path, now_s: float) -> bool:
+    """Publish the model that was fetched to `folder`, unless the store has it. Returns whether it did.
+
+    What a publisher that was killed has left is not sent again. Raises OSError, ValueError, StoreError.
+    """
+    place = place_of(model, revision)
+    with contextlib.suppress(Corrupt):  # which nobody can use: let the error below say so
+        if find(store, model, revision) is not None:
+            return False
+    tensors = tensors_in(folder)
+    if not tensors:
+        return False
+    paths = [path for path in sorted(folder.iterdir()) if path.is_file() and is_wanted(path.name)]
+    left = (entry.key.rpartition("/")[2] for entry in store.entries(place))
+    stored = {name: name for name in left if name != layout.MANIFEST}
+    with tempfile.TemporaryDirectory() as scratch:
+        table = Path(scratch, TENSORS)
+        table.write_bytes(msgspec.json.encode(tensors))
+        given = [(path.name, path) for path in paths if path.name != TENSORS] + [(TENSORS, table)]
+        files = chunks.send(store, place, given, stored=stored)
+    store.secure(sorted({f"{place}/{chunk}" for file in files for chunk in file.chunks}))
+    meta = {"model": model, "revision": revision or ""}
+    try:
+        manifest.publish_once(store, place, files, BEFORE_ALL, now_s, meta)
+    except AlreadyExists:  # another was quicker
+        return False
+    return True
+
+
+def is_wanted(name: str) -> bool:
+    """Whether a file of the hub's is one of those that a run needs. Neither pickles nor Python are: what the store
+    gives to nodes is data."""
+    return any(fnmatch(name, one) for one in FILES) and not any(fnmatch(name, one) for one in NOT_FILES)
