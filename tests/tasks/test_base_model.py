@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,13 +19,15 @@ from checkpoint.store.backends import BytesLike
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks
+from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, RUN_ENV, TOKEN_ENV, WORKDIR_ENV
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.serving.joining import BASE_MODEL, ENGINE, Stage
 from policies.serving.tensors import Tensor
 from tasks.machine.base_model import TENSORS, tensors_in
-from tasks.models import hub, shared
+from tasks.models import hub, publishing, shared
 from tasks.models.base import FOLDER, BaseModel, Closed, Source, found_here, source_of, with_model
 from tasks.rollout import vllm_flags
+from tasks.trainer import main
 from tests.budget import HANG_S
 from tests.tasks.test_fitness import World, publish, run_agent
 
@@ -301,9 +304,7 @@ def test_an_agent_brings_the_model_before_vllm_starts_and_says_how_far_it_is(
         assert world.agent._stage == Stage(ENGINE, 0, vllm_flags.base_bytes(world.agent._spec))
         world.comes_up.set()
         async with asyncio.timeout(HANG_S):
-            while (
-                bare and len(world.boots) < 2
-            ):  # its policy is another model's
+            while bare and len(world.boots) < 2:  # its policy is another model's
                 await asyncio.sleep(0.01)
         assert Path(world.agent._spec.trainer.model).name == FOLDER
 
@@ -317,3 +318,35 @@ def test_an_agent_brings_the_model_before_vllm_starts_and_says_how_far_it_is(
         return world
 
     run_agent(node, story, monkeypatch)
+
+
+def test_a_trainer_publishes_what_it_has_not_got_from_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a real process, which reads the run from its environment. A second trainer's machine publishes nothing."""
+    store = Store((tmp_path / "store").as_uri())
+    snapshot, begun = from_the_hub(tmp_path / "hub"), list[subprocess.Popen[bytes]]()
+    monkeypatch.setattr(hub, "fetch", lambda *_: snapshot)
+    begin = publishing.begin
+    monkeypatch.setattr(publishing, "begin", lambda *given: begun.append(begin(*given)))
+    for name, value in {RUN_ENV: store.url, NODE_ENV: "trainer-0-i1", TOKEN_ENV: "t", ATTEMPT_ENV: "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(WORKDIR_ENV, str(tmp_path))
+
+    def starts(machine: str, checkpoints: Path | None = None, **given: Any) -> None:
+        workdir = tmp_path / machine
+        workdir.mkdir()
+        main._have_base_model(workdir, run_of(tmp_path, **given), store, lambda _: None, checkpoints)
+
+    starts("local")
+    starts("folder", cloud="sky", model="/mnt/model")
+    assert begun == []
+    starts("first", cloud="sky")
+    assert begun[0].wait(HANG_S) == 0
+    assert shared.find(store, GATED.model, None) is not None
+    monkeypatch.setattr(hub, "fetch", lambda *_: pytest.fail("the store has it"))
+    starts("second", cloud="sky")
+    assert found_here(tmp_path / "second") is not None
+    assert len(begun) == 1
+    starts("restored", cloud="sky", checkpoints=snapshot)
+    assert begun[1].wait(HANG_S) == 0, "that it is there is found out"
