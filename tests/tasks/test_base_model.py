@@ -323,7 +323,8 @@ def test_an_agent_brings_the_model_before_vllm_starts_and_says_how_far_it_is(
 def test_a_trainer_publishes_what_it_has_not_got_from_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a real process, which reads the run from its environment. A second trainer's machine publishes nothing."""
+    """With a real process, which has its own size of chunks. A second trainer's machine publishes nothing."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 16 << 20)
     store = Store((tmp_path / "store").as_uri())
     snapshot, begun = from_the_hub(tmp_path / "hub"), list[subprocess.Popen[bytes]]()
     monkeypatch.setattr(hub, "fetch", lambda *_: snapshot)
