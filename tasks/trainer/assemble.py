@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from tasks.storing.served_types import read_served_types
 from tasks.storing.sharing import Restored
 from tasks.storing.step_costs import StepCosts
 from tasks.trainer import callbacks
+from tasks.trainer.overdue import ended_after
 from tasks.trainer.preflight import check_packages, check_prompts, check_rewards
 from tasks.trainer.reports import keep_reports, prepare_reports
 from tasks.trainer.user_data import load_data, prompts_used
@@ -89,6 +91,12 @@ class _Start:
         """Raise Fenced or LeaveNow if the trainer is to end."""
         self.heartbeat.check()
         self.leaving.check()
+
+    def limited(self, key: str) -> AbstractContextManager[None]:
+        """Within, code that run.yaml names under `key` may take as long as a machine may before its first work."""
+        limit_s = self.spec.policies.boot_timeout_s
+        why = f"{key} did not return within {limit_s:g} s (policies.boot_timeout_s) on the dataset's first row"
+        return ended_after(limit_s, Path(self.env.workdir), why)
 
     @property
     def base_model(self) -> Path | None:
@@ -170,7 +178,7 @@ def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable
     if start.restored is None and config.process_index == 0:
         tried = {**data.firsts, **(held_out.firsts if held_out else {})}
         check_prompts(tried)
-        check_rewards(rewards, wanted.reward_funcs, tried, config)
+        check_rewards(rewards, wanted.reward_funcs, tried, config, start.limited)
     replacements = replaced(len(data.rows))
     model = model_path(wanted, workdir) if start.base_model is None else str(start.base_model)
     set_seed(config.seed)  # before the model: new adapters are drawn at random, and a restart must draw the same

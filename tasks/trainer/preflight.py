@@ -7,9 +7,11 @@ once, as TRL calls it: on a real row, with completions of the kind that the data
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ def check_rewards(
     names: Sequence[str],
     firsts: Mapping[str, Mapping[str, Any]],
     config: Any,
+    limited: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> None:
     """Call each reward function once a dataset. Raises BadSpec naming the first that TRL could not work with.
 
@@ -51,6 +54,7 @@ def check_rewards(
         names: the functions' import paths.
         firsts: the first row of each dataset, by its key.
         config: TRL's. A function may compare the completions of a group, so it gets a whole one.
+        limited: within it a call of what it is given the key of in run.yaml may take only so long.
     """
     for key, row in firsts.items():
         told = _told(row, config)
@@ -58,7 +62,8 @@ def check_rewards(
         called = f"it was called on the first row of {key}, with {', '.join(columns) or 'no other columns'}"
         for function, name in zip(functions, names, strict=True):
             if not isinstance(function, torch.nn.Module):
-                _check_reward(function, f"trainer.reward_funcs: {name}", told, called)
+                with limited(function_key := f"trainer.reward_funcs: {name}"):
+                    _check_reward(function, function_key, told, called)
 
 
 def _told(row: Mapping[str, Any], config: Any) -> dict[str, Any]:

@@ -86,6 +86,7 @@ def run_spec(
     on_bad_prompt: OnBadPrompt = "skip",
     replicas: int = 1,
     accelerators: str = "",
+    boot_timeout_s: float = 900.0,
 ) -> RunSpec:
     """A spec over the tiny model, with `grpo` over GRPO. Without `kl` the guard only watches.
 
@@ -101,7 +102,10 @@ def run_spec(
         ),
         checkpoints=checkpoints or CheckpointsSpec(),
         policies=PoliciesSpec(
-            resume_state_steps=3, kl=kl or KlPolicy(action="alert"), on_bad_prompt=on_bad_prompt
+            resume_state_steps=3,
+            kl=kl or KlPolicy(action="alert"),
+            on_bad_prompt=on_bad_prompt,
+            boot_timeout_s=boot_timeout_s,
         ),
         trainer=TrainerSpec(
             model=model or str(tiny / "model"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -29,3 +30,9 @@ def insatiable(completions: list[str], **_: Any) -> list[float]:
     if _calls > CALLS_WITHIN_MEMORY:
         torch.empty(EXBIBYTE, dtype=torch.uint8)
     return lower_share(completions)
+
+
+def endless(**_: Any) -> list[float]:
+    """No scores: an expression that takes longer than the universe, and holds the interpreter's lock meanwhile."""
+    re.match(r"(a+)+$", "a" * 64 + "b")
+    return []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +15,12 @@ from transformers import TrainerCallback
 
 from policies.control.snapshot import BEFORE_TRAINING
 from policies.model import exit_codes
+from tasks.machine.processes.exit_note import take_exit_code
 from tasks.trainer import reports
+from tasks.trainer.overdue import ended_after
 from tasks.trainer.preflight import check_prompts, check_rewards
 from tasks.trainer.user_objects import BadSpec
+from tests.budget import HANG_S
 from tests.node.trainer.rig import make_tiny, open_rig
 from tests.node.trainer.rig_rewards import lower_share
 
@@ -162,6 +167,29 @@ def test_a_package_that_is_not_there_ends_the_first_attempt(
         beat = rig.beat()
     assert beat is not None
     assert beat.activity in BEFORE_TRAINING, "the controller asks for no rollout node"
+
+
+def test_a_reward_that_never_returns_ends_the_first_attempt(tiny: Path, tmp_path: Path) -> None:
+    with open_rig(tmp_path, tiny, grpo={}, reward="rig_rewards.endless", boot_timeout_s=1.0) as rig:
+        assert rig.start_trainer().wait(HANG_S) != exit_codes.OK
+        assert take_exit_code(rig.work) == exit_codes.BAD_SPEC
+        said = rig.log().read_text().splitlines()[-1]
+    assert said.startswith(
+        "grpo-orch trainer: trainer.reward_funcs: rig_rewards.endless did not return within 1 s"
+    )
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_what_returns_in_time_is_left_alone(leaves: bool, tmp_path: Path) -> None:
+    """Also where it leaves a process behind, which holds the other end of all that was open."""
+    left = 0
+    with ended_after(HANG_S, tmp_path, "late"):
+        if leaves and (left := os.fork()) == 0:
+            signal.pause()
+    if left:
+        os.kill(left, signal.SIGKILL)
+        os.waitpid(left, 0)
+    assert take_exit_code(tmp_path) is None
 
 
 def test_a_table_of_completions_is_written_beside_the_spool(tiny: Path, tmp_path: Path) -> None:
