@@ -22,7 +22,9 @@ from policies.model.vocabulary import PolicyVersion
 
 # What only a resumed trainer needs.
 TRAINING_STATE = (".pt", ".pth", ".bin")
-TRAINING_FILES = frozenset({"ref_model.safetensors", "resume_state.json", "run.json"})
+TRAINING_FILES = frozenset(
+    {"ref_model.safetensors", "resume_state.json", "run.json", "latest", "zero_to_fp32.py"}  # DeepSpeed's last two
+)
 
 
 @dataclass(frozen=True, slots=True)

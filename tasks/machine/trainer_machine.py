@@ -25,7 +25,7 @@ from tasks.machine.leaving import stop_file
 from tasks.machine.node_env import read_node_env, read_run_here
 from tasks.machine.processes.children import exit_code_of, start_child
 from tasks.machine.processes.exit_note import take_exit_code
-from tasks.machine.processes.launching import trainer_argv, unfit_gpus, visible_gpus
+from tasks.machine.processes.launching import trainer_argv, unfit_gpus, visible_gpus, with_own_builds
 from tasks.machine.spooling import find_spool
 from tasks.machine.user_setup import set_up
 
@@ -47,7 +47,7 @@ def main() -> int:
         return exit_codes.BAD_SPEC
     if not set_up(Path(env.workdir), spec.trainer.setup):
         return exit_codes.BAD_SPEC
-    told = {**os.environ, **spec.trainer.env}
+    told = with_own_builds({**os.environ, **spec.trainer.env}, Path(env.workdir))
     if (unfit := unfit_gpus(spec, visible_gpus(told))) is not None:
         code, why = unfit
         print(f"grpo-orch trainer machine: {why}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import time
@@ -32,6 +33,7 @@ from tasks.storing.publish_resume import Published, find, newest_first
 from tasks.storing.publish_snapshot import Snapshot
 from tasks.storing.step_costs import StepCosts
 from tasks.storing.tensor_types import TYPES, type_name
+from tasks.storing.unread import Unread, at_hand
 
 log = structlog.get_logger()
 
@@ -92,7 +94,7 @@ class PolicyPublisher:
         self._removing: Future[bool] = self._remover.submit(lambda: True)
 
     def publish(
-        self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None
+        self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor | Unread]], canary: Canary | None
     ) -> PolicyRef:
         """Store the weights, named as in a Hugging Face checkpoint (tied ones once), and what they compute.
 
@@ -110,7 +112,7 @@ class PolicyPublisher:
         return ref
 
     def _publish(
-        self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None
+        self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor | Unread]], canary: Canary | None
     ) -> PolicyRef:
         begun_s = time.monotonic()
         # Until this one is in the store nothing is: what it was to follow is no longer in the file.
@@ -232,10 +234,10 @@ class PolicyPublisher:
             self._store, prefix, sending.finish(files), version, time.time(), meta
         )
 
-    def _plan(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, scratch.Tensor]:
-        """The tensors as they are to be written; each is rounded and copied when it is its turn."""
-        given = {name: tensor.detach() for name, tensor in tensors}
-        held = {name: Tensor(type_name(name, one), tuple(one.shape)) for name, one in given.items()}
+    def _plan(self, tensors: Iterable[tuple[str, torch.Tensor | Unread]]) -> dict[str, scratch.Tensor]:
+        """The tensors as they are to be written; each is read, rounded and copied when it is its turn."""
+        given = {name: one if isinstance(one, Unread) else at_hand(one) for name, one in tensors}
+        held = {name: Tensor(type_name(name, one.dtype), one.shape) for name, one in given.items()}
         return {name: _planned(given[name], dtype) for name, dtype in self._served.of(held).items()}
 
 
@@ -244,13 +246,13 @@ def _is_long(published: Published, times: int, size_bytes: int) -> bool:
     return published.chain > times * CHAIN_MAX or published.chain_bytes > times * CHAIN_SHARE * size_bytes
 
 
-def _planned(tensor: torch.Tensor, name: str) -> scratch.Tensor:
+def _planned(tensor: Unread, name: str) -> scratch.Tensor:
     dtype = OF_TYPE[name]
 
     def content() -> Bytes:
         # What is stored must be the parameter, not the buffer it lives in.
-        plain = tensor.to("cpu", dtype).contiguous().reshape(-1)
+        plain = tensor.read().detach().to("cpu", dtype).contiguous().reshape(-1)
         found: Bytes = plain.view(torch.uint8).numpy()
         return found
 
-    return scratch.Tensor(name, tuple(tensor.shape), tensor.numel() * dtype.itemsize, content)
+    return scratch.Tensor(name, tensor.shape, math.prod(tensor.shape) * dtype.itemsize, content)

@@ -29,9 +29,9 @@ class UnsupportedType(Exception):
     """A model has a tensor of a type that cannot be stored."""
 
 
-def type_name(name: str, tensor: torch.Tensor) -> str:
+def type_name(name: str, dtype: torch.dtype) -> str:
     """The type of the tensor of that name. Raises UnsupportedType."""
-    if tensor.dtype not in TYPES:
+    if dtype not in TYPES:
         known = ", ".join(str(one).removeprefix("torch.") for one in TYPES)
-        raise UnsupportedType(f"trainer.model: {name} is of {tensor.dtype}; expected one of {known}")
-    return TYPES[tensor.dtype]
+        raise UnsupportedType(f"trainer.model: {name} is of {dtype}; expected one of {known}")
+    return TYPES[dtype]

@@ -265,7 +265,8 @@ def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool | None:
     except NoRoom as error:
         raise BadSpec(str(error)) from error
     if spool is not None:
-        spool.prepare({WEIGHTS_NAME: weights_bytes, OPTIMIZER_NAME: optimizer_bytes})
+        in_parts = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled  # whose files have other names
+        spool.prepare({WEIGHTS_NAME: weights_bytes, **({} if in_parts else {OPTIMIZER_NAME: optimizer_bytes})})
     return spool
 
 

@@ -55,7 +55,11 @@ def save_tensors(
     at = 0
     for name, tensor in ordered:
         end = at + tensor.nbytes
-        header[name] = {"dtype": type_name(name, tensor), "shape": list(tensor.shape), "data_offsets": [at, end]}
+        header[name] = {
+            "dtype": type_name(name, tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -13,10 +13,14 @@ from policies.serving.wire import PolicyRef
 from tasks.completions.rollout_source import RolloutSource
 from tasks.machine.leaving import LeaveNow
 from tasks.storing.publish_adapter import AdapterPublisher
+from tasks.storing.unread import Unread
 
 # In the place of each completion, for all processes to read:
 LEAVING = [-1]  # the trainer is to leave, and there are none
 WEIGHTS_FIRST = [-2]  # they have to publish the weights together before there are any
+
+
+Weights = Iterator[tuple[str, torch.Tensor | Unread]]
 
 
 class _WeightsFirst(Exception):
@@ -27,7 +31,7 @@ class Publishes(Protocol):
     """What makes a policy's weights known to those who generate."""
 
     def publish(
-        self, version: PolicyVersion, named: Iterable[tuple[str, torch.Tensor]], canary: Canary | None
+        self, version: PolicyVersion, named: Iterable[tuple[str, torch.Tensor | Unread]], canary: Canary | None
     ) -> PolicyRef:
         """Raises StoreError."""
 
@@ -45,7 +49,7 @@ class FleetClient:
         self._trainer: Any = None
         self._publisher: Publishes | None = None
         self._timeline = 0
-        self._weights: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._weights: Weights | None = None
         self._published: PolicyRef | None = None
         self._canary: Canary | None = None  # what the weights of the present step compute
         self._finite_at: int | None = None  # the last step whose weights computed numbers
@@ -84,7 +88,7 @@ class FleetClient:
     def image_features(self, *_: Any) -> Any:
         raise NotImplementedError("prompts with images are not supported by the rollout fleet")
 
-    def update_named_params(self, _metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]] | None) -> None:
+    def update_named_params(self, _metadata: Any, named_params: Weights | None) -> None:
         """Take the weights of the present step; None where it takes all processes to read them.
 
         They are published when the first completion of the step has to be generated: a replayed step needs none.

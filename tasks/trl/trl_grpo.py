@@ -13,18 +13,21 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
 import trl.import_utils as trl_imports
-from transformers.core_model_loading import revert_weight_conversion
+from accelerate.utils import broadcast_object_list
 
 from policies.detect.symptoms import WITNESS
 from tasks.machine.leaving import LeaveNow
 from tasks.storing.step_costs import StepCosts
+from tasks.storing.unread import Unread, at_hand
 from tasks.trl.canary import canary_of
+from tasks.trl.checkpoint_names import as_in_checkpoint
 from tasks.trl.fleet_client import LEAVING, WEIGHTS_FIRST, FleetClient
 from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before, walk_of
 from tasks.trl.trl_leaving import LeavesInTime
@@ -115,30 +118,48 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
         self._fleet_client.update_named_params(None, None if self._is_divided else self._weights())
 
     def _publish_together(self) -> None:
-        """Publish weights that are divided over processes: all take part in reading, the first one keeps."""
+        """Publish weights that are divided over processes: all take part in reading what the first one names."""
+        if self._is_fsdp1:
+            self._publish_at_once()
+            return
+        weights = whole_weights(self.model, self._dist.gather_params)
+        if not self.accelerator.is_main_process:
+            while (name := broadcast_object_list([None])[0]) is not None:
+                weights[name].read()
+            return
+
+        def read(name: str) -> torch.Tensor:
+            broadcast_object_list([name])
+            return weights[name].read()
+
+        named = {name: replace(one, read=functools.partial(read, name)) for name, one in weights.items()}
+        self._fleet_client.update_named_params(None, self._as_in_checkpoint(named))
+        self._fleet_client.publish()
+        broadcast_object_list([None])
+
+    def _publish_at_once(self) -> None:
+        """The same where all take part in reading all: the first process holds a copy of them."""
+        whole = super()._iter_named_params()
         if self.accelerator.is_main_process:
-            self._fleet_client.update_named_params(None, self._weights())
+            named = {name: at_hand(one.detach().to("cpu", copy=True)) for name, one in whole}
+            tensors = as_in_checkpoint(plain_model(self.model), named).items()
+            self._fleet_client.update_named_params(None, iter(tensors))
             self._fleet_client.publish()
         else:
-            for _ in self._iter_named_params():
+            for _ in whole:
                 pass
 
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is published, under the names of the model's own checkpoint, in this machine's own memory."""
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor | Unread]]:
+        """What is published where each process has all weights."""
         if self._fleet_client.publishes_adapters:
-            yield from adapter_tensors(self.model)
-            return
-        # What is merged or gathered is good for a moment alone.
-        passing = self._is_divided or hasattr(self.model, "merge_adapter")
-        named = {name: one.detach().to("cpu", copy=passing) for name, one in self._iter_named_params()}
-        model = plain_model(self.model)
-        named |= {} if self._is_fsdp1 else stored_buffers(model)
-        yield from revert_weight_conversion(model, named).items()
+            return adapter_tensors(self.model)
+        return self._as_in_checkpoint(whole_weights(self.model, self._dist.gather_params))
 
-    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._is_fsdp1:
-            return super()._iter_named_params()  # type: ignore[no-any-return]  # TRL has no types
-        return whole_weights(self.model, self._dist.gather_params)
+    def _as_in_checkpoint(self, named: dict[str, Unread]) -> Iterator[tuple[str, torch.Tensor | Unread]]:
+        """The weights, and the buffers that are stored with them, as the model's own checkpoint names them."""
+        model = plain_model(self.model)
+        buffers = {name: at_hand(one) for name, one in stored_buffers(model).items()}
+        yield from as_in_checkpoint(model, {**named, **buffers}).items()
 
     @property
     def _is_divided(self) -> bool:

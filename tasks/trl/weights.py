@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,14 +12,29 @@ import torch
 from peft import get_peft_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from tasks.storing.unread import Unread
+
+Gathered = Callable[[list[Any]], AbstractContextManager[Any]]
+ZERO_SHAPE = "ds_shape"  # DeepSpeed's: of a parameter that stage 3 has divided, as it is whole
+
 
 def checkpoint_bytes(trainer: Any) -> tuple[int, int]:
-    """About how much a checkpoint's weights and its optimizer's state will take: AdamW keeps two values for each
-    weight that is trained."""
-    trained = sum(weight.nbytes for weight in trainer.model.parameters() if weight.requires_grad)
-    adapted = hasattr(trainer.model, "get_base_model")
-    saved = trained if adapted else sum(weight.nbytes for weight in trainer.model.parameters())
-    return saved, 2 * trained
+    """About how much a checkpoint's weights and its optimizer's state will take.
+
+    AdamW keeps two values for each weight that is trained. What DeepSpeed and FSDP go on from has the weights, too,
+    and DeepSpeed's optimizer a copy of its own of those that it trains.
+    """
+    sizes = [(_elements(one) * one.element_size(), one.requires_grad) for one in trainer.model.parameters()]
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    saved = trained if hasattr(trainer.model, "get_base_model") else sum(size for size, _ in sizes)
+    again = (
+        saved * (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled) + trained * trainer.is_deepspeed_enabled
+    )
+    return saved, 2 * trained + again
+
+
+def _elements(weight: torch.Tensor) -> int:
+    return math.prod(getattr(weight, ZERO_SHAPE, weight.shape))
 
 
 def plain_model(model: Any) -> Any:
@@ -37,37 +54,50 @@ def adapter_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from get_peft_model_state_dict(model, save_embedding_layers=False).items()
 
 
-def whole_weights(
-    model: Any, gathered: Callable[[list[Any]], AbstractContextManager[Any]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """A model's weights, whole, with its adapters merged, under the names that the model itself gives them.
+def whole_weights(model: Any, gathered: Gathered) -> dict[str, Unread]:
+    """A model's weights, whole once they are read, with adapters merged, under the names that the model has.
 
-    One layer at a time, and what a layer was merged into is put back before the next: merging adapters and taking
-    them out again does not give back the same bits, and a restart has not done it as often. Each tensor is good
-    until the next is taken. Where the weights are divided over processes, all of them have to take all.
+    What a layer was merged into is put back: merging adapters and taking them out again does not give back the
+    same bits, and a restart has not done it as often. Where the weights are divided over processes, all of them
+    have to read the same ones in the same order.
 
     Args:
         gathered: within it, parameters that ZeRO stage 3 has divided are whole.
     """
-    seen = set[int]()
+    found, seen = dict[str, Unread](), set[int]()
     for path, module in model.named_modules():
-        if not is_adapted(module):
-            for name, weight in module.named_parameters(path, recurse=False):
-                if (found := _own_name(name)) is not None and id(weight) not in seen:
-                    seen.add(id(weight))
-                    with gathered([weight]):
-                        yield found, _whole(weight)
-            continue
-        base = module.get_base_layer()
-        with gathered(list(module.parameters())):
-            kept = [(weight, weight.detach().clone()) for weight in base.parameters(recurse=False)]
-            module.merge()
-            for name, weight in base.named_parameters(f"{path}.base_layer", recurse=False):
+        if is_adapted(module):
+            for name, weight in module.get_base_layer().named_parameters(f"{path}.base_layer", recurse=False):
                 seen.add(id(weight))
-                yield _plain_name(name), _whole(weight)
-            module.unmerge()
-            for weight, before in kept:
-                weight.data.copy_(before)
+                found[_plain_name(name)] = _unread(weight, functools.partial(_merged, module, weight, gathered))
+            continue
+        for name, weight in module.named_parameters(path, recurse=False):
+            if (own := _own_name(name)) is not None and id(weight) not in seen:
+                seen.add(id(weight))
+                found[own] = _unread(weight, functools.partial(_gathered, weight, gathered))
+    return found
+
+
+def _unread(weight: torch.Tensor, read: Callable[[], torch.Tensor]) -> Unread:
+    return Unread(weight.dtype, tuple(getattr(weight, ZERO_SHAPE, weight.shape)), read)
+
+
+def _gathered(weight: torch.Tensor, gathered: Gathered) -> torch.Tensor:
+    with gathered([weight]):
+        # What ZeRO has gathered is good for a moment alone.
+        return _whole(weight).to("cpu", copy=True) if hasattr(weight, ZERO_SHAPE) else _whole(weight)
+
+
+def _merged(module: Any, weight: torch.Tensor, gathered: Gathered) -> torch.Tensor:
+    """A weight of the layer in `module`, an adapter's, as it is with the adapter merged."""
+    with gathered(list(module.parameters())):
+        kept = [(one, one.detach().clone()) for one in module.get_base_layer().parameters(recurse=False)]
+        module.merge()
+        merged = _whole(weight).to("cpu", copy=True)
+        module.unmerge()
+        for one, before in kept:
+            one.data.copy_(before)
+    return merged
 
 
 def is_adapted(module: Any) -> bool:

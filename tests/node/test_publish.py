@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,14 +16,17 @@ from safetensors.torch import load_file
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
+from checkpoint.weights import scratch
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.dtypes import ServedTypes
 from policies.serving.wire import PolicyRef
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts
+from tasks.storing.unread import Unread
 from tests.budget import HANG_S
 
 FIRST, SECOND, FORKED = (0, 1, 1), (0, 2, 1), (1, 2, 2)
+TENSOR_BYTES = 2**22
 
 
 class Model:
@@ -109,3 +115,25 @@ def test_remains_go_and_foreign_files_stay(world: World) -> None:
     world.store.put(f"{layout.policy(PolicyVersion(0, 3))}/manifest.json", b"as earlier releases named it")
     publish(world.publisher(SECOND), 0, 5, 6)
     assert world.left() == ["", "0000/00000005-i2-a1", "0000/00000006-i2-a1", "notes/mine"]
+
+
+def test_no_second_model_is_in_memory_while_one_is_published(world: World) -> None:
+    """Each tensor is read when it is its turn, and let go of."""
+    alive, most = set[int](), list[int]()
+    elements = TENSOR_BYTES // 4
+
+    def read(at: int) -> torch.Tensor:
+        memory = np.full(elements, at, np.float32)
+        alive.add(at)
+        most.append(len(alive))
+        weakref.finalize(memory, alive.discard, at)
+        return torch.from_numpy(memory)
+
+    count = 2 * scratch.AHEAD_BYTES // TENSOR_BYTES
+    tensors = {f"{at:03}": Unread(torch.float32, (elements,), functools.partial(read, at)) for at in range(count)}
+    publisher = world.publisher(FIRST)
+    for step in range(2):
+        publisher.publish(PolicyVersion(0, step), tensors.items(), None)
+    assert len(most) == 2 * count
+    assert max(most) <= scratch.AHEAD_BYTES // TENSOR_BYTES + 2, "the one that is read, and the one before"
+    settle(publisher)

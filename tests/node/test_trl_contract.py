@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import subprocess
 import sys
@@ -20,7 +21,9 @@ from trl.trainer.utils import RepeatSampler
 from policies.serving.canary import Canary
 from policies.serving.tensors import mismatch
 from tasks.machine.base_model import tensors_in
+from tasks.storing.unread import Unread
 from tasks.trl import trl_grpo
+from tasks.trl.checkpoint_names import as_in_checkpoint
 from tasks.trl.fleet_client import FleetClient
 from tasks.trl.trl_grpo import EpochSampler, FleetGRPOTrainer
 
@@ -136,7 +139,7 @@ def test_merging_adapters_does_not_touch_the_base_weights() -> None:
     dist = {"is_fsdp": False, "is_zero3": False, "fsdp_version": None, "gather_params": fake_gather}
     generation._dist = type("Dist", (), dist)()
     generation._fleet_client = SimpleNamespace(publishes_adapters=False)  # type: ignore[assignment]  # a stand-in
-    published = dict(generation._weights())
+    published = {name: one.read() for name, one in generation._weights()}
     assert names == published.keys()
     assert all(before[name].equal(weight) for name, weight in model.state_dict().items())
     query = "model.layers.0.self_attn.q_proj"
@@ -227,10 +230,36 @@ def test_what_is_published_is_named_as_the_models_own_checkpoint(
     dist = {"is_fsdp": False, "is_zero3": in_shards, "fsdp_version": None, "gather_params": fake_gather}
     generation._dist = type("Dist", (), dist)()
     generation._fleet_client = SimpleNamespace(publishes_adapters=False)  # type: ignore[assignment]  # a stand-in
-    published = {name: tensor.clone().contiguous() for name, tensor in generation._weights()}
+    published = {name: one.read().clone().contiguous() for name, one in generation._weights()}
+    announced = {name: (one.dtype, one.shape) for name, one in generation._weights()}
+    assert announced == {name: (one.dtype, tuple(one.shape)) for name, one in published.items()}
     save_file(published, tmp_path / "model.safetensors")
     tied = bool(generation.model.config.tie_word_embeddings)
     assert mismatch(tensors_in(tmp_path), tensors_in(tmp_path / "base"), tied=tied) == ""
+
+
+def test_what_is_converted_is_read_once() -> None:
+    """In the order of names, as a publisher takes them; each expert by itself would gather its layer anew."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "moe_intermediate_size": 32}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes, num_experts=4))
+    reads: list[str] = []
+
+    def read(name: str) -> torch.Tensor:
+        reads.append(name)
+        found: torch.Tensor = model.state_dict()[name]
+        return found
+
+    held = {
+        name: Unread(one.dtype, tuple(one.shape), functools.partial(read, name))
+        for name, one in model.named_parameters()
+    }
+    there = as_in_checkpoint(model, held)
+    for name in sorted(there):
+        there[name].read()
+    assert sorted(reads) == sorted(held)
+    assert len(there) == len(held) + 2 * (3 * 4 - 2)
 
 
 def fake_gather(_self: object, _parameters: object) -> object:

@@ -13,7 +13,7 @@ import pytest
 from policies.model import exit_codes
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from tasks.machine.node_env import NodeEnv
-from tasks.machine.processes.launching import trainer_argv, unfit_gpus, visible_gpus
+from tasks.machine.processes.launching import trainer_argv, unfit_gpus, visible_gpus, with_own_builds
 
 
 def spec_of(accelerators: str = "", *, accelerate: dict[str, Any] | None = None, **grpo: Any) -> RunSpec:
@@ -102,3 +102,14 @@ def test_gpus_that_do_not_fit(spec: RunSpec, gpus: int | None, code: int | None,
     found = unfit_gpus(spec, gpus)
     assert (None if found is None else found[0]) == code
     assert found is None or says in found[1]
+
+
+def test_a_lock_that_a_killed_build_has_left_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    first = with_own_builds({"PATH": "p"}, tmp_path)
+    lock = Path(first["TORCH_EXTENSIONS_DIR"]) / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    (lock.parent / "cpu_adam.so").touch()
+    assert with_own_builds({"PATH": "p"}, tmp_path) == first
+    assert [one.name for one in lock.parent.iterdir()] == ["cpu_adam.so"]
+    assert with_own_builds({"TORCH_EXTENSIONS_DIR": "theirs"}, tmp_path) == {"TORCH_EXTENSIONS_DIR": "theirs"}

@@ -45,6 +45,18 @@ def _with_whole_weights(own: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, **whole}
 
 
+def with_own_builds(env: Mapping[str, str], workdir: Path) -> dict[str, str]:
+    """An environment in which torch compiles its extensions, such as DeepSpeed's, into the machine's own folder.
+
+    A process that is killed while it compiles leaves a lock there, for which every later one would wait for ever;
+    here nobody else can hold one.
+    """
+    folder = workdir / "torch_extensions"
+    for lock in folder.glob("*/lock"):
+        lock.unlink()
+    return {"TORCH_EXTENSIONS_DIR": str(folder), **env}
+
+
 def visible_gpus(env: Mapping[str, str]) -> int | None:
     """How many NVIDIA GPUs a process with this environment sees; None where nothing here can tell."""
     visible = env.get(VISIBLE)

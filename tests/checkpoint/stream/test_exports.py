@@ -32,6 +32,10 @@ FILES = {
     "ref_model.safetensors": b"f",
     "resume_state.json": b"{}",
     "run.json": b"{}",
+    "latest": b"global_step8",
+    "zero_to_fp32.py": b"import torch",
+    "global_step8/mp_rank_00_model_states.pt": b"m",
+    "pytorch_model_fsdp.bin": b"m",
 }
 EXPORTED = {"model.safetensors": WEIGHTS, "config.json": b"{}", "base_model/model.safetensors": b"base"}
 
