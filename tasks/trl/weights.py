@@ -21,8 +21,8 @@ ZERO_SHAPE = "ds_shape"  # DeepSpeed's: of a parameter that stage 3 has divided,
 def checkpoint_bytes(trainer: Any) -> tuple[int, int]:
     """About how much a checkpoint's weights and its optimizer's state will take.
 
-    AdamW keeps two values for each weight that is trained. What DeepSpeed and FSDP go on from has the weights, too,
-    and DeepSpeed's optimizer a copy of its own of those that it trains.
+    AdamW keeps two values for each weight that is trained. What DeepSpeed and FSDP go on from has the weights,
+    too, and DeepSpeed's optimizer a copy of its own of those that it trains.
     """
     sizes = [(_elements(one) * one.element_size(), one.requires_grad) for one in trainer.model.parameters()]
     trained = sum(size for size, is_trained in sizes if is_trained)

@@ -22,6 +22,7 @@ from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.manifest import Manifest
 from checkpoint.stream.transfer import read_manifest
 from policies.control.snapshot import Trainer
+from policies.model.node_contract import TRAINER
 from policies.model.spec import (
     CheckpointsSpec,
     Dataset,
@@ -140,10 +141,14 @@ class Rig:
             argv or [sys.executable, "-m", "tasks.trainer.main"], attempt, self.log(attempt), timeline
         )
 
-    def start_ranks(self, attempt: int = 1) -> subprocess.Popen[bytes]:
-        """The trainer in as many processes as its specification says, by the machine's own launcher."""
+    def start_ranks(self, attempt: int = 1, module: str = TRAINER) -> subprocess.Popen[bytes]:
+        """The trainer in as many processes as its specification says, by the machine's own launcher.
+
+        `module` may stand in its place.
+        """
         env = NodeEnv(self.store.url, "trainer-0-i1", TOKEN, attempt, 0, str(self.work), "127.0.0.1")
-        return self.start_trainer(attempt, argv=trainer_argv(env, self.spec))
+        *launcher, _ = trainer_argv(env, self.spec)
+        return self.start_trainer(attempt, argv=[*launcher, module])
 
     def start_uploader(self) -> None:
         """`python -m tasks.machine.uploader`, its output in uploader.log."""
@@ -179,6 +184,8 @@ class Rig:
             "GRPO_ORCH_WORKDIR": str(self.work),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            # As on a machine that we have set up: DeepSpeed finds its compiler's driver there.
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         with log.open("ab") as out:
             return subprocess.Popen(

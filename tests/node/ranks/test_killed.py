@@ -18,9 +18,11 @@ import pytest
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.transfer import read_manifest
 from policies.model import exit_codes
+from policies.model.node_contract import TRAINER
 from policies.model.vocabulary import PolicyVersion
 from tasks.machine.processes.exit_note import take_exit_code
 from tests.budget import HANG_S
+from tests.node.ranks import cpu_for_gpu
 from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
 from tests.node.trainer.test_resume import results
 
@@ -76,7 +78,8 @@ def test_ranks_end_with_their_launcher(tiny: Path, tmp_path: Path) -> None:
 
 def ranks_of(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """The trainer's processes that a launcher has started."""
-    return [one for one in psutil.Process(launcher.pid).children() if "tasks.trainer.main" in one.cmdline()]
+    children = psutil.Process(launcher.pid).children()
+    return [one for one in children if {TRAINER, cpu_for_gpu.__name__} & set(one.cmdline())]
 
 
 def until(rig: Rig, true: Callable[[], bool]) -> None:

@@ -15,8 +15,8 @@ from policies.model import exit_codes
 from policies.model.vocabulary import PolicyVersion
 from tasks.machine.processes.exit_note import take_exit_code
 from tests.budget import HANG_S
+from tests.node.ranks.test_killed import LAST, of
 from tests.node.trainer.rig import Rig, make_tiny, open_rig
-from tests.node.trainer.test_ranks import LAST, of
 
 
 @pytest.fixture(scope="module")

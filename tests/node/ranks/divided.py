@@ -1,4 +1,4 @@
-"""One of two processes that hold a model in FSDP2's shards: `python -m tests.node.divided PORT RANK`.
+"""One of two processes that hold a model in FSDP2's shards: `python -m tests.node.ranks.divided PORT RANK`.
 
 It ends with 0 where the weights that are read of the shards are those of the whole model, bit for bit, and are
 what they were afterwards.
@@ -6,10 +6,10 @@ what they were afterwards.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,9 +26,9 @@ from tasks.trl.weights import whole_weights
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 
 
-def adapted() -> Any:
+def adapted(sizes: dict[str, int] = SIZES) -> Any:
     torch.manual_seed(0)
-    plain = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2, num_key_value_heads=2))
+    plain = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
     return get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
 
 
@@ -44,15 +44,21 @@ class Client:
         self.published = {name: self._weights[name].read().clone() for name in sorted(self._weights)}
 
 
-def published(model: Any, **dist: Any) -> dict[str, torch.Tensor]:
-    """What the first process publishes; nothing in the other."""
-    generation, client = object.__new__(FleetGeneration), Client()
-    generation.model, generation._fleet_client = model, client  # type: ignore[assignment]  # a stand-in
+def generation_with(model: Any, client: Any) -> FleetGeneration:
+    """What TRL publishes through, over a model in FSDP2's shards, without a trainer around it."""
+    generation = object.__new__(FleetGeneration)
+    generation.model, generation._fleet_client = model, client
     generation.accelerator = PartialState()
-    told = {"is_zero3": False, "gather_params": lambda _: contextlib.nullcontext(), **dist}
-    generation._dist = SimpleNamespace(**told)
-    generation._publish_together()
-    return client.published if generation.accelerator.is_main_process else {}
+    no_gather = {"gather_params": lambda _: nullcontext()}
+    generation._dist = SimpleNamespace(is_fsdp=True, is_zero3=False, fsdp_version=2, **no_gather)
+    return generation
+
+
+def published(model: Any) -> dict[str, torch.Tensor]:
+    """What the first process publishes; nothing in the other."""
+    client = Client()
+    generation_with(model, client)._publish_together()
+    return client.published if PartialState().is_main_process else {}
 
 
 def divided(model: Any) -> Any:
@@ -67,16 +73,19 @@ def divided(model: Any) -> Any:
     return model
 
 
-def main() -> None:
-    port, rank = sys.argv[1:]
+def join(port: str, rank: str) -> None:
+    """Make one of a pair of this process."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
     os.environ["WORLD_SIZE"] = "2"
     PartialState(cpu=True)
-    whole = {
-        name: one.read() for name, one in whole_weights(adapted(), lambda _: contextlib.nullcontext()).items()
-    }
+
+
+def main() -> None:
+    port, rank = sys.argv[1:]
+    join(port, rank)
+    whole = {name: one.read() for name, one in whole_weights(adapted(), lambda _: nullcontext()).items()}
     model = divided(adapted())
-    once, again = (published(model, is_fsdp=True, fsdp_version=2) for _ in range(2))
+    once, again = published(model), published(model)
     assert once.keys() == (whole.keys() if rank == "0" else set())
     assert all(torch.allclose(once[name], whole[name], atol=1e-6) for name in once), "other weights"
     assert all(once[name].equal(again[name]) for name in once), "reading them has changed them"

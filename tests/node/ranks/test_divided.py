@@ -13,7 +13,7 @@ def test_divided_weights_are_read_whole() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    argv = [sys.executable, "-m", "tests.node.divided", port]
+    argv = [sys.executable, "-m", "tests.node.ranks.divided", port]
     ranks = [
         subprocess.Popen([*argv, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in (0, 1)
     ]
