@@ -26,9 +26,9 @@ code=$home/code/$digest
 # Writes a file of a wheel: the lock is needed before the wheel can be installed.
 READ_FILE='import sys, zipfile; sys.stdout.write(zipfile.ZipFile(sys.argv[1]).read(sys.argv[2]).decode())'
 
-# Whether a text is a lock of the wheel's.
+# Whether a file is a lock of the wheel's: of either kind of node, or of a controller.
 IS_LOCK='import sys, zipfile; wheel, made_of = zipfile.ZipFile(sys.argv[1]), open(sys.argv[2], "rb").read()
-sys.exit(made_of not in [wheel.read(f"tasks/sky/locks/{one}.txt") for one in ("node", "node-cpu")])'
+sys.exit(made_of not in [wheel.read(one) for one in wheel.namelist() if one.startswith("tasks/sky/locks/")])'
 
 find_uv() {
     local found
