@@ -78,8 +78,8 @@ class GatewayClient:
     def complete(self, batch: Batch) -> Generated:
         """Return once every request of the batch is finished.
 
-        Raises GenerationFailed after `batch.deadline_s` without a token, or when the gateway refuses the batch;
-        Fenced; LeaveNow; StoreError.
+        Raises GenerationFailed after `batch.deadline_s` without a token or a node that gets on, or when the
+        gateway refuses the batch; Fenced; LeaveNow; StoreError.
         """
         call = _Call(batch)
         while not call.finished:
@@ -158,6 +158,7 @@ class _Call:
         self._wait_s = 0.0
         self._heard_s = self._moved_s = self._said_s = time.monotonic()
         self._last = NOTHING  # of this connection
+        self._moves = 0  # of any connection: that one is made is no move
         self._finished_tokens = 0  # of this connection
 
     @property
@@ -166,7 +167,7 @@ class _Call:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since a token last arrived."""
+        """Seconds since a token last arrived, or a node that comes last got on."""
         return time.monotonic() - self._moved_s
 
     def missing(self) -> Batch:
@@ -186,9 +187,9 @@ class _Call:
         if line.completion is not None:
             self._accept(line.completion)
         elif (progress := line.end or line.progress) is not None:
-            if progress.tokens > self._last.tokens:
+            if progress.tokens > self._last.tokens or progress.moves > self._moves:
                 self._moved_s = self._heard_s
-            self._last = progress
+            self._last, self._moves = progress, progress.moves
             self.served = progress.members > 0
             if line.end is not None and not self.finished:
                 raise GatewayLost("it ended the batch with completions missing")

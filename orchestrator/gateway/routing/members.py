@@ -18,6 +18,7 @@ from orchestrator.gateway.nodes.attempt import Why
 from orchestrator.gateway.nodes.connection import Pool
 from orchestrator.gateway.nodes.link import Link, moving_mean
 from orchestrator.gateway.routing.announcements import Announcements
+from orchestrator.gateway.routing.comers import Comers
 from orchestrator.gateway.routing.places import Places
 from orchestrator.gateway.routing.spreads import Spreads
 from orchestrator.gateway.routing.waiting import Waiting
@@ -55,6 +56,7 @@ class Members:
         self._places = Places(self._table, self._connect, self._tell_if_done)
         self._announcements = Announcements()
         self._spreads = Spreads()
+        self.comers = Comers()
         self._told: dict[str, AnnounceReply] = {}  # by boot
         self._wanted: PolicyRef | None = None
         self._recovery: Recovery = "continue"
@@ -155,6 +157,10 @@ class Members:
         if self._table.is_void(said.boot_id):
             return AnnounceReply(drain=True)
         self._spreads.hear(node, said, time.monotonic())
+        if said.stage is None:
+            self.comers.forget(node)
+        else:
+            self.comers.tell(node, said.stage, time.monotonic())
         self._places.fill()
         if self._reply(node) == self._told.get(said.boot_id):
             await self._announcements.hold(

@@ -15,7 +15,6 @@ from aiohttp import hdrs, web
 
 from checkpoint.security import identity
 from orchestrator.gateway.job import QueueFull
-from orchestrator.gateway.routing.comers import Comers
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.routing.peers import PeerAddresses
@@ -57,7 +56,6 @@ class Gateway:
         self.members = Members(token, identity.client_context(token))
         self._expected = f"Bearer {token}".encode()
         self._peers = PeerAddresses()
-        self._comers = Comers()
         self._ledger = Ledger()
         self._metrics = Metrics(self.members, self._ledger)
         self._completer = Completer(self.members, self._ledger, self._metrics.observe)
@@ -98,7 +96,7 @@ class Gateway:
             changes=self.members.changes,
             versions=self.members.versions,
             up_s=now_s - self._started_at_s,
-            coming=self._comers.status({one.node for one in members}, now_s),
+            coming=self.members.comers.status({one.node for one in members}, now_s),
         )
 
     def knows(self, request: web.BaseRequest) -> bool:
@@ -151,7 +149,7 @@ class Gateway:
         node = node_of(request)
         said = admission.decode(await admission.read(request, admission.ANNOUNCE_SIZE_MAX), _stage, "a Stage")
         admission.check_stage(said)
-        self._comers.tell(node, said, time.monotonic())
+        self.members.comers.tell(node, said, time.monotonic())
         return await self._wanted(request)
 
     async def _tell_peers(self, request: web.Request) -> web.Response:

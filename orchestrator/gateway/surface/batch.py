@@ -62,7 +62,7 @@ class BatchRun:
         starting.add_done_callback(self._say_if_broken)
         loop = asyncio.get_running_loop()
         left, ended = self._count, False
-        most, moved_at_s = 0, loop.time()
+        most, moves, moved_at_s = 0, 0, loop.time()
         progress_at_s = moved_at_s + PROGRESS_S
         try:
             while left and not ended:
@@ -73,8 +73,8 @@ class BatchRun:
                     moved_at_s = now_s
                 if now_s >= progress_at_s and left and not ended:
                     progress = self._progress()
-                    if progress.tokens > most:
-                        most, moved_at_s = progress.tokens, now_s
+                    if progress.tokens > most or progress.moves != moves:
+                        most, moves, moved_at_s = max(most, progress.tokens), progress.moves, now_s
                     ended = now_s - moved_at_s > self._batch.deadline_s
                     lines.append(BatchLine(error=self._too_late()) if ended else BatchLine(progress=progress))
                     progress_at_s = now_s + PROGRESS_S
@@ -182,7 +182,8 @@ class BatchRun:
 
     def _progress(self) -> Progress:
         waiting = sum(job.waiting for job in self._jobs) + self._count - len(self._jobs)
-        return Progress(self._tokens(), self._discarded(), self._serving(), waiting)
+        moves = self._members.comers.moves
+        return Progress(self._tokens(), self._discarded(), self._serving(), waiting, moves)
 
     def _too_late(self) -> str:
         policy, within = self._wanted.label, f"within {self._batch.deadline_s:g} s (`rollout.deadline_s`)"

@@ -20,8 +20,8 @@ from policies.control.snapshot import Trainer
 from policies.model.spec import OnBadPrompt
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.seeds import request_seed
-from policies.serving.wire import Batch, CompletionRequest, PolicyRef
-from tasks.completions.gateway_client import GatewayClient, GenerationFailed
+from policies.serving.wire import Batch, BatchLine, CompletionRequest, PolicyRef, Progress
+from tasks.completions.gateway_client import GatewayClient, GenerationFailed, _Call
 from tasks.completions.refused_prompts import NONE_TAKEN, BadPrompts, RefusedPrompts
 from tasks.completions.rollout_source import EVALUATION_CALLS, RolloutSource
 from tasks.storing.heartbeat import Heartbeat
@@ -99,6 +99,18 @@ def test_nothing_until_the_deadline_is_an_error(world: World) -> None:
         world.client().complete(batch(deadline_s=0.5))
     world.gateway.members = 1
     world.gateway.close()
+
+
+def test_a_node_that_gets_on_is_waited_for_and_a_new_connection_is_no_such_thing() -> None:
+    call = _Call(batch())
+    for moves, moved in ((0, False), (1, True), (1, False), (3, True), (0, False), (1, True)):
+        before_s = call._moved_s = -1.0
+        call.hear(BatchLine(progress=Progress(0, 0, 0, 6, moves)))
+        assert (call._moved_s > before_s) is moved, moves
+    call.cut()
+    call._moved_s = -1.0
+    call.hear(BatchLine(progress=Progress(0, 0, 0, 6, 1)))
+    assert call._moved_s == -1.0
 
 
 def test_a_refused_token_is_an_error_at_once(world: World) -> None:

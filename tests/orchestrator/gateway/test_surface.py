@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -16,9 +17,10 @@ from checkpoint.records import documents
 from orchestrator.cli import main
 from orchestrator.gateway.surface.describe import State, describe, state_of
 from orchestrator.home.folder import run_dir
-from policies.serving.joining import BASE_MODEL, POLICY, Stage
-from policies.serving.wire import Announce, AnnounceReply, MembershipChange, MemberStatus, PolicyRef
-from tests.rigs.gateway_process import TOKEN, Rig
+from policies.serving.joining import BASE_MODEL, POLICY, Coming, Stage
+from policies.serving.wire import Announce, AnnounceReply, BatchLine, MembershipChange, MemberStatus, PolicyRef
+from tasks.completions.gateway_client import body_of
+from tests.rigs.gateway_process import TOKEN, Rig, make_batch
 from tests.rigs.gateway_served import Served, serve, two_nodes
 from tests.stand_ins.fake_vllm import completion
 from tests.stand_ins.world import spec
@@ -65,6 +67,41 @@ def test_what_a_node_that_comes_is_at_is_told_until_it_is_a_member() -> None:
         for wrong in (Stage("a\nb"), Stage("x" * 1001), Stage("x", -1), Stage("x", 0, 2**63)):
             refused = await served.http.post("/comers/a", content=msgspec.json.encode(wrong))
             assert refused.status_code == 400, wrong
+
+    serve(story)
+
+
+class Going:
+    """In the place of the nodes that come: one gets on whenever somebody looks, until it stands still."""
+
+    def __init__(self) -> None:
+        self.still, self._moves = False, 0
+
+    @property
+    def moves(self) -> int:
+        self._moves += not self.still
+        return self._moves
+
+    def status(self, *_: object) -> list[Coming]:
+        return []
+
+
+def test_a_batch_is_not_given_up_while_a_node_gets_on() -> None:
+    """Its deadline is over at once; it waits for six words of progress, and then for none."""
+
+    async def story(served: Served) -> None:
+        going = Going()
+        served.members.comers = cast("Any", going)
+        body = body_of(make_batch("0-0", requests=2, deadline_s=1e-6))
+        seen, last = 0, ""
+        async with served.http.stream("POST", "/v1/rollouts", content=body) as answer:
+            async for line in answer.aiter_lines():
+                told = msgspec.json.decode(line, type=BatchLine)
+                seen += told.progress is not None
+                going.still = seen >= 6
+                last = told.error or ""
+        assert seen >= 6
+        assert "no node could serve policy 0-0" in last
 
     serve(story)
 

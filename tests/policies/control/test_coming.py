@@ -148,6 +148,16 @@ def test_how_long_a_node_may_stay_where_it_is(stage: Stage, expected_s: float) -
     assert READ_BYTES_PER_S < 218e6, "less than the disk that SkyPilot asks for by default gives"
 
 
+def test_the_gateway_counts_each_time_that_one_gets_on() -> None:
+    comers = Comers()
+    for at_s, done_bytes in enumerate((0, 1, 6, 7, 12, 11, 12)):
+        comers.tell("rollout-0-i1", Stage(BASE_MODEL, done_bytes, 100), float(at_s))
+    assert comers.moves == 3
+    assert comers.status((), 10.0)[0].still_s == 6.0
+    comers.forget("rollout-0-i1")
+    assert comers.status((), 10.0) == []
+
+
 def test_what_the_gateway_remembers_has_a_limit_and_members_are_not_coming() -> None:
     comers = Comers()
     for number in range(2 * COMERS_MAX):
