@@ -30,6 +30,7 @@ CHECKPOINTS = "checkpoints"
 BLOBS = "blobs"
 POLICIES = "policies"
 ROLLOUTS = "rollouts"
+COMPILED = "compiled"  # what rollout nodes have compiled, by what it depends on
 METRICS = "metrics"
 RESUME = "resume"
 TIMELINES = "timelines"  # how each timeline but the first began
@@ -149,6 +150,10 @@ def author_of(key: str) -> Precedence:
 
 def _author(by: Precedence | None) -> str:
     return "" if by is None else f"-i{by[1]}-a{by[2]}"  # the timeline is in the folder's name
+
+
+def compiled(key: str, number: int) -> str:
+    return f"{COMPILED}/{key}/{number}"
 
 
 def metrics(timeline: int) -> str:

@@ -32,6 +32,7 @@ from tasks.machine.node_env import NodeEnv
 from tasks.models.base import BaseModel, Source, with_model
 from tasks.peers.peers import Peers
 from tasks.rollout import vllm_flags, vllm_server
+from tasks.rollout.compiled.caches import CompileCaches
 from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable, meet
 from tasks.rollout.patching.loader import PolicyLoader, Ready
 from tasks.rollout.policy_check import PolicyCheck
@@ -46,6 +47,7 @@ RESTART_WAIT_S = 0.5  # doubled for each such start
 RETRY_S = 0.5  # before the gateway or the store is tried again
 NOTICE_POLL_S = 0.25
 ENGINE_POLL_S = 1.0
+COMPILED = ".cache/grpo-orch/compiled"  # below the home folder, as vLLM's own caches are
 WHY_CHARS_MAX = 500  # of what is announced
 BEGUN_S = time.monotonic()  # but for Python's own start
 
@@ -70,6 +72,7 @@ class Agent:
         self._loader = PolicyLoader(self._folders)
         self._check = PolicyCheck(spec)
         self._base = self._base_of(source) if (source := vllm_flags.source(spec)) is not None else None
+        self._compiled = CompileCaches(store, spec, Path.home() / COMPILED, env.token)
         self._fitness = Fitness()
         self._bare = True  # whether vLLM may start without weights
         self._empty = False  # whether it did, and still has none
@@ -81,6 +84,7 @@ class Agent:
         self._engine: EngineWord | None = None
         self._stages = PolicyStages("")  # of what was fetched last
         self._join_s: dict[str, float] = {}
+        self._joined = asyncio.Event()
         self._changed = asyncio.Event()  # what is announced is no longer what is
         self._work = asyncio.Event()  # a server or a wanted policy is new
 
@@ -99,6 +103,7 @@ class Agent:
                 group.create_task(self._load_wanted())
                 group.create_task(self._listen_to_engine())
                 group.create_task(self._watch_for_notice())
+                group.create_task(self._compiled.keep(self._joined))
         finally:
             if self._base is not None:
                 self._base.close()
@@ -112,8 +117,10 @@ class Agent:
         while True:
             bare = await self._prepare()
             try:
-                server = await vllm_server.start(self._spec, self._env, self._http, bare=bare)
+                spec = await asyncio.to_thread(self._compiled.bring, self._spec)
+                server = await vllm_server.start(spec, self._env, self._http, bare=bare)
             except Unfit as error:
+                self._compiled.doubt()
                 if bare:  # which may be what it was found out on
                     self._bare = False
                     log.warning("vllm_starts_again_with_weights", why=str(error))
@@ -121,6 +128,7 @@ class Agent:
                 log.error("vllm_unfit", why=str(error), hint="set rollout.recovery: exact in run.yaml")
                 raise GaveUp(str(error)) from error
             except ServerFailed as error:
+                self._compiled.doubt()
                 self._bare = False  # the next start has all that it may need
                 failed += 1
                 log.error("vllm_did_not_start", start=failed, of=STARTS_MAX, why=str(error))
@@ -241,6 +249,7 @@ class Agent:
         if server is self._server:
             self._server = self._policy = None
         await server.stop()
+        self._compiled.doubt()
 
     async def _fetch(self, wanted: PolicyRef) -> Ready:
         begun_s = time.monotonic()
@@ -287,10 +296,12 @@ class Agent:
         """What it took until this node could serve for the first time, by part. The policy is fetched beside
         `vllm` and `trial`, and loaded after them."""
         if not self._join_s:
-            ours, policy = {"vllm": server.start_s, "trial": server.trial_s}, self._stages
-            taken = {**ours, "fetch": policy.fetch_s, "load": policy.load_s, "all": time.monotonic() - BEGUN_S}
+            policy, begun = self._stages, {"compiled": self._compiled.took_s, "vllm": server.start_s}
+            taken = {**begun, "trial": server.trial_s, "fetch": policy.fetch_s, "load": policy.load_s}
+            taken["all"] = time.monotonic() - BEGUN_S
             self._join_s = {part: round(took_s, 3) for part, took_s in taken.items()}
             log.info("joined", bytes=policy.fetched_bytes, **self._join_s)
+            self._joined.set()
 
     async def _listen_to_engine(self) -> None:
         """Ask the engine every ENGINE_POLL_S for its numbers, which the next announcement carries; that it has

@@ -46,7 +46,7 @@ def test_what_is_wanted_is_fetched_while_vllm_starts_and_what_is_wanted_next_too
         assert world.loads == [second.label]
         assert said.stages is not None
         assert said.stages.fetched_bytes > 1000  # not those of the second look, which found all there
-        assert set(said.join_s) == {"vllm", "trial", "fetch", "load", "all"}
+        assert set(said.join_s) == {"compiled", "vllm", "trial", "fetch", "load", "all"}
         assert said.join_s["all"] >= said.join_s["fetch"] > 0
 
     def slow() -> World:

@@ -1,0 +1,146 @@
+"""What vLLM, Inductor and Triton have compiled, from the first node of a kind to those that come after it.
+
+It is code, so it is used only where the run's secret vouches for it, for the very key that this machine has (see
+`key`). It is put into the store once the node serves. Whatever fails costs a compilation and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from checkpoint.security.sealed import MAC_BYTES, seal, unseal
+from checkpoint.store import layout
+from checkpoint.store.errors import AlreadyExists, Corrupt, StoreError
+from checkpoint.store.run_store import Store
+from policies.model.spec import RunSpec
+from tasks.rollout.compiled import archive
+from tasks.rollout.compiled.key import key_of
+from tasks.rollout.vllm_flags import uncompiled_env
+
+log = structlog.get_logger()
+
+FOLDERS = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+MODELS = "models"  # links to models' folders, beside the keys
+# Of one key: the first that is as it was written is used. More than one there are only where some were damaged.
+NUMBERS = range(3)
+SERVED_S = 60.0  # until it is stored: the first steps compile, too, and go before
+
+
+class CompileCaches:
+    """A machine's folder of compiled code, for each key.
+
+    Args:
+        root: where it is: at the same path on every machine of a kind, for compiled code may name its place, and
+            nobody else's to write to. Engines on one machine share it, as they do vLLM's own.
+        secret: the run's.
+    """
+
+    def __init__(self, store: Store, spec: RunSpec, root: Path, secret: str) -> None:
+        self._store = store
+        self._spec = spec
+        self._root = root
+        self._secret = secret
+        # Who names such a folder keeps it; and on CPUs `enforce-eager` compiles nothing.
+        named = FOLDERS.keys() & {*spec.rollout.env, *os.environ}
+        self._on = not named and not uncompiled_env(spec)
+        self._folder: Path | None = None
+        self._others = False  # whether what is there was compiled by others, or earlier
+        self._place: str | None = None  # where it goes in the store
+        self.took_s = 0.0  # to bring it
+
+    def bring(self, spec: RunSpec) -> RunSpec:
+        """Return the run, as it is on this machine, with the environment that vLLM is to start in, once what others
+        have compiled is here."""
+        if self._on and self._folder is None:
+            self._bring(base_config(spec))
+        if self._folder is None:
+            return spec
+        env = {name: str(self._folder / one) for name, one in FOLDERS.items()}
+        spec = replace(spec, rollout=replace(spec.rollout, env={**spec.rollout.env, **env}))
+        if spec.trainer.model == self._spec.trainer.model:
+            return spec
+        return replace(spec, trainer=replace(spec.trainer, model=self._linked(spec.trainer.model)))
+
+    def _linked(self, model: str) -> str:
+        """A path to the model's folder that is the same on all machines, for vLLM's own keys have it in them."""
+        assert self._folder is not None
+        link = self._root / MODELS / self._folder.name
+        part = link.with_name(f".{os.getpid()}")
+        try:
+            link.parent.mkdir(exist_ok=True)
+            part.unlink(missing_ok=True)
+            part.symlink_to(model)
+            part.replace(link)
+        except OSError as error:
+            log.warning("model_not_linked", why=str(error))
+            return model
+        return str(link)
+
+    def doubt(self) -> None:
+        """vLLM did not work with what is here: of what others have compiled nothing is used any more."""
+        if self._folder is not None and self._others:
+            log.warning("compiled_not_used", folder=str(self._folder))
+            self._others, self._place = False, None
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def keep(self, serves: asyncio.Event) -> None:
+        """Store what is compiled here, once the node has served for a while, if nobody else has."""
+        await serves.wait()
+        await asyncio.sleep(SERVED_S)
+        await asyncio.to_thread(self.store)
+
+    def store(self) -> None:
+        """Store what is compiled here unless another has been first."""
+        if self._folder is None or self._place is None:
+            return
+        try:
+            packed = archive.pack(self._folder)
+            self._store.create(self._place, seal(self._secret, self._place, packed))
+        except AlreadyExists:
+            pass  # another node of this kind, or this one, whose answer was lost
+        except (archive.TooLarge, StoreError, OSError) as error:
+            log.warning("compiled_not_stored", why=str(error))
+        else:
+            log.info("compiled_stored", place=self._place, bytes=len(packed))
+
+    def _bring(self) -> None:
+        begun_s = time.monotonic()
+        key = key_of(self._spec)
+        if key is None:
+            self._on = False
+            return
+        self._folder = self._root / key
+        self._others = self._folder.exists()
+        try:
+            self._look(key, self._folder)
+        except (StoreError, OSError) as error:
+            log.warning("compiled_not_brought", why=str(error))
+        self.took_s = time.monotonic() - begun_s
+
+    def _look(self, key: str, folder: Path) -> None:
+        """Bring what others have stored, or find a place for what is compiled here. Raises StoreError, OSError."""
+        sizes = {entry.key: entry.size_bytes for entry in self._store.entries(f"{layout.COMPILED}/{key}")}
+        for number in NUMBERS:
+            place = layout.compiled(key, number)
+            if place not in sizes:
+                self._place = place
+                return
+            if folder.exists():
+                return
+            try:
+                if sizes[place] > archive.PACKED_BYTES_MAX + MAC_BYTES:
+                    raise Corrupt(f"{place}: {sizes[place]} bytes")
+                archive.unpack(unseal(self._secret, place, self._store.get_buffer(place)), folder)
+            except Corrupt as error:
+                log.warning("compiled_not_ours", why=str(error))
+            else:
+                self._others = True
+                log.info("compiled_brought", place=place, bytes=sizes[place])
+                return
