@@ -10,6 +10,8 @@ are trained and repeated up to the whole: AdamW in numpy is slow.
 from __future__ import annotations
 
 import json
+import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -27,7 +29,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from benchmarks.rig.fan_out import fan_out
-from benchmarks.rig.joining import join_s
+from benchmarks.rig.joining import join_compiled_s, join_s
 from benchmarks.rig.links import Link, paced_s3
 from benchmarks.rig.local_run import NODE_PYTHON, ROOT
 from checkpoint.store import layout
@@ -44,6 +46,7 @@ USUAL = 1e-6
 TRAINED = 32 * 2**20  # elements
 WARM_STEPS = 20
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # AdamW's, as TRL leaves them; it decays no weights by default
+STRIDE = 999_983  # bytes, a prime: no two tensors begin at one place, nor so that their chunks are alike
 SIGNAL = 0.3  # of a gradient, that is the same at each step; the rest is noise
 # Of a store, in bytes a second, and how many times the weights travel over it.
 LINKS = (("10 Gbit/s", 1.25e9, 1), ("100 MB/s", 100e6, 1), ("100 MB/s", 100e6, 4))
@@ -53,6 +56,7 @@ JOIN_BYTES_PER_S = 20_000  # of 0.4 MB, so that it travels about as long as vLLM
 PACED_BYTES_PER_S = 10e6  # of each transfer: S3 gives 85 to 90 MB, of which two cores carry few
 
 Words = NDArray[np.uint16]
+RESULTS = ROOT / "benchmarks" / "results" / "weights.json"
 console = Console()
 
 
@@ -80,11 +84,12 @@ def rounded(weights: NDArray[np.float32]) -> Words:
 
 
 def tensors(words: Words, size_bytes: int) -> dict[str, Tensor]:
-    """So many bytes of weights, in tensors of the sizes that a model of 7 billion has."""
+    """So many bytes of weights, in tensors of the sizes that a model of 7 billion has. Each begins elsewhere in
+    what was trained: were they repeated as they are, a store of chunks named by content would get each once."""
     content, each = words.view(np.uint8), 4096 * 4096 * 2
     found = {}
     for number in range(size_bytes // each):
-        begin = number % (len(content) // each) * each
+        begin = number * STRIDE % (len(content) - each) // 2 * 2
         found[f"model.layers.{number}.weight"] = Tensor(
             "BF16",
             (4096, 4096),
@@ -142,23 +147,28 @@ def coded(folder: Path, before: Words, after: Words, size_bytes: int) -> dict[st
     }
 
 
-def staged_s(folder: Path, before: Words, after: Words, size_bytes: int, bytes_per_s: float) -> dict[str, float]:
-    """Seconds from the trainer's weights to a node whose engine may take them: as a delta, and as a whole policy,
-    proved, that is written, then sent, or sent while it is written."""
-    store = Link(f"file://{folder}/store", bytes_per_s)
-    folders, took_s, base = PolicyFolders(store, folder / "node"), dict[str, float](), ""
+def staged_s(
+    folder: Path, before: Words, after: Words, size_bytes: int, bytes_per_s: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds from the trainer's weights to a node whose engine may take them, and those of processors: as a
+    delta, and as a whole policy, proved, that is written, then sent, or sent while it is written."""
+    store = Link(f"file://{folder}/store", math.inf)
+    folders, base = PolicyFolders(store, folder / "node"), ""
+    took_s, worked_s = dict[str, float](), dict[str, float]()
     with ThreadPoolExecutor(delta.WORKERS) as pool:
         for step, kind in enumerate(("", "ours", "whole", "whole_streamed")):
+            if kind:  # the base, which node and trainer hold already, need not travel slowly
+                store.bytes_per_s = bytes_per_s
             new = tensors(after if step % 2 else before, size_bytes)
-            begun_s = time.perf_counter()
+            begun_s, idle_s = time.perf_counter(), time.process_time()
             ref = published(store, folder, step, new, base if kind == "ours" else "", pool, kind != "whole")
             staged = kind == "ours" and folders.stage(ref, base, lambda: True)
             got = folders.fetch(ref, lambda: True) if not staged else None
-            took_s[kind] = time.perf_counter() - begun_s
+            took_s[kind], worked_s[kind] = time.perf_counter() - begun_s, time.process_time() - idle_s
             folders.keep_only(got or folders.settle(ref, lambda: True))
             base = ref.digest
-    del took_s[""]
-    return took_s
+    del took_s[""], worked_s[""]
+    return took_s, worked_s
 
 
 def published(
@@ -218,54 +228,74 @@ def adapter_share(rank: int) -> float:
     return 4 * layers * sum(rank * (inputs + outputs) for inputs, outputs in linear) / (2 * 7.616e9)
 
 
+class Figures:
+    """What is measured, written after each part: one that fails takes nothing from those before it."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, Any] = {"bytes_ratio": {}, "changed_share": {}, "ready_s": {}}
+        self.all |= {"ready_cpu_s": {}, "ready_ratio": {}, "part_s": {}}
+
+    @contextmanager
+    def part(self, what: str) -> Iterator[Path]:
+        """Measure in a folder that is there for as long."""
+        begun_s = time.monotonic()
+        with console.status(what), tempfile.TemporaryDirectory() as name:
+            yield Path(name)
+        self.all["part_s"][what] = round(time.monotonic() - begun_s, 1)
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(self.all, indent=2) + "\n")
+
+
 def main() -> None:
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     size_bytes = int(float(sys.argv[1]) * 1e6) if sys.argv[1:] else 10**9
-    figures: dict[str, Any] = {"bytes_ratio": {}, "changed_share": {}}
+    figures = Figures()
+    found = figures.all
+    found["weights_gb"], found["load"] = size_bytes / 1e9, os.getloadavg()[0]
+    found["adapter_bytes_ratio"] = {str(rank): round(adapter_share(rank), 4) for rank in RANKS}
     for rate in RATES:
-        with console.status(f"AdamW at {rate:g}"), tempfile.TemporaryDirectory() as name:
+        with figures.part(f"AdamW at {rate:g}") as folder:
             before, after = trained(rate)
-            one = coded(Path(name), before, after, size_bytes)
-        figures["changed_share"][f"{rate:g}"] = round(float(np.mean(before != after)), 5)
-        figures["bytes_ratio"][f"{rate:g}"] = round(one["ratio"], 5)
-        if rate == USUAL:
-            usual = before, after
-            figures["encode_gb_per_s"], figures["decode_gb_per_s"] = (
-                round(one["encode"], 2),
-                round(one["decode"], 2),
-            )
-            figures["extra_memory_share"] = round(one["memory"], 3)
-    figures["adapter_bytes_ratio"] = {str(rank): round(adapter_share(rank), 4) for rank in RANKS}
-    figures["ready_seconds"], figures["ready_ratio"] = {}, {}
+            one = coded(folder, before, after, size_bytes)
+            found["changed_share"][f"{rate:g}"] = round(float(np.mean(before != after)), 5)
+            found["bytes_ratio"][f"{rate:g}"] = round(one["ratio"], 5)
+            if rate == USUAL:
+                usual = before, after
+                found["encode_gb_per_s"] = round(one["encode"], 2)
+                found["decode_gb_per_s"] = round(one["decode"], 2)
+                found["extra_memory_share"] = round(one["memory"], 3)
     for link, bytes_per_s, times in LINKS:
-        name_of = f"{times * size_bytes / 1e9:g} GB, {link}"
-        with console.status(f"over {link}"), tempfile.TemporaryDirectory() as name:
-            took_s = staged_s(Path(name), *usual, times * size_bytes, bytes_per_s)
-        figures["ready_seconds"][name_of] = {kind: round(seconds, 2) for kind, seconds in took_s.items()}
-        figures["ready_ratio"][name_of] = round(took_s["whole"] / took_s["ours"], 2)
-    # Of the last link, without the engine's own load; TRL's client sends weights by NCCL, which needs GPUs.
-    figures["publish_to_first_token_s"] = {**figures["ready_seconds"][name_of], "trl": None}
-    with console.status("transfers"), tempfile.TemporaryDirectory() as name:
-        few, many = sent_s(Path(name), size_bytes).values()
-    figures["transfers_ratio"] = {f"{TRANSFERS[0]} to {TRANSFERS[1]}": round(few / many, 2)}
-    with console.status("an engine that changes weights"):
-        parts = pauses(figures["changed_share"][f"{USUAL:g}"])
-    figures["pause_share"] = round(parts.pop("pause_share"), 2)
-    figures["pause_s"] = {part: round(seconds, 3) for part, seconds in parts.items() if part != "weights_bytes"}
-    with console.status("a node that joins"), tempfile.TemporaryDirectory() as name:
-        figures["join_s"] = join_s(Path(name), JOIN_BYTES_PER_S)
-    with console.status("nodes that fetch at once"):
-        figures |= fan_out()
+        name = f"{times * size_bytes / 1e9:g} GB, {link}"
+        with figures.part(name) as folder:
+            took_s, worked_s = staged_s(folder, *usual, times * size_bytes, bytes_per_s)
+            found["ready_s"][name] = {kind: round(seconds, 2) for kind, seconds in took_s.items()}
+            found["ready_cpu_s"][name] = {kind: round(seconds, 2) for kind, seconds in worked_s.items()}
+            found["ready_ratio"][name] = round(took_s["whole"] / took_s["ours"], 2)
+    found["publish_to_first_token_s"] = {**found["ready_s"][name], "trl": None}
+    found["why"] = {
+        "publish_to_first_token_s": f"{name}: until an engine may take the weights; what it then takes is pause_s",
+        "publish_to_first_token_s.trl": "TRL's client sends weights by NCCL, which needs GPUs",
+    }
+    with figures.part("transfers") as folder:
+        few, many = sent_s(folder, size_bytes).values()
+        found["transfers_ratio"] = {f"{TRANSFERS[0]} to {TRANSFERS[1]}": round(few / many, 2)}
+    with figures.part("an engine that changes weights"):
+        parts = pauses(found["changed_share"][f"{USUAL:g}"])
+        found["pause_share"] = round(parts.pop("pause_share"), 2)
+        found["pause_s"] = {part: round(took, 3) for part, took in parts.items() if part != "weights_bytes"}
+    with figures.part("nodes that fetch at once"):
+        found |= fan_out()
+    with figures.part("a node that joins") as folder:
+        found["join_s"] = {"slow store": join_s(folder, JOIN_BYTES_PER_S)}
+    with figures.part("nodes that join and compile") as folder:
+        found["join_s"] |= join_compiled_s(folder)
     console.print(
         f"Conditions: {size_bytes / 1e9:g} GB of weights in bfloat16; coding by processor time of one core; "
         f"ready: at {USUAL:g}, with {delta.WORKERS} threads, to a delta that the engine may take (ours), and to a "
         "whole policy that is proved, sent after or while it is written.",
         highlight=False,
     )
-    out = ROOT / "benchmarks" / "results" / "weights.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(figures, indent=2) + "\n")
-    console.print(json.dumps(figures, indent=2), highlight=False)
+    console.print(json.dumps(found, indent=2), highlight=False)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
@@ -29,13 +31,12 @@ from checkpoint.stream import manifest
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import ROLLOUTS, Batch, BatchLine, CompletionRequest, GatewayStatus, PolicyRef
-from tests.rigs.store.fault_proxy import Slow, fault_proxy
+from tests.rigs.store.fault_proxy import FaultProxy, Slow, fault_proxy
 from tests.rigs.store.moto_server import moto_server
 from tests.rigs.store.server import S3Server
 
 T = TypeVar("T")
 TOKEN = "secret"
-NODE = "rollout-0-i1"
 VERSION = PolicyVersion(0, 1)
 DEADLINE_S = 900.0
 POLL_S = 0.1
@@ -51,33 +52,76 @@ def join_s(folder: Path, bytes_per_s: int, code: Path = ROOT) -> dict[str, float
         bytes_per_s: of each object that the node reads; the policy's weights are one of 0.4 MB.
         code: the node's sources: those of another commit tell what has changed since.
     """
+    with _rig(folder, VLLM) as rig:
+        rig.proxy.inject(Slow(bytes_per_s))
+        return rig.join(1, os.environ["HOME"], code)
+
+
+def join_compiled_s(folder: Path) -> dict[str, dict[str, float]]:
+    """The same over a quick store, where vLLM compiles: of a node that is the first of its kind, and of one that
+    comes once that has stored what it has compiled. Each begins with an empty home folder, at one path."""
+    home, took_s = folder / "home", dict[str, dict[str, float]]()
+    with _rig(folder, {**VLLM, "enforce-eager": False}) as rig:
+        for number, what in enumerate(("compiles", "compiled before"), start=1):
+            home.mkdir()
+            took_s[what] = rig.join(number, str(home), until=lambda: rig.store.entries(layout.COMPILED))
+            shutil.rmtree(home)
+        [stored] = rig.store.entries(layout.COMPILED)
+    return {**took_s, "compiled_bytes": {"stored": stored.size_bytes}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Rig:
+    """A run with a policy and a gateway, that waits for nodes."""
+
+    folder: Path
+    server: S3Server
+    proxy: FaultProxy
+    store: Store
+    policy: PolicyRef
+
+    def join(
+        self, number: int, home: str, code: Path = ROOT, until: Callable[[], object] = lambda: True
+    ) -> dict[str, float]:
+        """Start a node, and end it once it has joined and what it is to do besides is done."""
+        name = f"rollout-0-i{number}"
+        with _asked(self.store, self.policy) as lines:
+            _until(lambda: _status(self.store).policy == self.policy.label)
+            env = {**_env(self.store, self.folder, self.server.at(self.proxy.endpoint), name), "HOME": home}
+            begun_s = time.monotonic()
+            with _process([str(NODE_PYTHON), "-m", "tasks.rollout.agent"], env, code):
+                next(line for line in lines if line.completion or (line.progress and line.progress.tokens))
+                first_token_s = time.monotonic() - begun_s
+                joined = _until(
+                    lambda: next(
+                        (one for one in _status(self.store).members if one.node == name and one.policy), None
+                    )
+                )
+                _until(until)
+        return {**joined.join_s, "first_token": round(first_token_s, 3)}
+
+
+@contextmanager
+def _rig(folder: Path, vllm: dict[str, Any]) -> Iterator[_Rig]:
     make_tiny(folder)
     with ExitStack() as stack:
         server = stack.enter_context(moto_server(folder))
         proxy = stack.enter_context(fault_proxy(server.endpoint))
         store = Store(server.url("run"), options=server.options())
-        policy = _begin_run(store, folder)
-        gateway = _env(store, folder, server)
+        policy = _begin_run(store, folder, vllm)
+        gateway = _env(store, folder, server, "rollout-0-i1")
         stack.enter_context(_process([sys.executable, "-m", "orchestrator.gateway"], gateway, ROOT))
-        with _asked(store, policy) as lines:
-            _until(lambda: _status(store).policy == policy.label)
-            proxy.inject(Slow(bytes_per_s))
-            node, begun_s = _env(store, folder, server.at(proxy.endpoint)), time.monotonic()
-            stack.enter_context(_process([str(NODE_PYTHON), "-m", "tasks.rollout.agent"], node, code))
-            next(line for line in lines if line.completion or (line.progress and line.progress.tokens))
-            first_token_s = time.monotonic() - begun_s
-        member = _until(lambda: next((one for one in _status(store).members if one.policy), None))
-        return {**member.join_s, "first_token": round(first_token_s, 3)}
+        yield _Rig(folder, server, proxy, store, policy)
 
 
-def _begin_run(store: Store, folder: Path) -> PolicyRef:
+def _begin_run(store: Store, folder: Path, vllm: dict[str, Any]) -> PolicyRef:
     spec = RunSpec(
         name="joining",
         storage=store.url,
         trainer=TrainerSpec(model="model", dataset=Dataset(path="json"), reward_funcs=("x.y",)),
         grpo={},
         workdir=str(folder),
-        rollout=RolloutSpec(vllm=VLLM, env=VLLM_ENV),
+        rollout=RolloutSpec(vllm=vllm, env=VLLM_ENV),
     )
     documents.create_run(store, RunRecord(documents.SCHEMA, "joining", 0.0, spec))
     vouch(store, TOKEN)
@@ -110,11 +154,11 @@ def _process(argv: list[str], env: dict[str, str], code: Path) -> Iterator[None]
         process.wait()
 
 
-def _env(store: Store, folder: Path, server: S3Server) -> dict[str, str]:
+def _env(store: Store, folder: Path, server: S3Server, node: str) -> dict[str, str]:
     return {
         **os.environ,
         "GRPO_ORCH_RUN": store.url,
-        "GRPO_ORCH_NODE": NODE,
+        "GRPO_ORCH_NODE": node,
         "GRPO_ORCH_TOKEN": TOKEN,
         "GRPO_ORCH_ATTEMPT": "1",
         "GRPO_ORCH_WORKDIR": str(folder),

@@ -20,7 +20,8 @@ class Link(Store):
 
     def __init__(self, url: str, bytes_per_s: float) -> None:
         super().__init__(url)
-        self._bytes_per_s, self._free_at_s, self._lock = bytes_per_s, 0.0, threading.Lock()
+        self.bytes_per_s = bytes_per_s  # may be changed between transfers
+        self._free_at_s, self._lock = 0.0, threading.Lock()
 
     def put(self, key: str, data: Any) -> None:
         self._pass(len(data))
@@ -33,7 +34,7 @@ class Link(Store):
 
     def _pass(self, size_bytes: int) -> None:
         with self._lock:
-            self._free_at_s = max(self._free_at_s, time.monotonic()) + size_bytes / self._bytes_per_s
+            self._free_at_s = max(self._free_at_s, time.monotonic()) + size_bytes / self.bytes_per_s
             wait_s = self._free_at_s - time.monotonic()
         time.sleep(max(0.0, wait_s))
 

@@ -226,7 +226,7 @@ def test_a_store_that_fails_costs_a_compilation(
     assert read(folder) == KERNELS
 
 
-@pytest.mark.parametrize("why", ["named in run.yaml", "named here", "nothing is compiled", "AMD"])
+@pytest.mark.parametrize("why", ["named in run.yaml", "named here", "nothing is compiled", "AMD", "no folder"])
 def test_where_nothing_can_be_shared_nothing_is_asked(
     machines: Machines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
 ) -> None:
@@ -241,9 +241,12 @@ def test_where_nothing_can_be_shared_nothing_is_asked(
             rollout = replace(rollout, vllm={"enforce-eager": True}, env=env)
         case "AMD":
             monkeypatch.setattr(key, "AMD", tmp_path)
+        case "no folder":
+            (tmp_path / "1").write_bytes(b"a file")
     node, folder = machines.node(replace(machines.spec, rollout=rollout))
     assert node.bring().rollout.env == rollout.env
-    write(folder, KERNELS)
+    if why != "no folder":
+        write(folder, KERNELS)
     node.store()
     assert machines.places() == []
 

@@ -43,11 +43,11 @@ def pack(folder: Path) -> bytes:
 
 
 def unpack(packed: memoryview, folder: Path) -> None:
-    """Write the files of an archive into a folder that is not there yet, which appears once all are written.
+    """Write the files of an archive into a folder that is not there yet, which appears once all are written;
+    that above it is there.
 
     Raises Corrupt where it is no such archive, or would leave the folder, or is too large; OSError.
     """
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))  # another engine here may be at it, too
     try:
         with (

@@ -112,7 +112,12 @@ class CompileCaches:
 
     def _bring(self) -> None:
         begun_s = time.monotonic()
-        key = key_of(self._spec)
+        try:
+            key = key_of(self._spec)
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            key = None
+            log.warning("compiled_not_kept", why=str(error))
         if key is None:
             self._on = False
             return
