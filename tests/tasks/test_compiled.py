@@ -44,19 +44,19 @@ class Machines:
     def node(self, spec: RunSpec | None = None, secret: str = SECRET) -> tuple[CompileCaches, Path]:
         self.count += 1
         root, spec = self.folder / str(self.count), spec or self.spec
-        return CompileCaches(self.store, spec, root, secret), root / str(key.key_of(spec))
+        return CompileCaches(self.store, spec, root, secret), root / str(key.key_of(spec, {}))
 
     def compiles(self, spec: RunSpec | None = None, secret: str = SECRET) -> None:
         """A node starts, finds nothing, compiles and stores it."""
         node, folder = self.node(spec, secret)
-        node.bring()
+        node.bring(spec or self.spec)
         assert not folder.exists()
         write(folder, KERNELS)
         node.store()
 
     def brought(self, spec: RunSpec | None = None) -> dict[str, bytes]:
         node, folder = self.node(spec)
-        node.bring()
+        node.bring(spec or self.spec)
         return read(folder)
 
     def places(self) -> list[str]:
@@ -84,20 +84,33 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machines:
 def test_what_the_first_has_compiled_the_second_has_at_its_start(machines: Machines) -> None:
     machines.compiles()
     node, folder = machines.node()
-    spec = node.bring()
+    spec = node.bring(machines.spec)
     assert read(folder) == KERNELS
     assert {name: Path(spec.rollout.env[name]).relative_to(folder).name for name in FOLDERS} == FOLDERS
     node.store()  # what it was brought it does not send back
     (folder / "own").write_bytes(b"compiled since")
-    CompileCaches(machines.store, machines.spec, folder.parent, SECRET).bring()
+    CompileCaches(machines.store, machines.spec, folder.parent, SECRET).bring(machines.spec)
     assert read(folder) == KERNELS | {"own": b"compiled since"}, "a restart on the machine keeps what is there"
     assert len(machines.places()) == 1
+
+
+def test_a_model_that_each_machine_has_elsewhere_is_one_model_at_one_path(machines: Machines) -> None:
+    """As one that comes through the store, without its weights or with them; vLLM's own keys name its path."""
+    found = list[str]()
+    for folder in ("i1/base-model", "i2/base-outline"):
+        write(machines.folder / folder, {"config.json": b"{}"})
+        of = replace(machines.spec.trainer, model=str(machines.folder / folder))
+        node = CompileCaches(machines.store, machines.spec, machines.folder / "root", SECRET)
+        here = node.bring(replace(machines.spec, trainer=of))
+        assert Path(here.trainer.model).resolve() == machines.folder / folder
+        found.append(here.trainer.model)
+    assert found[0] == found[1]
 
 
 def test_what_an_earlier_run_has_left_on_the_machine_is_shared_with_others(machines: Machines) -> None:
     node, folder = machines.node()
     write(folder, KERNELS)
-    node.bring()
+    node.bring(machines.spec)
     node.store()
     assert machines.brought() == KERNELS
 
@@ -105,7 +118,7 @@ def test_what_an_earlier_run_has_left_on_the_machine_is_shared_with_others(machi
 def test_of_two_that_compile_at_once_the_first_to_store_it_stays(machines: Machines) -> None:
     found = [machines.node() for _ in range(2)]
     for number, (node, folder) in enumerate(found):
-        node.bring()
+        node.bring(machines.spec)
         write(folder, {"triton/who": str(number).encode()})
     for node, _ in found:
         node.store()
@@ -197,7 +210,7 @@ def test_what_is_too_large_locked_or_a_link_does_not_travel(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node, folder = machines.node()
-    node.bring()
+    node.bring(machines.spec)
     write(folder, {"triton/k.lock": b"", "vllm/model.17.tmp": b"half", "vllm/model": b"whole"})
     (folder / "link").symlink_to("/etc/passwd")
     monkeypatch.setattr(archive, "UNPACKED_BYTES_MAX", 4)
@@ -220,7 +233,7 @@ def test_a_store_that_fails_costs_a_compilation(
     with monkeypatch.context() as patch:
         patch.setattr(Store, when, away)
         node, folder = machines.node()
-        assert node.bring().rollout.env.keys() == FOLDERS.keys()
+        assert node.bring(machines.spec).rollout.env.keys() == FOLDERS.keys()
         write(folder, KERNELS)
         node.store()
     assert read(folder) == KERNELS
@@ -243,8 +256,9 @@ def test_where_nothing_can_be_shared_nothing_is_asked(
             monkeypatch.setattr(key, "AMD", tmp_path)
         case "no folder":
             (tmp_path / "1").write_bytes(b"a file")
-    node, folder = machines.node(replace(machines.spec, rollout=rollout))
-    assert node.bring().rollout.env == rollout.env
+    spec = replace(machines.spec, rollout=rollout)
+    node, folder = machines.node(spec)
+    assert node.bring(spec) == spec
     if why != "no folder":
         write(folder, KERNELS)
     node.store()
@@ -278,7 +292,7 @@ def home(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[
     """A world, and where its agent keeps what is compiled."""
     store, wanted = publish(machines.folder, 0, size_bytes=10)
     monkeypatch.setenv("HOME", str(machines.folder))
-    monkeypatch.setattr(caches, "key_of", lambda _: "key")
+    monkeypatch.setattr(caches, "key_of", lambda *_: "key")
     monkeypatch.setattr(node_agent, "RESTART_WAIT_S", 0.0)
 
     def world() -> Home:

@@ -12,6 +12,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -22,7 +23,7 @@ from checkpoint.store.run_store import Store
 from policies.model.spec import RunSpec
 from tasks.rollout.compiled import archive
 from tasks.rollout.compiled.key import key_of
-from tasks.rollout.vllm_flags import uncompiled_env
+from tasks.rollout.vllm_flags import base_config, uncompiled_env
 
 log = structlog.get_logger()
 
@@ -39,6 +40,7 @@ class CompileCaches:
     Args:
         root: where it is: at the same path on every machine of a kind, for compiled code may name its place, and
             nobody else's to write to. Engines on one machine share it, as they do vLLM's own.
+        spec: the run's, as its run.yaml has it.
         secret: the run's.
     """
 
@@ -56,8 +58,7 @@ class CompileCaches:
         self.took_s = 0.0  # to bring it
 
     def bring(self, spec: RunSpec) -> RunSpec:
-        """Return the run, as it is on this machine, with the environment that vLLM is to start in, once what others
-        have compiled is here."""
+        """Bring what others have compiled. Returns the run, as it is here, with vLLM's environment."""
         if self._on and self._folder is None:
             self._bring(base_config(spec))
         if self._folder is None:
@@ -110,10 +111,10 @@ class CompileCaches:
         else:
             log.info("compiled_stored", place=self._place, bytes=len(packed))
 
-    def _bring(self) -> None:
+    def _bring(self, config: dict[str, Any]) -> None:
         begun_s = time.monotonic()
         try:
-            key = key_of(self._spec)
+            key = key_of(self._spec, config)
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             key = None

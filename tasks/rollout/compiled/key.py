@@ -13,11 +13,11 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from blake3 import blake3
 
 from policies.model.spec import RunSpec
-from tasks.rollout.vllm_flags import base_config
 
 KEY_CHARS = 32
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader")
@@ -25,15 +25,16 @@ ASKED_S = 30.0  # a driver that is being initialised takes seconds
 AMD = Path("/dev/kfd")  # whose kinds are not told apart here
 
 
-def key_of(spec: RunSpec) -> str | None:
-    """Names what is compiled for this run on machines like this one; None where this one's kind is unknown."""
+def key_of(spec: RunSpec, config: dict[str, Any]) -> str | None:
+    """Names what is compiled for this run, whose model has that config.json, on machines like this one; None where
+    this one's kind is unknown."""
     accelerators = kind_of_accelerators()
     if accelerators is None:
         return None
     on = {"environment": environment(), "processor": processor(), "accelerators": accelerators}
     of = {
         "model": spec.trainer.model,
-        "config": base_config(spec),
+        "config": config,
         "flags": spec.rollout.vllm,
         "env": spec.rollout.env,
         "peft": spec.trainer.peft is not None,
