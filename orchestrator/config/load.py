@@ -34,6 +34,7 @@ from orchestrator.config.rules.rehearsal import write_out_rehearsal
 from orchestrator.config.rules.resources import check_resources
 from orchestrator.config.rules.rewards import reward_problem
 from orchestrator.config.rules.storage import EXPECTED, Storage, write_out_storage
+from orchestrator.config.rules.trl_features import check_quantised, check_turns
 from orchestrator.config.sizes.disks import size_disks
 from policies.model.spec import Replicas, RunSpec
 from policies.serving.disks import ModelSize
@@ -70,6 +71,7 @@ def load(
         raise ConfigError(findings.problems)
     data["grpo"] |= grpo_defaults(data, findings)
     spec = msgspec.convert({**data, "workdir": str(workdir)}, RunSpec)
+    check_quantised(spec, findings)
     if spec.cloud == "local":
         too_few(spec, gpus_here(), findings)
     if findings.problems:
@@ -129,6 +131,7 @@ def _checked(document: Document, workdir: Path, findings: Findings) -> dict[str,
     _check_foreign(data, findings)
     cross_check(data, findings)
     _check_rewards(data, workdir, findings)
+    check_turns(data.get("trainer", {}), workdir, findings)
     check_datasets(data.get("trainer", {}), workdir, findings)
     return data
 

@@ -34,7 +34,8 @@ def usual(spec: RunSpec, role: Role) -> list[str]:
         return list(HUB if hub else ())
     data = (*datasets_of(spec.trainer.dataset), *datasets_of(spec.trainer.eval_dataset))
     hub = hub or any(_is_of_hub(one.path, spec) for one in data)
-    names = list(HUB if hub or spec.grpo.get("push_to_hub") else ())
+    hub = hub or any("/" in one and _is_of_hub(one, spec) for one in spec.trainer.reward_funcs)
+    names = list(HUB if hub else ())
     for sink in _sinks(spec):
         names += SINKS.get(sink, ())
     return list(dict.fromkeys(names))

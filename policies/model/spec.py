@@ -44,6 +44,9 @@ class TrainerSpec:
     env: dict[str, str] = field(default_factory=dict)  # environment of the trainer process
     peft: dict[str, Any] | None = None  # LoraConfig keys
     accelerate: dict[str, Any] | None = None  # an accelerate config file's keys
+    tools: tuple[str, ...] = ()  # import paths of functions that the model may call, in TRL's form
+    environment_factory: str | None = None  # import path of what makes one, or of a mapping of those by name
+    rollout_func: str | None = None  # import path of what makes completions, in TRL's signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ PLAIN_KEYS = frozenset(
 )
 PLAIN_INITS = (True, False, "gaussian", "orthogonal")  # the others begin by changing the base weights, or may
 EMBEDDINGS = frozenset({"lm_head", "embed_tokens", "embed_out", "embed_in", "wte", "word_embeddings"})
+QUANTISED = "a quantised model cannot be published to rollout nodes"
 QUANTISED_WORDS = ("quantization_config", "load_in_4bit", "load_in_8bit")
 ONE_MODEL_EACH = frozenset({"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU", "MULTI_HPU", "DEEPSPEED"})
 # Where targets are not named, vLLM prepares everything for adapters: the head too, which it does up to this

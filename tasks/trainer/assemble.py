@@ -24,7 +24,7 @@ from policies.detect.divergence import Detector
 from policies.model.node_contract import SPOOL
 from policies.model.spec import RunSpec, generates_itself
 from policies.model.timelines import Fork, forked_spec
-from policies.serving.adapters import why_whole
+from policies.serving.adapters import QUANTISED, why_whole
 from tasks.completions.gateway_client import GatewayClient
 from tasks.completions.refused_prompts import RefusedPrompts
 from tasks.completions.rollout_source import RolloutSource
@@ -44,11 +44,12 @@ from tasks.trainer import callbacks
 from tasks.trainer.overdue import ended_after
 from tasks.trainer.preflight import check_packages, check_prompts, check_rewards
 from tasks.trainer.reports import keep_reports, prepare_reports
+from tasks.trainer.turns import check_turns, load_turns
 from tasks.trainer.user_data import load_data, prompts_used
 from tasks.trainer.user_objects import (
     BadSpec,
     first_line,
-    load_function,
+    load_rewards,
     local_folder,
     model_path,
     passes,
@@ -169,7 +170,7 @@ def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable
         replaced: returns the prompts in the place of others, in a dataset of so many.
     """
     wanted, workdir = start.spec.trainer, start.workdir
-    rewards = [load_function("trainer.reward_funcs", name, workdir) for name in wanted.reward_funcs]
+    rewards, turns = load_rewards(wanted.reward_funcs, workdir), load_turns(wanted, workdir)
     used = prompts_used(config)
     data = load_data("trainer.dataset", wanted.dataset, workdir, used)
     held_out = wanted.eval_dataset and load_data("trainer.eval_dataset", wanted.eval_dataset, workdir, used)
@@ -178,7 +179,8 @@ def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable
     if start.restored is None and config.process_index == 0:
         tried = {**data.firsts, **(held_out.firsts if held_out else {})}
         check_prompts(tried)
-        check_rewards(rewards, wanted.reward_funcs, tried, config, start.limited)
+        begun = check_turns(turns, tried, config.num_generations, start.limited)
+        check_rewards(rewards, wanted.reward_funcs, tried, config, start.limited, begun)
     replacements = replaced(len(data.rows))
     model = model_path(wanted, workdir) if start.base_model is None else str(start.base_model)
     set_seed(config.seed)  # before the model: new adapters are drawn at random, and a restart must draw the same
@@ -194,6 +196,7 @@ def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable
             train_dataset=data.rows,
             eval_dataset=held_out.rows if held_out else None,
             peft_config=_peft_config(wanted.peft),
+            **turns,
         )
     except (OSError, ValueError, TypeError, ImportError) as error:
         if passes(error):
@@ -201,6 +204,9 @@ def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable
         raise BadSpec(f"trainer.model {wanted.model}, with the settings of `grpo`: {first_line(error)}") from error
     if start.restored is not None and (why := why_not_resumable(trainer, start.restored.folder)):
         raise BadSpec(f"trainer: {why}")
+    quantised = getattr(plain_model(trainer.model).config, "quantization_config", None)
+    if quantised and not generates_itself(start.spec):
+        raise BadSpec(f"trainer.model {wanted.model}: {QUANTISED}; name the one it was made from")
     if trl_grpo.shards_reference(trainer):
         shards = "a reference model in shards (FSDP, ZeRO stage 3) does not survive a restart"
         raise BadSpec(f"grpo.sync_ref_model: {shards}; use ZeRO stage 0 to 2 or DDP")

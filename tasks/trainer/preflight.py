@@ -23,6 +23,7 @@ from tasks.trainer.user_prompts import EXPECTED, is_chat, shown
 
 # More than one, so that a function that returns one number for all is found out. A model may say anything.
 ANSWERS = ("42", "The answer is 42.")
+IMAGES = frozenset({"image", "images"})  # columns that TRL reads
 OWN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})  # TRL passes these under other names
 
 
@@ -31,6 +32,8 @@ def check_prompts(firsts: Mapping[str, Mapping[str, Any]]) -> None:
     for key, row in firsts.items():
         if not (isinstance(row["prompt"], str) or is_chat(row["prompt"])):
             raise BadSpec(f"{key}: its first prompt is {shown(row['prompt'])}; {EXPECTED}")
+        if IMAGES & row.keys() or _shows_image(row["prompt"]):
+            raise BadSpec(f"{key}: its prompts have images, and completions are made of text alone; drop them")
 
 
 def check_packages(config: Any) -> None:
@@ -42,26 +45,32 @@ def check_packages(config: Any) -> None:
 
 
 def check_rewards(
-    functions: Sequence[Callable[..., Any]],
+    functions: Sequence[Callable[..., Any] | str],
     names: Sequence[str],
     firsts: Mapping[str, Mapping[str, Any]],
     config: Any,
     limited: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
+    environments: Mapping[str, Sequence[Any]] | None = None,
 ) -> None:
     """Call each reward function once a dataset. Raises BadSpec naming the first that TRL could not work with.
+
+    Reward models are TRL's to load.
 
     Args:
         names: the functions' import paths.
         firsts: the first row of each dataset, by its key.
         config: TRL's. A function may compare the completions of a group, so it gets a whole one.
         limited: within it a call of what it is given the key of in run.yaml may take only so long.
+        environments: of each dataset, one for each completion, where the run has any.
     """
     for key, row in firsts.items():
         told = _told(row, config)
+        if environments is not None:
+            told["environments"] = environments[key]
         columns = sorted(told.keys() & row.keys() - OWN_COLUMNS)
         called = f"it was called on the first row of {key}, with {', '.join(columns) or 'no other columns'}"
         for function, name in zip(functions, names, strict=True):
-            if not isinstance(function, torch.nn.Module):
+            if not isinstance(function, torch.nn.Module | str):
                 with limited(function_key := f"trainer.reward_funcs: {name}"):
                     _check_reward(function, function_key, told, called)
 
@@ -104,6 +113,12 @@ def _check_reward(function: Callable[..., Any], key: str, told: dict[str, Any], 
     for value in values:
         if not _is_reward(value):
             raise BadSpec(f"{key} returned {shown(value)} among its values; {expected}")
+
+
+def _shows_image(prompt: Any) -> bool:
+    contents = [one["content"] for one in prompt] if is_chat(prompt) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
 
 
 async def _awaited(found: Any) -> Any:

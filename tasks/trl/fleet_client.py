@@ -112,7 +112,8 @@ class FleetClient:
     ) -> dict[str, Any]:
         """Return `n` completions of each prompt in TRL's shapes, prompt by prompt.
 
-        One that no node took is its end alone, without a log-probability: see `tasks.trl.trl_refused`.
+        One that no node took is its end alone, without a log-probability: see `tasks.trl.trl_refused`. A prompt
+        without a token is none (`tasks.trl.trl_turns`), and is not asked for.
         """
         if features is not None or logprobs != 0:
             raise NotImplementedError(
@@ -132,7 +133,7 @@ class FleetClient:
         try:
             rollout = self._rollouts.complete(
                 self._version(),
-                prompts,
+                [prompt for prompt in prompts if prompt],
                 n,
                 sampling,
                 training=bool(self._trainer.model.training),
@@ -145,8 +146,10 @@ class FleetClient:
             said = LEAVING if isinstance(told, LeaveNow) else WEIGHTS_FIRST
             return {"prompt_ids": prompts, "completion_ids": [said] * (len(prompts) * n), "logprobs": None}
         end = [self._trainer.eos_token_ids[0]]
-        completion_ids = [end if one.refused else one.token_ids for one in rollout.completions]
-        of_tokens = [[None] if one.refused else one.logprobs for one in rollout.completions]
+        made = iter(rollout.completions)
+        found = [next(made) if prompt else None for prompt in prompts for _ in range(n)]
+        completion_ids = [[] if one is None else end if one.refused else one.token_ids for one in found]
+        of_tokens = [[] if one is None else [None] if one.refused else one.logprobs for one in found]
         return {
             "prompt_ids": prompts,
             "completion_ids": completion_ids,

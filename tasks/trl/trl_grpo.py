@@ -33,6 +33,7 @@ from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before,
 from tasks.trl.trl_leaving import LeavesInTime
 from tasks.trl.trl_refused import LeavesOutRefused
 from tasks.trl.trl_saving import SavesIntoSpool
+from tasks.trl.trl_turns import TakesTurnsTogether
 from tasks.trl.weights import adapter_tensors, plain_model, stored_buffers, whole_weights
 
 # The trainer generates nothing itself, and importing vLLM takes longer than all else that a restart does. TRL
@@ -197,7 +198,13 @@ class EpochSampler(RepeatSampler):  # type: ignore[misc]  # TRL has no types
             yield self.replaced.at(step).get(index, index)
 
 
-class FleetGRPOTrainer(LeavesInTime, LeavesOutRefused, SavesIntoSpool, GRPOTrainer):  # type: ignore[misc]  # TRL has no types
+class FleetGRPOTrainer(
+    LeavesInTime,
+    LeavesOutRefused,
+    SavesIntoSpool,
+    TakesTurnsTogether,
+    GRPOTrainer,  # type: ignore[misc]  # it has no types
+):
     """GRPOTrainer whose completions come from the fleet and whose restarts are exact.
 
     Args:

@@ -75,6 +75,8 @@ def test_generation_is_made_where_it_is_replaced() -> None:
         "_get_train_sampler",
         "_calculate_rewards",
         "_generate",
+        "_generate_single_turn",
+        "_tool_call_loop",
         "_generate_and_score_completions",
         "_compute_loss",
         "_save_checkpoint",

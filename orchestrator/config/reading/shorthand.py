@@ -33,8 +33,14 @@ def write_out(document: Document, workdir: Path, findings: Findings) -> None:
 
 
 def _trainer(trainer: dict[str, Any], workdir: Path, findings: Findings, *, is_sky: bool) -> None:
-    if isinstance(trainer.get("reward_funcs"), str):
-        trainer["reward_funcs"] = [trainer["reward_funcs"]]
+    for key in ("reward_funcs", "tools"):
+        if isinstance(trainer.get(key), str):
+            trainer[key] = [trainer[key]]
+    if isinstance(rewards := trainer.get("reward_funcs"), list):
+        for index, reward in enumerate(rewards):
+            if isinstance(reward, str) and "/" in reward:  # a model
+                where: KeyPath = ("trainer", "reward_funcs", index)
+                rewards[index] = _local(reward, workdir, where, (), findings, is_sky=is_sky)
     if isinstance(trainer.get("model"), str):
         trainer["model"] = _local(trainer["model"], workdir, ("trainer", "model"), (), findings, is_sky=is_sky)
     for key in ("dataset", "eval_dataset"):

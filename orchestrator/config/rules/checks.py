@@ -17,8 +17,9 @@ from orchestrator.config.rules import batches, gpus
 from orchestrator.config.rules.bounds import check_bounds
 from orchestrator.config.rules.effective import Doubtful, EffectiveRun
 from orchestrator.config.rules.processes import check_processes, one_generates
-from orchestrator.config.rules.reference_model import check_reference_model
+from orchestrator.config.rules.rewards import is_model
 from orchestrator.config.rules.secrets import check_secrets
+from orchestrator.config.rules.trl_features import check_reference_model, check_vespo, takes_turns
 
 NAME = re.compile(r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")  # it becomes part of machine names
 LOGGING_STEPS = 1
@@ -81,7 +82,9 @@ def _paths_are_shipped(run: EffectiveRun, findings: Findings) -> None:
     if run.at("cloud") != "sky":
         return
     data = [((*path, "path"), one.get("path")) for path, one in each_dataset(run.at("trainer") or {})]
-    for path, named in [(("trainer", "model"), run.at("trainer", "model")), *data]:
+    rewards = enumerate(run.at("trainer", "reward_funcs") or ())
+    models = [(("trainer", "reward_funcs", index), one) for index, one in rewards if is_model(one)]
+    for path, named in [(("trainer", "model"), run.at("trainer", "model")), *data, *models]:
         if named and os.path.normpath(named).startswith("../"):
             message = f"{named} is outside the folder of this file, and machines get a copy of no other"
             findings.add(path, f"{message}; expected a path below it")
@@ -114,7 +117,7 @@ def _evaluation(run: EffectiveRun, findings: Findings) -> None:
 
 def _reward_weights(run: EffectiveRun, findings: Findings) -> None:
     weights, functions = run.at("grpo", "reward_weights"), run.at("trainer", "reward_funcs")
-    if functions == []:
+    if functions == [] and run.at("trainer", "environment_factory") is None:
         findings.add(("trainer", "reward_funcs"), "expected at least one import path, as in rewards.my_reward")
     elif functions is not None and weights is not None and len(weights) != len(functions):
         message = f"expected one weight for each of {len(functions)} reward_funcs, got {len(weights)}"
@@ -123,11 +126,15 @@ def _reward_weights(run: EffectiveRun, findings: Findings) -> None:
 
 def _room_for_prompts(run: EffectiveRun, findings: Findings) -> None:
     room, length = run.at("rollout", "vllm", "max-model-len"), run.grpo("max_completion_length")
-    if isinstance(room, int) and 0 < room <= length:
-        findings.add(
-            ("rollout", "vllm", "max-model-len"),
-            f"{room} leaves no room for a prompt: grpo.max_completion_length is {length}; expected more than that",
-        )
+    if not isinstance(room, int) or room <= 0:
+        return
+    key: KeyPath = ("rollout", "vllm", "max-model-len")
+    if room <= length:
+        message = f"{room} leaves no room for a prompt: grpo.max_completion_length is {length}"
+        findings.add(key, f"{message}; expected more than that")
+    elif room <= 2 * length and takes_turns(run):
+        message = f"{room} leaves no room for another turn, whose prompt holds the turns before it"
+        findings.add(key, f"{message}; expected more than twice grpo.max_completion_length, {length}")
 
 
 def _no_speculative_decoding(run: EffectiveRun, findings: Findings) -> None:
@@ -188,6 +195,7 @@ CHECKS: tuple[Callable[[EffectiveRun, Findings], None], ...] = (
     gpus.engine_fits,
     gpus.local_nodes_have_their_own,
     check_reference_model,
+    check_vespo,
     check_processes,
     _rehearsed_faults,
 )

@@ -19,6 +19,10 @@ from orchestrator.config.reading.problems import Findings, KeyPath, unknown_key
 _GATEWAY = "completions come through the gateway"
 _NODE = "it belongs to the rollout nodes; set rollout.vllm.{}"
 _STORE = "checkpoints go to `storage` and are restored from there"
+_HUB = "weights go to `storage`; `grpo-orch export` writes them as from_pretrained reads them, ready to be pushed"
+_OWN_ORDER = "GRPO goes through the prompts in an order of its own; see shuffle_dataset"
+_OWN_GENERATION = "it belongs to TRL's own generation; " + _GATEWAY
+_NO_BEST = "no checkpoint is chosen by a metric; see checkpoints for those that stay"
 
 REFUSED_GRPO = {
     "use_vllm": _GATEWAY,
@@ -39,6 +43,26 @@ REFUSED_GRPO = {
     "save_only_model": "such a checkpoint cannot be resumed",
     "save_total_limit": "the machine's disk keeps none; how many the store keeps is checkpoints.keep_last",
     "load_best_model_at_end": "the machine's disk keeps none to load; see checkpoints for those that stay",
+    "metric_for_best_model": _NO_BEST,
+    "greater_is_better": _NO_BEST,
+    "enable_jit_checkpoint": "a run saves by itself when its machine is told to leave",
+    "ignore_data_skip": "a restart would train on other prompts than the next ones",
+    "restore_callback_states_from_checkpoint": "the run's own watch keeps its state in the store",
+    "train_sampling_strategy": _OWN_ORDER,
+    "length_column_name": _OWN_ORDER,
+    "dataloader_in_order": "rows would come in the order in which workers end, another after a restart",
+    "data_seed": _OWN_ORDER + " and seed",
+    "push_to_hub": _HUB,
+    "hub_always_push": _HUB,
+    "hub_model_id": _HUB,
+    "hub_private_repo": _HUB,
+    "hub_revision": _HUB,
+    "hub_strategy": _HUB,
+    "cache_implementation": _OWN_GENERATION,
+    "use_transformers_continuous_batching": _OWN_GENERATION,
+    "transformers_continuous_batching_config": _OWN_GENERATION,
+    "use_transformers_paged": _OWN_GENERATION,
+    "do_predict": "a run trains; what it has trained is scored with trainer.eval_dataset",
     "logging_strategy": "metrics are logged by steps; set logging_steps",
     "do_train": "a run trains",
     "local_rank": "the launcher sets it",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from orchestrator.config.reading.problems import Findings
 from orchestrator.config.rules.foreign_keys import grpo_table
 from orchestrator.config.rules.gpus import note_idle
 from orchestrator.config.rules.processes import note_processes
 from orchestrator.config.rules.secrets import note_secrets
+from orchestrator.config.rules.trl_features import config_of
 from policies.control.rollback_choice import changes_on_rollback
 from policies.detect.divergence import TYPICAL_DELAY_POINTS
 from policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of
@@ -68,7 +67,7 @@ def _adapter_is_merged(spec: RunSpec, findings: Findings) -> None:
     if (
         generates_itself(spec)
         or spec.trainer.peft is None
-        or not (why := why_whole(spec, _config_of(Path(spec.workdir, spec.trainer.model))))
+        or not (why := why_whole(spec, config_of(Path(spec.workdir, spec.trainer.model))))
     ):
         return
     message = "each step publishes whole merged weights, not the adapter alone"
@@ -81,14 +80,6 @@ def _nodes_that_are_not_there(spec: RunSpec, findings: Findings) -> None:
     for key in ("resources", "setup", "vllm", "env", "recovery"):
         if getattr(spec.rollout, key) != getattr(RolloutSpec(), key):
             findings.notice(("rollout", key), "not used: with replicas: 0 the trainer generates, without vLLM")
-
-
-def _config_of(model: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((model / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def _grpo(spec: RunSpec, key: str) -> float:

@@ -14,11 +14,18 @@ PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extr
 
 
 def reward_problem(path: str, workdir: Path, *, has_setup: bool) -> str:
-    """What is wrong with a reward function's import path; empty where nothing is."""
+    """What is wrong with a reward function's import path; empty where nothing is, or where it names a model."""
+    if is_model(path):
+        return ""
     if path.startswith("trl."):
         shipped = shipped_reward_functions()
         return "" if path in shipped else f"TRL ships no such reward function{did_you_mean(path, shipped)}"
     return function_problem(path, workdir, has_setup=has_setup, misfit=_signature_problem)
+
+
+def is_model(reward: str) -> bool:
+    """Whether a reward is a model, a folder or a name on the hub, and no function."""
+    return "/" in reward
 
 
 def _signature_problem(node: ast.stmt, name: str) -> str:

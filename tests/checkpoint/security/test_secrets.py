@@ -66,7 +66,8 @@ def test_a_model_and_data_that_are_at_hand_need_no_token(tmp_path: Path) -> None
     (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
     (tmp_path / "data.jsonl").touch()
     assert usual(run_spec(tmp_path), Role.TRAINER) == usual(run_spec(tmp_path), Role.ROLLOUT) == []
-    assert usual(run_spec(tmp_path, push_to_hub=True), Role.TRAINER) == ["HF_TOKEN"]
+    judged = replace(run_spec(tmp_path).trainer, reward_funcs=("rewards.score", "org/judge"))
+    assert usual(replace(run_spec(tmp_path), trainer=judged), Role.TRAINER) == ["HF_TOKEN"]
     (tmp_path / "data.jsonl").unlink()
     assert (usual(run_spec(tmp_path), Role.TRAINER), usual(run_spec(tmp_path), Role.ROLLOUT)) == (["HF_TOKEN"], [])
 

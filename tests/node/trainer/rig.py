@@ -35,9 +35,12 @@ from policies.model.spec import (
     TrainerSpec,
 )
 from policies.model.vocabulary import PolicyVersion
+from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv
 from tasks.machine.processes.launching import trainer_argv
 from tasks.machine.spooling import find_spool, remove_spool
+from tasks.storing.heartbeat import Heartbeat
+from tasks.trainer.assemble import assemble
 from tests.budget import HANG_S
 from tests.node.trainer.stand_in_gateway import TOKEN, StandInGateway
 
@@ -88,10 +91,11 @@ def run_spec(
     replicas: int = 1,
     accelerators: str = "",
     boot_timeout_s: float = 900.0,
+    trainer: dict[str, Any] | None = None,
 ) -> RunSpec:
     """A spec over the tiny model, with `grpo` over GRPO. Without `kl` the guard only watches.
 
-    With `accelerators` it trains in a process for each.
+    With `accelerators` it trains in a process for each; `trainer` is what else its section says.
     """
     return RunSpec(
         name="test",
@@ -116,8 +120,17 @@ def run_spec(
             peft=peft,
             accelerate=accelerate,
             resources={"accelerators": accelerators} if accelerators else {},
+            **(trainer or {}),
         ),
     )
+
+
+def assembled(rig: Rig, attempt: int = 1) -> Any:
+    """The trainer of a run, in this process."""
+    env = NodeEnv(rig.store.url, "trainer-0-i1", TOKEN, attempt, 0, str(rig.work), "127.0.0.1")
+    heartbeat = Heartbeat(rig.store, Trainer(env.node, attempt, 0, 0, 0, "starting", 0.0))
+    leaving = Leaving(rig.work, attempt)
+    return assemble(env, documents.read_run(rig.store), rig.store, heartbeat, leaving, None)[0]
 
 
 class Rig:

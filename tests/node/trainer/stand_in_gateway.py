@@ -188,7 +188,8 @@ def _sample(
         token = int(torch.multinomial(row.exp(), 1, generator=generator))
         token_ids.append(token)
         logprobs.append(float(row[token]))
-        if token == model.config.eos_token_id:
+        ends = model.config.eos_token_id
+        if token in (ends if isinstance(ends, list) else [ends]):
             break
         inputs = torch.tensor([[token]])
     return token_ids, logprobs

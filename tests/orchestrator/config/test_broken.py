@@ -494,6 +494,51 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         ["run.yaml:6: trainer.reward_funcs: expected at least one import path, as in rewards.my_reward"],
     ),
     (
+        "reward models",
+        [("[rewards.digit_share]", "[./judge, org/judge]")],
+        [
+            "run.yaml:6: trainer.reward_funcs[0]: no such file or folder: {folder}/judge; relative paths start at the folder of this file"
+        ],
+    ),
+    (
+        "turns",
+        [
+            (
+                "  reward_funcs: [rewards.digit_share]",
+                "  reward_funcs: []\n  tools: rewards.digit_shar\n  environment_factory: Ladder\n  rollout_func: rolls.out",
+            ),
+            ("max_completion_length: 16", "max_completion_length: 128"),
+        ],
+        [
+            'run.yaml:7: trainer.tools: rewards.py defines no digit_shar; expected a function of that name; did you mean "digit_share"?',
+            "run.yaml:8: trainer.environment_factory: expected an import path, module.function, got 'Ladder'",
+            "run.yaml:9: trainer.rollout_func: no module rolls in {folder} or the installed packages; expected a file rolls.py",
+            "run.yaml:20: rollout.vllm.max-model-len: 256 leaves no room for another turn, whose prompt holds the turns before it; expected more than twice grpo.max_completion_length, 128",
+        ],
+    ),
+    (
+        "a loss and a correction that is not for it",
+        [(GRPO, f"{GRPO}\n  loss_type: vespo")],
+        [
+            "run.yaml:15: grpo.loss_type: vespo needs vllm_importance_sampling_mode token_truncate or token_mask, and it is sequence_mask; set one of them"
+        ],
+    ),
+    (
+        "a base model in four bits",
+        [(GRPO, f"{GRPO}\n  model_init_kwargs: {{load_in_4bit: true}}")],
+        [
+            "run.yaml:15: grpo.model_init_kwargs: a quantised model cannot be published to rollout nodes; expected the model as it was before, with adapters (trainer.peft) to save memory"
+        ],
+    ),
+    (
+        "what a restart would not come through",
+        [(GRPO, f"{GRPO}\n  ignore_data_skip: true\n  push_to_hub: true")],
+        [
+            "run.yaml:15: grpo.ignore_data_skip: cannot be set, remove it: a restart would train on other prompts than the next ones",
+            "run.yaml:16: grpo.push_to_hub: cannot be set, remove it: weights go to `storage`; `grpo-orch export` writes them as from_pretrained reads them, ready to be pushed",
+        ],
+    ),
+    (
         "an item of a list",
         [("[rewards.digit_share]", "[rewards.digit_share, 5]")],
         ["run.yaml:6: trainer.reward_funcs: expected a list of texts, got a list with 5"],

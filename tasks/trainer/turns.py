@@ -1,0 +1,96 @@
+"""Completions of several turns: the tools, environments and rollout function that run.yaml names, tried at the
+first start as rewards are. The turns themselves are TRL's (`tasks.trl.trl_turns`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+from policies.model.spec import TrainerSpec
+from tasks.trainer.user_objects import BadSpec, first_line, load_environments, load_function, passes
+
+ENVIRONMENTS = "trainer.environment_factory"
+OF_EVERY_ENVIRONMENT = ("reset", "get_reward")  # called by TRL; its other public methods are the model's to call
+
+
+def load_turns(wanted: TrainerSpec, workdir: Path) -> dict[str, Any]:
+    """Import what run.yaml names, as arguments of TRL's trainer. Raises BadSpec."""
+    found: dict[str, Any] = {}
+    if wanted.tools:
+        found["tools"] = [load_function("trainer.tools", one, workdir) for one in wanted.tools]
+    if wanted.environment_factory is not None:
+        found["environment_factory"] = load_environments(wanted.environment_factory, workdir)
+    if wanted.rollout_func is not None:
+        found["rollout_func"] = load_function("trainer.rollout_func", wanted.rollout_func, workdir)
+    return found
+
+
+def check_turns(
+    turns: dict[str, Any],
+    firsts: Mapping[str, Mapping[str, Any]],
+    count: int,
+    limited: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
+) -> dict[str, list[Any]] | None:
+    """Try tools and environments on the first row of each dataset. Raises BadSpec naming what TRL could not work
+    with.
+
+    Returns, by the dataset's key, so many environments that were begun with its row, for the reward functions;
+    None without environments.
+    """
+    begun = {key: _check_turns(turns, key, dict(row), count, limited) for key, row in firsts.items()}
+    return begun if "environment_factory" in turns else None
+
+
+def _check_turns(
+    turns: dict[str, Any],
+    key: str,
+    row: dict[str, Any],
+    count: int,
+    limited: Callable[[str], AbstractContextManager[object]],
+) -> list[Any]:
+    tools, factory = turns.get("tools", []), turns.get("environment_factory")
+    if (tools or factory is not None) and isinstance(row["prompt"], str):
+        raise BadSpec(f"{key}: its first prompt is a text, and tools are called in chats; expected messages")
+    _check_described("trainer.tools", tools)
+    if factory is None:
+        return []
+    if isinstance(factory, dict):
+        name = row.pop("environment", None)
+        if name not in factory:
+            expected = f"expected a column `environment` with one of {', '.join(map(repr, factory))}"
+            raise BadSpec(f"{ENVIRONMENTS}: the environment of the first row of {key} is {name!r}; {expected}")
+        factory = factory[name]
+    with limited(ENVIRONMENTS):
+        return [_begun(factory, key, row) for _ in range(count)]
+
+
+def _begun(factory: Callable[[], Any], key: str, row: dict[str, Any]) -> Any:
+    """A new environment, begun as TRL begins one."""
+    try:
+        made = factory()
+        made.reset(**row)
+    except Exception as error:  # the user's code may raise anything
+        if passes(error) or isinstance(error, TimeoutError):
+            raise
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise BadSpec(f"{ENVIRONMENTS}: beginning one with the first row of {key} raised {said}") from error
+    names = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction) if not name.startswith("_")]
+    _check_described(ENVIRONMENTS, [getattr(made, name) for name in names if name not in OF_EVERY_ENVIRONMENT])
+    return made
+
+
+def _check_described(key: str, tools: Iterable[Callable[..., Any]]) -> None:
+    """The model is told of a tool what its type hints and docstring say."""
+    for tool in tools:
+        try:
+            get_json_schema(tool)
+        except (DocstringParsingException, TypeHintParsingException) as error:
+            raise BadSpec(f"{key}: {first_line(error)}") from error
