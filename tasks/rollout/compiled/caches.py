@@ -123,11 +123,11 @@ class CompileCaches:
             self._on = False
             return
         self._folder = self._root / key
-        self._others = self._folder.exists()
         try:
             self._look(key, self._folder)
         except (StoreError, OSError) as error:
             log.warning("compiled_not_brought", why=str(error))
+        self._others = self._folder.exists()  # also where another engine here was quicker
         self.took_s = time.monotonic() - begun_s
 
     def _look(self, key: str, folder: Path) -> None:
@@ -147,6 +147,5 @@ class CompileCaches:
             except Corrupt as error:
                 log.warning("compiled_not_ours", why=str(error))
             else:
-                self._others = True
                 log.info("compiled_brought", place=place, bytes=sizes[place])
                 return
