@@ -1,4 +1,4 @@
-"""Disks of `cloud: sky`: as large as the model needs where none is named, and a notice where less is."""
+"""Disks of `cloud: sky`: as large as the model needs where none is named; notices tell of it."""
 
 from __future__ import annotations
 
@@ -48,13 +48,15 @@ def _sized(
     smallest_gb = min(named, default=DEFAULT_GB)
     if smallest_gb >= needed_gb:
         return resources
-    if not named and not _has_its_own(resources):
-        return {**resources, KEY: needed_gb}
+    asks = not named and not _has_its_own(resources)
     parts = [f"{what} {bytes_ / GB:.0f}" for what, bytes_ in disk_parts(role, spec, size).items()]
-    has = f"{KEY} is {smallest_gb} GB" if named else f"no {KEY} is asked for on such machines"
-    message = f"{has}, and about {needed_gb} GB are needed: {', '.join(parts)}"
-    findings.notice((role.value, "resources", KEY), message)
-    return resources
+    if asks:
+        said = f"no {KEY} is named, so {needed_gb} GB are asked for"
+    else:
+        has = f"{KEY} is {smallest_gb} GB" if named else f"no {KEY} is asked for on such machines"
+        said = f"{has}, and about {needed_gb} GB are needed"
+    findings.notice((role.value, "resources", KEY), f"{said}: {', '.join(parts)}")
+    return {**resources, KEY: needed_gb} if asks else resources
 
 
 def _named_gb(resources: Mapping[str, Any]) -> list[int]:

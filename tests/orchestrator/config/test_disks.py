@@ -51,13 +51,18 @@ H100 = "{infra: aws/us-east-1, accelerators: H100:8}"
 def test_disks_that_a_model_needs_are_asked_for_where_none_is_named(tmp_path: Path) -> None:
     found = loaded(tmp_path, H100, "{any_of: [{infra: aws/us-east-1}, {infra: gcp/us-central1}]}", OF_70B)
     assert disks(found) == (3490, 540)  # with the base model in what is restored: beta is set
-    assert told(found) == []
+    assert told(found) == [
+        "trainer.resources: no disk_size is named, so 3490 GB are asked for: "
+        "system and environment 60, base model 141, two policies 282, checkpoints 2681",
+        "rollout.resources: no disk_size is named, so 540 GB are asked for: "
+        "system and environment 60, base model 141, two policies 282",
+    ]
 
 
 def test_a_model_that_fits_skypilots_own_disk_asks_for_nothing(tmp_path: Path) -> None:
     found = loaded(tmp_path, H100, "{infra: aws/us-east-1, disk_size: 130GB}", OF_7B)
     assert disks(found) == (440, "130GB")
-    assert told(found) == []
+    assert [one.partition(":")[0] for one in told(found)] == ["trainer.resources"]
 
 
 def test_a_disk_that_is_named_and_too_small_is_told_with_the_figures(tmp_path: Path) -> None:
