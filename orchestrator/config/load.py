@@ -15,7 +15,8 @@ import msgspec
 
 from orchestrator.config.reading.datasets import check_datasets
 from orchestrator.config.reading.lines import Document, parse
-from orchestrator.config.reading.problems import ConfigError, Findings, KeyPath, Problem
+from orchestrator.config.reading.kinds import shown
+from orchestrator.config.reading.problems import ConfigError, Findings, KeyPath, Problem, did_you_mean
 from orchestrator.config.reading.shorthand import write_out
 from orchestrator.config.reading.structure import check_structure
 from orchestrator.config.rules.checks import cross_check, grpo_defaults
@@ -32,7 +33,7 @@ from orchestrator.config.rules.gpus import too_few
 from orchestrator.config.rules.notices import find_notices
 from orchestrator.config.rules.rehearsal import write_out_rehearsal
 from orchestrator.config.rules.resources import check_resources
-from orchestrator.config.rules.rewards import reward_problem
+from orchestrator.config.rules.rewards import argument_problem, reward_problem
 from orchestrator.config.rules.storage import EXPECTED, Storage, write_out_storage
 from orchestrator.config.rules.trl_features import check_quantised, check_turns
 from orchestrator.config.sizes.disks import size_disks
@@ -155,9 +156,20 @@ def _check_foreign(data: dict[str, Any], findings: Findings) -> None:
 
 def _check_rewards(data: dict[str, Any], workdir: Path, findings: Findings) -> None:
     trainer = data.get("trainer", {})
+    arguments, has_setup = dict(trainer.get("reward_args", {})), bool(trainer.get("setup"))
+    functions = {name.rpartition(".")[2]: name for name in trainer.get("reward_funcs", ())}
     for index, name in enumerate(trainer.get("reward_funcs", ())):
-        if problem := reward_problem(name, workdir, has_setup=bool(trainer.get("setup"))):
+        if problem := reward_problem(name, workdir, has_setup=has_setup):
             findings.add(("trainer", "reward_funcs", index), problem)
+            arguments.pop(name.rpartition(".")[2], None)
+    for name, values in arguments.items():
+        here: KeyPath = ("trainer", "reward_args", name)
+        if name not in functions:
+            findings.add(here, f"no such function in trainer.reward_funcs{did_you_mean(name, list(functions))}")
+        elif not isinstance(values, dict):
+            findings.add(here, f"expected a mapping of the function's arguments, got {shown(values)}")
+        elif problem := argument_problem(functions[name], workdir, values, has_setup=has_setup):
+            findings.add(here, problem)
 
 
 def _replicas_max(data: dict[str, Any]) -> int | None:

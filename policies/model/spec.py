@@ -14,6 +14,9 @@ from policies.model.vocabulary import Recovery
 
 # What is done about a prompt that no rollout node takes: it is left out of its step, or the run fails.
 OnBadPrompt = Literal["skip", "fail"]
+# What is done about a reward function that raises, hangs or returns no score: its completions have none, or the
+# run fails.
+OnBadReward = Literal["none", "fail"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,7 @@ class TrainerSpec:
     model: str  # hub name or folder
     dataset: Dataset | tuple[Dataset, ...]
     reward_funcs: tuple[str, ...]  # import paths, `package.module.function`, in TRL's signature
+    reward_args: dict[str, Any] = field(default_factory=dict)  # by a function's name: its arguments, by theirs
     eval_dataset: Dataset | tuple[Dataset, ...] | None = None  # scored every `grpo.eval_steps`; never trained on
     resources: dict[str, Any] = field(default_factory=dict)  # SkyPilot's keys
     setup: str = ""  # shell, run once on the machine before the trainer
@@ -113,6 +117,8 @@ class PoliciesSpec:
     resume_state_steps: int = 25  # how often the light resume state is stored
     boot_timeout_s: float = 900.0  # from the request to the first work; then the machine is replaced
     on_bad_prompt: OnBadPrompt = "skip"  # one prompt of many thousands is no reason to lose a night
+    on_bad_reward: OnBadReward = "fail"  # what is wrong with a function is mostly wrong with all of its scores
+    reward_timeout_s: float = 1800.0  # one call of a reward function, over all of a process's completions
     trainer_restarts: int = 5  # trainer exits in a row without one step of progress; then the run fails
     min_completion_length: int | None = None  # completions may become this short when memory runs out; None: never
 

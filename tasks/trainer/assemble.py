@@ -49,6 +49,7 @@ from tasks.trainer.user_data import load_data, prompts_used
 from tasks.trainer.user_objects import (
     BadSpec,
     first_line,
+    guarded_rewards,
     load_rewards,
     local_folder,
     model_path,
@@ -170,7 +171,7 @@ def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable
         replaced: returns the prompts in the place of others, in a dataset of so many.
     """
     wanted, workdir = start.spec.trainer, start.workdir
-    rewards, turns = load_rewards(wanted.reward_funcs, workdir), load_turns(wanted, workdir)
+    rewards, turns = load_rewards(wanted, workdir), load_turns(wanted, workdir)
     used = prompts_used(config)
     data = load_data("trainer.dataset", wanted.dataset, workdir, used)
     held_out = wanted.eval_dataset and load_data("trainer.eval_dataset", wanted.eval_dataset, workdir, used)
@@ -191,7 +192,7 @@ def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable
             start.env.timeline,
             replacements,
             model=model,
-            reward_funcs=rewards,
+            reward_funcs=guarded_rewards(rewards, start.spec),
             args=config,
             train_dataset=data.rows,
             eval_dataset=held_out.rows if held_out else None,

@@ -42,6 +42,7 @@ from tasks.machine.spooling import NoRoom, find_spool, remove_spool
 from tasks.machine.versions import TRAINER, WrongVersions, check_versions
 from tasks.models import publishing
 from tasks.models.base import BaseModel, found_here, source_of
+from tasks.rewards.guard import BadReward
 from tasks.storing.heartbeat import Fenced, Heartbeat
 from tasks.storing.sharing import Restored, told_by_first
 
@@ -56,8 +57,6 @@ LAST_WORDS = {
     exit_codes.STOPPED: "stopped",
     exit_codes.OUT_OF_MEMORY: "out_of_memory",
 }
-# CUDA's and ROCm's allocators, cuBLAS for its workspace, and torch's allocator of the machine's own memory.
-OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 End = tuple[int, str]  # an exit code and why
 RANK = int(os.environ.get("RANK", "0"))  # set by accelerate's launcher; the first process speaks for all
 RESTORED = "restored"  # folder of the machine's
@@ -194,7 +193,7 @@ def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
     """Train, and say how it ended. Raises errors that another try may not meet."""
     from tasks.storing.tensor_types import UnsupportedType
     from tasks.trainer.callbacks import Diverged
-    from tasks.trainer.user_objects import BadSpec
+    from tasks.trainer.user_objects import BadSpec, is_out_of_memory
 
     try:
         trainer.train(resume_from_checkpoint=resume_from)
@@ -205,6 +204,8 @@ def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
         return code, f"told to end at step {trainer.state.global_step}; stored up to {stored or 0}"
     except (NoRoom, UnsupportedType, BadSpec) as error:
         return exit_codes.BAD_SPEC, str(error)
+    except BadReward as error:
+        return exit_codes.FAILED, f"at step {trainer.state.global_step + 1}: {error}; see policies.on_bad_reward"
     except Diverged as error:
         return exit_codes.DIVERGED, f"stopped at step {trainer.state.global_step}: {error}"
     except (RuntimeError, MemoryError) as error:
@@ -221,11 +222,6 @@ def _read_forks(store: Store, timeline: int) -> tuple[Fork, ...]:
     if timeline not in (0, *(fork.timeline for fork in forks)):
         raise NotFound(f"timeline {timeline} has not begun", "only the controller begins one")
     return forks
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the accelerator or the machine has no memory left; torch has no one type for it."""
-    return isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
 
 
 def _is_last(checkpoint: Path) -> bool:

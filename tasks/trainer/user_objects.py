@@ -8,19 +8,24 @@ from __future__ import annotations
 import errno
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoConfig
 
-from policies.model.spec import TrainerSpec
+from policies.model.spec import RunSpec, TrainerSpec
 from tasks.machine.base_model import model_folder
+from tasks.rewards.guard import guarded
+from tasks.rewards.in_workers import with_arguments
 
 # Of the machine or the network, not of run.yaml: another try may find them gone.
 PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+# CUDA's and ROCm's allocators, cuBLAS for its workspace, and torch's allocator of the machine's own memory.
+OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 
 
 class BadSpec(Exception):
@@ -51,10 +56,29 @@ def load_environments(import_path: str, workdir: Path) -> Any:
     return found
 
 
-def load_rewards(named: Iterable[str], workdir: Path) -> list[Callable[..., Any] | str]:
-    """Import reward functions; a reward model stays a name, which TRL loads. Raises BadSpec."""
-    key = "trainer.reward_funcs"
-    return [_reward_model(one, workdir) if "/" in one else load_function(key, one, workdir) for one in named]
+def load_rewards(spec: TrainerSpec, workdir: Path) -> list[Callable[..., Any] | str]:
+    """Import reward functions, with their arguments; a reward model stays a name, which TRL loads. Raises BadSpec."""
+    return [_reward_model(one, workdir) if "/" in one else _reward(one, spec, workdir) for one in spec.reward_funcs]
+
+
+def guarded_rewards(rewards: Sequence[Callable[..., Any] | str], spec: RunSpec) -> list[Callable[..., Any] | str]:
+    """What was loaded, its functions under the run's rule for what goes wrong in them. Models are TRL's to call."""
+    rule, timeout_s = spec.policies.on_bad_reward, spec.policies.reward_timeout_s
+
+    def one(function: Callable[..., Any], path: str) -> Callable[..., Any]:
+        return guarded(function, path, rule, timeout_s, lambda error: passes(error) or is_out_of_memory(error))
+
+    named = zip(rewards, spec.trainer.reward_funcs, strict=True)
+    return [found if isinstance(found, torch.nn.Module | str) else one(found, path) for found, path in named]
+
+
+def _reward(import_path: str, spec: TrainerSpec, workdir: Path) -> Callable[..., Any]:
+    function = load_function("trainer.reward_funcs", import_path, workdir)
+    arguments = spec.reward_args.get(import_path.rpartition(".")[2])
+    try:
+        return function if arguments is None else with_arguments(function, arguments)
+    except TypeError as error:
+        raise BadSpec(f"trainer.reward_args: {import_path}: {first_line(error)}") from error
 
 
 def _load(key: str, import_path: str, workdir: Path) -> Any:
@@ -107,6 +131,11 @@ def passes(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the accelerator or the machine has no memory left; torch has no one type for it."""
+    return isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
 
 
 def first_line(error: BaseException) -> str:

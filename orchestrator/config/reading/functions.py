@@ -39,7 +39,11 @@ def function_problem(path: str, workdir: Path, *, has_setup: bool, misfit: Misfi
         return f"{module} is a folder, not a module; expected module.function"
     if not spec.origin.endswith(".py"):
         return ""  # compiled: there is nothing to read
-    return _name_problem(Path(spec.origin), name, misfit)
+    node, problem = _named(Path(spec.origin), name)
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        imported = next(one.name for one in node.names if (one.asname or one.name) == name)
+        return function_problem(f"{node.module}.{imported}", workdir, has_setup=has_setup, misfit=misfit)
+    return problem if node is None else misfit(node, name)
 
 
 def _find(module: str, workdir: Path) -> tuple[ModuleSpec | None, str]:
@@ -65,20 +69,22 @@ def _installed(name: str) -> ModuleSpec | None:
     return next((spec for spec in found if spec is not None), None)
 
 
-def _name_problem(source: Path, name: str, misfit: Misfit) -> str:
+def _named(source: Path, name: str) -> tuple[ast.stmt | None, str]:
+    """What binds the name in a module, or why there is no such thing; neither where that cannot be told."""
     try:
         tree = ast.parse(source.read_bytes())
     except SyntaxError as error:
-        return f"{source}:{error.lineno}: {error.msg}"
+        return None, f"{source}:{error.lineno}: {error.msg}"
     except (OSError, ValueError, RecursionError) as error:
-        return f"{source} cannot be read: {error}"
+        return None, f"{source} cannot be read: {error}"
     names = dict(_names(tree.body))
     if name not in names:
         if "*" in names or "__getattr__" in names:
-            return ""  # it may come from there
+            return None, ""  # it may come from there
         functions = [one for one, node in names.items() if isinstance(node, FUNCTION | ast.ClassDef)]
-        return f"{source.name} defines no {name}; expected a function of that name{did_you_mean(name, functions)}"
-    return misfit(names[name], name)
+        expected = f"expected a function of that name{did_you_mean(name, functions)}"
+        return None, f"{source.name} defines no {name}; {expected}"
+    return names[name], ""
 
 
 def _names(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 from pathlib import Path
 
 from orchestrator.config.reading.functions import FUNCTION, function_problem
@@ -23,9 +24,29 @@ def reward_problem(path: str, workdir: Path, *, has_setup: bool) -> str:
     return function_problem(path, workdir, has_setup=has_setup, misfit=_signature_problem)
 
 
+def argument_problem(path: str, workdir: Path, arguments: Collection[str], *, has_setup: bool) -> str:
+    """What is wrong with the names of a reward function's arguments; empty where nothing is or it is not known."""
+
+    def misfit(node: ast.stmt, name: str) -> str:
+        if not isinstance(node, FUNCTION) or not all(map(_keeps_parameters, node.decorator_list)):
+            return ""
+        taken = [one.arg for one in (*node.args.args, *node.args.kwonlyargs)]
+        lost = [one for one in arguments if one not in taken]
+        return f"{name} takes no argument `{lost[0]}`{did_you_mean(lost[0], taken)}" if lost else ""
+
+    if is_model(path) or path.startswith("trl."):
+        return ""
+    return function_problem(path, workdir, has_setup=has_setup, misfit=misfit)
+
+
 def is_model(reward: str) -> bool:
     """Whether a reward is a model, a folder or a name on the hub, and no function."""
     return "/" in reward
+
+
+def _keeps_parameters(decorator: ast.expr) -> bool:
+    """Whether it is `tasks.rewards.in_workers`, however it was imported."""
+    return isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("in_workers")
 
 
 def _signature_problem(node: ast.stmt, name: str) -> str:

@@ -25,7 +25,7 @@ from policies.model.vocabulary import PolicyVersion
 from tasks.machine.processes.exit_note import leave_exit_code, take_exit_code
 from tasks.machine.spooling import find_spool
 from tasks.storing.saving import RUN_FILE, read_resume_state
-from tasks.trainer.main import is_out_of_memory
+from tasks.trainer.user_objects import is_out_of_memory
 from tests.node.trainer.rig import Rig, make_tiny, open_rig
 from tests.node.trainer.test_store import until
 

@@ -1,0 +1,102 @@
+"""Programs that a model wrote, by the tests that they pass, in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tasks.rewards.in_workers import WALL_FACTOR, answered
+from tasks.rewards.pool import Limits
+from tasks.rewards.sandbox import sandboxes
+from tasks.rewards.texts import answer_of, fenced, text_of
+
+LIMIT_S = 2  # CPU time of one test; five times as long by the clock
+MEMORY_BYTES = 512 << 20  # of one process
+PROCESSES = 16  # threads too
+OUTPUT_BYTES = 1 << 20
+PROGRAM_CHARACTERS = 100_000  # a longer one fails: compiling it takes the longer the more it is nested
+MARGIN_S = 60.0  # for a sandbox on a busy machine; it ends its programs by itself
+
+Test = dict[str, str]
+
+
+def code_tests(
+    completions: Sequence[Any], column: str = "tests", limit_s: int = LIMIT_S, **columns: Any
+) -> list[float | None]:
+    """The share of the tests that a completion's program passes; None where the dataset has no test.
+
+    The program is the last code block of three backquotes after the thoughts, or all that is there. After a test
+    that takes too long the others count as failed.
+
+    Args:
+        column: of the dataset, with a list or its JSON. A test is a mapping with `input`, what the program reads,
+            and `output`, what it should print, spaces at the ends of lines aside; or a statement, as
+            `assert double(2) == 4`. APPS' form, a mapping of lists `inputs` and `outputs`, is read, too.
+        limit_s: CPU time of one test.
+
+    Raises NoWorker where there is no sandbox.
+    """
+    if column not in columns:
+        raise TypeError(f"code_tests needs a column `{column}`; name another as its argument `column`")
+    all_tests = [_tests(one) for one in columns[column]]
+    wall_s = int(WALL_FACTOR * limit_s)
+    limits = {"cpu_s": limit_s, "wall_s": wall_s, "memory_bytes": MEMORY_BYTES}
+    limits |= {"processes": PROCESSES, "output_bytes": OUTPUT_BYTES}
+    samples = [
+        {"program": _program(text_of(one)), "tests": [_without_output(test) for test in tests], "limits": limits}
+        for one, tests in zip(completions, all_tests, strict=True)
+    ]
+    most_tests = max((len(tests) for tests in all_tests), default=0)
+    within_s = most_tests * wall_s + MARGIN_S
+    answers = answered(
+        "code_tests", sandboxes(), samples, Limits(within_s, within_s), completions, columns.get("log_metric")
+    )
+    tried = zip(all_tests, answers, strict=True)
+    return [_share(tests, answer.value or []) if tests else None for tests, answer in tried]
+
+
+def _program(text: str) -> str:
+    answer = answer_of(text)
+    block = fenced(answer)
+    program = answer if block is None else block
+    return program if len(program) <= PROGRAM_CHARACTERS else "raise MemoryError"
+
+
+def _tests(told: Any) -> list[Test]:
+    """A dataset's tests in one form. Raises TypeError, ValueError for what is none of those that are read."""
+    told = json.loads(told) if isinstance(told, str) else told
+    if isinstance(told, dict) and {"inputs", "outputs"} <= told.keys():
+        told = [{"input": a, "output": b} for a, b in zip(told["inputs"], told["outputs"], strict=True)]
+    if not isinstance(told, list):
+        raise TypeError(f"code_tests: expected a list of tests, got {type(told).__name__}")
+    return [_test(one) for one in told]
+
+
+def _test(one: Any) -> Test:
+    match one:
+        case str():
+            return {"assertion": one}
+        case {"input": str() as given, "output": str() as output}:
+            return {"input": given, "output": output}
+    expected = "a test is a statement, or has texts `input` and `output`"
+    raise ValueError(f"code_tests: {expected}, got {str(one)[:60]!r}")
+
+
+def _without_output(test: Test) -> Test:
+    """What the sandbox is told: a program cannot look for what it does not hold."""
+    return {name: value for name, value in test.items() if name != "output"}
+
+
+def _share(tests: Sequence[Test], results: Sequence[dict[str, Any]]) -> float:
+    return sum(map(_passed, tests, results)) / len(tests)
+
+
+def _passed(test: Test, result: dict[str, Any]) -> bool:
+    if "assertion" in test:
+        return bool(result["ended"])
+    return bool(result["ended"]) and _lines(result["output"]) == _lines(test["output"])
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]

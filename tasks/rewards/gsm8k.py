@@ -1,0 +1,49 @@
+"""GSM8K's answers: a number after `####`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from tasks.rewards.texts import answer_of, element, text_of
+
+MARK = "####"
+NUMBER_MAX = 64  # characters in which a number ends: the rest of a long text is not looked through
+_NUMBER = re.compile(r"\s*[$€£]?\s*([-+]?[$€£]?[\d,]*\.?\d+)\.?(?![\w.,]*\d)")
+
+
+def gsm8k_reward(
+    completions: Sequence[Any], column: str = "answer", tag: str | None = None, **columns: Any
+) -> list[float | None]:
+    """1 for the right number after the last `####`, else 0; None where the dataset's own has none.
+
+    Args:
+        column: of the dataset, with a number, or a text with one after `####`.
+        tag: take the number from the last `<tag>...</tag>` instead.
+    """
+    if column not in columns:
+        raise TypeError(f"gsm8k_reward needs a column `{column}`; name another as its argument `column`")
+    return [_score(text_of(one), str(right), tag) for one, right in zip(completions, columns[column], strict=True)]
+
+
+def _score(text: str, right: str, tag: str | None) -> float | None:
+    expected = _number(right.rpartition(MARK)[2])
+    if expected is None:
+        return None
+    if tag is not None:
+        found = element(text, tag)
+    else:
+        _, marked, after = answer_of(text).rpartition(MARK)
+        found = after if marked else None
+    return float(found is not None and _number(found) == expected)
+
+
+def _number(text: str) -> Decimal | None:
+    if (found := _NUMBER.match(text.strip()[:NUMBER_MAX])) is None:
+        return None
+    try:
+        return Decimal(re.sub("[,$€£]", "", found[1]))
+    except InvalidOperation:
+        return None

@@ -1,0 +1,193 @@
+"""What is done about a reward function that raises, hangs, or returns what is no score.
+
+It is named with the prompt that it fails for. That is found by calling it once more for each prompt's completions
+alone; a group is never divided, for a function may compare the completions of one. By the run's rule that ends the
+run, or those completions have no score of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import itertools
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import structlog
+
+from policies.model import exit_codes
+from policies.model.spec import OnBadReward
+from tasks.rewards.texts import shown, text_of
+
+log = structlog.get_logger()
+
+GRACE_S = 60.0  # in which Python notices an interrupt; code in C may never
+Scores = list[float | None]
+
+
+class BadReward(Exception):
+    """A reward function is at fault; one line names it and the prompt."""
+
+
+class _TooLong(BaseException):
+    """Raised within a function that hangs; no `except Exception` of its own takes it."""
+
+
+def guarded(
+    function: Callable[..., Any],
+    name: str,
+    rule: OnBadReward,
+    timeout_s: float,
+    passes: Callable[[BaseException], bool],
+) -> Callable[..., Any]:
+    """Return the reward function, with all that it does looked at. Under the rule `fail` it raises BadReward.
+
+    Args:
+        name: its import path.
+        timeout_s: for one call.
+        passes: whether an error is not the function's, and goes on as it is.
+    """
+
+    @functools.wraps(function)
+    def reward(**told: Any) -> Scores:
+        def call(told: dict[str, Any], within_s: float) -> Scores:
+            with _interrupted(within_s, name):
+                found = function(**told)
+            return _scores(found, told, name, rule)
+
+        try:
+            return call(told, timeout_s)
+        except (_TooLong, Exception) as error:
+            if isinstance(error, BadReward) or passes(error):
+                raise
+            return _by_group(told, error, call, name, rule, timeout_s, passes)
+
+    @functools.wraps(function)
+    async def awaited(**told: Any) -> Scores:
+        try:
+            return _scores(await asyncio.wait_for(function(**told), timeout_s), told, name, rule)
+        except Exception as error:
+            if isinstance(error, BadReward) or passes(error):
+                raise
+            return _failed(told, error, name, rule)
+
+    return awaited if inspect.iscoroutinefunction(function) else reward
+
+
+def _by_group(
+    told: dict[str, Any],
+    error: BaseException,
+    call: Callable[[dict[str, Any], float], Scores],
+    name: str,
+    rule: OnBadReward,
+    timeout_s: float,
+    passes: Callable[[BaseException], bool],
+) -> Scores:
+    """The scores of those prompts whose completions can be scored alone, in as much time once more."""
+    groups = list(_groups(told))
+    if len(groups) == 1:
+        return _failed(told, error, name, rule)
+    scores: Scores = []
+    for group in groups:
+        try:
+            scores += call(group, timeout_s / len(groups))
+        except (_TooLong, Exception) as again:
+            if isinstance(again, BadReward) or passes(again):
+                raise
+            scores += _failed(group, again, name, rule)
+    if rule == "fail":
+        raise BadReward(f"{name} {_said(error)}, for all {len(groups)} prompts at once and for none alone")
+    return scores
+
+
+def _groups(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What each prompt's completions would be called with alone."""
+    count = len(told["prompts"])
+    for _, found in itertools.groupby(range(count), lambda index: told["prompts"][index]):
+        rows = list(found)
+        alone = {
+            key: value[rows[0] : rows[-1] + 1] if isinstance(value, list) and len(value) == count else value
+            for key, value in told.items()
+        }
+        yield {**alone, "log_extra": lambda *_, **__: None}  # a column of some of the rows is none
+
+
+def _scores(found: Any, told: dict[str, Any], name: str, rule: OnBadReward) -> Scores:
+    """What a function returned, as numbers. Raises TypeError, ValueError where they are not one for each."""
+    values = list(found)
+    count = len(told["completions"])
+    if len(values) != count:
+        raise ValueError(f"it returned {len(values)} values for {count} completions")
+    scores = [None if value is None else float(value) for value in values]
+    for index, score in enumerate(scores):
+        if score is not None and not math.isfinite(score):
+            scores[index] = None
+            _tell(told, index, f"returned {score}", name, rule)
+    return scores
+
+
+def _failed(told: dict[str, Any], error: BaseException, name: str, rule: OnBadReward) -> Scores:
+    _tell(told, 0, _said(error), name, rule)
+    return [None] * len(told["completions"])
+
+
+def _tell(told: dict[str, Any], index: int, what: str, name: str, rule: OnBadReward) -> None:
+    """Name a function and a sample. Raises BadReward where the rule is `fail`."""
+    prompt, completion = (shown(text_of(told[key][index])) for key in ("prompts", "completions"))
+    if rule == "fail":
+        raise BadReward(f"{name} {what}, for the prompt {prompt} and the completion {completion}")
+    log.warning("bad_reward", function=name, what=what, prompt=prompt, completion=completion)
+    if (log_metric := told.get("log_metric")) is not None:
+        log_metric(f"reward_failures/{name.rpartition('.')[2]}", 1.0)
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, _TooLong | TimeoutError):
+        return "took too long"
+    return f"raised {type(error).__name__}: {' '.join(str(error).split())}"
+
+
+@contextlib.contextmanager
+def _interrupted(timeout_s: float, name: str) -> Iterator[None]:
+    """Raise _TooLong in what runs within, in the main thread, after so many seconds.
+
+    A function that does not notice within GRACE_S more, in code of a library, ends the process: nothing else does.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ended, telling = threading.Event(), threading.Lock()
+
+    def interrupt(*_: Any) -> None:
+        if not ended.is_set():
+            raise _TooLong
+
+    def watch() -> None:
+        if ended.wait(timeout_s):
+            return
+        with telling:
+            if not ended.is_set():
+                signal.pthread_kill(_ident(threading.main_thread()), signal.SIGUSR2)
+        if not ended.wait(GRACE_S):
+            log.error("reward_cannot_be_interrupted", function=name, timeout_s=timeout_s)
+            os._exit(exit_codes.FAILED)
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        with telling:  # no signal comes from now on
+            signal.signal(signal.SIGUSR2, before)
+
+
+def _ident(thread: threading.Thread) -> int:
+    assert thread.ident is not None
+    return thread.ident

@@ -1,0 +1,182 @@
+"""Programs that models write earn their share of the tests, and reach nothing outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tasks.rewards import code_tests, sandbox
+from tasks.rewards.pool import NoWorker, Pool
+from tasks.rewards.sandbox import sandboxes
+
+DOUBLE = "Sure:\n```python\nprint(int(input()) * 2)\n```\nThat doubles."
+PAIR = [{"input": "3\n", "output": "6\n"}, {"input": "4", "output": "9"}]
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed: make test-packages")
+
+
+def share(program: str, *tests: Any) -> float | None:
+    return code_tests([program], tests=[list(tests)])[0]
+
+
+def passes(program: str, output: str = "") -> bool:
+    """Whether a program ends as it should and prints this."""
+    return share(program, {"input": "", "output": output}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tests", "expected"),
+    [
+        (PAIR, 0.5),
+        (json.dumps(PAIR), 0.5),
+        ({"inputs": ["3", "5"], "outputs": ["6  \n\n", "10"]}, 1.0),
+        ([], None),
+    ],
+)
+def test_tests_in_every_form(tests: Any, expected: float | None) -> None:
+    assert code_tests([DOUBLE], tests=[tests]) == [expected]
+
+
+def test_statements_are_tests_too() -> None:
+    program = "def double(x):\n    return x * 2"
+    assert share(program, "assert double(2) == 4", "assert double(2) == 5", "assert double('a') == 'aa'") == 2 / 3
+
+
+def test_chats_and_thoughts() -> None:
+    chat = [{"role": "assistant", "content": f"<think>\n```\nexit()\n```\n</think>{DOUBLE}"}]
+    assert code_tests([chat, "<think>\n" + DOUBLE], tests=[PAIR[:1]] * 2) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("tests", [7, [7], [{"input": "x"}], [{"input": 1, "output": "1"}]])
+def test_what_is_no_test_is_told(tests: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="code_tests: "):
+        code_tests(["print()"], tests=[tests])
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import time; time.sleep(1e6)",
+        "import os\nwhile True:\n    os.fork()",
+        "import os\nwhile True:\n    if os.fork() == 0:\n        while True: pass",
+        "import threading\nwhile True: threading.Thread(target=input).start()",
+        "while True: print('x' * 10_000)",
+        "x = [0]\nwhile True: x += x",
+        "b = bytearray(1 << 34)",
+        "import os; os.abort()",
+        "import os; os.kill(os.getppid(), 9); os.kill(-1, 9)",
+        "import os; os.kill(1, 2); os._exit(0)",
+        "import sys; sys.exit(3) if sys.setrecursionlimit(10**9) else (lambda f: f(f))(lambda f: f(f))",
+        "(" * 50_000,
+        "{" * 10_000_000,
+        "-" * 90_000 + "1",
+        "eval('1' + '+1' * 100_000)",
+        "print('\ud800')",
+        "\0",
+        "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))\nx = bytearray(1 << 33)",
+    ],
+)
+def test_what_harms_the_machine_fails_alone(program: str) -> None:
+    tests = [[{"input": "", "output": "1"}]] * 3
+    assert code_tests(["print(1)", program, "print(1)"], tests=tests, limit_s=1) == [1.0, 0.0, 1.0]
+
+
+def test_nothing_of_a_program_is_left() -> None:
+    linger = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1e6)"
+    assert passes(linger)
+    assert not [one for one in psutil.process_iter() if linger in " ".join(one.info.get("cmdline") or ())]
+    assert passes("import os\ntry:\n    os.kill(-1, 0)\nexcept ProcessLookupError:\n    print('alone')", "alone")
+
+
+@pytest.fixture
+def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    sandboxes().close()  # one that starts now would inherit it
+    (tmp_path / "key").write_text("hunter2")
+    yield tmp_path / "key"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os; assert 'hunter2' not in str(os.environ)",
+        "import os; assert not os.path.exists({key!r})",
+        "import os; assert not os.path.exists('/proc/self') and not os.path.exists('/sys') and not os.path.exists('/home')",
+        "import os; assert not os.path.exists('/etc/passwd') and os.listdir('/dev') == ['null']",
+        "import os; assert os.getuid() != 0 and os.getpid() != 1",
+    ],
+)
+def test_nothing_outside_can_be_read(program: str, secrets: Path) -> None:
+    assert passes(program.replace("{key!r}", repr(str(secrets))))
+
+
+@pytest.mark.parametrize("folder", ["/", "/tmp", "/dev", "/usr", "/dev/shm", "/var/tmp", os.path.expanduser("~")])
+def test_nothing_can_be_written(folder: str) -> None:
+    assert passes(f"try:\n    open({folder!r} + '/x', 'w')\nexcept OSError:\n    print('no')", "no")
+
+
+def test_there_is_no_network_not_even_this_machines_own() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        for address in (("127.0.0.1", port), ("169.254.169.254", 80)):
+            program = f"import socket\ntry:\n    socket.create_connection({address}, 1)\nexcept OSError:\n    print('no')"
+            assert passes(program, "no")
+        abstract = socket.socket(socket.AF_UNIX)
+        abstract.bind(f"\0sandbox-{os.getpid()}")
+        abstract.listen()
+        name = f"\\0sandbox-{os.getpid()}"
+        assert passes(f"import socket\ntry:\n    socket.socket(1).connect('{name}')\nexcept OSError:\n    print('no')", "no")
+        abstract.close()
+
+
+# By their numbers on x86-64: System V's shared memory, a user namespace by unshare and by clone, io_uring, ptrace, bpf,
+# x32's getpid.
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are x86-64's")
+@pytest.mark.parametrize("call", ["29, 0, 4096, 0o1600", "272, 0x10000000", "56, 0x10000011, 0, 0, 0, 0", "425, 8, 0",
+                                  "101, 16, 1, 0, 0", "321, 0, 0, 0", "0x40000027"])  # fmt: skip
+def test_calls_that_no_program_needs_are_refused(call: str) -> None:
+    program = f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nprint(libc.syscall({call}), ctypes.get_errno())"
+    assert passes(program, "-1 1")
+
+
+def test_a_program_cannot_look_for_what_it_should_print() -> None:
+    cheat = """
+import gc, sys
+frame = sys._getframe()
+while frame:
+    if "gold-" + "4711" in str(frame.f_locals): print("gold-" + "4711")
+    frame = frame.f_back
+if any("gold-" + "4711" in str(one) for one in gc.get_objects() if isinstance(one, (str, list, dict))): print("gold-" + "4711")
+"""
+    assert not passes(cheat.replace('"gold-" + "4711"', '"gold-" + str(4711)'), "gold-4711")
+
+
+@pytest.mark.parametrize("cheat", ["import os; os._exit(0)", "raise SystemExit(0)", "import sys; sys.exit()"])
+def test_to_end_early_passes_no_statement(cheat: str) -> None:
+    assert share(cheat, "assert False") == 0.0
+
+
+def test_one_test_leaves_nothing_to_the_next() -> None:
+    program = "import builtins\nprint(getattr(builtins, 'left', 'clean'))\nbuiltins.left = 'dirty'"
+    clean = {"input": "", "output": "clean"}
+    assert code_tests([program, program], tests=[[clean] * 3] * 2) == [1.0, 1.0]
+
+
+def test_without_a_sandbox_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = Pool(sandbox._start)
+    monkeypatch.setattr("tasks.rewards.code_tests.sandboxes", lambda: fresh)
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    for path, says in ((str(tmp_path), "No permissions to create"), ("/nowhere", "bwrap is not installed")):
+        monkeypatch.setenv("PATH", path if path == "/nowhere" else f"{path}:/bin")
+        with pytest.raises(NoWorker, match=rf"^code_tests: .*{says}"):
+            share("print(1)", PAIR[0])
