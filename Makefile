@@ -8,7 +8,7 @@ BENCHES := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.p
 
 LOCKS := tasks/sky/locks
 
-.PHONY: image image-folder check-gpu lock demo test test-all test-long test-node soak check bench record env node-env system-packages drawings test-packages haproxy sky-image clean $(BENCHES)
+.PHONY: image image-folder check-gpu lock sandbox demo test test-all test-long test-node soak check bench record env node-env system-packages drawings test-packages haproxy sky-image clean $(BENCHES)
 
 env: .venv/.ready
 node-env: .venv-node/.ready
@@ -86,6 +86,13 @@ test-packages:
 			buildah debootstrap iproute2 netcat-openbsd openssh-client rsync util-linux; } || \
 		echo 'They could not be installed: the tests of SkyPilot will not run'
 
+# What the rewards' tests run programs in.
+sandbox:
+	@which bwrap >/dev/null || \
+		{ echo 'bubblewrap is missing: installing it with apt-get'; apt-get update -q && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends bubblewrap; } || \
+		echo 'It could not be installed: nothing is tested of code_tests'
+
 # What the machines of the rig for SkyPilot start from: made by the first test that needs it, or here.
 sky-image: env test-packages
 	$(BIN)/python -m tests.rigs.sky.image build
@@ -99,7 +106,7 @@ LONG := slow or ceph or root
 SIDE_BY_SIDE := $(BIN)/python -m pytest tests --numprocesses $$(nproc) --dist loadgroup --durations=12
 ONE_BY_ONE := $(BIN)/python -m pytest tests/e2e --durations=12
 
-test: env node-env
+test: env node-env sandbox
 	$(SIDE_BY_SIDE) -m 'not (whole or soak or $(LONG))'
 	$(ONE_BY_ONE) -m 'whole and not ($(LONG))'
 
@@ -142,6 +149,8 @@ $(BENCHES): bench-%: env node-env
 	$(BIN)/python -m benchmarks.$*
 
 bench-sky: test-packages
+
+bench-rewards: | sandbox
 
 # Records anew the runs of real GRPO training that detectors are judged by, into RECORDINGS: an hour on two busy cores.
 RECORDINGS ?= build/recorded

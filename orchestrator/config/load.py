@@ -16,6 +16,7 @@ import msgspec
 from orchestrator.config.reading.datasets import check_datasets
 from orchestrator.config.reading.lines import Document, parse
 from orchestrator.config.reading.kinds import shown
+from orchestrator.config.reading.lines import Document, parse
 from orchestrator.config.reading.problems import ConfigError, Findings, KeyPath, Problem, did_you_mean
 from orchestrator.config.reading.shorthand import write_out
 from orchestrator.config.reading.structure import check_structure

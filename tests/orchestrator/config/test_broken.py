@@ -489,6 +489,22 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         ],
     ),
     (
+        "arguments of reward functions",
+        [
+            (
+                "reward_funcs: [rewards.digit_share]",
+                "reward_funcs: [tasks.rewards.xml_format, tasks.rewards.json_schema, tasks.rewards.xml]\n"
+                "  reward_args:\n    xml_format: {tag: [a]}\n    json_schema: {shema: {}}\n    xml_formats: {}\n    xml: 5",
+            )
+        ],
+        [
+            "run.yaml:6: trainer.reward_funcs[2]: __init__.py defines no xml; expected a function of that name",
+            'run.yaml:8: trainer.reward_args.xml_format: xml_format takes no argument `tag`; did you mean "tags"?',
+            'run.yaml:9: trainer.reward_args.json_schema: json_schema takes no argument `shema`; did you mean "schema"?',
+            'run.yaml:10: trainer.reward_args.xml_formats: no such function in trainer.reward_funcs; did you mean "xml_format"?',
+        ],
+    ),
+    (
         "no reward function",
         [("[rewards.digit_share]", "[]")],
         ["run.yaml:6: trainer.reward_funcs: expected at least one import path, as in rewards.my_reward"],

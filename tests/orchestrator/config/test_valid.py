@@ -183,7 +183,15 @@ def test_vllm_flags_come_out_as_vllm_spells_them(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "reward_funcs",
-    ["rewards.digit_share", "[rewards.judged]", "[rewards.named]", "[trl.rewards.think_format_reward]"],
+    [
+        "rewards.digit_share",
+        "[rewards.judged]",
+        "[rewards.named]",
+        "[trl.rewards.think_format_reward]",
+        "[tasks.rewards.code_tests, tasks.rewards.math_reward, tasks.rewards.json_schema]",
+        "[tasks.rewards.xml_format]\n  reward_args: {xml_format: {tags: [think, answer]}}",
+        "[tasks.rewards.json_schema]\n  reward_args: {json_schema: {schema: {type: object}}}",
+    ],
 )
 def test_reward_functions_that_are_there(folder: Path, reward_funcs: str) -> None:
     assert load(folder, changed(("[rewards.digit_share]", reward_funcs))).trainer.reward_funcs

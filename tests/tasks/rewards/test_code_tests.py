@@ -6,19 +6,21 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tasks.rewards import code_tests, sandbox
-from tasks.rewards.pool import NoWorker, Pool
+from tasks.rewards import code_tests
+from tasks.rewards.pool import NoWorker
 from tasks.rewards.sandbox import sandboxes
+from tests.budget import HANG_S
 
 DOUBLE = "Sure:\n```python\nprint(int(input()) * 2)\n```\nThat doubles."
 PAIR = [{"input": "3\n", "output": "6\n"}, {"input": "4", "output": "9"}]
+
+REACHES = "import socket\ntry:\n    {}\nexcept OSError:\n    print('no')"
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed: make test-packages")
 
@@ -92,17 +94,20 @@ def test_what_harms_the_machine_fails_alone(program: str) -> None:
 
 def test_nothing_of_a_program_is_left() -> None:
     linger = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1e6)"
-    assert passes(linger)
-    assert not [one for one in psutil.process_iter() if linger in " ".join(one.info.get("cmdline") or ())]
+    assert not passes(linger), "it has not ended before what it has started"
+    started = psutil.Process().children(recursive=True)
+    sandboxes().close()
+    assert started
+    assert not psutil.wait_procs(started, timeout=HANG_S)[1]
     assert passes("import os\ntry:\n    os.kill(-1, 0)\nexcept ProcessLookupError:\n    print('alone')", "alone")
 
 
 @pytest.fixture
-def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     sandboxes().close()  # one that starts now would inherit it
     (tmp_path / "key").write_text("hunter2")
-    yield tmp_path / "key"
+    return tmp_path / "key"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +115,7 @@ def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     [
         "import os; assert 'hunter2' not in str(os.environ)",
         "import os; assert not os.path.exists({key!r})",
-        "import os; assert not os.path.exists('/proc/self') and not os.path.exists('/sys') and not os.path.exists('/home')",
+        "import os; assert not any(map(os.path.exists, ('/proc/self', '/sys', '/home', '/run', '/var')))",
         "import os; assert not os.path.exists('/etc/passwd') and os.listdir('/dev') == ['null']",
         "import os; assert os.getuid() != 0 and os.getpid() != 1",
     ],
@@ -128,23 +133,32 @@ def test_there_is_no_network_not_even_this_machines_own() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         for address in (("127.0.0.1", port), ("169.254.169.254", 80)):
-            program = f"import socket\ntry:\n    socket.create_connection({address}, 1)\nexcept OSError:\n    print('no')"
-            assert passes(program, "no")
+            assert passes(REACHES.format(f"socket.create_connection({address}, 1)"), "no")
         abstract = socket.socket(socket.AF_UNIX)
         abstract.bind(f"\0sandbox-{os.getpid()}")
         abstract.listen()
         name = f"\\0sandbox-{os.getpid()}"
-        assert passes(f"import socket\ntry:\n    socket.socket(1).connect('{name}')\nexcept OSError:\n    print('no')", "no")
+        assert passes(REACHES.format(f"socket.socket(1).connect('{name}')"), "no")
         abstract.close()
 
 
-# By their numbers on x86-64: System V's shared memory, a user namespace by unshare and by clone, io_uring, ptrace, bpf,
-# x32's getpid.
+# By their numbers on x86-64: System V's shared memory, a user namespace by unshare and by clone, io_uring, ptrace,
+# bpf, x32's getpid.
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are x86-64's")
-@pytest.mark.parametrize("call", ["29, 0, 4096, 0o1600", "272, 0x10000000", "56, 0x10000011, 0, 0, 0, 0", "425, 8, 0",
-                                  "101, 16, 1, 0, 0", "321, 0, 0, 0", "0x40000027"])  # fmt: skip
+@pytest.mark.parametrize(
+    "call",
+    [
+        "29, 0, 4096, 0o1600",
+        "272, 0x10000000",
+        "56, 0x10000011, 0, 0, 0, 0",
+        "425, 8, 0",
+        "101, 16, 1, 0, 0",
+        "321, 0, 0, 0",
+        "0x40000027",
+    ],
+)
 def test_calls_that_no_program_needs_are_refused(call: str) -> None:
-    program = f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nprint(libc.syscall({call}), ctypes.get_errno())"
+    program = f"import ctypes as c\nprint(c.CDLL(None, use_errno=True).syscall({call}), c.get_errno())"
     assert passes(program, "-1 1")
 
 
@@ -155,7 +169,8 @@ frame = sys._getframe()
 while frame:
     if "gold-" + "4711" in str(frame.f_locals): print("gold-" + "4711")
     frame = frame.f_back
-if any("gold-" + "4711" in str(one) for one in gc.get_objects() if isinstance(one, (str, list, dict))): print("gold-" + "4711")
+found = [one for one in gc.get_objects() if isinstance(one, (str, list, dict)) and "gold-" + "4711" in str(one)]
+if found: print("gold-" + "4711")
 """
     assert not passes(cheat.replace('"gold-" + "4711"', '"gold-" + str(4711)'), "gold-4711")
 
@@ -171,12 +186,20 @@ def test_one_test_leaves_nothing_to_the_next() -> None:
     assert code_tests([program, program], tests=[[clean] * 3] * 2) == [1.0, 1.0]
 
 
-def test_without_a_sandbox_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh = Pool(sandbox._start)
-    monkeypatch.setattr("tasks.rewards.code_tests.sandboxes", lambda: fresh)
-    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n")
-    (tmp_path / "bwrap").chmod(0o755)
-    for path, says in ((str(tmp_path), "No permissions to create"), ("/nowhere", "bwrap is not installed")):
-        monkeypatch.setenv("PATH", path if path == "/nowhere" else f"{path}:/bin")
-        with pytest.raises(NoWorker, match=rf"^code_tests: .*{says}"):
-            share("print(1)", PAIR[0])
+@pytest.mark.parametrize(
+    ("bwrap", "says"),
+    [
+        ("#!/bin/sh\necho 'bwrap: No permissions' >&2; exit 1\n", "bwrap: No permissions"),
+        ("", "bwrap is not installed"),
+    ],
+)
+def test_without_a_sandbox_nothing_is_run(
+    bwrap: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if bwrap:
+        (tmp_path / "bwrap").write_text(bwrap)
+        (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    sandboxes().close()
+    with pytest.raises(NoWorker, match=f"^code_tests: .*{says}"):
+        share("print(1)", PAIR[0])

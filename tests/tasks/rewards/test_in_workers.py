@@ -36,7 +36,13 @@ def test_what_ends_or_holds_a_worker_fails_alone_and_is_named(deed: str, log: li
     assert found == [1.0, None, 0.0, 1.0, 0.0]
     named, summed = log
     assert (named["function"], named["sample"], named["completion"]) == ("by_deed", 2, f"'{deed}'")
-    assert summed == {"event": "rewards_failed", "log_level": "warning", "function": "by_deed", "failed": 1, "of": 5}
+    assert summed == {
+        "event": "rewards_failed",
+        "log_level": "warning",
+        "function": "by_deed",
+        "failed": 1,
+        "of": 5,
+    }
     assert said == [("reward_failures/by_deed", 1.0)]
 
 
@@ -89,5 +95,5 @@ def test_arguments_stand_before_columns() -> None:
 
 
 def test_a_package_that_is_missing_is_named() -> None:
-    with pytest.raises(NoWorker, match="^needy: ModuleNotFoundError: No module named 'no_such_module'$"):
+    with pytest.raises(NoWorker, match=r"^needy: ModuleNotFoundError: No module named 'no_such_module'$"):
         needy(["p"], ["x"])

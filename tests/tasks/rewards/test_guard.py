@@ -1,0 +1,129 @@
+"""A reward function that fails is named with its prompt, and by the run's rule costs those scores or the run."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import time
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from policies.model.spec import OnBadReward
+from tasks.rewards.guard import BadReward, guarded
+
+PROMPTS = ["one", "one", "two", "two"]
+COMPLETIONS = ["a", "b", "c", "d"]
+
+
+def never(error: BaseException) -> bool:
+    return isinstance(error, MemoryError)
+
+
+def called(function: Any, rule: OnBadReward = "none", timeout_s: float = 60.0, **told: Any) -> Any:
+    guard = guarded(function, "rewards.mine", rule, timeout_s, never)
+    return guard(prompts=PROMPTS, completions=COMPLETIONS, number=[1, 2, 3, 4], **told)
+
+
+def by_number(completions: list[str], number: list[int], **_: Any) -> list[float]:
+    assert len(completions) == len(number)
+    return [1.0 / (one - 3) for one in number]
+
+
+def spins_on_c(completions: list[str], **_: Any) -> list[float]:
+    while "c" in completions:
+        try:
+            time.sleep(0.001)
+        except Exception:  # noqa: BLE001  # as users write it
+            continue
+    return [1.0 for _ in completions]
+
+
+async def by_number_awaited(**told: Any) -> list[float]:
+    return by_number(**told)
+
+
+async def never_done(**_: Any) -> list[float]:
+    await asyncio.sleep(1e6)
+    return []
+
+
+def returns(*values: Any) -> Any:
+    def mine(**_: Any) -> Any:
+        return list(values)
+
+    return mine
+
+
+def test_what_works_is_handed_on() -> None:
+    assert called(returns(1, True, None, 0.5)) == [1.0, 1.0, None, 0.5]
+    assert guarded(returns(), "r.mine", "fail", 1.0, never).__name__ == "mine"
+
+
+@pytest.mark.parametrize(
+    ("function", "expected", "says"),
+    [
+        (by_number, [-0.5, -1.0, None, None], "raised ZeroDivisionError: float division by zero"),
+        (returns(1.0, math.nan, math.inf, 2), [1.0, None, None, 2.0], "returned nan"),
+        (spins_on_c, [1.0, 1.0, None, None], "took too long"),
+        (returns(1.0, 2.0), [1.0, 2.0, 1.0, 2.0], None),
+        (returns(1.0), [None] * 4, "it returned 1 values for 2 completions"),
+        (returns("right", 1), [None] * 4, "could not convert string to float: 'right'"),
+    ],
+)
+def test_by_the_rule_none_only_the_prompts_that_fail_have_no_score(
+    function: Any, expected: Any, says: Any
+) -> None:
+    said: list[tuple[str, float]] = []
+    limit_s = 1.0 if function is spins_on_c else 60.0
+    with capture_logs() as log:
+        found = called(function, timeout_s=limit_s, log_metric=lambda *one: said.append(one), log_extra=print)
+    assert found == expected
+    assert (says is None) == (not log) == (not said)
+    if says is not None:
+        assert log[0]["function"] == "rewards.mine"
+        assert says in log[0]["what"]
+        assert said[0] == ("reward_failures/mine", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (
+            by_number,
+            "mine raised ZeroDivisionError: float division by zero, for the prompt 'two' and the completion 'c'",
+        ),
+        (returns(1.0, math.nan, 1.0, 2), "rewards.mine returned nan, for the prompt 'one' and the completion 'b'"),
+        (spins_on_c, "rewards.mine took too long, for the prompt 'two'"),
+        (returns(1.0, 2.0), "2 values for 4 completions, for all 2 prompts at once and for none alone"),
+    ],
+)
+def test_by_the_rule_fail_the_first_of_them_ends_the_run(function: Any, says: str) -> None:
+    with pytest.raises(BadReward) as caught:
+        called(function, "fail", timeout_s=1.0 if function is spins_on_c else 60.0)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_async_functions_too() -> None:
+    assert asyncio.run(called(by_number_awaited)) == [None] * 4
+    assert asyncio.run(called(never_done, timeout_s=0.01)) == [None] * 4
+    with pytest.raises(BadReward, match="took too long"):
+        asyncio.run(called(never_done, "fail", timeout_s=0.01))
+
+
+def test_what_is_the_machines_fault_goes_on_as_it_is() -> None:
+    def full(**_: Any) -> Any:
+        raise MemoryError
+
+    for rule in ("none", "fail"):
+        with pytest.raises(MemoryError):
+            called(full, rule)
+
+
+def test_other_handlers_of_the_signal_are_left_as_they_were() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    called(spins_on_c, timeout_s=0.2)
+    assert signal.getsignal(signal.SIGUSR2) == before
