@@ -1,8 +1,8 @@
 """How many completions a second the rewards score, and how long a sandbox takes to start: `make bench-rewards`.
 
-Where there is another way to the same score it is measured beside ours, in the same call, so that both have met the
-same machine: the cheap rules against an empty function in TRL's signature, what is scored in workers against the same
-function called in this process, a test in a sandbox that is there against one that is started for it.
+Where there is another way to the same score it is measured beside ours, in the same call, so that both have met
+the same machine: the cheap rules against an empty function in TRL's signature, what is scored in workers against
+the same function called in this process, a test in a sandbox that is there against one that is started for it.
 """
 
 from __future__ import annotations
