@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from orchestrator.config.reading.datasets import check_datasets
-from orchestrator.config.reading.lines import Document, parse
 from orchestrator.config.reading.kinds import shown
 from orchestrator.config.reading.lines import Document, parse
 from orchestrator.config.reading.problems import ConfigError, Findings, KeyPath, Problem, did_you_mean

@@ -27,6 +27,8 @@ PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.
 # CUDA's and ROCm's allocators, cuBLAS for its workspace, and torch's allocator of the machine's own memory.
 OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 
+Reward = Callable[..., Any] | str  # a function, or the name of a model
+
 
 class BadSpec(Exception):
     """The run's specification cannot be carried out; running it again will not help."""
@@ -56,13 +58,14 @@ def load_environments(import_path: str, workdir: Path) -> Any:
     return found
 
 
-def load_rewards(spec: TrainerSpec, workdir: Path) -> list[Callable[..., Any] | str]:
-    """Import reward functions, with their arguments; a reward model stays a name, which TRL loads. Raises BadSpec."""
-    return [_reward_model(one, workdir) if "/" in one else _reward(one, spec, workdir) for one in spec.reward_funcs]
+def load_rewards(spec: TrainerSpec, workdir: Path) -> list[Reward]:
+    """Import reward functions, with their arguments; a model stays a name, which TRL loads. Raises BadSpec."""
+    named = spec.reward_funcs
+    return [_reward_model(one, workdir) if "/" in one else _reward(one, spec, workdir) for one in named]
 
 
-def guarded_rewards(rewards: Sequence[Callable[..., Any] | str], spec: RunSpec) -> list[Callable[..., Any] | str]:
-    """What was loaded, its functions under the run's rule for what goes wrong in them. Models are TRL's to call."""
+def guarded_rewards(rewards: Sequence[Reward], spec: RunSpec) -> list[Reward]:
+    """What was loaded, its functions under the run's rule for what goes wrong. Models are TRL's to call."""
     rule, timeout_s = spec.policies.on_bad_reward, spec.policies.reward_timeout_s
 
     def one(function: Callable[..., Any], path: str) -> Callable[..., Any]:
