@@ -108,14 +108,21 @@ def _together(key: str, parts: Mapping[str, datasets.Dataset]) -> datasets.Datas
     try:
         return datasets.concatenate_datasets(list(parts.values()))
     except ValueError as error:
-        types: dict[str, dict[str, str]] = {}
-        for here, part in parts.items():
-            for name, feature in part.features.items():
-                types.setdefault(name, {})[here] = str(getattr(feature, "dtype", feature))
-        name, found = next((one for one in types.items() if len(set(one[1].values())) > 1), ("?", {}))
+        name, found = _unlike(parts)
         said = ", ".join(f"{kind} in {here}" for here, kind in found.items())
         hint = "make it so by a `prompt` function that returns the column, too"
         raise BadSpec(f"{key}: the column {name} is {said}; expected one type; {hint}") from error
+
+
+def _unlike(parts: Mapping[str, datasets.Dataset]) -> tuple[str, dict[str, str]]:
+    """The first column that is of several types, and which it is in each dataset; null goes with any."""
+    types: dict[str, dict[str, str]] = {}
+    for here, part in parts.items():
+        for name, feature in part.features.items():
+            kind = feature.dtype if isinstance(feature, datasets.Value) else str(feature)
+            if kind != "null":
+                types.setdefault(name, {})[here] = kind
+    return next(one for one in types.items() if len(set(one[1].values())) > 1)
 
 
 def _shared(rows: datasets.Dataset, sizes: list[int], weights: list[float]) -> datasets.Dataset:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def run_spec(
     reward: str = "rig_rewards.lower_share",
     witness: str | None = None,
     accelerate: dict[str, Any] | None = None,
-    dataset: str = "few.jsonl",
+    dataset: str | tuple[Dataset, ...] = "few.jsonl",
     on_bad_prompt: OnBadPrompt = "skip",
     replicas: int = 1,
     accelerators: str = "",
@@ -114,7 +115,9 @@ def run_spec(
         ),
         trainer=TrainerSpec(
             model=model or str(tiny / "model"),
-            dataset=Dataset(path=str(tiny / dataset)),
+            dataset=Dataset(path=str(tiny / dataset))
+            if isinstance(dataset, str)
+            else tuple(replace(one, path=str(tiny / one.path)) for one in dataset),
             eval_dataset=Dataset(path=str(tiny / "held_out.jsonl")) if evaluates else None,
             reward_funcs=(reward,) if witness is None else (reward, witness),
             peft=peft,
@@ -134,14 +137,15 @@ def assembled(rig: Rig, attempt: int = 1) -> Any:
 
 
 class Rig:
-    """One run and its stand-in gateway."""
+    """One run and its stand-in gateway; `ready`: its specification, but for the store."""
 
-    def __init__(self, folder: Path, tiny: Path, **spec: Any) -> None:
+    def __init__(self, folder: Path, tiny: Path, *, ready: RunSpec | None = None, **spec: Any) -> None:
         self.folder = folder
         self.work = folder / "work"
         self.work.mkdir(parents=True)
         self.store = Store(f"file://{folder}/store")
-        self.spec = run_spec(self.store.url, tiny, **spec)
+        made = run_spec(self.store.url, tiny, **spec) if ready is None else ready
+        self.spec = replace(made, storage=self.store.url)
         documents.create_run(self.store, RunRecord(documents.SCHEMA, "id", time.time(), self.spec))
         vouch(self.store, TOKEN)
         self.gateway = StandInGateway(self.store, folder / "scratch")

@@ -23,6 +23,11 @@ def digit_share(completions: list[str], **_: Any) -> list[float]:
     return [sum(map(str.isdigit, text)) / max(1, len(text)) for text in completions]
 
 
+def asks(row: dict[str, Any]) -> str:
+    """A prompt."""
+    return f"How many {row['prompt']}?"
+
+
 def insatiable(completions: list[str], **_: Any) -> list[float]:
     """The same, until a call that wants more memory than any machine has."""
     global _calls

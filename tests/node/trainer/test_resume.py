@@ -17,12 +17,18 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.transfer import read_manifest
+from policies.model.spec import Dataset
 from policies.model.vocabulary import PolicyVersion
 from tests.budget import HANG_S
 from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
 
 STEPS = GRPO["max_steps"]
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+
+MADE = (
+    Dataset(path="few.jsonl", prompt="rig_rewards.asks", weight=2),
+    Dataset(path="prompts.jsonl", prompt="Count: {prompt}", streaming=True, weight=1),
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ CASES = {
     "window": Case({"grpo": {"steps_per_generation": 2, "num_iterations": 2, "save_steps": 3}}, range(17, 32), 0),
     # Before its first checkpoint: new adapters, drawn at random, must be the same ones.
     "lora": Case({"grpo": {"save_steps": 3}, "peft": LORA}, range(9, 16), 1),
+    # Prompts that the trainer makes of rows: by a function, and of a stream that it reads again.
+    "rows": Case({"grpo": {}, "dataset": MADE}, range(25, 32), 1),
 }
 
 
