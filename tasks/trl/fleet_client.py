@@ -18,6 +18,8 @@ from tasks.storing.unread import Unread
 # In the place of each completion, for all processes to read:
 LEAVING = [-1]  # the trainer is to leave, and there are none
 WEIGHTS_FIRST = [-2]  # they have to publish the weights together before there are any
+# In the place of a prompt: there is none, and its completion has no token.
+NO_PROMPT = [-3]
 
 
 Weights = Iterator[tuple[str, torch.Tensor | Unread]]
@@ -112,8 +114,8 @@ class FleetClient:
     ) -> dict[str, Any]:
         """Return `n` completions of each prompt in TRL's shapes, prompt by prompt.
 
-        One that no node took is its end alone, without a log-probability: see `tasks.trl.trl_refused`. A prompt
-        without a token is none (`tasks.trl.trl_turns`), and is not asked for.
+        One that no node took is its end alone, without a log-probability: see `tasks.trl.trl_refused`. For
+        NO_PROMPT nothing is asked (`tasks.trl.trl_turns`).
         """
         if features is not None or logprobs != 0:
             raise NotImplementedError(
@@ -133,7 +135,7 @@ class FleetClient:
         try:
             rollout = self._rollouts.complete(
                 self._version(),
-                [prompt for prompt in prompts if prompt],
+                [prompt for prompt in prompts if prompt != NO_PROMPT],
                 n,
                 sampling,
                 training=bool(self._trainer.model.training),
@@ -147,7 +149,7 @@ class FleetClient:
             return {"prompt_ids": prompts, "completion_ids": [said] * (len(prompts) * n), "logprobs": None}
         end = [self._trainer.eos_token_ids[0]]
         made = iter(rollout.completions)
-        found = [next(made) if prompt else None for prompt in prompts for _ in range(n)]
+        found = [next(made) if prompt != NO_PROMPT else None for prompt in prompts for _ in range(n)]
         completion_ids = [[] if one is None else end if one.refused else one.token_ids for one in found]
         of_tokens = [[] if one is None else [None] if one.refused else one.logprobs for one in found]
         return {

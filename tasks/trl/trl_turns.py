@@ -10,7 +10,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
-NO_PROMPT: list[int] = []  # nothing is asked for it: its completion has no token
+from tasks.trl.fleet_client import NO_PROMPT
 
 
 class TakesTurnsTogether:

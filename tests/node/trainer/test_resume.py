@@ -48,8 +48,23 @@ CASES = {
         replays=1,
         second_kill=True,
     ),
-    # Its checkpoints are in the middle of a generation window, whose rest is used after the restart.
-    "window": Case({"grpo": {"steps_per_generation": 2, "num_iterations": 2, "save_steps": 3}}, range(17, 32), 0),
+    # Its checkpoints are in the middle of a generation window, whose rest is used after the restart. It draws
+    # noise, follows the entropy that it has seen, and reads its rows ahead.
+    "window": Case(
+        {
+            "grpo": {
+                "steps_per_generation": 2,
+                "num_iterations": 2,
+                "save_steps": 3,
+                "neftune_noise_alpha": 1.0,
+                "use_adaptive_entropy": True,
+                "entropy_target": 100.0,
+                "dataloader_num_workers": 2,
+            }
+        },
+        range(17, 32),
+        0,
+    ),
     # Before its first checkpoint: new adapters, drawn at random, must be the same ones.
     "lora": Case({"grpo": {"save_steps": 3}, "peft": LORA}, range(9, 16), 1),
     # Prompts that the trainer makes of rows: by a function, and of a stream that it reads again.
