@@ -20,11 +20,12 @@ from orchestrator.gateway.surface.describe import describe
 from orchestrator.home.folder import known_token
 from orchestrator.views.numbers import NOT_KNOWN, duration
 from policies.model import exit_codes
+from policies.model.vocabulary import machine_of
 
 TIMEOUT_S = 5.0  # a person waits
 
 app = typer.Typer(name="members", help="List, drain and remove the gateway's members.", no_args_is_help=True)
-Node = Annotated[str, typer.Argument(help="A rollout node, as `members ls` names it.")]
+Node = Annotated[str, typer.Argument(help="A rollout node, or one engine of it, as `members ls` names it.")]
 
 
 @app.command()
@@ -52,9 +53,9 @@ def drain(node: Node, target: Target = None, output: AsJson = Output.TEXT) -> No
     """Send the node nothing new; it leaves once its requests are finished."""
     store, record = open_run(target)
     with _Gateway(store, record.run_id) as gateway:
-        member = gateway.member(node)
+        running = gateway.running_on(node)
         gateway.ask("POST", f"/members/{node}/drain")
-    _say(node, "draining", f"{node} drains, {member['requests_running']} requests running", output)
+    _say(node, "draining", f"{node} drains, {running} requests running", output)
 
 
 @app.command()
@@ -62,9 +63,9 @@ def remove(node: Node, target: Target = None, output: AsJson = Output.TEXT) -> N
     """Take the node out at once: its requests go on elsewhere, and this boot of it does not come back."""
     store, record = open_run(target)
     with _Gateway(store, record.run_id) as gateway:
-        member = gateway.member(node)
+        running = gateway.running_on(node)
         gateway.ask("DELETE", f"/members/{node}")
-    _say(node, "removed", f"{node} is out, {member['requests_running']} requests go on elsewhere", output)
+    _say(node, "removed", f"{node} is out, {running} requests go on elsewhere", output)
 
 
 class _Gateway:
@@ -94,13 +95,14 @@ class _Gateway:
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
-    def member(self, node: str) -> dict[str, Any]:
-        """The member of that name."""
+    def running_on(self, node: str) -> int:
+        """Requests on the member of that name, or on all of a machine's."""
         members: list[dict[str, Any]] = self.ask("GET", "/members").json()["members"]
-        known = {member["node"]: member for member in members}
-        if node not in known:
-            raise Stop(f"no member {node!r}; there are: {', '.join(known) or 'none'}", exit_codes.USAGE)
-        return known[node]
+        running = {member["node"]: int(member["requests_running"]) for member in members}
+        found = [count for name, count in running.items() if node in (name, machine_of(name))]
+        if not found:
+            raise Stop(f"no member {node!r}; there are: {', '.join(running) or 'none'}", exit_codes.USAGE)
+        return sum(found)
 
     def ask(self, method: str, path: str) -> httpx.Response:
         try:

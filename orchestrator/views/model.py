@@ -17,7 +17,8 @@ from policies.serving.joining import Stage
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One slot and the newest machine in it. `policy` is None where it is not known, or base weights."""
+    """One slot and the newest machine in it. `policy` is None where it is not known, or base weights;
+    of several engines it is what most of them hold."""
 
     slot: str
     node: str
@@ -31,6 +32,8 @@ class NodeView:
     price_usd_per_h: float
     unfit: str = ""  # why it cannot hold the wanted policy, as it says itself
     stage: Stage | None = None  # what it fetches or starts, before it is of use
+    engines: int = 1  # of a rollout node, as it says itself
+    engines_serving: int = 0
 
 
 @dataclass(frozen=True, slots=True)

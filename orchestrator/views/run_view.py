@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
@@ -26,9 +27,9 @@ from policies.control.snapshot import Trainer
 from policies.model.buying import probe_wait_s
 from policies.model.phases import TERMINAL_RUN
 from policies.model.state import Node, RunState
-from policies.model.vocabulary import NodePhase, PolicyVersion, Role
+from policies.model.vocabulary import NodePhase, PolicyVersion, Role, machine_of
 from policies.serving.joining import Stage
-from policies.serving.wire import GatewayStatus
+from policies.serving.wire import GatewayStatus, MemberStatus
 
 RECENT_STEPS = 120  # what the sparklines show
 PACE_STEPS = 20  # steps that tell how fast the run is now
@@ -116,24 +117,26 @@ def _not_bought(state: RunState) -> tuple[StoppedKindView, ...]:
 
 def _nodes(reader: Reader, beat: Trainer | None, gateway: GatewayStatus | None) -> tuple[NodeView, ...]:
     """One line a slot, the trainer first, `rollout-10` after `rollout-9`."""
-    members = gateway.members if gateway else []
-    # The content digest after the version is for machines.
-    holds = {member.node: member.policy and member.policy.partition("@")[0] for member in members}
-    unfit = {member.node: member.unfit for member in members}
-    stages = {one.node: one.stage for one in members}
-    stages |= {one.node: one.stage for one in (gateway.coming if gateway else ())}
-    if beat is not None:
-        holds[beat.node] = str(PolicyVersion(beat.timeline, beat.step))
-        stages[beat.node] = beat.stage
+    members = defaultdict[str, list[MemberStatus]](list)
+    for member in gateway.members if gateway else []:
+        members[machine_of(member.node)].append(member)
+    coming = {one.node: one.stage for one in (gateway.coming if gateway else ())}
     newest = sorted(reader.newest_node.values(), key=lambda n: (n.role is not Role.TRAINER, len(n.slot), n.slot))
-    return tuple(
-        _node(reader, node, holds.get(node.id), unfit.get(node.id, ""), stages.get(node.id)) for node in newest
-    )
+    return tuple(_node(reader, node, beat, members[node.id], coming.get(node.id)) for node in newest)
 
 
-def _node(reader: Reader, node: Node, policy: str | None, unfit: str, stage: Stage | None) -> NodeView:
+def _node(
+    reader: Reader, node: Node, beat: Trainer | None, members: Sequence[MemberStatus], stage: Stage | None
+) -> NodeView:
     slot = reader.state.slots[node.slot]
-    left = node.phase in (NodePhase.GONE, NodePhase.REFUSED)
+    if node.phase in (NodePhase.GONE, NodePhase.REFUSED):
+        beat, members, stage = None, (), None
+    # The content digest after the version is for machines.
+    held = Counter(member.policy.partition("@")[0] for member in members if member.policy).most_common(1)
+    policy = held[0][0] if held else None
+    if beat is not None and beat.node == node.id:
+        policy, stage = str(PolicyVersion(beat.timeline, beat.step)), beat.stage
+    stage = next((one.stage for one in members if one.stage is not None), stage)
     return NodeView(
         slot=node.slot,
         node=node.id,
@@ -141,13 +144,19 @@ def _node(reader: Reader, node: Node, policy: str | None, unfit: str, stage: Sta
         phase=node.phase,
         reason=node.reason,
         market=node.market,
-        policy=None if left else policy,
+        policy=policy,
         restarts=slot.incarnations - 1 + slot.job_restarts,
         since_s=node.since_s,
         price_usd_per_h=node.price_usd_per_h,
-        unfit="" if left else unfit,
-        stage=None if left else stage,
+        unfit=next((_unfit_words(one) for one in members if one.unfit), ""),
+        stage=stage,
+        engines=max((one.engines for one in members), default=1),
+        engines_serving=sum(one.serving for one in members),
     )
+
+
+def _unfit_words(member: MemberStatus) -> str:
+    return member.unfit if member.engines == 1 else f"{member.node}: {member.unfit}"
 
 
 def _membership(gateway: GatewayStatus | None) -> tuple[MembershipView, ...]:

@@ -266,13 +266,26 @@ def _worth_showing(nodes: Sequence[NodeView], most: int) -> list[NodeView]:
 def _node_cells(view: RunView, node: NodeView) -> list[RenderableType]:
     return [
         node.node,
-        Text(node.phase, style=NODE_STYLES[node.phase]),
+        Text(_phase(node), style=NODE_STYLES[node.phase]),
         duration(view.now_s - node.since_s),
         node.market.replace("_", " "),
-        Text("unfit", style="bold red") if node.unfit else node.policy or NOT_KNOWN,
+        _policy(node),
         Text(str(node.restarts), style="yellow" if node.restarts else "dim"),
         f"{node.price_usd_per_h:.2f}",
     ]
+
+
+def _policy(node: NodeView) -> Text:
+    """What it holds; of a machine whose engines do not all fail, those that do are missing in its phase."""
+    if node.unfit and not node.engines_serving:
+        return Text("unfit", style="bold red")
+    return Text(node.policy or NOT_KNOWN)
+
+
+def _phase(node: NodeView) -> str:
+    """`serving`, and of several engines how many do: `serving 7/8`."""
+    several = node.engines > 1 and node.phase is NodePhase.SERVING
+    return f"{node.phase} {node.engines_serving}/{node.engines}" if several else node.phase
 
 
 def _membership(changes: Sequence[MembershipView]) -> RenderableType:

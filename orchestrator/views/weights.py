@@ -69,15 +69,15 @@ def newest_weights(rows: Sequence[Row], versions: Sequence[VersionSpread]) -> We
 
 
 def weights_words(view: WeightsView) -> str:
-    """`1.2 GiB in 3.1 s (2.0 % of whole); nodes ready in 4.2 to 5.0 s`."""
+    """`1.2 GiB in 3.1 s (2.0 % of whole); all ready in 4.2 to 5.0 s`."""
     share = view.sent_bytes / view.weights_bytes if view.weights_bytes else 1.0
     sent = f"{data_size(round(view.sent_bytes))} in {view.publish_s:.1f} s ({share:.1%} of whole)".replace(
         "%", " %"
     )
     if view.first_ready_s is None or view.last_ready_s is None:
         return sent
-    nodes = "nodes" if view.ready == view.members else f"{view.ready} of {view.members} nodes"
-    return f"{sent}; {nodes} ready in {view.first_ready_s:.1f} to {view.last_ready_s:.1f} s"
+    members = "all" if view.ready == view.members else f"{view.ready} of {view.members}"
+    return f"{sent}; {members} ready in {view.first_ready_s:.1f} to {view.last_ready_s:.1f} s"
 
 
 def policy_stage_words(view: WeightsView) -> str:

@@ -80,6 +80,6 @@ def _is_working(tick: Tick, node: Node) -> bool | None:
         return True if fresh else None  # a missed beat is no proof; `lifecycle` gives it HEARTBEAT_LOST_S
     if snapshot.members is None:
         return None
-    if node.id in snapshot.members:
+    if snapshot.is_member(node):
         return True
     return False if snapshot.gateway_age_s > MEMBERSHIP_SETTLES_S else None

@@ -11,7 +11,15 @@ from policies.detect.pitfalls import Pitfall
 from policies.model.events import Event
 from policies.model.state import Node
 from policies.model.timelines import Fork
-from policies.model.vocabulary import MachineState, Market, PolicyVersion, Precedence, Refusal, precedence_of
+from policies.model.vocabulary import (
+    MachineState,
+    Market,
+    PolicyVersion,
+    Precedence,
+    Refusal,
+    machine_of,
+    precedence_of,
+)
 from policies.serving.joining import Coming, Stage
 from policies.serving.wire import MemberStatus
 
@@ -117,6 +125,10 @@ class Snapshot:
         """The last heartbeat, if the present attempt of the node's work made it."""
         beat = self.trainer
         return beat if beat is not None and (beat.node, beat.attempt) == (node.id, node.attempt) else None
+
+    def is_member(self, node: Node) -> bool:
+        """Whether an engine of the machine is in the membership."""
+        return any(machine_of(name) == node.id for name in self.members or {})
 
     def exit_code_of(self, node: Node) -> int | None:
         """What the present attempt of the node's work has ended with."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -40,6 +40,18 @@ def gpus_of(role: Role, spec: RunSpec) -> int:
     if spec.grpo.get("use_cpu"):
         return 0
     return processes_of(spec) if role is Role.TRAINER else engine_gpus(spec.rollout.vllm)
+
+
+def divided(names: Sequence[str], takes: int) -> list[str]:
+    """What VISIBLE is for each engine of a machine: as many engines as its GPUs suffice for, each with others. One
+    that is alone has "": all that it finds.
+
+    Args:
+        names: the machine's GPUs.
+        takes: how many of them one engine does.
+    """
+    ends = range(takes, len(names) + 1, takes)
+    return [",".join(names[end - takes : end]) for end in ends] if len(ends) > 1 else [""]
 
 
 def visible_names(variable: str) -> tuple[str, ...]:

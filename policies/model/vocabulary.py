@@ -140,6 +140,16 @@ def node_id_of(slot: str, incarnation: int) -> str:
     return f"{slot}-i{incarnation}"
 
 
+def member_of(node_id: str, engine: int, engines: int) -> str:
+    """`rollout-0-i2.3`: one of a machine's engines as a member; the only one has its machine's name."""
+    return node_id if engines == 1 else f"{node_id}.{engine}"
+
+
+def machine_of(member: str) -> str:
+    """The machine that a member works on: the inverse of `member_of`."""
+    return member.partition(".")[0]
+
+
 def role_of(name: str) -> Role:
     """The role of a slot or a node. Raises ValueError for another name."""
     return Role(name.partition("-")[0])

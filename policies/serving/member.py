@@ -78,6 +78,7 @@ class Row:
     engine: EngineWord | None = None  # the last
     join_s: dict[str, float] = field(default_factory=dict)
     stage: Stage | None = None
+    engines: int = 1
 
     @property
     def places(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from policies.model.vocabulary import machine_of
 from policies.serving.member import EASE_IN_REQUESTS, Change, Load, Row, Wanted
 from policies.serving.wire import SILENT_S, Announce
 
@@ -31,7 +32,7 @@ class Membership:
     def __init__(self) -> None:
         self._rows: dict[str, Row] = {}
         self._terms = 0
-        self._draining: set[str] = set()  # nodes, whatever their boot
+        self._draining: set[str] = set()  # nodes or whole machines, whatever their boot
         self._void: set[str] = set()  # boots
         self._together: dict[Hashable, str] = {}  # group -> the node that its last request went to
 
@@ -46,7 +47,11 @@ class Membership:
 
     def draining(self, node: str) -> bool:
         """Whether the node was told to finish what it has and leave."""
-        return node in self._draining
+        return bool(self._draining) and not self._draining.isdisjoint((node, machine_of(node)))
+
+    def on(self, machine: str) -> tuple[Row, ...]:
+        """The members on that machine; of a name that is one member's, that one."""
+        return tuple(row for row in self._rows.values() if machine in (row.node, machine_of(row.node)))
 
     def is_void(self, boot_id: str) -> bool:
         """Whether that boot was replaced or has left: it is no member and will not be one again."""
@@ -56,7 +61,7 @@ class Membership:
         """A node says what it is."""
         if said.boot_id in self._void:
             return Change((node,), f"boot {said.boot_id} is over and was not let in", news=False)
-        leaves = said.draining and node not in self._draining
+        leaves = said.draining and not self.draining(node)
         if leaves:
             self._draining.add(node)
         row, holds = self._rows.get(node), f"holds {said.policy or 'base weights'}{', drains' if leaves else ''}"
@@ -86,6 +91,7 @@ class Membership:
             engine=said.engine,
             join_s=said.join_s,
             stage=said.stage,
+            engines=said.engines,
         )
         unfit = f", {self._unfit_words(said.unfit)}" if said.unfit else ""
         if row is None:
@@ -119,19 +125,23 @@ class Membership:
         return self._out(node, boot_id, "left")
 
     def remove(self, node: str) -> Change:
-        """Take the node out by hand; this boot of it does not come back."""
-        row = self._rows.get(node)
-        if row is None:
+        """Take the node out by hand, or all of a machine's; these boots do not come back."""
+        rows = self.on(node)
+        if not rows:
             return Change((node,), "to be removed; it was no member", news=False)
-        self._void.add(row.boot_id)
-        return self._out(node, row.boot_id, "removed")
+        for row in rows:
+            self._void.add(row.boot_id)
+            del self._rows[row.node]
+        return Change(tuple(row.node for row in rows), "removed", tuple(row.term for row in rows))
 
     def drain(self, node: str) -> Change:
-        """No new request goes to the node, in this boot or a later one; those that run go on."""
-        news = node not in self._draining
+        """No new request goes to the node, or to any of a machine's, in this boot or a later one; those that run
+        go on."""
+        news = not self.draining(node)
         self._draining.add(node)
-        row = self._rows.get(node)
-        return Change((node,), f"drains, {row.running if row else 0} requests running", news=news)
+        rows = self.on(node)
+        names = tuple(row.node for row in rows) or (node,)
+        return Change(names, f"drains, {sum(row.running for row in rows)} requests running", news=news)
 
     def doubt(self, node: str, term: int, why: str, *, whole: bool = False) -> Change:
         """A request failed there, or with `whole` the member makes no token any more: it gets no new one before it
@@ -177,7 +187,7 @@ class Membership:
         return tuple(
             row
             for row in self._rows.values()
-            if not row.doubted and not row.mute and row.node not in self._draining and wanted.accepts(row.policy)
+            if not row.doubted and not row.mute and not self.draining(row.node) and wanted.accepts(row.policy)
         )
 
     def loading(self, wanted: Wanted) -> tuple[Row, ...]:
@@ -185,7 +195,7 @@ class Membership:
         return tuple(
             row
             for row in self._rows.values()
-            if not (row.mute or row.stuck or row.unfit or row.node in self._draining or wanted.accepts(row.policy))
+            if not (row.mute or row.stuck or row.unfit or self.draining(row.node) or wanted.accepts(row.policy))
         )
 
     def choose(

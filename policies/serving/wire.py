@@ -14,6 +14,10 @@
 
 For all others the gateway writes a GatewayStatus to the run's store, since they may not reach it.
 
+A node of one engine is one member, under its own name. A machine of several is as many members, NODE.0, NODE.1
+and so on (`policies.model.vocabulary.member_of`); in `drain`, `DELETE` without a boot and `/peers` its own name
+means the machine, and so all of them.
+
 Every request carries `Authorization: Bearer TOKEN`, the run's secret. What the gateway asks of a node also carries
 `X-Grpo-Boot` and `X-Grpo-Policy`; a node that is not that boot or does not hold that policy answers 409, so that a
 node that came back on the same address with other weights never answers for the one that was asked.
@@ -111,6 +115,7 @@ class Announce:
         default_factory=dict
     )  # seconds from its agent's start by part, once it serves
     stage: Stage | None = None  # of the policy that it fetches
+    engines: int = 1  # that its machine has, each of them a member
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +269,7 @@ class MemberStatus:
     engine: EngineWord | None = None
     join_s: dict[str, float] = field(default_factory=dict)  # as its agent says
     stage: Stage | None = None  # as its agent says
+    engines: int = 1  # of its machine, as its agent says
 
 
 @dataclass(frozen=True, slots=True)

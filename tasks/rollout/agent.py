@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiohttp
@@ -17,26 +20,33 @@ from checkpoint.security.redaction import guard_output
 from checkpoint.security.vouched import NotVouched
 from checkpoint.store.run_store import Store
 from policies.model import exit_codes
+from policies.model.gpus import VISIBLE, divided, engine_gpus, gpus_of, visible_names
 from policies.model.spec import RunSpec
+from policies.model.vocabulary import Role
 from tasks.machine.lasting_log import lasting
 from tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
 from tasks.machine.processes.children import adopt_orphans
+from tasks.machine.processes.launching import visible_gpus
 from tasks.machine.user_setup import set_up
 from tasks.machine.versions import ROLLOUT, WrongVersions, check_versions
 from tasks.peers.peers import Peers, may_pay
-from tasks.rollout.node_agent import Agent, GaveUp
+from tasks.rollout.node_agent import Agent
+from tasks.rollout.rollout_engine import GaveUp
 
 log = structlog.get_logger()
 
+THREADS = 16  # for the store, files and whatever ends
 
-async def serve(env: NodeEnv, spec: RunSpec, store: Store) -> int:
-    """Run the agent until SIGTERM. Returns the exit code."""
+
+async def serve(env: NodeEnv, spec: RunSpec, store: Store, shares: Sequence[str]) -> int:
+    """Run the agent, an engine for each of these shares of the GPUs, until SIGTERM. Returns the exit code."""
     tls = aiohttp.TCPConnector(ssl=identity.client_context(env.token))  # for the URLs that say https
     peers = Peers(env.host, env.token) if may_pay(store.url, store.options, env.host) else None
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(THREADS + len(shares)))  # one each waits for the end of its vLLM
     async with aiohttp.ClientSession(connector=tls) as http:
         with peers or contextlib.nullcontext():
-            work = asyncio.ensure_future(Agent(env, spec, store, http, peers).run())
-            loop = asyncio.get_running_loop()
+            work = asyncio.ensure_future(Agent(env, spec, store, http, peers, shares).run())
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, work.cancel)
             await asyncio.wait({work})
@@ -49,6 +59,17 @@ async def serve(env: NodeEnv, spec: RunSpec, store: Store) -> int:
         return exit_codes.FAILED
     work.result()
     raise AssertionError("the agent works until it is cancelled or fails")
+
+
+def gpus_of_engines(spec: RunSpec) -> list[str]:
+    """The GPUs of each engine of this machine, which has as many engines as its GPUs suffice for."""
+    if gpus_of(Role.ROLLOUT, spec) == 0:
+        return divided((), 1)
+    env = {**os.environ, **spec.rollout.env}
+    names = visible_names(env[VISIBLE]) if VISIBLE in env else tuple(map(str, range(visible_gpus(env) or 0)))
+    shares = divided(names, engine_gpus(spec.rollout.vllm))
+    log.info("engines", gpus=len(names), engines=len(shares))
+    return shares
 
 
 def main() -> int:
@@ -70,7 +91,7 @@ def main() -> int:
         return exit_codes.BAD_SPEC
     shutil.rmtree(Path(env.workdir) / "policies", ignore_errors=True)
     adopt_orphans()
-    return asyncio.run(serve(env, spec, store))
+    return asyncio.run(serve(env, spec, store, gpus_of_engines(spec)))
 
 
 if __name__ == "__main__":

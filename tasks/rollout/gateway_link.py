@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+from dataclasses import dataclass
 
 import aiohttp
 import msgspec
@@ -11,6 +13,7 @@ import msgspec
 from checkpoint.records import documents
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
+from policies.model.vocabulary import machine_of
 from policies.serving.joining import Stage
 from policies.serving.wire import (
     COMERS,
@@ -34,16 +37,27 @@ class GatewayUnreachable(Exception):
     """It did not answer, or not as a gateway does: try again."""
 
 
+@dataclass(slots=True)
+class _Where:
+    url: str | None = None  # of the gateway
+
+
 class GatewayLink:
-    """One node's conversation with the gateway, whose address is in the store and is read again when it fails."""
+    """A machine's conversation with the gateway, whose address is in the store and is read again when it fails."""
 
     def __init__(self, store: Store, env: NodeEnv, http: aiohttp.ClientSession) -> None:
         self._store = store
         self._node = env.node
         self._headers = {"Authorization": f"Bearer {env.token}"}
         self._http = http
-        self._url: str | None = None
+        self._where = _Where()
         self._overtaken: set[asyncio.Task[AnnounceReply]] = set()
+
+    def of(self, member: str) -> GatewayLink:
+        """The conversation of one engine, by its name. All of a machine's go with the same gateway."""
+        other = copy.copy(self)
+        other._node, other._overtaken = member, set()
+        return other
 
     async def announce(self, said: Announce, changed: asyncio.Event) -> AnnounceReply | None:
         """Return the gateway's reply, or None when `changed` was set before it came. Raises GatewayUnreachable.
@@ -67,10 +81,12 @@ class GatewayLink:
         return None
 
     async def ask_wanted(self, stage: Stage) -> PolicyRef | None:
-        """Say what this node is at, and return what members are to hold, before it is one; None while nothing is
-        wanted. Raises GatewayUnreachable."""
+        """Say what this machine is at, and return what members are to hold, before this is one; None while nothing
+        is wanted. Raises GatewayUnreachable."""
         body = msgspec.json.encode(stage)
-        return _reply(await self._ask("POST", f"{COMERS}/{self._node}", timeout_s=ANSWER_S, body=body)).policy
+        return _reply(
+            await self._ask("POST", f"{COMERS}/{machine_of(self._node)}", timeout_s=ANSWER_S, body=body)
+        ).policy
 
     async def ask_peers(self, address: str) -> list[str]:
         """Say where this node's peers find it, and return where they are. Raises GatewayUnreachable."""
@@ -97,20 +113,21 @@ class GatewayLink:
         return _reply(await self._ask("POST", f"/members/{self._node}", timeout_s=HOLD_S + ANSWER_S, body=body))
 
     async def _ask(self, method: str, path: str, *, timeout_s: float, body: bytes | None = None) -> bytes:
-        if self._url is None:
-            self._url = await asyncio.to_thread(self._look_up)
+        url = self._where.url
+        if url is None:
+            url = self._where.url = await asyncio.to_thread(self._look_up)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._http.request(
-                method, f"{self._url}{path}", data=body, headers=self._headers, timeout=timeout
+                method, f"{url}{path}", data=body, headers=self._headers, timeout=timeout
             ) as answer:
                 said = await answer.read()
                 if answer.status >= 300:
-                    raise GatewayUnreachable(f"{self._url} answered {answer.status} {said[:200]!r}")
+                    raise GatewayUnreachable(f"{url} answered {answer.status} {said[:200]!r}")
                 return said
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            where, self._url = self._url, None
-            raise GatewayUnreachable(f"{where}: {str(error) or type(error).__name__}") from error
+            self._where.url = None
+            raise GatewayUnreachable(f"{url}: {str(error) or type(error).__name__}") from error
 
     def _look_up(self) -> str:
         try:

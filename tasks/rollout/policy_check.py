@@ -7,6 +7,7 @@ that the engine is then asked for (`policies.serving.canary`).
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ class PolicyCheck:
         self._adapters: AdapterCheck | None = None  # for a run of adapters, once it is asked for
         self._base: dict[str, Tensor] | None = None  # once it is asked for
         self._tied = False
+        self._reading = threading.Lock()  # a machine's engines ask at once
 
     def covers_engine(self) -> bool:
         """Whether a policy that passes with `bare` overwrites all that an engine holds: then this one may start
@@ -74,10 +76,11 @@ class PolicyCheck:
         return canary
 
     def _known(self) -> dict[str, Tensor]:
-        if self._base is None:
-            self._adapters = AdapterCheck(self._spec) if takes_adapters(self._spec) else None
-            self._base, self._tied = self._read_base()
-        return self._base
+        with self._reading:
+            if self._base is None:
+                self._adapters = AdapterCheck(self._spec) if takes_adapters(self._spec) else None
+                self._base, self._tied = self._read_base()
+            return self._base
 
     def _read_base(self) -> tuple[dict[str, Tensor], bool]:
         """The base model's tensors, none where its files are not found, and whether its head is tied."""

@@ -23,6 +23,7 @@ import structlog
 
 from checkpoint.security import identity
 from checkpoint.store import layout
+from policies.model.gpus import VISIBLE
 from policies.model.node_contract import TOKEN_ENV
 from policies.model.spec import RunSpec
 from policies.serving.adapters import BASE_MODEL
@@ -39,6 +40,7 @@ from tasks.rollout.vllm_flags import argv_of, uncompiled_env
 
 log = structlog.get_logger()
 
+BOOT_ENV = "GRPO_ORCH_BOOT"  # in the environment of vLLM's processes
 HEALTH_POLL_S = 0.25
 # The first request compiles kernels, which took 25 s on a cold machine; on a large model it may take longer.
 TRIAL_TIMEOUT_S = 600.0
@@ -81,6 +83,7 @@ class Server:
     _secret: str
     _http: aiohttp.ClientSession
     adapters: bool = False  # whether its policies are adapters, beside base weights that stay
+    member: str = ""
     start_s: float = 0.0  # until it answered
     trial_s: float = 0.0  # for its first tokens
     limits: EngineLimits = field(default_factory=EngineLimits)  # known once it is up
@@ -181,7 +184,7 @@ class Server:
 
     async def stop(self) -> None:
         """End it and all that it started."""
-        await asyncio.to_thread(stop, self.process)
+        await asyncio.to_thread(stop, self.process, self.boot_id)
 
     async def _ask(self, method: str, path: str, body: bytes, status: int, timeout_s: float) -> bytes:
         answered, said = await self._exchange(method, path, body, timeout_s)
@@ -209,8 +212,11 @@ def _unexpected(method: str, path: str, status: int, said: bytes) -> str:
     return f"{method} {path}: {status} {said[:500].decode(errors='replace')}"
 
 
-async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession, *, bare: bool = False) -> Server:
-    """Start a server, `bare` without the base model's weights, and return once it has made its first tokens.
+async def start(
+    spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession, *, bare: bool = False, gpus: str = ""
+) -> Server:
+    """Start a server, `bare` without the base model's weights, on these `gpus` or on all that it finds, and return
+    once it has made its first tokens. `node.node` is the member's name.
 
     Raises ServerFailed, Unfit.
     """
@@ -221,7 +227,7 @@ async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession, *, ba
     adapters = await asyncio.to_thread(takes_adapters, spec)
     pem = None
     if identity.protects(node.host):
-        pem = Path(node.workdir) / "identity.pem"
+        pem = Path(node.workdir) / f"identity-{node.node}.pem"
         try:
             identity.write_pem(node.token, pem)
         except OSError as error:
@@ -230,8 +236,9 @@ async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession, *, ba
         **os.environ,
         **uncompiled_env(spec),
         **spec.rollout.env,
+        **({VISIBLE: gpus} if gpus else {}),
         TOKEN_ENV: node.token,
-        "GRPO_ORCH_BOOT": boot_id,
+        BOOT_ENV: boot_id,
         "GRPO_ORCH_NODE_SECRET": secret,
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(NODE_IDLE_S),  # 5 s by default: shorter than a step
         "SPT_NOENV": "1",  # vLLM's engine renames itself; without this it would overwrite its environment
@@ -246,7 +253,7 @@ async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession, *, ba
     # A signal that `process_tree` can act upon: it ends vLLM's processes, then itself.
     process = start_child(argv, env, death_signal=signal.SIGTERM)
     where = identity.address(node.host, port), identity.url(node.host, port)
-    server = Server(boot_id, *where, process, secret, http, adapters)
+    server = Server(boot_id, *where, process, secret, http, adapters, node.node)
     try:
         begun_s = time.monotonic()
         await _until_healthy(server, node.token, http)
@@ -262,15 +269,15 @@ async def start(spec: RunSpec, node: NodeEnv, http: aiohttp.ClientSession, *, ba
         raise
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End vLLM's process tree, and what is left of one whose root was killed."""
+def stop(process: subprocess.Popen[bytes], boot_id: str) -> None:
+    """End vLLM's process tree, and what is left of one whose root was killed; no other boot's."""
     process.terminate()
     try:
         process.wait(timeout=STOP_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    end_descendants(0.0)
+    end_descendants(0.0, marked=(BOOT_ENV, boot_id))
 
 
 async def _until_healthy(server: Server, token: str, http: aiohttp.ClientSession) -> None:

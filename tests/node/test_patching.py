@@ -87,9 +87,10 @@ class Following:
         """Load it; whether that was by changes alone, and what is said of changes that are of no use."""
 
         async def story() -> bool:
-            ready = await self.loader.fetch(self.node.server, ref, self.holds, lambda: True)
+            ready = await self.loader.fetch([self.node.server], ref, self.holds, lambda: True)
             canary = ready.canary if ready.folder is None else self.node.check.passed(ready.folder)
             await self.loader.load(self.node.server, ready, canary)
+            await self.loader.loaded(ready, [self.node.server])
             if self.loader._settling is not None:
                 await self.loader._settling
             return ready.folder is None

@@ -34,7 +34,7 @@ CANARY = Canary([1, 2], [0.0], "float32", 2)
 class Engine:
     """Stands in for vLLM. `why` is what a trial comes to; `broken`, it fails once it has touched its weights."""
 
-    adapters = False
+    adapters, member = False, "rollout-0-i1"
 
     def __init__(self, folder: Path, boot: int) -> None:
         self.boot_id, self.policy, self.does = f"boot-{boot}", "", list[str]()
@@ -101,8 +101,9 @@ class Node:
     async def follow(self, ref: PolicyRef, *, settles: bool = True) -> str:
         """Load it; by what."""
         server = cast("Server", self.engine)
-        ready = await self.loader.fetch(server, ref, self.engine.policy or None, lambda: True)
+        ready = await self.loader.fetch([server], ref, self.engine.policy or None, lambda: True)
         await self.loader.load(server, ready, CANARY)
+        await self.loader.loaded(ready, [server])
         assert self.engine.policy == ref.label
         wanted = self.world.made[ref.label]
         assert all(one.equal(wanted[name]) for name, one in self.engine.weights.items())
@@ -296,6 +297,74 @@ def test_whatever_happens_the_engine_holds_what_its_label_names(
 
     asyncio.run(story())
     assert did.count("changes") > 5
+
+
+async def given(node: Node, ref: PolicyRef, *engines: Engine) -> list[str]:
+    """Give it to engines of one machine at once; by what each came to it."""
+    servers = [cast("Server", one) for one in engines]
+    ready = await node.loader.fetch(servers, ref, engines[0].policy or None, lambda: True)
+    await asyncio.gather(*(node.loader.load(one, ready, CANARY) for one in servers))
+    await node.loader.loaded(ready, servers)
+    if node.loader._settling is not None:
+        await node.loader._settling
+    wanted = node.world.made[ref.label]
+    for engine in engines:
+        assert engine.policy == ref.label
+        assert all(one.equal(wanted[name]) for name, one in engine.weights.items())
+    return [one.does[-1] for one in engines]
+
+
+def test_engines_of_one_machine_share_what_is_fetched_and_each_has_its_own_trials(node: Node) -> None:
+    world, publisher = node.world, node.world.publisher()
+    a, b = node.engine, Engine(world.folder, 100)
+    a.member, b.member = "rollout-0-i1.0", "rollout-0-i1.1"
+
+    async def story() -> None:
+        nonlocal b
+        assert await given(node, world.publish(publisher, 0), a, b) == ["whole"] * 2
+        for step, by in enumerate(["trial", "changes"], 1):
+            assert await given(node, world.steps(publisher, step)[0], a, b) == [by] * 2
+        b = Engine(world.folder, 101)  # started again
+        b.member = "rollout-0-i1.1"
+        [ref] = world.steps(publisher, 3)
+        assert await given(node, ref, a) == ["changes"]
+        assert await given(node, ref, b) == ["whole"]
+        assert await given(node, world.steps(publisher, 4)[0], a, b) == ["changes", "trial"]
+        assert world.whole_bytes() == 1, "the first and no other"
+        b = Engine(world.folder, 102)
+        b.member, b.why = "rollout-0-i1.1", "the loader cannot be followed"
+        assert await given(node, world.steps(publisher, 5)[0], b) == ["whole"]
+        assert await given(node, world.steps(publisher, 6)[0], b) == ["trial"]
+        assert (node.loader.takes_changes(cast("Server", a)), node.loader.takes_changes(cast("Server", b))) == (
+            True,
+            False,
+        )
+
+    asyncio.run(story())
+
+
+def test_of_a_machines_engines_the_one_that_is_not_what_the_file_holds_is_ended(node: Node) -> None:
+    world, publisher = node.world, node.world.publisher()
+    a, b = node.engine, Engine(world.folder, 100)
+    b.member = "rollout-0-i1.1"
+
+    async def story() -> None:
+        for step in range(3):
+            await given(node, world.steps(publisher, step)[0], a, b)
+        with node.folders._file:
+            [ref] = world.steps(publisher, 3)
+            ready = await node.loader.fetch([cast("Server", a)], ref, a.policy, lambda: True)
+            for one in (a, b):
+                await node.loader.load(cast("Server", one), ready, CANARY)
+            await node.loader.loaded(ready, [cast("Server", a), cast("Server", b)])
+            weights = a.weights
+            weights["model.norm.weight"][3] += 1  # a bit of its memory
+            save_file(weights, a._weights)
+        assert node.loader._settling is not None
+        await node.loader._settling
+        assert (a.stopped, b.stopped) == (True, False)
+
+    asyncio.run(story())
 
 
 def test_an_engine_that_is_not_what_its_file_holds_is_ended(node: Node) -> None:

@@ -28,6 +28,7 @@ from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
+from policies.model.gpus import VISIBLE
 from policies.model.node_contract import WORKDIR_ENV
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
@@ -79,9 +80,9 @@ def make_model(folder: Path, seed: int, head_dim: int = 32) -> LlamaForCausalLM:
 
 
 class Lab:
-    """A run's store, its gateway and one node."""
+    """A run's store, its gateway and one node, which may be told of `gpus`: names that vLLM on a CPU ignores."""
 
-    def __init__(self, folder: Path, peft: dict[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, peft: dict[str, Any] | None = None, gpus: str | None = None) -> None:
         self.folder = folder
         self.workdir = folder / "work"
         self.workdir.mkdir()
@@ -96,6 +97,7 @@ class Lab:
             "GRPO_ORCH_GATEWAY_HOST": HOST,
             "GRPO_ORCH_ATTEMPT": "1",
             "GRPO_ORCH_WORKDIR": str(self.workdir),
+            **({} if gpus is None else {VISIBLE: gpus}),
         }
         make_model(folder / "base", seed=0)
         spec = RunSpec(
@@ -148,8 +150,11 @@ class Lab:
         os.kill(servers[0], signal.SIGKILL)
 
     def member(self) -> MemberStatus | None:
+        return next(iter(self.members()), None)
+
+    def members(self) -> list[MemberStatus]:
         status = documents.members(documents.newest_gateway(self.store)).read(self.store)
-        return status.members[0] if status and status.members else None
+        return status.members if status else []
 
     def ask(self, policy: PolicyRef, deadline_s: float = HANG_S, **sampling: Any) -> Iterator[BatchLine]:
         batch = Batch(

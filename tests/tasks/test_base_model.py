@@ -27,6 +27,7 @@ from tasks.machine.base_model import TENSORS, tensors_in
 from tasks.models import hub, publishing, shared
 from tasks.models.base import FOLDER, BaseModel, Closed, Source, found_here, source_of, with_model
 from tasks.rollout import vllm_flags
+from tasks.rollout.base_here import BaseHere
 from tasks.trainer import main
 from tests.budget import HANG_S
 from tests.tasks.test_fitness import World, publish, run_agent
@@ -289,32 +290,31 @@ def test_an_agent_brings_the_model_before_vllm_starts_and_says_how_far_it_is(
 
     async def story(world: World) -> None:
         await asyncio.to_thread(first.wait, HANG_S)
-        world.agent._announce_again()
+        world.engine._changed.set()
         async with asyncio.timeout(HANG_S):
             while not any(one.name == BASE_MODEL and one.done_bytes for one in world.stages):
-                world.agent._announce_again()
+                world.engine._changed.set()
                 await asyncio.sleep(0.01)
             assert world.boots == []
             told.set()
             while not world.boots:
                 await asyncio.sleep(0.01)
         assert world.boots[0].bare is bare
-        folder = Path(world.agent._spec.trainer.model)
+        folder = Path(world.agent._base.spec.trainer.model)
         assert (folder.name == FOLDER) is not bare
-        assert world.agent._stage == Stage(ENGINE, 0, vllm_flags.base_bytes(world.agent._spec))
+        assert world.agent._base.stage == Stage(ENGINE, 0, vllm_flags.base_bytes(world.agent._base.spec))
         world.comes_up.set()
         async with asyncio.timeout(HANG_S):
             while bare and len(world.boots) < 2:  # its policy is another model's
                 await asyncio.sleep(0.01)
-        assert Path(world.agent._spec.trainer.model).name == FOLDER
+        assert Path(world.agent._base.spec.trainer.model).name == FOLDER
 
     def node() -> World:
         world = World(store, tmp_path / "work", wanted)
         world.comes_up.clear()
-        agent = world.agent
-        spec = replace(agent._spec, cloud="sky", trainer=replace(agent._spec.trainer, model=GATED.model))
-        agent._spec, agent._bare = spec, bare
-        agent._base = agent._base_of(GATED)
+        plain, world.engine._bare = world.agent._base.spec, bare
+        spec = replace(plain, cloud="sky", trainer=replace(plain.trainer, model=GATED.model))
+        world.agent._base = world.engine._base = BaseHere(world.agent._env, spec, store, None)
         return world
 
     run_agent(node, story, monkeypatch)

@@ -19,7 +19,7 @@ from checkpoint.store import layout
 from checkpoint.store.errors import Corrupt, StoreUnavailable
 from checkpoint.store.run_store import Store
 from policies.model.spec import RunSpec
-from tasks.rollout import node_agent
+from tasks.rollout import base_here, rollout_engine
 from tasks.rollout.compiled import archive, caches, key
 from tasks.rollout.compiled.caches import FOLDERS, CompileCaches
 from tasks.rollout.vllm_server import PolicyRefused, Server, ServerFailed
@@ -282,9 +282,9 @@ class Home(World):
     def has(self) -> bool:
         return self.kept.exists()
 
-    async def start(self, *spec: Any, bare: bool) -> Server:
+    async def start(self, *spec: Any, bare: bool, gpus: str) -> Server:
         self.found.append(self.has())
-        return await super().start(*spec, bare=bare)
+        return await super().start(*spec, bare=bare, gpus=gpus)
 
 
 @pytest.fixture
@@ -293,14 +293,14 @@ def home(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[
     store, wanted = publish(machines.folder, 0, size_bytes=10)
     monkeypatch.setenv("HOME", str(machines.folder))
     monkeypatch.setattr(caches, "key_of", lambda *_: "key")
-    monkeypatch.setattr(node_agent, "RESTART_WAIT_S", 0.0)
+    monkeypatch.setattr(rollout_engine, "RESTART_WAIT_S", 0.0)
 
     def world() -> Home:
         one = Home(store, machines.folder / "work", wanted)
-        one.kept, one.found = machines.folder / node_agent.COMPILED / "key", []
+        one.kept, one.found = machines.folder / base_here.COMPILED / "key", []
         return one
 
-    return world, machines.folder / node_agent.COMPILED / "key"
+    return world, machines.folder / base_here.COMPILED / "key"
 
 
 @pytest.mark.parametrize("fails", ["start", "load"])
@@ -319,8 +319,8 @@ def test_a_vllm_that_fails_with_what_was_brought_is_started_without_it(
         await world.until(lambda one: one.policy == world.wanted.label)
         assert world.found == [True, False]
 
-    async def start(world: Home, *spec: Any, bare: bool) -> Server:
-        server = await started(world, *spec, bare=bare)
+    async def start(world: Home, *spec: Any, bare: bool, gpus: str) -> Server:
+        server = await started(world, *spec, bare=bare, gpus=gpus)
         if fails == "start" and world.has():
             raise ServerFailed("ended with exit code 1")
         return server
@@ -336,7 +336,7 @@ def test_what_is_compiled_is_stored_once_the_node_has_served_for_a_while(
     make, kept = home
 
     async def story(world: Any) -> None:
-        store = world.agent._store
+        store = world.agent._folders._store
         while not world.boots:
             await asyncio.sleep(0.01)
         write(kept, KERNELS)

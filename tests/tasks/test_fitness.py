@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +30,7 @@ from tasks.machine.node_env import NodeEnv
 from tasks.rollout import node_agent, vllm_server
 from tasks.rollout.engine import EngineLimits
 from tasks.rollout.policy_folders import DiskFailed, Overtaken, PolicyFolders
+from tasks.rollout.rollout_engine import RolloutEngine
 from tasks.rollout.vllm_server import PolicyRefused, Server, ServerFailed
 from tests.budget import HANG_S
 
@@ -152,8 +154,8 @@ def test_a_trainer_from_before_digests_were_long_is_served_by_newer_nodes(
 class VLLM:
     """Stands in for the server: `does` says what a load comes to."""
 
-    def __init__(self, world: World, *, bare: bool) -> None:
-        self.bare = bare
+    def __init__(self, world: World, member: str, gpus: str, *, bare: bool) -> None:
+        self.bare, self.member, self.gpus = bare, member, gpus
         self.world, self.ends = world, asyncio.Event()
         self.boot_id, self.address = f"boot-{len(world.boots)}", "127.0.0.1:1"
         self.limits, self.adapters = EngineLimits(4), False
@@ -161,7 +163,9 @@ class VLLM:
 
     async def load(self, version: str, *_: Any) -> None:
         self.world.loads.append(version)
+        self.world.loaded_by.append(self.boot_id)
         self.world.does(version)
+        await self.world.delays(self)
 
     async def ask_engine(self) -> None:
         return None
@@ -177,7 +181,7 @@ class VLLM:
 class World:
     """An agent beside a stand-in for vLLM and for the gateway, which wants `wanted`."""
 
-    def __init__(self, store: Store, workdir: Path, wanted: PolicyRef) -> None:
+    def __init__(self, store: Store, workdir: Path, wanted: PolicyRef, shares: Sequence[str] = ("",)) -> None:
         base = workdir / "base"
         base.mkdir(parents=True, exist_ok=True)
         (base / "model.safetensors").write_bytes(weights_of(4))
@@ -185,9 +189,12 @@ class World:
         self.wanted = wanted
         self.boots: list[VLLM] = []
         self.loads: list[str] = []
+        self.loaded_by: list[str] = []  # boots
         self.said: list[Announce] = []
         self.stages: list[Stage] = []
         self.does: Callable[[str], None] = lambda _: None
+        self.members: dict[str, Announce] = {}
+        self.left: list[str] = []
         self.heard, self.comes_up = asyncio.Event(), asyncio.Event()
         self.comes_up.set()
         spec = RunSpec(
@@ -198,26 +205,22 @@ class World:
             workdir=str(workdir),
         )
         env = NodeEnv(store.url, "rollout-0-i1", "token", 1, 0, str(workdir), "127.0.0.1")
-        self.agent = node_agent.Agent(env, spec, store, cast("Any", None))
-        self.agent._gateway = cast("Any", self)
+        self.agent = node_agent.Agent(env, spec, store, cast("Any", None), shares=shares)
+        for engine in self.agent._engines:
+            engine._gateway = cast("Any", Gateway(self, engine.name))
 
-    async def start(self, *_: Any, bare: bool) -> Server:
-        self.boots.append(VLLM(self, bare=bare))
+    @property
+    def engine(self) -> RolloutEngine:
+        """The first."""
+        return self.agent._engines[0]
+
+    async def start(self, _spec: Any, env: NodeEnv, _http: Any, *, bare: bool, gpus: str) -> Server:
+        self.boots.append(boot := VLLM(self, env.node, gpus, bare=bare))
         await self.comes_up.wait()
-        return cast("Server", self.boots[-1])
+        return cast("Server", boot)
 
-    async def announce(self, said: Announce, _changed: asyncio.Event) -> AnnounceReply:
-        self.said.append(said)
-        self.heard.set()
-        await asyncio.sleep(0.01)
-        return AnnounceReply(self.wanted)
-
-    async def ask_wanted(self, stage: Stage) -> PolicyRef:
-        self.stages.append(stage)
-        return self.wanted
-
-    async def leave(self, _boot_id: str) -> None:
-        pass
+    async def delays(self, boot: VLLM) -> None:
+        """What a load waits for."""
 
     async def until(self, ready: Callable[[Announce], bool]) -> Announce:
         """The next announcement that is so."""
@@ -227,6 +230,32 @@ class World:
                 await self.heard.wait()
                 if ready(self.said[-1]):
                     return self.said[-1]
+
+
+class Gateway:
+    """Stands in for the gateway, towards one engine."""
+
+    def __init__(self, world: World, member: str) -> None:
+        self.world, self.member = world, member
+
+    async def announce(self, said: Announce, _changed: asyncio.Event) -> AnnounceReply:
+        self.world.said.append(said)
+        self.world.members[self.member] = said
+        self.world.heard.set()
+        await asyncio.sleep(0.01)
+        return AnnounceReply(drain=True) if said.draining else AnnounceReply(self.world.wanted)
+
+    async def ask_wanted(self, stage: Stage) -> PolicyRef:
+        self.world.stages.append(stage)
+        return self.world.wanted
+
+    async def drain(self) -> None:
+        pass
+
+    async def leave(self, _boot_id: str) -> None:
+        self.world.left.append(self.member)
+        self.world.members.pop(self.member, None)
+        self.world.heard.set()
 
 
 def run_agent(world: Callable[[], World], story: Callable[[World], Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +294,7 @@ def test_a_policy_that_does_not_load_makes_the_node_unfit_until_another_does(
             raise error
 
     async def story(world: World) -> None:
-        world.agent._bare = False
+        world.engine._bare = False
         world.does = does
         said = await world.until(lambda one: bool(one.unfit) and len(world.boots) == boots)
         assert said.unfit.startswith(f"policy {bad.label}: ")
@@ -300,7 +329,8 @@ def test_an_agent_outlives_a_full_disk_and_says_so(
         disk.size_bytes = 20 * MIB  # somebody made room
 
         def loaded(one: Announce) -> bool:
-            world.agent._work.set()  # as time does; once may be before it waits
+            world.engine._failed_at_s = -math.inf  # time has passed
+            world.agent._work.set()
             return one.policy == large.label
 
         assert (await world.until(loaded)).unfit == ""

@@ -15,7 +15,7 @@ from checkpoint.store.codec import to_json
 from policies.model.spec import RunSpec
 from policies.serving.canary import Canary
 from policies.serving.joining import ENGINE, POLICY, Stage
-from tasks.rollout import node_agent
+from tasks.rollout import rollout_engine
 from tasks.rollout.policy_check import PolicyCheck
 from tasks.rollout.policy_folders import PolicyFolders
 from tasks.rollout.vllm_flags import argv_of
@@ -72,7 +72,7 @@ def test_while_vllm_starts_the_gateway_is_told_what_it_reads(
 
     def with_weights() -> World:
         world = World(store, tmp_path / "work", wanted)
-        world.agent._bare = False
+        world.engine._bare = False
         world.comes_up.clear()
         return world
 
@@ -123,8 +123,8 @@ def test_a_vllm_that_does_not_come_up_without_weights_is_started_with_them(
     store, wanted = publish(tmp_path, 0, size_bytes=10)
 
     class NotBare(World):
-        async def start(self, *spec: Any, bare: bool) -> Server:
-            server = await super().start(*spec, bare=bare)
+        async def start(self, *spec: Any, bare: bool, gpus: str) -> Server:
+            server = await super().start(*spec, bare=bare, gpus=gpus)
             if bare:
                 raise error
             return server
@@ -133,7 +133,7 @@ def test_a_vllm_that_does_not_come_up_without_weights_is_started_with_them(
         await world.until(lambda one: one.policy == wanted.label)
         assert [boot.bare for boot in world.boots] == [True, False]
 
-    monkeypatch.setattr(node_agent, "RESTART_WAIT_S", 0.0)
+    monkeypatch.setattr(rollout_engine, "RESTART_WAIT_S", 0.0)
     run_agent(lambda: NotBare(store, tmp_path / "work", wanted), story, monkeypatch)
 
 

@@ -99,7 +99,7 @@ REFUSED_VLLM = {
     "grpc-port": _CLOSED,
     "config": "write its keys here instead: what they are is checked",
     "api-server-count": "one process must know which policy the node holds",
-    "data-parallel-size": "one process must know which policy the node holds; raise rollout.replicas instead",
+    "data-parallel-size": "a node starts an engine for every GPU, or tensor-parallel-size of them, by itself",
     "hf-token": "a secret does not belong in a file that is copied to the store; set HF_TOKEN in the environment",
 }
 REFUSED_LORA = {

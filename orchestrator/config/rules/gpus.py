@@ -41,12 +41,14 @@ def too_few(spec: RunSpec, here: int, findings: Findings) -> None:
 
 
 def note_idle(spec: RunSpec, findings: Findings) -> None:
-    """A node runs one engine: what that does not take is paid for all the same."""
+    """A node runs as many engines as its GPUs suffice for: what is left is paid for all the same."""
     named, takes = named_gpus(spec.rollout.resources), engine_gpus(spec.rollout.vllm)
-    if named is None or named <= takes or spec.rollout.replicas.max == 0:
+    if named is None or named < takes or named % takes == 0 or spec.rollout.replicas.max == 0:
         return
-    message = f"each node has {_gpus(named)} and its one engine takes {takes}, so {named - takes} would be idle"
-    better = f"set rollout.vllm.tensor-parallel-size: {named}, or have more nodes of {takes}"
+    message = (
+        f"each node has {_gpus(named)} and each of its engines takes {takes}, so {named % takes} would be idle"
+    )
+    better = f"set rollout.vllm.tensor-parallel-size to a divisor of {named}, or have nodes of {takes}"
     findings.notice(("rollout", "resources", "accelerators"), f"{message}; {better}")
 
 

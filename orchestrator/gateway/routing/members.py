@@ -175,16 +175,18 @@ class Members:
         self._told.pop(boot_id, None)
 
     def remove(self, node: str) -> bool:
-        """Take the node out, for good as this boot of it. Returns whether it was a member."""
-        member = self._table.row(node) is not None
+        """Take the node out, or all of a machine's, for good as these boots. Returns whether there was any."""
+        rows = self._table.on(node)
         self._apply(self._table.remove(node))
-        self._announcements.answer(node)
-        return member
+        for row in rows:
+            self._announcements.answer(row.node)
+        return bool(rows)
 
     def drain(self, node: str) -> None:
-        """Send the node nothing new; it is told to leave once nothing runs on it."""
+        """Send the node, or all of a machine's, nothing new; each is told to leave once nothing runs on it."""
         self._apply(self._table.drain(node))
-        self._announcements.answer(node)
+        for row in self._table.on(node):
+            self._announcements.answer(row.node)
 
     def doubt(self, link: Link, why: str, *, whole: bool = False) -> None:
         """A request failed there, or all: nothing new before the next announcement, which is asked for at once."""
@@ -260,6 +262,7 @@ class Members:
             kv_tokens=row.kv_tokens,
             engine=row.engine,
             join_s=row.join_s,
+            engines=row.engines,
             unfit=row.unfit,
             stage=row.stage,
         )

@@ -181,6 +181,8 @@ def check_announce(said: Announce) -> None:
         raise Refused(400, f"unfit must be one printable line of at most {LINE_SIZE_MAX} characters")
     if not 0 < said.max_requests < NUMBER_END:
         raise Refused(400, "max_requests must be at least 1")
+    if not 0 < said.engines < NUMBER_END:
+        raise Refused(400, "engines must be at least 1")
     if not 0 <= said.kv_tokens < NUMBER_END:
         raise Refused(400, "kv_tokens must be at least 0")
     if said.engine is not None:

@@ -24,6 +24,7 @@ from orchestrator.gateway.surface.admission import Refused
 from orchestrator.gateway.surface.batch import BatchRun
 from orchestrator.gateway.surface.metrics import CONTENT_TYPE, Metrics
 from orchestrator.gateway.surface.openai import OpenAI, error_document
+from policies.model.vocabulary import machine_of
 from policies.serving.joining import Stage
 from policies.serving.wire import (
     COMERS,
@@ -96,7 +97,7 @@ class Gateway:
             changes=self.members.changes,
             versions=self.members.versions,
             up_s=now_s - self._started_at_s,
-            coming=self.members.comers.status({one.node for one in members}, now_s),
+            coming=self.members.comers.status({machine_of(one.node) for one in members}, now_s),
         )
 
     def knows(self, request: web.BaseRequest) -> bool:

@@ -53,12 +53,16 @@ def adopt_orphans() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def end_descendants(grace_s: float) -> None:
-    """Send SIGTERM to every descendant, and after `grace_s` SIGKILL to those that are left, until none is."""
+def end_descendants(grace_s: float, marked: tuple[str, str] | None = None) -> None:
+    """Send SIGTERM to every descendant, and after `grace_s` SIGKILL to those that are left, until none is.
+
+    Args:
+        marked: those alone that have this variable with this value in their environment.
+    """
     deadline_s = time.monotonic() + grace_s
     number = signal.SIGTERM
     told: set[psutil.Process] = set()
-    while living := _descendants():
+    while living := _descendants(marked):
         for process in living - told:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
@@ -68,10 +72,17 @@ def end_descendants(grace_s: float) -> None:
         time.sleep(0.02)  # the kernel tells of the end of a grandchild in no other way
 
 
-def _descendants() -> set[psutil.Process]:
-    """All living descendants."""
+def _descendants(marked: tuple[str, str] | None) -> set[psutil.Process]:
+    """All living descendants, or those that are marked."""
     found = psutil.Process().children(recursive=True)
-    return {process for process in found if _is_alive(process)}
+    return {one for one in found if _is_alive(one) and (marked is None or _has(one, *marked))}
+
+
+def _has(process: psutil.Process, name: str, value: str) -> bool:
+    try:
+        return bool(process.environ().get(name) == value)
+    except psutil.Error:  # it ends, or is not ours to look into
+        return False
 
 
 def _is_alive(process: psutil.Process) -> bool:

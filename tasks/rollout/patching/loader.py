@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,32 +42,37 @@ class Ready:
 
 
 class PolicyLoader:
-    """Brings policies into one engine after the other."""
+    """Brings policies into a machine's engines: those of them that hold the same one, at once."""
 
     def __init__(self, folders: PolicyFolders) -> None:
         self._folders = folders
-        self._refused = ""  # why changes are of no use on this node
-        self._boot, self._tried = "", frozenset[str]()  # the kinds of tensors that this boot was tried with
-        self._holds: PolicyRef | None = None  # the engine, where the file may be behind
+        self._refused: dict[str, str] = {}  # by member: why changes are of no use there
+        self._tried: dict[str, tuple[str, frozenset[str]]] = {}  # by member: its boot, the kinds of tensors tried
+        self._holds: PolicyRef | None = None  # the engines, where the file may be behind
+        self._holders: list[Server] = []
         self._settling: asyncio.Task[None] | None = None
         self._hurried = False
         self._proofs = 0
 
+    def takes_changes(self, server: Server | None) -> bool:
+        """Whether a policy may come into it by changes to the one that it holds."""
+        return server is not None and not server.adapters and not self._refused.get(server.member)
+
     async def fetch(
-        self, server: Server | None, wanted: PolicyRef, holds: str | None, still: Callable[[], bool]
+        self, servers: Sequence[Server], wanted: PolicyRef, holds: str | None, still: Callable[[], bool]
     ) -> Ready:
-        """Fetch and verify a policy, while the engine serves another.
+        """Fetch and verify a policy, while the engines serve another.
 
         Args:
-            server: if one is up.
-            holds: the label of the policy that it holds.
+            servers: those that will be given it, if any is up.
+            holds: the label of the policy that all of them hold.
 
         Raises what `PolicyFolders.fetch` does, PolicyRefused.
         """
         found = None
-        if server is not None and holds and not server.adapters and not self._refused:
+        if servers and holds and all(self.takes_changes(one) for one in servers):
             found = await self._staged(wanted, holds, still)
-            if found is not None and server.boot_id == self._boot and found.kinds <= self._tried:
+            if found is not None and all(found.kinds <= self._kinds_tried(one) for one in servers):
                 return found
         await self._end_settling()
         folder = await asyncio.to_thread(self._folders.fetch, wanted, still)
@@ -81,43 +86,52 @@ class PolicyLoader:
         return Ready(wanted, None, holds, staged, await asyncio.to_thread(_kinds_in, staged), canary)
 
     async def load(self, server: Server, ready: Ready, canary: Canary | None) -> None:
-        """Give it to the engine, which serves nobody meanwhile. Raises PolicyRefused, ServerFailed."""
+        """Give it to one engine, which serves nobody meanwhile. Raises PolicyRefused, ServerFailed."""
         begun_s, label = time.monotonic(), ready.policy.label
         if ready.staged is None:
             assert ready.folder is not None
             await server.load(label, ready.folder, canary)
-        elif ready.folder is None:
+        elif ready.folder is None or ready.kinds <= self._kinds_tried(server):
             await server.overwrite(label, ready.base, ready.staged, canary)
         else:
             await self._try(server, ready, ready.folder, ready.staged)
         log.info("weights_changed", policy=label, whole=ready.folder is not None, s=_since(begun_s))
+
+    async def loaded(self, ready: Ready, servers: Sequence[Server]) -> None:
+        """These have loaded it and no other is about to: forget what led to it, or have the file follow. Raises
+        OSError."""
         if ready.folder is not None:
             await asyncio.to_thread(self._folders.keep_only, ready.folder)
             return
-        self._holds = ready.policy
+        self._holds, self._holders = ready.policy, list(servers)
         if self._settling is None or self._settling.done():
             self._hurried = False
-            self._settling = asyncio.create_task(self._settle(server))
+            self._settling = asyncio.create_task(self._settle())
 
     async def _try(self, server: Server, ready: Ready, folder: Path, staged: Staged) -> None:
-        self._refused = "a trial ended vLLM or left it with what it does not compute"  # unless it comes to its end
-        self._refused = await server.try_changes(ready.policy.label, ready.base, staged, ready.canary, folder)
-        if self._refused:
-            log.warning("changes_are_reloaded_whole", why=self._refused)
+        member = server.member
+        # Unless it comes to its end.
+        self._refused[member] = "a trial ended vLLM or left it with what it does not compute"
+        why = await server.try_changes(ready.policy.label, ready.base, staged, ready.canary, folder)
+        self._refused[member] = why
+        if why:
+            log.warning("changes_are_reloaded_whole", engine=member, why=why)
             return
-        self._tried = ready.kinds | (self._tried if server.boot_id == self._boot else frozenset())
-        self._boot = server.boot_id
+        self._tried[member] = server.boot_id, ready.kinds | self._kinds_tried(server)
 
-    async def _settle(self, server: Server) -> None:
-        """Bring the file to what the engine holds, until it is there, and compare a part of the two each time."""
+    def _kinds_tried(self, server: Server) -> frozenset[str]:
+        boot_id, kinds = self._tried.get(server.member, ("", frozenset[str]()))
+        return kinds if boot_id == server.boot_id else frozenset()
+
+    async def _settle(self) -> None:
+        """Bring the file to what the engines hold, until it is there, and compare a part of the two each time."""
         settled = None
         while (policy := self._holds) != settled and policy is not None:
             begun_s = time.monotonic()
             try:
                 folder = await asyncio.to_thread(self._folders.settle, policy, lambda: not self._hurried)
                 log.info("file_settled", policy=policy.label, s=_since(begun_s))
-                if await server.prove(policy.label, folder, self._proofs % PROOFS, PROOFS):
-                    self._proofs += 1
+                await self._prove(policy, folder)
             except Overtaken:
                 return
             except (
@@ -127,11 +141,18 @@ class PolicyLoader:
             ) as error:  # the next whole load, or the next changes, try again
                 log.warning("file_not_settled", policy=policy.label, why=str(error))
                 return
-            except ServerFailed as error:
-                log.error("engine_not_proved", policy=policy.label, why=str(error))
-                await server.stop()
-                return
             settled = policy
+
+    async def _prove(self, policy: PolicyRef, folder: Path) -> None:
+        """Compare a part of each engine that holds the policy with the file; one that differs is ended."""
+        proved = False
+        for server in self._holders:
+            try:
+                proved |= await server.prove(policy.label, folder, self._proofs % PROOFS, PROOFS)
+            except ServerFailed as error:
+                log.error("engine_not_proved", engine=server.member, policy=policy.label, why=str(error))
+                await server.stop()
+        self._proofs += proved
 
     async def _end_settling(self) -> None:
         """Return once the file is left alone: a download ends at its next piece, an overwrite at its end."""

@@ -22,8 +22,8 @@ NO_KL = (
     "no KL is logged, so divergence is judged by gradient norm, entropy and reward alone; set e.g. grpo.beta: 0.02"
 )
 IDLE = (
-    "each node has 8 GPUs and its one engine takes 1, so 7 would be idle; "
-    "set rollout.vllm.tensor-parallel-size: 8, or have more nodes of 1"
+    "each node has 8 GPUs and each of its engines takes 3, so 2 would be idle; "
+    "set rollout.vllm.tensor-parallel-size to a divisor of 8, or have nodes of 3"
 )
 UNUSED = "not used: with replicas: 0 the trainer generates, without vLLM"
 DROP = VALID[VALID.index("rehearse:") :]
@@ -62,10 +62,13 @@ def late(logging_steps: int, checkpoints: int = 0) -> str:
             [f"run.yaml:7: grpo: {NO_KL}", f"run.yaml:19: policies.kl.on_rollback: {SAME}"],
         ),
         (
-            [("  replicas: 2", "  replicas: 2\n  resources: {accelerators: 'H100:8'}")],
+            [
+                ("  replicas: 2", "  replicas: 2\n  resources: {accelerators: 'H100:8'}"),
+                ("vllm: {dtype", "vllm: {tensor-parallel-size: 3, dtype"),
+            ],
             [f"run.yaml:17: rollout.resources.accelerators: {IDLE}"],
         ),
-        ([("  replicas: 2", "  replicas: 2\n  resources: {accelerators: 'H100:1'}")], []),
+        ([("  replicas: 2", "  replicas: 2\n  resources: {accelerators: 'H100:8'}")], []),
         (
             [("replicas: 2", "replicas: 0"), (DROP, "")],
             [f"run.yaml:17: rollout.vllm: {UNUSED}", f"run.yaml:18: rollout.env: {UNUSED}"],

@@ -129,6 +129,18 @@ def test_what_nodes_fetch_is_seen_and_is_in_the_json() -> None:
     assert told[2] == {"name": "fetching the base model", "done_bytes": 52, "total_bytes": 141}
 
 
+def test_of_a_machine_with_several_engines_all_are_seen_in_its_one_line() -> None:
+    world = World()
+    world.starts()
+    engines = [replace(member(f"rollout-0-i1.{engine}", "0-10"), engines=3) for engine in range(2)]
+    behind = replace(engines[1], policy="0-9", serving=False, unfit="policy 0-10: full")
+    view = look(world, 42, GatewayStatus("boot", "0-10", [engines[0], behind, member("rollout-1-i1", "0-10")]))
+    first, second = view.nodes[1:]
+    assert (first.node, first.policy, first.engines, first.engines_serving) == ("rollout-0-i1", "0-10", 3, 1)
+    assert first.unfit == "rollout-0-i1.1: policy 0-10: full"
+    assert (second.engines, second.engines_serving) == (1, 1)
+
+
 def test_what_is_not_bought_is_seen_until_it_is_again() -> None:
     world = World()
     world.starts()

@@ -194,6 +194,23 @@ def test_of_a_large_fleet_the_nodes_in_trouble_are_shown(view: RunView) -> None:
     assert any("and 56 more" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("engines", "serving", "unfit", "words"),
+    [
+        (1, 1, "", ["serving", "0-9"]),
+        (8, 7, "why", ["serving 7/8", "0-9"]),
+        (8, 0, "why", ["serving 0/8", "unfit"]),
+    ],
+)
+def test_a_machine_says_how_many_of_its_engines_serve(
+    view: RunView, engines: int, serving: int, unfit: str, words: list[str]
+) -> None:
+    plain = replace(view.nodes[1], node="rollout-10-i12", phase=NodePhase.SERVING, policy="0-9")
+    node = replace(plain, engines=engines, engines_serving=serving, unfit=unfit)
+    line = next(one for one in drawn(replace(view, nodes=(node,))) if one.startswith("rollout-10-i12"))
+    assert all(word in line for word in words), line
+
+
 def test_markup_in_what_others_wrote_is_only_text(view: RunView) -> None:
     wild = replace(view.events[-1], text="took [red]node[/blue]")
     assert any("took [red]node[/blue]" in line for line in drawn(replace(view, events=(wild,))))

@@ -71,12 +71,12 @@ def test_a_run_is_told_by_means_and_medians_and_an_older_one_by_what_it_logged()
         ),
         (
             WeightsView(1, 1000.0 * MIB, 20.0 * MIB, 3.0, 1.0, 3, 3, 2.0, 20.0 * MIB, 1.0, 4.0, 5.0),
-            "20.0 MiB in 3.0 s (2.0 % of whole); nodes ready in 4.0 to 5.0 s",
+            "20.0 MiB in 3.0 s (2.0 % of whole); all ready in 4.0 to 5.0 s",
             "encoded in 1.0 s, sent 2.0 s later; fetched in 2.0 s (20.0 MiB), loaded in 1.0 s",
         ),
         (
             WeightsView(1, 1000.0 * MIB, 1000.0 * MIB, 3.0, 1.0, 3, 1, 2.0, 20.0 * MIB, 1.0, 4.0, 4.0),
-            "1000.0 MiB in 3.0 s (100.0 % of whole); 1 of 3 nodes ready in 4.0 to 4.0 s",
+            "1000.0 MiB in 3.0 s (100.0 % of whole); 1 of 3 ready in 4.0 to 4.0 s",
             "encoded in 1.0 s, sent 2.0 s later; fetched in 2.0 s (20.0 MiB), loaded in 1.0 s",
         ),
     ],
@@ -97,7 +97,7 @@ def test_status_and_report_show_them_on_80_columns() -> None:
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(render(view))
     line = next(one for one in console.export_text().splitlines() if one.startswith("weights"))
-    assert line.split(maxsplit=1)[1] == "123.4 MiB in 12.3 s (12.3 % of whole); nodes ready in 12.3 to 15.0 s"
+    assert line.split(maxsplit=1)[1] == "123.4 MiB in 12.3 s (12.3 % of whole); all ready in 12.3 to 15.0 s"
     documents.members((0, 1, 1)).write(world.store, replace(status, seq=1))
     documents.gateway((0, 1, 1)).write(world.store, documents.GatewayAddress("http://h:1", "boot"))
     told = report.build_report(world.store, T0 + 42)

@@ -231,6 +231,20 @@ def test_nothing_is_concluded_from_a_gateway_that_is_away_or_young() -> None:
     }
 
 
+def test_a_machine_serves_while_one_of_its_engines_does() -> None:
+    world = until_training(World())
+    seen = world.snapshot()
+    assert seen.members is not None
+    alone = {**seen.members, "rollout-0-i1.1": seen.members["rollout-0-i1"]}
+    del alone["rollout-0-i1"]  # its other engine
+    old = replace(seen, members=alone, gateway_age_s=30.0)
+    assert not [e for e in decide(world.state, old, world.spec).events if isinstance(e, NodeMoved)]
+    alone["rollout-0-i11"] = alone.pop("rollout-0-i1.1")  # another machine
+    other = replace(old, members=alone)
+    moved = [e for e in decide(world.state, other, world.spec).events if isinstance(e, NodeMoved)]
+    assert [(e.node, e.phase) for e in moved] == [("rollout-0-i1", NodePhase.BOOTING)]
+
+
 def test_orphans_are_taken_down_and_known_machines_are_not() -> None:
     world = until_training(World())
     world.machines["rollout-7-i3"] = Machine("rollout-7-i3", MachineState.UP)

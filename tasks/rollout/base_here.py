@@ -1,0 +1,89 @@
+"""What vLLM needs on a rollout machine, brought once for all of its engines: the base model, compiled code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from checkpoint.store.run_store import Store
+from policies.model.spec import RunSpec
+from policies.serving.joining import ENGINE, Stage
+from tasks.machine.node_env import NodeEnv
+from tasks.models.base import BaseModel, with_model
+from tasks.peers.peers import Peers
+from tasks.rollout import vllm_flags
+from tasks.rollout.compiled.caches import CompileCaches
+from tasks.rollout.policy_check import PolicyCheck
+
+COMPILED = ".cache/grpo-orch/compiled"  # below the home folder, as vLLM's own caches are
+
+
+class BaseHere:
+    """The machine's own.
+
+    Attributes:
+        spec: the run's, with the model where it is on this machine.
+        check: of policies, beside that model.
+        stage: what the machine is at, while none of its engines is up.
+    """
+
+    def __init__(self, env: NodeEnv, spec: RunSpec, store: Store, peers: Peers | None) -> None:
+        self.spec = spec
+        self.check = PolicyCheck(spec)
+        self.stage = Stage(ENGINE)
+        self._compiled = CompileCaches(store, spec, Path.home() / COMPILED, env.token)
+        self._serving: set[str] = set()  # engines that work with what is compiled
+        self._joined = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._model: BaseModel | None = None
+        if (source := vllm_flags.source(spec)) is not None:
+            hub = {**os.environ, **spec.rollout.env}
+            limit_s = spec.policies.boot_timeout_s
+            self._model = BaseModel(store, source, Path(env.workdir), hub, limit_s, self._say, peers)
+
+    async def prepare(self, *, may_be_bare: bool) -> tuple[RunSpec, bool]:
+        """Have what the next vLLM needs on this machine. Returns the run as that one reads it, and whether it
+        starts without weights, as it may."""
+        async with self._lock:
+            if self._model is not None:
+                self._has(await asyncio.to_thread(self._model.outline))
+            bare = may_be_bare and await asyncio.to_thread(self.check.covers_engine)
+            if self._model is not None and not bare:
+                self._has(await asyncio.to_thread(self._model.whole))
+            reads_bytes = 0 if bare else await asyncio.to_thread(vllm_flags.base_bytes, self.spec)
+            self.stage = Stage(ENGINE, 0, reads_bytes)
+            return await asyncio.to_thread(self._compiled.bring, self.spec), bare
+
+    @property
+    def compiled_s(self) -> float:
+        """What it took to bring what others have compiled."""
+        return self._compiled.took_s
+
+    async def keep(self) -> None:
+        """Store what is compiled here, once an engine has served for a while."""
+        await self._compiled.keep(self._joined)
+
+    def serves(self, engine: str) -> None:
+        """That engine works."""
+        self._serving.add(engine)
+        self._joined.set()
+
+    def doubt(self, engine: str) -> None:
+        """That one does not: if none does, nothing that others have compiled is used any more."""
+        self._serving.discard(engine)
+        if not self._serving:
+            self._compiled.doubt()
+
+    def close(self) -> None:
+        """End what is under way."""
+        if self._model is not None:
+            self._model.close()
+
+    def _has(self, folder: Path | None) -> None:
+        spec = with_model(self.spec, folder)
+        if spec != self.spec:
+            self.spec, self.check = spec, PolicyCheck(spec)
+
+    def _say(self, stage: Stage) -> None:
+        self.stage = stage

@@ -1,0 +1,79 @@
+"""Several engines on one machine: each a member for itself, and all of them one machine to whoever names it."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.model.gpus import divided
+from policies.model.vocabulary import machine_of, member_of
+from policies.serving.member import Load, Wanted
+from policies.serving.membership import Membership
+from policies.serving.wire import Announce
+
+NODE, OTHER = "rollout-0-i1", "rollout-1-i1"
+ENGINES = [member_of(NODE, engine, 2) for engine in range(2)]
+WANTED = Wanted("0-1")
+
+
+@pytest.fixture
+def table() -> Membership:
+    """Two engines on one machine, and another machine."""
+    table = Membership()
+    for name in (*ENGINES, OTHER):
+        table.announce(name, Announce(f"boot-{name}", "127.0.0.1:1", "0-1", 4, engines=1 + (name != OTHER)), 0.0)
+    return table
+
+
+@pytest.mark.parametrize(
+    ("gpus", "takes", "shares"),
+    [
+        ("", 1, [""]),
+        ("0", 1, [""]),
+        ("0,1,2,3,4,5,6,7", 1, ["0", "1", "2", "3", "4", "5", "6", "7"]),
+        ("0,1,2,3,4,5,6,7", 4, ["0,1,2,3", "4,5,6,7"]),
+        ("0,1,2,3,4,5,6,7", 3, ["0,1,2", "3,4,5"]),
+        ("0,1,2,3,4,5,6,7", 8, [""]),
+        ("0,1", 4, [""]),  # too few: vLLM says so
+        ("GPU-3f,GPU-91", 1, ["GPU-3f", "GPU-91"]),
+    ],
+)
+def test_each_engine_of_a_machine_has_gpus_of_its_own(gpus: str, takes: int, shares: list[str]) -> None:
+    assert divided(gpus.split(",") if gpus else [], takes) == shares
+
+
+def test_an_engine_is_known_by_its_machines_name_and_alone_has_just_that() -> None:
+    assert ENGINES == ["rollout-0-i1.0", "rollout-0-i1.1"]
+    assert member_of(NODE, 0, 1) == NODE
+    assert {machine_of(name) for name in (*ENGINES, NODE)} == {NODE}
+
+
+def test_who_drains_a_machine_drains_all_of_its_engines_those_that_come_later_too(table: Membership) -> None:
+    table.started(ENGINES[0], Load("p"))
+    table.started(ENGINES[1], Load("q"))
+    change = table.drain(NODE)
+    assert change.reason == f"{ENGINES[0]}, {ENGINES[1]}: drains, 2 requests running"
+    assert [row.node for row in table.serving(WANTED)] == [OTHER]
+    table.announce(ENGINES[1], Announce("another", "127.0.0.1:1", "0-1", 4, engines=2), 1.0)
+    assert [row.node for row in table.serving(WANTED)] == [OTHER]
+    assert table.loading(WANTED) == ()
+    assert not table.drain(ENGINES[0]).news
+
+
+def test_who_drains_an_engine_leaves_its_siblings_alone(table: Membership) -> None:
+    table.drain(ENGINES[0])
+    assert [row.node for row in table.serving(WANTED)] == [ENGINES[1], OTHER]
+
+
+@pytest.mark.parametrize(("name", "out"), [(NODE, ENGINES), (ENGINES[1], ENGINES[1:]), (OTHER, [OTHER])])
+def test_who_removes_a_machine_removes_all_of_its_engines(table: Membership, name: str, out: list[str]) -> None:
+    terms = tuple(row.term for row in table.rows if row.node in out)
+    change = table.remove(name)
+    assert (change.nodes, change.ended, change.news) == (tuple(out), terms, True)
+    assert [row.node for row in table.rows] == [one for one in (*ENGINES, OTHER) if one not in out]
+    assert all(table.is_void(f"boot-{one}") == (one in out) for one in (*ENGINES, OTHER))
+
+
+def test_a_lost_machine_takes_all_of_its_engines_out_and_no_other(table: Membership) -> None:
+    table.announce(OTHER, Announce(f"boot-{OTHER}", "127.0.0.1:1", "0-1", 4), 9.0)
+    assert table.expire(9.0).nodes == tuple(ENGINES)
+    assert [row.node for row in table.rows] == [OTHER]
