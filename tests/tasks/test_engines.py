@@ -204,14 +204,22 @@ def test_an_engine_that_hangs_in_a_load_is_ended_and_keeps_its_sibling_from_noth
                 await asyncio.Event().wait()
 
     async def story(world: World) -> None:
-        await world.until(lambda one: one.policy == first.label)  # its sibling, at once
+        while len(world.boots) < 2:
+            await asyncio.sleep(0.01)
+        world.comes_up.set()  # both at once
+        await world.until(lambda one: one.policy == first.label)  # its sibling
         world.wanted = second
         said = await both_hold(world, second.label)
         assert [boot.member for boot in world.boots].count(ENGINES[1]) == 2
         assert said[ENGINES[0]].boot_id in {boot.boot_id for boot in world.boots[:2]}
 
+    def slow() -> Hangs:
+        world = Hangs(store, tmp_path / "work", first, SHARES)
+        world.comes_up.clear()
+        return world
+
     monkeypatch.setattr(node_agent, "LATE_S", 0.1)
-    run_agent(lambda: Hangs(store, tmp_path / "work", first, SHARES), story, monkeypatch)
+    run_agent(slow, story, monkeypatch)
 
 
 def test_an_engine_whose_sibling_fails_at_once_has_all_the_time_that_its_load_takes(
