@@ -237,11 +237,19 @@ def test_an_engine_whose_sibling_fails_at_once_has_all_the_time_that_its_load_ta
     async def story(world: World) -> None:
         for engine in world.agent._engines:
             engine._bare = False
+        while len(world.boots) < 2:
+            await asyncio.sleep(0.01)
+        world.comes_up.set()  # both at once
         said = await world.until(lambda one: one.policy == wanted.label)
         assert said.boot_id in {boot.boot_id for boot in world.boots[:2]}
 
+    def slow() -> OneFails:
+        world = OneFails(store, tmp_path / "work", wanted, SHARES)
+        world.comes_up.clear()
+        return world
+
     monkeypatch.setattr(node_agent, "LATE_S", 0.0)
-    run_agent(lambda: OneFails(store, tmp_path / "work", wanted, SHARES), story, monkeypatch)
+    run_agent(slow, story, monkeypatch)
 
 
 @pytest.mark.parametrize(
