@@ -22,8 +22,9 @@ from policies.model.vocabulary import PolicyVersion
 
 # What only a resumed trainer needs.
 TRAINING_STATE = (".pt", ".pth", ".bin")
+# The last three are DeepSpeed's.
 TRAINING_FILES = frozenset(
-    {"ref_model.safetensors", "resume_state.json", "run.json", "latest", "zero_to_fp32.py"}  # DeepSpeed's last two
+    {"ref_model.safetensors", "resume_state.json", "run.json", "latest", "zero_to_fp32.py", "zero_to_torch.py"}
 )
 
 

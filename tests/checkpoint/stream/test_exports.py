@@ -34,6 +34,7 @@ FILES = {
     "run.json": b"{}",
     "latest": b"global_step8",
     "zero_to_fp32.py": b"import torch",
+    "zero_to_torch.py": b"import torch",
     "global_step8/mp_rank_00_model_states.pt": b"m",
     "pytorch_model_fsdp.bin": b"m",
 }
