@@ -19,6 +19,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from tasks.machine.leaving import Leaving
 from tasks.storing.saving import CheckpointSaver
 from tasks.trl import fast_save
+from tasks.trl.offloaded_adam import catch_up
 from tasks.trl.skipped_prompts import walk_of
 
 WINDOW_FILE = "grpo_window_{rank}.pt"
@@ -98,6 +99,7 @@ class SavesIntoSpool:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]  # the trainer's
         if checkpoint is None:
             return
+        catch_up(self.optimizer)
         state, as_many = _window_state(Path(checkpoint), self.args, self.accelerator.device)
         self._step, self._buffered_inputs = state["step"], state["buffered"]
         if self.args.sync_ref_model:
