@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import functools
 import inspect
 import itertools
 import math
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -21,13 +21,12 @@ from typing import Any
 
 import structlog
 
-from policies.model import exit_codes
 from policies.model.spec import OnBadReward
 from tasks.rewards.texts import shown, text_of
 
 log = structlog.get_logger()
 
-GRACE_S = 60.0  # in which Python notices an interrupt; code in C may never
+GRACE_S = 60.0  # in which Python notices an interrupt; code in C may never, as a regular expression's
 Scores = list[float | None]
 
 
@@ -157,7 +156,8 @@ def _said(error: BaseException) -> str:
 def _interrupted(timeout_s: float, name: str) -> Iterator[None]:
     """Raise _TooLong in what runs within, in the main thread, after so many seconds.
 
-    A function that does not notice within GRACE_S more, in code of a library, ends the process: nothing else does.
+    A function that does not notice within GRACE_S more ends the process with exit code 1, after where it stands:
+    code that holds the interpreter's lock lets no other thread of Python's run, and faulthandler's needs no lock.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -173,17 +173,17 @@ def _interrupted(timeout_s: float, name: str) -> Iterator[None]:
             return
         with telling:
             if not ended.is_set():
+                log.warning("reward_hangs", function=name, timeout_s=timeout_s)
                 signal.pthread_kill(_ident(threading.main_thread()), signal.SIGUSR2)
-        if not ended.wait(GRACE_S):
-            log.error("reward_cannot_be_interrupted", function=name, timeout_s=timeout_s)
-            os._exit(exit_codes.FAILED)
 
+    faulthandler.dump_traceback_later(timeout_s + GRACE_S, exit=True, file=2)
     before = signal.signal(signal.SIGUSR2, interrupt)
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
         ended.set()
+        faulthandler.cancel_dump_traceback_later()
         with telling:  # no signal comes from now on
             signal.signal(signal.SIGUSR2, before)
 

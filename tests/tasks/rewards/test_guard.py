@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
+from policies.model import exit_codes
 from policies.model.spec import OnBadReward
 from tasks.rewards.guard import BadReward, guarded
+from tests.budget import HANG_S
 
 PROMPTS = ["one", "one", "two", "two"]
 COMPLETIONS = ["a", "b", "c", "d"]
@@ -78,9 +82,10 @@ def test_by_the_rule_none_only_the_prompts_that_fail_have_no_score(
 ) -> None:
     said: list[tuple[str, float]] = []
     limit_s = 1.0 if function is spins_on_c else 60.0
-    with capture_logs() as log:
+    with capture_logs() as entries:
         found = called(function, timeout_s=limit_s, log_metric=lambda *one: said.append(one), log_extra=print)
     assert found == expected
+    log = [one for one in entries if one["event"] == "bad_reward"]
     assert (says is None) == (not log) == (not said)
     if says is not None:
         assert log[0]["function"] == "rewards.mine"
@@ -105,6 +110,24 @@ def test_by_the_rule_fail_the_first_of_them_ends_the_run(function: Any, says: st
         called(function, "fail", timeout_s=1.0 if function is spins_on_c else 60.0)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+ENDLESS = """
+import re
+from tasks.rewards import guard
+
+def endless(**_):
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+guard.GRACE_S = 0.1
+guard.guarded(endless, "rewards.endless", "none", 0.1, lambda _: False)(prompts=["p"], completions=["c"])
+"""
+
+
+def test_what_holds_the_interpreters_lock_ends_the_process_and_says_where() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDLESS], stderr=subprocess.PIPE, timeout=HANG_S, check=False)
+    assert done.returncode == exit_codes.FAILED
+    assert b"in endless" in done.stderr
 
 
 def test_async_functions_too() -> None:
