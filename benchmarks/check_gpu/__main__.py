@@ -1,8 +1,8 @@
 """Whether this machine's GPUs do what a run asks of them: `make check-gpu`, in minutes, without a download.
 
 It tries what of the stack is there: with torch and transformers a trainer's step, its memory, weights that follow
-it in place and a hand-over; with PEFT adapters. Exit code 0 where nothing failed, 1 where something did, 2 where
-there is nothing to try.
+it in place and a hand-over; with PEFT adapters; with TRL real trainers, one of which is killed; with vLLM real
+engines. Exit code 0 where nothing failed, 1 where something did, 2 where there is nothing to try.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> int:
 def _try_all(gpus: int, folder: Path, form: str, out: TextIO) -> bool:
     import torch
 
-    from benchmarks.check_gpu import following, handing_over, step
+    from benchmarks.check_gpu import engines, following, handing_over, step, trainers
     from benchmarks.check_gpu.lab import Lab
     from benchmarks.check_gpu.outcome import Outcome, tried
 
@@ -60,6 +60,10 @@ def _try_all(gpus: int, folder: Path, form: str, out: TextIO) -> bool:
         "deltas, in place": following.deltas,
         "an adapter": following.adapters,
         "a hand-over, transformers": handing_over.by_transformers,
+        "a killed trainer, TRL": trainers.killed,
+        "several GPUs, TRL": trainers.several,
+        "policies into vLLM": engines.apply,
+        "a hand-over, vLLM": engines.hand_over,
     }
     lab = Lab(torch.device("cuda" if gpus else "cpu"), gpus, folder)
     machine = lab.described()

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.check_gpu import following, handing_over, step
+from benchmarks.check_gpu import following, handing_over, step, trainers
 from benchmarks.check_gpu.handing_over import COUNT, CUT, TOKENS
 from benchmarks.check_gpu.lab import REPOSITORY, Lab
-from benchmarks.check_gpu.outcome import Failed, tried
+from benchmarks.check_gpu.outcome import Failed, NotThere, tried
 from tasks.rollout.patching.places import Part
 
 WITHOUT_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -40,6 +40,7 @@ def test_all_that_is_here_passes_on_the_cpu() -> None:
     found = {one["check"]: one["found"] for one in said["checks"]}
     page = (REPOSITORY / "docs" / "gpu-report.md").read_text()
     assert [name for name in found if f"\n| {name} |" not in page or f"\npassed     {name} " not in page] == []
+    assert found["a killed trainer, TRL"] == "killed at step 3 of 6, the same weights bit for bit"
     assert found["deltas, in place"] == "4 steps; 2% of the bytes travelled; digests and all bits agree"
 
 
@@ -74,6 +75,11 @@ def test_processes_see_the_gpus_that_are_theirs(
     assert Lab(torch.device("cpu"), gpus, Path()).visible(first, count) == {"CUDA_VISIBLE_DEVICES": seen}
 
 
+def test_one_gpu_is_not_several(tmp_path: Path) -> None:
+    with pytest.raises(NotThere, match="has one GPU"):
+        trainers.several(Lab(torch.device("cpu"), 1, tmp_path))
+
+
 def test_a_change_that_does_not_reach_the_memory_is_found(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Part, "write", lambda *_: True)
     with pytest.raises(Failed, match="is not in memory as it is in the file"):
@@ -104,3 +110,15 @@ def test_an_engine_that_does_not_go_on_from_the_tokens_so_far_is_found() -> None
     whole = [[(one * 7 + place) % 60 for place in range(TOKENS)] for one in range(COUNT)]
     with pytest.raises(Failed, match="only 3% went on with the same token; chance gives 3%"):
         handing_over.judged(whole, [[1] * (TOKENS - CUT)] * COUNT)
+
+
+def test_weights_after_a_kill_are_judged_by_what_two_calm_runs_differ_by(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = {"killed": 1.0, "calm": 0.0, "calm-again": 0.0}
+    monkeypatch.setattr(trainers.Run, "__init__", lambda self, _, name: setattr(self, "name", name))
+    monkeypatch.setattr(trainers.Run, "trained", lambda self, *_: {"w": torch.tensor(ends[self.name])})
+    with pytest.raises(Failed, match="differ by up to 1, those of two undisturbed runs by 0"):
+        trainers.killed(lab)
+    ends["calm-again"] = 0.5
+    assert "not bit for bit" in trainers.killed(lab)
