@@ -63,7 +63,6 @@ def _try_all(gpus: int, folder: Path, form: str, out: TextIO) -> bool:
         "a killed trainer, TRL": trainers.killed,
         "several GPUs, TRL": trainers.several,
         "policies into vLLM": engines.apply,
-        "a hand-over, vLLM": engines.hand_over,
     }
     lab = Lab(torch.device("cuda" if gpus else "cpu"), gpus, folder)
     machine = lab.described()

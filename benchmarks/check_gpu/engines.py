@@ -1,9 +1,8 @@
-"""Real vLLM engines, started and loaded as rollout nodes do: weights that follow a trainer, and hand-overs."""
+"""Real vLLM engines, started and loaded as rollout nodes do: weights that follow a trainer."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -11,15 +10,13 @@ from typing import Any, TypeVar
 import aiohttp
 from structlog.testing import capture_logs
 
-from benchmarks.check_gpu import handing_over
-from benchmarks.check_gpu.handing_over import CUT, TOKENS
 from benchmarks.check_gpu.lab import LIMIT_S, Lab, installed, trained
 from benchmarks.check_gpu.outcome import Failed, NotThere
 from checkpoint.store.run_store import Store
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.dtypes import ServedTypes
-from policies.serving.wire import COMPLETIONS, MODEL, PolicyRef
+from policies.serving.wire import PolicyRef
 from tasks.machine.node_env import NodeEnv
 from tasks.rollout import vllm_server
 from tasks.rollout.patching.loader import PolicyLoader
@@ -32,7 +29,7 @@ from tasks.trl.canary import canary_of
 STEPS = 4
 T = TypeVar("T")
 FLAGS = {"dtype": "bfloat16", "kv-cache-memory-bytes": 64 * 2**20, "max-model-len": 256}
-# Two engines may share one GPU: each is to find this much of it free, and takes the cache above and its weights.
+# It is to find this much of the GPU free, and takes the cache above and its weights.
 ON_GPU = {"gpu-memory-utilization": 0.2}
 ON_CPU = {"enforce-eager": True}
 CPU_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -57,7 +54,6 @@ class Engine:
         )
         env = NodeEnv(store.url, f"rollout-{number}-i1", "the-run's-secret", 1, 0, str(folder), "127.0.0.1")
         self._loop = asyncio.new_event_loop()
-        self._token = env.token
         self._http = self.do(_session())
         try:
             self.server = self.do(vllm_server.start(spec, env, self._http))
@@ -86,29 +82,6 @@ class Engine:
         alone = self.do(story())
         self._holds = ref.label
         return alone
-
-    def complete(self, rows: list[list[int]], seeds: list[int], count: int) -> list[list[int]]:
-        """So many tokens more after each row, all rows at once. Raises Failed."""
-        return self.do(self._complete(rows, seeds, count))
-
-    async def _complete(self, rows: list[list[int]], seeds: list[int], count: int) -> list[list[int]]:
-        return list(await asyncio.gather(*(self._one(a, b, count) for a, b in zip(rows, seeds, strict=True))))
-
-    async def _one(self, row: list[int], seed: int, count: int) -> list[int]:
-        headers = {
-            "Authorization": f"Bearer {self._token}",
-            "X-Grpo-Boot": self.server.boot_id,
-            "X-Grpo-Policy": self._holds,
-        }
-        asked = {"model": MODEL, "prompt": row, "seed": seed, "max_tokens": count, "ignore_eos": True}
-        asked |= {"temperature": 1.0, "return_token_ids": True, "logprobs": 0}
-        url = f"{self.server.url}{COMPLETIONS}"
-        async with self._http.post(url, json=asked, headers=headers) as answer:
-            said = await answer.text()
-            if answer.status != 200:
-                raise Failed(f"vLLM answers {answer.status}: {said[:200]}")
-        tokens: list[int] = json.loads(said)["choices"][0]["token_ids"]
-        return tokens
 
     def stop(self) -> None:
         self.do(self.server.stop())
@@ -158,24 +131,6 @@ def apply(lab: Lab) -> str:
     how = f"{sum(alone)} by what had changed alone, the others whole"
     how += f" ({why[0].partition(':')[0]})" if why else ""
     return f"{STEPS + 1} policies, {how}; each passed its canary"
-
-
-def hand_over(lab: Lab) -> str:
-    """A batch on one engine, and the second half of each completion on another, by the same seeds."""
-    _needs_vllm()
-    trainer = Trainer(lab, "hand-over")
-    with _engine(lab, trainer, 0) as first, _engine(lab, trainer, 1) as second:
-        ref = trainer.publish(0)
-        for engine in (first, second):
-            engine.follow(ref)
-        rows = handing_over.prompts()
-        seeds = list(range(len(rows)))
-        whole = first.complete(rows, seeds, TOKENS)
-        begun = [row + one[:CUT] for row, one in zip(rows, whole, strict=True)]
-        # Alone, as one of few that a lost node leaves to others.
-        rest = [second.complete([row], [seed], TOKENS - CUT)[0] for row, seed in zip(begun, seeds, strict=True)]
-        said = handing_over.judged(whole, rest)
-    return f"{said}; {'on one device' if lab.gpus < 2 else 'on another GPU'}, sampled by seed and position"
 
 
 def _needs_vllm() -> None:
