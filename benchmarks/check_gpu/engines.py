@@ -72,9 +72,10 @@ class Engine:
         PolicyRefused: it does not compute what its trainer does; ServerFailed."""
 
         async def story() -> bool:
-            ready = await self._loader.fetch(self.server, ref, self._holds, lambda: True)
+            ready = await self._loader.fetch([self.server], ref, self._holds, lambda: True)
             canary = ready.canary if ready.folder is None else self._check.passed(ready.folder)
             await self._loader.load(self.server, ready, canary)
+            await self._loader.loaded(ready, [self.server])
             # The file follows in the background, and what the engine holds is compared with it.
             await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
             return ready.folder is None
