@@ -22,7 +22,7 @@ from policies.model.node_contract import NOTICE
 from policies.model.spec import RunSpec
 from policies.serving.fitness import TRIES
 from policies.serving.wire import Announce
-from tasks.machine.processes.children import end_descendants
+from tasks.machine.processes.children import _descendants, end_descendants
 from tasks.rollout import node_agent, rollout_engine
 from tasks.rollout.agent import gpus_of_engines
 from tasks.rollout.rollout_engine import STARTS_MAX, GaveUp
@@ -288,3 +288,15 @@ def test_the_end_of_one_engines_processes_is_not_that_of_anothers() -> None:
     assert boots[0].wait(timeout=HANG_S) != 0
     boots[1].kill()
     boots[1].wait()
+
+
+def test_a_process_between_two_programs_still_belongs_to_its_boot(tmp_path: Path) -> None:
+    again = tmp_path / "again.sh"
+    again.write_text(f"exec sh {again}")
+    process = subprocess.Popen(["sh", again], env={**os.environ, "BOOT": str(tmp_path)})
+    try:
+        found = (_descendants(("BOOT", str(tmp_path))) for _ in range(300))
+        assert all([one.pid for one in living] == [process.pid] for living in found)
+    finally:
+        process.kill()
+        process.wait()
