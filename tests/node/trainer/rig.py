@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from checkpoint.records import documents, resume_state
 from checkpoint.records.documents import RunRecord
@@ -93,6 +93,7 @@ def run_spec(
     accelerators: str = "",
     boot_timeout_s: float = 900.0,
     trainer: dict[str, Any] | None = None,
+    cloud: Literal["local", "sky"] = "local",
 ) -> RunSpec:
     """A spec over the tiny model, with `grpo` over GRPO. Without `kl` the guard only watches.
 
@@ -101,6 +102,7 @@ def run_spec(
     return RunSpec(
         name="test",
         storage=storage,
+        cloud=cloud,
         workdir=str(Path(__file__).parent),
         grpo={**GRPO, **grpo},
         rollout=RolloutSpec(
