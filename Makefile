@@ -119,7 +119,7 @@ test-long: test-node env node-env test-packages
 	$(ONE_BY_ONE) -m 'whole and ($(LONG))'
 
 test-node: node-env
-	$(NODE)/python -m pytest tests/node --durations=12
+	$(NODE)/python -m pytest tests/node --numprocesses $$(nproc) --dist loadfile --durations=12
 
 # Any process, at any moment; KILLS=n how many, SEED=n to repeat one.
 soak: env node-env test-packages
