@@ -28,7 +28,7 @@ STEPS = 30
 
 def members(run: Run) -> dict[str, MemberStatus]:
     status = documents.members(documents.newest_gateway(run.store)).read(run.store)
-    return {} if status is None else {one.node: one for one in status.members if one.serving}
+    return {} if status is None else {one.node: one for one in status.members}
 
 
 def kill(run: Run, node: str, boot_id: str) -> None:
