@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,10 @@ def tiny_run(
     replicas: int,
     server: S3Server | None = None,
     peft: dict[str, Any] | None = None,
-    accelerators: str | None = None,
-    faults: Sequence[dict[str, Any]] = (),
     **changes: Any,
 ) -> Run:
     spec = yaml.safe_load((TINY / "run.yaml").read_text())
     spec.pop("rehearse", None)
-    if faults:
-        spec["rehearse"] = {"faults": list(faults)}
     spec["trainer"]["model"] = str(tiny / "model")
     spec["trainer"]["dataset"] = str(tiny / "prompts.jsonl")
     spec["trainer"]["eval_dataset"] = str(tiny / "held_out.jsonl")
@@ -52,8 +47,6 @@ def tiny_run(
         spec["trainer"]["peft"] = peft
     spec["grpo"] = {**spec["grpo"], "max_steps": STEPS, "save_steps": 10, "eval_steps": 10, **changes}
     spec["rollout"]["replicas"] = replicas
-    if accelerators is not None:
-        spec["rollout"]["resources"] = {"accelerators": accelerators}
     folder.mkdir(exist_ok=True)
     (folder / "rewards.py").write_text((TINY / "rewards.py").read_text())
     return Run(folder, spec, NODE_PYTHON, server)
