@@ -123,6 +123,8 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
         if self._is_fsdp1:
             self._publish_at_once()
             return
+        # In every process: listing the state has FSDP2 divide again what a forward pass has left whole.
+        stored_buffers(plain_model(self.model))
         weights = whole_weights(self.model, self._dist.gather_params)
         if not self.accelerator.is_main_process:
             while (name := broadcast_object_list([None])[0]) is not None:
