@@ -8,7 +8,7 @@ BENCHES := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.p
 
 LOCKS := tasks/sky/locks
 
-.PHONY: image image-folder check-gpu lock sandbox demo test test-all test-long test-node soak check bench record env node-env system-packages drawings test-packages haproxy sky-image clean $(BENCHES)
+.PHONY: image image-folder check-gpu lock sandbox buildah demo test test-all test-long test-node soak check bench record env node-env system-packages drawings test-packages haproxy sky-image clean $(BENCHES)
 
 env: .venv/.ready
 node-env: .venv-node/.ready
@@ -80,11 +80,18 @@ test-packages:
 		{ echo 'Ceph is missing: installing it with apt-get'; apt-get update -q && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends ceph-mon ceph-osd radosgw; } || \
 		echo 'Ceph could not be installed: its tests will not run'
-	@which buildah debootstrap ip nc rsync ssh unshare >/dev/null || \
+	@which debootstrap ip nc rsync ssh unshare >/dev/null || \
 		{ echo 'Programs of the rig for SkyPilot are missing: installing them with apt-get'; apt-get update -q && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends \
-			buildah debootstrap iproute2 netcat-openbsd openssh-client rsync util-linux; } || \
+			debootstrap iproute2 netcat-openbsd openssh-client rsync util-linux; } || \
 		echo 'They could not be installed: the tests of SkyPilot will not run'
+
+# Builds the Dockerfile of `make image` without a daemon.
+buildah:
+	@which buildah >/dev/null || \
+		{ echo 'buildah is missing: installing it with apt-get'; apt-get update -q && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends buildah; } || \
+		echo 'It could not be installed: the Dockerfile is not tested'
 
 # What the rewards' tests run programs in.
 sandbox:
@@ -122,8 +129,8 @@ test-node: node-env
 	$(NODE)/python -m pytest tests/node --numprocesses $$(nproc) --dist loadfile --durations=12
 
 # Any process, at any moment; KILLS=n how many, SEED=n to repeat one.
-soak: env node-env test-packages
-	$(BIN)/python -m pytest -s tests/soak
+soak: env node-env test-packages buildah
+	$(BIN)/python -m pytest -s tests -m soak
 
 check: env
 	$(BIN)/ruff check .

@@ -86,7 +86,7 @@ def buildah(tmp_path: Path) -> Iterator[Buildah]:
     buildah("rmi", "--all", "--force")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_dockerfile_makes_an_image_whose_environment_is_used(
     sky_image: Path, buildah: Buildah, tmp_path: Path
 ) -> None:
