@@ -29,6 +29,7 @@ from policies.model.spec import (
     Dataset,
     KlPolicy,
     OnBadPrompt,
+    OnBadReward,
     PoliciesSpec,
     Replicas,
     RolloutSpec,
@@ -92,6 +93,7 @@ def run_spec(
     replicas: int = 1,
     accelerators: str = "",
     boot_timeout_s: float = 900.0,
+    on_bad_reward: OnBadReward = "fail",
     trainer: dict[str, Any] | None = None,
     cloud: Literal["local", "sky"] = "local",
 ) -> RunSpec:
@@ -114,6 +116,7 @@ def run_spec(
             kl=kl or KlPolicy(action="alert"),
             on_bad_prompt=on_bad_prompt,
             boot_timeout_s=boot_timeout_s,
+            on_bad_reward=on_bad_reward,
         ),
         trainer=TrainerSpec(
             model=model or str(tiny / "model"),

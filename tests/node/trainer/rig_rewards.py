@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -35,6 +36,13 @@ def insatiable(completions: list[str], **_: Any) -> list[float]:
     if _calls > CALLS_WITHIN_MEMORY:
         torch.empty(EXBIBYTE, dtype=torch.uint8)
     return lower_share(completions)
+
+
+def later_none(completions: list[str], **_: Any) -> list[float]:
+    """The same, and no number from the second step on."""
+    global _calls
+    _calls += 1
+    return lower_share(completions) if _calls < CALLS_WITHIN_MEMORY else [math.nan for _ in completions]
 
 
 def endless(**_: Any) -> list[float]:

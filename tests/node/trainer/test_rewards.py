@@ -1,0 +1,35 @@
+"""A reward function that fails in the middle of a run, by both of the run's rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpoint.records import metrics
+from policies.model import exit_codes
+from tests.node.trainer.rig import make_tiny, open_rig
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def test_by_the_rule_fail_the_trainer_ends_with_a_line_that_names_it(tiny: Path, tmp_path: Path) -> None:
+    with open_rig(tmp_path, tiny, grpo={}, reward="rig_rewards.later_none") as rig:
+        assert rig.wait(rig.start_trainer()) == exit_codes.FAILED
+        last = rig.log().read_text().splitlines()[-1]
+    assert last.startswith("grpo-orch trainer: at step 2: rig_rewards.later_none returned nan, for the prompt ")
+    assert last.endswith("; see policies.on_bad_reward")
+
+
+def test_by_the_rule_none_the_others_count_and_metrics_say_how_many_failed(tiny: Path, tmp_path: Path) -> None:
+    named = {"reward": "rig_rewards.later_none", "witness": "rig_rewards.lower_share", "on_bad_reward": "none"}
+    with open_rig(tmp_path, tiny, grpo={"max_steps": 3, "save_steps": 3}, **named) as rig:
+        assert rig.wait(rig.start_trainer()) == exit_codes.OK
+        rows = {row.step: row.values for row in metrics.read_metrics(rig.store)}
+    failed = {step: values.get("reward_failures/later_none") for step, values in rows.items()}
+    assert failed[1] is None
+    assert failed[2]
+    assert rows[2]["reward"] is not None
