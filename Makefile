@@ -8,7 +8,7 @@ BENCHES := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.p
 
 LOCKS := tasks/sky/locks
 
-.PHONY: image image-folder check-gpu lock sandbox buildah demo test test-all test-long test-node soak check bench record env node-env system-packages drawings test-packages haproxy sky-image clean $(BENCHES)
+.PHONY: image image-folder check-gpu lock sandbox buildah compiler demo test test-all test-long test-node soak check bench record env node-env system-packages drawings test-packages haproxy sky-image clean $(BENCHES)
 
 env: .venv/.ready
 node-env: .venv-node/.ready
@@ -125,8 +125,14 @@ test-long: test-node env node-env test-packages
 	$(SIDE_BY_SIDE) -m '($(LONG)) and not (whole or soak)'
 	$(ONE_BY_ONE) -m 'whole and ($(LONG))'
 
-test-node: node-env
+test-node: node-env compiler
 	$(NODE)/python -m pytest tests/node --numprocesses $$(nproc) --dist loadfile --durations=12
+
+# DeepSpeed compiles some of its modules when they are first used.
+compiler:
+	@which g++ >/dev/null && test -e "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || \
+		{ echo 'g++ or the headers of Python are missing: installing them with apt-get'; apt-get update -q && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends g++ python3.11-dev; }
 
 # Any process, at any moment; KILLS=n how many, SEED=n to repeat one.
 soak: env node-env test-packages buildah
