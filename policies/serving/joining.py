@@ -15,6 +15,7 @@ SHARE = 1 / 20
 # kernels and a busy host take their part of it.
 READ_BYTES_PER_S = 100e6
 BASE_MODEL = "fetching the base model"
+HUB = f"{BASE_MODEL} from the hub"  # from its start, also where the store gave most of it before it gave no more
 POLICY = "fetching the policy"
 CHECKPOINT = "fetching the checkpoint"
 ENGINE = "starting vLLM"

@@ -86,23 +86,29 @@ class BaseModel:
         self._tell = say
         self._peers = peers
         self._closed = threading.Event()
+        self._of_hub: Path | None = None  # once the hub gave it: a later engine needs no second one from the store
 
     def outline(self) -> Path | None:
         """A folder with its configuration and tokenizer, from the store; None where that has not got it."""
-        if (folder := found_here(self._workdir)) is not None:
+        if (folder := self._here()) is not None:
             return folder
         return self._from_store(self._workdir / OUTLINE, weights=False)
 
     def whole(self) -> Path | None:
         """A folder with all of it, from the store, else from the hub; None where neither gives it: then what loads
         it says why. Raises Closed."""
-        if (folder := found_here(self._workdir)) is not None:
+        if (folder := self._here()) is not None:
             return folder
-        return self._from_store(self._workdir / FOLDER, weights=True) or self._from_hub()
+        if (folder := self._from_store(self._workdir / FOLDER, weights=True)) is None:
+            folder = self._of_hub = self._from_hub()
+        return folder
 
     def close(self) -> None:
         """End what is under way."""
         self._closed.set()
+
+    def _here(self) -> Path | None:
+        return self._of_hub or found_here(self._workdir)
 
     def _from_store(self, folder: Path, *, weights: bool) -> Path | None:
         if not self._source.is_shared:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from policies.serving.joining import BASE_MODEL, Stage, gets_on, limit_s
+from policies.serving.joining import HUB, Stage, gets_on, limit_s
 from tasks.machine.base_model import FILES, NOT_FILES
 
 TELL_S = 1.0
@@ -59,7 +59,7 @@ def fetch(
     argv = [sys.executable, "-m", "tasks.models.hub", model, revision or "", cache or ""]
     process = subprocess.Popen(argv, env=dict(env), stdout=subprocess.PIPE)
     assert process.stdout is not None
-    mark, since_s = Stage(BASE_MODEL), time.monotonic()
+    mark, since_s = Stage(HUB), time.monotonic()
     try:
         for line in process.stdout:
             told = msgspec.json.decode(line, type=Told)
@@ -67,7 +67,7 @@ def fetch(
                 return Path(told.folder)
             if told.error:
                 raise NotFetched(told.error)
-            now = Stage(BASE_MODEL, told.done_bytes, told.total_bytes)
+            now = Stage(HUB, told.done_bytes, told.total_bytes)
             say(now)
             if gets_on(mark, now):
                 mark, since_s = now, time.monotonic()

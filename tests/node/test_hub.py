@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from policies.serving.joining import BASE_MODEL, Stage
+from policies.serving.joining import HUB, Stage
 from tasks.machine.base_model import model_folder
 from tasks.models import hub
 from tests.budget import HANG_S
@@ -112,7 +112,7 @@ def test_a_model_comes_with_its_progress_and_without_what_no_run_needs(at_hub: d
     folder = hub.fetch("own/model", None, None, at_hub, say, HANG_S)
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
     assert (folder / "model.safetensors").read_bytes() == Hub.files["model.safetensors"]
-    assert {(one.name, one.total_bytes) for one in said if one.total_bytes} == {(BASE_MODEL, BIG_BYTES + 2)}
+    assert {(one.name, one.total_bytes) for one in said if one.total_bytes} == {(HUB, BIG_BYTES + 2)}
     assert hub.fetch("own/model", None, None, at_hub, lambda _: None, HANG_S) == folder
 
 

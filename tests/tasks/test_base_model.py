@@ -197,6 +197,26 @@ def test_a_damaged_object_sends_a_node_to_the_hub(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "node" / FOLDER).exists()
 
 
+def test_what_the_hub_gave_is_not_fetched_again_for_the_next_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from the store either, which has it by then: the disk has room for one."""
+    store = Store((tmp_path / "store").as_uri())
+    snapshot, asked = from_the_hub(tmp_path / "hub"), list[str]()
+
+    def fetch(model: str, *_: Any) -> Path:
+        asked.append(model)
+        return snapshot
+
+    monkeypatch.setattr(hub, "fetch", fetch)
+    node = base(store, tmp_path / "node")
+    assert node.whole() == snapshot
+    shared.publish(store, GATED.model, None, snapshot, 1.0)
+    assert node.outline() == node.whole() == snapshot
+    assert asked == ["own/gated"]
+    assert list((tmp_path / "node").iterdir()) == []
+
+
 def test_weights_in_another_format_are_left_to_what_loads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from orchestrator.gateway.routing.comers import COMERS_MAX, Comers
 from policies.control.snapshot import Snapshot
 from policies.model.events import NodeMoved
 from policies.model.vocabulary import NodePhase, Refusal, Role
-from policies.serving.joining import BASE_MODEL, ENGINE, READ_BYTES_PER_S, Stage, gets_on, limit_s
+from policies.serving.joining import BASE_MODEL, ENGINE, HUB, READ_BYTES_PER_S, Stage, gets_on, limit_s
 from tests.policies.control.test_fleet import HOUR_S, events_of, let_pass
 from tests.stand_ins.world import World, spec
 
@@ -92,6 +92,22 @@ def test_a_download_that_stops_is_given_up_900_s_later_and_not_before() -> None:
     assert world.state.slots["rollout-0"].incarnations == 2
 
 
+def test_a_node_whose_store_fails_near_the_end_has_the_time_that_the_hub_takes() -> None:
+    """A damaged chunk: what the hub sends after that is the second time, and no less needed."""
+    store_s, hub_s = 0.97 * OF_70B_BYTES / 500e6, OF_70B_BYTES / 100e6
+
+    def at(since_s: float) -> Stage:
+        if since_s < store_s:
+            return Stage(BASE_MODEL, int(since_s * 500e6), OF_70B_BYTES)
+        done_bytes = int((since_s - store_s) * 100e6)
+        return Stage(HUB, done_bytes, OF_70B_BYTES) if since_s < store_s + hub_s else Stage(ENGINE, 0, OF_70B_BYTES)
+
+    world = slow(at, store_s + hub_s + 500.0)
+    bought = let_pass(world, 1.5)
+    assert len(bought.machines) == 1
+    assert world.up(Role.ROLLOUT)
+
+
 def test_an_agent_that_falls_silent_is_given_up_by_what_it_last_said() -> None:
     world = slow(fetched(1e6, OF_32B_BYTES), 10 * HOUR_S)
     let_pass(world, 0.2)
@@ -124,6 +140,7 @@ def test_a_gateway_that_begins_anew_counts_from_its_own_start() -> None:
         (Stage(BASE_MODEL, 0, 100), Stage(BASE_MODEL, 6, 100), True),
         (Stage(BASE_MODEL, 50, 100), Stage(BASE_MODEL, 40, 100), False),  # fetched again
         (Stage(BASE_MODEL, 0, 0), Stage(BASE_MODEL, 1, 0), True),
+        (Stage(BASE_MODEL, 95, 100), Stage(HUB, 0, 100), True),
         (Stage(BASE_MODEL, 100, 100), Stage(ENGINE, 0, 100), True),
         (Stage(ENGINE, 0, 100), Stage(ENGINE, 0, 100), False),
     ],
