@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import aiohttp
 import structlog
 
+from policies.model.spec import RunSpec
 from policies.serving.fitness import AGAIN_S, Fitness
+from policies.serving.joining import limit_s
 from policies.serving.wire import HOLD_S, Announce, EngineWord, PolicyRef, PolicyStages
 from tasks.machine.node_env import NodeEnv
 from tasks.rollout import vllm_server
@@ -112,10 +114,10 @@ class RolloutEngine:
         failed = 0
         while True:
             spec, bare = await self._base.prepare(may_be_bare=self._bare)
+            # Half of it is the controller's limit, which does not look at an engine whose siblings serve.
+            at_most_s = 2 * limit_s(self._base.stage, spec.policies.boot_timeout_s)
             try:
-                server = await vllm_server.start(
-                    spec, self._place.env, self._http, bare=bare, gpus=self._place.gpus
-                )
+                server = await self._start(spec, at_most_s, bare=bare)
             except Unfit as error:
                 self._base.doubt(self.name)
                 if bare:  # which may be what it was found out on
@@ -146,6 +148,16 @@ class RolloutEngine:
             self._changed.set()
             await self._gateway.leave(server.boot_id)
             await server.stop()
+
+    async def _start(self, spec: RunSpec, at_most_s: float, *, bare: bool) -> Server:
+        """Start vLLM. Raises ServerFailed, Unfit."""
+        try:
+            async with asyncio.timeout(at_most_s):
+                return await vllm_server.start(
+                    spec, self._place.env, self._http, bare=bare, gpus=self._place.gpus
+                )
+        except TimeoutError:
+            raise ServerFailed(f"vLLM was not up within {at_most_s:.0f} s") from None
 
     async def _announce(self) -> None:
         """Tell the gateway what this engine is, at every change and as a heartbeat."""

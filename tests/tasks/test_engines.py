@@ -122,6 +122,35 @@ def test_an_engine_that_does_not_come_up_is_given_up_alone(
     run_agent(lambda: Lame(store, tmp_path / "work", first, SHARES), story, monkeypatch)
 
 
+class Hung(World):
+    """Of its engines the second starts for ever."""
+
+    async def start(self, spec: Any, env: Any, *rest: Any, bare: bool, gpus: str) -> Server:
+        server = await super().start(spec, env, *rest, bare=bare, gpus=gpus)
+        if env.node == ENGINES[1]:
+            await asyncio.Event().wait()
+        return server
+
+
+def test_an_engine_whose_start_hangs_is_given_up_though_its_sibling_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller, which sees that the machine serves, does not end it."""
+    store, wanted = publish(tmp_path, 0, size_bytes=10)
+
+    async def story(world: World) -> None:
+        await world.until(lambda one: one.policy == wanted.label)
+        async with asyncio.timeout(HANG_S):
+            while not world.agent._engines[1].given_up:
+                await asyncio.sleep(0.01)
+        assert [boot.member for boot in world.boots].count(ENGINES[1]) == STARTS_MAX
+        assert [boot.member for boot in world.boots].count(ENGINES[0]) == 1
+
+    monkeypatch.setattr(rollout_engine, "RESTART_WAIT_S", 0.0)
+    monkeypatch.setattr(rollout_engine, "limit_s", lambda *_: 0.01)
+    run_agent(lambda: Hung(store, tmp_path / "work", wanted, SHARES), story, monkeypatch)
+
+
 @pytest.mark.parametrize(("lame", "ends"), [(1, False), (2, False), (3, True), (4, True)])
 def test_a_machine_ends_its_work_once_fewer_than_half_of_its_engines_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lame: int, *, ends: bool
