@@ -29,7 +29,7 @@ class BaseHere:
     """
 
     def __init__(self, env: NodeEnv, spec: RunSpec, store: Store, peers: Peers | None) -> None:
-        self.spec = spec
+        self.spec = self._of_run = spec
         self.check = PolicyCheck(spec)
         self.stage = Stage(ENGINE)
         self._compiled = CompileCaches(store, spec, Path.home() / COMPILED, env.token)
@@ -46,8 +46,8 @@ class BaseHere:
         """Have what the next vLLM needs on this machine. Returns the run as that one reads it, and whether it
         starts without weights, as it may."""
         async with self._lock:
-            if self._model is not None:
-                self._has(await asyncio.to_thread(self._model.outline))
+            if self._model is not None and (outline := await asyncio.to_thread(self._model.outline)) is not None:
+                self._has(outline)
             bare = may_be_bare and await asyncio.to_thread(self.check.covers_engine)
             if self._model is not None and not bare:
                 self._has(await asyncio.to_thread(self._model.whole))
@@ -81,7 +81,7 @@ class BaseHere:
             self._model.close()
 
     def _has(self, folder: Path | None) -> None:
-        spec = with_model(self.spec, folder)
+        spec = with_model(self._of_run, folder)  # without one, as run.yaml has it: vLLM says what is wrong
         if spec != self.spec:
             self.spec, self.check = spec, PolicyCheck(spec)
 

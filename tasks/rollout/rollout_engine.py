@@ -153,9 +153,7 @@ class RolloutEngine:
         """Start vLLM. Raises ServerFailed, Unfit."""
         try:
             async with asyncio.timeout(at_most_s):
-                return await vllm_server.start(
-                    spec, self._place.env, self._http, bare=bare, gpus=self._place.gpus
-                )
+                return await vllm_server.start(spec, self._place.env, self._http, bare=bare, gpus=self._place.gpus)
         except TimeoutError:
             raise ServerFailed(f"vLLM was not up within {at_most_s:.0f} s") from None
 

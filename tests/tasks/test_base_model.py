@@ -24,6 +24,7 @@ from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.serving.joining import BASE_MODEL, ENGINE, Stage
 from policies.serving.tensors import Tensor
 from tasks.machine.base_model import TENSORS, tensors_in
+from tasks.machine.node_env import NodeEnv
 from tasks.models import hub, publishing, shared
 from tasks.models.base import FOLDER, BaseModel, Closed, Source, found_here, source_of, with_model
 from tasks.rollout import vllm_flags
@@ -290,6 +291,22 @@ def test_with_the_folder_everything_reads_the_model_there(tmp_path: Path) -> Non
     assert vllm_flags.base_folder(spec) == folder
     assert vllm_flags.base_bytes(spec) == sum((folder / name).stat().st_size for name in SHARDS)
     assert str(folder) in vllm_flags.argv_of(spec, "127.0.0.1", 1, None)
+
+
+def test_an_engine_that_needs_weights_is_not_started_on_what_has_none(
+    tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of them is damaged in the store, and the hub gives none: vLLM asks it, and says why not."""
+    store = Store((tmp_path / "store").as_uri())
+    shared.publish(store, GATED.model, None, from_the_hub(tmp_path / "hub"), 1.0)
+    place = shared.place_of(GATED.model, None)
+    store.put(next(one.key for one in store.entries(place) if one.size_bytes == 4096), bytes(4096))
+    env = NodeEnv(store.url, "rollout-0-i1", "token", 1, 0, str(tmp_path / "node"), "127.0.0.1")
+    here = BaseHere(env, run_of(tmp_path, cloud="sky"), store, None)
+    here._compiled._on = False  # it asks the hub for the configuration, as the next does
+    monkeypatch.setattr(vllm_flags, "base_bytes", lambda _: 0)
+    spec, bare = asyncio.run(here.prepare(may_be_bare=False))
+    assert (spec.trainer.model, bare, asked) == (GATED.model, False, [GATED.model])
 
 
 @pytest.mark.parametrize("bare", [True, False])

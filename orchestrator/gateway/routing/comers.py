@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+from policies.model.vocabulary import machine_of
 from policies.serving.joining import Coming, Stage, gets_on
 
 COMERS_MAX = 256  # those heard last; of one that has fallen silent the controller has yet to learn how long
@@ -32,7 +33,7 @@ class Comers:
         """It is of use: should it have to come again, it begins anew."""
         self._told.pop(node, None)
 
-    def status(self, members: Container[str], now_s: float) -> list[Coming]:
-        """Those that are not members."""
-        told = [(node, *told) for node, told in self._told.items() if node not in members]
+    def status(self, machines: Container[str], now_s: float) -> list[Coming]:
+        """Those that are not on these machines, which have members."""
+        told = [(node, *told) for node, told in self._told.items() if machine_of(node) not in machines]
         return [Coming(node, stage, now_s - at_s) for node, stage, _, at_s in told]

@@ -23,7 +23,7 @@ from orchestrator.gateway.routing.places import Places
 from orchestrator.gateway.routing.spreads import Spreads
 from orchestrator.gateway.routing.waiting import Waiting
 from orchestrator.gateway.turns import Turns
-from policies.model.vocabulary import Recovery
+from policies.model.vocabulary import Recovery, machine_of
 from policies.serving.member import Change, Row, Wanted
 from policies.serving.membership import Membership
 from policies.serving.silence import SilenceLimits
@@ -157,6 +157,8 @@ class Members:
         if self._table.is_void(said.boot_id):
             return AnnounceReply(drain=True)
         self._spreads.hear(node, said, time.monotonic())
+        if before is None:
+            self.comers.forget(machine_of(node))
         if said.stage is None:
             self.comers.forget(node)
         else:

@@ -17,7 +17,7 @@ from checkpoint.records import documents
 from orchestrator.cli import main
 from orchestrator.gateway.surface.describe import State, describe, state_of
 from orchestrator.home.folder import run_dir
-from policies.serving.joining import BASE_MODEL, POLICY, Coming, Stage
+from policies.serving.joining import BASE_MODEL, ENGINE, POLICY, Coming, Stage
 from policies.serving.wire import Announce, AnnounceReply, BatchLine, MembershipChange, MemberStatus, PolicyRef
 from tasks.completions.gateway_client import body_of
 from tests.rigs.gateway_process import TOKEN, Rig, make_batch
@@ -67,6 +67,22 @@ def test_what_a_node_that_comes_is_at_is_told_until_it_is_a_member() -> None:
         for wrong in (Stage("a\nb"), Stage("x" * 1001), Stage("x", -1), Stage("x", 0, 2**63)):
             refused = await served.http.post("/comers/a", content=msgspec.json.encode(wrong))
             assert refused.status_code == 400, wrong
+
+    serve(story)
+
+
+def test_a_machine_of_which_an_engine_joins_begins_anew_when_it_has_to_come_again() -> None:
+    async def story(served: Served) -> None:
+        comers, stage = served.members.comers, Stage(ENGINE, 0, 141)
+        comers.tell("rollout-0-i1", stage, time.monotonic() - 6 * 3600.0)
+        told = Announce("b", "h:1", None, engines=2, stage=Stage(POLICY, 1, 2))
+        await served.http.post("/members/rollout-0-i1.0", content=msgspec.json.encode(told))
+        assert served.gateway.status().coming == []
+        served.members.leave("rollout-0-i1.0", "b")
+        comers.forget("rollout-0-i1.0")
+        comers.tell("rollout-0-i1", stage, time.monotonic())
+        [coming] = served.gateway.status().coming
+        assert (coming.node, coming.still_s < 3600.0) == ("rollout-0-i1", True)
 
     serve(story)
 

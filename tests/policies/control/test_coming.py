@@ -100,7 +100,9 @@ def test_a_node_whose_store_fails_near_the_end_has_the_time_that_the_hub_takes()
         if since_s < store_s:
             return Stage(BASE_MODEL, int(since_s * 500e6), OF_70B_BYTES)
         done_bytes = int((since_s - store_s) * 100e6)
-        return Stage(HUB, done_bytes, OF_70B_BYTES) if since_s < store_s + hub_s else Stage(ENGINE, 0, OF_70B_BYTES)
+        return (
+            Stage(HUB, done_bytes, OF_70B_BYTES) if since_s < store_s + hub_s else Stage(ENGINE, 0, OF_70B_BYTES)
+        )
 
     world = slow(at, store_s + hub_s + 500.0)
     bought = let_pass(world, 1.5)
