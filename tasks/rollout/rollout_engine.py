@@ -77,6 +77,7 @@ class RolloutEngine:
         self.server: Server | None = None
         self.policy: str | None = None  # what the server holds
         self.given_up = False
+        self._given = False  # whether the server was given a policy
         self._bare = True  # whether vLLM may start without weights
         self.empty = False  # whether it did, and still has none
         self._fitness = Fitness()
@@ -128,26 +129,33 @@ class RolloutEngine:
                 log.error("vllm_unfit", engine=self.name, why=str(error), hint=hint)
                 raise GaveUp(str(error)) from error
             except ServerFailed as error:
-                self._base.doubt(self.name)
-                self._bare = False  # the next start has all that it may need
                 failed += 1
-                log.error("vllm_did_not_start", engine=self.name, start=failed, of=STARTS_MAX, why=str(error))
-                if failed == STARTS_MAX:
-                    raise GaveUp(str(error)) from error
-                await asyncio.sleep(RESTART_WAIT_S * 2**failed)
+                await self._start_failed(failed, str(error))
                 continue
-            failed = 0
             log.info("vllm_up", engine=self.name, boot_id=server.boot_id, address=server.address)
             self.server = server
-            self.empty = bare
+            self.empty, self._given = bare, False
             self._changed.set()
             self._news()
             code = await server.ended()
             log.warning("vllm_ended", engine=self.name, boot_id=server.boot_id, exit_code=code)
+            in_vain = server is self.server and not self._given  # by itself, and no policy is to blame
             self.server = self.policy = None
             self._changed.set()
             await self._gateway.leave(server.boot_id)
             await server.stop()
+            failed = failed + 1 if in_vain else 0
+            if in_vain:
+                await self._start_failed(failed, f"vLLM ended with exit code {code} before it was given a policy")
+
+    async def _start_failed(self, failed: int, why: str) -> None:
+        """Wait before the next start, after so many in a row that came to nothing. Raises GaveUp."""
+        self._base.doubt(self.name)
+        self._bare = False  # the next start has all that it may need
+        log.error("vllm_did_not_start", engine=self.name, start=failed, of=STARTS_MAX, why=why)
+        if failed == STARTS_MAX:
+            raise GaveUp(why)
+        await asyncio.sleep(RESTART_WAIT_S * 2**failed)
 
     async def _start(self, spec: RunSpec, at_most_s: float, *, bare: bool) -> Server:
         """Start vLLM. Raises ServerFailed, Unfit."""
@@ -238,7 +246,7 @@ class RolloutEngine:
 
     def begins(self) -> None:
         """It begins to load another policy, and holds none until it has."""
-        self.policy = None
+        self.policy, self._given = None, True
         self._changed.set()
 
     def holds(self, wanted: PolicyRef, stages: PolicyStages | None = None) -> None:

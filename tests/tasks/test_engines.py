@@ -122,6 +122,32 @@ def test_an_engine_that_does_not_come_up_is_given_up_alone(
     run_agent(lambda: Lame(store, tmp_path / "work", first, SHARES), story, monkeypatch)
 
 
+class Short(World):
+    """Of its engines the second always ends before it is given a policy."""
+
+    async def start(self, spec: Any, env: Any, *rest: Any, bare: bool, gpus: str) -> Server:
+        server = await super().start(spec, env, *rest, bare=bare, gpus=gpus)
+        if env.node == ENGINES[1]:
+            await server.stop()
+        return server
+
+
+def test_an_engine_that_comes_up_and_ends_each_time_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, wanted = publish(tmp_path, 0, size_bytes=10)
+
+    async def story(world: World) -> None:
+        await world.until(lambda one: one.policy == wanted.label)
+        async with asyncio.timeout(HANG_S):
+            while not world.agent._engines[1].given_up:
+                await asyncio.sleep(0.01)
+        assert [boot.member for boot in world.boots].count(ENGINES[1]) == STARTS_MAX
+
+    monkeypatch.setattr(rollout_engine, "RESTART_WAIT_S", 0.0)
+    run_agent(lambda: Short(store, tmp_path / "work", wanted, SHARES), story, monkeypatch)
+
+
 class Hung(World):
     """Of its engines the second starts for ever."""
 
