@@ -126,10 +126,14 @@ def _replace_overdue(tick: Tick) -> None:
 
 def _replace_if_still(tick: Tick, node: Node, coming: Coming) -> None:
     """Replace a rollout node whose agent has told what it is at, once that has not got on for long."""
-    limit_s = joining.limit_s(coming.stage, tick.spec.policies.boot_timeout_s)
-    # Told of on its machine's own clock: that a look failed, or a gateway is new, makes it no longer.
-    if min(coming.still_s, tick.waited_s(node.since_s)) > limit_s:
-        reason = f"{coming.stage.name}, and no further for {coming.still_s:.0f} s (`policies.boot_timeout_s`)"
+    boot_timeout_s, waited_s = tick.spec.policies.boot_timeout_s, tick.waited_s(node.since_s)
+    # Told of on the gateway's own clock: that a look failed, or a gateway is new, makes it no longer. But gateways
+    # that are new again and again would have a node stand still for ever.
+    limit_s = joining.limit_s(coming.stage, boot_timeout_s)
+    still = min(coming.still_s, waited_s) > limit_s
+    if still or waited_s > joining.longest_s(boot_timeout_s) + limit_s:
+        for_s = f"no further for {coming.still_s:.0f} s" if still else f"no member after {waited_s:.0f} s"
+        reason = f"{coming.stage.name}, and {for_s} (`policies.boot_timeout_s`)"
         tick.move(node, NodePhase.TERMINATING, reason, None if node.served else Refusal.NEVER_SERVED)
 
 

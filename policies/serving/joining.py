@@ -48,3 +48,9 @@ def gets_on(mark: Stage, now: Stage) -> bool:
 def limit_s(stage: Stage, boot_timeout_s: float) -> float:
     """How long a node may stay at one point of that stage: what its machine is given, and in which vLLM reads."""
     return boot_timeout_s + (stage.total_bytes / READ_BYTES_PER_S if stage.name == ENGINE else 0.0)
+
+
+def longest_s(boot_timeout_s: float) -> float:
+    """What a node takes at most before its last stage, if it always gets on: it downloads the base model from the
+    store and, when that fails at its end, from the hub, each as slowly as it may. Four limits are for the rest."""
+    return (2 / SHARE + 4) * boot_timeout_s

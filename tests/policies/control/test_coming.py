@@ -135,6 +135,20 @@ def test_a_gateway_that_begins_anew_counts_from_its_own_start() -> None:
     assert world.state.slots["rollout-0"].incarnations == 1
 
 
+@pytest.mark.parametrize("by", ["a new gateway", "another stage"])
+def test_a_node_that_seems_to_get_on_for_ever_is_replaced_all_the_same(by: str) -> None:
+    def at(since_s: float) -> Stage:
+        return Stage(ENGINE if by == "a new gateway" or since_s % 1200 < 600 else HUB, 0, OF_70B_BYTES)
+
+    world = slow(at, 100 * HOUR_S)
+    for _ in range(12 * 6):
+        let_pass(world, 1 / 6)
+        world.comers = Comers() if by == "a new gateway" else world.comers
+    assert world.state.slots["rollout-0"].incarnations == 2
+    [gone] = [one for one in events_of(world, NodeMoved) if one.refusal is Refusal.NEVER_SERVED]  # type: ignore[attr-defined]
+    assert "and no member after" in gone.reason  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("mark", "now", "on"),
     [
