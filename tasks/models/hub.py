@@ -62,7 +62,10 @@ def fetch(
     mark, since_s = Stage(HUB), time.monotonic()
     try:
         for line in process.stdout:
-            told = msgspec.json.decode(line, type=Told)
+            try:
+                told = msgspec.json.decode(line, type=Told)
+            except msgspec.DecodeError:  # something installed here speaks whenever Python starts
+                continue
             if told.folder:
                 return Path(told.folder)
             if told.error:

@@ -116,6 +116,12 @@ def test_a_model_comes_with_its_progress_and_without_what_no_run_needs(at_hub: d
     assert hub.fetch("own/model", None, None, at_hub, lambda _: None, HANG_S) == folder
 
 
+def test_what_else_its_process_prints_is_no_word_of_it(at_hub: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('a warning')\n")
+    env = at_hub | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [at_hub.get("PYTHONPATH")])])}
+    assert (hub.fetch("own/model", None, None, env, lambda _: None, HANG_S) / "config.json").is_file()
+
+
 def test_a_download_that_does_not_get_on_is_ended(at_hub: dict[str, str]) -> None:
     Hub.sends.clear()
     with pytest.raises(hub.NotFetched, match="no further for 0 s"):
