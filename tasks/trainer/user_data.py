@@ -75,7 +75,9 @@ def _load(key: str, wanted: Dataset, workdir: Path, rows_used: int) -> datasets.
             loaded = datasets.load_dataset(wanted.path, wanted.name, revision=wanted.revision, **asked)
         if wanted.streaming:
             first = list(loaded.take(rows_used))
-            loaded = datasets.Dataset.from_list(first, features=loaded.features)
+            loaded = datasets.Dataset.from_list(first, features=loaded.features if first else None)
+    except StopIteration:  # which `datasets` lets out of files that are empty
+        loaded = datasets.Dataset.from_dict({})
     except (DatasetNotFoundError, ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         if passes(error):
             raise
@@ -91,10 +93,27 @@ def _with_prompts(key: str, rows: datasets.Dataset, wanted: Dataset, workdir: Pa
             only, example = ", ".join(rows.column_names), "{" + rows.column_names[0] + "}"
             message = f"{wanted.path} has no column `prompt`, only {only}"
             raise BadSpec(f'{key}: {message}; say how one is made, as in `prompt: "{example}"`')
+        _check_column(key, rows)
         return rows
     make = prompt_maker(f"{key}.prompt", wanted.prompt, rows, workdir)
     # Not from the cache: what a function's module has become since then is not seen by its key there.
-    return rows.map(make, with_indices=True, load_from_cache_file=False)
+    try:
+        return rows.map(make, with_indices=True, load_from_cache_file=False)
+    except (ValueError, TypeError, OverflowError) as error:  # pyarrow's
+        if passes(error):
+            raise
+        raise BadSpec(f"{key}.prompt: what it returns is no column: {in_one_line(error)}") from error
+
+
+def _check_column(key: str, rows: datasets.Dataset) -> None:
+    """TRL takes the first prompt of a step for what all are, and fails at one that is nothing once it is drawn."""
+    may_be_mixed = isinstance(rows.features["prompt"], datasets.Json)
+    if may_be_mixed and len({is_chat(one) for one in rows["prompt"]}) > 1:
+        raise BadSpec(f"{key}: its prompts are of several types; expected texts alone, or chats alone")
+    column = rows.data.column("prompt")
+    if column.null_count:
+        number = column.is_null().index(True).as_py()
+        raise BadSpec(f"{key}: the prompt of row {number} is nothing; expected a text or a chat in every row")
 
 
 def _together(key: str, parts: Mapping[str, datasets.Dataset]) -> datasets.Dataset:
@@ -105,13 +124,25 @@ def _together(key: str, parts: Mapping[str, datasets.Dataset]) -> datasets.Datas
     if len(set(forms.values())) > 1:
         said = ", ".join(f"those of {here} are {form}" for here, form in forms.items())
         raise BadSpec(f"{key}: expected prompts of one form; {said}")
+    known = {name: one for part in parts.values() for name, one in part.features.items() if not _is_null(one)}
     try:
-        return datasets.concatenate_datasets(list(parts.values()))
-    except ValueError as error:
+        return datasets.concatenate_datasets([_typed(part, known) for part in parts.values()])
+    except (ValueError, TypeError) as error:  # pyarrow's
         name, found = _unlike(parts)
         said = ", ".join(f"{kind} in {here}" for here, kind in found.items())
         hint = "make it so by a `prompt` function that returns the column, too"
         raise BadSpec(f"{key}: the column {name} is {said}; expected one type; {hint}") from error
+
+
+def _typed(part: datasets.Dataset, known: Mapping[str, Any]) -> datasets.Dataset:
+    """With others' types where it has nothing, which as it is goes with structures only behind them."""
+    for name in [name for name, feature in part.features.items() if _is_null(feature) and name in known]:
+        part = part.cast_column(name, known[name])
+    return part
+
+
+def _is_null(feature: Any) -> bool:
+    return isinstance(feature, datasets.Value) and feature.dtype == "null"
 
 
 def _unlike(parts: Mapping[str, datasets.Dataset]) -> tuple[str, dict[str, str]]:
@@ -120,7 +151,7 @@ def _unlike(parts: Mapping[str, datasets.Dataset]) -> tuple[str, dict[str, str]]
     for here, part in parts.items():
         for name, feature in part.features.items():
             kind = feature.dtype if isinstance(feature, datasets.Value) else str(feature)
-            if kind != "null":
+            if not _is_null(feature):
                 types.setdefault(name, {})[here] = kind
     return next(one for one in types.items() if len(set(one[1].values())) > 1)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from datasets.fingerprint import Hasher
 
 from policies.model.datasets import Template, is_import_path, read_template
 from tasks.trainer.user_objects import BadSpec, load_function, passes
@@ -86,6 +87,24 @@ def _by_function(
             raise BadSpec(f"{key}: {said}")
         return columns
 
-    if make(rows[0], 0) != make(rows[0], 0):
+    first = make(rows[0], 0)
+    # By what they hold: of arrays, and of numbers that are none, == says something else.
+    if Hasher.hash(first) != Hasher.hash(make(rows[0], 0)):
         raise BadSpec(f"{key}: {name} returned two prompts for one row; expected the same, for a restart needs it")
-    return make
+    expected = _form(first, rows.column_names)
+
+    def make_alike(row: Row, number: int) -> Row:
+        columns = make(row, number)
+        if (found := _form(columns, rows.column_names)) != expected:
+            raise BadSpec(
+                f"{key}: {name} returned {found} for row {number}; expected {expected}, as for the first"
+            )
+        return columns
+
+    return make_alike
+
+
+def _form(columns: Row, known: Sequence[str]) -> str:
+    """What has to be the same for all rows: of new columns `datasets` takes those of the first."""
+    new = ", ".join(sorted(str(name) for name in columns.keys() - {"prompt", *known}))
+    return f"a {'text' if isinstance(columns['prompt'], str) else 'chat'}{new and f' with {new}'}"

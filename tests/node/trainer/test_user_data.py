@@ -49,6 +49,23 @@ def lost(row):
 def late(row):
     return row["question"] if "3" not in row["question"] else None
 
+def mixes(row):
+    return chats(row) if "3" in row["question"] else row["question"]
+
+def one_more(row):
+    return {"prompt": row["question"], **({"hint": "x"} if "3" in row["question"] else {})}
+
+def one_less(row):
+    return {"prompt": row["question"], **({} if "3" in row["question"] else {"hint": "x"})}
+
+def huge(row):
+    return {"prompt": row["question"], "bits": 2**70}
+
+def numbers(row):
+    import numpy
+    changed = {"answer": "x"} if "3" in row["question"] else {}
+    return {"prompt": row["question"], "score": float("nan"), "at": numpy.zeros(2), **changed}
+
 def dice(row):
     return row["question"] + str(random.random())
 """
@@ -107,6 +124,27 @@ def test_a_template_in_each_message_makes_a_chat(folder: Path) -> None:
 def test_a_function_makes_a_text_a_chat_or_columns(folder: Path, name: str, prompt: Any, answer: Any) -> None:
     row = load(folder, gsm8k(prompt=f"my_prompts.{name}")).rows[0]
     assert (row["prompt"], row["answer"]) == (prompt, answer)
+
+
+def test_a_function_may_return_numbers_of_any_kind_and_change_some_rows(folder: Path) -> None:
+    row = load(folder, gsm8k(prompt="my_prompts.numbers")).rows[3]
+    assert (row["at"], row["answer"], row["score"] == row["score"]) == ([0.0, 0.0], "x", False)
+
+
+@pytest.mark.parametrize("other", [{"a": 1}, [1], "x"])
+def test_a_column_of_nothing_goes_with_any_whichever_is_first(folder: Path, other: Any) -> None:
+    write(folder / "none.jsonl", [{"prompt": "p", "m": None}])
+    write(folder / "some.jsonl", [{"prompt": "q", "m": other}])
+    parts = [Dataset(path="none.jsonl"), Dataset(path="some.jsonl")]
+    assert load(folder, *parts).rows["m"][:] == [None, other]
+    assert load(folder, *reversed(parts)).rows["m"][:] == [other, None]
+
+
+def test_chats_that_only_json_can_hold_are_chats(folder: Path) -> None:
+    prompts = [[{"role": "user", "content": "p"}], [{"role": "user", "content": "q", "name": 1}]]
+    features = datasets.Features({"prompt": datasets.Json()})
+    datasets.Dataset.from_dict({"prompt": prompts}, features=features).to_parquet(folder / "json.parquet")
+    assert load(folder, Dataset(path="json.parquet")).rows["prompt"][:] == prompts
 
 
 def test_a_function_that_was_edited_is_asked_again(folder: Path) -> None:
@@ -232,6 +270,19 @@ def test_weights_are_shares_of_the_prompts_and_lose_no_row(folder: Path) -> None
             r"the column answer is string in .*\[0\], int64 in .*\[1\]; expected one type",
         ),
         ([gsm8k(split="train[:0]")], r"gsm8k\.jsonl.* no "),
+        ([gsm8k(prompt="my_prompts.mixes")], "mixes returned a chat for row 3; expected a text, as for the first"),
+        ([gsm8k(prompt="my_prompts.one_more")], "returned a text with hint for row 3; expected a text, as for"),
+        ([gsm8k(prompt="my_prompts.one_less")], "returned a text for row 3; expected a text with hint, as for"),
+        ([gsm8k(prompt="my_prompts.huge")], "dataset.prompt: what it returns is no column: Python int too large"),
+        ([Dataset(path="empty.jsonl")], r"^trainer\.dataset: empty\.jsonl has no rows$"),
+        ([Dataset(path="empty.jsonl", streaming=True)], r"^trainer\.dataset: empty\.jsonl has no rows$"),
+        ([Dataset(path="header.csv", streaming=True)], r"^trainer\.dataset: header\.csv has no rows$"),
+        ([Dataset(path="no_prompt.jsonl")], "the prompt of row 1 is nothing; expected a text or a chat in every"),
+        ([Dataset(path="mixed.jsonl")], "its prompts are of several types; expected texts alone, or chats alone"),
+        (
+            [Dataset(path="struct.jsonl"), Dataset(path="list.jsonl")],
+            r"the column m is \{'a': .*\} in .*\[0\], List\(.*\) in .*\[1\]; expected one type",
+        ),
         ([Dataset(path="holes.jsonl", prompt="{a}")], "prompt: row 1: its a is nothing; expected a text or a num"),
         ([Dataset(path="lists.jsonl", prompt="{a}")], "prompt: row 0: its a is a list; expected a text or a num"),
     ],
@@ -239,6 +290,12 @@ def test_weights_are_shares_of_the_prompts_and_lose_no_row(folder: Path) -> None
 def test_what_is_said(folder: Path, parts: list[Dataset], says: str) -> None:
     write(folder / "holes.jsonl", [{"a": "x"}, {"a": None}])
     write(folder / "lists.jsonl", [{"a": ["x"]}])
+    write(folder / "empty.jsonl", [])
+    (folder / "header.csv").write_text("prompt,a\n")
+    write(folder / "no_prompt.jsonl", [{"prompt": "p"}, {"prompt": None}])
+    write(folder / "mixed.jsonl", [{"prompt": "p"}, {"prompt": [{"role": "user", "content": "p"}]}])
+    write(folder / "struct.jsonl", [{"prompt": "p", "m": {"a": 1}}])
+    write(folder / "list.jsonl", [{"prompt": "p", "m": []}])
     with pytest.raises(BadSpec, match=says) as caught:
         load(folder, *parts)
     assert str(caught.value).startswith("trainer.dataset")
