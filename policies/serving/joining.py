@@ -19,12 +19,13 @@ HUB = f"{BASE_MODEL} from the hub"  # from its start, also where the store gave 
 POLICY = "fetching the policy"
 CHECKPOINT = "fetching the checkpoint"
 ENGINE = "starting vLLM"
+ENGINE_ANEW = "starting vLLM without what others have compiled"  # with which it did not come up
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """What a node is at. For a download `done_bytes` of `total_bytes`, which is 0 while it is not known; for
-    `ENGINE` the total is what vLLM reads from the disk."""
+    `ENGINE` and `ENGINE_ANEW` the total is what vLLM reads from the disk."""
 
     name: str
     done_bytes: int = 0
@@ -47,7 +48,8 @@ def gets_on(mark: Stage, now: Stage) -> bool:
 
 def limit_s(stage: Stage, boot_timeout_s: float) -> float:
     """How long a node may stay at one point of that stage: what its machine is given, and in which vLLM reads."""
-    return boot_timeout_s + (stage.total_bytes / READ_BYTES_PER_S if stage.name == ENGINE else 0.0)
+    reads = stage.name in (ENGINE, ENGINE_ANEW)
+    return boot_timeout_s + (stage.total_bytes / READ_BYTES_PER_S if reads else 0.0)
 
 
 def longest_s(boot_timeout_s: float) -> float:

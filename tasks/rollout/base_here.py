@@ -8,7 +8,7 @@ from pathlib import Path
 
 from checkpoint.store.run_store import Store
 from policies.model.spec import RunSpec
-from policies.serving.joining import ENGINE, Stage
+from policies.serving.joining import ENGINE, ENGINE_ANEW, Stage, limit_s
 from tasks.machine.node_env import NodeEnv
 from tasks.models.base import BaseModel, with_model
 from tasks.peers.peers import Peers
@@ -16,6 +16,10 @@ from tasks.rollout import vllm_flags
 from tasks.rollout.compiled.caches import CompileCaches
 from tasks.rollout.policy_check import PolicyCheck
 
+# Of the time after which the controller replaces the machine. It would bring again what others have compiled, and
+# hang in it again; and the controller does not look at an engine whose siblings serve.
+HANGS_SHARE = 0.8
+BESIDE_OTHERS_SHARE = 2
 COMPILED = ".cache/grpo-orch/compiled"  # below the home folder, as vLLM's own caches are
 
 
@@ -39,8 +43,8 @@ class BaseHere:
         self._model: BaseModel | None = None
         if (source := vllm_flags.source(spec)) is not None:
             hub = {**os.environ, **spec.rollout.env}
-            limit_s = spec.policies.boot_timeout_s
-            self._model = BaseModel(store, source, Path(env.workdir), hub, limit_s, self._say, peers)
+            still_s = spec.policies.boot_timeout_s
+            self._model = BaseModel(store, source, Path(env.workdir), hub, still_s, self._say, peers)
 
     async def prepare(self, *, may_be_bare: bool) -> tuple[RunSpec, bool]:
         """Have what the next vLLM needs on this machine. Returns the run as that one reads it, and whether it
@@ -52,8 +56,16 @@ class BaseHere:
             if self._model is not None and not bare:
                 self._has(await asyncio.to_thread(self._model.whole))
             reads_bytes = 0 if bare else await asyncio.to_thread(vllm_flags.base_bytes, self.spec)
-            self.stage = Stage(ENGINE, 0, reads_bytes)
+            # Another name, so that this start has all of a machine's time.
+            self.stage = Stage(ENGINE_ANEW if self._compiled.doubted else ENGINE, 0, reads_bytes)
             return await asyncio.to_thread(self._compiled.bring, self.spec), bare
+
+    @property
+    def start_limit_s(self) -> float:
+        """How long vLLM may take to come up."""
+        in_doubt = self._compiled.of_others and not self._serving  # what others have compiled is
+        share = HANGS_SHARE if in_doubt else BESIDE_OTHERS_SHARE
+        return share * limit_s(self.stage, self.spec.policies.boot_timeout_s)
 
     @property
     def compiled_s(self) -> float:

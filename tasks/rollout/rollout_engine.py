@@ -17,7 +17,6 @@ import structlog
 
 from policies.model.spec import RunSpec
 from policies.serving.fitness import AGAIN_S, Fitness
-from policies.serving.joining import limit_s
 from policies.serving.wire import HOLD_S, Announce, EngineWord, PolicyRef, PolicyStages
 from tasks.machine.node_env import NodeEnv
 from tasks.rollout import vllm_server
@@ -115,10 +114,8 @@ class RolloutEngine:
         failed = 0
         while True:
             spec, bare = await self._base.prepare(may_be_bare=self._bare)
-            # Half of it is the controller's limit, which does not look at an engine whose siblings serve.
-            at_most_s = 2 * limit_s(self._base.stage, spec.policies.boot_timeout_s)
             try:
-                server = await self._start(spec, at_most_s, bare=bare)
+                server = await self._start(spec, bare=bare)
             except Unfit as error:
                 self._base.doubt(self.name)
                 if bare:  # which may be what it was found out on
@@ -157,8 +154,9 @@ class RolloutEngine:
             raise GaveUp(why)
         await asyncio.sleep(RESTART_WAIT_S * 2**failed)
 
-    async def _start(self, spec: RunSpec, at_most_s: float, *, bare: bool) -> Server:
+    async def _start(self, spec: RunSpec, *, bare: bool) -> Server:
         """Start vLLM. Raises ServerFailed, Unfit."""
+        at_most_s = self._base.start_limit_s
         try:
             async with asyncio.timeout(at_most_s):
                 return await vllm_server.start(spec, self._place.env, self._http, bare=bare, gpus=self._place.gpus)

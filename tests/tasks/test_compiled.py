@@ -19,6 +19,7 @@ from checkpoint.store import layout
 from checkpoint.store.errors import Corrupt, StoreUnavailable
 from checkpoint.store.run_store import Store
 from policies.model.spec import RunSpec
+from policies.serving.joining import ENGINE, ENGINE_ANEW
 from tasks.rollout import base_here, rollout_engine
 from tasks.rollout.compiled import archive, caches, key
 from tasks.rollout.compiled.caches import FOLDERS, CompileCaches
@@ -323,6 +324,31 @@ def test_a_vllm_that_fails_with_what_was_brought_is_started_without_it(
         server = await started(world, *spec, bare=bare, gpus=gpus)
         if fails == "start" and world.has():
             raise ServerFailed("ended with exit code 1")
+        return server
+
+    started = Home.start
+    monkeypatch.setattr(Home, "start", start)
+    run_agent(make, story, monkeypatch)
+
+
+def test_a_vllm_that_hangs_in_what_was_brought_is_started_without_it_in_a_machines_whole_time(
+    home: tuple[Callable[[], Home], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, kept = home
+    write(kept, KERNELS)
+    monkeypatch.setattr(base_here, "HANGS_SHARE", 1e-4)
+
+    async def story(world: Any) -> None:
+        await world.until(lambda one: one.policy == world.wanted.label)
+        assert world.found == [True, False]
+
+    async def start(world: Home, *spec: Any, bare: bool, gpus: str) -> Server:
+        server = await started(world, *spec, bare=bare, gpus=gpus)
+        if world.has():
+            await asyncio.Event().wait()
+        while world.stages[-1].name != ENGINE_ANEW:  # which the controller counts from anew
+            await asyncio.sleep(0.01)
+        assert ENGINE in {one.name for one in world.stages}
         return server
 
     started = Home.start

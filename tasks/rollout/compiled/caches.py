@@ -53,7 +53,8 @@ class CompileCaches:
         named = FOLDERS.keys() & {*spec.rollout.env, *os.environ}
         self._on = not named and not uncompiled_env(spec)
         self._folder: Path | None = None
-        self._others = False  # whether what is there was compiled by others, or earlier
+        self.of_others = False  # whether what is there was compiled by others, or earlier
+        self.doubted = False  # whether vLLM did not work with that
         self._place: str | None = None  # where it goes in the store
         self.took_s = 0.0  # to bring it
 
@@ -86,9 +87,9 @@ class CompileCaches:
 
     def doubt(self) -> None:
         """vLLM did not work with what is here: of what others have compiled nothing is used any more."""
-        if self._folder is not None and self._others:
+        if self._folder is not None and self.of_others:
             log.warning("compiled_not_used", folder=str(self._folder))
-            self._others, self._place = False, None
+            self.of_others, self.doubted, self._place = False, True, None
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def keep(self, serves: asyncio.Event) -> None:
@@ -127,7 +128,7 @@ class CompileCaches:
             self._look(key, self._folder)
         except (StoreError, OSError) as error:
             log.warning("compiled_not_brought", why=str(error))
-        self._others = self._folder.exists()  # also where another engine here was quicker
+        self.of_others = self._folder.exists()  # also where another engine here was quicker
         self.took_s = time.monotonic() - begun_s
 
     def _look(self, key: str, folder: Path) -> None:

@@ -11,7 +11,16 @@ from orchestrator.gateway.routing.comers import COMERS_MAX, Comers
 from policies.control.snapshot import Snapshot
 from policies.model.events import NodeMoved
 from policies.model.vocabulary import NodePhase, Refusal, Role
-from policies.serving.joining import BASE_MODEL, ENGINE, HUB, READ_BYTES_PER_S, Stage, gets_on, limit_s
+from policies.serving.joining import (
+    BASE_MODEL,
+    ENGINE,
+    ENGINE_ANEW,
+    HUB,
+    READ_BYTES_PER_S,
+    Stage,
+    gets_on,
+    limit_s,
+)
 from tests.policies.control.test_fleet import HOUR_S, events_of, let_pass
 from tests.stand_ins.world import World, spec
 
@@ -173,6 +182,7 @@ def test_what_counts_as_getting_on(mark: Stage, now: Stage, on: bool) -> None:
         (Stage(ENGINE, 0, 1_200_000_000), 912.0),  # 0.6B
         (Stage(ENGINE, 0, OF_32B_BYTES), 1555.0),
         (Stage(ENGINE, 0, OF_70B_BYTES), 2310.0),
+        (Stage(ENGINE_ANEW, 0, OF_70B_BYTES), 2310.0),
         (Stage(ENGINE, 0, 2 * OF_70B_BYTES), 3720.0),  # in float32
     ],
 )
