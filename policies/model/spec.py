@@ -6,6 +6,8 @@ Only data and its defaults. Reading YAML, naming lines and checking keys against
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -200,3 +202,13 @@ def fixes_accumulation(spec: RunSpec) -> bool:
     """Whether the accelerate config names DeepSpeed's accumulation: another one in `grpo` would contradict it."""
     deepspeed = (spec.trainer.accelerate or {}).get("deepspeed_config") or {}
     return bool(deepspeed.get("gradient_accumulation_steps", "auto") != "auto")
+
+
+def model_settings(grpo: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the model is loaded with, by the names of from_pretrained's arguments: TRL takes a mapping, or JSON."""
+    given = grpo.get("model_init_kwargs") or {}
+    try:
+        read = json.loads(given) if isinstance(given, str) else given
+    except ValueError:  # which TRL will say
+        return {}
+    return read if isinstance(read, Mapping) else {}

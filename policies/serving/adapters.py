@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from policies.model.spec import RunSpec
+from policies.model.spec import RunSpec, model_settings
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"  # PEFT's names
 ADAPTER_CONFIG = "adapter_config.json"
@@ -172,7 +172,7 @@ def _no_such_engine(spec: RunSpec, peft: Mapping[str, Any], config: Mapping[str,
     without = sorted(WITHOUT_ADAPTERS & set(config.get("architectures") or ()))
     if without:
         return f"vLLM has no adapters for {without[0]}"
-    if _revision(spec.grpo) != flags.get("revision"):
+    if model_settings(spec.grpo).get("revision") != flags.get("revision"):
         return "grpo.model_init_kwargs and rollout.vllm name different revisions of the base model"
     if _named_targets(peft) is None:
         if any(key in config for key in OTHER_PARTS):
@@ -182,12 +182,6 @@ def _no_such_engine(spec: RunSpec, peft: Mapping[str, Any], config: Mapping[str,
         if any(config.get(key) for key in EXPERTS):
             return "the model has experts, so target_modules have to be named"
     return ""
-
-
-def _revision(grpo: Mapping[str, Any]) -> Any:
-    """Of the model that the trainer loads; True for one that JSON text may name."""
-    kwargs = grpo.get("model_init_kwargs") or {}
-    return kwargs.get("revision") if isinstance(kwargs, Mapping) else "revision" in str(kwargs) or None
 
 
 def _named_targets(peft: Mapping[str, Any]) -> list[str] | None:

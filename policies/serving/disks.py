@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from policies.model.spec import RunSpec, generates_itself
+from policies.model.spec import RunSpec, generates_itself, model_settings
 from policies.model.vocabulary import Role
 from policies.serving.adapters import DEFAULT_RANK, why_whole
 from policies.serving.dtypes import WIDTH, served_types
@@ -65,7 +65,7 @@ def checkpoint_bytes(spec: RunSpec, model: ModelSize) -> int:
     """Weights that are trained, and the optimizer's states."""
     if spec.trainer.peft is not None:
         return (1 + STATES) * WIDTH["F32"] * _adapter_params(spec, model)
-    asked = spec.grpo.get("model_init_kwargs") or {}
+    asked = model_settings(spec.grpo)
     dtype = str(asked.get("dtype") or asked.get("torch_dtype") or "float32").removeprefix("torch.")
     width = 2 if dtype in ("bfloat16", "float16") else WIDTH["F32"]  # TRL loads in float32 unless it is told
     states = 2 if "8bit" in str(spec.grpo.get("optim")) else STATES * width  # bytes for each parameter

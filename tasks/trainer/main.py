@@ -28,7 +28,7 @@ from checkpoint.store.errors import NotFound, NothingWhole, StoreError
 from checkpoint.store.run_store import Store
 from policies.control.snapshot import Trainer
 from policies.model import exit_codes
-from policies.model.spec import RunSpec
+from policies.model.spec import RunSpec, model_settings
 from policies.model.timelines import Fork, lineage
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.joining import Stage
@@ -176,7 +176,7 @@ def _have_base_model(
 ) -> None:
     """Have the base model on this machine, unless a checkpoint has brought it to `folder`; whoever has it from
     elsewhere than the store publishes it there, for all machines that come later."""
-    source = source_of(spec, spec.grpo.get("model_init_kwargs") or {})
+    source = source_of(spec, model_settings(spec.grpo))
     if source is None:
         return
     if folder is None:

@@ -30,6 +30,7 @@ from tasks.models.base import FOLDER, BaseModel, Closed, Source, found_here, sou
 from tasks.rollout import vllm_flags
 from tasks.rollout.base_here import BaseHere
 from tasks.trainer import main
+from tasks.trainer.main import _have_base_model
 from tests.budget import HANG_S
 from tests.tasks.test_fitness import World, publish, run_agent
 
@@ -267,6 +268,11 @@ def test_which_models_come_through_the_store(
 ) -> None:
     (tmp_path / "here").mkdir()
     assert source_of(run_of(tmp_path, **given), settings) == expected
+
+
+def test_a_trainer_reads_what_its_model_is_loaded_with_from_json_too(tmp_path: Path) -> None:
+    run = replace(run_of(tmp_path), grpo={"model_init_kwargs": '{"trust_remote_code": true}'})
+    _have_base_model(tmp_path, run, Store("memory://json"), lambda _: None, None)  # it is for nobody to fetch
 
 
 @pytest.mark.parametrize(

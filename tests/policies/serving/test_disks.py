@@ -64,6 +64,17 @@ def test_disks_of_the_models_that_people_train(
     assert disk_gb(Role.ROLLOUT, run, model(name)) == rollout_gb
 
 
+def test_what_the_model_is_loaded_with_may_be_json_as_on_a_command_line() -> None:
+    asked = spec(model_init_kwargs='{"dtype": "bfloat16"}')
+    assert checkpoint_bytes(asked, model("32B")) == checkpoint_bytes(
+        spec(model_init_kwargs={"dtype": "bfloat16"}), model("32B")
+    )
+    for given in ('{"dtype', "[1]", "null", None):
+        assert checkpoint_bytes(spec(model_init_kwargs=given), model("32B")) == checkpoint_bytes(
+            spec(), model("32B")
+        )
+
+
 def test_what_is_restored_holds_the_base_model_where_a_restart_needs_it() -> None:
     with_kl = disk_parts(Role.TRAINER, spec(beta=0.02), model("32B"))["checkpoints"]
     without = disk_parts(Role.TRAINER, spec(), model("32B"))["checkpoints"]
