@@ -16,6 +16,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 
 from policies.model.spec import TrainerSpec
 from tasks.trainer.user_objects import BadSpec, first_line, load_environments, load_function, passes
+from tasks.trainer.user_prompts import shown
 
 ENVIRONMENTS = "trainer.environment_factory"
 OF_EVERY_ENVIRONMENT = ("reset", "get_reward")  # called by TRL; its other public methods are the model's to call
@@ -94,3 +95,6 @@ def _check_described(key: str, tools: Iterable[Callable[..., Any]]) -> None:
             get_json_schema(tool)
         except (DocstringParsingException, TypeHintParsingException) as error:
             raise BadSpec(f"{key}: {first_line(error)}") from error
+        except Exception as error:  # no function, or type hints of what is not there, which may raise anything
+            said = f"{type(error).__name__}: {first_line(error)}"
+            raise BadSpec(f"{key}: {shown(tool)} cannot be described to a model: {said}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -137,6 +138,11 @@ def test_tools_alone_and_a_function_of_ones_own(trainer: dict[str, Any], tiny: P
     assert {(PolicyVersion(0, step), call) for step in range(STEPS) for call in range(2)} <= turns
 
 
+def unhinted() -> None:
+    """Climb."""
+
+
+unhinted.__annotations__["step"] = "Elsewhere"  # as of an import for type checkers alone
 CHAT: dict[str, Any] = {"prompt": [{"role": "user", "content": "1"}], "height": 1}
 
 
@@ -144,6 +150,12 @@ CHAT: dict[str, Any] = {"prompt": [{"role": "user", "content": "1"}], "height": 
     ("turns", "row", "says"),
     [
         ({"tools": [rig_tools.undescribed]}, CHAT, "trainer.tools: "),
+        ({"tools": [functools.partial(rig_tools.climb)]}, CHAT, "trainer.tools: functools.partial("),
+        (
+            {"tools": [unhinted]},
+            CHAT,
+            "cannot be described to a model: NameError: name 'Elsewhere' is not defined",
+        ),
         ({"tools": [rig_tools.climb]}, {"prompt": "1"}, "trainer.dataset: its first prompt is a text"),
         ({"environment_factory": rig_tools.Ladder}, {"prompt": CHAT["prompt"]}, "'height'"),
         (
