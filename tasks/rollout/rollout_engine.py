@@ -111,7 +111,7 @@ class RolloutEngine:
 
     async def _serve(self) -> None:
         """Keep a server up. Each one is a new boot, on base weights or none."""
-        failed = 0
+        failed = ended = 0
         while True:
             spec, bare = await self._base.prepare(may_be_bare=self._bare)
             try:
@@ -141,9 +141,11 @@ class RolloutEngine:
             self._changed.set()
             await self._gateway.leave(server.boot_id)
             await server.stop()
-            failed = failed + 1 if in_vain else 0
+            ended, failed = ended + 1, failed + 1 if in_vain else 0
             if in_vain:
                 await self._start_failed(failed, f"vLLM ended with exit code {code} before it was given a policy")
+            elif ended > 1:  # once may be the machine's doing; what is compiled may fail with the first real batch
+                self._base.doubt(self.name)
 
     async def _start_failed(self, failed: int, why: str) -> None:
         """Wait before the next start, after so many in a row that came to nothing. Raises GaveUp."""

@@ -356,6 +356,22 @@ def test_a_vllm_that_hangs_in_what_was_brought_is_started_without_it_in_a_machin
     run_agent(make, story, monkeypatch)
 
 
+def test_a_vllm_that_ends_at_work_a_second_time_is_started_without_what_was_brought(
+    home: tuple[Callable[[], Home], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, kept = home
+    write(kept, KERNELS)
+
+    async def story(world: Any) -> None:
+        for boots in (1, 2):
+            await world.until(lambda one, at=boots: len(world.boots) == at and one.policy == world.wanted.label)
+            world.boots[-1].ends.set()
+        await world.until(lambda one: len(world.boots) == 3 and one.policy == world.wanted.label)
+        assert world.found == [True, True, False]
+
+    run_agent(make, story, monkeypatch)
+
+
 def test_what_is_compiled_is_stored_once_the_node_has_served_for_a_while(
     home: tuple[Callable[[], Home], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
