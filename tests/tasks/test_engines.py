@@ -23,7 +23,7 @@ from policies.model.spec import RunSpec
 from policies.serving.fitness import TRIES
 from policies.serving.wire import Announce
 from tasks.machine.processes.children import _descendants, end_descendants
-from tasks.rollout import node_agent, rollout_engine
+from tasks.rollout import base_here, node_agent, rollout_engine
 from tasks.rollout.agent import gpus_of_engines
 from tasks.rollout.rollout_engine import STARTS_MAX, GaveUp
 from tasks.rollout.vllm_server import PolicyRefused, Server, ServerFailed
@@ -173,7 +173,7 @@ def test_an_engine_whose_start_hangs_is_given_up_though_its_sibling_serves(
         assert [boot.member for boot in world.boots].count(ENGINES[0]) == 1
 
     monkeypatch.setattr(rollout_engine, "RESTART_WAIT_S", 0.0)
-    monkeypatch.setattr(rollout_engine, "limit_s", lambda *_: 0.01)
+    monkeypatch.setattr(base_here, "limit_s", lambda *_: 0.01)
     run_agent(lambda: Hung(store, tmp_path / "work", wanted, SHARES), story, monkeypatch)
 
 
