@@ -33,12 +33,14 @@ def code_tests(
         column: of the dataset, with a list or its JSON. A test is a mapping with `input`, what the program reads,
             and `output`, what it should print, spaces at the ends of lines aside; or a statement, as
             `assert double(2) == 4`. APPS' form, a mapping of lists `inputs` and `outputs`, is read, too.
-        limit_s: CPU time of one test.
+        limit_s: CPU time of one test, in whole seconds.
 
-    Raises NoWorker where there is no sandbox.
+    Raises ValueError for tests that are none, and another limit; NoWorker where there is no sandbox.
     """
     if column not in columns:
         raise TypeError(f"code_tests needs a column `{column}`; name another as its argument `column`")
+    if isinstance(limit_s, bool) or not isinstance(limit_s, int) or limit_s < 1:  # the kernel's is in whole ones
+        raise ValueError(f"code_tests: expected limit_s as a whole number of seconds, at least 1, got {limit_s!r}")
     all_tests = [_tests(one) for one in columns[column]]
     wall_s = int(WALL_FACTOR * limit_s)
     limits = {"cpu_s": limit_s, "wall_s": wall_s, "memory_bytes": MEMORY_BYTES}

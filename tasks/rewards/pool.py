@@ -103,6 +103,9 @@ class _Worker:
         received = os.read(self.stdout, READ_BYTES)
         if not received:
             return None
+        if b"\n" not in received:  # part of a long line: looked through once, not with each part
+            self.read += received
+            return []
         *whole, rest = (self.read + received).split(b"\n")
         self.read = bytearray(rest)
         return [bytes(line) for line in whole]
@@ -136,15 +139,22 @@ class _Worker:
 class Pool:
     """Workers of one kind. They start with the first samples, and stay for the next ones."""
 
-    def __init__(self, start: Callable[[], subprocess.Popen[bytes]], workers: int | None = None) -> None:
+    def __init__(
+        self,
+        start: Callable[[], subprocess.Popen[bytes]],
+        workers: int | None = None,
+        at_once: int = AT_ONCE,
+    ) -> None:
         """Args:
         start: starts a worker in a session of its own, with pipes as stdin and stdout. It writes `null` once it is
             ready, or a text of why it cannot be; for each list of samples that it reads it writes an answer each,
             [ending, value, why].
         workers: how many; None: as many as this process has cores to itself, less one half.
+        at_once: samples that a worker is sent together.
         """
         self._start = start
         self._count = workers or _share_of_cores()
+        self._at_once = at_once
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
@@ -174,7 +184,7 @@ class Pool:
                 self._add()
             for worker in self._workers:
                 if worker.is_ready and not worker.pending and todo:
-                    count = min(AT_ONCE, math.ceil(len(todo) / len(self._workers)))
+                    count = min(self._at_once, math.ceil(len(todo) / len(self._workers)))
                     worker.send([todo.popleft() for _ in range(count)], samples)
             self._listen(limits, answers, todo)
         return [answers[index] for index in range(len(samples))]

@@ -21,19 +21,26 @@ from tasks.rewards import sandboxed
 from tasks.rewards.pool import NoWorker, Pool
 
 # Of this range each sandbox takes the next, where it starts as root: the kernel counts processes by user, and
-# counts none of root's. It lies between people's and systemd's own (systemd's UIDS-GIDS.md).
+# counts none of root's. It lies between people's and systemd's own (systemd's UIDS-GIDS.md). The trainer's other
+# processes begin elsewhere in it: a program would be refused its threads for what another one's has started.
 USERS = range(30_000, 60_000)
+APART = 7_919  # a prime: process ids are near each other
 SYSTEM = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
 INSIDE = "/sandboxed.py"
 INSTALL = "add `apt-get install -y bubblewrap` to trainer.setup"
 
-_users = itertools.cycle(USERS)
+_started = itertools.count()
 
 
 @functools.cache
 def sandboxes() -> Pool:
     """Sandboxes that answer samples as `tasks.rewards.sandboxed` does. They start with the first of them."""
-    return Pool(_start)
+    return Pool(_start, at_once=1)  # a program could read those that wait beside it, a right one among them
+
+
+def next_user() -> int:
+    """A user id that no sandbox has which runs now, of this process or of another."""
+    return USERS[(os.getpid() * APART + next(_started)) % len(USERS)]
 
 
 def sandbox_command(bwrap: str, user: int) -> list[str]:
@@ -70,6 +77,6 @@ def _start() -> subprocess.Popen[bytes]:
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise NoWorker(f"no sandbox for programs: bwrap is not installed; {INSTALL}")
-    argv = sandbox_command(bwrap, next(_users))
+    argv = sandbox_command(bwrap, next_user())
     pipe = subprocess.PIPE
     return subprocess.Popen(argv, env={}, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)

@@ -9,6 +9,8 @@ signals from within do not reach the first process of a namespace.
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import contextlib
 import ctypes
 import importlib
@@ -21,7 +23,9 @@ import select
 import signal
 import struct
 import sys
+import threading
 import time
+import types
 from typing import Any
 
 # What such programs import, so that a forked process has it already.
@@ -72,6 +76,9 @@ def main() -> None:
     _deny_calls()
     for name in COMMON.split():
         importlib.import_module(name)
+    for name in ("exit", "quit"):  # programs end by them, and Python has them of `site` alone
+        setattr(builtins, name, sys.exit)
+    sys.argv[:] = ["completion.py"]
     print("null", flush=True)
     for line in sys.stdin:
         for sample in json.loads(line):
@@ -129,7 +136,7 @@ def _read(output: int, most: int, wall_s: float) -> tuple[bytes, str]:
         if not received:
             return bytes(printed), ""
         printed += received
-    return bytes(printed[:most]), "output"
+    return b"", "output"
 
 
 def _become(
@@ -144,20 +151,35 @@ def _become(
         for target in range(4):
             os.dup2(target + 10, target)
         os.closerange(4, OPEN_FILES_MAX)
-        sys.stdin, sys.stdout = open(0, encoding="utf-8"), open(1, "w", encoding="utf-8")  # noqa: SIM115
+        for name, file in (("stdin", open(0, encoding="utf-8")), ("stdout", open(1, "w", encoding="utf-8"))):  # noqa: SIM115
+            setattr(sys, name, file)
+            setattr(sys, f"__{name}__", file)  # else it is closed by a program that puts another in its place
         _limit(limits)
-        names = {"__name__": "__main__"}
+        sys.modules["__main__"] = module = types.ModuleType("__main__")
         with contextlib.suppress(SystemExit):
-            exec(compile(program, "completion.py", "exec"), names)
+            _run(program, "completion.py", module)
         if assertion:
-            exec(compile(assertion, "test.py", "exec"), names)
-        sys.stdout.flush()
+            _run(assertion, "test.py", module)
+        _end_as_python_does()
         os.write(3, expected)
         code = 0
     except BaseException:  # noqa: BLE001  # anything that the program raises
         pass
     finally:
         os._exit(code)
+
+
+def _run(program: str, name: str, module: types.ModuleType) -> None:
+    exec(compile(program, name, "exec", dont_inherit=True), module.__dict__)
+
+
+def _end_as_python_does() -> None:
+    """Wait for threads, call what atexit has, write what was printed: os._exit does none of it."""
+    threading._shutdown()  # type: ignore[attr-defined]  # typeshed has what is public
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.__stdout__):
+        if file is not None and not file.closed:
+            file.flush()
 
 
 def _limit(limits: dict[str, int]) -> None:

@@ -26,12 +26,12 @@ def json_schema(text: str, schema: Any) -> float:
         schema: a schema as a mapping or its JSON, or a file of it beside run.yaml. An argument for all, or a
         column.
     """
-    try:
-        found = json.loads(_document(text))
-    except (ValueError, RecursionError):
-        return 0.0
     written = schema if isinstance(schema, str) else json.dumps(schema, sort_keys=True)
-    return float(_validator(written).is_valid(found))
+    validator = _validator(written)
+    try:
+        return float(validator.is_valid(json.loads(_document(text), parse_constant=_refuse)))
+    except (ValueError, OverflowError, RecursionError):  # no JSON, or a number too large for `multipleOf`
+        return 0.0
 
 
 @in_workers(needs=("pydantic",))
@@ -49,6 +49,10 @@ def pydantic_model(text: str, model: str) -> float:
     except (ValidationError, UnicodeEncodeError):
         return 0.0
     return 1.0
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _document(text: str) -> str:

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import psutil
 import pytest
 
 from tasks.rewards import code_tests
-from tasks.rewards.pool import NoWorker
+from tasks.rewards.pool import Limits, NoWorker
 from tasks.rewards.sandbox import sandboxes
 from tests.budget import HANG_S
 
@@ -50,6 +52,32 @@ def test_tests_in_every_form(tests: Any, expected: float | None) -> None:
 def test_statements_are_tests_too() -> None:
     program = "def double(x):\n    return x * 2"
     assert share(program, "assert double(2) == 4", "assert double(2) == 5", "assert double('a') == 'aa'") == 2 / 3
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print(1)\nexit()",
+        "print(1)\nquit(0)",
+        "import threading, time\ndef main():\n    time.sleep(0.1)\n    print(1)\n"
+        "threading.Thread(target=main).start()",
+        "import atexit, io, os, sys\nsys.stdout = io.StringIO()\n"
+        "atexit.register(lambda: os.write(1, sys.stdout.getvalue().encode()))\nprint(1)",
+        "import sys\nsys.__stdout__.write('1')",
+        "from dataclasses import dataclass, fields\nfrom typing import ClassVar\n"
+        "@dataclass\nclass A:\n    x: int\n    n: ClassVar[int] = 0\nprint(len(fields(A)))",
+        "def f(x: int): ...\nprint(int(f.__annotations__ == {'x': int}))",
+        "import pickle\nclass A: pass\nprint(int(isinstance(pickle.loads(pickle.dumps(A())), A)))",
+    ],
+)
+def test_a_program_runs_as_under_python_itself(program: str) -> None:
+    assert passes(program, "1")
+
+
+@pytest.mark.parametrize("limit_s", [0, -1, 0.5, 2.5, "2", True])
+def test_a_limit_that_the_kernel_cannot_have_is_told(limit_s: Any) -> None:
+    with pytest.raises(ValueError, match="code_tests: expected limit_s as a whole number of seconds"):
+        code_tests(["print(1)"], tests=[PAIR], limit_s=limit_s)
 
 
 def test_chats_and_thoughts() -> None:
@@ -175,6 +203,36 @@ found = [one for one in gc.get_objects() if isinstance(one, (str, list, dict)) a
 if found: print("gold-" + "4711")
 """
     assert not passes(cheat.replace('"gold-" + "4711"', '"gold-" + str(4711)'), "gold-4711")
+
+
+def test_a_program_cannot_copy_the_one_beside_it() -> None:
+    copies = """
+import sys
+frame, found = sys._getframe(1), ""
+while frame:
+    found += str(frame.f_locals)
+    frame = frame.f_back
+if "# neigh" + "bour" in found: print(42)
+"""
+    programs = ["# neighbour\nprint(42)", copies, "# neighbour\nprint(42)"]
+    assert code_tests(programs, tests=[[{"input": "", "output": "42"}]] * 3) == [1.0, 0.0, 1.0]
+
+
+def test_the_trainers_processes_have_users_of_their_own() -> None:
+    tell = [
+        sys.executable,
+        "-c",
+        "from tasks.rewards.sandbox import next_user as n; print(*[n() for _ in range(8)])",
+    ]
+    users = [user for _ in range(4) for user in subprocess.check_output(tell).split()]
+    assert len(set(users)) == 32
+
+
+def test_too_much_output_is_not_carried_out() -> None:
+    limits = {"cpu_s": 2, "wall_s": 10, "memory_bytes": 512 << 20, "processes": 16, "output_bytes": 100}
+    sample = {"program": "print('x' * 200)", "tests": [{"input": ""}], "limits": limits}
+    (answer,) = sandboxes().map([sample], Limits(HANG_S, HANG_S))
+    assert answer.value == [{"ended": False, "output": "", "why": "output"}]
 
 
 @pytest.mark.parametrize("cheat", ["import os; os._exit(0)", "raise SystemExit(0)", "import sys; sys.exit()"])

@@ -140,6 +140,11 @@ def test_a_pattern_that_never_ends_costs_its_own_sample() -> None:
     assert json_schema(["p"] * 2, [f'"{"a" * 60}!"', '"aa"'], {"schema": schema}) == [0.0, 1.0]
 
 
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "1e999", "NaN", "Infinity", "-Infinity", "9" * 5000])
+def test_a_number_that_no_schema_can_reckon_with_ends_no_run(number: str) -> None:
+    assert json_schema(["p"], [number], {"schema": {"type": "number", "multipleOf": 0.5}}) == [0.0]
+
+
 def test_json_by_a_pydantic_model() -> None:
     texts = ['{"n": 1}', '{"n": "x"}', '```\n{"n": 2}\n```', "\ud800", "{" * 1_000_000]
     found = pydantic_model(["p"] * 5, texts, {"model": "tests.tasks.rewards.models.Counted"})
