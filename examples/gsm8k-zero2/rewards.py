@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-LAST_LINE = re.compile(r"\n#### (-?[\d,]+(?:\.\d+)?)\s*\Z")
+LAST_LINE = re.compile(r"\n#### (-?\d[\d,]*(?:\.\d+)?)\s*\Z")
 SHORT_CHARACTERS, LONG_CHARACTERS = 400, 1200
 
 Chat = list[dict[str, str]]

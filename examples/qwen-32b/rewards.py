@@ -10,7 +10,7 @@ from typing import Any
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
-CALLED = re.compile(r"assert\s+\(*([A-Za-z_]\w*)\s*\(")
+CALLED = re.compile(r"([A-Za-z_]\w*)\s*\(")
 TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict,
     "array": list,
@@ -57,9 +57,9 @@ def _defines(text: str, tests: list[str]) -> float:
         tree = ast.parse(block[1] if block else "")
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # a model may write anything
         return 0.0
-    called = CALLED.search(tests[0])
+    called = set(CALLED.findall(tests[0]))
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    return 0.0 if not tree.body else 1.0 if called and called[1] in defined else 0.5
+    return 0.0 if not tree.body else 1.0 if called & defined else 0.5
 
 
 def _fits(text: str, schema: str) -> float:

@@ -83,6 +83,8 @@ def test_rewards_of_three_kinds_of_rows() -> None:
         "def",
     ]
     assert rewards.code([*map(chat, programs)], test_list=[tests] * 4) == [1, 0.5, 0, 0]
+    for other in ("assert set(double([2])) == {4}", "assert not double(0)"):
+        assert rewards.code([chat(programs[0])], test_list=[[other]]) == [1]
     schema = '{"properties": {"a": {"type": "string"}, "n": {"type": "integer"}}, "required": ["a", "n"]}'
     documents = ['{"a": "x", "n": 1}', '{"a": "x", "n": "1"}', "[1]", "{" * 100_000, "none"]
     assert rewards.schema([*map(chat, documents)], schema=[schema] * 5) == [1, 0.75, 0, 0, 0]
@@ -109,6 +111,7 @@ def test_a_shaped_reward() -> None:
     told: dict[str, Any] = {"completions": [*map(chat, texts)], "answer": ["2 + 3 = 5\n#### 5"] * 5}
     assert rewards.correct(**told) == [1, 0, 0, 0, 1]
     assert rewards.in_form(**told) == [1, 1, 0, 0, 1]
+    assert rewards.correct([chat("so\n#### ,")], answer=["#### 5"]) == [0]
     assert [round(one, 2) for one in rewards.short(**told)] == [1, 1, 1, 1, 0.49]
 
 
