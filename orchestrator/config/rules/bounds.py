@@ -21,6 +21,7 @@ _LEAST: dict[KeyPath, tuple[float, bool]] = {
     ("policies", "kl", "budget", "recent_steps"): (1, False),
     ("policies", "resume_state_steps"): (1, False),
     ("policies", "boot_timeout_s"): (0, True),
+    ("policies", "reward_timeout_s"): (0, True),
     ("policies", "trainer_restarts"): (0, False),
     ("policies", "min_completion_length"): (1, False),
     ("checkpoints", "keep_last"): (1, False),
@@ -50,6 +51,7 @@ _LEAST: dict[KeyPath, tuple[float, bool]] = {
 }
 # The most, both included.
 _MOST: dict[KeyPath, float] = {
+    ("policies", "reward_timeout_s"): 1e9,  # Python's own clocks end at nine times that
     ("policies", "kl", "on_rollback", "epsilon_factor"): 1,  # what diverged is to take smaller steps
     ("policies", "kl", "on_rollback", "learning_rate_factor"): 1,
 }

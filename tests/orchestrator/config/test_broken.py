@@ -64,6 +64,16 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         ],
     ),
     (
+        "no time for rewards",
+        [("limit: 0.5}", "limit: 0.5}\n  reward_timeout_s: 0")],
+        ["run.yaml:21: policies.reward_timeout_s: expected more than 0, got 0"],
+    ),
+    (
+        "more time for rewards than a clock has",
+        [("limit: 0.5}", "limit: 0.5}\n  reward_timeout_s: 1e12")],
+        ["run.yaml:21: policies.reward_timeout_s: expected at most 1e+09, got 1e+12"],
+    ),
+    (
         "missing keys",
         [("  model: ./model\n", ""), ("name: demo\n", "")],
         [

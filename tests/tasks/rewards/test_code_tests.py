@@ -132,6 +132,22 @@ def test_nothing_of_a_program_is_left() -> None:
     assert passes("import os\ntry:\n    os.kill(-1, 0)\nexcept ProcessLookupError:\n    print('alone')", "alone")
 
 
+def test_a_program_ends_with_the_trainer_that_was_killed() -> None:
+    sleeps = "from tasks.rewards import code_tests\n"
+    sleeps += "code_tests(['import time; time.sleep(1e6)'], tests=[[{'input': '', 'output': ''}]], limit_s=10_000)"
+    trainer = psutil.Popen([sys.executable, "-c", sleeps])
+    started: list[psutil.Process] = []
+    while len(started) < 3:  # bubblewrap, the sandbox's first process, the program
+        assert trainer.poll() is None
+        started = trainer.children(recursive=True)
+    trainer.kill()
+    trainer.wait()
+    left = psutil.wait_procs(started, timeout=HANG_S)[1]
+    for one in left:
+        one.kill()
+    assert not left
+
+
 @pytest.fixture
 def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
