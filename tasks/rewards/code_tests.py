@@ -12,8 +12,8 @@ from tasks.rewards.sandbox import sandboxes
 from tasks.rewards.texts import answer_of, fenced, text_of
 
 LIMIT_S = 2  # CPU time of one test; five times as long by the clock
-MEMORY_BYTES = 512 << 20  # of one process
-PROCESSES = 16  # threads too
+MEMORY_BYTES = 512 << 20
+THREADS = 16
 OUTPUT_BYTES = 1 << 20
 PROGRAM_CHARACTERS = 100_000  # a longer one fails: compiling it takes the longer the more it is nested
 MARGIN_S = 60.0  # for a sandbox on a busy machine; it ends its programs by itself
@@ -44,7 +44,7 @@ def code_tests(
     all_tests = [_tests(one) for one in columns[column]]
     wall_s = int(WALL_FACTOR * limit_s)
     limits = {"cpu_s": limit_s, "wall_s": wall_s, "memory_bytes": MEMORY_BYTES}
-    limits |= {"processes": PROCESSES, "output_bytes": OUTPUT_BYTES}
+    limits |= {"threads": THREADS, "output_bytes": OUTPUT_BYTES}
     samples = [
         {"program": _program(text_of(one)), "tests": [_without_output(test) for test in tests], "limits": limits}
         for one, tests in zip(completions, all_tests, strict=True)

@@ -1,10 +1,9 @@
 """The sandbox in which programs that a model wrote are run: bubblewrap's namespaces around
 `tasks.rewards.sandboxed`.
 
-Inside there is Python and what it is linked with, all read-only, and nothing else of the machine: no home, no
-environment, no /proc, no network, no other process, no folder to write to. Where no such sandbox can be had,
-nothing is run: a program that a model wrote would find the trainer's keys, its store and the cloud's metadata
-server.
+Inside there is Python and /usr, all read-only, and nothing else of the machine: no home, no environment, no /proc,
+no network, no other process, no folder to write to. Where no such sandbox can be had, nothing is run: a program
+that a model wrote would find the trainer's keys, its store and the cloud's metadata server.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ USERS = range(30_000, 60_000)
 APART = 7_919  # a prime: process ids are near each other
 SYSTEM = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
 INSIDE = "/sandboxed.py"
-INSTALL = "add `apt-get install -y bubblewrap` to trainer.setup"
+INSTALL = "add `apt-get install -y bubblewrap` to trainer.setup, with sudo where that is not root's"
 
 _started = itertools.count()
 

@@ -2,7 +2,7 @@
 
 Read by Python as a file alone: it imports nothing of this project, for nothing of it is there. It has no file
 system to write to, no network and no process but its own around it; see `tasks.rewards.sandbox`. A forked process
-gets, in addition: limits of CPU time, memory, files and processes, and a filter of system calls, all without a
+gets, in addition: limits of CPU time, memory, files and threads, and a filter of system calls, all without a
 way back. It must not reach this one, which answers for it: it holds none of its pipes, may not trace it, and
 signals from within do not reach the first process of a namespace.
 """
@@ -37,26 +37,33 @@ PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38  # linux/prctl.
 SECCOMP_MODE_FILTER = 2
 VERDICT_BYTES = 16
 OPEN_FILES_MAX = 64
-# By machine: its name in audit.h, the number of clone, and those of the system calls (asm/unistd.h) that make what
-# outlives its process, or lead where no such program has any business: System V's and POSIX's shared objects,
-# keys, namespaces, mounts, tracing, BPF, asynchronous I/O, other processes' memory.
+# By machine: its name in audit.h, the numbers of clone and of prlimit64, and those of the system calls
+# (asm/unistd.h) that make what outlives its process, or lead where no such program has any business: System V's
+# and POSIX's shared objects, keys, namespaces, mounts, tracing, BPF, asynchronous I/O, other processes' memory and
+# how they are scheduled, which the first process would hand on to the next program.
 DENIED = {
     "x86_64": (
         0xC000003E,
         56,
-        (29, 30, 64, 66, 68, 71, 101, 155, 161, 165, 166, 175, 240, 246, 248, 249, 250, 272, 279, 298, 304, 308,
-         310, 311, 313, 317, 320, 321, 323, 425, 426, 427, 428, 429, 430, 432, 434, 438, 440, 442, 447),
+        302,
+        (29, 30, 64, 66, 68, 71, 101, 141, 142, 144, 155, 161, 165, 166, 175, 203, 240, 246, 248, 249, 250, 251,
+         256, 272, 279, 298, 304, 308, 310, 311, 313, 314, 317, 320, 321, 323, 425, 426, 427, 428, 429, 430, 432,
+         434, 438, 440, 442, 447),
     ),
     "aarch64": (
         0xC00000B7,
         220,
-        (39, 40, 41, 51, 97, 104, 105, 117, 180, 186, 190, 194, 196, 217, 218, 219, 239, 241, 265, 268, 270, 271,
-         273, 277, 280, 282, 294, 425, 426, 427, 428, 429, 430, 432, 434, 438, 440, 442, 447),
+        261,
+        (30, 39, 40, 41, 51, 97, 104, 105, 117, 118, 119, 122, 140, 180, 186, 190, 194, 196, 217, 218, 219, 238,
+         239, 241, 265, 268, 270, 271, 273, 274, 277, 280, 282, 294, 425, 426, 427, 428, 429, 430, 432, 434, 438,
+         440, 442, 447),
     ),
 }  # fmt: skip
 X32 = 0x40000000  # x86-64's calls once more, in another numbering
 CLONE3 = 435  # it says in memory, which no filter reads, what clone says in its first argument
 NAMESPACES = 0x7E020000  # clone's flags that make any (linux/sched.h)
+CLONE_THREAD = 0x10000
+FORKS = (57, 58) if platform.machine() == "x86_64" else ()  # fork and vfork; elsewhere there is clone alone
 ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026  # linux/seccomp.h; without clone3 libraries use clone
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
@@ -158,6 +165,7 @@ def _become(
             setattr(sys, name, file)
             setattr(sys, f"__{name}__", file)  # else it is closed by a program that puts another in its place
         _limit(limits)
+        _deny_processes()
         sys.modules["__main__"] = module = types.ModuleType("__main__")
         with contextlib.suppress(SystemExit):
             _run(program, "completion.py", module)
@@ -189,7 +197,7 @@ def _limit(limits: dict[str, int]) -> None:
     for kind, most in (
         (resource.RLIMIT_CPU, limits["cpu_s"]),
         (resource.RLIMIT_AS, limits["memory_bytes"]),
-        (resource.RLIMIT_NPROC, limits["processes"]),
+        (resource.RLIMIT_NPROC, limits["threads"]),
         (resource.RLIMIT_NOFILE, OPEN_FILES_MAX),
         (resource.RLIMIT_FSIZE, 0),  # files in memory, too
         (resource.RLIMIT_MEMLOCK, 0),
@@ -200,23 +208,43 @@ def _limit(limits: dict[str, int]) -> None:
 
 def _deny_calls() -> None:
     """Have the kernel refuse DENIED with EPERM, here and in all that follows."""
-    architecture, clone, denied = DENIED[platform.machine()]
+    architecture, clone, prlimit, denied = DENIED[platform.machine()]
     tests = [(JUMP_AT_LEAST, X32), *((JUMP_EQUAL, number) for number in denied)]
-    rules = [
+    _filter(
         (LOAD, 0, 0, ARCHITECTURE),
         (JUMP_EQUAL, 1, 0, architecture),
         (RETURN, 0, 0, EPERM),
         (LOAD, 0, 0, NUMBER),
         (JUMP_EQUAL, 0, 1, CLONE3),
         (RETURN, 0, 0, ENOSYS),
-        # Each leads to the last rule but for the one before it, which is over clone's flags.
-        *((jump, len(tests) - index + 3, 0, number) for index, (jump, number) in enumerate(tests)),
+        # Each leads to the last rule but for the one before it, which is over arguments.
+        *((jump, len(tests) - index + 6, 0, number) for index, (jump, number) in enumerate(tests)),
         (JUMP_EQUAL, 0, 2, clone),
         (LOAD, 0, 0, FIRST_ARGUMENT),
-        (JUMP_BITS, 1, 0, NAMESPACES),
+        (JUMP_BITS, 4, 3, NAMESPACES),
+        (JUMP_EQUAL, 0, 2, prlimit),
+        (LOAD, 0, 0, FIRST_ARGUMENT),
+        (JUMP_EQUAL, 0, 1, 0),  # of the process itself
         (RETURN, 0, 0, ALLOW),
         (RETURN, 0, 0, EPERM),
-    ]
+    )
+
+
+def _deny_processes() -> None:
+    """Have the kernel refuse all but threads: what is counted by process is then the program's."""
+    _, clone, *_ = DENIED[platform.machine()]
+    _filter(
+        (LOAD, 0, 0, NUMBER),
+        *((JUMP_EQUAL, len(FORKS) - index + 3, 0, number) for index, number in enumerate(FORKS)),
+        (JUMP_EQUAL, 0, 2, clone),
+        (LOAD, 0, 0, FIRST_ARGUMENT),
+        (JUMP_BITS, 0, 1, CLONE_THREAD),
+        (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, EPERM),
+    )
+
+
+def _filter(*rules: tuple[int, int, int, int]) -> None:
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
     program = struct.pack("HxxxxxxP", len(rules), ctypes.addressof(code))
     _must(_libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0))

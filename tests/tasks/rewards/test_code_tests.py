@@ -189,7 +189,7 @@ def test_there_is_no_network_not_even_this_machines_own() -> None:
 
 
 # By their numbers on x86-64: System V's shared memory, a user namespace by unshare and by clone, io_uring, ptrace,
-# bpf, x32's getpid.
+# bpf, x32's getpid; limits, priority and scheduling of the sandbox's first process; processes.
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are x86-64's")
 @pytest.mark.parametrize(
     "call",
@@ -201,6 +201,15 @@ def test_there_is_no_network_not_even_this_machines_own() -> None:
         "101, 16, 1, 0, 0",
         "321, 0, 0, 0",
         "0x40000027",
+        "302, 1, 7, 0, 0",
+        "141, 0, 1, 19",
+        "144, 1, 5, 0",
+        "203, 1, 0, 0",
+        "314, 1, 0, 0",
+        "251, 1, 1, 0",
+        "57",
+        "58",
+        "56, 17, 0, 0, 0, 0",
     ],
 )
 def test_calls_that_no_program_needs_are_refused(call: str) -> None:
@@ -245,7 +254,7 @@ def test_the_trainers_processes_have_users_of_their_own() -> None:
 
 
 def test_too_much_output_is_not_carried_out() -> None:
-    limits = {"cpu_s": 2, "wall_s": 10, "memory_bytes": 512 << 20, "processes": 16, "output_bytes": 100}
+    limits = {"cpu_s": 2, "wall_s": 10, "memory_bytes": 512 << 20, "threads": 16, "output_bytes": 100}
     sample = {"program": "print('x' * 200)", "tests": [{"input": ""}], "limits": limits}
     (answer,) = sandboxes().map([sample], Limits(HANG_S, HANG_S))
     assert answer.value == [{"ended": False, "output": "", "why": "output"}]
@@ -254,6 +263,19 @@ def test_too_much_output_is_not_carried_out() -> None:
 @pytest.mark.parametrize("cheat", ["import os; os._exit(0)", "raise SystemExit(0)", "import sys; sys.exit()"])
 def test_to_end_early_passes_no_statement(cheat: str) -> None:
     assert share(cheat, "assert False") == 0.0
+
+
+def test_a_program_has_threads_and_no_further_process() -> None:
+    threads = (
+        "import threading as t\na = [t.Thread(target=print, args=(1,), kwargs={'end': ''}) for _ in range(9)]"
+    )
+    assert passes(f"{threads}\nfor one in a: one.start()", "1" * 9)
+    assert passes("import os\ntry:\n    os.fork()\nexcept PermissionError:\n    print('no')", "no")
+    assert passes(
+        "import subprocess\ntry:\n    subprocess.run('ls')\nexcept PermissionError:\n    print('no')", "no"
+    )
+    limit = "import resource as r\nr.setrlimit(r.RLIMIT_CPU, (1, 1))\nprint(r.getrlimit(r.RLIMIT_CPU))"
+    assert passes(limit, "(1, 1)")
 
 
 def test_one_test_leaves_nothing_to_the_next() -> None:
