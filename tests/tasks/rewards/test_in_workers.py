@@ -46,6 +46,11 @@ def test_what_ends_or_holds_a_worker_fails_alone_and_is_named(deed: str, log: li
     assert said == [("reward_failures/by_deed", 1.0)]
 
 
+def test_memory_that_one_completion_keeps_costs_no_other() -> None:
+    assert scores("much", "keep", "much", "much") == [1.0, 0.0, 1.0, 1.0]
+    assert scores("much") == [1.0]
+
+
 def test_what_waits_for_ever_is_ended_by_the_clock() -> None:
     assert waits(["p"] * 2, ["", "x"]) == [1.0, 0.0]
 
