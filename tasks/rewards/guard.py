@@ -57,8 +57,7 @@ def guarded(
     def reward(**told: Any) -> Scores:
         def call(told: dict[str, Any], within_s: float) -> Scores:
             with _interrupted(within_s, name):
-                found = function(**told)
-            return _scores(found, told, name, rule)
+                return _scores(function(**told), told, name, rule)
 
         try:
             return call(told, timeout_s)
