@@ -7,7 +7,7 @@ import time
 
 from tasks.rewards import in_workers
 
-_kept: list[bytearray] = []
+_kept: list[bytes] = []
 
 
 @in_workers(limit_s=1.0)
@@ -25,9 +25,9 @@ def by_deed(text: str, right: str, bonus: float = 0.0) -> float | None:
             return float(len(bytearray(1 << 40)))
         case "keep":
             while True:
-                _kept.append(bytearray(64 << 20))
+                _kept.append(bytes(64 << 20))
         case "much":
-            return float(len(bytearray(64 << 20)) > 0)
+            return float(len(bytes(64 << 20)) > 0)
         case "nest":
             return by_deed.score(text, right)  # type: ignore[attr-defined, no-any-return]
         case "raise":
