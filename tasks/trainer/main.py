@@ -7,11 +7,13 @@ step, or until its guard finds that the run diverges. All that outlives it is in
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -234,10 +236,16 @@ def _end_at_once(workdir: Path, code: int) -> None:
     os._exit(code)
 
 
+def _end(code: int) -> None:
+    """End as Python does, but for what it does last: torch's threads may abort an interpreter that ends around
+    them. For the launcher that is a failure."""
+    if RANK == 0:  # the others hold nothing any more
+        threading._shutdown()  # type: ignore[attr-defined]  # typeshed has what is public
+        atexit._run_exitfuncs()  # a tracker of runs ends its own by it
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    ended = main()
-    if RANK != 0:
-        # It holds nothing any more, and torch's threads may abort an interpreter that ends around them: for the
-        # launcher that is a failure, and it would end the first process, which may still wait for its uploader.
-        os._exit(ended)
-    sys.exit(ended)
+    _end(main())

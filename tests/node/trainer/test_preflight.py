@@ -118,10 +118,10 @@ def test_a_service_out_of_reach_is_not_the_functions_fault() -> None:
         check_rewards([judged], ["judged"], TEXTS, config_of())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("math_verify") is not None, reason="math-verify is installed")
-def test_trls_own_reward_without_what_it_needs_is_told() -> None:
+def test_trls_own_reward_without_what_it_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from trl.rewards import accuracy_reward
 
+    monkeypatch.setattr("trl.rewards.accuracy_rewards.is_math_verify_available", lambda: False)
     rows = {"trainer.dataset": {"prompt": [{"role": "user", "content": "1+1"}], "solution": "$2$"}}
     with pytest.raises(BadSpec, match="math_verify"):
         check_rewards([accuracy_reward], ["trl.rewards.accuracy_reward"], rows, config_of())
