@@ -1,6 +1,7 @@
-"""The memory that a trainer of several processes takes to publish weights: `make bench-ranks`.
+"""A trainer of many processes, over gloo on CPUs: `make bench-ranks`; a number of starts may follow.
 
-Two processes, over gloo on CPUs, have divided a model by FSDP2: what the first holds at most beyond its own part.
+How many of so many starts of eight processes come to train and end in order, and how much memory the first of two
+takes to publish what they have divided. How often a checkpoint is read: `tests/node/ranks/test_restore.py`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -15,12 +17,24 @@ from rich.console import Console
 
 from benchmarks.rig.local_run import NODE_PYTHON, ROOT
 
+STARTS, PROCESSES = 20, 8
 MEMORY_S = 1200.0
 console = Console()
 
 
+def started(count: int, folder: Path) -> list[int]:
+    """The exit codes of so many trainers, each for a run of one step."""
+    argv = [str(NODE_PYTHON), "-m", "benchmarks.rig.rank_starts", str(count), str(PROCESSES), str(folder)]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as starts:
+        assert starts.stdout is not None
+        codes = []
+        for line in starts.stdout:
+            codes.append(int(line))
+            console.print(f"start {len(codes)} of {count}: exit code {codes[-1]}")
+    return codes
+
+
 def publish_memory(how: str, folder: Path) -> dict[str, int]:
-    """Bytes of the weights and of the memory beside them, by `benchmarks.rig.publish_memory`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -36,11 +50,22 @@ def publish_memory(how: str, folder: Path) -> dict[str, int]:
 
 
 def main() -> None:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else STARTS
     with tempfile.TemporaryDirectory() as name:
-        memory = {how: publish_memory(how, Path(name)) for how in ("all", "each")}
+        folder = Path(name)
+        memory = {how: publish_memory(how, folder) for how in ("all", "each")}
+        codes = started(count, folder)
     shares = {how: round(one["extra_bytes"] / one["weights_bytes"], 3) for how, one in memory.items()}
-    figures = {"published_bytes": memory["each"]["weights_bytes"], "publish_memory_share": shares}
+    figures = {
+        "starts": len(codes),
+        "starts_in_order": codes.count(0),
+        "processes": PROCESSES,
+        "published_bytes": memory["each"]["weights_bytes"],
+        "publish_memory_share": shares,
+    }
     console.print_json(json.dumps(figures))
+    if codes.count(0) < count:
+        raise SystemExit(f"{count - codes.count(0)} of {count} starts failed")
 
 
 if __name__ == "__main__":
