@@ -125,7 +125,7 @@ test-long: test-node env node-env test-packages
 	$(SIDE_BY_SIDE) -m '($(LONG)) and not (whole or soak)'
 	$(ONE_BY_ONE) -m 'whole and ($(LONG))'
 
-test-node: node-env compiler
+test-node: node-env compiler sandbox
 	$(NODE)/python -m pytest tests/node --numprocesses $$(nproc) --dist loadfile --durations=12
 
 # DeepSpeed compiles some of its modules when they are first used.

@@ -41,7 +41,7 @@ def code_tests(
         raise TypeError(f"code_tests needs a column `{column}`; name another as its argument `column`")
     if isinstance(limit_s, bool) or not isinstance(limit_s, int) or limit_s < 1:  # the kernel's is in whole ones
         raise ValueError(f"code_tests: expected limit_s as a whole number of seconds, at least 1, got {limit_s!r}")
-    all_tests = [_tests(one) for one in columns[column]]
+    all_tests = [[] if one is None else _tests(one) for one in columns[column]]
     wall_s = int(WALL_FACTOR * limit_s)
     limits = {"cpu_s": limit_s, "wall_s": wall_s, "memory_bytes": MEMORY_BYTES}
     limits |= {"threads": THREADS, "output_bytes": OUTPUT_BYTES}

@@ -30,13 +30,15 @@ def math_reward(
     if column not in columns:
         raise TypeError(f"math_reward needs a column `{column}`; name another as its argument `column`")
     ends = [answer_of(text_of(one))[-END_CHARACTERS:] for one in completions]
-    right = [str(one) for one in columns[column]]
+    right = [None if one is None else str(one) for one in columns[column]]
     return math_verified(prompts, ends, right=right, log_metric=columns.get("log_metric"))
 
 
 @in_workers(needs=("math_verify",), name="math_reward")
-def math_verified(answer: str, right: str) -> float | None:
+def math_verified(answer: str, right: str | None) -> float | None:
     """As `math_reward`, of one answer."""
+    if right is None:  # a row of another dataset
+        return None
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no limits: the worker has
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 

@@ -18,14 +18,16 @@ from tasks.rewards.texts import answer_of, fenced
 
 
 @in_workers(needs=("jsonschema",))
-def json_schema(text: str, schema: Any) -> float:
-    """1 for JSON that the schema allows, else 0. A completion may be JSON alone, or have it in its last code
-    block.
+def json_schema(text: str, schema: Any) -> float | None:
+    """1 for JSON that the schema allows, else 0; None where the dataset has no schema. A completion may be JSON
+    alone, or have it in its last code block.
 
     Args:
         schema: a schema as a mapping or its JSON, or a file of it beside run.yaml. An argument for all, or a
         column.
     """
+    if schema is None:
+        return None
     written = schema if isinstance(schema, str) else json.dumps(schema, sort_keys=True)
     validator = _validator(written)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -66,28 +65,8 @@ def test_they_are_the_published_ones() -> None:
     assert [generates_itself(spec) for spec in (large, two, zero, card)] == [False, False, False, True]
 
 
-def test_rewards_of_three_kinds_of_rows() -> None:
-    rewards = module("qwen-32b", "rewards")
-    texts = ["So it is 1,005.\n#### 1,005", "1005", "####"]
-    assert rewards.mathematics([*map(chat, texts), chat("x")], answer=["#### 1005"] * 3 + [None]) == [
-        1,
-        0,
-        0,
-        None,
-    ]
+def test_what_is_asked_of_a_program() -> None:
     tests = ["assert double(2) == 4"]
-    programs = [
-        "```python\ndef double(n):\n    return n\n```",
-        "```python\nx = 1\n```",
-        "```python\n1 +\n```",
-        "def",
-    ]
-    assert rewards.code([*map(chat, programs)], test_list=[tests] * 4) == [1, 0.5, 0, 0]
-    for other in ("assert set(double([2])) == {4}", "assert not double(0)"):
-        assert rewards.code([chat(programs[0])], test_list=[[other]]) == [1]
-    schema = '{"properties": {"a": {"type": "string"}, "n": {"type": "integer"}}, "required": ["a", "n"]}'
-    documents = ['{"a": "x", "n": 1}', '{"a": "x", "n": "1"}', "[1]", "{" * 100_000, "none"]
-    assert rewards.schema([*map(chat, documents)], schema=[schema] * 5) == [1, 0.75, 0, 0, 0]
     asked = module("qwen-32b", "prompts").of_mbpp({"text": "Double it.", "test_list": tests})
     assert asked[-1] == {"role": "user", "content": f"Double it.\nIt should pass this test: {tests[0]}"}
 
@@ -108,20 +87,9 @@ def test_the_reward_of_an_answer_in_its_place() -> None:
 def test_a_shaped_reward() -> None:
     rewards = module("gsm8k-zero2", "rewards")
     texts = ["2 + 3 = 5\n#### 5", "2 + 3 = 6\n#### 6", "5", "#### 5 or 6", "x" * 800 + "\n#### 5"]
-    told: dict[str, Any] = {"completions": [*map(chat, texts)], "answer": ["2 + 3 = 5\n#### 5"] * 5}
-    assert rewards.correct(**told) == [1, 0, 0, 0, 1]
-    assert rewards.in_form(**told) == [1, 1, 0, 0, 1]
-    assert rewards.correct([chat("so\n#### ,")], answer=["#### 5"]) == [0]
-    assert [round(one, 2) for one in rewards.short(**told)] == [1, 1, 1, 1, 0.49]
-
-
-def test_form_and_answer() -> None:
-    rewards = module("llama-one-card", "rewards")
-    form = "<reasoning>\n2 + 3\n</reasoning>\n<answer>\n{}\n</answer>\n"
-    texts = [form.format("1,005"), form.format("7"), "<answer>1005</answer>", "1005"]
-    told: dict[str, Any] = {"completions": [*map(chat, texts)], "answer": ["so\n#### 1005"] * 4}
-    assert rewards.xml(**told) == [1, 1, 0, 0]
-    assert rewards.accuracy(**told) == [1, 0, 1, 0]
+    chats = [*map(chat, texts)]
+    assert rewards.in_form(chats) == [1, 1, 0, 0, 1]
+    assert [round(one, 2) for one in rewards.short(chats)] == [1, 1, 1, 1, 0.49]
 
 
 def test_the_shares_of_the_32b_recipe() -> None:

@@ -43,6 +43,7 @@ def passes(program: str, output: str = "") -> bool:
         (json.dumps(PAIR), 0.5),
         ({"inputs": ["3", "5"], "outputs": ["6  \n\n", "10"]}, 1.0),
         ([], None),
+        (None, None),  # a row of another dataset
     ],
 )
 def test_tests_in_every_form(tests: Any, expected: float | None) -> None:

@@ -133,6 +133,7 @@ def test_json_by_a_schema() -> None:
     for schema in (SCHEMA, json.dumps(SCHEMA)):
         assert json_schema(prompts, completions, {"schema": schema}) == list(cases.values())
     assert json_schema(["p"] * 2, ['{"n": 1}'] * 2, schema=[json.dumps(SCHEMA), "false"]) == [1.0, 0.0]
+    assert json_schema(["p"], ["{}"], schema=[None]) == [None]  # a row of another dataset
 
 
 def test_a_pattern_that_never_ends_costs_its_own_sample() -> None:

@@ -37,6 +37,6 @@ def test_a_power_that_is_never_done_costs_its_own_sample() -> None:
 
 
 def test_a_right_answer_that_is_none_scores_nobody() -> None:
-    assert math_reward(["p"], ["4"], solution=[""]) == [None]
+    assert math_reward(["p"] * 2, ["4"] * 2, solution=["", None]) == [None, None]
     with pytest.raises(TypeError, match="needs a column `solution`"):
         math_reward(["p"], ["4"], answer=["4"])
