@@ -132,22 +132,6 @@ class Short(World):
         return server
 
 
-def test_an_engine_that_comes_up_and_ends_each_time_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, wanted = publish(tmp_path, 0, size_bytes=10)
-
-    async def story(world: World) -> None:
-        await world.until(lambda one: one.policy == wanted.label)
-        async with asyncio.timeout(HANG_S):
-            while not world.agent._engines[1].given_up:
-                await asyncio.sleep(0.01)
-        assert [boot.member for boot in world.boots].count(ENGINES[1]) == STARTS_MAX
-
-    monkeypatch.setattr(rollout_engine, "RESTART_WAIT_S", 0.0)
-    run_agent(lambda: Short(store, tmp_path / "work", wanted, SHARES), story, monkeypatch)
-
-
 class Hung(World):
     """Of its engines the second starts for ever."""
 
@@ -158,8 +142,9 @@ class Hung(World):
         return server
 
 
-def test_an_engine_whose_start_hangs_is_given_up_though_its_sibling_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "start_limit_s"), [(Short, HANG_S), (Hung, 0.01)])
+def test_an_engine_that_never_comes_to_serve_is_given_up_though_its_sibling_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[World], start_limit_s: float
 ) -> None:
     """The controller, which sees that the machine serves, does not end it."""
     store, wanted = publish(tmp_path, 0, size_bytes=10)
@@ -173,8 +158,8 @@ def test_an_engine_whose_start_hangs_is_given_up_though_its_sibling_serves(
         assert [boot.member for boot in world.boots].count(ENGINES[0]) == 1
 
     monkeypatch.setattr(rollout_engine, "RESTART_WAIT_S", 0.0)
-    monkeypatch.setattr(base_here, "limit_s", lambda *_: 0.01)
-    run_agent(lambda: Hung(store, tmp_path / "work", wanted, SHARES), story, monkeypatch)
+    monkeypatch.setattr(base_here, "limit_s", lambda *_: start_limit_s)
+    run_agent(lambda: kind(store, tmp_path / "work", wanted, SHARES), story, monkeypatch)
 
 
 @pytest.mark.parametrize(("lame", "ends"), [(1, False), (2, False), (3, True), (4, True)])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from orchestrator.config.reading.json_files import json_in
 from orchestrator.config.reading.problems import Findings
 from orchestrator.config.rules.foreign_keys import grpo_table
 from orchestrator.config.rules.gpus import note_idle
 from orchestrator.config.rules.processes import note_processes
 from orchestrator.config.rules.secrets import note_secrets
-from orchestrator.config.rules.trl_features import config_of
 from policies.control.rollback_choice import changes_on_rollback
 from policies.detect.divergence import TYPICAL_DELAY_POINTS
 from policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of
@@ -67,7 +67,7 @@ def _adapter_is_merged(spec: RunSpec, findings: Findings) -> None:
     if (
         generates_itself(spec)
         or spec.trainer.peft is None
-        or not (why := why_whole(spec, config_of(Path(spec.workdir, spec.trainer.model))))
+        or not (why := why_whole(spec, json_in(Path(spec.workdir, spec.trainer.model, "config.json"))))
     ):
         return
     message = "each step publishes whole merged weights, not the adapter alone"

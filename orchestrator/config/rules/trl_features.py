@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config.reading.functions import function_problem
+from orchestrator.config.reading.json_files import json_in
 from orchestrator.config.reading.problems import Findings, KeyPath
 from orchestrator.config.rules.effective import EffectiveRun
 from policies.model.spec import RunSpec, generates_itself
@@ -90,14 +90,5 @@ def check_quantised(spec: RunSpec, findings: Findings) -> None:
     extra = spec.grpo.get("model_init_kwargs") or {}
     if any(extra.get(word) if isinstance(extra, dict) else word in str(extra) for word in QUANTISED_WORDS):
         findings.add(("grpo", "model_init_kwargs"), message)
-    elif config_of(Path(spec.workdir, spec.trainer.model)).get("quantization_config"):
+    elif json_in(Path(spec.workdir, spec.trainer.model, "config.json")).get("quantization_config"):
         findings.add(("trainer", "model"), message)
-
-
-def config_of(model: Path) -> dict[str, Any]:
-    """A model folder's config.json; empty where there is none that can be read."""
-    try:
-        config = json.loads((model / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from checkpoint.store.errors import Corrupt
 from checkpoint.weights.safetensors import layout_of
+from orchestrator.config.reading.json_files import json_in
 from policies.model.spec import RunSpec
 from policies.serving.disks import ModelSize
 from policies.serving.dtypes import NAMED, WIDTH
@@ -40,7 +39,7 @@ def find_size(spec: RunSpec) -> ModelSize:
 
 
 def _in_folder(folder: Path) -> ModelSize:
-    config = _json_in(folder / "config.json")
+    config = json_in(folder / "config.json")
     try:
         tensors = [one for path in sorted(folder.glob("*.safetensors")) for one in layout_of(path).values()]
     except (Corrupt, OSError) as error:
@@ -48,7 +47,7 @@ def _in_folder(folder: Path) -> ModelSize:
     if tensors:
         params = sum(one.size_bytes // one.item_bytes for one in tensors)
         return ModelSize(params, sum(one.size_bytes for one in tensors), config)
-    metadata = _json_in(folder / INDEX).get("metadata")
+    metadata = json_in(folder / INDEX).get("metadata")
     stored_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None
     if not isinstance(stored_bytes, int) or stored_bytes <= 0:
         raise NotKnown(f"{folder} has no safetensors files and no index of them")
@@ -56,14 +55,6 @@ def _in_folder(folder: Path) -> ModelSize:
     kinds = [one.get(key) for one in (config, text) for key in ("dtype", "torch_dtype") if one.get(key)]
     width = WIDTH[NAMED.get(str(kinds[0]).removeprefix("torch.") if kinds else "bfloat16", "BF16")]
     return ModelSize(stored_bytes // width, stored_bytes, config)
-
-
-def _json_in(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _within(limit_s: float, name: str) -> ModelSize:
