@@ -38,7 +38,7 @@ def publish_memory(how: str, folder: Path) -> dict[str, int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    argv = [str(NODE_PYTHON), "-m", "benchmarks.rig.publish_memory", port]
+    argv = [str(NODE_PYTHON), "-m", "benchmarks.rig.weights.publish_memory", port]
     first, second = (
         subprocess.Popen([*argv, rank, str(folder), how], cwd=ROOT, stdout=subprocess.PIPE) for rank in "01"
     )

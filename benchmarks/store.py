@@ -22,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.rig import journal
 from benchmarks.rig.local_run import NODE_PYTHON, ROOT
-from benchmarks.rig.transfer import SIDES
+from benchmarks.rig.weights.transfer import SIDES
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from tests.rigs.store.ceph_server import ceph_server, missing_programs
 from tests.rigs.store.moto_server import moto_server
@@ -98,7 +98,7 @@ def measure_transfers(folder: Path) -> tuple[str, dict[tuple[str, str], list[flo
             for side in (*SIDES,) if turn % 2 else (*reversed(SIDES),):
                 for way in ("up", "down"):
                     arguments = (side, way, server.url(f"turn-{side}"), str(file))
-                    got = python(sys.executable, "benchmarks.rig.transfer", *arguments, env=env)
+                    got = python(sys.executable, "benchmarks.rig.weights.transfer", *arguments, env=env)
                     seconds[side, way].append(got["seconds"])
                     if side == "ours":
                         rss_mib = max(rss_mib, got["rss_mib"])

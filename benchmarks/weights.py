@@ -28,10 +28,10 @@ import structlog
 from numpy.typing import NDArray
 from rich.console import Console
 
-from benchmarks.rig.fan_out import fan_out
-from benchmarks.rig.joining import join_compiled_s, join_s
-from benchmarks.rig.links import Link, paced_s3
 from benchmarks.rig.local_run import NODE_PYTHON, ROOT
+from benchmarks.rig.weights.fan_out import fan_out
+from benchmarks.rig.weights.joining import join_compiled_s, join_s
+from benchmarks.rig.weights.links import Link, paced_s3
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks, manifest
@@ -214,7 +214,7 @@ def sent_s(folder: Path, size_bytes: int) -> dict[int, float]:
 def pauses(share: float) -> dict[str, float]:
     """Seconds of a real engine's pause by part, where this share of its elements changes."""
     with tempfile.TemporaryDirectory() as name:
-        command = [str(NODE_PYTHON), "-m", "benchmarks.rig.pause", name, str(share)]
+        command = [str(NODE_PYTHON), "-m", "benchmarks.rig.weights.pause", name, str(share)]
         done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.rig.transfer import peak_rss_mib
+from benchmarks.rig.weights.transfer import peak_rss_mib
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.security.vouched import vouch

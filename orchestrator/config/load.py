@@ -38,7 +38,7 @@ from orchestrator.config.rules.storage import EXPECTED, Storage, write_out_stora
 from orchestrator.config.rules.trl_features import check_quantised, check_turns
 from orchestrator.config.sizes.disks import size_disks
 from policies.model.spec import Replicas, RunSpec
-from policies.serving.disks import ModelSize
+from policies.weights.disks import ModelSize
 
 __all__ = ["ConfigError", "Loaded", "Problem", "Storage", "load", "load_spec", "load_storage"]
 

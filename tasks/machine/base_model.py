@@ -16,7 +16,7 @@ from blake3 import blake3
 from checkpoint.store import layout
 from checkpoint.store.errors import Corrupt
 from checkpoint.weights import safetensors
-from policies.serving.tensors import Tensor
+from policies.weights.tensors import Tensor
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"

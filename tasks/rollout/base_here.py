@@ -12,9 +12,9 @@ from policies.serving.joining import ENGINE, ENGINE_ANEW, Stage, limit_s
 from tasks.machine.node_env import NodeEnv
 from tasks.models.base import BaseModel, with_model
 from tasks.peers.peers import Peers
-from tasks.rollout import vllm_flags
 from tasks.rollout.compiled.caches import CompileCaches
 from tasks.rollout.policy_check import PolicyCheck
+from tasks.rollout.vllm import flags as vllm_flags
 
 # Of the time after which the controller replaces the machine. It would bring again what others have compiled, and
 # hang in it again; and the controller does not look at an engine whose siblings serve.

@@ -37,7 +37,7 @@ from tasks.rollout.gateway_link import GatewayLink, meet
 from tasks.rollout.patching.loader import PolicyLoader, Ready
 from tasks.rollout.policy_folders import DiskFailed, Overtaken, PolicyFolders
 from tasks.rollout.rollout_engine import GaveUp, Place, RolloutEngine
-from tasks.rollout.vllm_server import PolicyRefused, Server, ServerFailed
+from tasks.rollout.vllm.server import PolicyRefused, Server, ServerFailed
 
 log = structlog.get_logger()
 

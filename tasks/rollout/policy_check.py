@@ -18,11 +18,11 @@ import structlog
 from checkpoint.store import layout
 from policies.model.spec import RunSpec
 from policies.serving.canary import Canary
-from policies.serving.tensors import HEAD, Tensor, mismatch
+from policies.weights.tensors import HEAD, Tensor, mismatch
 from tasks.machine.base_model import tensors_in
 from tasks.rollout.adapters import AdapterCheck, takes_adapters
-from tasks.rollout.vllm_flags import base_config, base_folder, base_on_hub, may_start_bare
-from tasks.rollout.vllm_server import PolicyRefused
+from tasks.rollout.vllm.flags import base_config, base_folder, base_on_hub, may_start_bare
+from tasks.rollout.vllm.server import PolicyRefused
 
 log = structlog.get_logger()
 

@@ -19,11 +19,11 @@ from policies.model.spec import RunSpec
 from policies.serving.fitness import AGAIN_S, Fitness
 from policies.serving.wire import HOLD_S, Announce, EngineWord, PolicyRef, PolicyStages
 from tasks.machine.node_env import NodeEnv
-from tasks.rollout import vllm_server
 from tasks.rollout.base_here import BaseHere
 from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable
 from tasks.rollout.policy_folders import PolicyFolders
-from tasks.rollout.vllm_server import Server, ServerFailed, Unfit
+from tasks.rollout.vllm import server as vllm_server
+from tasks.rollout.vllm.server import Server, ServerFailed, Unfit
 
 log = structlog.get_logger()
 

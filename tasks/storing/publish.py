@@ -25,9 +25,9 @@ from checkpoint.weights.safetensors import Bytes
 from checkpoint.weights.scratch import Written
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.canary import Canary
-from policies.serving.dtypes import ServedTypes
-from policies.serving.tensors import Tensor
 from policies.serving.wire import PolicyRef
+from policies.weights.dtypes import ServedTypes
+from policies.weights.tensors import Tensor
 from tasks.storing.policy_remover import PolicyRemover
 from tasks.storing.publish_resume import Published, find, newest_first
 from tasks.storing.publish_snapshot import Snapshot

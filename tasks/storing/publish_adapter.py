@@ -15,10 +15,10 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
 from policies.model.vocabulary import PolicyVersion, Precedence
-from policies.serving.adapters import ADAPTER_BASE, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from policies.serving.canary import Canary
-from policies.serving.dtypes import ServedTypes
 from policies.serving.wire import PolicyRef
+from policies.weights.adapters import ADAPTER_BASE, ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from policies.weights.dtypes import ServedTypes
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts
 

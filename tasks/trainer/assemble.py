@@ -24,7 +24,7 @@ from policies.detect.divergence import Detector
 from policies.model.node_contract import SPOOL
 from policies.model.spec import RunSpec, generates_itself
 from policies.model.timelines import Fork, forked_spec
-from policies.serving.adapters import QUANTISED, why_whole
+from policies.weights.adapters import QUANTISED, why_whole
 from tasks.completions.gateway_client import GatewayClient
 from tasks.completions.refused_prompts import RefusedPrompts
 from tasks.completions.rollout_source import RolloutSource

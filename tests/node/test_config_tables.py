@@ -124,7 +124,7 @@ def test_the_generation_window_is_trl_s(tmp_path: Path) -> None:
 
 
 def test_the_nodes_set_what_the_documentation_says() -> None:
-    from tasks.rollout import vllm_flags
+    from tasks.rollout.vllm import flags as vllm_flags
     from tasks.trl import trl_grpo
 
     text = (Path(__file__).parents[2] / "docs" / "run-yaml.md").read_text()

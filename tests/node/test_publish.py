@@ -18,8 +18,8 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
 from checkpoint.weights import scratch
 from policies.model.vocabulary import PolicyVersion, Precedence
-from policies.serving.dtypes import ServedTypes
 from policies.serving.wire import PolicyRef
+from policies.weights.dtypes import ServedTypes
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts
 from tasks.storing.unread import Unread

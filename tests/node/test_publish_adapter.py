@@ -17,8 +17,8 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
-from policies.serving.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from policies.serving.wire import PolicyRef
+from policies.weights.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tasks.machine.base_model import identity_of
 from tasks.rollout.adapters import takes_adapters
 from tasks.storing.publish_adapter import AdapterPublisher

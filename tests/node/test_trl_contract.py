@@ -19,7 +19,7 @@ from transformers import Trainer
 from trl.trainer.utils import RepeatSampler
 
 from policies.serving.canary import Canary
-from policies.serving.tensors import mismatch
+from policies.weights.tensors import mismatch
 from tasks.machine.base_model import tensors_in
 from tasks.storing.unread import Unread
 from tasks.trl import trl_grpo

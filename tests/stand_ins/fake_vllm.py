@@ -1,7 +1,7 @@
 """A stand-in for a rollout node: `python -m tests.stand_ins.fake_vllm`, vLLM and its agent in one small process.
 
 It answers `/v1/completions` and `/v1/chat/completions` with vLLM's events, checks boot and policy as
-`tasks.rollout.vllm_guard` does, and announces itself to the gateway as `tasks.rollout.agent` does. Each token is a
+`tasks.rollout.vllm.guard` does, and announces itself to the gateway as `tasks.rollout.agent` does. Each token is a
 function of the seed and of every token before it, so that a completion which is continued elsewhere equals the
 undisturbed one, and one that is continued wrongly does not. Its "weights" are a version's name, and like a real
 node it starts on base weights. Every request it gets is noted in a file.

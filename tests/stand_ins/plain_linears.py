@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tasks.rollout import vllm_worker
+from tasks.rollout.vllm import worker as vllm_worker
 
 
 class Extension(vllm_worker.Extension):

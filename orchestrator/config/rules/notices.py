@@ -13,7 +13,7 @@ from orchestrator.config.rules.secrets import note_secrets
 from policies.control.rollback_choice import changes_on_rollback
 from policies.detect.divergence import TYPICAL_DELAY_POINTS
 from policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of
-from policies.serving.adapters import why_whole
+from policies.weights.adapters import why_whole
 
 # More checkpoints than these between the beginning of a divergence and its notice are of no use to anyone.
 CHECKPOINTS_LOST_MAX = 4

@@ -11,7 +11,7 @@ from orchestrator.config.reading.json_files import json_in
 from orchestrator.config.reading.problems import Findings, KeyPath
 from orchestrator.config.rules.effective import EffectiveRun
 from policies.model.spec import RunSpec, generates_itself
-from policies.serving.adapters import QUANTISED, QUANTISED_WORDS
+from policies.weights.adapters import QUANTISED, QUANTISED_WORDS
 
 # What `GRPOTrainer.__init__` asks of the correction where the loss is vespo.
 OF_SINGLE_TOKENS = ("token_truncate", "token_mask")

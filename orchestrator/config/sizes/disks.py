@@ -12,7 +12,7 @@ from orchestrator.config.sizes.model import NotKnown
 from policies.model.processes import ALTERNATIVES
 from policies.model.spec import RunSpec, generates_itself
 from policies.model.vocabulary import Role
-from policies.serving.disks import GB, ModelSize, disk_gb, disk_parts
+from policies.weights.disks import GB, ModelSize, disk_gb, disk_parts
 
 DEFAULT_GB = 256  # SkyPilot's (0.14.1)
 KEY = "disk_size"

@@ -12,8 +12,8 @@ from checkpoint.store.errors import Corrupt
 from checkpoint.weights.safetensors import layout_of
 from orchestrator.config.reading.json_files import json_in
 from policies.model.spec import RunSpec
-from policies.serving.disks import ModelSize
-from policies.serving.dtypes import NAMED, WIDTH
+from policies.weights.disks import ModelSize
+from policies.weights.dtypes import NAMED, WIDTH
 
 HUB = "https://huggingface.co"
 INDEX = "model.safetensors.index.json"

@@ -23,7 +23,7 @@ from checkpoint.store.run_store import Store
 from policies.model.spec import RunSpec
 from tasks.rollout.compiled import archive
 from tasks.rollout.compiled.key import key_of
-from tasks.rollout.vllm_flags import base_config, uncompiled_env
+from tasks.rollout.vllm.flags import base_config, uncompiled_env
 
 log = structlog.get_logger()
 

@@ -22,7 +22,7 @@ from policies.serving.canary import Canary
 from policies.serving.wire import PolicyRef
 from tasks.rollout.policy_check import canary_in
 from tasks.rollout.policy_folders import DiskFailed, Overtaken, PolicyFolders, Staged
-from tasks.rollout.vllm_server import Server, ServerFailed
+from tasks.rollout.vllm.server import Server, ServerFailed
 
 log = structlog.get_logger()
 

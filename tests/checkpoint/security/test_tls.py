@@ -32,7 +32,7 @@ from policies.serving.wire import Announce
 from tasks.completions.gateway_client import GatewayClient, GenerationFailed
 from tasks.machine.node_env import NodeEnv
 from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable
-from tasks.rollout.vllm_flags import argv_of
+from tasks.rollout.vllm.flags import argv_of
 from tasks.storing.heartbeat import Heartbeat
 from tests.budget import HANG_S
 from tests.e2e.harness import ROOT

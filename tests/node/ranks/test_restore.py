@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from benchmarks.rig.narrow_link import narrow_link
+from benchmarks.rig.weights.narrow_link import narrow_link
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.security.vouched import vouch

@@ -15,7 +15,7 @@ import pytest
 from orchestrator.config.load import Loaded, load
 from orchestrator.config.sizes import model as sizes
 from orchestrator.config.sizes.model import NotKnown, find_size
-from policies.serving.disks import ModelSize
+from policies.weights.disks import ModelSize
 from tests.generators.config_world import VALID, furnish
 
 SKY = VALID[: VALID.index("rehearse:")].replace("storage: ./run", "storage: s3://bucket/run\ncloud: sky")

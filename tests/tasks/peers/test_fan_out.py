@@ -1,4 +1,4 @@
-"""The rig of `benchmarks.rig.fan_out` takes every answer for one, and waits for none for ever."""
+"""The rig of `benchmarks.rig.weights.fan_out` takes every answer for one, and waits for none for ever."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.rig.fan_out import answer
+from benchmarks.rig.weights.fan_out import answer
 from tests.budget import HANG_S
 
 

@@ -20,7 +20,7 @@ from policies.model.events import RunCreated, RunMoved, TookOver
 from policies.model.vocabulary import RunPhase
 from tests.budget import HANG_S
 from tests.stand_ins.world import spec
-from tests.tasks.test_sky_scripts import PYTHON, SCRIPTS, UV, MachineRig, program
+from tests.tasks.sky.test_sky_scripts import PYTHON, SCRIPTS, UV, MachineRig, program
 
 RUN_ID = "sim-0"
 

@@ -1,0 +1,321 @@
+"""Guards a rollout node: ASGI middleware in vLLM's server, `--middleware tasks.rollout.vllm.guard.Guard`.
+
+A completion is let through only if it is meant for this boot and for the policy that is loaded at that moment, and
+a change of weights first ends every completion that runs, so that none is ever made of two policies. New weights
+serve nobody until the engine has computed the policy's canary. Only the agent beside it may change weights, or how
+tokens are drawn. vLLM's development endpoints, which let anyone do so, are not needed, and every path that is not
+named here does not exist.
+
+The engine is reached as vLLM's own endpoints reach it, through `app.state.engine_client`; nothing of vLLM is
+imported. With more than one API server process (`--api-server-count`) only one of them would learn of new weights;
+the others go on refusing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from policies.model.node_contract import TOKEN_ENV
+from policies.serving import wire
+from policies.serving.canary import QUANTISED, Canary, disagreement
+from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, LoadPolicy, ProvePolicy
+from tasks.rollout.patching import trial
+from tasks.rollout.vllm.adapters import change_adapter, drop_adapter
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+BODY_SIZE_MAX = 64 * 1024
+_LOOPBACK = ("127.0.0.1", "::1")
+
+
+class _Named(msgspec.Struct):
+    """What of a completion's body has to be known here."""
+
+    model: str | None = None
+
+
+class _Refused(Exception):
+    """Why the engine does not compute what the policy's trainer does, in a line."""
+
+
+class Guard:
+    """The middleware. Its secrets are in the environment: GRPO_ORCH_TOKEN, which the run's parties share,
+    GRPO_ORCH_NODE_SECRET, which only the agent has, and GRPO_ORCH_BOOT, which names this life of the server."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._token = os.environ[TOKEN_ENV]
+        self._secret = os.environ["GRPO_ORCH_NODE_SECRET"]
+        self._boot_id = os.environ["GRPO_ORCH_BOOT"]
+        self._policy: str | None = None  # what the engine holds; None while it is base weights or changing
+        self._bare = False  # whether it never had weights
+        self._adapter = False  # whether it is one, beside base weights that vLLM serves under another name
+        self._running: set[asyncio.Task[None]] = set()
+        self._changing = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        match scope["type"]:
+            case "lifespan":
+                await self._app(scope, receive, send)
+            case "http":
+                await self._http(scope, receive, send)
+            case _:
+                return  # the server closes a websocket that nobody accepts
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
+        agent = _is_local(scope) and _bears(headers, self._secret)
+        match (scope["method"], scope["path"]):
+            case ("PUT", "/grpo/policy") if agent:
+                await self._load(scope, receive, send)
+            case ("PUT", "/grpo/proof") if agent:
+                await self._prove(scope, receive, send)
+            case ("PUT", "/grpo/sampling") if agent:
+                said = await scope["app"].state.engine_client.collective_rpc("sample_by_position")
+                await _answer(send, 200, "; ".join(sorted(set(said) - {""})))
+            case ("PUT", "/grpo/bare") if agent:
+                await scope["app"].state.engine_client.collective_rpc("await_weights")
+                self._bare = True
+                await _answer(send, 204, "")
+            case ("POST", wire.COMPLETIONS) if agent:  # the agent's trial, before anybody is let in
+                await self._app(scope, receive, send)
+            case ("GET", "/grpo/engine") if agent:
+                await _answer(send, 200, engine_limits(scope["app"].state.engine_client.vllm_config))
+            case ("GET", "/metrics") if agent:
+                await self._app(scope, receive, send)
+            case _ if not _bears(headers, self._token):
+                await _answer(send, 401, "")
+            case ("GET", "/health" | "/metrics"):
+                await self._app(scope, receive, send)
+            case ("POST", path) if path in (wire.COMPLETIONS, wire.CHAT):
+                await self._complete(scope, receive, send, headers)
+            case _:
+                await _answer(send, 404, "not an endpoint of a rollout node")
+
+    async def _complete(self, scope: Scope, receive: Receive, send: Send, headers: dict[str, bytes]) -> None:
+        if self._adapter:  # before the policy is looked at: what it is then, it is when vLLM begins
+            model, receive = await _model_of(receive)
+            if model != wire.MODEL:
+                await _answer(send, 404, f"there is one model, `{wire.MODEL}`")
+                return
+        asked = [headers.get(name.lower(), b"").decode("latin-1") for name in (HEADER_BOOT, HEADER_POLICY)]
+        if asked != [self._boot_id, self._policy]:
+            await _answer(send, 409, f"this is boot {self._boot_id} with policy {self._policy}")
+            return
+        started = complete = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started, complete
+            started = True
+            await send(message)
+            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        task = asyncio.ensure_future(self._app(scope, receive, watched))
+        self._running.add(task)
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        finally:
+            self._running.discard(task)
+        if not task.cancelled():
+            task.result()
+        if complete:
+            return
+        if started:
+            event = {"error": {"message": "the weights change", "code": 409}}
+            body = f"data: {json.dumps(event)}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+        else:
+            await _answer(send, 409, "the weights change")
+
+    async def _load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Load a policy that the agent has verified, and let it be asked for once the engine computes its canary
+        as the trainer does. Any failure leaves the node without one: the agent sees 422 and the reason, or 500 and
+        the error in vLLM's log, and starts the server anew. After a trial of changes it sees 200 and why they are
+        of no use here, nothing where they are."""
+        try:
+            wanted = msgspec.json.decode(await _body(receive), type=LoadPolicy)
+        except msgspec.DecodeError as error:
+            await _answer(send, 400, str(error))
+            return
+        tried = None
+        async with self._changing:
+            if wanted.version != self._policy:
+                if wanted.base and wanted.base != self._policy:
+                    await _answer(send, 400, f"the changes are to {wanted.base}, and this holds {self._policy}")
+                    return
+                self._policy, self._adapter = None, wanted.adapter  # from here on nobody is let in
+                await self._end_running()
+                try:
+                    tried = await self._change(scope, wanted)
+                except _Refused as refused:
+                    if wanted.adapter:
+                        await drop_adapter(scope["app"].state)
+                    await _answer(send, 422, str(refused))
+                    return
+                self._policy = wanted.version
+        await _answer(send, 204 if tried is None else 200, tried or "")
+
+    async def _change(self, scope: Scope, wanted: LoadPolicy) -> str | None:
+        """Give the engine the policy; after a trial of changes, why they are of no use. Raises _Refused."""
+        state, canary, tried = scope["app"].state, wanted.canary, None
+
+        async def computed() -> list[float]:
+            return await self._logprobs(scope, state.engine_client, canary) if canary is not None else []
+
+        if wanted.adapter:
+            if why := await change_adapter(state, wanted.path):
+                raise _Refused(why)
+        elif wanted.base and wanted.path:
+            tried = await trial.both_ways(state.engine_client, wanted, computed)
+        elif wanted.base:
+            await trial.overwrite(state.engine_client, wanted)
+        else:
+            await trial.reload(state.engine_client, wanted.path)
+            if self._bare:
+                if why := await _lacks(state.engine_client):
+                    raise _Refused(why)
+                self._bare = False
+        if canary is not None and (
+            why := disagreement(canary, await computed(), _computes_in(state.engine_client))
+        ):
+            raise _Refused(why)
+        return tried
+
+    async def _prove(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Compare some of the engine's tensors with a file's: 200, or 422 and one that differs, and then nobody is
+        let in. 204 where the engine holds another policy than the file."""
+        said = msgspec.json.decode(await _body(receive), type=ProvePolicy)
+        async with self._changing:
+            if said.version != self._policy:
+                await _answer(send, 204, "")
+                return
+            name = await trial.differs(scope["app"].state.engine_client, said.path, said.first, said.step)
+            if name:
+                self._policy = None
+                await self._end_running()
+        await _answer(send, 422 if name else 200, f"{name} is not what the file holds" if name else "")
+
+    async def _logprobs(self, scope: Scope, engine: Any, canary: Canary) -> list[float]:
+        """What the engine computes of the canary's text. Raises _Refused."""
+        # The engine makes one token after the text, for which its context must have room.
+        token_ids = canary.token_ids[: engine.model_config.max_model_len - 1]
+        body = {
+            "model": wire.MODEL,
+            "prompt": token_ids,
+            "prompt_logprobs": 0,  # of the prompt's own tokens; vLLM takes them from no cache
+            "max_tokens": 1,
+            "temperature": 0.0,
+        }
+        status, said = await _asked(self._app, scope, wire.COMPLETIONS, body)
+        if status != 200:
+            said = said[:500]
+            raise _Refused(f"the engine does not compute the canary: {status} {said.decode(errors='replace')}")
+        rows = json.loads(said)["choices"][0]["prompt_logprobs"][1:]  # nothing is before the first
+        return [float(row[str(token)]["logprob"]) for row, token in zip(rows, token_ids[1:], strict=True)]
+
+    async def _end_running(self) -> None:
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(set(self._running))
+
+
+async def _lacks(engine: Any) -> str:
+    """Why an engine that had no weights has not got all of them; empty where it has."""
+    lacking = {name for worker in await engine.collective_rpc("not_loaded") for name in worker}
+    return f"without weights after its first policy: {min(lacking)} and {len(lacking) - 1} more" if lacking else ""
+
+
+def _computes_in(engine: Any) -> str:
+    """What the engine computes in, as the canary's rule has it."""
+    config = engine.vllm_config
+    if config.model_config.quantization or str(config.cache_config.cache_dtype).startswith("fp8"):
+        return QUANTISED
+    return str(config.model_config.dtype).removeprefix("torch.")
+
+
+async def _asked(app: App, scope: Scope, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    """Status and body of the server's own answer, past this middleware."""
+    status, said = 500, b""
+    messages: asyncio.Queue[Message] = asyncio.Queue()  # in which vLLM waits for the client to go: it stays
+    messages.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+
+    async def send(message: Message) -> None:
+        nonlocal status, said
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        said += message.get("body", b"")
+
+    headers = [(b"content-type", b"application/json")]
+    asked = {**scope, "method": "POST", "path": path, "raw_path": path.encode(), "headers": headers}
+    try:
+        await app(asked, messages.get, send)
+    except ValueError as error:  # a log-probability that is no number cannot be written as JSON
+        return 500, str(error).encode()
+    return status, said
+
+
+def engine_limits(config: Any) -> str:
+    """What the engine takes, as JSON: requests at a time, and tokens that it has room for."""
+    cache = config.cache_config
+    kv_tokens = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
+    engines = config.parallel_config.data_parallel_size  # each takes so many
+    return json.dumps({"max_requests": engines * config.scheduler_config.max_num_seqs, "kv_tokens": kv_tokens})
+
+
+def _is_local(scope: Scope) -> bool:
+    """Whether the peer is on this machine: it came over loopback, or from the address that it went to."""
+    client = (scope.get("client") or [None])[0]
+    server = (scope.get("server") or [None])[0]
+    return client is not None and (client in _LOOPBACK or client == server)
+
+
+def _bears(headers: dict[str, bytes], secret: str) -> bool:
+    return hmac.compare_digest(headers.get("authorization", b""), f"Bearer {secret}".encode())
+
+
+async def _body(receive: Receive) -> bytes:
+    body = b""
+    while len(body) <= BODY_SIZE_MAX:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            break
+    return body
+
+
+async def _model_of(receive: Receive) -> tuple[str | None, Receive]:
+    """The model that a completion's body names, None if it names none, and what gives vLLM the same body."""
+    messages = [await receive()]
+    while messages[-1].get("more_body", False):
+        messages.append(await receive())
+    content = b"".join(message.get("body", b"") for message in messages)
+    try:
+        model = msgspec.json.decode(content, type=_Named).model
+    except msgspec.DecodeError:
+        model = None
+
+    async def again() -> Message:
+        return messages.pop(0) if messages else await receive()
+
+    return model, again
+
+
+async def _answer(send: Send, status: int, text: str) -> None:
+    headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(text.encode())).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [] if status == 204 else headers})
+    await send({"type": "http.response.body", "body": text.encode()})

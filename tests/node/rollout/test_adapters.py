@@ -1,0 +1,272 @@
+"""LoRA adapters in a real vLLM: what it computes with each, against transformers and PEFT; what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from checkpoint.store.run_store import Store
+from checkpoint.stream import manifest
+from policies.model.vocabulary import PolicyVersion
+from policies.serving.wire import PolicyRef
+from tasks.machine.base_model import identity_of
+from tasks.rollout.vllm.server import PolicyRefused
+from tasks.storing.publish_adapter import AdapterPublisher
+from tasks.storing.step_costs import StepCosts
+from tasks.trl.canary import canary_of
+from tasks.trl.weights import adapter_tensors
+from tests.node.rollout.test_canary import Node
+from tests.node.rollout.test_rollout_node import (
+    VOCABULARY,
+    Lab,
+    completions,
+    largest_difference,
+    make_model,
+    until,
+)
+
+TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]  # vLLM holds q, k, v as one, and gate with up
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "rank_pattern": {"up_proj": 2}}
+PROMPT = [
+    5 + number * number % 70 for number in range(150)
+]  # longer than a block of the prefix cache, 128 on CPUs
+TOKENS = 24
+ROUNDING = 1e-3  # PEFT itself is up to 1.5e-4 from float64 with these adapters, merged or not
+Tensors = dict[str, torch.Tensor]
+
+
+class Trainer:
+    """Makes adapters for the model in `folder/base`, and publishes them as a trainer does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        make_model(folder / "base", seed=0)
+        self.identity = identity_of(folder / "base")
+        self.store = Store(f"file://{folder}/store")
+        self.models: dict[str, Any] = {}
+
+    def publish(self, step: int, **config: Any) -> tuple[str, Path]:
+        """Returns the label, and where a node has fetched it to."""
+        ref = self.put(step, **config)
+        folder = self.folder / "policies" / ref.label
+        manifest.fetch(self.store, ref.prefix, folder)
+        return ref.label, folder
+
+    def put(self, step: int, **config: Any) -> PolicyRef:
+        base = make_model(self.folder / "again", seed=0)
+        torch.manual_seed(step)
+        model = get_peft_model(base, LoraConfig(**{**LORA, **config}, init_lora_weights=False))
+        for weight in (one for name, one in model.named_parameters() if "lora_" in name):
+            weight.data.mul_(3.0)
+        publisher = AdapterPublisher(
+            self.store,
+            model.peft_config["default"].to_dict(),
+            "base",
+            self.identity,
+            self.folder / "scratch",
+            (0, 1, 1),
+            StepCosts(),
+        )
+        ref = publisher.publish(PolicyVersion(0, step), adapter_tensors(model), canary_of(model, "no"))
+        self.models[ref.label] = model.eval()
+        return ref
+
+    def greedy(self, label: str) -> list[int]:
+        """What transformers and PEFT go on with after PROMPT."""
+        inputs = torch.tensor([PROMPT])
+        made = self.models[label].generate(
+            input_ids=inputs, do_sample=False, max_new_tokens=TOKENS, min_new_tokens=TOKENS, pad_token_id=0
+        )
+        return [int(token) for token in made[0, len(PROMPT) :]]
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    return Trainer(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def node(trainer: Trainer) -> Iterator[Node]:
+    node = Node(trainer.folder, "float32", peft=LORA)
+    yield node
+    node.stop()
+
+
+def serve(node: Node, policy: tuple[str, Path]) -> None:
+    label, folder = policy
+    canary = node.check.passed(folder)
+    assert canary is not None
+    node.load(label, folder, canary)
+
+
+def greedy_of(node: Node, label: str) -> list[int]:
+    asked = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0.0, "return_token_ids": True}
+    status, said = node.completion(label, {**asked, "ignore_eos": True, "min_tokens": TOKENS})
+    assert status == 200, said
+    tokens: list[int] = said["choices"][0]["token_ids"]
+    return tokens
+
+
+def test_each_version_computes_what_its_trainer_does_and_nothing_of_the_one_before(
+    node: Node, trainer: Trainer
+) -> None:
+    first, second = trainer.publish(1), trainer.publish(2)
+    assert first[0] != second[0]
+    for policy in (first, second, first):  # the last one as after a rollback
+        serve(node, policy)
+        for _ in range(2):  # the second time from the prefix cache
+            assert greedy_of(node, policy[0]) == trainer.greedy(policy[0])
+    assert trainer.greedy(first[0]) != trainer.greedy(second[0])
+    assert node.asked(second[0]) == 409
+
+
+def test_bare_weights_are_nobodys_to_ask(node: Node, trainer: Trainer) -> None:
+    policy = trainer.publish(3)
+    serve(node, policy)
+    assert node.completion(policy[0], {"prompt": PROMPT, "max_tokens": 1})[0] == 200
+    assert node.asked("0-0") == 409
+
+
+def without_a_half(tensors: Tensors) -> Tensors:
+    return {name: one for name, one in tensors.items() if not name.endswith("layers.1.mlp.up_proj.lora_B.weight")}
+
+
+def with_nan(tensors: Tensors) -> Tensors:
+    broken = next(iter(tensors))
+    tensors[broken][0, 0] = torch.nan
+    return tensors
+
+
+def of_another_rank(tensors: Tensors) -> Tensors:
+    return {
+        name: torch.cat([one, one], dim=0 if "lora_A" in name else 1).contiguous() for name, one in tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (without_a_half, "half of the adapter of model.layers.1.mlp.up_proj"),
+        (with_nan, "not a number"),
+        (of_another_rank, "another rank"),
+        (lambda tensors: {f"x.{name}": one for name, one in tensors.items()}, "none of an adapter's"),
+        (lambda tensors: {name: one.to(torch.int8) for name, one in tensors.items()}, "quantised weights"),
+    ],
+)
+def test_tensors_that_are_no_adapter_for_the_model_never_reach_the_engine(
+    node: Node, trainer: Trainer, change: Callable[[Tensors], Tensors], why: str
+) -> None:
+    held = trainer.publish(4)
+    serve(node, held)
+    label, folder = trainer.publish(5)
+    path = folder / "adapter_model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+    with pytest.raises(PolicyRefused, match=why) as caught:
+        serve(node, (label, folder))
+    assert not caught.value.touched
+    assert greedy_of(node, held[0]) == trainer.greedy(held[0])
+
+
+def test_a_file_that_is_cut_missing_or_another_models_never_reaches_the_engine(
+    node: Node, trainer: Trainer
+) -> None:
+    label, folder = trainer.publish(6)
+    path = folder / "adapter_model.safetensors"
+    whole = path.read_bytes()
+    for content, why in ((whole[:-100], "is cut off"), (whole[:20], "not readable"), (None, "is missing")):
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(PolicyRefused, match=why):
+            serve(node, (label, folder))
+    path.write_bytes(whole)
+    other = trainer.folder / "other"
+    make_model(other, seed=9)
+    (folder / "base.json").write_text(json.dumps({"model": "base", "identity": identity_of(other)}))
+    with pytest.raises(PolicyRefused, match="another base model"):
+        serve(node, (label, folder))
+    shutil.rmtree(folder)
+    make_model(folder, seed=9)
+    with pytest.raises(PolicyRefused, match="no adapter"):
+        serve(node, (label, folder))
+
+
+def test_what_the_engine_computes_otherwise_is_refused_and_the_next_one_needs_no_new_server(
+    node: Node, trainer: Trainer
+) -> None:
+    (first, there), (second, _) = trainer.publish(7), trainer.publish(8)
+    canary = canary_of(trainer.models[second], "no")
+    boot_id = node.server.boot_id
+    with pytest.raises(PolicyRefused, match="log-probabilities") as caught:
+        node.load(first, there, canary)
+    assert not caught.value.touched
+    assert node.asked(first) == 409
+    serve(node, (first, there))
+    assert greedy_of(node, first) == trainer.greedy(first)
+    assert node.server.boot_id == boot_id
+
+
+def test_a_layer_that_the_engine_does_not_adapt_is_named(node: Node, trainer: Trainer) -> None:
+    """vLLM leaves it out without a word; with an adapter near its beginning no canary tells."""
+    of_another_name, there = trainer.publish(9)
+    path = there / "adapter_model.safetensors"
+    save_file({name.replace("layers.1.", "layers.7."): one for name, one in load_file(path).items()}, path)
+    head, with_head = trainer.publish(10, target_modules=[*TARGETS, "lm_head"])
+    for label, folder, layer in (
+        (of_another_name, there, "model.layers.7.mlp.down_proj"),
+        (head, with_head, "lm_head"),
+    ):
+        with pytest.raises(PolicyRefused, match=f"no place for the adapter of {layer}") as caught:
+            node.load(label, folder, None)
+        assert not caught.value.touched
+        assert node.asked(label) == 409
+
+
+def test_an_adapter_is_a_small_part_of_whole_weights(node: Node, trainer: Trainer) -> None:
+    policies = [trainer.publish(step) for step in (11, 12)]
+
+    def took_s() -> float:
+        times = []
+        for number in range(6):
+            begun_s = time.perf_counter()
+            label, folder = policies[number % 2]
+            node.load(label, folder, node.check.passed(folder))
+            times.append(time.perf_counter() - begun_s)
+        return min(times)
+
+    print(f"an adapter loads in {took_s() * 1e3:.1f} ms")
+    size_bytes = (policies[0][1] / "adapter_model.safetensors").stat().st_size
+    whole_bytes = (trainer.folder / "base" / "model.safetensors").stat().st_size
+    print(f"{size_bytes} bytes, of {whole_bytes} whole, with a vocabulary of {VOCABULARY}")
+    assert size_bytes < whole_bytes / 4
+
+
+def test_a_killed_vllm_comes_back_with_the_wanted_adapter(tmp_path: Path) -> None:
+    """The whole node, with its agent and a gateway."""
+    trainer = Trainer(tmp_path)
+    lab = Lab(tmp_path, peft=LORA)
+    try:
+        until("the node among the members", lab.member)
+        first = trainer.put(1)
+        made = completions(list(lab.ask(first)))
+        assert largest_difference(trainer.models[first.label], made) < ROUNDING
+        second = trainer.put(2)
+        made = completions(list(lab.ask(second, max_tokens=200, ignore_eos=True)))
+        assert {one.policy for one in made} == {second.label}
+        assert largest_difference(trainer.models[second.label], made) < ROUNDING
+        assert largest_difference(trainer.models[first.label], made) > 0.1
+        before = until("a member", lab.member)
+        lines = lab.ask(second, max_tokens=200, ignore_eos=True)
+        read = [next(line for line in lines if line.progress and line.progress.tokens)]
+        lab.kill_vllm()
+        assert completions(read + list(lines)) == made
+        until("its next boot", lambda: (one := lab.member()) is not None and one.boot_id != before.boot_id)
+    finally:
+        lab.stop()

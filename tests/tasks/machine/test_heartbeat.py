@@ -1,0 +1,154 @@
+"""The trainer's heartbeat and its fence: what ends a trainer, and how."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from checkpoint.records import documents
+from checkpoint.records.forks import write_fork
+from checkpoint.store.run_store import Store
+from policies.control.snapshot import Trainer
+from policies.detect.divergence import Health, Verdict
+from policies.model import exit_codes
+from policies.model.timelines import Fork
+from tasks.machine.leaving import Leaving
+from tasks.storing.heartbeat import Fenced, Heartbeat
+from tests.budget import HANG_S
+
+BEGUN = "timeline 1 has begun, and this is timeline 0"
+
+
+def beat(timeline: int = 0, attempt: int = 1) -> Trainer:
+    return Trainer("trainer-0-i1", attempt, timeline, 0, 0, "starting", 0.0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(f"file://{tmp_path}/store")
+
+
+def test_a_trainer_of_an_older_timeline_does_not_begin(store: Store) -> None:
+    write_fork(store, Fork(1, "0-10"))
+    with pytest.raises(Fenced, match=BEGUN):
+        Heartbeat(store, beat()).start()
+    assert documents.TRAINER.read(store) is None, "it must not speak in the other's place"
+
+
+def test_a_trainer_of_the_newest_timeline_begins(store: Store) -> None:
+    write_fork(store, Fork(1, "0-10"))
+    heartbeat = Heartbeat(store, beat(timeline=1))
+    heartbeat.start()
+    heartbeat.check()
+    heartbeat.stop("done")
+    said = documents.TRAINER.read(store)
+    assert said is not None
+    assert (said.timeline, said.activity) == (1, "done")
+
+
+def test_a_timeline_that_begins_ends_a_wait(store: Store) -> None:
+    ended: queue.Queue[int] = queue.Queue()
+    heartbeat = Heartbeat(store, beat(), end=ended.put, grace_s=0.0)
+    heartbeat.start()
+    write_fork(store, Fork(1, "0-10"))
+    with pytest.raises(Fenced, match=BEGUN):
+        heartbeat.wait(HANG_S)
+
+
+def test_a_trainer_that_was_told_ends_by_itself(store: Store) -> None:
+    ended: queue.Queue[int] = queue.Queue()
+    heartbeat, others = Heartbeat(store, beat(), end=ended.put, grace_s=HANG_S), set(threading.enumerate())
+    heartbeat.start()
+    (thread,) = set(threading.enumerate()) - others
+    newer = Heartbeat(store, beat(attempt=2))
+    newer.start()
+    with pytest.raises(Fenced, match="attempt 2 on trainer-0-i1, timeline 0, has taken over"):
+        heartbeat.wait(HANG_S)
+    thread.join(HANG_S / 2)
+    assert not thread.is_alive(), "it waits for the end of its grace"
+    assert ended.empty()
+    newer.stop("done")
+
+
+def test_a_step_that_does_not_end_is_ended(store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    ended: queue.Queue[int] = queue.Queue()
+    heartbeat = Heartbeat(store, beat(), end=ended.put, grace_s=0.1)
+    heartbeat.start()
+    write_fork(store, Fork(1, "0-10"))
+    assert ended.get(timeout=HANG_S) == exit_codes.FENCED
+    assert capfd.readouterr().err.splitlines()[-1].startswith(f"grpo-orch trainer: stopped: {BEGUN}")
+
+
+HANGS = """
+import sys, time
+from checkpoint.store.run_store import Store
+from policies.control.snapshot import Trainer
+from tasks.storing.heartbeat import Heartbeat
+Heartbeat(Store(sys.argv[1]), Trainer("trainer-0-i1", 1, 0, 0, 0, "training", 0.0), grace_s=0.1).start()
+time.sleep(600)  # a collective whose partner is gone
+"""
+
+
+def test_a_process_that_hangs_is_really_gone(store: Store) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGS, store.url], cwd=Path(__file__).parents[3], env=os.environ
+    )
+    try:
+        until = time.monotonic() + HANG_S
+        while documents.TRAINER.read(store) is None:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        write_fork(store, Fork(1, None))
+        assert process.wait(HANG_S) == exit_codes.FENCED
+    finally:
+        process.kill()
+
+
+def test_the_guards_verdict_is_said(store: Store) -> None:
+    heartbeat = Heartbeat(store, beat())
+    heartbeat.start()
+    verdict = Verdict(Health.TRIPPED, 40, onset_step=30, tripped_step=40, evidence=("kl is 9.1, was 0.02",))
+    heartbeat.say(verdict=verdict)
+    heartbeat.say(step=40)
+    heartbeat.stop("diverged")
+    said = documents.TRAINER.read(store)
+    assert said is not None
+    assert (said.verdict, said.step, said.activity) == (verdict, 40, "diverged")
+
+
+def test_asked_to_stop_the_main_thread_is_told_and_the_beat_says_so(store: Store, tmp_path: Path) -> None:
+    ended: queue.Queue[int] = queue.Queue()
+    leaving = Leaving(tmp_path, 1)
+    heartbeat = Heartbeat(store, beat(), leaving=leaving, end=ended.put)
+    heartbeat.say("training", step=3)
+    heartbeat.start()
+    documents.ask_to_stop(store, "trainer-0-i1", 2, 0.0)  # another attempt
+    heartbeat.say(step=4)
+    until = time.monotonic() + HANG_S
+    while (said := documents.TRAINER.read(store)) is None or said.step != 4:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert (said.leaving, leaving.asked) == (False, False)
+    documents.ask_to_stop(store, "trainer-0-i1", 1, 0.0)
+    while (said := documents.TRAINER.read(store)) is None or not said.leaving:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert leaving.asked
+    assert ended.empty(), "it has something to store"
+    heartbeat.stop("stopped")
+
+
+def test_asked_to_stop_before_it_trains_the_process_ends(store: Store, tmp_path: Path) -> None:
+    ended: queue.Queue[int] = queue.Queue()
+    documents.ask_to_stop(store, "trainer-0-i1", 1, 0.0)
+    heartbeat = Heartbeat(store, beat(), leaving=Leaving(tmp_path, 1), end=ended.put)
+    heartbeat.start()
+    assert ended.get(timeout=HANG_S) == exit_codes.STOPPED
+    heartbeat.stop("stopped")

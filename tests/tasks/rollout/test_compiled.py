@@ -1,0 +1,396 @@
+"""What one node has compiled and another uses: for the same key, as it was written, by who knows the secret."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import tarfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from checkpoint.security.sealed import MAC_BYTES, seal, unseal
+from checkpoint.store import layout
+from checkpoint.store.errors import Corrupt, StoreUnavailable
+from checkpoint.store.run_store import Store
+from policies.model.spec import RunSpec
+from policies.serving.joining import ENGINE, ENGINE_ANEW
+from tasks.rollout import base_here, rollout_engine
+from tasks.rollout.compiled import archive, caches, key
+from tasks.rollout.compiled.caches import FOLDERS, CompileCaches
+from tasks.rollout.vllm.server import PolicyRefused, Server, ServerFailed
+from tests.tasks.rollout.test_fitness import World, publish, run_agent
+from tests.tasks.rollout.test_rollout_agent import spec_of
+
+SECRET = "the run's secret"
+KERNELS = {"vllm/torch_compile_cache/ab/model": b"graph", "inductor/x/k.so": bytes(range(256)), "triton/e": b""}
+
+
+class Machines:
+    """Nodes of one run, each with a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = Store(f"memory://{folder}", retry_s=0.0)
+        for model in ("model", "another"):
+            write(folder / model, {"config.json": b"{}"})
+        self.spec = spec_of(folder, {})
+        self.count = 0
+
+    def node(self, spec: RunSpec | None = None, secret: str = SECRET) -> tuple[CompileCaches, Path]:
+        self.count += 1
+        root, spec = self.folder / str(self.count), spec or self.spec
+        return CompileCaches(self.store, spec, root, secret), root / str(key.key_of(spec, {}))
+
+    def compiles(self, spec: RunSpec | None = None, secret: str = SECRET) -> None:
+        """A node starts, finds nothing, compiles and stores it."""
+        node, folder = self.node(spec, secret)
+        node.bring(spec or self.spec)
+        assert not folder.exists()
+        write(folder, KERNELS)
+        node.store()
+
+    def brought(self, spec: RunSpec | None = None) -> dict[str, bytes]:
+        node, folder = self.node(spec)
+        node.bring(spec or self.spec)
+        return read(folder)
+
+    def places(self) -> list[str]:
+        return [entry.key for entry in self.store.entries(layout.COMPILED)]
+
+
+def write(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    assert not list(folder.parent.glob(".*")), "nothing half done is left"
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machines:
+    for name in FOLDERS:
+        monkeypatch.delenv(name, raising=False)
+    return Machines(tmp_path)
+
+
+def test_what_the_first_has_compiled_the_second_has_at_its_start(machines: Machines) -> None:
+    machines.compiles()
+    node, folder = machines.node()
+    spec = node.bring(machines.spec)
+    assert read(folder) == KERNELS
+    assert {name: Path(spec.rollout.env[name]).relative_to(folder).name for name in FOLDERS} == FOLDERS
+    node.store()  # what it was brought it does not send back
+    (folder / "own").write_bytes(b"compiled since")
+    CompileCaches(machines.store, machines.spec, folder.parent, SECRET).bring(machines.spec)
+    assert read(folder) == KERNELS | {"own": b"compiled since"}, "a restart on the machine keeps what is there"
+    assert len(machines.places()) == 1
+
+
+def test_a_model_that_each_machine_has_elsewhere_is_one_model_at_one_path(machines: Machines) -> None:
+    """As one that comes through the store, without its weights or with them; vLLM's own keys name its path."""
+    found = list[str]()
+    for folder in ("i1/base-model", "i2/base-outline"):
+        write(machines.folder / folder, {"config.json": b"{}"})
+        of = replace(machines.spec.trainer, model=str(machines.folder / folder))
+        node = CompileCaches(machines.store, machines.spec, machines.folder / "root", SECRET)
+        here = node.bring(replace(machines.spec, trainer=of))
+        assert Path(here.trainer.model).resolve() == machines.folder / folder
+        found.append(here.trainer.model)
+    assert found[0] == found[1]
+
+
+def test_what_an_earlier_run_has_left_on_the_machine_is_shared_with_others(machines: Machines) -> None:
+    node, folder = machines.node()
+    write(folder, KERNELS)
+    node.bring(machines.spec)
+    node.store()
+    assert machines.brought() == KERNELS
+
+
+def test_of_two_that_compile_at_once_the_first_to_store_it_stays(machines: Machines) -> None:
+    found = [machines.node() for _ in range(2)]
+    for number, (node, folder) in enumerate(found):
+        node.bring(machines.spec)
+        write(folder, {"triton/who": str(number).encode()})
+    for node, _ in found:
+        node.store()
+    assert machines.brought() == {"triton/who": b"0"}
+    assert len(machines.places()) == 1
+
+
+@pytest.mark.parametrize(
+    "differs", ["environment", "processor", "kind_of_accelerators", "flags", "env", "model", "adapters"]
+)
+def test_nothing_is_used_of_another_key(machines: Machines, monkeypatch: pytest.MonkeyPatch, differs: str) -> None:
+    machines.compiles()
+    spec, rollout = machines.spec, machines.spec.rollout
+    match differs:
+        case "flags":
+            spec = replace(spec, rollout=replace(rollout, vllm={**rollout.vllm, "tensor-parallel-size": 2}))
+        case "env":
+            spec = replace(spec, rollout=replace(rollout, env={"VLLM_ATTENTION_BACKEND": "x"}))
+        case "model":
+            spec = replace(spec, trainer=replace(spec.trainer, model="another"))
+        case "adapters":
+            spec = replace(spec, trainer=replace(spec.trainer, peft={"r": 8}))
+        case part:
+            monkeypatch.setattr(key, part, lambda: "another")
+    assert machines.brought(spec) == {}
+
+
+def archived(*members: tuple[str, bytes, bytes]) -> bytes:
+    """An archive of members of that name, type and content."""
+    packed = io.BytesIO()
+    with (
+        zstandard.ZstdCompressor().stream_writer(packed, closefd=False) as out,
+        tarfile.open(fileobj=out, mode="w|") as tar,
+    ):
+        for name, kind, content in members:
+            info = tarfile.TarInfo(name)
+            info.type, info.size = kind, len(content)
+            info.linkname = "/etc/passwd"
+            tar.addfile(info, io.BytesIO(content))
+    return packed.getvalue()
+
+
+FILE = tarfile.REGTYPE
+# What is found at a place, made of the place and of what was written there.
+DAMAGE: dict[str, Callable[[str, bytes], bytes]] = {
+    "nothing in it": lambda *_: b"",
+    "a bit": lambda _, good: good[:-1] + bytes([good[-1] ^ 1]),
+    "its end": lambda _, good: good[:-1],
+    "without a seal": lambda _, good: good[MAC_BYTES:],
+    "another's seal": lambda place, good: seal("another secret", place, good[MAC_BYTES:]),
+    "of another place": lambda _, good: seal(SECRET, layout.compiled("f" * 32, 0), good[MAC_BYTES:]),
+    "no archive": lambda place, _: seal(SECRET, place, b"no archive"),
+    "cut before it was sealed": lambda place, good: seal(SECRET, place, good[MAC_BYTES : len(good) // 2]),
+    "out of the folder": lambda place, _: seal(SECRET, place, archived(("../x", FILE, b"x"))),
+    "anywhere": lambda place, _: seal(SECRET, place, archived((f"{os.sep}tmp/x", FILE, b"x"))),
+    "a link": lambda place, _: seal(SECRET, place, archived(("x", tarfile.SYMTYPE, b""))),
+    "a device": lambda place, _: seal(SECRET, place, archived(("x", tarfile.CHRTYPE, b""))),
+    "too large": lambda place, _: seal(SECRET, place, archived(("x", FILE, bytes(2000)))),
+    "too large packed": lambda place, _: seal(SECRET, place, archived(("x", FILE, os.urandom(1500)))),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_damaged_or_hostile_is_not_used_and_is_replaced(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    machines.compiles()
+    [place] = machines.places()
+    monkeypatch.setattr(archive, "UNPACKED_BYTES_MAX", 1999)
+    monkeypatch.setattr(archive, "PACKED_BYTES_MAX", 1000)
+    machines.store.put(place, DAMAGE[damage](place, machines.store.get(place)))
+    assert machines.brought() == {}
+    assert not (machines.folder / "x").exists()
+    machines.compiles()
+    assert machines.places() == [place, place[:-1] + "1"]
+    assert machines.brought() == KERNELS
+
+
+def test_after_three_that_are_damaged_nothing_more_is_stored(machines: Machines) -> None:
+    for _ in caches.NUMBERS:
+        machines.compiles()
+        for place in machines.places():
+            machines.store.put(place, b"damaged")
+    machines.compiles()
+    assert len(machines.places()) == 3
+
+
+def test_what_is_too_large_locked_or_a_link_does_not_travel(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, folder = machines.node()
+    node.bring(machines.spec)
+    write(folder, {"triton/k.lock": b"", "vllm/model.17.tmp": b"half", "vllm/model": b"whole"})
+    (folder / "link").symlink_to("/etc/passwd")
+    monkeypatch.setattr(archive, "UNPACKED_BYTES_MAX", 4)
+    node.store()
+    assert machines.places() == []
+    monkeypatch.setattr(archive, "UNPACKED_BYTES_MAX", 5)
+    node.store()
+    assert machines.brought() == {"vllm/model": b"whole"}
+
+
+@pytest.mark.parametrize("when", ["entries", "get_buffer", "create"])
+def test_a_store_that_fails_costs_a_compilation(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    def away(*_: Any, **__: Any) -> None:
+        raise StoreUnavailable("the store is away")
+
+    if when == "get_buffer":
+        machines.compiles()
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, when, away)
+        node, folder = machines.node()
+        assert node.bring(machines.spec).rollout.env.keys() == FOLDERS.keys()
+        write(folder, KERNELS)
+        node.store()
+    assert read(folder) == KERNELS
+
+
+@pytest.mark.parametrize("why", ["named in run.yaml", "named here", "nothing is compiled", "AMD", "no folder"])
+def test_where_nothing_can_be_shared_nothing_is_asked(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
+) -> None:
+    rollout = machines.spec.rollout
+    match why:
+        case "named in run.yaml":
+            rollout = replace(rollout, env={"TRITON_CACHE_DIR": "/image/triton"})
+        case "named here":
+            monkeypatch.setenv("VLLM_CACHE_ROOT", "/image/vllm")
+        case "nothing is compiled":
+            env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            rollout = replace(rollout, vllm={"enforce-eager": True}, env=env)
+        case "AMD":
+            monkeypatch.setattr(key, "AMD", tmp_path)
+        case "no folder":
+            (tmp_path / "1").write_bytes(b"a file")
+    spec = replace(machines.spec, rollout=rollout)
+    node, folder = machines.node(spec)
+    assert node.bring(spec) == spec
+    if why != "no folder":
+        write(folder, KERNELS)
+    node.store()
+    assert machines.places() == []
+
+
+def test_a_seal_is_of_its_secret_its_place_and_its_content() -> None:
+    sealed = seal(SECRET, "a/0", b"code")
+    assert bytes(unseal(SECRET, "a/0", memoryview(sealed))) == b"code"
+    for secret, place, data in ((SECRET, "a/1", sealed), ("other", "a/0", sealed), (SECRET, "a/0", sealed + b"x")):
+        with pytest.raises(Corrupt, match="does not vouch"):
+            unseal(secret, place, memoryview(data))
+
+
+class Home(World):
+    """Its agent keeps what is compiled below `kept`."""
+
+    kept: Path
+    found: list[bool]
+
+    def has(self) -> bool:
+        return self.kept.exists()
+
+    async def start(self, *spec: Any, bare: bool, gpus: str) -> Server:
+        self.found.append(self.has())
+        return await super().start(*spec, bare=bare, gpus=gpus)
+
+
+@pytest.fixture
+def home(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[[], Home], Path]:
+    """A world, and where its agent keeps what is compiled."""
+    store, wanted = publish(machines.folder, 0, size_bytes=10)
+    monkeypatch.setenv("HOME", str(machines.folder))
+    monkeypatch.setattr(caches, "key_of", lambda *_: "key")
+    monkeypatch.setattr(rollout_engine, "RESTART_WAIT_S", 0.0)
+
+    def world() -> Home:
+        one = Home(store, machines.folder / "work", wanted)
+        one.kept, one.found = machines.folder / base_here.COMPILED / "key", []
+        return one
+
+    return world, machines.folder / base_here.COMPILED / "key"
+
+
+@pytest.mark.parametrize("fails", ["start", "load"])
+def test_a_vllm_that_fails_with_what_was_brought_is_started_without_it(
+    home: tuple[Callable[[], Home], Path], fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, kept = home
+    write(kept, KERNELS)
+
+    async def story(world: Any) -> None:
+        def does(_: str) -> None:
+            if fails == "load" and world.has():
+                raise PolicyRefused("computes something else", touched=True)
+
+        world.does = does
+        await world.until(lambda one: one.policy == world.wanted.label)
+        assert world.found == [True, False]
+
+    async def start(world: Home, *spec: Any, bare: bool, gpus: str) -> Server:
+        server = await started(world, *spec, bare=bare, gpus=gpus)
+        if fails == "start" and world.has():
+            raise ServerFailed("ended with exit code 1")
+        return server
+
+    started = Home.start
+    monkeypatch.setattr(Home, "start", start)
+    run_agent(make, story, monkeypatch)
+
+
+def test_a_vllm_that_hangs_in_what_was_brought_is_started_without_it_in_a_machines_whole_time(
+    home: tuple[Callable[[], Home], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, kept = home
+    write(kept, KERNELS)
+    monkeypatch.setattr(base_here, "HANGS_SHARE", 1e-4)
+
+    async def story(world: Any) -> None:
+        await world.until(lambda one: one.policy == world.wanted.label)
+        assert world.found == [True, False]
+
+    async def start(world: Home, *spec: Any, bare: bool, gpus: str) -> Server:
+        server = await started(world, *spec, bare=bare, gpus=gpus)
+        if world.has():
+            await asyncio.Event().wait()
+        while world.stages[-1].name != ENGINE_ANEW:  # which the controller counts from anew
+            await asyncio.sleep(0.01)
+        assert ENGINE in {one.name for one in world.stages}
+        return server
+
+    started = Home.start
+    monkeypatch.setattr(Home, "start", start)
+    run_agent(make, story, monkeypatch)
+
+
+def test_a_vllm_that_ends_at_work_a_second_time_is_started_without_what_was_brought(
+    home: tuple[Callable[[], Home], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, kept = home
+    write(kept, KERNELS)
+
+    async def story(world: Any) -> None:
+        for boots in (1, 2):
+            await world.until(lambda one, at=boots: len(world.boots) == at and one.policy == world.wanted.label)
+            world.boots[-1].ends.set()
+        await world.until(lambda one: len(world.boots) == 3 and one.policy == world.wanted.label)
+        assert world.found == [True, True, False]
+
+    run_agent(make, story, monkeypatch)
+
+
+def test_what_is_compiled_is_stored_once_the_node_has_served_for_a_while(
+    home: tuple[Callable[[], Home], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, kept = home
+
+    async def story(world: Any) -> None:
+        store = world.agent._folders._store
+        while not world.boots:
+            await asyncio.sleep(0.01)
+        write(kept, KERNELS)
+        assert store.entries(layout.COMPILED) == []
+        world.comes_up.set()
+        await world.until(lambda one: one.policy == world.wanted.label)
+        await world.until(lambda _: bool(store.entries(layout.COMPILED)))
+
+    def slow() -> Home:
+        world = make()
+        world.comes_up.clear()
+        return world
+
+    monkeypatch.setattr(caches, "SERVED_S", 0.0)
+    run_agent(slow, story, monkeypatch)

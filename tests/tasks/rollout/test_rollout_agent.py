@@ -1,0 +1,235 @@
+"""The parts of a rollout node that need no vLLM: its command line, and that its processes end together."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import pytest
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
+
+from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from policies.serving.position_trial import Trial, judge
+from tasks.machine.node_env import NotANode, read_node_env
+from tasks.rollout.vllm.flags import argv_of, flags_of, uncompiled_env
+from tasks.rollout.vllm.server import Server, Unfit
+from tests.budget import HANG_S
+from tests.rigs.gateway_process import until
+
+ENDS_AS_ONE = "tasks.machine.processes.process_tree"
+# A program that starts a grandchild which ignores SIGTERM, as a hung engine would, and tells both pids.
+TREE = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"],
+    stdout=subprocess.PIPE, start_new_session=True)
+child.stdout.readline()
+open(sys.argv[1], "w").write(f"{os.getpid()} {child.pid}")
+time.sleep(float(sys.argv[2]))
+sys.exit(7)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def in_a_tree(folder: Path, lives_s: float) -> tuple[subprocess.Popen[bytes], list[int]]:
+    pids = folder / "pids"
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tasks.machine.processes.process_tree",
+            sys.executable,
+            "-c",
+            TREE,
+            str(pids),
+            str(lives_s),
+        ]
+    )
+    until("the tree", lambda: pids.exists() and len(pids.read_text().split()) == 2)
+    return process, [int(pid) for pid in pids.read_text().split()]
+
+
+def test_what_a_program_started_ends_after_it_and_its_exit_code_is_kept(tmp_path: Path) -> None:
+    process, pids = in_a_tree(tmp_path, lives_s=0.0)
+    assert process.wait(timeout=HANG_S) == 7
+    assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("victim", ["process_tree", "program"])
+def test_the_whole_tree_ends_when_either_is_told_or_killed(tmp_path: Path, victim: str) -> None:
+    process, pids = in_a_tree(tmp_path, lives_s=600.0)
+    if victim == "process_tree":
+        process.terminate()
+    else:
+        subprocess.run(["kill", "-9", str(pids[0])], check=True)
+    assert (
+        process.wait(timeout=HANG_S)
+        == {"process_tree": 128 + signal.SIGTERM, "program": 128 + signal.SIGKILL}[victim]
+    )
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_the_tree_ends_when_the_one_who_started_it_is_killed(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    starter = (
+        "import signal, sys, os; from tasks.machine.processes.children import start_child; "
+        f"start_child([sys.executable, '-m', '{ENDS_AS_ONE}', sys.executable, '-c', *sys.argv[1:]],"
+        " dict(os.environ), death_signal=signal.SIGTERM).wait()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", starter, TREE, str(pids), "600"])
+    until("the tree", lambda: pids.exists() and len(pids.read_text().split()) == 2)
+    process.kill()
+    process.wait()
+    until("the end of the tree", lambda: not any(alive(int(pid)) for pid in pids.read_text().split()))
+
+
+def test_flags_are_written_as_vllm_reads_them() -> None:
+    flags = {"a": True, "b": False, "c": None, "d": 3, "e": ["x", "y"], "f": {"k": 1}, "g": 0.5}
+    assert flags_of(flags) == [
+        *("--a", "--no-b", "--d", "3", "--e", "x", "y", "--f", '{"k": 1}', "--g", "0.5"),
+    ]
+
+
+def spec_of(workdir: Path, flags: dict[str, Any], env: dict[str, str] | None = None) -> RunSpec:
+    return RunSpec(
+        name="t",
+        storage="memory://t",
+        trainer=TrainerSpec(model="model", dataset=Dataset(path="json"), reward_funcs=()),
+        grpo={},
+        workdir=str(workdir),
+        rollout=RolloutSpec(vllm=flags, env=env or {}),
+    )
+
+
+def test_run_yaml_decides_on_flags_except_those_that_the_run_depends_on(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    flags = {"stream_interval": 2, "logprobs-mode": "raw_logprobs", "middleware": "mine.Open"}
+    argv = argv_of(spec_of(tmp_path, flags), "127.0.0.1", 1234, None)
+    given = dict(zip(argv, [*argv[1:], ""], strict=True))
+    assert given["--stream-interval"] == "2"
+    assert given["--logprobs-mode"] == "processed_logprobs"
+    assert given["--middleware"] == "tasks.rollout.vllm.guard.Guard"
+    assert given["--model"] == str(tmp_path / "model")
+    assert (given["--host"], given["--port"]) == ("127.0.0.1", "1234")
+    assert "raw_logprobs" not in argv
+    assert "mine.Open" not in argv
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "spares_the_worker", "spares_compiling"),
+    [
+        ({}, {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, True, False),
+        ({"enforce_eager": True}, {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, True, True),
+        ({"enforce-eager": True}, {}, False, False),
+        ({"enforce-eager": True}, {"VLLM_CPU_OMP_THREADS_BIND": "0-7"}, False, False),
+        ({"tensor_parallel_size": 2}, {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, False, False),
+        ({"tensor-parallel-size": 1}, {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, True, False),
+    ],
+)
+def test_vllm_on_a_cpu_starts_no_more_than_it_needs(
+    flags: dict[str, Any], env: dict[str, str], spares_the_worker: bool, spares_compiling: bool, tmp_path: Path
+) -> None:
+    spec = spec_of(tmp_path, flags, env)
+    assert ("--distributed-executor-backend" in argv_of(spec, "127.0.0.1", 1, None)) is spares_the_worker
+    assert uncompiled_env(spec) == ({"TORCHDYNAMO_DISABLE": "1"} if spares_compiling else {})
+
+
+VOCABULARY = 300
+
+
+@dataclass
+class FakeSampler:
+    """A vLLM that draws by seed and, unless it is `forgetful`, by position, from logits as far apart as `spread`.
+
+    What it computes of a logit is other by up to `rounding` in another request, as sums are in another batch.
+    """
+
+    forgetful: bool = False
+    rounding: float = 0.0
+    spread: float = 1.0
+    model: int = 0
+    refusal: str = ""
+    asked: int = 0
+
+    async def completion(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["temperature"] <= 2.0  # vLLM takes no more
+        self.asked += 1
+        tokens: list[int] = list(body["prompt"])
+        begun, rounded = len(tokens), random.Random(f"{self.model} {self.asked}")
+        for position in range(begun, begun + body["max_tokens"]):
+            weights = random.Random(f"{self.model} {tokens}")
+            noise = random.Random(f"{body['seed']} {position - begun if self.forgetful else position}")
+            scores = [
+                (weights.gauss(0, self.spread) + rounded.uniform(-1, 1) * self.rounding) / body["temperature"]
+                - math.log(-math.log(noise.random()))
+                for _ in range(VOCABULARY)
+            ]
+            tokens.append(scores.index(max(scores)))
+        return web.json_response({"choices": [{"token_ids": tokens[begun:]}]})
+
+    async def install(self, _: web.Request) -> web.Response:
+        return web.Response(text=self.refusal)
+
+    async def tried(self) -> None:
+        app = web.Application()
+        app.router.add_post("/v1/completions", self.completion)
+        app.router.add_put("/grpo/sampling", self.install)
+        async with TestServer(app) as server, ClientSession() as http:
+            url = str(server.make_url("")).rstrip("/")
+            no_process = cast("subprocess.Popen[bytes]", None)
+            await Server("boot", "", url, no_process, "secret", http).sample_by_position()
+
+
+@pytest.mark.parametrize("model", range(4))
+@pytest.mark.parametrize(
+    "rounding",
+    [0.0, 1e-6, 0.06, 0.25],  # a bf16 logit between 16 and 32 has steps of 0.125, one of fp8 weights errs by more
+)
+@pytest.mark.parametrize("spread", [1.0, 4.0])
+def test_a_vllm_that_draws_by_position_is_fit_whatever_its_last_bits(
+    model: int, rounding: float, spread: float
+) -> None:
+    asyncio.run(FakeSampler(rounding=rounding, spread=spread, model=model).tried())
+
+
+@pytest.mark.parametrize("model", range(4))
+@pytest.mark.parametrize("spread", [1.0, 4.0])
+def test_a_vllm_that_draws_anew_is_not_let_in(model: int, spread: float) -> None:
+    with pytest.raises(Unfit, match="it does not draw by seed and position"):
+        asyncio.run(FakeSampler(forgetful=True, spread=spread, model=model).tried())
+
+
+def test_a_vllm_that_says_it_cannot_is_not_let_in() -> None:
+    with pytest.raises(Unfit, match="with speculative decoding"):
+        asyncio.run(FakeSampler(refusal="with speculative decoding").tried())
+
+
+def test_what_chance_alone_gives_is_no_proof() -> None:
+    assert judge([1, 2, 3, 4], [1, 2, 3, 9]) == Trial(0.75, 0.0)
+    assert judge([5, 5, 5, 6], [5, 5, 5, 6]) == Trial(1.0, 0.5)
+    assert judge([5, 5, 5, 6], [5, 5, 5, 6]).passed
+    assert not judge([5, 5, 6, 6], [5, 6, 6, 5]).passed
+
+
+def test_a_node_names_the_variable_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RUN", "NODE", "TOKEN", "WORKDIR"):
+        monkeypatch.setenv(f"GRPO_ORCH_{name}", "x")
+    monkeypatch.delenv("GRPO_ORCH_ATTEMPT", raising=False)
+    with pytest.raises(NotANode, match="GRPO_ORCH_ATTEMPT is not set"):
+        read_node_env()
