@@ -1,0 +1,79 @@
+"""How many rollout nodes: the cheapest number, and no fleet that follows every breath of a measurement."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.fleet.how_many import HourlyPrices, StepShape, best_count, damped_count, optimum, usd_a_step
+
+H200_AND_SPOT_PAIR = HourlyPrices(beside_usd_per_h=3.96, node_usd_per_h=2.38)
+
+seconds = st.floats(0, 1e5)
+prices = st.builds(HourlyPrices, st.floats(0.01, 1e3), st.floats(0.01, 1e3))
+shapes = st.builds(StepShape, seconds, seconds)
+bounds = st.tuples(st.integers(1, 64), st.integers(0, 64)).map(lambda b: (b[0], b[0] + b[1]))
+
+
+@pytest.mark.parametrize(
+    ("b_over_a", "nodes"), [(0.2, 1), (1, 1), (2, 2), (3, 2), (5, 3), (10, 4), (15, 5), (20, 6)]
+)
+def test_one_h200_trains_and_spot_pairs_generate(b_over_a: float, nodes: int) -> None:
+    """By hand: n* = sqrt(1.664 b/a) is .58, 1.29, 1.82, 2.23, 2.88, 4.08, 5.0 and 5.77."""
+    assert best_count(StepShape(60, 60 * b_over_a), H200_AND_SPOT_PAIR, 1, 8) == nodes
+
+
+def test_a_step_on_one_h200_and_a_spot_pair_costs_what_both_cost_for_its_seconds() -> None:
+    assert usd_a_step(StepShape(60, 240), H200_AND_SPOT_PAIR, 2) == pytest.approx((3.96 + 2 * 2.38) * 180 / 3600)
+
+
+@given(shapes, prices, bounds)
+def test_the_best_count_is_the_cheapest_of_all(
+    shape: StepShape, prices: HourlyPrices, bounds: tuple[int, int]
+) -> None:
+    low, high = bounds
+    cost = {n: usd_a_step(shape, prices, n) for n in range(low, high + 1)}
+    assert cost[best_count(shape, prices, low, high)] <= min(cost.values()) * (1 + 1e-9)
+
+
+@given(shapes, prices, bounds, st.integers(0, 200))
+def test_a_damped_count_costs_hardly_more_than_the_best(
+    shape: StepShape, prices: HourlyPrices, bounds: tuple[int, int], now: int
+) -> None:
+    """So it never costs much more than always `min` or always `max`, which are two of the counts."""
+    low, high = bounds
+    chosen = damped_count(shape, prices, low, high, now)
+    assert low <= chosen <= high
+    best = usd_a_step(shape, prices, best_count(shape, prices, low, high))
+    assert usd_a_step(shape, prices, chosen) <= 1.07 * best + 1e-12
+
+
+@given(
+    st.builds(StepShape, st.floats(0.1, 1e4), st.floats(0.1, 1e4)),
+    prices,
+    bounds,
+    st.lists(st.tuples(st.floats(0.84, 1.19), st.floats(0.84, 1.19)), min_size=2, max_size=30),
+)
+def test_noise_moves_it_one_way_at_most(
+    shape: StepShape, prices: HourlyPrices, bounds: tuple[int, int], noise: list[tuple[float, float]]
+) -> None:
+    """a and b are each measured up to 19 % too high or 16 % too low: n* by up to 19 %."""
+    counts = [bounds[1]]
+    for a, b in noise:
+        measured = StepShape(shape.fixed_s * a, shape.generation_node_s * b)
+        counts.append(damped_count(measured, prices, *bounds, counts[-1]))
+    assert counts in (sorted(counts), sorted(counts, reverse=True))
+
+
+def test_without_prices_there_is_no_optimum_and_all_are_wanted() -> None:
+    unknown = HourlyPrices(0.0, 2.38)
+    assert best_count(StepShape(60, 60), unknown, 1, 4) == damped_count(StepShape(60, 60), unknown, 1, 4, 2) == 4
+    with pytest.raises(ValueError, match="prices"):
+        optimum(StepShape(60, 60), unknown)
+
+
+def test_where_nothing_is_generated_the_fewest_do_and_where_nothing_else_is_done_the_most() -> None:
+    assert best_count(StepShape(60, 0), H200_AND_SPOT_PAIR, 1, 4) == 1
+    assert best_count(StepShape(0, 60), H200_AND_SPOT_PAIR, 1, 4) == 4
+    assert best_count(StepShape(60, 60), H200_AND_SPOT_PAIR, 0, 4) == 1
