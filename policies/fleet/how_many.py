@@ -22,7 +22,7 @@ DAMPING = 1.2
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step consists of: `fixed_s` (a) and `generation_node_s` (b), in seconds and node-seconds, 0 or more."""
+    """What a step consists of: `fixed_s` (a), and `generation_node_s` (b) in node-seconds; 0 or more each."""
 
     fixed_s: float
     generation_node_s: float
