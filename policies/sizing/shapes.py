@@ -1,0 +1,291 @@
+"""What a model is made of, by its config.json: the numbers from which its memory follows.
+
+The names are those of transformers 5.19 (`models/*/modeling_*.py`), whose own models the counts are tested
+against. What is in none of these families is UnknownShape: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from policies.sizing.families import FAMILIES, Family
+
+
+class UnknownShape(ValueError):
+    """The configuration's model is of no known kind, or a number is missing; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A weight of (outputs x inputs), by the last part of its name; its bias has `outputs` elements."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+
+    @property
+    def params(self) -> int:
+        return self.outputs * (self.inputs + self.bias)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The mixture in a layer that has one. Experts are three matrices of hidden x width each, in two tensors for
+    all of them; the shared ones work on every token, as one of `shared_width`."""
+
+    count: int
+    chosen: int  # of them for each token
+    width: int
+    shared_width: int = 0
+    shared_gate: bool = False  # a weight for each element of the hidden state
+    layers: int  # that have one, of all layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Attention with keys and values in one small vector a token (MLA, DeepSeek-V2, arXiv 2405.04434)."""
+
+    query_rank: int  # 0: queries are made without a detour
+    kv_rank: int
+    rope_dim: int  # of each head, and the part of the cache that all heads share
+    nope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A decoder. Counts and widths are in elements.
+
+    Attributes:
+        attention: a layer's linear layers around its attention.
+        mlp: those of a layer without experts.
+        norms: elements of a layer's norms.
+        windowed_layers: that look back over `window` tokens alone.
+        other_params: of parts that read no text, such as a vision tower; none is known from config.json.
+    """
+
+    model_type: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int
+    vocab: int
+    tied: bool
+    attention: tuple[Linear, ...]
+    mlp: tuple[Linear, ...]
+    norms: int
+    experts: Experts | None = None
+    latent: Latent | None = None
+    window: int | None = None
+    windowed_layers: int = 0
+    other_params: int = 0
+
+    @property
+    def params(self) -> int:
+        """All of them; a tied head counts once."""
+        return self.text_params + self.other_params
+
+    @property
+    def text_params(self) -> int:
+        return self.layers_params + self.embedding_params * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def embedding_params(self) -> int:
+        """Of the embedding, and of the head."""
+        return self.vocab * self.hidden
+
+    @property
+    def layers_params(self) -> int:
+        """Of all layers, without embedding, head and last norm."""
+        sparse = self.experts.layers if self.experts else 0
+        common = self.norms + sum(one.params for one in self.attention)
+        dense = sum(one.params for one in self.mlp)
+        return self.layers * common + (self.layers - sparse) * dense + sparse * self.experts_params
+
+    @property
+    def experts_params(self) -> int:
+        """Of one layer's mixture, its router included."""
+        if self.experts is None:
+            return 0
+        one = self.experts
+        routed = one.count * 3 * self.hidden * one.width
+        return (
+            routed + one.count * self.hidden + 3 * self.hidden * one.shared_width + one.shared_gate * self.hidden
+        )
+
+    @property
+    def layer_params(self) -> int:
+        """Of the largest layer."""
+        common = self.norms + sum(one.params for one in self.attention)
+        return common + max(sum(one.params for one in self.mlp), self.experts_params)
+
+    @property
+    def cached(self) -> int:
+        """Elements that one layer keeps of a token in the KV cache."""
+        if self.latent is not None:
+            return self.latent.kv_rank + self.latent.rope_dim
+        return 2 * self.kv_heads * self.head_dim
+
+
+def shape_of(config: Mapping[str, Any]) -> Shape:
+    """Return the shape of the model with this config.json, of its text part where it has others.
+
+    Raises UnknownShape.
+    """
+    text = config.get("text_config")
+    own: Mapping[str, Any] = {**text} if isinstance(text, Mapping) else config
+    kind = str(own.get("model_type") or config.get("model_type") or "")
+    if kind not in FAMILIES:
+        named = f"model_type {kind}" if kind else "a configuration without model_type"
+        raise UnknownShape(f"{named} is not among those whose memory is known: {', '.join(sorted(FAMILIES))}")
+    family = FAMILIES[kind]
+    tied = next((one["tie_word_embeddings"] for one in (own, config) if "tie_word_embeddings" in one), None)
+    return _shape(
+        kind, family, _Read(kind, {**family.defaults, **own}), family.tied if tied is None else bool(tied)
+    )
+
+
+def with_all_params(shape: Shape, counted: int) -> Shape:
+    """The shape with what its model's files hold beyond it, in `other_params`: they count `counted` parameters."""
+    stored_head = shape.embedding_params if shape.tied else 0
+    beyond = counted - shape.text_params
+    return replace(shape, other_params=0 if beyond in (0, stored_head) else max(0, beyond))
+
+
+class _Read:
+    """Whole numbers of a configuration, by the first of some names that is set."""
+
+    def __init__(self, kind: str, config: Mapping[str, Any]) -> None:
+        self._kind, self.config = kind, config
+
+    def count(self, *names: str, default: int | None = None) -> int:
+        for name in names:
+            value = self.config.get(name)
+            if isinstance(value, int) and value >= 0:
+                return int(value)
+        if default is None:
+            raise UnknownShape(f"the configuration, of {self._kind}, has no {names[0]}")
+        return default
+
+    def is_set(self, name: str, default: bool = False) -> bool:
+        return bool(self.config.get(name, default))
+
+
+def _shape(kind: str, family: Family, read: _Read, tied: bool) -> Shape:
+    hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
+    layers, mlp_width = read.count("num_hidden_layers"), read.count("intermediate_size")
+    if not (hidden and heads and layers):
+        raise UnknownShape(f"the configuration, of {kind}, has a size of 0")
+    kv_heads = read.count("num_key_value_heads", default=heads)
+    latent = _latent(read) if family.latent else None
+    head_dim = read.count("head_dim", default=hidden // heads)
+    if latent is not None:
+        head_dim = latent.nope_dim + latent.rope_dim
+    norms = family.norms * hidden + (2 * head_dim if family.head_norms else 0)
+    if latent is not None:
+        norms += latent.query_rank + latent.kv_rank
+    window, windowed = _windows(family, read, layers)
+    return Shape(
+        model_type=kind,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_width=mlp_width,
+        vocab=read.count("vocab_size"),
+        tied=tied,
+        attention=tuple(_attention(family, read, hidden, heads, kv_heads, head_dim, latent)),
+        mlp=tuple(_mlp(family, read, hidden, mlp_width)),
+        norms=norms,
+        experts=_experts(family, read, layers),
+        latent=latent,
+        window=window,
+        windowed_layers=windowed,
+    )
+
+
+def _attention(
+    family: Family, read: _Read, hidden: int, heads: int, kv_heads: int, head_dim: int, latent: Latent | None
+) -> Iterable[Linear]:
+    bias = read.is_set("attention_bias") if family.reads_bias else False
+    if latent is not None:
+        yield from _latent_attention(latent, hidden, heads, bias)
+        return
+    into = bias or (family.qkv_bias and read.is_set("qkv_bias", True))
+    if family.fused:
+        yield Linear("qkv_proj", hidden, (heads + 2 * kv_heads) * head_dim, into)
+    else:
+        yield Linear("q_proj", hidden, heads * head_dim, into)
+        yield Linear("k_proj", hidden, kv_heads * head_dim, into)
+        yield Linear("v_proj", hidden, kv_heads * head_dim, into)
+    yield Linear("o_proj", heads * head_dim, hidden, bias)
+
+
+def _latent_attention(latent: Latent, hidden: int, heads: int, bias: bool) -> Iterable[Linear]:
+    of_query = heads * (latent.nope_dim + latent.rope_dim)
+    if latent.query_rank:
+        yield Linear("q_a_proj", hidden, latent.query_rank, bias)
+        yield Linear("q_b_proj", latent.query_rank, of_query)
+    else:
+        yield Linear("q_proj", hidden, of_query)
+    yield Linear("kv_a_proj_with_mqa", hidden, latent.kv_rank + latent.rope_dim, bias)
+    yield Linear("kv_b_proj", latent.kv_rank, heads * (latent.nope_dim + latent.value_dim))
+    yield Linear("o_proj", heads * latent.value_dim, hidden, bias)
+
+
+def _mlp(family: Family, read: _Read, hidden: int, width: int) -> Iterable[Linear]:
+    bias = read.is_set("mlp_bias") if family.reads_bias else False
+    if family.fused:
+        yield Linear("gate_up_proj", hidden, 2 * width, bias)
+    else:
+        yield Linear("gate_proj", hidden, width, bias)
+        yield Linear("up_proj", hidden, width, bias)
+    yield Linear("down_proj", width, hidden, bias)
+
+
+def _latent(read: _Read) -> Latent:
+    return Latent(
+        query_rank=read.count("q_lora_rank", default=0),
+        kv_rank=read.count("kv_lora_rank"),
+        rope_dim=read.count("qk_rope_head_dim"),
+        nope_dim=read.count("qk_nope_head_dim"),
+        value_dim=read.count("v_head_dim"),
+    )
+
+
+def _experts(family: Family, read: _Read, layers: int) -> Experts | None:
+    """The mixture, and in how many layers it is: every one, every n-th, or all after the first ones."""
+    if not family.experts:
+        return None
+    sparse_step = read.count("decoder_sparse_step", default=1)
+    dense = set(read.config.get("mlp_only_layers") or ()) | set(
+        range(read.count("first_k_dense_replace", default=0))
+    )
+    width = read.count("moe_intermediate_size", "intermediate_size")
+    return Experts(
+        count=read.count("num_experts", "num_local_experts", "n_routed_experts"),
+        chosen=read.count("num_experts_per_tok"),
+        width=width,
+        shared_width=read.count("shared_expert_intermediate_size", default=0)
+        + read.count("n_shared_experts", default=0) * width,
+        shared_gate=family.shared_gate,
+        layers=sum(at not in dense and sparse_step > 0 and (at + 1) % sparse_step == 0 for at in range(layers)),
+    )
+
+
+def _windows(family: Family, read: _Read, layers: int) -> tuple[int | None, int]:
+    """How far windowed layers look back, and how many there are."""
+    window = read.count("sliding_window", default=0)
+    if not (window and family.windows):
+        return None, 0
+    kinds = read.config.get("layer_types")
+    if isinstance(kinds, list):
+        return window, sum(kind == "sliding_attention" for kind in kinds)
+    every = read.count("sliding_window_pattern", default=family.full_every)
+    return window, layers - (layers // every if every else 0)

@@ -1,0 +1,179 @@
+"""What a run's memory depends on of how it trains: read from its specification."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from policies.model.spec import RunSpec, generates_itself, model_settings, processes_of
+from policies.sizing.shapes import Shape
+from policies.weights.adapters import ALL_LINEAR, DEFAULT_RANK
+from policies.weights.dtypes import NAMED, WIDTH
+
+# How weights, gradients and the optimizer's states are divided over the processes: DeepSpeed's stages, or FSDP2,
+# which divides all of them.
+Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp"]
+Attention = Literal["sdpa", "eager", "flash"]
+
+FLOAT32 = 4
+# TRL 1.16's and transformers 5.19's.
+DEFAULT_BATCH = 8
+DEFAULT_COMPLETION = 256
+# Bytes of an optimizer's states for each trained parameter, in float32 unless the weights' own type is said. Block
+# constants of the 8-bit ones are 2 x 4 bytes for 256 elements (bitsandbytes 0.50, `functional.py`).
+EIGHT_BIT = 2 + 8 / 256
+IN_WEIGHTS_TYPE = {"sgd": 0, "adagrad": 1, "rmsprop": 1, "lion_32bit": 1, "paged_lion_32bit": 1, "adafactor": 0}
+ADAM_STATES = 2
+# What PEFT adapts where nothing is named (0.21, `utils/constants.py`).
+PEFT_TARGETS = {"qwen3_moe": ("q_proj", "k_proj", "v_proj", "o_proj"), "phi3": ("qkv_proj",)}
+PEFT_USUAL = ("q_proj", "v_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """An adapter of this rank on the linear layers with these names, in every layer."""
+
+    rank: int
+    targets: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How a run trains. Lengths are in tokens, and those of the longest batch.
+
+    Attributes:
+        weight_bytes: of a trained weight, as it is loaded.
+        compute_bytes: of an element where it is computed; fewer than `weight_bytes` under autocast.
+        state_bytes: of the optimizer's states, for each trained parameter.
+        sequences: that one process takes through forward and backward pass at once.
+        generation_sequences: that one process makes at once, where the trainer generates by itself.
+        fused_layers: whether Liger's kernels stand in for norms and activations.
+        gpu: whether it is one that trains, and not the CPU.
+    """
+
+    processes: int = 1
+    sharding: Sharding = "none"
+    offloads_optimizer: bool = False
+    offloads_weights: bool = False
+    weight_bytes: int = FLOAT32
+    compute_bytes: int = 2
+    state_bytes: float = ADAM_STATES * FLOAT32
+    lora: Lora | None = None
+    reference: bool = False
+    checkpointing: bool = True
+    attention: Attention = "sdpa"
+    sequences: int = DEFAULT_BATCH
+    prompt_tokens: int = 512
+    completion_tokens: int = DEFAULT_COMPLETION
+    generation_sequences: int = 0
+    fused_layers: bool = False
+    gpu: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Of one pass, prompts and padding included."""
+        return self.sequences * (self.prompt_tokens + self.completion_tokens)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether weights are cast to be computed with."""
+        return self.compute_bytes < self.weight_bytes
+
+
+def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
+    """Return how the run trains.
+
+    Args:
+        prompt_tokens: of the longest prompt, which only its dataset tells.
+    """
+    grpo = spec.grpo
+    sharding, optimizer_away, weights_away = _divided(spec)
+    on_cpu = bool(grpo.get("use_cpu"))
+    weight_bytes = _weight_bytes(grpo)
+    half = bool(grpo.get("fp16")) or bool(grpo.get("bf16", True))
+    sequences = int(grpo.get("per_device_train_batch_size") or DEFAULT_BATCH)
+    at_once = int(grpo.get("steps_per_generation") or grpo.get("gradient_accumulation_steps") or 1)
+    return Training(
+        processes=processes_of(spec),
+        sharding=sharding,
+        offloads_optimizer=optimizer_away,
+        offloads_weights=weights_away,
+        weight_bytes=weight_bytes,
+        compute_bytes=2 if half else weight_bytes,
+        state_bytes=state_bytes(str(grpo.get("optim") or "adamw_torch"), _trained_bytes(spec, weight_bytes)),
+        lora=lora_of(spec.trainer.peft, shape),
+        reference=float(grpo.get("beta") or 0) != 0 and spec.trainer.peft is None,
+        checkpointing=bool(grpo.get("gradient_checkpointing", True)),
+        attention=_attention(grpo),
+        sequences=sequences,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=int(grpo.get("max_completion_length") or DEFAULT_COMPLETION),
+        generation_sequences=sequences * at_once if generates_itself(spec) else 0,
+        fused_layers=bool(grpo.get("use_liger_kernel")) or bool(model_settings(grpo).get("use_kernels")),
+        gpu=not on_cpu,
+    )
+
+
+def lora_of(peft: Mapping[str, Any] | None, shape: Shape) -> Lora | None:
+    """The adapter that a LoraConfig makes for such a model; None where there is none."""
+    if peft is None:
+        return None
+    named = peft.get("target_modules")
+    every = frozenset(one.name for one in (*shape.attention, *shape.mlp))
+    if isinstance(named, str):
+        targets = every if named.lower() == ALL_LINEAR else frozenset(n for n in every if n in named)
+    elif named is None:
+        targets = frozenset(PEFT_TARGETS.get(shape.model_type, PEFT_USUAL))
+    else:
+        targets = frozenset(str(one).rpartition(".")[2] for one in named)
+    return Lora(int(peft.get("r") or DEFAULT_RANK), targets)
+
+
+def state_bytes(optimizer: str, trained_bytes: int) -> float:
+    """Bytes of an optimizer's states for each trained parameter, given the width of the parameter itself."""
+    if "8bit" in optimizer or optimizer == "adamw_bnb_8bit":
+        return EIGHT_BIT / (2 if "lion" in optimizer or "rmsprop" in optimizer else 1)
+    return float(IN_WEIGHTS_TYPE.get(optimizer, ADAM_STATES) * trained_bytes)
+
+
+def _weight_bytes(grpo: Mapping[str, Any]) -> int:
+    """TRL loads in float32 unless it is told (1.16, `create_model_from_path`)."""
+    asked = model_settings(grpo)
+    named = str(asked.get("dtype") or asked.get("torch_dtype") or "float32").removeprefix("torch.")
+    return WIDTH[NAMED.get(named, "BF16")]
+
+
+def _trained_bytes(spec: RunSpec, weight_bytes: int) -> int:
+    """PEFT keeps what it trains in float32."""
+    return FLOAT32 if spec.trainer.peft is not None else weight_bytes
+
+
+def _attention(grpo: Mapping[str, Any]) -> Attention:
+    asked = str(model_settings(grpo).get("attn_implementation") or "sdpa")
+    return "eager" if asked == "eager" else "flash" if "flash" in asked else "sdpa"
+
+
+def _divided(spec: RunSpec) -> tuple[Sharding, bool, bool]:
+    """How a run divides, and whether its optimizer and its weights stay in the machine's own memory."""
+    accelerate, grpo = spec.trainer.accelerate or {}, spec.grpo
+    kind = accelerate.get("distributed_type")
+    if grpo.get("fsdp") or kind == "FSDP":
+        config = {**_mapping(accelerate.get("fsdp_config")), **_mapping(grpo.get("fsdp_config"))}
+        away = bool(config.get("fsdp_offload_params") or config.get("cpu_offload"))
+        return "fsdp", away, away
+    theirs, own = _mapping(grpo.get("deepspeed")), _mapping(accelerate.get("deepspeed_config"))
+    zero = _mapping(theirs.get("zero_optimization"))
+    stage = zero.get("stage", own.get("zero_stage", 0 if theirs else 2)) if theirs or kind == "DEEPSPEED" else 0
+    optimizer = _device(zero.get("offload_optimizer"), own.get("offload_optimizer_device"))
+    weights = _device(zero.get("offload_param"), own.get("offload_param_device"))
+    stages: dict[Any, Sharding] = {1: "zero1", 2: "zero2", 3: "zero3"}
+    return stages.get(stage, "none"), optimizer in ("cpu", "nvme"), weights in ("cpu", "nvme")
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _device(theirs: Any, own: Any) -> str:
+    return str(_mapping(theirs).get("device") or own or "none")
