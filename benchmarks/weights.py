@@ -35,6 +35,7 @@ from benchmarks.rig.weights.links import Link, paced_s3
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks, manifest
+from checkpoint.stream.sending import Sending
 from checkpoint.weights import delta, safetensors, scratch
 from checkpoint.weights.scratch import Tensor
 from policies.model.vocabulary import PolicyVersion
@@ -183,7 +184,7 @@ def published(
     """Publish weights as a trainer does, which streams them, or as one that does not."""
     version, prefix = PolicyVersion(0, step), layout.policy(PolicyVersion(0, step))
     path, changed = folder / layout.MODEL, folder / delta.NAME
-    with chunks.Sending(store, prefix, stored={}) as sending:
+    with Sending(store, prefix, stored={}) as sending:
         grown = sending.grown if streams else lambda *_: None
         written = scratch.rewrite(path, new, base, changed, pool, grown)
         meta = {manifest.KIND: manifest.WHOLE, manifest.WEIGHTS: written.digest}
@@ -205,7 +206,7 @@ def sent_s(folder: Path, size_bytes: int) -> dict[int, float]:
     with paced_s3(PACED_BYTES_PER_S) as store:
         for transfers in TRANSFERS:
             begun_s = time.perf_counter()
-            with chunks.Sending(store, "root", stored={}, transfers=transfers) as sending:
+            with Sending(store, "root", stored={}, transfers=transfers) as sending:
                 sending.finish([("file", path)])
             took_s[transfers] = time.perf_counter() - begun_s
     return took_s

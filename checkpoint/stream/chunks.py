@@ -8,23 +8,18 @@ twice. Transfers run side by side; their number, and of a download its bytes in 
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
 
 import structlog
 from blake3 import blake3
 
-from checkpoint.store.errors import Corrupt, NotFound, StoreError
+from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.store.run_store import Store
-from checkpoint.stream.elsewhere import Download, Dropped, Job, Jobs
-from checkpoint.stream.room import Room
 
 log = structlog.get_logger()
 
@@ -33,9 +28,6 @@ CHUNK_BYTES = 16 * 1024 * 1024
 # At a time: S3 gives each 85 to 90 MB/s (docs.aws.amazon.com, "Performance design patterns for Amazon S3"), and
 # machines have about four times that much network for each core. Each takes a chunk of memory.
 TRANSFERS = min(128, max(8, 4 * (os.cpu_count() or 1)))
-# Of a download, whoever sends them: what 128 transfers from S3 take, 92 Gbit/s. With others beside the store there
-# are twice as many transfers, most of which wait: without a bound they could hold 4 GiB on 32 cores.
-IN_FLIGHT_BYTES = 2 << 30
 READS = 3  # of a chunk whose bytes are wrong; the wire may be at fault, not the store
 
 Progress = Callable[[int], None]  # called with the size of each finished chunk, from any thread
@@ -73,153 +65,10 @@ def matches(content: memoryview, chunk: str) -> bool:
     return bool(blake3(content).hexdigest() == digest_of(chunk))
 
 
-class Sending:
-    """An upload of files below `root`, which may begin while they grow; chunks that are there are skipped.
-
-    A context manager: at its end, by an error too, nothing is read or sent any more.
-
-    Args:
-        stored: names of chunks that may be reused, by digest; what is uploaded is added.
-        suffix: appended to the names of new chunks.
-        progress: told of each chunk.
-        content: gives a chunk's bytes, which may not change before it is left.
-        transfers: so many at a time; TRANSFERS where not given.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        root: str,
-        *,
-        stored: dict[str, str],
-        suffix: str = "",
-        progress: Progress = lambda _: None,
-        content: Callable[[Path, int], AbstractContextManager[memoryview]] | None = None,
-        transfers: int | None = None,
-    ) -> None:
-        self._store, self._root = store, root
-        self._stored, self._suffix, self._progress = stored, suffix, progress
-        self._content = content or window
-        self._begun: dict[Path, list[Future[str]]] = {}
-        self._pool = ThreadPoolExecutor(transfers or TRANSFERS, thread_name_prefix="send")
-
-    def __enter__(self) -> Sending:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def grown(self, path: Path, size_bytes: int) -> None:
-        """Begin with the chunks among the first `size_bytes` of a file: those change no more."""
-        begun = self._begun.setdefault(path, [])
-        for number in range(len(begun), size_bytes // CHUNK_BYTES):
-            begun.append(self._pool.submit(self._send, path, number * CHUNK_BYTES))
-
-    def finish(self, files: Iterable[tuple[str, Path]]) -> list[File]:
-        """Send what is left of these, `(name, path)`, which change no more; of others that have grown, nothing.
-
-        Raises StoreError, OSError.
-        """
-        sent = list[tuple[str, int, list[Future[str]]]]()
-        for name, path in files:
-            size_bytes = path.stat().st_size
-            begun = self._begun.setdefault(path, [])
-            for at in offsets(size_bytes)[len(begun) :]:
-                begun.append(self._pool.submit(self._send, path, at))
-            sent.append((name, size_bytes, begun))
-        _all_or_first_error([future for _, _, futures in sent for future in futures], self._pool)
-        return [_file(name, size_bytes, [one.result() for one in futures]) for name, size_bytes, futures in sent]
-
-    def _send(self, path: Path, offset: int) -> str:
-        with self._content(path, offset) as content:
-            digest = blake3(content).hexdigest()
-            name = self._stored.get(digest)
-            if name is None:
-                name = digest + self._suffix
-                self._store.put(f"{self._root}/{name}", content)
-                self._stored[digest] = name
-            self._progress(len(content))
-            return name
-
-
-def send(
-    store: Store,
-    root: str,
-    files: Iterable[tuple[str, Path]],
-    *,
-    stored: dict[str, str],
-    suffix: str = "",
-    progress: Progress = lambda _: None,
-) -> list[File]:
-    """Upload files, `(name, path)`, which may not change meanwhile; see `Sending`. Raises StoreError, OSError."""
-    with Sending(store, root, stored=stored, suffix=suffix, progress=progress) as sending:
-        return sending.finish(files)
-
-
-def receive(
-    store: Store,
-    root: str,
-    files: Iterable[File],
-    folder: Path,
-    *,
-    progress: Progress = lambda _: None,
-    download: Download | None = None,
-) -> None:
-    """Bring files into `folder`, every chunk verified; what an earlier try left there is verified and kept.
-
-    Args:
-        progress: called with 0 as well while others are waited for.
-        download: others that may have chunks.
-
-    Raises DamagedChunk, Corrupt, NotFound, StoreError, OSError.
-    """
-    jobs = Jobs(_jobs(root, files, folder), download.expects if download is not None else lambda _: False)
-
-    def still() -> None:
-        jobs.check()
-        progress(0)
-
-    sides = (False,) if download is None else (False, True)
-    # Each has its own: those that wait for a slow store take nothing from those that peers could serve.
-    rooms = {expected: Room(IN_FLIGHT_BYTES // len(sides)) for expected in sides}
-
-    def work(*, expected: bool) -> None:
-        try:
-            while (job := jobs.take(expected=expected)) is not None:
-                with rooms[expected].place(job.size_bytes) as room:
-                    _receive(store, root, job, download, still, room)
-                progress(job.size_bytes)
-        except BaseException:
-            jobs.drop()
-            raise
-
-    with ThreadPoolExecutor(TRANSFERS * len(sides), thread_name_prefix="receive") as pool:
-        futures = [pool.submit(work, expected=expected) for expected in sides for _ in range(TRANSFERS)]
-        _all_or_first_error(futures, pool)
-
-
-def _jobs(root: str, files: Iterable[File], folder: Path) -> list[Job]:
-    """What is to be brought; the files get their sizes. Raises Corrupt, OSError."""
-    found = []
-    for file in files:
-        path = _below(folder, file.name, root)
-        places = offsets(file.size_bytes)
-        if file.size_bytes < 0 or len(places) != len(file.chunks):
-            raise Corrupt(f"{root}: {file.name} has {file.size_bytes} bytes in {len(file.chunks)} chunks")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        begun = path.exists()
-        with path.open("ab") as out:
-            out.truncate(file.size_bytes)
-        for offset, chunk in zip(places, file.chunks, strict=True):
-            size_bytes = min(CHUNK_BYTES, file.size_bytes - offset)
-            found.append(Job(chunk, file.name, path, offset, size_bytes, begun))
-    return found
-
-
 def parts(store: Store, root: str, file: File) -> Iterator[memoryview]:
     """The bytes of a file, chunk by chunk, each verified. Raises DamagedChunk, NotFound, StoreError."""
     for chunk in file.chunks:
-        yield _verified(store, f"{root}/{chunk}")
+        yield verified(store, f"{root}/{chunk}")
 
 
 def same(file: File, path: Path) -> bool:
@@ -238,7 +87,7 @@ def check(store: Store, root: str, names: Iterable[str], *, progress: Progress =
 
     def one(name: str) -> tuple[str, str] | None:
         try:
-            progress(len(_verified(store, f"{root}/{name}")))
+            progress(len(verified(store, f"{root}/{name}")))
         except (DamagedChunk, NotFound) as error:
             return name, str(error)
         return None
@@ -247,68 +96,7 @@ def check(store: Store, root: str, names: Iterable[str], *, progress: Progress =
         return dict(found for found in pool.map(one, names) if found is not None)
 
 
-def _below(folder: Path, name: str, root: str) -> Path:
-    """Where a file of a manifest goes. Raises Corrupt for a name that leads elsewhere."""
-    parts = PurePosixPath(name).parts
-    if not parts or ".." in parts or name.startswith("/") or "\0" in name:
-        raise Corrupt(f"{root}: file name {name!r} leaves its folder")
-    return folder / name
-
-
-def _receive(
-    store: Store,
-    root: str,
-    job: Job,
-    download: Download | None,
-    still: Callable[[], None],
-    room: Callable[[], None],
-) -> None:
-    if not (job.begun and _is_there(job)):
-        data = _brought(store, root, job, download, still, room)
-        if len(data) != job.size_bytes:
-            raise Corrupt(f"{root}/{job.chunk}: {len(data)} bytes where the manifest needs {job.size_bytes}")
-        with job.path.open("r+b") as out:
-            written = os.pwrite(out.fileno(), data, job.offset)
-        if written != job.size_bytes:  # the disk is full
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(job.path))
-    if download is not None:
-        download.put(job.chunk, job.name, job.offset, job.size_bytes)
-
-
-def _is_there(job: Job) -> bool:
-    with window(job.path, job.offset) as content:
-        return matches(content, job.chunk)
-
-
-def _brought(
-    store: Store,
-    root: str,
-    job: Job,
-    download: Download | None,
-    still: Callable[[], None],
-    room: Callable[[], None],
-) -> memoryview:
-    """The chunk's bytes, from others or from the store. Raises DamagedChunk, NotFound, StoreError."""
-    if download is None:
-        room()
-        return _verified(store, f"{root}/{job.chunk}")
-    data = download.get(job.chunk, job.size_bytes, still, room)
-    if data is not None:
-        if matches(data, job.chunk):
-            return data
-        download.blame(job.chunk)
-        data = None
-    room()
-    try:
-        return _verified(store, f"{root}/{job.chunk}")
-    except StoreError:
-        data = download.get_at_once(job.chunk, job.size_bytes, still, room)
-        if data is None or not matches(data, job.chunk):
-            raise
-        return data
-
-
-def _verified(store: Store, key: str) -> memoryview:
+def verified(store: Store, key: str) -> memoryview:
     """The chunk's bytes, read until they are what its name says. Raises DamagedChunk, NotFound, StoreError."""
     chunk = key.rpartition("/")[2]
     for read in range(1, READS + 1):
@@ -334,20 +122,3 @@ def window(path: Path, offset: int) -> Iterator[memoryview]:
 def offsets(size_bytes: int) -> range:
     """Where the chunks of a file of that size begin."""
     return range(0, size_bytes, CHUNK_BYTES)
-
-
-def _file(name: str, size_bytes: int, chunks: list[str]) -> File:
-    digests = [digest_of(chunk) for chunk in chunks]
-    digest = digests[0] if len(digests) == 1 else blake3("".join(digests).encode()).hexdigest()
-    return File(name, size_bytes, digest, chunks)
-
-
-def _all_or_first_error(futures: Sequence[Future[Any]], pool: ThreadPoolExecutor) -> None:
-    """Wait for all; at the first error drop what has not begun, and raise it."""
-    try:
-        wait(futures, return_when="FIRST_EXCEPTION")
-        failed = [error for future in futures if future.done() and (error := future.exception()) is not None]
-        for error in sorted(failed, key=lambda one: isinstance(one, Dropped)):  # which only follows another
-            raise error
-    finally:
-        pool.shutdown(cancel_futures=True)

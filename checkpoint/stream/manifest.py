@@ -17,9 +17,10 @@ from checkpoint.store import layout
 from checkpoint.store.codec import check_schema, from_json, to_json
 from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
 from checkpoint.store.run_store import Store
-from checkpoint.stream import chunks
 from checkpoint.stream.chunks import File, Progress
 from checkpoint.stream.elsewhere import Elsewhere
+from checkpoint.stream.receiving import receive
+from checkpoint.stream.sending import send
 from policies.model.vocabulary import PolicyVersion
 
 SCHEMA = 2  # 1 kept whole files
@@ -91,7 +92,7 @@ def publish(
 
     Raises StoreError.
     """
-    files = chunks.send(store, prefix, files_below(folder), stored={})
+    files = send(store, prefix, files_below(folder), stored={})
     manifest = Manifest(SCHEMA, str(version), now_s, prefix, files, meta or {})
     store.put(f"{prefix}/{layout.MANIFEST}", to_json(manifest))
     return manifest
@@ -166,7 +167,7 @@ def materialize(
     others = nullcontext() if elsewhere is None else elsewhere.download(root, names, (part, folder))
     try:
         with others as download:
-            chunks.receive(store, root, files, part, progress=progress, download=download)
+            receive(store, root, files, part, progress=progress, download=download)
     except (Corrupt, NotFound):  # no further try can help
         shutil.rmtree(part, ignore_errors=True)
         raise

@@ -16,6 +16,7 @@ from checkpoint.stream import chunks, manifest
 from checkpoint.stream.catalog import Catalog, Checkpoint, Condemned, Revision
 from checkpoint.stream.chunks import Progress
 from checkpoint.stream.manifest import Manifest
+from checkpoint.stream.sending import send
 from policies.model.vocabulary import PolicyVersion
 
 RECENT = 8  # revisions; chunks that an earlier upload has left are sent again
@@ -40,9 +41,7 @@ def upload(
         present = catalog.newest()
         listed, stored = _reusable(store, catalog, present)
         # A condemned name is never used again: its number is older than the revision that condemned it.
-        sent = chunks.send(
-            store, layout.BLOBS, files, stored=stored, suffix=f".{present.number}", progress=progress
-        )
+        sent = send(store, layout.BLOBS, files, stored=stored, suffix=f".{present.number}", progress=progress)
         made = Manifest(manifest.SCHEMA, str(version), now_s, layout.BLOBS, sent, meta)
         key, data = layout.checkpoint(version, secrets.token_hex(4)), to_json(made)
         store.put(key, data)

@@ -21,6 +21,7 @@ from checkpoint.stream import chunks, manifest
 from checkpoint.stream.chunks import Progress
 from checkpoint.stream.elsewhere import Elsewhere
 from checkpoint.stream.manifest import Manifest
+from checkpoint.stream.sending import send
 from policies.model.vocabulary import PolicyVersion
 from tasks.machine.base_model import FILES, NOT_FILES, TENSORS, WEIGHTS, tensors_in
 
@@ -83,7 +84,7 @@ def publish(store: Store, model: str, revision: str | None, folder: Path, now_s:
         table = Path(scratch, TENSORS)
         table.write_bytes(msgspec.json.encode(tensors))
         given = [(path.name, path) for path in paths if path.name != TENSORS] + [(TENSORS, table)]
-        files = chunks.send(store, place, given, stored=stored)
+        files = send(store, place, given, stored=stored)
     store.secure(sorted({f"{place}/{chunk}" for file in files for chunk in file.chunks}))
     meta = {"model": model, "revision": revision or ""}
     try:

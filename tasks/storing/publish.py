@@ -18,8 +18,9 @@ from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from checkpoint.store.errors import Corrupt, StoreError, StoreUnavailable
 from checkpoint.store.run_store import Store
-from checkpoint.stream import chunks, manifest
+from checkpoint.stream import manifest
 from checkpoint.stream.manifest import Manifest
+from checkpoint.stream.sending import Sending
 from checkpoint.weights import delta, safetensors, scratch
 from checkpoint.weights.safetensors import Bytes
 from checkpoint.weights.scratch import Written
@@ -126,7 +127,7 @@ class PolicyPublisher:
             last = self._left_here() if begins else None
         base = last.ref.digest if last is not None and self._uncompared == 0 else ""
         planned, prefix = self._plan(tensors), layout.policy(version, self._by)
-        with chunks.Sending(self._store, prefix, stored={}) as sending:
+        with Sending(self._store, prefix, stored={}) as sending:
             # What may be in the store is not sent before it is known whether it is.
             grown = sending.grown if not known else lambda *_: None
             written = scratch.rewrite(self._weights, planned, base, self._delta, self._pool, grown)
@@ -208,7 +209,7 @@ class PolicyPublisher:
 
     def _send(
         self,
-        sending: chunks.Sending,
+        sending: Sending,
         version: PolicyVersion,
         prefix: str,
         written: Written,

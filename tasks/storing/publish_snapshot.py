@@ -19,6 +19,7 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks, manifest
 from checkpoint.stream.manifest import Manifest
+from checkpoint.stream.sending import Sending
 from checkpoint.weights import safetensors
 from policies.serving.wire import PolicyRef, labelled_version
 
@@ -54,7 +55,7 @@ class Snapshot:
 
     def _run(self) -> Manifest:
         """Raises Stopped, StoreError (Corrupt: another has begun the file anew), OSError."""
-        with chunks.Sending(
+        with Sending(
             self._store, self.of.prefix, stored={}, content=self._content, transfers=TRANSFERS
         ) as sending:
             files = sending.finish([(layout.MODEL, self._weights)])

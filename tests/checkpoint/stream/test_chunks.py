@@ -13,6 +13,8 @@ from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.stream import chunks, manifest, transfer
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.chunks import DamagedChunk, File
+from checkpoint.stream.receiving import receive
+from checkpoint.stream.sending import send
 from policies.model.vocabulary import PolicyVersion
 from tests.stand_ins.catalog_rig import CHUNK, DictStore
 
@@ -67,13 +69,13 @@ def content(number: int, size_bytes: int) -> bytes:
     return blake3(bytes([number])).digest(length=size_bytes) if size_bytes else b""
 
 
-def send(wire: Wire, source: Path) -> list[File]:
-    return chunks.send(wire, "root", manifest.files_below(source), stored={})
+def sent(wire: Wire, source: Path) -> list[File]:
+    return send(wire, "root", manifest.files_below(source), stored={})
 
 
 def test_files_of_any_size_come_back(wire: Wire, source: Path, tmp_path: Path) -> None:
     told: list[int] = []
-    files = chunks.send(wire, "root", manifest.files_below(source), stored={}, progress=told.append)
+    files = send(wire, "root", manifest.files_below(source), stored={}, progress=told.append)
     assert sum(told) == sum(SIZES.values())
     assert {file.name.partition("/")[2]: (file.size_bytes, len(file.chunks)) for file in files} == {
         "none": (0, 0),
@@ -82,7 +84,7 @@ def test_files_of_any_size_come_back(wire: Wire, source: Path, tmp_path: Path) -
         "more": (CHUNK + 1, 2),
         "many": (5 * CHUNK + 7, 6),
     }
-    chunks.receive(wire, "root", files, tmp_path / "target", progress=told.append)
+    receive(wire, "root", files, tmp_path / "target", progress=told.append)
     assert sum(told) == 2 * sum(SIZES.values())
     for number, (name, size_bytes) in enumerate(SIZES.items()):
         assert (tmp_path / "target" / "deep" / name).read_bytes() == content(number, size_bytes)
@@ -92,18 +94,18 @@ def test_files_of_any_size_come_back(wire: Wire, source: Path, tmp_path: Path) -
 
 def test_what_is_stored_is_not_sent_again(wire: Wire, source: Path) -> None:
     stored: dict[str, str] = {}
-    first = chunks.send(wire, "root", manifest.files_below(source), stored=stored, suffix=".1")
+    first = send(wire, "root", manifest.files_below(source), stored=stored, suffix=".1")
     assert len(wire.puts) == 10
     (source / "again").write_bytes((source / "deep" / "more").read_bytes())
-    second = chunks.send(wire, "root", manifest.files_below(source), stored=stored, suffix=".2")
+    second = send(wire, "root", manifest.files_below(source), stored=stored, suffix=".2")
     assert len(wire.puts) == 10
     assert {chunk for file in second for chunk in file.chunks} == {c for file in first for c in file.chunks}
 
 
 def test_a_download_goes_on_where_an_earlier_one_ended(wire: Wire, source: Path, tmp_path: Path) -> None:
-    files = send(wire, source)
+    files = sent(wire, source)
     target = tmp_path / "target"
-    chunks.receive(wire, "root", files, target)
+    receive(wire, "root", files, target)
     assert len(wire.gets) == 10
     wire.gets.clear()
     data = bytearray((target / "deep" / "many").read_bytes())
@@ -111,23 +113,23 @@ def test_a_download_goes_on_where_an_earlier_one_ended(wire: Wire, source: Path,
     (target / "deep" / "many").write_bytes(data[:-3])
     (target / "deep" / "more").write_bytes((target / "deep" / "more").read_bytes() + b"longer")
     (target / "deep" / "one").unlink()
-    chunks.receive(wire, "root", files, target)
+    receive(wire, "root", files, target)
     many, one = (next(f for f in files if f.name == f"deep/{name}") for name in ("many", "one"))
     assert sorted(wire.gets) == sorted(f"root/{c}" for c in (many.chunks[2], many.chunks[5], one.chunks[0]))
     assert all(chunks.same(file, target / file.name) for file in files)
 
 
 def test_bytes_that_were_wrong_on_the_wire_are_read_again(wire: Wire, source: Path, tmp_path: Path) -> None:
-    files = send(wire, source)
+    files = sent(wire, source)
     key = f"root/{files[0].chunks[3]}"
     wire.spoil = {key: 2}
-    chunks.receive(wire, "root", files, tmp_path / "target")
+    receive(wire, "root", files, tmp_path / "target")
     assert wire.gets.count(key) == 3
     assert all(chunks.same(file, tmp_path / "target" / file.name) for file in files)
 
 
 def test_a_damaged_chunk_is_named_and_nothing_of_it_is_used(wire: Wire, source: Path, tmp_path: Path) -> None:
-    files = send(wire, source)
+    files = sent(wire, source)
     chunk = files[0].chunks[3]
     wire.objects[f"root/{chunk}"] = wire.objects[f"root/{chunk}"][:-1]
     with pytest.raises(DamagedChunk) as caught:
@@ -160,19 +162,19 @@ def test_a_suspect_chunk_is_stored_again_under_another_name(wire: Wire, source: 
 @pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "a/../../evil", "", ".", "a\0b"])
 def test_a_file_cannot_leave_its_folder(wire: Wire, tmp_path: Path, name: str) -> None:
     with pytest.raises(Corrupt, match="leaves its folder"):
-        chunks.receive(wire, "root", [File(name, 0, "00", [])], tmp_path / "target")
+        receive(wire, "root", [File(name, 0, "00", [])], tmp_path / "target")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("size_bytes", [-1, 2 * CHUNK + 1, 1 << 62])
 def test_a_size_must_fit_its_chunks(wire: Wire, tmp_path: Path, size_bytes: int) -> None:
     with pytest.raises(Corrupt, match=f"{size_bytes} bytes in 2 chunks"):
-        chunks.receive(wire, "root", [File("a", size_bytes, "00", ["x", "y"])], tmp_path / "target")
+        receive(wire, "root", [File("a", size_bytes, "00", ["x", "y"])], tmp_path / "target")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_first_error_ends_a_transfer(wire: Wire, source: Path, tmp_path: Path) -> None:
-    files = send(wire, source)
+    files = sent(wire, source)
     wire.objects.clear()
     with pytest.raises(NotFound):
-        chunks.receive(wire, "root", files, tmp_path / "target")
+        receive(wire, "root", files, tmp_path / "target")

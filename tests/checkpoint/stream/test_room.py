@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from checkpoint.stream import chunks, manifest
-from checkpoint.stream.chunks import CHUNK_BYTES, IN_FLIGHT_BYTES
+from checkpoint.stream import chunks, manifest, receiving
+from checkpoint.stream.chunks import CHUNK_BYTES
+from checkpoint.stream.receiving import IN_FLIGHT_BYTES
 from checkpoint.stream.room import Room
 from policies.model.vocabulary import PolicyVersion
 from tests.budget import HANG_S
@@ -89,7 +90,7 @@ def test_of_a_70b_model_no_more_is_in_flight_than_may_be(
     flight = Flight(IN_FLIGHT_BYTES // scale)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(chunks, "TRANSFERS", OF_32_CORES)
-    monkeypatch.setattr(chunks, "IN_FLIGHT_BYTES", flight.most_bytes)
+    monkeypatch.setattr(receiving, "IN_FLIGHT_BYTES", flight.most_bytes)
     (tmp_path / "from").mkdir()
     content = blake3(b"weights").digest(length=9000 * CHUNK)
     (tmp_path / "from" / "model").write_bytes(content)
