@@ -24,7 +24,7 @@ from benchmarks.rig.local_run import ROOT, make_tiny
 from benchmarks.rig.managed_job import ManagedJob
 from checkpoint.store import layout
 from checkpoint.store.codec import from_json
-from policies.serving.wire import GatewayStatus, MemberStatus
+from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from tests.e2e.sky_harness import BUCKET, MACHINE, SkyRun
 from tests.rigs.sky.image import image
 from tests.rigs.sky.missing import missing

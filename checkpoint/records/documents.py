@@ -20,7 +20,8 @@ from policies.control.rollback_begin import RUN_START
 from policies.control.snapshot import Command, Trainer
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import PolicyVersion, Precedence
-from policies.serving.wire import GatewayStatus, labelled_version
+from policies.serving.gateway_status import GatewayStatus
+from policies.serving.wire import labelled_version
 
 SCHEMA = 1
 

@@ -20,7 +20,8 @@ from policies.model import exit_codes
 from policies.model.spec import RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import STATUS_S, GatewayStatus
+from policies.serving.gateway_status import GatewayStatus
+from policies.serving.wire import STATUS_S
 
 FRESH_S = 3 * STATUS_S  # what is older than this says nothing about now
 

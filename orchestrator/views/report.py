@@ -47,7 +47,7 @@ from policies.model.spec import RunSpec
 from policies.model.state import RunState
 from policies.model.timelines import Skipped
 from policies.model.vocabulary import Cause, PolicyVersion, RunPhase
-from policies.serving.wire import VersionSpread
+from policies.serving.gateway_status import VersionSpread
 
 ENDS = 5  # logged values averaged at either end of the run
 REWARD = "reward"

@@ -28,8 +28,8 @@ from policies.model.buying import probe_wait_s
 from policies.model.phases import TERMINAL_RUN
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import NodePhase, PolicyVersion, Role, machine_of
+from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from policies.serving.joining import Stage
-from policies.serving.wire import GatewayStatus, MemberStatus
 
 RECENT_STEPS = 120  # what the sparklines show
 PACE_STEPS = 20  # steps that tell how fast the run is now

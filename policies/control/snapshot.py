@@ -20,8 +20,8 @@ from policies.model.vocabulary import (
     machine_of,
     precedence_of,
 )
+from policies.serving.gateway_status import MemberStatus
 from policies.serving.joining import Coming, Stage
-from policies.serving.wire import MemberStatus
 
 BEFORE_TRAINING = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet
 

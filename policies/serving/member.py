@@ -52,7 +52,7 @@ class Load:
 @dataclass(slots=True)
 class Row:
     """One member, in one term: the table's own state, which the table alone changes. What others are told of it is
-    `policies.serving.wire.MemberStatus`, whose shape is that of the runs' stores.
+    `policies.serving.gateway_status.MemberStatus`, whose shape is that of the runs' stores.
 
     `doubted` is set by a failed request and cleared by the next announcement; `mute` is set when it does not
     answer the gateway, whatever its agent says, and cleared when it does; `stuck` is set when it answers and makes

@@ -19,16 +19,8 @@ import msgspec
 from checkpoint.records import documents
 from checkpoint.security import identity
 from checkpoint.store.run_store import Store
-from policies.serving.wire import (
-    Batch,
-    BatchLine,
-    Completion,
-    CompletionRequest,
-    GatewayStatus,
-    MemberStatus,
-    PolicyRef,
-    Progress,
-)
+from policies.serving.gateway_status import GatewayStatus, MemberStatus
+from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef, Progress
 from tests.budget import HANG_S
 from tests.stand_ins.fake_vllm import completion
 

@@ -22,7 +22,7 @@ from policies.model import exit_codes
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import MachineState, Refusal, Role, RunPhase, role_of, slot_and_incarnation
-from policies.serving.wire import GatewayStatus, MemberStatus
+from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from tests.stand_ins.steered_daemon import EPOCH_S, SteeredDaemon
 from tests.stand_ins.weather_store import Sky, Weather, WeatherStore
 from tests.stand_ins.world import spec

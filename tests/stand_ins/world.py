@@ -48,7 +48,7 @@ from policies.model.vocabulary import (
     role_of,
     slot_and_incarnation,
 )
-from policies.serving.wire import MemberStatus
+from policies.serving.gateway_status import MemberStatus
 from tests.stand_ins.world_store import stored
 
 BOOT_S = 5.0

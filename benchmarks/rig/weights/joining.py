@@ -30,7 +30,8 @@ from checkpoint.store.run_store import OPTIONS_ENV, Store
 from checkpoint.stream import manifest
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import ROLLOUTS, Batch, BatchLine, CompletionRequest, GatewayStatus, PolicyRef
+from policies.serving.gateway_status import GatewayStatus
+from policies.serving.wire import ROLLOUTS, Batch, BatchLine, CompletionRequest, PolicyRef
 from tests.rigs.store.fault_proxy import FaultProxy, Slow, fault_proxy
 from tests.rigs.store.moto_server import moto_server
 from tests.rigs.store.server import S3Server

@@ -24,10 +24,11 @@ from orchestrator.gateway.routing.spreads import Spreads
 from orchestrator.gateway.routing.waiting import Waiting
 from orchestrator.gateway.turns import Turns
 from policies.model.vocabulary import Recovery, machine_of
+from policies.serving.gateway_status import MembershipChange, MemberStatus, VersionSpread
 from policies.serving.member import Change, Row, Wanted
 from policies.serving.membership import Membership
 from policies.serving.silence import SilenceLimits
-from policies.serving.wire import Announce, AnnounceReply, MembershipChange, MemberStatus, PolicyRef, VersionSpread
+from policies.serving.wire import Announce, AnnounceReply, PolicyRef
 
 log = structlog.get_logger()
 

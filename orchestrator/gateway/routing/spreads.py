@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from policies.serving.gateway_status import VersionSpread
 from policies.serving.member import Row
-from policies.serving.wire import Announce, PolicyStages, VersionSpread
+from policies.serving.wire import Announce, PolicyStages
 
 KEPT = 8
 

@@ -25,18 +25,9 @@ from orchestrator.gateway.surface.batch import BatchRun
 from orchestrator.gateway.surface.metrics import CONTENT_TYPE, Metrics
 from orchestrator.gateway.surface.openai import OpenAI, error_document
 from policies.model.vocabulary import machine_of
+from policies.serving.gateway_status import GatewayStatus
 from policies.serving.joining import Stage
-from policies.serving.wire import (
-    COMERS,
-    PEERS,
-    ROLLOUTS,
-    WANTED,
-    Announce,
-    AnnounceReply,
-    GatewayStatus,
-    PeerList,
-    PeerWord,
-)
+from policies.serving.wire import COMERS, PEERS, ROLLOUTS, WANTED, Announce, AnnounceReply, PeerList, PeerWord
 
 _announce = msgspec.json.Decoder(Announce)
 _peer_word = msgspec.json.Decoder(PeerWord)

@@ -17,7 +17,8 @@ from checkpoint.records import documents
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import Precedence
-from policies.serving.wire import STATUS_S, GatewayStatus
+from policies.serving.gateway_status import GatewayStatus
+from policies.serving.wire import STATUS_S
 
 log = structlog.get_logger()
 

@@ -30,7 +30,7 @@ from policies.control.snapshot import Action, Command, Launch, LaunchRefused, Ma
 from policies.detect.divergence import Health, Verdict
 from policies.model.events import DataSetAside, HealthyChosen, RunCreated
 from policies.model.vocabulary import MachineState, PolicyVersion, RunPhase
-from policies.serving.wire import GatewayStatus, MembershipChange, MemberStatus
+from policies.serving.gateway_status import GatewayStatus, MembershipChange, MemberStatus
 from tests.budget import examples
 from tests.stand_ins.world import spec
 

@@ -16,7 +16,7 @@ import pytest
 
 from policies.model.gpus import VISIBLE
 from policies.model.node_contract import NOTICE
-from policies.serving.wire import MemberStatus
+from policies.serving.gateway_status import MemberStatus
 from tasks.rollout.vllm.server import BOOT_ENV
 from tests.node.rollout.test_rollout_node import Lab, completions, largest_difference, until
 

@@ -32,7 +32,8 @@ from policies.model.gpus import VISIBLE
 from policies.model.node_contract import WORKDIR_ENV
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, MemberStatus, PolicyRef
+from policies.serving.gateway_status import MemberStatus
+from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef
 from tasks.trl.canary import canary_of
 from tests.budget import HANG_S
 from tests.stand_ins.strangers import check_closed

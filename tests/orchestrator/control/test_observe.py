@@ -19,7 +19,7 @@ from policies.model.events import Diverged
 from policies.model.state import RunState
 from policies.model.timelines import Fork
 from policies.model.vocabulary import MachineState, PolicyVersion
-from policies.serving.wire import GatewayStatus, MemberStatus
+from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from tests.stand_ins.world import spec
 
 names = itertools.count()

@@ -8,8 +8,9 @@ import pytest
 
 from orchestrator.gateway.routing.spreads import KEPT, Spreads
 from orchestrator.gateway.surface.admission import Refused, check_announce
+from policies.serving.gateway_status import VersionSpread
 from policies.serving.member import Row
-from policies.serving.wire import Announce, PolicyRef, PolicyStages, VersionSpread
+from policies.serving.wire import Announce, PolicyRef, PolicyStages
 from tests.orchestrator.gateway.test_metrics import numbers
 from tests.rigs.gateway_served import Served, serve
 

@@ -16,7 +16,8 @@ from checkpoint.store.backends import BytesLike
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
 from orchestrator.gateway.surface.status_writer import StatusWriter
-from policies.serving.wire import STATUS_S, GatewayStatus, MemberStatus
+from policies.serving.gateway_status import GatewayStatus, MemberStatus
+from policies.serving.wire import STATUS_S
 from tests.budget import HANG_S
 from tests.rigs.gateway_process import Rig, until
 

@@ -17,8 +17,9 @@ from checkpoint.records import documents
 from orchestrator.cli import main
 from orchestrator.gateway.surface.describe import State, describe, state_of
 from orchestrator.home.folder import run_dir
+from policies.serving.gateway_status import MembershipChange, MemberStatus
 from policies.serving.joining import BASE_MODEL, ENGINE, POLICY, Coming, Stage
-from policies.serving.wire import Announce, AnnounceReply, BatchLine, MembershipChange, MemberStatus, PolicyRef
+from policies.serving.wire import Announce, AnnounceReply, BatchLine, PolicyRef
 from tasks.completions.gateway_client import body_of
 from tests.rigs.gateway_process import TOKEN, Rig, make_batch
 from tests.rigs.gateway_served import Served, serve, two_nodes

@@ -37,8 +37,8 @@ from policies.model.events import (
 )
 from policies.model.timelines import Fork
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
+from policies.serving.gateway_status import GatewayStatus, MembershipChange, MemberStatus
 from policies.serving.joining import BASE_MODEL, CHECKPOINT, POLICY, Coming, Stage
-from policies.serving.wire import GatewayStatus, MembershipChange, MemberStatus
 from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World
 
 

@@ -23,8 +23,8 @@ from orchestrator.views.run_view import run_view
 from orchestrator.views.terminal import changes, render, watch
 from policies.detect.divergence import Health
 from policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase
+from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from policies.serving.joining import BASE_MODEL, ENGINE, Stage
-from policies.serving.wire import GatewayStatus, MemberStatus
 from tests.generators.views_world import T0, World
 
 

@@ -21,7 +21,7 @@ from orchestrator.views.weights import (
     weights_view,
     weights_words,
 )
-from policies.serving.wire import GatewayStatus, VersionSpread
+from policies.serving.gateway_status import GatewayStatus, VersionSpread
 from tests.generators.views_world import T0, World
 
 MIB = 2**20

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from policies.serving.gateway_status import MembershipChange
 from policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Load, Row, Wanted
 from policies.serving.membership import TOGETHER_REQUESTS, Membership
-from policies.serving.wire import SILENT_S, Announce, EngineWord, MembershipChange
+from policies.serving.wire import SILENT_S, Announce, EngineWord
 
 ONE = Load("p")
 

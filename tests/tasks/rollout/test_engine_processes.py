@@ -22,7 +22,8 @@ from checkpoint.security.vouched import vouch
 from policies.model.gpus import VISIBLE
 from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, NOTICE, WORKDIR_ENV
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from policies.serving.wire import Batch, Completion, MemberStatus
+from policies.serving.gateway_status import MemberStatus
+from policies.serving.wire import Batch, Completion
 from tasks.rollout.vllm.server import BOOT_ENV
 from tests.budget import HANG_S
 from tests.rigs.gateway_process import TOKEN, Rig, make_batch, until
