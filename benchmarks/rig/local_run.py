@@ -32,6 +32,7 @@ def tiny_spec(model_folder: Path, **grpo: Any) -> dict[str, Any]:
     spec["trainer"]["dataset"] = str(model_folder / "prompts.jsonl")
     spec["trainer"].pop("eval_dataset", None)
     spec.pop("rehearse", None)
+    spec["trainer"].pop("setup")
     for key in ("eval_strategy", "eval_steps"):
         spec["grpo"].pop(key, None)
     spec["grpo"].update(grpo)

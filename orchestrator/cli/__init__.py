@@ -17,7 +17,7 @@ from orchestrator.cli.look import events, logs, plot, report, status
 from orchestrator.cli.rollback import rollback
 from orchestrator.cli.start import resume, up
 from orchestrator.cli.target import NoSuchRun
-from orchestrator.cli.write import init, validate
+from orchestrator.cli.write import Init, init, validate
 from orchestrator.clouds import CloudMissing
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.config.load import ConfigError
@@ -31,7 +31,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (init, validate, doctor, up, status, logs, events, resume, rollback, down, report, plot, detect):
+app.command(cls=Init)(init)
+for command in (validate, doctor, up, status, logs, events, resume, rollback, down, report, plot, detect):
     app.command()(command)
 app.add_typer(checkpoints.app)
 app.add_typer(members.app)

@@ -7,29 +7,70 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.options import AsJson, Output, print_json
 from orchestrator.clouds.local.gpus import gpus_here
 from orchestrator.config.load import ConfigError, Loaded, Problem, load
+from orchestrator.config.recipes import recipe_lines, write_recipe
 from orchestrator.config.sizes.model import find_size
 from orchestrator.config.template import init_text
 from policies.model import exit_codes
 
 
+class Init(TyperCommand):
+    """`--recipe` without a name asks which there are."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [*args, ""] if args[-1:] == ["--recipe"] else args)
+
+
 def init(
-    path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("run.yaml"),
-    name: Annotated[str, typer.Option(help="The run's name.")] = "my-run",
+    path: Annotated[
+        Path | None,
+        typer.Argument(help="Where to write it: run.yaml, or the recipe's folder.", show_default=False),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The run's name: my-run, or the recipe's.", show_default=False)
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Write a recipe's folder instead; without a name: list them.")
+    ] = None,
 ) -> None:
-    """Write a commented run.yaml to start from."""
+    """Write a commented run.yaml to start from, or a recipe that runs."""
+    if recipe is not None:
+        _init_recipe(recipe, path, name)
+        return
+    path = path or Path("run.yaml")
     try:
         with path.open("x") as out:
-            out.write(init_text(name))
+            out.write(init_text(name or "my-run"))
     except FileExistsError:
         raise Stop(f"{path} exists already; remove it or name another", exit_codes.USAGE) from None
     except OSError as error:
         raise Stop(f"{path}: {error.strerror}", exit_codes.USAGE) from None
     console.print(f"Wrote {path}. Check it with: grpo-orch validate {path}", highlight=False)
+
+
+def _init_recipe(recipe: str, folder: Path | None, name: str | None) -> None:
+    lines = recipe_lines()
+    if recipe not in lines:
+        width = max(map(len, lines))
+        listed = "\n".join(f"  {one:{width}}  {line}" for one, line in lines.items())
+        if recipe:
+            raise Stop(f"there is no recipe {recipe}; expected --recipe with one of\n{listed}", exit_codes.USAGE)
+        raise Stop(listed, exit_codes.OK)
+    folder = folder or Path(recipe)
+    try:
+        files = write_recipe(recipe, folder, name)
+    except OSError as error:
+        if folder.exists() or folder.is_symlink():
+            raise Stop(f"{folder} exists already; remove it or name another", exit_codes.USAGE) from None
+        raise Stop(f"{folder}: {error.strerror}", exit_codes.USAGE) from None
+    told = f"Wrote {folder}: {', '.join(files)}. Its README.md says what to change. Then:"
+    console.print(told, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"  cd {folder} && grpo-orch up run.yaml", markup=False, highlight=False, soft_wrap=True)
 
 
 def validate(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import structlog
@@ -16,7 +18,9 @@ def set_up(workdir: Path, script: str) -> bool:
     done = workdir / "setup.done"
     if not script or done.exists():
         return True
-    code = subprocess.run(["bash", "-euo", "pipefail", "-c", script], check=False).returncode
+    here = Path(sys.executable).parent  # so that `pip` and `python` are this environment's, on any machine
+    env = {**os.environ, "PATH": os.pathsep.join([str(here), os.environ.get("PATH", os.defpath)])}
+    code = subprocess.run(["bash", "-euo", "pipefail", "-c", script], check=False, env=env).returncode
     if code != 0:
         log.error("setup_failed", exit_code=code, hint="see the lines above; it is `setup` of run.yaml")
         return False

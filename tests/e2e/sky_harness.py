@@ -147,6 +147,7 @@ class SkyRun:
 def _spec(rig: SkyRig, changes: dict[str, Any]) -> dict[str, Any]:
     spec: dict[str, Any] = yaml.safe_load((TINY / "run.yaml").read_text())
     spec.pop("rehearse")
+    spec["trainer"].pop("setup")
     spec["cloud"] = "sky"
     spec["storage"] = {
         "url": f"s3://{BUCKET}/tiny",

@@ -40,6 +40,7 @@ def tiny_run(
 ) -> Run:
     spec = yaml.safe_load((TINY / "run.yaml").read_text())
     spec.pop("rehearse", None)
+    spec["trainer"].pop("setup")  # the model is made once for all tests
     spec["trainer"]["model"] = str(tiny / "model")
     spec["trainer"]["dataset"] = str(tiny / "prompts.jsonl")
     spec["trainer"]["eval_dataset"] = str(tiny / "held_out.jsonl")

@@ -5,7 +5,10 @@ Also paths: what is relative in the file is relative to the folder of the file, 
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,18 @@ from orchestrator.config.reading.lines import Document
 from orchestrator.config.reading.paths import absolute
 from orchestrator.config.reading.problems import Findings, KeyPath
 from policies.model.datasets import FILE_KINDS
+
+WORDS = re.compile(r"[^\s\"'`=;:|&()<>]+")  # of a shell script
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """What is known of the file while its paths are read."""
+
+    workdir: Path
+    findings: Findings
+    is_sky: bool
+    setup: str  # the trainer's script
 
 
 def write_out(document: Document, workdir: Path, findings: Findings) -> None:
@@ -23,7 +38,8 @@ def write_out(document: Document, workdir: Path, findings: Findings) -> None:
         data["secrets"] = [data["secrets"]]
     trainer = data.get("trainer")
     if isinstance(trainer, dict):
-        _trainer(trainer, workdir, findings, is_sky=is_sky)
+        setup = trainer.get("setup")
+        _trainer(trainer, _Here(workdir, findings, is_sky, setup if isinstance(setup, str) else ""))
     rollout = data.get("rollout")
     if isinstance(rollout, dict):
         _rollout(rollout)
@@ -32,7 +48,7 @@ def write_out(document: Document, workdir: Path, findings: Findings) -> None:
             _env(section["env"], name, document.texts)
 
 
-def _trainer(trainer: dict[str, Any], workdir: Path, findings: Findings, *, is_sky: bool) -> None:
+def _trainer(trainer: dict[str, Any], here: _Here) -> None:
     for key in ("reward_funcs", "tools"):
         if isinstance(trainer.get(key), str):
             trainer[key] = [trainer[key]]
@@ -40,23 +56,21 @@ def _trainer(trainer: dict[str, Any], workdir: Path, findings: Findings, *, is_s
         for index, reward in enumerate(rewards):
             if isinstance(reward, str) and "/" in reward:  # a model
                 where: KeyPath = ("trainer", "reward_funcs", index)
-                rewards[index] = _local(reward, workdir, where, (), findings, is_sky=is_sky)
+                rewards[index] = _local(reward, where, (), here)
     if isinstance(trainer.get("model"), str):
-        trainer["model"] = _local(trainer["model"], workdir, ("trainer", "model"), (), findings, is_sky=is_sky)
+        trainer["model"] = _local(trainer["model"], ("trainer", "model"), (), here)
     for key in ("dataset", "eval_dataset"):
         if isinstance(named := trainer.get(key), list):
             for index, one in enumerate(named):
-                named[index] = _dataset(one, workdir, ("trainer", key, index), findings, is_sky=is_sky)
+                named[index] = _dataset(one, ("trainer", key, index), here)
         elif named is not None:
-            trainer[key] = _dataset(named, workdir, ("trainer", key), findings, is_sky=is_sky)
+            trainer[key] = _dataset(named, ("trainer", key), here)
 
 
-def _dataset(named: Any, workdir: Path, path: KeyPath, findings: Findings, *, is_sky: bool) -> Any:
+def _dataset(named: Any, path: KeyPath, here: _Here) -> Any:
     dataset = {"path": named} if isinstance(named, str) else named
     if isinstance(dataset, dict) and isinstance(dataset.get("path"), str):
-        dataset["path"] = _local(
-            dataset["path"], workdir, (*path, "path"), tuple(FILE_KINDS), findings, is_sky=is_sky
-        )
+        dataset["path"] = _local(dataset["path"], (*path, "path"), tuple(FILE_KINDS), here)
     return dataset
 
 
@@ -75,24 +89,31 @@ def _env(env: dict[str, Any], section: str, texts: dict[KeyPath, str]) -> None:
             env[name] = texts[(section, "env", name)]
 
 
-def _local(
-    text: str, workdir: Path, path: KeyPath, files: tuple[str, ...], findings: Findings, *, is_sky: bool
-) -> str:
+def _local(text: str, path: KeyPath, files: tuple[str, ...], here: _Here) -> str:
     """A hub name stays; a folder, or a file of one of the kinds `files`, becomes absolute. On other machines paths
     are theirs, and stay."""
-    found = absolute(text, workdir)
-    if is_sky and text.startswith(("/", "~")):
+    found, findings = absolute(text, here.workdir), here.findings
+    if here.is_sky and text.startswith(("/", "~")):
         if text.startswith("~"):
             findings.add(path, "~ is not known on other machines; expected the whole path, or a relative one")
         return text
     if _is(found, Path.is_dir) or (_is(found, Path.is_file) and found.name.endswith(files)):
-        return text if is_sky else str(found)
+        return text if here.is_sky else str(found)
     if _is(found, Path.is_file):
         expected = f"a folder or a file that ends in {', '.join(files)}" if files else "a folder"
         findings.add(path, f"{found} is a file; expected {expected}")
     elif text.startswith(("/", "./", "../", "~")) or (files and text.endswith(files)):
+        if _is_made(found, here):
+            return str(found)
         findings.add(path, f"no such file or folder: {found}; relative paths start at the folder of this file")
     return text
+
+
+def _is_made(found: Path, here: _Here) -> bool:
+    """Whether the trainer's `setup` may make it, on this machine: it names the path or a folder above it."""
+    words = {os.path.normpath(here.workdir / word) for word in WORDS.findall(here.setup)}
+    above = [one for one in (found, *found.parents) if here.workdir in one.parents]
+    return not here.is_sky and any(str(one) in words for one in above)
 
 
 def _is(path: Path, kind: Callable[[Path], bool]) -> bool:

@@ -8,12 +8,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from orchestrator.clouds.wheel import PACKAGES, build_wheel
+from orchestrator.config.recipes import recipe_lines
 
 ROOT = Path(__file__).parents[3]
 BUILD = "import sys; from pathlib import Path; from orchestrator.clouds.wheel import build_wheel; "
@@ -24,10 +26,12 @@ import importlib.resources, os
 import checkpoint.store.run_store, policies.control.decide, tasks
 from importlib import metadata
 from orchestrator.config.load import load_spec
+from orchestrator.config.recipes import recipe_lines
 
 print(tasks.__file__)
 print((importlib.resources.files("tasks") / "sky" / "setup.sh").is_file())
 print((importlib.resources.files("orchestrator.config") / "template.yaml").is_file())
+print(*recipe_lines())
 found = next(iter(metadata.distributions(name="grpo-orch", path=[os.environ["PYTHONPATH"]])))
 print(*(one for one in found.requires if 'extra == "node"' in one))
 print(*found.entry_points)
@@ -66,9 +70,10 @@ def test_it_installs_as_any_wheel_and_brings_its_data_and_extras(tmp_path: Path)
     run = subprocess.run(
         [sys.executable, "look.py"], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    where, script, table, extra, entry = run.stdout.splitlines()
+    where, script, table, recipes, extra, entry = run.stdout.splitlines()
     assert where == str(target / "tasks" / "__init__.py")
     assert (script, table) == ("True", "True")
+    assert recipes.split() == [*recipe_lines()]
     assert "vllm==" in extra
     assert "orchestrator.cli:main" in entry
 
@@ -108,6 +113,16 @@ def test_its_record_names_every_file_with_digest_and_size(tmp_path: Path) -> Non
 def test_what_was_built_is_not_built_again(tmp_path: Path) -> None:
     before = build_wheel(tmp_path).stat()
     assert build_wheel(tmp_path).stat() == before
+
+
+def test_setuptools_is_told_of_all_that_is_no_module(tmp_path: Path) -> None:
+    """`pip install` of the project has what the wheel here has."""
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    names = {name for name in zipfile.ZipFile(build_wheel(tmp_path)).namelist() if ".dist-info/" not in name}
+    modules = {name for name in names if name.endswith(".py") and (ROOT / name).with_name("__init__.py").exists()}
+    data = {f"{package}/{one}" for package, globs in told.items() for one in globs}
+    left = names - modules - {path.relative_to(ROOT).as_posix() for one in data for path in ROOT.glob(one)}
+    assert {name for name in left if (ROOT / name).stat().st_size} == set()
 
 
 def test_neither_tests_nor_caches_nor_hidden_files_are_inside(tmp_path: Path, checkout: Path) -> None:

@@ -1,32 +1,31 @@
-"""The recipes of examples/: each is valid as it stands, is what it says it is, and rewards what it means to."""
+"""The recipes: each is valid as it is written out, is what it says it is, and rewards what it means to."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from orchestrator.cli import main
 from orchestrator.config.load import load
+from orchestrator.config.recipes import FOLDER, recipe_lines, write_recipe
 from policies.model.spec import Dataset, RunSpec, datasets_of, generates_itself
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+ROOT = Path(__file__).parents[3]
 NOTICES = {"math-two-gpus": ["grpo.beta"]}  # it has no KL on purpose
 
 
-def recipes() -> list[str]:
-    """All examples but the demo's, whose model is made first."""
-    return sorted(path.parent.name for path in EXAMPLES.glob("*/run.yaml") if path.parent.name != "tiny")
-
-
 def spec_of(recipe: str) -> RunSpec:
-    return load(EXAMPLES / recipe / "run.yaml", lambda: 2).spec
+    return load(FOLDER / recipe / "run.yaml", lambda: 2).spec
 
 
 def module(recipe: str, name: str) -> ModuleType:
     """A recipe's own; all are called the same."""
-    found = importlib.util.spec_from_file_location(f"{recipe}_{name}", EXAMPLES / recipe / f"{name}.py")
+    found = importlib.util.spec_from_file_location(f"{recipe}_{name}", FOLDER / recipe / f"{name}.py")
     assert found is not None
     assert found.loader is not None
     made = importlib.util.module_from_spec(found)
@@ -38,11 +37,61 @@ def chat(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
-@pytest.mark.parametrize("recipe", recipes())
-def test_it_is_valid_as_it_stands(recipe: str) -> None:
-    loaded = load(EXAMPLES / recipe / "run.yaml", lambda: 2)
+@pytest.mark.parametrize("recipe", recipe_lines())
+def test_it_is_valid_as_it_is_written_out(recipe: str, tmp_path: Path) -> None:
+    written = write_recipe(recipe, tmp_path / "mine", name=None)
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == written
+    loaded = load(tmp_path / "mine" / "run.yaml", lambda: 2)
     assert [notice.key for notice in loaded.notices] == NOTICES.get(recipe, [])
     assert loaded.spec.name == recipe
+    other = write_recipe(recipe, tmp_path / "other", name="other")
+    assert (load(tmp_path / "other" / "run.yaml", lambda: 2).spec.name, other) == ("other", written)
+
+
+def test_each_has_a_line_a_page_and_a_link() -> None:
+    lines = recipe_lines()
+    assert lines.keys() == {path.parent.name for path in FOLDER.glob("*/run.yaml")}
+    assert all(lines.values())
+    for name in lines:
+        assert (ROOT / "docs" / "recipes" / f"{name}.md").read_text().startswith(f"# {name}\n")
+        assert (ROOT / "examples" / name / "run.yaml").samefile(FOLDER / name / "run.yaml")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_nothing_is_overwritten(kind: str, tmp_path: Path) -> None:
+    there = tmp_path / "mine"
+    match kind:
+        case "file":
+            there.write_text("mine")
+        case "folder":
+            there.mkdir()
+            (there / "run.yaml").write_text("mine")
+        case _:
+            there.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(OSError):
+        write_recipe("tiny", there, name=None)
+    assert os.listdir(tmp_path) == ["mine"]
+    assert kind != "folder" or (there / "run.yaml").read_text() == "mine"
+
+
+def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def said(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["grpo-orch", "init", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), "".join(capsys.readouterr())
+
+    code, listed = said("--recipe")
+    assert (code, len(listed.splitlines())) == (0, len(recipe_lines()))
+    code, listed = said("--recipe", "nope")
+    assert (code, len(listed.splitlines())) == (2, 1 + len(recipe_lines()))
+    assert said("--recipe", "tiny")[0] == 0
+    assert said("--recipe", "tiny") == (2, "tiny exists already; remove it or name another\n")
+    assert said("--recipe", "tiny", "no/such") == (2, "no/such: No such file or directory\n")
+    assert said() == (0, "Wrote run.yaml. Check it with: grpo-orch validate run.yaml\n")
+    assert sorted(os.listdir(tmp_path)) == ["run.yaml", "tiny"]
 
 
 def test_they_are_the_published_ones() -> None:

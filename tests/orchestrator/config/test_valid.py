@@ -202,6 +202,18 @@ def test_a_reward_module_may_come_with_setup(folder: Path) -> None:
     assert load(folder, text).trainer.reward_funcs == ("from_elsewhere.score",)
 
 
+def test_a_path_that_setup_names_may_come_with_it(folder: Path) -> None:
+    setup = ("trainer:\n", "trainer:\n  setup: test -e made || python make.py --out=made\n")
+    dataset = ("dataset: prompts.jsonl", "dataset: ./made/rows.jsonl")
+    loaded = load(folder, changed(setup, dataset))
+    assert loaded.trainer.dataset == Dataset(path=str(folder / "made" / "rows.jsonl"))
+    for other in ("./mad/rows.jsonl", "../made/rows.jsonl"):
+        with pytest.raises(ConfigError, match="no such file or folder"):
+            load(folder, changed(setup, ("dataset: prompts.jsonl", f"dataset: {other}")))
+    with pytest.raises(ConfigError, match="no such file or folder"):
+        load(folder, changed(setup, dataset, ("name: demo", "name: demo\ncloud: sky")))
+
+
 def test_a_reward_in_a_package_is_found_without_running_the_package(folder: Path) -> None:
     (folder / "scores").mkdir()
     (folder / "scores" / "__init__.py").write_text("raise RuntimeError('imported')\n")

@@ -1,4 +1,4 @@
-"""The recipes of examples/, three steps each, as their run.yaml says: their prompts, rewards, losses and adapters.
+"""The recipes, three steps each, as their run.yaml says: their prompts, rewards, losses and adapters.
 
 What cannot be here is replaced: the model by a tiny one, the hub's datasets by rows of the same columns, GPUs by
 the CPU, DeepSpeed by two processes of DDP, the 8-bit optimizer by AdamW, and vLLM by the stand-in gateway.
