@@ -1,0 +1,94 @@
+"""Seconds of steps and syncs at the sizes of real models and GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from policies.sizing.gpus import gpu_named
+from policies.sizing.speed import Engine, Passes, StepWork, generate_s, shared_by_nodes, token_s, train_s
+from policies.sizing.sync import delta_s, delta_share, is_measured, whole_s
+
+H200 = gpu_named("h200")
+assert H200 is not None
+PARAMS_32B, WEIGHTS_32B = 32.76e9, 65.5e9  # Qwen2.5-32B: 64 layers, 8 heads of 128 for keys and values
+KV_32B = 2 * 64 * 8 * 128 * 2
+WORK = StepWork(generated=64, trained=64, prompts=8, prompt_tokens=256, completion_tokens=512)
+ENGINE = Engine(1, H200.bandwidth_gb_per_s, H200.tflops, WEIGHTS_32B, KV_32B, PARAMS_32B)
+
+
+@pytest.mark.parametrize(
+    ("weights_gb", "link", "whole", "delta"),
+    [  # docs/benchmarks.md
+        (15, 10, 27, 3.1),
+        (15, 100, 5.3, 2.9),
+        (65.5, 10, 117, 13),
+        (65.5, 25, 54, 13),
+        (65.5, 100, 23, 12),
+        (141, 10, 252, 28),
+        (141, 100, 49, 27),
+    ],
+)
+def test_a_sync_takes_what_the_page_of_benchmarks_says(
+    weights_gb: float, link: int, whole: float, delta: float
+) -> None:
+    assert whole_s(weights_gb * 1e9, link) == pytest.approx(whole, rel=0.03)
+    assert delta_s(weights_gb * 1e9, 0.0178, link) == pytest.approx(delta, rel=0.05)
+
+
+def test_a_slow_link_waits_for_a_large_delta_twice() -> None:
+    assert delta_s(8e9, 1.0, 1) == pytest.approx(64 + 64 + 0.5)
+
+
+def test_the_share_of_a_delta_is_the_measured_one_and_between_them_grows() -> None:
+    assert [delta_share(rate) for rate in (5e-7, 1e-6, 1e-5)] == pytest.approx([0.0106, 0.0178, 0.097])
+    shares = [delta_share(rate) for rate in (1e-8, 5e-7, 7e-7, 1e-6, 3e-6, 1e-5, 1e-4, 1e-2)]
+    assert shares == sorted(set(shares))
+    assert (delta_share(0), delta_share(1)) == (0, 1)
+    assert [is_measured(rate) for rate in (1e-7, 5e-7, 1e-5, 2e-5)] == [False, True, True, False]
+
+
+def test_one_node_reads_the_weights_once_a_token_whoever_asks() -> None:
+    """65.5 GB at 0.7 of 4.8 TB/s is 19.5 ms; 64 sequences of 512 tokens on average read 8.6 GB of keys, too."""
+    assert token_s(ENGINE, WORK, 1) == pytest.approx(0.0195, rel=0.01)
+    assert token_s(ENGINE, WORK, 64) == pytest.approx(0.0221, rel=0.01)
+    one, two, four = (generate_s(ENGINE, WORK, engines) for engines in (1, 2, 4))
+    assert one == pytest.approx(11.6, rel=0.03)
+    assert one > two > four > 512 * 0.0195  # what no number of nodes gets below
+    floor_s, shared_node_s = shared_by_nodes(ENGINE, WORK, 1)
+    assert floor_s == pytest.approx(512 * 0.0195, rel=0.01)
+    for nodes, seconds in ((1, one), (2, two), (4, four)):
+        assert floor_s + shared_node_s / nodes == pytest.approx(seconds, rel=0.02)
+
+
+def test_many_sequences_wait_for_the_processors_and_more_than_fit_come_in_rounds() -> None:
+    crowd = replace(WORK, generated=2048, prompts=1)
+    assert token_s(ENGINE, crowd, 2048) == pytest.approx(2 * PARAMS_32B * 2048 / (989e12 * 0.4))
+    held = replace(ENGINE, sequences_max=16)
+    each = 512 * token_s(held, WORK, 16)
+    assert generate_s(held, WORK, 1) == pytest.approx(4 * each, rel=0.02)
+    assert generate_s(held, WORK, 4) == pytest.approx(each, rel=0.02)
+
+
+def test_two_gpus_read_twice_as_fast_and_a_slow_program_is_a_floor() -> None:
+    assert token_s(replace(ENGINE, gpus=2), WORK, 1) == pytest.approx(token_s(ENGINE, WORK, 1) / 2)
+    assert token_s(replace(ENGINE, token_floor_s=0.064), WORK, 1) == 0.064
+
+
+def test_a_step_of_training() -> None:
+    """Full fine-tuning is the 6 operations of the scaling laws; the 32B recipe has 10, its adapter no weight of
+    the base model to learn: 10 x 32.76e9 x 64 x 768 at 0.3 of 989e12."""
+    assert Passes(all_weights=True, recomputed=False, reference=False, old=False).flops_per_param == 6
+    assert Passes(all_weights=True, recomputed=True, reference=False, old=False).flops_per_param == 8
+    recipe = Passes(all_weights=False, recomputed=True, reference=True, old=True)
+    assert train_s(PARAMS_32B, WORK, recipe, 1, 989) == pytest.approx(54.3, rel=0.01)
+    assert train_s(PARAMS_32B, WORK, recipe, 8, 989) == pytest.approx(54.3 / 8, rel=0.01)
+
+
+def test_gpus_are_found_by_skypilots_names() -> None:
+    found = gpu_named("H200")
+    assert found is not None
+    assert found.memory_bytes == pytest.approx(150.8e9, rel=0.001)
+    assert (gpu_named("A100-80gb"), gpu_named("H900")) == (gpu_named("A100-80GB"), None)
+    assert not any(kind is None or kind.has_bf16 for kind in map(gpu_named, ("T4", "V100")))
