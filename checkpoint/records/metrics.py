@@ -23,6 +23,8 @@ TOKENS = "orch/tokens"  # completion tokens that this step trained on
 TOKENS_DISCARDED = "orch/tokens_discarded"  # tokens generated for this step and lost with their node
 REPLAYED = "orch/replayed"  # 1 where the completions came from the store
 WAIT_S = "orch/wait_s"  # seconds in which no node could serve
+GENERATE_S = "orch/generate_s"  # seconds in which completions to train on were made
+GENERATE_NODE_S = "orch/generate_node_s"  # the same, times the machines that made them
 # Of the policies published since the row before; absent where none was.
 PUBLISHED = "orch/published"  # how many
 PUBLISH_S = "orch/publish_s"

@@ -10,21 +10,26 @@ earlier step, and a rollback, take it back to there, and only what follows is re
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from checkpoint.records import metrics
 from checkpoint.records.metrics import Row
+from checkpoint.records.step_times import step_times
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
 from policies.control.snapshot import Trainer, Watched
 from policies.detect.divergence import Detector, Point, follow
 from policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls
+from policies.fleet.how_many import StepShape
+from policies.fleet.measuring import shape_of
 from policies.model.timelines import Fork, lineage, on_lineage
 from policies.model.vocabulary import PolicyVersion
 
 OBJECTS_A_LOOK = 4  # of a hundred rows each, which take 20 ms
+RECENT_ROWS = 500  # the newest, from which it is told what a step consists of
 KEPT_MAX = 64  # then every second one is let go: the older ones lie further and further apart
 
 Stretches = tuple[PolicyVersion | int, ...]
@@ -67,6 +72,7 @@ class MetricsWatch:
         self._kept: list[Known] = []
         self._known = Known()
         self._found: list[Pitfall] = []  # not told yet
+        self._recent = deque[Row](maxlen=RECENT_ROWS)  # as they were read, those of steps made again twice
         self._attempt: tuple[str, int] | None = None  # of the trainer that was last seen to train
         self._stored_step = 0  # its newest stored checkpoint then
 
@@ -93,6 +99,10 @@ class MetricsWatch:
             return None
         found, self._found = tuple(self._found), []
         return Watched(timeline, self._known.detector.verdict, found)
+
+    def step_shape(self) -> StepShape | None:
+        """What the newest steps that were read consist of; None before there are enough."""
+        return shape_of(step_times(self._recent))
 
     def _goes_on(self, trainer: Trainer) -> bool:
         return self._attempt in (None, (trainer.node, trainer.attempt))
@@ -151,6 +161,7 @@ class MetricsWatch:
         detector, pitfalls, noticed_step = known.detector, known.pitfalls, known.noticed_step
         for row in rows:
             if row.step > known.step:
+                self._recent.append(row)
                 detector = follow(detector, metrics.point_of(row), self._limit)
         for row in rows if closed else rows[:-1]:
             if row.step > noticed_step:

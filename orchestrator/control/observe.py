@@ -131,6 +131,7 @@ class Observer:
         left_out = {event.key for event in state.set_aside}
         commands = documents.read_commands(self._store, self._unreadable, left_out)
         target_wanted = _wants_a_target(state, machines, commands)
+        watched = self._metrics.look(trainer, state.forks)
         catalog, damaged = self._checkpoints() if target_wanted else (None, "")
         return Snapshot(
             now_s=now_s,
@@ -142,7 +143,8 @@ class Observer:
             trainer=trainer,
             refused=refused,
             commands=commands,
-            watched=self._metrics.look(trainer, state.forks),
+            watched=watched,
+            step_shape=self._metrics.step_shape(),
             checkpoints=None if catalog is None else tuple(one.at for one in catalog.checkpoints),
             damaged=damaged,
             ever_stored=catalog is not None and catalog.number > 0,

@@ -22,6 +22,7 @@ from policies.model.events import (
     Event,
     Exported,
     FleetMoved,
+    FleetSized,
     GatewayRestarted,
     HealthyChosen,
     JobExited,
@@ -107,6 +108,8 @@ def sentence(event: Event) -> str:
             return f"No more machines are bought, {event.kind}, but one now and then to try: {event.reason}"
         case BuyingResumed():
             return f"Machines are bought again, {event.kind}"
+        case FleetSized():
+            return f"There are to be {event.nodes} rollout nodes in place of {event.before}: {event.reason}"
         case MachineBought():
             where = event.where or "here"
             price = f"{event.price_usd_per_h:.2f} USD an hour"

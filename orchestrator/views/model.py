@@ -37,6 +37,17 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetView:
+    """How many rollout nodes there are to be, and why. What is not measured yet, or not known, is None."""
+
+    nodes: int
+    fixed_s: float | None  # seconds of a step that no further node shortens
+    generation_node_s: float | None  # node-seconds of generation in a step
+    cheapest: float | None  # nodes, not rounded
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointView:
     """The newest checkpoint of the present line."""
 
@@ -131,6 +142,7 @@ class RunView:
     eta_s: float | None
     requests_waiting: int | None  # None when the gateway is not heard from
     nodes: tuple[NodeView, ...]
+    fleet: FleetView | None  # None: the run has no rollout nodes
     not_bought: tuple[StoppedKindView, ...]
     checkpoint: CheckpointView | None
     store_slow: bool  # a checkpoint was put off: the ones before it are still on their way

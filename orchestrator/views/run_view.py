@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
 from checkpoint.records.metrics import Row, logged
+from checkpoint.records.step_times import step_times
 from checkpoint.store.run_store import Store
+from orchestrator.control.metrics_watch import RECENT_ROWS
 from orchestrator.views.lineage import stage_words
 from orchestrator.views.model import (
     CheckpointView,
     DaemonView,
+    FleetView,
     MembershipView,
     NodeView,
     RollbackView,
@@ -23,9 +27,13 @@ from orchestrator.views.model import (
 )
 from orchestrator.views.reader import Reader
 from orchestrator.views.weights import newest_weights
+from policies.control.sizing import hourly_prices, rollouts_wanted, size_words
 from policies.control.snapshot import Trainer
+from policies.fleet.how_many import optimum
+from policies.fleet.measuring import shape_of
 from policies.model.buying import probe_wait_s
 from policies.model.phases import TERMINAL_RUN
+from policies.model.spec import RunSpec, generates_itself
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import NodePhase, PolicyVersion, Role, machine_of
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
@@ -76,6 +84,7 @@ def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunV
         eta_s=(max_steps - step) * step_s if step_s is not None and max_steps is not None and running else None,
         requests_waiting=gateway.requests_waiting if gateway else None,
         nodes=_nodes(reader, beat, gateway),
+        fleet=_fleet(reader.spec, state, rows),
         not_bought=_not_bought(state) if running else (),
         checkpoint=_checkpoint(reader, now_s),
         store_slow=state.store_slow and running,
@@ -103,6 +112,21 @@ def _rollback(state: RunState) -> RollbackView | None:
         probation_until_step=rollback.probation_until_step,
         text=stage_words(rollback),
     )
+
+
+def _fleet(spec: RunSpec, state: RunState, rows: Sequence[Row]) -> FleetView | None:
+    """What `policies.control.sizing` decides by, from the same rows."""
+    if generates_itself(spec):
+        return None
+    nodes, prices = rollouts_wanted(state, spec), hourly_prices(state)
+    shape = shape_of(step_times(rows[-RECENT_ROWS:]))
+    if shape is None:
+        return FleetView(nodes, None, None, None, "not measured yet: as many as run.yaml allows")
+    cheapest = optimum(shape, prices) if prices.known else None
+    reason = size_words(shape, prices) if prices.known else "prices are not known: as many as run.yaml allows"
+    if cheapest is not None and math.isinf(cheapest):
+        cheapest = None  # JSON has no infinity
+    return FleetView(nodes, shape.fixed_s, shape.generation_node_s, cheapest, reason)
 
 
 def _not_bought(state: RunState) -> tuple[StoppedKindView, ...]:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from checkpoint.records.metrics import logged
 from orchestrator.views.lineage import start_words
-from orchestrator.views.model import MembershipView, NodeView, RunView
+from orchestrator.views.model import FleetView, MembershipView, NodeView, RunView
 from orchestrator.views.numbers import NOT_KNOWN, clock, duration, short, sparkline
 from orchestrator.views.weights import stages_words, weights_words
 from policies.detect.divergence import Health
@@ -228,10 +228,18 @@ def _health_lines(view: RunView) -> list[RenderableType]:
             Text(f"{'not bought' if place == 0 else '':<10} {line}", "bold red")
             for place, line in enumerate(fitting)
         ]
+    if view.fleet is not None and view.fleet.fixed_s is not None:
+        told.insert(0, Text(f"{'step':<10} {_fleet(view.fleet)}", "dim", no_wrap=True, overflow="ellipsis"))
     if view.weights is not None:
         words = f"{'weights':<10} {weights_words(view.weights)}"
         told.insert(0, Text(words, "dim", no_wrap=True, overflow="ellipsis"))
     return [*told]
+
+
+def _fleet(fleet: FleetView) -> str:
+    cheapest = "prices not known" if fleet.cheapest is None else f"{fleet.cheapest:.1f} nodes cheapest"
+    split = f"{short(fleet.fixed_s)} s + {short(fleet.generation_node_s)} node-seconds generating"
+    return f"{split} · {cheapest}, {fleet.nodes} wanted"
 
 
 def _price(view: RunView) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
+from policies.control.sizing import return_surplus, rollouts_wanted, size_fleet
 from policies.control.stopping import release_machines
 from policies.control.tick import Tick
 from policies.model.buying import REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
@@ -19,7 +20,17 @@ from policies.model.events import BuyingResumed, BuyingStopped, NodeRequested
 from policies.model.phases import FILLING_NODE, TERMINAL_RUN
 from policies.model.spec import RunSpec
 from policies.model.state import Node, Slot
-from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase, kind_of, node_id_of, slot_of
+from policies.model.vocabulary import (
+    Market,
+    NodePhase,
+    Refusal,
+    Role,
+    RunPhase,
+    kind_of,
+    node_id_of,
+    role_of,
+    slot_of,
+)
 from policies.serving import joining
 from policies.serving.joining import Coming
 
@@ -35,7 +46,7 @@ def market_of(role: Role, spec: RunSpec) -> Market:
 
 
 def wanted_slots(spec: RunSpec) -> list[tuple[Role, str, bool]]:
-    """Every place to be filled: role, name, and whether the run needs it at once."""
+    """Every place that there may be: role, name, and whether the run needs it at once."""
     replicas = spec.rollout.replicas
     rollouts = [(Role.ROLLOUT, slot_of(Role.ROLLOUT, i), i < replicas.min) for i in range(replicas.max)]
     return [(Role.TRAINER, slot_of(Role.TRAINER, 0), True), *rollouts]
@@ -48,15 +59,27 @@ def fill_slots(tick: Tick) -> None:
         return
     _replace_overdue(tick)
     _release_idle(tick)
+    size_fleet(tick)
+    return_surplus(tick)
     _judge_kinds(tick)
-    for role, name, needed in wanted_slots(tick.spec):
-        if any(node.slot == name and node.phase in FILLING_NODE for node in tick.state.nodes.values()):
-            continue
+    for role, name, needed in _empty_slots(tick):
         slot = tick.state.slots.get(name, Slot())
         if tick.waited_s(slot.refused_at_s) < back_off_s(slot.refusals_in_a_row, needed):
             continue
         if (role is Role.TRAINER or _trainer_is_near(tick)) and _may_buy(tick, role, needed):
             _request(tick, role, name, slot)
+
+
+def _empty_slots(tick: Tick) -> list[tuple[Role, str, bool]]:
+    """The places to be filled now: role, name, and whether the run needs it at once."""
+    filled = {node.slot for node in tick.state.nodes.values() if node.phase in FILLING_NODE}
+    rollouts = sum(1 for slot in filled if role_of(slot) is Role.ROLLOUT)
+    missing = max(0, rollouts_wanted(tick.state, tick.spec) - rollouts)
+    needed = max(0, tick.spec.rollout.replicas.min - rollouts)
+    empty = [(role, name) for role, name, _ in wanted_slots(tick.spec) if name not in filled]
+    trainers = [(role, name, True) for role, name in empty if role is Role.TRAINER]
+    places = [name for role, name in empty if role is Role.ROLLOUT][:missing]
+    return [*trainers, *((Role.ROLLOUT, name, place < needed) for place, name in enumerate(places))]
 
 
 def _request(tick: Tick, role: Role, name: str, slot: Slot) -> None:

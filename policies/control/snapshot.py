@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from policies.detect.divergence import Verdict
 from policies.detect.pitfalls import Pitfall
+from policies.fleet.how_many import StepShape
 from policies.model.events import Event
 from policies.model.state import Node
 from policies.model.timelines import Fork
@@ -113,6 +114,7 @@ class Snapshot:
     refused: tuple[LaunchRefused, ...] = ()
     commands: tuple[Command, ...] = ()
     watched: Watched | None = None
+    step_shape: StepShape | None = None  # of the newest steps; None before enough were made
     unreadable: Mapping[str, str] = field(default_factory=dict)  # optional objects that are damaged: why
     checkpoints: tuple[PolicyVersion, ...] | None = None  # None: there was no reason to look, or `damaged`
     damaged: str = ""  # why it cannot be read which checkpoints there are, and what helps

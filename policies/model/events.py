@@ -78,6 +78,15 @@ class BuyingResumed:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetSized:
+    """There are to be so many rollout nodes from now on, in place of `before`: a step is cheapest with them."""
+
+    nodes: int
+    before: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class MachineBought:
     """A node's machine was first seen: where, and at what prices."""
 
@@ -255,7 +264,16 @@ class DataSetAside:
     why: str
 
 
-MachineEvent = NodeRequested | NodeMoved | BuyingStopped | BuyingResumed | MachineBought | JobExited | JobRestarted
+MachineEvent = (
+    NodeRequested
+    | NodeMoved
+    | BuyingStopped
+    | BuyingResumed
+    | FleetSized
+    | MachineBought
+    | JobExited
+    | JobRestarted
+)
 TimelineEvent = (
     DivergenceWatched
     | DivergenceCleared

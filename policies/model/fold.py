@@ -24,6 +24,7 @@ from policies.model.events import (
     Event,
     Exported,
     FleetMoved,
+    FleetSized,
     GatewayRestarted,
     HealthyChosen,
     JobExited,
@@ -108,6 +109,8 @@ def _apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> R
         case BuyingResumed():
             kind = state.kinds.get(event.kind, MachineKind())
             return _with_kind(state, event.kind, replace(kind, stopped="", probes=0, broke_in_a_row=0))
+        case FleetSized():
+            return replace(state, fleet_size=event.nodes, fleet_sized_at_s=time_s)
         case MachineBought():
             bought = replace(state.nodes[event.node], market=event.market, price_usd_per_h=event.price_usd_per_h)
             return _with_node(state, bought)
@@ -222,6 +225,7 @@ def _with_times_up_to(state: RunState, time_s: float) -> RunState:
         nodes=MappingProxyType(nodes),
         slots=MappingProxyType(slots),
         kinds=MappingProxyType(kinds),
+        fleet_sized_at_s=min(state.fleet_sized_at_s, time_s),
         trainerless_since_s=None if without_s is None else min(without_s, time_s),
         diverged_at_s=min(state.diverged_at_s, time_s),
         rollbacks=tuple(replace(one, since_s=min(one.since_s, time_s)) for one in state.rollbacks),

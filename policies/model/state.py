@@ -76,6 +76,8 @@ class RunState:
     nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
     slots: Mapping[str, Slot] = field(default_factory=lambda: MappingProxyType({}))
     kinds: Mapping[str, MachineKind] = field(default_factory=lambda: MappingProxyType({}))
+    fleet_size: int | None = None  # rollout nodes to have; None: as many as run.yaml allows
+    fleet_sized_at_s: float = 0.0
     trainerless_since_s: float | None = None  # there has been no machine for the trainer since
     commands_taken: frozenset[str] = frozenset()
     gateway_boot_id: str | None = None

@@ -12,7 +12,7 @@ from checkpoint.records import rollouts
 from checkpoint.records.rollouts import Rollout
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
-from policies.model.vocabulary import PolicyVersion, Precedence, Recovery
+from policies.model.vocabulary import PolicyVersion, Precedence, Recovery, machine_of
 from policies.serving.seeds import request_seed
 from policies.serving.wire import Batch, CompletionRequest, PolicyRef
 from tasks.completions.gateway_client import Generated
@@ -101,8 +101,13 @@ class RolloutSource:
         if rollout is None:
             began_s = time.monotonic()
             batch = Batch(publish(), sampling, requests, self._deadline_s, self._recovery)
+            published_s = time.monotonic()
             got = self._gateway.complete(batch)
-            self._costs.generated_s += time.monotonic() - began_s
+            ended_s = time.monotonic()
+            self._costs.generated_s += ended_s - began_s
+            if training:
+                machines = {machine_of(one.node) for one in got.completions}
+                self._costs.generated(max(0.0, ended_s - published_s - got.wait_s), len(machines))
             rollout = Rollout(
                 rollouts.SCHEMA, str(version), call, digest, got.completions, got.discarded, got.wait_s
             )

@@ -16,6 +16,8 @@ class StepCosts:
     tokens: int = 0
     discarded: int = 0
     wait_s: float = 0.0
+    generate_s: float = 0.0  # seconds in which completions to train on were made
+    generate_node_s: float = 0.0  # the same, times the machines that made them
     replayed: list[bool] = field(default_factory=list)  # of each training call
     generated_s: float = 0.0  # what generating has taken so far; never begun anew
     rewards: list[float] = field(default_factory=list)  # of each completion trained on
@@ -28,6 +30,11 @@ class StepCosts:
         if training:
             self.tokens += sum(len(one.token_ids) for one in rollout.completions)
             self.replayed.append(replayed)
+
+    def generated(self, seconds: float, machines: int) -> None:
+        """So many machines made completions to train on for so many seconds."""
+        self.generate_s += seconds
+        self.generate_node_s += seconds * machines
 
     def refuse(self, prompts: int, row: int | None, tokens: int, limit_tokens: int | None) -> None:
         """So many prompts were left out; the numbers are the last one's, where they are known."""
@@ -53,6 +60,8 @@ class StepCosts:
             metrics.TOKENS: self.tokens,
             metrics.TOKENS_DISCARDED: self.discarded,
             metrics.WAIT_S: round(self.wait_s, 3),
+            metrics.GENERATE_S: round(self.generate_s, 3),
+            metrics.GENERATE_NODE_S: round(self.generate_node_s, 3),
         }
         if self.replayed:
             values[metrics.REPLAYED] = float(all(self.replayed))
@@ -60,6 +69,7 @@ class StepCosts:
             values[metrics.REWARD_MIN], values[metrics.REWARD_MAX] = min(finite), max(finite)
         values |= self.refused | self.published
         self.tokens, self.discarded, self.wait_s, self.refused, self.published = 0, 0, 0.0, {}, {}
+        self.generate_s = self.generate_node_s = 0.0
         self.replayed.clear()
         self.rewards.clear()
         return values

@@ -28,7 +28,14 @@ from tasks.storing.step_costs import StepCosts
 
 log = structlog.get_logger()
 
-ADD_UP = (metrics.TOKENS, metrics.TOKENS_DISCARDED, metrics.WAIT_S, metrics.PROMPTS_REFUSED)  # over a row's logs
+ADD_UP = (  # over a row's logs
+    metrics.TOKENS,
+    metrics.TOKENS_DISCARDED,
+    metrics.WAIT_S,
+    metrics.GENERATE_S,
+    metrics.GENERATE_NODE_S,
+    metrics.PROMPTS_REFUSED,
+)
 SAID = ("reward", "eval_reward", "kl", "loss", "grad_norm")  # of each row, in the trainer's own log
 
 

@@ -20,6 +20,7 @@ from policies.model.events import (
     Event,
     Exported,
     FleetMoved,
+    FleetSized,
     GatewayRestarted,
     HealthyChosen,
     JobExited,
@@ -63,6 +64,10 @@ SAMPLES: list[tuple[Event, str]] = [
         "no work seen within 900 s",
     ),
     (BuyingResumed("rollout on spot"), "Machines are bought again, rollout on spot"),
+    (
+        FleetSized(2, 4, "2.2 make it cheapest"),
+        "There are to be 2 rollout nodes in place of 4: 2.2 make it cheapest",
+    ),
     (
         MachineBought("rollout-0-i2", Market.SPOT, "aws/us-east-1/us-east-1b g6.xlarge", 0.3, 0.8),
         "rollout-0-i2 has a machine on spot, aws/us-east-1/us-east-1b g6.xlarge, at 0.30 USD an hour",

@@ -1,0 +1,43 @@
+"""Which steps are told from the log, and of what they consisted."""
+
+from __future__ import annotations
+
+from checkpoint.records.metrics import GENERATE_NODE_S, GENERATE_S, REPLAYED, TOKENS, Row
+from checkpoint.records.step_times import step_times
+from policies.fleet.measuring import MeasuredStep
+
+
+def row(
+    step: int, time_s: float, generate_s: float = 4.0, nodes: int = 2, attempt: int = 1, replayed: bool = False
+) -> Row:
+    values = {
+        GENERATE_S: generate_s,
+        GENERATE_NODE_S: generate_s * nodes,
+        TOKENS: 100.0,
+        REPLAYED: float(replayed),
+    }
+    return Row(0, step, time_s, attempt, values)
+
+
+def test_each_step_between_two_rows() -> None:
+    rows = [row(1, 10.0), row(2, 20.0), row(3, 32.0, nodes=3), row(4, 40.0)]
+    assert step_times(rows) == [MeasuredStep(10, 4, 2, 100), MeasuredStep(12, 4, 3, 100)]
+
+
+def test_a_generation_that_serves_two_steps_is_theirs_by_half() -> None:
+    rows = [row(0, 0.0), *(row(n, 10.0 * n, generate_s=8.0 * (n % 2)) for n in range(1, 6))]
+    assert step_times(rows) == [MeasuredStep(10, 4, 2, 50)] * 2
+
+
+def test_what_lies_between_two_lives_of_a_trainer_is_no_step_and_neither_is_one_replayed() -> None:
+    rows = [row(1, 10.0), row(2, 20.0), row(3, 900.0, attempt=2), row(4, 910.0)]
+    assert step_times(rows) == [MeasuredStep(10, 4, 2, 100)]
+    replayed = row(3, 21.0, generate_s=0.0, replayed=True)
+    assert step_times([row(1, 10.0), row(2, 20.0), replayed, row(4, 31.0), row(5, 41.0)]) == [
+        MeasuredStep(10, 4, 2, 100),
+        MeasuredStep(10, 4, 2, 100),
+    ]
+
+
+def test_a_log_from_before_generation_was_measured_tells_nothing() -> None:
+    assert step_times([Row(0, n, 10.0 * n, 1, {TOKENS: 9.0}) for n in range(9)]) == []
