@@ -120,4 +120,4 @@ def _checked(
 
 
 def _plain(found: Problem) -> dict[str, Any]:
-    return {"line": found.line or None, "key": found.key, "message": found.message}
+    return {"file": found.file, "line": found.line or None, "key": found.key, "message": found.message}

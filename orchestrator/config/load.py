@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 
 from orchestrator.config.reading.datasets import check_datasets
+from orchestrator.config.reading.files import read_document
 from orchestrator.config.reading.kinds import shown
-from orchestrator.config.reading.lines import Document, parse
-from orchestrator.config.reading.problems import ConfigError, Findings, KeyPath, Problem, did_you_mean
+from orchestrator.config.reading.lines import Document
+from orchestrator.config.reading.problems import ConfigError, Findings, KeyPath, Problem, did_you_mean, in_order
 from orchestrator.config.reading.shorthand import write_out
 from orchestrator.config.reading.structure import check_structure
 from orchestrator.config.rules.checks import cross_check, grpo_defaults
@@ -66,7 +67,7 @@ def load(
     Raises:
         ConfigError: the file cannot be run; `problems` has all of it, in the order of the lines.
     """
-    document, findings, workdir = _read(path)
+    document, findings, workdir = read_document(path)
     data = _checked(document, workdir, findings)
     if findings.problems:
         raise ConfigError(findings.problems)
@@ -80,7 +81,7 @@ def load(
     if find_size is not None:
         spec = size_disks(spec, find_size, findings)
     find_notices(spec, findings)
-    return Loaded(spec, tuple(sorted(findings.notices, key=lambda notice: notice.line)))
+    return Loaded(spec, tuple(in_order(findings.notices)))
 
 
 def load_spec(path: Path) -> RunSpec:
@@ -94,7 +95,7 @@ def load_storage(path: Path) -> Storage:
     Raises:
         ConfigError: the file cannot be read, or names no store.
     """
-    document, findings, workdir = _read(path)
+    document, findings, workdir = read_document(path)
     options = write_out_storage(document, workdir, findings)
     problems = [problem for problem in findings.problems if problem.key.split(".")[0] == "storage"]
     if "storage" not in document.data:
@@ -102,25 +103,6 @@ def load_storage(path: Path) -> Storage:
     if problems:
         raise ConfigError(problems)
     return Storage(document.data["storage"], options)
-
-
-def _read(path: Path) -> tuple[Document, Findings, Path]:
-    """The file as a mapping, and its folder. Raises ConfigError."""
-    file = str(path)
-    try:
-        source = path.read_bytes()
-    except FileNotFoundError:
-        raise ConfigError([Problem(file, 0, "", "no such file; `grpo-orch init` writes one")]) from None
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", error)
-        raise ConfigError([Problem(file, 0, "", f"cannot be read: {why}")]) from error
-    document, findings = parse(source, file)
-    workdir = path.absolute().parent
-    if not isinstance(document.data, dict):
-        what = "is empty" if document.data is None else "is not a mapping"
-        expected = "expected name, storage, trainer, grpo; `grpo-orch init` writes a file to start from"
-        raise ConfigError([*findings.problems, Problem(file, 1, "", f"the file {what}; {expected}")])
-    return document, findings, workdir
 
 
 def _checked(document: Document, workdir: Path, findings: Findings) -> dict[str, Any]:

@@ -44,11 +44,15 @@ for _name, _pattern, _first in (
 
 @dataclass(slots=True)
 class Document:
-    """A parsed file. `lines` has an entry for each key and list item; the root is the empty path, on line 1."""
+    """A parsed file. `lines` has an entry for each key and list item; the root is the empty path, on line 1.
+
+    `files` says of each key in which file it stands, where that is not the only one.
+    """
 
     data: Any = None
     lines: dict[KeyPath, int] = field(default_factory=lambda: {(): 1})
     texts: dict[KeyPath, str] = field(default_factory=dict)
+    files: dict[KeyPath, str] = field(default_factory=dict)
 
 
 def parse(source: bytes, file: str) -> tuple[Document, Findings]:

@@ -30,11 +30,16 @@ class Problem:
         return _on_one_line(": ".join(part for part in (where, self.key, self.message) if part))
 
 
+def in_order(found: Iterable[Problem]) -> list[Problem]:
+    """By file, and there by line."""
+    return sorted(found, key=lambda one: (one.file, one.line))
+
+
 class ConfigError(Exception):
     """A run.yaml that cannot be run. `problems` is never empty and is in the order of the file's lines."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = sorted(problems, key=lambda problem: problem.line)
+        self.problems = in_order(problems)
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -43,10 +48,14 @@ class ConfigError(Exception):
 
 @dataclass(slots=True)
 class Findings:
-    """Collects problems of one file; `lines` says on which line each key of it stands."""
+    """Collects problems of one file; `lines` says on which line each key of it stands.
+
+    Where the file extends another, `files` says in which of them.
+    """
 
     file: str
     lines: dict[KeyPath, int]
+    files: dict[KeyPath, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notices: list[Problem] = field(default_factory=list)  # what runs, and perhaps not as it was meant
     refused: set[KeyPath] = field(default_factory=set)  # keys whose value nobody may rely on
@@ -62,28 +71,34 @@ class Findings:
         shown = dotted(self.spelled.get(known, known))
         self.refused.add(path)
         if not any(problem.key == shown for problem in self.problems):
-            self.problems.append(Problem(self.file, line or self.lines[known], shown, message))
+            self.problems.append(Problem(self._file(known), line or self.lines[known], shown, message))
 
     def notice(self, path: KeyPath, message: str) -> None:
         """Point to a value with which the file can be run all the same."""
         known = self._known(path)
         shown = dotted(self.spelled.get(known, known))
-        self.notices.append(Problem(self.file, self.lines[known], shown, message))
+        self.notices.append(Problem(self._file(known), self.lines[known], shown, message))
 
     def rename(self, path: KeyPath, better: KeyPath) -> None:
         """Know a key of the file by another name from now on; reports still show the file's own."""
         if path in self.lines and path != better:
             self.lines[better] = self.lines[path]
+            if path in self.files:
+                self.files[better] = self.files[path]
             self.spelled[better] = path
 
     def missing(self, path: KeyPath, message: str) -> None:
         """Report a key that ought to be there, on the line of what ought to hold it."""
-        self.problems.append(Problem(self.file, self.lines[self._known(path)], dotted(path), message))
+        known = self._known(path)
+        self.problems.append(Problem(self._file(known), self.lines[known], dotted(path), message))
         self.refused.add(path)
 
     def doubtful(self, path: KeyPath) -> bool:
         """Tell whether the value at `path`, or one that holds it, was reported."""
         return any(path[:length] in self.refused for length in range(len(path) + 1))
+
+    def _file(self, known: KeyPath) -> str:
+        return self.files.get(known, self.file)
 
     def _known(self, path: KeyPath) -> KeyPath:
         while path and path not in self.lines:

@@ -151,13 +151,19 @@ def test_the_examples_load(tmp_path: Path) -> None:
     (store,) = [block for block in blocks if block.startswith("storage:")]
     (one_gpu,) = [block for block in blocks if block.startswith("name: one-gpu")]
     (data,) = [block for block in blocks if block.startswith("trainer:")]
-    blocks = [block for block in blocks if block not in (store, one_gpu, data)]
+    (over,) = [block for block in blocks if "extends:" in block]
+    blocks = [block for block in blocks if block not in (store, one_gpu, data, over)]
     whole = "\n".join(blocks)
     assert set(yaml.safe_load(whole)) >= {"name", "rehearse"}
     (tmp_path / "run.yaml").write_text(whole)
     loaded = load.load_spec(tmp_path / "run.yaml")
     assert loaded.rehearse is not None
     assert len(loaded.rehearse.faults) == 4
+    (tmp_path / "over.yaml").write_text(over)
+    assert (load.load_spec(tmp_path / "over.yaml").grpo["loss_type"], loaded.rollout.env != {}) == (
+        "dr_grpo",
+        True,
+    )
     (tmp_path / "run.yaml").write_text(one_gpu)
     assert generates_itself(load.load(tmp_path / "run.yaml", lambda: 1).spec)
     (tmp_path / "run.yaml").write_text(whole.replace("storage: ./run\n", store))

@@ -139,11 +139,12 @@ def test_validate_for_programs(
         code, out, err = validate(monkeypatch, capsys, "-o", "json")
         return code, json.loads(out), err
 
-    notice = {"line": 7, "key": "grpo", "message": NO_KL}
+    notice = {"file": "run.yaml", "line": 7, "key": "grpo", "message": NO_KL}
     valid = {"file": "run.yaml", "name": "demo", "valid": True, "problems": [], "notices": [notice]}
     assert said() == (0, valid, "")
     here.write_text(changed(("{limit: 0.5}", "{limit: -1}")))
-    problem = {"line": 20, "key": "policies.kl.limit", "message": "expected more than 0, got -1"}
+    where = {"file": "run.yaml", "line": 20, "key": "policies.kl.limit"}
+    problem = where | {"message": "expected more than 0, got -1"}
     invalid = {"file": "run.yaml", "name": None, "valid": False, "problems": [problem], "notices": []}
     assert said() == (2, invalid, "")
     here.unlink()

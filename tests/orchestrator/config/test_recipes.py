@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +14,7 @@ import pytest
 from orchestrator.cli import main
 from orchestrator.config.load import load
 from orchestrator.config.recipes import FOLDER, recipe_lines, write_recipe
-from policies.model.spec import Dataset, RunSpec, datasets_of, generates_itself
+from policies.model.spec import Dataset, Replicas, RunSpec, datasets_of, generates_itself
 
 ROOT = Path(__file__).parents[3]
 NOTICES = {"math-two-gpus": ["grpo.beta"]}  # it has no KL on purpose
@@ -111,6 +112,24 @@ def test_they_are_the_published_ones() -> None:
     assert card.grpo.items() >= {"optim": "adamw_8bit", "lr_scheduler_type": "cosine"}.items()
     assert card.grpo["reward_weights"] == [0.5, 2.0]
     assert [generates_itself(spec) for spec in (large, two, zero, card)] == [False, False, False, True]
+
+
+def test_what_the_overlays_of_one_recipe_change() -> None:
+    base = spec_of("math-two-gpus")
+
+    def over(name: str) -> RunSpec:
+        """The overlay, with name and store of what it extends."""
+        spec = load(FOLDER / "math-two-gpus" / f"{name}.yaml", lambda: 2).spec
+        assert spec.name != base.name
+        assert spec.storage != base.storage
+        return replace(spec, name=base.name, storage=base.storage)
+
+    unscaled = base.grpo | {"loss_type": "dr_grpo", "scale_rewards": "none"}
+    assert over("dr-grpo") == replace(base, grpo=unscaled)
+    assert over("unclipped") == replace(base, grpo=base.grpo | {"epsilon": 1e6})
+    assert over("one-gpu") == replace(
+        base, rollout=replace(base.rollout, replicas=Replicas(min=0, max=0), vllm={})
+    )
 
 
 def test_what_is_asked_of_a_program() -> None:
