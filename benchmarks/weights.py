@@ -52,6 +52,8 @@ SIGNAL = 0.3  # of a gradient, that is the same at each step; the rest is noise
 # Of a store, in bytes a second, and how many times the weights travel over it.
 LINKS = (("10 Gbit/s", 1.25e9, 1), ("100 MB/s", 100e6, 1), ("100 MB/s", 100e6, 4))
 RANKS = (16, 64)  # of adapters
+# Of Qwen2.5: hidden, inner and key-value sizes, layers, parameters.
+SHAPES = {"7B": (3584, 18944, 512, 28, 7.616e9), "32B": (5120, 27648, 1024, 64, 32.76e9)}
 TRANSFERS = (6, 64)  # at a time, as earlier releases had and as a machine of 16 cores has now
 JOIN_BYTES_PER_S = 20_000  # of 0.4 MB, so that it travels about as long as vLLM starts
 PACED_BYTES_PER_S = 10e6  # of each transfer: S3 gives 85 to 90 MB, of which two cores carry few
@@ -221,12 +223,12 @@ def pauses(share: float) -> dict[str, float]:
     return found
 
 
-def adapter_share(rank: int) -> float:
-    """Bytes of a float32 adapter on every linear layer of Qwen2.5-7B, of the model in bfloat16: by shapes."""
-    hidden, inner, kv, layers = 3584, 18944, 512, 28
+def adapter_share(rank: int, model: str) -> float:
+    """Bytes of an adapter on every linear layer, as a share of the model's, both in bfloat16: by shapes."""
+    hidden, inner, kv, layers, parameters = SHAPES[model]
     linear = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden)]
     linear += [(hidden, inner), (hidden, inner), (inner, hidden)]
-    return 4 * layers * sum(rank * (inputs + outputs) for inputs, outputs in linear) / (2 * 7.616e9)
+    return layers * sum(rank * (inputs + outputs) for inputs, outputs in linear) / parameters
 
 
 class Figures:
@@ -253,7 +255,9 @@ def main() -> None:
     figures = Figures()
     found = figures.all
     found["weights_gb"], found["load"] = size_bytes / 1e9, os.getloadavg()[0]
-    found["adapter_bytes_ratio"] = {str(rank): round(adapter_share(rank), 4) for rank in RANKS}
+    found["adapter_bytes_ratio"] = {
+        f"{model}, {rank}": round(adapter_share(rank, model), 4) for model in SHAPES for rank in RANKS
+    }
     for rate in RATES:
         with figures.part(f"AdamW at {rate:g}") as folder:
             before, after = trained(rate)

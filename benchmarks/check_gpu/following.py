@@ -102,7 +102,7 @@ def adapters(lab: Lab) -> str:
     model = get_peft_model(lab.model(), LoraConfig(**LORA, init_lora_weights=False)).eval()
     store, costs = Store(f"file://{lab.folder}/adapters"), StepCosts()
     config = model.peft_config["default"].to_dict()
-    publisher = AdapterPublisher(store, config, "base", "", lab.folder / "beside", (0, 1, 1), costs)
+    publisher = AdapterPublisher(store, config, "base", "", lab.folder / "beside", (0, 1, 1), ServedTypes(), costs)
     folders, inputs = PolicyFolders(store, lab.folder / "adapter-policies"), torch.tensor([PROMPT]).to(lab.device)
     for step in range(2):
         trained(model, rate=1e-3)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from policies.model.spec import RunSpec, model_settings
+from policies.weights.dtypes import NAMED, served_types
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"  # PEFT's names
 ADAPTER_CONFIG = "adapter_config.json"
@@ -118,6 +119,18 @@ def engine_flags(spec: RunSpec) -> dict[str, Any]:
     if named is not None:
         flags["lora-target-modules"] = named
     return {**flags, "served-model-name": BASE_MODEL}
+
+
+def engine_type(spec: RunSpec, config: Mapping[str, Any]) -> str | None:
+    """The type, in safetensors' name, that engines round an adapter's matrices to when they load it
+    (`vllm/config/lora.py`: the model's own unless `lora-dtype` says otherwise); None where it is not certain.
+
+    Args:
+        config: the base model's config.json.
+    """
+    flags = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items()}
+    asked = str(flags.get("lora-dtype") or "auto").lower()
+    return served_types(flags, config).to if asked == "auto" else NAMED.get(asked)
 
 
 def engine_rank(peft: Mapping[str, Any]) -> int:

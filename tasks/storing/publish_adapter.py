@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from policies.serving.canary import Canary
 from policies.serving.wire import PolicyRef
 from policies.weights.adapters import ADAPTER_BASE, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from policies.weights.dtypes import ServedTypes
-from tasks.storing.publish import PolicyPublisher
+from policies.weights.tensors import Tensor
+from tasks.storing.publish import OF_TYPE, PolicyPublisher
 from tasks.storing.step_costs import StepCosts
+from tasks.storing.tensor_types import type_name
 
 # Where they lie on the machine that trains; what has the same content must have the same name on the next machine.
 OF_THIS_MACHINE = ("peft_version", "base_model_name_or_path")
@@ -35,6 +37,7 @@ class AdapterPublisher(PolicyPublisher):
         config: the adapter's, as LoraConfig's `to_dict` gives it.
         model: the base model, as run.yaml names it.
         base: its identity (`tasks.machine.base_model.identity_of`); empty where its files do not tell.
+        served: the type that the nodes' engines round an adapter to.
     """
 
     def __init__(
@@ -45,21 +48,23 @@ class AdapterPublisher(PolicyPublisher):
         base: str,
         scratch: Path,
         by: Precedence,
+        served: ServedTypes,
         costs: StepCosts,
     ) -> None:
-        super().__init__(store, _Files(config, model, base), scratch, by, ServedTypes(), costs)
+        super().__init__(store, _Files(config, model, base), scratch, by, served, costs)
 
     def publish(
         self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None
     ) -> PolicyRef:
         """Store the adapter's tensors and what the model computes with them.
 
-        They keep the type in which they are trained: a node rounds them once, to what it computes in, which the
-        trainer does not know. Raises StoreError.
+        They are rounded as a node would round them, where that is known: vLLM does so before anything else
+        (`vllm/lora/lora_model.py`), so that a node computes the same from half the bytes. Else they keep the type
+        in which they are trained. Raises StoreError.
         """
         self._heed_removal()
         begun_s = time.monotonic()
-        whole = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
+        whole = dict(self._rounded(dict(tensors)))
         save_file(whole, self._beside / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         self._put_canary(canary)
         prefix = layout.policy(version, self._by)
@@ -68,6 +73,11 @@ class AdapterPublisher(PolicyPublisher):
         self._costs.publish(round(time.monotonic() - begun_s, 3), published.size_bytes, published.size_bytes)
         self._remove_older(prefix)
         return PolicyRef(str(version), prefix, published.digest)
+
+    def _rounded(self, trained: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        held = {name: Tensor(type_name(name, one.dtype), tuple(one.shape)) for name, one in trained.items()}
+        for name, dtype in self._served.of(held).items():
+            yield name, trained[name].detach().to("cpu", OF_TYPE[dtype]).contiguous()
 
 
 class _Files:

@@ -24,7 +24,8 @@ from policies.detect.divergence import Detector
 from policies.model.node_contract import SPOOL
 from policies.model.spec import RunSpec, generates_itself
 from policies.model.timelines import Fork, forked_spec
-from policies.weights.adapters import QUANTISED, why_whole
+from policies.weights.adapters import QUANTISED, engine_type, why_whole
+from policies.weights.dtypes import ServedTypes
 from tasks.completions.gateway_client import GatewayClient
 from tasks.completions.refused_prompts import RefusedPrompts
 from tasks.completions.rollout_source import RolloutSource
@@ -219,7 +220,8 @@ def _publisher(start: _Start, trainer: Any) -> PolicyPublisher:
     folder, config = Path(start.env.workdir) / "policy", plain_model(trainer.model).config
     revision = (trainer.args.model_init_kwargs or {}).get("revision")
     path = model_path(start.spec.trainer, start.workdir) if start.base_model is None else str(start.base_model)
-    why = why_whole(start.spec, model_config(path, revision=revision) or config.to_dict())
+    own_config = model_config(path, revision=revision)
+    why = why_whole(start.spec, own_config or config.to_dict())
     if start.spec.trainer.peft is not None:
         log.info("policies_are", what="whole, the adapter merged" if why else "the adapter alone", why=why)
     by = start.env.precedence
@@ -231,7 +233,9 @@ def _publisher(start: _Start, trainer: Any) -> PolicyPublisher:
     adapter = trainer.model.peft_config["default"].to_dict()
     identity = "" if base is None else identity_of(base)
     model = start.spec.trainer.model
-    return AdapterPublisher(start.store, adapter, model, identity, folder, by, start.costs)
+    # Not the loaded model's configuration: TRL has given it the type that it trains in.
+    rounded = ServedTypes(None if own_config is None else engine_type(start.spec, own_config))
+    return AdapterPublisher(start.store, adapter, model, identity, folder, by, rounded, start.costs)
 
 
 def _add_first(start: _Start, trainer: Any, client: FleetClient, spool: Spool) -> None:

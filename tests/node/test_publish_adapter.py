@@ -19,6 +19,7 @@ from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
 from policies.weights.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from policies.weights.dtypes import ServedTypes
 from tasks.machine.base_model import identity_of
 from tasks.rollout.adapters import takes_adapters
 from tasks.storing.publish_adapter import AdapterPublisher
@@ -41,10 +42,11 @@ class World:
         self.folder = folder
         self.store = Store(f"file://{folder}/store")
 
-    def publish(self, model: Any, step: int = 0, identity: str = "abc") -> PolicyRef:
+    def publish(self, model: Any, step: int = 0, identity: str = "abc", rounds_to: str | None = None) -> PolicyRef:
         config = model.peft_config["default"].to_dict()
         scratch = self.folder / "scratch"
-        publisher = AdapterPublisher(self.store, config, "base", identity, scratch, (0, 1, 1), StepCosts())
+        by, served = (0, 1, 1), ServedTypes(rounds_to)
+        publisher = AdapterPublisher(self.store, config, "base", identity, scratch, by, served, StepCosts())
         ref = publisher.publish(PolicyVersion(0, step), adapter_tensors(model), None)
         publisher._removing.result()
         return ref
@@ -105,6 +107,26 @@ def test_adapters_of_a_bfloat16_model_keep_the_type_in_which_they_are_trained(wo
     tensors = load_file(world.fetched(world.publish(model)) / ADAPTER_WEIGHTS)
     trained = {weight.dtype for weight in model.parameters() if weight.requires_grad}
     assert {one.dtype for one in tensors.values()} == trained == {torch.float32}
+
+
+def test_what_an_engine_rounds_is_published_as_it_rounds_it(world: World) -> None:
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    model = adapted(init_lora_weights=False)
+    as_trained = world.fetched(world.publish(model))
+    rounded = world.fetched(world.publish(model, step=1, rounds_to="BF16"))
+    assert {one.dtype for one in load_file(rounded / ADAPTER_WEIGHTS).values()} == {torch.bfloat16}
+
+    def loaded(folder: Path) -> Any:
+        tensors, helper = load_file(folder / ADAPTER_WEIGHTS), PEFTHelper.from_local_dir(str(folder), 64)
+        made = LoRAModel.from_lora_tensors(1, tensors, helper, device="cpu", dtype=torch.bfloat16)
+        return {name: layer.optimize() for name, layer in made.loras.items()}
+
+    one, other = loaded(as_trained), loaded(rounded)
+    assert one.keys() == other.keys()
+    assert all(one[name].lora_a.equal(other[name].lora_a) for name in one)
+    assert all(one[name].lora_b.equal(other[name].lora_b) for name in one)
 
 
 def test_the_same_model_is_recognised_however_its_files_are_divided(tmp_path: Path) -> None:

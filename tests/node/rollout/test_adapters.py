@@ -18,6 +18,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
+from policies.weights.dtypes import ServedTypes
 from tasks.machine.base_model import identity_of
 from tasks.rollout.vllm.server import PolicyRefused
 from tasks.storing.publish_adapter import AdapterPublisher
@@ -74,6 +75,7 @@ class Trainer:
             self.identity,
             self.folder / "scratch",
             (0, 1, 1),
+            ServedTypes(),
             StepCosts(),
         )
         ref = publisher.publish(PolicyVersion(0, step), adapter_tensors(model), canary_of(model, "no"))

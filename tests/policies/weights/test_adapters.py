@@ -8,7 +8,7 @@ import pytest
 
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.weights.adapter_tensors import adapter_mismatch
-from policies.weights.adapters import engine_flags, engine_rank, why_whole
+from policies.weights.adapters import engine_flags, engine_rank, engine_type, why_whole
 from policies.weights.tensors import Tensor
 from tasks.rollout.vllm.flags import argv_of
 
@@ -185,3 +185,22 @@ def test_without_the_base_models_files_shapes_are_not_compared_and_ranks_are() -
     assert "has 16, the engine has room for 8" in adapter_mismatch(
         pair(Q, (16, 32), (64, 16)), {"r": 16}, BASE, engine_rank=8
     )
+
+
+@pytest.mark.parametrize(
+    ("vllm", "config", "expected"),
+    [
+        ({}, {"dtype": "bfloat16"}, "BF16"),
+        ({}, {"torch_dtype": "float16"}, "F16"),
+        ({}, {"dtype": "float32"}, "BF16"),
+        ({"dtype": "float32"}, {"dtype": "bfloat16"}, "F32"),
+        ({"lora-dtype": "float16"}, {"dtype": "bfloat16"}, "F16"),
+        ({"lora_dtype": "auto", "dtype": "half"}, {"dtype": "bfloat16"}, "F16"),
+        ({"hf-overrides": {}}, {"dtype": "bfloat16"}, None),
+        ({}, {}, None),
+    ],
+)
+def test_what_engines_round_an_adapter_to(
+    vllm: dict[str, Any], config: dict[str, Any], expected: str | None
+) -> None:
+    assert engine_type(spec_of({}, vllm=vllm), config) == expected
