@@ -112,6 +112,8 @@ demo: env node-env
 LONG := slow or ceph or root
 SIDE_BY_SIDE := $(BIN)/python -m pytest tests --numprocesses $$(nproc) --dist loadgroup --durations=12
 ONE_BY_ONE := $(BIN)/python -m pytest tests/e2e --durations=12
+# The long whole runs wait for machines and engines more than they compute.
+TWO_FILES := $(ONE_BY_ONE) --numprocesses 2 --dist loadfile
 
 test: env node-env sandbox
 	$(SIDE_BY_SIDE) -m 'not (whole or soak or $(LONG))'
@@ -123,7 +125,7 @@ test-all: test test-long
 # What `make test` leaves out.
 test-long: test-node env node-env test-packages
 	$(SIDE_BY_SIDE) -m '($(LONG)) and not (whole or soak)'
-	$(ONE_BY_ONE) -m 'whole and ($(LONG))'
+	$(TWO_FILES) -m 'whole and ($(LONG))'
 
 test-node: node-env compiler sandbox
 	$(NODE)/python -m pytest tests/node --numprocesses $$(nproc) --dist loadfile --durations=12
