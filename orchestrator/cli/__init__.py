@@ -15,6 +15,8 @@ from orchestrator.cli.doctor import doctor
 from orchestrator.cli.down import down
 from orchestrator.cli.look import events, logs, plot, report, status
 from orchestrator.cli.rollback import rollback
+from orchestrator.cli.simulate import app as weather
+from orchestrator.cli.simulate import simulate
 from orchestrator.cli.start import resume, up
 from orchestrator.cli.target import NoSuchRun
 from orchestrator.cli.write import Init, init, validate
@@ -32,10 +34,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(cls=Init)(init)
-for command in (validate, doctor, up, status, logs, events, resume, rollback, down, report, plot, detect):
+for command in (
+    validate,
+    doctor,
+    up,
+    status,
+    logs,
+    events,
+    resume,
+    rollback,
+    down,
+    report,
+    plot,
+    detect,
+    simulate,
+):
     app.command()(command)
 app.add_typer(checkpoints.app)
 app.add_typer(members.app)
+app.add_typer(weather)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ for a while meets its successor's entry in the journal before it acts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import structlog
@@ -21,16 +22,18 @@ from orchestrator.control.actuate import Actuator
 from orchestrator.control.observe import Observer
 from orchestrator.control.run_clock import Steadiness
 from policies.control.decide import decide, done
-from policies.control.snapshot import Decision
+from policies.control.snapshot import Decision, Snapshot
 from policies.model.events import CommandTaken, DataSetAside, Event
 from policies.model.spec import RunSpec
 from policies.model.state import RunState
 
 log = structlog.get_logger()
 
+Decide = Callable[[RunState, Snapshot, RunSpec], Decision]  # pure
+
 
 class Controller:
-    """Steers one run. `state` is the journal's, up to this controller's own take-over entry."""
+    """Steers one run by `decide`. `state` is the journal's, up to this controller's own take-over entry."""
 
     def __init__(
         self,
@@ -40,12 +43,14 @@ class Controller:
         state: RunState,
         observer: Observer,
         actuator: Actuator,
+        decide: Decide = decide,
     ) -> None:
         self._store = store
         self._spec = spec
         self._journal = journal
         self._observer = observer
         self._actuator = actuator
+        self._decide = decide
         self._reason = ""
         self._steadiness = Steadiness()
         self.state = state
@@ -79,7 +84,7 @@ class Controller:
             self.broke()
             steady_s = 0.0
         snapshot = replace(looked, steady_s=steady_s)
-        decision = decide(self.state, snapshot, self._spec)
+        decision = self._decide(self.state, snapshot, self._spec)
         if decision.events:
             self.record(now_s, decision.events)
         self._actuator.submit(decision.actions, self.fence)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from orchestrator.simulate.kept import stored
 from policies.control.decide import decide, done
 from policies.control.rollback_choice import choose_start
 from policies.control.snapshot import (
@@ -49,7 +50,6 @@ from policies.model.vocabulary import (
     slot_and_incarnation,
 )
 from policies.serving.gateway_status import MemberStatus
-from tests.stand_ins.world_store import stored
 
 BOOT_S = 5.0
 STEP_S = 1.0

@@ -13,6 +13,7 @@ from checkpoint.records.forks import write_fork
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Checkpoint
 from checkpoint.stream.spool import Seal
+from orchestrator.simulate.kept import stored
 from policies.control.snapshot import Trainer
 from policies.detect.divergence import Verdict
 from policies.ledger.retention import keep_before, keep_since
@@ -21,7 +22,6 @@ from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
 from tasks.machine.node_env import NodeEnv
 from tasks.machine.uploader import _retention, is_replaced
-from tests.stand_ins.world_store import stored
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import median
 
+from orchestrator.simulate.kept import stored
 from policies.detect.divergence import Detector, Health, Point, Verdict, follow
 from policies.model.spec import CheckpointsSpec
 from policies.model.vocabulary import PolicyVersion
 from tests.generators.divergence.diverging import SAVE_STEPS
 from tests.generators.divergence.traces import Trace
-from tests.stand_ins.world_store import stored
 
 LINE_POINTS = 5
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from orchestrator.simulate.kept import stored
 from policies.control.rollback_choice import Target, choose_start, choose_target, target_before_step
 from policies.detect.divergence import Health, Verdict
 from policies.model.spec import CheckpointsSpec
@@ -20,7 +21,6 @@ from policies.model.state import Rollback
 from policies.model.timelines import Fork, lineage, on_lineage
 from policies.model.vocabulary import Cause, PolicyVersion, RollbackStage
 from tests.budget import examples
-from tests.stand_ins.world_store import stored
 
 
 @dataclass

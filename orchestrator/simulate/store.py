@@ -14,78 +14,81 @@ from checkpoint.store.run_store import Entry, Store
 _DATE = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-class Weather(Enum):
+class Trouble(Enum):
     """What a store does."""
 
-    FAIR = "fair"
+    NONE = "it answers"
     NO_WRITES = "it takes no writes: a full disk, a quota, 503 for PUT"
     AWAY = "it answers nothing"
 
 
-class Sky:
-    """The objects, and the weather for all parties. Some writes that failed were done, or are late."""
+class Objects:
+    """The objects, and the trouble that all parties have. Some writes that failed were done, or are late."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
-        self.objects: dict[str, bytes] = {}
-        self.weather = Weather.FAIR
+        self.folders: dict[str, dict[str, bytes]] = {}  # by the first part of their names: listings are many
+        self.trouble = Trouble.NONE
         self.late: list[Callable[[], object]] = []
 
+    def folder(self, key: str) -> dict[str, bytes]:
+        return self.folders.setdefault(key.partition("/")[0], {})
+
     def clear(self) -> None:
-        self.weather = Weather.FAIR
+        self.trouble = Trouble.NONE
         for write in self.late:
             write()
         self.late.clear()
 
 
-class WeatherStore(Store):
-    """One party's connection to the store, with its own `weather`. `before` is called before each operation."""
+class SimulatedStore(Store):
+    """One party's connection to the store, with its own `trouble`. `before` is called before each operation."""
 
-    def __init__(self, sky: Sky) -> None:
+    def __init__(self, objects: Objects) -> None:
         self.url = "sim://run"
         self.retry_s = 0.0
-        self.weather = Weather.FAIR
+        self.trouble = Trouble.NONE
         self.before: Callable[[], None] | None = None
-        self._sky = sky
+        self._objects = objects
 
     @property
     def writes(self) -> bool:
-        return self._sky.weather is Weather.FAIR is self.weather
+        return self._objects.trouble is Trouble.NONE is self.trouble
 
     def get_buffer(self, key: str) -> memoryview:
         self._read(key)
-        if key not in self._sky.objects:
+        folder = self._objects.folder(key)
+        if key not in folder:
             raise NotFound(key)
-        return memoryview(self._sky.objects[key])
+        return memoryview(folder[key])
 
     def put(self, key: str, data: BytesLike) -> None:
         self._write(key)
-        self._sky.objects[key] = bytes(data)
+        self._objects.folder(key)[key] = bytes(data)
 
     def create(self, key: str, data: BytesLike) -> None:
-        kept = bytes(data)
+        kept, folder = bytes(data), self._objects.folder(key)
         try:
             self._write(key)
         except StoreUnavailable:
-            match self._sky.random.randrange(8):
+            match self._objects.random.randrange(8):
                 case 0:  # done, and nobody hears of it
-                    self._sky.objects.setdefault(key, kept)
+                    folder.setdefault(key, kept)
                 case 1:  # on its way for as long as the trouble lasts
-                    self._sky.late.append(lambda: self._sky.objects.setdefault(key, kept))
+                    self._objects.late.append(lambda: folder.setdefault(key, kept))
             raise
-        if key in self._sky.objects:
+        if key in folder:
             raise AlreadyExists(key)
-        self._sky.objects[key] = kept
+        folder[key] = kept
 
     def put_parts(self, key: str, parts: Callable[[], Iterable[BytesLike]]) -> None:
         self.put(key, b"".join(bytes(part) for part in parts()))
 
     def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
         self._read(prefix)
-        found = (
-            key for key in self._sky.objects if key.startswith(f"{prefix}/") and (after is None or key > after)
-        )
-        return [Entry(key, len(self._sky.objects[key]), _DATE) for key in sorted(found)]
+        folder = self._objects.folder(prefix)
+        found = (key for key in folder if key.startswith(f"{prefix}/") and (after is None or key > after))
+        return [Entry(key, len(folder[key]), _DATE) for key in sorted(found)]
 
     def folders(self, prefix: str) -> list[str]:
         depth = prefix.count("/") + 2
@@ -95,14 +98,14 @@ class WeatherStore(Store):
     def delete(self, keys: Sequence[str]) -> None:
         self._write(str(keys))
         for key in keys:
-            self._sky.objects.pop(key, None)
+            self._objects.folder(key).pop(key, None)
 
     def sweep(self, prefix: str, older_than_s: float) -> None: ...
 
     def _read(self, what: str) -> None:
         if self.before is not None:
             self.before()
-        if Weather.AWAY in (self._sky.weather, self.weather):
+        if Trouble.AWAY in (self._objects.trouble, self.trouble):
             raise StoreUnavailable(f"read {what}")
 
     def _write(self, what: str) -> None:

@@ -1,0 +1,153 @@
+"""A run in simulated weather, before a dollar is spent: `simulate`; and the weather that runs met: `weather`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import structlog
+import typer
+from rich.progress import Progress, TaskID
+
+from checkpoint.journal import journal
+from orchestrator.cli.console import Stop, console, errors
+from orchestrator.cli.options import AsJson, Output, Target, print_json
+from orchestrator.cli.target import open_run
+from orchestrator.config.load import load_spec
+from orchestrator.simulate.compare import CONTENDERS, HOURS, compete
+from orchestrator.simulate.physics import Physics, Prices
+from orchestrator.simulate.recorded import recorded, to_plain
+from orchestrator.simulate.safety import Broken
+from orchestrator.simulate.stories import Told, tell
+from orchestrator.simulate.traces import NotWeather, read_weather
+from orchestrator.simulate.weather import CLIMATES, Weather, climate
+from orchestrator.views.simulation import Simulation, render, stories_line, to_json
+from policies.model import exit_codes
+from policies.model.spec import RunSpec, generates_itself
+
+SEEDS = 20
+DEFAULT_CLIMATE = "storms"
+
+app = typer.Typer(name="weather", help="The spot weather that runs met.", no_args_is_help=True)
+
+
+def simulate(
+    run_yaml: Annotated[Path, typer.Argument(help="The run.")] = Path("run.yaml"),
+    climate_name: Annotated[
+        str | None, typer.Option("--climate", metavar="NAME", help=f"One of {', '.join(CLIMATES)}.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="Spot weather: SkyPilot's JSON, or time,count.")
+    ] = None,
+    seeds: Annotated[int, typer.Option("--seeds", metavar="N", help="How many stories of faults.")] = SEEDS,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", help="The first story's; replays it.")] = 0,
+    out: Annotated[Path | None, typer.Option("--out", help="A PNG to write.")] = None,
+    output: AsJson = Output.TEXT,
+) -> None:
+    """Run a run.yaml on a simulated cloud: its controller through faults and spot weather, and what it would cost.
+
+    Nothing is started. Exit code: 1 when a promise was broken, with the command that replays it.
+    """
+    spec = load_spec(run_yaml)
+    if climate_name and trace:
+        raise Stop("--climate and --trace: expected one of them", exit_codes.USAGE)
+    if seeds < 1:
+        raise Stop(f"--seeds {seeds}: expected a whole number above 0", exit_codes.USAGE)
+    if generates_itself(spec):
+        raise Stop(f"{run_yaml}: rollout.replicas is 0, and there is no fleet to simulate", exit_codes.USAGE)
+    name = climate_name or (str(trace) if trace else DEFAULT_CLIMATE)
+    weather_of = _weather(name, trace, spec)
+    replay = f"grpo-orch simulate {run_yaml} --{'trace' if trace else 'climate'} {name} --seeds 1 --seed"
+    with _quiet(), Progress(console=errors, transient=True, disable=output is Output.JSON) as progress:
+        stories = list(_stories(range(seed, seed + seeds), spec, weather_of, replay, progress))
+        shown = progress.add_task("policies side by side", total=len(CONTENDERS) + 1)
+        outcomes = {}
+        for policy, outcome in compete(spec, weather_of(seed), Physics(), _prices(spec), HOURS, seed):
+            outcomes[policy] = outcome
+            progress.advance(shown)
+    found = Simulation(name, HOURS, stories, outcomes)
+    if output is Output.JSON:
+        print_json(to_json(found))
+    else:
+        console.print(stories_line(stories), highlight=False)
+        console.print(render(found), highlight=False)
+    if out is not None:
+        _draw(found, weather_of(seed), out)
+
+
+@app.command()
+def export(target: Target = None) -> None:
+    """Print what a run's machines met as JSON lines: each launch, refusal, notice, loss and return."""
+    store, _ = open_run(target)
+    history = ((one.number, one.time_s, one.decoded()) for one in journal.read(store))
+    for met in recorded(history):
+        print(json.dumps(to_plain(met)))
+
+
+class _WeatherOf:
+    """The weather of a seed: a climate's differs from seed to seed, a trace's does not."""
+
+    def __init__(self, name: str, trace: Weather | None, nodes: int) -> None:
+        self._name, self._trace, self._nodes = name, trace, nodes
+
+    def __call__(self, seed: int) -> Weather:
+        return self._trace or climate(self._name, seed, self._nodes)
+
+
+def _weather(name: str, trace: Path | None, spec: RunSpec) -> _WeatherOf:
+    nodes = spec.rollout.replicas.max
+    if trace is None and name not in CLIMATES:
+        raise Stop(f"--climate {name}: expected one of {', '.join(CLIMATES)}", exit_codes.USAGE)
+    try:
+        return _WeatherOf(name, read_weather(trace, nodes) if trace else None, nodes)
+    except NotWeather as error:
+        raise Stop(str(error), exit_codes.USAGE) from None
+
+
+def _prices(spec: RunSpec) -> Prices:
+    """The rehearsal's where run.yaml has them, else list prices of an H200."""
+    usual = Prices()
+    if spec.rehearse is None:
+        return usual
+    trainer, rollout = spec.rehearse.trainer_prices, spec.rehearse.rollout_prices
+    return Prices(
+        trainer.on_demand_usd_per_h or usual.trainer_usd_per_h,
+        rollout.on_demand_usd_per_h or usual.node_usd_per_h,
+        rollout.spot_usd_per_h or usual.spot_usd_per_h,
+    )
+
+
+def _stories(
+    seeds: range, spec: RunSpec, weather_of: _WeatherOf, replay: str, progress: Progress
+) -> Iterator[Told]:
+    shown: TaskID = progress.add_task("stories", total=len(seeds))
+    for seed in seeds:
+        try:
+            yield tell(seed, spec, weather=weather_of(seed), prices=_prices(spec))
+        except Broken as error:
+            raise Stop(f"{error}\nreplay it with: {replay} {seed}", exit_codes.FAILED) from None
+        progress.advance(shown)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the log of thousands of ticks."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+def _draw(found: Simulation, weather: Weather, out: Path) -> None:
+    from orchestrator.views.simulation_plot import plot  # matplotlib takes half a second to import
+
+    try:
+        plot(found, weather, out)
+    except OSError as error:
+        raise Stop(f"{out}: {error.strerror}", exit_codes.USAGE) from None

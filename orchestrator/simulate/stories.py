@@ -1,0 +1,123 @@
+"""A story: faults of every party, drawn from a seed; then all but one of them end, and the run must converge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from orchestrator.simulate.faults import BEARABLE, FAULTS, STARVING, Undo
+from orchestrator.simulate.physics import BRISK, Prices
+from orchestrator.simulate.weather import ZONES, Weather, Zone
+from orchestrator.simulate.world import DT_S, World
+from policies.model.spec import RunSpec, generates_itself
+from policies.model.vocabulary import NodePhase, Role, RunPhase
+
+FAULTS_MAX = 8
+OUTAGES_S = (10.0, 121.0, 1800.0)
+QUIET_S = (0.0, 30.0, 120.0, 400.0)  # between two faults
+PEACE_S = 8 * 3600.0  # the longest wait between two tries of what never worked is half of it
+STARVES_S = 2 * 3600.0
+# What may be bought in a story, by the places in the fleet: a fault costs each of them a machine or two, and what
+# never works is tried ever more rarely.
+BOUGHT_FIRST, BOUGHT_A_PLACE = 15, 6
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """How a story went."""
+
+    seed: int
+    phase: RunPhase
+    reason: str
+    hours: float
+    usd: float
+    bought: int
+    digest: str
+
+
+def tell(seed: int, spec: RunSpec, *, weather: Weather | None = None, prices: Prices | None = None) -> Told:
+    """Live through the story of a seed. Raises Broken, which names the seed, where a promise is broken."""
+    world = World(seed, _enduring(spec), weather=weather or _enough(spec), physics=BRISK, prices=prices)
+    random = world.random
+    _trouble(world, random)
+    if not world.is_over and not world.stopping:
+        _stays(world, random)
+    if not _starves(world):
+        world.run_to_end(PEACE_S)
+    most = BOUGHT_FIRST + BOUGHT_A_PLACE * (1 + spec.rollout.replicas.max)
+    if weather is None:  # in bad weather machines come and go
+        world.safety.check(len(world.cloud.bought) <= most, f"bought {world.cloud.bought}")
+    assert world.newest is not None
+    state = world.newest.controller.state
+    hours = (world.time_s - 1000.0) / 3600
+    return Told(
+        seed, state.phase, state.reason, hours, world.cloud.spent_usd, len(world.cloud.bought), world.digest
+    )
+
+
+def _enduring(spec: RunSpec) -> RunSpec:
+    """The run, without a limit on the trainer's ends: here they are the story's doing."""
+    return replace(spec, policies=replace(spec.policies, trainer_restarts=10**6))
+
+
+def _trouble(world: World, random: Random) -> None:
+    ends: list[tuple[float, Undo]] = []
+    for _ in range(FAULTS_MAX):
+        world.run_for(random.choice(QUIET_S))
+        if world.is_over:
+            break
+        fault = random.choice(FAULTS)
+        undo = fault(world, random)
+        if undo is not None:
+            ends.append((world.time_s + random.choice(OUTAGES_S), undo))
+        for at_s, end in list(ends):
+            if at_s <= world.time_s or random.random() < 0.5:
+                world.run_for(max(DT_S, at_s - world.time_s))
+                end()
+                ends.remove((at_s, end))
+    for _, end in ends:
+        end()
+
+
+def _stays(world: World, random: Random) -> None:
+    """One thing that never ends; or a user who wants the run to."""
+    match random.randrange(6):
+        case 0:
+            random.choice(BEARABLE)(world, random)
+        case 1:
+            world.note("and for good:")
+            random.choice(STARVING)(world, random)
+            world.cloud.lose_zone(ZONES[0])
+            world.cloud.lose_zone(ZONES[1])
+        case 2:
+            world.note("asked to stop")
+            world.ask_to_stop()
+        case _:
+            pass
+
+
+def _starves(world: World) -> bool:
+    """Where no rollout node will ever work again the run cannot end: it must wait, say why, and buy next to
+    nothing."""
+    starving = world.cloud.refusing_spot or world.cloud.never_work
+    if not starving or world.is_over or generates_itself(world.spec):
+        return False
+    world.rest()
+    world.run_for(STARVES_S)
+    newest = world.newest
+    assert newest is not None
+    state, safety = newest.controller.state, world.safety
+    if newest.controller.finished or state.phase is not RunPhase.TRAINING:
+        return False
+    working = [node.id for node in state.live(Role.ROLLOUT) if node.phase is NodePhase.SERVING]
+    told = [name for name, kind in state.kinds.items() if kind.stopped]
+    safety.check(bool(working or told), "no rollout node comes, and no reason is stated")
+    before = len(world.cloud.bought)
+    world.run_for(STARVES_S)
+    safety.check(len(world.cloud.bought) - before <= 2, "what never works is bought again and again")
+    return True
+
+
+def _enough(spec: RunSpec) -> Weather:
+    """Two zones with room for everybody."""
+    return tuple(Zone(name, 300.0, (spec.rollout.replicas.max,)) for name in ZONES[:2])

@@ -1,0 +1,208 @@
+"""What works on the simulated machines: trainers with their uploaders, and the gateways beside them.
+
+A stand-in: no token is made and no tensor stored. It keeps the promises of the real ones towards the store, which
+are tested where those are: a trainer begins at the newest checkpoint of its line, stops when it meets a newer
+trainer or timeline, and counts as done only what is stored; the uploader lists a checkpoint in the catalog and
+applies the production's retention.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from checkpoint.records import documents, forks
+from checkpoint.records.documents import GatewayAddress
+from checkpoint.store.errors import StoreUnavailable
+from checkpoint.stream.catalog import Checkpoint, Revision
+from orchestrator.simulate.cloud import SimulatedCloud
+from orchestrator.simulate.kept import stored
+from orchestrator.simulate.machine import Box
+from policies.control.rollback_choice import choose_start
+from policies.control.snapshot import Trainer
+from policies.detect.divergence import Health, Verdict
+from policies.model import exit_codes
+from policies.model.spec import RunSpec, generates_itself
+from policies.model.timelines import Fork
+from policies.model.vocabulary import PolicyVersion, Role
+from policies.serving.gateway_status import GatewayStatus, MemberStatus
+
+EPOCH_S = 1.7e9  # of the simulated clock's zero
+
+Trips = Mapping[int, tuple[int, int]]  # by timeline: the step at which its guard trips, and the onset
+
+
+class Work:
+    """All work of a run.
+
+    Args:
+        cloud: its machines.
+        spec: the run's.
+        max_steps: at which it is done.
+        trips: where its timelines diverge.
+        check: called with what must hold, and what is wrong otherwise.
+    """
+
+    def __init__(
+        self,
+        cloud: SimulatedCloud,
+        spec: RunSpec,
+        max_steps: int,
+        trips: Trips,
+        check: Callable[[bool, str], None],
+    ) -> None:
+        self._cloud, self._spec, self._check = cloud, spec, check
+        self.max_steps, self.trips = max_steps, trips
+        self.listed: tuple[PolicyVersion, ...] = ()  # in the catalog
+        self.ever: set[PolicyVersion] = set()  # that was
+        self.kept: dict[int, int] = {}  # by timeline: the newest step that no machine's loss has taken back
+        self.stepped: list[str] = []  # trainers that have made a step with the store in reach, in this moment
+        self.made_steps = 0.0  # by all, also those that were made again
+        cloud.on_loss = self.forget
+
+    @property
+    def stored_step(self) -> int:
+        """The newest step of the newest timeline's that is stored."""
+        return max((at.step for at in self.listed if at.timeline == self.listed[-1].timeline), default=0)
+
+    def pass_time(self, dt_s: float) -> None:
+        self.stepped.clear()
+        for box in list(self._cloud.boxes.values()):
+            box.cut_off_s = box.cut_off_s + dt_s if box.is_cut_off else 0.0
+            with contextlib.suppress(StoreUnavailable):
+                if not box.gone:
+                    self._upload(box)
+                if box.role is Role.TRAINER and box.at_work(self._cloud.time_s):
+                    self._train(box, dt_s)
+            if box.exit_code is not None and box.store.writes:
+                box.reported_code = box.exit_code
+        self._check(len(self.stepped) <= 1, f"two trainers act: {self.stepped}")
+        self._gateways()
+
+    def forget(self, box: Box) -> None:
+        """A machine is lost, with what it had not stored."""
+        if box.role is Role.TRAINER:
+            self.kept[box.timeline] = max(
+                (at.step for at in self.listed if at.timeline == box.timeline), default=0
+            )
+
+    def _upload(self, box: Box) -> None:
+        """The uploader, which outlives the trainer."""
+        while box.spool and box.store.writes:
+            known = forks.read_forks(box.store)
+            wanted = partial(self._listed, new=box.spool[0], known=known)
+            self.listed = tuple(one.at for one in box.catalog.change(self._cloud.time_s, wanted).checkpoints)
+            self.ever.add(box.spool.pop(0))
+
+    def _listed(self, present: Revision, *, new: PolicyVersion, known: Sequence[Fork]) -> Revision:
+        """The catalog with another checkpoint, and without what retention lets go."""
+        ones = {one.at: one for one in present.checkpoints}
+        ones[new] = Checkpoint(str(new), f"checkpoints/{new}", "", self._cloud.time_s, 1)
+        stays = stored(list(ones), new, self._verdict(new), known, self._spec.checkpoints)
+        return replace(present, checkpoints=[ones[at] for at in stays])
+
+    def _train(self, box: Box, dt_s: float) -> None:
+        beat = None
+        with contextlib.suppress(StoreUnavailable):
+            beat = documents.TRAINER.read(box.store)
+            newest = forks.newest_timeline(box.store)
+            if newest > box.timeline or (beat is not None and beat.precedence > box.precedence):
+                box.exit_code = exit_codes.FENCED
+                return
+        if box.step < 0 and not self._begin(box):
+            return
+        leaving = self._leaves(box)
+        trip, _ = self.trips.get(box.timeline, (self.max_steps + 1, 0))
+        if not leaving and box.step < trip:
+            self._step(box, dt_s)
+        step = int(box.step)
+        self._seal(box, step, whole=leaving or step >= self.max_steps, tripped=step >= trip)
+        activity = "done" if step >= self.max_steps and not box.spool else "training"
+        activity = "diverged" if step >= trip and not box.spool else activity
+        self._write_heartbeat(box, activity, leaving=leaving)
+        if activity == "diverged":
+            box.exit_code = exit_codes.DIVERGED
+        elif activity == "done":
+            box.exit_code = exit_codes.OK
+        elif leaving and not box.spool:
+            box.exit_code = exit_codes.STOPPED
+
+    def _begin(self, box: Box) -> bool:
+        """Take up the newest checkpoint of its line; whether it could."""
+        if not box.store.writes or box.spool:
+            return False  # its first beat has to be written, and what was sealed here to be stored
+        known = forks.read_forks(box.store)
+        there = [one.at for one in box.catalog.newest().checkpoints]
+        found = choose_start(there, known, box.timeline, None)
+        begins = found.step if found is not None else 0
+        others = [one for one in self._cloud.of(Role.TRAINER) if one is not box and not one.gone]
+        if any(one.notice or one.spool for one in others):
+            self.kept[box.timeline] = begins  # the one before it may have sealed another at this moment
+        least = self.kept.get(box.timeline, 0)
+        self._check(begins >= least, f"steps are lost on timeline {box.timeline}: {least} -> {begins}")
+        box.step = float(begins)
+        return True
+
+    def _step(self, box: Box, dt_s: float) -> None:
+        nodes = sum(one.at_work(self._cloud.time_s) for one in self._cloud.of(Role.ROLLOUT))
+        if generates_itself(self._spec):
+            nodes = 1
+        if nodes == 0 or box.step - self.stored_step >= self._cloud.physics.behind_steps:
+            return
+        before = box.step
+        box.step = min(float(self.max_steps), box.step + dt_s / self._cloud.physics.step_s(nodes))
+        self.made_steps += box.step - before
+        if box.store.writes:
+            self.stepped.append(box.node)
+
+    def _seal(self, box: Box, step: int, *, whole: bool, tripped: bool) -> None:
+        """Save, at each `save_steps`; at the end what there is. Nothing from a trip on."""
+        saved = step if whole else step // self._cloud.physics.save_steps * self._cloud.physics.save_steps
+        newest = box.sealed.step if box.sealed is not None and box.sealed.timeline == box.timeline else 0
+        if tripped or saved <= max(newest, 0) or PolicyVersion(box.timeline, saved) in self.listed:
+            return
+        box.sealed = PolicyVersion(box.timeline, saved)
+        box.spool.append(box.sealed)
+        self.kept[box.timeline] = max(self.kept.get(box.timeline, 0), saved)
+
+    def _leaves(self, box: Box) -> bool:
+        if box.notice and box.role is Role.TRAINER:
+            return True
+        try:
+            return documents.is_asked_to_stop(box.store, box.node, box.attempt)
+        except StoreUnavailable:
+            return False
+
+    def _write_heartbeat(self, box: Box, activity: str, *, leaving: bool) -> None:
+        at = EPOCH_S + self._cloud.time_s
+        beat = Trainer(box.node, box.attempt, box.timeline, int(box.step), self.max_steps, activity, at)
+        verdict = self._verdict(PolicyVersion(box.timeline, int(box.step)))
+        stored_step = self.stored_step or None
+        beat = replace(beat, verdict=verdict, leaving=leaving, stored_step=stored_step)
+        documents.TRAINER.write(box.store, beat)
+
+    def _verdict(self, at: PolicyVersion) -> Verdict:
+        trip, onset = self.trips.get(at.timeline, (self.max_steps + 1, self.max_steps + 1))
+        if at.step < onset:
+            return Verdict(step=at.step)
+        if at.step < trip:
+            return Verdict(Health.WATCH, at.step, onset, None, ("KL 9",))
+        return Verdict(Health.TRIPPED, at.step, onset, trip, ("KL 9",))
+
+    def _gateways(self) -> None:
+        """One beside each trainer, from when its machine is up."""
+        now_s = self._cloud.time_s
+        serving = [one for one in self._cloud.of(Role.ROLLOUT) if one.at_work(now_s)]
+        for box in [one for one in self._cloud.of(Role.TRAINER) if one.is_up(now_s) and one.exit_code is None]:
+            boot_id, policy = f"{box.node}.{box.attempt}", f"{box.timeline}-{max(0, int(box.step))}"
+            members = [
+                MemberStatus(one.node, "b", "10.0.0.2:1", policy, True, one.notice, 4, 0.1) for one in serving
+            ]
+            box.writes += 1
+            up_s = now_s - max(box.up_at_s, box.works_at_s - box.works_in_s)
+            status = GatewayStatus(boot_id, policy, members, seq=box.writes, up_s=up_s)
+            with contextlib.suppress(StoreUnavailable):
+                documents.gateway(box.precedence).write(box.store, GatewayAddress("http://10.0.0.1:1", boot_id))
+                documents.members(box.precedence).write(box.store, status)

@@ -1,0 +1,75 @@
+"""`simulate` and `weather export`, as commands."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from orchestrator.cli import app
+from orchestrator.cli.console import Stop
+from orchestrator.simulate import compare
+from orchestrator.simulate.safety import Broken
+from orchestrator.simulate.stories import Told
+
+command = import_module("orchestrator.cli.simulate")  # whose name in the package is its function
+
+RUN = """
+name: sim
+storage: {storage}
+trainer: {{model: m/m, dataset: d/d, reward_funcs: trl.rewards.think_format_reward}}
+grpo: {{max_steps: 10, per_device_train_batch_size: 8, num_generations: 8}}
+rollout: {{replicas: 2}}
+"""
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN.format(storage=tmp_path / "store"))
+    return file
+
+
+def test_a_run_is_simulated_for_programs(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "HOURS", 1.0)
+    out = run_yaml.parent / "s.png"
+    arguments = ["simulate", str(run_yaml), "--seeds", "1", "--climate", "storms", "-o", "json", "--out", str(out)]
+    found = CliRunner().invoke(app, arguments)
+    assert found.exit_code == 0, found.output
+    told = json.loads(found.stdout)
+    assert told["weather"] == "storms"
+    assert set(told["goodput_per_dollar"]) == {*compare.CONTENDERS, compare.ORACLE}
+    assert told["goodput_per_dollar"][compare.ON_DEMAND] == 1.0
+    assert told["policies"]["ours"]["steps"] > 0
+    assert out.stat().st_size > 1000
+
+
+def test_a_broken_promise_names_the_command_that_replays_it(
+    run_yaml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(seed: int, *_: object, **__: object) -> Told:
+        raise Broken(f"seed {seed}: two trainers act")
+
+    monkeypatch.setattr(command, "tell", broken)
+    found = CliRunner().invoke(app, ["simulate", str(run_yaml), "--seed", "41", "--climate", "scarce"])
+    assert isinstance(found.exception, Stop)
+    assert f"grpo-orch simulate {run_yaml} --climate scarce --seeds 1 --seed 41" in str(found.exception)
+    assert found.exception.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--climate", "balmy"], "expected one of unclouded, calm"),
+        (["--climate", "calm", "--trace", "t"], "one of them"),
+        (["--seeds", "0"], "above 0"),
+        (["--trace", "missing.json"], "missing.json"),
+    ],
+)
+def test_a_mistake_is_a_line(run_yaml: Path, arguments: list[str], told: str) -> None:
+    found = CliRunner().invoke(app, ["simulate", str(run_yaml), *arguments])
+    assert isinstance(found.exception, Stop)
+    assert told in str(found.exception)

@@ -1,0 +1,107 @@
+"""Spot weather: what the climates promise, files in public formats, and what a run met, replayed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from orchestrator.simulate.physics import Physics, Prices
+from orchestrator.simulate.recorded import LAUNCH, LOSS, NOTICE, REFUSAL, RETURN, recorded, replayed, to_plain
+from orchestrator.simulate.traces import NotWeather, read_weather
+from orchestrator.simulate.weather import CLIMATES, climate, drops_a_day, share_without
+from orchestrator.simulate.world import COARSE, World
+from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
+from policies.model.vocabulary import Market, NodePhase, Refusal, Role
+from tests.stand_ins.world import spec
+
+
+@pytest.mark.parametrize("name", CLIMATES)
+def test_a_climate_follows_from_its_seed(name: str) -> None:
+    assert climate(name, 3, 4) == climate(name, 3, 4)
+    assert all(0 <= count <= 4 for zone in climate(name, 3, 4) for count in zone.counts)
+
+
+def test_scarce_weather_is_as_public_traces_show() -> None:
+    found = [climate("scarce", seed, 4)[0] for seed in range(40)]
+    assert all(0.16 <= share_without(zone) <= 0.62 for zone in found)
+    assert all(3 <= drops_a_day(zone) <= 11 for zone in found)
+
+
+def test_a_storm_takes_a_zone_at_once_and_prices_go_to_war() -> None:
+    storms = climate("storms", 1, 4)
+    assert len(storms) == 3
+    assert {0, 4} == {count for zone in storms for count in zone.counts}
+    prices = [zone.price_at(at) for zone in climate("price-war", 1, 4) for at in range(0, 7 * 86400, 300)]
+    assert min(prices) < 0.8
+    assert max(prices) > 2.0
+
+
+def test_traces_in_public_formats_are_read(tmp_path: Path) -> None:
+    gaps = tmp_path / "zone.json"
+    gaps.write_text(json.dumps({"metadata": {"gap_seconds": 600}, "data": [0, 1, 0]}))
+    [zone] = read_weather(gaps, 4)
+    assert (zone.gap_s, zone.counts) == (600.0, (4, 0, 4)), "1 says that the one machine is taken"
+    gaps.write_text(json.dumps({"metadata": {"gap_seconds": 600}, "data": [3, 1, 0]}))
+    assert read_weather(gaps, 4)[0].counts == (3, 1, 0)
+    times = tmp_path / "counts.csv"
+    times.write_text("time,count\n0,4\n120,0\n180,2\n")
+    assert read_weather(times, 4)[0].counts == (4, 4, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "is empty"),
+        ("time,count\nsoon,4\n", "soon"),
+        ("0,4\n60,-1\n", "below 0"),
+        ("60,4\n0,4\n", "go back"),
+        ('{"data": [1]}', "metadata"),
+        ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "gap_seconds"),
+    ],
+)
+def test_what_is_no_weather_is_refused_with_what_is_expected(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "t"
+    file.write_text(text)
+    with pytest.raises(NotWeather, match=rf"{file}.*{told}.*expected JSON|{file}.*{told}.*time,count"):
+        read_weather(file, 4)
+
+
+def test_what_a_run_met_is_told_and_replayed(tmp_path: Path) -> None:
+    def asked(node: str) -> NodeRequested:
+        return NodeRequested(node, Role.ROLLOUT, "rollout-0", 1, Market.SPOT, "first")
+
+    history: list[tuple[int, float, tuple[Event, ...]]] = [
+        (1, 0.0, (asked("rollout-0-i1"),)),
+        (2, 60.0, (NodeMoved("rollout-0-i1", NodePhase.BOOTING, "the machine is there"),)),
+        (3, 60.0, (MachineBought("rollout-0-i1", Market.SPOT, "aws/r/z1 H100:8", 2.0, 6.0),)),
+        (4, 300.0, (NodeMoved("rollout-0-i1", NodePhase.DRAINING, "the cloud will take it back"),)),
+        (5, 420.0, (NodeMoved("rollout-0-i1", NodePhase.GONE, "preempted"), asked("rollout-0-i2"))),
+        (6, 480.0, (NodeMoved("rollout-0-i2", NodePhase.REFUSED, "none left", Refusal.NO_CAPACITY),)),
+        (7, 540.0, (asked("rollout-0-i3"),)),
+        (8, 600.0, (NodeMoved("rollout-0-i3", NodePhase.SERVING, "in the membership"),)),
+        (9, 660.0, (NodeMoved("rollout-0-i3", NodePhase.TERMINATING, "the run is finished"),)),
+        (10, 720.0, (NodeMoved("rollout-0-i3", NodePhase.GONE, "taken down"),)),
+    ]
+    met = recorded(history)
+    assert [one.what for one in met] == [LAUNCH, NOTICE, LOSS, REFUSAL, LAUNCH, RETURN]
+    assert (met[0].where, met[0].usd_per_h, met[0].after_s) == ("aws/r/z1 H100:8", 2.0, 60.0)
+    assert (met[3].why, met[3].time_s) == ("none left", 480.0)
+    file = tmp_path / "weather.jsonl"
+    file.write_text("".join(json.dumps(to_plain(one)) + "\n" for one in met))
+    [zone] = read_weather(file, 2)
+    assert zone.name == "aws/r/z1"
+    assert zone.counts == (2, 2, 2, 2, 0, 0, 0, 0, 0, 2, 2, 2), "none from the notice to the next launch"
+    assert replayed([to_plain(one) for one in met], 2) == (zone,)
+
+
+def test_hours_without_preemption_cost_what_machines_cost() -> None:
+    """An H200 on demand and a pair on spot: 6.34 USD an hour, 152.16 a day."""
+    instant = Physics(launch_s=0.0, setup_s=0.0, first_weights_s=0.0, weights_s=0.0)
+    world = World(0, spec(2), physics=instant, prices=Prices(), max_steps=10**9, rhythm=COARSE)
+    world.run_for(3600.0)
+    before = world.cloud.spent_usd
+    world.run_for(4 * 3600.0)
+    assert len(world.cloud.bought) == 3
+    assert world.cloud.spent_usd - before == pytest.approx(4 * (3.96 + 2 * 1.19), rel=5e-3)
