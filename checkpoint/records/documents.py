@@ -55,7 +55,12 @@ class ControllerMachine:
 
     cluster: str  # its name in SkyPilot's records
     infra: str  # `cloud/region/zone`; empty until it is launched
-    at_s: float
+    at_s: float  # when it was last launched
+    price_usd_per_h: float = 0.0  # 0: not known
+
+    def cost_usd(self, now_s: float) -> float:
+        """What it has cost since then."""
+        return self.price_usd_per_h * max(0.0, now_s - self.at_s) / 3600
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,8 @@ def _bad_end(built: Report, *, spec_refused: bool) -> Stop | None:
             return Stop(f"{built.name} failed: {built.reason}; {hint}", exit_codes.FAILED)
         case RunPhase.PAUSED:
             hint = f"go on with: grpo-orch rollback {built.store}"
+            if "`budget.usd" in built.reason:
+                hint = f"go on with: grpo-orch resume --budget-usd NUMBER {built.store}"
             if NAME_A_TARGET in built.reason:
                 hint = f"see: grpo-orch checkpoints ls {built.store}"
             return Stop(f"{built.name} is paused: {built.reason}; {hint}", exit_codes.FAILED)

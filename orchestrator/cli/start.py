@@ -45,6 +45,7 @@ from orchestrator.home.folder import (
 )
 from orchestrator.home.run_secrets import missing
 from orchestrator.home.trust import run_digest
+from policies.control.spending import BUDGET
 from policies.model import exit_codes
 from policies.model.spec import RunSpec
 from policies.model.state import RunState
@@ -93,7 +94,14 @@ def refuse_missing_secrets(spec: RunSpec) -> None:
         raise Stop(f"{wrong}; export or remove it", exit_codes.USAGE)
 
 
-def resume(target: Target = None, detach: Detach = False, remote: Remote = False) -> None:
+def resume(
+    target: Target = None,
+    detach: Detach = False,
+    remote: Remote = False,
+    budget_usd: Annotated[
+        float | None, typer.Option("--budget-usd", min=0, help="Another `budget.usd` for the run, from now on.")
+    ] = None,
+) -> None:
     """Take a run up again after anything: its daemon gone, its machines gone, stopped by hand."""
     storage = storage_of(target)
     store = open_store(storage)
@@ -104,7 +112,7 @@ def resume(target: Target = None, detach: Detach = False, remote: Remote = False
         raise Stop(
             f"{record.spec.name} is finished; `grpo-orch report {store.url}` tells how it went", exit_codes.OK
         )
-    ended_diverged = state.phase in (RunPhase.PAUSED, RunPhase.GAVE_UP)
+    ended_diverged = state.phase in (RunPhase.PAUSED, RunPhase.GAVE_UP) and not state.budget_reached
     if ended_diverged and not state.nodes and state.exported == state.healthy:
         raise Stop(
             f"{record.spec.name} {state.reason}; it goes on from an earlier checkpoint, with something changed: "
@@ -119,6 +127,8 @@ def resume(target: Target = None, detach: Detach = False, remote: Remote = False
         _refuse_other_secret(store, record, sorted(state.nodes))
     probe(store)
     keep_options(storage)
+    if budget_usd is not None:
+        documents.send_command(store, BUDGET, time.time(), changes={"usd": budget_usd})
     _start(store, record, "resume", detach, controller)
 
 

@@ -45,6 +45,7 @@ class Offer:
     description: str
     price_usd_per_h: float
     elsewhere: str = ""  # the price on the other market, in words
+    most_usd_per_h: float = 0.0  # of the dearest that it may be
 
 
 class Cloud(Protocol):

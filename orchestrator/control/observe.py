@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from checkpoint.stream import exports
 from checkpoint.stream.catalog import Catalog, Revision
 from orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from orchestrator.control.metrics_watch import MetricsWatch
+from orchestrator.control.prices import Prices
 from orchestrator.control.run_clock import awake_or_asleep_s
 from policies.control.snapshot import Command, LaunchRefused, Machine, Snapshot, Trainer
 from policies.model import exit_codes
@@ -119,6 +121,8 @@ class Observer:
         logging_steps = int(spec.grpo.get("logging_steps", 1))
         self._metrics = MetricsWatch(store, spec.policies.kl.limit, logging_steps, self._unreadable)
         self._catalog = Catalog(store, "controller")
+        budgeted = spec.budget.usd is not None or spec.budget.usd_per_h is not None
+        self._prices = Prices(cloud) if budgeted else None
 
     def look(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState) -> Snapshot:
         """Return what is there now. Raises StoreError when the store cannot be read.
@@ -132,6 +136,7 @@ class Observer:
         commands = documents.read_commands(self._store, self._unreadable, left_out)
         target_wanted = _wants_a_target(state, machines, commands)
         watched = self._metrics.look(trainer, state.forks)
+        controller = None if self._prices is None else documents.CONTROLLER.read(self._store)
         catalog, damaged = self._checkpoints() if target_wanted else (None, "")
         return Snapshot(
             now_s=now_s,
@@ -144,6 +149,9 @@ class Observer:
             refused=refused,
             commands=commands,
             watched=watched,
+            prices=None if self._prices is None else self._prices.look(),
+            controller_usd=0.0 if controller is None else controller.cost_usd(time.time()),
+            controller_usd_per_h=0.0 if controller is None else controller.price_usd_per_h,
             step_shape=self._metrics.step_shape(),
             checkpoints=None if catalog is None else tuple(one.at for one in catalog.checkpoints),
             damaged=damaged,

@@ -12,6 +12,9 @@ from checkpoint.store.codec import event_to_plain
 from orchestrator.views.lineage import effect_words, skipped_words, start_words
 from policies.model import exit_codes
 from policies.model.events import (
+    BudgetReached,
+    BudgetRefused,
+    BudgetSet,
     BuyingResumed,
     BuyingStopped,
     CommandTaken,
@@ -110,6 +113,12 @@ def sentence(event: Event) -> str:
             return f"Machines are bought again, {event.kind}"
         case FleetSized():
             return f"There are to be {event.nodes} rollout nodes in place of {event.before}: {event.reason}"
+        case BudgetReached():
+            return f"The budget is reached, the run is to {event.at}: {event.reason}"
+        case BudgetRefused():
+            return f"No more {event.role} machines are bought: {event.reason}"
+        case BudgetSet():
+            return f"The budget is {event.usd:.2f} USD from now on"
         case MachineBought():
             where = event.where or "here"
             price = f"{event.price_usd_per_h:.2f} USD an hour"

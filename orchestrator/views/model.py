@@ -48,6 +48,21 @@ class FleetView:
 
 
 @dataclass(frozen=True, slots=True)
+class MoneyView:
+    """What the run's machines cost, USD. What is not known yet, or has no limit, is None."""
+
+    spent_usd: float  # from each machine's request on
+    all_on_demand_usd: float  # the same hours on demand, where that price is known
+    usd_per_h: float  # now
+    usd_per_step: float | None  # so far
+    usd_per_million_tokens: float | None  # that were trained on, so far
+    forecast_usd: float | None  # at the end, as it goes now
+    budget_usd: float | None
+    budget_usd_per_h: float | None
+    not_counted: str
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointView:
     """The newest checkpoint of the present line."""
 
@@ -143,6 +158,7 @@ class RunView:
     requests_waiting: int | None  # None when the gateway is not heard from
     nodes: tuple[NodeView, ...]
     fleet: FleetView | None  # None: the run has no rollout nodes
+    money: MoneyView
     not_bought: tuple[StoppedKindView, ...]
     checkpoint: CheckpointView | None
     store_slow: bool  # a checkpoint was put off: the ones before it are still on their way

@@ -59,6 +59,7 @@ class Reader:
         self.lease: documents.Lease | None = None
         self.lease_watch = LeaseWatch()
         self.trainer: Trainer | None = None
+        self.controller: documents.ControllerMachine | None = None
         self.checkpoints: list[Checkpoint] = []  # in version order
         self._catalog = Catalog(store, "reader")  # which writes nothing
         self._chunks: dict[str, tuple[int, datetime, list[Row]]] = {}
@@ -87,6 +88,7 @@ class Reader:
         self.checkpoints = self._catalog.newest().checkpoints
         self.lease = documents.LEASE.read(self.store, self.unreadable)
         self.trainer = documents.TRAINER.read(self.store, self.unreadable)
+        self.controller = documents.CONTROLLER.read(self.store)
 
     def history(self) -> list[tuple[int, float, tuple[Event, ...]]]:
         """Read the whole journal as `(entry number, time_s, events)`. Raises Corrupt."""

@@ -31,6 +31,7 @@ from orchestrator.views.numbers import NOT_KNOWN, duration, short, usd
 from orchestrator.views.reader import Reader
 from orchestrator.views.weights import WeightsView, policy_stage_words, weights_view, weights_words
 from policies.detect.divergence import Health
+from policies.fleet.budget import NOT_COUNTED
 from policies.ledger.abandoned import abandoned
 from policies.ledger.accounting import (
     Fault,
@@ -94,6 +95,8 @@ class Report:
     tokens_regenerated: int
     cost_usd: float
     cost_all_on_demand_usd: float
+    usd_per_step: float | None  # None before the first
+    usd_per_million_tokens: float | None  # that were trained on
     faults_survived: int
     faults: tuple[FaultCost, ...]
     restarts: dict[str, int]  # by slot, of the machine and of its work
@@ -116,6 +119,7 @@ def build_report(store: Store, now_s: float) -> Report:
     money = bill(rentals(history, end_s))
     rewards, held_out = logged(rows, REWARD), logged(rows, HELD_OUT)
     rollbacks = _rollbacks(state, reader.spec, reader.rows)
+    trained = sum(row.tokens for row in rows)
     return Report(
         name=reader.spec.name,
         store=store.url,
@@ -136,6 +140,8 @@ def build_report(store: Store, now_s: float) -> Report:
         tokens_regenerated=sum(row.tokens_discarded for row in reader.rows),
         cost_usd=money.cost_usd,
         cost_all_on_demand_usd=money.cost_all_on_demand_usd,
+        usd_per_step=money.cost_usd / rows[-1].step if rows and rows[-1].step else None,
+        usd_per_million_tokens=money.cost_usd / trained * 1e6 if trained else None,
         faults_survived=sum(cost.survived for cost in costs),
         faults=costs,
         restarts={name: slot.incarnations - 1 + slot.job_restarts for name, slot in sorted(state.slots.items())},
@@ -235,7 +241,11 @@ def _figures(report: Report) -> RenderableType:
     if report.rollbacks:
         lost = f"{report.steps_abandoned} steps and {report.tokens_abandoned:,} tokens thrown away"
         table.add_row("rollbacks", f"{len(report.rollbacks)}; {lost}")
+    saved = report.cost_all_on_demand_usd - report.cost_usd
     table.add_row("cost", f"{usd(report.cost_usd)}; all on demand {usd(report.cost_all_on_demand_usd)}")
+    if report.cost_usd > 0 and report.usd_per_step is not None and report.usd_per_million_tokens is not None:
+        each = f"{usd(report.usd_per_step)} a step, {usd(report.usd_per_million_tokens)} a million trained tokens"
+        table.add_row("", f"{each}; {usd(max(0.0, saved))} saved; not counted: {NOT_COUNTED}")
     drift = f"{short(report.sampling_logp_difference_max)}, the largest log-probability difference"
     table.add_row("sampling drift", drift)
     if report.weights is not None:

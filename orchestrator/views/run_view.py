@@ -18,6 +18,7 @@ from orchestrator.views.model import (
     DaemonView,
     FleetView,
     MembershipView,
+    MoneyView,
     NodeView,
     RollbackView,
     RunView,
@@ -27,8 +28,10 @@ from orchestrator.views.model import (
 )
 from orchestrator.views.reader import Reader
 from orchestrator.views.weights import newest_weights
-from policies.control.sizing import hourly_prices, rollouts_wanted, size_words
+from policies.control.fleet_size import hourly_prices, rollouts_wanted, size_words
 from policies.control.snapshot import Trainer
+from policies.control.spending import caps_of
+from policies.fleet.budget import NOT_COUNTED, on_demand_usd, spent_usd
 from policies.fleet.how_many import optimum
 from policies.fleet.measuring import shape_of
 from policies.model.buying import probe_wait_s
@@ -63,6 +66,7 @@ def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunV
     step = beat.step if beat else (rows[-1].step if rows else 0)
     max_steps = reader.trainer.max_steps if reader.trainer else None
     running = state.phase not in TERMINAL_RUN
+    eta_s = (max_steps - step) * step_s if step_s is not None and max_steps is not None and running else None
     return RunView(
         name=reader.spec.name,
         store=reader.store.url,
@@ -81,10 +85,11 @@ def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunV
         kl_limit=reader.kl_limit,
         step_s=step_s,
         tokens_per_s=_tokens_per_s(pace),
-        eta_s=(max_steps - step) * step_s if step_s is not None and max_steps is not None and running else None,
+        eta_s=eta_s,
         requests_waiting=gateway.requests_waiting if gateway else None,
         nodes=_nodes(reader, beat, gateway),
         fleet=_fleet(reader.spec, state, rows),
+        money=_money(reader, now_s, step, eta_s),
         not_bought=_not_bought(state) if running else (),
         checkpoint=_checkpoint(reader, now_s),
         store_slow=state.store_slow and running,
@@ -115,7 +120,7 @@ def _rollback(state: RunState) -> RollbackView | None:
 
 
 def _fleet(spec: RunSpec, state: RunState, rows: Sequence[Row]) -> FleetView | None:
-    """What `policies.control.sizing` decides by, from the same rows."""
+    """What `policies.control.fleet_size` decides by, from the same rows."""
     if generates_itself(spec):
         return None
     nodes, prices = rollouts_wanted(state, spec), hourly_prices(state)
@@ -127,6 +132,26 @@ def _fleet(spec: RunSpec, state: RunState, rows: Sequence[Row]) -> FleetView | N
     if cheapest is not None and math.isinf(cheapest):
         cheapest = None  # JSON has no infinity
     return FleetView(nodes, shape.fixed_s, shape.generation_node_s, cheapest, reason)
+
+
+def _money(reader: Reader, now_s: float, step: int, eta_s: float | None) -> MoneyView:
+    state, controller = reader.state, reader.controller
+    beside = (0.0, 0.0) if controller is None else (controller.cost_usd(now_s), controller.price_usd_per_h)
+    spent = spent_usd(state, now_s) + beside[0]
+    rate = sum(node.usd_per_h for node in state.nodes.values()) + beside[1]
+    tokens = sum(row.tokens for row in reader.path)
+    caps = caps_of(state, reader.spec)
+    return MoneyView(
+        spent_usd=spent,
+        all_on_demand_usd=on_demand_usd(state, now_s) + beside[0],
+        usd_per_h=rate,
+        usd_per_step=spent / step if step else None,
+        usd_per_million_tokens=spent / tokens * 1e6 if tokens else None,
+        forecast_usd=None if eta_s is None else spent + rate * eta_s / 3600,
+        budget_usd=caps.usd,
+        budget_usd_per_h=caps.usd_per_h,
+        not_counted=NOT_COUNTED,
+    )
 
 
 def _not_bought(state: RunState) -> tuple[StoppedKindView, ...]:

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from checkpoint.records.metrics import logged
 from orchestrator.views.lineage import start_words
-from orchestrator.views.model import FleetView, MembershipView, NodeView, RunView
-from orchestrator.views.numbers import NOT_KNOWN, clock, duration, short, sparkline
+from orchestrator.views.model import FleetView, MembershipView, MoneyView, NodeView, RunView
+from orchestrator.views.numbers import NOT_KNOWN, clock, duration, short, sparkline, usd
 from orchestrator.views.weights import stages_words, weights_words
 from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN
@@ -230,6 +230,8 @@ def _health_lines(view: RunView) -> list[RenderableType]:
         ]
     if view.fleet is not None and view.fleet.fixed_s is not None:
         told.insert(0, Text(f"{'step':<10} {_fleet(view.fleet)}", "dim", no_wrap=True, overflow="ellipsis"))
+    if view.money.spent_usd > 0:
+        told.insert(0, Text(f"{'money':<10} {_money(view.money)}", no_wrap=True, overflow="ellipsis"))
     if view.weights is not None:
         words = f"{'weights':<10} {weights_words(view.weights)}"
         told.insert(0, Text(words, "dim", no_wrap=True, overflow="ellipsis"))
@@ -240,6 +242,17 @@ def _fleet(fleet: FleetView) -> str:
     cheapest = "prices not known" if fleet.cheapest is None else f"{fleet.cheapest:.1f} nodes cheapest"
     split = f"{short(fleet.fixed_s)} s + {short(fleet.generation_node_s)} node-seconds generating"
     return f"{split} · {cheapest}, {fleet.nodes} wanted"
+
+
+def _money(money: MoneyView) -> str:
+    words = [f"{usd(money.spent_usd)} spent" + (f" of {usd(money.budget_usd)}" if money.budget_usd else "")]
+    if money.usd_per_step is not None:
+        words.append(f"{usd(money.usd_per_step)} a step")
+    if money.usd_per_million_tokens is not None:
+        words.append(f"{usd(money.usd_per_million_tokens)}/M tokens")
+    if money.forecast_usd is not None:
+        words.append(f"{usd(money.forecast_usd)} at the end")
+    return " · ".join(words)
 
 
 def _price(view: RunView) -> str:

@@ -21,6 +21,7 @@ from policies.control.snapshot import (
     Terminate,
     WriteFork,
 )
+from policies.control.spending import stop_at_cap
 from policies.control.stopping import stop_requests
 from policies.control.tick import Tick
 from policies.model.phases import FILLING_NODE, TERMINAL_RUN
@@ -42,6 +43,7 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     update_node_phases(tick)
     steer_timeline(tick)
     run_lifecycle(tick)
+    stop_at_cap(tick)
     fill_slots(tick)
     actions = _actions(tick.state, snapshot)
     settled = not tick.events and not actions and not _in_motion(tick.state)

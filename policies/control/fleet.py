@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from policies.control.fleet_size import return_surplus, rollouts_wanted, size_fleet
 from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
-from policies.control.sizing import return_surplus, rollouts_wanted, size_fleet
+from policies.control.spending import refusal, refuse
 from policies.control.stopping import release_machines
 from policies.control.tick import Tick
 from policies.model.buying import REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
@@ -67,6 +68,9 @@ def fill_slots(tick: Tick) -> None:
         if tick.waited_s(slot.refused_at_s) < back_off_s(slot.refusals_in_a_row, needed):
             continue
         if (role is Role.TRAINER or _trainer_is_near(tick)) and _may_buy(tick, role, needed):
+            if why := refusal(tick, role, kind_of(role, market_of(role, tick.spec))):
+                refuse(tick, role, why)
+                break
             _request(tick, role, name, slot)
 
 
@@ -87,7 +91,9 @@ def _request(tick: Tick, role: Role, name: str, slot: Slot) -> None:
     reason = "first" if incarnation == 1 else f"in place of {node_id_of(name, slot.incarnations)}"
     node = node_id_of(name, incarnation)
     market = market_of(role, tick.spec)
-    tick.emit(NodeRequested(node, role, name, incarnation, market, reason), f"{node} requested ({reason})")
+    most_usd = (tick.snapshot.prices or {}).get(kind_of(role, market), 0.0)
+    event = NodeRequested(node, role, name, incarnation, market, reason, most_usd)
+    tick.emit(event, f"{node} requested ({reason})")
 
 
 def _trainer_is_near(tick: Tick) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from policies.control.observed import HEARTBEAT_FRESH_S, HEARTBEAT_LOST_S, MACHINE_LOST_S
 from policies.control.rollback_begin import begin_by_hand
 from policies.control.snapshot import BEFORE_TRAINING
+from policies.control.spending import BUDGET
 from policies.control.stopping import DOWN, DOWN_NOW, stop_at_once
 from policies.control.tick import Tick
 from policies.model import exit_codes
 from policies.model.buying import MachineKind
 from policies.model.events import (
+    BudgetSet,
     CommandTaken,
     DataSetAside,
     GatewayRestarted,
@@ -58,6 +60,8 @@ def _commands(tick: Tick) -> None:
                 tick.move_run(RunPhase.STOPPING, "asked to stop")
             if command.kind == DOWN_NOW:
                 stop_at_once(tick)
+        elif command.kind == BUDGET:
+            tick.emit(BudgetSet(command.changes["usd"]), f"budget.usd is {command.changes['usd']:.2f} now")
         elif command.kind == "rollback":
             begin_by_hand(tick, command)
 

@@ -114,6 +114,10 @@ class Snapshot:
     refused: tuple[LaunchRefused, ...] = ()
     commands: tuple[Command, ...] = ()
     watched: Watched | None = None
+    # By `kind_of`: the most that a machine of the kind may cost an hour. None: not known yet, or not asked for.
+    prices: Mapping[str, float] | None = None
+    controller_usd: float = 0.0  # what the machine of a `--remote` daemon has cost so far
+    controller_usd_per_h: float = 0.0
     step_shape: StepShape | None = None  # of the newest steps; None before enough were made
     unreadable: Mapping[str, str] = field(default_factory=dict)  # optional objects that are damaged: why
     checkpoints: tuple[PolicyVersion, ...] | None = None  # None: there was no reason to look, or `damaged`

@@ -31,7 +31,11 @@ def release_machines(tick: Tick) -> None:
         tick.move(node, NodePhase.TERMINATING, f"the run is {tick.state.phase}")
     machines = tick.snapshot.machines
     if tick.state.phase is RunPhase.STOPPING and not tick.state.nodes and not machines and machines is not None:
-        tick.move_run(RunPhase.STOPPED, "every machine is gone")
+        paused = tick.state.budget_reached and tick.spec.budget.at == "pause"
+        if paused:
+            tick.move_run(RunPhase.PAUSED, tick.state.reason)
+        else:
+            tick.move_run(RunPhase.STOPPED, "every machine is gone")
 
 
 def stop_at_once(tick: Tick) -> None:

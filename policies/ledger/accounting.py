@@ -83,7 +83,8 @@ class FaultCost:
 
 @dataclass(frozen=True, slots=True)
 class Rental:
-    """A machine from when it was first seen until it was gone, seconds since the epoch."""
+    """A machine from its request until it was gone, seconds since the epoch. Until its price was known, it is the
+    most that it could be."""
 
     node: str
     role: Role
@@ -254,18 +255,17 @@ def _step_at(path: Sequence[LoggedRow], time_s: float) -> int:
 
 
 def rentals(history: History, now_s: float) -> list[Rental]:
-    """Return every machine that was ever there: from first seen until gone, or until `now_s`."""
-    asked: dict[str, NodeRequested] = {}
+    """Return every machine that was ever there or may have been: from its request until gone, or until `now_s`."""
     running: dict[str, Rental] = {}
     ended: list[Rental] = []
     for _, time_s, events in history:
         for event in events:
             match event:
                 case NodeRequested():
-                    asked[event.node] = event
-                case NodeMoved(phase=NodePhase.BOOTING | NodePhase.SERVING) if event.node not in running:
-                    order = asked[event.node]
-                    running[event.node] = Rental(event.node, order.role, order.market, time_s, now_s)
+                    most = event.most_usd_per_h
+                    running[event.node] = Rental(event.node, event.role, event.market, time_s, now_s, most, most)
+                case NodeMoved(phase=NodePhase.REFUSED):
+                    running.pop(event.node, None)
                 case MachineBought() if event.node in running:
                     running[event.node] = replace(
                         running[event.node],

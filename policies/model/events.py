@@ -49,6 +49,7 @@ class NodeRequested:
     incarnation: int
     market: Market
     reason: str
+    most_usd_per_h: float = 0.0  # that a machine of its kind may cost; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,30 @@ class FleetSized:
     nodes: int
     before: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetRefused:
+    """No more machines of a role are bought, for they do not fit under the budget. The run goes on."""
+
+    role: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetReached:
+    """The run stores what it has and stops: no more money is left than that takes."""
+
+    spent_usd: float
+    reason: str
+    at: str  # pause, down
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetSet:
+    """A user has set another `budget.usd` for this run."""
+
+    usd: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +323,9 @@ RunEvent = (
     | StoreCaughtUp
     | SpecProved
     | DataSetAside
+    | BudgetReached
+    | BudgetRefused
+    | BudgetSet
 )
 Event = RunEvent | MachineEvent | TimelineEvent
 

@@ -14,6 +14,9 @@ from typing import assert_never
 from policies.model import exit_codes
 from policies.model.buying import MachineKind, after_move
 from policies.model.events import (
+    BudgetReached,
+    BudgetRefused,
+    BudgetSet,
     BuyingResumed,
     BuyingStopped,
     CommandTaken,
@@ -76,7 +79,7 @@ def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState
             check_move(RUN_EDGES, state.phase, event.phase)
             state = replace(state, phase=event.phase, reason=event.reason)
             if event.phase is RunPhase.STARTING:  # somebody has mended something, or wants another try
-                return replace(state, trainer_failures=0, kinds=MappingProxyType({}))
+                return replace(state, trainer_failures=0, kinds=MappingProxyType({}), budget_reached=False)
             return state
         case GatewayRestarted():
             return replace(state, gateway_boot_id=event.boot_id)
@@ -92,6 +95,12 @@ def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState
             return replace(state, proved=True)
         case DataSetAside():
             return replace(state, set_aside=(*state.set_aside, event))
+        case BudgetReached():
+            return replace(state, budget_reached=True)
+        case BudgetRefused():
+            return replace(state, budget_refused=True)
+        case BudgetSet():
+            return replace(state, budget_usd=event.usd, budget_refused=False)
         case _:
             assert_never(event)
 
@@ -112,7 +121,12 @@ def _apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> R
         case FleetSized():
             return replace(state, fleet_size=event.nodes, fleet_sized_at_s=time_s)
         case MachineBought():
-            bought = replace(state.nodes[event.node], market=event.market, price_usd_per_h=event.price_usd_per_h)
+            bought = replace(
+                state.nodes[event.node],
+                market=event.market,
+                price_usd_per_h=event.price_usd_per_h,
+                on_demand_usd_per_h=event.on_demand_usd_per_h,
+            )
             return _with_node(state, bought)
         case JobExited():
             return _exited(state, event, time_s)
@@ -167,6 +181,7 @@ def _requested(state: RunState, event: NodeRequested, time_s: float) -> RunState
         requested_at_s=time_s,
         reason=event.reason,
         kind=kind_of(event.role, event.market),
+        most_usd_per_h=event.most_usd_per_h,
     )
     if kind := state.kinds.get(node.kind):
         state = _with_kind(state, node.kind, replace(kind, probes=kind.probes + bool(kind.stopped)))
@@ -190,6 +205,10 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
     kind = state.kinds.get(node.kind, MachineKind())
     kind = after_move(kind, event, time_s, came=came, served=served, asked_at_s=node.requested_at_s)
     state = _with_kind(state, node.kind, kind)
+    if event.phase is NodePhase.GONE:
+        spent_usd = state.spent_usd + node.cost_usd(time_s)
+        on_demand_usd = state.spent_on_demand_usd + node.on_demand_cost_usd(time_s)
+        state = replace(state, spent_usd=spent_usd, spent_on_demand_usd=on_demand_usd)
     if event.phase in (NodePhase.GONE, NodePhase.REFUSED):
         state = replace(state, nodes=MappingProxyType({k: n for k, n in state.nodes.items() if k != node.id}))
     else:

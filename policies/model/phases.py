@@ -45,10 +45,11 @@ RUN_EDGES: dict[tuple[R, R], str] = {
     (R.STARTING, R.GAVE_UP): "it diverged, and the budget of rollbacks is spent",
     (R.TRAINING, R.GAVE_UP): "it diverged, and the budget of rollbacks is spent",
     (R.STOPPING, R.STOPPED): "every machine is gone",
+    (R.STOPPING, R.PAUSED): "every machine is gone, and a person is to decide on the budget",
     (R.STOPPING, R.STARTING): "resumed before it had stopped",
     (R.STOPPED, R.STARTING): "resumed, or rolled back by hand",
     (R.FAILED, R.STARTING): "resumed after a repair, or rolled back by hand",
-    (R.PAUSED, R.STARTING): "rolled back by hand",
+    (R.PAUSED, R.STARTING): "rolled back by hand, or resumed with another budget",
     (R.GAVE_UP, R.STARTING): "rolled back by hand",
 }
 

@@ -138,6 +138,16 @@ class CheckpointsSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What the run may cost in USD, enforced before each launch. Where it is reached, the trainer stores what it
+    has and every machine goes back; the run is then paused, or stopped as by `down`."""
+
+    usd: float | None = None
+    usd_per_h: float | None = None
+    at: Literal["pause", "down"] = "pause"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
     """One fault for the local cloud. `target` is a slot (`rollout-0`, `trainer-0`: its machine), `rollouts`, or,
     for kill alone, one process: `gateway`, `trainer`, `daemon`."""
@@ -177,6 +187,7 @@ class RunSpec:
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
     policies: PoliciesSpec = field(default_factory=PoliciesSpec)
     checkpoints: CheckpointsSpec = field(default_factory=CheckpointsSpec)
+    budget: Budget = field(default_factory=Budget)
     secrets: tuple[str, ...] = ()  # environment variables that reach the nodes; their values are stored nowhere
     cloud: Literal["local", "sky"] = "local"
     rehearse: Rehearsal | None = None

@@ -28,6 +28,8 @@ class Node:
     reason: str = ""
     attempt: int = 1
     price_usd_per_h: float = 0.0  # known once its machine was seen
+    on_demand_usd_per_h: float = 0.0
+    most_usd_per_h: float = 0.0  # that it may cost, until its price is known
     attempt_ended_at_s: float | None = None  # when this attempt's work ended, until it is restarted
     kind: str = ""  # what was asked for, `vocabulary.kind_of`
     served: bool = False  # ever
@@ -36,6 +38,19 @@ class Node:
     def may_be_working(self) -> bool:
         """Whether its work was seen, and has not been seen to end since."""
         return self.phase in (NodePhase.SERVING, NodePhase.DRAINING) and self.attempt_ended_at_s is None
+
+    @property
+    def usd_per_h(self) -> float:
+        """Its price or, until that is known, the most that it may be."""
+        return self.price_usd_per_h or self.most_usd_per_h
+
+    def cost_usd(self, now_s: float) -> float:
+        """What it has cost, from its request on."""
+        return self.usd_per_h * max(0.0, now_s - self.requested_at_s) / 3600
+
+    def on_demand_cost_usd(self, now_s: float) -> float:
+        """What it would have cost on demand, where that price is known."""
+        return (self.on_demand_usd_per_h or self.usd_per_h) * max(0.0, now_s - self.requested_at_s) / 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +91,11 @@ class RunState:
     nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
     slots: Mapping[str, Slot] = field(default_factory=lambda: MappingProxyType({}))
     kinds: Mapping[str, MachineKind] = field(default_factory=lambda: MappingProxyType({}))
+    spent_usd: float = 0.0  # on machines that are gone; see policies.fleet.budget
+    spent_on_demand_usd: float = 0.0  # what they would have cost on demand
+    budget_usd: float | None = None  # what a user has set in place of run.yaml's
+    budget_reached: bool = False  # which is why it stops, or has
+    budget_refused: bool = False  # machines that were not bought for it were told of
     fleet_size: int | None = None  # rollout nodes to have; None: as many as run.yaml allows
     fleet_sized_at_s: float = 0.0
     trainerless_since_s: float | None = None  # there has been no machine for the trainer since

@@ -87,9 +87,10 @@ class LocalCloud:
     def offers(self) -> list[Offer]:
         """See `Cloud.offers`."""
         return [
-            Offer(role, market, "processes on this machine", self._price(role, market))
+            Offer(role, market, "processes on this machine", price, most_usd_per_h=price)
             for role, _, _ in wanted_slots(self._spec)
             for market in (market_of(role, self._spec),)
+            for price in (self._price(role, market),)
         ]
 
     def log(self, node: str, *, follow: bool) -> Iterator[str]:

@@ -24,7 +24,7 @@ from orchestrator.clouds.sky.sdk.types import ClusterState, nodes_name
 from orchestrator.clouds.sky.suspicion import Suspicions
 from orchestrator.clouds.sky.unrecorded import ELSEWHERE, UnrecordedClusters
 from orchestrator.clouds.sky.watch import Watch
-from orchestrator.clouds.sky.work import places, region_of, resources_for, sole_region, work_for
+from orchestrator.clouds.sky.work import names_markets, places, region_of, resources_for, sole_region, work_for
 from orchestrator.clouds.wheel import build_wheel
 from orchestrator.home.folder import run_dir
 from policies.control.fleet import market_of, wanted_slots
@@ -122,14 +122,18 @@ class SkyCloud:
     def _offer(self, role: Role, resources: dict[str, Any]) -> Offer:
         market = market_of(role, self._spec)
         resources = resources_for(resources, role, market, sole_region(self._spec))
-        best = self._sky.offers(resources, spot=market is Market.SPOT)[0]
+        offers = self._sky.offers(resources, spot=market is Market.SPOT)
+        best, most = offers[0], offers[-1].price_usd_per_h
         what = f"{best.infra} {best.instance_type} {best.accelerators}".strip()
         try:
-            other = self._sky.offers(resources, spot=market is not Market.SPOT)[0].price_usd_per_h
+            others = self._sky.offers(resources, spot=market is not Market.SPOT)
         except CloudRefused:
-            return Offer(role, market, what, best.price_usd_per_h)
+            return Offer(role, market, what, best.price_usd_per_h, most_usd_per_h=most)
         name = Market.ON_DEMAND if market is Market.SPOT else Market.SPOT
-        return Offer(role, market, what, best.price_usd_per_h, f"{name} {other:.2f}")
+        elsewhere = f"{name} {others[0].price_usd_per_h:.2f}"
+        if names_markets(resources):  # a launch may fall back to the other one
+            most = max(most, others[-1].price_usd_per_h)
+        return Offer(role, market, what, best.price_usd_per_h, elsewhere, most)
 
     def log(self, node: str, *, follow: bool) -> Iterator[str]:
         """See `Cloud.log`."""

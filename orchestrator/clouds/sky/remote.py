@@ -67,8 +67,9 @@ class RemoteController:
         infra = before.infra if before else ""
         # Before it is launched: a machine that is not known of is not returned.
         documents.CONTROLLER.write(self._store, ControllerMachine(self.cluster, infra, time.time()))
-        infra = self._sky.launch(self.cluster, self._work(reason), LAUNCH_TIMEOUT_S).infra
-        documents.CONTROLLER.write(self._store, ControllerMachine(self.cluster, infra, time.time()))
+        found = self._sky.launch(self.cluster, self._work(reason), LAUNCH_TIMEOUT_S)
+        machine = ControllerMachine(self.cluster, found.infra, time.time(), found.price_usd_per_h)
+        documents.CONTROLLER.write(self._store, machine)
 
     def exists(self) -> bool:
         """Whether the machine is there: its cloud is asked. False also where another SkyPilot launched it."""

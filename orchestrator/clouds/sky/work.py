@@ -90,6 +90,12 @@ def resources_for(wanted: dict[str, Any], role: Role, market: Market, pinned: st
     return {**_without(wanted, *_PLACES, *ALTERNATIVES), **use_spot, key: kept} if key else kept[0]
 
 
+def names_markets(wanted: dict[str, Any]) -> bool:
+    """Whether candidates say for themselves on which market they are."""
+    key = _alternatives(wanted)
+    return key is not None and any("use_spot" in entry for entry in wanted[key])
+
+
 def region_of(infra: str) -> str:
     """`aws/us-east-1` of `aws/us-east-1/us-east-1a`. Within a region private addresses reach each other."""
     return "/".join(_parts(infra)[:2])

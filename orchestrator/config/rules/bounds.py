@@ -24,6 +24,8 @@ _LEAST: dict[KeyPath, tuple[float, bool]] = {
     ("policies", "reward_timeout_s"): (0, True),
     ("policies", "trainer_restarts"): (0, False),
     ("policies", "min_completion_length"): (1, False),
+    ("budget", "usd"): (0, True),
+    ("budget", "usd_per_h"): (0, True),
     ("checkpoints", "keep_last"): (1, False),
     ("checkpoints", "keep_every_steps"): (1, False),
     ("checkpoints", "keep_rollouts_every_steps"): (1, False),

@@ -31,6 +31,7 @@ SECTIONS = {
     "policies.kl.on_rollback": spec.OnRollback,
     "policies.kl.budget": spec.RollbackBudget,
     "checkpoints": spec.CheckpointsSpec,
+    "budget": spec.Budget,
     "rehearse.prices": spec.Prices,
 }
 TYPES: dict[Any, str] = {

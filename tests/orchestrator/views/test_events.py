@@ -10,6 +10,9 @@ from checkpoint.journal.journal import read
 from orchestrator.views.events import event_json, lines, sentence
 from policies.model.events import (
     EVENT_TYPES,
+    BudgetReached,
+    BudgetRefused,
+    BudgetSet,
     BuyingResumed,
     BuyingStopped,
     CommandTaken,
@@ -68,6 +71,15 @@ SAMPLES: list[tuple[Event, str]] = [
         FleetSized(2, 4, "2.2 make it cheapest"),
         "There are to be 2 rollout nodes in place of 4: 2.2 make it cheapest",
     ),
+    (
+        BudgetReached(480.5, "480.50 USD spent", "pause"),
+        "The budget is reached, the run is to pause: 480.50 USD spent",
+    ),
+    (
+        BudgetRefused("rollout", "45.00 USD an hour"),
+        "No more rollout machines are bought: 45.00 USD an hour",
+    ),
+    (BudgetSet(800.0), "The budget is 800.00 USD from now on"),
     (
         MachineBought("rollout-0-i2", Market.SPOT, "aws/us-east-1/us-east-1b g6.xlarge", 0.3, 0.8),
         "rollout-0-i2 has a machine on spot, aws/us-east-1/us-east-1b g6.xlarge, at 0.30 USD an hour",

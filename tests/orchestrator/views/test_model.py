@@ -382,7 +382,7 @@ def test_a_second_look_fetches_only_what_can_have_changed(tmp_path: Path) -> Non
     second = view_of(reader, T0 + 300, None)
     assert second == first
     assert [point.step for point in second.recent] == list(range(131, 251))
-    documents = {"lease.json", "trainer.json"}
+    documents = {"controller.json", "lease.json", "trainer.json"}
     assert set(store.fetched) - documents <= {"metrics/0000/00000002.jsonl"}
 
     world.logs(280, 251, reward=-1.0)
@@ -437,3 +437,24 @@ def test_json_always_has_the_same_keys() -> None:
     assert again["nodes"][1]["slot"] == "rollout-0"
     assert again["phase"] == "training"
     assert again["events"][-1]["type"] == "RunMoved"
+
+
+def test_the_money_and_the_split_of_a_step_are_told() -> None:
+    """Two nodes at 0.90 USD an hour and a trainer at 7.20 since 1 s; steps of 10 s, 4 s of them on two nodes."""
+    world = World()
+    world.starts()
+    for step in range(1, 11):
+        world.logs(20 + 10 * step, step, orch__generate_s=4.0, orch__generate_node_s=8.0, orch__tokens=1000.0)
+    world.beats(121, 10)
+    view = run_view(world.store, T0 + 121, None)
+    spent = 120 * (7.2 + 1.8) / 3600
+    assert view.money.spent_usd == pytest.approx(spent)
+    assert view.money.all_on_demand_usd == pytest.approx(120 * (7.2 + 7.2) / 3600)
+    assert view.money.usd_per_step == pytest.approx(spent / 10)
+    assert view.money.usd_per_million_tokens == pytest.approx(spent * 100)
+    assert view.money.forecast_usd == pytest.approx(spent + 9.0 * 300 / 3600)
+    assert view.fleet is not None
+    assert view.fleet.fixed_s == pytest.approx(6)
+    assert view.fleet.generation_node_s == pytest.approx(8)
+    assert view.fleet.cheapest == pytest.approx((7.2 * 8 / (0.9 * 6)) ** 0.5)
+    assert json.dumps(to_json(view))

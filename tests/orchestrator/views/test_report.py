@@ -75,10 +75,14 @@ def test_the_report_in_exact_numbers(world: World) -> None:
         ("trainer-0-i1 exited with -9", 6, 50.0, 0),
     ]
     assert (report.faults_survived, report.seconds_lost) == (2, 70.0)
-    # USD an hour: trainer 7.20 on demand; rollout 0.90 on spot, 3.60 on demand. All but the lost node from 4 s on.
-    rollout_s = 180 + (43 - 4) + (184 - 44)
-    assert report.cost_usd == pytest.approx((180 * 7.2 + rollout_s * 0.9) / 3600)
-    assert report.cost_all_on_demand_usd == pytest.approx((180 * 7.2 + rollout_s * 3.6) / 3600)
+    # USD an hour: trainer 7.20 on demand; rollout 0.90 on spot, 3.60 on demand. All were asked for
+    # at 1 s, the successor of the lost one at 43 s.
+    rollout_s = 183 + (43 - 1) + (184 - 43)
+    cost_usd = (183 * 7.2 + rollout_s * 0.9) / 3600
+    assert report.cost_usd == pytest.approx(cost_usd)
+    assert report.cost_all_on_demand_usd == pytest.approx((183 * 7.2 + rollout_s * 3.6) / 3600)
+    assert report.usd_per_step == pytest.approx(cost_usd / 10)
+    assert report.usd_per_million_tokens == pytest.approx(cost_usd / 5120 * 1e6)
 
 
 def test_a_run_that_has_ended_costs_no_more_as_time_goes_by(world: World) -> None:

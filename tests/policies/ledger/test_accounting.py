@@ -242,10 +242,10 @@ def test_faults_of_a_run_without_gaps_cost_nothing_yet(log: list[Row]) -> None:
     assert [(cost.seconds_lost, cost.survived) for cost in fault_costs(log, [fault(20)])] == [(0.0, False)]
 
 
-def test_a_machine_is_paid_from_first_seen_until_gone() -> None:
+def test_a_machine_is_paid_from_its_request_until_gone_and_one_that_was_refused_never() -> None:
     seen: list[tuple[int, float, tuple[Event, ...]]] = [
-        (1, 0.0, (requested(NODE), requested(TRAINER), requested("rollout-1-i1"), requested("rollout-2-i1"))),
-        (2, 100.0, (moved(NodePhase.BOOTING), moved(NodePhase.BOOTING, TRAINER))),
+        (1, 100.0, (requested(NODE), requested(TRAINER), requested("rollout-1-i1"), requested("rollout-2-i1"))),
+        (2, 120.0, (moved(NodePhase.BOOTING), moved(NodePhase.BOOTING, TRAINER))),
         (2, 100.0, (MachineBought(NODE, Market.SPOT, "here", 1.0, 4.0),)),
         (2, 100.0, (MachineBought(TRAINER, Market.ON_DEMAND, "here", 8.0, 8.0),)),
         (3, 150.0, (moved(NodePhase.SERVING), moved(NodePhase.REFUSED, "rollout-1-i1"))),
@@ -254,7 +254,11 @@ def test_a_machine_is_paid_from_first_seen_until_gone() -> None:
         (6, 1900.0, (moved(NodePhase.GONE),)),
     ]
     rented = rentals(seen, now_s=3700.0)
-    assert [(one.node, one.from_s, one.until_s) for one in rented] == [(NODE, 100, 1900), (TRAINER, 100, 3700)]
+    assert [(one.node, one.from_s, one.until_s) for one in rented] == [
+        (NODE, 100, 1900),
+        ("rollout-2-i1", 100, 1900),
+        (TRAINER, 100, 3700),
+    ]
     assert bill(rented) == Bill(cost_usd=0.5 + 8.0, cost_all_on_demand_usd=2.0 + 8.0)
 
 

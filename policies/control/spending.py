@@ -1,0 +1,73 @@
+"""The budget: nothing is bought that does not fit under it; a run that reaches it stores what it has and stops."""
+
+from __future__ import annotations
+
+from policies.control.stopping import STOP_WAIT_S
+from policies.control.tick import Tick
+from policies.fleet.budget import Caps, Running, excess, spent_usd
+from policies.model.events import BudgetReached, BudgetRefused
+from policies.model.phases import LIVE_RUN
+from policies.model.spec import RunSpec
+from policies.model.state import RunState
+from policies.model.vocabulary import Role, RunPhase
+
+BUDGET = "budget"  # a command: `budget.usd` is another one from now on
+
+
+def caps_of(state: RunState, spec: RunSpec) -> Caps:
+    """Return the caps in force: run.yaml's, or what a user has raised the first one to since."""
+    usd = spec.budget.usd if state.budget_usd is None else state.budget_usd
+    return Caps(usd, spec.budget.usd_per_h)
+
+
+def stop_at_cap(tick: Tick) -> None:
+    """Stop a run for which no more money is left than stopping takes."""
+    if tick.state.phase not in LIVE_RUN:
+        return
+    caps = caps_of(tick.state, tick.spec)
+    if caps.usd is None:
+        return
+    spent = spent_usd(tick.state, tick.snapshot.now_s) + tick.snapshot.controller_usd
+    if why := excess(Caps(caps.usd, None), spent, _running(tick)):
+        reach_cap(tick, why)
+
+
+def reach_cap(tick: Tick, why: str) -> None:
+    """Have the run store what it has and return all machines."""
+    spent = spent_usd(tick.state, tick.snapshot.now_s) + tick.snapshot.controller_usd
+    tick.emit(BudgetReached(spent, why, tick.spec.budget.at), f"budget: {why}")
+    tick.move_run(RunPhase.STOPPING, f"the budget is reached: {why}")
+
+
+def refusal(tick: Tick, role: Role, kind: str) -> str:
+    """Say why a machine more of that kind is not bought; empty: it is."""
+    caps = caps_of(tick.state, tick.spec)
+    if caps.usd is None and caps.usd_per_h is None:
+        return ""
+    if tick.snapshot.prices is None:
+        return PRICES_UNKNOWN
+    spent = spent_usd(tick.state, tick.snapshot.now_s) + tick.snapshot.controller_usd
+    one = Running(tick.snapshot.prices.get(kind, 0.0), STOP_WAIT_S if role is Role.TRAINER else 0.0)
+    return excess(caps, spent, [*_running(tick), one])
+
+
+PRICES_UNKNOWN = "prices are not known yet, and there is a budget"
+
+
+def refuse(tick: Tick, role: Role, why: str) -> None:
+    """A machine is not bought for lack of money: without it the run stops, or goes on with what it has."""
+    essential = role is Role.TRAINER or not tick.state.live(Role.ROLLOUT)
+    if why == PRICES_UNKNOWN:
+        tick.reasons.append(why)
+    elif essential:
+        reach_cap(tick, why)
+    elif not tick.state.budget_refused:
+        tick.emit(BudgetRefused(f"{role}", why), f"no more {role} machines: {why}")
+
+
+def _running(tick: Tick) -> list[Running]:
+    nodes = [
+        Running(node.usd_per_h, STOP_WAIT_S if node.role is Role.TRAINER else 0.0)
+        for node in tick.state.nodes.values()
+    ]
+    return [*nodes, Running(tick.snapshot.controller_usd_per_h, STOP_WAIT_S)]

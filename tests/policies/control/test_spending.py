@@ -1,0 +1,143 @@
+"""The cap is never passed in any history, and a run that reaches it loses nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.control.decide import decide
+from policies.control.snapshot import Command, Snapshot
+from policies.control.spending import BUDGET
+from policies.fleet.budget import spent_usd
+from policies.model.events import BudgetReached, BudgetRefused, BudgetSet, NodeRequested
+from policies.model.spec import Budget, RunSpec
+from policies.model.vocabulary import Role, RunPhase
+from tests.stand_ins.world import World, spec
+
+USD_PER_H = {Role.TRAINER: 36.0, Role.ROLLOUT: 3.6}
+
+
+def capped(
+    usd: float | None = None, usd_per_h: float | None = None, max_replicas: int = 2, at: str = "pause"
+) -> RunSpec:
+    return replace(spec(max_replicas), budget=Budget(usd=usd, usd_per_h=usd_per_h, at=at))  # type: ignore[arg-type]
+
+
+@dataclass
+class Priced(World):
+    """Its machines cost something, and the cloud says how much; `away`: it does not answer."""
+
+    known: bool = True
+    away: bool = False
+    kinds: dict[str, float] = field(
+        default_factory=lambda: {"trainer on demand": 40.0, "rollout on spot": 4.0}  # the dearest of each
+    )
+
+    def snapshot(self) -> Snapshot:
+        looked = super().snapshot()
+        machines = {
+            name: replace(one, price_usd_per_h=USD_PER_H[Role(name.partition("-")[0])])
+            for name, one in self.machines.items()
+        }
+        return replace(looked, machines=None if self.away else machines, prices=self.kinds if self.known else None)
+
+    @property
+    def spent(self) -> float:
+        return spent_usd(self.state, self.now_s)
+
+
+def all_of(world: World, kind: type) -> list[object]:
+    return [event for _, _, events in world.history for event in events if isinstance(event, kind)]
+
+
+@pytest.mark.parametrize(("at", "end"), [("pause", RunPhase.PAUSED), ("down", RunPhase.STOPPED)])
+def test_a_run_that_reaches_its_cap_stores_and_stops(at: str, end: RunPhase) -> None:
+    world = Priced(capped(30.0, at=at), max_steps=10**6, save_steps=10**6)
+    world.run(10**5)
+    assert world.state.phase is end
+    assert world.machines == {}
+    assert world.checkpoints[-1].step == int(world.steps) > 0
+    assert 9.0 < world.spent <= 30.0  # a trainer's end is kept 15 minutes and the way back for
+    (reached,) = all_of(world, BudgetReached)
+    assert "30.00" in reached.reason  # type: ignore[attr-defined]
+
+
+def test_it_goes_on_with_a_larger_one_and_stops_again_at_once_with_the_same() -> None:
+    world = Priced(capped(30.0), max_steps=10**6)
+    world.run(10**5)
+    world.resume()
+    bought = len(all_of(world, NodeRequested))
+    world.run(10**5)
+    assert (world.state.phase, len(all_of(world, NodeRequested))) == (RunPhase.PAUSED, bought)
+    world.commands.append(Command("1", BUDGET, changes={"usd": 60.0}))
+    world.resume()
+    while not world.tick():
+        world.advance(5.0)
+    assert all_of(world, BudgetSet) == [BudgetSet(60.0)]
+    assert 30.0 < world.spent <= 60.0
+
+
+def test_a_cap_an_hour_keeps_the_fleet_small_and_says_so_once() -> None:
+    world = Priced(capped(usd_per_h=44.0, max_replicas=4), max_steps=200)
+    world.run(10**4)
+    assert world.state.phase is RunPhase.FINISHED
+    assert len({node.slot for node in all_of(world, NodeRequested)}) == 1 + 2  # type: ignore[attr-defined]
+    assert len(all_of(world, BudgetRefused)) == 1
+
+
+def test_a_cap_that_allows_no_trainer_buys_nothing() -> None:
+    for world in (Priced(capped(5.0)), Priced(capped(usd_per_h=20.0))):
+        world.run()
+        assert (world.state.phase, world.launches) == (RunPhase.PAUSED, [])
+
+
+def test_nothing_is_bought_before_prices_are_known() -> None:
+    world = Priced(capped(100.0), known=False)
+    assert decide(world.state, world.snapshot(), world.spec).events == ()
+    world.known = True
+    assert decide(world.state, world.snapshot(), world.spec).events != ()
+
+
+ACTS = st.sampled_from(["lose", "notice", "refuse", "away", "daemon", "wait", "wait", "wait", "fast"])
+
+
+@settings(max_examples=50)
+@given(
+    st.floats(8.0, 80.0),
+    st.lists(st.tuples(ACTS, st.integers(0, 9), st.floats(1.0, 240.0)), max_size=25),
+    st.floats(0.0, 880.0),
+)
+def test_the_cap_is_never_passed(usd: float, acts: list[tuple[str, int, float]], storing_s: float) -> None:
+    """Losses with and without notice, no capacity, a cloud that does not answer for minutes, new daemons."""
+    world = Priced(capped(usd, max_replicas=3), max_steps=10**6, storing_s=storing_s)
+    for act, which, passes_s in acts:
+        world.away = False
+        world.tick()
+        names = sorted(world.machines)
+        match act:
+            case "lose" if names:
+                world.lose(names[which % len(names)])
+            case "notice" if names:
+                name = names[which % len(names)]
+                world.machines[name] = replace(world.machines[name], notice=True)
+            case "refuse":
+                world.refusing = not world.refusing
+            case "away":
+                world.away = True
+            case "daemon":
+                world.take_over()
+        for _ in range(5):
+            world.advance(passes_s / 5)
+            world.tick()
+            assert world.spent <= usd
+    world.away = world.refusing = False
+    for _ in range(5000):
+        if world.tick():
+            break
+        world.advance(20.0)
+        assert world.spent <= usd
+    assert world.machines == {}
+    assert world.state.phase is RunPhase.PAUSED
