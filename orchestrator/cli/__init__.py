@@ -14,6 +14,7 @@ from orchestrator.cli.detect import detect
 from orchestrator.cli.doctor import doctor
 from orchestrator.cli.down import down
 from orchestrator.cli.look import events, logs, plot, report, status
+from orchestrator.cli.plan import plan
 from orchestrator.cli.rollback import rollback
 from orchestrator.cli.simulate import app as weather
 from orchestrator.cli.simulate import simulate
@@ -36,6 +37,7 @@ app = typer.Typer(
 app.command(cls=Init)(init)
 for command in (
     validate,
+    plan,
     doctor,
     up,
     status,

@@ -30,6 +30,7 @@ from orchestrator.cli.target import keep_options, open_store, record_of, storage
 from orchestrator.cli.write import count_gpus, print_notices
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.local.cloud import node_python
+from orchestrator.clouds.protocol import Offer
 from orchestrator.clouds.sky.remote import RemoteController
 from orchestrator.config.load import load, load_storage
 from orchestrator.config.sizes.model import find_size
@@ -45,6 +46,10 @@ from orchestrator.home.folder import (
 )
 from orchestrator.home.run_secrets import missing
 from orchestrator.home.trust import run_digest
+from orchestrator.plan.gather import make_plan
+from orchestrator.plan.models import FindSize, asked_once
+from orchestrator.plan.prices import by_offers
+from orchestrator.views.plan import render_short
 from policies.control.spending import BUDGET
 from policies.model import exit_codes
 from policies.model.spec import RunSpec
@@ -64,7 +69,8 @@ def up(
     remote: Remote = False,
 ) -> None:
     """Start a run: check it, show what will be started, start its daemon, watch."""
-    loaded = load(run_yaml, count_gpus, find_size)
+    sizes = asked_once(find_size)
+    loaded = load(run_yaml, count_gpus, sizes)
     spec = loaded.spec
     storage = load_storage(run_yaml)
     refuse_missing_secrets(spec)
@@ -75,7 +81,7 @@ def up(
     if spec.cloud == "local":
         node_python()
     probe(store)
-    _show_plan(record, store, controller)
+    _show_plan(record, store, controller, sizes)
     print_notices(loaded)
     if not yes and not typer.confirm("Start?", default=True):
         raise Stop("nothing was started", exit_codes.OK)
@@ -188,19 +194,27 @@ def _state(store: Store) -> RunState:
     return journal.recover(store).state
 
 
-def _show_plan(record: RunRecord, store: Store, controller: RemoteController | None) -> None:
+def _show_plan(record: RunRecord, store: Store, controller: RemoteController | None, find_size: FindSize) -> None:
+    """What will be started, what it takes, and what it costs."""
     spec: RunSpec = record.spec
+    offers = open_cloud(record, store).offers()
     table = Table("node", "market", "what", "USD/h", title=f"{spec.name} on {spec.cloud}", title_justify="left")
-    total = 0.0
-    for offer in open_cloud(record, store).offers():
-        what = f"{offer.description} ({offer.elsewhere})" if offer.elsewhere else offer.description
-        table.add_row(offer.role, offer.market, what, f"{offer.price_usd_per_h:.2f}")
-        total += offer.price_usd_per_h
+    for offer in offers:
+        table.add_row(offer.role, offer.market, _what(offer), f"{offer.price_usd_per_h:.2f}")
+    beside = 0.0
     if controller is not None:
         best = controller.offer()
-        price = f"{best.price_usd_per_h:.2f}"
-        table.add_row("controller", Market.ON_DEMAND, f"{best.infra} {best.instance_type}", price)
-        total += best.price_usd_per_h
+        beside = best.price_usd_per_h
+        table.add_row("controller", Market.ON_DEMAND, f"{best.infra} {best.instance_type}", f"{beside:.2f}")
+    plan = make_plan(spec, find_size, by_offers(offers, beside))
     table.add_section()
-    table.add_row("all", "", f"store {spec.storage}", f"{total:.2f}")
+    table.add_row("all", "", f"store {spec.storage}", f"{sum(one.price_usd_per_h for one in offers) + beside:.2f}")
     console.print(table)
+    console.print(render_short(plan), highlight=False)
+
+
+def _what(offer: Offer) -> str:
+    if offer.other_market_usd_per_h is None:
+        return offer.description
+    other = Market.ON_DEMAND if offer.market is Market.SPOT else Market.SPOT
+    return f"{offer.description} ({other} {offer.other_market_usd_per_h:.2f})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from checkpoint.records.documents import RunRecord
@@ -10,7 +11,8 @@ from checkpoint.store.run_store import Store
 from orchestrator.clouds.local.cloud import LocalCloud
 from orchestrator.clouds.protocol import Cloud
 from orchestrator.clouds.sky.remote import RemoteController, as_shipped
-from orchestrator.clouds.sky.sdk.types import controller_name, nodes_name
+from orchestrator.clouds.sky.sdk.prices import price_list
+from orchestrator.clouds.sky.sdk.types import PriceList, controller_name, nodes_name
 from orchestrator.home.folder import run_dir
 
 if TYPE_CHECKING:
@@ -35,14 +37,29 @@ def open_controller(record: RunRecord, store: Store) -> RemoteController:
     return RemoteController(_open_skypilot(controller_name(record.run_id)), record, store)
 
 
+def list_prices(clouds: Sequence[str]) -> PriceList:
+    """Return what machines with GPUs cost at these clouds by SkyPilot's catalog; no server and no cloud is asked.
+
+    Raises CloudMissing.
+    """
+    _see_skypilot()
+    from orchestrator.clouds.sky.sdk.skypilot import list_of
+
+    return price_list(list_of, clouds)
+
+
 def open_local(record: RunRecord) -> LocalCloud:
     """Return the local cloud of a run, with what only it can do: rehearse."""
     return LocalCloud(run_dir(record.run_id) / "machines", record.spec)
 
 
 def _open_skypilot(group: str) -> SkyPilot:
-    if importlib.util.find_spec("sky") is None:
-        raise CloudMissing("cloud: sky needs SkyPilot here; install it with `pip install 'grpo-orch[sky]'`")
+    _see_skypilot()
     from orchestrator.clouds.sky.sdk.skypilot import SkyPilot
 
     return SkyPilot(group)
+
+
+def _see_skypilot() -> None:
+    if importlib.util.find_spec("sky") is None:
+        raise CloudMissing("cloud: sky needs SkyPilot here; install it with `pip install 'grpo-orch[sky]'`")

@@ -44,7 +44,7 @@ class Offer:
     market: Market
     description: str
     price_usd_per_h: float
-    elsewhere: str = ""  # the price on the other market, in words
+    other_market_usd_per_h: float | None = None  # spot, if `market` is on demand; None: not to be had there
     most_usd_per_h: float = 0.0  # of the dearest that it may be
 
 

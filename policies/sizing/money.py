@@ -34,10 +34,13 @@ def cost(usd_per_h: float, hours: float | None) -> Cost:
     return Cost(usd_per_h, DAY_H * usd_per_h, None if hours is None else hours * usd_per_h)
 
 
-def hourly(trainer: Prices, node: Prices, nodes: int, markets: tuple[Market, Market]) -> float | None:
-    """USD an hour of a trainer and `nodes` rollout nodes on these markets; None where a price is not known."""
+def hourly(
+    trainer: Prices, node: Prices, nodes: int, markets: tuple[Market, Market], beside_usd_per_h: float = 0.0
+) -> float | None:
+    """USD an hour of a trainer and `nodes` rollout nodes on these markets, and of what is paid for beside them;
+    None where a price is not known."""
     of_trainer, of_node = trainer.on(markets[0]), node.on(markets[1]) if nodes else 0.0
-    return None if of_trainer is None or of_node is None else of_trainer + nodes * of_node
+    return None if of_trainer is None or of_node is None else of_trainer + nodes * of_node + beside_usd_per_h
 
 
 def again_usd(train_s: float, usd_per_h: float) -> float:

@@ -129,11 +129,9 @@ class SkyCloud:
             others = self._sky.offers(resources, spot=market is not Market.SPOT)
         except CloudRefused:
             return Offer(role, market, what, best.price_usd_per_h, most_usd_per_h=most)
-        name = Market.ON_DEMAND if market is Market.SPOT else Market.SPOT
-        elsewhere = f"{name} {others[0].price_usd_per_h:.2f}"
         if names_markets(resources):  # a launch may fall back to the other one
             most = max(most, others[-1].price_usd_per_h)
-        return Offer(role, market, what, best.price_usd_per_h, elsewhere, most)
+        return Offer(role, market, what, best.price_usd_per_h, others[0].price_usd_per_h, most)
 
     def log(self, node: str, *, follow: bool) -> Iterator[str]:
         """See `Cloud.log`."""

@@ -1,10 +1,12 @@
-"""How large the model of a run is: from its folder here, or from what the hub says of it, if it can be asked."""
+"""How large the model of a run is: from its folder here, from the hub's cache, or from what the hub says of it."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -33,9 +35,35 @@ def find_size(spec: RunSpec) -> ModelSize:
         return _in_folder(folder)
     if name.startswith((".", "/", "~")):
         raise NotKnown(f"{name} is a folder of the machines'")
+    if (cached := _cached(name)) is not None and _is_whole(cached):
+        return _in_folder(cached)
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         raise NotKnown("HF_HUB_OFFLINE is set")
     return _within(ASK_S, name)
+
+
+def find_config(spec: RunSpec) -> Mapping[str, Any]:
+    """Return the model's config.json, also where its weights are not at hand; empty where there is none here."""
+    folder = Path(spec.workdir, spec.trainer.model)
+    found = folder if folder.is_dir() else _cached(spec.trainer.model)
+    return {} if found is None else json_in(found / "config.json")
+
+
+def _cached(name: str) -> Path | None:
+    """The model's newest revision in the hub's cache on this machine (huggingface_hub, `constants.py`)."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+    repository = hub / f"models--{name.replace('/', '--')}"
+    try:
+        return repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
+    except (OSError, ValueError):
+        return None
+
+
+def _is_whole(snapshot: Path) -> bool:
+    """Whether all files with its weights are there: a download may have been cut off, or have left them out."""
+    files = json_in(snapshot / INDEX).get("weight_map") or {"": "model.safetensors"}
+    return isinstance(files, dict) and all((snapshot / str(name)).is_file() for name in files.values())
 
 
 def _in_folder(folder: Path) -> ModelSize:

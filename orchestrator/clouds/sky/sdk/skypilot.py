@@ -18,8 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import sky
-from sky import clouds, global_user_state, provision, sky_logging, skypilot_config
+from sky import catalog, clouds, global_user_state, provision, sky_logging, skypilot_config
 from sky.adaptors import aws
+from sky.catalog import common as catalogs
 from sky.client import sdk
 from sky.server import common as server
 from sky.skylet import constants, runtime_utils
@@ -204,6 +205,21 @@ class SkyPilot:
         info = ask_cloud(server.get_api_server_status, LOOK_TIMEOUT_S)
         endpoint = server.redact_url_password(server.get_server_url())
         return ApiServer(endpoint, info.version or "unknown", server.is_api_server_local())
+
+
+def list_of(cloud: str) -> tuple[list[Any], str]:
+    """A cloud's machines with GPUs in SkyPilot's catalog, and the day on which that was fetched.
+
+    SkyPilot fetches one that is missing or hours old. Raises whatever it does when it cannot.
+    """
+    logging.getLogger("sky").handlers[:] = [logging.NullHandler()]
+    with contextlib.redirect_stdout(io.StringIO()):  # its spinner
+        listed = catalog.list_accelerators(clouds=cloud, all_regions=True)
+    file = Path(catalogs.get_catalog_path(f"{cloud}/vms.csv"))
+    # SkyPilot touches the file itself also when it could not fetch a newer one.
+    mark = file.parents[1] / ".meta" / cloud / f"{file.name}.md5"
+    fetched_s = (mark if mark.exists() else file).stat().st_mtime
+    return [row for rows in listed.values() for row in rows], time.strftime("%Y-%m-%d", time.gmtime(fetched_s))
 
 
 def _server_log() -> Path:

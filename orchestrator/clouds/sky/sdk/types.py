@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -63,6 +64,30 @@ class SkyOffer:
     accelerators: str
     spot: bool
     price_usd_per_h: float
+
+
+@dataclass(frozen=True, slots=True)
+class ListPrice:
+    """A machine with GPUs in one region, as SkyPilot's catalog has it; a price is None on a market without it."""
+
+    cloud: str
+    region: str
+    instance_type: str
+    gpu: str
+    gpus: float
+    gpu_memory_mib: float | None
+    on_demand_usd_per_h: float | None
+    spot_usd_per_h: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PriceList:
+    """Prices of several clouds. `dates`: when each cloud's list was fetched, as 2026-11-23; `missing`: why others
+    have none."""
+
+    prices: tuple[ListPrice, ...]
+    dates: Mapping[str, str]
+    missing: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)

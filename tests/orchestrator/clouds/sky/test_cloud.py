@@ -280,12 +280,16 @@ def test_rollout_nodes_wait_for_the_trainers_region_and_go_there(clouds: Clouds)
 
 def test_the_plan_names_both_prices(clouds: Clouds) -> None:
     trainer, *rollouts = clouds.open().offers()
-    assert (trainer.market, trainer.price_usd_per_h, trainer.elsewhere) == (Market.ON_DEMAND, 55.04, "spot 21.50")
-    assert [r.elsewhere for r in rollouts] == ["on_demand 55.04"] * 2
+    assert (trainer.market, trainer.price_usd_per_h, trainer.other_market_usd_per_h) == (
+        Market.ON_DEMAND,
+        55.04,
+        21.5,
+    )
+    assert [r.other_market_usd_per_h for r in rollouts] == [55.04] * 2
     clouds.spec = replace(
         clouds.spec, trainer=replace(clouds.spec.trainer, resources={"instance_type": "only-on-demand"})
     )
-    assert clouds.open().offers()[0].elsewhere == ""
+    assert clouds.open().offers()[0].other_market_usd_per_h is None
 
 
 def test_a_plan_in_two_regions_is_refused_before_anything_is_bought(clouds: Clouds) -> None:

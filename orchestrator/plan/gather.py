@@ -1,0 +1,107 @@
+"""A run's plan, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator.plan.costs import plan_kinds, plan_lost, plan_money
+from orchestrator.plan.machines import kinds_with, plan_machine
+from orchestrator.plan.measured import Measured
+from orchestrator.plan.model import ModelPlan, Plan
+from orchestrator.plan.models import FindSize, KnownModel, know_model
+from orchestrator.plan.pitfalls import Seen, find_pitfalls
+from orchestrator.plan.prices import PriceBook
+from orchestrator.plan.steps import hourly_prices, plan_nodes, plan_step, plan_syncs, time_step
+from orchestrator.plan.workload import PROMPT_TOKENS, grpo, steps_of
+from policies.model.spec import RunSpec, generates_itself
+from policies.model.vocabulary import Role
+from policies.sizing import speed
+from policies.weights.adapters import DEFAULT_RANK
+
+ESTIMATED = (
+    f"estimated: completions of full length, prompts of {PROMPT_TOKENS} tokens;"
+    f" training at {100 * speed.MFU:.0f} % of a GPU's dense throughput,"
+    f" generation at {100 * speed.BANDWIDTH_SHARE:.0f} % of its bandwidth;"
+    " expect a factor of two either way (docs/plan.md)"
+)
+
+
+def make_plan(
+    spec: RunSpec, find_size: FindSize, book: PriceBook, measured: Measured | None = None, unread: str = ""
+) -> Plan:
+    """Return the plan of a run.
+
+    Args:
+        spec: of a valid run.yaml.
+        find_size: how large the model is; raises NotKnown.
+        book: what its machines cost.
+        measured: what the run's own log tells, where there is one.
+        unread: what could not be read for it, in a line.
+    """
+    model = know_model(spec, find_size)
+    kinds = kinds_with({one.gpu: one.gpu_memory_mib for one in book.listed if one.gpu_memory_mib})
+    trainer = plan_machine(spec, model, Role.TRAINER, kinds, book.of(Role.TRAINER))
+    apart = not generates_itself(spec)
+    rollout = plan_machine(spec, model, Role.ROLLOUT, kinds, book.of(Role.ROLLOUT)) if apart else None
+    syncs = plan_syncs(spec, model, measured)
+    timing = time_step(spec, model, trainer, rollout, syncs)
+    estimated = None if timing is None else timing.shape
+    shape = measured.shape if measured is not None and measured.shape is not None else estimated
+    nodes = (
+        None if shape is None else plan_nodes(spec, shape, hourly_prices(trainer, rollout, book.beside_usd_per_h))
+    )
+    count = nodes.best if nodes is not None else spec.rollout.replicas.max
+    step = plan_step(spec, timing, count, measured)
+    steps = steps_of(spec)
+    hours = steps * step.step_s / 3600 if steps is not None and step is not None else None
+    money = plan_money(trainer, rollout, count, hours, book.beside_usd_per_h)
+    lost = plan_lost(spec, step, money)
+    return Plan(
+        name=spec.name,
+        cloud=spec.cloud,
+        storage=spec.storage,
+        model=_model(spec, model),
+        trainer=trainer,
+        rollout=rollout,
+        syncs=syncs,
+        step=step,
+        nodes=nodes,
+        lost=lost,
+        steps=steps,
+        hours=hours,
+        bought=count,
+        money=money,
+        kinds=plan_kinds(spec, model, kinds, book, trainer),
+        warnings=find_pitfalls(Seen(spec, model, trainer, rollout, syncs, step, lost)),
+        unknown=tuple(_unknown(spec, model, book, unread)),
+        notes=tuple(_notes(measured, book)),
+    )
+
+
+def _model(spec: RunSpec, model: KnownModel) -> ModelPlan:
+    peft = spec.trainer.peft
+    method = "all weights" if peft is None else f"LoRA of rank {int(peft.get('r') or DEFAULT_RANK)}"
+    optimizer = f", {spec.grpo['optim']}" if spec.grpo.get("optim") else ""
+    return ModelPlan(
+        name=spec.trainer.model, params=model.params, stored_bytes=model.stored_bytes, method=method + optimizer
+    )
+
+
+def _unknown(spec: RunSpec, model: KnownModel, book: PriceBook, unread: str) -> Iterator[str]:
+    if model.unknown:
+        yield model.unknown
+    if book.unknown:
+        yield book.unknown
+    if unread:
+        yield unread
+    if steps_of(spec) is None:
+        epochs = grpo(spec, "num_train_epochs")
+        yield f"the end: {epochs:g} epochs of a dataset whose rows nobody has counted; set grpo.max_steps"
+
+
+def _notes(measured: Measured | None, book: PriceBook) -> Iterator[str]:
+    if measured is not None:
+        yield f"measured: the run's last {measured.steps} logged steps"
+    yield ESTIMATED
+    if book.source:
+        yield book.source

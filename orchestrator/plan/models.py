@@ -1,0 +1,81 @@
+"""The run's model, as far as it can be had: its size, and its shape by its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.config.sizes.model import NotKnown, find_config
+from policies.model.spec import RunSpec
+from policies.sizing.shapes import Shape, UnknownShape, shape_of, with_all_params
+from policies.weights.disks import ModelSize
+
+FindSize = Callable[[RunSpec], ModelSize]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """What is known of it; `unknown` says in a line what is not, and why."""
+
+    params: int | None = None
+    stored_bytes: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    shape: Shape | None = None
+    unknown: str = ""
+
+
+def know_model(spec: RunSpec, find_size: FindSize) -> KnownModel:
+    """Look for the model: in its folder, in the hub's cache, at the hub."""
+    try:
+        size = find_size(spec)
+    except NotKnown as error:
+        config = find_config(spec)
+        if not config:
+            return KnownModel(unknown=f"{spec.trainer.model}: its size is not known ({error})")
+        return _by_shape(spec, config)
+    try:
+        shape = with_all_params(shape_of(size.config), size.params)
+    except UnknownShape as error:
+        what = "its memory is not known" if size.config else "its memory is not known, for it has no config.json"
+        return KnownModel(
+            size.params, size.stored_bytes, size.config, None, f"{spec.trainer.model}: {what}: {error}"
+        )
+    return KnownModel(size.params, size.stored_bytes, size.config, shape)
+
+
+def _by_shape(spec: RunSpec, config: Mapping[str, Any]) -> KnownModel:
+    """Without its weights, by its config.json alone; stored in two bytes each, as most are."""
+    try:
+        shape = shape_of(config)
+    except UnknownShape as error:
+        return KnownModel(config=config, unknown=f"{spec.trainer.model}: its size is not known: {error}")
+    return KnownModel(shape.params, 2 * shape.params, config, shape)
+
+
+def asked_once(find_size: FindSize) -> FindSize:
+    """The same for one run, with its answer kept: the hub is asked for seconds."""
+    answers: list[ModelSize | NotKnown] = []
+
+    def ask(spec: RunSpec) -> ModelSize:
+        if not answers:
+            try:
+                answers.append(find_size(spec))
+            except NotKnown as error:
+                answers.append(error)
+        if isinstance(answers[0], NotKnown):
+            raise answers[0]
+        return answers[0]
+
+    return ask
+
+
+def active_params(shape: Shape) -> int:
+    """Parameters that a token goes through: of a mixture only the experts that are chosen, and the head, but not
+    the embedding, which is looked up."""
+    through = shape.text_params - (0 if shape.tied else shape.embedding_params)
+    if shape.experts is None:
+        return through
+    one = shape.experts
+    idle = (one.count - one.chosen) * 3 * shape.hidden * one.width
+    return through - one.layers * idle

@@ -1,0 +1,247 @@
+"""What is known to go wrong, and is not an error: each rule by itself. `validate` has told of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from orchestrator.clouds.sky.work import places
+from orchestrator.plan.machines import computes, has_room, of_trainer
+from orchestrator.plan.model import LostPlan, MachinePlan, StepPlan, SyncPlan, Warned
+from orchestrator.plan.models import KnownModel
+from orchestrator.plan.workload import completion_tokens, grpo, prompt_tokens
+from policies.model.gpus import engine_gpus
+from policies.model.spec import RunSpec, generates_itself, model_settings
+from policies.model.vocabulary import Market, Role
+from policies.sizing.engine import engine_of
+from policies.sizing.gpus import Gpu, gpu_named
+from policies.sizing.memory import GIB
+from policies.sizing.training import training_of
+from policies.weights.adapters import why_whole
+
+BFLOAT16 = {"dtype": "bfloat16"}
+# Half of what lies between a weight of about 0.02, as most are, and its neighbours in bfloat16, which keeps 8
+# binary digits: an update below it changes nothing. AdamW's updates are about as large as the learning rate.
+KEPT_UPDATE = 2**-6 * 2**-7 / 2
+LONG_S = 1800.0  # between two checkpoints of a trainer that may be taken away
+EGRESS_USD_PER_GB = 0.09  # AWS to the internet, list price of the first 10 TB a month, 2025
+STORE_CLOUDS = {"s3": "aws", "gs": "gcp", "az": "azure"}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a rule looks at."""
+
+    spec: RunSpec
+    model: KnownModel
+    trainer: MachinePlan
+    rollout: MachinePlan | None
+    syncs: tuple[SyncPlan, ...] = ()
+    step: StepPlan | None = None
+    lost: LostPlan | None = None
+
+    def gpu(self, machine: MachinePlan | None) -> Gpu | None:
+        """The machine's GPU as run.yaml names it; None where it names none."""
+        return gpu_named(machine.gpu) if machine is not None and machine.gpu_is_named else None
+
+
+def find_pitfalls(seen: Seen) -> tuple[Warned, ...]:
+    """Return what every rule says."""
+    return tuple(warned for rule in RULES for warned in rule(seen))
+
+
+def type_is_missing(seen: Seen) -> Iterator[Warned]:
+    """GPUs before Ampere have no bfloat16, which is TRL's default and most models' type."""
+    for machine in (seen.trainer, seen.rollout):
+        gpu = seen.gpu(machine)
+        if machine is None or gpu is None or computes(seen.spec, machine.role, gpu):
+            continue
+        remedy = "grpo.fp16: true" if machine.role is Role.TRAINER else "rollout.vllm.dtype: half"
+        yield Warned(_accelerators(machine), f"{gpu.name} has no bfloat16; set {remedy}, or take a newer GPU")
+
+
+def trainer_is_too_small(seen: Seen) -> Iterator[Warned]:
+    gpu, needed = seen.gpu(seen.trainer), seen.trainer.memory_bytes
+    if gpu is None or needed is None or has_room(needed, gpu):
+        return
+    remedies = [words for words, spec in _lighter(seen.spec) if _fits_then(spec, seen.model, gpu)]
+    remedy = (
+        f"it would fit with {remedies[0]}" if remedies else "take a larger GPU, adapters, or divide the weights"
+    )
+    told = f"training needs {needed / GIB:.0f} GiB of each GPU, and {gpu.name} has {gpu.memory_bytes / GIB:.0f}"
+    yield Warned(_accelerators(seen.trainer), f"{told}; {remedy}")
+
+
+def only_with_checkpointing(seen: Seen) -> Iterator[Warned]:
+    gpu = seen.gpu(seen.trainer)
+    if gpu is None or not seen.trainer.fits or not grpo(seen.spec, "gradient_checkpointing"):
+        return
+    without = of_trainer(_with_grpo(seen.spec, gradient_checkpointing=False), seen.model)
+    if without is not None and not has_room(without.gpu.total_bytes, gpu):
+        needed = f"{without.gpu.total_bytes / GIB:.0f} GiB"
+        yield Warned("grpo.gradient_checkpointing", f"leave it on: without it training needs {needed} of each GPU")
+
+
+def frozen_in_float32(seen: Seen) -> Iterator[Warned]:
+    """Frozen weights gain nothing from float32, in which TRL 1.16 loads them unless it is told."""
+    settings, shape = model_settings(seen.spec.grpo), seen.model.shape
+    if seen.spec.trainer.peft is None or shape is None or settings.get("dtype") or settings.get("torch_dtype"):
+        return
+    width = training_of(seen.spec, shape, prompt_tokens(seen.spec)).weight_bytes
+    if width == 4 and not grpo(seen.spec, "use_cpu"):
+        size = shape.params * width / GIB
+        told = f"TRL loads the frozen base model in float32, {size:.1f} GiB"
+        yield Warned("grpo.model_init_kwargs", f"{told}; {{dtype: bfloat16}} halves it")
+
+
+def updates_are_lost(seen: Seen) -> Iterator[Warned]:
+    settings, rate = model_settings(seen.spec.grpo), float(grpo(seen.spec, "learning_rate"))
+    dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "").removeprefix("torch.")
+    if seen.spec.trainer.peft is not None or dtype != "bfloat16" or rate >= KEPT_UPDATE:
+        return
+    told = f"weights that are trained in bfloat16 lose most updates at a learning rate of {rate:g}"
+    yield Warned("grpo.model_init_kwargs", f"{told}; leave dtype out, for float32, or train adapters")
+
+
+def engine_is_too_small(seen: Seen) -> Iterator[Warned]:
+    rollout, gpu = seen.rollout, seen.gpu(seen.rollout)
+    if rollout is None or gpu is None or seen.model.shape is None or rollout.sequences is None:
+        return
+    engine = engine_of(seen.spec, seen.model.shape, seen.model.config)
+    if rollout.cache_tokens == 0:
+        told = f"the weights leave no room for keys and values on {gpu.name}"
+        yield Warned(_accelerators(rollout), f"{told}; set tensor-parallel-size, or take a larger GPU")
+    elif rollout.sequences < 1:
+        told = f"the KV cache holds {rollout.cache_tokens:,} tokens, and vLLM starts only if one sequence"
+        least = prompt_tokens(seen.spec) + completion_tokens(seen.spec)
+        yield Warned(
+            "rollout.vllm.max-model-len", f"{told} of {engine.max_tokens:,} fits; set e.g. max-model-len: {least}"
+        )
+
+
+def cache_makes_rounds(seen: Seen) -> Iterator[Warned]:
+    rollout, step = seen.rollout, seen.step
+    if rollout is None or step is None or not rollout.cache_tokens or not rollout.gpu_is_named:
+        return
+    engines = max(1, rollout.gpus // engine_gpus(seen.spec.rollout.vllm)) * max(1, step.nodes)
+    each = step.completions / engines
+    held = rollout.cache_tokens / (prompt_tokens(seen.spec) + completion_tokens(seen.spec))
+    if 1 <= held < each:
+        told = f"an engine's KV cache holds {held:.0f} completions of full length, and its share of a step is"
+        yield Warned("rollout.vllm", f"{told} {each:.0f}: vLLM makes them in turns, or drops and repeats some")
+
+
+def context_is_too_long(seen: Seen) -> Iterator[Warned]:
+    """vLLM refuses a context above the model's own, and a model above it writes nonsense."""
+    longest = _positions(seen.model.config)
+    if longest is None or any(name in seen.spec.rollout.vllm for name in ("hf-overrides", "rope-scaling")):
+        return
+    flags = {name.replace("_", "-"): value for name, value in seen.spec.rollout.vllm.items()}
+    asked = flags.get("max-model-len")
+    if not generates_itself(seen.spec) and isinstance(asked, int) and asked > longest:
+        told = f"{asked} is above the model's own context, {longest}, and vLLM does not start"
+        yield Warned("rollout.vllm.max-model-len", f"{told}; expected at most that")
+    elif completion_tokens(seen.spec) >= longest:
+        told = f"completions of {completion_tokens(seen.spec)} tokens leave no prompt room in the model's context"
+        yield Warned("grpo.max_completion_length", f"{told}, {longest}")
+
+
+def adapter_is_merged(seen: Seen) -> Iterator[Warned]:
+    """`validate` has no config.json of a model that is not in a folder here."""
+    spec, model = seen.spec, seen.model
+    if spec.trainer.peft is None or generates_itself(spec) or Path(spec.workdir, spec.trainer.model).is_dir():
+        return
+    if (why := why_whole(spec, model.config)) and not why_whole(spec, {}):
+        yield Warned("trainer.peft", f"each step publishes merged weights, not the adapter alone: {why}")
+
+
+def store_is_elsewhere(seen: Seen) -> Iterator[Warned]:
+    """What leaves a cloud is paid for: checkpoints and policies go to the store, and come from it."""
+    store = STORE_CLOUDS.get(urlsplit(seen.spec.storage).scheme)
+    if seen.spec.cloud != "sky" or store is None:
+        return
+    for machine, resources in (
+        (seen.trainer, seen.spec.trainer.resources),
+        (seen.rollout, seen.spec.rollout.resources),
+    ):
+        clouds = {place.split("/")[0].lower() for place in places(resources) if place} - {"*"}
+        others = sorted(clouds - {store})
+        if machine is None or not others:
+            continue
+        used = next((one for one in seen.syncs if one.used), None)
+        each = f", a node {used.size_bytes / 1e9:.2g} GB a step" if used and machine.role is Role.ROLLOUT else ""
+        told = f"the {machine.role} may be at {', '.join(others)} and the store is at {store}: what leaves a cloud"
+        yield Warned("storage", f"{told} costs about {EGRESS_USD_PER_GB} $/GB{each}; keep both at one")
+
+
+def checkpoints_are_rare(seen: Seen) -> Iterator[Warned]:
+    if seen.trainer.market is not Market.SPOT or seen.lost is None or seen.lost.most_s <= LONG_S:
+        return
+    told = f"the trainer is on spot, and up to {seen.lost.most_s / 60:.0f} minutes of training are made again"
+    yield Warned("grpo.save_steps", f"{told} when it is taken without notice; a lower one loses less")
+
+
+def step_outlasts_its_deadline(seen: Seen) -> Iterator[Warned]:
+    step = seen.step
+    if seen.rollout is None or step is None or step.generate_s is None:
+        return
+    if step.generate_s > seen.spec.rollout.deadline_s:
+        told = f"a step's completions take about {step.generate_s:.0f} s"
+        yield Warned("rollout.deadline_s", f"{told}, and a request may wait {seen.spec.rollout.deadline_s:.0f} s")
+
+
+RULES: tuple[Callable[[Seen], Iterator[Warned]], ...] = (
+    type_is_missing,
+    trainer_is_too_small,
+    only_with_checkpointing,
+    frozen_in_float32,
+    updates_are_lost,
+    engine_is_too_small,
+    cache_makes_rounds,
+    context_is_too_long,
+    adapter_is_merged,
+    store_is_elsewhere,
+    checkpoints_are_rare,
+    step_outlasts_its_deadline,
+)
+
+
+def _accelerators(machine: MachinePlan) -> str:
+    return f"{machine.role}.resources.accelerators"
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    text = config.get("text_config")
+    found = (text if isinstance(text, Mapping) else config).get("max_position_embeddings")
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _with_grpo(spec: RunSpec, **changes: Any) -> RunSpec:
+    return replace(spec, grpo={**spec.grpo, **changes})
+
+
+def _lighter(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
+    """The run with less memory, the least change first, and all of it at the end."""
+    settings = dict(model_settings(spec.grpo))
+    half = _with_grpo(spec, model_init_kwargs={**settings, **BFLOAT16})
+    single = _with_grpo(spec, per_device_train_batch_size=1)
+    if not grpo(spec, "gradient_checkpointing"):
+        yield "gradient_checkpointing: true", _with_grpo(spec, gradient_checkpointing=True)
+    if spec.trainer.peft is not None:
+        yield "model_init_kwargs: {dtype: bfloat16}", half
+    yield "per_device_train_batch_size: 1 and as much more accumulation", single
+    if spec.trainer.peft is None:
+        yield "optim: adamw_8bit", _with_grpo(spec, optim="adamw_8bit")
+    lightest = _with_grpo(half if spec.trainer.peft is not None else spec, gradient_checkpointing=True)
+    yield (
+        "gradient checkpointing, one completion at a time and bfloat16 for frozen weights",
+        _with_grpo(lightest, per_device_train_batch_size=1),
+    )
+
+
+def _fits_then(spec: RunSpec, model: KnownModel, gpu: Gpu) -> bool:
+    memory = of_trainer(spec, model)
+    return memory is not None and has_room(memory.gpu.total_bytes, gpu)

@@ -1,0 +1,139 @@
+"""What a run's machines cost: by what its cloud offers, else by SkyPilot's catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.clouds import CloudMissing
+from orchestrator.clouds.protocol import Offer
+from orchestrator.clouds.sky.sdk.types import ListPrice, PriceList
+from orchestrator.clouds.sky.work import places
+from orchestrator.plan.machines import named_kinds
+from orchestrator.plan.model import CloudPrice
+from policies.model.gpus import named_gpus
+from policies.model.spec import RunSpec
+from policies.model.vocabulary import Market, Role
+from policies.sizing.money import Prices
+
+USUAL_CLOUDS = ("aws", "gcp", "azure")  # where run.yaml names none
+ONLINE = "SkyPilot fetches its catalog from github.com, and there was no answer"
+
+ListPrices = Callable[[Sequence[str]], PriceList]
+
+
+@dataclass(frozen=True, slots=True)
+class PriceBook:
+    """Prices of a run's machines by role, and the list that others are looked up in.
+
+    `source` says in a line where they come from, `unknown` why there are none.
+    """
+
+    by_role: dict[Role, Prices] = field(default_factory=dict)
+    beside_usd_per_h: float = 0.0  # of the controller's machine
+    listed: tuple[ListPrice, ...] = ()
+    source: str = ""
+    unknown: str = ""
+
+    def of(self, role: Role) -> Prices:
+        return self.by_role.get(role, Prices())
+
+
+def by_offers(offers: Iterable[Offer], beside_usd_per_h: float = 0.0) -> PriceBook:
+    """The prices that a run's own cloud has just offered; `beside_usd_per_h` is the controller's machine's."""
+    by_role: dict[Role, Prices] = {}
+    for offer in offers:
+        here, there = offer.price_usd_per_h, offer.other_market_usd_per_h
+        on_spot = offer.market is Market.SPOT
+        by_role[offer.role] = Prices(there, here) if on_spot else Prices(here, there)
+    return PriceBook(
+        by_role, beside_usd_per_h, source="prices: what the cloud offers now; spot changes by the hour"
+    )
+
+
+def by_rehearsal(spec: RunSpec) -> PriceBook:
+    """The prices that a run on this machine rehearses with; without them it costs nothing."""
+    if spec.rehearse is None:
+        return PriceBook(source="prices: none, for the run is on this machine")
+    roles = {Role.TRAINER: spec.rehearse.trainer_prices, Role.ROLLOUT: spec.rehearse.rollout_prices}
+    by_role = {role: Prices(one.on_demand_usd_per_h, one.spot_usd_per_h) for role, one in roles.items()}
+    return PriceBook(by_role, source="prices: those of `rehearse`")
+
+
+def by_catalog(spec: RunSpec, list_prices: ListPrices) -> PriceBook:
+    """The list prices of the machines that run.yaml names, and of all others; no cloud is asked."""
+    clouds = clouds_of(spec)
+    try:
+        found = list_prices(clouds)
+    except CloudMissing as error:
+        return PriceBook(unknown=f"prices: {error}")
+    if not found.prices:
+        why = ", ".join(f"{cloud}: {reason}" for cloud, reason in found.missing.items())
+        return PriceBook(unknown=f"prices ({why}); {ONLINE}")
+    dates = ", ".join(f"{cloud} {date}" for cloud, date in found.dates.items())
+    return PriceBook(
+        by_role={
+            Role.TRAINER: _cheapest(spec.trainer.resources, found.prices),
+            Role.ROLLOUT: _cheapest(spec.rollout.resources, found.prices),
+        },
+        listed=found.prices,
+        source=f"prices: SkyPilot's catalog as of {dates}; the cheapest region; spot changes by the hour",
+        unknown=f"prices at {', '.join(found.missing)}; {ONLINE}" if found.missing else "",
+    )
+
+
+def clouds_of(spec: RunSpec) -> list[str]:
+    """The clouds that the run names, else the usual ones."""
+    named = [place for one in (spec.trainer, spec.rollout) for place in places(one.resources) if place]
+    clouds = {place.split("/")[0].lower() for place in named} - {"*"}
+    return sorted(clouds) or list(USUAL_CLOUDS)
+
+
+def cloud_prices(listed: Iterable[ListPrice], gpu: str, gpus: int, market: Market) -> tuple[CloudPrice, ...]:
+    """At each cloud the cheapest machine on that market with so many of these GPUs, the cheapest cloud first."""
+    by_cloud: dict[str, list[ListPrice]] = {}
+    for one in listed:
+        if one.gpu.lower() == gpu.lower() and one.gpus == gpus:
+            by_cloud.setdefault(one.cloud, []).append(one)
+    found = [_at_cloud(cloud, ones, market) for cloud, ones in by_cloud.items()]
+    return tuple(sorted(found, key=lambda one: (_or_inf(_on(one, market)), one.cloud)))
+
+
+def _at_cloud(cloud: str, ones: Sequence[ListPrice], market: Market) -> CloudPrice:
+    best = min(ones, key=lambda one: _or_inf(_on(one, market)))
+    return CloudPrice(
+        cloud=cloud,
+        instance_type=best.instance_type,
+        region=best.region,
+        on_demand_usd_per_h=_least(one.on_demand_usd_per_h for one in ones),
+        spot_usd_per_h=_least(one.spot_usd_per_h for one in ones),
+    )
+
+
+def _cheapest(resources: dict[str, Any], listed: Sequence[ListPrice]) -> Prices:
+    """Of the first kind of GPU that is named, in the places that are named."""
+    named, count, where = named_kinds(resources), named_gpus(resources), [one or "*" for one in places(resources)]
+    if not named or count is None:
+        return Prices()
+    kind = named[0].lower()
+    ones = [one for one in listed if one.gpu.lower() == kind and one.gpus == count and _is_in(one, where)]
+    return Prices(_least(one.on_demand_usd_per_h for one in ones), _least(one.spot_usd_per_h for one in ones))
+
+
+def _is_in(price: ListPrice, where: Sequence[str]) -> bool:
+    """Whether it is in one of these places, as `aws/us-east-1/us-east-1a`, `aws` or `*`."""
+    here = (price.cloud, price.region)
+    return any(all(part in ("*", at) for part, at in zip(one.split("/"), here, strict=False)) for one in where)
+
+
+def _on(price: CloudPrice | ListPrice, market: Market) -> float | None:
+    return price.spot_usd_per_h if market is Market.SPOT else price.on_demand_usd_per_h
+
+
+def _or_inf(price: float | None) -> float:
+    return float("inf") if price is None else price
+
+
+def _least(prices: Iterable[float | None]) -> float | None:
+    return min((price for price in prices if price is not None), default=None)

@@ -1,0 +1,208 @@
+"""What a step takes, by estimate where no step has been measured: generation, training, the weights' way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.plan.measured import Measured
+from orchestrator.plan.model import MachinePlan, NodesPlan, StepPlan, SyncPlan
+from orchestrator.plan.models import KnownModel, active_params
+from orchestrator.plan.workload import grpo, passes_of, work_of
+from policies.fleet.how_many import HourlyPrices, StepShape, best_count, optimum, usd_a_step
+from policies.model.gpus import engine_gpus
+from policies.model.spec import RunSpec, generates_itself, processes_of
+from policies.sizing import speed, sync
+from policies.sizing.adapter import adapter_params
+from policies.sizing.engine import engine_of
+from policies.sizing.gpus import gpu_named
+from policies.sizing.shapes import Shape
+from policies.sizing.training import lora_of, training_of
+from policies.weights.adapters import engine_type, why_whole
+from policies.weights.dtypes import WIDTH, served_types
+
+USUAL_LINK = sync.LINKS_GBIT_PER_S[0]  # a step is counted with the slowest
+SHOWN_NODES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A step's seconds: those that no further node shortens, and those that nodes share, by what they are."""
+
+    train_s: float
+    sync_s: float
+    alone_s: float  # of generation: one completion by itself, or all of it where the trainer generates
+    shared_node_s: float
+
+    @property
+    def shape(self) -> StepShape:
+        return StepShape(self.train_s + self.sync_s + self.alone_s, self.shared_node_s)
+
+
+def plan_syncs(spec: RunSpec, model: KnownModel, measured: Measured | None) -> tuple[SyncPlan, ...]:
+    """The forms in which weights may travel, the one that this run uses marked; none where nothing travels."""
+    if generates_itself(spec) or model.params is None:
+        return ()
+    width = WIDTH[served_types(spec.rollout.vllm, model.config).to or "BF16"]
+    whole, rate = float(width * model.params), float(grpo(spec, "learning_rate"))
+    adapter = _adapter_bytes(spec, model)
+    alone = spec.trainer.peft is not None and not why_whole(spec, model.config) and adapter is not None
+    share = sync.delta_share(rate)
+    sent = measured.sent_share if measured is not None and measured.sent_share is not None and not alone else None
+    share = share if sent is None else sent
+    links = sync.LINKS_GBIT_PER_S
+    forms = [
+        SyncPlan(
+            form="all weights",
+            used=False,
+            size_bytes=whole,
+            share=1.0,
+            seconds={link: sync.whole_s(whole, link) for link in links},
+        ),
+        SyncPlan(
+            form="delta",
+            used=not alone,
+            size_bytes=share * whole,
+            share=share,
+            seconds={link: sync.delta_s(whole, share, link) for link in links},
+            source="estimated" if sent is None else "measured",
+        ),
+    ]
+    if adapter is not None:
+        seconds = {link: sync.whole_s(adapter, link) for link in links}
+        forms.append(
+            SyncPlan(form="adapter", used=alone, size_bytes=adapter, share=adapter / whole, seconds=seconds)
+        )
+    return tuple(forms)
+
+
+def _adapter_bytes(spec: RunSpec, model: KnownModel) -> float | None:
+    """In the type that engines round it to, or, where that is not certain, in float32, as it is trained."""
+    lora = lora_of(spec.trainer.peft, model.shape) if model.shape is not None else None
+    if lora is None or model.shape is None:
+        return None
+    return float(WIDTH[engine_type(spec, model.config) or "F32"] * adapter_params(model.shape, lora))
+
+
+def time_step(
+    spec: RunSpec,
+    model: KnownModel,
+    trainer: MachinePlan,
+    rollout: MachinePlan | None,
+    syncs: tuple[SyncPlan, ...],
+) -> Timing | None:
+    """Estimate a step; None where the model's shape or the speed of its GPUs is not known."""
+    gpu = gpu_named(trainer.gpu)
+    if model.shape is None or gpu is None:
+        return None
+    params, work = active_params(model.shape), work_of(spec)
+    train_s = speed.train_s(params, work, passes_of(spec), processes_of(spec), gpu.tflops)
+    if rollout is None:
+        return Timing(
+            train_s, 0.0, speed.generate_s(_own_engine(spec, model.shape, trainer), work, processes_of(spec)), 0.0
+        )
+    if (engine := _engine(spec, model, rollout)) is None:
+        return None
+    engines = max(1, rollout.gpus // engine_gpus(spec.rollout.vllm))
+    used = next((one for one in syncs if one.used), None)
+    sync_s = used.seconds[USUAL_LINK] if used else 0.0
+    return Timing(train_s, sync_s, *speed.shared_by_nodes(engine, work, engines))
+
+
+def _own_engine(spec: RunSpec, shape: Shape, trainer: MachinePlan) -> speed.Engine:
+    """One process of the trainer's as it generates, with transformers, the weights as they are loaded."""
+    gpu, training = gpu_named(trainer.gpu), training_of(spec, shape, 0)
+    assert gpu is not None  # its speed was asked for before
+    return speed.Engine(
+        gpus=1,
+        bandwidth_gb_per_s=gpu.bandwidth_gb_per_s,
+        tflops=gpu.tflops,
+        weights_bytes=shape.text_params * training.weight_bytes,
+        kv_bytes=shape.layers * shape.cached * training.compute_bytes,
+        params=active_params(shape),
+        token_floor_s=shape.layers * speed.EAGER_LAYER_S,
+    )
+
+
+def _engine(spec: RunSpec, model: KnownModel, rollout: MachinePlan) -> speed.Engine | None:
+    gpu, shape = gpu_named(rollout.gpu), model.shape
+    if gpu is None or shape is None:
+        return None
+    serving = engine_of(spec, shape, model.config)
+    work = work_of(spec)
+    held = None
+    if rollout.cache_tokens is not None:
+        held = int(rollout.cache_tokens // (work.prompt_tokens + work.completion_tokens))
+    return speed.Engine(
+        gpus=engine_gpus(spec.rollout.vllm),
+        bandwidth_gb_per_s=gpu.bandwidth_gb_per_s,
+        tflops=gpu.tflops,
+        weights_bytes=shape.text_params * serving.weight_bytes,
+        kv_bytes=shape.layers * shape.cached * serving.cache_bytes,
+        params=active_params(shape),
+        sequences_max=held,
+    )
+
+
+def hourly_prices(
+    trainer: MachinePlan, rollout: MachinePlan | None, controller_usd_per_h: float
+) -> HourlyPrices | None:
+    """What the machines cost on the markets that run.yaml has them on; None where a price is not known."""
+    beside = trainer.prices.on(trainer.market)
+    node = rollout.prices.on(rollout.market) if rollout is not None else 0.0
+    return None if beside is None or node is None else HourlyPrices(beside + controller_usd_per_h, node)
+
+
+def plan_nodes(spec: RunSpec, shape: StepShape, prices: HourlyPrices | None) -> NodesPlan | None:
+    """How many rollout nodes pay; None where there are none."""
+    if generates_itself(spec):
+        return None
+    least, most = max(1, spec.rollout.replicas.min), spec.rollout.replicas.max
+    priced = prices if prices is not None and prices.known else None
+    best = best_count(shape, priced, least, most) if priced is not None else most
+    shown = sorted({*range(least, min(most, least + SHOWN_NODES - 1) + 1), best, most})
+    steps = tuple(
+        (count, shape.seconds(count), None if priced is None else usd_a_step(shape, priced, count))
+        for count in shown
+    )
+    return NodesPlan(best=best, exact=None if priced is None else optimum(shape, priced), steps=steps)
+
+
+def plan_step(spec: RunSpec, timing: Timing | None, nodes: int, measured: Measured | None) -> StepPlan | None:
+    """A step with so many nodes: as the run's own log has it, else as estimated; None where neither is known."""
+    if measured is not None:
+        return _measured_step(spec, timing, nodes, measured)
+    if timing is None:
+        return None
+    work = work_of(spec)
+    return StepPlan(
+        completions=work.generated,
+        prompt_tokens=work.prompt_tokens,
+        completion_tokens=work.completion_tokens,
+        generate_s=timing.alone_s + timing.shared_node_s / max(1, nodes),
+        train_s=timing.train_s,
+        sync_s=timing.sync_s,
+        step_s=timing.shape.seconds(max(1, nodes)),
+        nodes=nodes,
+        source="estimated",
+    )
+
+
+def _measured_step(spec: RunSpec, timing: Timing | None, nodes: int, measured: Measured) -> StepPlan:
+    """What is not generation is training, rewards and the weights' way together: a log tells no more. Where it
+    does not tell generation, an estimate divides the step."""
+    work, generate_s = work_of(spec, measured.completion_tokens), measured.generated_s
+    if generate_s is None and timing is not None:
+        generates_s = timing.alone_s + timing.shared_node_s / max(1, nodes)
+        generate_s = measured.step_s * generates_s / timing.shape.seconds(max(1, nodes))
+    return StepPlan(
+        completions=work.generated,
+        prompt_tokens=work.prompt_tokens,
+        completion_tokens=work.completion_tokens,
+        generate_s=generate_s,
+        train_s=None if generate_s is None else max(0.0, measured.step_s - generate_s),
+        sync_s=None,
+        step_s=measured.step_s,
+        nodes=nodes,
+        source="measured",
+        measured_steps=measured.steps,
+    )

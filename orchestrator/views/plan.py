@@ -1,0 +1,248 @@
+"""A run's plan for a terminal of 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.plan.model import KindPlan, MachinePlan, MoneyPlan, NodesPlan, Plan, StepPlan
+from orchestrator.views.numbers import NOT_KNOWN, duration, short, usd
+from policies.model.vocabulary import Market
+from policies.sizing.memory import GIB
+
+GB = 10**9
+KINDS_SHOWN = 6
+NODES_SHOWN = 3
+
+
+def render(plan: Plan) -> RenderableType:
+    """Draw all of it."""
+    parts: list[RenderableType] = [Text(_title(plan), style="bold")]
+    if plan.trainer.memory or (plan.rollout is not None and plan.rollout.memory):
+        parts += [Text(""), _memory(plan)]
+    if (facts := _facts(plan)).row_count:
+        parts += [Text(""), facts]
+    if plan.syncs:
+        parts += [Text(""), _syncs(plan)]
+    if _is_priced(plan):
+        parts += [Text(""), _money(plan)]
+    if plan.kinds:
+        parts += [Text(""), _kinds(plan)]
+    return Group(*parts, *_remarks(plan))
+
+
+def render_short(plan: Plan) -> RenderableType:
+    """Draw what is asked before a run is started: whether it fits, a step, dollars, and what may go wrong."""
+    table = _grid()
+    for machine in _machines(plan):
+        if machine.memory_bytes is not None:
+            table.add_row(f"{machine.role} memory", _fit_words(machine))
+    for row in _step_rows(plan):
+        table.add_row(*row)
+    if (words := _cost_words(plan)) is not None:
+        table.add_row("cost", words)
+    told = [Text(f"warning: {one.key}: {one.message}", "yellow") for one in plan.warnings]
+    hint = Text("`grpo-orch plan` has all of it, and where each number comes from", style="dim")
+    return Group(table, *told, hint)
+
+
+def _title(plan: Plan) -> str:
+    model = plan.model
+    size = f", {short(model.params / 1e9)} billion parameters" if model.params else ""
+    return f"{plan.name}: {model.name}{size}, {model.method}"
+
+
+def _machines(plan: Plan) -> list[MachinePlan]:
+    return [plan.trainer] if plan.rollout is None else [plan.trainer, plan.rollout]
+
+
+def _memory(plan: Plan) -> Table:
+    machines = _machines(plan)
+    table = _table("GiB of each GPU", *(f"{machine.role}" for machine in machines))
+    table.add_row("", *(Text(_kind_words(machine), style="dim") for machine in machines))
+    names = dict.fromkeys(name for machine in machines for name in machine.memory)
+    for name in names:
+        table.add_row(name, *(_gib(machine.memory.get(name)) for machine in machines))
+    table.add_row("all of it", *(Text(_gib(machine.memory_bytes), style="bold") for machine in machines))
+    table.add_row("", *(_fit(machine) for machine in machines))
+    return table
+
+
+def _kind_words(machine: MachinePlan) -> str:
+    if not machine.gpu:
+        return "no GPU named"
+    size = f", {machine.gpu_bytes / GIB:.0f}" if machine.gpu_bytes else ""
+    named = "" if machine.gpu_is_named else "e.g. "
+    return f"{named}{max(1, machine.gpus)} x {machine.gpu}{size}"
+
+
+def _fit(machine: MachinePlan) -> Text:
+    if machine.fits is None:
+        return Text(NOT_KNOWN)
+    return Text("fits", style="green") if machine.fits else Text("does not fit", style="bold red")
+
+
+def _fit_words(machine: MachinePlan) -> str:
+    verdict = {True: "fits", False: "DOES NOT FIT", None: "not known whether it fits"}[machine.fits]
+    return f"{_gib(machine.memory_bytes)} GiB on each GPU ({_kind_words(machine)} GiB): {verdict}"
+
+
+def _facts(plan: Plan) -> Table:
+    table = _grid()
+    for row in _step_rows(plan):
+        table.add_row(*row)
+    if plan.nodes is not None and plan.rollout is not None and plan.rollout.most > 1:
+        table.add_row("nodes", _node_words(plan.nodes, plan.rollout))
+    if plan.rollout is not None and plan.rollout.cache_tokens is not None:
+        held = f"{plan.rollout.cache_tokens:,} tokens an engine"
+        table.add_row("KV cache", f"{held}, {short(plan.rollout.sequences)} sequences of the longest kind")
+    for machine in _machines(plan):
+        if machine.host:
+            held = ", ".join(f"{name} {_gib(size)}" for name, size in machine.host.items())
+            table.add_row("RAM", f"of the {machine.role}'s machine, GiB: {held}")
+    if plan.lost is not None:
+        each = f"{duration(plan.lost.step_s)}{_dollars(plan.lost.step_usd)}"
+        most = f"{duration(plan.lost.most_s)}{_dollars(plan.lost.most_usd)}"
+        words = f"{each}; up to {plan.lost.steps_most} of them, {most} (completions are kept)"
+        table.add_row("lost step", f"costs {words}")
+    if plan.hours is not None:
+        table.add_row("to the end", f"{plan.steps:,} steps, {duration(3600 * plan.hours)}")
+    return table
+
+
+def _step_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    if plan.step is not None:
+        yield "step", f"{duration(plan.step.step_s)}, {plan.step.source}: {_step_words(plan.step)}"
+
+
+def _step_words(step: StepPlan) -> str:
+    parts = {"generate": step.generate_s, "train": step.train_s, "weights' way": step.sync_s}
+    told = [f"{name} {_seconds(value)}" for name, value in parts.items() if value]
+    many = f"{short(step.completions)} completions of {short(step.completion_tokens)} tokens"
+    return ", ".join([*told, many])
+
+
+def _node_words(nodes: NodesPlan, rollout: MachinePlan) -> str:
+    exact = "" if nodes.exact is None else f" (n* = {short(nodes.exact)}, of {rollout.least} to {rollout.most})"
+    shown = nodes.steps[:NODES_SHOWN]
+    each = ", ".join(f"{count}: {duration(step_s)}{_dollars(cost)}" for count, step_s, cost in shown)
+    pays = f"{nodes.best} pay{'s' * (nodes.best == 1)}" if nodes.exact is not None else "prices are not known"
+    return f"{pays}{exact}; a step with {each}"
+
+
+def _dollars(cost: float | None) -> str:
+    return "" if cost is None else f" {usd(cost)}"
+
+
+def _syncs(plan: Plan) -> Table:
+    links = sorted({link for one in plan.syncs for link in one.seconds})
+    table = _table("new weights, seconds", "GB", *(f"{link} Gbit" for link in links), "")
+    for one in plan.syncs:
+        share = "" if one.form == "all weights" else f" ({100 * one.share:.2g} %)"
+        said = Text(f"this run's{', measured' * (one.source == 'measured')}", style="green") if one.used else ""
+        seconds = [_seconds(one.seconds[link]).removesuffix(" s") for link in links]
+        table.add_row(f"{one.form}{share}", short(one.size_bytes / GB), *seconds, said)
+    return table
+
+
+def _is_priced(plan: Plan) -> bool:
+    return any(one.cost is not None and one.cost.usd_per_h > 0 for one in plan.money)
+
+
+def _money(plan: Plan) -> Table:
+    nodes = f", {plan.bought} rollout" if plan.rollout is not None else ""
+    table = _table(f"USD, 1 trainer{nodes}", "an hour", "a day", "to the end", "")
+    for one in plan.money:
+        table.add_row(one.name, *_cost_cells(one), Text("this run's", style="green") if one.used else "")
+    return table
+
+
+def _cost_cells(one: MoneyPlan) -> tuple[str, str, str]:
+    if one.cost is None:
+        return NOT_KNOWN, NOT_KNOWN, NOT_KNOWN
+    end = NOT_KNOWN if one.cost.to_end_usd is None else f"{one.cost.to_end_usd:,.2f}"
+    return f"{one.cost.usd_per_h:,.2f}", f"{one.cost.usd_per_day:,.2f}", end
+
+
+def _cost_words(plan: Plan) -> str | None:
+    """`USD 6.34 an hour, 152.16 a day, about 95.10 to the end (15:00 h); all on demand 7.92 an hour`."""
+    used = next((one.cost for one in plan.money if one.used), None)
+    if used is None or not _is_priced(plan):
+        return None
+    end = "" if used.to_end_usd is None else f", about {used.to_end_usd:,.2f} to the end"
+    last = "" if plan.hours is None or not end else f" ({duration(3600 * plan.hours)})"
+    other = next((one.cost for one in plan.money if one.name == "all on demand" and not one.used), None)
+    beside = "" if other is None else f"; all on demand {other.usd_per_h:,.2f} an hour"
+    return f"USD {used.usd_per_h:,.2f} an hour, {used.usd_per_day:,.2f} a day{end}{last}{beside}"
+
+
+def _kinds(plan: Plan) -> Table:
+    table = _table("GPUs that fit", "GiB", *(machine.role.value for machine in _machines(plan)))
+    for kind in _worth_showing(plan.kinds):
+        cells = [_kind_cell(kind.trainer_gpus, kind, plan.trainer)]
+        if plan.rollout is not None:
+            cells.append(_kind_cell(kind.rollout_gpus, kind, plan.rollout))
+        table.add_row(kind.gpu, f"{kind.memory_bytes / GIB:.0f}", *cells)
+    if len(plan.kinds) > KINDS_SHOWN:
+        table.add_row(Text(f"and {len(plan.kinds) - KINDS_SHOWN} more (-o json)", style="dim"))
+    return table
+
+
+def _worth_showing(kinds: Iterable[KindPlan]) -> list[KindPlan]:
+    """Those with prices first, then those for the trainer, then the smallest; in their own order."""
+    ordered = sorted(
+        kinds, key=lambda one: (not (one.trainer_prices or one.rollout_prices), one.trainer_gpus is None)
+    )
+    return [one for one in kinds if one in ordered[:KINDS_SHOWN]]
+
+
+def _kind_cell(count: int | None, kind: KindPlan, machine: MachinePlan) -> Text:
+    if count is None:
+        return Text("too small", style="dim")
+    prices = kind.trainer_prices if machine.role == "trainer" else kind.rollout_prices
+    if not prices:
+        return Text(f"{count} x")
+    best, spot = prices[0], machine.market is Market.SPOT
+    price = best.spot_usd_per_h if spot else best.on_demand_usd_per_h
+    shown = NOT_KNOWN if price is None else f"{price:.2f}"
+    return Text(f"{count} x {shown} {best.cloud}{' spot' * spot}")
+
+
+def _remarks(plan: Plan) -> Iterator[RenderableType]:
+    told = [Text(f"warning: {one.key}: {one.message}", "yellow") for one in plan.warnings]
+    told += [Text(f"not known: {one}") for one in plan.unknown]
+    told += [Text(one, style="dim") for one in plan.notes]
+    if told:
+        yield Text("")
+        yield from told
+
+
+def _gib(size_bytes: int | None) -> str:
+    """One decimal, two below 1."""
+    if not size_bytes:
+        return ""
+    size = size_bytes / GIB
+    return f"{size:.1f}" if size >= 1 else f"{size:.2f}"
+
+
+def _seconds(value: float) -> str:
+    """Two figures below ten seconds."""
+    return duration(value) if value >= 60 else f"{value:.0f} s" if value >= 10 else f"{value:.2g} s"
+
+
+def _grid() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    return table
+
+
+def _table(first: str, *titles: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(first, no_wrap=True)
+    for title in titles:
+        table.add_column(title, no_wrap=True, justify="right" if title else "left")
+    return table

@@ -1,0 +1,67 @@
+"""The recipes' plans, from config.json made by hand and a list of prices that is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrator.clouds.sky.sdk.types import ListPrice, PriceList
+from orchestrator.config.load import load
+from orchestrator.config.recipes import FOLDER
+from orchestrator.config.sizes.model import NotKnown
+from orchestrator.plan.gather import make_plan
+from orchestrator.plan.measured import Measured
+from orchestrator.plan.model import Plan
+from orchestrator.plan.models import KnownModel, know_model
+from orchestrator.plan.prices import by_catalog, by_rehearsal
+from policies.model.spec import RunSpec
+from policies.sizing.shapes import shape_of
+from policies.weights.disks import ModelSize
+from tests.generators.model_configs import CONFIGS
+
+
+def price(
+    gpu: str, gpus: int, on_demand: float | None, spot: float | None, place: str = "aws/us-east-1"
+) -> ListPrice:
+    cloud, region = place.split("/")
+    return ListPrice(cloud, region, f"{gpu}-{gpus}".lower(), gpu, gpus, None, on_demand, spot)
+
+
+PRICES = PriceList(
+    (
+        price("H200", 1, 3.96, 2.38),
+        price("H200", 1, 4.40, 2.10, "gcp/us-central1"),
+        price("H200", 8, 31.0, 14.0),
+        price("L4", 1, 0.80, 0.30),
+        price("L4", 1, 0.70, None, "gcp/us-central1"),
+        price("B200", 1, 6.0, None),
+    ),
+    {"aws": "2026-11-23", "gcp": "2026-11-20"},
+    {"azure": "ConnectionError"},
+)
+
+
+def spec_of(recipe: str) -> RunSpec:
+    return load(FOLDER / recipe / "run.yaml", lambda: 2).spec
+
+
+def size_of(spec: RunSpec, config: Mapping[str, Any] | None = None) -> ModelSize:
+    """What the hub would say of the model."""
+    if spec.trainer.model not in CONFIGS:
+        raise NotKnown("it is nobody's")
+    config = config or CONFIGS[spec.trainer.model]
+    params = shape_of(config).params
+    return ModelSize(params, 2 * params, config)
+
+
+def known(spec: RunSpec, **changes: Any) -> KnownModel:
+    """The model, with changes to its config.json."""
+    return know_model(spec, lambda one: size_of(one, {**CONFIGS[one.trainer.model], **changes}))
+
+
+def plan_of(spec: RunSpec, measured: Measured | None = None, prices: PriceList = PRICES) -> Plan:
+    def listed(_: Sequence[str]) -> PriceList:
+        return prices
+
+    book = by_catalog(spec, listed) if spec.cloud == "sky" else by_rehearsal(spec)
+    return make_plan(spec, size_of, book, measured)

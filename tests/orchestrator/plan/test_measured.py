@@ -1,0 +1,46 @@
+"""What a run's log tells of its steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from checkpoint.records import metrics
+from checkpoint.store.run_store import Store
+from orchestrator.plan.measured import measure
+from tests.generators.views_world import World
+
+
+def test_the_newest_steps_of_a_run() -> None:
+    world = World()
+    assert measure(world.store) is None  # nothing is logged yet
+    for step in range(1, 6):
+        values = {
+            metrics.GENERATE_S: 6.0,
+            metrics.GENERATE_NODE_S: 12.0,
+            metrics.TOKENS: 1000.0,
+            "completions/mean_length": 100.0 + step,
+            metrics.PUBLISHED_BYTES: 20.0,
+            metrics.WEIGHTS_BYTES: 1000.0,
+        }
+        world.logs(10 * step, step, 0, **values)
+    found = measure(world.store)
+    assert found is not None
+    assert (found.steps, found.step_s, found.generated_s) == (4, 10.0, 6.0)
+    assert found.completion_tokens == pytest.approx(103.5)  # of the steps that were timed: 2 to 5
+    assert found.sent_share == pytest.approx(0.02)
+    assert found.shape is not None
+    assert found.shape.seconds(2) == pytest.approx(10.0)
+
+
+def test_a_step_that_stands_for_several() -> None:
+    world = World()
+    for step in (5, 10, 15):
+        world.logs(10 * step, step)
+    found = measure(world.store)
+    assert found is not None
+    assert (found.steps, found.step_s) == (2, 10.0)
+    assert (found.generated_s, found.completion_tokens, found.sent_share) == (None, None, None)
+
+
+def test_a_store_without_a_run() -> None:
+    assert measure(Store("memory://plan-without-a-run")) is None

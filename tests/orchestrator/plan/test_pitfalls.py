@@ -1,0 +1,171 @@
+"""Each rule speaks of a run that has its mistake, and of no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from orchestrator.plan import pitfalls
+from orchestrator.plan.gather import make_plan
+from orchestrator.plan.model import Warned
+from orchestrator.plan.models import know_model
+from orchestrator.plan.prices import PriceBook
+from policies.model.spec import RunSpec
+from tests.generators.model_configs import CONFIGS
+from tests.orchestrator.plan.recipes import size_of, spec_of
+
+Change = Callable[[RunSpec], RunSpec]
+
+
+def seen(spec: RunSpec, **config: Any) -> pitfalls.Seen:
+    """What the rules look at; `config` changes the model's config.json."""
+
+    def sizes(one: RunSpec) -> Any:
+        return size_of(one, {**CONFIGS[one.trainer.model], **config})
+
+    plan = make_plan(spec, sizes, PriceBook())
+    model = know_model(spec, sizes)
+    return pitfalls.Seen(spec, model, plan.trainer, plan.rollout, plan.syncs, plan.step, plan.lost)
+
+
+def grpo(**changes: Any) -> Change:
+    return lambda spec: replace(spec, grpo={**spec.grpo, **changes})
+
+
+def trainer(**changes: Any) -> Change:
+    return lambda spec: replace(spec, trainer=replace(spec.trainer, **changes))
+
+
+def rollout(**changes: Any) -> Change:
+    return lambda spec: replace(spec, rollout=replace(spec.rollout, **changes))
+
+
+def on(gpu: str, **more: Any) -> dict[str, Any]:
+    return {"accelerators": f"{gpu}:1", "use_spot": False, **more}
+
+
+BROKEN: list[tuple[Callable[..., Any], str, Change, str, str]] = [
+    (pitfalls.type_is_missing, "gsm8k-zero2", trainer(resources=on("T4")), "trainer.res", "grpo.fp16: true"),
+    (pitfalls.type_is_missing, "gsm8k-zero2", rollout(resources=on("V100")), "rollout.res", "dtype: half"),
+    (
+        pitfalls.trainer_is_too_small,
+        "qwen-32b",
+        trainer(resources=on("H100")),
+        "trainer.resources.accelerators",
+        "H100 has 80",
+    ),
+    (
+        pitfalls.trainer_is_too_small,
+        "qwen-32b",
+        grpo(gradient_checkpointing=False),
+        "trainer.resources.accelerators",
+        "fit with gradient_checkpointing: true",
+    ),
+    (
+        pitfalls.trainer_is_too_small,
+        "qwen-32b",
+        grpo(model_init_kwargs={}, max_completion_length=1024),
+        "trainer.resources.accelerators",
+        "fit with model_init_kwargs: {dtype: bfloat16}",
+    ),
+    (pitfalls.only_with_checkpointing, "qwen-32b", grpo(), "grpo.gradient_checkpointing", "leave it on"),
+    (pitfalls.frozen_in_float32, "qwen-32b", grpo(model_init_kwargs={}), "grpo.model_init", "122.1 GiB"),
+    (
+        pitfalls.updates_are_lost,
+        "math-two-gpus",
+        grpo(model_init_kwargs={"dtype": "bfloat16"}, learning_rate=1e-6),
+        "grpo.model_init_kwargs",
+        "1e-06",
+    ),
+    (pitfalls.engine_is_too_small, "qwen-32b", rollout(resources=on("L40S")), "rollout.res", "tensor-parallel"),
+    (
+        pitfalls.engine_is_too_small,
+        "qwen-32b",
+        rollout(resources=on("H100"), vllm={"max-model-len": 32768, "gpu-memory-utilization": 0.85}),
+        "rollout.vllm.max-model-len",
+        "one sequence of 32,768",
+    ),
+    (
+        pitfalls.cache_makes_rounds,
+        "qwen-32b",
+        grpo(per_device_train_batch_size=64, gradient_accumulation_steps=32),
+        "rollout.vllm",
+        "a step is 1024",
+    ),
+    (
+        pitfalls.context_is_too_long,
+        "math-two-gpus",
+        rollout(vllm={"max-model-len": 8192}),
+        "rollout.vllm.max-model-len",
+        "4096",
+    ),
+    (
+        pitfalls.context_is_too_long,
+        "math-two-gpus",
+        grpo(max_completion_length=4096),
+        "grpo.max_completion_length",
+        "no prompt room",
+    ),
+    (
+        pitfalls.store_is_elsewhere,
+        "qwen-32b",
+        rollout(resources=on("H200", infra="gcp")),
+        "storage",
+        "1.1 GB a step",
+    ),
+    (
+        pitfalls.checkpoints_are_rare,
+        "qwen-32b",
+        trainer(resources={"accelerators": "H200:1", "use_spot": True}),
+        "grpo.save_steps",
+        "minutes of training",
+    ),
+    (
+        pitfalls.step_outlasts_its_deadline,
+        "qwen-32b",
+        rollout(deadline_s=5.0),
+        "rollout.deadline_s",
+        "may wait 5 s",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "recipe", "change", "key", "words"), BROKEN, ids=[f"{one[0].__name__}-{one[4]}" for one in BROKEN]
+)
+def test_a_rule_names_the_key_and_what_helps(
+    rule: Callable[[pitfalls.Seen], Any], recipe: str, change: Change, key: str, words: str
+) -> None:
+    told: list[Warned] = list(rule(seen(change(spec_of(recipe)))))
+    assert len(told) == 1, told
+    assert told[0].key.startswith(key)
+    assert words in told[0].message
+    assert told[0].message.count("\n") == 0
+
+
+def test_an_adapter_that_the_models_own_file_keeps_from_travelling() -> None:
+    spec = trainer(peft={"r": 8})(spec_of("qwen-32b"))
+    wide = {"vocab_size": 300_000}
+    assert [one.key for one in pitfalls.adapter_is_merged(seen(spec, **wide))] == ["trainer.peft"]
+    assert not list(pitfalls.adapter_is_merged(seen(spec)))
+
+
+def test_every_rule_is_in_force_and_was_tried() -> None:
+    tried = {one[0] for one in BROKEN} | {pitfalls.adapter_is_merged}
+    assert set(pitfalls.RULES) == tried
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys"),
+    [
+        ("qwen-32b", ["grpo.gradient_checkpointing"]),
+        ("math-two-gpus", []),
+        ("gsm8k-zero2", ["grpo.model_init_kwargs"]),
+        ("llama-one-card", []),
+    ],
+)
+def test_the_recipes_have_what_is_said_of_them_and_no_more(recipe: str, keys: list[str]) -> None:
+    assert [one.key for one in pitfalls.find_pitfalls(seen(spec_of(recipe)))] == keys

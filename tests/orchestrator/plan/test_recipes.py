@@ -1,0 +1,173 @@
+"""The plans of the recipes: what somebody who knows the hardware works out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.plan.gather import make_plan
+from orchestrator.plan.measured import Measured
+from orchestrator.plan.model import MachinePlan, to_json
+from orchestrator.plan.prices import PriceBook
+from policies.fleet.how_many import StepShape
+from policies.model.spec import Replicas, RunSpec
+from policies.sizing.memory import GIB
+from tests.orchestrator.plan.recipes import plan_of, size_of, spec_of
+
+
+def gib(machine: MachinePlan | None, part: str) -> float:
+    assert machine is not None
+    return machine.memory[part] / GIB
+
+
+def test_32b_with_an_adapter_on_one_h200() -> None:
+    """65.5 GB of bfloat16; rank 64 on all linear layers is 537 million parameters, 2.1 GB in float32,
+    and half of it on its way."""
+    plan = plan_of(spec_of("qwen-32b"))
+    assert plan.model.params == 32_763_876_352
+    assert (plan.trainer.gpu, plan.trainer.fits) == ("H200", True)
+    assert gib(plan.trainer, "weights") == gib(plan.rollout, "weights") == pytest.approx(61.0, abs=0.1)
+    assert gib(plan.trainer, "adapter") == pytest.approx(2.0, abs=0.05)
+    used = next(one for one in plan.syncs if one.used)
+    assert (used.form, used.size_bytes) == ("adapter", 536_870_912 * 2)
+    assert used.seconds[10] < 5 < plan.syncs[1].seconds[10] < 20 < 110 < plan.syncs[0].seconds[10]
+    fitting = {one.gpu: (one.trainer_gpus, one.rollout_gpus) for one in plan.kinds}
+    assert fitting["H200"] == fitting["B200"] == (1, 1)
+    assert not {"L4", "A10G", "L40S"} & fitting.keys()
+    assert fitting.get("H100", (None, 1)) == (None, 1)  # 61 GiB of weights leave a trainer too little of 80
+
+
+def test_its_step_and_how_many_nodes_pay() -> None:
+    """Reading 65.5 GB 512 times at 0.7 of 4.8 TB/s is 10 s, whoever reads; of what is beside it, keys and values
+    of 64 sequences, and their prompts, a second node takes half."""
+    plan = plan_of(spec_of("qwen-32b"))
+    assert plan.step is not None
+    assert plan.step.generate_s == pytest.approx(12, abs=1.0)
+    assert plan.step.train_s == pytest.approx(10 * 32e9 * 64 * 1024 / (0.3 * 989e12), rel=0.02)
+    assert plan.step.source == "estimated"
+    assert plan.nodes is not None
+    assert plan.nodes.best == plan.bought == 1
+    assert plan.nodes.exact is not None
+    assert plan.nodes.exact < 1
+    (one, _, one_usd), (two, _, two_usd) = plan.nodes.steps
+    assert (one, two) == (1, 2)
+    assert one_usd is not None
+    assert two_usd is not None
+    assert one_usd < two_usd
+
+
+def test_its_dollars_on_each_market() -> None:
+    """A trainer on demand for 3.96 with a spot node for 2.10: 6.06 an hour. The cheapest place counts."""
+    plan = plan_of(spec_of("qwen-32b"))
+    ways = {one.name: one.cost.usd_per_h for one in plan.money if one.cost is not None}
+    assert ways == pytest.approx({"all on demand": 7.92, "rollout on spot": 6.06, "all on spot": 4.20})
+    used = next(one for one in plan.money if one.used)
+    assert used.name == "rollout on spot"
+    assert used.cost is not None
+    assert plan.step is not None
+    assert used.cost.usd_per_day == pytest.approx(24 * 6.06)
+    assert used.cost.to_end_usd == pytest.approx(6.06 * 1000 * plan.step.step_s / 3600)
+    assert plan.lost is not None
+    assert plan.lost.most_s == pytest.approx(50 * (plan.step.train_s or 0))
+    assert plan.lost.step_usd == pytest.approx(6.06 * plan.lost.step_s / 3600)
+    kinds = {one.gpu: one for one in plan.kinds}
+    assert [one.cloud for one in kinds["H200"].trainer_prices] == ["aws", "gcp"]
+    assert [one.cloud for one in kinds["H200"].rollout_prices] == ["gcp", "aws"]
+    assert "azure" in "".join(plan.unknown)
+
+
+def test_a_full_1_5b_fits_80_gb_and_no_card_of_24() -> None:
+    """16 bytes a parameter, 23 GiB, and activations."""
+    plan = plan_of(spec_of("math-two-gpus"))
+    held = sum(gib(plan.trainer, part) for part in ("weights", "gradients", "optimizer"))
+    assert held == pytest.approx(23.0, abs=0.1)
+    fitting = {one.gpu: one.trainer_gpus for one in plan.kinds}
+    assert fitting["A100-80GB"] == fitting["H100"] == 1
+    assert all(fitting.get(name) is None for name in ("L4", "A10G", "RTX4090"))
+    assert next(one for one in plan.syncs if one.used).form == "delta"
+    assert not any(one.cost is not None and one.cost.usd_per_h for one in plan.money)
+
+
+def test_a_1_5b_with_an_adapter_and_its_optimizer_in_ram_fits_an_l4() -> None:
+    plan = plan_of(spec_of("gsm8k-zero2"))
+    assert plan.trainer.fits
+    assert "optimizer" not in plan.trainer.memory
+    assert plan.trainer.host
+    assert [one.key for one in plan.warnings] == ["grpo.model_init_kwargs"]
+    used = next(one.cost for one in plan.money if one.used)
+    assert used is not None
+    assert used.usd_per_h == pytest.approx(0.70 + 0.30)
+
+
+def test_llama_with_an_eight_bit_optimizer_fits_a_card_of_24_gb() -> None:
+    plan = plan_of(spec_of("llama-one-card"))
+    fitting = {one.gpu: one.trainer_gpus for one in plan.kinds}
+    assert fitting["RTX3090"] == fitting["RTX4090"] == 1
+    assert gib(plan.trainer, "optimizer") < 0.6 * gib(plan.trainer, "weights")
+    assert (plan.rollout, plan.syncs, plan.nodes) == (None, (), None)
+    assert plan.step is not None
+    assert plan.step.generate_s == pytest.approx(256 * 16 * 0.001, rel=0.1)  # each layer of each token is started
+
+
+def test_many_nodes_pay_where_generation_is_what_takes_time() -> None:
+    spec = spec_of("qwen-32b")
+    grpo = {**spec.grpo, "per_device_train_batch_size": 64, "gradient_accumulation_steps": 32, "beta": 0.0}
+    long = replace(spec, grpo=grpo | {"max_completion_length": 3500})
+    wide = replace(long, rollout=replace(long.rollout, replicas=Replicas(min=1, max=16)))
+    plan = plan_of(wide)
+    assert plan.nodes is not None
+    assert 1 <= plan.nodes.best == plan.bought <= 16
+    cheapest = min(plan.nodes.steps, key=lambda one: one[2] or 0)
+    assert cheapest[0] == plan.nodes.best
+
+
+def test_a_runs_own_log_takes_the_place_of_estimates() -> None:
+    shape = StepShape(fixed_s=20.0, generation_node_s=100.0)
+    log = Measured(steps=40, step_s=70.0, generated_s=50.0, shape=shape, completion_tokens=300.0, sent_share=0.02)
+    plan = plan_of(spec_of("qwen-32b"), log)
+    assert plan.step is not None
+    assert (plan.step.source, plan.step.step_s, plan.step.measured_steps) == ("measured", 70.0, 40)
+    assert (plan.step.generate_s, plan.step.train_s, plan.step.completion_tokens) == (50.0, 20.0, 300.0)
+    assert plan.hours == pytest.approx(1000 * 70 / 3600)
+    assert plan.lost is not None
+    assert plan.lost.step_s == 20.0
+    assert plan.nodes is not None
+    assert [step_s for _, step_s, _ in plan.nodes.steps] == [120.0, 70.0]
+    assert plan.nodes.exact == pytest.approx((3.96 * 100 / (2.10 * 20)) ** 0.5)
+    # The adapter travels: what was measured of deltas is no word on it.
+    assert all(one.source == "estimated" for one in plan.syncs)
+    plain = plan_of(spec_of("math-two-gpus"), replace(log, generated_s=None, shape=None))
+    delta = next(one for one in plain.syncs if one.used)
+    assert (delta.share, delta.source) == (0.02, "measured")
+    assert plain.step is not None
+    assert plain.step.generate_s is not None
+    assert 0 < plain.step.generate_s < 70
+
+
+def test_what_cannot_be_had_is_said_in_a_line_and_the_rest_is_planned() -> None:
+    spec = spec_of("qwen-32b")
+    nobodys = replace(spec, trainer=replace(spec.trainer, model="nobody/nothing"))
+    plan = plan_of(nobodys)
+    assert plan.model.params is None
+    assert (plan.step, plan.hours, plan.kinds, plan.trainer.memory) == (None, None, (), {})
+    assert [line for line in plan.unknown if "nobody/nothing" in line] == [
+        "nobody/nothing: its size is not known (it is nobody's)"
+    ]
+    assert {one.name for one in plan.money if one.cost is not None} >= {"rollout on spot"}
+    strange = make_plan(spec, lambda one: replace(size_of(one), config={"model_type": "mamba"}), PriceBook())
+    assert strange.model.params == 32_763_876_352
+    assert any("mamba" in line for line in strange.unknown)
+    assert next(one for one in strange.syncs if one.form == "all weights").size_bytes == 2 * 32_763_876_352
+    endless = replace(spec, grpo={name: value for name, value in spec.grpo.items() if name != "max_steps"})
+    plan = plan_of(endless)
+    assert plan.hours is None
+    assert all(one.cost is not None and one.cost.to_end_usd is None for one in plan.money)
+    assert any("max_steps" in line for line in plan.unknown)
+
+
+@pytest.mark.parametrize("recipe", ["qwen-32b", "math-two-gpus", "gsm8k-zero2", "llama-one-card"])
+def test_programs_get_every_key(recipe: str) -> None:
+    spec: RunSpec = spec_of(recipe)
+    bare = replace(spec, trainer=replace(spec.trainer, model="nobody/nothing"))
+    assert to_json(plan_of(spec)).keys() == to_json(plan_of(bare)).keys()

@@ -1,0 +1,60 @@
+"""What a step consists of, against TRL's own arithmetic written out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from orchestrator.plan.workload import passes_of, prompt_tokens, window, work_of
+from policies.model.spec import Replicas, RunSpec
+from tests.orchestrator.plan.recipes import spec_of
+
+
+def run(**grpo: Any) -> RunSpec:
+    return replace(spec_of("qwen-32b"), grpo=grpo)
+
+
+@pytest.mark.parametrize(
+    ("grpo", "of_window", "generated", "trained", "prompts"),
+    [
+        ({}, (8, 1), 8, 8, 1),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}, (32, 8), 32, 32, 4),
+        ({"gradient_accumulation_steps": 2, "num_iterations": 4}, (16, 2), 4, 16, 0.5),
+        ({"generation_batch_size": 64, "num_generations": 16}, (64, 8), 8, 8, 0.5),
+        ({"steps_per_generation": 4}, (32, 4), 8, 8, 1),
+    ],
+)
+def test_a_step(
+    grpo: dict[str, Any], of_window: tuple[int, int], generated: float, trained: float, prompts: float
+) -> None:
+    work = work_of(run(**grpo))
+    assert window(run(**grpo)) == of_window
+    assert (work.generated, work.trained, work.prompts) == (generated, trained, prompts)
+
+
+def test_eight_processes_make_eight_times_as_many() -> None:
+    spec = run()
+    wide = replace(spec, trainer=replace(spec.trainer, resources={"accelerators": "H100:8"}))
+    assert work_of(wide).trained == 64
+
+
+def test_prompts_are_cut_to_the_engines_context() -> None:
+    spec = run(max_completion_length=3900)
+    assert prompt_tokens(spec) == 196
+    assert prompt_tokens(run(max_completion_length=100)) == 512
+    alone = replace(spec, rollout=replace(spec.rollout, replicas=Replicas(min=0, max=0)))
+    assert prompt_tokens(alone) == 512
+
+
+def test_what_is_computed_of_each_token() -> None:
+    spec = run(beta=0.04)
+    assert passes_of(spec).flops_per_param == 4 + 2 + 2 + 2  # checkpointing, reference, the policy's own again
+    assert passes_of(run(vllm_importance_sampling_correction=False)).flops_per_param == 4 + 2
+    alone = replace(run(), rollout=replace(spec.rollout, replicas=Replicas(min=0, max=0)))
+    assert not passes_of(alone).old
+    assert passes_of(replace(alone, grpo={"num_iterations": 2})).old
+    assert passes_of(replace(alone, grpo={"steps_per_generation": 4})).old
+    whole = replace(alone, trainer=replace(alone.trainer, peft=None), grpo={"gradient_checkpointing": False})
+    assert passes_of(whole).flops_per_param == 6

@@ -1,0 +1,62 @@
+"""A plan on a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console, RenderableType
+
+from orchestrator.views.plan import render, render_short
+from tests.orchestrator.plan.recipes import plan_of, spec_of
+
+
+def drawn(part: RenderableType) -> str:
+    out = io.StringIO()
+    Console(file=out, width=80, color_system=None).print(part)
+    return out.getvalue()
+
+
+def lines(text: str) -> list[str]:
+    """Without the spaces that only align."""
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_the_plan_of_the_32b_recipe() -> None:
+    told = lines(drawn(render(plan_of(spec_of("qwen-32b")))))
+    assert told[0] == "qwen-32b: Qwen/Qwen2.5-32B-Instruct, 32.8 billion parameters, LoRA of rank 64"
+    assert "weights 61.0 61.0" in told
+    assert "fits fits" in told
+    assert "rollout on spot 6.06 145.44" in "\n".join(told)
+    assert any(line.startswith("adapter (1.6 %) 1.07 ") and line.endswith("this run's") for line in told)
+    assert "H200 140 1 x 3.96 aws 1 x 2.10 gcp spot" in told
+    assert any(line.startswith("nodes 1 pays (n* = ") for line in told)
+    assert any("estimated: generate" in line for line in told)
+
+
+@pytest.mark.parametrize("recipe", ["qwen-32b", "math-two-gpus", "gsm8k-zero2", "llama-one-card"])
+def test_no_line_is_longer_than_the_screen_and_no_table_is_cut(recipe: str) -> None:
+    text = drawn(render(plan_of(spec_of(recipe)))) + drawn(render_short(plan_of(spec_of(recipe))))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+
+
+def test_what_is_asked_before_a_run_has_dollars_room_and_warnings() -> None:
+    spec = spec_of("qwen-32b")
+    told = drawn(render_short(plan_of(spec)))
+    assert "USD 6.06 an hour, 145.44 a day, about " in told
+    assert "all on demand 7.92 an hour" in told
+    small = replace(spec, trainer=replace(spec.trainer, resources={"accelerators": "L4:1"}))
+    told = " ".join(lines(drawn(render_short(plan_of(small)))))
+    assert "DOES NOT FIT" in told
+    assert "warning: trainer.resources.accelerators: training needs" in told
+
+
+def test_a_run_of_which_little_is_known() -> None:
+    spec = spec_of("math-two-gpus")
+    strange = replace(spec, trainer=replace(spec.trainer, model="nobody/nothing"))
+    told = lines(drawn(render(plan_of(strange))))
+    assert told[0] == "math-two-gpus: nobody/nothing, all weights"
+    assert "not known: nobody/nothing: its size is not known (it is nobody's)" in told
+    assert "cost" not in drawn(render_short(plan_of(strange)))
