@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.config.reading.kinds import Kind, mismatch
+from orchestrator.config.reading import disk_size
+from orchestrator.config.reading.kinds import Kind, mismatch, shown
 from orchestrator.config.reading.problems import Findings, KeyPath, unknown_key
 from policies.model.processes import ALTERNATIVES
 
@@ -50,6 +51,8 @@ def check_resources(data: dict[str, Any], path: KeyPath, findings: Findings, *, 
             findings.add(below, unknown_key(key, allowed, WHOSE))
         elif message := mismatch(value, Kind(allowed[key])):
             findings.add(below, message)
+        elif key == disk_size.KEY and disk_size.gb_of(value) is None:
+            findings.add(below, f"{disk_size.EXPECTED}, got {shown(value)}")
         elif key in ALTERNATIVES:
             for index, item in enumerate(value):
                 if message := mismatch(item, Kind("dict")):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from orchestrator.config.reading.disk_size import KEY, gb_of
 from orchestrator.config.reading.problems import Findings
 from orchestrator.config.sizes.model import NotKnown
 from policies.model.processes import ALTERNATIVES
@@ -15,10 +15,8 @@ from policies.model.vocabulary import Role
 from policies.weights.disks import GB, ModelSize, disk_gb, disk_parts
 
 DEFAULT_GB = 256  # SkyPilot's (0.14.1)
-KEY = "disk_size"
 # There the disk is the pool's: on Kubernetes to ask for more than its machines have is to get none.
 OWN_DISKS = ("kubernetes", "k8s", "ssh", "slurm")
-_SIZE = re.compile(r"([0-9]+)\s*(?:(g|t)i?b?)?", re.IGNORECASE)
 
 
 def size_disks(spec: RunSpec, find_size: Callable[[RunSpec], ModelSize], findings: Findings) -> RunSpec:
@@ -60,17 +58,9 @@ def _sized(
 
 
 def _named_gb(resources: Mapping[str, Any]) -> list[int]:
-    """The sizes in it, those of alternatives included; one that cannot be read is SkyPilot's to judge."""
+    """The sizes in it, those of alternatives included."""
     nested = [one for key in ALTERNATIVES for one in resources.get(key) or () if isinstance(one, Mapping)]
-    named = [one[KEY] for one in (resources, *nested) if one.get(KEY) is not None]
-    return [found for one in named if (found := _gb(one)) is not None] or ([DEFAULT_GB] if named else [])
-
-
-def _gb(size: object) -> int | None:
-    found = _SIZE.fullmatch(str(size).strip())
-    if found is None:
-        return None
-    return int(found[1]) * (1000 if (found[2] or "").lower() == "t" else 1)
+    return [found for one in (resources, *nested) if (found := gb_of(one.get(KEY))) is not None]
 
 
 def _has_its_own(resources: Mapping[str, Any]) -> bool:

@@ -17,7 +17,6 @@ from policies.model.spec import RunSpec
 from policies.weights.disks import ModelSize
 from policies.weights.dtypes import NAMED, WIDTH
 
-HUB = "https://huggingface.co"
 INDEX = "model.safetensors.index.json"
 ASK_S = 5.0  # for the whole of it, the look-up of the hub's address included
 # Of an element, by the hub's names of types; what is packed into fewer bits is counted as its bytes.
@@ -109,9 +108,11 @@ def _within(limit_s: float, name: str) -> ModelSize:
 
 
 def _on_hub(name: str) -> ModelSize:
-    token = os.environ.get("HF_TOKEN", "").strip()
+    from huggingface_hub import constants, get_token  # not for every command: it takes a while
+
+    token = get_token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    base = os.environ.get("HF_ENDPOINT") or HUB
+    base = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
     with httpx.Client(base_url=base, headers=headers, timeout=ASK_S, follow_redirects=True) as http:
         answer = http.get(f"/api/models/{name}")
         if answer.status_code in (401, 403, 404):

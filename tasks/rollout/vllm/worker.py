@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from tasks.rollout.patching.worker import Patching
@@ -18,7 +21,8 @@ class Extension(PositionSampling, Patching):
         vLLM's build for CPUs multiplies by packed copies of matrices. Of a head that is the embedding its reload
         leaves the old copy: only the embedding is in the file.
         """
-        self.reload_weights(weights_path=path)
+        with packing_experts(self.get_model()):
+            self.reload_weights(weights_path=path)
         for layer in self.get_model().modules():
             if hasattr(layer, "cpu_linear") and layer.weight.numel() > 0:  # packed, and kept beside the copy
                 layer.quant_method.process_weights_after_loading(layer)
@@ -51,3 +55,32 @@ class Extension(PositionSampling, Patching):
         manager = self.model_runner.lora_manager._adapter_manager
         held = manager.get_adapter(adapter)
         return None if held is None else sorted(held.loras.keys() - manager.modules.keys())
+
+
+@contextlib.contextmanager
+def packing_experts(model: Any) -> Iterator[None]:
+    """Within, experts are packed for CPUs whenever they are loaded.
+
+    vLLM's build for CPUs packs them at the first load alone (0.32, `_setup_kernel` of
+    `UnquantizedFusedMoEMethod`): a reload leaves them as the file has them, where its kernel reads them packed.
+    """
+    layers = (getattr(layer, "quant_method", None) for layer in model.modules())
+    methods = {id(one): one for one in layers if hasattr(one, "unquantized_backend") and _packed_by(one)}.values()
+    for one in methods:
+        one.process_weights_after_loading = partial(_process_and_pack, one, one.process_weights_after_loading)
+    try:
+        yield
+    finally:
+        for one in methods:
+            del one.process_weights_after_loading  # the class has its own
+
+
+def _packed_by(method: Any) -> Any:
+    """The kernel's part that packs experts for a CPU; None where they are not packed."""
+    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    return experts if hasattr(experts, "isa") else None
+
+
+def _process_and_pack(method: Any, process: Any, layer: Any) -> None:
+    process(layer)
+    _packed_by(method).process_weights_after_loading(layer)

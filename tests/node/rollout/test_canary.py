@@ -1,7 +1,7 @@
 """What a real vLLM computes after a reload, against what its trainer computed: two boots, many policies.
 
 One engine is a bfloat16 one of a dense model, the other a float32 one of a mixture of experts, whose weights
-vLLM's build for CPUs does not reload as it loads them first.
+vLLM's build for CPUs does not reload by itself as it loads them first.
 """
 
 from __future__ import annotations
@@ -255,13 +255,14 @@ def test_a_node_follows_its_trainer_by_deltas_and_serves_what_it_loaded(dense: N
     assert len(set(made)) == 4
 
 
-def test_experts_that_the_engine_does_not_reload_as_it_loads_them_are_refused(tmp_path: Path) -> None:
-    torch.manual_seed(0)
+def experts_of(seed: int) -> Any:
+    """Of a size that vLLM's kernel for CPUs takes only padded."""
+    torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
-        moe_intermediate_size=64,
+        moe_intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
@@ -269,14 +270,30 @@ def test_experts_that_the_engine_does_not_reload_as_it_loads_them_are_refused(tm
         num_experts=4,
         num_experts_per_tok=2,
         max_position_embeddings=256,
+        initializer_range=0.15,
     )
+    return Qwen3MoeForCausalLM(config).float().eval()
+
+
+def exchanged(tensors: Tensors) -> Tensors:
+    """One expert has another's weights."""
+    one, other = (f"model.layers.1.mlp.experts.{number}.down_proj.weight" for number in (0, 1))
+    return {**tensors, one: tensors[other], other: tensors[one]}
+
+
+def test_experts_are_reloaded_as_they_are_loaded_first(tmp_path: Path) -> None:
+    """Which vLLM's build for CPUs does not do by itself."""
     make_model(tmp_path / "base", seed=0)  # for its tokenizer
-    model = Qwen3MoeForCausalLM(config).float().eval()
-    folder = policy(tmp_path / "policy", model)
+    models = [experts_of(seed) for seed in (0, 1)]
+    folders = [policy(tmp_path / f"policy-{number}", model) for number, model in enumerate(models)]
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / "base" / name).write_bytes((folder / name).read_bytes())
+        (tmp_path / "base" / name).write_bytes((folders[0] / name).read_bytes())
     node = Node(tmp_path, "float32")
     try:
-        assert "log-probabilities" in refused(node, "0-0", folder)
+        for number in (0, 1, 0):
+            node.load(f"0-{number}", folders[number], node.check.passed(folders[number]))
+            assert node.asked(f"0-{number}") == 200
+        astray = policy(tmp_path / "astray", models[1], exchanged)
+        assert "log-probabilities" in refused(node, "0-2", astray)
     finally:
         node.stop()

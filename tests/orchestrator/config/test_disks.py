@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -10,9 +11,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
+from sky import Resources
+from sky.utils import schemas
 
 from orchestrator.config.load import Loaded, load
+from orchestrator.config.reading.disk_size import gb_of
+from orchestrator.config.reading.problems import ConfigError
 from orchestrator.config.sizes import model as sizes
 from orchestrator.config.sizes.model import NotKnown, find_size
 from policies.weights.disks import ModelSize
@@ -75,6 +81,36 @@ def test_a_disk_that_is_named_and_too_small_is_told_with_the_figures(tmp_path: P
         "rollout.resources: disk_size is 300 GB, and about 540 GB are needed: system and environment 60, "
         "base model 141, two policies 282",
     ]
+
+
+SIZES = [
+    *(100, 0, -5, 100.0, 100.5, True, "100", "0", "100+", "100.5", "100 GB", " 100", "100x", "1e3", "", "GB"),
+    *(f"{count}{unit}" for count in (1, 1024, 2**20) for unit in ("kb", "Ki", "MB", "mi", "GB", "Gi", "gB", "g")),
+    *("1TB", "2Ti", "3pb", "1tB", "1T"),
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_disk_sizes_are_read_as_skypilot_reads_them(size: object) -> None:
+    found: int | None = None
+    with contextlib.suppress(ValueError, jsonschema.ValidationError):
+        jsonschema.validate(size, schemas.get_resources_schema()["properties"]["disk_size"])
+        found = Resources(disk_size=size).disk_size
+    assert gb_of(size) == found
+
+
+@pytest.mark.parametrize(("size", "gb"), [("'512'", 512), ("1TB", 1024), ("512Gi", 512), ("524288MB", 512)])
+def test_a_disk_that_is_named_in_other_units_is_compared_in_gb(size: str, gb: int, tmp_path: Path) -> None:
+    found = loaded(tmp_path, f"{{infra: aws/us-east-1, disk_size: {size}}}", H100, OF_70B)
+    assert told(found)[0].startswith(f"trainer.resources.disk_size: disk_size is {gb} GB, and about 3490 GB")
+
+
+@pytest.mark.parametrize("size", ["100+", "'100 GB'", "100g", "512MB", "0"])
+def test_a_disk_that_skypilot_would_refuse_is_refused_here(size: str, tmp_path: Path) -> None:
+    machines = f"{{any_of: [{{infra: aws/us-east-1, disk_size: {size}}}]}}"
+    with pytest.raises(ConfigError, match="expected whole GB, as 500, 500GB or 2TB, got") as caught:
+        loaded(tmp_path, machines, H100, OF_7B)
+    assert [one.key for one in caught.value.problems] == ["trainer.resources.any_of[0].disk_size"]
 
 
 @pytest.mark.parametrize("infra", ["k8s/prod", "slurm/cluster", "ssh/pool"])
