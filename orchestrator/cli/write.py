@@ -87,7 +87,7 @@ def validate(
 
 
 def count_gpus() -> int:
-    """How many this machine has for a run's nodes. Raises CloudUnavailable."""
+    """How many this machine has for a run's nodes. Raises CloudUnavailable, DriverFailed."""
     return len(gpus_here().names)
 
 

@@ -30,7 +30,7 @@ from orchestrator.config.rules.foreign_keys import (
     vllm_table,
     without_idle_switches,
 )
-from orchestrator.config.rules.gpus import too_few
+from orchestrator.config.rules.gpus import check_local_gpus
 from orchestrator.config.rules.notices import find_notices
 from orchestrator.config.rules.rehearsal import write_out_rehearsal
 from orchestrator.config.rules.resources import check_resources
@@ -61,7 +61,7 @@ def load(
 
     Args:
         path: the file.
-        gpus_here: counts this machine's GPUs for a run on the local cloud.
+        gpus_here: counts this machine's GPUs for a run on the local cloud; may raise DriverFailed.
         find_size: how large the run's model is, for the disks of its machines; these stay as they are without it.
 
     Raises:
@@ -75,7 +75,7 @@ def load(
     spec = msgspec.convert({**data, "workdir": str(workdir)}, RunSpec)
     check_quantised(spec, findings)
     if spec.cloud == "local":
-        too_few(spec, gpus_here(), findings)
+        check_local_gpus(spec, gpus_here, findings)
     if findings.problems:
         raise ConfigError(findings.problems)
     if find_size is not None:

@@ -11,8 +11,28 @@ from policies.model.spec import RunSpec, processes_of
 from policies.model.vocabulary import Role
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+TOOL = "nvidia-smi"  # the driver's
+SAID_CHARS_MAX = 200
+DRIVER_HINT = "take an image or a region with a driver that works"
 # vLLM's flags for GPUs that work on one request together; their product is what one engine takes.
 _TOGETHER = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size")
+
+
+class DriverFailed(Exception):
+    """The driver's tool is there and does not tell which GPUs are; the message says what it does instead."""
+
+
+def driver_failed(exit_code: int, said: str) -> DriverFailed:
+    """Of a tool that ended with an exit code other than 0, after it had said that."""
+    line = " ".join(said.split())[:SAID_CHARS_MAX]
+    return DriverFailed(f"{TOOL} ends with exit code {exit_code}: {line or 'it says nothing'}")
+
+
+def asks_for_gpus(role: Role, spec: RunSpec) -> bool:
+    """Whether the role's machines are asked for with GPUs, which its work then uses."""
+    if role is Role.TRAINER:
+        return not spec.grpo.get("use_cpu") and any(gpu_counts(spec.trainer.resources))
+    return any(gpu_counts(spec.rollout.resources))
 
 
 def named_gpus(resources: Mapping[str, Any]) -> int | None:

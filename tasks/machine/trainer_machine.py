@@ -21,11 +21,13 @@ from checkpoint.security.vouched import NotVouched
 from checkpoint.store.run_store import Store
 from checkpoint.stream.uploader import LOOK_S
 from policies.model import exit_codes, node_contract
+from policies.model.gpus import DRIVER_HINT, DriverFailed
+from policies.model.vocabulary import Role
 from tasks.machine.leaving import stop_file
 from tasks.machine.node_env import read_node_env, read_run_here
 from tasks.machine.processes.children import exit_code_of, start_child
 from tasks.machine.processes.exit_note import take_exit_code
-from tasks.machine.processes.launching import trainer_argv, unfit_gpus, visible_gpus, with_own_builds
+from tasks.machine.processes.launching import counted_gpus, trainer_argv, unfit_gpus, with_own_builds
 from tasks.machine.spooling import find_spool
 from tasks.machine.user_setup import set_up
 
@@ -48,7 +50,12 @@ def main() -> int:
     if not set_up(Path(env.workdir), spec.trainer.setup):
         return exit_codes.BAD_SPEC
     told = with_own_builds({**os.environ, **spec.trainer.env}, Path(env.workdir))
-    if (unfit := unfit_gpus(spec, visible_gpus(told))) is not None:
+    try:
+        gpus = counted_gpus(Role.TRAINER, spec, told)
+    except DriverFailed as error:
+        print(f"grpo-orch trainer machine: {error}; {DRIVER_HINT}", file=sys.stderr, flush=True)
+        return exit_codes.BAD_SPEC
+    if (unfit := unfit_gpus(spec, gpus)) is not None:
         code, why = unfit
         print(f"grpo-orch trainer machine: {why}", file=sys.stderr, flush=True)
         return code

@@ -20,13 +20,21 @@ from checkpoint.security.redaction import guard_output
 from checkpoint.security.vouched import NotVouched
 from checkpoint.store.run_store import Store
 from policies.model import exit_codes
-from policies.model.gpus import VISIBLE, divided, engine_gpus, gpus_of, visible_names
+from policies.model.gpus import (
+    DRIVER_HINT,
+    VISIBLE,
+    DriverFailed,
+    divided,
+    engine_gpus,
+    gpus_of,
+    visible_names,
+)
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Role
 from tasks.machine.lasting_log import lasting
 from tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
 from tasks.machine.processes.children import adopt_orphans
-from tasks.machine.processes.launching import visible_gpus
+from tasks.machine.processes.launching import counted_gpus
 from tasks.machine.user_setup import set_up
 from tasks.machine.versions import ROLLOUT, WrongVersions, check_versions
 from tasks.peers.peers import Peers, may_pay
@@ -62,11 +70,17 @@ async def serve(env: NodeEnv, spec: RunSpec, store: Store, shares: Sequence[str]
 
 
 def gpus_of_engines(spec: RunSpec) -> list[str]:
-    """The GPUs of each engine of this machine, which has as many engines as its GPUs suffice for."""
+    """The GPUs of each engine of this machine, which has as many engines as its GPUs suffice for.
+
+    Raises DriverFailed.
+    """
     if gpus_of(Role.ROLLOUT, spec) == 0:
         return divided((), 1)
     env = {**os.environ, **spec.rollout.env}
-    names = visible_names(env[VISIBLE]) if VISIBLE in env else tuple(map(str, range(visible_gpus(env) or 0)))
+    if VISIBLE in env:
+        names = visible_names(env[VISIBLE])
+    else:
+        names = tuple(map(str, range(counted_gpus(Role.ROLLOUT, spec, env) or 0)))
     shares = divided(names, engine_gpus(spec.rollout.vllm))
     log.info("engines", gpus=len(names), engines=len(shares))
     return shares
@@ -86,12 +100,14 @@ def main() -> int:
         return exit_codes.BAD_SPEC
     try:
         check_versions(ROLLOUT)
-    except WrongVersions as error:
-        print(f"grpo-orch rollout: {error}", file=sys.stderr, flush=True)
+        shares = gpus_of_engines(spec)
+    except (WrongVersions, DriverFailed) as error:
+        hint = f"; {DRIVER_HINT}" if isinstance(error, DriverFailed) else ""
+        print(f"grpo-orch rollout: {error}{hint}", file=sys.stderr, flush=True)
         return exit_codes.BAD_SPEC
     shutil.rmtree(Path(env.workdir) / "policies", ignore_errors=True)
     adopt_orphans()
-    return asyncio.run(serve(env, spec, store, gpus_of_engines(spec)))
+    return asyncio.run(serve(env, spec, store, shares))
 
 
 if __name__ == "__main__":

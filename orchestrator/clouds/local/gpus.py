@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,12 @@ from pathlib import Path
 
 from orchestrator.clouds.local.processes import marked_processes, on_record
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from policies.model.gpus import VISIBLE, gpus_of, visible_names
+from policies.model.gpus import TOOL, VISIBLE, DriverFailed, asks_for_gpus, driver_failed, gpus_of, visible_names
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Refusal, Role, role_of
 
 GPUS = "gpus"  # in the machine's folder: names as VISIBLE takes them
-COUNT = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
+COUNT = (TOOL, "--query-gpu=index", "--format=csv,noheader")
 COUNT_S = 60.0  # the first call wakes the driver
 
 
@@ -37,17 +38,21 @@ class Gpus:
 def gpus_here(environment: Mapping[str, str] = os.environ) -> Gpus:
     """The GPUs that processes started from here may use; none where the driver's tool is missing or finds none.
 
-    Raises CloudUnavailable when it does not answer.
+    Raises DriverFailed, and CloudUnavailable when it does not answer.
     """
     if VISIBLE in environment:
         return Gpus(visible_names(environment[VISIBLE]), {})
+    if shutil.which(TOOL) is None:
+        return Gpus((), {})
     try:
         done = subprocess.run(COUNT, capture_output=True, timeout=COUNT_S, check=False)
-    except OSError:  # it is not there, or is no program of this machine's
-        return Gpus((), {})
+    except OSError as error:  # it is no program of this machine's
+        raise DriverFailed(f"{TOOL} cannot be run: {error.strerror}") from error
     except subprocess.TimeoutExpired:
         raise CloudUnavailable(f"{COUNT[0]} has not answered for {COUNT_S:.0f} s") from None
-    lines = done.stdout.decode(errors="replace").split("\n") if done.returncode == 0 else ()
+    if done.returncode != 0:
+        raise driver_failed(done.returncode, (done.stderr + b" " + done.stdout).decode(errors="replace"))
+    lines = done.stdout.decode(errors="replace").split("\n")
     names = (line.strip() for line in lines if line.strip().isdecimal())  # it may say other things
     # The tool counts along the bus; CUDA by itself puts the fastest first.
     return Gpus(tuple(names), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
@@ -61,7 +66,14 @@ def share_for(folder: Path, spec: RunSpec) -> Iterator[dict[str, str]]:
 
     Raises CloudRefused where too few are free, CloudUnavailable.
     """
-    here, wanted = gpus_here(), gpus_of(role_of(folder.name), spec)
+    role = role_of(folder.name)
+    wanted = gpus_of(role, spec)
+    try:
+        here = gpus_here()
+    except DriverFailed as error:
+        if asks_for_gpus(role, spec):
+            raise CloudRefused(Refusal.UNKNOWN, str(error)) from error
+        here = Gpus((), {})
     if not here.names or wanted == 0:
         yield {}
         return

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from orchestrator.config.reading.problems import Findings
 from orchestrator.config.rules.effective import EffectiveRun
 from policies.control.fleet import wanted_slots
-from policies.model.gpus import VISIBLE, engine_gpus, gpus_of, named_gpus
+from policies.model.gpus import VISIBLE, DriverFailed, asks_for_gpus, engine_gpus, gpus_of, named_gpus
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Role
 
@@ -26,6 +28,25 @@ def local_nodes_have_their_own(run: EffectiveRun, findings: Findings) -> None:
         if run.at(section, "env", VISIBLE) is not None:
             message = "each node is given its own GPUs; remove this, and say how many in resources.accelerators"
             findings.add((section, "env", VISIBLE), message)
+
+
+def check_local_gpus(spec: RunSpec, gpus_here: Callable[[], int], findings: Findings) -> None:
+    """Report a driver that fails where GPUs are asked for, and what this machine's GPUs do not suffice for.
+
+    Args:
+        gpus_here: how many this machine has, 0 where it has none; may raise DriverFailed.
+    """
+    try:
+        here = gpus_here()
+    except DriverFailed as error:
+        asking = [role for role, _, _ in wanted_slots(spec) if asks_for_gpus(role, spec)]
+        if asking:
+            message = f"{error}; expected a driver that works, or {asking[0]}.resources without accelerators"
+            findings.add((asking[0].value, "resources", "accelerators"), message)
+        elif any(gpus_of(role, spec) for role, _, _ in wanted_slots(spec)):
+            findings.notice(("cloud",), f"{error}, so this machine counts as one without GPUs")
+    else:
+        too_few(spec, here, findings)
 
 
 def too_few(spec: RunSpec, here: int, findings: Findings) -> None:

@@ -9,11 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from checkpoint.store.codec import to_json
 from policies.model import exit_codes, node_contract
-from policies.model.gpus import VISIBLE, visible_names
+from policies.model.gpus import TOOL, VISIBLE, DriverFailed, asks_for_gpus, driver_failed, visible_names
 from policies.model.spec import RunSpec, processes_of
+from policies.model.vocabulary import Role
 from tasks.machine.node_env import NodeEnv
+
+log = structlog.get_logger()
 
 SMI_S = 60.0  # the driver answers within seconds; it has loaded itself by then
 
@@ -58,17 +63,36 @@ def with_own_builds(env: Mapping[str, str], workdir: Path) -> dict[str, str]:
 
 
 def visible_gpus(env: Mapping[str, str]) -> int | None:
-    """How many NVIDIA GPUs a process with this environment sees; None where nothing here can tell."""
+    """How many NVIDIA GPUs a process with this environment sees; None where nothing here can tell.
+
+    Raises DriverFailed.
+    """
     visible = env.get(VISIBLE)
     if visible is not None:
         return len(visible_names(visible))
-    if shutil.which("nvidia-smi") is None:
+    if shutil.which(TOOL) is None:
         return None
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=SMI_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
+        listed = subprocess.run([TOOL, "-L"], capture_output=True, timeout=SMI_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise DriverFailed(f"{TOOL} has not answered for {SMI_S:.0f} s") from None
+    except OSError as error:
+        raise DriverFailed(f"{TOOL} cannot be run: {error.strerror}") from error
+    if listed.returncode != 0:
+        raise driver_failed(listed.returncode, (listed.stderr + b" " + listed.stdout).decode(errors="replace"))
     return sum(line.startswith(b"GPU ") for line in listed.stdout.splitlines())
+
+
+def counted_gpus(role: Role, spec: RunSpec, env: Mapping[str, str]) -> int | None:
+    """As `visible_gpus`, for a machine of that role: a driver that fails where no GPUs were asked for is logged,
+    and counts as none. Raises DriverFailed."""
+    try:
+        return visible_gpus(env)
+    except DriverFailed as error:
+        if asks_for_gpus(role, spec):
+            raise
+        log.warning("no_gpus", why=str(error))
+        return None
 
 
 def unfit_gpus(spec: RunSpec, gpus: int | None) -> tuple[int, str] | None:

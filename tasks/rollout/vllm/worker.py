@@ -64,8 +64,8 @@ def packing_experts(model: Any) -> Iterator[None]:
     vLLM's build for CPUs packs them at the first load alone (0.32, `_setup_kernel` of
     `UnquantizedFusedMoEMethod`): a reload leaves them as the file has them, where its kernel reads them packed.
     """
-    layers = (getattr(layer, "quant_method", None) for layer in model.modules())
-    methods = {id(one): one for one in layers if hasattr(one, "unquantized_backend") and _packed_by(one)}.values()
+    found: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    methods = [one for one in dict.fromkeys(found) if hasattr(one, "unquantized_backend") and _packed_by(one)]
     for one in methods:
         one.process_weights_after_loading = partial(_process_and_pack, one, one.process_weights_after_loading)
     try:
@@ -77,7 +77,7 @@ def packing_experts(model: Any) -> Iterator[None]:
 
 def _packed_by(method: Any) -> Any:
     """The kernel's part that packs experts for a CPU; None where they are not packed."""
-    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    experts: Any = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
     return experts if hasattr(experts, "isa") else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from orchestrator.clouds.local.cloud import LocalCloud
 from orchestrator.clouds.local.gpus import gpus_here
 from orchestrator.clouds.local.processes import kill_all, marked_processes
 from orchestrator.clouds.protocol import CloudRefused, Order
-from policies.model.gpus import VISIBLE
+from policies.model.gpus import VISIBLE, DriverFailed
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import MachineState, Market, Refusal, role_of
 from tasks.machine.processes.launching import visible_gpus
@@ -37,7 +38,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Non
     monkeypatch.delenv(VISIBLE, raising=False)
 
     def have(count: int) -> None:
-        (tools / "nvidia-smi").write_text(f"#!/bin/sh\nseq 0 {count - 1}\n" if count else "#!/bin/sh\nexit 9\n")
+        (tools / "nvidia-smi").write_text(f"#!/bin/sh\nseq 0 {count - 1}\n")
         (tools / "nvidia-smi").chmod(0o755)
 
     return have
@@ -211,6 +212,19 @@ def test_without_gpus_nothing_changes(gpus: Callable[[int], None], opened: Calla
     assert seen_by(cloud, TRAINER) is None
 
 
+def test_a_driver_that_fails_refuses_what_asks_for_gpus_and_nothing_else(
+    gpus: Callable[[int], None], opened: Callable[..., LocalCloud], tmp_path: Path
+) -> None:
+    gpus(0)
+    (tmp_path / "tools" / "nvidia-smi").write_text("#!/bin/sh\necho no driver\nexit 9\n")
+    with pytest.raises(CloudRefused, match="nvidia-smi ends with exit code 9: no driver") as caught:
+        launch(opened(of=sized("H100:8", "H100:8")), TRAINER)
+    assert caught.value.refusal is Refusal.UNKNOWN
+    cloud = opened()
+    launch(cloud, TRAINER)
+    assert seen_by(cloud, TRAINER) is None
+
+
 def test_a_run_on_cpu_is_left_all_it_sees(gpus: Callable[[int], None], opened: Callable[..., LocalCloud]) -> None:
     gpus(1)
     cloud = opened(of=replace(spec(), grpo={"use_cpu": True}))
@@ -235,19 +249,22 @@ def test_a_list_in_our_own_environment_is_what_is_divided(visible: str, names: t
 
 
 @pytest.mark.parametrize(
-    ("tool", "mode"),
+    ("tool", "mode", "fails"),
     [
-        (b"#!/bin/sh\necho 'Failed to initialize NVML'\n", 0o755),
-        (b"#!/bin/sh\nprintf '\\377\\376\\n'\n", 0o755),
-        (b"\x7fELF of another machine", 0o755),
-        (b"#!/bin/sh\n", 0o644),
+        (b"#!/bin/sh\necho 'No devices found.'\n", 0o755, ""),
+        (b"#!/bin/sh\nprintf '\\377\\376\\n'\n", 0o755, ""),
+        (b"#!/bin/sh\n", 0o644, ""),
+        (b"\x7fELF of another machine", 0o755, "nvidia-smi cannot be run: Exec format error"),
+        (b"#!/bin/sh\nprintf '\\377\\n' >&2; exit 9\n", 0o755, "nvidia-smi ends with exit code 9: \ufffd"),
+        (b"#!/bin/sh\nexit 255\n", 0o755, "nvidia-smi ends with exit code 255: it says nothing"),
     ],
 )
-def test_a_driver_tool_that_does_not_count_has_no_gpus(
-    tool: bytes, mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_driver_tool_that_lists_none_has_no_gpus_and_one_that_fails_says_so(
+    tool: bytes, mode: int, fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "nvidia-smi").write_bytes(tool)
     (tmp_path / "nvidia-smi").chmod(mode)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpus_here({}).names == ()
-    assert visible_gpus({}) in (0, None)
+    for look in (lambda: gpus_here({}).names, lambda: visible_gpus({})):
+        with pytest.raises(DriverFailed, match=fails) if fails else contextlib.nullcontext():
+            assert look() in ((), 0, None)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.load import ConfigError, load, load_spec, load_storage
+from policies.model.gpus import DriverFailed
 from tests.generators.config_world import VALID, changed, furnish
 
 DROP = VALID[VALID.index("rehearse:") :]
@@ -805,6 +806,24 @@ def test_more_nodes_than_this_machine_has_gpus_for(here: int, rollout: str, said
         load(run_yaml, lambda: here)
     where = "run.yaml:16: rollout.replicas"
     assert str(caught.value).endswith(f"{where}: {said}; see `resources.accelerators` of both")
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_driver_that_fails_is_told_where_it_matters(asks: bool, tmp_path: Path) -> None:
+    def fails() -> int:
+        raise DriverFailed("nvidia-smi ends with exit code 9: no driver")
+
+    run_yaml = furnish(tmp_path)
+    resources = "replicas: 1\n  resources: {accelerators: 'L4:4'}" if asks else "replicas: 1"
+    run_yaml.write_text(changed(("replicas: 2", resources), (DROP, "")))
+    if not asks:
+        said = [one.message for one in load(run_yaml, fails).notices]
+        assert "nvidia-smi ends with exit code 9: no driver, so this machine counts as one without GPUs" in said
+        return
+    with pytest.raises(
+        ConfigError, match=r"17: rollout\.resources\.accelerators: nvidia-smi ends with exit code 9"
+    ):
+        load(run_yaml, fails)
 
 
 def test_a_cloud_has_the_gpus_that_this_machine_lacks(tmp_path: Path) -> None:

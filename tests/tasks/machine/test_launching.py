@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from checkpoint.records import documents
+from checkpoint.records.documents import RunRecord
+from checkpoint.security.vouched import vouch
+from checkpoint.store.run_store import Store
 from policies.model import exit_codes
+from policies.model.gpus import DRIVER_HINT, DriverFailed
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
+from policies.model.vocabulary import Role
 from tasks.machine.node_env import NodeEnv
-from tasks.machine.processes.launching import trainer_argv, unfit_gpus, visible_gpus, with_own_builds
+from tasks.machine.processes.launching import (
+    counted_gpus,
+    trainer_argv,
+    unfit_gpus,
+    visible_gpus,
+    with_own_builds,
+)
+from tests.budget import HANG_S
 
 
 def spec_of(accelerators: str = "", *, accelerate: dict[str, Any] | None = None, **grpo: Any) -> RunSpec:
@@ -82,8 +98,68 @@ def test_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert visible_gpus({}) == 2
-    driver.write_text("#!/bin/sh\nexit 9\n")
-    assert visible_gpus({}) is None
+    driver.write_text(BROKEN)
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == 1
+    with pytest.raises(DriverFailed, match=SAID):
+        visible_gpus({})
+    driver.write_bytes(b"\x7fELF of another machine")
+    with pytest.raises(DriverFailed, match="nvidia-smi cannot be run: Exec format error"):
+        visible_gpus({})
+
+
+# As NVIDIA's own tool does where no kernel module is loaded.
+BROKEN = '#!/bin/sh\necho "NVIDIA-SMI has failed because it couldn\'t\ncommunicate with the driver."\nexit 9\n'
+SAID = "nvidia-smi ends with exit code 9: NVIDIA-SMI has failed because it couldn't communicate with the driver."
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "grpo", "role", "asked"),
+    [
+        ("H100:8", {}, Role.TRAINER, True),
+        ("H100:8", {"use_cpu": True}, Role.TRAINER, False),
+        ("", {}, Role.TRAINER, False),
+        ("", {}, Role.ROLLOUT, False),
+        ("H100", {"use_cpu": True}, Role.ROLLOUT, True),
+    ],
+)
+def test_a_driver_that_fails_is_no_machine_without_gpus_where_they_were_asked_for(
+    accelerators: str, grpo: dict[str, Any], role: Role, asked: bool, broken_driver: str
+) -> None:
+    spec = spec_of(accelerators, **grpo)
+    spec = replace(spec, rollout=replace(spec.rollout, resources=spec.trainer.resources))
+    if not asked:
+        assert counted_gpus(role, spec, {}) is None
+        return
+    with pytest.raises(DriverFailed, match=broken_driver):
+        counted_gpus(role, spec, {})
+
+
+@pytest.fixture
+def broken_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What it says."""
+    (tmp_path / "nvidia-smi").write_text(BROKEN)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return SAID
+
+
+def test_a_machine_whose_driver_fails_ends_in_one_line(tmp_path: Path, broken_driver: str) -> None:
+    store = Store(f"file://{tmp_path}/store")
+    spec = replace(spec_of("H100:8"), storage=store.url)
+    documents.create_run(store, RunRecord(documents.SCHEMA, "test", 0.0, spec))
+    vouch(store, "token")
+    told = {"RUN": store.url, "NODE": "trainer-0-i1", "TOKEN": "token", "ATTEMPT": "1", "WORKDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tasks.machine.trainer_machine"],
+        env={**os.environ, **{f"GRPO_ORCH_{name}": value for name, value in told.items()}},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert done.returncode == exit_codes.BAD_SPEC
+    assert done.stderr.splitlines() == [f"grpo-orch trainer machine: {broken_driver}; {DRIVER_HINT}"]
 
 
 @pytest.mark.parametrize(
