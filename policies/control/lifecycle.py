@@ -22,6 +22,7 @@ from policies.model.events import (
 from policies.model.phases import LIVE_RUN
 from policies.model.state import Node
 from policies.model.vocabulary import NodePhase, Refusal, Role, RollbackStage, RunPhase
+from policies.serving.fitness import STARTS_MAX
 
 RESTART_WAIT_S = 1.0  # before the first restart of a node's work; doubled for each in a row
 RESTART_WAIT_MAX_S = 60.0
@@ -180,7 +181,11 @@ def _failure_of(tick: Tick, node: Node) -> Refusal | None:
     """What a machine counts as whose work failed for good; None: it was worth its start."""
     if not node.served:
         return Refusal.NEVER_SERVED
-    return Refusal.SOON_BROKEN if tick.waited_s(node.requested_at_s) < WORTH_ITS_START_S else None
+    kind = tick.state.kinds.get(node.kind, MachineKind())
+    # Engines that never work as long as they took to start have so many starts until their machine is given up.
+    in_vain_s = 2 * ROLLOUT_ATTEMPTS * STARTS_MAX * (kind.boot_s or 0.0)
+    soon_s = max(WORTH_ITS_START_S, in_vain_s)
+    return Refusal.SOON_BROKEN if tick.waited_s(node.requested_at_s) < soon_s else None
 
 
 def _spec_refused(tick: Tick, node: Node) -> None:

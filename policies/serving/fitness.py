@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TRIES = 3
+STARTS_MAX = 3  # of an engine, in a row that came to nothing: then it is given up
 # Somebody may make room on a disk, a store may recover.
 AGAIN_S = 30.0
 
@@ -40,3 +41,15 @@ class Fitness:
     @property
     def _spent(self) -> bool:
         return bool(self.unfit)
+
+
+def was_worth_its_start(start_s: float, worked_s: float) -> bool:
+    """Whether an engine that has ended had worked as long as its start took.
+
+    One that dies at its first requests has not, however often; one that is killed now and then has.
+
+    Args:
+        start_s: until it could serve.
+        worked_s: in which it made tokens for others; to wait for work is no work.
+    """
+    return worked_s >= start_s

@@ -16,7 +16,7 @@ import aiohttp
 import structlog
 
 from policies.model.spec import RunSpec
-from policies.serving.fitness import AGAIN_S, Fitness
+from policies.serving.fitness import AGAIN_S, STARTS_MAX, Fitness, was_worth_its_start
 from policies.serving.wire import HOLD_S, Announce, EngineWord, PolicyRef, PolicyStages
 from tasks.machine.node_env import NodeEnv
 from tasks.rollout.base_here import BaseHere
@@ -27,7 +27,6 @@ from tasks.rollout.vllm.server import Server, ServerFailed, Unfit
 
 log = structlog.get_logger()
 
-STARTS_MAX = 3  # in a row that did not come up: then it is given up
 RESTART_WAIT_S = 0.5  # doubled for each such start
 RETRY_S = 0.5  # before the gateway is tried again
 ENGINE_POLL_S = 1.0
@@ -77,6 +76,7 @@ class RolloutEngine:
         self.policy: str | None = None  # what the server holds
         self.given_up = False
         self._given = False  # whether the server was given a policy
+        self._worked_s = 0.0  # in which it made tokens of one
         self._bare = True  # whether vLLM may start without weights
         self.empty = False  # whether it did, and still has none
         self._fitness = Fitness()
@@ -127,31 +127,44 @@ class RolloutEngine:
                 raise GaveUp(str(error)) from error
             except ServerFailed as error:
                 failed += 1
-                await self._start_failed(failed, str(error))
+                self._base.doubt(self.name)
+                self._bare = False  # the next start has all that it may need
+                await self._wait_or_give_up(failed, str(error))
                 continue
             log.info("vllm_up", engine=self.name, boot_id=server.boot_id, address=server.address)
             self.server = server
-            self.empty, self._given = bare, False
+            self.empty, self._given, self._worked_s = bare, False, 0.0
             self._changed.set()
             self._news()
             code = await server.ended()
             log.warning("vllm_ended", engine=self.name, boot_id=server.boot_id, exit_code=code)
-            in_vain = server is self.server and not self._given  # by itself, and no policy is to blame
+            why = self._in_vain(server)
             self.server = self.policy = None
             self._changed.set()
             await self._gateway.leave(server.boot_id)
             await server.stop()
-            ended, failed = ended + 1, failed + 1 if in_vain else 0
-            if in_vain:
-                await self._start_failed(failed, f"vLLM ended with exit code {code} before it was given a policy")
-            elif ended > 1:  # once may be the machine's doing; what is compiled may fail with the first real batch
+            ended, failed = ended + 1, failed + 1 if why else 0
+            self._bare &= self._given  # else the next start has all that it may need
+            if not self._given or ended > 1:  # once may be the machine's doing; compiled code may fail at work
                 self._base.doubt(self.name)
+            if why:
+                await self._wait_or_give_up(failed, f"vLLM ended with exit code {code} {why}")
 
-    async def _start_failed(self, failed: int, why: str) -> None:
+    def _in_vain(self, server: Server) -> str:
+        """When a server ended that has come to nothing; empty for one that has not, and where a policy may be to
+        blame: its tries are counted by themselves."""
+        start_s = server.start_s + server.trial_s
+        if server is not self.server:
+            return ""
+        if not self._given:
+            return "before it was given a policy"
+        if self.policy is None or was_worth_its_start(start_s, self._worked_s):
+            return ""
+        return f"after {self._worked_s:.0f} s of work, for which it took {start_s:.0f} s to start"
+
+    async def _wait_or_give_up(self, failed: int, why: str) -> None:
         """Wait before the next start, after so many in a row that came to nothing. Raises GaveUp."""
-        self._base.doubt(self.name)
-        self._bare = False  # the next start has all that it may need
-        log.error("vllm_did_not_start", engine=self.name, start=failed, of=STARTS_MAX, why=why)
+        log.error("vllm_came_to_nothing", engine=self.name, start=failed, of=STARTS_MAX, why=why)
         if failed == STARTS_MAX:
             raise GaveUp(why)
         await asyncio.sleep(RESTART_WAIT_S * 2**failed)
@@ -217,6 +230,8 @@ class RolloutEngine:
             if server is not self.server:
                 said = None
             before, self._word = self._word, said
+            if before is not None and said is not None and said.tokens > before.tokens and self.policy is not None:
+                self._worked_s += ENGINE_POLL_S
             if (before is not None and before.waiting > 0) != (said is not None and said.waiting > 0):
                 self._changed.set()
 

@@ -20,12 +20,12 @@ from checkpoint.stream import manifest
 from policies.model.gpus import VISIBLE
 from policies.model.node_contract import NOTICE
 from policies.model.spec import RunSpec
-from policies.serving.fitness import TRIES
-from policies.serving.wire import Announce
+from policies.serving.fitness import STARTS_MAX, TRIES
+from policies.serving.wire import Announce, EngineWord
 from tasks.machine.processes.children import _descendants, end_descendants
 from tasks.rollout import base_here, node_agent, rollout_engine
 from tasks.rollout.agent import gpus_of_engines
-from tasks.rollout.rollout_engine import STARTS_MAX, GaveUp
+from tasks.rollout.rollout_engine import GaveUp
 from tasks.rollout.vllm.server import PolicyRefused, Server, ServerFailed
 from tests.budget import HANG_S
 from tests.tasks.rollout.test_fitness import VLLM, World, publish, run_agent
@@ -160,6 +160,47 @@ def test_an_engine_that_never_comes_to_serve_is_given_up_though_its_sibling_serv
     monkeypatch.setattr(rollout_engine, "RESTART_WAIT_S", 0.0)
     monkeypatch.setattr(base_here, "limit_s", lambda *_: start_limit_s)
     run_agent(lambda: kind(store, tmp_path / "work", wanted, SHARES), story, monkeypatch)
+
+
+class Costly(World):
+    """An engine takes a minute to start, as long as 60 looks."""
+
+    async def start(self, spec: Any, env: Any, *rest: Any, bare: bool, gpus: str) -> Server:
+        server = await super().start(spec, env, *rest, bare=bare, gpus=gpus)
+        self.boots[-1].start_s, self.boots[-1].trial_s = 50 * LOOK_S, 10 * LOOK_S
+        return server
+
+
+LOOK_S = 0.001
+
+
+@pytest.mark.parametrize(("works", "given_up"), [(0, True), (40, True), (80, False)])
+def test_an_engine_that_dies_at_its_first_requests_each_time_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: int, *, given_up: bool
+) -> None:
+    """Its policy loads and it becomes a member, each time. One that has worked for long is started again."""
+    store, wanted = publish(tmp_path, 0, size_bytes=10)
+
+    async def word(boot: VLLM) -> EngineWord:
+        """It works from when it holds the policy, and dies after so many looks."""
+        boot.looks += boot.boot_id in boot.world.loaded_by
+        if boot.member == ENGINES[1] and boot.looks > works:
+            boot.ends.set()
+        return EngineWord(running=1, tokens=boot.looks)
+
+    async def story(world: World) -> None:
+        second = world.agent._engines[1]
+        async with asyncio.timeout(HANG_S):
+            while not second.given_up and [one.member for one in world.boots].count(ENGINES[1]) <= STARTS_MAX:
+                await asyncio.sleep(0.001)
+        assert second.given_up is given_up
+        assert [one.member for one in world.boots].count(ENGINES[0]) == 1
+        assert sum(boot.boot_id in world.loaded_by for boot in world.boots) >= 1 + STARTS_MAX
+
+    monkeypatch.setattr(VLLM, "ask_engine", word)
+    monkeypatch.setattr(rollout_engine, "ENGINE_POLL_S", LOOK_S)
+    monkeypatch.setattr(rollout_engine, "RESTART_WAIT_S", 0.0)
+    run_agent(lambda: Costly(store, tmp_path / "work", wanted, SHARES), story, monkeypatch)
 
 
 @pytest.mark.parametrize(("lame", "ends"), [(1, False), (2, False), (3, True), (4, True)])

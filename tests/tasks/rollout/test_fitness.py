@@ -24,7 +24,7 @@ from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.fitness import TRIES, Fitness
 from policies.serving.joining import Stage
-from policies.serving.wire import Announce, AnnounceReply, PolicyRef
+from policies.serving.wire import Announce, AnnounceReply, EngineWord, PolicyRef
 from tasks.machine.lasting_log import lasting
 from tasks.machine.node_env import NodeEnv
 from tasks.rollout import node_agent
@@ -161,6 +161,7 @@ class VLLM:
         self.boot_id, self.address = f"boot-{len(world.boots)}", "127.0.0.1:1"
         self.limits, self.adapters = EngineLimits(4), False
         self.start_s = self.trial_s = 0.0
+        self.looks = 0  # at its numbers, since it holds a policy
 
     async def load(self, version: str, *_: Any) -> None:
         self.world.loads.append(version)
@@ -168,7 +169,7 @@ class VLLM:
         self.world.does(version)
         await self.world.delays(self)
 
-    async def ask_engine(self) -> None:
+    async def ask_engine(self) -> EngineWord | None:
         return None
 
     async def ended(self) -> int:
@@ -225,12 +226,15 @@ class World:
 
     async def until(self, ready: Callable[[Announce], bool]) -> Announce:
         """The next announcement that is so."""
+        looked = len(self.said)
         async with asyncio.timeout(HANG_S):
             while True:
                 self.heard.clear()
                 await self.heard.wait()
-                if ready(self.said[-1]):
-                    return self.said[-1]
+                for one in self.said[looked:]:  # of several engines
+                    if ready(one):
+                        return one
+                looked = len(self.said)
 
 
 class Gateway:
