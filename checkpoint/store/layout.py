@@ -156,6 +156,11 @@ def compiled(key: str, number: int) -> str:
     return f"{COMPILED}/{key}/{number}"
 
 
+def compiled_bad(place: str) -> str:
+    """What is there once vLLM did not work with what `compiled` names, and worked without."""
+    return f"{place}.bad"
+
+
 def metrics(timeline: int) -> str:
     return f"{METRICS}/{timeline:04d}"
 

@@ -73,12 +73,13 @@ class BaseHere:
         return self._compiled.took_s
 
     async def keep(self) -> None:
-        """Store what is compiled here, once an engine has served for a while."""
+        """Store what is compiled here whenever an engine has served for a while."""
         await self._compiled.keep(self._joined)
 
     def serves(self, engine: str) -> None:
         """That engine works."""
         self._serving.add(engine)
+        self._compiled.works()
         self._joined.set()
 
     def doubt(self, engine: str) -> None:

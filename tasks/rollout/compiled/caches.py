@@ -7,6 +7,7 @@ It is code, so it is used only where the run's secret vouches for it, for the ve
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import time
@@ -29,7 +30,9 @@ log = structlog.get_logger()
 
 FOLDERS = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 MODELS = "models"  # links to models' folders, beside the keys
-# Of one key: the first that is as it was written is used. More than one there are only where some were damaged.
+PLACE = ".place"  # beside a key's folder: where in the store it came from
+# Of one key: the first that is as it was written and that vLLM works with is used. More than one there are only
+# where it is not so of some.
 NUMBERS = range(3)
 SERVED_S = 60.0  # until it is stored: the first steps compile, too, and go before
 
@@ -56,6 +59,8 @@ class CompileCaches:
         self.of_others = False  # whether what is there was compiled by others, or earlier
         self.doubted = False  # whether vLLM did not work with that
         self._place: str | None = None  # where it goes in the store
+        self._suspect: str | None = None  # where that came from with which vLLM did not work
+        self._works_without = False
         self.took_s = 0.0  # to bring it
 
     def bring(self, spec: RunSpec) -> RunSpec:
@@ -90,27 +95,59 @@ class CompileCaches:
         if self._folder is not None and self.of_others:
             log.warning("compiled_not_used", folder=str(self._folder))
             self.of_others, self.doubted, self._place = False, True, None
+            with contextlib.suppress(OSError):  # of an earlier run of the machine's there is none
+                self._suspect = self._came_from.read_text()
             shutil.rmtree(self._folder, ignore_errors=True)
 
+    def works(self) -> None:
+        """vLLM works with what is here now."""
+        self._works_without = self._suspect is not None
+
     async def keep(self, serves: asyncio.Event) -> None:
-        """Store what is compiled here, once the node has served for a while, if nobody else has."""
-        await serves.wait()
-        await asyncio.sleep(SERVED_S)
-        await asyncio.to_thread(self.store)
+        """Store what is compiled here if nobody else has, whenever the node has served for a while."""
+        while True:
+            await serves.wait()
+            serves.clear()
+            await asyncio.sleep(SERVED_S)
+            await asyncio.to_thread(self.store)
+            self._place = None  # what could not be stored is not packed again and again
 
     def store(self) -> None:
-        """Store what is compiled here unless another has been first."""
+        """Store what is compiled here unless another has been first. Before, mark what vLLM did not work with,
+        so that nobody else tries it."""
+        if self._suspect is not None and self._works_without:
+            self._mark(self._suspect)
         if self._folder is None or self._place is None:
             return
         try:
             packed = archive.pack(self._folder)
             self._store.create(self._place, seal(self._secret, self._place, packed))
-        except AlreadyExists:
-            pass  # another node of this kind, or this one, whose answer was lost
+        except AlreadyExists:  # another node of this kind, or this one, whose answer was lost
+            self._place = None
         except (archive.TooLarge, StoreError, OSError) as error:
             log.warning("compiled_not_stored", why=str(error))
         else:
             log.info("compiled_stored", place=self._place, bytes=len(packed))
+            self._place = None
+
+    def _mark(self, place: str) -> None:
+        """Say in the store that vLLM does not work with what is at that place, and take the next for our own."""
+        assert self._folder is not None
+        try:
+            with contextlib.suppress(AlreadyExists):
+                self._store.create(layout.compiled_bad(place), b"")
+            log.warning("compiled_marked", place=place)
+            taken = {entry.key for entry in self._store.entries(f"{layout.COMPILED}/{self._folder.name}")}
+        except StoreError as error:
+            log.warning("compiled_not_marked", why=str(error))
+            return
+        places = (layout.compiled(self._folder.name, number) for number in NUMBERS)
+        self._suspect, self._place = None, next((one for one in places if one not in taken), None)
+
+    @property
+    def _came_from(self) -> Path:
+        assert self._folder is not None
+        return self._folder.with_name(f"{self._folder.name}{PLACE}")
 
     def _bring(self, config: dict[str, Any]) -> None:
         begun_s = time.monotonic()
@@ -141,6 +178,9 @@ class CompileCaches:
                 return
             if folder.exists():
                 return
+            if layout.compiled_bad(place) in sizes:
+                log.info("compiled_known_as_bad", place=place)
+                continue
             try:
                 if sizes[place] > archive.PACKED_BYTES_MAX + MAC_BYTES:
                     raise Corrupt(f"{place}: {sizes[place]} bytes")
@@ -148,5 +188,6 @@ class CompileCaches:
             except Corrupt as error:
                 log.warning("compiled_not_ours", why=str(error))
             else:
+                self._came_from.write_text(place)
                 log.info("compiled_brought", place=place, bytes=sizes[place])
                 return
