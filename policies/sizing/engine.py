@@ -1,20 +1,36 @@
-"""What a rollout node's vLLM engine takes, and how many tokens its KV cache then holds."""
+"""What a rollout node's vLLM engine takes, and how many tokens its KV cache then holds.
+
+vLLM 0.32 takes a share of each GPU, tries its largest batch, and gives what is left to the KV cache
+(`v1/worker/gpu_worker.py`, `determine_available_memory`). Weights and cache are exact; what the trial takes is an
+upper bound, and CUDA's graphs an assumption.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from policies.model.gpus import engine_gpus
 from policies.model.spec import RunSpec
 from policies.sizing.adapter import adapter_params
-from policies.sizing.memory import EngineMemory, memory_of
+from policies.sizing.held import CUDA_BYTES, PROCESS_BYTES
+from policies.sizing.memory import GIB, EngineMemory, memory_of
 from policies.sizing.shapes import Shape
 from policies.sizing.training import lora_of
-from policies.weights.adapters import engine_rank, why_whole
+from policies.weights.adapters import ALL_LINEAR, engine_rank, why_whole
 from policies.weights.dtypes import WIDTH, served_types
 
 DEFAULT_UTILIZATION = 0.92  # vLLM 0.32's
+BLOCK_TOKENS = 16  # of its cache
+DEFAULT_LENGTH = 4096  # where neither run.yaml nor config.json has one
+# From so much memory on it takes so many tokens and sequences at once (`engine/arg_utils.py`).
+BATCHES = ((160 * GIB, 16_384, 1024), (70 * GIB, 8192, 1024), (0, 2048, 256))
+# Of each word for each sequence: logits in two bytes, in float32, sorted with their places, log-probabilities.
+SAMPLING_BYTES = 2 + 4 + 4 + 8 + 4
+GRAPHS_BYTES = GIB  # an assumption
+DOWNLOAD_BYTES = 2 * GIB  # what a node holds at most of a policy on its way (docs/decisions/027)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,44 +41,106 @@ class Engine:
         gpus: of one engine, over which weights and KV cache are divided.
         weight_bytes, cache_bytes: of an element.
         utilization: the share of a GPU's memory that vLLM takes for itself.
+        cache_total_bytes: of the KV cache of a GPU, where run.yaml says it; the share then does not count.
         max_tokens: of a sequence, prompt and completion.
-        adapter_bytes: of one adapter slot; 0 where weights are served whole.
+        batch_tokens, batch_sequences: that it takes at once; 0: as many as vLLM finds right for the GPU.
+        adapter_params: of one adapter's room; 0 where weights are served whole.
     """
 
     gpus: int = 1
     weight_bytes: int = 2
     cache_bytes: int = 2
     utilization: float = DEFAULT_UTILIZATION
-    max_tokens: int = 4096
-    adapter_bytes: int = 0
+    cache_total_bytes: int | None = None
+    max_tokens: int = DEFAULT_LENGTH
+    batch_tokens: int = 0
+    batch_sequences: int = 0
+    adapter_params: int = 0
+    graphs: bool = True
 
 
 def engine_of(spec: RunSpec, shape: Shape, config: Mapping[str, Any]) -> Engine:
     """Return how the run's engines serve. `config` is the model's config.json."""
     flags = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items() if value is not None}
-    to = served_types(spec.rollout.vllm, config).to
-    width = WIDTH[to or "BF16"]
-    lora = lora_of(spec.trainer.peft, shape)
-    travels = lora is not None and not why_whole(spec, config)
-    slot = adapter_params(shape, lora) * width if travels and lora is not None else 0
-    if slot and lora is not None:
-        slot = slot * engine_rank(spec.trainer.peft or {}) // lora.rank
+    text = config.get("text_config") or {}
+    longest = config.get("max_position_embeddings") or text.get("max_position_embeddings") or DEFAULT_LENGTH
+    width = WIDTH[served_types(spec.rollout.vllm, config).to or "BF16"]
+    cache_total = flags.get("kv-cache-memory-bytes")
     return Engine(
-        gpus=int(flags.get("tensor-parallel-size") or 1) * int(flags.get("pipeline-parallel-size") or 1),
+        gpus=engine_gpus(flags),
         weight_bytes=width,
         cache_bytes=1 if "fp8" in str(flags.get("kv-cache-dtype")) else width,
         utilization=float(flags.get("gpu-memory-utilization") or DEFAULT_UTILIZATION),
-        max_tokens=int(flags.get("max-model-len") or config.get("max_position_embeddings") or 4096),
-        adapter_bytes=slot,
+        cache_total_bytes=cache_total if isinstance(cache_total, int) else None,
+        max_tokens=_count(flags.get("max-model-len")) or int(longest),
+        batch_tokens=_count(flags.get("max-num-batched-tokens")),
+        batch_sequences=_count(flags.get("max-num-seqs")),
+        adapter_params=_adapter_room(spec, shape, config),
+        graphs=not flags.get("enforce-eager"),
     )
 
 
 def engine_memory(shape: Shape, engine: Engine, gpu_bytes: int) -> EngineMemory:
     """Return what one engine takes of GPUs of this size."""
-    token = shape.layers * shape.cached * engine.cache_bytes // min(engine.gpus, shape.kv_heads)
     weights = shape.params * engine.weight_bytes // engine.gpus
-    budget = int(engine.utilization * gpu_bytes) - weights - engine.adapter_bytes
-    tokens = max(0, budget // token)
-    parts = {"weights": weights, "adapter": engine.adapter_bytes, "KV cache": tokens * token}
-    host = memory_of({"weights on their way": shape.params * engine.weight_bytes})
-    return EngineMemory(memory_of(parts), host, token, tokens, tokens / engine.max_tokens)
+    others = {
+        "weights": weights,
+        "adapter": engine.adapter_params * engine.weight_bytes,
+        "activations": _trial_bytes(shape, engine, gpu_bytes),
+        "CUDA": CUDA_BYTES + (GRAPHS_BYTES if engine.graphs else 0),
+    }
+    left = engine.cache_total_bytes
+    if left is None:
+        left = max(0, int(engine.utilization * gpu_bytes) - sum(others.values()))
+    sequences = left / _sequence_bytes(shape, engine)
+    host = {"processes": (1 + engine.gpus) * PROCESS_BYTES, "policies on their way": DOWNLOAD_BYTES}
+    return EngineMemory(
+        gpu=memory_of({**others, "KV cache": left}, "serving"),
+        host=memory_of(host),
+        token_bytes=_token_bytes(shape, engine),
+        tokens=int(sequences * engine.max_tokens),
+        sequences=sequences,
+    )
+
+
+def _token_bytes(shape: Shape, engine: Engine) -> int:
+    """Of the cache of one GPU: heads are divided, down to one on each; a latent vector is on all of them
+    (`v1/kv_cache_interface.py`)."""
+    parts = 1 if shape.latent is not None else min(engine.gpus, shape.kv_heads)
+    return shape.layers * math.ceil(shape.cached / parts) * engine.cache_bytes
+
+
+def _sequence_bytes(shape: Shape, engine: Engine) -> int:
+    """Of the longest sequence, in whole blocks. Layers that look back over a window keep no more than that."""
+    blocks = math.ceil(engine.max_tokens / BLOCK_TOKENS)
+    of_layer = _token_bytes(shape, engine) // shape.layers * BLOCK_TOKENS
+    looking_back = min(blocks, math.ceil((shape.window or 0) / BLOCK_TOKENS) + 1)
+    full = (shape.layers - shape.windowed_layers) * blocks
+    return of_layer * (full + shape.windowed_layers * looking_back)
+
+
+def _trial_bytes(shape: Shape, engine: Engine, gpu_bytes: int) -> int:
+    """The largest batch's pass, or drawing for as many sequences as there may be, whichever takes more."""
+    tokens, sequences = next((tokens, count) for size, tokens, count in BATCHES if gpu_bytes >= size)
+    tokens, sequences = engine.batch_tokens or tokens, engine.batch_sequences or sequences
+    inner = shape.mlp_width
+    if shape.experts is not None:
+        inner = max(inner, shape.experts.chosen * shape.experts.width + shape.experts.shared_width)
+    layer = tokens * (3 * inner // engine.gpus + 4 * shape.hidden) * engine.weight_bytes
+    return max(layer, min(tokens, sequences) * shape.vocab * SAMPLING_BYTES)
+
+
+def _adapter_room(spec: RunSpec, shape: Shape, config: Mapping[str, Any]) -> int:
+    """What vLLM sets aside for one adapter of the least rank that it has room for; on all layers where none are
+    named. The parts that it divides over GPUs are counted on each."""
+    peft = spec.trainer.peft
+    if peft is None or why_whole(spec, config):
+        return 0
+    named = peft.get("target_modules") or ALL_LINEAR
+    lora = lora_of({**peft, "target_modules": named, "r": engine_rank(peft)}, shape)
+    return 0 if lora is None else adapter_params(shape, lora)
+
+
+def _count(value: object) -> int:
+    """A flag's whole number; 0 where it is none, for vLLM also takes `auto` and texts such as 4k."""
+    return value if isinstance(value, int) and value > 0 else 0

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from policies.sizing.activations import Passing, passing
+from collections.abc import Iterator
+
+from policies.sizing.activations import head_pass, layer_pass
 from policies.sizing.adapter import adapter_params
+from policies.sizing.generation import generating
+from policies.sizing.held import CUDA_BYTES, held_by, host_memory
 from policies.sizing.memory import Memory, TrainerMemory, memory_of
 from policies.sizing.shapes import Shape
-from policies.sizing.training import FLOAT32, Training
+from policies.sizing.training import Training
 
 
 def trainer_memory(shape: Shape, training: Training) -> TrainerMemory:
     """Return what each GPU and the machine hold at the highest of a step's moments."""
-    held = _held(shape, training)
-    flowing = passing(shape, training)
-    moments = [_at(held, flowing), _updating(held)]
-    gpu = max(moments, key=lambda one: one.total_bytes)
-    return TrainerMemory(gpu=gpu, host=_host(shape, training))
+    highest = max(moments(shape, training), key=lambda one: one.total_bytes)
+    gpu = memory_of({**highest.parts, "CUDA": CUDA_BYTES}, highest.moment)
+    return TrainerMemory(gpu=gpu, host=host_memory(shape, training))
 
 
 def trained_params(shape: Shape, training: Training) -> int:
@@ -23,35 +25,56 @@ def trained_params(shape: Shape, training: Training) -> int:
     return shape.params if training.lora is None else adapter_params(shape, training.lora)
 
 
-def _held(shape: Shape, training: Training) -> dict[str, int]:
-    """What stays from step to step, of one GPU."""
-    whole, trained = shape.params * training.weight_bytes, trained_params(shape, training)
-    shards = training.processes
-    in_shards = shards if training.sharding in ("zero3", "fsdp") else 1
-    states = 0 if training.offloads_optimizer else int(trained * training.state_bytes)
-    return {
-        "weights": 0 if training.offloads_weights else whole // in_shards,
-        "adapter": trained * FLOAT32 // in_shards if training.lora is not None else 0,
-        "gradients": trained * _gradient_bytes(training) // (shards if training.sharding != "none" else 1),
-        "optimizer": states // (shards if training.sharding != "none" else 1),
-        "reference": whole // in_shards if training.reference else 0,
-    }
+def moments(shape: Shape, training: Training) -> Iterator[Memory]:
+    """What a GPU's tensors take at each moment of a step that may be its highest."""
+    layer, head = layer_pass(shape, training), head_pass(shape, training)
+    held = held_by(shape, training)
+    stay, gradients = held.stay, held.gradients
+    begun = gradients if training.accumulates else 0
+    last = shape.layers * (layer.input if training.checkpointing else layer.input + layer.saved)
+    kept = last + 2 * layer.input  # with what leaves the last layer, and its norm's
+    casts = held.casts(layer.casts * shape.layers) if training.checkpointing else 0
+    one = layer.saved + layer.backward if training.checkpointing else layer.backward
+    passing = layer.forward if training.checkpointing else 0
+    mask = _bool_mask(training)
+    before = held.before_embedding(training.accumulates)
+    yield memory_of(
+        {
+            **stay,
+            "gradients": begun,
+            "weights cast": casts,
+            "activations": kept + mask + max(head.hidden, passing),
+            "logits": head.tile,
+        },
+        "forward pass",
+    )
+    yield memory_of(
+        {
+            **stay,
+            "gradients": begun,
+            "activations": kept + mask + head.hidden,
+            "logits": head.tile + head.gradient,
+        },
+        "head's backward pass",
+    )
+    of_head = head.kept_gradient or (held.head_gradient if not training.accumulates else 0)
+    yield memory_of(
+        {**stay, "gradients": begun + of_head, "activations": last + layer.input + mask + one},
+        "last layer's backward pass",
+    )
+    yield memory_of(
+        {**stay, "gradients": before + head.kept_gradient, "activations": 2 * layer.input + mask + one},
+        "first layer's backward pass",
+    )
+    yield memory_of(
+        {**stay, "gradients": before + head.kept_gradient + head.embedding, "activations": layer.input + mask},
+        "embedding's backward pass",
+    )
+    yield memory_of({**stay, "gradients": gradients, **held.updating}, "optimizer's step")
+    if training.generation_sequences:
+        yield memory_of({**stay, **generating(shape, training)}, "generation")
 
 
-def _gradient_bytes(training: Training) -> int:
-    return FLOAT32 if training.lora is not None else training.weight_bytes
-
-
-def _at(held: dict[str, int], flowing: Passing) -> Memory:
-    return memory_of({**held, "activations": flowing.activations, "logits": flowing.logits}, "backward pass")
-
-
-def _updating(held: dict[str, int]) -> Memory:
-    return memory_of(held, "optimizer's step")
-
-
-def _host(shape: Shape, training: Training) -> Memory:
-    trained = trained_params(shape, training)
-    states = int(trained * (training.state_bytes + FLOAT32)) if training.offloads_optimizer else 0
-    weights = shape.params * training.weight_bytes if training.offloads_weights else 0
-    return memory_of({"optimizer": states, "weights": weights})
+def _bool_mask(training: Training) -> int:
+    length = training.prompt_tokens + training.completion_tokens
+    return 0 if training.attention == "flash" else training.sequences * length * length

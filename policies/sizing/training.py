@@ -43,13 +43,14 @@ class Training:
     """How a run trains. Lengths are in tokens, and those of the longest batch.
 
     Attributes:
-        weight_bytes: of a trained weight, as it is loaded.
+        weight_bytes: of a weight, as a pass through the model finds it; the hidden state is as wide.
+        stored_bytes: of a weight from pass to pass: wider under FSDP2, which casts what it gathers.
         compute_bytes: of an element where it is computed; fewer than `weight_bytes` under autocast.
         state_bytes: of the optimizer's states, for each trained parameter.
         sequences: that one process takes through forward and backward pass at once.
         generation_sequences: that one process makes at once, where the trainer generates by itself.
+        accumulates: whether a step adds up the gradients of several batches.
         fused_layers: whether Liger's kernels stand in for norms and activations.
-        gpu: whether it is one that trains, and not the CPU.
     """
 
     processes: int = 1
@@ -57,6 +58,7 @@ class Training:
     offloads_optimizer: bool = False
     offloads_weights: bool = False
     weight_bytes: int = FLOAT32
+    stored_bytes: int = FLOAT32
     compute_bytes: int = 2
     state_bytes: float = ADAM_STATES * FLOAT32
     lora: Lora | None = None
@@ -67,8 +69,8 @@ class Training:
     prompt_tokens: int = 512
     completion_tokens: int = DEFAULT_COMPLETION
     generation_sequences: int = 0
+    accumulates: bool = False
     fused_layers: bool = False
-    gpu: bool = True
 
     @property
     def tokens(self) -> int:
@@ -89,9 +91,17 @@ def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
     """
     grpo = spec.grpo
     sharding, optimizer_away, weights_away = _divided(spec)
-    on_cpu = bool(grpo.get("use_cpu"))
-    weight_bytes = _weight_bytes(grpo)
     half = bool(grpo.get("fp16")) or bool(grpo.get("bf16", True))
+    loaded_bytes = stored_bytes = _weight_bytes(grpo)
+    # DeepSpeed converts the model; FSDP2 casts what it gathers, and accelerate keeps what is trained in float32.
+    if sharding == "fsdp":
+        stored_bytes = loaded_bytes if spec.trainer.peft is not None else FLOAT32
+    elif sharding != "none" and half:
+        stored_bytes = 2
+    weight_bytes = 2 if half and sharding != "none" else loaded_bytes
+    # PEFT keeps what it trains in float32, and DeepSpeed its optimizer's copy.
+    in_float32 = spec.trainer.peft is not None or sharding.startswith("zero")
+    trained_bytes = FLOAT32 if in_float32 else stored_bytes
     sequences = int(grpo.get("per_device_train_batch_size") or DEFAULT_BATCH)
     at_once = int(grpo.get("steps_per_generation") or grpo.get("gradient_accumulation_steps") or 1)
     return Training(
@@ -100,8 +110,9 @@ def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
         offloads_optimizer=optimizer_away,
         offloads_weights=weights_away,
         weight_bytes=weight_bytes,
+        stored_bytes=stored_bytes,
         compute_bytes=2 if half else weight_bytes,
-        state_bytes=state_bytes(str(grpo.get("optim") or "adamw_torch"), _trained_bytes(spec, weight_bytes)),
+        state_bytes=state_bytes(str(grpo.get("optim") or "adamw_torch"), trained_bytes),
         lora=lora_of(spec.trainer.peft, shape),
         reference=float(grpo.get("beta") or 0) != 0 and spec.trainer.peft is None,
         checkpointing=bool(grpo.get("gradient_checkpointing", True)),
@@ -110,8 +121,8 @@ def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
         prompt_tokens=prompt_tokens,
         completion_tokens=int(grpo.get("max_completion_length") or DEFAULT_COMPLETION),
         generation_sequences=sequences * at_once if generates_itself(spec) else 0,
-        fused_layers=bool(grpo.get("use_liger_kernel")) or bool(model_settings(grpo).get("use_kernels")),
-        gpu=not on_cpu,
+        accumulates=int(grpo.get("gradient_accumulation_steps") or 1) > 1,
+        fused_layers=bool(grpo.get("use_liger_kernel")),
     )
 
 
@@ -142,11 +153,6 @@ def _weight_bytes(grpo: Mapping[str, Any]) -> int:
     asked = model_settings(grpo)
     named = str(asked.get("dtype") or asked.get("torch_dtype") or "float32").removeprefix("torch.")
     return WIDTH[NAMED.get(named, "BF16")]
-
-
-def _trained_bytes(spec: RunSpec, weight_bytes: int) -> int:
-    """PEFT keeps what it trains in float32."""
-    return FLOAT32 if spec.trainer.peft is not None else weight_bytes
 
 
 def _attention(grpo: Mapping[str, Any]) -> Attention:

@@ -1,0 +1,50 @@
+"""What is planned for training, against what TRL's own step allocates; the whole grid is `make bench-sizing`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.rig.sizing.planned import compared
+from benchmarks.rig.sizing.step import Case, peaks_of
+from tests.policies.sizing import shapes_known as known
+
+WITHIN = 0.10
+# Real widths and a real vocabulary; what a layer takes does not depend on how many there are.
+CONFIG = {**known.QWEN_2_5_1_5B, "num_hidden_layers": 2}
+NARROW = {"model_init_kwargs": {"dtype": "bfloat16"}}
+LORA = {"r": 16, "target_modules": "all-linear"}
+
+
+def case(name: str, grpo: dict[str, Any], peft: dict[str, Any] | None = None, **config: Any) -> Case:
+    batch = {"per_device_train_batch_size": 4, "max_completion_length": 1024}
+    return Case(name=name, config={**CONFIG, **config}, grpo={**batch, **grpo}, peft=peft)
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        case("float32", {}),
+        case(
+            "float32, several batches, a head of its own",
+            {"gradient_accumulation_steps": 4},
+            tie_word_embeddings=False,
+        ),
+        case("bfloat16, no checkpointing", {"gradient_checkpointing": False, **NARROW}),
+        case("an adapter, bfloat16", NARROW, LORA),
+        case("Qwen3, norms of heads", NARROW, model_type="qwen3", head_dim=128),
+    ],
+    ids=lambda one: one.name,
+)
+def test_planned_is_what_is_allocated(one: Case) -> None:
+    found = compared(one)
+    assert found.ratio == pytest.approx(1, abs=WITHIN), found
+
+
+def test_tensors_without_content_take_what_real_ones_do() -> None:
+    """The measure's own test, by the way that the head takes on a CPU."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    grpo = {"max_completion_length": 16, "gradient_accumulation_steps": 2}
+    small = case("real", grpo, **sizes, num_key_value_heads=2, vocab_size=512)
+    assert peaks_of(small, on_gpu=False) == peaks_of(small, real=True, on_gpu=False)

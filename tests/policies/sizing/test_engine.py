@@ -1,0 +1,99 @@
+"""What an engine takes, and what its cache holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from policies.sizing.adapter import adapter_params
+from policies.sizing.engine import Engine, engine_memory, engine_of
+from policies.sizing.memory import GIB
+from policies.sizing.shapes import shape_of
+from policies.sizing.training import Lora
+from tests.policies.sizing import shapes_known as known
+
+SEVEN, LARGE = shape_of(known.QWEN_2_5_7B), shape_of(known.QWEN_2_5_32B)
+
+
+def of(vllm: dict[str, Any], **trainer: Any) -> Engine:
+    made = TrainerSpec(model="m", dataset=Dataset(path="d"), reward_funcs=(), **trainer)
+    spec = RunSpec(name="r", storage="file:///s", trainer=made, grpo={}, rollout=RolloutSpec(vllm=vllm))
+    return engine_of(spec, SEVEN, known.QWEN_2_5_7B)
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "token_bytes"),
+    [
+        (known.QWEN_2_5_7B, 1, 28 * 2 * 4 * 128 * 2),
+        (known.QWEN_2_5_32B, 1, 256 * 1024),
+        (known.QWEN_2_5_32B, 4, 64 * 1024),
+        (known.QWEN_2_5_7B, 8, 28 * 2 * 1 * 128 * 2),  # four heads on eight GPUs: one on each
+    ],
+)
+def test_a_tokens_cache(config: dict[str, Any], gpus: int, token_bytes: int) -> None:
+    assert engine_memory(shape_of(config), Engine(gpus=gpus), 80 * GIB).token_bytes == token_bytes
+
+
+def test_a_latent_vector_is_all_that_is_kept_of_a_token() -> None:
+    sizes = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+    counts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "v_head_dim": 128}
+    shape = shape_of({**known.LLAMA_3_2_1B, **sizes, **counts, "model_type": "deepseek_v3"})
+    for gpus in (1, 4):
+        assert engine_memory(shape, Engine(gpus=gpus), 80 * GIB).token_bytes == 16 * (512 + 64) * 2
+
+
+def test_what_is_left_is_the_caches() -> None:
+    engine = Engine(utilization=0.85, max_tokens=4096)
+    got = engine_memory(LARGE, engine, 141 * GIB)
+    assert got.gpu.total_bytes == int(0.85 * 141 * GIB)
+    assert got.gpu.parts["weights"] == 2 * LARGE.params
+    assert got.sequences * 4096 * got.token_bytes == pytest.approx(got.gpu.parts["KV cache"])
+    assert got.tokens == int(got.sequences * 4096)
+
+
+def test_no_room_is_said_and_not_negative() -> None:
+    got = engine_memory(LARGE, Engine(), 48 * GIB)
+    assert (got.tokens, got.sequences) == (0, 0)
+    assert got.gpu.total_bytes > 48 * GIB
+
+
+def test_a_window_bounds_what_its_layers_keep() -> None:
+    windowed = replace(LARGE, window=1024, windowed_layers=LARGE.layers // 2)
+    engine = Engine(max_tokens=32_768)
+    longer, all_ = (engine_memory(one, engine, 141 * GIB).sequences for one in (windowed, LARGE))
+    assert longer / all_ == pytest.approx(1 / (0.5 + 0.5 * 1040 / 32_768))
+
+
+def test_flags_as_run_yaml_has_them() -> None:
+    got = of(
+        {
+            "tensor-parallel-size": 2,
+            "gpu_memory_utilization": 0.8,
+            "max-model-len": 2048,
+            "kv-cache-dtype": "fp8",
+            "max-num-seqs": 64,
+            "max-num-batched-tokens": 4096,
+            "enforce-eager": True,
+        }
+    )
+    assert (got.gpus, got.utilization, got.max_tokens, got.cache_bytes) == (2, 0.8, 2048, 1)
+    assert (got.batch_sequences, got.batch_tokens, got.graphs) == (64, 4096, False)
+    assert of({"dtype": "float32"}).weight_bytes == 4
+    assert of({}).max_tokens == 32_768
+
+
+def test_a_cache_that_run_yaml_names_is_that_large() -> None:
+    got = engine_memory(SEVEN, of({"kv-cache-memory-bytes": 64 << 20, "max-model-len": 256}), 24 * GIB)
+    assert got.gpu.parts["KV cache"] == 64 << 20
+    assert got.tokens == (64 << 20) // 57_344
+
+
+def test_room_for_an_adapter_is_of_the_rank_that_vllm_has() -> None:
+    named = ["q_proj", "v_proj"]
+    room = of({}, peft={"r": 20, "target_modules": named}).adapter_params
+    assert room == adapter_params(SEVEN, Lora(32, frozenset(named)))
+    assert of({}).adapter_params == 0
+    assert of({"enable-lora": False}, peft={"r": 20, "target_modules": named}).adapter_params == 0

@@ -1,0 +1,176 @@
+"""What training takes, by the way in which it is done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from policies.model.spec import Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
+from policies.sizing.adapter import adapter_params
+from policies.sizing.shapes import shape_of
+from policies.sizing.trainer import moments, trained_params, trainer_memory
+from policies.sizing.training import Lora, Training, lora_of, training_of
+from tests.policies.sizing import shapes_known as known
+
+SHAPE = shape_of(known.QWEN_2_5_7B)
+LARGE = shape_of(known.QWEN_2_5_32B)
+GB = 10**9
+ALL = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+ZERO: dict[str, Any] = {"weight_bytes": 2, "stored_bytes": 2}
+
+
+def spec_with(grpo: dict[str, Any], rollout: RolloutSpec | None = None, **trainer: Any) -> RunSpec:
+    of = TrainerSpec(model="m", dataset=Dataset(path="d"), reward_funcs=(), **trainer)
+    return RunSpec(name="r", storage="file:///s", trainer=of, grpo=grpo, rollout=rollout or RolloutSpec())
+
+
+def held(training: Training, *parts: str) -> float:
+    """Bytes a parameter of these parts, when the optimizer takes its step."""
+    at = next(one for one in moments(SHAPE, training) if one.moment == "optimizer's step")
+    return sum(at.parts.get(part, 0) for part in parts) / SHAPE.params
+
+
+ADAM = ("weights", "gradients", "optimizer")
+
+
+@pytest.mark.parametrize(
+    ("training", "each"),
+    [
+        (Training(), 16),
+        (Training(weight_bytes=2, stored_bytes=2, state_bytes=4), 8),
+        (Training(state_bytes=2), 10),
+        (Training(processes=8, sharding="zero1", **ZERO), 2 + 2 + 12 / 8),
+        (Training(processes=8, sharding="zero2", **ZERO), 2 + 2 / 8 + 12 / 8),
+        (Training(processes=8, sharding="zero3", **ZERO), 16 / 8),
+        (Training(processes=8, sharding="fsdp", weight_bytes=2), 16 / 8),
+        (Training(processes=1, sharding="zero2", offloads_optimizer=True, **ZERO), 2),
+        (Training(processes=4, sharding="zero3", offloads_optimizer=True, offloads_weights=True, **ZERO), 0),
+    ],
+    ids=["float32", "bfloat16", "8-bit", "zero1", "zero2", "zero3", "fsdp", "zero2 offloaded", "zero3 offloaded"],
+)
+def test_bytes_a_parameter_by_how_it_is_divided(training: Training, each: float) -> None:
+    assert held(training, *ADAM) == pytest.approx(each, rel=1e-6)
+
+
+def test_processes_that_each_have_all_send_a_copy_of_the_gradients() -> None:
+    assert held(Training(processes=2), "gradients sent") == 4
+    assert held(Training(processes=1), "gradients sent") == 0
+
+
+def test_what_is_offloaded_is_in_the_machines_memory() -> None:
+    away = Training(sharding="zero2", offloads_optimizer=True, **ZERO)
+    assert trainer_memory(SHAPE, away).host.parts["optimizer"] == 16 * SHAPE.params
+    assert "optimizer" not in trainer_memory(SHAPE, Training()).host.parts
+
+
+def test_32b_trained_whole_takes_what_no_gpu_has_and_an_adapter_fits_one() -> None:
+    whole = trainer_memory(LARGE, Training(accumulates=True))
+    adapter = Training(lora=Lora(64, ALL), weight_bytes=2, stored_bytes=2, completion_tokens=512)
+    assert whole.gpu.total_bytes > 16 * LARGE.params > 520 * GB
+    assert trainer_memory(LARGE, adapter).gpu.total_bytes < 100 * GB
+
+
+def test_an_adapter_is_two_matrices_for_each_layer_that_it_is_on() -> None:
+    attention = Lora(16, frozenset({"q_proj", "o_proj"}))
+    assert adapter_params(SHAPE, attention) == 28 * 16 * 2 * (3584 + 3584)
+    assert trained_params(SHAPE, Training(lora=attention)) == adapter_params(SHAPE, attention)
+    experts = shape_of(known.QWEN_3_30B_A3B)
+    assert adapter_params(experts, Lora(8, ALL)) == adapter_params(experts, Lora(8, ALL - {"gate_proj"}))
+
+
+def test_a_completion_four_times_as_long_makes_its_logits_no_larger() -> None:
+    parts = [
+        next(one for one in moments(SHAPE, Training(completion_tokens=length)) if "head" in one.moment).parts
+        for length in (1024, 4096)
+    ]
+    assert parts[0]["logits"] == parts[1]["logits"]
+    assert parts[0]["activations"] < parts[1]["activations"]
+
+
+def test_checkpoints_keep_one_hidden_state_a_layer() -> None:
+    few, all_ = (trainer_memory(SHAPE, Training(checkpointing=one, lora=Lora(8, ALL))) for one in (True, False))
+    assert 5 * few.gpu.parts["activations"] < all_.gpu.parts["activations"]
+
+
+def test_the_trainer_that_generates_keeps_a_cache() -> None:
+    made = Training(generation_sequences=16, lora=Lora(8, ALL))
+    at = next(one for one in moments(SHAPE, made) if one.moment == "generation")
+    assert at.parts["KV cache"] >= 16 * (512 + 256) * 57_344
+    assert all(one.moment != "generation" for one in moments(SHAPE, replace(made, generation_sequences=0)))
+
+
+def test_a_run_as_it_is_written() -> None:
+    grpo = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 8,
+        "max_completion_length": 300,
+        "beta": 0.02,
+        "gradient_checkpointing": False,
+        "optim": "adamw_8bit",
+        "model_init_kwargs": '{"dtype": "bfloat16", "attn_implementation": "flash_attention_2"}',
+    }
+    got = training_of(spec_with(grpo), SHAPE, 100)
+    assert (got.sequences, got.completion_tokens, got.prompt_tokens, got.accumulates) == (4, 300, 100, True)
+    assert (got.weight_bytes, got.compute_bytes, got.is_mixed, got.attention) == (2, 2, False, "flash")
+    assert (got.reference, got.checkpointing, got.state_bytes) == (True, False, 2 + 8 / 256)
+
+
+def test_what_is_not_written_is_as_trl_has_it() -> None:
+    got = training_of(spec_with({}), SHAPE, 100)
+    assert got == Training(prompt_tokens=100)
+    assert (got.weight_bytes, got.compute_bytes, got.state_bytes) == (4, 2, 8)
+
+
+def test_with_an_adapter_the_reference_costs_nothing() -> None:
+    got = training_of(spec_with({"beta": 0.04}, peft={"r": 16}), SHAPE, 100)
+    assert (got.reference, got.lora) == (False, Lora(16, frozenset({"q_proj", "v_proj"})))
+    assert lora_of({"target_modules": "all-linear"}, SHAPE) == Lora(8, ALL)
+    assert lora_of({"target_modules": ["model.layers.0.q_proj"]}, SHAPE) == Lora(8, frozenset({"q_proj"}))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "grpo", "divided"),
+    [
+        ({"resources": {"accelerators": "H100:8"}}, {}, (8, "none", False, False)),
+        ({"accelerate": {"distributed_type": "FSDP", "num_processes": 4}}, {}, (4, "fsdp", False, False)),
+        (
+            {"accelerate": {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": True}}},
+            {},
+            (1, "fsdp", True, True),
+        ),
+        (
+            {
+                "accelerate": {
+                    "distributed_type": "DEEPSPEED",
+                    "deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "cpu"},
+                }
+            },
+            {},
+            (1, "zero2", True, False),
+        ),
+        (
+            {},
+            {"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}},
+            (1, "zero3", False, True),
+        ),
+    ],
+)
+def test_how_it_is_divided(trainer: dict[str, Any], grpo: dict[str, Any], divided: tuple[Any, ...]) -> None:
+    got = training_of(spec_with(grpo, **trainer), SHAPE, 100)
+    assert (got.processes, got.sharding, got.offloads_optimizer, got.offloads_weights) == divided
+
+
+def test_deepspeed_and_fsdp_compute_in_two_bytes_whatever_is_loaded() -> None:
+    zero = training_of(spec_with({}, accelerate={"distributed_type": "DEEPSPEED"}), SHAPE, 100)
+    fsdp = training_of(spec_with({}, accelerate={"distributed_type": "FSDP"}), SHAPE, 100)
+    assert (zero.weight_bytes, zero.stored_bytes, zero.state_bytes) == (2, 2, 8)
+    assert (fsdp.weight_bytes, fsdp.stored_bytes, fsdp.state_bytes) == (2, 4, 8)
+
+
+def test_without_rollout_nodes_a_whole_window_is_made_at_once() -> None:
+    alone = RolloutSpec(replicas=Replicas(min=0, max=0))
+    grpo = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    assert training_of(spec_with(grpo, alone), SHAPE, 100).generation_sequences == 16
+    assert training_of(spec_with(grpo), SHAPE, 100).generation_sequences == 0
