@@ -208,7 +208,7 @@ def _show_plan(record: RunRecord, store: Store, controller: RemoteController | N
         table.add_row("controller", Market.ON_DEMAND, f"{best.infra} {best.instance_type}", f"{beside:.2f}")
     plan = make_plan(spec, find_size, by_offers(offers, beside))
     table.add_section()
-    table.add_row("all", "", f"store {spec.storage}", f"{sum(one.price_usd_per_h for one in offers) + beside:.2f}")
+    table.add_row("all", "", f"store {spec.storage}", f"{plan.most_usd_per_h or 0:.2f}")
     console.print(table)
     console.print(render_short(plan), highlight=False)
 

@@ -37,6 +37,14 @@ def plan_money(
     return tuple(found)
 
 
+def most_usd_per_h(trainer: MachinePlan, rollout: MachinePlan | None, beside_usd_per_h: float) -> float | None:
+    """USD an hour of all machines that run.yaml allows, on the markets that it has them on."""
+    if rollout is None:
+        return hourly(trainer.prices, Prices(), 0, (trainer.market, trainer.market), beside_usd_per_h)
+    markets = (trainer.market, rollout.market)
+    return hourly(trainer.prices, rollout.prices, rollout.most, markets, beside_usd_per_h)
+
+
 def plan_lost(spec: RunSpec, step: StepPlan | None, money: tuple[MoneyPlan, ...]) -> LostPlan | None:
     """What is made again after the trainer's loss. Completions are stored, unless the trainer's own were in the
     air: only training is done again."""
@@ -59,7 +67,7 @@ def plan_kinds(
     spec: RunSpec, model: KnownModel, kinds: Kinds, book: PriceBook, trainer: MachinePlan
 ) -> tuple[KindPlan, ...]:
     """Every kind of GPU that is large enough for a role, the smallest first; none where nobody can tell."""
-    if model.shape is None:
+    if model.shape is None or grpo(spec, "use_cpu"):
         return ()
     found = []
     for gpu in sorted(kinds.all.values(), key=lambda one: (one.memory_mib, one.name)):

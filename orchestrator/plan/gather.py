@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.plan.costs import plan_kinds, plan_lost, plan_money
+from orchestrator.plan.costs import most_usd_per_h, plan_kinds, plan_lost, plan_money
 from orchestrator.plan.machines import kinds_with, plan_machine
 from orchestrator.plan.measured import Measured
 from orchestrator.plan.model import ModelPlan, Plan
@@ -70,9 +70,10 @@ def make_plan(
         steps=steps,
         hours=hours,
         bought=count,
+        most_usd_per_h=most_usd_per_h(trainer, rollout, book.beside_usd_per_h),
         money=money,
         kinds=plan_kinds(spec, model, kinds, book, trainer),
-        warnings=find_pitfalls(Seen(spec, model, trainer, rollout, syncs, step, lost)),
+        warnings=find_pitfalls(Seen(spec, model, trainer, rollout, syncs, step, lost, money)),
         unknown=tuple(_unknown(spec, model, book, unread)),
         notes=tuple(_notes(measured, book)),
     )

