@@ -91,7 +91,7 @@ def _within(limit_s: float, name: str) -> ModelSize:
     def ask() -> None:
         try:
             found.append(_on_hub(name))
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, NotKnown) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ImportError, ValueError, NotKnown) as error:
             found.append(error)
 
     thread = threading.Thread(target=ask, daemon=True)
