@@ -36,7 +36,7 @@ from orchestrator.home.run_secrets import all_secrets, handed_on, missing, secre
 from policies.control.snapshot import Launch
 from policies.model import exit_codes
 from policies.model.events import Event, RunCreated, RunMoved
-from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, RUN_ENV, TIMELINE_ENV, TOKEN_ENV
+from policies.model.node_contract import ATTEMPT_ENV, DEAD_MAN_ENV, NODE_ENV, RUN_ENV, TIMELINE_ENV, TOKEN_ENV
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Refusal, RunPhase, role_of
 
@@ -120,6 +120,7 @@ def _environment(spec: RunSpec, store_url: str, token: str, launch: Launch) -> d
         ATTEMPT_ENV: str(launch.attempt),
         TIMELINE_ENV: str(launch.timeline),
         TOKEN_ENV: token,
+        DEAD_MAN_ENV: f"{60 * spec.policies.fleet.dead_man_min:g}",
     }
     options = os.environ.get(OPTIONS_ENV)  # machines elsewhere inherit nothing
     return environment if options is None else {**environment, OPTIONS_ENV: options}

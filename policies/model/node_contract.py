@@ -12,6 +12,7 @@ NODE_ENV = "GRPO_ORCH_NODE"  # the node's name
 TOKEN_ENV = "GRPO_ORCH_TOKEN"  # the run's secret
 ATTEMPT_ENV = "GRPO_ORCH_ATTEMPT"  # which run of the node's work this is
 TIMELINE_ENV = "GRPO_ORCH_TIMELINE"  # the timeline that the trainer goes on with
+DEAD_MAN_ENV = "GRPO_ORCH_DEAD_MAN_S"  # silence of the run after which the work ends by itself; 0: never
 WORKDIR_ENV = "GRPO_ORCH_WORKDIR"  # a folder of this machine alone, gone with it
 
 WORK = {Role.TRAINER: "tasks.machine.trainer_machine", Role.ROLLOUT: "tasks.rollout.agent"}

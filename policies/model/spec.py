@@ -112,10 +112,19 @@ class KlPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FleetPolicy:
+    """What the fleet does by itself. `dead_man_min`: a machine ends by itself when neither daemon nor gateway has
+    been heard for so many minutes; 0: never."""
+
+    dead_man_min: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoliciesSpec:
     """What the controller watches and how far it may go."""
 
     kl: KlPolicy = field(default_factory=KlPolicy)
+    fleet: FleetPolicy = field(default_factory=FleetPolicy)
     resume_state_steps: int = 25  # how often the light resume state is stored
     boot_timeout_s: float = 900.0  # from the request to the first work; then the machine is replaced
     on_bad_prompt: OnBadPrompt = "skip"  # one prompt of many thousands is no reason to lose a night

@@ -28,6 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -41,11 +42,17 @@ from policies.control.leaving import NOTICE_S
 from policies.model import exit_codes
 from policies.model.node_contract import NOTICE, WORK
 from policies.model.vocabulary import Role
-from tasks.machine import metadata
+from tasks.machine import dead_man, metadata
 from tasks.machine.metadata import MetadataService
 from tasks.machine.node_env import NodeEnv, NotANode, read_node_env
 from tasks.machine.processes.attempts import Started, record, started, take
-from tasks.machine.processes.children import adopt_orphans, end_descendants, exit_code_of, start_child
+from tasks.machine.processes.children import (
+    adopt_orphans,
+    end_descendants,
+    end_in_order,
+    exit_code_of,
+    start_child,
+)
 from tasks.machine.reporter import Reporter, first_report
 
 log = structlog.get_logger()
@@ -138,6 +145,7 @@ def _attempt(
 
     stop = threading.Event()
     threading.Thread(target=metadata.watch, args=(known, reporter.locate, noticed, stop), daemon=True).start()
+    dead_man.start(store, os.environ, partial(end_in_order, work))
     threading.Thread(target=_pass_on_sigterm, args=(work, drain_s, noticed), daemon=True).start()
     code = exit_code_of(work.wait())
     record(workdir, Started(env.attempt, code))

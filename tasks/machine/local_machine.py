@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
+from checkpoint.store.run_store import Store
+from policies.model.node_contract import RUN_ENV
+from tasks.machine import dead_man
 from tasks.machine.processes.attempts import Started, record, started, take
-from tasks.machine.processes.children import exit_code_of, start_child
+from tasks.machine.processes.children import end_in_order, exit_code_of, start_child
 
 
 def main() -> int:
@@ -26,8 +31,24 @@ def main() -> int:
         os.close(registers)
         work = start_child(argv, dict(os.environ))
         signal.signal(signal.SIGTERM, lambda *_: work.terminate())
+        silent = _watch_run(work)
         record(folder, Started(attempt, exit_code_of(work.wait()), os.getpid()))
+        if silent.is_set():  # nobody will clear away what the work has left
+            os.killpg(0, signal.SIGKILL)
     return 0
+
+
+def _watch_run(work: subprocess.Popen[bytes]) -> threading.Event:
+    """End the work once the run is silent. Returns what tells of it."""
+    silent = threading.Event()
+
+    def end() -> None:
+        silent.set()
+        end_in_order(work)
+
+    if RUN_ENV in os.environ:
+        dead_man.start(Store(os.environ[RUN_ENV], retry_s=0.0), os.environ, end)
+    return silent
 
 
 if __name__ == "__main__":

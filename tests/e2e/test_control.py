@@ -125,6 +125,19 @@ def test_sigterm_ends_the_daemon_and_leaves_the_machines(run: Run) -> None:
     assert run.pids("rollout-0-i1") == pids
 
 
+def test_machines_end_by_themselves_when_nobody_is_left(tmp_path: Path) -> None:
+    """The daemon is killed and no gateway works: nothing is left, also of what the work has started."""
+    (tmp_path / "rewards.py").write_text("def one(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    run = Run(tmp_path, small_spec() | {"policies": {"fleet": {"dead_man_min": 0.1}}}, STAND_IN)
+    try:
+        start(run)
+        nodes = list(run.state.nodes)
+        os.kill(run.daemon_pid, signal.SIGKILL)
+        run.until("no process is left", lambda: not any(run.pids(node) for node in nodes))
+    finally:
+        run.end()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),

@@ -134,6 +134,7 @@ class RemoteController:
             setup=script("controller_setup.sh") + script("setup.sh"),
             run=script("controller_run.sh"),
             resources=self._resources(),
+            idle_min=None,  # it stays until `down`, for it alone knows the others' logs
             files={**work.files, **self._settings()},
         )
 

@@ -6,6 +6,7 @@ for SkyPilot hides them in what it writes and prints.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from importlib import resources as package_data
@@ -39,6 +40,7 @@ class Work:
     secrets: dict[str, str] = field(repr=False)
     files: dict[str, str]  # path on the machine: path here
     workdir: str | None
+    idle_min: int | None = None  # the machine ends itself once its work has ended for so long; None: never
 
 
 def work_for(order: Order, spec: RunSpec, wheel: Path, pinned: str | None) -> Work:
@@ -66,6 +68,7 @@ def work_for(order: Order, spec: RunSpec, wheel: Path, pinned: str | None) -> Wo
         secrets={name: value for name, value in environment.items() if name in hidden},
         files={f"~/{shipped}": str(wheel), **_named_files(order.role, spec)},
         workdir=_workdir(spec),
+        idle_min=math.ceil(spec.policies.fleet.dead_man_min) or None,
     )
 
 

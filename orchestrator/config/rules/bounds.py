@@ -19,6 +19,7 @@ _LEAST: dict[KeyPath, tuple[float, bool]] = {
     ("policies", "kl", "budget", "total"): (0, False),
     ("policies", "kl", "budget", "recent"): (1, False),
     ("policies", "kl", "budget", "recent_steps"): (1, False),
+    ("policies", "fleet", "dead_man_min"): (0, False),
     ("policies", "resume_state_steps"): (1, False),
     ("policies", "boot_timeout_s"): (0, True),
     ("policies", "reward_timeout_s"): (0, True),

@@ -17,6 +17,7 @@ PR_SET_CHILD_SUBREAPER = 36
 # busy machine for many milliseconds. No child of ours has an empty one.
 BETWEEN_PROGRAMS_LOOKS = 1_000
 BETWEEN_PROGRAMS_S = 0.001
+END_S = 900.0  # a trainer stores what it has
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -55,6 +56,15 @@ def adopt_orphans() -> None:
     """From now on processes whose parent ends become children of this one, if they descend from it."""
     if _libc.prctl(PR_SET_CHILD_SUBREAPER, 1) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def end_in_order(work: subprocess.Popen[bytes]) -> None:
+    """Send SIGTERM, and SIGKILL to what has not ended within END_S. Somebody else waits for the process, too."""
+    work.terminate()
+    try:
+        work.wait(END_S)
+    except subprocess.TimeoutExpired:
+        work.kill()
 
 
 def end_descendants(grace_s: float, marked: tuple[str, str] | None = None) -> None:

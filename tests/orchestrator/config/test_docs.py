@@ -30,6 +30,7 @@ SECTIONS = {
     "policies.kl": spec.KlPolicy,
     "policies.kl.on_rollback": spec.OnRollback,
     "policies.kl.budget": spec.RollbackBudget,
+    "policies.fleet": spec.FleetPolicy,
     "checkpoints": spec.CheckpointsSpec,
     "budget": spec.Budget,
     "rehearse.prices": spec.Prices,

@@ -11,7 +11,13 @@ LABEL = "grpo-orch"  # on every machine, with the cluster's name
 HOUR_S = 3600
 SSH_PORT = 22
 
-_STATES = {"INIT": ClusterState.STARTING, "UP": ClusterState.UP, "STOPPED": ClusterState.STOPPED}
+_STATES = {
+    "INIT": ClusterState.STARTING,
+    "PENDING": ClusterState.STARTING,
+    "AUTOSTOPPING": ClusterState.STARTING,  # it takes itself down, and is not to be reached any more
+    "UP": ClusterState.UP,
+    "STOPPED": ClusterState.STOPPED,
+}
 
 
 def cluster_of(record: Any) -> Cluster:

@@ -98,7 +98,8 @@ class SkyPilot:
         One that was cut off, by the deadline too, is continued by launching the same name again.
         Raises CloudRefused.
         """
-        _, handle = _requests.ask(lambda: sdk.launch(_task(name, work), cluster_name=name), timeout_s)
+        ends = {} if work.idle_min is None else {"idle_minutes_to_autostop": work.idle_min, "down": True}
+        _, handle = _requests.ask(lambda: sdk.launch(_task(name, work), cluster_name=name, **ends), timeout_s)
         self._handles[name] = handle
         return cluster_at(name, ClusterState.UP, handle)
 

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.clouds.protocol import CloudRefused, Order
 from orchestrator.clouds.sky.work import is_secret, region_of, resources_for, sole_region, work_for
-from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from policies.model.spec import Dataset, FleetPolicy, PoliciesSpec, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.vocabulary import Market, Refusal, Role
 
 EAST = "aws/us-east-1"
@@ -203,3 +203,11 @@ def test_the_region_is_known_where_a_role_leaves_no_choice(
         rollout=replace(spec.rollout, resources=rollout),
     )
     assert sole_region(placed) == sole
+
+
+@pytest.mark.parametrize(("minutes", "idle_min"), [(30.0, 30), (0.1, 1), (0.0, None)])
+def test_a_machine_takes_itself_down_once_its_work_has_ended_for_long(
+    spec: RunSpec, minutes: float, idle_min: int | None
+) -> None:
+    policies = PoliciesSpec(fleet=FleetPolicy(dead_man_min=minutes))
+    assert work_for(order(), replace(spec, policies=policies), WHEEL, None).idle_min == idle_min

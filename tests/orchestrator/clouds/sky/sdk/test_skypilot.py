@@ -274,3 +274,33 @@ def test_an_api_server_elsewhere_that_is_away_is_told_and_none_is_started_here(t
     assert f"127.0.0.1:{port} does not answer" in found["clusters"]
     assert "sesame" not in json.dumps(found)
     assert not (tmp_path / ".sky" / "api_server" / "server.log").exists()
+
+
+def test_a_machine_is_launched_with_its_autodown_and_every_state_of_a_cluster_is_known(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        import inspect
+        from dataclasses import replace
+        from sky.utils.status_lib import ClusterStatus
+        from orchestrator.clouds.sky.sdk import records
+
+        asked, launch = [], skypilot.sdk.launch
+        skypilot._requests.ask = lambda submit, _: (submit(), None)
+        skypilot.cluster_at = lambda *_: None
+        def told(task, **given):
+            inspect.signature(launch).bind(task, **given)  # SkyPilot's own knows such arguments
+            asked.append(given)
+
+        skypilot.sdk.launch = told
+        sky = skypilot.SkyPilot(None)
+        sky.launch("grpo-a-trainer-0-i1", replace(work(), idle_min=30), 1.0)
+        sky.launch("grpo-controller-a", work(), 1.0)
+        unknown = [state.value for state in ClusterStatus if state.value not in records._STATES]
+        print(json.dumps({"asked": asked, "unknown": unknown}))
+        """,
+    )
+    ends, stays = found["asked"]
+    assert (ends["idle_minutes_to_autostop"], ends["down"]) == (30, True)
+    assert stays == {"cluster_name": "grpo-controller-a"}
+    assert found["unknown"] == []
