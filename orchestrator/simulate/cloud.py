@@ -110,7 +110,8 @@ class SimulatedCloud:
         up_at_s = self.time_s + self.physics.about(self.physics.launch_s, draw) + self.slow_by_s
         works_in_s = self.physics.about(self.physics.setup_s, draw)
         if order.role is Role.ROLLOUT:
-            first = not any(one.at_work(self.time_s) for one in self.of(Role.ROLLOUT))
+            boxes = self.boxes.values()
+            first = not any(one.role is Role.ROLLOUT and one.at_work(self.time_s) for one in boxes)
             weights_s = self.physics.first_weights_s if first else self.physics.weights_s
             works_in_s += self.physics.about(weights_s, draw)
         store = SimulatedStore(self._objects)

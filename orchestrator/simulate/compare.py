@@ -114,6 +114,7 @@ def compete(
             max_steps=10**9,
             decide=one.decide,
             rhythm=COARSE,
+            logs=True,
         )
         world.run_for(hours * 3600 - world.time_s)
         yield name, Outcome(float(world.work.stored_step), world.cloud.spent_usd, len(world.cloud.bought))

@@ -32,7 +32,7 @@ class _Died(BaseException):
 
 
 class QueuedActuator(Actuator):
-    """The production actuator. What its threads would do waits in a queue."""
+    """The production actuator. Each of its threads is as fast as the rest of the tick, or begins after it."""
 
     def __init__(self, world: World, daemon: SimulatedDaemon) -> None:
         super().__init__(
@@ -42,9 +42,13 @@ class QueuedActuator(Actuator):
             clock=lambda: world.time_s,
         )
         self.waiting: list[Callable[[], None]] = []
+        self._random = world.random
 
     def _spawn(self, run: Callable[[], None], name: str) -> None:  # noqa: ARG002  # the Actuator's own signature
-        self.waiting.append(run)
+        if self._random.random() < 0.5:
+            run()
+        else:
+            self.waiting.append(run)
 
 
 class SimulatedDaemon:

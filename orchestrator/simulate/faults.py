@@ -202,6 +202,7 @@ FAULTS: tuple[Fault, ...] = (
     notice,
     work_ends,
     diverges,
+    diverges,
     no_capacity,
     no_spot,
     cloud_away,

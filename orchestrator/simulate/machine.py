@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from checkpoint.records.metrics import MetricsWriter
 from checkpoint.stream.catalog import Catalog
 from orchestrator.simulate.store import SimulatedStore, Trouble
 from policies.control.snapshot import Machine
-from policies.model.vocabulary import MachineState, Market, PolicyVersion, Precedence, Role, precedence_of, role_of
+from policies.model.vocabulary import MachineState, Market, PolicyVersion, Precedence, precedence_of, role_of
 
 
 @dataclass
@@ -34,13 +35,13 @@ class Box:
     cut_off_s: float = 0.0
     sealed: PolicyVersion | None = None  # its newest checkpoint, which may still wait in its spool
     spool: list[PolicyVersion] = field(default_factory=list)
+    generated_s: float = 0.0  # in the present step
+    generated_node_s: float = 0.0
 
     def __post_init__(self) -> None:
+        self.role = role_of(self.node)
         self.catalog = Catalog(self.store, self.node)
-
-    @property
-    def role(self) -> Role:
-        return role_of(self.node)
+        self.log = MetricsWriter(self.store)
 
     @property
     def precedence(self) -> Precedence:

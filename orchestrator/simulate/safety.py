@@ -61,6 +61,14 @@ class Safety:
             self._check_target(state, begun.fork.start_at)
         self._begun = max(self._begun, len(state.rollbacks))
 
+    def check_pause(self, state: RunState) -> None:
+        """A run pauses for want of a checkpoint only where there never was one."""
+        if state.diverged is not None and self._world.spec.policies.kl.action == "rollback":
+            before_step = target_before_step(state.diverged.onset_step, state.rollbacks)
+            ever = sorted(self._world.work.ever)
+            ideal = choose_start(ever, state.forks, state.timeline, before_step)
+            self.check(ideal is None, f"the run pauses for want of a checkpoint, and there was {ideal}")
+
     def check_launch(self, daemon: SimulatedDaemon, order: Order) -> None:
         self._check_may_act(daemon, f"launch {order.node}.{order.attempt}")
         if order.node in self._world.cloud.boxes:
@@ -86,6 +94,8 @@ class Safety:
             self.check(self._excused(box), f"a healthy trainer is given up: {node}")
             return
         trainers = [one for one in world.cloud.of(Role.TRAINER) if one.is_up(world.time_s)]
+        if world.cloud.is_stale:
+            return  # the trainer's machine may not be listed yet, and what waits for it goes after five minutes
         others = [one for one in world.cloud.of(Role.ROLLOUT) if one is not box and one.at_work(world.time_s)]
         enough = len(others) >= world.spec.rollout.replicas.min
         known = node in run.nodes  # else it is nobody's, and goes
@@ -124,6 +134,9 @@ class Safety:
             return
         before_step = target_before_step(trip.onset_step, state.rollbacks[:-1])
         ideal = choose_start(sorted(ever), state.forks, state.timeline, before_step)
+        self.check(
+            start is None or start.step < before_step, f"back to {start}, which is not before {before_step}"
+        )
         if start is None or ideal is None:
             self.check(ideal is None, f"back to the start, though there was {ideal}")
             return

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from checkpoint.records import documents, forks
+from checkpoint.records import documents, forks, metrics
 from checkpoint.records.documents import GatewayAddress
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.stream.catalog import Checkpoint, Revision
@@ -30,6 +30,7 @@ from policies.model.vocabulary import PolicyVersion, Role
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
 
 EPOCH_S = 1.7e9  # of the simulated clock's zero
+TOKENS_A_STEP = 1e6
 
 Trips = Mapping[int, tuple[int, int]]  # by timeline: the step at which its guard trips, and the onset
 
@@ -43,6 +44,7 @@ class Work:
         max_steps: at which it is done.
         trips: where its timelines diverge.
         check: called with what must hold, and what is wrong otherwise.
+        logs: trainers write the rows by which steps are measured.
     """
 
     def __init__(
@@ -52,9 +54,11 @@ class Work:
         max_steps: int,
         trips: Trips,
         check: Callable[[bool, str], None],
+        *,
+        logs: bool,
     ) -> None:
         self._cloud, self._spec, self._check = cloud, spec, check
-        self.max_steps, self.trips = max_steps, trips
+        self.max_steps, self.trips, self._logs = max_steps, trips, logs
         self.listed: tuple[PolicyVersion, ...] = ()  # in the catalog
         self.ever: set[PolicyVersion] = set()  # that was
         self.kept: dict[int, int] = {}  # by timeline: the newest step that no machine's loss has taken back
@@ -152,10 +156,27 @@ class Work:
         if nodes == 0 or box.step - self.stored_step >= self._cloud.physics.behind_steps:
             return
         before = box.step
-        box.step = min(float(self.max_steps), box.step + dt_s / self._cloud.physics.step_s(nodes))
+        physics = self._cloud.physics
+        box.step = min(float(self.max_steps), box.step + dt_s / physics.step_s(nodes))
+        generating = physics.generation_node_s / nodes / physics.step_s(nodes)  # a share of the time
+        box.generated_s += dt_s * generating
+        box.generated_node_s += dt_s * generating * nodes
         self.made_steps += box.step - before
+        if self._logs and int(box.step) > int(before):
+            self._log(box)
         if box.store.writes:
             self.stepped.append(box.node)
+
+    def _log(self, box: Box) -> None:
+        """The row of the step that has ended."""
+        values = {
+            metrics.GENERATE_S: box.generated_s,
+            metrics.GENERATE_NODE_S: box.generated_node_s,
+            metrics.TOKENS: TOKENS_A_STEP,
+        }
+        box.generated_s = box.generated_node_s = 0.0
+        at_s = EPOCH_S + self._cloud.time_s
+        box.log.append(metrics.Row(box.timeline, int(box.step), at_s, box.attempt, values))
 
     def _seal(self, box: Box, step: int, *, whole: bool, tripped: bool) -> None:
         """Save, at each `save_steps`; at the end what there is. Nothing from a trip on."""

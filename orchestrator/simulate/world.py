@@ -50,6 +50,7 @@ class World:
         decide: what its controllers decide with.
         cap_usd: no more may be spent.
         rhythm: seconds from one moment to the next, over and over.
+        logs: its trainers write the rows by which steps are measured.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class World:
         decide: Decide = decide,
         cap_usd: float | None = None,
         rhythm: tuple[float, ...] = STEADY,
+        logs: bool = False,
     ) -> None:
         self.seed, self.spec, self.decide = seed, spec, decide
         self.random = Random(seed)
@@ -74,7 +76,7 @@ class World:
         self.cloud = SimulatedCloud(weather, physics, prices or Prices(), self.objects, self.random)
         self.cloud.time_s = self.time_s
         self.safety = Safety(self, cap_usd)
-        self.work = Work(self.cloud, spec, max_steps, trips or {}, self.safety.check)
+        self.work = Work(self.cloud, spec, max_steps, trips or {}, self.safety.check, logs=logs)
         self.daemons: list[SimulatedDaemon] = []
         self.took_over: list[tuple[int, float]] = []
         self.log: list[str] = []
@@ -128,6 +130,8 @@ class World:
         check(state.phase in ends, f"does not end: {state}")
         check(bool(state.reason), "it ends without a reason")
         check(not self.cloud.boxes, f"machines are left: {list(self.cloud.boxes)}")
+        if state.phase is RunPhase.PAUSED:
+            self.safety.check_pause(state)
         if state.phase is RunPhase.FINISHED:
             check(self.work.stored_step == self.work.max_steps, "its last checkpoint is not stored")
         check(journal.recover(newest.store).state == state, "state and journal disagree")

@@ -127,6 +127,12 @@ class Snapshot:
     steady_s: float = math.inf
     exported_to: str | None = None  # where the export that was asked for lies, once it is done; "": it failed
 
+    # The machines of `members`, told once: a fleet of thousands asks of each.
+    _member_machines: frozenset[str] = field(init=False, repr=False, compare=False, default=frozenset())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_member_machines", frozenset(machine_of(name) for name in self.members or ()))
+
     def heartbeat_of(self, node: Node) -> Trainer | None:
         """The last heartbeat, if the present attempt of the node's work made it."""
         beat = self.trainer
@@ -134,7 +140,7 @@ class Snapshot:
 
     def is_member(self, node: Node) -> bool:
         """Whether an engine of the machine is in the membership."""
-        return any(machine_of(name) == node.id for name in self.members or {})
+        return node.id in self._member_machines
 
     def exit_code_of(self, node: Node) -> int | None:
         """What the present attempt of the node's work has ended with."""

@@ -1,0 +1,147 @@
+"""Bugs put into the controller and the policies: the stories of the simulator find each, and print how many they
+needed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import structlog
+
+from checkpoint.journal.journal import Journal
+from orchestrator.control import actuate, controller, run_clock
+from orchestrator.control.controller import Controller
+from orchestrator.control.observe import Observer
+from orchestrator.simulate import kept, stories
+from orchestrator.simulate.safety import Broken
+from policies.control import decide as deciding
+from policies.control import fleet, rollback_begin
+from policies.control.snapshot import Decision, Snapshot, Terminate
+from policies.ledger.retention import StoredCheckpoint
+from policies.model.buying import MachineKind
+from policies.model.phases import TERMINAL_RUN
+from policies.model.state import RunState
+from policies.model.vocabulary import PolicyVersion
+from tests.stand_ins.world import spec
+
+pytestmark = pytest.mark.soak
+
+STORIES = 400
+
+
+def _acts_before_it_journals() -> AbstractContextManager[object]:
+    def tick(self: Controller, now_s: float, steady_s: float) -> Decision:
+        self._settle(now_s)
+        looked = self._observer.look(now_s, self._actuator.collect(), self.state)
+        if looked.machines is None:
+            self.broke()
+            steady_s = 0.0
+        snapshot = replace(looked, steady_s=steady_s)
+        decision = self._decide(self.state, snapshot, self._spec)
+        self._actuator.submit(decision.actions, self.fence)
+        if decision.events:
+            self.record(now_s, decision.events)
+        self.finished = not decision.actions and controller.done(self.state, snapshot)
+        return decision
+
+    return mock.patch.object(Controller, "_tick", tick)
+
+
+def _forgets_orphans() -> AbstractContextManager[object]:
+    before = deciding._actions
+
+    def actions(state: RunState, snapshot: Snapshot) -> tuple[object, ...]:
+        known = before(state, snapshot)
+        return tuple(one for one in known if not isinstance(one, Terminate) or one.node in state.nodes)
+
+    return mock.patch.object(deciding, "_actions", actions)
+
+
+def _does_not_back_off() -> AbstractContextManager[object]:
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(fleet, "back_off_s", return_value=0.0))
+    stack.enter_context(mock.patch.object(fleet, "probe_wait_s", return_value=0.0))
+    return stack
+
+
+def _buys_for_ever_what_never_works() -> AbstractContextManager[object]:
+    return mock.patch.object(MachineKind, "fails", new_callable=mock.PropertyMock, return_value=False)
+
+
+def _retention_keeps_the_newest_alone() -> AbstractContextManager[object]:
+    def retire(ones: list[StoredCheckpoint], *_: object) -> tuple[PolicyVersion, ...]:
+        return tuple(sorted(one.version for one in ones)[:-1])
+
+    return mock.patch.object(kept, "versions_to_retire", retire)
+
+
+def _does_not_look_whether_it_was_replaced() -> AbstractContextManager[object]:
+    return mock.patch.object(Journal, "check", return_value=None)
+
+
+def _acts_however_late() -> AbstractContextManager[object]:
+    return mock.patch.object(actuate, "ACT_WITHIN_S", math.inf)
+
+
+def _counts_silence_while_it_did_not_look() -> AbstractContextManager[object]:
+    return mock.patch.object(run_clock.Steadiness, "look", return_value=math.inf)
+
+
+def _ends_before_its_machines_are_gone() -> AbstractContextManager[object]:
+    return mock.patch.object(controller, "done", lambda state, _: state.phase in TERMINAL_RUN)
+
+
+def _keeps_machines_of_a_run_that_is_over() -> AbstractContextManager[object]:
+    return mock.patch.object(fleet, "release_machines", return_value=None)
+
+
+def _rolls_back_to_the_newest() -> AbstractContextManager[object]:
+    return mock.patch.object(rollback_begin, "target_before_step", return_value=10**9)
+
+
+def _takes_a_missing_answer_for_an_empty_cloud() -> AbstractContextManager[object]:
+    def machines(self: object) -> dict[str, object]:
+        with contextlib.suppress(Exception):
+            return dict(self._cloud.machines())  # type: ignore[attr-defined]
+        return {}
+
+    return mock.patch.object(Observer, "_machines", machines)
+
+
+BUGS: tuple[Callable[[], AbstractContextManager[object]], ...] = (
+    _acts_before_it_journals,
+    _forgets_orphans,
+    _does_not_back_off,
+    _buys_for_ever_what_never_works,
+    _retention_keeps_the_newest_alone,
+    _does_not_look_whether_it_was_replaced,
+    _acts_however_late,
+    _counts_silence_while_it_did_not_look,
+    _ends_before_its_machines_are_gone,
+    _keeps_machines_of_a_run_that_is_over,
+    _rolls_back_to_the_newest,
+    _takes_a_missing_answer_for_an_empty_cloud,
+)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(own_log: None) -> None:  # noqa: ARG001  # which ends it
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__.strip("_"))
+def test_a_bug_is_found(bug: Callable[[], AbstractContextManager[object]]) -> None:
+    with bug():
+        for seed in range(STORIES):
+            try:
+                stories.tell(seed, spec(2))
+            except Broken as found:
+                print(f"{bug.__name__.strip('_')}: seed {seed}: {str(found).splitlines()[0]}")
+                return
+    raise AssertionError(f"{STORIES} stories did not find it")
