@@ -1,9 +1,9 @@
 """What the controller's tick costs with many nodes, and what a dollar buys under each fleet policy and climate.
 
-`make bench-fleet` prints a table and one line of JSON: `tick_ms: {nodes: ms}`, the processor's time for a settled tick
-of the production controller over a store in memory, the median; `goodput_per_dollar: {climate: {policy: ratio to all
-on demand}}` and `oracle_share: {climate: ours / oracle}` over two days of each climate; `article`: the USD of a day
-without preemption for an H200 on demand and a pair on spot, beside three on demand.
+`make bench-fleet` prints a table and one line of JSON: `tick_ms: {nodes: ms}`, the processor's time for a settled
+tick of the production controller over a store in memory, the median; `goodput_per_dollar: {climate: {policy: ratio
+to all on demand}}` and `oracle_share: {climate: ours / oracle}` over two days of each climate; `article`: the USD
+of a day without preemption for an H200 on demand and a pair on spot, beside three on demand.
 """
 
 from __future__ import annotations

@@ -108,10 +108,16 @@ class Observer:
         cloud: where the machines are.
         spec: the run's.
         clock: as GatewayWatch's.
+        prices: asks the cloud what machines may cost.
     """
 
     def __init__(
-        self, store: Store, cloud: Cloud, spec: RunSpec, clock: Callable[[], float] = awake_or_asleep_s
+        self,
+        store: Store,
+        cloud: Cloud,
+        spec: RunSpec,
+        clock: Callable[[], float] = awake_or_asleep_s,
+        prices: Callable[[Cloud], Prices] = Prices,
     ) -> None:
         self._store = store
         self._cloud = cloud
@@ -122,7 +128,7 @@ class Observer:
         self._metrics = MetricsWatch(store, spec.policies.kl.limit, logging_steps, self._unreadable)
         self._catalog = Catalog(store, "controller")
         budgeted = spec.budget.usd is not None or spec.budget.usd_per_h is not None
-        self._prices = Prices(cloud) if budgeted else None
+        self._prices = prices(cloud) if budgeted else None
 
     def look(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState) -> Snapshot:
         """Return what is there now. Raises StoreError when the store cannot be read.

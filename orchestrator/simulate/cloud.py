@@ -9,10 +9,10 @@ from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
 from orchestrator.simulate.machine import Box
 from orchestrator.simulate.physics import Physics, Prices
 from orchestrator.simulate.store import Objects, SimulatedStore
-from orchestrator.simulate.weather import Weather, Zone
+from orchestrator.simulate.weather import DEAREST, Weather, Zone
 from policies.control.snapshot import Machine
 from policies.model.node_contract import TIMELINE_ENV
-from policies.model.vocabulary import Market, Refusal, Role
+from policies.model.vocabulary import Market, Refusal, Role, kind_of
 
 
 class SimulatedCloud:
@@ -62,6 +62,16 @@ class SimulatedCloud:
 
     def on_demand_usd_per_h(self, role: Role) -> float:
         return self.prices.trainer_usd_per_h if role is Role.TRAINER else self.prices.node_usd_per_h
+
+    @property
+    def most_usd_per_h(self) -> dict[str, float]:
+        """By `kind_of`, what a machine of each kind may cost."""
+        spot = DEAREST * self.prices.spot_usd_per_h
+        return {
+            kind_of(role, market): spot if market is Market.SPOT else self.on_demand_usd_per_h(role)
+            for role in Role
+            for market in Market
+        }
 
     def machines(self) -> dict[str, Machine]:
         """What a listing shows. Raises CloudUnavailable."""

@@ -6,16 +6,17 @@ line of its tick that anybody could notice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from checkpoint.journal.journal import Fenced, Journal
 from checkpoint.store.errors import StoreUnavailable
-from orchestrator.clouds.protocol import Order
+from orchestrator.clouds.protocol import Cloud, Order
 from orchestrator.control.actuate import Actuator
 from orchestrator.control.controller import Controller
 from orchestrator.control.daemon import renew
 from orchestrator.control.observe import Observer
+from orchestrator.control.prices import Prices
 from orchestrator.control.run_clock import RunClock
 from orchestrator.simulate.store import SimulatedStore
 from orchestrator.simulate.work import EPOCH_S
@@ -71,7 +72,13 @@ class SimulatedDaemon:
         world.took_over.append((self.journal.epoch, world.time_s))
         self.actuator = QueuedActuator(world, self)
         cloud = _Reached(world, self)
-        observer = Observer(self.store, cloud, world.spec, clock=lambda: world.time_s)  # type: ignore[arg-type]
+        observer = Observer(
+            self.store,
+            cloud,  # type: ignore[arg-type]  # what it calls of a cloud
+            world.spec,
+            clock=lambda: world.time_s,
+            prices=lambda asked: _KnownPrices(asked, world.cloud.most_usd_per_h),
+        )
         self.controller = Controller(
             self.store, world.spec, self.journal, state, observer, self.actuator, world.decide
         )
@@ -109,6 +116,18 @@ class SimulatedDaemon:
                 self.stop_in, busy, self.busy = None, self.busy, True
                 self.world.run_for(self.stop_for_s)
                 self.busy = busy
+
+
+class _KnownPrices(Prices):
+    """Prices that nobody waits for."""
+
+    def __init__(self, cloud: Cloud, most_usd_per_h: Mapping[str, float]) -> None:
+        super().__init__(cloud)
+        self._known = most_usd_per_h
+
+    def look(self) -> Mapping[str, float]:
+        assert self._known is not None
+        return self._known
 
 
 class _Reached:

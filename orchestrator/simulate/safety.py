@@ -11,7 +11,7 @@ from policies.control.observed import MACHINE_LOST_S
 from policies.control.rollback_choice import choose_start, target_before_step
 from policies.model.phases import TERMINAL_RUN
 from policies.model.state import RunState
-from policies.model.vocabulary import PolicyVersion, Role
+from policies.model.vocabulary import PolicyVersion, Role, RunPhase
 
 if TYPE_CHECKING:
     from orchestrator.simulate.daemon import SimulatedDaemon
@@ -27,9 +27,9 @@ class Broken(AssertionError):
 class Safety:
     """Raises Broken at the first promise that is broken, and from then on at every look."""
 
-    def __init__(self, world: World, cap_usd: float | None) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
-        self._cap_usd = cap_usd
+        self._looked_usd = self._unsteered_usd = 0.0  # spent, in all and while no controller could end it
         self._unknown_s: dict[str, float] = {}
         self._begun = 0  # rollbacks that were looked at
         self._told: set[str] = set()
@@ -46,9 +46,7 @@ class Safety:
     def check_moment(self, dt_s: float) -> None:
         """Check what holds at any time."""
         self.check(True, "")
-        if self._cap_usd is not None:
-            spent = self._world.cloud.spent_usd
-            self.check(spent <= self._cap_usd, f"{spent:.2f} USD are spent, {self._cap_usd:.2f} are the cap")
+        self._check_money()
         newest = self._world.newest
         if newest is None:
             return
@@ -63,7 +61,8 @@ class Safety:
 
     def check_pause(self, state: RunState) -> None:
         """A run pauses for want of a checkpoint only where there never was one."""
-        if state.diverged is not None and self._world.spec.policies.kl.action == "rollback":
+        for_money = state.reason.startswith("the budget")
+        if state.diverged is not None and not for_money and self._world.spec.policies.kl.action == "rollback":
             before_step = target_before_step(state.diverged.onset_step, state.rollbacks)
             ever = sorted(self._world.work.ever)
             ideal = choose_start(ever, state.forks, state.timeline, before_step)
@@ -85,6 +84,8 @@ class Safety:
         world, run = self._world, daemon.controller.state
         box = world.cloud.boxes.get(node)
         if box is None or box.gone or box.notice or run.phase in TERMINAL_RUN or world.stopping:
+            return
+        if run.phase is RunPhase.STOPPING:
             return
         lost = [at for at in box.spool if at not in world.work.listed]
         self.check(not lost, f"{node} goes with checkpoints that are not stored: {lost}")
@@ -116,6 +117,16 @@ class Safety:
         newer = any(one.precedence > box.precedence and one.at_work(world.time_s) for one in trainers)
         began_late = box.cut_off_s + box.works_in_s > world.spec.policies.boot_timeout_s
         return newer or (box.step < 0 and began_late) or box.cut_off_s > MACHINE_LOST_S
+
+    def _check_money(self) -> None:
+        """The cap holds while a controller can see and act; what is spent meanwhile comes on top."""
+        world, spent = self._world, self._world.cloud.spent_usd
+        if world.in_trouble or not any(one.steers for one in world.daemons):
+            self._unsteered_usd += spent - self._looked_usd
+        self._looked_usd = spent
+        if (cap := world.spec.budget.usd) is not None:
+            counted = spent - self._unsteered_usd
+            self.check(counted <= cap, f"{counted:.2f} USD are spent, and the budget is {cap:.2f}")
 
     def _check_known(self, daemon: SimulatedDaemon, state: RunState, dt_s: float) -> None:
         """No machine is on no books for long while its controller looks."""

@@ -9,7 +9,7 @@ from orchestrator.simulate.faults import BEARABLE, FAULTS, STARVING, Undo
 from orchestrator.simulate.physics import BRISK, Prices
 from orchestrator.simulate.weather import ZONES, Weather, Zone
 from orchestrator.simulate.world import DT_S, World
-from policies.model.spec import RunSpec, generates_itself
+from policies.model.spec import Budget, RunSpec, generates_itself
 from policies.model.vocabulary import NodePhase, Role, RunPhase
 
 FAULTS_MAX = 8
@@ -37,7 +37,8 @@ class Told:
 
 def tell(seed: int, spec: RunSpec, *, weather: Weather | None = None, prices: Prices | None = None) -> Told:
     """Live through the story of a seed. Raises Broken, which names the seed, where a promise is broken."""
-    world = World(seed, _enduring(spec), weather=weather or _enough(spec), physics=BRISK, prices=prices)
+    spec = _enduring(_budgeted(seed, spec, prices or Prices()))
+    world = World(seed, spec, weather=weather or _enough(spec), physics=BRISK, prices=prices)
     random = world.random
     _trouble(world, random)
     if not world.is_over and not world.stopping:
@@ -58,6 +59,14 @@ def tell(seed: int, spec: RunSpec, *, weather: Weather | None = None, prices: Pr
 def _enduring(spec: RunSpec) -> RunSpec:
     """The run, without a limit on the trainer's ends: here they are the story's doing."""
     return replace(spec, policies=replace(spec.policies, trainer_restarts=10**6))
+
+
+def _budgeted(seed: int, spec: RunSpec, prices: Prices) -> RunSpec:
+    """The run, in every fourth story with a budget that it may reach."""
+    if spec.budget != Budget() or seed % 4:
+        return spec
+    hour_usd = prices.trainer_usd_per_h + spec.rollout.replicas.max * prices.node_usd_per_h
+    return replace(spec, budget=Budget(usd=hour_usd * Random(f"budget {seed}").uniform(0.8, 2.0)))
 
 
 def _trouble(world: World, random: Random) -> None:

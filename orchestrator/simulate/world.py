@@ -48,7 +48,6 @@ class World:
         max_steps: at which the run is done.
         trips: where its timelines diverge.
         decide: what its controllers decide with.
-        cap_usd: no more may be spent.
         rhythm: seconds from one moment to the next, over and over.
         logs: its trainers write the rows by which steps are measured.
     """
@@ -64,7 +63,6 @@ class World:
         max_steps: int = 500,
         trips: Trips | None = None,
         decide: Decide = decide,
-        cap_usd: float | None = None,
         rhythm: tuple[float, ...] = STEADY,
         logs: bool = False,
     ) -> None:
@@ -75,7 +73,7 @@ class World:
         weather = climate("unclouded", seed, spec.rollout.replicas.max) if weather is None else weather
         self.cloud = SimulatedCloud(weather, physics, prices or Prices(), self.objects, self.random)
         self.cloud.time_s = self.time_s
-        self.safety = Safety(self, cap_usd)
+        self.safety = Safety(self)
         self.work = Work(self.cloud, spec, max_steps, trips or {}, self.safety.check, logs=logs)
         self.daemons: list[SimulatedDaemon] = []
         self.took_over: list[tuple[int, float]] = []

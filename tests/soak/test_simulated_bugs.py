@@ -21,7 +21,8 @@ from orchestrator.control.observe import Observer
 from orchestrator.simulate import kept, stories
 from orchestrator.simulate.safety import Broken
 from policies.control import decide as deciding
-from policies.control import fleet, rollback_begin
+from policies.control import fleet, rollback_begin, spending
+from policies.control.decide import done
 from policies.control.snapshot import Decision, Snapshot, Terminate
 from policies.ledger.retention import StoredCheckpoint
 from policies.model.buying import MachineKind
@@ -47,7 +48,7 @@ def _acts_before_it_journals() -> AbstractContextManager[object]:
         self._actuator.submit(decision.actions, self.fence)
         if decision.events:
             self.record(now_s, decision.events)
-        self.finished = not decision.actions and controller.done(self.state, snapshot)
+        self.finished = not decision.actions and done(self.state, snapshot)
         return decision
 
     return mock.patch.object(Controller, "_tick", tick)
@@ -114,6 +115,10 @@ def _takes_a_missing_answer_for_an_empty_cloud() -> AbstractContextManager[objec
     return mock.patch.object(Observer, "_machines", machines)
 
 
+def _does_not_count_its_money() -> AbstractContextManager[object]:
+    return mock.patch.object(spending, "excess", return_value="")
+
+
 BUGS: tuple[Callable[[], AbstractContextManager[object]], ...] = (
     _acts_before_it_journals,
     _forgets_orphans,
@@ -127,6 +132,7 @@ BUGS: tuple[Callable[[], AbstractContextManager[object]], ...] = (
     _keeps_machines_of_a_run_that_is_over,
     _rolls_back_to_the_newest,
     _takes_a_missing_answer_for_an_empty_cloud,
+    _does_not_count_its_money,
 )
 
 
