@@ -39,11 +39,15 @@ def tiny_spec(model_folder: Path, **grpo: Any) -> dict[str, Any]:
     return spec
 
 
-def run(folder: Path, spec: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
-    """Run `spec` to its end below `folder`; return the logged steps and the report."""
+def run(folder: Path, spec: dict[str, Any], extra: str = "") -> tuple[list[Row], dict[str, Any]]:
+    """Run `spec` to its end below `folder`; return the logged steps and the report.
+
+    Args:
+        extra: code for the trainer's process, in the module of its rewards.
+    """
     folder.mkdir(parents=True)
     url = (folder / "store").as_uri()
-    (folder / "rewards.py").write_text((TINY / "rewards.py").read_text())
+    (folder / "rewards.py").write_text((TINY / "rewards.py").read_text() + extra)
     (folder / "run.yaml").write_text(yaml.safe_dump({**spec, "storage": url}))
     env = {**os.environ, "GRPO_ORCH_HOME": str(folder / "home"), "GRPO_ORCH_NODE_PYTHON": str(NODE_PYTHON)}
     command = [sys.executable, "-m", "orchestrator"]

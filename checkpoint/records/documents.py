@@ -18,6 +18,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
 from policies.control.rollback_begin import RUN_START
 from policies.control.snapshot import Command, Trainer
+from policies.model.evaluation import Evaluation
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.gateway_status import GatewayStatus
@@ -28,12 +29,13 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """run.json: written once at `up`."""
+    """run.json: written once at `up`, or at `eval`: then the run trains nothing."""
 
     schema: int
     run_id: str
     created_at_s: float
     spec: RunSpec
+    evaluation: Evaluation | None = None
 
 
 @dataclass(frozen=True, slots=True)

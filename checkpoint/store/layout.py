@@ -36,6 +36,8 @@ RESUME = "resume"
 TIMELINES = "timelines"  # how each timeline but the first began
 REHEARSAL = "rehearsal"
 MODELS = "models"  # base models, as they were on the hub
+EVALUATIONS = "evaluations"  # runs of their own, each below its own name: evaluations of this run's policies
+EVALUATED = "evaluated"  # in such a run: what came out, and the completions so far
 EXPORTS = "exports"  # weights as plain files, for use without grpo-orch
 MANIFEST = "manifest.json"
 SNAPSHOT = "snapshot.json"  # of all weights, stored beside a policy that was published as a delta
@@ -197,6 +199,35 @@ def rehearsal_of(key: str) -> int | None:
     """The number in the name of a rehearsed fault; None for a foreign object."""
     found = _REHEARSAL.fullmatch(key)
     return int(found[1]) if found else None
+
+
+def evaluation(name: str) -> str:
+    return f"{EVALUATIONS}/{name}"
+
+
+def evaluated(subject: str) -> str:
+    """A policy's scores."""
+    return f"{EVALUATED}/{subject}.json"
+
+
+def samples(subject: str) -> str:
+    """A policy's completions with their prompts and scores, a line each."""
+    return f"{EVALUATED}/{subject}.jsonl"
+
+
+def kept(digest: str) -> str:
+    """The folder of a batch's completions so far."""
+    return f"{EVALUATED}/kept/{digest}"
+
+
+def kept_part(digest: str, by: Precedence, number: int, completions: int) -> str:
+    """Some of them. The last number is how many, so that a listing tells how far it is."""
+    return f"{kept(digest)}/{_numbers(by)}-{number:06d}-{completions}.json"
+
+
+def kept_in(key: str) -> int:
+    """How many completions a part holds, by its name. Raises ValueError for a foreign object."""
+    return int(key.rpartition("-")[2].removesuffix(".json"))
 
 
 def export(version: PolicyVersion) -> str:

@@ -46,7 +46,7 @@ def export_weights(store: Store, version: PolicyVersion) -> Export:
     prefix = layout.export(version)
     try:
         found = read_manifest(store, Catalog(store, "export").newest().find(version))
-        wanted = [file for file in found.files if _is_weights(file.name)]
+        wanted = [file for file in found.files if is_weights(file.name)]
         for file in wanted:
             store.put_parts(f"{prefix}/{file.name}", functools.partial(chunks.parts, store, found.root, file))
         store.secure([f"{prefix}/{file.name}" for file in wanted])
@@ -62,6 +62,7 @@ def export_of(version: PolicyVersion) -> OptionalDocument[Export]:
     return OptionalDocument(f"{layout.export(version)}.json", Export)
 
 
-def _is_weights(name: str) -> bool:
+def is_weights(name: str) -> bool:
+    """Whether a checkpoint's file of that name is part of the model, and not of its training."""
     path = PurePosixPath(name)
     return path.suffix not in TRAINING_STATE and path.name not in TRAINING_FILES

@@ -13,6 +13,7 @@ from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.detect import detect
 from orchestrator.cli.doctor import doctor
 from orchestrator.cli.down import down
+from orchestrator.cli.evaluate import evaluate
 from orchestrator.cli.look import events, logs, plot, report, status
 from orchestrator.cli.plan import plan
 from orchestrator.cli.rollback import rollback
@@ -52,6 +53,7 @@ for command in (
     simulate,
 ):
     app.command()(command)
+app.command("eval")(evaluate)
 app.add_typer(checkpoints.app)
 app.add_typer(members.app)
 app.add_typer(weather)

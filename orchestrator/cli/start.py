@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from checkpoint.journal import journal
@@ -81,7 +82,7 @@ def up(
     if spec.cloud == "local":
         node_python()
     probe(store)
-    _show_plan(record, store, controller, sizes)
+    show_plan(record, store, controller, sizes)
     print_notices(loaded)
     if not yes and not typer.confirm("Start?", default=True):
         raise Stop("nothing was started", exit_codes.OK)
@@ -194,8 +195,14 @@ def _state(store: Store) -> RunState:
     return journal.recover(store).state
 
 
-def _show_plan(record: RunRecord, store: Store, controller: RemoteController | None, find_size: FindSize) -> None:
-    """What will be started, what it takes, and what it costs."""
+def show_plan(
+    record: RunRecord,
+    store: Store,
+    controller: RemoteController | None,
+    find_size: FindSize,
+    terminal: Console = console,
+) -> None:
+    """Print what will be started, what it takes, and what it costs; of an evaluation not what a step takes."""
     spec: RunSpec = record.spec
     offers = open_cloud(record, store).offers()
     table = Table("node", "market", "what", "USD/h", title=f"{spec.name} on {spec.cloud}", title_justify="left")
@@ -209,8 +216,9 @@ def _show_plan(record: RunRecord, store: Store, controller: RemoteController | N
     plan = make_plan(spec, find_size, by_offers(offers, beside))
     table.add_section()
     table.add_row("all", "", f"store {spec.storage}", f"{plan.most_usd_per_h or 0:.2f}")
-    console.print(table)
-    console.print(render_short(plan), highlight=False)
+    terminal.print(table)
+    if record.evaluation is None:
+        terminal.print(render_short(plan), highlight=False)
 
 
 def _what(offer: Offer) -> str:

@@ -18,6 +18,7 @@ WORKDIR_ENV = "GRPO_ORCH_WORKDIR"  # a folder of this machine alone, gone with i
 WORK = {Role.TRAINER: "tasks.machine.trainer_machine", Role.ROLLOUT: "tasks.rollout.agent"}
 GATEWAY = "orchestrator.gateway"  # beside the trainer
 TRAINER = "tasks.trainer.main"  # below `WORK[Role.TRAINER]`
+EVALUATOR = "tasks.evaluating.main"  # in its place, where the run is an evaluation
 LOCAL_MACHINE = "tasks.machine.local_machine"  # above the work, on the local cloud
 
 MACHINE = "machine.json"  # in the machine's folder: its newest attempt, see `tasks.machine.processes.attempts`

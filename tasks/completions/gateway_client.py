@@ -75,13 +75,13 @@ class GatewayClient:
         self._http = httpx.Client(headers=headers, timeout=timeout, trust_env=False, verify=tls)
         self._heartbeat = heartbeat
 
-    def complete(self, batch: Batch) -> Generated:
-        """Return once every request of the batch is finished.
+    def complete(self, batch: Batch, arrived: Callable[[Completion], None] = lambda _: None) -> Generated:
+        """Return once every request of the batch is finished; `arrived` is told of each when it is.
 
         Raises GenerationFailed after `batch.deadline_s` without a token or a node that gets on, or when the
         gateway refuses the batch; Fenced; LeaveNow; StoreError.
         """
-        call = _Call(batch)
+        call = _Call(batch, arrived)
         while not call.finished:
             try:
                 url = self._address()
@@ -150,8 +150,9 @@ class GatewayClient:
 class _Call:
     """One batch on its way, over as many connections as it takes."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, arrived: Callable[[Completion], None] = lambda _: None) -> None:
         self.batch = batch
+        self._arrived = arrived
         self.done: dict[int, Completion] = {}
         self.served = True  # whether a node could serve it, as far as is known
         self._discarded = 0  # over the connections that have ended
@@ -228,7 +229,9 @@ class _Call:
         self._moved_s = self._heard_s
         self.served = True
         self._finished_tokens += len(completion.token_ids)
-        self.done.setdefault(completion.index, completion)
+        if completion.index not in self.done:
+            self.done[completion.index] = completion
+            self._arrived(completion)
 
 
 def body_of(batch: Batch) -> bytes:

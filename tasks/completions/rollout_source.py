@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import structlog
@@ -32,6 +33,37 @@ class Completes(Protocol):
 
     def complete(self, batch: Batch) -> Generated:
         """Return once every request of the batch is finished. Raises GenerationFailed, Fenced, LeaveNow."""
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """Evaluation calls of a version that are made together; `first` is the number of the first."""
+
+    version: PolicyVersion
+    first: int
+    calls: list[list[list[int]]]
+    samples: int
+    made: Rollout | None = None  # of all
+
+    @property
+    def last(self) -> int:
+        """The number of the last call."""
+        return self.first + len(self.calls) - 1
+
+    def has(self, version: PolicyVersion, call: int, prompts: list[list[int]], samples: int) -> bool:
+        """Whether a call is one of these, as it was foreseen."""
+        place = call - self.first
+        if (version, samples) != (self.version, self.samples) or not 0 <= place < len(self.calls):
+            return False
+        return self.calls[place] == prompts
+
+    def of(self, call: int) -> Rollout:
+        """One call's part of what was made."""
+        assert self.made is not None
+        place = call - self.first
+        begin = sum(map(len, self.calls[:place])) * self.samples
+        part = self.made.completions[begin : begin + len(self.calls[place]) * self.samples]
+        return replace(self.made, call=call, completions=[replace(one, index=i) for i, one in enumerate(part)])
 
 
 class RolloutSource:
@@ -73,6 +105,7 @@ class RolloutSource:
         self._recovery = recovery
         self._version = PolicyVersion(-1, -1)
         self._calls = {True: 0, False: 0}  # made at that version, training and evaluation
+        self._ahead: _Ahead | None = None  # what an evaluation will ask for
         self._stored: dict[tuple[PolicyVersion, int], list[str]] | None = (
             None  # records of earlier trainers, once they are asked for
         )
@@ -94,7 +127,49 @@ class RolloutSource:
         """
         self._heartbeat.check()
         call = self._next_call(version, training)
-        requests = self._requests(version, call, prompts, samples)
+        ahead = None if training else self._ahead
+        if ahead is not None and ahead.has(version, call, prompts, samples):
+            if ahead.made is None:
+                every, wanted = self._requests_ahead(ahead), [one for of_call in ahead.calls for one in of_call]
+                ahead.made = self._made(version, call, every, wanted, samples, sampling, publish, training=False)
+            rollout = ahead.of(call)
+            if call == ahead.last:
+                self._ahead = None
+        else:
+            requests = self._requests(version, call, prompts, samples)
+            rollout = self._made(version, call, requests, prompts, samples, sampling, publish, training=training)
+        self._calls[training] += 1  # here: a call that could not be made is made again, and is the same
+        self._heartbeat.say("training")
+        return rollout
+
+    def foresee(self, version: PolicyVersion, calls: list[list[list[int]]], samples: int) -> None:
+        """Say which prompts the next evaluation calls at `version` will ask for, `samples` completions of each.
+
+        They are completed together at the first of these calls, each with the seed that it would have alone. A
+        call that is for others, or comes in another place, is made as it comes.
+        """
+        self._ahead = _Ahead(version, self._next_call(version, training=False), calls, samples)
+
+    def _requests_ahead(self, ahead: _Ahead) -> list[CompletionRequest]:
+        found: list[CompletionRequest] = []
+        for call, prompts in enumerate(ahead.calls, ahead.first):
+            requests = self._requests(ahead.version, call, prompts, ahead.samples)
+            found += [replace(one, index=len(found) + one.index) for one in requests]
+        return found
+
+    def _made(
+        self,
+        version: PolicyVersion,
+        call: int,
+        requests: list[CompletionRequest],
+        prompts: list[list[int]],
+        samples: int,
+        sampling: dict[str, Any],
+        publish: Callable[[], PolicyRef],
+        *,
+        training: bool,
+    ) -> Rollout:
+        """The completions of one call, from the journal or made now and stored."""
         digest = rollouts.digest_of(requests, sampling)
         rollout = self._journalled(version, call, digest)
         replayed = rollout is not None
@@ -117,9 +192,7 @@ class RolloutSource:
             rollouts.write_rollout(self._store, rollout, self._by)
         else:
             self._refused.judge(prompts, samples, rollout.completions)
-        self._calls[training] += 1  # here: a call that could not be made is made again, and is the same
         self._costs.add(rollout, training=training, replayed=replayed)
-        self._heartbeat.say("training")
         return rollout
 
     def _leave_the_journal(self, version: PolicyVersion) -> None:

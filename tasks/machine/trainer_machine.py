@@ -27,7 +27,7 @@ from tasks.machine.leaving import stop_file
 from tasks.machine.node_env import read_node_env, read_run_here
 from tasks.machine.processes.children import exit_code_of, start_child
 from tasks.machine.processes.exit_note import take_exit_code
-from tasks.machine.processes.launching import counted_gpus, trainer_argv, unfit_gpus, with_own_builds
+from tasks.machine.processes.launching import counted_gpus, trainer_argv, unfit_gpus, with_one_gpu, with_own_builds
 from tasks.machine.spooling import find_spool
 from tasks.machine.user_setup import set_up
 
@@ -43,10 +43,11 @@ def main() -> int:
     guard_output()
     env = read_node_env()
     try:
-        spec = read_run_here(Store(env.run), env.token).spec
+        record = read_run_here(Store(env.run), env.token)
     except NotVouched as error:
         print(f"grpo-orch trainer machine: {error}", file=sys.stderr, flush=True)
         return exit_codes.BAD_SPEC
+    spec = record.spec
     if not set_up(Path(env.workdir), spec.trainer.setup):
         return exit_codes.BAD_SPEC
     told = with_own_builds({**os.environ, **spec.trainer.env}, Path(env.workdir))
@@ -55,12 +56,16 @@ def main() -> int:
     except DriverFailed as error:
         print(f"grpo-orch trainer machine: {error}; {DRIVER_HINT}", file=sys.stderr, flush=True)
         return exit_codes.BAD_SPEC
-    if (unfit := unfit_gpus(spec, gpus)) is not None:
+    evaluates = record.evaluation is not None
+    if evaluates:
+        told = with_one_gpu(told)
+    elif (unfit := unfit_gpus(spec, gpus)) is not None:
         code, why = unfit
         print(f"grpo-orch trainer machine: {why}", file=sys.stderr, flush=True)
         return code
     take_exit_code(Path(env.workdir))  # of an earlier attempt
-    trainer = start_child(trainer_argv(env, spec), told)
+    argv = [sys.executable, "-m", node_contract.EVALUATOR] if evaluates else trainer_argv(env, spec)
+    trainer = start_child(argv, told)
 
     def end(*_: object) -> None:
         """Ask all processes of the trainer to leave; a second signal kills it."""

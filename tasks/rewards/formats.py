@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tasks.rewards.says import form
 from tasks.rewards.texts import text_of
 
 HALF = 0.5  # what all elements are worth at most that are there, but not in order or among other text
 
 
+@form
 def think_format(completions: Sequence[Any], opened: bool = False, **_: Any) -> list[float]:
     """1 for thoughts between one pair of `<think>` tags and then an answer, else 0.
 
@@ -19,6 +21,7 @@ def think_format(completions: Sequence[Any], opened: bool = False, **_: Any) -> 
     return [float(_thinks(f"<think>{text_of(one)}" if opened else text_of(one))) for one in completions]
 
 
+@form
 def xml_format(
     completions: Sequence[Any], tags: Sequence[str] = ("reasoning", "answer"), opened: bool = False, **_: Any
 ) -> list[float]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from tasks.rewards.says import readable_by
 from tasks.rewards.texts import answer_of, element, text_of
 
 MARK = "####"
@@ -14,6 +15,13 @@ NUMBER_MAX = 64  # characters in which a number ends: the rest of a long text is
 _NUMBER = re.compile(r"\s*[$€£]?\s*([-+]?[$€£]?[\d,]*\.?\d+)\.?(?![\w.,]*\d)")
 
 
+def gsm8k_readable(completions: Sequence[Any], tag: str | None = None, **_: Any) -> list[bool]:
+    """Whether each has a number where `gsm8k_reward` looks for one."""
+    found = [_found(text_of(one), tag) for one in completions]
+    return [one is not None and _number(one) is not None for one in found]
+
+
+@readable_by(gsm8k_readable)
 def gsm8k_reward(
     completions: Sequence[Any], column: str = "answer", tag: str | None = None, **columns: Any
 ) -> list[float | None]:
@@ -32,12 +40,16 @@ def _score(text: str, right: str, tag: str | None) -> float | None:
     expected = _number(right.rpartition(MARK)[2])
     if expected is None:
         return None
-    if tag is not None:
-        found = element(text, tag)
-    else:
-        _, marked, after = answer_of(text).rpartition(MARK)
-        found = after if marked else None
+    found = _found(text, tag)
     return float(found is not None and _number(found) == expected)
+
+
+def _found(text: str, tag: str | None) -> str | None:
+    """What stands where the answer should."""
+    if tag is not None:
+        return element(text, tag)
+    _, marked, after = answer_of(text).rpartition(MARK)
+    return after if marked else None
 
 
 def _number(text: str) -> Decimal | None:

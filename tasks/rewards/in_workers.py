@@ -107,15 +107,22 @@ def with_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -
             raise TypeError(f"{function.__name__} takes no argument `{name}`")
     given = {"fixed": arguments} if hasattr(function, "score") else dict(arguments)
 
-    @functools.wraps(function)
+    @functools.wraps(function)  # it copies what the function says of itself, too
     def reward(**told: Any) -> Any:
         return function(**told | given)
+
+    if hasattr(function, "readable"):
+        reward.readable = functools.partial(_with, function.readable, given)  # type: ignore[attr-defined]  # `says`
 
     @functools.wraps(function)
     async def awaited(**told: Any) -> Any:
         return await function(**told | given)
 
     return awaited if inspect.iscoroutinefunction(function) else reward
+
+
+def _with(function: Callable[..., Any], given: Mapping[str, Any], **told: Any) -> Any:
+    return function(**told | dict(given))
 
 
 def answered(

@@ -10,11 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from tasks.rewards.in_workers import in_workers
+from tasks.rewards.says import readable_by
 from tasks.rewards.texts import answer_of, text_of
 
 END_CHARACTERS = 8_000  # of a completion, where its answer is: patterns take long over more
 
 
+def math_readable(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[bool]:
+    """Whether math-verify finds an answer in each; not where looking for it takes too long."""
+    ends = [answer_of(text_of(one))[-END_CHARACTERS:] for one in completions]
+    return [bool(one) for one in math_parsed(prompts, ends)]
+
+
+@readable_by(math_readable)
 def math_reward(
     prompts: Sequence[Any], completions: Sequence[Any], column: str = "solution", **columns: Any
 ) -> list[float | None]:
@@ -39,14 +47,25 @@ def math_verified(answer: str, right: str | None) -> float | None:
     """As `math_reward`, of one answer."""
     if right is None:  # a row of another dataset
         return None
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no limits: the worker has
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from math_verify import verify
 
-    kinds = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-    no_limits: dict[str, Any] = {"parsing_timeout": None}
     stated = right if "$" in right or "\\boxed" in right or "\\(" in right or "\\[" in right else f"${right}$"
-    expected = parse(stated, kinds, **no_limits) or parse(right, kinds, **no_limits)
+    expected = _parsed(stated) or _parsed(right)
     if not expected:
         return None
-    found = parse(answer, kinds, extraction_mode="first_match", **no_limits)
-    return float(verify(expected, found, timeout_seconds=None))
+    return float(verify(expected, _parsed(answer, extraction_mode="first_match"), timeout_seconds=None))
+
+
+@in_workers(needs=("math_verify",), name="math_readable")
+def math_parsed(answer: str) -> float:
+    """As `math_readable`, of one answer."""
+    return float(bool(_parsed(answer, extraction_mode="first_match")))
+
+
+def _parsed(text: str, **how: Any) -> list[Any]:
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no limits: the worker has
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    kinds = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    found: list[Any] = parse(text, kinds, parsing_timeout=None, **how)
+    return found

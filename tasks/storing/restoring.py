@@ -14,6 +14,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest, transfer
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from checkpoint.stream.chunks import DamagedChunk, same
+from checkpoint.stream.exports import is_weights
 from checkpoint.stream.manifest import Manifest
 from policies.model.timelines import on_lineage
 from policies.model.vocabulary import PolicyVersion
@@ -70,6 +71,20 @@ def restore_newest(
     return None
 
 
+def restore_weights(
+    store: Store,
+    checkpoint: Checkpoint,
+    folder: Path,
+    local_model: Path | None,
+    say: Callable[[Stage], None] = lambda _: None,
+) -> Restored:
+    """Fetch what of one checkpoint a model is made of, as `restore_newest` does; no optimizer.
+
+    Raises NotFound, Corrupt, StoreError, OSError.
+    """
+    return _restore(store, checkpoint, folder, local_model, say, is_weights)
+
+
 _REPAIR = (
     "put the objects back, from a copy of the store or from the bucket's older versions, and `grpo-orch resume`; "
     "`grpo-orch checkpoints verify` names what is damaged"
@@ -87,7 +102,12 @@ def _all_damaged(damage: Sequence[tuple[str, str]]) -> str:
 
 
 def _restore(
-    store: Store, checkpoint: Checkpoint, folder: Path, local_model: Path | None, say: Callable[[Stage], None]
+    store: Store,
+    checkpoint: Checkpoint,
+    folder: Path,
+    local_model: Path | None,
+    say: Callable[[Stage], None],
+    needed: Callable[[str], bool] = lambda _: True,
 ) -> Restored:
     target = folder / f"checkpoint-{checkpoint.at.step}"
     if folder.exists():  # one whole checkpoint at a time, and what is left of this one's last try
@@ -96,7 +116,8 @@ def _restore(
                 shutil.rmtree(other)
     found = transfer.read_manifest(store, checkpoint)
     own = _has_base_model(found, local_model)
-    wanted = [file for file in found.files if not (own and file.name.startswith(f"{BASE_MODEL}/"))]
+    named = [file for file in found.files if needed(file.name)]
+    wanted = [file for file in named if not (own and file.name.startswith(f"{BASE_MODEL}/"))]
     told = TransferLog(CHECKPOINT, sum(file.size_bytes for file in wanted), say)
     manifest.materialize(store, found.root, wanted, target, told.add)
     log.info("checkpoint_restored", checkpoint=checkpoint.version)

@@ -69,7 +69,7 @@ SAVES_BEHIND_MAX = 10  # without `checkpoints.max_behind_steps`: how many saves 
 
 
 @dataclass(frozen=True, slots=True)
-class _Start:
+class Start:
     """What the process has before its trainer is made. The record's specification is this timeline's."""
 
     env: NodeEnv
@@ -129,17 +129,20 @@ def assemble(
     disable_progress_bar()  # a log file has no use for them
     datasets.disable_progress_bars()
     here = replace(record, spec=_spec_on(record.spec, forks, env.timeline))
-    start = _Start(env, here, store, heartbeat, leaving, restored, base_model, StepCosts())
-    config = _config(start.spec, Path(env.workdir) / SPOOL, evaluates=start.spec.trainer.eval_dataset is not None)
+    start = Start(env, here, store, heartbeat, leaving, restored, base_model, StepCosts())
+    config = grpo_config(
+        start.spec, Path(env.workdir) / SPOOL, evaluates=start.spec.trainer.eval_dataset is not None
+    )
     refused = RefusedPrompts(start.spec.policies.on_bad_prompt, start.costs)
     own = OwnGeneration(env.node, start.may_go_on) if generates_itself(start.spec) else None
     client = FleetClient(_rollouts(start, refused, config.seed, own))
+    client.foresees = own is None
     replaced = functools.partial(_replaced_prompts, record.spec, forks, env.timeline)
     trainer = _trainer(start, client, config, replaced)
     refused.row_of = trainer.row_of
     if own is not None:
         own.attach(trainer)
-    publisher = (own or _publisher(start, trainer)) if trainer.is_world_process_zero() else None
+    publisher = (own or policy_publisher(start, trainer)) if trainer.is_world_process_zero() else None
     client.attach(trainer, publisher, env.timeline)
     trainer.remove_callback(PrinterCallback)  # MetricsCallback says in a line what it prints in thirty
     leave_if_due = functools.partial(trainer.leave_if_due, in_step=True)
@@ -151,7 +154,7 @@ def assemble(
     return trainer, spool
 
 
-def _rollouts(start: _Start, refused: RefusedPrompts, run_seed: int, own: OwnGeneration | None) -> RolloutSource:
+def _rollouts(start: Start, refused: RefusedPrompts, run_seed: int, own: OwnGeneration | None) -> RolloutSource:
     return RolloutSource(
         start.store,
         own or GatewayClient(start.store, start.env.token, start.heartbeat, start.leaving.check),
@@ -165,7 +168,7 @@ def _rollouts(start: _Start, refused: RefusedPrompts, run_seed: int, own: OwnGen
     )
 
 
-def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable[[int], ReplacedPrompts]) -> Any:
+def _trainer(start: Start, client: FleetClient, config: Any, replaced: Callable[[int], ReplacedPrompts]) -> Any:
     """Load what run.yaml names into TRL's trainer. Raises BadSpec.
 
     Args:
@@ -197,7 +200,7 @@ def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable
             args=config,
             train_dataset=data.rows,
             eval_dataset=held_out.rows if held_out else None,
-            peft_config=_peft_config(wanted.peft),
+            peft_config=lora_config(wanted.peft),
             **turns,
         )
     except (OSError, ValueError, TypeError, ImportError) as error:
@@ -215,7 +218,7 @@ def _trainer(start: _Start, client: FleetClient, config: Any, replaced: Callable
     return trainer
 
 
-def _publisher(start: _Start, trainer: Any) -> PolicyPublisher:
+def policy_publisher(start: Start, trainer: Any) -> PolicyPublisher:
     """What puts policies into the store: adapters alone where the nodes' engine applies them."""
     folder, config = Path(start.env.workdir) / "policy", plain_model(trainer.model).config
     revision = (trainer.args.model_init_kwargs or {}).get("revision")
@@ -238,7 +241,7 @@ def _publisher(start: _Start, trainer: Any) -> PolicyPublisher:
     return AdapterPublisher(start.store, adapter, model, identity, folder, by, rounded, start.costs)
 
 
-def _add_first(start: _Start, trainer: Any, client: FleetClient, spool: Spool) -> None:
+def _add_first(start: Start, trainer: Any, client: FleetClient, spool: Spool) -> None:
     """Add what the first process alone does: checkpoints, heartbeat, metrics, guard, resume state."""
     spec, heartbeat, timeline, attempt = start.spec, start.heartbeat, start.env.timeline, start.env.attempt
     kept = read_resume_state(start.restored.folder) if start.restored is not None else None
@@ -289,7 +292,7 @@ def _replaced_prompts(spec: RunSpec, forks: Sequence[Fork], timeline: int, promp
     """Which prompts the timeline takes in the place of which; an earlier one had as many processes as this."""
 
     def walk(of_timeline: int) -> Walk:
-        return walk_of(_config(_spec_on(spec, forks, of_timeline), Path(), evaluates=False), prompts)
+        return walk_of(grpo_config(_spec_on(spec, forks, of_timeline), Path(), evaluates=False), prompts)
 
     return replacements(forks, timeline, walk)
 
@@ -302,14 +305,14 @@ def _frozen(trainer: Any, base_model: Path | None) -> dict[str, Path]:
     return {f"{BASE_MODEL}/{name}": path for name, path in files_below(base_model)}
 
 
-def _config(spec: RunSpec, output_dir: Path, *, evaluates: bool) -> Any:
+def grpo_config(spec: RunSpec, output_dir: Path, *, evaluates: bool) -> Any:
     try:
         return trl_grpo.build_config(spec.grpo, output_dir, evaluates=evaluates)
     except (ValueError, TypeError) as error:
         raise BadSpec(f"grpo: {first_line(error).removeprefix('GRPOConfig.__init__() ')}") from error
 
 
-def _peft_config(values: dict[str, Any] | None) -> Any:
+def lora_config(values: dict[str, Any] | None) -> Any:
     if values is None:
         return None
     from peft import LoraConfig

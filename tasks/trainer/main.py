@@ -83,7 +83,7 @@ def main() -> int:
 def _run(env: NodeEnv) -> End:
     store = Store(env.run, retry_s=STORE_RETRY_S)
     beat = Trainer(env.node, env.attempt, env.timeline, 0, 0, "starting", time.time())
-    end = functools.partial(_end_at_once, Path(env.workdir))
+    end = functools.partial(end_at_once, Path(env.workdir))
     leaving = Leaving(Path(env.workdir), env.attempt)
     # Slurm signals every process of a job. It would end this one before it has stored what it has.
     signal.signal(signal.SIGTERM, lambda *_: stop_file(Path(env.workdir), env.attempt).touch())
@@ -169,11 +169,11 @@ def _restore(
     own_model = found_here(workdir) or local_folder(record.spec.trainer, Path(record.spec.workdir))
     line, say = lineage(forks, env.timeline), functools.partial(_say_stage, heartbeat)
     restored = restore_newest(store, line, workdir / RESTORED, own_model, say)
-    _have_base_model(workdir, record.spec, store, say, None if restored is None else restored.base_model)
+    have_base_model(workdir, record.spec, store, say, None if restored is None else restored.base_model)
     return restored
 
 
-def _have_base_model(
+def have_base_model(
     workdir: Path, spec: RunSpec, store: Store, say: Callable[[Stage], None], folder: Path | None
 ) -> None:
     """Have the base model on this machine, unless a checkpoint has brought it to `folder`; whoever has it from
@@ -231,12 +231,13 @@ def _is_last(checkpoint: Path) -> bool:
     return bool(state["global_step"] >= state["max_steps"])
 
 
-def _end_at_once(workdir: Path, code: int) -> None:
+def end_at_once(workdir: Path, code: int) -> None:
+    """End this process now, and tell the machine with what."""
     leave_exit_code(workdir, code)
     os._exit(code)
 
 
-def _end(code: int) -> None:
+def end_process(code: int) -> None:
     """End as Python does, but for what it does last: torch's threads may abort an interpreter that ends around
     them. For the launcher that is a failure."""
     if RANK == 0:  # the others hold nothing any more
@@ -248,4 +249,4 @@ def _end(code: int) -> None:
 
 
 if __name__ == "__main__":
-    _end(main())
+    end_process(main())

@@ -44,6 +44,8 @@ class FleetClient:
     Attributes:
         on_policy_gone: called where the weights compute no number, with the present step and the first that may be
             to blame: no node would serve them.
+        foresees: whether to say what an evaluation will ask for; not where the trainer's own model would take it
+            all as one batch.
     """
 
     def __init__(self, rollouts: RolloutSource) -> None:
@@ -56,6 +58,7 @@ class FleetClient:
         self._canary: Canary | None = None  # what the weights of the present step compute
         self._finite_at: int | None = None  # the last step whose weights computed numbers
         self.on_policy_gone: Callable[[int, int], None] = lambda *_: None
+        self.foresees = False
 
     def attach(self, trainer: Any, publisher: Publishes | None, timeline: int) -> None:
         """Name the trainer whose steps these are, before its first generate call. Its first process publishes."""
@@ -73,6 +76,10 @@ class FleetClient:
             self._finite_at = step
         else:
             self.on_policy_gone(step, step if self._finite_at is None else self._finite_at + 1)
+
+    def foresee(self, calls: list[list[list[int]]], samples: int) -> None:
+        """Say which prompts the evaluation of the present step will ask for, generate call by generate call."""
+        self._rollouts.foresee(self._version(), calls, samples)
 
     def get_server_info(self) -> dict[str, Any]:
         """What TRL asks of a server: every rollout node is started so, and run.yaml cannot change it."""

@@ -120,9 +120,13 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def _shaped(sampling: dict[str, Any]) -> Iterator[LogitsProcessor]:
-    """What makes of logits the distribution that is drawn from, in transformers' order; `top_k` 0 is none."""
+    """What makes of logits the distribution that is drawn from, in transformers' order; `top_k` 0 is none, and
+    with temperature 0 the likeliest token is."""
     if (penalty := sampling["repetition_penalty"]) != 1.0:
         yield RepetitionPenaltyLogitsProcessor(penalty)
+    if sampling["temperature"] == 0.0:
+        yield TopKLogitsWarper(1)
+        return
     if (temperature := sampling["temperature"]) != 1.0:
         yield TemperatureLogitsWarper(float(temperature))
     if (top_k := sampling["top_k"]) > 0:

@@ -30,6 +30,7 @@ from tasks.trl.canary import canary_of
 from tasks.trl.checkpoint_names import as_in_checkpoint
 from tasks.trl.fleet_client import LEAVING, WEIGHTS_FIRST, FleetClient
 from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before, walk_of
+from tasks.trl.trl_foreseen import ForeseesEvaluation
 from tasks.trl.trl_leaving import LeavesInTime
 from tasks.trl.trl_refused import LeavesOutRefused
 from tasks.trl.trl_saving import SavesIntoSpool
@@ -201,6 +202,7 @@ class EpochSampler(RepeatSampler):  # type: ignore[misc]  # TRL has no types
 
 
 class FleetGRPOTrainer(
+    ForeseesEvaluation,
     LeavesInTime,
     LeavesOutRefused,
     SavesIntoSpool,
@@ -219,6 +221,7 @@ class FleetGRPOTrainer(
     def __init__(
         self, client: FleetClient, costs: StepCosts, timeline: int, replaced: ReplacedPrompts, **kwargs: Any
     ) -> None:
+        self._fleet = client
         self._costs = costs
         self._timeline = timeline
         self._replaced = replaced

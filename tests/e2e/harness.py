@@ -48,6 +48,10 @@ class Run:
     def store(self) -> Store:
         return Store(self.url, retry_s=1.0, options=self.options)
 
+    def of(self, url: str) -> Store:
+        """Another store beside the run's, or in it."""
+        return Store(url, retry_s=1.0, options=self.options)
+
     @property
     def state(self) -> RunState:
         return journal.recover(self.store).state

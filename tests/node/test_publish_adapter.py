@@ -24,7 +24,7 @@ from tasks.machine.base_model import identity_of
 from tasks.rollout.adapters import takes_adapters
 from tasks.storing.publish_adapter import AdapterPublisher
 from tasks.storing.step_costs import StepCosts
-from tasks.trainer.assemble import _publisher
+from tasks.trainer.assemble import policy_publisher
 from tasks.trl.weights import adapter_tensors
 
 LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "up_proj", "v_proj"], "init_lora_weights": False}
@@ -162,5 +162,5 @@ def test_the_trainer_decides_by_the_file_that_nodes_read_whatever_transformers_m
     here: dict[str, Any] = {"workdir": world.folder, "base_model": None, "costs": StepCosts()}
     start: Any = SimpleNamespace(spec=spec, store=world.store, env=env, **here)
     trainer = SimpleNamespace(model=adapted(), args=SimpleNamespace(model_init_kwargs=None))
-    assert isinstance(_publisher(start, trainer), AdapterPublisher) is alone
+    assert isinstance(policy_publisher(start, trainer), AdapterPublisher) is alone
     assert takes_adapters(spec) is alone

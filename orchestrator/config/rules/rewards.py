@@ -13,6 +13,8 @@ from orchestrator.config.rules.foreign_keys import shipped_reward_functions
 # What TRL 1.16 hands to every reward function, besides the dataset's columns.
 PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
+MARKS = ("form", "readable_by")  # of `tasks.rewards.says`
+
 
 def reward_problem(path: str, workdir: Path, *, has_setup: bool) -> str:
     """What is wrong with a reward function's import path; empty where nothing is, or where it names a model."""
@@ -45,13 +47,20 @@ def is_model(reward: str) -> bool:
 
 
 def _keeps_parameters(decorator: ast.expr) -> bool:
-    """Whether it is `tasks.rewards.in_workers`, however it was imported."""
-    return isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("in_workers")
+    """Whether it is `tasks.rewards.in_workers`, or a mark of theirs, however it was imported."""
+    called = ast.unparse(decorator.func) if isinstance(decorator, ast.Call) else ""
+    return called.rpartition(".")[2] == "in_workers" or _is_mark(decorator)
+
+
+def _is_mark(decorator: ast.expr) -> bool:
+    """Whether it leaves a function as it is, and notes something of it."""
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return ast.unparse(called).rpartition(".")[2] in MARKS
 
 
 def _signature_problem(node: ast.stmt, name: str) -> str:
     """TRL calls by keyword and passes more than most functions name: without `**kwargs` that is a TypeError."""
-    if not isinstance(node, FUNCTION) or node.decorator_list or node.args.kwarg:
+    if not isinstance(node, FUNCTION) or not all(map(_is_mark, node.decorator_list)) or node.args.kwarg:
         return ""
     taken = {one.arg for one in (*node.args.args, *node.args.kwonlyargs)}
     if lost := [one for one in PASSED if one not in taken]:

@@ -6,12 +6,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from tasks.rewards import form
+
 LAST_LINE = re.compile(r"\n#### -?\d[\d,]*(?:\.\d+)?\s*\Z")
 SHORT_CHARACTERS, LONG_CHARACTERS = 400, 1200
 
 Chat = list[dict[str, str]]
 
 
+@form
 def in_form(completions: Sequence[Chat], **_: Any) -> list[float]:
     """1 where the last line is `####` and a number, right or wrong."""
     return [float(LAST_LINE.search(chat[-1]["content"]) is not None) for chat in completions]

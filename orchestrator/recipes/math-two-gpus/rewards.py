@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tasks.rewards import readable_by
 
+
+def in_form(completions: Sequence[str], **_: Any) -> list[bool]:
+    """Whether the thoughts end and an answer with something boxed in it follows: what `grpo-orch eval` asks."""
+    return [_answer(text) is not None for text in completions]
+
+
+@readable_by(in_form)
 def right_in_form(completions: Sequence[str], solution: Sequence[str], **_: Any) -> list[float]:
     """1 where the thoughts end, an answer follows, and what is boxed in it is what is boxed in the solution."""
     return [_score(text, boxed(right)) for text, right in zip(completions, solution, strict=True)]
@@ -23,8 +31,12 @@ def boxed(text: str) -> str | None:
 
 
 def _score(text: str, right: str | None) -> float:
+    return float(right is not None and _answer(text) == right)
+
+
+def _answer(text: str) -> str | None:
+    """What is boxed in the answer, where the form is right; else None."""
     thoughts, ended, answer = text.partition("</think>")
     answer = answer.strip()
     in_place = answer.startswith("<answer>") and answer.endswith("</answer>")
-    in_form = bool(ended) and "<think>" not in thoughts and in_place
-    return float(in_form and right is not None and boxed(answer) == right)
+    return boxed(answer) if ended and "<think>" not in thoughts and in_place else None

@@ -62,6 +62,12 @@ def with_own_builds(env: Mapping[str, str], workdir: Path) -> dict[str, str]:
     return {"TORCH_EXTENSIONS_DIR": str(folder), **env}
 
 
+def with_one_gpu(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which one process sees one GPU, where there is any: an evaluation needs no more."""
+    names = visible_names(env[VISIBLE]) if VISIBLE in env else ["0"]
+    return {**env, VISIBLE: ",".join(names[:1])}
+
+
 def visible_gpus(env: Mapping[str, str]) -> int | None:
     """How many NVIDIA GPUs a process with this environment sees; None where nothing here can tell.
 

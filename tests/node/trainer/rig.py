@@ -23,6 +23,7 @@ from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.manifest import Manifest
 from checkpoint.stream.transfer import read_manifest
 from policies.control.snapshot import Trainer
+from policies.model.evaluation import Evaluation
 from policies.model.node_contract import TRAINER
 from policies.model.spec import (
     CheckpointsSpec,
@@ -144,14 +145,22 @@ def assembled(rig: Rig, attempt: int = 1) -> Any:
 class Rig:
     """One run and its stand-in gateway; `ready`: its specification, but for the store."""
 
-    def __init__(self, folder: Path, tiny: Path, *, ready: RunSpec | None = None, **spec: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tiny: Path,
+        *,
+        ready: RunSpec | None = None,
+        evaluation: Evaluation | None = None,
+        **spec: Any,
+    ) -> None:
         self.folder = folder
         self.work = folder / "work"
         self.work.mkdir(parents=True)
         self.store = Store(f"file://{folder}/store")
         made = run_spec(self.store.url, tiny, **spec) if ready is None else ready
         self.spec = replace(made, storage=self.store.url)
-        documents.create_run(self.store, RunRecord(documents.SCHEMA, "id", time.time(), self.spec))
+        documents.create_run(self.store, RunRecord(documents.SCHEMA, "id", time.time(), self.spec, evaluation))
         vouch(self.store, TOKEN)
         self.gateway = StandInGateway(self.store, folder / "scratch")
 

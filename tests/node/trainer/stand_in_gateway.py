@@ -41,6 +41,7 @@ class StandInGateway:
         cut_after: close the connection without a word after so many completions; counts down over batches.
         members: what progress lines say; at 0 nothing is generated until it is raised.
         asked: every request seen, as (policy, seed).
+        batches: how many requests each call had.
         prompts: the prompts of each policy's requests, as token ids.
         made: completions sent.
         refuses: whether no node takes a prompt.
@@ -55,6 +56,7 @@ class StandInGateway:
         self.members = 1
         self.cut_after: int | None = None
         self.asked: list[tuple[str, int]] = []
+        self.batches: list[int] = []
         self.prompts: dict[str, set[tuple[int, ...]]] = {}
         self.made = 0
         self.refuses: Callable[[list[int]], bool] = lambda _: False
@@ -102,6 +104,7 @@ class StandInGateway:
             )
         seen = self.prompts.setdefault(batch.policy.version, set())
         seen.update(tuple(one.prompt_token_ids) for one in batch.requests)
+        self.batches.append(len(batch.requests))
         self.asked += [(batch.policy.version, one.seed) for one in batch.requests]
         handler.send_response(200)
         handler.send_header("Transfer-Encoding", "chunked")
@@ -184,8 +187,9 @@ def _sample(
     while len(token_ids) < sampling["max_tokens"]:
         out = model(input_ids=inputs, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
-        row = torch.log_softmax(out.logits[0, -1].float() / sampling["temperature"], dim=-1)
-        token = int(torch.multinomial(row.exp(), 1, generator=generator))
+        row = torch.log_softmax(out.logits[0, -1].float() / (sampling["temperature"] or 1.0), dim=-1)
+        drawn = torch.multinomial(row.exp(), 1, generator=generator)
+        token = int(drawn if sampling["temperature"] else row.argmax())
         token_ids.append(token)
         logprobs.append(float(row[token]))
         ends = model.config.eos_token_id

@@ -30,7 +30,7 @@ from tasks.models.base import FOLDER, BaseModel, Closed, Source, found_here, sou
 from tasks.rollout.base_here import BaseHere
 from tasks.rollout.vllm import flags as vllm_flags
 from tasks.trainer import main
-from tasks.trainer.main import _have_base_model
+from tasks.trainer.main import have_base_model
 from tests.budget import HANG_S
 from tests.tasks.rollout.test_fitness import World, publish, run_agent
 
@@ -272,7 +272,7 @@ def test_which_models_come_through_the_store(
 
 def test_a_trainer_reads_what_its_model_is_loaded_with_from_json_too(tmp_path: Path) -> None:
     run = replace(run_of(tmp_path), grpo={"model_init_kwargs": '{"trust_remote_code": true}'})
-    _have_base_model(tmp_path, run, Store("memory://json"), lambda _: None, None)  # it is for nobody to fetch
+    have_base_model(tmp_path, run, Store("memory://json"), lambda _: None, None)  # it is for nobody to fetch
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ def test_a_trainer_publishes_what_it_has_not_got_from_the_store(
     def starts(machine: str, checkpoints: Path | None = None, **given: Any) -> None:
         workdir = tmp_path / machine
         workdir.mkdir()
-        main._have_base_model(workdir, run_of(tmp_path, **given), store, lambda _: None, checkpoints)
+        main.have_base_model(workdir, run_of(tmp_path, **given), store, lambda _: None, checkpoints)
 
     starts("local")
     starts("folder", cloud="sky", model="/mnt/model")

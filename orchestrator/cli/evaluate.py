@@ -1,0 +1,238 @@
+"""eval: policies of a run on held-out problems, greedy, side by side.
+
+An evaluation is a run of its own, in a store prefix of its own below the evaluated run's: with the same fleet, and
+an evaluator in the place of the trainer. Its name follows from what it is of, so that the same command again goes
+on with it, or shows what it found.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from blake3 import blake3
+
+from checkpoint.journal import journal
+from checkpoint.records import documents, evaluated
+from checkpoint.records.documents import RunRecord
+from checkpoint.records.evaluated import Evaluated
+from checkpoint.store import layout
+from checkpoint.store.codec import to_json
+from checkpoint.store.errors import AlreadyExists
+from checkpoint.store.probe import probe
+from checkpoint.store.run_store import Store
+from checkpoint.stream.catalog import Catalog
+from orchestrator.cli.checkpoints import NEWEST, find_checkpoint
+from orchestrator.cli.console import Stop, console, errors
+from orchestrator.cli.options import AsJson, Output, Target, print_json
+from orchestrator.cli.remote import is_steered
+from orchestrator.cli.start import refuse_missing_secrets, show_plan
+from orchestrator.cli.target import open_run
+from orchestrator.config.sizes.model import find_size
+from orchestrator.control.launcher import start_daemon
+from orchestrator.home.folder import keep_run_digest, keep_store_options, run_id_of, run_token
+from orchestrator.home.trust import run_digest
+from orchestrator.plan.models import asked_once
+from orchestrator.views import evaluation as views
+from policies.evaluation.as_run import as_run
+from policies.model import exit_codes
+from policies.model.evaluation import BASE, Evaluation, Subject
+from policies.model.phases import TERMINAL_RUN
+from policies.model.spec import Dataset, RunSpec, datasets_of
+from policies.model.vocabulary import RunPhase
+
+POLL_S = 0.5
+
+Steps = Annotated[
+    list[str] | None, typer.Option("--step", help="A checkpoint, as `200` or `1-200`. May be given several times.")
+]
+Rows = Annotated[int | None, typer.Option("--rows", min=1, help="Only so many problems, from the first on.")]
+Detach = Annotated[bool, typer.Option("-d", "--detach", help="Do not wait; the same command shows what came out.")]
+Yes = Annotated[bool, typer.Option("-y", "--yes", help="Start without asking.")]
+
+
+def evaluate(
+    target: Target = None,
+    step: Steps = None,
+    base: Annotated[bool, typer.Option("--base", help="The model that training began from.")] = False,
+    final: Annotated[bool, typer.Option("--final", help="The newest checkpoint.")] = False,
+    dataset: Annotated[
+        str | None, typer.Option(help="A file, or a dataset's name; default: trainer.eval_dataset.")
+    ] = None,
+    rows: Rows = None,
+    yes: Yes = False,
+    detach: Detach = False,
+    output: AsJson = Output.TEXT,
+) -> None:
+    """Evaluate policies of a run, greedily, on held-out problems: by default the base model and the newest
+    checkpoint, side by side."""
+    parent, record = open_run(target)
+    if record.evaluation is not None:
+        _show(_found(parent, record.evaluation.subjects), parent, output)
+        return
+    wanted = [*(step or []), *([NEWEST] if final else [])]
+    if not wanted and not base:
+        wanted, base = [NEWEST], True
+    subjects = _subjects(parent, wanted, base=base)
+    problems = _dataset(record.spec, dataset)
+    store, made = _run_of(parent, record, subjects, problems, rows)
+    if store.get_or_none(layout.RUN) is None:
+        _create(parent, store, made, yes=yes)
+    made = documents.read_run(store)
+    if len(_found(store, subjects)) < len(subjects):
+        _start(store, made)
+        if detach:
+            _say_where(store, output)
+            return
+        try:
+            _wait(store, subjects)
+        except KeyboardInterrupt:
+            _say_where(store, output)
+            return
+    _show(_found(store, subjects), store, output)
+
+
+def _subjects(parent: Store, wanted: Sequence[str], *, base: bool) -> tuple[Subject, ...]:
+    """The base first: its weights are what the others are loaded over. Raises Stop."""
+    listed = Catalog(parent, "eval").newest().checkpoints
+    found = [find_checkpoint(listed, text) for text in wanted]
+    named = {one.version: Subject(one.version, one.manifest, one.digest) for one in found}
+    return (*([Subject(BASE)] if base else []), *(named[key] for key in sorted(named, key=_order)))
+
+
+def _order(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split("-")))
+
+
+def _dataset(spec: RunSpec, named: str | None) -> Dataset | tuple[Dataset, ...]:
+    """What is evaluated on. A dataset that is named has its prompts made as the run's are. Raises Stop."""
+    trainer = spec.trainer
+    if named is None:
+        if trainer.eval_dataset is None:
+            message = "run.yaml names no trainer.eval_dataset; name held-out problems with --dataset"
+            raise Stop(message, exit_codes.USAGE)
+        return trainer.eval_dataset
+    like = datasets_of(trainer.eval_dataset or trainer.dataset)[0]
+    path = Path(named).resolve()
+    if not path.exists():
+        if named.startswith((".", "/", "~")) or Path(named).suffix in (".json", ".jsonl", ".csv", ".parquet"):
+            raise Stop(f"--dataset {named}: there is no such file or folder", exit_codes.USAGE)
+        return Dataset(path=named, prompt=like.prompt)
+    if spec.cloud != "local" and not path.is_relative_to(spec.workdir):
+        message = f"--dataset {named}: machines get a copy of {spec.workdir} and of nothing else; put it there"
+        raise Stop(message, exit_codes.USAGE)
+    told = str(path) if spec.cloud == "local" else str(path.relative_to(spec.workdir))
+    return Dataset(path=told, prompt=like.prompt)
+
+
+def _run_of(
+    parent: Store,
+    record: RunRecord,
+    subjects: tuple[Subject, ...],
+    problems: Dataset | tuple[Dataset, ...],
+    rows: int | None,
+) -> tuple[Store, RunRecord]:
+    """The evaluation's store and its run, named by what is evaluated and how."""
+    evaluation = Evaluation(parent.url, subjects, rows)
+    told = to_json([evaluation, as_run(record.spec, "", problems)])
+    name = f"{'_'.join(one.name for one in subjects)}-{blake3(told).hexdigest(4)}"
+    store = Store(f"{parent.url}/{layout.evaluation(name)}", retry_s=parent.retry_s)
+    spec = as_run(record.spec, store.url, problems)
+    run_id = run_id_of(spec.name, store.url)
+    return store, RunRecord(documents.SCHEMA, run_id, time.time(), spec, evaluation)
+
+
+def _create(parent: Store, store: Store, record: RunRecord, *, yes: bool) -> None:
+    """Write the evaluation's run.json. Raises Stop where the user does not want it."""
+    refuse_missing_secrets(record.spec)
+    probe(store)
+    show_plan(record, store, None, asked_once(find_size), errors)
+    if not yes and not typer.confirm("Evaluate?", default=True, err=True):
+        raise Stop("nothing was started", exit_codes.OK)
+    if store.options:
+        keep_store_options(store.url, {key: str(value) for key, value in store.options.items()})
+    assert record.evaluation is not None
+    pinned = replace(record.evaluation, subjects=_pinned(parent, record.evaluation.subjects))
+    try:
+        data = documents.create_run(store, replace(record, evaluation=pinned))
+        keep_run_digest(store.url, run_digest(data))
+    except AlreadyExists:  # by the same command elsewhere, at this moment
+        console.print(f"{store.url} was begun by another.", soft_wrap=True)
+
+
+def _pinned(parent: Store, subjects: Sequence[Subject]) -> tuple[Subject, ...]:
+    """Keep each checkpoint from its run's retention until it is evaluated, unless somebody keeps it already."""
+    catalog = Catalog(parent, f"{socket.gethostname()}/{os.getpid()}")
+    made: list[Subject] = []
+    for subject in subjects:
+        listed = {one.version: one for one in catalog.newest().checkpoints}
+        if subject.name == BASE or listed[subject.name].pinned:
+            made.append(subject)
+            continue
+        catalog.pin(time.time(), listed[subject.name].at, pinned=True)
+        made.append(replace(subject, pinned=True))
+    return tuple(made)
+
+
+def _start(store: Store, record: RunRecord) -> None:
+    """Have a daemon steer it, unless one does."""
+    if is_steered(store):
+        return
+    refuse_missing_secrets(record.spec)
+    run_token(record.run_id)
+    begun = journal.recover(store).state.name
+    start_daemon(store, record, "resume" if begun else "up")
+
+
+def _wait(store: Store, subjects: Sequence[Subject]) -> None:
+    """Return once all is there. Raises Stop where it ended before."""
+    with errors.status("waiting for machines") as status:
+        while True:
+            there = len(_found(store, subjects))
+            state = journal.recover(store).state
+            ended = state.phase in TERMINAL_RUN and not state.nodes
+            if ended and state.phase is RunPhase.FINISHED and there == len(subjects):
+                return
+            if ended or not is_steered(store):
+                break
+            beat = documents.TRAINER.read(store)
+            activity = "waiting for machines" if beat is None else beat.activity
+            stored = evaluated.count_kept(store) if beat is not None else 0
+            status.update(f"{there} of {len(subjects)} policies; {activity}; {stored} completions stored")
+            time.sleep(POLL_S)
+    if len(_found(store, subjects)) == len(subjects):
+        return
+    why = state.reason if ended else "nobody steers it any more"
+    again = f"`grpo-orch logs trainer-0 {store.url}` says more; the same command goes on with it"
+    raise Stop(f"the evaluation in {store.url}: {why}; {again}", exit_codes.FAILED)
+
+
+def _say_where(store: Store, output: Output) -> None:
+    """It goes on by itself."""
+    if output is Output.JSON:
+        print_json({"store": store.url})
+        return
+    told = f"It runs in {store.url}; the same command shows what comes out, `grpo-orch down` there ends it."
+    console.print(told, highlight=False, markup=False, soft_wrap=True)
+
+
+def _found(store: Store, subjects: Sequence[Subject]) -> list[Evaluated]:
+    read = (evaluated.evaluated(one.name).read(store) for one in subjects)
+    return [one for one in read if one is not None]
+
+
+def _show(found: Sequence[Evaluated], store: Store, output: Output) -> None:
+    if not found:
+        raise Stop(f"{store.url} has no results yet", exit_codes.FAILED)
+    if output is Output.JSON:
+        print_json(views.to_json(found, store.url))
+        return
+    console.print(views.table(found), highlight=False)
+    told = f"Each completion with its scores: {store.url}/{layout.EVALUATED}/"
+    console.print(told, highlight=False, soft_wrap=True, markup=False)

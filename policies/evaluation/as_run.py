@@ -1,0 +1,65 @@
+"""The specification of the run that an evaluation is: the evaluated run's machines, model and rewards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from policies.model.spec import Dataset, KlPolicy, RunSpec, generates_itself, processes_of
+
+# Of `grpo`: what a completion or its score depends on. All else is about training.
+KEPT = frozenset(
+    {
+        "bf16",
+        "cast_lm_head_to_fp32",
+        "chat_template_kwargs",
+        "fp16",
+        "max_completion_length",
+        "max_tool_calling_iterations",
+        "model_init_kwargs",
+        "per_device_eval_batch_size",
+        "remove_unused_columns",
+        "repetition_penalty",
+        "reward_weights",
+        "seed",
+        "tf32",
+        "use_cpu",
+        "vllm_structured_outputs_regex",
+    }
+)
+# Greedy, and one completion each. TRL wants two in a group that it trains on, which is none here.
+GREEDY: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "num_generations_eval": 1,
+    "num_generations": 2,
+    "per_device_train_batch_size": 2,
+    "max_steps": 1,
+    "beta": 0.0,
+    "save_strategy": "no",
+    "gradient_checkpointing": False,
+}
+SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed", "n"})
+
+
+def as_run(spec: RunSpec, storage: str, dataset: Dataset | tuple[Dataset, ...]) -> RunSpec:
+    """Return the run of an evaluation of `spec`'s policies on a dataset.
+
+    The weights are loaded by one process, whatever trained them. Where it was several, they may be more than one
+    GPU has room for, and are held in the machine's memory: the nodes generate.
+    """
+    grpo = {key: value for key, value in spec.grpo.items() if key in KEPT} | GREEDY
+    if isinstance(given := spec.grpo.get("generation_kwargs"), dict):
+        grpo["generation_kwargs"] = {key: value for key, value in given.items() if key not in SAMPLING}
+    if processes_of(spec) > 1 and not generates_itself(spec):
+        grpo["use_cpu"] = True
+    return replace(
+        spec,
+        name=f"{spec.name}-eval",
+        storage=storage,
+        trainer=replace(spec.trainer, dataset=dataset, eval_dataset=None, accelerate=None),
+        grpo=grpo,
+        policies=replace(spec.policies, kl=KlPolicy(action="alert")),
+        rehearse=None,
+    )

@@ -1,0 +1,193 @@
+"""The evaluator's process, in the trainer's place where a run is an evaluation: `python -m tasks.evaluating.main`.
+
+It loads each policy of the run that is evaluated, publishes it as a trainer publishes its own, sends one batch of
+all prompts, scores what comes, and stores it. Then the run is finished and its machines go back. It may be killed
+at any moment: what is stored is not made again.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from checkpoint.records import evaluated
+from checkpoint.records.documents import RunRecord
+from checkpoint.security.redaction import guard_output
+from checkpoint.security.vouched import NotVouched
+from checkpoint.store.errors import Corrupt, NotFound, StoreError
+from checkpoint.store.run_store import Store
+from checkpoint.stream.catalog import Catalog, Checkpoint
+from policies.control.snapshot import Trainer
+from policies.model import exit_codes
+from policies.model.evaluation import BASE, Evaluation, Subject
+from policies.model.vocabulary import PolicyVersion
+from tasks.completions.gateway_client import GenerationFailed
+from tasks.completions.refused_prompts import BadPrompts
+from tasks.machine.leaving import LeaveNow, Leaving, await_predecessor, stop_file
+from tasks.machine.node_env import NodeEnv, NotANode, read_node_env, read_run_here
+from tasks.machine.processes.exit_note import leave_exit_code
+from tasks.machine.versions import TRAINER, WrongVersions, check_versions
+from tasks.models.base import found_here
+from tasks.rewards.guard import BadReward
+from tasks.storing.heartbeat import Fenced, Heartbeat
+from tasks.trainer.main import (
+    BEAT_RETRY_S,
+    LAST_WORDS,
+    STORE_RETRY_S,
+    End,
+    end_at_once,
+    end_process,
+    have_base_model,
+)
+
+log = structlog.get_logger()
+
+FETCHED = "evaluated"  # folder of the machine's
+
+
+def main() -> int:
+    """Evaluate what the run that the environment names is of. Returns the exit code."""
+    guard_output()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    try:
+        env = read_node_env()
+    except NotANode as error:
+        print(f"grpo-orch evaluator: {error}", file=sys.stderr, flush=True)
+        return exit_codes.USAGE
+    code, why = _run(env)
+    leave_exit_code(Path(env.workdir), code)
+    print(f"grpo-orch evaluator: {why}", file=sys.stderr, flush=True)
+    return code
+
+
+def _run(env: NodeEnv) -> End:
+    store, workdir = Store(env.run, retry_s=STORE_RETRY_S), Path(env.workdir)
+    beat = Trainer(env.node, env.attempt, env.timeline, 0, 0, "starting", time.time())
+    leaving = Leaving(workdir, env.attempt)
+    signal.signal(signal.SIGTERM, lambda *_: stop_file(workdir, env.attempt).touch())
+    end = functools.partial(end_at_once, workdir)
+    heartbeat = Heartbeat(Store(env.run, retry_s=BEAT_RETRY_S), beat, leaving=leaving, end=end)
+    try:
+        record = read_run_here(store, env.token)
+        await_predecessor(store, env, frozenset(LAST_WORDS.values()))
+        heartbeat.start()
+        code, why = _evaluate(env, record, store, heartbeat, leaving)
+        if code in LAST_WORDS:
+            heartbeat.stop(LAST_WORDS[code])
+        return code, why
+    except Fenced as error:
+        return exit_codes.FENCED, f"stopped: {error}"
+    except GenerationFailed as error:
+        return exit_codes.FAILED, f"generation failed: {error}"
+    except (BadPrompts, NotVouched, WrongVersions) as error:
+        return exit_codes.BAD_SPEC, str(error)
+    except StoreError as error:
+        return exit_codes.FAILED, f"the run store failed: {error}"
+
+
+def _evaluate(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, leaving: Leaving) -> End:
+    check_versions(TRAINER)
+    evaluation = record.evaluation
+    if evaluation is None:
+        return exit_codes.BAD_SPEC, "the run is no evaluation"
+    missing = [
+        (number, subject)
+        for number, subject in enumerate(evaluation.subjects)
+        if evaluated.evaluated(subject.name).read(store) is None
+    ]
+    heartbeat.say(max_steps=len(evaluation.subjects), step=len(evaluation.subjects) - len(missing))
+    if missing:
+        # After the first heartbeat: these imports take seconds.
+        import torch
+
+        from tasks.storing.tensor_types import UnsupportedType
+        from tasks.trainer.user_objects import BadSpec, is_out_of_memory
+
+        if threads := os.environ.get("OMP_NUM_THREADS"):
+            torch.set_num_threads(int(threads))
+        warnings.filterwarnings("ignore", message=".*pin_memory.*")
+        try:
+            _evaluate_each(missing, env, record, evaluation, store, heartbeat, leaving)
+        except LeaveNow:
+            return exit_codes.STOPPED, "told to end; the completions so far are stored"
+        except BadReward as error:
+            return exit_codes.FAILED, f"{error}; see policies.on_bad_reward"
+        except (BadSpec, UnsupportedType) as error:
+            return exit_codes.BAD_SPEC, str(error)
+        except (NotFound, Corrupt) as error:
+            return exit_codes.BAD_SPEC, f"what is to be evaluated cannot be read: {error}"
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return exit_codes.OUT_OF_MEMORY, f"out of memory: {str(error).strip().partition(chr(10))[0]}"
+    _unpin(evaluation)
+    evaluated.drop_kept(store)
+    return exit_codes.OK, f"evaluated {', '.join(one.name for one in evaluation.subjects)}"
+
+
+def _evaluate_each(
+    missing: list[tuple[int, Subject]],
+    env: NodeEnv,
+    record: RunRecord,
+    evaluation: Evaluation,
+    store: Store,
+    heartbeat: Heartbeat,
+    leaving: Leaving,
+) -> None:
+    from tasks.evaluating.assemble import assemble_evaluator
+    from tasks.evaluating.scoring import evaluate
+    from tasks.storing.restoring import restore_weights
+    from tasks.storing.step_costs import StepCosts
+    from tasks.trainer.assemble import Start
+    from tasks.trainer.user_objects import local_folder
+
+    workdir, spec = Path(env.workdir), record.spec
+    parent = Store(evaluation.of, retry_s=STORE_RETRY_S)
+    say: Any = lambda stage: heartbeat.say(stage=stage)  # noqa: E731
+    own_model = found_here(workdir) or local_folder(spec.trainer, Path(spec.workdir))
+    folders: dict[str, Path | None] = {BASE: None}
+    heartbeat.say("restoring")
+    base_model: Path | None = None
+    for _, subject in missing:
+        if subject.name != BASE:
+            at = workdir / FETCHED / subject.name
+            found = restore_weights(parent, _checkpoint_of(subject), at, own_model, say)
+            folders[subject.name], base_model = found.folder, found.base_model or base_model
+    have_base_model(workdir, spec, store, say, base_model)
+    heartbeat.say("starting")
+    brought = base_model or found_here(workdir)
+    start = Start(env, record, store, heartbeat, leaving, None, brought, StepCosts())
+    evaluator = assemble_evaluator(start, evaluation.rows)
+    for number, subject in missing:
+        heartbeat.say("training", step=number)
+        log.info("evaluating", subject=subject.name, rows=len(evaluator.rows))
+        evaluator.trainer.load(number, folders[subject.name])
+        summary, samples = evaluate(evaluator, subject.name)
+        evaluated.write_samples(store, subject.name, samples)
+        evaluated.evaluated(subject.name).write(store, summary)  # last: it says that the samples are whole
+        heartbeat.say("training", step=number + 1)
+
+
+def _checkpoint_of(subject: Subject) -> Checkpoint:
+    return Checkpoint(subject.name, subject.manifest, subject.digest, 0.0, 0)
+
+
+def _unpin(evaluation: Evaluation) -> None:
+    """Leave what was pinned for this evaluation to its run's retention again. Raises StoreError."""
+    parent = Store(evaluation.of, retry_s=STORE_RETRY_S)
+    catalog = Catalog(parent, "evaluation")
+    for subject in evaluation.subjects:
+        if subject.pinned and any(one.version == subject.name for one in catalog.newest().checkpoints):
+            catalog.pin(time.time(), PolicyVersion.parse(subject.name), pinned=False)
+
+
+if __name__ == "__main__":
+    end_process(main())

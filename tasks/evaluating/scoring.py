@@ -1,0 +1,80 @@
+"""From completions to scores and verdicts: what the run's own reward functions say of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from checkpoint.records.evaluated import SCHEMA, Evaluated, Scored
+from policies.evaluation.judging import told_readable, verdict
+from tasks.evaluating.assemble import Evaluator
+from tasks.rewards.guard import BadReward
+from tasks.trainer.user_objects import Reward
+from tasks.trl.trl_evaluating import Made
+
+Scores = Sequence[Mapping[str, float | None]]
+Judged = tuple[Evaluated, list[Scored]]
+
+
+def evaluate(evaluator: Evaluator, subject: str) -> Judged:
+    """Complete all prompts with the policy that is loaded, and score them. Raises BadReward and what a generate
+    call raises."""
+    trainer, rows = evaluator.trainer, evaluator.rows
+    made = trainer.completions_of(rows)
+    scores = trainer.scores_of(rows, made)
+    judge = judge_of(evaluator.rewards)
+    said, forms = _said(evaluator, judge, made), forms_of(evaluator.rewards, judge)
+    by_form = [[one[name] for one in scores] for name in forms]
+    readable = told_readable(len(rows), said, by_form)
+    full = float(getattr(evaluator.rewards[judge], "full", 1.0))
+    verdicts = [verdict(one[judge], full, told) for one, told in zip(scores, readable, strict=True)]
+    told = evaluator.rewards.keys()
+    columns = zip(made.prompts, made.completions, scores, verdicts, made.ids, strict=True)
+    samples = [
+        Scored(row, prompt, completion, dict(of_one), judged, len(ids))
+        for row, (prompt, completion, of_one, judged, ids) in enumerate(columns)
+    ]
+    weights = trainer.reward_weights.tolist()
+    summary = Evaluated(
+        schema=SCHEMA,
+        subject=subject,
+        scores={name: [one[name] for one in scores] for name in told},
+        weights=dict(zip(told, weights, strict=True)),
+        judged_by=judge,
+        readable_by=judge if said is not None else ", ".join(forms),
+        verdicts=[str(one) for one in verdicts],
+        tokens=[len(ids) for ids in made.ids],
+        cut=sum(map(trainer.is_cut, made.ids)),
+    )
+    return summary, samples
+
+
+def judge_of(rewards: Mapping[str, Reward]) -> str:
+    """The function that tells right from wrong: the first that says what it can read, else the first that is not
+    about form alone."""
+    says = [name for name, one in rewards.items() if hasattr(one, "readable")]
+    others = [name for name, one in rewards.items() if not hasattr(one, "is_form")]
+    return (says or others or list(rewards))[0]
+
+
+def forms_of(rewards: Mapping[str, Reward], judge: str) -> list[str]:
+    """The functions that look at the form."""
+    return [name for name, one in rewards.items() if hasattr(one, "is_form") and name != judge]
+
+
+def _said(evaluator: Evaluator, judge: str, made: Made) -> list[bool] | None:
+    """Whether each completion could be read, by the function that judges; None where it does not say."""
+    says: Any = getattr(evaluator.rewards[judge], "readable", None)
+    if says is None:
+        return None
+    rows, given = evaluator.rows, ("prompt", "completion", "completion_ids")
+    columns = {key: [row[key] for row in rows] for key in rows[0] if key not in given}
+    try:
+        said = says(prompts=made.prompts, completions=made.completions, completion_ids=made.ids, **columns)
+        found = [bool(one) for one in said]
+    except Exception as error:  # the user's code may raise anything
+        what = f"{type(error).__name__}: {error}"
+        raise BadReward(f"what {judge} says of which completions can be read raised {what}") from error
+    if len(found) != len(rows):
+        raise BadReward(f"{judge} says of {len(found)} of {len(rows)} completions whether they can be read")
+    return found

@@ -1,0 +1,110 @@
+"""`grpo-orch eval`, whole: after a tiny run base and checkpoint are evaluated by two vLLM servers; then the base
+once more, and a server's machine is killed in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from checkpoint.records import documents, rollouts
+from checkpoint.records.evaluated import Scored
+from checkpoint.records.rollouts import Rollout
+from checkpoint.store import layout
+from checkpoint.store.run_store import Store
+from checkpoint.stream.catalog import Catalog
+from orchestrator.clouds.local.processes import marked_processes
+from policies.model import exit_codes
+from tests.e2e.harness import Run
+from tests.e2e.tiny import RUN_TIMEOUT_S, finish, make_tiny, tiny_run
+
+pytestmark = [pytest.mark.whole, pytest.mark.slow]
+
+STEPS = 8
+ROWS = 32
+# Long completions, a few at a time: a node can be killed in the middle of them.
+LONG: dict[str, Any] = {
+    "max_completion_length": 200,
+    "generation_kwargs": {"ignore_eos": True},
+    "per_device_train_batch_size": 16,
+}
+
+
+def test_base_against_trained_over_two_nodes_of_which_one_is_killed(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path / "tiny")
+    changes = {**LONG, "max_steps": STEPS, "save_steps": STEPS, "eval_strategy": "no"}
+    run = tiny_run(tmp_path / "run", tiny, replicas=2, **changes)
+    spec = yaml.safe_load(run.yaml.read_text())
+    spec["rollout"]["vllm"]["max-num-seqs"] = 4
+    run.yaml.write_text(yaml.safe_dump(spec))
+    command = ("eval", run.url, "--dataset", str(tiny / "prompts.jsonl"), "--rows", f"{ROWS}", "-y")
+    try:
+        run.cli("up", str(run.yaml), "-y", "-d")
+        finish(run)
+        run.cli(*command, "--step", "7", code=exit_codes.USAGE)
+
+        calm = json.loads(run.cli(*command, "-o", "json", timeout_s=RUN_TIMEOUT_S).stdout)
+        assert (calm["problems"], list(calm["policies"])) == (ROWS, ["base", f"0-{STEPS}"])
+        assert calm["difference"]["rewards"]["digit_share"]["low"] > 0, "training has taught what it was for"
+        store = run.of(calm["store"])
+        assert [len(one.completions) for one in generated(store)] == [ROWS, ROWS], "one batch for each policy"
+        assert [one.pinned for one in Catalog(run.store, "test").newest().checkpoints] == [False]
+        assert json.loads(run.cli(*command, "-o", "json").stdout) == calm, "it is shown again"
+        assert run.json("eval", calm["store"]) == calm
+
+        node, killed = base_with_a_kill(run, *command)
+        (base,) = generated(killed)
+        assert {one.node for one in base.completions} - {node}, "others went on with what it had"
+        assert samples(killed, "base") == samples(store, "base")
+    finally:
+        run.end()
+
+
+def base_with_a_kill(run: Run, *command: str) -> tuple[str, Store]:
+    """Evaluate the base, and kill the first node that serves; returns which it was, and the evaluation's store."""
+    argv = [sys.executable, "-m", "orchestrator", *command, "--base", "-o", "json"]
+    with subprocess.Popen(argv, env=run.env, cwd=run.yaml.parent, stdout=subprocess.PIPE, text=True) as process:
+
+        def store() -> Store:
+            (found,) = [one for one in run.store.folders(layout.EVALUATIONS) if "/base-" in one]
+            return run.of(f"{run.url}/{found}")
+
+        run.until("its store", lambda: any("/base-" in one for one in run.store.folders(layout.EVALUATIONS)))
+        run.until("requests", lambda: activity(store()) == "generating", RUN_TIMEOUT_S)
+        run.until("a member", lambda: bool(members(store())), RUN_TIMEOUT_S)
+        node = members(store())[0]
+        home = Path(run.env["GRPO_ORCH_HOME"]) / documents.read_run(store()).run_id
+        for pid in marked_processes(home / "machines" / node):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=RUN_TIMEOUT_S)
+    assert process.returncode == 0, run.last_words()
+    return node, store()
+
+
+def activity(store: Store) -> str:
+    beat = documents.TRAINER.read(store)
+    return "" if beat is None else beat.activity
+
+
+def members(store: Store) -> list[str]:
+    """The nodes that the gateway has last said to serve."""
+    status = documents.members(documents.newest_gateway(store)).read(store)
+    return [] if status is None else [one.node for one in status.members if one.policy is not None]
+
+
+def generated(store: Store) -> list[Rollout]:
+    """What came through the gateway, batch by batch."""
+    found = (rollouts.read_rollout(store, entry.key) for entry in store.entries(layout.ROLLOUTS))
+    return [one for one in found if one is not None]
+
+
+def samples(store: Store, subject: str) -> list[Scored]:
+    return [msgspec.json.decode(line, type=Scored) for line in store.get(layout.samples(subject)).splitlines()]

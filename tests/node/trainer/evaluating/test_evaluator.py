@@ -1,0 +1,196 @@
+"""The evaluator: base against a trained checkpoint, by a stand-in gateway and by its own model; killed in the
+middle."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from checkpoint.records import documents, evaluated
+from checkpoint.records.evaluated import Evaluated, Scored
+from checkpoint.store import layout
+from checkpoint.stream.catalog import Catalog
+from policies.control.snapshot import Trainer
+from policies.evaluation.as_run import as_run
+from policies.model import exit_codes
+from policies.model.evaluation import BASE, Evaluation, Subject
+from policies.model.node_contract import EVALUATOR
+from policies.model.spec import Dataset, Replicas
+from policies.model.vocabulary import PolicyVersion
+from tasks.evaluating.keeping import KEEP_S
+from tasks.evaluating.main import _evaluate
+from tasks.machine.leaving import Leaving
+from tasks.machine.node_env import NodeEnv
+from tasks.storing.heartbeat import Heartbeat
+from tests.budget import HANG_S
+from tests.node.trainer.rig import PROMPTS, Rig, assembled, make_tiny, open_rig
+from tests.node.trainer.stand_in_gateway import TOKEN
+
+STEPS = 2
+ROWS = PROMPTS
+TOKENS = 6
+LORA = {"r": 4, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Rig]:
+    yield from _trained(tmp_path_factory.mktemp("trained"), tiny)
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Rig]:
+    yield from _trained(tmp_path_factory.mktemp("adapted"), tiny, peft=LORA)
+
+
+def _trained(folder: Path, tiny: Path, **spec: Any) -> Iterator[Rig]:
+    """A run of two steps with its checkpoint, large steps so that greedy completions change."""
+    grpo = {"max_steps": STEPS, "save_steps": STEPS, "learning_rate": 0.1, "temperature": 0.9}
+    with open_rig(folder, tiny, replicas=0, grpo=grpo, **spec) as rig:
+        assembled(rig).train()
+        assert rig.stored() == [PolicyVersion(0, STEPS)]
+        yield rig
+
+
+def evaluation_of(parent: Rig) -> Evaluation:
+    catalog = Catalog(parent.store, "test")
+    one = catalog.newest().find(PolicyVersion(0, STEPS))
+    catalog.pin(time.time(), one.at, pinned=True)
+    return Evaluation(
+        parent.store.url, (Subject(BASE), Subject(one.version, one.manifest, one.digest, True)), ROWS
+    )
+
+
+def evaluating(parent: Rig, tiny: Path, folder: Path, replicas: int) -> Any:
+    """A rig for an evaluation of the parent's two policies."""
+    problems = Dataset(path=str(tiny / "prompts.jsonl"))
+    spec = as_run(parent.spec, "", problems)
+    rollout = replace(spec.rollout, replicas=Replicas(min=replicas, max=replicas))
+    return open_rig(folder, tiny, ready=replace(spec, rollout=rollout), evaluation=evaluation_of(parent))
+
+
+def evaluate(rig: Rig, attempt: int = 1) -> tuple[int, str]:
+    """Run the evaluator in this process."""
+    env = NodeEnv(rig.store.url, "trainer-0-i1", TOKEN, attempt, 0, str(rig.work), "127.0.0.1")
+    heartbeat = Heartbeat(rig.store, Trainer(env.node, attempt, 0, 0, 0, "starting", 0.0))
+    return _evaluate(env, documents.read_run(rig.store), rig.store, heartbeat, Leaving(rig.work, attempt))
+
+
+def found(rig: Rig, subject: str) -> tuple[Evaluated, list[Scored]]:
+    summary = evaluated.evaluated(subject).read(rig.store)
+    assert summary is not None
+    lines = rig.store.get(layout.samples(subject)).splitlines()
+    return summary, [msgspec.json.decode(line, type=Scored) for line in lines]
+
+
+def greedy(model: Any, tiny: Path, prompts: list[str]) -> list[str]:
+    """What transformers completes, one prompt at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    texts = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        with torch.no_grad():
+            out = model.eval().generate(ids, do_sample=False, max_new_tokens=TOKENS)
+        texts.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    return texts
+
+
+def is_as_transformers_says(rig: Rig, parent: Rig, tiny: Path, checkpoint: Any) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+    texts = {}
+    for subject, model in ((BASE, base), (f"0-{STEPS}", checkpoint)):
+        summary, samples = found(rig, subject)
+        texts[subject] = [one.completion for one in samples]
+        assert len(samples) == ROWS
+        assert texts[subject] == greedy(model, tiny, [one.prompt for one in samples])
+        expected = [sum(map(str.islower, text)) / max(1, len(text)) for text in texts[subject]]
+        assert summary.scores["lower_share"] == pytest.approx(expected)
+        assert [one.scores["lower_share"] for one in samples] == summary.scores["lower_share"]
+        assert summary.verdicts == ["correct" if one >= 1.0 else "wrong" for one in expected]
+    assert texts[BASE] != texts[f"0-{STEPS}"]
+    listed = Catalog(parent.store, "test").newest().checkpoints
+    assert [one.pinned for one in listed] == [False]
+    assert rig.store.entries("evaluated/kept") == []
+
+
+def checkpoint_folder(parent: Rig, to: Path) -> Path:
+    parent.restore(PolicyVersion(0, STEPS), to)
+    return to
+
+
+def test_each_policy_is_one_batch_through_the_gateway(trained: Rig, tiny: Path, tmp_path: Path) -> None:
+    with evaluating(trained, tiny, tmp_path / "eval", replicas=1) as rig:
+        assert evaluate(rig)[0] == exit_codes.OK
+        assert rig.gateway.batches == [ROWS, ROWS]
+        assert rig.gateway.unproved == []
+        model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(trained, tmp_path / "checkpoint"))
+        is_as_transformers_says(rig, trained, tiny, model)
+        assert evaluate(rig, attempt=2)[0] == exit_codes.OK
+        assert rig.gateway.batches == [ROWS, ROWS], "what is there is not made again"
+
+
+def test_an_adapter_is_evaluated_without_nodes(adapted: Rig, tiny: Path, tmp_path: Path) -> None:
+    with evaluating(adapted, tiny, tmp_path / "eval", replicas=0) as rig:
+        assert evaluate(rig)[0] == exit_codes.OK
+        base = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+        model = PeftModel.from_pretrained(base, checkpoint_folder(adapted, tmp_path / "checkpoint"))
+        is_as_transformers_says(rig, adapted, tiny, model)
+
+
+def test_a_killed_evaluator_goes_on_with_what_is_stored(trained: Rig, tiny: Path, tmp_path: Path) -> None:
+    with evaluating(trained, tiny, tmp_path / "eval", replicas=1) as rig:
+        argv = [sys.executable, "-m", EVALUATOR]
+        killed: list[int] = []
+
+        def kill(made: int) -> None:
+            if made == 2 and not killed:
+                time.sleep(1.5 * KEEP_S)  # what comes next is stored with what came before
+            if made == 3 and not killed:
+                until_s = time.monotonic() + HANG_S
+                while evaluated.count_kept(rig.store) < 3:
+                    assert time.monotonic() < until_s
+                    time.sleep(0.01)
+                first.kill()
+                killed.append(made)
+
+        rig.gateway.on_completion = kill
+        first = rig.start_trainer(argv=argv)
+        first.wait(HANG_S)
+        assert killed
+        assert rig.wait(rig.start_trainer(attempt=2, argv=argv), attempt=2) == 0
+        assert rig.gateway.batches == [ROWS, ROWS - 3, ROWS]
+        model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(trained, tmp_path / "checkpoint"))
+        is_as_transformers_says(rig, trained, tiny, model)
+        beat = rig.beat()
+        assert beat is not None
+        assert (beat.activity, beat.step, beat.max_steps) == ("done", 2, 2)
+
+
+def test_a_checkpoint_that_is_gone_is_a_line_and_no_token(trained: Rig, tiny: Path, tmp_path: Path) -> None:
+    with evaluating(trained, tiny, tmp_path / "eval", replicas=1) as rig:
+        record = documents.read_run(rig.store)
+        assert record.evaluation is not None
+        manifest = record.evaluation.subjects[1].manifest
+        data = trained.store.get(manifest)
+        trained.store.delete([manifest])
+        try:
+            code, why = evaluate(rig)
+        finally:
+            trained.store.put(manifest, data)
+        assert code == exit_codes.BAD_SPEC
+        assert "cannot be read" in why
+        assert rig.gateway.batches == []

@@ -1,0 +1,65 @@
+"""Correct, wrong, unreadable: the truth table."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.evaluation.as_run import as_run
+from policies.evaluation.judging import Verdict, told_readable, verdict
+from policies.model.spec import Dataset, Rehearsal, Replicas, RolloutSpec, RunSpec, TrainerSpec
+
+
+@pytest.mark.parametrize(
+    ("score", "readable", "expected"),
+    [
+        (1.0, True, Verdict.CORRECT),
+        (1.0, False, Verdict.CORRECT),  # who scores knows best
+        (1.0, None, Verdict.CORRECT),
+        (0.9, True, Verdict.WRONG),
+        (0.0, None, Verdict.WRONG),
+        (0.0, False, Verdict.UNREADABLE),
+        (None, True, Verdict.UNSCORED),
+    ],
+)
+def test_a_completion_is_judged(score: float | None, readable: bool | None, expected: Verdict) -> None:
+    assert verdict(score, 1.0, readable) is expected
+
+
+def test_correct_is_what_the_function_calls_full() -> None:
+    assert verdict(1.0, 2.0, True) is Verdict.WRONG
+    assert verdict(2.0, 2.0, True) is Verdict.CORRECT
+
+
+def test_who_scores_says_what_can_be_read_before_those_who_look_at_the_form() -> None:
+    forms: list[list[float | None]] = [[1.0, 1.0, 0.5], [1.0, 0.0, None]]
+    assert told_readable(3, [False, True, True], forms) == [False, True, True]
+    assert told_readable(3, None, forms) == [True, False, False]
+    assert told_readable(3, None, []) == [None] * 3
+
+
+def test_an_evaluation_is_greedy_and_keeps_what_completions_and_scores_depend_on() -> None:
+    spec = RunSpec(
+        name="run",
+        storage="s3://bucket/run",
+        trainer=TrainerSpec(
+            model="m", dataset=Dataset(path="d"), reward_funcs=("r.f",), accelerate={"num_processes": 2}
+        ),
+        grpo={
+            "temperature": 0.7,
+            "max_completion_length": 77,
+            "deepspeed": "zero.json",
+            "beta": 0.1,
+            "generation_kwargs": {"temperature": 0.3, "stop": ["x"]},
+        },
+        rollout=RolloutSpec(replicas=Replicas(min=2, max=2)),
+        rehearse=Rehearsal(),
+    )
+    made = as_run(spec, "s3://bucket/run/evaluations/x", Dataset(path="held-out"))
+    assert (made.grpo["temperature"], made.grpo["max_completion_length"], made.grpo["beta"]) == (0.0, 77, 0.0)
+    assert made.grpo["generation_kwargs"] == {"stop": ["x"]}
+    assert made.grpo["use_cpu"] is True  # two processes may hold what one GPU does not
+    assert "deepspeed" not in made.grpo
+    assert made.trainer.accelerate is None
+    assert made.trainer.dataset == Dataset(path="held-out")
+    assert made.rollout == spec.rollout
+    assert (made.rehearse, made.name) == (None, "run-eval")

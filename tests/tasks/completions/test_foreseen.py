@@ -1,0 +1,109 @@
+"""An evaluation's calls, made together: what each gets is what it gets alone, and one batch is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from checkpoint.store.run_store import Store
+from policies.model.vocabulary import PolicyVersion
+from policies.serving.wire import Batch, Completion, PolicyRef
+from tasks.completions.gateway_client import Generated
+from tasks.completions.refused_prompts import RefusedPrompts
+from tasks.completions.rollout_source import RolloutSource
+from tasks.storing.heartbeat import Heartbeat
+from tasks.storing.step_costs import StepCosts
+
+AT = PolicyVersion(0, 20)
+CALLS = [[[1, 2], [3]], [[4], [5, 6]], [[7]]]
+SAMPLES = 2
+
+
+class Gateway:
+    """Answers each request with its own seed and prompt: nothing else may decide what a completion is."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+
+    def complete(self, batch: Batch) -> Generated:
+        self.batches.append(batch)
+        made = [
+            Completion(one.index, [one.seed, *one.prompt_token_ids], [0.0], "stop", batch.policy.label, "n")
+            for one in batch.requests
+        ]
+        return Generated(made, 0, 0.0)
+
+
+class Quiet:
+    """A heartbeat that nobody hears."""
+
+    def check(self) -> None: ...
+
+    def say(self, *_: Any, **__: Any) -> None: ...
+
+
+def source(store: Store, gateway: Gateway) -> RolloutSource:
+    costs = StepCosts()
+    refused = RefusedPrompts("skip", costs)
+    return RolloutSource(
+        store, gateway, cast(Heartbeat, Quiet()), costs, refused, by=(0, 1, 1), run_seed=7, deadline_s=1.0
+    )
+
+
+def asked(rollouts: RolloutSource, prompts: list[list[int]], *, training: bool = False) -> list[list[int]]:
+    found = rollouts.complete(
+        AT, prompts, SAMPLES, {"temperature": 1.0}, training=training, publish=lambda: PolicyRef(str(AT), "p")
+    )
+    assert [one.index for one in found.completions] == list(range(len(prompts) * SAMPLES))
+    return [one.token_ids for one in found.completions]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store((tmp_path / "store").as_uri())
+
+
+def test_calls_made_together_are_what_they_are_alone(tmp_path: Path, store: Store) -> None:
+    alone, gateway = Gateway(), Gateway()
+    one_by_one = source(Store((tmp_path / "other").as_uri()), alone)
+    expected = [asked(one_by_one, prompts) for prompts in CALLS]
+    together = source(store, gateway)
+    together.foresee(AT, CALLS, SAMPLES)
+    assert [asked(together, prompts) for prompts in CALLS] == expected
+    assert (len(alone.batches), len(gateway.batches)) == (3, 1)
+
+
+def test_a_call_that_was_not_foreseen_is_made_as_it_comes(store: Store) -> None:
+    gateway = Gateway()
+    rollouts = source(store, gateway)
+    rollouts.foresee(AT, CALLS, SAMPLES)
+    assert asked(rollouts, CALLS[0])
+    assert asked(rollouts, [[9, 9]])[0][1:] == [9, 9]
+    assert asked(rollouts, CALLS[0], training=True)
+    assert asked(rollouts, CALLS[2])
+    assert [len(one.requests) for one in gateway.batches] == [5 * SAMPLES, SAMPLES, 2 * SAMPLES]
+
+
+def test_a_restarted_trainer_is_given_all_of_it_back(store: Store) -> None:
+    first, second = Gateway(), Gateway()
+    before = source(store, first)
+    before.foresee(AT, CALLS, SAMPLES)
+    expected = asked(before, CALLS[0])
+    after = source(store, second)
+    after.foresee(AT, CALLS, SAMPLES)
+    assert asked(after, CALLS[0]) == expected
+    assert asked(after, CALLS[1])
+    assert second.batches == []
+
+
+def test_the_next_evaluation_of_a_step_has_calls_of_its_own(store: Store) -> None:
+    gateway = Gateway()
+    rollouts = source(store, gateway)
+    found = []
+    for _ in range(2):
+        rollouts.foresee(AT, CALLS, SAMPLES)
+        found.append([asked(rollouts, prompts) for prompts in CALLS])
+    assert len(gateway.batches) == 2
+    assert found[0] != found[1]
