@@ -98,7 +98,7 @@ def _facts(plan: Plan) -> Table:
         table.add_row("nodes", _node_words(plan.nodes, plan.rollout))
     if plan.rollout is not None and plan.rollout.cache_tokens is not None:
         held = f"{plan.rollout.cache_tokens:,} tokens an engine"
-        table.add_row("KV cache", f"{held}, {short(plan.rollout.sequences)} sequences of the longest kind")
+        table.add_row("KV cache", f"{held}: {short(plan.rollout.sequences)} sequences of the longest kind")
     for machine in _machines(plan):
         if machine.host:
             held = ", ".join(f"{name} {_gib(size)}" for name, size in machine.host.items())
@@ -163,7 +163,7 @@ def _money(plan: Plan) -> Table:
 def _cost_cells(one: MoneyPlan) -> tuple[str, str, str]:
     if one.cost is None:
         return NOT_KNOWN, NOT_KNOWN, NOT_KNOWN
-    end = NOT_KNOWN if one.cost.to_end_usd is None else f"{one.cost.to_end_usd:,.2f}"
+    end = NOT_KNOWN if one.cost.to_end_usd is None else short(one.cost.to_end_usd)
     return f"{one.cost.usd_per_h:,.2f}", f"{one.cost.usd_per_day:,.2f}", end
 
 
@@ -172,7 +172,7 @@ def _cost_words(plan: Plan) -> str | None:
     used = next((one.cost for one in plan.money if one.used), None)
     if used is None or not _is_priced(plan):
         return None
-    end = "" if used.to_end_usd is None else f", about {used.to_end_usd:,.2f} to the end"
+    end = "" if used.to_end_usd is None else f", about {short(used.to_end_usd)} to the end"
     last = "" if plan.hours is None or not end else f" ({duration(3600 * plan.hours)})"
     nodes = _bought_words(plan.bought, plan.rollout)
     other = next((one.cost for one in plan.money if one.name == "all on demand" and not one.used), None)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
 
+from orchestrator.clouds.sky.sdk.types import PriceList
 from orchestrator.views.plan import render, render_short
-from tests.orchestrator.plan.recipes import plan_of, spec_of
+from tests.orchestrator.plan.recipes import plan_of, price, spec_of
 
 
 def drawn(part: RenderableType) -> str:
@@ -51,6 +53,14 @@ def test_what_is_asked_before_a_run_has_dollars_room_and_warnings() -> None:
     told = " ".join(lines(drawn(render_short(plan_of(small)))))
     assert "DOES NOT FIT" in told
     assert "warning: trainer.resources.accelerators: training needs" in told
+
+
+def test_the_page_shows_what_is_printed() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
+    example = page.split("```")[1].strip().splitlines()
+    prices = PriceList((price("H200", 1, 3.96, 2.38),), {"aws": "2026-11-23"}, {})
+    printed = drawn(render(plan_of(spec_of("qwen-32b"), prices=prices))).splitlines()
+    assert example == [line.rstrip() for line in printed][: len(example)]
 
 
 def test_a_run_of_which_little_is_known() -> None:
