@@ -165,7 +165,7 @@ $(BENCHES): bench-%: env node-env
 
 bench-sky: test-packages
 
-bench-rewards: | sandbox
+bench-recipes bench-rewards: | sandbox
 
 # Records anew the runs of real GRPO training that detectors are judged by, into RECORDINGS: an hour on two busy cores.
 RECORDINGS ?= build/recorded

@@ -46,13 +46,19 @@ def run(folder: Path, spec: dict[str, Any], extra: str = "") -> tuple[list[Row],
         extra: code for the trainer's process, in the module of its rewards.
     """
     folder.mkdir(parents=True)
-    url = (folder / "store").as_uri()
     (folder / "rewards.py").write_text((TINY / "rewards.py").read_text() + extra)
-    (folder / "run.yaml").write_text(yaml.safe_dump({**spec, "storage": url}))
+    (folder / "run.yaml").write_text(yaml.safe_dump({**spec, "storage": (folder / "store").as_uri()}))
+    return run_file(folder / "run.yaml")
+
+
+def run_file(run_yaml: Path) -> tuple[list[Row], dict[str, Any]]:
+    """Run a file, whose store is `store` beside it, to its end; return the logged steps and the report."""
+    folder = run_yaml.parent
+    url = (folder / "store").as_uri()
     env = {**os.environ, "GRPO_ORCH_HOME": str(folder / "home"), "GRPO_ORCH_NODE_PYTHON": str(NODE_PYTHON)}
     command = [sys.executable, "-m", "orchestrator"]
     up = subprocess.run(
-        [*command, "up", folder / "run.yaml", "-y"], env=env, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
+        [*command, "up", run_yaml, "-y"], env=env, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
     )
     if up.returncode != 0:
         raise SystemExit(f"the run failed:\n{up.stdout}\n{up.stderr}\nits logs are below {folder}")

@@ -29,10 +29,15 @@ class Run:
     """One run.yaml in a folder of its own, with a home of its own; its store is there too, or at `server`."""
 
     def __init__(
-        self, folder: Path, spec: dict[str, Any], node_python: Path, server: S3Server | None = None
+        self,
+        folder: Path,
+        spec: dict[str, Any],
+        node_python: Path,
+        server: S3Server | None = None,
+        file: str = "run.yaml",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.yaml = folder / "run.yaml"
+        self.yaml = folder / file
         self.url = (folder / "store").as_uri() if server is None else server.url(folder.parent.name)
         self.options = {} if server is None else server.options()
         storage = {"url": self.url, "options": self.options} if self.options else self.url

@@ -1,98 +1,47 @@
-"""The recipes, three steps each, as their run.yaml says: their prompts, rewards, losses and adapters.
+"""The recipes' tiny twins (examples/twins), each trained by itself until it has learned what its rewards ask for.
 
-What cannot be here is replaced: the model by a tiny one, the hub's datasets by rows of the same columns, GPUs by
-the CPU, DeepSpeed by two processes of DDP, the 8-bit optimizer by AdamW, and vLLM by the stand-in gateway.
+The prompts, rewards, losses, adapters and schedules are the recipes' own. Here the trainer generates, also where
+the recipe has nodes; `e2e/test_twins.py` has one with its node.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from checkpoint.records import metrics
 from orchestrator.config.load import load_spec
-from policies.model.spec import RunSpec, generates_itself
-from policies.model.vocabulary import PolicyVersion
-from tests.node.trainer.rig import make_tiny, open_rig
+from policies.model.spec import RunSpec
+from tests.budget import HANG_S
+from tests.node.trainer.rig import REPOSITORY, open_rig
 
-EXAMPLES = Path(__file__).parents[4] / "examples"
-STEPS = 3
-GSM8K = {"question": "Ann has 2 pens and buys 3. How many?", "answer": "2 + 3 = 5\n#### 5"}
-MATH = {"problem": "What is $3^2$?", "level": "Level 1", "type": "Algebra", "solution": "It is \\boxed{9}."}
-MBPP = {"text": "Write a function that doubles.", "code": "", "test_list": ["assert double(2) == 4"]}
-EXTRACT = {"title": "A note", "schema": '{"properties": {"a": {"type": "string"}}}', "text": "a is b"}
-ROWS: dict[str, dict[str, Any]] = {
-    "openai/gsm8k": GSM8K,
-    "DigitalLearningGmbH/MATH-lighteval": MATH,
-    "google-research-datasets/mbpp": MBPP,
-    "paraloq/json_data_extraction": EXTRACT,
-}
-TEMPLATE = "{% for one in messages %}{{ one.role }}: {{ one.content }}. {% endfor %}"
-SMALL = {
-    "max_steps": STEPS,
-    "save_steps": STEPS,
-    "eval_steps": STEPS,
-    "per_device_train_batch_size": 8,
-    "per_device_eval_batch_size": 8,
-    "gradient_accumulation_steps": 2,
-    "max_completion_length": 8,
-    "learning_rate": 1e-3,
-    "use_cpu": True,
-    "bf16": False,
-    "optim": "adamw_torch",
-    "model_init_kwargs": {"dtype": "float32"},
-}
-TWO_PROCESSES = {"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}
+STEPS = 20
+ENDS = 4  # steps that the beginning and the end are the mean of
+# How much of the largest reward is gained at least: about half of what was.
+GAINS = {"qwen-32b": 0.2, "math-two-gpus": 0.3, "gsm8k-zero2": 0.2, "llama-one-card": 0.15}
+OVER = f"extends: alone.yaml\ngrpo: {{max_steps: {STEPS}, save_steps: {STEPS}}}\n"
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
-    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+def twin(recipe: str, folder: Path) -> RunSpec:
+    command = [sys.executable, str(REPOSITORY / "examples/twins/make.py"), recipe, "--out", str(folder)]
+    subprocess.run(command, check=True, timeout=HANG_S)
+    (folder / "over.yaml").write_text(OVER)
+    return load_spec(folder / "over.yaml")
 
 
-def small(recipe: str, folder: Path, tiny: Path) -> RunSpec:
-    """A recipe for this machine."""
-    shutil.copytree(EXAMPLES / recipe, folder)
-    whole: dict[str, Any] = yaml.safe_load((folder / "run.yaml").read_text())
-    trainer, rollout = whole["trainer"], whole["rollout"]
-    trainer["model"] = str(tiny / "model")
-    for key in ("dataset", "eval_dataset"):
-        named = trainer.get(key, [])
-        for one in named if isinstance(named, list) else [named]:
-            hub = one.pop("path")
-            one["path"] = f"./{hub.partition('/')[2]}.jsonl"
-            (folder / one["path"]).write_text((json.dumps(ROWS[hub]) + "\n") * 8)
-            one.pop("name", None)
-            one.pop("split", None)
-    for section in (trainer, rollout):
-        section.pop("resources", None)
-        section.pop("setup", None)
-    if "accelerate" in trainer:
-        trainer["accelerate"] = TWO_PROCESSES
-    settings = {key: value for key, value in SMALL.items() if key != "eval_steps" or "eval_dataset" in trainer}
-    whole["grpo"] |= settings
-    rollout["vllm"] = {"dtype": "float32"}
-    whole |= {"storage": "./store", "cloud": "local"}
-    (folder / "run.yaml").write_text(yaml.safe_dump(whole))
-    return load_spec(folder / "run.yaml")
-
-
-@pytest.mark.parametrize("recipe", ["qwen-32b", "math-two-gpus", "gsm8k-zero2", "llama-one-card"])
-def test_three_steps(recipe: str, tiny: Path, tmp_path: Path) -> None:
-    spec = small(recipe, tmp_path / recipe, tiny)
-    names = [name.rpartition(".")[2] for name in spec.trainer.reward_funcs]
-    with open_rig(tmp_path / "rig", tiny, ready=spec) as rig:
-        assert rig.wait(rig.start_ranks(), timeout_s=300.0) == 0
-        assert rig.stored()[-1] == PolicyVersion(0, STEPS)
-        rows = metrics.read_metrics(rig.store)
-    assert {row.step for row in rows} == {1, 2, 3}
-    for name in names:
+@pytest.mark.parametrize("recipe", GAINS)
+def test_its_reward_rises(recipe: str, tmp_path: Path) -> None:
+    spec = twin(recipe, tmp_path / "twin")
+    with open_rig(tmp_path / "rig", tmp_path, ready=spec) as rig:
+        assert rig.wait(rig.start_trainer(), timeout_s=HANG_S) == 0
+        rows = [row for row in metrics.read_metrics(rig.store) if "reward" in row.values]
+    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+    for name in (one.rpartition(".")[2] for one in spec.trainer.reward_funcs):
         assert any(row.values.get(f"rewards/{name}/mean") is not None for row in rows), name
-    assert bool(rig.gateway.asked) != generates_itself(spec)
+    rewards = [row.values["reward"] / sum(spec.grpo.get("reward_weights", (1.0,))) for row in rows]
+    start, end = sum(rewards[:ENDS]) / ENDS, sum(rewards[-ENDS:]) / ENDS
+    print(f"{recipe}: {start:.2f} to {end:.2f}")
+    assert end - start > GAINS[recipe]
