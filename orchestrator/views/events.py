@@ -101,7 +101,8 @@ def sentence(event: Event) -> str:
         case RunMoved():
             return f"Run {_RUN_VERBS[event.phase]}: {event.reason}"
         case NodeRequested():
-            return f"{event.node} was asked for {market_words(event.market)}: {event.reason}"
+            most = f", for at most {event.most_usd_per_h:.2f} USD an hour" if event.most_usd_per_h else ""
+            return f"{event.node} was asked for {market_words(event.market)}{most}: {event.reason}"
         case NodeMoved(phase=NodePhase.REFUSED):
             why = _REFUSALS[event.refusal or Refusal.UNKNOWN]
             return f"{event.node} was refused, {why}: {event.reason}"
@@ -122,7 +123,9 @@ def sentence(event: Event) -> str:
         case MachineBought():
             where = event.where or "here"
             price = f"{event.price_usd_per_h:.2f} USD an hour"
-            return f"{event.node} has a machine {market_words(event.market)}, {where}, at {price}"
+            dearer = event.on_demand_usd_per_h > event.price_usd_per_h
+            other = f" ({event.on_demand_usd_per_h:.2f} on demand)" if dearer else ""
+            return f"{event.node} has a machine {market_words(event.market)}, {where}, at {price}{other}"
         case JobExited():
             return f"{event.node} {_end_words(event.exit_code)} at step {event.step} (attempt {event.attempt})"
         case JobRestarted():

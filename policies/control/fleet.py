@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from policies.control.fleet_size import return_surplus, rollouts_wanted, size_fleet
 from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
-from policies.control.spending import refusal, refuse
+from policies.control.spending import budget_words, refusal, refuse
 from policies.control.stopping import release_machines
 from policies.control.tick import Tick
 from policies.model.buying import REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
@@ -88,12 +88,21 @@ def _empty_slots(tick: Tick) -> list[tuple[Role, str, bool]]:
 
 def _request(tick: Tick, role: Role, name: str, slot: Slot) -> None:
     incarnation = slot.incarnations + 1
-    reason = "first" if incarnation == 1 else f"in place of {node_id_of(name, slot.incarnations)}"
+    before = "first" if incarnation == 1 else f"in place of {node_id_of(name, slot.incarnations)}"
     node = node_id_of(name, incarnation)
     market = market_of(role, tick.spec)
+    reason = "; ".join(part for part in (before, _count_words(tick, role), budget_words(tick)) if part)
     most_usd = (tick.snapshot.prices or {}).get(kind_of(role, market), 0.0)
     event = NodeRequested(node, role, name, incarnation, market, reason, most_usd)
     tick.emit(event, f"{node} requested ({reason})")
+
+
+def _count_words(tick: Tick, role: Role) -> str:
+    """`2 of 3 rollout nodes`: which one it is of those that there are to be."""
+    if role is Role.TRAINER:
+        return ""
+    there = sum(1 for one in tick.state.live(role) if one.phase in FILLING_NODE)
+    return f"{there + 1} of {rollouts_wanted(tick.state, tick.spec)} rollout nodes"
 
 
 def _trainer_is_near(tick: Tick) -> bool:

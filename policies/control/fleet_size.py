@@ -60,7 +60,9 @@ def return_surplus(tick: Tick) -> None:
     wanted = rollouts_wanted(tick.state, tick.spec)
     for node in sorted(nodes, key=_worth)[: max(0, len(nodes) - wanted)]:
         if node.phase is not NodePhase.SERVING or _may_go(tick):
-            tick.move(node, NodePhase.TERMINATING, f"returned: {wanted} rollout nodes make a step cheapest")
+            price = f" at {node.price_usd_per_h:.2f} USD/h" if node.price_usd_per_h else ""
+            why = f"returned{price}, one of {len(nodes)} where {wanted} make a step cheapest"
+            tick.move(node, NodePhase.TERMINATING, why)
 
 
 def _worth(node: Node) -> tuple[int, float, float]:

@@ -38,10 +38,12 @@ def update_node_phases(tick: Tick) -> None:
 def _machine_absent(tick: Tick, node: Node, machine: Machine | None) -> None:
     if node.phase is NodePhase.REQUESTED and machine is None:
         return  # not there yet; the launch is requested again until it is, or is refused
+    why = machine.why if machine and machine.why else "the cloud no longer has it"
     if node.phase is NodePhase.TERMINATING:
-        tick.move(node, NodePhase.GONE, "taken down")
-    else:
-        tick.move(node, NodePhase.GONE, machine.why if machine and machine.why else "the cloud no longer has it")
+        why = "taken down"
+    cost_usd = node.cost_usd(tick.snapshot.now_s)
+    hours = (tick.snapshot.now_s - node.requested_at_s) / 3600
+    tick.move(node, NodePhase.GONE, f"{why}, after {hours:.1f} h and {cost_usd:.2f} USD" if cost_usd else why)
 
 
 def _machine_present(tick: Tick, node: Node, machine: Machine) -> None:

@@ -27,15 +27,13 @@ def stop_at_cap(tick: Tick) -> None:
     caps = caps_of(tick.state, tick.spec)
     if caps.usd is None:
         return
-    spent = spent_usd(tick.state, tick.snapshot.now_s) + tick.snapshot.controller_usd
-    if why := excess(Caps(caps.usd, None), spent, _running(tick)):
+    if why := excess(Caps(caps.usd, None), _spent(tick), _running(tick)):
         reach_cap(tick, why)
 
 
 def reach_cap(tick: Tick, why: str) -> None:
     """Have the run store what it has and return all machines."""
-    spent = spent_usd(tick.state, tick.snapshot.now_s) + tick.snapshot.controller_usd
-    tick.emit(BudgetReached(spent, why, tick.spec.budget.at), f"budget: {why}")
+    tick.emit(BudgetReached(_spent(tick), why, tick.spec.budget.at), f"budget: {why}")
     tick.move_run(RunPhase.STOPPING, f"the budget is reached: {why}")
 
 
@@ -46,9 +44,8 @@ def refusal(tick: Tick, role: Role, kind: str) -> str:
         return ""
     if tick.snapshot.prices is None:
         return PRICES_UNKNOWN
-    spent = spent_usd(tick.state, tick.snapshot.now_s) + tick.snapshot.controller_usd
     one = Running(tick.snapshot.prices.get(kind, 0.0), STOP_WAIT_S if role is Role.TRAINER else 0.0)
-    return excess(caps, spent, [*_running(tick), one])
+    return excess(caps, _spent(tick), [*_running(tick), one])
 
 
 PRICES_UNKNOWN = "prices are not known yet, and there is a budget"
@@ -63,6 +60,16 @@ def refuse(tick: Tick, role: Role, why: str) -> None:
         reach_cap(tick, why)
     elif not tick.state.budget_refused:
         tick.emit(BudgetRefused(f"{role}", why), f"no more {role} machines: {why}")
+
+
+def budget_words(tick: Tick) -> str:
+    """`12.30 of 500.00 USD spent`; empty without a cap."""
+    cap = caps_of(tick.state, tick.spec).usd
+    return "" if cap is None else f"{_spent(tick):.2f} of {cap:.2f} USD spent"
+
+
+def _spent(tick: Tick) -> float:
+    return spent_usd(tick.state, tick.snapshot.now_s) + tick.snapshot.controller_usd
 
 
 def _running(tick: Tick) -> list[Running]:

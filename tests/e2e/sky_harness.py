@@ -101,12 +101,12 @@ class SkyRun:
         return {node["slot"]: node["phase"] for node in self.status()["nodes"]}
 
     def told(self, node: str, reason: str) -> None:
-        """Wait until the events tell this reason of a node's: they come apart from the status."""
+        """Wait until the events tell a node's reason that begins so: they come apart from the status."""
 
         def reasons() -> list[str]:
             return [event["reason"] for event in self.events() if event.get("node") == node and "reason" in event]
 
-        self.until(f"{node}: {reason}", lambda: reason in reasons())
+        self.until(f"{node}: {reason}", lambda: any(said.startswith(reason) for said in reasons()))
 
     def instance(self, node: str) -> Instance:
         """The running instance that is this node's machine."""

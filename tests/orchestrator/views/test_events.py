@@ -57,6 +57,10 @@ SAMPLES: list[tuple[Event, str]] = [
         "rollout-0-i2 was asked for on spot: in place of rollout-0-i1",
     ),
     (
+        NodeRequested("rollout-1-i1", Role.ROLLOUT, "rollout-1", 1, Market.SPOT, "first", 4.0),
+        "rollout-1-i1 was asked for on spot, for at most 4.00 USD an hour: first",
+    ),
+    (
         NodeRequested("trainer-0-i1", Role.TRAINER, "trainer-0", 1, Market.ON_DEMAND, "first"),
         "trainer-0-i1 was asked for on demand: first",
     ),
@@ -82,7 +86,8 @@ SAMPLES: list[tuple[Event, str]] = [
     (BudgetSet(800.0), "The budget is 800.00 USD from now on"),
     (
         MachineBought("rollout-0-i2", Market.SPOT, "aws/us-east-1/us-east-1b g6.xlarge", 0.3, 0.8),
-        "rollout-0-i2 has a machine on spot, aws/us-east-1/us-east-1b g6.xlarge, at 0.30 USD an hour",
+        "rollout-0-i2 has a machine on spot, aws/us-east-1/us-east-1b g6.xlarge, at 0.30 USD an hour "
+        "(0.80 on demand)",
     ),
     (
         NodeMoved("rollout-0-i1", NodePhase.REFUSED, "no H200 in any zone", Refusal.NO_CAPACITY),

@@ -12,9 +12,9 @@ from policies.control.decide import decide
 from policies.control.snapshot import Command, Snapshot
 from policies.control.spending import BUDGET
 from policies.fleet.budget import spent_usd
-from policies.model.events import BudgetReached, BudgetRefused, BudgetSet, NodeRequested
+from policies.model.events import BudgetReached, BudgetRefused, BudgetSet, NodeMoved, NodeRequested
 from policies.model.spec import Budget, RunSpec
-from policies.model.vocabulary import Role, RunPhase
+from policies.model.vocabulary import NodePhase, Role, RunPhase
 from tests.stand_ins.world import World, spec
 
 USD_PER_H = {Role.TRAINER: 36.0, Role.ROLLOUT: 3.6}
@@ -141,3 +141,15 @@ def test_the_cap_is_never_passed(usd: float, acts: list[tuple[str, int, float]],
         assert world.spent <= usd
     assert world.machines == {}
     assert world.state.phase is RunPhase.PAUSED
+
+
+def test_the_diary_has_the_numbers_of_each_purchase_and_return() -> None:
+    world = Priced(capped(30.0), max_steps=10**6)
+    world.run(10**5)
+    asked = {event.node: event for event in all_of(world, NodeRequested)}  # type: ignore[attr-defined]
+    assert asked["trainer-0-i1"].reason == "first; 0.00 of 30.00 USD spent"  # type: ignore[attr-defined]
+    assert asked["rollout-1-i1"].reason.startswith("first; 2 of 2 rollout nodes; ")  # type: ignore[attr-defined]
+    assert asked["rollout-1-i1"].most_usd_per_h == 4.0  # type: ignore[attr-defined]
+    gone = [event.reason for event in all_of(world, NodeMoved) if event.phase is NodePhase.GONE]  # type: ignore[attr-defined]
+    assert len(gone) == 3
+    assert all(reason.startswith("taken down, after ") and reason.endswith(" USD") for reason in gone)
