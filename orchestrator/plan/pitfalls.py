@@ -91,7 +91,7 @@ def frozen_in_float32(seen: Seen) -> Iterator[Warned]:
     settings, shape = model_settings(seen.spec.grpo), seen.model.shape
     if seen.spec.trainer.peft is None or shape is None or settings.get("dtype") or settings.get("torch_dtype"):
         return
-    width = training_of(seen.spec, shape, prompt_tokens(seen.spec)).weight_bytes
+    width = training_of(seen.spec, shape, prompt_tokens(seen.spec)).stored_bytes
     if width == 4 and not grpo(seen.spec, "use_cpu"):
         size = shape.params * width / GIB
         told = f"TRL loads the frozen base model in float32, {size:.1f} GiB"

@@ -51,6 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "Qwen3, 4 layers": {**known.QWEN_2_5_1_5B, **FEWER, "model_type": "qwen3", "head_dim": 128},
     "Gemma 3, 4 layers": {**known.QWEN_2_5_1_5B, **FEWER, "model_type": "gemma3_text", "head_dim": 256},
     "Phi-3, 4 layers": {**known.LLAMA_3_2_1B, **FEWER, "model_type": "phi3"},
+    "Qwen3-30B-A3B, 4 layers": {**known.QWEN_3_30B_A3B, **FEWER},
     "Mistral, 4 layers, untied": {
         **known.QWEN_2_5_7B,
         **FEWER,
@@ -65,7 +66,7 @@ def cases() -> Iterator[Case]:
     """All of them, the small ones first."""
     for kind, config in KINDS.items():
         for checkpointing in (True, False):
-            grpo = {"per_device_train_batch_size": 4, "max_completion_length": 1024, **BF16}
+            grpo: dict[str, Any] = {"per_device_train_batch_size": 4, "max_completion_length": 1024, **BF16}
             grpo["gradient_checkpointing"] = checkpointing
             yield Case(name=f"{kind}, full{_said(checkpointing)}", config=config, grpo=grpo)
     with_reference = {"per_device_train_batch_size": 4, "max_completion_length": 512, "beta": 0.04}

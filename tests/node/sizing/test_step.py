@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.rig.sizing.planned import compared
 from benchmarks.rig.sizing.step import Case, peaks_of
 from tests.policies.sizing import shapes_known as known
 
-WITHIN = 0.10
+# They are bytes that are counted, the same on every machine. Of the whole grid the worst is in docs/benchmarks.md.
+WITHIN = 0.03
 # Real widths and a real vocabulary; what a layer takes does not depend on how many there are.
 CONFIG = {**known.QWEN_2_5_1_5B, "num_hidden_layers": 2}
 NARROW = {"model_init_kwargs": {"dtype": "bfloat16"}}
@@ -33,7 +35,8 @@ def case(name: str, grpo: dict[str, Any], peft: dict[str, Any] | None = None, **
         ),
         case("bfloat16, no checkpointing", {"gradient_checkpointing": False, **NARROW}),
         case("an adapter, bfloat16", NARROW, LORA),
-        case("Qwen3, norms of heads", NARROW, model_type="qwen3", head_dim=128),
+        case("float32, no checkpointing", {"gradient_checkpointing": False}),
+        case("a mask", {"max_completion_length": 8192, **NARROW}, LORA, vocab_size=1000),
     ],
     ids=lambda one: one.name,
 )
@@ -45,6 +48,12 @@ def test_planned_is_what_is_allocated(one: Case) -> None:
 def test_tensors_without_content_take_what_real_ones_do() -> None:
     """The measure's own test, by the way that the head takes on a CPU."""
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    grpo = {"max_completion_length": 16, "gradient_accumulation_steps": 2}
+    grpo = {"max_completion_length": 16, "gradient_accumulation_steps": 2, "bf16": False}
     small = case("real", grpo, **sizes, num_key_value_heads=2, vocab_size=512)
-    assert peaks_of(small, on_gpu=False) == peaks_of(small, real=True, on_gpu=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for each other longer than so little takes
+    try:
+        real = peaks_of(small, real=True, on_gpu=False)
+    finally:
+        torch.set_num_threads(threads)
+    assert peaks_of(small, on_gpu=False) == real
