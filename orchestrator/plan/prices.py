@@ -18,6 +18,7 @@ from policies.model.vocabulary import Market, Role
 from policies.sizing.money import Prices
 
 USUAL_CLOUDS = ("aws", "gcp", "azure")  # where run.yaml names none
+OWN = ("kubernetes", "k8s", "ssh", "slurm")
 ONLINE = "SkyPilot fetches its catalog from github.com, and there was no answer"
 
 ListPrices = Callable[[Sequence[str]], PriceList]
@@ -64,6 +65,8 @@ def by_rehearsal(spec: RunSpec) -> PriceBook:
 def by_catalog(spec: RunSpec, list_prices: ListPrices) -> PriceBook:
     """The list prices of the machines that run.yaml names, and of all others; no cloud is asked."""
     clouds = clouds_of(spec)
+    if not clouds:
+        return PriceBook(source="prices: none, for the machines are your own")
     try:
         found = list_prices(clouds)
     except CloudMissing as error:
@@ -84,10 +87,10 @@ def by_catalog(spec: RunSpec, list_prices: ListPrices) -> PriceBook:
 
 
 def clouds_of(spec: RunSpec) -> list[str]:
-    """The clouds that the run names, else the usual ones."""
+    """The clouds that the run names, else the usual ones; of one's own machines there is no list of prices."""
     named = [place for one in (spec.trainer, spec.rollout) for place in places(one.resources) if place]
     clouds = {place.split("/")[0].lower() for place in named} - {"*"}
-    return sorted(clouds) or list(USUAL_CLOUDS)
+    return sorted(clouds - set(OWN)) if clouds else list(USUAL_CLOUDS)
 
 
 def cloud_prices(listed: Iterable[ListPrice], gpu: str, gpus: int, market: Market) -> tuple[CloudPrice, ...]:

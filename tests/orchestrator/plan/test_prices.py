@@ -63,6 +63,17 @@ def test_the_clouds_that_are_named_are_asked_and_else_the_usual_ones() -> None:
     assert clouds_of(asking(any_of=[{"infra": "gcp"}, {"infra": "aws/us-east-1"}])) == ["aws", "gcp"]
 
 
+def test_of_ones_own_machines_no_list_is_asked_for() -> None:
+    def never(_: Sequence[str]) -> PriceList:
+        raise AssertionError
+
+    spec = asking(accelerators="H200:1", infra="kubernetes/here")
+    book = by_catalog(spec, never)
+    assert (book.of(Role.TRAINER), book.unknown) == (Prices(), "")
+    assert "your own" in book.source
+    assert clouds_of(asking(any_of=[{"infra": "slurm"}, {"infra": "gcp"}])) == ["gcp"]
+
+
 def test_without_skypilot_or_its_lists_a_line_says_why() -> None:
     def without(_: Sequence[str]) -> PriceList:
         raise CloudMissing("install it")
