@@ -14,9 +14,10 @@ import functools
 import inspect
 import itertools
 import math
+import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import structlog
@@ -28,13 +29,15 @@ log = structlog.get_logger()
 
 GRACE_S = 60.0  # in which Python notices an interrupt; code in C may never, as a regular expression's
 Scores = list[float | None]
+FAULTS = (Exception, SystemExit)  # of the user's code: `sys.exit` in it is no wish to end the run
+NO_SCORES = (Mapping, Set, str, bytes)  # whose elements are no scores in the completions' order
 
 
 class BadReward(Exception):
     """A reward function is at fault; one line names it and the prompt."""
 
 
-class _TooLong(BaseException):
+class TooLong(BaseException):
     """Raised within a function that hangs; no `except Exception` of its own takes it."""
 
 
@@ -56,12 +59,12 @@ def guarded(
     @functools.wraps(function)
     def reward(**told: Any) -> Scores:
         def call(told: dict[str, Any], within_s: float) -> Scores:
-            with _interrupted(within_s, name):
-                return _scores(function(**told), told, name, rule)
+            with interrupted(within_s, name):
+                return _scores(call_alone(function, told), told, name, rule)
 
         try:
             return call(told, timeout_s)
-        except (_TooLong, Exception) as error:
+        except (TooLong, *FAULTS) as error:
             if isinstance(error, BadReward) or passes(error):
                 raise
             return _by_group(told, error, call, name, rule, timeout_s, passes)
@@ -69,7 +72,7 @@ def guarded(
     @functools.wraps(function)
     async def awaited(**told: Any) -> Scores:
         try:
-            return _scores(await asyncio.wait_for(function(**told), timeout_s), told, name, rule)
+            return _scores(await asyncio.wait_for(_contained(function, told), timeout_s), told, name, rule)
         except Exception as error:
             if isinstance(error, BadReward) or passes(error):
                 raise
@@ -95,12 +98,12 @@ def _by_group(
     for group in groups:
         try:
             scores += call(group, timeout_s / len(groups))
-        except (_TooLong, Exception) as again:
+        except (TooLong, *FAULTS) as again:
             if isinstance(again, BadReward) or passes(again):
                 raise
             scores += _failed(group, again, name, rule)
     if rule == "fail":
-        raise BadReward(f"{name} {_said(error)}, for all {len(groups)} prompts at once and for none alone")
+        raise BadReward(f"{name} {said(error)}, for all {len(groups)} prompts at once and for none alone")
     return scores
 
 
@@ -116,8 +119,31 @@ def _groups(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {**alone, "log_extra": lambda *_, **__: None}  # a column of some of the rows is none
 
 
+def call_alone(function: Callable[..., Any], told: dict[str, Any]) -> Any:
+    """Call it with lists of its own, which it may change; a process that it forked comes no further than here."""
+    here = os.getpid()
+    try:
+        return function(**_copied(told))
+    finally:
+        if os.getpid() != here:
+            os._exit(1)
+
+
+async def _contained(function: Callable[..., Any], told: dict[str, Any]) -> Any:
+    try:
+        return await function(**_copied(told))
+    except SystemExit as error:  # it would end the loop, and who waits for an answer would wait for ever
+        raise RuntimeError(f"SystemExit: {error}") from error
+
+
+def _copied(told: dict[str, Any]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, list) else value for key, value in told.items()}
+
+
 def _scores(found: Any, told: dict[str, Any], name: str, rule: OnBadReward) -> Scores:
     """What a function returned, as numbers. Raises TypeError, ValueError where they are not one for each."""
+    if isinstance(found, NO_SCORES):
+        raise TypeError(f"it returned a {type(found).__name__}, expected a list")
     values = list(found)
     count = len(told["completions"])
     if len(values) != count:
@@ -131,7 +157,7 @@ def _scores(found: Any, told: dict[str, Any], name: str, rule: OnBadReward) -> S
 
 
 def _failed(told: dict[str, Any], error: BaseException, name: str, rule: OnBadReward) -> Scores:
-    _tell(told, 0, _said(error), name, rule)
+    _tell(told, 0, said(error), name, rule)
     return [None] * len(told["completions"])
 
 
@@ -145,15 +171,15 @@ def _tell(told: dict[str, Any], index: int, what: str, name: str, rule: OnBadRew
         log_metric(f"reward_failures/{name.rpartition('.')[2]}", 1.0)
 
 
-def _said(error: BaseException) -> str:
-    if isinstance(error, _TooLong | TimeoutError):
+def said(error: BaseException) -> str:
+    if isinstance(error, TooLong | TimeoutError):
         return "took too long"
     return f"raised {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @contextlib.contextmanager
-def _interrupted(timeout_s: float, name: str) -> Iterator[None]:
-    """Raise _TooLong in what runs within, in the main thread, after so many seconds.
+def interrupted(timeout_s: float, name: str) -> Iterator[None]:
+    """Raise TooLong in what runs within, in the main thread, after so many seconds.
 
     A function that does not notice within GRACE_S more ends the process with exit code 1, after where it stands:
     code that holds the interpreter's lock lets no other thread of Python's run, and faulthandler's needs no lock.
@@ -165,7 +191,7 @@ def _interrupted(timeout_s: float, name: str) -> Iterator[None]:
 
     def interrupt(*_: Any) -> None:
         if not ended.is_set():
-            raise _TooLong
+            raise TooLong
 
     def watch() -> None:
         if ended.wait(timeout_s):

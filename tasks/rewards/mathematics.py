@@ -16,15 +16,21 @@ from tasks.rewards.texts import answer_of, text_of
 END_CHARACTERS = 8_000  # of a completion, where its answer is: patterns take long over more
 
 
-def math_readable(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[bool]:
+def math_readable(
+    prompts: Sequence[Any], completions: Sequence[Any], opened: bool = False, **_: Any
+) -> list[bool]:
     """Whether math-verify finds an answer in each; not where looking for it takes too long."""
-    ends = [answer_of(text_of(one))[-END_CHARACTERS:] for one in completions]
+    ends = [answer_of(text_of(one), opened)[-END_CHARACTERS:] for one in completions]
     return [bool(one) for one in math_parsed(prompts, ends)]
 
 
 @readable_by(math_readable)
 def math_reward(
-    prompts: Sequence[Any], completions: Sequence[Any], column: str = "solution", **columns: Any
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    column: str = "solution",
+    opened: bool = False,
+    **columns: Any,
 ) -> list[float | None]:
     r"""1 for an answer that equals the right one as mathematics, else 0; None where the right one is no
     mathematics.
@@ -34,10 +40,11 @@ def math_reward(
 
     Args:
         column: of the dataset, with the right answer, alone or in a text with LaTeX.
+        opened: the prompt ends with `<think>`, as the chat templates of R1's kind have it.
     """
     if column not in columns:
         raise TypeError(f"math_reward needs a column `{column}`; name another as its argument `column`")
-    ends = [answer_of(text_of(one))[-END_CHARACTERS:] for one in completions]
+    ends = [answer_of(text_of(one), opened)[-END_CHARACTERS:] for one in completions]
     right = [None if one is None else str(one) for one in columns[column]]
     return math_verified(prompts, ends, right=right, log_metric=columns.get("log_metric"))
 

@@ -17,13 +17,17 @@ def text_of(completion: Any) -> str:
     return content or ""
 
 
-def answer_of(text: str) -> str:
+def answer_of(text: str, opened: bool = False) -> str:
     """What follows the thoughts, `<think>...</think>`; all of a text without them, nothing of one that never ends
-    them."""
+    them.
+
+    Args:
+        opened: the prompt ends with `<think>`, so that a text without `</think>` is thoughts alone.
+    """
     _, closed, after = text.rpartition("</think>")
     if closed:
         return after
-    return "" if "<think>" in text else text
+    return "" if opened or "<think>" in text else text
 
 
 def element(text: str, tag: str) -> str | None:

@@ -98,8 +98,8 @@ class Start:
     def limited(self, key: str) -> AbstractContextManager[None]:
         """Within, code that run.yaml names under `key` may take as long as a machine may before its first work."""
         limit_s = self.spec.policies.boot_timeout_s
-        why = f"{key} did not return within {limit_s:g} s (policies.boot_timeout_s) on the dataset's first row"
-        return ended_after(limit_s, Path(self.env.workdir), why)
+        why = f"{key} did not return within {limit_s:g} s (policies.boot_timeout_s)"
+        return ended_after(limit_s, Path(self.env.workdir), why, key)
 
     @property
     def base_model(self) -> Path | None:
@@ -175,7 +175,8 @@ def _trainer(start: Start, client: FleetClient, config: Any, replaced: Callable[
         replaced: returns the prompts in the place of others, in a dataset of so many.
     """
     wanted, workdir = start.spec.trainer, start.workdir
-    rewards, turns = load_rewards(wanted, workdir), load_turns(wanted, workdir)
+    with start.limited("trainer: importing what run.yaml names"):
+        rewards, turns = load_rewards(wanted, workdir), load_turns(wanted, workdir)
     used = prompts_used(config)
     data = load_data("trainer.dataset", wanted.dataset, workdir, used)
     held_out = wanted.eval_dataset and load_data("trainer.eval_dataset", wanted.eval_dataset, workdir, used)

@@ -20,15 +20,16 @@ from tasks.machine.processes.exit_note import leave_exit_code
 
 
 @contextlib.contextmanager
-def ended_after(limit_s: float, workdir: Path, why: str) -> Iterator[None]:
+def ended_after(limit_s: float, workdir: Path, why: str, within: str = "a call") -> Iterator[None]:
     """What takes longer within ends this process by SIGKILL, and notes the exit code of what only the user can
-    repair.
+    repair. Where the process ends within by itself, its last line says so.
 
     Args:
         workdir: the machine's, where exit codes are noted.
         why: in one line, the trainer's last.
+        within: what is called.
     """
-    argv = [sys.executable, "-m", __name__, str(limit_s), str(workdir), why]
+    argv = [sys.executable, "-m", __name__, str(limit_s), str(workdir), why, within]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True) as beside:
         try:
             yield
@@ -37,10 +38,12 @@ def ended_after(limit_s: float, workdir: Path, why: str) -> Iterator[None]:
 
 
 def main() -> None:
-    trainer, (limit_s, workdir, why) = os.getppid(), sys.argv[1:]
+    trainer, (limit_s, workdir, why, within) = os.getppid(), sys.argv[1:]
     # Its input ends with the trainer, unless the user's code has left processes that hold the other end.
     over, _, _ = select.select([sys.stdin], [], [], float(limit_s))
-    if not over and os.getppid() == trainer:
+    if over:  # a call that comes back ends this process first
+        print(f"grpo-orch trainer: the process ended within {within}", file=sys.stderr, flush=True)
+    elif os.getppid() == trainer:
         leave_exit_code(Path(workdir), exit_codes.BAD_SPEC)
         print(f"grpo-orch trainer: {why}", file=sys.stderr, flush=True)
         os.kill(trainer, signal.SIGKILL)

@@ -18,6 +18,7 @@ import torch
 from transformers import TrainerState
 from transformers.utils import is_liger_kernel_available
 
+from tasks.rewards.guard import FAULTS, NO_SCORES, call_alone
 from tasks.trainer.user_objects import BadSpec, first_line, passes
 from tasks.trainer.user_prompts import EXPECTED, is_chat, shown
 
@@ -25,6 +26,8 @@ from tasks.trainer.user_prompts import EXPECTED, is_chat, shown
 ANSWERS = ("42", "The answer is 42.")
 IMAGES = frozenset({"image", "images"})  # columns that TRL reads
 OWN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})  # TRL passes these under other names
+# What TRL passes beside the columns: one of these names would be passed twice, or lost.
+PASSED = ("prompts", "completions", "trainer_state", "log_extra", "log_metric", "environments")
 
 
 def check_prompts(firsts: Mapping[str, Mapping[str, Any]]) -> None:
@@ -64,6 +67,12 @@ def check_rewards(
         environments: of each dataset, one for each completion, where the run has any.
     """
     for key, row in firsts.items():
+        taken = [] if config.remove_unused_columns else [name for name in PASSED if name in row]
+        if taken:
+            message = f"its column `{taken[0]}` has the name of what TRL passes to reward functions"
+            raise BadSpec(
+                f"{key}: {message}; rename it, or drop all columns with grpo.remove_unused_columns: true"
+            )
         told = _told(row, config)
         if environments is not None:
             told["environments"] = environments[key]
@@ -94,20 +103,25 @@ def _told(row: Mapping[str, Any], config: Any) -> dict[str, Any]:
 def _check_reward(function: Callable[..., Any], key: str, told: dict[str, Any], called: str) -> None:
     if not hasattr(function, "__name__"):
         raise BadSpec(f"{key} has no name, by which TRL logs it; expected a function")
-    try:
-        found = function(**told)
-        if inspect.isawaitable(found):
-            found = asyncio.run(_awaited(found))
-    except Exception as error:  # the user's code may raise anything
-        if passes(error) or isinstance(error, TimeoutError):
-            raise
-        raise BadSpec(f"{key} raised {type(error).__name__}: {first_line(error)}; {called}") from error
     count = len(told["completions"])
     expected = f"expected {count} numbers or None, one for each completion"
     try:
-        values = list(found)
+        found = call_alone(function, told)
+        if inspect.iscoroutinefunction(function):
+            found = asyncio.run(_awaited(found))
+    except FAULTS as error:  # the user's code may raise anything
+        if passes(error) or isinstance(error, TimeoutError):
+            raise
+        raise BadSpec(f"{key} raised {type(error).__name__}: {first_line(error)}; {called}") from error
+    if inspect.iscoroutine(found):
+        found.close()
+        raise BadSpec(f"{key} returned a coroutine, which TRL awaits of an `async def` alone; make it one")
+    try:
+        values = None if isinstance(found, NO_SCORES) else list(found)
     except TypeError as error:
         raise BadSpec(f"{key} returned {shown(found)}; {expected}") from error
+    if values is None:
+        raise BadSpec(f"{key} returned a {type(found).__name__}; {expected}, in a list")
     if len(values) != count:
         raise BadSpec(f"{key} returned {len(values)} values; {expected}")
     for value in values:
@@ -131,6 +145,6 @@ def _is_reward(value: Any) -> bool:
         return True
     try:
         made = torch.tensor([value], dtype=torch.float32)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return False
     return made.shape == (1,) and not math.isinf(made.item())

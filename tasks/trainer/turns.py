@@ -15,7 +15,14 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from policies.model.spec import TrainerSpec
-from tasks.trainer.user_objects import BadSpec, first_line, load_environments, load_function, passes
+from tasks.rewards.guard import FAULTS
+from tasks.trainer.user_objects import (
+    BadSpec,
+    first_line,
+    load_environments,
+    load_function,
+    passes,
+)
 from tasks.trainer.user_prompts import shown
 
 ENVIRONMENTS = "trainer.environment_factory"
@@ -78,7 +85,7 @@ def _begun(factory: Callable[[], Any], key: str, row: dict[str, Any]) -> Any:
     try:
         made = factory()
         made.reset(**row)
-    except Exception as error:  # the user's code may raise anything
+    except FAULTS as error:  # the user's code may raise anything
         if passes(error) or isinstance(error, TimeoutError):
             raise
         said = f"{type(error).__name__}: {first_line(error)}"

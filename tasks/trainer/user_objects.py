@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers import AutoConfig
 
 from policies.model.spec import RunSpec, TrainerSpec
 from tasks.machine.base_model import model_folder
-from tasks.rewards.guard import guarded
+from tasks.rewards.guard import FAULTS, guarded
 from tasks.rewards.in_workers import with_arguments
 
 # Of the machine or the network, not of run.yaml: another try may find them gone.
@@ -76,12 +77,31 @@ def guarded_rewards(rewards: Sequence[Reward], spec: RunSpec) -> list[Reward]:
 
 
 def _reward(import_path: str, spec: TrainerSpec, workdir: Path) -> Callable[..., Any]:
-    function = load_function("trainer.reward_funcs", import_path, workdir)
-    arguments = spec.reward_args.get(import_path.rpartition(".")[2])
+    name = import_path.rpartition(".")[2]
+    function = _named(load_function("trainer.reward_funcs", import_path, workdir), name)
+    arguments = spec.reward_args.get(name)
     try:
         return function if arguments is None else with_arguments(function, arguments)
     except TypeError as error:
         raise BadSpec(f"trainer.reward_args: {import_path}: {first_line(error)}") from error
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """An object that can be called, a partial or a lambda, under its name in the module: TRL logs it by one, and
+    awaits functions alone."""
+    if isinstance(function, torch.nn.Module) or getattr(function, "__name__", "").isidentifier():
+        return function
+
+    def named(**told: Any) -> Any:
+        return function(**told)
+
+    async def awaited(**told: Any) -> Any:
+        return await function(**told)
+
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    made: Any = awaited if is_async else named
+    made.__name__, made.__wrapped__ = name, function  # whose signature it has
+    return made  # type: ignore[no-any-return]
 
 
 def _load(key: str, import_path: str, workdir: Path) -> Any:
@@ -93,7 +113,22 @@ def _load(key: str, import_path: str, workdir: Path) -> Any:
     try:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, SyntaxError) as error:
-        raise BadSpec(f"{key}: {import_path}: {first_line(error)}") from error
+        hidden = _hidden_by(module_name.partition(".")[0], workdir)
+        raise BadSpec(f"{key}: {import_path}: {first_line(error)}{hidden}") from error
+    except FAULTS as error:  # the user's code may raise anything
+        if passes(error) or is_out_of_memory(error):
+            raise
+        raised = f"{type(error).__name__} was raised as it was imported: {first_line(error)}"
+        raise BadSpec(f"{key}: {import_path}: {raised}") from error
+
+
+def _hidden_by(top: str, workdir: Path) -> str:
+    """What to do where a module beside run.yaml has the name of one that was there before it."""
+    beside = next((one for one in (workdir / f"{top}.py", workdir / top / "__init__.py") if one.is_file()), None)
+    found = getattr(sys.modules.get(top), "__file__", None) or ""
+    if beside is None or top not in sys.modules or Path(found).is_relative_to(workdir):
+        return ""
+    return f"; {beside} has the name of another module, {found or top}: rename it"
 
 
 def _function(key: str, import_path: str, found: Any) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ import datasets
 from datasets.fingerprint import Hasher
 
 from policies.model.datasets import Template, is_import_path, read_template
+from tasks.rewards.guard import FAULTS
 from tasks.trainer.user_objects import BadSpec, load_function, passes
 
 Row = dict[str, Any]
@@ -76,7 +77,7 @@ def _by_function(
         told = dict(row)
         try:
             made = function(told)
-        except Exception as error:  # the user's code may raise anything
+        except FAULTS as error:  # the user's code may raise anything
             if passes(error):
                 raise
             raised = f"{name} raised {type(error).__name__}: {in_one_line(error)}"

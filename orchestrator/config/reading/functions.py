@@ -34,7 +34,8 @@ def function_problem(path: str, workdir: Path, *, has_setup: bool, misfit: Misfi
             return ""
         if known:
             return f"no module {module}, though there is {known}; expected a file {_file_of(module)}"
-        return f"no module {module} in {workdir} or the installed packages; expected a file {_file_of(module)}"
+        expected = f"expected a file {_file_of(module)}, or its package in trainer.setup"
+        return f"no module {module} in {workdir} or the installed packages; {expected}"
     if spec.origin is None:
         return f"{module} is a folder, not a module; expected module.function"
     if not spec.origin.endswith(".py"):

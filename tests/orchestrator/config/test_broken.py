@@ -493,7 +493,7 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         ],
         [
             'run.yaml:7: trainer.reward_funcs[0]: rewards.py defines no digit_shar; expected a function of that name; did you mean "digit_share"?',
-            "run.yaml:8: trainer.reward_funcs[1]: no module reward in {folder} or the installed packages; expected a file reward.py",
+            "run.yaml:8: trainer.reward_funcs[1]: no module reward in {folder} or the installed packages; expected a file reward.py, or its package in trainer.setup",
             "run.yaml:9: trainer.reward_funcs[2]: expected an import path, module.function, got 'digit_share'",
             "run.yaml:10: trainer.reward_funcs[3]: no_room cannot be called by TRL, which passes completion_ids too; give it a **kwargs parameter",
             'run.yaml:11: trainer.reward_funcs[4]: TRL ships no such reward function; did you mean "trl.rewards.accuracy_reward"?',
@@ -539,7 +539,7 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         [
             'run.yaml:7: trainer.tools: rewards.py defines no digit_shar; expected a function of that name; did you mean "digit_share"?',
             "run.yaml:8: trainer.environment_factory: expected an import path, module.function, got 'Ladder'",
-            "run.yaml:9: trainer.rollout_func: no module rolls in {folder} or the installed packages; expected a file rolls.py",
+            "run.yaml:9: trainer.rollout_func: no module rolls in {folder} or the installed packages; expected a file rolls.py, or its package in trainer.setup",
             "run.yaml:20: rollout.vllm.max-model-len: 256 leaves no room for another turn, whose prompt holds the turns before it; expected more than twice grpo.max_completion_length, 128",
         ],
     ),
@@ -845,3 +845,24 @@ def test_aliases_do_not_blow_up(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("\n".join(rows))
     with pytest.raises(ConfigError, match="too deep or too large"):
         load_spec(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        ("json.py", "Python's own `json`"),
+        ("datasets.py", "the library `datasets`"),
+        ("tasks/__init__.py", "grpo-orch's own `tasks`"),
+    ],
+)
+def test_a_module_beside_the_file_that_hides_another(tmp_path: Path, made: str, says: str) -> None:
+    furnish(tmp_path)
+    for harmless in ("test.py", "datasets/rows.jsonl", made):
+        (tmp_path / harmless).parent.mkdir(exist_ok=True)
+        (tmp_path / harmless).write_text("")
+    (tmp_path / "run.yaml").write_text(VALID)
+    with pytest.raises(ConfigError) as caught:
+        load_spec(tmp_path / "run.yaml")
+    (problem,) = caught.value.problems
+    assert problem.key == "trainer"
+    assert problem.message == f"{made.partition('/')[0]} beside this file takes the place of {says}; rename it"

@@ -49,11 +49,12 @@ def test_it_is_valid_as_it_is_written_out(recipe: str, tmp_path: Path) -> None:
     assert (load(tmp_path / "other" / "run.yaml", lambda: 2).spec.name, other) == ("other", written)
 
 
-def test_each_has_a_line_and_a_link() -> None:
+def test_each_has_a_line_a_page_and_a_link() -> None:
     lines = recipe_lines()
     assert lines.keys() == {path.parent.name for path in FOLDER.glob("*/run.yaml")}
     assert all(lines.values())
     for name in lines:
+        assert (ROOT / "docs" / "recipes" / f"{name}.md").read_text().startswith(f"# {name}\n")
         assert (ROOT / "examples" / name / "run.yaml").samefile(FOLDER / name / "run.yaml")
 
 

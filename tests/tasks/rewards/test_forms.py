@@ -117,6 +117,13 @@ def test_gsm8k(text: str, right: str, score: float | None) -> None:
     assert gsm8k_reward([text, chat(text)], answer=[right] * 2) == [score, score]
 
 
+def test_thoughts_that_the_prompt_opened() -> None:
+    """As the chat templates of R1's kind do: a completion has `</think>` alone."""
+    texts = ["#### 71, no</think>#### 72", "so #### 72"]
+    assert gsm8k_reward(texts, answer=["72"] * 2, opened=True) == [1.0, 0.0]
+    assert gsm8k_reward(texts, answer=["72"] * 2) == [1.0, 1.0]
+
+
 def test_gsm8k_in_an_element_and_another_column() -> None:
     assert gsm8k_reward(["<answer> 72 </answer>", "72"], column="gold", tag="answer", gold=["72"] * 2) == [
         1.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -156,3 +157,59 @@ def test_other_handlers_of_the_signal_are_left_as_they_were() -> None:
     before = signal.getsignal(signal.SIGUSR2)
     called(spins_on_c, timeout_s=0.2)
     assert signal.getsignal(signal.SIGUSR2) == before
+
+
+def leaves(**_: Any) -> list[float]:
+    sys.exit(3)
+
+
+async def leaves_awaited(**_: Any) -> list[float]:
+    sys.exit(3)
+
+
+def numbered(completions: list[str], **_: Any) -> dict[int, str]:
+    return dict(enumerate(completions))
+
+
+def empties(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    completions.clear()
+    return [1.0 for _ in prompts]
+
+
+def forks(completions: list[str], **_: Any) -> list[float]:
+    """Both processes go on, as who does not know `fork` writes it."""
+    os.fork()
+    return [1.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (leaves, "raised SystemExit: 3"),
+        (leaves_awaited, "raised RuntimeError: SystemExit: 3"),
+        (numbered, "raised TypeError: it returned a dict, expected a list"),
+    ],
+)
+def test_what_no_function_should_do_has_its_name(function: Any, says: str) -> None:
+    def scores(rule: OnBadReward) -> Any:
+        found = called(function, rule)
+        return asyncio.run(found) if asyncio.iscoroutine(found) else found
+
+    assert scores("none") == [None] * 4
+    with pytest.raises(BadReward, match=f"rewards.mine {says}, for the prompt 'one'"):
+        scores("fail")
+
+
+def test_what_a_function_does_to_its_lists_is_its_own_affair() -> None:
+    assert called(empties) == [1.0] * 4
+
+
+def test_a_process_that_a_function_forked_comes_no_further() -> None:
+    before, read = os.getpid(), os.pipe()
+    assert called(forks) == [1.0] * 4
+    if os.getpid() != before:  # here is what would train a second time
+        os.write(read[1], b"!")
+        os._exit(0)
+    os.wait()
+    os.close(read[1])
+    assert os.read(read[0], 1) == b""

@@ -31,6 +31,12 @@ def test_answers_as_mathematics() -> None:
     }
 
 
+def test_thoughts_that_the_prompt_opened() -> None:
+    """As the chat templates of R1's kind do: a completion has `</think>` alone, or was cut before it."""
+    texts = [r"\boxed{3}, no</think>\boxed{4}", r"so far \boxed{4}", r"\boxed{4}</think>\boxed{3}"]
+    assert math_reward(["p"] * 3, texts, solution=["4"] * 3, opened=True) == [1.0, 0.0, 0.0]
+
+
 def test_a_power_that_is_never_done_costs_its_own_sample() -> None:
     texts = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{4}"]
     assert math_reward(["p"] * 2, texts, solution=["4"] * 2) == [0.0, 1.0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +18,11 @@ from transformers import TrainerCallback
 from policies.control.snapshot import BEFORE_TRAINING
 from policies.model import exit_codes
 from tasks.machine.processes.exit_note import take_exit_code
+from tasks.rewards.guard import guarded
 from tasks.trainer import reports
 from tasks.trainer.overdue import ended_after
 from tasks.trainer.preflight import check_prompts, check_rewards
-from tasks.trainer.user_objects import BadSpec
+from tasks.trainer.user_objects import BadSpec, load_rewards
 from tests.budget import HANG_S
 from tests.node.trainer.rig import make_tiny, open_rig
 from tests.node.trainer.rig_rewards import lower_share
@@ -91,6 +94,15 @@ def test_rewards_of_every_form_pass() -> None:
     check_rewards([of_a_chat], ["d"], CHATS, config_of())
     with pytest.raises(BadSpec, match="'answer'"):
         check_rewards([of_a_chat], ["d"], CHATS, config_of(only_prompts=True))
+
+
+def test_a_column_that_trl_passes_something_else_under_is_named() -> None:
+    rows = {"trainer.dataset": {"prompt": "1+1", "completions": "2"}}
+    with pytest.raises(
+        BadSpec, match=r"^trainer\.dataset: its column `completions` has the name of what TRL passes"
+    ):
+        check_rewards([lower_share], ["a"], rows, config_of())
+    check_rewards([lower_share], ["a"], rows, config_of(only_prompts=True))
 
 
 @pytest.mark.parametrize("max_steps", [-1, 40])
@@ -201,3 +213,115 @@ def test_a_table_of_completions_is_written_beside_the_spool(tiny: Path, tmp_path
 
 def test_reports_are_asked_once_they_exist() -> None:
     assert issubclass(reports._kinds(type("config", (), {"report_to": ["tensorboard"]}))[0], TrainerCallback)
+
+
+MODULE = """
+import asyncio, functools, sys
+import numpy, torch
+
+class Judge:
+    def __call__(self, completions, **columns): return [1.0] * len(completions)
+
+class Asked:
+    async def __call__(self, completions, **columns): return [1.0] * len(completions)
+
+def weighs(completions, weight, **columns): return [weight] * len(completions)
+async def waits(completions, **columns): return [1.0] * len(completions)
+def hands_on(completions, **columns): return waits(completions)
+def drops(completions, **columns): completions.clear(); return []
+def leaves(completions, **columns): sys.exit(3)
+def maps(completions, **columns): return {one: 1.0 for one in completions}
+def towers(completions, **columns): return [10**400] * len(completions)
+def arrays(completions, **columns): return numpy.ones(len(completions), numpy.float32)
+def tensors(completions, **columns): return [torch.tensor(1.0)] * len(completions)
+def yields(completions, **columns):
+    for _ in completions: yield True
+
+judge, asked, half = Judge(), Asked(), functools.partial(weighs, weight=1.0)
+short = lambda completions, **columns: [1.0] * len(completions)
+"""
+
+
+def tried(tmp_path: Path, name: str, **arguments: Any) -> Callable[..., Any]:
+    """Load and try a reward of a module beside run.yaml."""
+    spec: Any = SimpleNamespace(reward_funcs=(name,), reward_args=arguments)
+    (function,) = load_rewards(spec, tmp_path)
+    assert not isinstance(function, str)
+    check_rewards([function], [name], TEXTS, config_of())
+    return function
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of run.yaml with a module and a package that imports from itself."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in [name for name in sys.modules if name.startswith("my_")]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "my_rewards.py").write_text(MODULE)
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "__init__.py").write_text("from .inner import one\n")
+    (tmp_path / "my_package" / "inner.py").write_text(
+        "def one(completions, **_): return [1.0] * len(completions)\n"
+    )
+    (tmp_path / "my_raising.py").write_text("raise RuntimeError('no key')\n")
+    (tmp_path / "my_leaving.py").write_text("import sys; sys.exit(4)\n")
+    (tmp_path / "string.py").write_text("def score(**_): return []\n")
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("my_")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"my_rewards.{one}" for one in ("judge", "asked", "short", "half", "arrays", "tensors", "yields")),
+        "my_package.one",
+        "my_package.inner.one",
+    ],
+)
+def test_whatever_can_be_called_is_a_reward_by_its_import_path_alone(name: str, beside: Path) -> None:
+    function = tried(beside, name)
+    assert function.__name__ == name.rpartition(".")[2]
+    scores = guarded(function, name, "fail", HANG_S, lambda _: False)(prompts=["p"], completions=["c"])
+    assert (asyncio.run(scores) if asyncio.iscoroutine(scores) else scores) == [1.0]
+
+
+def test_arguments_of_a_partial(beside: Path) -> None:
+    assert tried(beside, "my_rewards.half", half={"weight": 0.25})(completions=["c"], prompts=["p"]) == [0.25]
+    with pytest.raises(BadSpec, match="takes no argument `height`"):
+        tried(beside, "my_rewards.short", short={"height": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "my_rewards.hands_on",
+            "my_rewards.hands_on returned a coroutine, which TRL awaits of an `async def` alone",
+        ),
+        ("my_rewards.drops", "my_rewards.drops returned 0 values; expected 2 numbers"),
+        ("my_rewards.leaves", "my_rewards.leaves raised SystemExit: 3; it was called on the first row"),
+        ("my_rewards.maps", "my_rewards.maps returned a dict; expected 2 numbers or None"),
+        ("my_rewards.towers", "my_rewards.towers returned 1000"),
+        ("my_raising.one", "my_raising.one: RuntimeError was raised as it was imported: no key"),
+        ("my_leaving.one", "my_leaving.one: SystemExit was raised as it was imported: 4"),
+        ("string.score", "string.py has the name of another module, .*string.py: rename it"),
+        ("openenv.envs.Echo", "openenv.envs.Echo: No module named 'openenv'"),
+    ],
+)
+def test_one_line_says_what_is_wrong_with_a_module_or_a_reward(name: str, says: str, beside: Path) -> None:
+    with pytest.raises(BadSpec, match=says) as caught:
+        tried(beside, name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_call_that_ends_the_process_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    if (pid := os.fork()) == 0:
+        with ended_after(HANG_S, tmp_path, "late", "trainer.reward_funcs: my.own"):
+            os._exit(3)
+    os.waitpid(pid, 0)
+    said = ""
+    while "\n" not in said:  # of the process beside it, which outlives it for a moment
+        said += capfd.readouterr().err
+    assert said == "grpo-orch trainer: the process ended within trainer.reward_funcs: my.own\n"
+    assert take_exit_code(tmp_path) is None

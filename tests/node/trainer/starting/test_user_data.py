@@ -66,6 +66,9 @@ def numbers(row):
     changed = {"answer": "x"} if "3" in row["question"] else {}
     return {"prompt": row["question"], "score": float("nan"), "at": numpy.zeros(2), **changed}
 
+def leaves(row):
+    raise SystemExit(3)
+
 def dice(row):
     return row["question"] + str(random.random())
 """
@@ -260,6 +263,7 @@ def test_weights_are_shares_of_the_prompts_and_lose_no_row(folder: Path) -> None
         ([gsm8k(prompt="no_such.one")], ".dataset.prompt: no_such.one: No module named"),
         ([gsm8k(prompt="my_prompts.lost")], "lost raised KeyError: 'text'; .* on row 0, with question, answer"),
         ([gsm8k(prompt="my_prompts.late")], "late returned None for row 3; expected a text, or a list of mess"),
+        ([gsm8k(prompt="my_prompts.leaves")], "leaves raised SystemExit: 3; it was called on row 0"),
         ([gsm8k(prompt="my_prompts.dice")], "dice returned two prompts for one row; expected the same"),
         (
             [gsm8k(prompt="{question}"), math(prompt=({"role": "user", "content": "{problem}"},))],
