@@ -16,8 +16,8 @@ from rich.table import Table
 
 from benchmarks.rig.local_run import make_tiny, run, tiny_spec
 
-STEPS, WARM_UP = 14, 2
-LENGTHS = (16, 128)  # tokens a completion, none of which ends earlier
+STEPS, WARM_UP = 8, 2
+LENGTHS = (16, 64)  # tokens a completion, none of which ends earlier
 # In the trainer's process: it foresees an evaluation after even steps alone.
 IN_TURNS = """
 from tasks.trl.fleet_client import FleetClient
