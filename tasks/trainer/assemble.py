@@ -45,7 +45,7 @@ from tasks.trainer import callbacks
 from tasks.trainer.overdue import ended_after
 from tasks.trainer.preflight import check_packages, check_prompts, check_rewards
 from tasks.trainer.reports import keep_reports, prepare_reports
-from tasks.trainer.turns import check_turns, load_turns
+from tasks.trainer.turns import check_turns, guarded_turns, load_turns
 from tasks.trainer.user_data import load_data, prompts_used
 from tasks.trainer.user_objects import (
     BadSpec,
@@ -202,7 +202,7 @@ def _trainer(start: Start, client: FleetClient, config: Any, replaced: Callable[
             train_dataset=data.rows,
             eval_dataset=held_out.rows if held_out else None,
             peft_config=lora_config(wanted.peft),
-            **turns,
+            **guarded_turns(turns, start.spec),
         )
     except (OSError, ValueError, TypeError, ImportError) as error:
         if passes(error):

@@ -45,6 +45,7 @@ from tasks.machine.versions import TRAINER, WrongVersions, check_versions
 from tasks.models import publishing
 from tasks.models.base import BaseModel, found_here, source_of
 from tasks.rewards.guard import BadReward
+from tasks.rewards.guarded_turns import ToolFailed
 from tasks.storing.heartbeat import Fenced, Heartbeat
 from tasks.storing.sharing import Restored, told_by_first
 
@@ -206,7 +207,7 @@ def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
         return code, f"told to end at step {trainer.state.global_step}; stored up to {stored or 0}"
     except (NoRoom, UnsupportedType, BadSpec) as error:
         return exit_codes.BAD_SPEC, str(error)
-    except BadReward as error:
+    except (BadReward, ToolFailed) as error:
         return exit_codes.FAILED, f"at step {trainer.state.global_step + 1}: {error}; see policies.on_bad_reward"
     except Diverged as error:
         return exit_codes.DIVERGED, f"stopped at step {trainer.state.global_step}: {error}"

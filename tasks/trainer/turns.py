@@ -14,11 +14,13 @@ from typing import Any
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-from policies.model.spec import TrainerSpec
+from policies.model.spec import RunSpec, TrainerSpec
 from tasks.rewards.guard import FAULTS
+from tasks.rewards.guarded_turns import Rule, guarded_factory, guarded_tool
 from tasks.trainer.user_objects import (
     BadSpec,
     first_line,
+    is_out_of_memory,
     load_environments,
     load_function,
     passes,
@@ -38,6 +40,23 @@ def load_turns(wanted: TrainerSpec, workdir: Path) -> dict[str, Any]:
         found["environment_factory"] = load_environments(wanted.environment_factory, workdir)
     if wanted.rollout_func is not None:
         found["rollout_func"] = load_function("trainer.rollout_func", wanted.rollout_func, workdir)
+    return found
+
+
+def guarded_turns(turns: Mapping[str, Any], spec: RunSpec) -> dict[str, Any]:
+    """What was loaded, with its hangs and an environment's errors under the rules for rewards."""
+    policies, found = spec.policies, dict(turns)
+    rule = Rule(
+        policies.on_bad_reward, policies.reward_timeout_s, lambda one: passes(one) or is_out_of_memory(one)
+    )
+    if "tools" in found:
+        named = zip(found["tools"], spec.trainer.tools, strict=True)
+        found["tools"] = [guarded_tool(tool, name, rule) for tool, name in named]
+    if (factory := found.get("environment_factory")) is not None:
+        name = spec.trainer.environment_factory or ""
+        several = factory if isinstance(factory, dict) else {"": factory}
+        made = {key: guarded_factory(one, name, rule) for key, one in several.items()}
+        found["environment_factory"] = made if isinstance(factory, dict) else made[""]
     return found
 
 
