@@ -20,7 +20,8 @@ from tests.node.trainer.rig import REPOSITORY, open_rig
 
 STEPS = 20
 ENDS = 4  # steps that the beginning and the end are the mean of
-# How much of the largest reward is gained at least: about half of what was.
+# How much of the largest reward is gained at least: about half of what was. With advantages of 0 that was 0.08 at
+# most.
 GAINS = {"qwen-32b": 0.2, "math-two-gpus": 0.3, "gsm8k-zero2": 0.2, "llama-one-card": 0.15}
 OVER = f"extends: alone.yaml\ngrpo: {{max_steps: {STEPS}, save_steps: {STEPS}}}\n"
 
