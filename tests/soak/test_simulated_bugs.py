@@ -15,7 +15,7 @@ import pytest
 import structlog
 
 from checkpoint.journal.journal import Journal
-from orchestrator.control import actuate, controller, run_clock
+from orchestrator.control import actuate
 from orchestrator.control.controller import Controller
 from orchestrator.control.observe import Observer
 from orchestrator.simulate import kept, stories
@@ -26,7 +26,6 @@ from policies.control.decide import done
 from policies.control.snapshot import Decision, Snapshot, Terminate
 from policies.ledger.retention import StoredCheckpoint
 from policies.model.buying import MachineKind
-from policies.model.phases import TERMINAL_RUN
 from policies.model.state import RunState
 from policies.model.vocabulary import PolicyVersion
 from tests.stand_ins.world import spec
@@ -90,14 +89,6 @@ def _acts_however_late() -> AbstractContextManager[object]:
     return mock.patch.object(actuate, "ACT_WITHIN_S", math.inf)
 
 
-def _counts_silence_while_it_did_not_look() -> AbstractContextManager[object]:
-    return mock.patch.object(run_clock.Steadiness, "look", return_value=math.inf)
-
-
-def _ends_before_its_machines_are_gone() -> AbstractContextManager[object]:
-    return mock.patch.object(controller, "done", lambda state, _: state.phase in TERMINAL_RUN)
-
-
 def _keeps_machines_of_a_run_that_is_over() -> AbstractContextManager[object]:
     return mock.patch.object(fleet, "release_machines", return_value=None)
 
@@ -127,8 +118,6 @@ BUGS: tuple[Callable[[], AbstractContextManager[object]], ...] = (
     _retention_keeps_the_newest_alone,
     _does_not_look_whether_it_was_replaced,
     _acts_however_late,
-    _counts_silence_while_it_did_not_look,
-    _ends_before_its_machines_are_gone,
     _keeps_machines_of_a_run_that_is_over,
     _rolls_back_to_the_newest,
     _takes_a_missing_answer_for_an_empty_cloud,
