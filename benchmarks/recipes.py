@@ -29,7 +29,7 @@ RECIPES = ("qwen-32b", "math-two-gpus", "gsm8k-zero2", "llama-one-card")
 LOSSES = {"grpo": "", "dr_grpo": "dr-grpo.yaml", "unclipped": "unclipped.yaml"}
 SEEDS = (1, 2, 3)
 AT_ONCE = 2  # no time is measured
-ENDS = 5  # steps that the beginning and the end of a curve are the mean of
+ENDS = 5  # batches that the beginning and the end of a curve are the mean of
 MAKE = ROOT / "examples" / "twins" / "make.py"
 PICTURE = ROOT / "benchmarks" / "results" / "recipes.svg"
 
@@ -38,7 +38,7 @@ console = Console()
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One run's reward at each step, as the share of the largest that there is."""
+    """One run's reward for each batch of completions, as the share of the largest that there is."""
 
     seed: int
     rewards: list[float]
@@ -130,7 +130,7 @@ def main() -> None:
 def show(found: dict[str, list[Curve]]) -> None:
     """Print the tables and write figures and picture."""
     for title, names in (("The recipes' tiny twins", RECIPES), ("Losses, two steps a batch", tuple(LOSSES))):
-        table = Table("", "steps", "start", "end", "each seed's", "rollbacks", title=title)
+        table = Table("", "batches", "start", "end", "each seed's", "rollbacks", title=title)
         for name in names:
             curves = found[name]
             start, end = median(one.start for one in curves), median(one.end for one in curves)
@@ -139,7 +139,7 @@ def show(found: dict[str, list[Curve]]) -> None:
             table.add_row(name, str(len(curves[0].rewards)), f"{start:.2f}", f"{end:.2f}", each, rollbacks)
         console.print(table)
     console.print(
-        f"Reward as the share of the largest that there is; start and end: means of {ENDS} steps, medians of "
+        f"Reward as the share of the largest that there is; start and end: means of {ENDS} batches, medians of "
         f"{len(SEEDS)} seeds.",
         highlight=False,
         soft_wrap=True,

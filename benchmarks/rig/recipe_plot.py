@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 COLOURS = ("#3366cc", "#e07b39", "#2e8b6f")
 INK, GRID = "#333a45", "#e3e6ea"
 
-Runs = Sequence[Sequence[float]]  # of each seed, the reward at each step
+Runs = Sequence[Sequence[float]]  # of each seed, the reward of each batch
 
 
 def draw(panels: Sequence[Mapping[str, Runs]], path: Path) -> None:
@@ -31,7 +31,7 @@ def draw(panels: Sequence[Mapping[str, Runs]], path: Path) -> None:
         axes.set_ylim(0, 1.03)
         axes.grid(color=GRID, linewidth=0.6)
         axes.tick_params(labelsize=7, colors=INK)
-        axes.set_xlabel("step", fontsize=8, color=INK)
+        axes.set_xlabel("batch", fontsize=8, color=INK)
         if index == 0:
             axes.set_ylabel("reward, share of the largest", fontsize=8, color=INK)
     with rc_context({"svg.fonttype": "none"}):  # letters, not their outlines: half the size
