@@ -27,7 +27,8 @@ def share(count: int, of: int) -> Estimate:
     found = count / of
     middle = (found + Z**2 / (2 * of)) / (1 + Z**2 / of)
     half = Z * math.sqrt(found * (1 - found) / of + Z**2 / (4 * of**2)) / (1 + Z**2 / of)
-    return Estimate(found, max(0.0, middle - half), min(1.0, middle + half))
+    # Of none and of all one end is the share itself, up to rounding.
+    return Estimate(found, min(found, max(0.0, middle - half)), max(found, min(1.0, middle + half)))
 
 
 def shares_apart(before: Sequence[bool], after: Sequence[bool]) -> Estimate:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
+SINGLE = 2.0**-23  # scores come in single precision, where 0.9 is less than 0.9
+
 
 class Verdict(StrEnum):
     """In the order of the table that people read."""
@@ -28,7 +30,7 @@ def verdict(score: float | None, full: float, readable: bool | None) -> Verdict:
     """
     if score is None:
         return Verdict.UNSCORED
-    if score >= full:
+    if score >= full - SINGLE * abs(full):
         return Verdict.CORRECT
     return Verdict.UNREADABLE if readable is False else Verdict.WRONG
 

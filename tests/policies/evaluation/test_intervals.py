@@ -20,6 +20,15 @@ def test_a_share_has_the_published_interval(count: int, of: int, low: float, hig
     assert found.value == count / of
 
 
+@pytest.mark.parametrize("of", [1, 29, 500, 100_000])
+def test_of_none_and_of_all_the_interval_holds_the_share(of: int) -> None:
+    none, every = intervals.share(0, of), intervals.share(of, of)
+    assert (none.low, none.value, every.value, every.high) == (0.0, 0.0, 1.0, 1.0)
+    assert none.high == pytest.approx(1 - every.low)
+    apart = intervals.shares_apart([False] * of, [True] * of)
+    assert apart.low < apart.value == apart.high == 1.0
+
+
 @pytest.mark.parametrize(
     "cells",  # probabilities: both, gained, lost, neither
     [(0.3, 0.2, 0.1, 0.4), (0.05, 0.1, 0.05, 0.8), (0.6, 0.15, 0.15, 0.1), (0.25, 0.25, 0.25, 0.25)],

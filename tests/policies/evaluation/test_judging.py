@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 
 from policies.evaluation.as_run import as_run
@@ -28,6 +30,10 @@ def test_a_completion_is_judged(score: float | None, readable: bool | None, expe
 def test_correct_is_what_the_function_calls_full() -> None:
     assert verdict(1.0, 2.0, True) is Verdict.WRONG
     assert verdict(2.0, 2.0, True) is Verdict.CORRECT
+    for full in (0.1, 0.7, 0.9, 1.1, 1e6 + 0.3):
+        (kept,) = struct.unpack("f", struct.pack("f", full))  # as TRL keeps it
+        assert verdict(kept, full, True) is Verdict.CORRECT
+    assert verdict(0.8999, 0.9, True) is Verdict.WRONG
 
 
 def test_who_scores_says_what_can_be_read_before_those_who_look_at_the_form() -> None:
