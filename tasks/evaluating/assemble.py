@@ -20,7 +20,7 @@ from tasks.completions.rollout_source import RolloutSource
 from tasks.evaluating.keeping import Completes, Keeping
 from tasks.trainer.assemble import Start, grpo_config, lora_config, policy_publisher
 from tasks.trainer.preflight import check_prompts, check_rewards
-from tasks.trainer.turns import check_turns, load_turns
+from tasks.trainer.turns import check_turns, guarded_turns, load_turns
 from tasks.trainer.user_data import load_data
 from tasks.trainer.user_objects import (
     BadSpec,
@@ -41,11 +41,13 @@ ROWS_MAX = 1 << 40  # of a stream without a limit of its own
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """What evaluates. `rewards` are the run's functions by the name that TRL has for them."""
+    """What evaluates. `rewards` are the run's functions by the name that TRL has for them, those that environments
+    have among them; `timeout_s` is for one call of one of them."""
 
     trainer: EvaluatingTrainer
     rows: list[dict[str, Any]]
     rewards: Mapping[str, Reward]
+    timeout_s: float
 
 
 def assemble_evaluator(start: Start, rows: int | None) -> Evaluator:
@@ -79,7 +81,7 @@ def assemble_evaluator(start: Start, rows: int | None) -> Evaluator:
             args=config,
             train_dataset=chosen,
             peft_config=lora_config(wanted.peft),
-            **turns,
+            **guarded_turns(turns, spec),
         )
     except (OSError, ValueError, TypeError, ImportError) as error:
         if passes(error):
@@ -90,7 +92,8 @@ def assemble_evaluator(start: Start, rows: int | None) -> Evaluator:
     client.attach(trainer, own or policy_publisher(start, trainer), start.env.timeline)
     client.on_policy_gone = _refuse_gone
     trainer.remove_callback(PrinterCallback)
-    return Evaluator(trainer, list(chosen), dict(zip(trainer.reward_func_names, rewards, strict=True)))
+    named = dict(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True))
+    return Evaluator(trainer, list(chosen), named, spec.policies.reward_timeout_s)
 
 
 def _source(start: Start, config: Any, own: OwnGeneration | None) -> RolloutSource:

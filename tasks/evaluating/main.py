@@ -37,6 +37,7 @@ from tasks.machine.processes.exit_note import leave_exit_code
 from tasks.machine.versions import TRAINER, WrongVersions, check_versions
 from tasks.models.base import found_here
 from tasks.rewards.guard import BadReward
+from tasks.rewards.guarded_turns import ToolFailed
 from tasks.storing.heartbeat import Fenced, Heartbeat
 from tasks.trainer.main import (
     BEAT_RETRY_S,
@@ -118,7 +119,7 @@ def _evaluate(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbea
             _evaluate_each(missing, env, record, evaluation, store, heartbeat, leaving)
         except LeaveNow:
             return exit_codes.STOPPED, "told to end; the completions so far are stored"
-        except BadReward as error:
+        except (BadReward, ToolFailed) as error:
             return exit_codes.FAILED, f"{error}; see policies.on_bad_reward"
         except (BadSpec, UnsupportedType) as error:
             return exit_codes.BAD_SPEC, str(error)

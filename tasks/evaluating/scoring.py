@@ -8,7 +8,8 @@ from typing import Any
 from checkpoint.records.evaluated import SCHEMA, Evaluated, Scored
 from policies.evaluation.judging import told_readable, verdict
 from tasks.evaluating.assemble import Evaluator
-from tasks.rewards.guard import BadReward
+from tasks.rewards.guard import FAULTS, BadReward, TooLong, call_alone, interrupted
+from tasks.rewards.guard import said as said_of
 from tasks.trainer.user_objects import Reward
 from tasks.trl.trl_evaluating import Made
 
@@ -69,12 +70,12 @@ def _said(evaluator: Evaluator, judge: str, made: Made) -> list[bool] | None:
         return None
     rows, given = evaluator.rows, ("prompt", "completion", "completion_ids")
     columns = {key: [row[key] for row in rows] for key in rows[0] if key not in given}
+    given_to = {"prompts": made.prompts, "completions": made.completions, "completion_ids": made.ids, **columns}
     try:
-        said = says(prompts=made.prompts, completions=made.completions, completion_ids=made.ids, **columns)
-        found = [bool(one) for one in said]
-    except Exception as error:  # the user's code may raise anything
-        what = f"{type(error).__name__}: {error}"
-        raise BadReward(f"what {judge} says of which completions can be read raised {what}") from error
+        with interrupted(evaluator.timeout_s, judge):
+            found = [bool(one) for one in call_alone(says, given_to)]
+    except (TooLong, *FAULTS) as error:
+        raise BadReward(f"what {judge} says of which completions can be read {said_of(error)}") from error
     if len(found) != len(rows):
         raise BadReward(f"{judge} says of {len(found)} of {len(rows)} completions whether they can be read")
     return found

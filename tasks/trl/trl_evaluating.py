@@ -54,8 +54,10 @@ class EvaluatingTrainer(FleetGRPOTrainer):
         ]
 
     def is_cut(self, ids: list[int]) -> bool:
-        """Whether a completion had not ended."""
-        return bool(ids) and ids[-1] not in self.eos_token_ids
+        """Whether a completion had not ended at its greatest length. One may end without a token that says so, at
+        a text that `grpo.generation_kwargs` calls an end."""
+        longest = (self.args.generation_kwargs or {}).get("max_tokens") or self.args.max_completion_length
+        return len(ids) >= longest and ids[-1] not in self.eos_token_ids
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         _, ids, _, completions, *_ = super()._generate(prompts)

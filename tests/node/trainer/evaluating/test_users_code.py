@@ -1,0 +1,108 @@
+"""The evaluator with what users bring: environments that score, and functions that hang where they say what can be
+read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from policies.evaluation.as_run import as_run
+from policies.model import exit_codes
+from policies.model.evaluation import BASE, Evaluation, Subject
+from tasks.evaluating.scoring import _said
+from tasks.rewards import readable_by
+from tasks.rewards.guard import BadReward
+from tasks.trl.trl_evaluating import EvaluatingTrainer, Made
+from tests.node.trainer.evaluating import test_evaluator as evaluator
+from tests.node.trainer.rig import PROMPTS, Rig, make_tiny, open_rig, run_spec
+from tests.node.trainer.rig_tools import make_chatty
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """An evaluation of the base model of a run whose environment scores, beside a function."""
+    tiny = make_tiny(tmp_path_factory.mktemp("tiny"))
+    make_chatty(tiny)
+    grpo = {"max_completion_length": 24, "max_tool_calling_iterations": 3}
+    parent = run_spec(
+        "file:///nowhere",
+        tiny,
+        grpo=grpo,
+        dataset="chats.jsonl",
+        reward="rig_tools.share_of_calls",
+        trainer={"environment_factory": "rig_tools.Ladder"},
+        replicas=0,
+    )
+    folder = tmp_path_factory.mktemp("eval")
+    of = Evaluation((folder / "parent").as_uri(), (Subject(BASE),))
+    with open_rig(folder, tiny, ready=as_run(parent, "", parent.trainer.dataset), evaluation=of) as made:
+        yield made
+
+
+def test_an_environments_own_score_is_one_of_the_scores(rig: Rig) -> None:
+    assert evaluator.evaluate(rig) == (exit_codes.OK, "evaluated base")
+    summary, samples = evaluator.found(rig, BASE)
+    assert list(summary.scores) == ["share_of_calls", "Ladder"]
+    assert summary.weights == {"share_of_calls": 1.0, "Ladder": 1.0}
+    expected = [row / 10 for row in range(PROMPTS)]  # the model climbs nowhere
+    assert [one.scores["Ladder"] for one in samples] == pytest.approx(expected)
+
+
+def hangs(**_: Any) -> list[bool]:
+    return [True for _ in itertools.count()]
+
+
+def leaves(**_: Any) -> list[bool]:
+    raise SystemExit(3)
+
+
+def takes_all(completions: list[str], **_: Any) -> list[bool]:
+    found = [True for _ in completions]
+    completions.clear()
+    return found
+
+
+def judged_by(says: Any) -> tuple[Any, Made]:
+    @readable_by(says)
+    def right(completions: list[str], **_: Any) -> list[float]:
+        return [1.0 for _ in completions]
+
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    made = Made(["a", "b"], ["x", "y"], [[5], [6]])
+    return SimpleNamespace(rewards={"right": right}, rows=rows, timeout_s=0.2), made
+
+
+@pytest.mark.parametrize(("says", "told"), [(hangs, "took too long"), (leaves, "raised SystemExit: 3")])
+def test_what_says_which_can_be_read_is_under_the_rules_of_what_scores(says: Any, told: str) -> None:
+    of, made = judged_by(says)
+    with pytest.raises(BadReward, match=f"what right says of which completions can be read {told}"):
+        _said(of, "right", made)
+
+
+def test_what_says_which_can_be_read_changes_no_sample() -> None:
+    of, made = judged_by(takes_all)
+    assert _said(of, "right", made) == [True, True]
+    assert made.completions == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "kwargs", "cut"),
+    [
+        ([5, 5, 5, 5], None, True),
+        ([5, 5, 5, 1], None, False),
+        ([5, 5], {"stop": ["</answer>"]}, False),
+        ([5, 5], {"max_tokens": 2}, True),
+        ([], None, False),
+    ],
+)
+def test_cut_off_is_what_has_reached_its_length_without_an_end(
+    ids: list[int], kwargs: dict[str, Any] | None, cut: bool
+) -> None:
+    trainer: Any = SimpleNamespace(
+        eos_token_ids=[1], args=SimpleNamespace(max_completion_length=4, generation_kwargs=kwargs)
+    )
+    assert EvaluatingTrainer.is_cut(trainer, ids) is cut
