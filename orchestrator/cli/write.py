@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from orchestrator.cli.options import AsJson, Output, print_json
 from orchestrator.clouds.local.gpus import gpus_here
 from orchestrator.config.load import ConfigError, Loaded, Problem, load
 from orchestrator.config.recipes import recipe_lines, write_recipe
+from orchestrator.config.rules.checks import name_problem
 from orchestrator.config.sizes.model import find_size
 from orchestrator.config.template import init_text
 from policies.model import exit_codes
@@ -39,6 +41,8 @@ def init(
     ] = None,
 ) -> None:
     """Write a commented run.yaml to start from, or a recipe that runs."""
+    if name is not None and (problem := name_problem(name)):
+        raise Stop(f"--name: {problem}", exit_codes.USAGE)
     if recipe is not None:
         _init_recipe(recipe, path, name)
         return
@@ -50,7 +54,8 @@ def init(
         raise Stop(f"{path} exists already; remove it or name another", exit_codes.USAGE) from None
     except OSError as error:
         raise Stop(f"{path}: {error.strerror}", exit_codes.USAGE) from None
-    console.print(f"Wrote {path}. Check it with: grpo-orch validate {path}", highlight=False)
+    told = f"Wrote {path}. Check it with: grpo-orch validate {shlex.quote(str(path))}"
+    console.print(told, markup=False, highlight=False, soft_wrap=True)
 
 
 def _init_recipe(recipe: str, folder: Path | None, name: str | None) -> None:
@@ -70,7 +75,8 @@ def _init_recipe(recipe: str, folder: Path | None, name: str | None) -> None:
         raise Stop(f"{folder}: {error.strerror}", exit_codes.USAGE) from None
     told = f"Wrote {folder}: {', '.join(files)}. Its README.md says what to change. Then:"
     console.print(told, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"  cd {folder} && grpo-orch up run.yaml", markup=False, highlight=False, soft_wrap=True)
+    then = f"  cd {shlex.quote(str(folder))} && grpo-orch up run.yaml"
+    console.print(then, markup=False, highlight=False, soft_wrap=True)
 
 
 def validate(

@@ -44,7 +44,7 @@ def _read(path: Path, above: tuple[Path, ...], missing: Problem) -> tuple[Docume
         return document, findings, path.absolute().parent
     extended = document.data.pop(EXTENDS)
     line = document.lines[(EXTENDS,)]
-    if not isinstance(extended, str) or not extended:
+    if not isinstance(extended, str) or not extended or "\0" in extended:
         raise ConfigError(
             [Problem(file, line, EXTENDS, "expected the path of the run.yaml that this one changes")]
         )

@@ -12,6 +12,7 @@ _LEAST: dict[KeyPath, tuple[float, bool]] = {
     ("rollout", "replicas", "min"): (0, False),
     ("rollout", "replicas", "max"): (0, False),
     ("rollout", "deadline_s"): (0, True),
+    ("rollout", "vllm", "gpu-memory-utilization"): (0, True),  # vLLM's own bounds (0.32, `config/cache.py`)
     ("policies", "kl", "limit"): (0, True),
     ("policies", "kl", "on_rollback", "beta_factor"): (1, False),
     ("policies", "kl", "on_rollback", "epsilon_factor"): (0, True),
@@ -54,6 +55,7 @@ _LEAST: dict[KeyPath, tuple[float, bool]] = {
 }
 # The most, both included.
 _MOST: dict[KeyPath, float] = {
+    ("rollout", "vllm", "gpu-memory-utilization"): 1,
     ("policies", "reward_timeout_s"): 1e9,  # Python's own clocks end at nine times that
     ("policies", "kl", "on_rollback", "epsilon_factor"): 1,  # what diverged is to take smaller steps
     ("policies", "kl", "on_rollback", "learning_rate_factor"): 1,

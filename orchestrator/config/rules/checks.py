@@ -21,16 +21,23 @@ from orchestrator.config.rules.rewards import is_model
 from orchestrator.config.rules.secrets import check_secrets
 from orchestrator.config.rules.trl_features import check_reference_model, check_vespo, takes_turns
 
-NAME = re.compile(r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")  # it becomes part of machine names
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")  # it becomes part of machine names
 LOGGING_STEPS = 1
 EVAL_STEPS = 50
 
 
+def name_problem(name: str) -> str:
+    """What is wrong with a run's name; empty where nothing is."""
+    if NAME.fullmatch(name):
+        return ""
+    expected = "expected 1 to 40 lower-case letters, digits and dashes, no dash at either end"
+    return f"{name!r} cannot be part of a machine's name; {expected}"
+
+
 def _name(run: EffectiveRun, findings: Findings) -> None:
     name = run.at("name")
-    if name is not None and not NAME.match(name):
-        expected = "expected 1 to 40 lower-case letters, digits and dashes, no dash at either end"
-        findings.add(("name",), f"{name!r} cannot be part of a machine's name; {expected}")
+    if name is not None and (problem := name_problem(name)):
+        findings.add(("name",), problem)
 
 
 def _replicas(run: EffectiveRun, findings: Findings) -> None:

@@ -65,6 +65,23 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         ],
     ),
     (
+        "a name that ends with its line",
+        [("name: demo", 'name: "demo\\n"')],
+        [
+            "run.yaml:1: name: 'demo\\n' cannot be part of a machine's name; expected 1 to 40 lower-case letters, digits and dashes, no dash at either end",
+        ],
+    ),
+    (
+        "more of a GPU's memory than there is",
+        [("enforce-eager: true", "gpu-memory-utilization: 1.5")],
+        ["run.yaml:17: rollout.vllm.gpu-memory-utilization: expected at most 1, got 1.5"],
+    ),
+    (
+        "none of a GPU's memory",
+        [("enforce-eager: true", "gpu_memory_utilization: 0")],
+        ["run.yaml:17: rollout.vllm.gpu_memory_utilization: expected more than 0, got 0"],
+    ),
+    (
         "no time for rewards",
         [("limit: 0.5}", "limit: 0.5}\n  reward_timeout_s: 0")],
         ["run.yaml:21: policies.reward_timeout_s: expected more than 0, got 0"],

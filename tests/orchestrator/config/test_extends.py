@@ -106,6 +106,7 @@ def test_notices_name_their_file() -> None:
     [
         ({"over.yaml": "extends: gone.yaml\n"}, "over.yaml:1: extends: there is no gone.yaml; "),
         ({"over.yaml": "\nextends: [a]\n"}, "over.yaml:2: extends: expected the path of the run.yaml"),
+        ({"over.yaml": 'extends: "a\\0"\n'}, "over.yaml:1: extends: expected the path of the run.yaml"),
         ({"over.yaml": "extends:\n"}, "over.yaml:1: extends: expected the path of the run.yaml"),
         ({"over.yaml": "extends: over.yaml\n"}, "over.yaml:1: extends: over.yaml extends this file, or is it"),
         (

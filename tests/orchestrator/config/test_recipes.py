@@ -92,7 +92,13 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert said("--recipe", "tiny") == (2, "tiny exists already; remove it or name another\n")
     assert said("--recipe", "tiny", "no/such") == (2, "no/such: No such file or directory\n")
     assert said() == (0, "Wrote run.yaml. Check it with: grpo-orch validate run.yaml\n")
-    assert sorted(os.listdir(tmp_path)) == ["run.yaml", "tiny"]
+    assert said("--recipe", "tiny", "my run")[1].endswith("  cd 'my run' && grpo-orch up run.yaml\n")
+    assert said("my [run].yaml")[1].endswith("validate 'my [run].yaml'\n")
+    for name in ("My Run", "a\ncloud: sky", "a\n"):
+        for recipe in ([], ["--recipe", "tiny"]):
+            code, told = said(*recipe, "other", "--name", name)
+            assert (code, "cannot be part of a machine's name" in told) == (2, True)
+    assert sorted(os.listdir(tmp_path)) == ["my [run].yaml", "my run", "run.yaml", "tiny"]
 
 
 def test_they_are_the_published_ones() -> None:
