@@ -78,7 +78,8 @@ def of_engine(spec: RunSpec, model: KnownModel, gpu: Gpu) -> EngineMemory | None
     """What an engine takes of GPUs of this kind; None where the model's shape is not known."""
     if model.shape is None:
         return None
-    return engine_memory(model.shape, engine_of(spec, model.shape, model.config), gpu.memory_bytes)
+    engines = max(1, gpus_of(Role.ROLLOUT, spec) // engine_gpus(spec.rollout.vllm))
+    return engine_memory(model.shape, engine_of(spec, model.shape, model.config), gpu.memory_bytes, engines)
 
 
 def fits(spec: RunSpec, model: KnownModel, role: Role, gpu: Gpu) -> bool | None:

@@ -26,7 +26,7 @@ def completion_tokens(spec: RunSpec) -> int:
 def prompt_tokens(spec: RunSpec) -> int:
     """Of a prompt: PROMPT_TOKENS, or less where the engines' context is shorter."""
     room = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items()}.get("max-model-len")
-    if generates_itself(spec) or not isinstance(room, int):
+    if generates_itself(spec) or not isinstance(room, int) or room <= 0:  # vLLM takes -1 for "auto"
         return PROMPT_TOKENS
     return max(1, min(PROMPT_TOKENS, room - completion_tokens(spec)))
 

@@ -95,11 +95,12 @@ def head_pass(shape: Shape, training: Training) -> Head:
     slices = 2 * words * shape.hidden * compute if training.is_mixed else 0
     narrow = shape.embedding_params * stored if stored < FLOAT32 else 0
     trains = training.lora is None
+    trains_head = training.lora is None or "lm_head" in training.lora.whole
     whole = shape.embedding_params * stored
     return Head(
         hidden=scored * shape.hidden * (stored + FLOAT32) + rows * shape.hidden * compute,
         tile=rows * TILE_VOCAB * compute + slices,
-        gradient=shape.embedding_params * FLOAT32 + narrow if trains else 0,
+        gradient=shape.embedding_params * FLOAT32 + narrow if trains_head else 0,
         kept_gradient=whole if trains and shape.tied else 0,
         embedding=(2 if shape.tied else 1) * whole if trains else 0,
     )

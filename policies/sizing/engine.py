@@ -80,8 +80,8 @@ def engine_of(spec: RunSpec, shape: Shape, config: Mapping[str, Any]) -> Engine:
     )
 
 
-def engine_memory(shape: Shape, engine: Engine, gpu_bytes: int) -> EngineMemory:
-    """Return what one engine takes of GPUs of this size."""
+def engine_memory(shape: Shape, engine: Engine, gpu_bytes: int, engines: int = 1) -> EngineMemory:
+    """Return what one engine takes of GPUs of this size, and all `engines` of a machine of its own memory."""
     weights = shape.params * engine.weight_bytes // engine.gpus
     others = {
         "weights": weights,
@@ -93,7 +93,7 @@ def engine_memory(shape: Shape, engine: Engine, gpu_bytes: int) -> EngineMemory:
     if left is None:
         left = max(0, int(engine.utilization * gpu_bytes) - sum(others.values()))
     sequences = left / _sequence_bytes(shape, engine)
-    host = {"processes": (1 + engine.gpus) * PROCESS_BYTES, "policies on their way": DOWNLOAD_BYTES}
+    host = {"processes": engines * (1 + engine.gpus) * PROCESS_BYTES, "policies on their way": DOWNLOAD_BYTES}
     return EngineMemory(
         gpu=memory_of({**others, "KV cache": left}, "serving"),
         host=memory_of(host),

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import assert_never
 
-from policies.sizing.adapter import adapter_params
+from policies.sizing.adapter import adapter_params, copied_params, trained_params
 from policies.sizing.memory import Memory, memory_of
 from policies.sizing.shapes import Shape
 from policies.sizing.training import FLOAT32, Training
@@ -30,6 +30,9 @@ from policies.sizing.training import FLOAT32, Training
 # and `stage3_max_live_parameters`; elements.
 BUCKET = 500_000_000
 LIVE = 1_000_000_000
+# Stage 3 updates the weights in parts of so many of a process's own elements (`sub_group_size`), and makes the
+# copies of one part's gradients at a time.
+SUB_GROUP = 1_000_000_000
 # CUDA's context and libraries, with cuBLAS's workspaces: an assumption, of 0.4 to 0.8 GB on Hopper.
 CUDA_BYTES = 600 << 20
 # Python, torch, transformers and their imports in one process, with CUDA's host side: an assumption.
@@ -67,9 +70,11 @@ class Held:
 def held_by(shape: Shape, training: Training) -> Held:
     """Return what one GPU holds."""
     stage, count, lora = training.sharding, training.processes, training.lora
-    trained = shape.params if lora is None else adapter_params(shape, lora)
     zero, whole_on_each = stage.startswith("zero"), stage not in ("zero3", "fsdp")
     width = training.stored_bytes if lora is None or zero else FLOAT32
+    trained = shape.params
+    if lora is not None:  # PEFT leaves the type of what is trained whole
+        trained = adapter_params(shape, lora) + copied_params(shape, lora) * training.stored_bytes // width
     by_weights = 1 if whole_on_each else count
     by_states = 1 if stage == "none" else count
     by_gradients = 1 if stage in ("none", "zero1") else count
@@ -79,6 +84,7 @@ def held_by(shape: Shape, training: Training) -> Held:
     gradients = 0 if away and stage in ("zero2", "zero3") else trained * width // by_gradients
     share = gradients / max(1, trained)
     head = shape.embedding_params if lora is None else 0
+    updated = min(trained // count, SUB_GROUP) if stage == "zero3" else trained // count
     return Held(
         stay={
             "weights": 0 if training.offloads_weights else weights,
@@ -92,7 +98,7 @@ def held_by(shape: Shape, training: Training) -> Held:
         head_gradient=0 if shape.tied else int(head * share),
         embedding_gradient=int(head * share),
         # DeepSpeed's copy of its part of the gradients in float32, flat.
-        updating={"gradients copied": trained * (2 + FLOAT32) // count if zero and not away else 0},
+        updating={"gradients copied": updated * (2 + FLOAT32) if zero and not away else 0},
         casts_once=training.is_mixed and lora is None,
     )
 
@@ -103,7 +109,7 @@ def host_memory(shape: Shape, training: Training) -> Memory:
     DeepSpeed keeps an offloaded optimizer's copy of the weights, its states and gradients there, in float32, and
     what is added up before a step in two bytes. Checkpoints on their way lie in memory only where it has room.
     """
-    trained = shape.params if training.lora is None else adapter_params(shape, training.lora)
+    trained = trained_params(shape, training)
     each = training.state_bytes
     if training.sharding.startswith("zero"):
         each += 2 * FLOAT32 + (2 if training.accumulates else 0)

@@ -49,7 +49,7 @@ class EngineMemory:
 
     Attributes:
         gpu: of each of its GPUs; what is left for the KV cache is in it.
-        host: of the machine, for this one engine.
+        host: of the machine, of all its engines together.
         token_bytes: that one GPU's KV cache holds of a token.
         tokens: that the engine's KV cache holds; 0 where the model leaves no room.
         sequences: of the longest kind, that it holds at once; fewer than 1: vLLM refuses to start.

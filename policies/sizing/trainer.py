@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policies.sizing.activations import head_pass, layer_pass
-from policies.sizing.adapter import adapter_params
 from policies.sizing.generation import generating
 from policies.sizing.held import CUDA_BYTES, held_by, host_memory
 from policies.sizing.memory import Memory, TrainerMemory, memory_of
@@ -18,11 +17,6 @@ def trainer_memory(shape: Shape, training: Training) -> TrainerMemory:
     highest = max(moments(shape, training), key=lambda one: one.total_bytes)
     gpu = memory_of({**highest.parts, "CUDA": CUDA_BYTES}, highest.moment)
     return TrainerMemory(gpu=gpu, host=host_memory(shape, training))
-
-
-def trained_params(shape: Shape, training: Training) -> int:
-    """How many parameters the optimizer changes."""
-    return shape.params if training.lora is None else adapter_params(shape, training.lora)
 
 
 def moments(shape: Shape, training: Training) -> Iterator[Memory]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,10 +33,14 @@ PEFT_USUAL = ("q_proj", "v_proj")
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """An adapter of this rank on the linear layers with these names, in every layer."""
+    """An adapter of this rank on the linear layers with these names, in every layer.
+
+    `whole`: modules that are trained themselves, beside it (`modules_to_save`).
+    """
 
     rank: int
     targets: frozenset[str]
+    whole: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,12 +138,28 @@ def lora_of(peft: Mapping[str, Any] | None, shape: Shape) -> Lora | None:
     named = peft.get("target_modules")
     every = frozenset(one.name for one in (*shape.attention, *shape.mlp))
     if isinstance(named, str):
-        targets = every if named.lower() == ALL_LINEAR else frozenset(n for n in every if n in named)
+        targets = every if named.lower() == ALL_LINEAR else _matched(named, shape)
     elif named is None:
         targets = frozenset(PEFT_TARGETS.get(shape.model_type, PEFT_USUAL))
     else:
         targets = frozenset(str(one).rpartition(".")[2] for one in named)
-    return Lora(int(peft.get("r") or DEFAULT_RANK), targets)
+    whole = frozenset(str(one).rpartition(".")[2] for one in peft.get("modules_to_save") or ())
+    return Lora(int(peft.get("r") or DEFAULT_RANK), targets, whole)
+
+
+def _matched(pattern: str, shape: Shape) -> frozenset[str]:
+    """The layers whose whole names a pattern matches in some layer (PEFT 0.21, `match_target_against_key`)."""
+    blocks = (("self_attn", shape.attention), ("mlp", shape.mlp))
+    try:
+        return frozenset(
+            one.name
+            for block, layers in blocks
+            for one in layers
+            for at in range(shape.layers)
+            if re.fullmatch(pattern, f"model.layers.{at}.{block}.{one.name}")
+        )
+    except re.error:  # which PEFT refuses
+        return frozenset()
 
 
 def state_bytes(optimizer: str, trained_bytes: int) -> float:
@@ -173,8 +194,8 @@ def _divided(spec: RunSpec) -> tuple[Sharding, bool, bool]:
     stage = zero.get("stage", own.get("zero_stage", 0 if theirs else 2)) if theirs or kind == "DEEPSPEED" else 0
     optimizer = _device(zero.get("offload_optimizer"), own.get("offload_optimizer_device"))
     weights = _device(zero.get("offload_param"), own.get("offload_param_device"))
-    stages: dict[Any, Sharding] = {1: "zero1", 2: "zero2", 3: "zero3"}
-    return stages.get(stage, "none"), optimizer in ("cpu", "nvme"), weights in ("cpu", "nvme")
+    stages: dict[str, Sharding] = {"1": "zero1", "2": "zero2", "3": "zero3"}
+    return stages.get(str(stage), "none"), optimizer in ("cpu", "nvme"), weights in ("cpu", "nvme")
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

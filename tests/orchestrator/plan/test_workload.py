@@ -58,3 +58,9 @@ def test_what_is_computed_of_each_token() -> None:
     assert passes_of(replace(alone, grpo={"steps_per_generation": 4})).old
     whole = replace(alone, trainer=replace(alone.trainer, peft=None), grpo={"gradient_checkpointing": False})
     assert passes_of(whole).flops_per_param == 6
+
+
+@pytest.mark.parametrize("length", ["auto", -1])
+def test_a_context_that_vllm_chooses_shortens_no_prompt(length: object) -> None:
+    spec = run()
+    assert prompt_tokens(replace(spec, rollout=replace(spec.rollout, vllm={"max-model-len": length}))) == 512

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from policies.model.spec import Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
-from policies.sizing.adapter import adapter_params
+from policies.sizing.adapter import adapter_params, trained_params
 from policies.sizing.shapes import shape_of
-from policies.sizing.trainer import moments, trained_params, trainer_memory
+from policies.sizing.trainer import moments, trainer_memory
 from policies.sizing.training import Lora, Training, lora_of, training_of
 from tests.policies.sizing import shapes_known as known
 
@@ -54,6 +54,19 @@ def test_bytes_a_parameter_by_how_it_is_divided(training: Training, each: float)
     assert held(training, *ADAM) == pytest.approx(each, rel=1e-6)
 
 
+def test_zero_3_copies_the_gradients_of_a_thousand_million_weights_at_a_time() -> None:
+    """A 32B model over 8: 4,096 million elements a process, of which DeepSpeed updates 1,000 million at once."""
+    three, two = (
+        next(one for one in moments(LARGE, Training(processes=8, sharding=stage, **ZERO)) if "step" in one.moment)
+        for stage in ("zero3", "zero2")
+    )
+    assert three.parts["gradients copied"] == 6 * 10**9
+    assert two.parts["gradients copied"] == pytest.approx(6 * LARGE.params / 8)
+    few = Training(processes=64, sharding="zero3", **ZERO)
+    small = next(one for one in moments(LARGE, few) if "step" in one.moment)
+    assert small.parts["gradients copied"] == pytest.approx(6 * LARGE.params / 64, rel=1e-6)
+
+
 def test_processes_that_each_have_all_send_a_copy_of_the_gradients() -> None:
     assert held(Training(processes=2), "gradients sent") == 4
     assert held(Training(processes=1), "gradients sent") == 0
@@ -78,6 +91,34 @@ def test_an_adapter_is_two_matrices_for_each_layer_that_it_is_on() -> None:
     assert trained_params(SHAPE, Training(lora=attention)) == adapter_params(SHAPE, attention)
     experts = shape_of(known.QWEN_3_30B_A3B)
     assert adapter_params(experts, Lora(8, ALL)) == adapter_params(experts, Lora(8, ALL - {"gate_proj"}))
+
+
+def test_what_is_trained_beside_an_adapter_takes_what_it_takes_when_all_is_trained() -> None:
+    """The head and the embedding of 7B: 2 x 545 million, of 16 bytes each; of 8 in bfloat16, PEFT leaves it so."""
+    plain, ends = Lora(8, ALL), Lora(8, ALL, frozenset({"lm_head", "embed_tokens"}))
+    parts = ("adapter", "gradients", "optimizer")
+    for each, kinds in ((16, {}), (8, ZERO)):
+        more = held(Training(lora=ends, **kinds), *parts) - held(Training(lora=plain, **kinds), *parts)
+        assert more * SHAPE.params == pytest.approx(each * 2 * 152_064 * 3584)
+    assert trained_params(SHAPE, Training(lora=ends)) == adapter_params(SHAPE, plain) + 2 * 152_064 * 3584
+    at = [
+        next(one for one in moments(SHAPE, Training(lora=lora)) if "head" in one.moment) for lora in (plain, ends)
+    ]
+    assert at[1].parts["logits"] - at[0].parts["logits"] == 4 * 152_064 * 3584
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        (r".*\.(q|v)_proj", {"q_proj", "v_proj"}),
+        (r".*\.self_attn\..*", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        (r"model\.layers\.(2[0-9])\.mlp\.down_proj", {"down_proj"}),
+        ("q_proj", set()),  # the whole name has to match
+        ("(", set()),
+    ],
+)
+def test_targets_by_a_pattern(pattern: str, names: set[str]) -> None:
+    assert lora_of({"target_modules": pattern}, SHAPE) == Lora(8, frozenset(names))
 
 
 def test_a_completion_four_times_as_long_makes_its_logits_no_larger() -> None:
