@@ -19,7 +19,7 @@ import typer
 from blake3 import blake3
 
 from checkpoint.journal import journal
-from checkpoint.records import documents, evaluated
+from checkpoint.records import documents, evaluated, evaluations
 from checkpoint.records.documents import RunRecord
 from checkpoint.records.evaluated import Evaluated
 from checkpoint.store import layout
@@ -28,6 +28,7 @@ from checkpoint.store.errors import AlreadyExists
 from checkpoint.store.probe import probe
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog
+from checkpoint.stream.manifest import files_below
 from orchestrator.cli.checkpoints import NEWEST, find_checkpoint
 from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.options import AsJson, Output, Target, print_json
@@ -42,12 +43,14 @@ from orchestrator.plan.models import asked_once
 from orchestrator.views import evaluation as views
 from policies.evaluation.as_run import as_run
 from policies.model import exit_codes
+from policies.model.datasets import FILE_KINDS, file_kind
 from policies.model.evaluation import BASE, Evaluation, Subject
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import Dataset, RunSpec, datasets_of
 from policies.model.vocabulary import RunPhase
 
 POLL_S = 0.5
+NAMED_MAX = 8  # policies in an evaluation's name: a folder's has an end
 
 Steps = Annotated[
     list[str] | None, typer.Option("--step", help="A checkpoint, as `200` or `1-200`. May be given several times.")
@@ -121,13 +124,18 @@ def _dataset(spec: RunSpec, named: str | None) -> Dataset | tuple[Dataset, ...]:
     like = datasets_of(trainer.eval_dataset or trainer.dataset)[0]
     path = Path(named).resolve()
     if not path.exists():
-        if named.startswith((".", "/", "~")) or Path(named).suffix in (".json", ".jsonl", ".csv", ".parquet"):
+        if named.startswith((".", "/", "~")) or file_kind(named) is not None:
             raise Stop(f"--dataset {named}: there is no such file or folder", exit_codes.USAGE)
-        return Dataset(path=named, prompt=like.prompt)
-    if spec.cloud != "local" and not path.is_relative_to(spec.workdir):
+        known = next((one for one in datasets_of(trainer.dataset) if one.path == named), Dataset(path=named))
+        # The other splits are for training; that of the same dataset, perhaps.
+        return replace(known, split="test", prompt=like.prompt, weight=None)
+    if path.is_file() and file_kind(path.name) is None:
+        raise Stop(f"--dataset {named}: is not read; expected a file in {', '.join(FILE_KINDS)}", exit_codes.USAGE)
+    workdir = Path(spec.workdir).resolve()
+    if spec.cloud != "local" and not path.is_relative_to(workdir):
         message = f"--dataset {named}: machines get a copy of {spec.workdir} and of nothing else; put it there"
         raise Stop(message, exit_codes.USAGE)
-    told = str(path) if spec.cloud == "local" else str(path.relative_to(spec.workdir))
+    told = str(path) if spec.cloud == "local" else str(path.relative_to(workdir))
     return Dataset(path=told, prompt=like.prompt)
 
 
@@ -140,12 +148,28 @@ def _run_of(
 ) -> tuple[Store, RunRecord]:
     """The evaluation's store and its run, named by what is evaluated and how."""
     evaluation = Evaluation(parent.url, subjects, rows)
-    told = to_json([evaluation, as_run(record.spec, "", problems)])
-    name = f"{'_'.join(one.name for one in subjects)}-{blake3(told).hexdigest(4)}"
+    told = to_json([evaluation, as_run(record.spec, "", problems), _contents(record.spec, problems)])
+    named = [one.name for one in subjects[:NAMED_MAX]]
+    more = [f"{len(subjects) - NAMED_MAX}-more"] if len(subjects) > NAMED_MAX else []
+    name = f"{'_'.join(named + more)}-{blake3(told).hexdigest(4)}"
     store = Store(f"{parent.url}/{layout.evaluation(name)}", retry_s=parent.retry_s)
     spec = as_run(record.spec, store.url, problems)
     run_id = run_id_of(spec.name, store.url)
     return store, RunRecord(documents.SCHEMA, run_id, time.time(), spec, evaluation)
+
+
+def _contents(spec: RunSpec, problems: Dataset | tuple[Dataset, ...]) -> dict[str, str]:
+    """Digests of what is read from the run's folder, or beside it: files with problems, and the modules that make
+    prompts of them and score. With others it is another evaluation."""
+    workdir, several = Path(spec.workdir), datasets_of(problems)
+    functions = [*spec.trainer.reward_funcs, *(one.prompt for one in several if isinstance(one.prompt, str))]
+    modules = [workdir / f"{one.rpartition('.')[0].replace('.', '/')}.py" for one in functions if "/" not in one]
+    found: dict[str, str] = {}
+    for path in [*(workdir / one.path for one in several), *modules]:
+        below = files_below(path) if path.is_dir() else [(path.name, path)] if path.is_file() else []
+        for name, file in below:
+            found[f"{path.name}/{name}"] = blake3(file.read_bytes()).hexdigest()
+    return found
 
 
 def _create(parent: Store, store: Store, record: RunRecord, *, yes: bool) -> None:
@@ -162,22 +186,41 @@ def _create(parent: Store, store: Store, record: RunRecord, *, yes: bool) -> Non
     try:
         data = documents.create_run(store, replace(record, evaluation=pinned))
         keep_run_digest(store.url, run_digest(data))
+        _pinned(parent, pinned.subjects)  # another may have been done meanwhile, that did not know of this one
     except AlreadyExists:  # by the same command elsewhere, at this moment
         console.print(f"{store.url} was begun by another.", soft_wrap=True)
 
 
 def _pinned(parent: Store, subjects: Sequence[Subject]) -> tuple[Subject, ...]:
-    """Keep each checkpoint from its run's retention until it is evaluated, unless somebody keeps it already."""
+    """Keep each checkpoint from its run's retention until it is evaluated, unless somebody keeps it already.
+
+    The last evaluation of a checkpoint unpins what the first has pinned. Raises Stop where one is gone.
+    """
     catalog = Catalog(parent, f"{socket.gethostname()}/{os.getpid()}")
+    listed, shared = catalog.newest().checkpoints, _pinned_by_others(parent)
+    there = {(one.version, one.digest): one for one in listed}
+    if gone := [one.name for one in subjects if one.name != BASE and (one.name, one.digest) not in there]:
+        hint = f"`grpo-orch checkpoints ls {parent.url}` shows what is left"
+        raise Stop(f"{', '.join(gone)}: retired meanwhile; {hint}", exit_codes.FAILED)
     made: list[Subject] = []
     for subject in subjects:
-        listed = {one.version: one for one in catalog.newest().checkpoints}
-        if subject.name == BASE or listed[subject.name].pinned:
-            made.append(subject)
-            continue
-        catalog.pin(time.time(), listed[subject.name].at, pinned=True)
-        made.append(replace(subject, pinned=True))
+        one = there.get((subject.name, subject.digest))
+        if one is not None and not one.pinned:
+            catalog.pin(time.time(), one.at, pinned=True)
+        ours = one is not None and (subject.pinned or not one.pinned or one.version in shared)
+        made.append(replace(subject, pinned=ours))
     return tuple(made)
+
+
+def _pinned_by_others(parent: Store) -> set[str]:
+    """The checkpoints that evaluations which are not done have pinned."""
+    return {
+        subject.name
+        for store, evaluation in evaluations.of_run(parent)
+        if journal.recover(store).state.phase is not RunPhase.FINISHED
+        for subject in evaluation.subjects
+        if subject.pinned
+    }
 
 
 def _start(store: Store, record: RunRecord) -> None:

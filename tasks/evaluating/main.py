@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from checkpoint.records import evaluated
+from checkpoint.records import evaluated, evaluations
 from checkpoint.records.documents import RunRecord
 from checkpoint.security.redaction import guard_output
 from checkpoint.security.vouched import NotVouched
@@ -182,11 +182,13 @@ def _checkpoint_of(subject: Subject) -> Checkpoint:
 
 
 def _unpin(evaluation: Evaluation) -> None:
-    """Leave what was pinned for this evaluation to its run's retention again. Raises StoreError."""
+    """Leave what was pinned for this evaluation, and is for no other one, to its run's retention again. Raises
+    StoreError."""
     parent = Store(evaluation.of, retry_s=STORE_RETRY_S)
-    catalog = Catalog(parent, "evaluation")
+    catalog, needed = Catalog(parent, "evaluation"), evaluations.still_needed(parent)
     for subject in evaluation.subjects:
-        if subject.pinned and any(one.version == subject.name for one in catalog.newest().checkpoints):
+        listed = any(one.version == subject.name for one in catalog.newest().checkpoints)
+        if subject.pinned and listed and subject.name not in needed:
             catalog.pin(time.time(), PolicyVersion.parse(subject.name), pinned=False)
 
 

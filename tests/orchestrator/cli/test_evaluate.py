@@ -17,13 +17,16 @@ from checkpoint.records.documents import RunRecord
 from checkpoint.records.evaluated import SCHEMA, Evaluated
 from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer
-from checkpoint.stream.catalog import Catalog
+from checkpoint.stream.catalog import Catalog, Revision
 from checkpoint.stream.manifest import files_below
 from orchestrator.cli import main
-from orchestrator.cli.evaluate import _run_of, _subjects
+from orchestrator.cli.console import Stop
+from orchestrator.cli.evaluate import _dataset, _pinned, _run_of, _subjects
 from policies.model import exit_codes
+from policies.model.evaluation import Evaluation, Subject
 from policies.model.spec import Dataset, RunSpec
 from policies.model.vocabulary import PolicyVersion
+from tasks.evaluating.main import _unpin
 from tests.stand_ins.world import spec
 
 Eval = Callable[..., tuple[int, str, str]]
@@ -38,6 +41,7 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     documents.create_run(store, RunRecord(documents.SCHEMA, "id", time.time(), spec_with(spec(), tmp_path)))
     (tmp_path / "files").mkdir()
     (tmp_path / "problems.jsonl").write_text('{"prompt": "1 + 1"}\n')
+    (tmp_path / "problems.txt").write_text("1 + 1")
     for step in (10, 20):
         (tmp_path / "files" / "model.safetensors").write_bytes(b"w" * step)
         transfer.upload(
@@ -84,6 +88,8 @@ def stored(parent: Store, subjects: list[str], problems: Dataset) -> Store:
     [
         ((), "names no trainer.eval_dataset; name held-out problems with --dataset"),
         (("--dataset", "missing.jsonl"), "--dataset missing.jsonl: there is no such file or folder"),
+        (("--dataset", "missing.jsonl.gz"), "--dataset missing.jsonl.gz: there is no such file or folder"),
+        (("--dataset", "problems.txt"), "--dataset problems.txt: is not read; expected a file in .json"),
         (("--dataset", "problems.jsonl", "--step", "7"), "no checkpoint 7; there are: 0-10, 0-20"),
         (("--dataset", "problems.jsonl", "--step", "seven"), "'seven' names no checkpoint"),
     ],
@@ -134,3 +140,96 @@ def test_each_question_has_a_store_of_its_own_and_the_same_one_the_same(parent: 
     assert urls[0] == urls[1]
     assert len(set(urls)) == 4
     assert all(url.startswith(f"{parent.url}/evaluations/base") for url in urls)
+
+
+def test_other_problems_or_rewards_in_the_same_files_are_another_question(parent: Store, tmp_path: Path) -> None:
+    record, subjects = documents.read_run(parent), _subjects(parent, ["20"], base=True)
+    reward = record.spec.trainer.reward_funcs[0].rpartition(".")[0]
+    code, problems = tmp_path / f"{reward.replace('.', '/')}.py", tmp_path / "problems.jsonl"
+    code.parent.mkdir(parents=True, exist_ok=True)
+    urls = []
+    for written in ("", "def f(**_): ...\n"):
+        code.write_text(written)
+        for row in ('{"prompt": "1 + 1"}\n', '{"prompt": "1 + 2"}\n'):
+            problems.write_text(row)
+            for named in (Dataset(path=str(problems)), Dataset(path=".")):
+                urls.append(_run_of(parent, record, subjects, named, None)[0].url)
+    assert len(set(urls)) == 8
+    problems.write_text('{"prompt": "1 + 1"}\n')
+    code.write_text("")
+    assert _run_of(parent, record, subjects, Dataset(path=str(problems)), None)[0].url == urls[0]
+
+
+def test_many_policies_make_no_name_that_a_file_system_refuses(parent: Store) -> None:
+    record = documents.read_run(parent)
+    subjects = [Subject(f"0-{step}", "m", "d") for step in range(1000, 1100)]
+    urls = [
+        _run_of(parent, record, tuple(some), Dataset(path="a"), None)[0].url for some in (subjects, subjects[:-1])
+    ]
+    assert len(set(urls)) == 2
+    assert max(len(url.rpartition("/")[2]) for url in urls) < 100
+
+
+def test_a_dataset_on_the_hub_is_its_test_split_and_as_the_run_names_it(parent: Store) -> None:
+    run = documents.read_run(parent).spec
+    trained = Dataset(path="openai/gsm8k", name="main", revision="r", prompt="{question}", weight=2.0)
+    asked = replace(run, trainer=replace(run.trainer, dataset=(trained, Dataset(path="other", weight=1.0))))
+    expected = Dataset(path="openai/gsm8k", name="main", revision="r", split="test", prompt="{question}")
+    assert _dataset(asked, "openai/gsm8k") == expected
+    assert _dataset(asked, "some/held-out") == Dataset(path="some/held-out", split="test", prompt="{question}")
+
+
+def test_problems_in_a_run_folder_behind_a_link_are_in_it(parent: Store, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    run = replace(documents.read_run(parent).spec, cloud="sky", workdir=str(tmp_path / "link"))
+    assert _dataset(run, "problems.jsonl") == Dataset(path="problems.jsonl")
+
+
+def evaluation(parent: Store, *steps: str, rows: int) -> tuple[Store, Evaluation]:
+    """As `eval` begins it, up to its machines."""
+    record, subjects = documents.read_run(parent), _subjects(parent, steps, base=True)
+    store, made = _run_of(parent, record, subjects, Dataset(path="a"), rows)
+    begun = Evaluation(parent.url, _pinned(parent, subjects), rows)
+    documents.create_run(store, replace(made, evaluation=begun))
+    return store, begun
+
+
+def finish(store: Store, begun: Evaluation) -> None:
+    """As its evaluator and its daemon do in the end."""
+    for one in begun.subjects:
+        found = Evaluated(SCHEMA, one.name, {"r": [1.0]}, {"r": 1.0}, "r", "", ["correct"], [1], cut=0)
+        evaluated.evaluated(one.name).write(store, found)
+    _unpin(begun)
+
+
+def pinned(parent: Store) -> list[str]:
+    return [one.version for one in Catalog(parent, "test").newest().checkpoints if one.pinned]
+
+
+def test_a_checkpoint_stays_until_the_last_evaluation_of_it_is_done(parent: Store) -> None:
+    one, other, third = (evaluation(parent, *of, rows=n) for n, of in enumerate((["20"], ["10", "20"], ["20"]), 1))
+    finish(*one)
+    assert pinned(parent) == ["0-10", "0-20"]
+    finish(*third)
+    assert pinned(parent) == ["0-10", "0-20"]
+    finish(*other)
+    assert pinned(parent) == []
+
+
+def test_what_somebody_has_pinned_stays_pinned(parent: Store) -> None:
+    Catalog(parent, "test").pin(time.time(), PolicyVersion(0, 20), pinned=True)
+    for rows in (1, 2):
+        finish(*evaluation(parent, "10", "20", rows=rows))
+        assert pinned(parent) == ["0-20"]
+
+
+def test_a_checkpoint_that_was_retired_while_somebody_thought_is_a_line(parent: Store) -> None:
+    subjects = _subjects(parent, ["10", "20"], base=True)
+
+    def without_the_last(present: Revision) -> Revision:
+        return replace(present, checkpoints=present.checkpoints[:1])
+
+    Catalog(parent, "test").change(time.time(), without_the_last)
+    with pytest.raises(Stop, match="0-20: retired meanwhile; `grpo-orch checkpoints ls"):
+        _pinned(parent, subjects)
+    assert pinned(parent) == []
