@@ -19,7 +19,7 @@ from orchestrator.control.prices import Prices
 from orchestrator.control.run_clock import awake_or_asleep_s
 from policies.control.snapshot import Command, LaunchRefused, Machine, Snapshot, Trainer
 from policies.model import exit_codes
-from policies.model.spec import RunSpec
+from policies.model.spec import Budget, RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.gateway_status import GatewayStatus
@@ -127,8 +127,8 @@ class Observer:
         logging_steps = int(spec.grpo.get("logging_steps", 1))
         self._metrics = MetricsWatch(store, spec.policies.kl.limit, logging_steps, self._unreadable)
         self._catalog = Catalog(store, "controller")
-        budgeted = spec.budget.usd is not None or spec.budget.usd_per_h is not None
-        self._prices = prices(cloud) if budgeted else None
+        self._budgeted = spec.budget != Budget()
+        self._prices = prices(cloud)
 
     def look(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState) -> Snapshot:
         """Return what is there now. Raises StoreError when the store cannot be read.
@@ -142,7 +142,8 @@ class Observer:
         commands = documents.read_commands(self._store, self._unreadable, left_out)
         target_wanted = _wants_a_target(state, machines, commands)
         watched = self._metrics.look(trainer, state.forks)
-        controller = None if self._prices is None else documents.CONTROLLER.read(self._store)
+        budgeted = self._budgeted or state.budget_usd is not None  # which a user may set later
+        controller = documents.CONTROLLER.read(self._store) if budgeted else None
         catalog, damaged = self._checkpoints() if target_wanted else (None, "")
         return Snapshot(
             now_s=now_s,
@@ -155,7 +156,7 @@ class Observer:
             refused=refused,
             commands=commands,
             watched=watched,
-            prices=None if self._prices is None else self._prices.look(),
+            prices=self._prices.look() if budgeted else None,
             controller_usd=0.0 if controller is None else controller.cost_usd(time.time()),
             controller_usd_per_h=0.0 if controller is None else controller.price_usd_per_h,
             step_shape=self._metrics.step_shape(),

@@ -68,8 +68,9 @@ def fill_slots(tick: Tick) -> None:
         if tick.waited_s(slot.refused_at_s) < back_off_s(slot.refusals_in_a_row, needed):
             continue
         if (role is Role.TRAINER or _trainer_is_near(tick)) and _may_buy(tick, role, needed):
-            if why := refusal(tick, role, kind_of(role, market_of(role, tick.spec))):
-                refuse(tick, role, why)
+            kind = kind_of(role, market_of(role, tick.spec))
+            if why := refusal(tick, role, kind):
+                refuse(tick, role, kind, why)
                 break
             _request(tick, role, name, slot)
 

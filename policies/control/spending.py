@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from policies.control.stopping import STOP_WAIT_S
 from policies.control.tick import Tick
 from policies.fleet.budget import Caps, Running, excess, spent_usd
 from policies.model.events import BudgetReached, BudgetRefused
-from policies.model.phases import LIVE_RUN
+from policies.model.phases import FILLING_NODE, LIVE_RUN
 from policies.model.spec import RunSpec
-from policies.model.state import RunState
+from policies.model.state import Node, RunState
 from policies.model.vocabulary import Role, RunPhase
 
 BUDGET = "budget"  # a command: `budget.usd` is another one from now on
@@ -27,7 +29,7 @@ def stop_at_cap(tick: Tick) -> None:
     caps = caps_of(tick.state, tick.spec)
     if caps.usd is None:
         return
-    if why := excess(Caps(caps.usd, None), _spent(tick), _running(tick)):
+    if why := excess(Caps(caps.usd, None), _spent(tick), _running(tick, tick.state.nodes.values())):
         reach_cap(tick, why)
 
 
@@ -44,18 +46,22 @@ def refusal(tick: Tick, role: Role, kind: str) -> str:
         return ""
     if tick.snapshot.prices is None:
         return PRICES_UNKNOWN
-    one = Running(tick.snapshot.prices.get(kind, 0.0), STOP_WAIT_S if role is Role.TRAINER else 0.0)
-    return excess(caps, _spent(tick), [*_running(tick), one])
+    return _excess_with(tick, role, kind, tick.state.nodes.values())
 
 
 PRICES_UNKNOWN = "prices are not known yet, and there is a budget"
 
 
-def refuse(tick: Tick, role: Role, why: str) -> None:
-    """A machine is not bought for lack of money: without it the run stops, or goes on with what it has."""
+def refuse(tick: Tick, role: Role, kind: str, why: str) -> None:
+    """A machine is not bought for lack of money: without it the run stops, or goes on with what it has. While
+    machines are on their way out it waits: what they cost may be what the new one will."""
     essential = role is Role.TRAINER or not tick.state.live(Role.ROLLOUT)
+    stay = [node for node in tick.state.nodes.values() if node.phase in FILLING_NODE]
+    leave = len(tick.state.nodes) - len(stay)
     if why == PRICES_UNKNOWN:
         tick.reasons.append(why)
+    elif leave and not _excess_with(tick, role, kind, stay):
+        tick.reasons.append(f"{role} waits for {leave} machines to be gone: {why}")
     elif essential:
         reach_cap(tick, why)
     elif not tick.state.budget_refused:
@@ -72,9 +78,16 @@ def _spent(tick: Tick) -> float:
     return spent_usd(tick.state, tick.snapshot.now_s) + tick.snapshot.controller_usd
 
 
-def _running(tick: Tick) -> list[Running]:
-    nodes = [
-        Running(node.usd_per_h, STOP_WAIT_S if node.role is Role.TRAINER else 0.0)
-        for node in tick.state.nodes.values()
-    ]
-    return [*nodes, Running(tick.snapshot.controller_usd_per_h, STOP_WAIT_S)]
+def _excess_with(tick: Tick, role: Role, kind: str, nodes: Iterable[Node]) -> str:
+    """Say which cap these nodes and one more of that kind do not fit under; empty: they do."""
+    one = Running((tick.snapshot.prices or {}).get(kind, 0.0), _stop_s(role))
+    return excess(caps_of(tick.state, tick.spec), _spent(tick), [*_running(tick, nodes), one])
+
+
+def _running(tick: Tick, nodes: Iterable[Node]) -> list[Running]:
+    running = [Running(node.usd_per_h, _stop_s(node.role)) for node in nodes]
+    return [*running, Running(tick.snapshot.controller_usd_per_h, STOP_WAIT_S)]
+
+
+def _stop_s(role: Role) -> float:
+    return STOP_WAIT_S if role is Role.TRAINER else 0.0

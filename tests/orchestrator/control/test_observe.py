@@ -13,6 +13,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from orchestrator.clouds.protocol import CloudUnavailable
 from orchestrator.control.observe import FRESH_S, GatewayWatch, Observer, TrainerWatch
+from orchestrator.control.prices import Prices
 from policies.control.snapshot import Command, Machine, Trainer
 from policies.model import exit_codes
 from policies.model.events import Diverged
@@ -248,3 +249,17 @@ def test_a_store_of_an_earlier_release_names_its_gateway_until_a_new_one_listens
     assert world.looks() is None
     world.writes(1)
     assert world.looks() == 1
+
+
+def test_a_budget_that_a_user_sets_later_needs_prices_too() -> None:
+    """`resume --budget-usd` of a run whose run.yaml has none."""
+
+    class Listed(Prices):
+        def look(self) -> dict[str, float]:
+            return {"trainer on demand": 4.0}
+
+    world = World()
+    observer = Observer(world.store, None, spec(), prices=Listed)  # type: ignore[arg-type]  # of a cloud it wants the prices alone
+    observer._machines = dict  # type: ignore[method-assign, assignment]
+    assert observer.look(world.now_s, (), RunState()).prices is None
+    assert observer.look(world.now_s, (), RunState(budget_usd=50.0)).prices == {"trainer on demand": 4.0}

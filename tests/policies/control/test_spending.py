@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.control.decide import decide
-from policies.control.snapshot import Command, Snapshot
+from policies.control.snapshot import Action, Command, Snapshot, Terminate
 from policies.control.spending import BUDGET
 from policies.fleet.budget import spent_usd
+from policies.model import exit_codes
 from policies.model.events import BudgetReached, BudgetRefused, BudgetSet, NodeMoved, NodeRequested
 from policies.model.spec import Budget, RunSpec
 from policies.model.vocabulary import NodePhase, Role, RunPhase
@@ -47,6 +48,15 @@ class Priced(World):
     @property
     def spent(self) -> float:
         return spent_usd(self.state, self.now_s)
+
+
+class SlowToEnd(Priced):
+    """Its cloud takes five minutes to have a machine back."""
+
+    def act(self, action: Action) -> None:
+        if isinstance(action, Terminate) and self.now_s - self.state.nodes[action.node].since_s < 300.0:
+            return
+        super().act(action)
 
 
 def all_of(world: World, kind: type) -> list[object]:
@@ -92,6 +102,26 @@ def test_a_cap_that_allows_no_trainer_buys_nothing() -> None:
     for world in (Priced(capped(5.0)), Priced(capped(usd_per_h=20.0))):
         world.run()
         assert (world.state.phase, world.launches) == (RunPhase.PAUSED, [])
+
+
+@pytest.mark.parametrize(("leaves", "usd_per_h"), [(Role.TRAINER, 44.0), (Role.ROLLOUT, 43.0)])
+def test_a_machine_on_its_way_out_makes_room_for_the_next(leaves: Role, usd_per_h: float) -> None:
+    """The cap an hour has room for one of each; the old machine is paid for until its cloud has it back."""
+    world = SlowToEnd(capped(usd_per_h=usd_per_h, max_replicas=1), max_steps=10**6)
+    while world.steps < 5.0:
+        world.tick()
+        world.advance(5.0)
+    name = f"{leaves}-0-i1"
+    ended = exit_codes.STOPPED if leaves is Role.TRAINER else None
+    world.machines[name] = replace(world.machines[name], notice=True, exit_code=ended)
+    while name in world.state.nodes:
+        assert world.state.phase is RunPhase.TRAINING
+        assert f"{leaves}-0-i2" not in world.state.nodes
+        world.tick()
+        world.advance(5.0)
+    world.tick()
+    assert f"{leaves}-0-i2" in world.state.nodes
+    assert all_of(world, BudgetReached) == all_of(world, BudgetRefused) == []
 
 
 def test_nothing_is_bought_before_prices_are_known() -> None:
