@@ -7,7 +7,7 @@ from orchestrator.plan.model import KindPlan, LostPlan, MachinePlan, MoneyPlan, 
 from orchestrator.plan.models import KnownModel
 from orchestrator.plan.prices import PriceBook, cloud_prices
 from orchestrator.plan.workload import grpo
-from policies.model.spec import RunSpec, generates_itself
+from policies.model.spec import RunSpec
 from policies.model.vocabulary import Market, Role
 from policies.sizing.money import Prices, again_usd, cost, hourly
 
@@ -64,7 +64,12 @@ def plan_lost(spec: RunSpec, step: StepPlan | None, money: tuple[MoneyPlan, ...]
 
 
 def plan_kinds(
-    spec: RunSpec, model: KnownModel, kinds: Kinds, book: PriceBook, trainer: MachinePlan
+    spec: RunSpec,
+    model: KnownModel,
+    kinds: Kinds,
+    book: PriceBook,
+    trainer: MachinePlan,
+    rollout: MachinePlan | None,
 ) -> tuple[KindPlan, ...]:
     """Every kind of GPU that is large enough for a role, the smallest first; none where nobody can tell."""
     if model.shape is None or grpo(spec, "use_cpu"):
@@ -72,12 +77,14 @@ def plan_kinds(
     found = []
     for gpu in sorted(kinds.all.values(), key=lambda one: (one.memory_mib, one.name)):
         for_trainer = needed_gpus(spec, Role.TRAINER) if fits(spec, model, Role.TRAINER, gpu) else None
-        apart = not generates_itself(spec) and fits(spec, model, Role.ROLLOUT, gpu)
+        apart = rollout is not None and fits(spec, model, Role.ROLLOUT, gpu)
         for_rollout = needed_gpus(spec, Role.ROLLOUT) if apart else None
         if for_trainer is None and for_rollout is None:
             continue
         of_trainer = cloud_prices(book.listed, gpu.name, for_trainer, trainer.market) if for_trainer else ()
-        of_rollout = cloud_prices(book.listed, gpu.name, for_rollout, Market.SPOT) if for_rollout else ()
+        of_rollout = (
+            cloud_prices(book.listed, gpu.name, for_rollout, rollout.market) if rollout and for_rollout else ()
+        )
         found.append(
             KindPlan(
                 gpu=gpu.name,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.plan.costs import most_usd_per_h, plan_kinds, plan_lost, plan_money
+from orchestrator.plan.deepspeed_file import unread_deepspeed, with_deepspeed
 from orchestrator.plan.machines import kinds_with, plan_machine
 from orchestrator.plan.measured import Measured
-from orchestrator.plan.model import ModelPlan, Plan
+from orchestrator.plan.model import MachinePlan, ModelPlan, Plan
 from orchestrator.plan.models import FindSize, KnownModel, know_model
 from orchestrator.plan.pitfalls import Seen, find_pitfalls
 from orchestrator.plan.prices import PriceBook
@@ -16,6 +17,7 @@ from orchestrator.plan.workload import PROMPT_TOKENS, grpo, steps_of
 from policies.model.spec import RunSpec, generates_itself
 from policies.model.vocabulary import Role
 from policies.sizing import speed
+from policies.sizing.gpus import gpu_named
 from policies.weights.adapters import DEFAULT_RANK
 
 ESTIMATED = (
@@ -38,6 +40,7 @@ def make_plan(
         measured: what the run's own log tells, where there is one.
         unread: what could not be read for it, in a line.
     """
+    spec = with_deepspeed(spec)
     model = know_model(spec, find_size)
     kinds = kinds_with({one.gpu: one.gpu_memory_mib for one in book.listed if one.gpu_memory_mib})
     trainer = plan_machine(spec, model, Role.TRAINER, kinds, book.of(Role.TRAINER))
@@ -72,9 +75,9 @@ def make_plan(
         bought=count,
         most_usd_per_h=most_usd_per_h(trainer, rollout, book.beside_usd_per_h),
         money=money,
-        kinds=plan_kinds(spec, model, kinds, book, trainer),
+        kinds=plan_kinds(spec, model, kinds, book, trainer, rollout),
         warnings=find_pitfalls(Seen(spec, model, trainer, rollout, syncs, step, lost, money)),
-        unknown=tuple(_unknown(spec, model, book, unread)),
+        unknown=tuple(_unknown(spec, model, book, unread, (trainer, rollout))),
         notes=tuple(_notes(measured, book)),
     )
 
@@ -88,16 +91,33 @@ def _model(spec: RunSpec, model: KnownModel) -> ModelPlan:
     )
 
 
-def _unknown(spec: RunSpec, model: KnownModel, book: PriceBook, unread: str) -> Iterator[str]:
+def _unknown(
+    spec: RunSpec, model: KnownModel, book: PriceBook, unread: str, machines: tuple[MachinePlan | None, ...]
+) -> Iterator[str]:
     if model.unknown:
         yield model.unknown
+    if file := unread_deepspeed(spec):
+        yield f"the trainer's memory: {file} says how its weights are divided, and cannot be read from here"
+    for machine in machines:
+        if machine is not None and machine.gpu_is_named and gpu_named(machine.gpu) is None:
+            yield f"how long a step takes: of {machine.gpu} neither bandwidth nor throughput is known"
     if book.unknown:
         yield book.unknown
+    for machine in machines:
+        if machine is not None and book.listed and machine.prices.on(machine.market) is None:
+            yield f"prices of the {machine.role}'s machines: {_no_price(machine)}"
     if unread:
         yield unread
     if steps_of(spec) is None:
         epochs = grpo(spec, "num_train_epochs")
         yield f"the end: {epochs:g} epochs of a dataset whose rows nobody has counted; set grpo.max_steps"
+
+
+def _no_price(machine: MachinePlan) -> str:
+    if not machine.gpu_is_named:
+        return "the catalog is searched by `accelerators`, and none are named"
+    what = f"{machine.gpus} x {machine.gpu}" if machine.gpus else machine.gpu
+    return f"the catalog has none for {what}, {machine.market}, at the places that are named"
 
 
 def _notes(measured: Measured | None, book: PriceBook) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.plan.deepspeed_file import unread_deepspeed
 from orchestrator.plan.model import MachinePlan
 from orchestrator.plan.models import KnownModel
 from orchestrator.plan.workload import grpo, prompt_tokens
@@ -68,8 +69,8 @@ def computes(spec: RunSpec, role: Role, gpu: Gpu) -> bool:
 
 
 def of_trainer(spec: RunSpec, model: KnownModel) -> TrainerMemory | None:
-    """What training takes; None where the model's shape is not known."""
-    if model.shape is None:
+    """What training takes; None where the model's shape is not known, or how its weights are divided."""
+    if model.shape is None or unread_deepspeed(spec):
         return None
     return trainer_memory(model.shape, training_of(spec, model.shape, prompt_tokens(spec)))
 

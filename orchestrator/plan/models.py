@@ -9,6 +9,7 @@ from typing import Any
 from orchestrator.config.sizes.model import NotKnown, find_config
 from policies.model.spec import RunSpec
 from policies.sizing.shapes import Shape, UnknownShape, shape_of, with_all_params
+from policies.weights.adapters import QUANTISED_WORDS
 from policies.weights.disks import ModelSize
 
 FindSize = Callable[[RunSpec], ModelSize]
@@ -34,18 +35,31 @@ def know_model(spec: RunSpec, find_size: FindSize) -> KnownModel:
         if not config:
             return KnownModel(unknown=f"{spec.trainer.model}: its size is not known ({error})")
         return _by_shape(spec, config)
+    if why := _not_told(spec, size.config):
+        return KnownModel(size.params, size.stored_bytes, size.config, None, why)
     try:
         shape = with_all_params(shape_of(size.config), size.params)
     except UnknownShape as error:
-        what = "its memory is not known" if size.config else "its memory is not known, for it has no config.json"
-        return KnownModel(
-            size.params, size.stored_bytes, size.config, None, f"{spec.trainer.model}: {what}: {error}"
-        )
+        why = f"{spec.trainer.model}: its memory is not known: {error}"
+        return KnownModel(size.params, size.stored_bytes, size.config, None, why)
     return KnownModel(size.params, size.stored_bytes, size.config, shape)
+
+
+def _not_told(spec: RunSpec, config: Mapping[str, Any]) -> str:
+    """Why no memory is planned for a model whose size is known; empty where nothing is in the way."""
+    told = f"{spec.trainer.model}: its memory is not known"
+    if not config:
+        return f"{told}: its config.json cannot be had; of a gated model the hub shows it with HF_TOKEN alone"
+    asked = spec.grpo.get("model_init_kwargs")
+    if config.get("quantization_config") or any(word in str(asked) for word in QUANTISED_WORDS):
+        return f"{told}: it is quantised, and how many bytes a weight then takes is not planned"
+    return ""
 
 
 def _by_shape(spec: RunSpec, config: Mapping[str, Any]) -> KnownModel:
     """Without its weights, by its config.json alone; stored in two bytes each, as most are."""
+    if why := _not_told(spec, config):
+        return KnownModel(config=config, unknown=why)
     try:
         shape = shape_of(config)
     except UnknownShape as error:

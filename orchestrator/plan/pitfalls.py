@@ -20,12 +20,14 @@ from policies.sizing.engine import engine_of
 from policies.sizing.gpus import Gpu, gpu_named
 from policies.sizing.memory import GIB
 from policies.sizing.training import training_of
-from policies.weights.adapters import why_whole
+from policies.weights.adapters import QUANTISED, why_whole
 
 BFLOAT16 = {"dtype": "bfloat16"}
 # Half of what lies between a weight of about 0.02, as most are, and its neighbours in bfloat16, which keeps 8
 # binary digits: an update below it changes nothing. AdamW's updates are about as large as the learning rate.
 KEPT_UPDATE = 2**-6 * 2**-7 / 2
+DIVIDED_BY = "tensor-parallel-size"
+LISTED_SIZES = 6
 LONG_S = 1800.0  # between two checkpoints of a trainer that may be taken away
 EGRESS_USD_PER_GB = 0.09  # AWS to the internet, list price of the first 10 TB a month, 2025
 STORE_CLOUDS = {"s3": "aws", "gs": "gcp", "az": "azure"}
@@ -121,6 +123,24 @@ def engine_is_too_small(seen: Seen) -> Iterator[Warned]:
         yield Warned(
             "rollout.vllm.max-model-len", f"{told} of {engine.max_tokens:,} fits; set e.g. max-model-len: {least}"
         )
+
+
+def heads_do_not_divide(seen: Seen) -> Iterator[Warned]:
+    """vLLM divides an engine's heads over its GPUs evenly, or does not start (0.32, `config/model.py`)."""
+    size = {name.replace("_", "-"): value for name, value in seen.spec.rollout.vllm.items()}.get(DIVIDED_BY)
+    shape = seen.model.shape
+    if seen.rollout is None or shape is None or not isinstance(size, int) or size < 1 or shape.heads % size == 0:
+        return
+    fitting = [str(one) for one in range(1, shape.heads + 1) if shape.heads % one == 0][:LISTED_SIZES]
+    told = f"the model's {shape.heads} attention heads are no multiple of {size}, and vLLM does not start"
+    yield Warned(f"rollout.vllm.{DIVIDED_BY}", f"{told}; expected one of {', '.join(fitting)}")
+
+
+def quantised(seen: Seen) -> Iterator[Warned]:
+    """`validate` has no config.json of a model that is not in a folder here; its trainer would refuse it."""
+    if not generates_itself(seen.spec) and seen.model.config.get("quantization_config"):
+        told = f"{QUANTISED}, and the run ends at its first start"
+        yield Warned("trainer.model", f"{told}; name the model as it was before")
 
 
 def cache_makes_rounds(seen: Seen) -> Iterator[Warned]:
@@ -220,6 +240,8 @@ RULES: tuple[Callable[[Seen], Iterator[Warned]], ...] = (
     frozen_in_float32,
     updates_are_lost,
     engine_is_too_small,
+    heads_do_not_divide,
+    quantised,
     cache_makes_rounds,
     context_is_too_long,
     adapter_is_merged,

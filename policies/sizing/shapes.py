@@ -166,8 +166,8 @@ class _Read:
     def count(self, *names: str, default: int | None = None) -> int:
         for name in names:
             value = self.config.get(name)
-            if isinstance(value, int) and value >= 0:
-                return int(value)
+            if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+                return value
         if default is None:
             raise UnknownShape(f"the configuration, of {self._kind}, has no {names[0]}")
         return default
@@ -186,6 +186,8 @@ def _shape(kind: str, family: Family, read: _Read, tied: bool) -> Shape:
     head_dim = read.count("head_dim", default=hidden // heads)
     if latent is not None:
         head_dim = latent.nope_dim + latent.rope_dim
+    if not (kv_heads and head_dim and (latent is None or latent.kv_rank + latent.rope_dim)):
+        raise UnknownShape(f"the configuration, of {kind}, has a size of 0")
     norms = family.norms * hidden + (2 * head_dim if family.head_norms else 0)
     if latent is not None:
         norms += latent.query_rank + latent.kv_rank

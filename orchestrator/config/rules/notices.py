@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.config.reading.json_files import json_in
+from orchestrator.config.reading.json_files import config_in
 from orchestrator.config.reading.problems import Findings
 from orchestrator.config.rules.foreign_keys import grpo_table
 from orchestrator.config.rules.gpus import note_idle
@@ -67,7 +67,7 @@ def _adapter_is_merged(spec: RunSpec, findings: Findings) -> None:
     if (
         generates_itself(spec)
         or spec.trainer.peft is None
-        or not (why := why_whole(spec, json_in(Path(spec.workdir, spec.trainer.model, "config.json"))))
+        or not (why := why_whole(spec, config_in(Path(spec.workdir, spec.trainer.model, "config.json"))))
     ):
         return
     message = "each step publishes whole merged weights, not the adapter alone"

@@ -12,7 +12,7 @@ import httpx
 
 from checkpoint.store.errors import Corrupt
 from checkpoint.weights.safetensors import layout_of
-from orchestrator.config.reading.json_files import json_in
+from orchestrator.config.reading.json_files import config_in, config_of, json_in
 from policies.model.spec import RunSpec
 from policies.weights.disks import ModelSize
 from policies.weights.dtypes import NAMED, WIDTH
@@ -45,7 +45,7 @@ def find_config(spec: RunSpec) -> Mapping[str, Any]:
     """Return the model's config.json, also where its weights are not at hand; empty where there is none here."""
     folder = Path(spec.workdir, spec.trainer.model)
     found = folder if folder.is_dir() else _cached(spec.trainer.model)
-    return {} if found is None else json_in(found / "config.json")
+    return {} if found is None else config_in(found / "config.json")
 
 
 def _cached(name: str) -> Path | None:
@@ -66,7 +66,7 @@ def _is_whole(snapshot: Path) -> bool:
 
 
 def _in_folder(folder: Path) -> ModelSize:
-    config = json_in(folder / "config.json")
+    config = config_in(folder / "config.json")
     try:
         tensors = [one for path in sorted(folder.glob("*.safetensors")) for one in layout_of(path).values()]
     except (Corrupt, OSError) as error:
@@ -118,10 +118,11 @@ def _on_hub(name: str) -> ModelSize:
         if answer.status_code in (401, 403, 404):
             raise NotKnown(f"the hub shows no {name} (it answered {answer.status_code}; is HF_TOKEN set?)")
         said = answer.raise_for_status().json()
-        counts = (said.get("safetensors") or {}).get("parameters") if isinstance(said, dict) else None
+        stored = said.get("safetensors") if isinstance(said, dict) else None
+        counts = stored.get("parameters") if isinstance(stored, dict) else None
         if not isinstance(counts, dict) or not all(isinstance(count, int) for count in counts.values()):
             raise NotKnown("the hub says nothing of its size: it has no safetensors files")
         file = http.get(f"/{name}/resolve/main/config.json")
         config = file.json() if file.status_code == 200 else {}
     stored_bytes = sum(count * ITEM_BYTES.get(kind, 2) for kind, count in counts.items())
-    return ModelSize(sum(counts.values()), stored_bytes, config if isinstance(config, dict) else {})
+    return ModelSize(sum(counts.values()), stored_bytes, config_of(config))

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.config.reading.problems import Findings
+from orchestrator.config.rules.notices import find_notices
 from orchestrator.config.sizes.model import NotKnown, find_config, find_size
+from orchestrator.plan.gather import make_plan
 from orchestrator.plan.models import active_params, asked_once, know_model
+from orchestrator.plan.prices import PriceBook
 from policies.model.spec import RunSpec
 from policies.sizing.shapes import shape_of
 from policies.weights.disks import ModelSize
@@ -59,6 +63,62 @@ def test_a_folder_with_config_json_alone(tmp_path: Path) -> None:
     assert know_model(here, find_size).params == 32_763_876_352
     (tmp_path / "model" / "config.json").write_text('{"model_type": "mamba"}')
     assert "mamba" in know_model(here, find_size).unknown
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"vocab_size": "152064"},
+        {"vocab_size": None},
+        {"architectures": 1},
+        {"architectures": [[]]},
+        {"text_config": [1]},
+        {"text_config": {"max_position_embeddings": "x"}},
+        {"max_position_embeddings": "32k"},
+        {"num_key_value_heads": 0},
+        {"num_key_value_heads": False},
+        {"hidden_size": True},
+        {"model_type": "mixtral", "mlp_only_layers": 1, "num_local_experts": 2, "num_experts_per_tok": 1},
+        {"model_type": "mixtral", "mlp_only_layers": [[1]], "num_local_experts": 2, "num_experts_per_tok": 1},
+        {"model_type": ["qwen2"]},
+    ],
+)
+def test_a_config_json_that_is_anything_ends_no_plan(odd: dict[str, object], tmp_path: Path) -> None:
+    spec = spec_of("qwen-32b")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**CONFIGS[NAME], **odd}))
+    here = replace(spec, workdir=str(tmp_path), trainer=replace(spec.trainer, model="model"))
+    find_notices(here, Findings("run.yaml", {(): 1}))
+    assert make_plan(here, find_size, PriceBook()).warnings is not None
+
+
+def test_a_config_json_that_is_not_shown_is_said_so() -> None:
+    """The hub tells the size of a gated model to everybody, and its config.json to those who have its licence."""
+    unknown = know_model(spec_of("qwen-32b"), lambda _: ModelSize(7, 14)).unknown
+    assert "config.json cannot be had" in unknown
+    assert "HF_TOKEN" in unknown
+
+
+@pytest.mark.parametrize("where", ["grpo", "accelerate", "text"])
+def test_deepspeeds_own_file_says_how_weights_are_divided(where: str, tmp_path: Path) -> None:
+    spec, said = spec_of("math-two-gpus"), {"zero_optimization": {"stage": 3}}
+    named = json.dumps(said) if where == "text" else "ds.json"
+    own = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    trainer = replace(spec.trainer, resources={"accelerators": "H100:8"})
+    here = replace(spec, workdir=str(tmp_path), trainer=trainer)
+    if where == "accelerate":
+        here = replace(here, trainer=replace(trainer, accelerate=own))
+    else:
+        here = replace(here, grpo={**spec.grpo, "deepspeed": named})
+    if where != "text":
+        blind = make_plan(here, size_of, PriceBook())
+        assert (blind.trainer.memory, blind.trainer.fits) == ({}, None)
+        assert any("ds.json" in one for one in blind.unknown)
+    (tmp_path / "ds.json").write_text(json.dumps(said))
+    plan = make_plan(here, size_of, PriceBook())
+    assert plan.model.params is not None
+    assert plan.trainer.memory["weights"] == pytest.approx(2 * plan.model.params / 8, rel=1e-6)
+    assert not any("ds.json" in one for one in plan.unknown)
 
 
 def test_the_hub_is_asked_once() -> None:

@@ -13,7 +13,7 @@ from orchestrator.plan.gather import make_plan
 from orchestrator.plan.model import Warned
 from orchestrator.plan.models import know_model
 from orchestrator.plan.prices import by_catalog
-from policies.model.spec import RunSpec
+from policies.model.spec import Replicas, RunSpec
 from tests.generators.model_configs import CONFIGS
 from tests.orchestrator.plan.recipes import PRICES, size_of, spec_of
 
@@ -93,6 +93,13 @@ BROKEN: list[tuple[Callable[..., Any], str, Change, str, str]] = [
         "one sequence of 32,768",
     ),
     (
+        pitfalls.heads_do_not_divide,
+        "qwen-32b",
+        rollout(vllm={"tensor_parallel_size": 16}),
+        "rollout.vllm.tensor-parallel-size",
+        "40 attention heads are no multiple of 16, and vLLM does not start; expected one of 1, 2, 4, 5, 8, 10",
+    ),
+    (
         pitfalls.cache_makes_rounds,
         "qwen-32b",
         grpo(per_device_train_batch_size=64, gradient_accumulation_steps=32),
@@ -159,8 +166,23 @@ def test_an_adapter_that_the_models_own_file_keeps_from_travelling() -> None:
     assert not list(pitfalls.adapter_is_merged(seen(spec)))
 
 
+def test_a_quantised_model_is_told_and_its_memory_is_not_guessed() -> None:
+    awq, spec = {"quantization_config": {"quant_method": "awq", "bits": 4}}, spec_of("qwen-32b")
+    told = seen(spec, **awq)
+    assert [one.key for one in pitfalls.quantised(told)] == ["trainer.model"]
+    assert not list(pitfalls.quantised(seen(spec)))
+    assert (told.model.shape, told.trainer.memory) == (None, {})
+    assert "quantised" in told.model.unknown
+    alone = replace(spec, rollout=replace(spec.rollout, replicas=Replicas(min=0, max=0)))
+    assert not list(pitfalls.quantised(seen(alone, **awq)))  # where the trainer generates it may be
+    for asked in ({"load_in_4bit": True}, '{"quantization_config": {"load_in_4bit": true}}'):
+        few = seen(grpo(model_init_kwargs=asked)(alone))
+        assert few.model.shape is None
+        assert [one.key for one in pitfalls.find_pitfalls(few)] == []  # nothing is said of float32
+
+
 def test_every_rule_is_in_force_and_was_tried() -> None:
-    tried = {one[0] for one in BROKEN} | {pitfalls.adapter_is_merged}
+    tried = {one[0] for one in BROKEN} | {pitfalls.adapter_is_merged, pitfalls.quantised}
     assert set(pitfalls.RULES) == tried
 
 

@@ -77,6 +77,29 @@ def test_its_dollars_on_each_market() -> None:
     assert "azure" in "".join(plan.unknown)
 
 
+def test_kinds_are_priced_on_the_markets_that_the_run_has() -> None:
+    spec = spec_of("qwen-32b")
+    kept = replace(spec, rollout=replace(spec.rollout, resources={"accelerators": "H200:1", "use_spot": False}))
+    kinds = {one.gpu: one for one in plan_of(kept).kinds}
+    assert [one.cloud for one in kinds["H200"].rollout_prices] == ["aws", "gcp"]
+
+
+@pytest.mark.parametrize(
+    ("resources", "words"),
+    [
+        ({"accelerators": "MI300X:1"}, ["of MI300X neither bandwidth", "has none for 1 x MI300X, spot"]),
+        ({"accelerators": "H200:2"}, ["has none for 2 x H200, spot"]),
+        ({"instance_type": "p5.48xlarge"}, ["searched by `accelerators`"]),
+        ({"accelerators": "H200:1"}, []),
+    ],
+)
+def test_what_could_not_be_priced_or_timed_is_said(resources: dict[str, str], words: list[str]) -> None:
+    spec = spec_of("qwen-32b")
+    told = plan_of(replace(spec, rollout=replace(spec.rollout, resources=resources))).unknown
+    assert len(told) == len(words) + 1  # and one cloud's list, always
+    assert all(any(one in line for line in told) for one in words)
+
+
 def test_the_machines_memory_is_that_of_all_its_engines() -> None:
     spec = spec_of("qwen-32b")
     one, eight, four = (
