@@ -40,6 +40,7 @@ class Evaluated:
     verdicts: list[str]
     tokens: list[int]  # of each completion
     cut: int  # completions that had not ended at `grpo.max_completion_length`
+    rows: str = ""  # a digest of the prompts, which are the same for all policies of an evaluation
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ Steps = Annotated[
     list[str] | None, typer.Option("--step", help="A checkpoint, as `200` or `1-200`. May be given several times.")
 ]
 Rows = Annotated[int | None, typer.Option("--rows", min=1, help="Only so many problems, from the first on.")]
-Detach = Annotated[bool, typer.Option("-d", "--detach", help="Do not wait; the same command shows what came out.")]
+Detach = Annotated[bool, typer.Option("-d", "--detach", help="Do not wait; it tells how to see what comes out.")]
 Yes = Annotated[bool, typer.Option("-y", "--yes", help="Start without asking.")]
 
 
@@ -261,7 +261,9 @@ def _say_where(store: Store, output: Output) -> None:
     if output is Output.JSON:
         print_json({"store": store.url})
         return
-    told = f"It runs in {store.url}; the same command shows what comes out, `grpo-orch down` there ends it."
+    # Not the same command: the newest checkpoint may be another by then.
+    shows, ends = f"`grpo-orch eval {store.url}` shows what comes out", f"`grpo-orch down {store.url}` ends it"
+    told = f"It goes on by itself; {shows}, {ends}."
     console.print(told, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import structlog
 from transformers import PrinterCallback, set_seed
 from transformers.utils.logging import disable_progress_bar
 
@@ -27,6 +28,7 @@ from tasks.trainer.user_objects import (
     Reward,
     first_line,
     guarded_rewards,
+    is_out_of_memory,
     load_rewards,
     model_path,
     passes,
@@ -35,6 +37,8 @@ from tasks.trl.fleet_client import FleetClient
 from tasks.trl.own_generation import OwnGeneration
 from tasks.trl.skipped_prompts import ReplacedPrompts
 from tasks.trl.trl_evaluating import EvaluatingTrainer
+
+log = structlog.get_logger()
 
 ROWS_MAX = 1 << 40  # of a stream without a limit of its own
 
@@ -117,17 +121,24 @@ def _source(start: Start, config: Any, own: OwnGeneration | None) -> RolloutSour
 
 
 class _InPieces:
-    """The trainer's own model, a piece of a batch at a time: what it has room for, and what is stored by then."""
+    """The trainer's own model, a piece of a batch at a time: what it has room for, and what is stored by then.
+    Pieces are halved while there is no room for one."""
 
     def __init__(self, own: OwnGeneration, size: int) -> None:
         self._own, self._size = own, size
 
     def complete(self, batch: Batch, arrived: Callable[[Completion], None]) -> Generated:
         made: list[Completion] = []
-        for first in range(0, len(batch.requests), self._size):
-            piece = self._own.complete(
-                replace(batch, requests=batch.requests[first : first + self._size])
-            ).completions
+        while len(made) < len(batch.requests):
+            requests = batch.requests[len(made) : len(made) + self._size]
+            try:
+                piece = self._own.complete(replace(batch, requests=requests)).completions
+            except (RuntimeError, MemoryError) as error:
+                if self._size == 1 or not is_out_of_memory(error):
+                    raise
+                self._size //= 2
+                log.warning("out_of_memory", prompts_at_once=self._size)
+                continue
             made += piece
             for one in piece:
                 arrived(one)

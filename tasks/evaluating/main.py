@@ -128,7 +128,8 @@ def _evaluate(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbea
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            return exit_codes.OUT_OF_MEMORY, f"out of memory: {str(error).strip().partition(chr(10))[0]}"
+            # No OUT_OF_MEMORY, to which a run answers with another timeline: what it changes is of training alone.
+            return exit_codes.FAILED, f"out of memory: {str(error).strip().partition(chr(10))[0]}"
     _unpin(evaluation)
     evaluated.drop_kept(store)
     return exit_codes.OK, f"evaluated {', '.join(one.name for one in evaluation.subjects)}"
@@ -144,7 +145,7 @@ def _evaluate_each(
     leaving: Leaving,
 ) -> None:
     from tasks.evaluating.assemble import assemble_evaluator
-    from tasks.evaluating.scoring import evaluate
+    from tasks.evaluating.scoring import evaluate, refuse_other_rows
     from tasks.storing.restoring import restore_weights
     from tasks.storing.step_costs import StepCosts
     from tasks.trainer.assemble import Start
@@ -167,6 +168,7 @@ def _evaluate_each(
     brought = base_model or found_here(workdir)
     start = Start(env, record, store, heartbeat, leaving, None, brought, StepCosts())
     evaluator = assemble_evaluator(start, evaluation.rows)
+    refuse_other_rows(store, evaluation, evaluator)
     for number, subject in missing:
         heartbeat.say("training", step=number)
         log.info("evaluating", subject=subject.name, rows=len(evaluator.rows))

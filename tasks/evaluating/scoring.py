@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from checkpoint.records.evaluated import SCHEMA, Evaluated, Scored
+from blake3 import blake3
+
+from checkpoint.records.evaluated import SCHEMA, Evaluated, Scored, evaluated
+from checkpoint.store.run_store import Store
 from policies.evaluation.judging import told_readable, verdict
+from policies.model.evaluation import Evaluation
 from tasks.evaluating.assemble import Evaluator
 from tasks.rewards.guard import FAULTS, BadReward, TooLong, call_alone, interrupted
 from tasks.rewards.guard import said as said_of
-from tasks.trainer.user_objects import Reward
+from tasks.trainer.user_objects import BadSpec, Reward
 from tasks.trl.trl_evaluating import Made
 
 Scores = Sequence[Mapping[str, float | None]]
@@ -46,8 +50,25 @@ def evaluate(evaluator: Evaluator, subject: str) -> Judged:
         verdicts=[str(one) for one in verdicts],
         tokens=[len(ids) for ids in made.ids],
         cut=sum(map(trainer.is_cut, made.ids)),
+        rows=digest_of(rows),
     )
     return summary, samples
+
+
+def refuse_other_rows(store: Store, evaluation: Evaluation, evaluator: Evaluator) -> None:
+    """Raise BadSpec where the problems are not those that other policies of the evaluation have completed, as of a
+    file that has changed meanwhile: no row could be compared."""
+    here = digest_of(evaluator.rows)
+    for subject in evaluation.subjects:
+        found = evaluated(subject.name).read(store)
+        if found is not None and found.rows != here:
+            message = f"the problems are others than those that {subject.name} was evaluated on"
+            raise BadSpec(f"{message}; `grpo-orch eval {evaluation.of}` evaluates all of it on these")
+
+
+def digest_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Of their prompts, in order."""
+    return blake3(repr([row["prompt"] for row in rows]).encode()).hexdigest(16)
 
 
 def judge_of(rewards: Mapping[str, Reward]) -> str:

@@ -32,6 +32,7 @@ from tasks.evaluating.main import _evaluate
 from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv
 from tasks.storing.heartbeat import Heartbeat
+from tasks.trl.own_generation import OwnGeneration
 from tests.budget import HANG_S
 from tests.node.trainer.rig import PROMPTS, Rig, assembled, make_tiny, open_rig
 from tests.node.trainer.stand_in_gateway import TOKEN
@@ -194,3 +195,35 @@ def test_a_checkpoint_that_is_gone_is_a_line_and_no_token(trained: Rig, tiny: Pa
         assert code == exit_codes.BAD_SPEC
         assert "cannot be read" in why
         assert rig.gateway.batches == []
+
+
+def test_policies_are_compared_on_the_same_problems_alone(trained: Rig, tiny: Path, tmp_path: Path) -> None:
+    with evaluating(trained, tiny, tmp_path / "eval", replicas=0) as rig:
+        assert evaluate(rig)[0] == exit_codes.OK
+        first = documents.read_run(rig.store).spec.trainer.dataset
+        rig.store.delete([layout.evaluated(f"0-{STEPS}")])
+        assert isinstance(first, Dataset)
+        problems = Path(first.path)
+        before = problems.read_text()
+        problems.write_text(before.replace("1", "2"))
+        try:
+            code, why = evaluate(rig, attempt=2)
+        finally:
+            problems.write_text(before)
+        assert (code, why.partition(";")[0]) == (
+            exit_codes.BAD_SPEC,
+            "the problems are others than those that base was evaluated on",
+        )
+        assert evaluate(rig, attempt=3)[0] == exit_codes.OK
+
+
+def test_no_memory_begins_no_other_timeline(
+    trained: Rig, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*_: Any) -> Any:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(OwnGeneration, "complete", too_large)
+    with evaluating(trained, tiny, tmp_path / "eval", replicas=0) as rig:
+        code, why = evaluate(rig)
+        assert (code, why) == (exit_codes.FAILED, "out of memory: CUDA out of memory. Tried to allocate 2 GiB")

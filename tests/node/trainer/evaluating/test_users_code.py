@@ -13,6 +13,9 @@ import pytest
 from policies.evaluation.as_run import as_run
 from policies.model import exit_codes
 from policies.model.evaluation import BASE, Evaluation, Subject
+from policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
+from tasks.completions.gateway_client import Generated
+from tasks.evaluating.assemble import _InPieces
 from tasks.evaluating.scoring import _said
 from tasks.rewards import readable_by
 from tasks.rewards.guard import BadReward
@@ -106,3 +109,22 @@ def test_cut_off_is_what_has_reached_its_length_without_an_end(
         eos_token_ids=[1], args=SimpleNamespace(max_completion_length=4, generation_kwargs=kwargs)
     )
     assert EvaluatingTrainer.is_cut(trainer, ids) is cut
+
+
+def test_pieces_are_halved_until_there_is_room_for_them() -> None:
+    asked: list[int] = []
+
+    class Small:
+        def complete(self, batch: Batch) -> Generated:
+            asked.append(len(batch.requests))
+            if len(batch.requests) > 2:
+                raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+            made = [Completion(one.index, [1], [0.0], "stop", "0-0", "n") for one in batch.requests]
+            return Generated(made, 0, 0.0)
+
+    requests = [CompletionRequest(index, [5], 0) for index in range(5)]
+    batch, arrived = Batch(PolicyRef("0-0", ""), {}, requests, 1.0), list[Completion]()
+    made = _InPieces(Small(), 8).complete(batch, arrived.append).completions  # type: ignore[arg-type]  # a stand-in
+    assert [one.index for one in made] == [0, 1, 2, 3, 4]
+    assert arrived == made
+    assert asked == [5, 4, 2, 2, 1]
