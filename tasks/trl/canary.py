@@ -36,6 +36,18 @@ def canary_of(model: Any, mixed_precision: str) -> Canary:
     )
 
 
+def forget_order(accelerator: Any) -> None:
+    """Keep ZeRO stage 3 from fetching ahead for the next forward pass in the order of the canary's.
+
+    There the head is a module that runs; in TRL's pass it is gathered by hand instead, and what is being fetched
+    ahead cannot be: DeepSpeed raises (`partition_parameters.py`, "Cannot partition a param in flight"). The order
+    is learnt anew from the next pass, as when a model takes another way through its modules.
+    """
+    coordinator = accelerator.deepspeed_engine_wrapped.engine.optimizer.parameter_offload.get_param_coordinator()
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+
+
 def _dtype_of(model: Any, mixed_precision: str) -> str:
     computes_in = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}
     return computes_in.get(mixed_precision, str(model.dtype).removeprefix("torch."))

@@ -26,7 +26,7 @@ from policies.detect.symptoms import WITNESS
 from tasks.machine.leaving import LeaveNow
 from tasks.storing.step_costs import StepCosts
 from tasks.storing.unread import Unread, at_hand
-from tasks.trl.canary import canary_of
+from tasks.trl.canary import canary_of, forget_order
 from tasks.trl.checkpoint_names import as_in_checkpoint
 from tasks.trl.fleet_client import LEAVING, WEIGHTS_FIRST, FleetClient
 from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before, walk_of
@@ -117,6 +117,8 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
             return
         if not self._is_fsdp1:
             self._fleet_client.take_canary(canary_of(self.model, self.accelerator.mixed_precision))
+            if self._dist.is_zero3:
+                forget_order(self.accelerator)
         self._fleet_client.update_named_params(None, None if self._is_divided else self._weights())
 
     def _publish_together(self) -> None:

@@ -1,4 +1,4 @@
-"""A process of TRL's own training is killed in the middle of a step, where FSDP2 divides the model.
+"""A process of TRL's own training is killed in the middle of a step, where ZeRO-3 divides the model.
 
 `make bench-ranks` tries the other ways, too.
 """
@@ -20,7 +20,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.parametrize("way", ["fsdp2"])
+@pytest.mark.parametrize("way", ["zero3"])
 def test_a_rank_that_is_killed_changes_no_weight(way: str, tiny: Path, tmp_path: Path) -> None:
     found = kill_one(way, tmp_path, tiny, random.SystemRandom().randrange(10**6), HANG_S)
     print(found)
