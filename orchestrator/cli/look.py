@@ -139,7 +139,7 @@ def _spec_was_refused(store: Store) -> bool:
             match event:
                 case RunMoved(phase=RunPhase.STARTING):
                     refused = False
-                case JobExited(exit_code=exit_codes.BAD_SPEC):
+                case JobExited(exit_code=exit_codes.BAD_SPEC | exit_codes.UNFIT_MACHINE):
                     refused = True
                 case _:
                     pass

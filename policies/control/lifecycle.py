@@ -151,12 +151,15 @@ def _trainer_ended(tick: Tick, node: Node, exit_code: int, ended_at_s: float) ->
         return  # it goes on with the new timeline, once that is there
     if exit_code == exit_codes.OK:
         tick.move_run(RunPhase.FINISHED, "the trainer reached its last step")
-    elif exit_code == exit_codes.BAD_SPEC:
+    elif exit_code == exit_codes.BAD_SPEC or (exit_code == exit_codes.UNFIT_MACHINE and not tick.state.proved):
         tick.move_run(RunPhase.FAILED, f"the trainer cannot work with this run.yaml; {log}")
     elif exit_code == exit_codes.NO_INTACT_CHECKPOINT:
         tick.move_run(RunPhase.FAILED, f"it has checkpoints and none of them can be restored; {log}")
     elif failures > tick.spec.policies.trainer_restarts:
         tick.move_run(RunPhase.FAILED, f"the trainer failed {failures} times without a step of progress; {log}")
+    elif exit_code == exit_codes.UNFIT_MACHINE:
+        why = f"it cannot work with this run.yaml, though a trainer could; {log}"
+        tick.move(node, NodePhase.TERMINATING, why, _failure_of(tick, node))
     elif node.phase is not NodePhase.DRAINING and tick.waited_s(ended_at_s) >= restart_wait_s(failures):
         tick.restart(node, f"restarted after exit code {exit_code}")
 

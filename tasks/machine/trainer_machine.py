@@ -49,13 +49,13 @@ def main() -> int:
         return exit_codes.BAD_SPEC
     spec = record.spec
     if not set_up(Path(env.workdir), spec.trainer.setup):
-        return exit_codes.BAD_SPEC
+        return exit_codes.UNFIT_MACHINE
     told = with_own_builds({**os.environ, **spec.trainer.env}, Path(env.workdir))
     try:
         gpus = counted_gpus(Role.TRAINER, spec, told)
     except DriverFailed as error:
         print(f"grpo-orch trainer machine: {error}; {DRIVER_HINT}", file=sys.stderr, flush=True)
-        return exit_codes.BAD_SPEC
+        return exit_codes.UNFIT_MACHINE
     evaluates = record.evaluation is not None
     if evaluates:
         told = with_one_gpu(told)

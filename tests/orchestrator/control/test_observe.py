@@ -260,6 +260,6 @@ def test_a_budget_that_a_user_sets_later_needs_prices_too() -> None:
 
     world = World()
     observer = Observer(world.store, None, spec(), prices=Listed)  # type: ignore[arg-type]  # of a cloud it wants the prices alone
-    observer._machines = dict  # type: ignore[method-assign, assignment]
+    observer._machines = dict  # type: ignore[method-assign]
     assert observer.look(world.now_s, (), RunState()).prices is None
     assert observer.look(world.now_s, (), RunState(budget_usd=50.0)).prices == {"trainer on demand": 4.0}

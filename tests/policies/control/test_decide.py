@@ -155,6 +155,7 @@ def test_trainer_exit_restarts_its_work_on_the_same_machine() -> None:
     [
         (exit_codes.OK, RunPhase.FINISHED),
         (exit_codes.BAD_SPEC, RunPhase.FAILED),
+        (exit_codes.UNFIT_MACHINE, RunPhase.TRAINING),
         (exit_codes.NO_INTACT_CHECKPOINT, RunPhase.FAILED),
         (1, RunPhase.TRAINING),
     ],
@@ -164,6 +165,30 @@ def test_what_the_trainers_exit_code_decides(code: int, phase: RunPhase) -> None
     world.exit("trainer-0-i1", code)
     world.tick()
     assert world.state.phase is phase
+
+
+def test_a_trainers_machine_that_is_unfit_is_replaced_and_so_many_of_them_fail_the_run() -> None:
+    """A GPU falls off the bus, or a mirror that the set-up needs is away, in the middle of a run."""
+    world = until_training(World(spec(trainer_restarts=3)))
+    world.exit("trainer-0-i1", exit_codes.UNFIT_MACHINE)
+    world.run()
+    assert ("trainer-0-i2", 1) in world.launches
+    assert ("trainer-0-i1", 2) not in world.launches
+    assert world.state.phase is RunPhase.FINISHED
+
+    world = until_training(World(spec(trainer_restarts=3)))
+    world.fails[Role.TRAINER] = exit_codes.UNFIT_MACHINE
+    world.exit("trainer-0-i1", exit_codes.UNFIT_MACHINE)
+    world.run()
+    assert world.state.phase is RunPhase.FAILED
+    assert "the trainer failed 4 times without a step of progress" in world.state.reason
+
+
+def test_a_first_trainers_machine_that_is_unfit_fails_the_run_at_once() -> None:
+    world = World(fails={Role.TRAINER: exit_codes.UNFIT_MACHINE})
+    world.run()
+    assert world.state.phase is RunPhase.FAILED
+    assert world.launches == [("trainer-0-i1", 1)]
 
 
 def test_trainer_that_never_progresses_fails_the_run_and_returns_the_machines() -> None:

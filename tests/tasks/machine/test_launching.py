@@ -158,7 +158,7 @@ def test_a_machine_whose_driver_fails_ends_in_one_line(tmp_path: Path, broken_dr
         timeout=HANG_S,
         check=False,
     )
-    assert done.returncode == exit_codes.BAD_SPEC
+    assert done.returncode == exit_codes.UNFIT_MACHINE
     assert done.stderr.splitlines() == [f"grpo-orch trainer machine: {broken_driver}; {DRIVER_HINT}"]
 
 
