@@ -255,12 +255,21 @@ def _step_at(path: Sequence[LoggedRow], time_s: float) -> int:
 
 
 def rentals(history: History, now_s: float) -> list[Rental]:
-    """Return every machine that was ever there or may have been: from its request until gone, or until `now_s`."""
+    """Return every machine that was ever there or may have been: from its request until gone, or until `now_s`.
+
+    Where a controller's clock is behind the one before it, what ran then stays as old as it was known to be.
+    """
     running: dict[str, Rental] = {}
     ended: list[Rental] = []
+    told_s = 0.0
     for _, time_s, events in history:
         for event in events:
+            back_s, told_s = max(0.0, told_s - time_s), time_s
             match event:
+                case TookOver():
+                    running = {
+                        node: replace(rental, from_s=rental.from_s - back_s) for node, rental in running.items()
+                    }
                 case NodeRequested():
                     most = event.most_usd_per_h
                     running[event.node] = Rental(event.node, event.role, event.market, time_s, now_s, most, most)
@@ -281,10 +290,10 @@ def rentals(history: History, now_s: float) -> list[Rental]:
 
 
 def bill(rented: Iterable[Rental]) -> Bill:
-    """Price the rentals as they were, and as if each had been on demand."""
+    """Price the rentals as they were, and as if each had been on demand, where that price is known."""
     cost = on_demand = 0.0
     for rental in rented:
         hours = (rental.until_s - rental.from_s) / 3600
         cost += hours * rental.price_usd_per_h
-        on_demand += hours * rental.on_demand_usd_per_h
+        on_demand += hours * (rental.on_demand_usd_per_h or rental.price_usd_per_h)
     return Bill(cost, on_demand)

@@ -66,6 +66,10 @@ def fold(history: Iterable[tuple[int, float, Iterable[Event]]]) -> RunState:
 
 def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState:
     """Return the state after one event of entry `number`. Raises IllegalMove for a move that no table has."""
+    return replace(_apply(state, event, time_s, number), told_s=time_s)
+
+
+def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunState:
     if isinstance(event, MachineEvent):
         return _apply_to_machines(state, event, time_s)
     if isinstance(event, TimelineEvent):
@@ -226,18 +230,22 @@ def _noting_trainer_machine(state: RunState, time_s: float) -> RunState:
 
 def _with_times_up_to(state: RunState, time_s: float) -> RunState:
     """Return the state with no time after `time_s`, at which a controller takes over: what was journalled before
-    happened before, whatever the clock said then."""
+    happened before, whatever the clock said then. A machine stays as old as it was known to be: it is paid for."""
+    back_s = max(0.0, state.told_s - time_s)
     nodes = {
         name: replace(
             node,
             since_s=min(node.since_s, time_s),
-            requested_at_s=min(node.requested_at_s, time_s),
+            requested_at_s=min(node.requested_at_s - back_s, time_s),
             attempt_ended_at_s=None if node.attempt_ended_at_s is None else min(node.attempt_ended_at_s, time_s),
         )
         for name, node in state.nodes.items()
     }
     slots = {name: replace(one, refused_at_s=min(one.refused_at_s, time_s)) for name, one in state.slots.items()}
-    kinds = {name: replace(one, failed_at_s=min(one.failed_at_s, time_s)) for name, one in state.kinds.items()}
+    kinds = {
+        name: replace(one, failed_at_s=min(one.failed_at_s, time_s), stopped_at_s=one.stopped_at_s - back_s)
+        for name, one in state.kinds.items()
+    }
     without_s = state.trainerless_since_s
     return replace(
         state,

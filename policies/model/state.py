@@ -88,6 +88,7 @@ class RunState:
     phase: RunPhase = RunPhase.STARTING
     reason: str = ""
     epoch: int = 0
+    told_s: float = 0.0  # time of the last event, on the clock of the controller that journalled it
     nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
     slots: Mapping[str, Slot] = field(default_factory=lambda: MappingProxyType({}))
     kinds: Mapping[str, MachineKind] = field(default_factory=lambda: MappingProxyType({}))

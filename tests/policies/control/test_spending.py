@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from policies.control.decide import decide
 from policies.control.snapshot import Action, Command, Snapshot, Terminate
 from policies.control.spending import BUDGET
-from policies.fleet.budget import spent_usd
+from policies.fleet.budget import on_demand_usd, spent_usd
+from policies.ledger.accounting import bill, rentals
 from policies.model import exit_codes
 from policies.model.events import BudgetReached, BudgetRefused, BudgetSet, NodeMoved, NodeRequested
 from policies.model.spec import Budget, RunSpec
@@ -171,6 +172,25 @@ def test_the_cap_is_never_passed(usd: float, acts: list[tuple[str, int, float]],
         assert world.spent <= usd
     assert world.machines == {}
     assert world.state.phase is RunPhase.PAUSED
+    reported = bill(rentals(world.history, world.now_s))
+    assert reported.cost_usd == pytest.approx(world.spent)
+    assert reported.cost_all_on_demand_usd == pytest.approx(on_demand_usd(world.state, world.now_s))
+
+
+def test_a_clock_that_is_behind_forgets_no_dollar() -> None:
+    """A daemon on another host goes on, whose clock is two hours behind that of the one before it."""
+    world = Priced(capped(10**4), max_steps=10**6)
+    for _ in range(360):
+        world.tick()
+        world.advance(10.0)
+    world.lose("rollout-0-i1")  # of which the journal tells at the end of the hour
+    world.tick()
+    before = world.spent
+    assert before == pytest.approx(36.0 + 2 * 3.6, rel=0.02)
+    world.now_s -= 7200.0
+    world.take_over()
+    assert world.spent == pytest.approx(before)
+    assert bill(rentals(world.history, world.now_s)).cost_usd == pytest.approx(before)
 
 
 def test_the_diary_has_the_numbers_of_each_purchase_and_return() -> None:
