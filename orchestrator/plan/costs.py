@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 from orchestrator.plan.machines import Kinds, fits, needed_gpus
 from orchestrator.plan.model import KindPlan, LostPlan, MachinePlan, MoneyPlan, StepPlan
 from orchestrator.plan.models import KnownModel
 from orchestrator.plan.prices import PriceBook, cloud_prices
-from orchestrator.plan.workload import grpo
+from orchestrator.plan.workload import grpo, steps_of
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Market, Role
 from policies.sizing.money import Prices, again_usd, cost, hourly
@@ -51,7 +53,7 @@ def plan_lost(spec: RunSpec, step: StepPlan | None, money: tuple[MoneyPlan, ...]
     if step is None:
         return None
     again_s = step.step_s if step.train_s is None else step.train_s
-    steps = int(grpo(spec, "save_steps"))
+    steps = min(int(grpo(spec, "save_steps")), steps_of(spec) or sys.maxsize)
     used = next((one.cost for one in money if one.used), None)
     usd = None if used is None else again_usd(again_s, used.usd_per_h)
     return LostPlan(

@@ -108,6 +108,8 @@ def _unknown(
             yield f"prices of the {machine.role}'s machines: {_no_price(machine)}"
     if unread:
         yield unread
+    if spec.trainer.eval_dataset is not None:
+        yield "what evaluations take: eval_dataset's rows are not counted; neither time nor dollars have them"
     if steps_of(spec) is None:
         epochs = grpo(spec, "num_train_epochs")
         yield f"the end: {epochs:g} epochs of a dataset whose rows nobody has counted; set grpo.max_steps"

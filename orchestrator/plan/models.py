@@ -91,5 +91,4 @@ def active_params(shape: Shape) -> int:
     if shape.experts is None:
         return through
     one = shape.experts
-    idle = (one.count - one.chosen) * 3 * shape.hidden * one.width
-    return through - one.layers * idle
+    return through - shape.routed_params * (one.count - one.chosen) // one.count

@@ -95,7 +95,9 @@ def time_step(
     if model.shape is None or gpu is None:
         return None
     params, work = active_params(model.shape), work_of(spec)
-    train_s = speed.train_s(params, work, passes_of(spec), processes_of(spec), gpu.tflops)
+    train_s = speed.train_s(
+        params, work, passes_of(spec), processes_of(spec), gpu.tflops, model.shape.attention_flops
+    )
     if rollout is None:
         return Timing(
             train_s, 0.0, speed.generate_s(_own_engine(spec, model.shape, trainer), work, processes_of(spec)), 0.0
@@ -120,6 +122,8 @@ def _own_engine(spec: RunSpec, shape: Shape, trainer: MachinePlan) -> speed.Engi
         kv_bytes=shape.layers * shape.cached * training.compute_bytes,
         params=active_params(shape),
         token_floor_s=shape.layers * speed.EAGER_LAYER_S,
+        experts_bytes=shape.routed_params * training.weight_bytes,
+        experts_share=_chosen_share(shape),
     )
 
 
@@ -140,7 +144,14 @@ def _engine(spec: RunSpec, model: KnownModel, rollout: MachinePlan) -> speed.Eng
         kv_bytes=shape.layers * shape.cached * serving.cache_bytes,
         params=active_params(shape),
         sequences_max=held,
+        experts_bytes=shape.routed_params * serving.weight_bytes,
+        experts_share=_chosen_share(shape),
     )
+
+
+def _chosen_share(shape: Shape) -> float:
+    """Of the experts, those that a token is sent to."""
+    return 1.0 if shape.experts is None else min(1.0, shape.experts.chosen / max(1, shape.experts.count))
 
 
 def hourly_prices(

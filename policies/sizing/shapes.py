@@ -119,6 +119,19 @@ class Shape:
         )
 
     @property
+    def routed_params(self) -> int:
+        """Of all experts that tokens are sent to."""
+        one = self.experts
+        return 0 if one is None else one.layers * one.count * 3 * self.hidden * one.width
+
+    @property
+    def attention_flops(self) -> int:
+        """Operations of all layers' attention in a forward pass, for each token and token that it looks at: scores
+        and their sum of values, 2 for each product."""
+        of_value = self.latent.value_dim if self.latent is not None else self.head_dim
+        return 2 * self.layers * self.heads * (self.head_dim + of_value)
+
+    @property
     def layer_params(self) -> int:
         """Of the largest layer."""
         common = self.norms + sum(one.params for one in self.attention)

@@ -3,7 +3,8 @@
 Two limits of a GPU are asked for, and the slower counts (the roofline, Williams et al. 2009): bytes that it has
 to read, and operations that it has to make. A forward pass is 2 operations a parameter and token, a backward pass
 4: 2 for the gradients of what each layer was given, 2 for those of its weights (Kaplan et al., arXiv 2001.08361).
-Attention over some thousand tokens adds a few per cent and is left out.
+Attention adds to a pass what grows with a sequence's length: a few per cent at a thousand tokens, several times
+the rest at 100,000. A padded batch has a mask, with which kernels compute what lies above the diagonal, too.
 """
 
 from __future__ import annotations
@@ -60,6 +61,11 @@ class Passes:
         """Operations for each parameter and token: 6 for weights that are trained, and nothing else."""
         return 4 + 2 * (self.all_weights + self.recomputed + self.reference + self.old)
 
+    @property
+    def attention_passes(self) -> int:
+        """How many forward passes attention takes the time of: a backward pass that of two."""
+        return 3 + self.recomputed + self.reference + self.old
+
 
 @dataclass(frozen=True, slots=True)
 class Engine:
@@ -74,6 +80,8 @@ class Engine:
         params: that a token goes through: of a mixture of experts the active ones.
         sequences_max: that fit at a time; None: as many as come.
         token_floor_s: the least that one token of a batch takes, for reasons of software.
+        experts_bytes: of `weights_bytes`, those of experts. A token reads `experts_share` of them, and a batch
+            those that any of its tokens was sent to.
     """
 
     gpus: int
@@ -84,11 +92,22 @@ class Engine:
     params: float
     sequences_max: int | None = None
     token_floor_s: float = 0.0
+    experts_bytes: float = 0.0
+    experts_share: float = 1.0
 
 
-def train_s(params: float, work: StepWork, passes: Passes, gpus: int, tflops: float) -> float:
-    """Seconds of one optimizer step on `gpus` GPUs, at MFU. `params`: that a token goes through."""
-    return passes.flops_per_param * params * work.trained_tokens / (gpus * tflops * TERA * MFU)
+def train_s(
+    params: float, work: StepWork, passes: Passes, gpus: int, tflops: float, attention_flops: float = 0.0
+) -> float:
+    """Seconds of one optimizer step on `gpus` GPUs, at MFU.
+
+    Args:
+        params: that a token goes through.
+        attention_flops: of one forward pass's attention, for each token and token of its sequence.
+    """
+    length = work.prompt_tokens + work.completion_tokens
+    each = passes.flops_per_param * params + passes.attention_passes * attention_flops * length
+    return each * work.trained_tokens / (gpus * tflops * TERA * MFU)
 
 
 def generate_s(engine: Engine, work: StepWork, engines: int) -> float:
@@ -118,7 +137,8 @@ def shared_by_nodes(engine: Engine, work: StepWork, engines: int) -> tuple[float
 def token_s(engine: Engine, work: StepWork, sequences: int) -> float:
     """Seconds for the next token of each of so many sequences, in the middle of their completions."""
     context = work.prompt_tokens + work.completion_tokens / 2
-    read_bytes = engine.weights_bytes + sequences * context * engine.kv_bytes
+    idle_bytes = engine.experts_bytes * (1 - engine.experts_share) ** sequences  # by experts chosen evenly
+    read_bytes = engine.weights_bytes - idle_bytes + sequences * context * engine.kv_bytes
     read_s = read_bytes / (engine.gpus * engine.bandwidth_gb_per_s * GB * BANDWIDTH_SHARE)
     compute_s = 2 * engine.params * sequences / (engine.gpus * engine.tflops * TERA * GENERATION_MFU)
     return max(read_s, compute_s, engine.token_floor_s)

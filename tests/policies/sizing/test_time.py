@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from policies.sizing.gpus import gpu_named
+from policies.sizing.shapes import shape_of
 from policies.sizing.speed import Engine, Passes, StepWork, generate_s, shared_by_nodes, token_s, train_s
 from policies.sizing.sync import delta_s, delta_share, is_measured, whole_s
+from tests.policies.sizing import shapes_known as known
 
 H200 = gpu_named("h200")
 assert H200 is not None
@@ -69,6 +71,27 @@ def test_many_sequences_wait_for_the_processors_and_more_than_fit_come_in_rounds
     each = 512 * token_s(held, WORK, 16)
     assert generate_s(held, WORK, 1) == pytest.approx(4 * each, rel=0.02)
     assert generate_s(held, WORK, 4) == pytest.approx(each, rel=0.02)
+
+
+def test_attention_outweighs_all_else_where_a_sequence_is_long() -> None:
+    """Qwen2.5-7B over 131,072 tokens: 4 x 28 heads x 128 x 28 layers x 131,072 = 52.6 GFLOP a token in a forward
+    pass, and 14.1 for its parameters; forward and backward, both three times."""
+    shape = shape_of(known.QWEN_2_5_7B)
+    assert shape.attention_flops == 4 * 28 * 128 * 28
+    plain = Passes(all_weights=True, recomputed=False, reference=False, old=False)
+    long = replace(WORK, trained=1, prompt_tokens=1072, completion_tokens=130_000)
+    got = train_s(7.07e9, long, plain, 1, 989, shape.attention_flops)
+    assert got == pytest.approx(3 * (14.14e9 + 52.6e9) * 131_072 / (989e12 * 0.3), rel=0.01)
+    again = Passes(all_weights=False, recomputed=True, reference=True, old=True)
+    assert (again.flops_per_param, again.attention_passes) == (10, 6)
+
+
+def test_a_batch_reads_the_experts_that_its_tokens_are_sent_to() -> None:
+    """Two of eight: one sequence reads a quarter of them, two 1 - 0.75 squared, sixty-four all."""
+    mixture = replace(ENGINE, kv_bytes=0, experts_bytes=0.8 * WEIGHTS_32B, experts_share=2 / 8)
+    whole_s = token_s(replace(ENGINE, kv_bytes=0), WORK, 1)
+    for sequences, share in ((1, 0.2 + 0.8 * 0.25), (2, 0.2 + 0.8 * (1 - 0.75**2)), (64, 1.0)):
+        assert token_s(mixture, WORK, sequences) == pytest.approx(share * whole_s, rel=1e-6)
 
 
 def test_two_gpus_read_twice_as_fast_and_a_slow_program_is_a_floor() -> None:
