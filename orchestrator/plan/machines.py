@@ -91,7 +91,7 @@ def fits(spec: RunSpec, model: KnownModel, role: Role, gpu: Gpu) -> bool | None:
         trainer = of_trainer(spec, model)
         return None if trainer is None else has_room(trainer.gpu.total_bytes, gpu)
     engine = of_engine(spec, model, gpu)
-    return None if engine is None else engine.sequences >= 1
+    return None if engine is None else engine.sequences >= 1 and engine.gpu.total_bytes <= gpu.memory_bytes
 
 
 def plan_machine(spec: RunSpec, model: KnownModel, role: Role, kinds: Kinds, prices: Prices) -> MachinePlan:

@@ -120,7 +120,10 @@ class MoneyPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloudPrice:
-    """The cheapest machine with such GPUs at one cloud."""
+    """What machines with such GPUs cost at one cloud: the least on each market, which two machines may have.
+
+    `instance_type` and `region` are those of the cheapest on the market that the role is bought on.
+    """
 
     cloud: str
     instance_type: str

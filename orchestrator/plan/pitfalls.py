@@ -123,6 +123,11 @@ def engine_is_too_small(seen: Seen) -> Iterator[Warned]:
         yield Warned(
             "rollout.vllm.max-model-len", f"{told} of {engine.max_tokens:,} fits; set e.g. max-model-len: {least}"
         )
+    elif (needed := rollout.memory_bytes) is not None and needed > gpu.memory_bytes:
+        told = f"with it an engine takes {needed / GIB:.0f} GiB, and {gpu.name} has {gpu.memory_bytes / GIB:.0f}"
+        yield Warned(
+            "rollout.vllm.kv-cache-memory-bytes", f"{told}; leave it out, and vLLM takes what there is room for"
+        )
 
 
 def heads_do_not_divide(seen: Seen) -> Iterator[Warned]:

@@ -20,7 +20,7 @@ from policies.sizing.memory import GIB, EngineMemory, memory_of
 from policies.sizing.shapes import Shape
 from policies.sizing.training import lora_of
 from policies.weights.adapters import ALL_LINEAR, engine_rank, why_whole
-from policies.weights.dtypes import WIDTH, served_types
+from policies.weights.dtypes import NAMED, WIDTH, served_types
 
 DEFAULT_UTILIZATION = 0.92  # vLLM 0.32's
 BLOCK_TOKENS = 16  # of its cache
@@ -69,7 +69,7 @@ def engine_of(spec: RunSpec, shape: Shape, config: Mapping[str, Any]) -> Engine:
     return Engine(
         gpus=engine_gpus(flags),
         weight_bytes=width,
-        cache_bytes=1 if "fp8" in str(flags.get("kv-cache-dtype")) else width,
+        cache_bytes=_cache_width(str(flags.get("kv-cache-dtype")), width),
         utilization=float(flags.get("gpu-memory-utilization") or DEFAULT_UTILIZATION),
         cache_total_bytes=cache_total if isinstance(cache_total, int) else None,
         max_tokens=_count(flags.get("max-model-len")) or int(longest),
@@ -139,6 +139,11 @@ def _adapter_room(spec: RunSpec, shape: Shape, config: Mapping[str, Any]) -> int
     named = peft.get("target_modules") or ALL_LINEAR
     lora = lora_of({**peft, "target_modules": named, "r": engine_rank(peft)}, shape)
     return 0 if lora is None else adapter_params(shape, lora)
+
+
+def _cache_width(named: str, served: int) -> int:
+    """Bytes of an element of the cache, where the model's own are `served`."""
+    return 1 if "fp8" in named else WIDTH[NAMED[named]] if named in NAMED else served
 
 
 def _count(value: object) -> int:

@@ -93,6 +93,13 @@ BROKEN: list[tuple[Callable[..., Any], str, Change, str, str]] = [
         "one sequence of 32,768",
     ),
     (
+        pitfalls.engine_is_too_small,
+        "qwen-32b",
+        rollout(vllm={"kv-cache-memory-bytes": 100 * 2**30}),
+        "rollout.vllm.kv-cache-memory-bytes",
+        "takes 167 GiB, and H200 has 140",
+    ),
+    (
         pitfalls.heads_do_not_divide,
         "qwen-32b",
         rollout(vllm={"tensor_parallel_size": 16}),

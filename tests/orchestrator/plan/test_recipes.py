@@ -79,6 +79,14 @@ def test_its_dollars_on_each_market() -> None:
     assert "azure" in "".join(plan.unknown)
 
 
+def test_no_more_steps_are_lost_than_there_are() -> None:
+    spec = spec_of("qwen-32b")
+    for steps, most in ((20, 20), (1000, 50), (-1, 50)):
+        lost = plan_of(replace(spec, grpo={**spec.grpo, "max_steps": steps})).lost
+        assert lost is not None
+        assert lost.steps_most == most
+
+
 def test_kinds_are_priced_on_the_markets_that_the_run_has() -> None:
     spec = spec_of("qwen-32b")
     kept = replace(spec, rollout=replace(spec.rollout, resources={"accelerators": "H200:1", "use_spot": False}))

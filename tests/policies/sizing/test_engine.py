@@ -85,6 +85,20 @@ def test_flags_as_run_yaml_has_them() -> None:
     assert of({}).max_tokens == 32_768
 
 
+@pytest.mark.parametrize(
+    ("flags", "width"),
+    [
+        ({}, 2),
+        ({"dtype": "float32"}, 4),
+        ({"dtype": "float32", "kv-cache-dtype": "bfloat16"}, 2),
+        ({"dtype": "float32", "kv_cache_dtype": "fp8_e5m2"}, 1),
+        ({"kv-cache-dtype": "auto"}, 2),
+    ],
+)
+def test_how_wide_the_cache_is(flags: dict[str, Any], width: int) -> None:
+    assert of(flags).cache_bytes == width
+
+
 def test_a_cache_that_run_yaml_names_is_that_large() -> None:
     got = engine_memory(SEVEN, of({"kv-cache-memory-bytes": 64 << 20, "max-model-len": 256}), 24 * GIB)
     assert got.gpu.parts["KV cache"] == 64 << 20
