@@ -20,6 +20,7 @@ from checkpoint.security import identity
 from checkpoint.store.codec import to_json
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
+from policies.serving.pieces import in_pieces
 from policies.serving.wire import ROLLOUTS, Batch, BatchLine, Completion, Progress, PromptLine, Sample
 from tasks.storing.heartbeat import Heartbeat
 
@@ -78,9 +79,18 @@ class GatewayClient:
     def complete(self, batch: Batch, arrived: Callable[[Completion], None] = lambda _: None) -> Generated:
         """Return once every request of the batch is finished; `arrived` is told of each when it is.
 
-        Raises GenerationFailed after `batch.deadline_s` without a token or a node that gets on, or when the
-        gateway refuses the batch; Fenced; LeaveNow; StoreError.
+        What is more than a gateway takes at once, as an evaluation may be, is asked for part by part. Raises
+        GenerationFailed after `batch.deadline_s` without a token or a node that gets on, or when the gateway
+        refuses the batch; Fenced; LeaveNow; StoreError.
         """
+        made = [self._complete(replace(batch, requests=piece), arrived) for piece in in_pieces(batch.requests)]
+        return Generated(
+            [one for part in made for one in part.completions],
+            sum(part.discarded for part in made),
+            sum(part.wait_s for part in made),
+        )
+
+    def _complete(self, batch: Batch, arrived: Callable[[Completion], None]) -> Generated:
         call = _Call(batch, arrived)
         while not call.finished:
             try:

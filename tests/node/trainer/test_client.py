@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from dataclasses import replace
@@ -19,8 +20,10 @@ from checkpoint.stream.manifest import files_below
 from policies.control.snapshot import Trainer
 from policies.model.spec import OnBadPrompt
 from policies.model.vocabulary import PolicyVersion, Precedence
+from policies.serving.pieces import in_pieces
 from policies.serving.seeds import request_seed
 from policies.serving.wire import Batch, BatchLine, CompletionRequest, PolicyRef, Progress
+from tasks.completions import gateway_client
 from tasks.completions.gateway_client import GatewayClient, GenerationFailed, _Call
 from tasks.completions.refused_prompts import NONE_TAKEN, BadPrompts, RefusedPrompts
 from tasks.completions.rollout_source import EVALUATION_CALLS, RolloutSource
@@ -72,6 +75,21 @@ def test_a_cut_batch_is_finished_with_what_is_missing(world: World) -> None:
     assert [seed for _, seed in world.gateway.asked] == [*range(1000, 1006), *range(1002, 1006)]
     assert got.discarded == LENGTH
     assert got.wait_s > 0
+
+
+def test_more_than_a_gateway_takes_at_once_is_asked_for_in_parts(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_client, "in_pieces", functools.partial(in_pieces, requests_max=4))
+    world.gateway.cut_after = 2
+    world.gateway.open()
+    arrived: list[int] = []
+    got = world.client().complete(batch(count=10), lambda one: arrived.append(one.index))
+    world.gateway.close()
+    assert [one.index for one in got.completions] == arrived == list(range(10))
+    assert world.gateway.batches == [4, 2, 4, 2]
+    assert got.discarded == LENGTH
+    assert world.client().complete(batch(count=0)).completions == []
 
 
 def test_a_batch_that_is_served_at_once_has_not_waited(world: World) -> None:
