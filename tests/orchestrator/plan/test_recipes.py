@@ -13,12 +13,14 @@ from orchestrator.plan.prices import PriceBook
 from policies.fleet.how_many import StepShape
 from policies.model.spec import Replicas, RunSpec
 from policies.sizing.memory import GIB
+from tests.generators.model_configs import CONFIGS
 from tests.orchestrator.plan.recipes import plan_of, size_of, spec_of
 
 
-def gib(machine: MachinePlan | None, part: str) -> float:
+def gib(machine: MachinePlan | None, part: str = "") -> float:
+    """Of a part, or of all of them."""
     assert machine is not None
-    return machine.memory[part] / GIB
+    return (machine.memory[part] if part else machine.memory_bytes or 0) / GIB
 
 
 def test_32b_with_an_adapter_on_one_h200() -> None:
@@ -152,6 +154,20 @@ def test_llama_with_an_eight_bit_optimizer_fits_a_card_of_24_gb() -> None:
     assert (plan.rollout, plan.syncs, plan.nodes) == (None, (), None)
     assert plan.step is not None
     assert plan.step.generate_s == pytest.approx(256 * 16 * 0.001, rel=0.1)  # each layer of each token is started
+
+
+def test_what_the_one_cards_page_names_in_its_place_fits_as_it_says() -> None:
+    spec = spec_of("llama-one-card")
+    small = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    qwen = replace(spec, trainer=replace(spec.trainer, model="Qwen/Qwen2.5-1.5B-Instruct"))
+    config = {**CONFIGS[qwen.trainer.model], **small}
+    half = make_plan(qwen, lambda one: size_of(one, config), PriceBook())
+    assert half.model.params == 494_032_768
+    assert gib(half.trainer) < 0.95 * 22.4 < gib(plan_of(qwen).trainer)  # 24 GB, as the driver counts them
+    adapter = {"r": 16, "target_modules": "all-linear"}
+    halved = {**spec.grpo, "model_init_kwargs": {"dtype": "bfloat16"}}
+    card = replace(spec, trainer=replace(spec.trainer, peft=adapter), grpo=halved)
+    assert gib(plan_of(card).trainer) < 0.95 * 8
 
 
 def test_many_nodes_pay_where_generation_is_what_takes_time() -> None:
