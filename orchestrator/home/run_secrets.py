@@ -33,7 +33,7 @@ def usual(spec: RunSpec, role: Role) -> list[str]:
     if role is Role.ROLLOUT:
         return list(HUB if hub else ())
     data = (*datasets_of(spec.trainer.dataset), *datasets_of(spec.trainer.eval_dataset))
-    hub = hub or any(_is_of_hub(one.path, spec) for one in data)
+    hub = hub or any(one.path and _is_of_hub(one.path, spec) for one in data)
     hub = hub or any("/" in one and _is_of_hub(one, spec) for one in spec.trainer.reward_funcs)
     names = list(HUB if hub else ())
     for sink in _sinks(spec):

@@ -20,7 +20,6 @@ _WANTED = {
     "name": "a name for the run, in lower-case letters, digits and dashes",
     "storage": "where the run is kept: a folder or a URL, as in s3://bucket/my-run",
     "model": "a model's name on the hub, or a folder",
-    "path": "a dataset's name on the hub, a folder or a file",
     "reward_funcs": "import paths of reward functions, as in rewards.my_reward",
     "grpo": "a mapping of GRPOConfig's keys",
 }
