@@ -43,7 +43,7 @@ from orchestrator.plan.models import asked_once
 from orchestrator.views import evaluation as views
 from policies.evaluation.as_run import as_run
 from policies.model import exit_codes
-from policies.model.datasets import FILE_KINDS, file_kind
+from policies.model.datasets import FILE_KINDS, file_kind, is_import_path
 from policies.model.evaluation import BASE, Evaluation, Subject
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import Dataset, RunSpec, datasets_of
@@ -162,13 +162,14 @@ def _contents(spec: RunSpec, problems: Dataset | tuple[Dataset, ...]) -> dict[st
     """Digests of what is read from the run's folder, or beside it: files with problems, and the modules that make
     prompts of them and score. With others it is another evaluation."""
     workdir, several = Path(spec.workdir), datasets_of(problems)
-    functions = [*spec.trainer.reward_funcs, *(one.prompt for one in several if isinstance(one.prompt, str))]
-    modules = [workdir / f"{one.rpartition('.')[0].replace('.', '/')}.py" for one in functions if "/" not in one]
+    said = [*spec.trainer.reward_funcs, *(one.prompt for one in several if isinstance(one.prompt, str))]
+    named = [workdir / one.rpartition(".")[0].replace(".", "/") for one in said if is_import_path(one)]
+    modules = [path for one in named for path in (one.with_name(f"{one.name}.py"), one / "__init__.py")]
     found: dict[str, str] = {}
     for path in [*(workdir / one.path for one in several), *modules]:
         below = files_below(path) if path.is_dir() else [(path.name, path)] if path.is_file() else []
         for name, file in below:
-            found[f"{path.name}/{name}"] = blake3(file.read_bytes()).hexdigest()
+            found[f"{path}/{name}"] = blake3().update_mmap(file).hexdigest()
     return found
 
 

@@ -107,7 +107,7 @@ def unfit_gpus(spec: RunSpec, gpus: int | None) -> tuple[int, str] | None:
     if gpus is None or spec.grpo.get("use_cpu") or gpus == processes:
         return None
     if gpus < processes and processes > 1:  # another machine may have them
-        return exit_codes.FAILED, f"{processes} processes are to train, and this machine shows {gpus} GPUs"
+        return exit_codes.UNFIT_MACHINE, f"{processes} processes are to train, and this machine shows {gpus} GPUs"
     if gpus > 1 and processes == 1:
         message = f"this machine shows {gpus} GPUs to one process, and TRL trains on one in each"
         expected = f"set trainer.accelerate.num_processes: {gpus}, or {VISIBLE}: '0' in trainer.env"

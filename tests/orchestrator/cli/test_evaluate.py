@@ -157,6 +157,8 @@ def test_other_problems_or_rewards_in_the_same_files_are_another_question(parent
     assert len(set(urls)) == 8
     problems.write_text('{"prompt": "1 + 1"}\n')
     code.write_text("")
+    told = Dataset(path=str(problems), prompt=f"{'Think well and ' * 20}say {{prompt}}.")  # no module's name
+    assert _run_of(parent, record, subjects, told, None)[0].url not in urls
     assert _run_of(parent, record, subjects, Dataset(path=str(problems)), None)[0].url == urls[0]
 
 
