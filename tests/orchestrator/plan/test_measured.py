@@ -44,3 +44,12 @@ def test_a_step_that_stands_for_several() -> None:
 
 def test_a_store_without_a_run() -> None:
     assert measure(Store("memory://plan-without-a-run")) is None
+
+
+def test_a_rollback_and_the_time_that_it_took_are_no_step() -> None:
+    world = World()
+    for time_s, step, timeline in ((10, 1, 0), (20, 2, 0), (30, 3, 0), (900, 2, 1), (905, 3, 1)):
+        world.logs(time_s, step, timeline)
+    found = measure(world.store)
+    assert found is not None
+    assert (found.steps, found.step_s) == (1, 5.0)

@@ -173,6 +173,20 @@ def test_an_adapter_that_the_models_own_file_keeps_from_travelling() -> None:
     assert not list(pitfalls.adapter_is_merged(seen(spec)))
 
 
+def test_bfloat16_keeps_updates_of_half_its_distance() -> None:
+    """Weights of 0.02 lie 2^-13 apart in it: half of that, 6.1e-5, is the least that counts."""
+    for rate, said in ((6.0e-5, 1), (6.2e-5, 0)):
+        change = grpo(model_init_kwargs={"dtype": "bfloat16"}, learning_rate=rate)
+        assert len(list(pitfalls.updates_are_lost(seen(change(spec_of("math-two-gpus")))))) == said
+
+
+def test_a_budget_ends_a_run_at_the_step_that_it_pays_for() -> None:
+    told = seen(budget(usd=50.0)(spec_of("qwen-32b")))
+    (warned,) = pitfalls.budget_ends_it(told)
+    assert told.step is not None
+    assert f"stops at step {int(50 / (6.06 * told.step.step_s / 3600))} " in warned.message
+
+
 def test_a_quantised_model_is_told_and_its_memory_is_not_guessed() -> None:
     awq, spec = {"quantization_config": {"quant_method": "awq", "bits": 4}}, spec_of("qwen-32b")
     told = seen(spec, **awq)

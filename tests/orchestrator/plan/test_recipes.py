@@ -12,7 +12,9 @@ from orchestrator.plan.model import MachinePlan, to_json
 from orchestrator.plan.prices import PriceBook
 from policies.fleet.how_many import StepShape
 from policies.model.spec import Replicas, RunSpec
+from policies.model.vocabulary import Role
 from policies.sizing.memory import GIB
+from policies.sizing.money import Prices
 from tests.generators.model_configs import CONFIGS
 from tests.orchestrator.plan.recipes import plan_of, size_of, spec_of
 
@@ -231,3 +233,36 @@ def test_programs_get_every_key(recipe: str) -> None:
     spec: RunSpec = spec_of(recipe)
     bare = replace(spec, trainer=replace(spec.trainer, model="nobody/nothing"))
     assert to_json(plan_of(spec)).keys() == to_json(plan_of(bare)).keys()
+
+
+def test_all_that_may_be_bought_and_what_is_paid_for_beside_it() -> None:
+    """Trainer and node at 3.96 and 2.10, two nodes at most, one of which pays, and a controller at 0.50."""
+    book = PriceBook({Role.TRAINER: Prices(3.96, 2.38), Role.ROLLOUT: Prices(4.40, 2.10)}, beside_usd_per_h=0.50)
+    plan = make_plan(spec_of("qwen-32b"), size_of, book)
+    used = next(one.cost for one in plan.money if one.used)
+    assert used is not None
+    assert (plan.bought, used.usd_per_h) == (1, pytest.approx(3.96 + 2.10 + 0.50))
+    assert plan.most_usd_per_h == pytest.approx(3.96 + 2 * 2.10 + 0.50)
+
+
+def test_a_trainer_on_spot_beside_nodes_on_demand_is_a_way_of_its_own() -> None:
+    spec = spec_of("qwen-32b")
+    bought = replace(
+        spec,
+        trainer=replace(spec.trainer, resources={"accelerators": "H200:1", "use_spot": True}),
+        rollout=replace(spec.rollout, resources={"accelerators": "H200:1", "use_spot": False}),
+    )
+    (used,) = (one for one in plan_of(bought).money if one.used)
+    assert used.cost is not None
+    assert (used.name, used.cost.usd_per_h) == ("trainer on spot", pytest.approx(2.10 + 3.96))
+
+
+def test_one_machine_has_gpus_of_one_kind() -> None:
+    """An engine of 1.5B would fit a T4; beside it the trainer, which takes 30 GiB, has the same kind."""
+    spec = spec_of("math-two-gpus")
+    plan = plan_of(spec)
+    assert plan.rollout is not None
+    assert (plan.trainer.gpu, plan.rollout.gpu) == ("RTX5090", "RTX5090")
+    apart = plan_of(replace(spec, cloud="sky"))
+    assert apart.rollout is not None
+    assert 0 < (apart.rollout.gpu_bytes or 0) < (apart.trainer.gpu_bytes or 0)
