@@ -9,6 +9,7 @@ import pytest
 
 from policies.model.spec import Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from policies.sizing.adapter import adapter_params, trained_params
+from policies.sizing.engine import Engine, engine_memory
 from policies.sizing.shapes import shape_of
 from policies.sizing.trainer import moments, trainer_memory
 from policies.sizing.training import Lora, Training, lora_of, training_of
@@ -215,3 +216,37 @@ def test_without_rollout_nodes_a_whole_window_is_made_at_once() -> None:
     grpo = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
     assert training_of(spec_with(grpo, alone), SHAPE, 100).generation_sequences == 16
     assert training_of(spec_with(grpo), SHAPE, 100).generation_sequences == 0
+
+
+@pytest.mark.parametrize(
+    ("optim", "each"),
+    [
+        ("adamw_torch_fused", 8),
+        ("adamw_8bit", 2 + 8 / 256),
+        ("lion_8bit", 1 + 4 / 256),
+        ("lion_32bit", 4),
+        ("sgd", 0),
+    ],
+)
+def test_states_of_the_optimizers(optim: str, each: float) -> None:
+    assert training_of(spec_with({"optim": optim}), SHAPE, 100).state_bytes == each
+
+
+@pytest.mark.parametrize(("sharding", "sent"), [("zero1", 2.0), ("zero2", 1.0), ("zero3", 2.0), ("fsdp", 0.0)])
+def test_deepspeeds_buckets_are_of_500_million_gradients(sharding: Any, sent: float) -> None:
+    """In float32 under stage 1, in two bytes under stage 2, two of them under stage 3."""
+    at = next(
+        one for one in moments(LARGE, Training(processes=8, sharding=sharding, **ZERO)) if "step" in one.moment
+    )
+    assert at.parts.get("gradients sent", 0) == sent * GB
+
+
+def test_two_gpus_hold_half_of_an_engines_weights_each() -> None:
+    one, two = (engine_memory(LARGE, Engine(gpus=gpus), 140 * 2**30).gpu.parts for gpus in (1, 2))
+    assert one["weights"] == 2 * LARGE.params == 2 * two["weights"]
+
+
+def test_a_reference_model_is_as_wide_as_the_weights() -> None:
+    assert held(Training(reference=True), "reference") == 4
+    assert held(Training(reference=True, **ZERO), "reference") == 2
+    assert held(Training(), "reference") == 0
