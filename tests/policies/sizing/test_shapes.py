@@ -52,3 +52,20 @@ def test_a_tied_head_that_is_stored_all_the_same_is_no_other_part() -> None:
 def test_what_is_not_known_is_said(config: dict[str, Any], said: str) -> None:
     with pytest.raises(UnknownShape, match=said):
         shape_of(config)
+
+
+def test_every_sixth_layer_of_gemma_3_looks_back_over_all() -> None:
+    """27B: 62 layers, 10 of them whole, as its report has it (arXiv 2503.19786)."""
+    text = {
+        "model_type": "gemma3_text",
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "sliding_window": 1024,
+    }
+    shape = shape_of({"model_type": "gemma3", "text_config": text})
+    assert (shape.window, shape.windowed_layers) == (1024, 52)
+    assert shape.params == pytest.approx(27.01e9, rel=1e-3)

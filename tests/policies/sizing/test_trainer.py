@@ -250,3 +250,18 @@ def test_a_reference_model_is_as_wide_as_the_weights() -> None:
     assert held(Training(reference=True), "reference") == 4
     assert held(Training(reference=True, **ZERO), "reference") == 2
     assert held(Training(), "reference") == 0
+
+
+def test_what_is_whole_for_a_while_under_zero_3_and_while_a_trainer_generates() -> None:
+    """DeepSpeed gathers up to a thousand million weights; autocast keeps all that it has cast."""
+    gathered = (held(Training(processes=8, sharding="zero3", **ZERO), "weights gathered"), 2 * GB / SHAPE.params)
+    assert gathered[0] == pytest.approx(gathered[1])
+    made: dict[str, Any] = {"generation_sequences": 8}
+    for training, each in (
+        (Training(**made), 2),
+        (Training(**made, **ZERO), 0),
+        (Training(**made, lora=Lora(8, ALL)), 0),
+    ):
+        at = next(one for one in moments(SHAPE, training) if one.moment == "generation")
+        cast = SHAPE.text_params - SHAPE.embedding_params
+        assert at.parts.get("weights cast", 0) == each * cast
