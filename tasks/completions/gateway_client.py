@@ -21,7 +21,17 @@ from checkpoint.store.codec import to_json
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
 from policies.serving.pieces import in_pieces
-from policies.serving.wire import ROLLOUTS, Batch, BatchLine, Completion, Progress, PromptLine, Sample
+from policies.serving.wire import (
+    REFUSED,
+    ROLLOUTS,
+    Batch,
+    BatchLine,
+    Completion,
+    CompletionRequest,
+    Progress,
+    PromptLine,
+    Sample,
+)
 from tasks.storing.heartbeat import Heartbeat
 
 log = structlog.get_logger()
@@ -33,6 +43,7 @@ PIECE_SIZE = 256 * 1024  # of a batch on its way
 FATAL_STATUS = frozenset({400, 401, 403, 413, 415, 422})  # the gateway understood, and asking again will not help
 
 _decoder = msgspec.json.Decoder(BatchLine)
+NOBODY = ""  # in the place of a node
 NOTHING = Progress(tokens=0, discarded=0, members=0, waiting=0)
 
 
@@ -79,13 +90,17 @@ class GatewayClient:
     def complete(self, batch: Batch, arrived: Callable[[Completion], None] = lambda _: None) -> Generated:
         """Return once every request of the batch is finished; `arrived` is told of each when it is.
 
-        What is more than a gateway takes at once, as an evaluation may be, is asked for part by part. Raises
-        GenerationFailed after `batch.deadline_s` without a token or a node that gets on, or when the gateway
-        refuses the batch; Fenced; LeaveNow; StoreError.
+        What is more than a gateway takes at once, as an evaluation may be, is asked for part by part. A prompt
+        without a token is refused here: the gateway would refuse the whole batch for it.
+
+        Raises GenerationFailed after `batch.deadline_s` without a token or a node that gets on, or when the
+        gateway refuses the batch; Fenced; LeaveNow; StoreError.
         """
-        made = [self._complete(replace(batch, requests=piece), arrived) for piece in in_pieces(batch.requests)]
+        told = [one for one in batch.requests if one.prompt_token_ids]
+        made = [self._complete(replace(batch, requests=piece), arrived) for piece in in_pieces(told)]
+        found = {one.index: one for part in made for one in part.completions}
         return Generated(
-            [one for part in made for one in part.completions],
+            [found.get(one.index) or _refused(one, batch.policy.label) for one in batch.requests],
             sum(part.discarded for part in made),
             sum(part.wait_s for part in made),
         )
@@ -242,6 +257,10 @@ class _Call:
         if completion.index not in self.done:
             self.done[completion.index] = completion
             self._arrived(completion)
+
+
+def _refused(request: CompletionRequest, policy: str) -> Completion:
+    return Completion(request.index, [], [], REFUSED, policy, NOBODY, "the prompt has no token")
 
 
 def body_of(batch: Batch) -> bytes:

@@ -181,7 +181,7 @@ class RolloutSource:
             ended_s = time.monotonic()
             self._costs.generated_s += ended_s - began_s
             if training:
-                machines = {machine_of(one.node) for one in got.completions}
+                machines = {machine_of(one.node) for one in got.completions if one.node}
                 self._costs.generated(max(0.0, ended_s - published_s - got.wait_s), len(machines))
             rollout = Rollout(
                 rollouts.SCHEMA, str(version), call, digest, got.completions, got.discarded, got.wait_s

@@ -49,7 +49,11 @@ class OwnGeneration:
     def complete(self, batch: Batch) -> Generated:
         """Return every completion, in the order of the requests. Raises Fenced, LeaveNow."""
         most = self._longest_prompt(int(batch.sampling["max_tokens"]))
-        fit = [one for one in batch.requests if most is None or len(one.prompt_token_ids) <= most]
+        fit = [
+            one
+            for one in batch.requests
+            if one.prompt_token_ids and (most is None or len(one.prompt_token_ids) <= most)
+        ]
         made = {one.index: one for one in self._generated(batch, fit)} if fit else {}
         policy = batch.policy.label
         found = [made.get(one.index) or self._refused(one, policy) for one in batch.requests]
@@ -84,6 +88,8 @@ class OwnGeneration:
         return None if positions is None else int(positions) - completion
 
     def _refused(self, request: CompletionRequest, policy: str) -> Completion:
+        if not request.prompt_token_ids:
+            return Completion(request.index, [], [], REFUSED, policy, self._node, "the prompt has no token")
         limit = int(self._trainer.model.config.get_text_config().max_position_embeddings)
         why = f"prompt and completion are longer than the model's {limit} positions"
         return Completion(request.index, [], [], REFUSED, policy, self._node, why, limit)

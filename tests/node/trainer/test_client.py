@@ -92,6 +92,17 @@ def test_more_than_a_gateway_takes_at_once_is_asked_for_in_parts(
     assert world.client().complete(batch(count=0)).completions == []
 
 
+def test_a_prompt_without_a_token_is_refused_and_keeps_no_other_from_the_gateway(world: World) -> None:
+    world.gateway.open()
+    asked = batch()
+    empty = [replace(one, prompt_token_ids=[]) if one.index in (0, 3) else one for one in asked.requests]
+    got = world.client().complete(replace(asked, requests=empty))
+    world.gateway.close()
+    assert [one.index for one in got.completions] == list(range(6))
+    assert [one.refused for one in got.completions if one.refused] == 2 * ["the prompt has no token"]
+    assert [seed for _, seed in world.gateway.asked] == [1001, 1002, 1004, 1005]
+
+
 def test_a_batch_that_is_served_at_once_has_not_waited(world: World) -> None:
     world.gateway.open()
     began_s = time.monotonic()

@@ -121,6 +121,11 @@ def test_a_prompt_without_room_behind_it_is_refused_and_the_others_are_not(model
     assert (found[0].limit_tokens, found[0].token_ids) == (limit, [])
 
 
+def test_a_prompt_without_a_token_is_refused(model: Any) -> None:
+    found = engine(model).complete(batch([[], [5]], [1, 2])).completions
+    assert [one.refused for one in found] == ["the prompt has no token", ""]
+
+
 def test_the_models_own_settings_come_back_and_count_for_nothing(model: Any) -> None:
     model.generation_config.repetition_penalty = 50.0
     before = model.generation_config

@@ -37,7 +37,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_tiny(tmp_path_factory.mktemp("tiny"))
     first = json.loads((folder / "prompts.jsonl").read_text().splitlines()[0])
     longer = {**first, "prompt": first["prompt"] * 40}
-    for name, rows in (("one", [first]), ("two", [first, longer])):
+    nothing = {**first, "prompt": ""}  # no token: the tokenizer puts none before a text, as many do not
+    for name, rows in (("one", [first]), ("two", [first, longer]), ("none", [first, nothing])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -80,3 +81,14 @@ def test_a_refused_prompt_fails_the_run_where_run_yaml_says_so(tiny: Path, tmp_p
         assert rig.start_trainer().wait(120) == exit_codes.BAD_SPEC
         last = rig.log().read_text().splitlines()[-1]
         assert "policies.on_bad_prompt is fail: row 1 of the dataset has" in last
+
+
+def test_a_prompt_without_a_token_leaves_the_step_to_the_others(tiny: Path, tmp_path: Path) -> None:
+    grpo = {**GRPO, "gradient_accumulation_steps": 8, "max_steps": 1}
+    with open_rig(tmp_path, tiny, grpo=grpo, dataset="none.jsonl") as rig:
+        assert rig.wait(rig.start_trainer()) == 0
+        (row,) = [row.values for row in metrics.read_metrics(rig.store) if "reward" in row.values]
+        assert (row[metrics.PROMPTS_REFUSED], row[metrics.REFUSED_ROW], row[metrics.REFUSED_TOKENS]) == (1, 1, 0)
+        assert row["kl"] >= 0.0
+        assert row["grad_norm"] > 0.0
+        assert {seed for _, seed in rig.gateway.asked} != set()
