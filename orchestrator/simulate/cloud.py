@@ -99,6 +99,10 @@ class SimulatedCloud:
         if self.answers_lost:
             raise CloudUnavailable("the answer is lost")
 
+    def is_without_spot(self, time_s: float) -> bool:
+        """Whether the weather has no spot machine then, whoever holds it."""
+        return not any(zone.count_at(time_s) for zone in self.weather)
+
     def lose(self, box: Box) -> None:
         """The cloud takes a machine, and what lies on it."""
         box.lose()

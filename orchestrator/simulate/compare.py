@@ -7,6 +7,7 @@ see or ask for, so that in all else they differ in nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ from orchestrator.simulate.physics import Physics, Prices
 from orchestrator.simulate.weather import Weather
 from orchestrator.simulate.world import COARSE, World
 from policies.control.decide import decide
+from policies.control.fleet import market_of
 from policies.control.snapshot import Decision, Launch, Snapshot
 from policies.model.events import Event, NodeRequested
 from policies.model.spec import RunSpec
@@ -24,6 +26,7 @@ from policies.model.vocabulary import Market, Role
 HOURS = 48.0
 ON_DEMAND = "on-demand"
 ORACLE = "oracle"
+SHORTEST_S = 1.0  # from one look of the oracle's to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +82,14 @@ def on_markets(market_of: Callable[[str], Market]) -> Decide:
     return decided
 
 
-def _use_spot(spec: RunSpec, *, use_spot: bool) -> RunSpec:
-    rollout = replace(spec.rollout, resources={**spec.rollout.resources, "use_spot": use_spot})
-    return replace(spec, rollout=rollout)
+def _rollouts_on_spot(spec: RunSpec) -> RunSpec:
+    return replace(spec, rollout=replace(spec.rollout, resources={**spec.rollout.resources, "use_spot": True}))
+
+
+def _all_on_demand(spec: RunSpec) -> RunSpec:
+    rollout = replace(spec.rollout, resources={**spec.rollout.resources, "use_spot": False})
+    trainer = replace(spec.trainer, resources={**spec.trainer.resources, "use_spot": False})
+    return replace(spec, rollout=rollout, trainer=trainer)
 
 
 def _half(slot: str) -> Market:
@@ -91,9 +99,9 @@ def _half(slot: str) -> Market:
 CONTENDERS: Mapping[str, Contender] = {
     "ours": Contender(decide),
     "greedy": Contender(greedy),
-    "spot-only": Contender(on_markets(lambda _: Market.SPOT), lambda spec: _use_spot(spec, use_spot=True)),
+    "spot-only": Contender(on_markets(lambda _: Market.SPOT), _rollouts_on_spot),
     "half-and-half": Contender(on_markets(_half)),
-    ON_DEMAND: Contender(on_markets(lambda _: Market.ON_DEMAND), lambda spec: _use_spot(spec, use_spot=False)),
+    ON_DEMAND: Contender(on_markets(lambda _: Market.ON_DEMAND), _all_on_demand),
 }
 
 
@@ -123,12 +131,14 @@ def compete(
 
 def oracle(spec: RunSpec, weather: Weather, physics: Physics, prices: Prices, hours: float = HOURS) -> Outcome:
     """What somebody could make of the same hours who knows the weather and whose machines need no start: at each
-    moment the fleet whose steps are cheapest. It never parks, as the contenders' trainers do not."""
-    gap_s, steps, usd = min(zone.gap_s for zone in weather), 0.0, 0.0
-    for gap in range(int(hours * 3600 / gap_s)):
-        step_usd, step_s = min(_fleets(spec, weather, physics, prices, gap * gap_s))
-        steps += gap_s / step_s
-        usd += gap_s / step_s * step_usd
+    moment the fleet whose steps are cheapest. It never parks, as the contenders' trainers do not, unless a trainer
+    that is to be on spot has no machine."""
+    gap_s, steps, usd = max(SHORTEST_S, min(zone.gap_s for zone in weather)), 0.0, 0.0
+    for gap in range(math.ceil(hours * 3600 / gap_s)):
+        lasts_s = min(gap_s, hours * 3600 - gap * gap_s)
+        step_usd, step_s = min(_fleets(spec, weather, physics, prices, gap * gap_s), default=(0.0, math.inf))
+        steps += lasts_s / step_s
+        usd += lasts_s / step_s * step_usd
     return Outcome(steps, usd)
 
 
@@ -136,11 +146,16 @@ def _fleets(
     spec: RunSpec, weather: Weather, physics: Physics, prices: Prices, time_s: float
 ) -> Iterator[tuple[float, float]]:
     """Dollars and seconds of a step, with each number of the cheapest nodes that are to be had."""
-    spot = [
+    spot = sorted(
         prices.spot_usd_per_h * zone.price_at(time_s) for zone in weather for _ in range(zone.count_at(time_s))
-    ]
+    )
+    trainer_usd_per_h = prices.trainer_usd_per_h
+    if market_of(Role.TRAINER, spec) is Market.SPOT:
+        if not spot:
+            return
+        trainer_usd_per_h = spot.pop(0)
     most = spec.rollout.replicas.max
     nodes = sorted([*spot, *([prices.node_usd_per_h] * most)])[:most]
     for count in range(1, most + 1):
         step_s = physics.step_s(count)
-        yield (prices.trainer_usd_per_h + sum(nodes[:count])) * step_s / 3600, step_s
+        yield (trainer_usd_per_h + sum(nodes[:count])) * step_s / 3600, step_s

@@ -20,6 +20,7 @@ from policies.model.vocabulary import Market, NodePhase, Role
 LAUNCH, REFUSAL, NOTICE, LOSS, RETURN = "launch", "refusal", "notice", "loss", "return"
 KINDS = (LAUNCH, REFUSAL, NOTICE, LOSS, RETURN)
 GAP_S = 60.0
+MINUTES_MAX = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ def replayed(lines: Iterable[Mapping[str, Any]], nodes: int) -> Weather:
     spot = [one for one in lines if one["market"] == Market.SPOT and one["role"] == Role.ROLLOUT]
     if not spot:
         raise ValueError("no spot machine was asked for")
+    spot.sort(key=lambda one: float(one["time_s"]))  # of several runs, one file after the other
     zones = sorted({_zone(one) for one in spot} - {""}) or [ZONES[0]]
     begin_s, end_s = float(spot[0]["time_s"]), float(spot[-1]["time_s"])
     return tuple(_replayed_zone(name, spot, nodes, begin_s, end_s) for name in zones)
@@ -114,7 +116,7 @@ def _replayed_zone(name: str, spot: Sequence[Mapping[str, Any]], nodes: int, beg
     for one in spot:
         if _zone(one) not in ("", name):
             continue
-        counts += [now] * (int((float(one["time_s"]) - begin_s) / GAP_S) - len(counts))
+        counts += [now] * (minutes(float(one["time_s"]) - begin_s) - len(counts))
         if one["what"] == LAUNCH:
             held.add(one["node"])
             now = nodes
@@ -123,8 +125,15 @@ def _replayed_zone(name: str, spot: Sequence[Mapping[str, Any]], nodes: int, beg
         else:
             held.discard(one["node"])
             now = len(held)
-    counts += [now] * (int((end_s - begin_s) / GAP_S) + 1 - len(counts))
+    counts += [now] * (minutes(end_s - begin_s) + 1 - len(counts))
     return Zone(name, GAP_S, tuple(counts))
+
+
+def minutes(seconds: float) -> int:
+    """Whole minutes of a time within a trace. Raises OverflowError, ValueError for what no trace lasts."""
+    if (found := int(seconds / GAP_S)) > MINUTES_MAX:
+        raise ValueError(f"it lasts {found} minutes; are its times in seconds?")
+    return found
 
 
 def _zone(one: Mapping[str, Any]) -> str:

@@ -9,13 +9,16 @@ from orchestrator.simulate.faults import BEARABLE, FAULTS, STARVING, Undo
 from orchestrator.simulate.physics import BRISK, Prices
 from orchestrator.simulate.weather import ZONES, Weather, Zone
 from orchestrator.simulate.world import DT_S, World
+from policies.control.fleet import market_of
+from policies.model.phases import LIVE_RUN
 from policies.model.spec import Budget, RunSpec, generates_itself
-from policies.model.vocabulary import NodePhase, Role, RunPhase
+from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
 
 FAULTS_MAX = 8
 OUTAGES_S = (10.0, 121.0, 1800.0)
 QUIET_S = (0.0, 30.0, 120.0, 400.0)  # between two faults
 PEACE_S = 8 * 3600.0  # the longest wait between two tries of what never worked is half of it
+DRY_LOOK_S = 60.0
 STARVES_S = 2 * 3600.0
 # What may be bought in a story, by the places in the fleet: a fault costs each of them a machine or two, and what
 # never works is tried ever more rarely.
@@ -108,7 +111,7 @@ def _stays(world: World, random: Random) -> None:
 def _starves(world: World) -> bool:
     """Where no rollout node will ever work again the run cannot end: it must wait, say why, and buy next to
     nothing."""
-    starving = world.cloud.refusing_spot or world.cloud.never_work
+    starving = world.cloud.refusing_spot or world.cloud.never_work or _is_dry(world)
     if not starving or world.is_over or generates_itself(world.spec):
         return False
     world.rest()
@@ -116,7 +119,8 @@ def _starves(world: World) -> bool:
     newest = world.newest
     assert newest is not None
     state, safety = newest.controller.state, world.safety
-    if newest.controller.finished or state.phase is not RunPhase.TRAINING:
+    waits = (RunPhase.TRAINING,) if market_of(Role.TRAINER, world.spec) is Market.ON_DEMAND else LIVE_RUN
+    if newest.controller.finished or state.phase not in waits:
         return False
     working = [node.id for node in state.live(Role.ROLLOUT) if node.phase is NodePhase.SERVING]
     told = [name for name, kind in state.kinds.items() if kind.stopped]
@@ -125,6 +129,13 @@ def _starves(world: World) -> bool:
     world.run_for(STARVES_S)
     safety.check(len(world.cloud.bought) - before <= 2, "what never works is bought again and again")
     return True
+
+
+def _is_dry(world: World) -> bool:
+    """Whether the run needs spot machines, and the weather has none for long."""
+    looks = range(int(world.time_s), int(world.time_s + PEACE_S), int(DRY_LOOK_S))
+    needed = any(market_of(role, world.spec) is Market.SPOT for role in Role)
+    return needed and all(world.cloud.is_without_spot(at_s) for at_s in looks)
 
 
 def _enough(spec: RunSpec) -> Weather:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 from typing import Any
 
-from orchestrator.simulate.recorded import KINDS, replayed
+from orchestrator.simulate.recorded import GAP_S, KINDS, minutes, replayed
 from orchestrator.simulate.weather import ZONES, Weather, Zone
 
-CSV_GAP_S = 60.0
-GAPS_MAX = 1_000_000
 EXPECTED = (
     "expected JSON with metadata.gap_seconds and data, CSV of time,count, or `grpo-orch weather export`'s lines"
 )
@@ -35,7 +34,7 @@ def read_weather(path: Path, nodes: int) -> Weather:
         nodes: how many machines the run may want at most: what one machine's trace is multiplied by.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise NotWeather(f"{path}: {error}") from None
     if not text.strip():
@@ -47,7 +46,7 @@ def read_weather(path: Path, nodes: int) -> Weather:
         if first.get("what") in KINDS:
             return replayed([json.loads(line) for line in text.splitlines() if line.strip()], nodes)
         return (_from_gaps(first, nodes),)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
         raise NotWeather(f"{path}: {type(error).__name__}: {error}; {EXPECTED}") from None
 
 
@@ -62,7 +61,7 @@ def _is_lines(text: str) -> bool:
 
 def _from_gaps(document: dict[str, Any], nodes: int) -> Zone:
     gap_s, data = float(document["metadata"]["gap_seconds"]), [int(one) for one in document["data"]]
-    if gap_s <= 0 or not data or min(data) < 0:
+    if not 0 < gap_s < math.inf or not data or min(data) < 0:
         raise ValueError("gap_seconds above 0 and numbers of 0 or more are needed")
     if max(data) <= 1:
         data = [nodes * (1 - taken) for taken in data]
@@ -79,15 +78,13 @@ def _from_csv(text: str) -> Zone:
     times = [time_s for time_s, _ in points]
     if times != sorted(times) or min(count for _, count in points) < 0:
         raise ValueError("times must not go back, and counts not be below 0")
-    gaps = int((times[-1] - times[0]) / CSV_GAP_S) + 1
-    if gaps > GAPS_MAX:
-        raise ValueError(f"it lasts {gaps} minutes; are its times in seconds?")
+    gaps = minutes(times[-1] - times[0]) + 1
     counts, place = [], 0
     for gap in range(gaps):
-        while place + 1 < len(points) and times[place + 1] <= times[0] + gap * CSV_GAP_S:
+        while place + 1 < len(points) and times[place + 1] <= times[0] + gap * GAP_S:
             place += 1
         counts.append(points[place][1])
-    return Zone(ZONES[0], CSV_GAP_S, tuple(counts))
+    return Zone(ZONES[0], GAP_S, tuple(counts))
 
 
 def _is_number(text: str) -> bool:

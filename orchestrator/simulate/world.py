@@ -116,15 +116,19 @@ class World:
             self.stopping = True
 
     def run_to_end(self, limit_s: float) -> None:
-        """Let the run end undisturbed. Fails when it does not, or a machine is left."""
+        """Let the run end undisturbed. Fails when it does not, or a machine is left. Time in which the weather has
+        no spot machine does not count."""
         self.rest()
         end_s = self.time_s + limit_s
         while self.time_s < end_s and not self.is_over:
+            before_s = self.time_s
             self.run_for(DT_S)
+            end_s += (self.time_s - before_s) * self.cloud.is_without_spot(self.time_s)
         check, newest = self.safety.check, self.newest
         assert newest is not None
         state = newest.controller.state
-        ends = (RunPhase.STOPPED,) if self.stopping else (RunPhase.FINISHED, RunPhase.PAUSED, RunPhase.GAVE_UP)
+        stops = self.stopping or (state.budget_reached and self.spec.budget.at == "down")
+        ends = (RunPhase.STOPPED,) if stops else (RunPhase.FINISHED, RunPhase.PAUSED, RunPhase.GAVE_UP)
         check(state.phase in ends, f"does not end: {state}")
         check(bool(state.reason), "it ends without a reason")
         check(not self.cloud.boxes, f"machines are left: {list(self.cloud.boxes)}")

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from orchestrator.simulate.compare import CONTENDERS, ON_DEMAND, oracle
 from orchestrator.simulate.physics import Physics, Prices
 from orchestrator.simulate.recorded import LAUNCH, LOSS, NOTICE, REFUSAL, RETURN, recorded, replayed, to_plain
+from orchestrator.simulate.stories import tell
 from orchestrator.simulate.traces import NotWeather, read_weather
-from orchestrator.simulate.weather import CLIMATES, climate, drops_a_day, share_without
+from orchestrator.simulate.weather import CLIMATES, Zone, climate, drops_a_day, share_without
 from orchestrator.simulate.world import COARSE, World
+from policies.control.fleet import market_of
 from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
-from policies.model.vocabulary import Market, NodePhase, Refusal, Role
+from policies.model.spec import Budget
+from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
 from tests.stand_ins.world import spec
+
+LINE = '{"time_s": %f, "what": "refusal", "node": "n", "role": "rollout", "market": "spot", "where": "z"}'
 
 
 @pytest.mark.parametrize("name", CLIMATES)
@@ -59,6 +66,14 @@ def test_traces_in_public_formats_are_read(tmp_path: Path) -> None:
         ("60,4\n0,4\n", "go back"),
         ('{"data": [1]}', "metadata"),
         ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "gap_seconds"),
+        ('{"metadata": {"gap_seconds": NaN}, "data": [1]}', "gap_seconds"),
+        ('{"metadata": {"gap_seconds": 60}, "data": [Infinity]}', "infinity"),
+        ("0,inf\n", "infinity"),
+        ("0,1\ninf,1\n", "infinity"),
+        ("0,1\n1e12,1\n", "in seconds"),
+        ("x" * 200_000, "field larger"),
+        ('{"a":' * 100_000, "recursion"),
+        (f"{LINE % 0}\n{LINE % 1e14}\n", "in seconds"),
     ],
 )
 def test_what_is_no_weather_is_refused_with_what_is_expected(tmp_path: Path, text: str, told: str) -> None:
@@ -94,6 +109,39 @@ def test_what_a_run_met_is_told_and_replayed(tmp_path: Path) -> None:
     assert zone.name == "aws/r/z1"
     assert zone.counts == (2, 2, 2, 2, 0, 0, 0, 0, 0, 2, 2, 2), "none from the notice to the next launch"
     assert replayed([to_plain(one) for one in met], 2) == (zone,)
+
+
+def test_lines_of_several_runs_may_be_in_any_order(tmp_path: Path) -> None:
+    file = tmp_path / "weather.jsonl"
+    file.write_text(f"{LINE % 600}\n{LINE % 0}\n")
+    [zone] = read_weather(file, 2)
+    assert zone.counts == (0,) * 11
+
+
+def test_all_on_demand_is_and_the_oracle_buys_what_the_run_may() -> None:
+    """A trainer on spot costs the baseline what it costs on demand, and the oracle nothing while there is none."""
+    run = spec(2)
+    run = replace(run, trainer=replace(run.trainer, resources={"use_spot": True}))
+    baseline = CONTENDERS[ON_DEMAND].spec_of(run)
+    assert {market_of(role, baseline) for role in Role} == {Market.ON_DEMAND}
+    half = (Zone("z", 3600.0, (3, 0)),)
+    best = oracle(run, half, Physics(), Prices(), hours=2.0)
+    assert best.usd == pytest.approx(3 * 1.19)
+    assert best.steps == pytest.approx(3600 / 120)
+    finest = oracle(run, (Zone("z", 1e-3, (3,)),), Physics(), Prices(), hours=2.0)  # in no more than 7200 looks
+    assert finest.usd == pytest.approx(2 * 3 * 1.19)
+
+
+@pytest.mark.parametrize("use_spot", [False, True])
+def test_a_run_that_waits_for_spot_machines_breaks_no_promise(use_spot: bool) -> None:
+    run = spec(2)
+    run = replace(run, trainer=replace(run.trainer, resources={"use_spot": use_spot}))
+    told = tell(1, run, weather=climate("never", 1, 2))
+    assert told.phase is (RunPhase.STARTING if use_spot else RunPhase.TRAINING)
+
+
+def test_a_run_that_stops_at_its_budget_has_ended() -> None:
+    assert tell(0, replace(spec(2), budget=Budget(usd=6.0, at="down"))).phase is RunPhase.STOPPED
 
 
 def test_hours_without_preemption_cost_what_machines_cost() -> None:
