@@ -125,3 +125,30 @@ def test_what_cannot_be_extended(files: dict[str, str], line: str) -> None:
         with pytest.raises(ConfigError) as caught:
             read(Path("over.yaml"))
         assert str(caught.value).startswith(line), str(caught.value)
+
+
+def test_each_file_of_a_chain_is_named_for_what_stands_in_it() -> None:
+    Path("base/run.yaml").write_text(VALID.replace("beta: 0.02", "beta: 0.02\n  beta: 0.03\n  save_steps: 0"))
+    middle = over("grpo:\n  logging_steps: 0\n", "middle.yaml")
+    assert [
+        one.partition(": expected")[0] for one in said(over("policies: {kl: {limit: 0}}\n", extends=str(middle)))
+    ] == [
+        "base/run.yaml:15: grpo.beta: given twice, first on line 14; remove one of the two",
+        "base/run.yaml:16: grpo.save_steps",
+        "middle.yaml:3: grpo.logging_steps",
+        "over.yaml:2: policies.kl.limit",
+    ]
+
+
+def test_what_cannot_be_read_is_said_once_and_not_taken_for_a_key_that_is_taken_away() -> None:
+    """Without `beta` the base file's `limit` would be wrong, too."""
+    (line,) = said(over("grpo: {beta: .inf}\n"))
+    assert line.startswith("over.yaml:2: grpo.beta: expected a finite number")
+
+
+def test_a_circle_through_a_link_ends(folder: Path) -> None:
+    (folder / "link").symlink_to(folder, target_is_directory=True)
+    over("", extends="over.yaml")
+    assert said(Path("link/over.yaml")) == [
+        "link/over.yaml:1: extends: link/over.yaml extends this file, or is it; remove one of them"
+    ]
