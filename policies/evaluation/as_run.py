@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from policies.model.spec import Dataset, KlPolicy, RunSpec, generates_itself, processes_of
+from policies.model.spec import Dataset, KlPolicy, RunSpec, generates_itself, processes_of, settings_in
 
 # Of `grpo`: what a completion or its score depends on. All else is about training.
 KEPT = frozenset(
@@ -23,6 +23,7 @@ KEPT = frozenset(
         "reward_weights",
         "seed",
         "tf32",
+        "trust_remote_code",
         "use_cpu",
         "vllm_structured_outputs_regex",
     }
@@ -50,7 +51,7 @@ def as_run(spec: RunSpec, storage: str, dataset: Dataset | tuple[Dataset, ...]) 
     GPU has room for, and are held in the machine's memory: the nodes generate.
     """
     grpo = {key: value for key, value in spec.grpo.items() if key in KEPT} | GREEDY
-    if isinstance(given := spec.grpo.get("generation_kwargs"), dict):
+    if given := settings_in(spec.grpo, "generation_kwargs"):
         grpo["generation_kwargs"] = {key: value for key, value in given.items() if key not in SAMPLING}
     if processes_of(spec) > 1 and not generates_itself(spec):
         grpo["use_cpu"] = True

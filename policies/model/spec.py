@@ -227,8 +227,13 @@ def fixes_accumulation(spec: RunSpec) -> bool:
 
 
 def model_settings(grpo: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the model is loaded with, by the names of from_pretrained's arguments: TRL takes a mapping, or JSON."""
-    given = grpo.get("model_init_kwargs") or {}
+    """What the model is loaded with, by the names of from_pretrained's arguments."""
+    return settings_in(grpo, "model_init_kwargs")
+
+
+def settings_in(grpo: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """What stands at a key of `grpo` that takes a mapping, or JSON."""
+    given = grpo.get(key) or {}
     try:
         read = json.loads(given) if isinstance(given, str) else given
     except ValueError:  # which TRL will say

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,8 @@ def test_who_scores_says_what_can_be_read_before_those_who_look_at_the_form() ->
     assert told_readable(3, None, []) == [None] * 3
 
 
-def test_an_evaluation_is_greedy_and_keeps_what_completions_and_scores_depend_on() -> None:
+@pytest.mark.parametrize("kwargs", [{"temperature": 0.3, "stop": ["x"]}, '{"temperature": 0.3, "stop": ["x"]}'])
+def test_an_evaluation_is_greedy_and_keeps_what_completions_and_scores_depend_on(kwargs: Any) -> None:
     spec = RunSpec(
         name="run",
         storage="s3://bucket/run",
@@ -54,8 +56,9 @@ def test_an_evaluation_is_greedy_and_keeps_what_completions_and_scores_depend_on
             "temperature": 0.7,
             "max_completion_length": 77,
             "deepspeed": "zero.json",
+            "trust_remote_code": True,
             "beta": 0.1,
-            "generation_kwargs": {"temperature": 0.3, "stop": ["x"]},
+            "generation_kwargs": kwargs,
         },
         rollout=RolloutSpec(replicas=Replicas(min=2, max=2)),
         rehearse=Rehearsal(),
@@ -65,6 +68,7 @@ def test_an_evaluation_is_greedy_and_keeps_what_completions_and_scores_depend_on
     assert made.grpo["generation_kwargs"] == {"stop": ["x"]}
     assert made.grpo["use_cpu"] is True  # two processes may hold what one GPU does not
     assert "deepspeed" not in made.grpo
+    assert made.grpo["trust_remote_code"] is True  # without it the model is not loaded
     assert made.trainer.accelerate is None
     assert made.trainer.dataset == Dataset(path="held-out")
     assert made.rollout == spec.rollout
