@@ -16,7 +16,7 @@ from orchestrator.plan.workload import completion_tokens, grpo, prompt_tokens
 from policies.model.gpus import engine_gpus
 from policies.model.spec import RunSpec, generates_itself, model_settings
 from policies.model.vocabulary import Market, Role
-from policies.sizing.engine import engine_of
+from policies.sizing.engine import engine_of, whole_number
 from policies.sizing.gpus import Gpu, gpu_named
 from policies.sizing.memory import GIB
 from policies.sizing.training import training_of
@@ -166,8 +166,8 @@ def context_is_too_long(seen: Seen) -> Iterator[Warned]:
     if longest is None or any(name in seen.spec.rollout.vllm for name in ("hf-overrides", "rope-scaling")):
         return
     flags = {name.replace("_", "-"): value for name, value in seen.spec.rollout.vllm.items()}
-    asked = flags.get("max-model-len")
-    if not generates_itself(seen.spec) and isinstance(asked, int) and asked > longest:
+    asked = whole_number(flags.get("max-model-len"))
+    if not generates_itself(seen.spec) and asked > longest:
         told = f"{asked} is above the model's own context, {longest}, and vLLM does not start"
         yield Warned("rollout.vllm.max-model-len", f"{told}; expected at most that")
     elif completion_tokens(seen.spec) >= longest:

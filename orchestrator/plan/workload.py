@@ -6,6 +6,7 @@ from typing import Any
 
 from orchestrator.config.rules.foreign_keys import grpo_table
 from policies.model.spec import RunSpec, generates_itself, processes_of
+from policies.sizing.engine import whole_number
 from policies.sizing.speed import Passes, StepWork
 
 # Only the data tells how long prompts are: GSM8K's about 100 tokens, programs with their tests several hundred.
@@ -25,8 +26,9 @@ def completion_tokens(spec: RunSpec) -> int:
 
 def prompt_tokens(spec: RunSpec) -> int:
     """Of a prompt: PROMPT_TOKENS, or less where the engines' context is shorter."""
-    room = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items()}.get("max-model-len")
-    if generates_itself(spec) or not isinstance(room, int) or room <= 0:  # vLLM takes -1 for "auto"
+    flags = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items()}
+    room = whole_number(flags.get("max-model-len"))
+    if generates_itself(spec) or not room:
         return PROMPT_TOKENS
     return max(1, min(PROMPT_TOKENS, room - completion_tokens(spec)))
 

@@ -8,6 +8,7 @@ upper bound, and CUDA's graphs an assumption.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,10 +72,10 @@ def engine_of(spec: RunSpec, shape: Shape, config: Mapping[str, Any]) -> Engine:
         weight_bytes=width,
         cache_bytes=_cache_width(str(flags.get("kv-cache-dtype")), width),
         utilization=float(flags.get("gpu-memory-utilization") or DEFAULT_UTILIZATION),
-        cache_total_bytes=cache_total if isinstance(cache_total, int) else None,
-        max_tokens=_count(flags.get("max-model-len")) or int(longest),
-        batch_tokens=_count(flags.get("max-num-batched-tokens")),
-        batch_sequences=_count(flags.get("max-num-seqs")),
+        cache_total_bytes=whole_number(cache_total) or None,
+        max_tokens=whole_number(flags.get("max-model-len")) or int(longest),
+        batch_tokens=whole_number(flags.get("max-num-batched-tokens")),
+        batch_sequences=whole_number(flags.get("max-num-seqs")),
         adapter_params=_adapter_room(spec, shape, config),
         graphs=not flags.get("enforce-eager"),
     )
@@ -146,6 +147,15 @@ def _cache_width(named: str, served: int) -> int:
     return 1 if "fp8" in named else WIDTH[NAMED[named]] if named in NAMED else served
 
 
-def _count(value: object) -> int:
-    """A flag's whole number; 0 where it is none, for vLLM also takes `auto` and texts such as 4k."""
-    return value if isinstance(value, int) and value > 0 else 0
+def whole_number(value: object) -> int:
+    """A flag's whole number, as vLLM reads it (0.32, `human_readable_int`): also `4k`, 4,000, and `4K`, 4,096; 0
+    where it names none, as -1 and `auto` do."""
+    if isinstance(value, int):
+        return max(0, value)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)|(\d+)([KMGT])", str(value).strip())
+    if found is None:
+        return 0
+    decimal, thousands, binary, powers = found.groups()
+    if binary is not None:
+        return int(binary) << 10 * (1 + "KMGT".index(powers))
+    return int(float(decimal) * 10.0 ** (3 * (1 + "kmgt".index(thousands)) if thousands else 0))

@@ -60,6 +60,12 @@ def test_what_is_computed_of_each_token() -> None:
     assert passes_of(whole).flops_per_param == 6
 
 
+def test_a_context_in_vllms_short_form() -> None:
+    spec = run(max_completion_length=3900)
+    for short, tokens in (("4k", 100), ("4K", 196)):
+        assert prompt_tokens(replace(spec, rollout=replace(spec.rollout, vllm={"max_model_len": short}))) == tokens
+
+
 @pytest.mark.parametrize("length", ["auto", -1])
 def test_a_context_that_vllm_chooses_shortens_no_prompt(length: object) -> None:
     spec = run()

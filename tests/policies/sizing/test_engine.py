@@ -9,7 +9,7 @@ import pytest
 
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.sizing.adapter import adapter_params
-from policies.sizing.engine import Engine, engine_memory, engine_of
+from policies.sizing.engine import Engine, engine_memory, engine_of, whole_number
 from policies.sizing.memory import GIB
 from policies.sizing.shapes import shape_of
 from policies.sizing.training import Lora
@@ -97,6 +97,26 @@ def test_flags_as_run_yaml_has_them() -> None:
 )
 def test_how_wide_the_cache_is(flags: dict[str, Any], width: int) -> None:
     assert of(flags).cache_bytes == width
+
+
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("4k", 4000),
+        ("4K", 4096),
+        ("25.6k", 25_600),
+        ("2G", 2**31),
+        ("auto", 0),
+        (-1, 0),
+        (None, 0),
+        ("4.5K", 0),
+    ],
+)
+def test_numbers_as_vllm_reads_them(said: object, number: int) -> None:
+    assert whole_number(said) == number
+    assert of({"max-model-len": said}).max_tokens == (number or 32_768)
 
 
 def test_a_cache_that_run_yaml_names_is_that_large() -> None:
