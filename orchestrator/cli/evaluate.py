@@ -22,6 +22,7 @@ from checkpoint.journal import journal
 from checkpoint.records import documents, evaluated, evaluations
 from checkpoint.records.documents import RunRecord
 from checkpoint.records.evaluated import Evaluated
+from checkpoint.records.forks import read_forks
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from checkpoint.store.errors import AlreadyExists
@@ -47,6 +48,7 @@ from policies.model.datasets import FILE_KINDS, file_kind, is_import_path
 from policies.model.evaluation import BASE, Evaluation, Subject
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import Dataset, RunSpec, datasets_of
+from policies.model.timelines import lineage, on_lineage
 from policies.model.vocabulary import RunPhase
 
 POLL_S = 0.5
@@ -102,9 +104,12 @@ def evaluate(
 
 
 def _subjects(parent: Store, wanted: Sequence[str], *, base: bool) -> tuple[Subject, ...]:
-    """The base first: its weights are what the others are loaded over. Raises Stop."""
-    listed = Catalog(parent, "eval").newest().checkpoints
-    found = [find_checkpoint(listed, text) for text in wanted]
+    """The base first: its weights are what the others are loaded over. The newest checkpoint is one that the run
+    has not gone back from. Raises Stop."""
+    listed, forks = Catalog(parent, "eval").newest().checkpoints, read_forks(parent)
+    line = lineage(forks, max((fork.timeline for fork in forks), default=0))
+    present = [one for one in listed if on_lineage(one.at, line)]
+    found = [find_checkpoint(present if text == NEWEST else listed, text) for text in wanted]
     named = {one.version: Subject(one.version, one.manifest, one.digest) for one in found}
     return (*([Subject(BASE)] if base else []), *(named[key] for key in sorted(named, key=_order)))
 

@@ -15,16 +15,19 @@ import pytest
 from checkpoint.records import documents, evaluated
 from checkpoint.records.documents import RunRecord
 from checkpoint.records.evaluated import SCHEMA, Evaluated
+from checkpoint.records.forks import write_fork
 from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog, Revision
 from checkpoint.stream.manifest import files_below
 from orchestrator.cli import main
+from orchestrator.cli.checkpoints import NEWEST
 from orchestrator.cli.console import Stop
 from orchestrator.cli.evaluate import _dataset, _pinned, _run_of, _subjects
 from policies.model import exit_codes
 from policies.model.evaluation import Evaluation, Subject
 from policies.model.spec import Dataset, RunSpec
+from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
 from tasks.evaluating.main import _unpin
 from tests.stand_ins.world import spec
@@ -235,3 +238,13 @@ def test_a_checkpoint_that_was_retired_while_somebody_thought_is_a_line(parent: 
     with pytest.raises(Stop, match="0-20: retired meanwhile; `grpo-orch checkpoints ls"):
         _pinned(parent, subjects)
     assert pinned(parent) == []
+
+
+def test_the_newest_checkpoint_is_none_that_the_run_went_back_from(parent: Store) -> None:
+    assert [one.name for one in _subjects(parent, [NEWEST], base=False)] == ["0-20"]
+    write_fork(parent, Fork(1, "0-10", {}, (), "diverged"))
+    assert [one.name for one in _subjects(parent, [NEWEST], base=False)] == ["0-10"]
+    assert [one.name for one in _subjects(parent, ["20"], base=False)] == ["0-20"], "asked for by its name"
+    write_fork(parent, Fork(2, None, {}, (), "from the start"))
+    with pytest.raises(Stop, match="no checkpoint yet"):
+        _subjects(parent, [NEWEST], base=True)
