@@ -9,6 +9,8 @@ from orchestrator.control.actuate import ACT_WITHIN_S
 from orchestrator.simulate.machine import Box
 from policies.control.observed import MACHINE_LOST_S
 from policies.control.rollback_choice import choose_start, target_before_step
+from policies.control.stopping import STOP_WAIT_S
+from policies.fleet.budget import TEARDOWN_S
 from policies.model.phases import TERMINAL_RUN
 from policies.model.state import RunState
 from policies.model.vocabulary import PolicyVersion, Role, RunPhase
@@ -29,7 +31,7 @@ class Safety:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._looked_usd = self._unsteered_usd = 0.0  # spent, in all and while no controller could end it
+        self._allowed_usd = 0.0  # what may be spent because no controller could end it in time
         self._unknown_s: dict[str, float] = {}
         self._begun = 0  # rollbacks that were looked at
         self._told: set[str] = set()
@@ -119,14 +121,20 @@ class Safety:
         return newer or (box.step < 0 and began_late) or box.cut_off_s > MACHINE_LOST_S
 
     def _check_money(self) -> None:
-        """The cap holds while a controller can see and act; what is spent meanwhile comes on top."""
+        """The cap holds while a controller can see and act. Where none could, what was spent by then may be passed
+        by what it takes to stop, and by no more."""
         world, spent = self._world, self._world.cloud.spent_usd
+        if (cap := world.spec.budget.usd) is None:
+            return
         if world.in_trouble or not any(one.steers for one in world.daemons):
-            self._unsteered_usd += spent - self._looked_usd
-        self._looked_usd = spent
-        if (cap := world.spec.budget.usd) is not None:
-            counted = spent - self._unsteered_usd
-            self.check(counted <= cap, f"{counted:.2f} USD are spent, and the budget is {cap:.2f}")
+            rates = [
+                (world.cloud.usd_per_h(box), STOP_WAIT_S * (box.role is Role.TRAINER) + TEARDOWN_S)
+                for box in world.cloud.boxes.values()
+            ]
+            self._allowed_usd = spent + sum(usd_per_h * for_s / 3600 for usd_per_h, for_s in rates)
+            return
+        most = max(cap, self._allowed_usd)
+        self.check(spent <= most, f"{spent:.2f} USD are spent, and {most:.2f} may be; the budget is {cap:.2f}")
 
     def _check_known(self, daemon: SimulatedDaemon, state: RunState, dt_s: float) -> None:
         """No machine is on no books for long while its controller looks."""

@@ -65,11 +65,11 @@ def _enduring(spec: RunSpec) -> RunSpec:
 
 
 def _budgeted(seed: int, spec: RunSpec, prices: Prices) -> RunSpec:
-    """The run, in every fourth story with a budget that it may reach."""
+    """The run, in every fourth story with a budget that it reaches soon, or after a fault or two."""
     if spec.budget != Budget() or seed % 4:
         return spec
-    hour_usd = prices.trainer_usd_per_h + spec.rollout.replicas.max * prices.node_usd_per_h
-    return replace(spec, budget=Budget(usd=hour_usd * Random(f"budget {seed}").uniform(0.8, 2.0)))
+    hour_usd = prices.trainer_usd_per_h + spec.rollout.replicas.max * prices.spot_usd_per_h
+    return replace(spec, budget=Budget(usd=hour_usd * Random(f"budget {seed}").uniform(0.6, 1.2)))
 
 
 def _trouble(world: World, random: Random) -> None:

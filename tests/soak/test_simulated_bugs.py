@@ -26,7 +26,7 @@ from policies.control.decide import done
 from policies.control.snapshot import Decision, Snapshot, Terminate
 from policies.ledger.retention import StoredCheckpoint
 from policies.model.buying import MachineKind
-from policies.model.state import RunState
+from policies.model.state import Node, RunState
 from policies.model.vocabulary import PolicyVersion
 from tests.stand_ins.world import spec
 
@@ -110,6 +110,17 @@ def _does_not_count_its_money() -> AbstractContextManager[object]:
     return mock.patch.object(spending, "excess", return_value="")
 
 
+def _looks_at_its_money_only_before_it_buys() -> AbstractContextManager[object]:
+    return mock.patch.object(deciding, "stop_at_cap", return_value=None)
+
+
+def _forgets_what_a_machine_cost_before_its_last_phase() -> AbstractContextManager[object]:
+    def cost_usd(self: Node, now_s: float) -> float:
+        return self.usd_per_h * max(0.0, now_s - self.since_s) / 3600
+
+    return mock.patch.object(Node, "cost_usd", cost_usd)
+
+
 BUGS: tuple[Callable[[], AbstractContextManager[object]], ...] = (
     _acts_before_it_journals,
     _forgets_orphans,
@@ -122,6 +133,8 @@ BUGS: tuple[Callable[[], AbstractContextManager[object]], ...] = (
     _rolls_back_to_the_newest,
     _takes_a_missing_answer_for_an_empty_cloud,
     _does_not_count_its_money,
+    _looks_at_its_money_only_before_it_buys,
+    _forgets_what_a_machine_cost_before_its_last_phase,
 )
 
 
