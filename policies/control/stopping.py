@@ -35,7 +35,8 @@ def release_machines(tick: Tick) -> None:
         if paused:
             tick.move_run(RunPhase.PAUSED, tick.state.reason)
         else:
-            tick.move_run(RunPhase.STOPPED, "every machine is gone")
+            why = tick.state.reason if tick.state.budget_reached else "every machine is gone"
+            tick.move_run(RunPhase.STOPPED, why)
 
 
 def stop_at_once(tick: Tick) -> None:

@@ -69,6 +69,7 @@ def test_a_run_that_reaches_its_cap_stores_and_stops(at: str, end: RunPhase) -> 
     world = Priced(capped(30.0, at=at), max_steps=10**6, save_steps=10**6)
     world.run(10**5)
     assert world.state.phase is end
+    assert "`budget.usd`" in world.state.reason  # by which `status` knows what helps
     assert world.machines == {}
     assert world.checkpoints[-1].step == int(world.steps) > 0
     assert 9.0 < world.spent <= 30.0  # a trainer's end is kept 15 minutes and the way back for
