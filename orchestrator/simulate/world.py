@@ -25,6 +25,7 @@ from orchestrator.simulate.weather import Weather, climate
 from orchestrator.simulate.work import EPOCH_S, Trips, Work
 from policies.control.decide import decide
 from policies.control.stopping import DOWN
+from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import RunPhase
 
@@ -113,7 +114,7 @@ class World:
         """A user's `grpo-orch down`."""
         with contextlib.suppress(StoreUnavailable):
             documents.send_command(SimulatedStore(self.objects), DOWN, EPOCH_S + self.time_s)
-            self.stopping = True
+            self.stopping = self.newest is None or self.newest.controller.state.phase not in TERMINAL_RUN
 
     def run_to_end(self, limit_s: float) -> None:
         """Let the run end undisturbed. Fails when it does not, or a machine is left. Time in which the weather has

@@ -144,6 +144,10 @@ def test_a_run_that_stops_at_its_budget_has_ended() -> None:
     assert tell(0, replace(spec(2), budget=Budget(usd=6.0, at="down"))).phase is RunPhase.STOPPED
 
 
+def test_a_run_that_is_asked_to_stop_as_it_ends_has_ended() -> None:
+    assert tell(6, spec(3), weather=climate("storms", 6, 3)).phase is RunPhase.FINISHED
+
+
 def test_hours_without_preemption_cost_what_machines_cost() -> None:
     """An H200 on demand and a pair on spot: 6.34 USD an hour, 152.16 a day."""
     instant = Physics(launch_s=0.0, setup_s=0.0, first_weights_s=0.0, weights_s=0.0)
