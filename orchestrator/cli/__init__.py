@@ -11,7 +11,7 @@ from checkpoint.store.errors import StoreError
 from orchestrator.cli import checkpoints, members
 from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.detect import detect
-from orchestrator.cli.doctor import doctor
+from orchestrator.cli.doctor.command import doctor
 from orchestrator.cli.down import down
 from orchestrator.cli.evaluate import evaluate
 from orchestrator.cli.look import events, logs, plot, report, status

@@ -13,9 +13,9 @@ from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.options import AsJson, Output, print_json
 from orchestrator.traces.model import NotATrace
 from orchestrator.traces.read import read_traces
-from orchestrator.views.detection import Detection, Unreadable, to_json
-from orchestrator.views.detection import detect as follow
-from orchestrator.views.detection_table import render
+from orchestrator.views.detection.table import render
+from orchestrator.views.detection.verdicts import Detection, Unreadable, to_json
+from orchestrator.views.detection.verdicts import detect as follow
 from policies.model import exit_codes
 
 PICTURE = Path("detect.png")
@@ -80,7 +80,7 @@ def _judge(file: Path, limit: float | None, save_steps: int | None) -> list[Dete
 def _draw(found: Sequence[Detection], out: Path, *, tell: bool) -> bool:
     """Whether the picture could be written; says so where `tell`, and on stderr where not."""
     # matplotlib takes half a second to import.
-    from orchestrator.views.detection_plot import ROWS_MAX, plot_detections
+    from orchestrator.views.detection.plot import ROWS_MAX, plot_detections
 
     try:
         plot_detections(found, out)

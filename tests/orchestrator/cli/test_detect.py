@@ -20,7 +20,7 @@ from matplotlib import image
 from orchestrator.cli import main
 from orchestrator.traces.folder import EXPECTED
 from orchestrator.traces.model import Trace
-from orchestrator.views.detection import Detection, to_json
+from orchestrator.views.detection.verdicts import Detection, to_json
 from policies.detect.divergence import Health, Point, Verdict
 from tests.generators.metric_files import FORMATS, ONSET, Rows, json_lines, repr_log, run, state
 

@@ -11,7 +11,7 @@ from checkpoint.store.probe import probe
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.upkeep import missing_objects
-from orchestrator.cli.finding import Finding
+from orchestrator.cli.doctor.finding import Finding
 from orchestrator.cli.target import open_store
 from orchestrator.config.rules.storage import Storage
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.traces.model import Trace
-from orchestrator.views.looked_at import Course, courses, in_words, kl_of, why_unknown
+from orchestrator.views.detection.looked_at import Course, courses, in_words, kl_of, why_unknown
 from policies.detect.divergence import Detector, Health, Verdict, follow
 
 CANNOT_TELL = "cannot tell"

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.cli.console import Stop, console, errors
-from orchestrator.cli.doctor_store import examine_store
-from orchestrator.cli.finding import Finding
+from orchestrator.cli.doctor.finding import Finding
+from orchestrator.cli.doctor.store import examine_store
 from orchestrator.cli.options import AsJson, Output, print_json
 from orchestrator.clouds.local.cloud import node_python
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable

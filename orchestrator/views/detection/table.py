@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.views.detection import CANNOT_TELL, Detection
+from orchestrator.views.detection.verdicts import CANNOT_TELL, Detection
 from orchestrator.views.numbers import NOT_KNOWN, short
 from policies.detect.divergence import Health
 
