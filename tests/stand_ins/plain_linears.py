@@ -1,5 +1,6 @@
-"""Stands in for a GPU's linear layers: vLLM's build for CPUs packs matrices away for oneDNN, and is kept from it
-here, so that they are computed from the parameters themselves. Workers import this before they load the model."""
+"""Stands in for a GPU's linear layers: vLLM's build for CPUs packs matrices away, for oneDNN, and with AMX for
+kernels of its own, and is kept from both here, so that they are computed from the parameters themselves. Workers
+import this before they load the model."""
 
 from __future__ import annotations
 
@@ -21,8 +22,10 @@ class Extension(vllm_worker.Extension):
 
 def _keep_plain() -> None:
     from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
 
     _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *_: False
 
 
 _keep_plain()
