@@ -53,7 +53,7 @@ def receive(
             while (job := jobs.take(expected=expected)) is not None:
                 with rooms[expected].place(job.size_bytes) as room:
                     _receive(store, root, job, download, still, room)
-                progress(job.size_bytes)
+                    progress(job.size_bytes)
         except BaseException:
             jobs.drop()
             raise

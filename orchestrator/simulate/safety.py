@@ -122,9 +122,9 @@ class Safety:
 
     def _check_money(self) -> None:
         """The cap holds while a controller can see and act. Where none could, what was spent by then may be passed
-        by what it takes to stop, and by no more."""
+        by what it takes to stop, and by no more. Not judged once clocks were set (docs/decisions/047)."""
         world, spent = self._world, self._world.cloud.spent_usd
-        if (cap := world.spec.budget.usd) is None:
+        if (cap := world.spec.budget.usd) is None or world.clocks_were_set:
             return
         if world.in_trouble or not any(one.steers for one in world.daemons):
             rates = [

@@ -79,6 +79,7 @@ class World:
         self.daemons: list[SimulatedDaemon] = []
         self.took_over: list[tuple[int, float]] = []
         self.log: list[str] = []
+        self.clocks_were_set = False
         self.skew_s = 0.0  # of the hosts on which the run will be resumed
         self.stopping = False  # somebody has asked for it
         self._rhythm = cycle(rhythm)
