@@ -72,9 +72,9 @@ system-packages:
 	@ldconfig -p | grep -q 'libnuma\.so\.1' || \
 		{ echo 'libnuma1 is missing: installing it with apt-get'; apt-get update -q && apt-get install -yq libnuma1; }
 
-# A real S3 store for the tests: Ceph's daemons, 64 packages of 269 MB, nothing of which starts by itself; and what
-# makes and reaches the machines that SkyPilot is tested on. Where they cannot be installed, their tests are skipped,
-# and fail where CI is set.
+# A real S3 store for the tests: Ceph's daemons, 64 packages of 269 MB, nothing of which starts by itself; what makes
+# and reaches the machines that SkyPilot is tested on; and Chromium, 400 MB, for the run page. Where they cannot be
+# installed, their tests are skipped, and fail where CI is set.
 test-packages:
 	@which ceph-mon ceph-osd radosgw radosgw-admin >/dev/null || \
 		{ echo 'Ceph is missing: installing it with apt-get'; apt-get update -q && \
@@ -85,6 +85,10 @@ test-packages:
 		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends \
 			debootstrap iproute2 netcat-openbsd openssh-client rsync util-linux; } || \
 		echo 'They could not be installed: the tests of SkyPilot will not run'
+	@which chromium chromedriver >/dev/null || \
+		{ echo 'Chromium is missing: installing it with apt-get'; apt-get update -q && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends chromium chromium-driver; } || \
+		echo 'It could not be installed: the run page will not be tested in a browser'
 
 # Builds the Dockerfile of `make image` without a daemon.
 buildah:
@@ -163,7 +167,7 @@ haproxy:
 $(BENCHES): bench-%: env node-env
 	$(BIN)/python -m benchmarks.$*
 
-bench-sky: test-packages
+bench-sky bench-web: test-packages
 
 bench-recipes bench-rewards: | sandbox
 

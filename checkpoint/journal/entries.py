@@ -23,6 +23,7 @@ from checkpoint.store import layout
 from checkpoint.store.codec import check_schema, event_from_plain, from_json
 from checkpoint.store.errors import Corrupt, Torn
 from checkpoint.store.run_store import Store
+from policies.model.drafts import draft, final
 from policies.model.events import Event
 from policies.model.fold import apply
 from policies.model.state import RunState
@@ -135,10 +136,11 @@ def entries_after(store: Store, after: int) -> list[Record]:
 
 def advance(state: RunState, records: Iterable[Record]) -> RunState:
     """Fold the records onto `state`. Raises Corrupt, or IllegalMove for a history that cannot have been."""
+    state = draft(state)
     for record in records:
         for event in record.decoded():
             state = apply(state, event, record.time_s, record.number)
-    return state
+    return final(state)
 
 
 def in_parallel(read: Callable[[int], T], numbers: Iterable[int]) -> list[T]:

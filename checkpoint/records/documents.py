@@ -94,6 +94,13 @@ class SecretMark:
     digest: str
 
 
+@dataclass(frozen=True, slots=True)
+class Notified:
+    """Up to which journal entry each channel of `notify` was told everything."""
+
+    told: Mapping[str, int]
+
+
 def create_run(store: Store, record: RunRecord) -> bytes:
     """Return run.json as it was written. Raises AlreadyExists when the store holds a run."""
     data = to_json(record)
@@ -125,6 +132,7 @@ def decode_run(store: Store, data: bytes) -> RunRecord:
 
 LEASE = OptionalDocument(layout.LEASE, Lease)
 CONTROLLER = Document(layout.CONTROLLER, ControllerMachine)  # absent where the daemon runs on the user's machine
+NOTIFIED = OptionalDocument(layout.NOTIFIED, Notified)
 SECRET_MARK = Document(layout.SECRET, SecretMark)
 TRAINER = OptionalDocument(layout.TRAINER, Trainer, lambda beat, _: beat.precedence)  # which parses its node
 

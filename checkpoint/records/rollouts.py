@@ -69,14 +69,16 @@ def stored_since(store: Store, version: PolicyVersion) -> dict[tuple[PolicyVersi
 
 
 def collect(store: Store, unneeded: Callable[[Sequence[PolicyVersion]], Iterable[PolicyVersion]]) -> int:
-    """Delete the records of the versions that `unneeded` picks from all stored ones; return how many.
+    """Delete the records of the versions that `unneeded` picks from all stored ones, and what people read of
+    them (`checkpoint.records.samples`); return how many.
 
     Raises StoreError.
     """
     records: dict[PolicyVersion, list[str]] = {}
-    for entry in store.entries(layout.ROLLOUTS):
-        with contextlib.suppress(ValueError):  # a foreign file in the prefix
-            records.setdefault(layout.call_of(entry.key)[0], []).append(entry.key)
+    for folder, call_of in ((layout.ROLLOUTS, layout.call_of), (layout.SAMPLES, layout.scored_call_of)):
+        for entry in store.entries(folder):
+            with contextlib.suppress(ValueError):  # a foreign file in the prefix
+                records.setdefault(call_of(entry.key)[0], []).append(entry.key)
     doomed = [key for version in unneeded(list(records)) for key in records[version]]
     store.delete(doomed)
     return len(doomed)

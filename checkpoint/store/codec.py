@@ -14,7 +14,7 @@ from policies.model.state import RunState
 
 # Raise it whenever a state's fields change, or `policies.model.fold.apply` makes another state of the same
 # events: a state that was stored under another number is not continued but folded anew.
-STATE_SCHEMA = 12
+STATE_SCHEMA = 16
 
 T = TypeVar("T")
 
@@ -68,10 +68,12 @@ def state_to_plain(state: RunState) -> dict[str, Any]:
             nodes=dict(state.nodes),
             slots=dict(state.slots),
             kinds=dict(state.kinds),
+            pools=dict(state.pools),
             noticed=dict(state.noticed),
         )
     )
-    return {**plain, "commands_taken": sorted(state.commands_taken)}
+    sets = ("commands_taken", "budget_refused", "capacity_told")
+    return {**plain, **{name: sorted(getattr(state, name)) for name in sets}}
 
 
 def state_from_plain(data: dict[str, Any], where: str) -> RunState:
@@ -85,5 +87,6 @@ def state_from_plain(data: dict[str, Any], where: str) -> RunState:
         nodes=MappingProxyType(dict(state.nodes)),
         slots=MappingProxyType(dict(state.slots)),
         kinds=MappingProxyType(dict(state.kinds)),
+        pools=MappingProxyType(dict(state.pools)),
         noticed=MappingProxyType(dict(state.noticed)),
     )

@@ -13,6 +13,7 @@ RUN = "run.json"  # the spec as validated, written once
 PROOF = "run.mac.json"  # a MAC: machines check that run.json is the controller's
 LEASE = "lease.json"  # who steers now, for people: the lock is the journal
 CONTROLLER = "controller.json"  # the machine that the daemon lives on, where it has one of its own
+NOTIFIED = "notified.json"  # up to where of the journal people were told
 SECRET = "secret.json"  # a digest of the secret that the machines hold
 GATEWAYS = "gateways"  # where each trainer machine's gateway listens; the newest machine's is the run's
 MEMBERS = "members"  # what each of them knows of the rollout nodes
@@ -30,6 +31,7 @@ CHECKPOINTS = "checkpoints"
 BLOBS = "blobs"
 POLICIES = "policies"
 ROLLOUTS = "rollouts"
+SAMPLES = "samples"  # what people read of a step: texts, rewards, advantages
 COMPILED = "compiled"  # what rollout nodes have compiled, by what it depends on
 METRICS = "metrics"
 RESUME = "resume"
@@ -53,7 +55,8 @@ _NUMBERED = re.compile(rf"(?:{JOURNAL}|{SEGMENTS}|{CATALOG})/([0-9]{{12}})\.json
 _CHUNK = re.compile(rf"{BLOBS}/([0-9a-f]{{64}}\.[0-9]+)")
 _GATEWAY = re.compile(rf"{GATEWAYS}/([0-9]+)-([0-9]+)-([0-9]+)\.json")
 _ROLLOUT = re.compile(rf"{ROLLOUTS}/[0-9]+/[0-9]+-([0-9]+)(?:-i[0-9]+-a[0-9]+)?\.json")
-_AUTHOR = re.compile(r"-i([0-9]+)-a([0-9]+)(?:\.json|/|$)")
+_SAMPLES = re.compile(rf"{SAMPLES}/[0-9]+/[0-9]+-([0-9]+)-i[0-9]+-a[0-9]+\.jsonl\.zst")
+_AUTHOR = re.compile(r"-i([0-9]+)-a([0-9]+)(?:\.json|\.jsonl\.zst|/|$)")
 _CHECKPOINT = re.compile(rf"{CHECKPOINTS}/[0-9]{{4,}}/[0-9]{{8,}}-[0-9a-f]+\.json")
 
 
@@ -143,9 +146,22 @@ def call_of(key: str) -> tuple[PolicyVersion, int]:
     return version_of(key), int(found[1])
 
 
+def samples_of_call(version: PolicyVersion, call: int, by: Precedence) -> str:
+    """What a trainer wrote of the completions that it scored; `call` counts the scorings of that version."""
+    return f"{SAMPLES}/{version.timeline:04d}/{version.step:08d}-{call:02d}{_author(by)}.jsonl.zst"
+
+
+def scored_call_of(key: str) -> tuple[PolicyVersion, int]:
+    """The scoring that a record below SAMPLES is of. Raises ValueError for a foreign name."""
+    found = _SAMPLES.fullmatch(key)
+    if found is None:
+        raise ValueError(f"not a record of samples: {key!r}")
+    return version_of(key), int(found[1])
+
+
 def author_of(key: str) -> Precedence:
-    """Who wrote what has that name below POLICIES or ROLLOUTS; the lowest precedence of its timeline where the
-    name does not say. Raises ValueError for a foreign name."""
+    """Who wrote what has that name below POLICIES, ROLLOUTS or SAMPLES; the lowest precedence of its timeline
+    where the name does not say. Raises ValueError for a foreign name."""
     found, timeline = _AUTHOR.search(key), version_of(key).timeline
     return (timeline, int(found[1]), int(found[2])) if found else (timeline, 0, 0)
 
@@ -236,7 +252,7 @@ def export(version: PolicyVersion) -> str:
 
 
 def version_of(key: str) -> PolicyVersion:
-    """Read the version back from any key under checkpoints/, policies/, resume/ or rollouts/.
+    """Read the version back from any key under checkpoints/, policies/, resume/, rollouts/ or samples/.
 
     Raises ValueError for a foreign name.
     """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 import structlog
 import typer
@@ -17,10 +19,12 @@ from orchestrator.cli.evaluate import evaluate
 from orchestrator.cli.look import events, logs, plot, report, status
 from orchestrator.cli.plan import plan
 from orchestrator.cli.rollback import rollback
+from orchestrator.cli.samples import samples
 from orchestrator.cli.simulate import app as weather
 from orchestrator.cli.simulate import simulate
 from orchestrator.cli.start import resume, up
 from orchestrator.cli.target import NoSuchRun
+from orchestrator.cli.web import web
 from orchestrator.cli.write import Init, init, validate
 from orchestrator.clouds import CloudMissing
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
@@ -32,9 +36,25 @@ app = typer.Typer(
     name="grpo-orch",
     help="GRPO post-training on spot machines that die, without losing a step or a token.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"grpo-orch {version('grpo-orch')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """GRPO post-training on spot machines that die, without losing a step or a token."""
+
+
 app.command(cls=Init)(init)
 for command in (
     validate,
@@ -49,6 +69,8 @@ for command in (
     down,
     report,
     plot,
+    samples,
+    web,
     detect,
     simulate,
 ):

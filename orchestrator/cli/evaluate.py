@@ -51,7 +51,7 @@ from policies.model.spec import Dataset, RunSpec, datasets_of
 from policies.model.timelines import lineage, on_lineage
 from policies.model.vocabulary import RunPhase
 
-POLL_S = 0.5
+POLL_S = 2.0  # each look is some eight requests, and whoever waits has minutes to wait
 NAMED_MAX = 8  # policies in an evaluation's name: a folder's has an end
 
 Steps = Annotated[

@@ -19,15 +19,13 @@ from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.remote import controller_of, remote_log
 from orchestrator.cli.target import open_run
 from orchestrator.clouds import open_cloud
-from orchestrator.control.observe import GatewayWatch
 from orchestrator.views import model, terminal
 from orchestrator.views import report as reports
 from orchestrator.views.events import EventLine, event_json, lines, rehearsed_line
+from orchestrator.views.looker import Looker
 from orchestrator.views.model import RunView
 from orchestrator.views.numbers import clock
-from orchestrator.views.reader import Reader
 from orchestrator.views.report import Report
-from orchestrator.views.run_view import view_of
 from policies.control.rollback_begin import NAME_A_TARGET
 from policies.model import exit_codes
 from policies.model.events import JobExited, RunMoved
@@ -181,8 +179,7 @@ def _log(store: Store, record: RunRecord, node: str, follow: bool) -> Iterator[s
 
 
 def _looker(store: Store) -> Callable[[], RunView]:
-    reader, gateway = Reader(store), GatewayWatch(store, believe_first=True)
-    return lambda: view_of(reader, time.time(), gateway.look())
+    return Looker(store).look
 
 
 def _event_lines(store: Store, follow: bool) -> Iterator[EventLine]:

@@ -45,7 +45,7 @@ from orchestrator.home.folder import (
     token_file,
     token_mark,
 )
-from orchestrator.home.run_secrets import missing
+from orchestrator.home.run_secrets import missing, webhook_url
 from orchestrator.home.trust import run_digest
 from orchestrator.plan.gather import make_plan
 from orchestrator.plan.models import FindSize, asked_once
@@ -75,6 +75,7 @@ def up(
     spec = loaded.spec
     storage = load_storage(run_yaml)
     refuse_missing_secrets(spec)
+    warn_of_webhook(spec)
     store = open_store(storage)
     record = RunRecord(documents.SCHEMA, run_id_of(spec.name, store.url), time.time(), spec)
     _refuse_existing(store)
@@ -99,6 +100,12 @@ def refuse_missing_secrets(spec: RunSpec) -> None:
     """Raise Stop when the environment lacks a secret that the nodes need."""
     if wrong := missing(spec, os.environ):
         raise Stop(f"{wrong}; export or remove it", exit_codes.USAGE)
+
+
+def warn_of_webhook(spec: RunSpec) -> None:
+    """Say that nobody will be told by a webhook whose URL is not here."""
+    if spec.notify.webhook_env and not webhook_url(spec, os.environ):
+        console.print(f"{spec.notify.webhook_env} is not set here: no webhook is told", highlight=False)
 
 
 def resume(
@@ -127,6 +134,7 @@ def resume(
             exit_codes.USAGE,
         )
     refuse_missing_secrets(record.spec)
+    warn_of_webhook(record.spec)
     controller = controller_of(record, store, wanted=remote)
     if controller is not None:
         refuse_unknown_machines(controller, store, sorted(state.nodes))
@@ -224,5 +232,4 @@ def show_plan(
 def _what(offer: Offer) -> str:
     if offer.other_market_usd_per_h is None:
         return offer.description
-    other = Market.ON_DEMAND if offer.market is Market.SPOT else Market.SPOT
-    return f"{offer.description} ({other} {offer.other_market_usd_per_h:.2f})"
+    return f"{offer.description} ({offer.market.other} {offer.other_market_usd_per_h:.2f})"

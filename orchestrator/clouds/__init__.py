@@ -13,6 +13,8 @@ from orchestrator.clouds.protocol import Cloud
 from orchestrator.clouds.sky.remote import RemoteController, as_shipped
 from orchestrator.clouds.sky.sdk.prices import price_list
 from orchestrator.clouds.sky.sdk.types import PriceList, controller_name, nodes_name
+from orchestrator.clouds.sky.unused import unused_clouds
+from orchestrator.clouds.sky.work import places
 from orchestrator.home.folder import run_dir
 
 if TYPE_CHECKING:
@@ -29,7 +31,9 @@ def open_cloud(record: RunRecord, store: Store) -> Cloud:
         return open_local(record)
     from orchestrator.clouds.sky.cloud import SkyCloud  # SkyPilot takes seconds to import
 
-    return SkyCloud(_open_skypilot(nodes_name(record.run_id)), as_shipped(record), store)
+    roles = (record.spec.trainer, record.spec.rollout)
+    left = unused_clouds([place for role in roles for place in places(role.resources)], store.url)
+    return SkyCloud(_open_skypilot(nodes_name(record.run_id), left), as_shipped(record), store)
 
 
 def open_controller(record: RunRecord, store: Store) -> RemoteController:
@@ -53,11 +57,11 @@ def open_local(record: RunRecord) -> LocalCloud:
     return LocalCloud(run_dir(record.run_id) / "machines", record.spec)
 
 
-def _open_skypilot(group: str) -> SkyPilot:
+def _open_skypilot(group: str, withheld: Sequence[str] = ()) -> SkyPilot:
     _see_skypilot()
     from orchestrator.clouds.sky.sdk.skypilot import SkyPilot
 
-    return SkyPilot(group)
+    return SkyPilot(group, withheld)
 
 
 def _see_skypilot() -> None:

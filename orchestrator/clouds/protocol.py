@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from policies.control.snapshot import Machine
+from policies.model.pools import Pool, PoolOffer
 from policies.model.vocabulary import Market, Refusal, Role
 
 
@@ -34,6 +35,7 @@ class Order:
     market: Market
     attempt: int
     environment: dict[str, str] = field(repr=False)
+    pool: Pool | None = None  # there and nowhere else; None: wherever run.yaml's resources allow
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Offer:
     price_usd_per_h: float
     other_market_usd_per_h: float | None = None  # spot, if `market` is on demand; None: not to be had there
     most_usd_per_h: float = 0.0  # of the dearest that it may be
+    other_market_most_usd_per_h: float | None = None  # of the dearest there; None: not to be had, or not known
 
 
 class Cloud(Protocol):
@@ -72,6 +75,12 @@ class Cloud(Protocol):
 
     def offers(self) -> list[Offer]:
         """What the run's machines would be, the trainer first."""
+
+    def pools(self) -> list[PoolOffer]:
+        """Where the run's machines may be bought, on either market; empty where there is nothing to choose.
+
+        Raises CloudRefused, CloudUnavailable.
+        """
 
     def log(self, node: str, *, follow: bool) -> Iterator[str]:
         """Lines of the log of a node, of a slot's newest node, or of `daemon`; with `follow`, on as they come.

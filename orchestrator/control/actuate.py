@@ -147,7 +147,8 @@ class Actuator:
         match action:
             case Launch():
                 role = role_of(action.slot)
-                order = Order(action.node, role, action.market, action.attempt, self._environment_of(action))
+                environment = self._environment_of(action)
+                order = Order(action.node, role, action.market, action.attempt, environment, action.pool)
                 self._cloud.launch(order)
             case Terminate():
                 self._cloud.terminate(action.node)

@@ -54,6 +54,7 @@ class Controller:
         self._reason = ""
         self._steadiness = Steadiness()
         self.state = state
+        self.seen: Snapshot | None = None  # by the last tick
         self.finished = False
 
     def tick(self, now_s: float) -> Decision:
@@ -84,6 +85,7 @@ class Controller:
             self.broke()
             steady_s = 0.0
         snapshot = replace(looked, steady_s=steady_s)
+        self.seen = snapshot
         decision = self._decide(self.state, snapshot, self._spec)
         if decision.events:
             self.record(now_s, decision.events)

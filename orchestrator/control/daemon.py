@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 
 import structlog
@@ -27,17 +28,21 @@ from orchestrator.clouds import open_cloud
 from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable
 from orchestrator.control.actuate import Actuator
 from orchestrator.control.controller import Controller
+from orchestrator.control.exporter import Exporter, Seen
 from orchestrator.control.lease import RENEW_S, own_lease
 from orchestrator.control.observe import Observer
 from orchestrator.control.run_clock import RunClock
 from orchestrator.home import trust
 from orchestrator.home.folder import run_token, token_mark
 from orchestrator.home.run_secrets import all_secrets, handed_on, missing, secrets_for
-from policies.control.snapshot import Launch
+from orchestrator.notify.begin import begin
+from orchestrator.notify.notifier import DRAIN_S
+from policies.control.snapshot import Decision, Launch
 from policies.model import exit_codes
 from policies.model.events import Event, RunCreated, RunMoved
 from policies.model.node_contract import ATTEMPT_ENV, DEAD_MAN_ENV, NODE_ENV, RUN_ENV, TIMELINE_ENV, TOKEN_ENV
 from policies.model.spec import RunSpec
+from policies.model.state import RunState
 from policies.model.vocabulary import Refusal, RunPhase, role_of
 
 log = structlog.get_logger()
@@ -91,20 +96,36 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
         documents.SECRET_MARK.write(store, token_mark(token))
     trust.vouch(store, token, run_json)
     cloud = open_cloud(record, store)
-    actuator = Actuator(cloud, store, partial(_environment, record.spec, store.url, token), _redactor(record))
+    redact = _redactor(record)
+    notifier = begin(store, record, os.environ)
+    actuator = Actuator(cloud, store, partial(_environment, record.spec, store.url, token), redact)
     observer = Observer(store, cloud, record.spec)
     controller = Controller(store, record.spec, journal, state, observer, actuator)
     opening = _opening(controller, record, reason)
     if opening:
         controller.record(clock.now_s(), opening)
     renew(store, controller, journal.epoch)
+    exporter = Exporter(record.spec.name)
+    if record.spec.metrics_port is not None:
+        exporter.serve(record.spec.metrics_port)
+
+    def ticked(before: RunState, decision: Decision, took_s: float) -> None:
+        if controller.state is not before:
+            notifier.wake()
+        if controller.seen is not None:
+            seen = Seen(controller.state, controller.seen, observer.newest_row(), took_s)
+            exporter.ticked(before, decision.events, seen)
+
+    drain_s = 0.0
     try:
-        _loop(store, controller, clock, journal.epoch, stop)
+        _loop(store, controller, clock, journal.epoch, stop, ticked)
         if controller.finished:
             _clean_up(store, cloud, controller, journal.epoch, stop)
+        drain_s = DRAIN_S
     finally:
         actuator.close()
         cloud.close()
+        notifier.close(drain_s=drain_s)
     documents.LEASE.drop(store)
     return exit_codes.OK
 
@@ -146,7 +167,14 @@ def renew(store: Store, controller: Controller, epoch: int) -> None:
     documents.LEASE.write(store, own_lease(epoch, time.time()))
 
 
-def _loop(store: Store, controller: Controller, clock: RunClock, epoch: int, stop: threading.Event) -> None:
+def _loop(
+    store: Store,
+    controller: Controller,
+    clock: RunClock,
+    epoch: int,
+    stop: threading.Event,
+    ticked: Callable[[RunState, Decision, float], None],
+) -> None:
     renewed_at_s = 0.0
     while not (stop.is_set() or controller.finished):
         wait_s = TROUBLE_WAIT_S
@@ -154,7 +182,10 @@ def _loop(store: Store, controller: Controller, clock: RunClock, epoch: int, sto
             if clock.now_s() - renewed_at_s > RENEW_S:
                 renew(store, controller, epoch)
                 renewed_at_s = clock.now_s()
-            wait_s = controller.tick(clock.now_s()).requeue_after_s
+            before, begun_s = controller.state, time.monotonic()
+            decision = controller.tick(clock.now_s())
+            wait_s = decision.requeue_after_s
+            ticked(before, decision, time.monotonic() - begun_s)
         except Fenced:
             raise
         except StoreError as error:

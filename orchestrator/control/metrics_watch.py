@@ -100,6 +100,10 @@ class MetricsWatch:
         found, self._found = tuple(self._found), []
         return Watched(timeline, self._known.detector.verdict, found)
 
+    def newest_row(self) -> Row | None:
+        """The last row that was read; None before there is one."""
+        return self._recent[-1] if self._recent else None
+
     def step_shape(self) -> StepShape | None:
         """What the newest steps that were read consist of; None before there are enough."""
         return shape_of(step_times(self._recent))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from checkpoint.records import documents, forks
+from checkpoint.records.metrics import Row
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
@@ -17,6 +18,7 @@ from orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from orchestrator.control.metrics_watch import MetricsWatch
 from orchestrator.control.prices import Prices
 from orchestrator.control.run_clock import awake_or_asleep_s
+from policies.control.markets import may_stand_in
 from policies.control.snapshot import Command, LaunchRefused, Machine, Snapshot, Trainer
 from policies.model import exit_codes
 from policies.model.spec import Budget, RunSpec
@@ -127,8 +129,9 @@ class Observer:
         logging_steps = int(spec.grpo.get("logging_steps", 1))
         self._metrics = MetricsWatch(store, spec.policies.kl.limit, logging_steps, self._unreadable)
         self._catalog = Catalog(store, "controller")
-        self._budgeted = spec.budget != Budget()
+        self._spec, self._budgeted = spec, spec.budget != Budget()
         self._prices = prices(cloud)
+        self._pooled = spec.cloud == "sky"
 
     def look(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState) -> Snapshot:
         """Return what is there now. Raises StoreError when the store cannot be read.
@@ -143,6 +146,7 @@ class Observer:
         target_wanted = _wants_a_target(state, machines, commands)
         watched = self._metrics.look(trainer, state.forks)
         budgeted = self._budgeted or state.budget_usd is not None  # which a user may set later
+        priced = budgeted or may_stand_in(self._spec)
         controller = documents.CONTROLLER.read(self._store) if budgeted else None
         catalog, damaged = self._checkpoints() if target_wanted else (None, "")
         return Snapshot(
@@ -156,7 +160,8 @@ class Observer:
             refused=refused,
             commands=commands,
             watched=watched,
-            prices=self._prices.look() if budgeted else None,
+            prices=self._prices.look() if priced else None,
+            pools=self._prices.pools() if self._pooled else (),
             controller_usd=0.0 if controller is None else controller.cost_usd(time.time()),
             controller_usd_per_h=0.0 if controller is None else controller.price_usd_per_h,
             step_shape=self._metrics.step_shape(),
@@ -167,6 +172,10 @@ class Observer:
             exported_to=None if state.healthy is None else self._exported_to(state.healthy),
             unreadable=dict(self._unreadable.found),
         )
+
+    def newest_row(self) -> Row | None:
+        """The newest logged step that was looked at."""
+        return self._metrics.newest_row()
 
     def _checkpoints(self) -> tuple[Revision | None, str]:
         """What is listed, or why that cannot be read: then there is no going back, but a run can be stopped."""

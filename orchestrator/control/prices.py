@@ -1,15 +1,16 @@
-"""The most that a machine of each kind may cost, asked of the cloud beside the controller's loop."""
+"""Where machines may be bought and what they may cost, asked of the cloud beside the controller's loop."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import structlog
 
-from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable
+from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, Offer
 from orchestrator.control.run_clock import awake_or_asleep_s
+from policies.model.pools import PoolOffer
 from policies.model.vocabulary import kind_of
 
 log = structlog.get_logger()
@@ -19,29 +20,51 @@ TRIED_EVERY_S = 30.0
 
 
 class Prices:
-    """By `kind_of`, once they are known. Nothing is asked before the first `look`."""
+    """Prices by `kind_of`, and pools, once they are known. Nothing is asked before the first look at either."""
 
     def __init__(self, cloud: Cloud) -> None:
         self._cloud = cloud
         self._known: Mapping[str, float] | None = None
+        self._pools: tuple[PoolOffer, ...] | None = None
         self._asked_at_s = -ASKED_EVERY_S
         self._asking: threading.Thread | None = None
 
     def look(self) -> Mapping[str, float] | None:
         """Return what was last heard; None before the first answer. Does not wait."""
+        self._keep_up()
+        return self._known
+
+    def pools(self) -> tuple[PoolOffer, ...] | None:
+        """As `look`: where machines may be bought; empty where the cloud has nothing that fits, as a launch will
+        say."""
+        self._keep_up()
+        return self._pools
+
+    def _keep_up(self) -> None:
         every_s = TRIED_EVERY_S if self._known is None else ASKED_EVERY_S
         idle = self._asking is None or not self._asking.is_alive()
         if idle and awake_or_asleep_s() - self._asked_at_s >= every_s:
             self._asked_at_s = awake_or_asleep_s()
             self._asking = threading.Thread(target=self._ask, name="prices", daemon=True)
             self._asking.start()
-        return self._known
 
     def _ask(self) -> None:
         began_s = time.monotonic()
         try:
-            offers = self._cloud.offers()
-        except (CloudRefused, CloudUnavailable, OSError) as error:
+            offers, pools = self._cloud.offers(), self._cloud.pools()
+        except CloudRefused as error:
+            self._pools = self._pools or ()
             log.warning("prices_not_known", error=str(error), seconds=round(time.monotonic() - began_s, 1))
             return
-        self._known = {kind_of(one.role, one.market): one.most_usd_per_h for one in offers}
+        except (CloudUnavailable, OSError) as error:
+            log.warning("prices_not_known", error=str(error), seconds=round(time.monotonic() - began_s, 1))
+            return
+        self._pools = tuple(pools)
+        self._known = dict(kind for one in offers for kind in _kinds(one))
+
+
+def _kinds(offer: Offer) -> Iterator[tuple[str, float]]:
+    """The dearest price of each kind that an offer tells of, on both markets."""
+    yield kind_of(offer.role, offer.market), offer.most_usd_per_h
+    if offer.other_market_most_usd_per_h is not None:
+        yield kind_of(offer.role, offer.market.other), offer.other_market_most_usd_per_h

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from policies.model.vocabulary import Recovery
 from policies.serving import recovery
-from policies.serving.wire import COMPLETIONS
+from policies.serving.wire import COMPLETIONS, HandOver
 
 _HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
@@ -62,6 +62,7 @@ class Job:
     made_from: str = ""  # the label of the version that makes it
     waiting: bool = False  # for a member
     handovers: int = 0
+    handed_over: list[HandOver] = field(default_factory=list)  # by nodes that had made some of it
     discarded: int = 0  # tokens that arrived and were thrown away
     saved: int = 0  # tokens that arrived and were kept when their node was lost
     last_failure: str = ""
@@ -142,6 +143,7 @@ class Job:
             self._kept = Arrived(*arrived, self.text, self.whole())
         self.token_ids, self.logprobs, self.tokens, self.top_logprobs = [], [], [], []
         self.text = self.made_from = ""
+        self.handed_over = [replace(one, tokens=0) for one in self.handed_over]
         return lost
 
     def _safe(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from orchestrator.plan.costs import most_usd_per_h, plan_kinds, plan_lost, plan_money
 from orchestrator.plan.deepspeed_file import unread_deepspeed, with_deepspeed
+from orchestrator.plan.instances import with_instances
 from orchestrator.plan.machines import kinds_with, plan_machine
 from orchestrator.plan.measured import Measured
 from orchestrator.plan.model import MachinePlan, ModelPlan, Plan
@@ -40,7 +41,7 @@ def make_plan(
         measured: what the run's own log tells, where there is one.
         unread: what could not be read for it, in a line.
     """
-    spec = with_deepspeed(spec)
+    spec = with_instances(with_deepspeed(spec), book.listed)
     model = know_model(spec, find_size)
     kinds = kinds_with({one.gpu: one.gpu_memory_mib for one in book.listed if one.gpu_memory_mib})
     trainer = plan_machine(spec, model, Role.TRAINER, kinds, book.of(Role.TRAINER))
@@ -117,7 +118,7 @@ def _unknown(
 
 def _no_price(machine: MachinePlan) -> str:
     if not machine.gpu_is_named:
-        return "the catalog is searched by `accelerators`, and none are named"
+        return "the catalog is searched by `accelerators` or an `instance_type` with GPUs, and none is named"
     what = f"{machine.gpus} x {machine.gpu}" if machine.gpus else machine.gpu
     return f"the catalog has none for {what}, {machine.market}, at the places that are named"
 

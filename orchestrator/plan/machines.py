@@ -10,9 +10,9 @@ from orchestrator.plan.deepspeed_file import unread_deepspeed
 from orchestrator.plan.model import MachinePlan
 from orchestrator.plan.models import KnownModel
 from orchestrator.plan.workload import grpo, prompt_tokens
-from policies.control.fleet import market_of
+from policies.control.markets import market_of
 from policies.model.gpus import engine_gpus, gpus_of
-from policies.model.processes import ALTERNATIVES
+from policies.model.processes import alternatives_of
 from policies.model.spec import RunSpec, generates_itself, processes_of
 from policies.model.vocabulary import Role
 from policies.sizing.engine import engine_memory, engine_of
@@ -44,12 +44,12 @@ def kinds_with(memory_mib: Mapping[str, float]) -> Kinds:
 
 def named_kinds(resources: Mapping[str, Any]) -> list[str]:
     """The kinds of GPUs that SkyPilot's `resources` names, alternatives too, in their order."""
-    nested = [one for key in ALTERNATIVES for one in resources.get(key) or () if isinstance(one, Mapping)]
-    found = [name for one in (nested or [resources]) for name in _names({**resources, **one}.get("accelerators"))]
+    found = [name for one in alternatives_of(resources) for name in kinds_in(one.get("accelerators"))]
     return list(dict.fromkeys(found))
 
 
-def _names(accelerators: Any) -> list[str]:
+def kinds_in(accelerators: Any) -> list[str]:
+    """The kinds in `accelerators`: `H100:8`, `{H100: 8}`, or a list of them."""
     listed = [accelerators] if isinstance(accelerators, str) else accelerators or ()
     return [str(one).partition(":")[0] for one in listed]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,9 +12,10 @@ from orchestrator.clouds.sky.work import places
 from orchestrator.plan.machines import computes, has_room, of_trainer
 from orchestrator.plan.model import LostPlan, MachinePlan, MoneyPlan, StepPlan, SyncPlan, Warned
 from orchestrator.plan.models import KnownModel
+from orchestrator.plan.remedies import remedy_of, with_grpo
 from orchestrator.plan.workload import completion_tokens, grpo, prompt_tokens
-from policies.model.gpus import engine_gpus
-from policies.model.spec import RunSpec, generates_itself, model_settings
+from policies.model.gpus import VISIBLE, engine_gpus
+from policies.model.spec import RunSpec, generates_itself, model_settings, processes_of
 from policies.model.vocabulary import Market, Role
 from policies.sizing.engine import engine_of, whole_number
 from policies.sizing.gpus import Gpu, gpu_named
@@ -22,7 +23,6 @@ from policies.sizing.memory import GIB
 from policies.sizing.training import training_of
 from policies.weights.adapters import QUANTISED, why_whole
 
-BFLOAT16 = {"dtype": "bfloat16"}
 # Half of what lies between a weight of about 0.02, as most are, and its neighbours in bfloat16, which keeps 8
 # binary digits: an update below it changes nothing. AdamW's updates are about as large as the learning rate.
 KEPT_UPDATE = 2**-6 * 2**-7 / 2
@@ -70,19 +70,25 @@ def trainer_is_too_small(seen: Seen) -> Iterator[Warned]:
     gpu, needed = seen.gpu(seen.trainer), seen.trainer.memory_bytes
     if gpu is None or needed is None or has_room(needed, gpu):
         return
-    remedies = [words for words, spec in _lighter(seen.spec) if _fits_then(spec, seen.model, gpu)]
-    remedy = (
-        f"it would fit with {remedies[0]}" if remedies else "take a larger GPU, adapters, or divide the weights"
-    )
     told = f"training needs {needed / GIB:.0f} GiB of each GPU, and {gpu.name} has {gpu.memory_bytes / GIB:.0f}"
-    yield Warned(_accelerators(seen.trainer), f"{told}; {remedy}")
+    yield Warned(_accelerators(seen.trainer), f"{told}; {remedy_of(seen.spec, seen.model, gpu)}")
+
+
+def one_process_sees_several(seen: Seen) -> Iterator[Warned]:
+    """The trainer refuses them, on a machine that is paid for by then."""
+    spec, gpus = seen.spec, seen.trainer.gpus
+    if gpus < 2 or processes_of(spec) > 1 or spec.grpo.get("use_cpu") or VISIBLE in spec.trainer.env:
+        return
+    told = f"one process trains, and would see {gpus} GPUs: TRL trains on one in each"
+    helps = f"set it to {gpus}, or {VISIBLE}: '0' in trainer.env"
+    yield Warned("trainer.accelerate.num_processes", f"{told}; {helps}")
 
 
 def only_with_checkpointing(seen: Seen) -> Iterator[Warned]:
     gpu = seen.gpu(seen.trainer)
     if gpu is None or not seen.trainer.fits or not grpo(seen.spec, "gradient_checkpointing"):
         return
-    without = of_trainer(_with_grpo(seen.spec, gradient_checkpointing=False), seen.model)
+    without = of_trainer(with_grpo(seen.spec, gradient_checkpointing=False), seen.model)
     if without is not None and not has_room(without.gpu.total_bytes, gpu):
         needed = f"{without.gpu.total_bytes / GIB:.0f} GiB"
         yield Warned("grpo.gradient_checkpointing", f"leave it on: without it training needs {needed} of each GPU")
@@ -241,6 +247,7 @@ def budget_ends_it(seen: Seen) -> Iterator[Warned]:
 RULES: tuple[Callable[[Seen], Iterator[Warned]], ...] = (
     type_is_missing,
     trainer_is_too_small,
+    one_process_sees_several,
     only_with_checkpointing,
     frozen_in_float32,
     updates_are_lost,
@@ -265,31 +272,3 @@ def _positions(config: Mapping[str, Any]) -> int | None:
     text = config.get("text_config")
     found = (text if isinstance(text, Mapping) else config).get("max_position_embeddings")
     return found if isinstance(found, int) and found > 0 else None
-
-
-def _with_grpo(spec: RunSpec, **changes: Any) -> RunSpec:
-    return replace(spec, grpo={**spec.grpo, **changes})
-
-
-def _lighter(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """The run with less memory, the least change first, and all of it at the end."""
-    settings = dict(model_settings(spec.grpo))
-    half = _with_grpo(spec, model_init_kwargs={**settings, **BFLOAT16})
-    single = _with_grpo(spec, per_device_train_batch_size=1)
-    if not grpo(spec, "gradient_checkpointing"):
-        yield "gradient_checkpointing: true", _with_grpo(spec, gradient_checkpointing=True)
-    if spec.trainer.peft is not None:
-        yield "model_init_kwargs: {dtype: bfloat16}", half
-    yield "per_device_train_batch_size: 1 and as much more accumulation", single
-    if spec.trainer.peft is None:
-        yield "optim: adamw_8bit", _with_grpo(spec, optim="adamw_8bit")
-    lightest = _with_grpo(half if spec.trainer.peft is not None else spec, gradient_checkpointing=True)
-    yield (
-        "gradient checkpointing, one completion at a time and bfloat16 for frozen weights",
-        _with_grpo(lightest, per_device_train_batch_size=1),
-    )
-
-
-def _fits_then(spec: RunSpec, model: KnownModel, gpu: Gpu) -> bool:
-    memory = of_trainer(spec, model)
-    return memory is not None and has_room(memory.gpu.total_bytes, gpu)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +10,9 @@ from orchestrator.clouds import CloudMissing
 from orchestrator.clouds.protocol import Offer
 from orchestrator.clouds.sky.sdk.types import ListPrice, PriceList
 from orchestrator.clouds.sky.work import places
-from orchestrator.plan.machines import named_kinds
+from orchestrator.plan.machines import kinds_in
 from orchestrator.plan.model import CloudPrice
-from policies.model.gpus import named_gpus
+from policies.model.processes import alternatives_of, gpu_counts
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Market, Role
 from policies.sizing.money import Prices
@@ -115,19 +115,35 @@ def _at_cloud(cloud: str, ones: Sequence[ListPrice], market: Market) -> CloudPri
 
 
 def _cheapest(resources: dict[str, Any], listed: Sequence[ListPrice]) -> Prices:
-    """Of the first kind of GPU that is named, in the places that are named."""
-    named, count, where = named_kinds(resources), named_gpus(resources), [one or "*" for one in places(resources)]
-    if not named or count is None:
-        return Prices()
-    kind = named[0].lower()
-    ones = [one for one in listed if one.gpu.lower() == kind and one.gpus == count and _is_in(one, where)]
-    return Prices(_least(one.on_demand_usd_per_h for one in ones), _least(one.spot_usd_per_h for one in ones))
+    """Of the machines that are named, where they are named: of `any_of` the cheapest that the list has, of
+    `ordered` the first, as SkyPilot takes them."""
+    each = [[one for one in listed if _is_such(one, wanted)] for wanted in alternatives_of(resources)]
+    by_rank = each if resources.get("ordered") else [[one for ones in each for one in ones]]
+    on_demand = [_least(one.on_demand_usd_per_h for one in ones) for ones in by_rank]
+    spot = [_least(one.spot_usd_per_h for one in ones) for ones in by_rank]
+    return Prices(_first(on_demand), _first(spot))
 
 
-def _is_in(price: ListPrice, where: Sequence[str]) -> bool:
-    """Whether it is in one of these places, as `aws/us-east-1/us-east-1a`, `aws` or `*`."""
+def _is_such(price: ListPrice, wanted: dict[str, Any]) -> bool:
+    """Whether it is of such a machine, in the place that is named."""
+    gpus, machine = _gpus(wanted.get("accelerators")), wanted.get("instance_type")
+    if not (gpus or machine) or not all(_is_in(price, one or "*") for one in places(wanted)):
+        return False
+    return machine in (None, price.instance_type) and (not gpus or (price.gpu.lower(), price.gpus) in gpus)
+
+
+def _gpus(accelerators: Any) -> set[tuple[str, float | None]]:
+    """Kinds, in small letters, and how many of each, any of which will do."""
+    if isinstance(accelerators, Mapping):
+        accelerators = [f"{kind}:{count}" for kind, count in accelerators.items()]
+    listed = [accelerators] if isinstance(accelerators, str) else accelerators or ()
+    return {(kinds_in(one)[0].lower(), count) for one in listed for count in gpu_counts({"accelerators": one})}
+
+
+def _is_in(price: ListPrice, place: str) -> bool:
+    """Whether it is in such a place: `aws/us-east-1/us-east-1a`, `aws` or `*`."""
     here = (price.cloud, price.region)
-    return any(all(part in ("*", at) for part, at in zip(one.split("/"), here, strict=False)) for one in where)
+    return all(part in ("*", at) for part, at in zip(place.split("/"), here, strict=False))
 
 
 def _on(price: CloudPrice | ListPrice, market: Market) -> float | None:
@@ -136,6 +152,10 @@ def _on(price: CloudPrice | ListPrice, market: Market) -> float | None:
 
 def _or_inf(price: float | None) -> float:
     return float("inf") if price is None else price
+
+
+def _first(prices: Iterable[float | None]) -> float | None:
+    return next((price for price in prices if price is not None), None)
 
 
 def _least(prices: Iterable[float | None]) -> float | None:

@@ -23,6 +23,7 @@ from orchestrator.simulate.work import EPOCH_S
 from policies.control.snapshot import Machine
 from policies.model.events import RunCreated
 from policies.model.node_contract import TIMELINE_ENV
+from policies.model.pools import PoolOffer
 
 if TYPE_CHECKING:
     from orchestrator.simulate.world import World
@@ -124,10 +125,14 @@ class _KnownPrices(Prices):
     def __init__(self, cloud: Cloud, most_usd_per_h: Mapping[str, float]) -> None:
         super().__init__(cloud)
         self._known = most_usd_per_h
+        self._pools = ()
 
     def look(self) -> Mapping[str, float]:
         assert self._known is not None
         return self._known
+
+    def pools(self) -> tuple[PoolOffer, ...] | None:
+        return self._pools
 
 
 class _Reached:

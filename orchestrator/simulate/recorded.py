@@ -3,7 +3,8 @@
 One JSON object a line, to be learnt from and replayed:
 `{"time_s": 1.7e9, "what": "launch", "node": "rollout-0-i1", "role": "rollout", "market": "spot",
 "where": "aws/us-east-1/us-east-1a H100:8", "usd_per_h": 2.1, "after_s": 61.0, "why": ""}`. `after_s` counts from
-the request; `where` and `usd_per_h` are empty and 0 where the cloud did not say.
+the request; `where` and `usd_per_h` are empty and 0 where the cloud did not say. A refusal has the zone that was
+asked, where one was.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ def recorded(history: History) -> list[Met]:
                     met = Met(
                         time_s, what, event.node, request.role, request.market, "", 0.0, after_s, event.reason
                     )
+                    if request.pool is not None:
+                        met = replace(met, where=f"{request.pool.place} {request.pool.machine}")
                     if launched := there.get(event.node):
                         met = replace(met, market=launched.market, where=launched.where)
                     if what == LAUNCH:
@@ -98,7 +101,8 @@ def replayed(lines: Iterable[Mapping[str, Any]], nodes: int) -> Weather:
     """Return weather in which a run of `nodes` would meet the same: of spot machines alone.
 
     A refusal, a notice or a loss shows that a zone has no more than what is held; the next launch there shows that
-    it has again. A refusal is every zone's. Raises KeyError, TypeError, ValueError for what is no such line.
+    it has again. A refusal that names no zone is every zone's. Raises KeyError, TypeError, ValueError for what is
+    no such line.
     """
     spot = [one for one in lines if one["market"] == Market.SPOT and one["role"] == Role.ROLLOUT]
     if not spot:

@@ -12,11 +12,13 @@ from checkpoint.store.codec import event_to_plain
 from orchestrator.views.lineage import effect_words, skipped_words, start_words
 from policies.model import exit_codes
 from policies.model.events import (
+    BudgetNeared,
     BudgetReached,
     BudgetRefused,
     BudgetSet,
     BuyingResumed,
     BuyingStopped,
+    CapacityMissing,
     CommandTaken,
     DataSetAside,
     Diverged,
@@ -118,6 +120,10 @@ def sentence(event: Event) -> str:
             return f"The budget is reached, the run is to {event.at}: {event.reason}"
         case BudgetRefused():
             return f"No more {event.role} machines are bought: {event.reason}"
+        case BudgetNeared():
+            return f"{event.spent_usd:.2f} of {event.usd:.2f} USD are spent, four fifths of the budget"
+        case CapacityMissing():
+            return f"The run waits for machines: {event.reason}"
         case BudgetSet():
             return f"The budget is {event.usd:.2f} USD from now on"
         case MachineBought():

@@ -34,6 +34,7 @@ class NodeView:
     stage: Stage | None = None  # what it fetches or starts, before it is of use
     engines: int = 1  # of a rollout node, as it says itself
     engines_serving: int = 0
+    pool: str = ""  # zone, machine and market where it was asked for or landed; empty: its cloud has none
 
 
 @dataclass(frozen=True, slots=True)

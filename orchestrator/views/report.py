@@ -115,7 +115,8 @@ def build_report(store: Store, now_s: float) -> Report:
     reader.refresh()
     rows, state = reader.path, reader.state
     end_s, history = _end_s(reader, now_s), reader.history()
-    costs = tuple(fault_costs(reader.rows, run_faults(store, history)))
+    finished = state.phase is RunPhase.FINISHED
+    costs = tuple(fault_costs(reader.rows, run_faults(store, history), finished=finished))
     money = bill(rentals(history, end_s))
     rewards, held_out = logged(rows, REWARD), logged(rows, HELD_OUT)
     rollbacks = _rollbacks(state, reader.spec, reader.rows)

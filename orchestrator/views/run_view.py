@@ -201,6 +201,7 @@ def _node(
         stage=stage,
         engines=max((one.engines for one in members), default=1),
         engines_serving=sum(one.serving for one in members),
+        pool=str(node.pool or ""),
     )
 
 

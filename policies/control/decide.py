@@ -6,6 +6,7 @@ an action that was lost with a daemon is simply requested again by the next one.
 
 from __future__ import annotations
 
+from policies.control.capacity import tell_missing
 from policies.control.fleet import fill_slots
 from policies.control.lifecycle import run_lifecycle
 from policies.control.observed import HEARTBEAT_FRESH_S, update_node_phases
@@ -45,6 +46,7 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     run_lifecycle(tick)
     stop_at_cap(tick)
     fill_slots(tick)
+    tell_missing(tick)
     actions = _actions(tick.state, snapshot)
     settled = not tick.events and not actions and not _in_motion(tick.state)
     return Decision(
@@ -69,7 +71,7 @@ def _actions(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
     for node in state.nodes.values():
         machine = snapshot.machines.get(node.id)
         if _launch_due(node, machine):
-            actions.append(Launch(node.id, node.slot, node.market, node.attempt, state.timeline))
+            actions.append(Launch(node.id, node.slot, node.market, node.attempt, state.timeline, node.pool))
         elif node.phase is NodePhase.TERMINATING and machine is not None:
             actions.append(Terminate(node.id))
         elif machine is not None and (ask := stop_requests(state, node, snapshot)):

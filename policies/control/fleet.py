@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from policies.control.fleet_size import return_surplus, rollouts_wanted, size_fleet
+from policies.control.fleet_size import may_go, return_surplus, rollouts_wanted, size_fleet
+from policies.control.markets import market_of
 from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
-from policies.control.spending import budget_words, refusal, refuse
+from policies.control.spending import Purse, refuse
+from policies.control.stand_ins import missing, stand_ins_of, surplus
 from policies.control.stopping import release_machines
 from policies.control.tick import Tick
-from policies.model.buying import REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
+from policies.control.where import POOLS_UNKNOWN, another_pool, choice_of, most_usd_per_h
+from policies.fleet.pools import Choice
+from policies.model.buying import HELD_S, REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
 from policies.model.events import BuyingResumed, BuyingStopped, NodeRequested
 from policies.model.phases import FILLING_NODE, TERMINAL_RUN
 from policies.model.spec import RunSpec
@@ -39,13 +43,6 @@ HOLD_MIN_S = 300.0  # a machine for the trainer is often found again within minu
 BOOT_TIMEOUTS_MAX = 4.0  # a node may boot for so many, however many looks failed meanwhile
 
 
-def market_of(role: Role, spec: RunSpec) -> Market:
-    """Rollout nodes are bought on spot unless `use_spot: false`, the trainer on demand unless `use_spot: true`."""
-    resources = spec.trainer.resources if role is Role.TRAINER else spec.rollout.resources
-    spot = bool(resources.get("use_spot", role is Role.ROLLOUT))
-    return Market.SPOT if spot else Market.ON_DEMAND
-
-
 def wanted_slots(spec: RunSpec) -> list[tuple[Role, str, bool]]:
     """Every place that there may be: role, name, and whether the run needs it at once."""
     replicas = spec.rollout.replicas
@@ -63,47 +60,107 @@ def fill_slots(tick: Tick) -> None:
     size_fleet(tick)
     return_surplus(tick)
     _judge_kinds(tick)
-    for role, name, needed in _empty_slots(tick):
+    _stand_in(tick)
+    _fill(tick, _empty_slots(tick))
+
+
+def _fill(tick: Tick, places: list[tuple[Role, str, bool]]) -> None:
+    """Request nodes for the places that may be filled now. In a burst of thousands each costs the same: what all
+    of them ask for is looked up once."""
+    if not places:
+        return
+    purse, near, there = Purse(tick), _trainer_is_near(tick), _rollouts_there(tick)
+    closed: set[Role] = set()  # one of these was not to be bought, and the others are needed no more than it was
+    for role, name, needed in places:
         slot = tick.state.slots.get(name, Slot())
-        if tick.waited_s(slot.refused_at_s) < back_off_s(slot.refusals_in_a_row, needed):
+        if role in closed:
             continue
-        if (role is Role.TRAINER or _trainer_is_near(tick)) and _may_buy(tick, role, needed):
-            kind = kind_of(role, market_of(role, tick.spec))
-            if why := refusal(tick, role, kind):
-                refuse(tick, role, kind, why)
-                break
-            _request(tick, role, name, slot)
+        kind = kind_of(role, market_of(role, tick.spec))
+        waits = tick.waited_s(slot.refused_at_s) < back_off_s(slot.refusals_in_a_row, needed)
+        if waits and not another_pool(tick, kind, slot.last_refusal):
+            continue
+        if (role is Role.ROLLOUT and not near) or not _may_buy(tick, kind, needed):
+            closed.add(role)
+            continue
+        if tick.snapshot.pools is None:
+            tick.reasons.append(f"{name} {POOLS_UNKNOWN}")
+            break
+        where = choice_of(tick, role, market_of(role, tick.spec))
+        most_usd = most_usd_per_h(tick, kind, where)
+        if why := purse.refusal(role, kind, most_usd):
+            refuse(tick, role, kind, most_usd, why)
+            break
+        there += role is Role.ROLLOUT
+        counted = f"{there} of {rollouts_wanted(tick.state, tick.spec)} rollout nodes"
+        words = ("" if role is Role.TRAINER else counted, purse.words())
+        _request(tick, role, name, slot, where, most_usd, *words)
+        purse.add(role, most_usd or 0.0)
+
+
+def _stand_in(tick: Tick) -> None:
+    """Buy rollout nodes on demand while spot cannot be had, and return them once spot has held."""
+    there = stand_ins_of(tick.state)
+    for node in there[: surplus(tick)]:
+        if node.phase is not NodePhase.SERVING or may_go(tick):
+            tick.move(node, NodePhase.TERMINATING, f"spot has held for {HELD_S:.0f} s")
+    kind = kind_of(Role.ROLLOUT, Market.ON_DEMAND)
+    failed = tick.state.kinds.get(kind, MachineKind())
+    if tick.waited_s(failed.failed_at_s) < back_off_s(failed.refused_in_a_row, True):
+        return
+    taken = {node.slot for node in stand_ins_of(tick.state)}
+    free = [name for role, name, _ in wanted_slots(tick.spec) if role is Role.ROLLOUT and name not in taken]
+    purse = Purse(tick)
+    for name in free[: missing(tick)]:
+        if not _trainer_is_near(tick) or not _may_buy(tick, kind, True) or tick.snapshot.pools is None:
+            return
+        where = choice_of(tick, Role.ROLLOUT, Market.ON_DEMAND)
+        most_usd = most_usd_per_h(tick, kind, where)
+        if why := purse.refusal(Role.ROLLOUT, kind, most_usd):
+            refuse(tick, Role.ROLLOUT, kind, most_usd, why, stand_in=True)
+            return
+        words = ("on demand, for spot cannot be had", purse.words())
+        slot = tick.state.slots.get(name, Slot())
+        _request(tick, Role.ROLLOUT, name, slot, where, most_usd, *words, stand_in=True)
+        purse.add(Role.ROLLOUT, most_usd or 0.0)
 
 
 def _empty_slots(tick: Tick) -> list[tuple[Role, str, bool]]:
     """The places to be filled now: role, name, and whether the run needs it at once."""
-    filled = {node.slot for node in tick.state.nodes.values() if node.phase in FILLING_NODE}
-    rollouts = sum(1 for slot in filled if role_of(slot) is Role.ROLLOUT)
-    missing = max(0, rollouts_wanted(tick.state, tick.spec) - rollouts)
-    needed = max(0, tick.spec.rollout.replicas.min - rollouts)
+    nodes = [node for node in tick.state.nodes.values() if node.phase in FILLING_NODE and not node.stand_in]
+    filled = {node.slot for node in nodes}
+    rollouts, others = sum(1 for slot in filled if role_of(slot) is Role.ROLLOUT), len(stand_ins_of(tick.state))
+    most = max(1, tick.spec.rollout.replicas.max - others)  # one beside them, so that spot can show that it holds
+    missing = max(0, min(most, rollouts_wanted(tick.state, tick.spec)) - rollouts)
+    needed = max(0, tick.spec.rollout.replicas.min - rollouts - others)
     empty = [(role, name) for role, name, _ in wanted_slots(tick.spec) if name not in filled]
     trainers = [(role, name, True) for role, name in empty if role is Role.TRAINER]
     places = [name for role, name in empty if role is Role.ROLLOUT][:missing]
     return [*trainers, *((Role.ROLLOUT, name, place < needed) for place, name in enumerate(places))]
 
 
-def _request(tick: Tick, role: Role, name: str, slot: Slot) -> None:
+def _rollouts_there(tick: Tick) -> int:
+    return sum(one.role is Role.ROLLOUT and one.phase in FILLING_NODE for one in tick.state.nodes.values())
+
+
+def _request(
+    tick: Tick,
+    role: Role,
+    name: str,
+    slot: Slot,
+    where: Choice | None,
+    most_usd: float | None,
+    *words: str,
+    stand_in: bool = False,
+) -> None:
     incarnation = slot.incarnations + 1
     before = "first" if incarnation == 1 else f"in place of {node_id_of(name, slot.incarnations)}"
     node = node_id_of(name, incarnation)
-    market = market_of(role, tick.spec)
-    reason = "; ".join(part for part in (before, _count_words(tick, role), budget_words(tick)) if part)
-    most_usd = (tick.snapshot.prices or {}).get(kind_of(role, market), 0.0)
-    event = NodeRequested(node, role, name, incarnation, market, reason, most_usd)
+    market = Market.ON_DEMAND if stand_in else market_of(role, tick.spec)
+    place = "" if where is None else where.words
+    reason = "; ".join(part for part in (before, *words, place) if part)
+    pool = None if where is None else where.offer.pool
+    event = NodeRequested(node, role, name, incarnation, market, reason, most_usd or 0.0, pool, stand_in)
     tick.emit(event, f"{node} requested ({reason})")
-
-
-def _count_words(tick: Tick, role: Role) -> str:
-    """`2 of 3 rollout nodes`: which one it is of those that there are to be."""
-    if role is Role.TRAINER:
-        return ""
-    there = sum(1 for one in tick.state.live(role) if one.phase in FILLING_NODE)
-    return f"{there + 1} of {rollouts_wanted(tick.state, tick.spec)} rollout nodes"
 
 
 def _trainer_is_near(tick: Tick) -> bool:
@@ -114,15 +171,19 @@ def _trainer_is_near(tick: Tick) -> bool:
     return any(node.served or not fails for node in tick.state.trainer_machines)
 
 
-def _may_buy(tick: Tick, role: Role, needed: bool) -> bool:
+def _may_buy(tick: Tick, name: str, needed: bool) -> bool:
     """Whether machines of the kind are bought; of one whose buying has stopped, one at a time, now and then."""
-    name = kind_of(role, market_of(role, tick.spec))
     kind = tick.state.kinds.get(name, MachineKind())
     if not kind.stopped:
         return True
     if any(one.kind == name and _is_probe(one, kind) for one in tick.state.nodes.values()):
         return False
-    return tick.waited_s(kind.failed_at_s) >= probe_wait_s(kind, needed)
+    return _elsewhere(tick, name, kind) or tick.waited_s(kind.failed_at_s) >= probe_wait_s(kind, needed)
+
+
+def _elsewhere(tick: Tick, name: str, kind: MachineKind) -> bool:
+    """Whether what fails is one pool after the other, and one is left."""
+    return not kind.never_serves and another_pool(tick, name, kind.last_refusal)
 
 
 def _is_probe(node: Node, kind: MachineKind) -> bool:
@@ -134,8 +195,8 @@ def _is_probe(node: Node, kind: MachineKind) -> bool:
 
 def _judge_kinds(tick: Tick) -> None:
     """Stop buying kinds that fail again and again, and resume buying those that no longer do."""
-    for name, kind in tick.state.kinds.items():
-        if kind.fails and not kind.stopped:
+    for name, kind in list(tick.state.kinds.items()):
+        if kind.fails and not kind.stopped and not _elsewhere(tick, name, kind):
             reason = f"{kind.failures_in_a_row} in a row came to nothing: {kind.last_failure}"
             tick.emit(BuyingStopped(name, reason), f"no more machines, {name}: {reason}")
         elif kind.stopped and (not kind.fails or _works_again(tick, name, kind)):

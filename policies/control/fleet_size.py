@@ -28,7 +28,9 @@ def rollouts_wanted(state: RunState, spec: RunSpec) -> int:
 def hourly_prices(state: RunState) -> HourlyPrices:
     """Return what the machines that are there cost; 0 where it is not known. Nodes: their average."""
     beside = max((node.price_usd_per_h for node in state.trainer_machines), default=0.0)
-    nodes = [node.price_usd_per_h for node in state.live(Role.ROLLOUT) if node.price_usd_per_h > 0]
+    nodes = [
+        node.price_usd_per_h for node in state.live(Role.ROLLOUT) if node.price_usd_per_h > 0 and not node.stand_in
+    ]
     return HourlyPrices(beside, sum(nodes) / len(nodes) if nodes else 0.0)
 
 
@@ -56,10 +58,10 @@ def size_words(shape: StepShape, prices: HourlyPrices) -> str:
 
 def return_surplus(tick: Tick) -> None:
     """Return the nodes that are too many: those that do not serve first, then the dearest."""
-    nodes = [node for node in tick.state.live(Role.ROLLOUT) if node.phase in FILLING_NODE]
+    nodes = [node for node in tick.state.live(Role.ROLLOUT) if node.phase in FILLING_NODE and not node.stand_in]
     wanted = rollouts_wanted(tick.state, tick.spec)
     for node in sorted(nodes, key=_worth)[: max(0, len(nodes) - wanted)]:
-        if node.phase is not NodePhase.SERVING or _may_go(tick):
+        if node.phase is not NodePhase.SERVING or may_go(tick):
             price = f" at {node.price_usd_per_h:.2f} USD/h" if node.price_usd_per_h else ""
             why = f"returned{price}, one of {len(nodes)} where {wanted} make a step cheapest"
             tick.move(node, NodePhase.TERMINATING, why)
@@ -70,7 +72,7 @@ def _worth(node: Node) -> tuple[int, float, float]:
     return serves, -node.price_usd_per_h, -node.requested_at_s
 
 
-def _may_go(tick: Tick) -> bool:
+def may_go(tick: Tick) -> bool:
     beat = tick.snapshot.trainer
     calm = beat is not None and beat.activity not in GENERATES
     return calm or tick.waited_s(tick.state.fleet_sized_at_s) > RETURN_WITHIN_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 from policies.control.snapshot import Machine
 from policies.control.tick import Tick
 from policies.model import exit_codes
+from policies.model.pool_fold import NOTICED
 from policies.model.state import Node
 from policies.model.vocabulary import MachineState, NodePhase, Role
 
@@ -53,10 +54,10 @@ def _machine_present(tick: Tick, node: Node, machine: Machine) -> None:
         return  # it may still be refused
     if node.phase is NodePhase.REQUESTED:
         tick.move(node, NodePhase.BOOTING, "the machine is there")
-        if machine.price_usd_per_h > 0:
+        if machine.price_usd_per_h > 0 or machine.pool is not None:
             tick.bought(machine)
     if machine.notice and node.phase is not NodePhase.DRAINING:
-        tick.move(tick.state.nodes[node.id], NodePhase.DRAINING, "the cloud will take it back")
+        tick.move(tick.state.nodes[node.id], NodePhase.DRAINING, NOTICED)
         return
     node = tick.state.nodes[node.id]
     if machine.attempt == node.attempt and machine.exit_code is not None and node.attempt_ended_at_s is None:

@@ -10,6 +10,7 @@ from policies.detect.divergence import Verdict
 from policies.detect.pitfalls import Pitfall
 from policies.fleet.how_many import StepShape
 from policies.model.events import Event
+from policies.model.pools import Pool, PoolOffer
 from policies.model.state import Node
 from policies.model.timelines import Fork
 from policies.model.vocabulary import (
@@ -41,6 +42,7 @@ class Machine:
     price_usd_per_h: float = 0.0
     on_demand_usd_per_h: float = 0.0  # what it would cost on that market
     where: str = ""  # cloud/region/zone and what it is, in the cloud's words
+    pool: Pool | None = None  # the same, in parts; None: its cloud has no pools
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ class Snapshot:
     watched: Watched | None = None
     # By `kind_of`: the most that a machine of the kind may cost an hour. None: not known yet, or not asked for.
     prices: Mapping[str, float] | None = None
+    # Where machines may be bought, on either market. Empty: there is nothing to choose; None: not known yet.
+    pools: tuple[PoolOffer, ...] | None = ()
     controller_usd: float = 0.0  # what the machine of a `--remote` daemon has cost so far
     controller_usd_per_h: float = 0.0
     step_shape: StepShape | None = None  # of the newest steps; None before enough were made
@@ -161,6 +165,7 @@ class Launch:
     market: Market
     attempt: int
     timeline: int = 0
+    pool: Pool | None = None  # there and nowhere else; None: wherever run.yaml's resources allow
 
 
 @dataclass(frozen=True, slots=True)

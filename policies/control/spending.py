@@ -6,13 +6,14 @@ from collections.abc import Iterable
 
 from policies.control.stopping import STOP_WAIT_S
 from policies.control.tick import Tick
-from policies.fleet.budget import Caps, Running, excess, spent_usd
-from policies.model.events import BudgetReached, BudgetRefused
+from policies.fleet.budget import Caps, Running, excess, spent_usd, together
+from policies.model.events import BudgetNeared, BudgetReached, BudgetRefused
 from policies.model.phases import FILLING_NODE, LIVE_RUN
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import Role, RunPhase
 
+NEAR_SHARE = 0.8  # of `budget.usd`: once it is spent the user is told, while there is time to raise it
 BUDGET = "budget"  # a command: `budget.usd` is another one from now on
 
 
@@ -23,7 +24,7 @@ def caps_of(state: RunState, spec: RunSpec) -> Caps:
 
 
 def stop_at_cap(tick: Tick) -> None:
-    """Stop a run for which no more money is left than stopping takes."""
+    """Stop a run for which no more money is left than stopping takes; say once that most of it is spent."""
     if tick.state.phase not in LIVE_RUN:
         return
     caps = caps_of(tick.state, tick.spec)
@@ -31,6 +32,8 @@ def stop_at_cap(tick: Tick) -> None:
         return
     if why := excess(Caps(caps.usd, None), _spent(tick), _running(tick, tick.state.nodes.values())):
         reach_cap(tick, why)
+    elif not tick.state.budget_neared and (spent := _spent(tick)) >= NEAR_SHARE * caps.usd:
+        tick.emit(BudgetNeared(spent, caps.usd), f"{spent:.2f} of {caps.usd:.2f} USD are spent")
 
 
 def reach_cap(tick: Tick, why: str) -> None:
@@ -39,54 +42,68 @@ def reach_cap(tick: Tick, why: str) -> None:
     tick.move_run(RunPhase.STOPPING, f"the budget is reached: {why}")
 
 
-def refusal(tick: Tick, role: Role, kind: str) -> str:
-    """Say why a machine more of that kind is not bought; empty: it is."""
-    caps = caps_of(tick.state, tick.spec)
-    if caps.usd is None and caps.usd_per_h is None:
-        return ""
-    if tick.snapshot.prices is None:
-        return PRICES_UNKNOWN
-    return _excess_with(tick, role, kind, tick.state.nodes.values())
+class Purse:
+    """What is spent and what runs, as purchases of one tick find it: each that is made is added."""
+
+    def __init__(self, tick: Tick) -> None:
+        self._caps, self._prices_known = caps_of(tick.state, tick.spec), tick.snapshot.prices is not None
+        self._spent = _spent(tick)
+        self._running = _running(tick, tick.state.nodes.values())
+
+    def refusal(self, role: Role, kind: str, most_usd_per_h: float | None) -> str:
+        """Say why a machine more, which may cost so much, is not bought; empty: it is."""
+        if self._caps == Caps(None, None):
+            return ""
+        if not self._prices_known:
+            return PRICES_UNKNOWN
+        if most_usd_per_h is None:
+            return f"no price is known of machines of the kind {kind}, and there is a budget"
+        return excess(self._caps, self._spent, [*self._running, Running(most_usd_per_h, _stop_s(role))])
+
+    def add(self, role: Role, most_usd_per_h: float) -> None:
+        self._running = together([*self._running, Running(most_usd_per_h, _stop_s(role))])
+
+    def words(self) -> str:
+        """`12.30 of 500.00 USD spent`; empty without a cap."""
+        cap = self._caps.usd
+        return "" if cap is None else f"{self._spent:.2f} of {cap:.2f} USD spent"
 
 
 PRICES_UNKNOWN = "prices are not known yet, and there is a budget"
 
 
-def refuse(tick: Tick, role: Role, kind: str, why: str) -> None:
+def refuse(
+    tick: Tick, role: Role, kind: str, most_usd_per_h: float | None, why: str, *, stand_in: bool = False
+) -> None:
     """A machine is not bought for lack of money: without it the run stops, or goes on with what it has. While
-    machines are on their way out it waits: what they cost may be what the new one will."""
+    machines are on their way out it waits: what they cost may be what the new one will. For want of a price, or of
+    money for one that would stand in for another, no run stops."""
     essential = role is Role.TRAINER or not tick.state.live(Role.ROLLOUT)
     stay = [node for node in tick.state.nodes.values() if node.phase in FILLING_NODE]
-    leave = len(tick.state.nodes) - len(stay)
+    leave, what = len(tick.state.nodes) - len(stay), kind if stand_in else f"{role}"
     if why == PRICES_UNKNOWN:
         tick.reasons.append(why)
-    elif leave and not _excess_with(tick, role, kind, stay):
+    elif most_usd_per_h is not None and leave and not _excess_with(tick, role, most_usd_per_h, stay):
         tick.reasons.append(f"{role} waits for {leave} machines to be gone: {why}")
-    elif essential:
+    elif essential and most_usd_per_h is not None and not stand_in:
         reach_cap(tick, why)
-    elif not tick.state.budget_refused:
-        tick.emit(BudgetRefused(f"{role}", why), f"no more {role} machines: {why}")
-
-
-def budget_words(tick: Tick) -> str:
-    """`12.30 of 500.00 USD spent`; empty without a cap."""
-    cap = caps_of(tick.state, tick.spec).usd
-    return "" if cap is None else f"{_spent(tick):.2f} of {cap:.2f} USD spent"
+    elif what not in tick.state.budget_refused:
+        tick.emit(BudgetRefused(what, why), f"no more {what} machines: {why}")
 
 
 def _spent(tick: Tick) -> float:
     return spent_usd(tick.state, tick.snapshot.now_s) + tick.snapshot.controller_usd
 
 
-def _excess_with(tick: Tick, role: Role, kind: str, nodes: Iterable[Node]) -> str:
-    """Say which cap these nodes and one more of that kind do not fit under; empty: they do."""
-    one = Running((tick.snapshot.prices or {}).get(kind, 0.0), _stop_s(role))
+def _excess_with(tick: Tick, role: Role, most_usd_per_h: float, nodes: Iterable[Node]) -> str:
+    """Say which cap these nodes and one more at that price do not fit under; empty: they do."""
+    one = Running(most_usd_per_h, _stop_s(role))
     return excess(caps_of(tick.state, tick.spec), _spent(tick), [*_running(tick, nodes), one])
 
 
 def _running(tick: Tick, nodes: Iterable[Node]) -> list[Running]:
     running = [Running(node.usd_per_h, _stop_s(node.role)) for node in nodes]
-    return [*running, Running(tick.snapshot.controller_usd_per_h, STOP_WAIT_S)]
+    return together([*running, Running(tick.snapshot.controller_usd_per_h, STOP_WAIT_S)])
 
 
 def _stop_s(role: Role) -> float:

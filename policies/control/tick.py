@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from policies.control.snapshot import Machine, Snapshot
+from policies.model.drafts import draft
 from policies.model.events import Event, JobExited, JobRestarted, MachineBought, NodeMoved, RunMoved
 from policies.model.fold import apply
 from policies.model.spec import RunSpec
@@ -15,13 +16,17 @@ from policies.model.vocabulary import NodePhase, Refusal, RunPhase
 
 @dataclass(slots=True)
 class Tick:
-    """State and events of one tick. Mutable, and alive for that tick only."""
+    """State and events of one tick. Mutable, and alive for that tick only: `state` is a draft, whose mappings are
+    not gone through while events are decided."""
 
     state: RunState
     snapshot: Snapshot
     spec: RunSpec
     events: list[Event] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.state = draft(self.state)
 
     def emit(self, event: Event, reason: str) -> None:
         """Decide `event`, because of `reason`. Raises IllegalMove when a phase table forbids it."""
@@ -37,7 +42,7 @@ class Tick:
 
     def bought(self, machine: Machine) -> None:
         prices = machine.price_usd_per_h, machine.on_demand_usd_per_h
-        event = MachineBought(machine.node, machine.market, machine.where, *prices)
+        event = MachineBought(machine.node, machine.market, machine.where, *prices, machine.pool)
         self.emit(event, f"{machine.node} costs {machine.price_usd_per_h:.2f} USD/h")
 
     def exited(self, node: Node, exit_code: int) -> None:

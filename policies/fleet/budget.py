@@ -30,6 +30,14 @@ class Running:
         return self.usd_per_h * (self.stop_s + TEARDOWN_S) / 3600
 
 
+def together(running: Iterable[Running]) -> list[Running]:
+    """Return the same cost an hour and the same reserve in as few as there are times to stop."""
+    usd_per_h: dict[float, float] = {}
+    for one in running:
+        usd_per_h[one.stop_s] = usd_per_h.get(one.stop_s, 0.0) + one.usd_per_h
+    return [Running(usd, stop_s) for stop_s, usd in usd_per_h.items()]
+
+
 @dataclass(frozen=True, slots=True)
 class Caps:
     """What a run may cost, in all and an hour. None: no limit."""

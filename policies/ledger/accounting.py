@@ -7,9 +7,10 @@ between two logged steps is longer than it usually is, and are put down to the f
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import Protocol, TypeVar
 
@@ -72,7 +73,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultCost:
-    """What one fault cost. `survived` once a step was logged after it."""
+    """What one fault cost. `survived` once a step was logged after it, or the run has finished."""
 
     name: str
     at_step: int
@@ -192,11 +193,15 @@ def merge_faults(rehearsed: Iterable[Fault], journalled: Iterable[Fault]) -> lis
     A fault explains one trace of each thing it hits within TRACE_S; the trainer's machine takes the gateway along.
     """
     known = [(fault, set[str]()) for fault in rehearsed]
+    recent = list(
+        range(len(known))
+    )  # of `known`, what may explain a trace: those left out are too old for later ones
     for trace in sorted(journalled, key=lambda fault: fault.struck_s):
+        recent = [place for place in recent if trace.struck_s <= known[place][0].struck_s + TRACE_S]
         near = [
             place
-            for place, (fault, explained) in enumerate(known)
-            if fault.struck_s - TICK_S <= trace.struck_s <= fault.struck_s + TRACE_S
+            for place, (fault, explained) in ((place, known[place]) for place in recent)
+            if fault.struck_s - TICK_S <= trace.struck_s
             and trace.target not in explained
             and _hits(fault.target, trace.target)
         ]
@@ -206,6 +211,7 @@ def merge_faults(rehearsed: Iterable[Fault], journalled: Iterable[Fault]) -> lis
             explained.add(trace.target)
             known[place] = (replace(fault, seen_s=max(fault.seen_s, trace.seen_s)), explained)
         else:
+            recent.append(len(known))
             known.append((trace, {trace.target}))
     return sorted((fault for fault, _ in known), key=lambda fault: fault.struck_s)
 
@@ -216,7 +222,7 @@ def _hits(target: str, slot: str) -> bool:
     return slot == target or slot.startswith(f"{target.removesuffix('s')}-") or target.startswith(f"{slot}-i")
 
 
-def fault_costs(rows: Sequence[LoggedRow], faults: Sequence[Fault]) -> list[FaultCost]:
+def fault_costs(rows: Sequence[LoggedRow], faults: Sequence[Fault], *, finished: bool = False) -> list[FaultCost]:
     """Return what each fault cost, in their order.
 
     A gap between two logged steps costs what it is longer than the median gap in which nothing happened. It is
@@ -226,13 +232,11 @@ def fault_costs(rows: Sequence[LoggedRow], faults: Sequence[Fault]) -> list[Faul
     """
     path = surviving_rows(rows, lambda row: row.reached_s)
     gaps = list(pairwise(path))
-    inside = [
-        [n for n, fault in enumerate(faults) if fault.struck_s <= end.reached_s and fault.seen_s > start.reached_s]
-        for start, end in gaps
-    ]
+    inside = _inside(path, faults)
     spans = [end.reached_s - start.reached_s for start, end in gaps]
     usual_s = median([span for span, hit in zip(spans, inside, strict=True) if not hit] or spans or [0.0])
     seconds, tokens = [0.0] * len(faults), [0] * len(faults)
+    steps_at = _steps_at(path, faults)
     for (_, end), span, hit in zip(gaps, spans, inside, strict=True):
         for place, n in enumerate(hit):
             seconds[n] += (span - usual_s) / len(hit)
@@ -241,17 +245,35 @@ def fault_costs(rows: Sequence[LoggedRow], faults: Sequence[Fault]) -> list[Faul
     return [
         FaultCost(
             name=fault.name,
-            at_step=_step_at(path, fault.struck_s) if fault.at_step is None else fault.at_step,
+            at_step=step_at if fault.at_step is None else fault.at_step,
             seconds_lost=max(0.0, lost),  # a window that was shorter than usual lost nothing
             tokens_regenerated=again,
-            survived=bool(path) and path[-1].reached_s > fault.struck_s,
+            survived=finished or (bool(path) and path[-1].reached_s > fault.struck_s),
         )
-        for fault, lost, again in zip(faults, seconds, tokens, strict=True)
+        for fault, lost, again, step_at in zip(faults, seconds, tokens, steps_at, strict=True)
     ]
 
 
-def _step_at(path: Sequence[LoggedRow], time_s: float) -> int:
-    return max((row.step for row in path if row.reached_s <= time_s), default=0)
+def _inside(path: Sequence[LoggedRow], faults: Sequence[Fault]) -> list[list[int]]:
+    """Of each gap between two rows: the faults that had struck by its end and were not yet seen before its start.
+
+    Looked up by time: a long run has ten thousand rows and, with a thousand machines, as many faults.
+    """
+    times_s = [row.reached_s for row in path]
+    found: list[list[int]] = [[] for _ in times_s[1:]]
+    for n, fault in enumerate(faults):
+        first = max(0, bisect_left(times_s, fault.struck_s) - 1)
+        last = min(len(found), bisect_left(times_s, fault.seen_s))
+        for place in range(first, last):
+            found[place].append(n)
+    return found
+
+
+def _steps_at(path: Sequence[LoggedRow], faults: Sequence[Fault]) -> list[int]:
+    """The highest step that had been logged when each struck."""
+    times_s = [row.reached_s for row in path]
+    highest = [0, *accumulate((row.step for row in path), max)]
+    return [highest[bisect_right(times_s, fault.struck_s)] for fault in faults]
 
 
 def rentals(history: History, now_s: float) -> list[Rental]:

@@ -16,7 +16,9 @@ from policies.model.vocabulary import NodePhase, Refusal
 REFUSALS = 3
 PROBE_FIRST_S = 600.0  # after machines that never served; doubled with each try
 PROBE_MAX_S = 4 * 3600.0
+CREDENTIALS_MAX_S = 3600.0  # refused credentials: the user mends them, and a `resume` tries at once
 WORKS_S = 600.0  # one that serves this long after the last that soon broke shows that the kind works
+HELD_S = 600.0  # a spot machine that has served so long is taken to stay
 BACK_OFF_FIRST_S = 2.0  # after refusals; doubled with each in a row
 BACK_OFF_MAX_NEEDED_S = 15.0  # for nodes below `replicas.min`
 BACK_OFF_MAX_EXTRA_S = 120.0  # for those above it
@@ -31,6 +33,7 @@ class MachineKind:
     broke_in_a_row: int = 0  # served, and soon broken for good, since the buying was last resumed
     failed_at_s: float = 0.0  # the last of them
     last_failure: str = ""
+    last_refusal: Refusal | None = None  # of that failure; None: it was taken back before it served
     stopped: str = ""  # why none is bought; empty: they are
     stopped_at_s: float = 0.0
     probes: int = 0  # machines requested since then
@@ -62,8 +65,10 @@ def back_off_s(failures: int, needed: bool) -> float:
 
 def probe_wait_s(kind: MachineKind, needed: bool) -> float:
     """Seconds from the last failure of a stopped kind until one machine is requested again."""
-    if kind.never_serves:
-        return float(min(PROBE_MAX_S, PROBE_FIRST_S * 2 ** min(kind.probes, 10)))
+    credentials = kind.last_refusal is Refusal.CREDENTIALS
+    if kind.never_serves or credentials:
+        most_s = PROBE_MAX_S if kind.never_serves else CREDENTIALS_MAX_S
+        return float(min(most_s, PROBE_FIRST_S * 2 ** min(kind.probes, 10)))
     return back_off_s(kind.probes + 1, needed)
 
 
@@ -80,7 +85,7 @@ def after_move(
         served: it had served before the move, or nobody was waiting for that any more.
         asked_at_s: when the machine was requested.
     """
-    failed = replace(kind, failed_at_s=time_s, last_failure=move.reason)
+    failed = replace(kind, failed_at_s=time_s, last_failure=move.reason, last_refusal=move.refusal)
     lost = move.phase is NodePhase.GONE and not served and move.refusal is None
     if move.refusal is Refusal.NEVER_SERVED:
         return replace(failed, unserved_in_a_row=kind.unserved_in_a_row + 1)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
+from policies.model.pools import Pool
 from policies.model.timelines import Fork
 from policies.model.vocabulary import Cause, Market, NodePhase, Refusal, Role, RunPhase
 
@@ -50,6 +51,8 @@ class NodeRequested:
     market: Market
     reason: str
     most_usd_per_h: float = 0.0  # that a machine of its kind may cost; 0: not known
+    pool: Pool | None = None  # where it is asked for; None: wherever run.yaml's resources allow
+    stand_in: bool = False  # on demand, in place of a spot machine that cannot be had
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,23 @@ class BudgetReached:
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetNeared:
+    """Four fifths of `budget.usd` are spent. The run goes on."""
+
+    spent_usd: float
+    usd: float
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityMissing:
+    """There has been no machine of a role for an hour, though one is wanted. It is still asked for."""
+
+    role: str
+    since_s: float  # seconds since the epoch
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class BudgetSet:
     """A user has set another `budget.usd` for this run."""
 
@@ -120,6 +140,7 @@ class MachineBought:
     where: str
     price_usd_per_h: float
     on_demand_usd_per_h: float
+    pool: Pool | None = None  # where it really is, whatever was asked for; None: its cloud has no pools
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +346,9 @@ RunEvent = (
     | DataSetAside
     | BudgetReached
     | BudgetRefused
+    | BudgetNeared
     | BudgetSet
+    | CapacityMissing
 )
 Event = RunEvent | MachineEvent | TimelineEvent
 

@@ -12,24 +12,21 @@ from types import MappingProxyType
 from typing import assert_never
 
 from policies.model import exit_codes
-from policies.model.buying import MachineKind, after_move
+from policies.model.buying import HELD_S, MachineKind, after_move
+from policies.model.drafts import draft, final, in_place_of, with_item, without_item
 from policies.model.events import (
+    BudgetNeared,
     BudgetReached,
     BudgetRefused,
     BudgetSet,
     BuyingResumed,
     BuyingStopped,
+    CapacityMissing,
     CommandTaken,
     DataSetAside,
-    Diverged,
-    DivergenceCleared,
-    DivergenceWatched,
     Event,
-    Exported,
-    FleetMoved,
     FleetSized,
     GatewayRestarted,
-    HealthyChosen,
     JobExited,
     JobRestarted,
     MachineBought,
@@ -37,35 +34,37 @@ from policies.model.events import (
     NodeMoved,
     NodeRequested,
     Noticed,
-    ProbationPassed,
-    RollbackBegun,
     RunCreated,
     RunMoved,
     SpecProved,
     StoreCaughtUp,
     StoreSlowed,
     TimelineEvent,
-    TimelineForked,
-    TimelineResumed,
     TookOver,
-    TrainerFenced,
 )
-from policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, check_move
-from policies.model.state import Node, Rollback, RunState, Slot
-from policies.model.vocabulary import NodePhase, Role, RollbackStage, RunPhase, kind_of
+from policies.model.phases import LIVE_NODE, NODE_EDGES, RUN_EDGES, check_move
+from policies.model.pool_fold import landed_in, note_bought, note_moved, with_times_up_to
+from policies.model.state import Node, RunState, Slot
+from policies.model.timeline_fold import apply_to_timelines
+from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of
+
+_HAS_MACHINE = LIVE_NODE - {NodePhase.REQUESTED}
 
 
 def fold(history: Iterable[tuple[int, float, Iterable[Event]]]) -> RunState:
     """Fold `(entry number, time_s, events)` in order. Raises IllegalMove for a history that cannot have been."""
-    state = RunState()
+    state = draft(RunState())
     for number, time_s, events in history:
         for event in events:
             state = apply(state, event, time_s, number)
-    return state
+    return final(state)
 
 
 def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState:
-    """Return the state after one event of entry `number`. Raises IllegalMove for a move that no table has."""
+    """Return the state after one event of entry `number`; a draft (`drafts`) is used up.
+
+    Raises IllegalMove for a move that no table has.
+    """
     return replace(_apply(state, event, time_s, number), told_s=time_s)
 
 
@@ -73,17 +72,17 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
     if isinstance(event, MachineEvent):
         return _apply_to_machines(state, event, time_s)
     if isinstance(event, TimelineEvent):
-        return _apply_to_timelines(state, event, time_s)
+        return apply_to_timelines(state, event, time_s)
     match event:
         case RunCreated():
             return replace(state, name=event.name)
         case TookOver():
-            return replace(_with_times_up_to(state, time_s), epoch=number)
+            return replace(with_times_up_to(_with_times_up_to(state, time_s), time_s), epoch=number)
         case RunMoved():
             check_move(RUN_EDGES, state.phase, event.phase)
             state = replace(state, phase=event.phase, reason=event.reason)
             if event.phase is RunPhase.STARTING:  # somebody has mended something, or wants another try
-                return replace(state, trainer_failures=0, kinds=MappingProxyType({}), budget_reached=False)
+                return replace(state, trainer_failures=0, kinds=in_place_of(state.kinds, {}), budget_reached=False)
             return state
         case GatewayRestarted():
             return replace(state, gateway_boot_id=event.boot_id)
@@ -102,9 +101,13 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
         case BudgetReached():
             return replace(state, budget_reached=True)
         case BudgetRefused():
-            return replace(state, budget_refused=True)
+            return replace(state, budget_refused=state.budget_refused | {event.role})
+        case BudgetNeared():
+            return replace(state, budget_neared=True)
         case BudgetSet():
-            return replace(state, budget_usd=event.usd, budget_refused=False)
+            return replace(state, budget_usd=event.usd, budget_refused=frozenset(), budget_neared=False)
+        case CapacityMissing():
+            return replace(state, capacity_told=state.capacity_told | {event.role})
         case _:
             assert_never(event)
 
@@ -130,8 +133,10 @@ def _apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> R
                 market=event.market,
                 price_usd_per_h=event.price_usd_per_h,
                 on_demand_usd_per_h=event.on_demand_usd_per_h,
+                pool=landed_in(state.nodes[event.node].pool, event.pool),
+                came_at_s=time_s,
             )
-            return _with_node(state, bought)
+            return _with_node(note_bought(state, event, state.nodes[event.node].pool, time_s), bought)
         case JobExited():
             return _exited(state, event, time_s)
         case JobRestarted():
@@ -139,36 +144,6 @@ def _apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> R
             slot = state.slots.get(node.slot, Slot())
             state = _with_slot(state, node.slot, replace(slot, job_restarts=slot.job_restarts + 1))
             return _with_node(state, node)
-        case _:
-            assert_never(event)
-
-
-def _apply_to_timelines(state: RunState, event: TimelineEvent, time_s: float) -> RunState:
-    match event:
-        case DivergenceWatched():
-            return replace(state, watched=event)
-        case DivergenceCleared():
-            return replace(state, watched=None)
-        case Diverged():
-            return replace(state, watched=None, diverged=event, diverged_at_s=time_s)
-        case RollbackBegun():
-            return _begun(state, event, time_s)
-        case TimelineForked():
-            state = replace(state, watched=None, diverged=None, trainer_failures=0, trainer_failed_step=-1)
-            return _at_stage(state, RollbackStage.FORKED, time_s)
-        case TrainerFenced():
-            return _at_stage(state, RollbackStage.FENCED, time_s)
-        case TimelineResumed():
-            return _at_stage(state, RollbackStage.RESUMED, time_s)
-        case FleetMoved():
-            return _at_stage(state, RollbackStage.PROBATION, time_s)
-        case ProbationPassed():
-            check_move(ROLLBACK_EDGES, _stage(state), None)
-            return replace(state, rollbacks=(*state.rollbacks[:-1], replace(state.rollbacks[-1], passed=True)))
-        case HealthyChosen():
-            return replace(state, healthy=event.version, exported=None)
-        case Exported():
-            return replace(state, exported=event.version)
         case _:
             assert_never(event)
 
@@ -186,6 +161,8 @@ def _requested(state: RunState, event: NodeRequested, time_s: float) -> RunState
         reason=event.reason,
         kind=kind_of(event.role, event.market),
         most_usd_per_h=event.most_usd_per_h,
+        pool=event.pool,
+        stand_in=event.stand_in,
     )
     if kind := state.kinds.get(node.kind):
         state = _with_kind(state, node.kind, replace(kind, probes=kind.probes + bool(kind.stopped)))
@@ -196,10 +173,14 @@ def _requested(state: RunState, event: NodeRequested, time_s: float) -> RunState
 def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
     node = state.nodes[event.node]
     check_move(NODE_EDGES, node.phase, event.phase)
+    state = note_moved(state, node, event, time_s)
     slot = state.slots.get(node.slot, Slot())
     unserved = node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and not node.served
     lost = event.phase is NodePhase.GONE and unserved
-    if event.phase is NodePhase.REFUSED or event.refusal is not None or lost:
+    state = _noting_spot(state, node, event, time_s)
+    if node.stand_in:
+        pass  # its slot's own tries go on beside it
+    elif event.phase is NodePhase.REFUSED or event.refusal is not None or lost:
         refusals = slot.refusals_in_a_row + 1
         slot = replace(slot, refusals_in_a_row=refusals, refused_at_s=time_s, last_refusal=event.refusal)
     elif event.phase is NodePhase.SERVING:
@@ -214,18 +195,43 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
         on_demand_usd = state.spent_on_demand_usd + node.on_demand_cost_usd(time_s)
         state = replace(state, spent_usd=spent_usd, spent_on_demand_usd=on_demand_usd)
     if event.phase in (NodePhase.GONE, NodePhase.REFUSED):
-        state = replace(state, nodes=MappingProxyType({k: n for k, n in state.nodes.items() if k != node.id}))
+        state = replace(state, nodes=without_item(state.nodes, node.id))
     else:
         served = node.served or event.phase is NodePhase.SERVING
         node = replace(node, phase=event.phase, since_s=time_s, reason=event.reason, served=served)
         state = _with_node(state, node)
-    return _noting_trainer_machine(state, time_s)
+    return _noting_machines(state, node.role, event.phase, time_s)
 
 
-def _noting_trainer_machine(state: RunState, time_s: float) -> RunState:
-    if state.trainer_machines:
-        return replace(state, trainerless_since_s=None)
-    return state if state.trainerless_since_s is not None else replace(state, trainerless_since_s=time_s)
+def _noting_spot(state: RunState, node: Node, move: NodeMoved, time_s: float) -> RunState:
+    """Note since when spot does not give what is asked of it: from a refusal or loss on, unless one has held."""
+    taken = move.phase in (NodePhase.REFUSED, NodePhase.GONE) and node.phase is not NodePhase.TERMINATING
+    if node.role is not Role.ROLLOUT or node.stand_in or node.market is not Market.SPOT or not taken:
+        return state
+    mine = [one for one in state.nodes.values() if one.kind == node.kind and one.phase is NodePhase.SERVING]
+    held = any(time_s - one.since_s >= HELD_S for one in mine)
+    again = state.kinds.get(node.kind, MachineKind()).refused_in_a_row > 0
+    if state.spot_short_since_s is None or (held and not again):
+        return replace(state, spot_short_since_s=time_s)
+    return state
+
+
+def _noting_machines(state: RunState, role: Role, phase: NodePhase, time_s: float) -> RunState:
+    """Note since when there has been no machine of a role, after one of `role` moved to `phase`."""
+    trainer, rollout = state.trainerless_since_s, state.rolloutless_since_s
+    if role is Role.TRAINER:  # whose machines change with its own moves alone
+        trainer = _without_since(state, Role.TRAINER, trainer, time_s)
+    if role is Role.TRAINER or rollout is None or phase in _HAS_MACHINE:
+        rollout = _without_since(state, Role.ROLLOUT, rollout, time_s)
+    without = {role for role, since_s in ((Role.TRAINER, trainer), (Role.ROLLOUT, rollout)) if since_s is not None}
+    told = state.capacity_told & {str(role) for role in without}
+    return replace(state, trainerless_since_s=trainer, rolloutless_since_s=rollout, capacity_told=told)
+
+
+def _without_since(state: RunState, role: Role, since_s: float | None, time_s: float) -> float | None:
+    if any(node.role is role and node.phase in _HAS_MACHINE for node in state.nodes.values()):
+        return None
+    return time_s if since_s is None else since_s
 
 
 def _with_times_up_to(state: RunState, time_s: float) -> RunState:
@@ -246,17 +252,22 @@ def _with_times_up_to(state: RunState, time_s: float) -> RunState:
         name: replace(one, failed_at_s=min(one.failed_at_s, time_s), stopped_at_s=one.stopped_at_s - back_s)
         for name, one in state.kinds.items()
     }
-    without_s = state.trainerless_since_s
     return replace(
         state,
-        nodes=MappingProxyType(nodes),
-        slots=MappingProxyType(slots),
-        kinds=MappingProxyType(kinds),
+        nodes=in_place_of(state.nodes, nodes),
+        slots=in_place_of(state.slots, slots),
+        kinds=in_place_of(state.kinds, kinds),
         fleet_sized_at_s=min(state.fleet_sized_at_s, time_s),
-        trainerless_since_s=None if without_s is None else min(without_s, time_s),
+        trainerless_since_s=_not_after(state.trainerless_since_s, time_s),
+        rolloutless_since_s=_not_after(state.rolloutless_since_s, time_s),
+        spot_short_since_s=_not_after(state.spot_short_since_s, time_s),
         diverged_at_s=min(state.diverged_at_s, time_s),
         rollbacks=tuple(replace(one, since_s=min(one.since_s, time_s)) for one in state.rollbacks),
     )
+
+
+def _not_after(since_s: float | None, time_s: float) -> float | None:
+    return None if since_s is None else min(since_s, time_s)
 
 
 def _exited(state: RunState, event: JobExited, time_s: float) -> RunState:
@@ -272,30 +283,13 @@ def _exited(state: RunState, event: JobExited, time_s: float) -> RunState:
     )
 
 
-def _begun(state: RunState, event: RollbackBegun, time_s: float) -> RunState:
-    check_move(ROLLBACK_EDGES, _stage(state), RollbackStage.BEGUN)
-    begun = Rollback(event.fork, event.cause, event.from_step, RollbackStage.BEGUN, time_s)
-    kept = [one for one in state.rollbacks if one.stage is not RollbackStage.BEGUN]
-    return replace(state, rollbacks=(*kept, begun), healthy=None, exported=None)
-
-
-def _stage(state: RunState) -> RollbackStage | None:
-    return None if state.rollback is None else state.rollback.stage
-
-
-def _at_stage(state: RunState, stage: RollbackStage, time_s: float) -> RunState:
-    check_move(ROLLBACK_EDGES, _stage(state), stage)
-    moved = replace(state.rollbacks[-1], stage=stage, since_s=time_s)
-    return replace(state, rollbacks=(*state.rollbacks[:-1], moved))
-
-
 def _with_node(state: RunState, node: Node) -> RunState:
-    return replace(state, nodes=MappingProxyType({**state.nodes, node.id: node}))
+    return replace(state, nodes=with_item(state.nodes, node.id, node))
 
 
 def _with_kind(state: RunState, name: str, kind: MachineKind) -> RunState:
-    return replace(state, kinds=MappingProxyType({**state.kinds, name: kind}))
+    return replace(state, kinds=with_item(state.kinds, name, kind))
 
 
 def _with_slot(state: RunState, name: str, slot: Slot) -> RunState:
-    return replace(state, slots=MappingProxyType({**state.slots, name: slot}))
+    return replace(state, slots=with_item(state.slots, name, slot))

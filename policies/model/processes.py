@@ -21,8 +21,15 @@ def gpu_counts(resources: Mapping[str, Any]) -> set[int | None]:
 
     One for each alternative, those of `any_of` and `ordered` too; None for one that names none.
     """
+    return {count for one in alternatives_of(resources) for count in _counts(one)}
+
+
+def alternatives_of(resources: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The machines that SkyPilot's `resources` allows, in their order: each entry of `any_of` or `ordered` over
+    the keys beside the list; without such a list the one that is named."""
     nested = [one for key in ALTERNATIVES for one in _listed(resources.get(key)) if isinstance(one, Mapping)]
-    return {count for one in (nested or [resources]) for count in _counts({**resources, **one})}
+    beside = {key: value for key, value in resources.items() if key not in ALTERNATIVES}
+    return [{**beside, **one} for one in nested or [{}]]
 
 
 def _listed(value: Any) -> list[Any]:

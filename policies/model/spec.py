@@ -73,7 +73,7 @@ class RolloutSpec:
     """The machines that generate."""
 
     replicas: Replicas = field(default_factory=Replicas)
-    resources: dict[str, Any] = field(default_factory=dict)  # SkyPilot's keys; use_spot defaults to true
+    resources: dict[str, Any] = field(default_factory=dict)  # SkyPilot's; use_spot: `policies.control.markets`
     setup: str = ""
     vllm: dict[str, Any] = field(default_factory=dict)  # flags of `vllm serve` without their dashes
     env: dict[str, str] = field(default_factory=dict)  # environment of the vLLM process
@@ -116,9 +116,12 @@ class KlPolicy:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPolicy:
     """What the fleet does by itself. `dead_man_min`: a machine ends by itself when neither daemon nor gateway has
-    been heard for so many minutes; 0: never."""
+    been heard for so many minutes; 0: never. Half-lives of what was seen where machines are bought: losses
+    follow the hours of a day; capacity comes and goes within hours."""
 
     dead_man_min: float = 30.0
+    loss_half_life_h: float = 24.0
+    launch_half_life_h: float = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +159,14 @@ class Budget:
     usd: float | None = None
     usd_per_h: float | None = None
     at: Literal["pause", "down"] = "pause"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notify:
+    """Where the daemon tells people what should not wait until they look. Unset: nowhere."""
+
+    webhook_env: str | None = None  # the daemon's environment variable with the URL, which is a secret
+    command: tuple[str, ...] = ()  # program and arguments; gets the message as JSON on its standard input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +210,8 @@ class RunSpec:
     policies: PoliciesSpec = field(default_factory=PoliciesSpec)
     checkpoints: CheckpointsSpec = field(default_factory=CheckpointsSpec)
     budget: Budget = field(default_factory=Budget)
+    notify: Notify = field(default_factory=Notify)
+    metrics_port: int | None = None  # of the daemon's machine, for Prometheus there; None: none
     secrets: tuple[str, ...] = ()  # environment variables that reach the nodes; their values are stored nowhere
     cloud: Literal["local", "sky"] = "local"
     rehearse: Rehearsal | None = None

@@ -9,6 +9,8 @@ from types import MappingProxyType
 from policies.model.buying import MachineKind
 from policies.model.events import DataSetAside, Diverged, DivergenceWatched
 from policies.model.phases import LIVE_NODE
+from policies.model.pool_record import PoolRecord
+from policies.model.pools import Pool
 from policies.model.timelines import Fork, probation_until
 from policies.model.vocabulary import Cause, Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
 
@@ -33,6 +35,9 @@ class Node:
     attempt_ended_at_s: float | None = None  # when this attempt's work ended, until it is restarted
     kind: str = ""  # what was asked for, `vocabulary.kind_of`
     served: bool = False  # ever
+    pool: Pool | None = None  # where it was asked for; once its machine was seen, where that is
+    came_at_s: float | None = None  # when its machine was seen in its pool
+    stand_in: bool = False  # on demand, in place of a spot machine that cannot be had
 
     @property
     def may_be_working(self) -> bool:
@@ -92,14 +97,19 @@ class RunState:
     nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
     slots: Mapping[str, Slot] = field(default_factory=lambda: MappingProxyType({}))
     kinds: Mapping[str, MachineKind] = field(default_factory=lambda: MappingProxyType({}))
+    pools: Mapping[str, PoolRecord] = field(default_factory=lambda: MappingProxyType({}))  # by a pool's text
     spent_usd: float = 0.0  # on machines that are gone; see policies.fleet.budget
     spent_on_demand_usd: float = 0.0  # what they would have cost on demand
     budget_usd: float | None = None  # what a user has set in place of run.yaml's
     budget_reached: bool = False  # which is why it stops, or has
-    budget_refused: bool = False  # machines that were not bought for it were told of
+    budget_refused: frozenset[str] = frozenset()  # machines that were not bought for it, as `BudgetRefused` tells
+    budget_neared: bool = False  # that four fifths of it are spent was told
     fleet_size: int | None = None  # rollout nodes to have; None: as many as run.yaml allows
     fleet_sized_at_s: float = 0.0
+    spot_short_since_s: float | None = None  # rollout machines on spot were refused or lost, and none held before
     trainerless_since_s: float | None = None  # there has been no machine for the trainer since
+    rolloutless_since_s: float | None = None  # the same, of rollout nodes
+    capacity_told: frozenset[str] = frozenset()  # roles whose lack of machines was told
     commands_taken: frozenset[str] = frozenset()
     gateway_boot_id: str | None = None
     trainer_failures: int = 0  # exits in a row without one step of progress between them

@@ -52,6 +52,10 @@ class Market(StrEnum):
     SPOT = "spot"
     ON_DEMAND = "on_demand"
 
+    @property
+    def other(self) -> Market:
+        return Market.ON_DEMAND if self is Market.SPOT else Market.SPOT
+
 
 class NodePhase(StrEnum):
     """Where a node is in its life; the legal moves are in `phases.NODE_EDGES`."""

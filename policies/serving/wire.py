@@ -214,6 +214,14 @@ class PromptLine:
 
 
 @dataclass(frozen=True, slots=True)
+class HandOver:
+    """A completion left a node that had made some of it; `tokens` of it were there, 0 where it started over."""
+
+    node: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One finished completion: token ids with the log-probability of each, in natural logarithms.
 
@@ -228,6 +236,7 @@ class Completion:
     node: str
     refused: str = ""
     limit_tokens: int | None = None  # the longest sequence on that node, where the prompt is too long
+    handed_over: list[HandOver] = field(default_factory=list)  # in the order of time
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,11 @@ def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
     )
 
 
+def divides_weights(spec: RunSpec) -> bool:
+    """Whether each process keeps a part of the weights alone, by ZeRO-3 or FSDP2."""
+    return _divided(spec)[0] in ("zero3", "fsdp")
+
+
 def lora_of(peft: Mapping[str, Any] | None, shape: Shape) -> Lora | None:
     """The adapter that a LoraConfig makes for such a model; None where there is none."""
     if peft is None:

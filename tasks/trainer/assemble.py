@@ -37,6 +37,7 @@ from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.publish_adapter import AdapterPublisher
 from tasks.storing.restoring import BASE_MODEL
+from tasks.storing.sample_writer import SampleWriter
 from tasks.storing.saving import CheckpointSaver, read_resume_state
 from tasks.storing.served_types import read_served_types
 from tasks.storing.sharing import Restored
@@ -44,7 +45,7 @@ from tasks.storing.step_costs import StepCosts
 from tasks.trainer import callbacks
 from tasks.trainer.overdue import ended_after
 from tasks.trainer.preflight import check_packages, check_prompts, check_rewards
-from tasks.trainer.reports import keep_reports, prepare_reports
+from tasks.trainer.reports import keep_reports, name_reports, prepare_reports
 from tasks.trainer.turns import check_turns, guarded_turns, load_turns
 from tasks.trainer.user_data import load_data, prompts_used
 from tasks.trainer.user_objects import (
@@ -65,6 +66,7 @@ from tasks.trl.weights import checkpoint_bytes, plain_model
 
 log = structlog.get_logger()
 
+SAMPLES_RETRY_S = 30.0  # what nothing depends on is worth no longer wait
 SAVES_BEHIND_MAX = 10  # without `checkpoints.max_behind_steps`: how many saves the store may be behind
 
 
@@ -181,6 +183,7 @@ def _trainer(start: Start, client: FleetClient, config: Any, replaced: Callable[
     data = load_data("trainer.dataset", wanted.dataset, workdir, used)
     held_out = wanted.eval_dataset and load_data("trainer.eval_dataset", wanted.eval_dataset, workdir, used)
     check_packages(config)
+    name_reports(config, start.spec.name, start.record.run_id, start.env.timeline)
     prepare_reports(config, Path(start.env.workdir))
     if start.restored is None and config.process_index == 0:
         tried = {**data.firsts, **(held_out.firsts if held_out else {})}
@@ -262,6 +265,8 @@ def _add_first(start: Start, trainer: Any, client: FleetClient, spool: Spool) ->
         resume_state=resume_state.state,
     )
     trainer.attach(checkpoints, start.leaving)
+    trainer.samples = SampleWriter(Store(start.store.url, retry_s=SAMPLES_RETRY_S), start.env.precedence)
+    trainer.add_callback(callbacks.SamplesCallback(trainer.samples))
     trainer.add_callback(callbacks.HeartbeatCallback(heartbeat, checkpoints, start.leaving))
     trainer.add_callback(callbacks.MetricsCallback(start.store, start.costs, timeline, attempt))
     # After the metrics: what the guard judges by is in the store before it ends the trainer.

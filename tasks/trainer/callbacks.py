@@ -23,6 +23,7 @@ from policies.model.spec import KlPolicy
 from policies.model.vocabulary import PolicyVersion
 from tasks.machine.leaving import Leaving
 from tasks.storing.heartbeat import Heartbeat
+from tasks.storing.sample_writer import SampleWriter
 from tasks.storing.saving import CheckpointSaver
 from tasks.storing.step_costs import StepCosts
 
@@ -92,6 +93,16 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         if said:
             log.info("step", step=self._step, **said)
         self._writer.append(Row(self._timeline, self._step, time.time(), self._attempt, dict(self._values)))
+
+
+class SamplesCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
+    """Has the last samples written before the trainer ends."""
+
+    def __init__(self, samples: SampleWriter) -> None:
+        self._samples = samples
+
+    def on_train_end(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+        self._samples.finish()
 
 
 class Diverged(Exception):

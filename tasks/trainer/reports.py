@@ -39,6 +39,25 @@ def prepare_reports(config: Any, workdir: Path) -> None:
         raise BadSpec(f"grpo.report_to: wandb has no key here; {hint}")
 
 
+def name_reports(config: Any, run_name: str, run_id: str, timeline: int) -> None:
+    """Have each timeline be one run of the sinks', however often its trainer is started again.
+
+    A rollback takes steps back. No sink has a word for that: drawn as one run, abandoned steps and those that
+    replace them would be one curve. What run.yaml says of a name or in `trainer.env` stays.
+
+    Args:
+        config: GRPOConfig; its `run_name` gets the timeline.
+        run_name: the run's own, where run.yaml names no other in `grpo`.
+        run_id: unique among the runs of a store's.
+        timeline: that this trainer trains.
+    """
+    group = config.run_name or run_name
+    config.run_name = f"{group}-t{timeline}" if timeline else group
+    os.environ.setdefault("WANDB_RUN_ID", f"{run_id}-t{timeline}")
+    os.environ.setdefault("WANDB_RESUME", "allow")
+    os.environ.setdefault("WANDB_RUN_GROUP", group)
+
+
 def keep_reports(trainer: Any, workdir: Path) -> None:
     """Have TRL's tables of completions on the disk and not in the spool, and failing reports told in one line."""
     kinds = tuple(_kinds(trainer.args))

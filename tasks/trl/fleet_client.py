@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from checkpoint.records.rollouts import Rollout
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.canary import Canary
 from policies.serving.wire import PolicyRef
@@ -59,6 +60,7 @@ class FleetClient:
         self._finite_at: int | None = None  # the last step whose weights computed numbers
         self.on_policy_gone: Callable[[int, int], None] = lambda *_: None
         self.foresees = False
+        self.trained_on: list[Rollout] = []  # the training calls since somebody emptied it
 
     def attach(self, trainer: Any, publisher: Publishes | None, timeline: int) -> None:
         """Name the trainer whose steps these are, before its first generate call. Its first process publishes."""
@@ -154,6 +156,8 @@ class FleetClient:
         ) as told:  # in the place of completions, for which the others wait
             said = LEAVING if isinstance(told, LeaveNow) else WEIGHTS_FIRST
             return {"prompt_ids": prompts, "completion_ids": [said] * (len(prompts) * n), "logprobs": None}
+        if self._trainer.model.training:
+            self.trained_on.append(rollout)
         end = [self._trainer.eos_token_ids[0]]
         made = iter(rollout.completions)
         found = [next(made) if prompt != NO_PROMPT else None for prompt in prompts for _ in range(n)]

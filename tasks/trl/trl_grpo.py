@@ -33,6 +33,7 @@ from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before,
 from tasks.trl.trl_foreseen import ForeseesEvaluation
 from tasks.trl.trl_leaving import LeavesInTime
 from tasks.trl.trl_refused import LeavesOutRefused
+from tasks.trl.trl_samples import KeepsSamples
 from tasks.trl.trl_saving import SavesIntoSpool
 from tasks.trl.trl_turns import TakesTurnsTogether
 from tasks.trl.weights import adapter_tensors, plain_model, stored_buffers, whole_weights
@@ -206,6 +207,7 @@ class EpochSampler(RepeatSampler):  # type: ignore[misc]  # TRL has no types
 class FleetGRPOTrainer(
     ForeseesEvaluation,
     LeavesInTime,
+    KeepsSamples,
     LeavesOutRefused,
     SavesIntoSpool,
     TakesTurnsTogether,

@@ -160,7 +160,7 @@ def _spec(rig: SkyRig, changes: dict[str, Any]) -> dict[str, Any]:
     }
     spec["trainer"]["reward_funcs"] = "rewards.paced"
     spec["trainer"]["resources"] = MACHINE
-    spec["rollout"]["resources"] = MACHINE
+    spec["rollout"]["resources"] = {**MACHINE, "use_spot": True}  # a lack of spot is waited out
     spec["rollout"]["env"] |= {
         "TORCHDYNAMO_DISABLE": 1,  # the image has no C++ compiler
         "VLLM_SLEEP_WHEN_IDLE": 1,

@@ -106,6 +106,28 @@ def test_the_window_is_still_kept_where_it_is_saved_from() -> None:
     assert "self._step % generate_every == 0 or self._buffered_inputs is None" in source
 
 
+def test_what_people_read_of_a_step_is_still_gathered() -> None:
+    """`KeepsSamples` takes texts, rewards and advantages from there, and the rest from what the methods return."""
+    scored = inspect.getsource(grpo_trainer.GRPOTrainer._generate_and_score_completions)
+    for name in ("prompt", "completion", "rewards", "advantages"):
+        assert f'self._logs["{name}"]' in scored, f"TRL no longer logs {name}"
+    for gathered in ("gather_object(prompts)", "gather_object(completions)", "all_process_advantages.tolist()"):
+        assert gathered in scored
+    for name in (
+        "completion_ids",
+        "completion_mask",
+        "old_per_token_logps",
+        "sampling_per_token_logps",
+        "tool_mask",
+    ):
+        assert f'"{name}"' in scored, f"TRL's output no longer has {name}"
+    made = inspect.getsource(grpo_trainer.GRPOTrainer.__init__)
+    assert '"rewards": defaultdict(lambda: deque(maxlen=args.generation_batch_size))' in made
+    assert "self.eos_token_ids = " in made
+    generated = inspect.getsource(grpo_trainer.GRPOTrainer._generate)
+    assert "return prompt_ids, completion_ids, tool_mask, completions" in generated
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epochs_order_is_trls_however_it_is_reached(shuffle: bool) -> None:
     arguments = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 2, "shuffle": shuffle, "seed": 7}

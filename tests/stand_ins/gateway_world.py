@@ -47,6 +47,7 @@ class Node:
         self.loses: set[int] = set()  # seeds of which it makes nothing
         self.engine: EngineWord | None = None  # what it says of itself
         self.running = 0
+        self.sent = 0  # tokens
         self._working: list[object] = []
         self.asked: list[dict[str, Any]] = []  # every request's body
         self.stalled = 0  # requests that have come to where it stalls
@@ -148,6 +149,7 @@ class Node:
             writer.write(_chunk(b"data: " + json.dumps(event).encode() + b"\n\n"))
             await writer.drain()
             sent += tokens
+            self.sent += tokens
             if self.breaks is not None:
                 writer.write((_chunk(self.breaks) if self.breaks else b"") + _chunk(b""))
                 break

@@ -25,9 +25,11 @@ from typing import Any
 from orchestrator.clouds.local.gpus import GPUS, share_for
 from orchestrator.clouds.local.processes import MARK, OLD_EXIT, carries_mark, kill_all, on_record
 from orchestrator.clouds.protocol import CloudRefused, Offer, Order
-from policies.control.fleet import market_of, wanted_slots
+from policies.control.fleet import wanted_slots
+from policies.control.markets import market_of
 from policies.control.snapshot import Machine
 from policies.model.node_contract import LOCAL_MACHINE, MACHINE, NOTICE, SPOOL, SPOOL_PREFIX, WORK, WORKDIR_ENV
+from policies.model.pools import PoolOffer
 from policies.model.spec import Prices, RunSpec
 from policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of, slot_and_incarnation
 
@@ -87,11 +89,21 @@ class LocalCloud:
     def offers(self) -> list[Offer]:
         """See `Cloud.offers`."""
         return [
-            Offer(role, market, "processes on this machine", price, most_usd_per_h=price)
+            Offer(
+                role,
+                market,
+                "processes on this machine",
+                self._price(role, market),
+                most_usd_per_h=self._price(role, market),
+                other_market_most_usd_per_h=self._price(role, market.other),
+            )
             for role, _, _ in wanted_slots(self._spec)
             for market in (market_of(role, self._spec),)
-            for price in (self._price(role, market),)
         ]
+
+    def pools(self) -> list[PoolOffer]:
+        """See `Cloud.pools`. There is one machine."""
+        return []
 
     def log(self, node: str, *, follow: bool) -> Iterator[str]:
         """See `Cloud.log`."""

@@ -19,17 +19,28 @@ from checkpoint.store.run_store import Store
 from orchestrator.clouds.local.cloud import lines_of
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
 from orchestrator.clouds.sky.clusters import Clusters, Entry
+from orchestrator.clouds.sky.pinning import offers_of, pool_of, resources_in
 from orchestrator.clouds.sky.sdk.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S, timed
 from orchestrator.clouds.sky.sdk.types import ClusterState, nodes_name
 from orchestrator.clouds.sky.suspicion import Suspicions
 from orchestrator.clouds.sky.unrecorded import ELSEWHERE, UnrecordedClusters
 from orchestrator.clouds.sky.watch import Watch
-from orchestrator.clouds.sky.work import names_markets, places, region_of, resources_for, sole_region, work_for
+from orchestrator.clouds.sky.work import (
+    Work,
+    names_markets,
+    places,
+    region_of,
+    resources_for,
+    sole_region,
+    work_for,
+)
 from orchestrator.clouds.wheel import build_wheel
 from orchestrator.home.folder import run_dir
-from policies.control.fleet import market_of, wanted_slots
+from policies.control.fleet import wanted_slots
+from policies.control.markets import market_of
 from policies.control.snapshot import Machine
 from policies.model import exit_codes
+from policies.model.pools import PoolOffer
 from policies.model.vocabulary import MachineState, Market, Role, slot_and_incarnation
 
 if TYPE_CHECKING:
@@ -81,7 +92,7 @@ class SkyCloud:
             if entry is not None and entry.cluster.unrecorded:
                 self._clusters.lose(name, ELSEWHERE)
                 return
-            work = work_for(order, self._spec, self._shipped(), self._region_for(order))
+            work = self._work_for(order)
             try:
                 # Only a machine that this process set up has this version of the project for sure.
                 if entry is not None and entry.attempt and entry.cluster.state is ClusterState.UP:
@@ -119,6 +130,27 @@ class SkyCloud:
         }
         return [of_role[role] for role, _, _ in wanted_slots(self._spec)]
 
+    def pools(self) -> list[PoolOffer]:
+        """See `Cloud.pools`."""
+        region = sole_region(self._spec)
+        roles = {role for role, _, _ in wanted_slots(self._spec)}
+        if any(names_markets(self._resources(role)) for role in roles):
+            return []  # from one market to the other SkyPilot goes by itself
+        found = [
+            offers_of(role, self._resources(role), region, lambda asked, spot: self._sky.offers(asked, spot=spot))
+            for role in sorted(roles)
+        ]
+        return [one for offers in found for one in offers] if all(found) else []
+
+    def _resources(self, role: Role) -> dict[str, Any]:
+        return self._spec.trainer.resources if role is Role.TRAINER else self._spec.rollout.resources
+
+    def _work_for(self, order: Order) -> Work:
+        if order.pool is None:
+            return work_for(order, self._spec, self._shipped(), self._region_for(order))
+        pinned = resources_in(self._resources(order.role), order.role, order.pool)
+        return work_for(order, self._spec, self._shipped(), None, pinned)
+
     def _offer(self, role: Role, resources: dict[str, Any]) -> Offer:
         market = market_of(role, self._spec)
         resources = resources_for(resources, role, market, sole_region(self._spec))
@@ -129,9 +161,10 @@ class SkyCloud:
             others = self._sky.offers(resources, spot=market is not Market.SPOT)
         except CloudRefused:
             return Offer(role, market, what, best.price_usd_per_h, most_usd_per_h=most)
+        cheapest, dearest = others[0].price_usd_per_h, others[-1].price_usd_per_h
         if names_markets(resources):  # a launch may fall back to the other one
-            most = max(most, others[-1].price_usd_per_h)
-        return Offer(role, market, what, best.price_usd_per_h, others[0].price_usd_per_h, most)
+            most = max(most, dearest)
+        return Offer(role, market, what, best.price_usd_per_h, cheapest, most, dearest)
 
     def log(self, node: str, *, follow: bool) -> Iterator[str]:
         """See `Cloud.log`."""
@@ -240,4 +273,5 @@ def _machine(node: str, entry: Entry, report: MachineReport | None) -> Machine:
         price_usd_per_h=entry.cluster.price_usd_per_h,
         on_demand_usd_per_h=entry.cluster.on_demand_usd_per_h,
         where=f"{entry.cluster.infra} {entry.cluster.machine}".strip(),
+        pool=pool_of(entry.cluster),
     )

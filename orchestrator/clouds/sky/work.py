@@ -43,7 +43,9 @@ class Work:
     idle_min: int | None = None  # the machine ends itself once its work has ended for so long; None: never
 
 
-def work_for(order: Order, spec: RunSpec, wheel: Path, pinned: str | None) -> Work:
+def work_for(
+    order: Order, spec: RunSpec, wheel: Path, pinned: str | None, resources: dict[str, Any] | None = None
+) -> Work:
     """Return the work of one node.
 
     Args:
@@ -51,6 +53,7 @@ def work_for(order: Order, spec: RunSpec, wheel: Path, pinned: str | None) -> Wo
         spec: the run, of `cloud: sky`.
         wheel: this project, as `build_wheel` made it.
         pinned: where the machine has to be, as in `aws/us-east-1`; None: wherever the role's resources allow.
+        resources: in place of what follows from the role's and `pinned`.
 
     Raises:
         CloudRefused: no candidate is where it has to be, or the folder of run.yaml is not on this machine.
@@ -63,7 +66,7 @@ def work_for(order: Order, spec: RunSpec, wheel: Path, pinned: str | None) -> Wo
     return Work(
         setup=script("setup.sh"),
         run=script("run.sh"),
-        resources=resources_for(section.resources, order.role, order.market, pinned),
+        resources=resources or resources_for(section.resources, order.role, order.market, pinned),
         env={name: value for name, value in environment.items() if name not in hidden},
         secrets={name: value for name, value in environment.items() if name in hidden},
         files={f"~/{shipped}": str(wheel), **_named_files(order.role, spec)},
@@ -118,19 +121,27 @@ def sole_region(spec: RunSpec) -> str | None:
     return None
 
 
+def alternatives(wanted: dict[str, Any], pinned: str | None) -> list[tuple[int, dict[str, Any]]]:
+    """Each candidate of a role by itself, whole, in `pinned`, with its place in `ordered` (0 in `any_of`)."""
+    key = _alternatives(wanted)
+    shared = _without(wanted, *_PLACES, *ALTERNATIVES) if key else {}
+    entries = enumerate({**shared, **entry} for entry in _candidates(wanted, pinned))
+    return [(place if key == "ordered" else 0, entry) for place, entry in entries]
+
+
 def _candidates(wanted: dict[str, Any], pinned: str | None) -> list[dict[str, Any]]:
     """The entries of `any_of` or `ordered`, or what there is, each in `pinned` and saying so as `infra`."""
     key = _alternatives(wanted)
     place = {name: value for name, value in wanted.items() if name in _PLACES}
     entries = [{**place, **entry} for entry in wanted[key]] if key else [wanted]
-    return [found for entry in entries if (found := _in_place(entry, pinned)) is not None]
+    return [found for entry in entries if (found := in_place(entry, pinned)) is not None]
 
 
 def _alternatives(wanted: dict[str, Any]) -> str | None:
     return next((key for key in ALTERNATIVES if wanted.get(key)), None)
 
 
-def _in_place(candidate: dict[str, Any], pinned: str | None) -> dict[str, Any] | None:
+def in_place(candidate: dict[str, Any], pinned: str | None) -> dict[str, Any] | None:
     """The candidate, its place narrowed to `pinned`; None where it is elsewhere."""
     old_words = "/".join(str(candidate.get(name) or "*") for name in _PLACES if name != "infra")
     places = (str(candidate.get("infra") or "*"), old_words, pinned or "*")

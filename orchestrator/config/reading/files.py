@@ -28,6 +28,8 @@ def read_document(path: Path) -> tuple[Document, Findings, Path]:
 def _read(path: Path, above: tuple[Path, ...], missing: Problem) -> tuple[Document, Findings, Path]:
     """`above`: those that extend it; `missing`: what is wrong where there is no such file."""
     file = str(path)
+    if above and path.exists() and not (path.is_file() or path.is_dir()):
+        raise ConfigError([Problem(file, 0, "", "is no regular file; expected the run.yaml that another changes")])
     try:
         source = path.read_bytes()
     except FileNotFoundError:

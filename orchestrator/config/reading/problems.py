@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 KeyPath = tuple[str | int, ...]  # ("rehearse", "faults", 0, "kill")
 
-LISTED_MAX = 12  # a longer list of keys helps nobody: then only the nearest is named
+LISTED_MAX = 13  # a longer list of keys helps nobody: then only the nearest is named
 
 
 @dataclass(frozen=True, slots=True)

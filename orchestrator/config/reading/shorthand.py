@@ -36,6 +36,9 @@ def write_out(document: Document, workdir: Path, findings: Findings) -> None:
     is_sky = data.get("cloud") == "sky"
     if isinstance(data.get("secrets"), str):
         data["secrets"] = [data["secrets"]]
+    notify = data.get("notify")
+    if isinstance(notify, dict) and isinstance(notify.get("command"), str):
+        notify["command"] = [notify["command"]]
     trainer = data.get("trainer")
     if isinstance(trainer, dict):
         setup = trainer.get("setup")

@@ -21,11 +21,14 @@ _LEAST: dict[KeyPath, tuple[float, bool]] = {
     ("policies", "kl", "budget", "recent"): (1, False),
     ("policies", "kl", "budget", "recent_steps"): (1, False),
     ("policies", "fleet", "dead_man_min"): (0, False),
+    ("policies", "fleet", "loss_half_life_h"): (0, True),
+    ("policies", "fleet", "launch_half_life_h"): (0, True),
     ("policies", "resume_state_steps"): (1, False),
     ("policies", "boot_timeout_s"): (0, True),
     ("policies", "reward_timeout_s"): (0, True),
     ("policies", "trainer_restarts"): (0, False),
     ("policies", "min_completion_length"): (1, False),
+    ("metrics_port",): (1, False),
     ("budget", "usd"): (0, True),
     ("budget", "usd_per_h"): (0, True),
     ("checkpoints", "keep_last"): (1, False),
@@ -55,6 +58,7 @@ _LEAST: dict[KeyPath, tuple[float, bool]] = {
 }
 # The most, both included.
 _MOST: dict[KeyPath, float] = {
+    ("metrics_port",): 65535,
     ("rollout", "vllm", "gpu-memory-utilization"): 1,
     ("policies", "reward_timeout_s"): 1e9,  # Python's own clocks end at nine times that
     ("policies", "kl", "on_rollback", "epsilon_factor"): 1,  # what diverged is to take smaller steps

@@ -9,6 +9,7 @@ from orchestrator.config.reading.problems import Findings
 from orchestrator.config.rules.foreign_keys import grpo_table
 from orchestrator.config.rules.gpus import note_idle
 from orchestrator.config.rules.processes import note_processes
+from orchestrator.config.rules.resources import named_regions
 from orchestrator.config.rules.secrets import note_secrets
 from policies.control.rollback_choice import changes_on_rollback
 from policies.detect.divergence import TYPICAL_DELAY_POINTS
@@ -29,6 +30,7 @@ def find_notices(spec: RunSpec, findings: Findings) -> None:
     _nodes_that_are_not_there(spec, findings)
     note_processes(spec, findings)
     note_secrets(spec, findings)
+    _several_regions(spec, findings)
 
 
 def _no_kl_is_logged(spec: RunSpec, findings: Findings) -> None:
@@ -80,6 +82,15 @@ def _nodes_that_are_not_there(spec: RunSpec, findings: Findings) -> None:
     for key in ("resources", "setup", "vllm", "env", "recovery"):
         if getattr(spec.rollout, key) != getattr(RolloutSpec(), key):
             findings.notice(("rollout", key), "not used: with replicas: 0 the trainer generates, without vLLM")
+
+
+def _several_regions(spec: RunSpec, findings: Findings) -> None:
+    named = {place for part in (spec.trainer, spec.rollout) for place in named_regions(part.resources)}
+    if spec.cloud != "sky" or len(named) < 2 or generates_itself(spec):
+        return
+    why = "its nodes talk over private addresses, which do not reach another region"
+    message = f"of {', '.join(sorted(named))} a run is in one, the trainer's: {why}"
+    findings.notice(("rollout", "resources"), message)
 
 
 def _grpo(spec: RunSpec, key: str) -> float:

@@ -5,6 +5,7 @@ Values beyond their type are SkyPilot's to judge: it knows the clouds, and its c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.config.reading import disk_size
@@ -59,3 +60,15 @@ def check_resources(data: dict[str, Any], path: KeyPath, findings: Findings, *, 
                     findings.add((*below, index), message)
                 else:
                     check_resources(item, (*below, index), findings, nested=True)
+
+
+def named_regions(resources: Mapping[str, Any]) -> set[str]:
+    """The regions that checked resources name, alternatives included, as in `aws/us-east-1`."""
+    nested = [one for key in ALTERNATIVES for one in resources.get(key) or ()]
+    found = [_place(one) for one in (resources, *nested)]
+    return {"/".join(parts[:2]) for parts in found if len(parts) > 1 and "*" not in parts[:2]}
+
+
+def _place(entry: Mapping[str, Any]) -> list[str]:
+    words = entry.get("infra") or "/".join(str(entry.get(key) or "*") for key in ("cloud", "region"))
+    return [part.strip() for part in str(words).split("/")]

@@ -19,6 +19,7 @@ from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.routing.waiting import Place
 from policies.serving.member import Load
 from policies.serving.recovery import limit_of
+from policies.serving.wire import HandOver
 
 RETRY_S = 0.05  # after the second try in a row that brought no token, doubled after each later one
 RETRY_MAX_S = 1.0
@@ -131,16 +132,19 @@ class Completer:
         """The job left a member unfinished."""
         job.handovers += 1
         job.last_failure = f"{attempt.link.node}: {error}"
+        made = attempt.tokens  # starting over takes them away
         self._ledger.handovers_by[error.why] += 1
         if error.why is Why.CLOSED:  # an agent may go on announcing a dead server
             self._members.mute(attempt.link, str(error))
         elif error.why not in _NO_DOUBT:
             self._members.doubt(attempt.link, str(error))
         if job.may_continue():
-            job.saved += attempt.tokens
-            self._ledger.saved += attempt.tokens
+            job.saved += made
+            self._ledger.saved += made
         elif job.token_ids:
             self._start_over(job)
+        if made:
+            job.handed_over.append(HandOver(attempt.link.node, len(job.token_ids)))
 
     def _start_over(self, job: Job) -> None:
         lost = job.start_over()

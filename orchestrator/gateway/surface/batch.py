@@ -164,6 +164,7 @@ class BatchRun:
                 finish_reason=got.finish_reason,
                 policy=got.policy,
                 node=got.node,
+                handed_over=job.handed_over,
             )
             self._say(BatchLine(completion=completion))
 

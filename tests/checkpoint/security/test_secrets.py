@@ -23,7 +23,7 @@ from checkpoint.security.redaction import BLANK, NAMES_ENV, Redactor
 from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Store
 from orchestrator.cli import main
-from orchestrator.clouds.protocol import CloudRefused, Order
+from orchestrator.clouds.protocol import CloudRefused, Offer, Order
 from orchestrator.clouds.sky.work import work_for
 from orchestrator.config.load import ConfigError, load
 from orchestrator.config.rules.secrets import looks_like_secret
@@ -31,6 +31,7 @@ from orchestrator.control import daemon
 from orchestrator.home.folder import run_id_of
 from orchestrator.home.run_secrets import all_secrets, handed_on, missing, secrets_for, usual
 from policies.control.snapshot import Machine
+from policies.model.pools import PoolOffer
 from policies.model.spec import Dataset, RunSpec
 from policies.model.vocabulary import Market, Role
 from tests.generators.config_world import changed, furnish
@@ -96,14 +97,22 @@ class OneLaunch:
     def __init__(self, stop: threading.Event) -> None:
         self.environment: dict[str, str] = {}
         self.refusing = threading.Event()
+        self._asked = threading.Event()  # for its pools, without which nothing is bought
         self._stop = stop
         self._looks = 0
 
     def machines(self) -> dict[str, Machine]:
-        self._looks += self.refusing.is_set()
-        if self._looks > 2:
+        self._looks += self.refusing.is_set() and self._asked.is_set()
+        if self._looks > 3:
             self._stop.set()
         return {}
+
+    def offers(self) -> list[Offer]:
+        return []
+
+    def pools(self) -> list[PoolOffer]:
+        self._asked.set()
+        return []
 
     def launch(self, order: Order) -> None:
         if order.role is Role.TRAINER:

@@ -24,7 +24,7 @@ from tasks.machine.processes.exit_note import take_exit_code
 from tests.budget import HANG_S
 from tests.node.ranks import cpu_for_gpu
 from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
-from tests.node.trainer.test_resume import results
+from tests.node.trainer.test_resume import read, results
 
 STEPS = 6
 LAST = PolicyVersion(0, STEPS)
@@ -50,19 +50,20 @@ def test_a_rank_that_is_killed_costs_no_weight(tiny: Path, tmp_path: Path) -> No
     with open_rig(tmp_path / "killed", tiny, **of(2)) as killed:
         launcher = killed.start_ranks()
         step = dice.randrange(2, STEPS - 1)
-        until(killed, lambda: (beat := killed.beat()) is not None and beat.step >= step)
+        # A step's heartbeat comes before its checkpoint, which is stored beside training.
+        until(killed, lambda: (beat := killed.beat()) is not None and beat.step >= step and bool(killed.stored()))
         ranks = ranks_of(launcher)
         assert len(ranks) == 2
         dice.choice(ranks).kill()
         assert launcher.wait(HANG_S) != 0
         assert take_exit_code(killed.work) is None
-        assert killed.stored(), "there is nothing to restore"
         assert killed.wait(killed.start_ranks(2), 2, timeout_s=HANG_S) == exit_codes.OK
         assert killed.log(2).read_text().count("checkpoint_restored") == 1
         assert [path.name for path in killed.work.glob("policy*")] == ["policy"]
         assert final_files(killed) == final_files(calm)
     assert killed.gateway.unproved == calm.gateway.unproved == []
     assert results(killed.store) == results(calm.store)
+    assert read(calm.store), "what both processes measured is what one of them stored"
 
 
 def test_ranks_end_with_their_launcher(tiny: Path, tmp_path: Path) -> None:

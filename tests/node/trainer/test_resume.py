@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import threading
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from checkpoint.records import metrics
+from checkpoint.records import metrics, rollouts, samples
+from checkpoint.records.samples import Group
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog
@@ -100,7 +102,36 @@ def test_killed_trainer_ends_in_the_same_weights(name: str, tiny: Path, tmp_path
     rows = {row.step: row.values for row in metrics.read_metrics(killed.store)}
     assert all(rows[step + 1][metrics.REPLAYED] == 1 for step in replayed)
     assert results(killed.store) == results(calm.store)
+    kept = read(calm.store)
+    assert read(killed.store) == kept
+    assert STEPS in kept or STEPS - 3 in kept
     assert len({loss for *_, loss in results(calm.store)}) == STEPS, "nothing was learned, so this proves nothing"
+
+
+def read(store: Store) -> dict[int, list[Group]]:
+    """What people read of each step that was kept: whole, and of the completions that it trained on."""
+    found = {}
+    for version, keys in samples.stored_calls(store).items():
+        made = rollouts.stored_since(store, version)[version, 0]
+        trained = rollouts.read_rollout(store, made[0])
+        head, groups = samples.read_samples(store, keys[0])
+        found[head.step] = list(groups)
+        assert (head.policy, head.step, len(keys)) == (str(version), version.step + 1, 1)
+        told = [one for group in found[head.step] for one in group.samples]
+        assert trained is not None
+        assert [len(one.token_ids) for one in trained.completions] == [one.tokens for one in told]
+        assert all(one.cut is not None and one.node == "stand-in" and one.completion for one in told)
+        rows = {row.step: row.values for row in metrics.read_metrics(store)}
+        apart = rows[head.step]["sampling/sampling_logp_difference/max"]  # with noise in the trainer it is large
+        assert math.isclose(max(one.mismatch_max or 0 for one in told), apart, rel_tol=1e-5, abs_tol=1e-9)
+        assert math.isclose(
+            sum(one.reward or 0 for one in told) / len(told), rows[head.step]["reward"], abs_tol=1e-6
+        )
+        for group in found[head.step]:
+            assert len(group.samples) == GRPO["num_generations"]
+            assert abs(sum(one.advantage or 0 for one in group.samples)) < 1e-4
+    assert found
+    return found
 
 
 def kill_after_completion(rig: Rig, attempt: int, count: int) -> None:

@@ -201,7 +201,7 @@ def test_an_exported_checkpoint_is_one_of_hugging_face_and_trl(
     folder = tmp_path / "exported"
     export = ["checkpoints", "export", "0-4", str(folder), finished.store.url]
     command = [sys.executable, "-m", "orchestrator", *export]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     saved = load_file(folder / "model.safetensors")
     loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()

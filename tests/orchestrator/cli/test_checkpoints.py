@@ -24,7 +24,7 @@ from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.chunks import CHUNK_BYTES
 from checkpoint.stream.manifest import files_below
 from orchestrator.cli import main
-from orchestrator.cli.checkpoints import kept_as
+from orchestrator.views.kept import kept_as
 from policies.control.snapshot import Trainer
 from policies.detect.divergence import Health, Verdict
 from policies.model.spec import CheckpointsSpec

@@ -28,14 +28,14 @@ BROKEN: list[tuple[str, list[tuple[str, str]], list[str]]] = [
         "unknown key at the top",
         [("policies:", "policy:")],
         [
-            'run.yaml:19: policy: unknown key; expected one of budget, checkpoints, cloud, grpo, name, policies, rehearse, rollout, secrets, storage, trainer; did you mean "policies"?'
+            'run.yaml:19: policy: unknown key; expected one of budget, checkpoints, cloud, grpo, metrics_port, name, notify, policies, rehearse, rollout, secrets, storage, trainer; did you mean "policies"?'
         ],
     ),
     (
         "workdir is no key of the file",
         [("storage: ./run", "storage: ./run\nworkdir: /tmp")],
         [
-            "run.yaml:3: workdir: unknown key; expected one of budget, checkpoints, cloud, grpo, name, policies, rehearse, rollout, secrets, storage, trainer"
+            "run.yaml:3: workdir: unknown key; expected one of budget, checkpoints, cloud, grpo, metrics_port, name, notify, policies, rehearse, rollout, secrets, storage, trainer"
         ],
     ),
     (

@@ -33,6 +33,7 @@ SECTIONS = {
     "policies.fleet": spec.FleetPolicy,
     "checkpoints": spec.CheckpointsSpec,
     "budget": spec.Budget,
+    "notify": spec.Notify,
     "rehearse.prices": spec.Prices,
 }
 TYPES: dict[Any, str] = {

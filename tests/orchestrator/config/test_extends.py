@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,14 @@ def test_mappings_merge_null_takes_away_and_the_rest_is_replaced() -> None:
     assert spec.rehearse.trainer_prices == base.rehearse.trainer_prices
     assert (spec.rollout.replicas.min, spec.rollout.replicas.max, spec.rollout.env) == (1, 3, {})
     assert spec.rollout.vllm == base.rollout.vllm
+
+
+def test_what_never_ends_is_not_read(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.yaml")
+    for name in ("pipe.yaml", "/dev/zero"):
+        assert said(over("name: over\n", extends=name))[-1].endswith(
+            "is no regular file; expected the run.yaml that another changes"
+        )
 
 
 def test_paths_start_where_the_last_file_is_and_an_own_store_may_be_named(folder: Path) -> None:

@@ -32,6 +32,10 @@ SAME = (
     "set a factor, or skip_prompts: true"
 )
 NOTHING = "{on_rollback: {beta_factor: 1, epsilon_factor: 1, learning_rate_factor: 1, skip_prompts: false}}"
+REGIONS = (
+    "of aws/r1, aws/r2 a run is in one, the trainer's: "
+    "its nodes talk over private addresses, which do not reach another region"
+)
 WITHOUT_KL = "{on_rollback: {epsilon_factor: 1, learning_rate_factor: 1, skip_prompts: false}}"
 
 
@@ -52,6 +56,14 @@ def late(logging_steps: int, checkpoints: int = 0) -> str:
         ([(BETA, ""), NO_LIMIT], [f"run.yaml:7: grpo: {NO_KL}"]),
         ([(BETA, "  beta: 0.0\n"), NO_LIMIT], [f"run.yaml:14: grpo.beta: {NO_KL}"]),
         ([(BETA, "  beta: 1e-9\n"), NO_LIMIT], []),
+        (
+            [
+                (DROP, "cloud: sky\n"),
+                ("storage: ./run", "storage: s3://b/run"),
+                ("  replicas: 2", "  replicas: 2\n  resources:\n    any_of: [{infra: aws/r1}, {infra: aws/r2/z}]"),
+            ],
+            [f"run.yaml:17: rollout.resources: {REGIONS}"],
+        ),
         ([("{limit: 0.5}", NOTHING)], [f"run.yaml:20: policies.kl.on_rollback: {SAME}"]),
         ([("{limit: 0.5}", NOTHING.replace("skip_prompts: false", "skip_prompts: true"))], []),
         ([("{limit: 0.5}", NOTHING.replace("beta_factor: 1", "beta_factor: 1.1"))], []),

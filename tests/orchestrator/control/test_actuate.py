@@ -18,6 +18,7 @@ from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, 
 from orchestrator.control import actuate
 from orchestrator.control.actuate import ACT_WITHIN_S, Actuator
 from policies.control.snapshot import Confirm, Export, Launch, LaunchRefused, Machine, Terminate, WriteFork
+from policies.model.pools import PoolOffer
 from policies.model.timelines import Fork
 from policies.model.vocabulary import Market, PolicyVersion, Refusal
 from tests.budget import HANG_S
@@ -47,6 +48,9 @@ class Clouds:
         self._called(f"confirm {node}")
 
     def offers(self) -> list[Offer]:
+        return []
+
+    def pools(self) -> list[PoolOffer]:
         return []
 
     def log(self, node: str, *, follow: bool) -> Iterator[str]:

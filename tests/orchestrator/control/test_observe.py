@@ -11,12 +11,13 @@ from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog, Checkpoint
-from orchestrator.clouds.protocol import CloudUnavailable
+from orchestrator.clouds.protocol import CloudUnavailable, Offer
 from orchestrator.control.observe import FRESH_S, GatewayWatch, Observer, TrainerWatch
 from orchestrator.control.prices import Prices
 from policies.control.snapshot import Command, Machine, Trainer
 from policies.model import exit_codes
 from policies.model.events import Diverged
+from policies.model.pools import PoolOffer
 from policies.model.state import RunState
 from policies.model.timelines import Fork
 from policies.model.vocabulary import MachineState, PolicyVersion
@@ -157,6 +158,12 @@ class OneMachine:
             raise CloudUnavailable("try again")
         return {name: replace(machine, exit_code=self.exit_code) for name, machine in MACHINES.items()}
 
+    def offers(self) -> list[Offer]:
+        return []
+
+    def pools(self) -> list[PoolOffer]:
+        return []
+
 
 def test_a_snapshot_tells_absent_from_unknown() -> None:
     world, cloud = World(), OneMachine()
@@ -259,7 +266,8 @@ def test_a_budget_that_a_user_sets_later_needs_prices_too() -> None:
             return {"trainer on demand": 4.0}
 
     world = World()
-    observer = Observer(world.store, None, spec(), prices=Listed)  # type: ignore[arg-type]  # of a cloud it wants the prices alone
+    spot_alone = replace(spec(), rollout=replace(spec().rollout, resources={"use_spot": True}))
+    observer = Observer(world.store, None, spot_alone, prices=Listed)  # type: ignore[arg-type]  # of a cloud it wants the prices alone
     observer._machines = dict  # type: ignore[method-assign]
     assert observer.look(world.now_s, (), RunState()).prices is None
     assert observer.look(world.now_s, (), RunState(budget_usd=50.0)).prices == {"trainer on demand": 4.0}

@@ -98,7 +98,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     hurry(monkeypatch)
     monkeypatch.setenv(OPTIONS_ENV, "")  # and put back: the command line sets it
     made = World(tmp_path, monkeypatch, capsys)
-    monkeypatch.setattr(clouds, "_open_skypilot", lambda _: made.sky)
+    monkeypatch.setattr(clouds, "_open_skypilot", lambda *_: made.sky)
     for command in (start, sys.modules["orchestrator.cli.down"]):  # the package has the function of that name
         monkeypatch.setattr(command, "start_daemon", made.start_daemon)
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())

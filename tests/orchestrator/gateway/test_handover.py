@@ -10,6 +10,7 @@ import pytest
 from orchestrator.gateway.job import Finished, Job
 from orchestrator.gateway.nodes.connection import Pool
 from policies.serving.silence import SilenceLimits
+from policies.serving.wire import HandOver
 from tests.stand_ins.fake_vllm import BREAKS, texts
 from tests.stand_ins.gateway_world import EVENT_STREAM, World, job, run, undisturbed
 
@@ -47,6 +48,7 @@ def test_a_job_goes_on_from_the_tokens_that_arrived(tokens: int) -> None:
         assert (world.ledger.saved, world.ledger.discarded) == (arrived, 0)
         assert world.ledger.replayed_prefill == 3 + arrived
         assert world.ledger.handovers_by == {"lost": 1}
+        assert one.handed_over == [HandOver("first", arrived)]
 
     run(story)
 
@@ -62,6 +64,7 @@ def test_a_job_that_cannot_go_on_starts_over(body: dict[str, Any]) -> None:
         check(one, await cut(world, one))
         assert world.nodes[1].asked[0]["prompt"] == [1, 2, 3]
         assert (world.ledger.saved, world.ledger.discarded, one.discarded) == (0, 5, 5)
+        assert one.handed_over == [HandOver("first", 0)]
 
     run(story)
 

@@ -10,6 +10,7 @@ import pytest
 from orchestrator.gateway.job import QueueFull
 from orchestrator.gateway.routing.waiting import TOKEN_SIZE, WAITING_SIZE_MAX
 from policies.serving.member import EASE_IN_REQUESTS
+from policies.serving.wire import HandOver
 from tests.stand_ins.gateway_world import World, job, run, undisturbed
 
 
@@ -172,6 +173,7 @@ def test_without_a_member_of_its_policy_a_stale_job_starts_over_with_the_wanted_
         assert (got.policy, got.token_ids) == ("0-5", undisturbed(one)[0])
         assert newer.asked[0]["prompt"] == [1, 2, 3]
         assert (world.ledger.saved, world.ledger.discarded) == (0, 5)
+        assert one.handed_over == [HandOver("first", 0)]  # five were there and are no part of it
 
     run(story)
 

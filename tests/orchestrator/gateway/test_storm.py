@@ -51,8 +51,11 @@ def test_every_job_comes_to_what_it_would_have_been_and_no_token_is_made_twice(s
     async def story(world: World) -> None:
         chance = random.Random(seed)
         jobs = [job(max_tokens=chance.choice((17, 60, 120)), min_tokens=5) for _ in range(JOBS)]
+        living = [await world.node(f"first-{number}", event_s=0.01) for number in range(3)]
         asked = [world.ask(one) for one in jobs]
-        living: list[Node] = []
+        # All three are at work, and one of them breaks: whatever is drawn next, something is handed over.
+        await world.until(lambda: all(node.sent >= JOBS for node in living))
+        strike(world, living.pop(), "crash")
         for number in range(12):
             while len(living) < 3:
                 node = await world.node(f"node-{number}-{len(living)}")

@@ -21,17 +21,22 @@ from tests.generators.model_configs import CONFIGS
 
 
 def price(
-    gpu: str, gpus: int, on_demand: float | None, spot: float | None, place: str = "aws/us-east-1"
+    gpu: str,
+    gpus: int,
+    on_demand: float | None,
+    spot: float | None,
+    place: str = "aws/us-east-1",
+    machine: str = "",
 ) -> ListPrice:
     cloud, region = place.split("/")
-    return ListPrice(cloud, region, f"{gpu}-{gpus}".lower(), gpu, gpus, None, on_demand, spot)
+    return ListPrice(cloud, region, machine or f"{gpu}-{gpus}".lower(), gpu, gpus, None, on_demand, spot)
 
 
 PRICES = PriceList(
     (
         price("H200", 1, 3.96, 2.38),
         price("H200", 1, 4.40, 2.10, "gcp/us-central1"),
-        price("H200", 8, 31.0, 14.0),
+        price("H200", 8, 31.0, 14.0, machine="p5en.48xlarge"),
         price("L4", 1, 0.80, 0.30),
         price("L4", 1, 0.70, None, "gcp/us-central1"),
         price("B200", 1, 6.0, None),

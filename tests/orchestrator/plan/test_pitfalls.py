@@ -47,8 +47,11 @@ def budget(**changes: Any) -> Change:
     return lambda spec: replace(spec, budget=replace(spec.budget, **changes))
 
 
-def on(gpu: str, **more: Any) -> dict[str, Any]:
-    return {"accelerators": f"{gpu}:1", "use_spot": False, **more}
+def on(gpu: str, count: int = 1, **more: Any) -> dict[str, Any]:
+    return {"accelerators": f"{gpu}:{count}", "use_spot": False, **more}
+
+
+ZERO3 = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
 
 
 BROKEN: list[tuple[Callable[..., Any], str, Change, str, str]] = [
@@ -74,6 +77,34 @@ BROKEN: list[tuple[Callable[..., Any], str, Change, str, str]] = [
         grpo(model_init_kwargs={}, max_completion_length=1024),
         "trainer.resources.accelerators",
         "fit with model_init_kwargs: {dtype: bfloat16}",
+    ),
+    (
+        pitfalls.trainer_is_too_small,
+        "qwen-32b",
+        trainer(resources=on("H200", count=2), peft=None, accelerate=ZERO3),
+        "trainer.resources.accelerators",
+        "would fit with 8 GPUs, over which",
+    ),
+    (
+        pitfalls.trainer_is_too_small,
+        "qwen-32b",
+        trainer(resources=on("L4", count=8), peft=None, accelerate=ZERO3),
+        "trainer.resources.accelerators",
+        "; take a larger GPU or adapters",
+    ),
+    (
+        pitfalls.trainer_is_too_small,
+        "qwen-32b",
+        trainer(resources=on("T4")),
+        "trainer.resources.accelerators",
+        "; take a larger GPU or more GPUs that divide the weights",
+    ),
+    (
+        pitfalls.one_process_sees_several,
+        "qwen-32b",
+        trainer(resources={"instance_type": "p5en.48xlarge"}),
+        "trainer.accelerate.num_processes",
+        "would see 8 GPUs: TRL trains on one in each; set it to 8",
     ),
     (pitfalls.only_with_checkpointing, "qwen-32b", grpo(), "grpo.gradient_checkpointing", "leave it on"),
     (pitfalls.frozen_in_float32, "qwen-32b", grpo(model_init_kwargs={}), "grpo.model_init", "122.1 GiB"),

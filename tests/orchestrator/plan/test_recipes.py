@@ -114,6 +114,25 @@ def test_what_could_not_be_priced_or_timed_is_said(resources: dict[str, str], wo
     assert all(any(one in line for line in told) for one in words)
 
 
+def test_a_machine_that_is_named_by_its_type_has_the_gpus_of_the_list() -> None:
+    spec, machine = spec_of("qwen-32b"), {"instance_type": "p5en.48xlarge"}
+    named = replace(
+        spec,
+        trainer=replace(spec.trainer, resources=machine),
+        rollout=replace(spec.rollout, resources={"any_of": [{**machine, "infra": "aws/us-east-1"}]}),
+    )
+    plan = plan_of(named)
+    for planned in (plan.trainer, plan.rollout):
+        assert planned is not None
+        assert (planned.gpu, planned.gpus, planned.gpu_is_named) == ("H200", 8, True)
+        assert planned.prices == Prices(31.0, 14.0)
+    assert plan.step is not None
+    one = plan_of(spec).step
+    assert one is not None
+    assert plan.step.train_s == one.train_s, "as many processes train as without the list"
+    assert not [line for line in plan.unknown if line.startswith("prices of")]
+
+
 def test_the_machines_memory_is_that_of_all_its_engines() -> None:
     spec = spec_of("qwen-32b")
     one, eight, four = (

@@ -15,8 +15,9 @@ from orchestrator.simulate.stories import tell
 from orchestrator.simulate.traces import NotWeather, read_weather
 from orchestrator.simulate.weather import CLIMATES, Zone, climate, drops_a_day, share_without
 from orchestrator.simulate.world import COARSE, World
-from policies.control.fleet import market_of
+from policies.control.markets import market_of
 from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
+from policies.model.pools import Pool
 from policies.model.spec import Budget
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
 from tests.stand_ins.world import spec
@@ -84,15 +85,17 @@ def test_what_is_no_weather_is_refused_with_what_is_expected(tmp_path: Path, tex
 
 
 def test_what_a_run_met_is_told_and_replayed(tmp_path: Path) -> None:
-    def asked(node: str) -> NodeRequested:
-        return NodeRequested(node, Role.ROLLOUT, "rollout-0", 1, Market.SPOT, "first")
+    there = Pool("aws", "r", "z1", "p5", "H100:8", Market.SPOT)
+
+    def asked(node: str, pool: Pool | None = None) -> NodeRequested:
+        return NodeRequested(node, Role.ROLLOUT, "rollout-0", 1, Market.SPOT, "first", pool=pool)
 
     history: list[tuple[int, float, tuple[Event, ...]]] = [
         (1, 0.0, (asked("rollout-0-i1"),)),
         (2, 60.0, (NodeMoved("rollout-0-i1", NodePhase.BOOTING, "the machine is there"),)),
         (3, 60.0, (MachineBought("rollout-0-i1", Market.SPOT, "aws/r/z1 H100:8", 2.0, 6.0),)),
         (4, 300.0, (NodeMoved("rollout-0-i1", NodePhase.DRAINING, "the cloud will take it back"),)),
-        (5, 420.0, (NodeMoved("rollout-0-i1", NodePhase.GONE, "preempted"), asked("rollout-0-i2"))),
+        (5, 420.0, (NodeMoved("rollout-0-i1", NodePhase.GONE, "preempted"), asked("rollout-0-i2", there))),
         (6, 480.0, (NodeMoved("rollout-0-i2", NodePhase.REFUSED, "none left", Refusal.NO_CAPACITY),)),
         (7, 540.0, (asked("rollout-0-i3"),)),
         (8, 600.0, (NodeMoved("rollout-0-i3", NodePhase.SERVING, "in the membership"),)),
@@ -102,7 +105,7 @@ def test_what_a_run_met_is_told_and_replayed(tmp_path: Path) -> None:
     met = recorded(history)
     assert [one.what for one in met] == [LAUNCH, NOTICE, LOSS, REFUSAL, LAUNCH, RETURN]
     assert (met[0].where, met[0].usd_per_h, met[0].after_s) == ("aws/r/z1 H100:8", 2.0, 60.0)
-    assert (met[3].why, met[3].time_s) == ("none left", 480.0)
+    assert (met[3].why, met[3].time_s, met[3].where) == ("none left", 480.0, "aws/r/z1 p5 H100:8")
     file = tmp_path / "weather.jsonl"
     file.write_text("".join(json.dumps(to_plain(one)) + "\n" for one in met))
     [zone] = read_weather(file, 2)
@@ -132,12 +135,21 @@ def test_all_on_demand_is_and_the_oracle_buys_what_the_run_may() -> None:
     assert finest.usd == pytest.approx(2 * 3 * 1.19)
 
 
-@pytest.mark.parametrize("use_spot", [False, True])
-def test_a_run_that_waits_for_spot_machines_breaks_no_promise(use_spot: bool) -> None:
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "end"),
+    [
+        ({"use_spot": True}, {}, RunPhase.STARTING),
+        ({}, {"use_spot": True}, RunPhase.TRAINING),
+        ({}, {}, RunPhase.FINISHED),  # nodes on demand stand in
+    ],
+)
+def test_a_run_that_waits_for_spot_machines_breaks_no_promise(
+    trainer: dict[str, bool], rollout: dict[str, bool], end: RunPhase
+) -> None:
     run = spec(2)
-    run = replace(run, trainer=replace(run.trainer, resources={"use_spot": use_spot}))
-    told = tell(1, run, weather=climate("never", 1, 2))
-    assert told.phase is (RunPhase.STARTING if use_spot else RunPhase.TRAINING)
+    sections = replace(run.trainer, resources=trainer), replace(run.rollout, resources=rollout)
+    run = replace(run, trainer=sections[0], rollout=sections[1])
+    assert tell(1, run, weather=climate("never", 1, 2)).phase is end
 
 
 def test_a_run_that_stops_at_its_budget_has_ended() -> None:

@@ -10,11 +10,13 @@ from checkpoint.journal.journal import read
 from orchestrator.views.events import event_json, lines, sentence
 from policies.model.events import (
     EVENT_TYPES,
+    BudgetNeared,
     BudgetReached,
     BudgetRefused,
     BudgetSet,
     BuyingResumed,
     BuyingStopped,
+    CapacityMissing,
     CommandTaken,
     DataSetAside,
     Diverged,
@@ -82,6 +84,11 @@ SAMPLES: list[tuple[Event, str]] = [
     (
         BudgetRefused("rollout", "45.00 USD an hour"),
         "No more rollout machines are bought: 45.00 USD an hour",
+    ),
+    (BudgetNeared(400.0, 500.0), "400.00 of 500.00 USD are spent, four fifths of the budget"),
+    (
+        CapacityMissing("rollout", 5.0, "no rollout machine for 60 min; last refused: no_capacity"),
+        "The run waits for machines: no rollout machine for 60 min; last refused: no_capacity",
     ),
     (BudgetSet(800.0), "The budget is 800.00 USD from now on"),
     (

@@ -195,6 +195,13 @@ def test_seconds_lost_are_what_a_disturbed_gap_is_longer_than_usual() -> None:
     assert fault_costs(log, [fault(160)]) == [FaultCost("kill", 4 + 1, 25.0, 0, True)]
 
 
+def test_a_run_that_has_finished_survived_its_faults_without_another_step() -> None:
+    late, without_steps = [fault(300)], [fault(5)]
+    assert [cost.survived for cost in fault_costs(steps(100, 110), late)] == [False]
+    assert [cost.survived for cost in fault_costs(steps(100, 110), late, finished=True)] == [True]
+    assert [cost.survived for cost in fault_costs([], without_steps, finished=True)] == [True]
+
+
 def test_usual_is_what_gaps_without_faults_are_even_where_most_have_one() -> None:
     log = steps(0, 10, 40, 70, 100)
     assert [cost.seconds_lost for cost in fault_costs(log, [fault(11), fault(41), fault(71)])] == [20.0] * 3

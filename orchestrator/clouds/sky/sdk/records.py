@@ -37,6 +37,7 @@ def cluster_at(name: str, state: ClusterState, handle: Any) -> Cluster:
         price_usd_per_h=float(launched.get_cost(HOUR_S)),
         ssh_address=(addresses[0], ports[0]) if addresses and ports else None,
         machine=launched.instance_type or "",
+        accelerators=_accelerators(launched),
         on_demand_usd_per_h=float(launched.copy(use_spot=False).get_cost(HOUR_S)),
     )
 
@@ -51,6 +52,7 @@ def cluster_on_aws(instance: Instance, machine: Any) -> Cluster:
         price_usd_per_h=float(machine.get_cost(HOUR_S)),
         ssh_address=(instance.address, SSH_PORT) if instance.address else None,
         machine=instance.machine,
+        accelerators=_accelerators(machine),
         on_demand_usd_per_h=float(machine.copy(use_spot=False).get_cost(HOUR_S)),
         unrecorded=True,
     )
@@ -58,9 +60,12 @@ def cluster_on_aws(instance: Instance, machine: Any) -> Cluster:
 
 def offer_of(machine: Any) -> SkyOffer:
     """The offer that a launchable `sky.Resources` is."""
-    accelerators = ", ".join(f"{name}:{count}" for name, count in (machine.accelerators or {}).items())
     price = float(machine.get_cost(HOUR_S))
-    return SkyOffer(machine.infra.to_str(), machine.instance_type, accelerators, machine.use_spot, price)
+    return SkyOffer(machine.infra.to_str(), machine.instance_type, _accelerators(machine), machine.use_spot, price)
+
+
+def _accelerators(machine: Any) -> str:
+    return ", ".join(f"{name}:{count:g}" for name, count in (machine.accelerators or {}).items())
 
 
 def labelled(resources: dict[str, Any], name: str) -> dict[str, Any]:

@@ -52,8 +52,9 @@ class SkyPilot:
     All raise CloudUnavailable when SkyPilot does not answer: nothing is known then, any call may be made again.
     """
 
-    def __init__(self, group: str | None = None) -> None:
-        """`group`: clusters whose names begin so are in a security group of that name on AWS, see `_own_group`."""
+    def __init__(self, group: str | None = None, withheld: Iterable[str] = ()) -> None:
+        """`group`: clusters whose names begin so are in a security group of that name on AWS, see `_own_group`;
+        `withheld`: clouds whose credentials no machine gets."""
         # It writes to stdout, which is for what a command was asked.
         logging.getLogger("sky").handlers[:] = [logging.NullHandler()]
         sdk.click = SimpleNamespace(secho=lambda *_, **__: None)
@@ -65,6 +66,7 @@ class SkyPilot:
                 _own_group(group)
         else:
             group = None  # nobody here could delete it in the end: the credentials are with the server
+        _keep_home(withheld)
         self._aws = Account(lambda region: aws.client("ec2", region_name=region), group, self._enabled)
         self._handles: dict[str, Any] = {}  # as last seen, by cluster
         # What asks the cloud for the machines of each cluster that was taken down and not yet seen to be gone.
@@ -270,6 +272,15 @@ def _own_group(group: str) -> None:
     if isinstance(named, list):
         config.set_nested(("aws", "security_group_name"), [*named, {f"{group}*": group}])
         _overlay.enter_context(skypilot_config.replace_skypilot_config_in_process(config))
+
+
+def _keep_home(withheld: Iterable[str]) -> None:
+    """Have no machine get these clouds' credentials, from now on. The user's own setting is kept."""
+    config = skypilot_config.to_dict()
+    for cloud in withheld:
+        if config.get_nested((cloud, "remote_identity"), default_value=None) is None:
+            config.set_nested((cloud, "remote_identity"), "NO_UPLOAD")
+    _overlay.enter_context(skypilot_config.replace_skypilot_config_in_process(config))
 
 
 def _write_log(name: str, follow: bool, sink: io.TextIOBase) -> None:

@@ -38,6 +38,7 @@ class Cluster:
     ssh_address: tuple[str, int] | None  # as SkyPilot reaches it from here; None where it goes another way
     machine: str = ""
     on_demand_usd_per_h: float = 0.0
+    accelerators: str = ""  # as in SkyOffer
     unrecorded: bool = False  # SkyPilot here has no record of it
 
 

@@ -215,6 +215,24 @@ def test_reports_are_asked_once_they_exist() -> None:
     assert issubclass(reports._kinds(type("config", (), {"report_to": ["tensorboard"]}))[0], TrainerCallback)
 
 
+@pytest.mark.parametrize(
+    ("named", "timeline", "name"), [(None, 0, "digits"), (None, 2, "digits-t2"), ("own", 1, "own-t1")]
+)
+def test_each_timeline_is_one_run_of_the_sinks(
+    named: str | None, timeline: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("WANDB_RUN_ID", "WANDB_RUN_GROUP"):
+        monkeypatch.setenv(variable, "")  # so that it is as it was afterwards
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("WANDB_RESUME", "never")  # as `trainer.env` would have it
+    config = SimpleNamespace(run_name=named)
+    reports.name_reports(config, "digits", "digits-0a1b2c3d", timeline)
+    assert config.run_name == name
+    assert os.environ["WANDB_RUN_ID"] == f"digits-0a1b2c3d-t{timeline}"
+    assert os.environ["WANDB_RUN_GROUP"] == (named or "digits")
+    assert os.environ["WANDB_RESUME"] == "never"
+
+
 MODULE = """
 import asyncio, functools, sys
 import numpy, torch

@@ -285,7 +285,7 @@ def test_the_plan_names_both_prices(clouds: Clouds) -> None:
         55.04,
         21.5,
     )
-    assert [r.other_market_usd_per_h for r in rollouts] == [55.04] * 2
+    assert [(r.other_market_usd_per_h, r.other_market_most_usd_per_h) for r in rollouts] == [(55.04, 55.04)] * 2
     clouds.spec = replace(
         clouds.spec, trainer=replace(clouds.spec.trainer, resources={"instance_type": "only-on-demand"})
     )
@@ -298,6 +298,14 @@ def test_a_plan_in_two_regions_is_refused_before_anything_is_bought(clouds: Clou
     clouds.spec = replace(clouds.spec, trainer=trainer, rollout=rollout)
     with pytest.raises(CloudRefused, match=r"rollout.resources names no place in aws/us-east-1"):
         clouds.open().offers()
+
+
+def test_pools_are_on_both_markets_and_none_where_candidates_name_theirs(clouds: Clouds) -> None:
+    pools = clouds.open().pools()
+    assert {(one.role, one.pool.market) for one in pools} == {(role, market) for role in Role for market in Market}
+    named = replace(clouds.spec.rollout, resources={"ordered": [{"use_spot": True}, {"use_spot": False}]})
+    clouds.spec = replace(clouds.spec, rollout=named)
+    assert clouds.open().pools() == []
 
 
 def test_the_log_of_a_daemon_on_this_machine_is_read_here(clouds: Clouds) -> None:

@@ -140,7 +140,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     store = Store((tmp_path / "store").as_uri())
     run = replace(spec(), cloud="sky", storage=store.url, workdir=str(folder), trainer=trainer, rollout=rollout)
     made = World(store, Users(store), RunRecord(documents.SCHEMA, RUN_ID, time.time(), run))
-    monkeypatch.setattr(clouds, "_open_skypilot", lambda _: made.sky)
+    monkeypatch.setattr(clouds, "_open_skypilot", lambda *_: made.sky)
     # What the daemon says is said on the other machine.
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     monkeypatch.setattr(structlog, "configure", lambda **_: None)

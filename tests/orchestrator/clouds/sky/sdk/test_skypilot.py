@@ -124,6 +124,50 @@ def test_the_runs_machines_have_a_security_group_of_their_own(tmp_path: Path) ->
     assert found["asked"] == [[["us-east-1"], "grpo-a"], [["east", "west"], "grpo-a"], [[], "grpo-a"]]
 
 
+def test_credentials_of_clouds_that_a_run_does_not_use_stay_home(tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    make_home(tmp_path, "https://ec2.us-east-1.amazonaws.com", tmp_path / "wheels")
+    for name in (".config/gcloud/credentials.db", ".azure/msal_token_cache.json", ".kube/config"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("{}")
+    found = run(
+        tmp_path,
+        """
+        import contextlib, io
+        from pathlib import Path
+        from moto import mock_aws
+        from orchestrator.clouds.sky.unused import unused_clouds
+        from sky import clouds
+        from sky.backends import backend_utils
+        from sky.utils import yaml_utils
+
+        def shipped():
+            # What SkyPilot would put on a machine on AWS.
+            machine = skypilot.sky.Resources(infra="aws/us-east-1/us-east-1a", instance_type="m6i.large")
+            place = clouds.Region("us-east-1"), [clouds.Zone("us-east-1a")]
+            with contextlib.redirect_stdout(io.StringIO()):
+                written = backend_utils.write_cluster_config(
+                    machine, 1, "aws-ray.yml.j2", "grpo-a-trainer-0-1", Path("/wheel"), "hash", *place, dryrun=True
+                )
+            files = yaml_utils.read_yaml(written["ray"])["file_mounts"]
+            return sorted(name for name in files if not name.startswith(("~/.sky/", "~/.ssh/")))
+
+        with mock_aws():
+            before = shipped()
+            skypilot.SkyPilot("grpo-a", unused_clouds(["aws/us-east-1"], "s3://bucket/run"))
+            after = shipped()
+        print(json.dumps({"before": before, "after": after, "azure": sent()["azure"]["remote_identity"]}))
+        """,
+    )
+    assert found["before"] == [
+        "~/.azure/msal_token_cache.json",
+        "~/.config/gcloud/credentials.db",
+        "~/.kube/config",
+    ]
+    assert found["after"] == []
+    assert found["azure"] == "NO_UPLOAD"
+
+
 def test_clusters_are_seen_whoever_launched_them_and_machines_without_a_record_too(tmp_path: Path) -> None:
     (tmp_path / "wheels").mkdir()
     make_home(tmp_path, "http://127.0.0.1:9", tmp_path / "wheels")

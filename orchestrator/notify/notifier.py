@@ -1,0 +1,152 @@
+"""Tells people what the journal says, beside the daemon's loop, which never waits for it.
+
+What was told is known by a cursor in the store, moved after each delivery: so whatever dies in between, the next
+daemon tells again what may not have arrived. See docs/decisions/057-telling-people.md.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from checkpoint.journal import journal
+from checkpoint.records import documents
+from checkpoint.records.documents import Notified
+from checkpoint.store.errors import StoreError
+from checkpoint.store.run_store import Store
+from checkpoint.store.unreadable import Unreadable
+from orchestrator.notify.channels import Channel, Undelivered
+from orchestrator.notify.message import Message, messages_in
+
+log = structlog.get_logger()
+
+LIMIT_S = 15.0  # for one delivery
+DRAIN_S = 15.0  # for all that are left when the daemon ends; the one under way may take its own limit
+RETRY_S = 5.0  # after the first failure in a row, then twice as long each time
+RETRY_MAX_S = 600.0
+
+
+@dataclass
+class _Way:
+    """A channel, what it has still to be told, and when it is tried again after a failure."""
+
+    channel: Channel
+    told: int  # journal entries up to this number need not be told any more
+    waiting: deque[Message] = field(default_factory=deque)
+    failures: int = 0
+    retry_at_s: float = 0.0  # on the monotonic clock
+
+
+class Notifier:
+    """One run's, in a thread of its own. Each channel is told everything at least once, in the journal's order.
+
+    Args:
+        store: the run's.
+        run: its name.
+        run_id: what tells it from others of that name.
+        channels: where to tell; none is fine.
+        limit_s: for one delivery.
+    """
+
+    def __init__(
+        self, store: Store, run: str, run_id: str, channels: Sequence[Channel], limit_s: float = LIMIT_S
+    ) -> None:
+        self._store = store
+        self._named = run, run_id, store.url
+        self._limit_s = limit_s
+        self._ways = [_Way(channel, 0) for channel in channels]
+        self._read_up_to: int | None = None  # None: the cursor has not been read
+        self._woken = threading.Event()
+        self._ends_at_s: float | None = None  # on the monotonic clock; None: it goes on
+        self._thread = threading.Thread(target=self._work, name="notifier", daemon=True)
+        if self._ways:
+            self._woken.set()
+            self._thread.start()
+
+    def wake(self) -> None:
+        """Something was journalled."""
+        self._woken.set()
+
+    def close(self, *, drain_s: float) -> None:
+        """End, after up to `drain_s` seconds for what is still to be told; each channel is tried once more."""
+        self._ends_at_s = time.monotonic() + drain_s
+        self._woken.set()
+        if self._ways:
+            self._thread.join(drain_s + 2 * self._limit_s)
+
+    def _work(self) -> None:
+        while True:
+            self._woken.wait(self._wait_s())
+            self._woken.clear()
+            ending = self._ends_at_s is not None
+            try:
+                self._look()
+                for way in self._ways:
+                    self._tell(way)
+                if ending:
+                    self._keep()
+            except StoreError as error:
+                log.warning("notify_store_away", error=str(error))
+            except Exception:  # what goes wrong here is never the run's
+                log.exception("notify_failed")
+            if ending:
+                return
+
+    def _wait_s(self) -> float | None:
+        """Until the next try; None: until somebody wakes it."""
+        due = [way.retry_at_s for way in self._ways if way.waiting]
+        if self._read_up_to is None:
+            return RETRY_S  # the store was away
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _look(self) -> None:
+        """Take what was journalled since the last look. Raises StoreError."""
+        if self._read_up_to is None:
+            found = documents.NOTIFIED.read(self._store, Unreadable())
+            for way in self._ways:
+                way.told = found.told.get(way.channel.name, 0) if found else 0
+            self._read_up_to = min(way.told for way in self._ways)
+        for record in journal.read(self._store, self._read_up_to):
+            for message in messages_in(record, *self._named):
+                for way in self._ways:
+                    if message.number > way.told:
+                        way.waiting.append(message)
+            self._read_up_to = record.number
+
+    def _tell(self, way: _Way) -> None:
+        """Tell a channel what waits for it, until that is all or it fails. Raises StoreError."""
+        while way.waiting and (self._ends_at_s is not None or time.monotonic() >= way.retry_at_s):
+            limit_s = self._limit()
+            if limit_s <= 0:
+                return
+            message = way.waiting[0]
+            try:
+                way.channel.deliver(message, limit_s)
+            except Undelivered as error:
+                way.failures += 1
+                wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** min(way.failures - 1, 10))
+                way.retry_at_s = time.monotonic() + wait_s
+                log.warning("not_notified", by=way.channel.name, id=message.id, why=str(error), again_in_s=wait_s)
+                return
+            way.failures, way.retry_at_s = 0, 0.0
+            way.waiting.popleft()
+            if not way.waiting or way.waiting[0].number != message.number:
+                way.told = message.number
+                self._keep()
+
+    def _keep(self) -> None:
+        """Write the cursor. Entries without a message are told with those before them. Raises StoreError."""
+        for way in self._ways:
+            if not way.waiting:
+                way.told = max(way.told, self._read_up_to or 0)
+        documents.NOTIFIED.write(self._store, Notified({one.channel.name: one.told for one in self._ways}))
+
+    def _limit(self) -> float:
+        """Seconds for the next delivery."""
+        left_s = self._limit_s if self._ends_at_s is None else self._ends_at_s - time.monotonic()
+        return min(self._limit_s, left_s)

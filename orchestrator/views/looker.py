@@ -1,0 +1,26 @@
+"""A run looked at again and again: its store, and what its gateway last wrote."""
+
+from __future__ import annotations
+
+import time
+
+from checkpoint.store.run_store import Store
+from orchestrator.control.observe import GatewayWatch
+from orchestrator.views.model import RunView
+from orchestrator.views.reader import Reader
+from orchestrator.views.run_view import view_of
+from policies.serving.gateway_status import GatewayStatus
+
+
+class Looker:
+    """Keeps what was read, so that each look reads what is new. Raises NotFound when there is no run."""
+
+    def __init__(self, store: Store) -> None:
+        self.reader = Reader(store)
+        self.gateway: GatewayStatus | None = None  # as of the last look; None when it is not heard from
+        self._watch = GatewayWatch(store, believe_first=True, unreadable=self.reader.unreadable)
+
+    def look(self) -> RunView:
+        """The run as it is now. Raises StoreError."""
+        self.gateway = self._watch.look()
+        return view_of(self.reader, time.time(), self.gateway)

@@ -1,0 +1,179 @@
+"""The pages over HTTP: each drawn, or as JSON, and what keeps them live. Nothing here changes anything."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import mimetypes
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from importlib import resources
+from typing import Any
+
+import structlog
+from aiohttp import hdrs, web
+
+from checkpoint.store.errors import NotFound, StoreError
+from orchestrator.web import checkpoints, diary, money, nodes, rollbacks, run, sample, samples, series
+from orchestrator.web.access import Access, add_headers
+from orchestrator.web.page import Asked, Page, Refused
+from orchestrator.web.strip import headline, strip
+from orchestrator.web.templating import render
+from orchestrator.web.watch import Look, Watch, looks
+
+# In the order of the navigation.
+PAGES: tuple[Page, ...] = (
+    run.PAGE,
+    nodes.PAGE,
+    money.PAGE,
+    samples.PAGE,
+    sample.PAGE,
+    checkpoints.PAGE,
+    rollbacks.PAGE,
+    diary.PAGE,
+    series.PAGE,
+)
+
+WATCHERS_MAX = 100  # at a time; each holds a connection
+QUIET_S = 15.0  # after so long without news a word keeps the connection open
+RETRY_MS = 3000  # a browser connects again so long after the connection was lost
+
+log = structlog.get_logger()
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Site:
+    """The handlers and what they share."""
+
+    def __init__(self, watch: Watch, host: str, secret: str | None, pages: Sequence[Page] = PAGES) -> None:
+        self._watch = watch
+        self._pages = pages
+        self._access = Access(host, secret, self._form)
+        self._static = _static_files()
+        self._watchers = 0
+
+    def app(self) -> web.Application:
+        """The aiohttp application."""
+        app = web.Application(middlewares=[self._access.guard, self._refuse])
+        app.on_response_prepare.append(add_headers)
+        app.cleanup_ctx.append(self._watching)
+        app.add_routes([web.get(page.path, self._handler(page)) for page in self._pages])
+        app.add_routes([web.get("/live", self._live), web.get("/static/{name:.+}", self._file)])
+        return app
+
+    async def _watching(self, _: web.Application) -> Any:
+        task = asyncio.ensure_future(self._watch.run())
+        yield
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    def _handler(self, page: Page) -> Handler:
+        async def handle(request: web.Request) -> web.Response:
+            look = await self._watch.fresh()
+            asked = Asked(request.match_info, request.query)
+            wanted = asked.choice("format", ("html", "json"))
+            data = await asyncio.to_thread(page.data, look, asked)
+            if page.template is None or wanted == "json":
+                return _json(data)
+            drawn = await asyncio.to_thread(self._draw, page, look, asked, data, request.path_qs)
+            return web.Response(text=drawn, content_type="text/html")
+
+        return handle
+
+    def _draw(self, page: Page, look: Look, asked: Asked, data: dict[str, Any], url: str) -> str:
+        assert page.template is not None
+        return render(page.template, {**self._shared(look, page, url), "asked": asked, **data})
+
+    def _shared(self, look: Look, page: Page | None, url: str) -> dict[str, Any]:
+        """What every template may use."""
+        as_json = f"{url}{'&' if '?' in url else '?'}format=json"
+        told = {"look": look, "view": look.view, "strip": strip(look), "headline": headline(look.view)}
+        return {**told, "page": page, "pages": self._pages, "url": url, "json_url": as_json}
+
+    async def _live(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events: `look`, with its number, whenever there is news."""
+        if self._watchers >= WATCHERS_MAX:
+            raise Refused(503, f"{WATCHERS_MAX} are watching already")
+        response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "text/event-stream"})
+        self._watchers += 1
+        try:
+            with suppress(ConnectionResetError):  # the page was left
+                await self._tell(request, response)
+        finally:
+            self._watchers -= 1
+        return response
+
+    async def _tell(self, request: web.Request, response: web.StreamResponse) -> None:
+        await response.prepare(request)
+        await response.write(f"retry: {RETRY_MS}\n\n".encode())
+        stream = looks(self._watch, self._watch.newest.number)
+        coming = asyncio.ensure_future(anext(stream))
+        try:
+            while True:
+                await asyncio.wait({coming}, timeout=QUIET_S)
+                if coming.done():
+                    await response.write(f"event: look\ndata: {coming.result().number}\n\n".encode())
+                    coming = asyncio.ensure_future(anext(stream))
+                else:
+                    await response.write(b": quiet\n\n")
+        finally:
+            coming.cancel()
+            with suppress(asyncio.CancelledError):
+                await coming
+            await stream.aclose()
+
+    async def _file(self, request: web.Request) -> web.Response:
+        found = self._static.get(request.match_info["name"])
+        if found is None:
+            raise Refused(404, "nothing is there")
+        data, kind, tag = found
+        headers = {hdrs.ETAG: tag, hdrs.CACHE_CONTROL: "no-cache", hdrs.CONTENT_TYPE: kind}
+        if request.headers.get(hdrs.IF_NONE_MATCH) == tag:
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=data, headers=headers)
+
+    @web.middleware
+    async def _refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answers for what cannot be shown."""
+        try:
+            return await handler(request)
+        except Refused as error:
+            return self._error(request, error.status, str(error))
+        except NotFound as error:
+            return self._error(request, 404, str(error))
+        except StoreError as error:
+            return self._error(request, 503, str(error))
+        except web.HTTPException as error:
+            return self._error(request, error.status, "nothing is there")
+
+    def _error(self, request: web.Request, status: int, message: str) -> web.Response:
+        if request.query.get("format") == "json":
+            return _json({"error": message}, status)
+        look = self._watch.newest
+        drawn = render("error.html", {**self._shared(look, None, request.path_qs), "message": message})
+        return web.Response(status=status, text=drawn, content_type="text/html")
+
+    def _form(self, further: str, wrong: str) -> web.Response:
+        drawn = render("login.html", {"next": further, "wrong": wrong})
+        return web.Response(status=401, text=drawn, content_type="text/html")
+
+
+def _json(data: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(status=status, text=json.dumps(data, allow_nan=False), content_type="application/json")
+
+
+def _static_files() -> dict[str, tuple[bytes, str, str]]:
+    """By name: content, type, and a tag of it."""
+    found: dict[str, tuple[bytes, str, str]] = {}
+    root = resources.files("orchestrator.web") / "static"
+    folders = [("", root), ("vendor/", root / "vendor")]
+    for prefix, folder in folders:
+        for one in folder.iterdir():
+            if one.is_file():
+                data = one.read_bytes()
+                kind = mimetypes.guess_type(one.name)[0] or "text/plain"
+                suffix = "; charset=utf-8" if kind.startswith("text/") else ""
+                found[prefix + one.name] = data, kind + suffix, f'"{hashlib.sha256(data).hexdigest()[:20]}"'
+    return found

@@ -1,0 +1,70 @@
+"""The machines now: what each is at, what it holds, how fast it is and what it costs; the lost come last."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+from orchestrator.views.model import NodeView
+from orchestrator.web.page import Asked, Page
+from orchestrator.web.watch import Look
+from policies.model.vocabulary import NodePhase, Role, machine_of
+from policies.serving.gateway_status import MemberStatus
+
+ON_A_PAGE = 100
+FAR = 10**6
+LOADING, IDLE, LOST = "loading", "idle", "lost"
+
+
+def _data(look: Look, asked: Asked) -> dict[str, Any]:
+    first = asked.whole("first", 0, 0, FAR)
+    told = look.once("nodes", lambda: _nodes(look))
+    counts = Counter(node["state"] for node in told)
+    return {
+        "nodes": told[first : first + ON_A_PAGE],
+        "first": first,
+        "total": len(told),
+        "counts": dict(counts.most_common()),
+        "on_a_page": ON_A_PAGE,
+    }
+
+
+def state_of(node: NodeView, members: list[MemberStatus]) -> str:
+    """Its phase; of one at work also whether it loads a policy or has nothing to do, by its gateway."""
+    if node.phase in (NodePhase.GONE, NodePhase.REFUSED):
+        return LOST if node.phase is NodePhase.GONE else str(node.phase)
+    if node.phase is not NodePhase.SERVING or node.role is Role.TRAINER or not members:
+        return str(node.phase)
+    serving = [one for one in members if one.serving]
+    if not serving:
+        return LOADING
+    return str(node.phase) if any(one.requests_running for one in serving) else IDLE
+
+
+def _nodes(look: Look) -> list[dict[str, Any]]:
+    members = defaultdict[str, list[MemberStatus]](list)
+    for one in look.gateway.members if look.gateway else []:
+        members[machine_of(one.node)].append(one)
+    told = []
+    for node in look.view.nodes:
+        own = members[node.node]
+        told.append(
+            {
+                "node": node.node,
+                "role": node.role,
+                "state": state_of(node, own),
+                "since_s": node.since_s,
+                "reason": node.unfit or node.reason,
+                "market": node.market.replace("_", " "),
+                "policy": node.policy,
+                "tokens_per_s": look.tokens_per_s.get(node.node),
+                "running": sum(one.requests_running for one in own) if own else None,
+                "queue": sum(one.engine.waiting for one in own if one.engine) if own else None,
+                "price_usd_per_h": node.price_usd_per_h,
+                "restarts": node.restarts,
+            }
+        )
+    return sorted(told, key=lambda one: (one["role"] != "trainer", one["state"] in (LOST, "refused")))
+
+
+PAGE = Page("/nodes", _data, "nodes.html", "Nodes")

@@ -1,0 +1,126 @@
+"""A run's curves in a window of time or steps, as many points as a screen has: the same data at every zoom.
+
+Where a window has more rows than points, neighbours share one: their mean, and the lowest and highest of them, so
+that no spike is lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from checkpoint.records.metrics import Row
+from orchestrator.views.report import HELD_OUT, REWARD
+from orchestrator.web.page import Asked, Page
+from orchestrator.web.watch import Look
+from policies.ledger.accounting import Fault, fault_costs, journalled_faults, merge_faults
+
+POINTS, POINTS_MOST = 600, 4000
+MARKS_MOST = 300
+METRICS = {"reward": REWARD, "held_out": HELD_OUT, "kl": "kl", "loss": "loss"}
+AXES = ("step", "time")
+FAR = 1e12
+
+Values = list[float | None]
+
+
+def _data(look: Look, asked: Asked) -> dict[str, Any]:
+    axis = asked.choice("x", AXES)
+    low, high = asked.number("from", -FAR, -FAR, FAR), asked.number("to", FAR, -FAR, FAR)
+    points = asked.whole("points", POINTS, 10, POINTS_MOST)
+    present = [row for row in look.path if low <= _at(row, axis) <= high]
+    lost = [row for row in look.abandoned if low <= _at(row, axis) <= high]
+    faults = look.once("faults", lambda: _faults(look))
+    return {
+        "axis": axis,
+        "present": table(present, axis, points),
+        "abandoned": table(lost, axis, points),
+        "kl_limit": look.once("kl limit", lambda: look.view.kl_limit),
+        "faults": marks([one for one in faults if low <= one[axis] <= high], axis),
+        "timelines": look.once("timelines", lambda: _timelines(look)),
+    }
+
+
+def table(rows: Sequence[Row], axis: str, points: int) -> dict[str, Values]:
+    """Columns of equal length: `x`, and of each metric its mean, `NAME_low` and `NAME_high`; None where nothing
+    was logged. At most `points` of them."""
+    rows = sorted(rows, key=lambda row: _at(row, axis))
+    if not rows:
+        return {"x": [], **{name + end: [] for name in METRICS for end in ("", "_low", "_high")}}
+    xs = np.array([_at(row, axis) for row in rows])
+    count = min(points, len(rows))
+    span = float(xs[-1] - xs[0])
+    place = np.arange(len(rows))
+    if len(rows) > points and span > 0:
+        place = np.minimum((xs - xs[0]) / span * count, count - 1).astype(int)
+    starts = np.flatnonzero(np.r_[True, place[1:] != place[:-1]])
+    sizes = np.diff(np.r_[starts, len(rows)])
+    found: dict[str, Values] = {"x": (np.add.reduceat(xs, starts) / sizes).tolist()}
+    for name, metric in METRICS.items():
+        values = np.array([row.values.get(metric, math.nan) for row in rows])
+        known = ~np.isnan(values)
+        counts = np.add.reduceat(known.astype(float), starts)
+        sums = np.add.reduceat(np.where(known, values, 0.0), starts)
+        lows = np.minimum.reduceat(np.where(known, values, np.inf), starts)
+        highs = np.maximum.reduceat(np.where(known, values, -np.inf), starts)
+        for end, column in (("", sums / np.maximum(counts, 1.0)), ("_low", lows), ("_high", highs)):
+            found[name + end] = [float(v) if n else None for v, n in zip(column, counts, strict=True)]
+    return found
+
+
+def marks(faults: Sequence[dict[str, Any]], axis: str) -> list[dict[str, Any]]:
+    """At most MARKS_MOST of them, wherever they are: neighbours become one, with `count` and all they cost."""
+    if len(faults) <= MARKS_MOST:
+        return [{**one, "count": 1} for one in faults]
+    first, last = min(one[axis] for one in faults), max(one[axis] for one in faults)
+    piles = defaultdict[int, list[dict[str, Any]]](list)
+    for one in faults:
+        piles[int((one[axis] - first) / max(last - first, 1e-9) * (MARKS_MOST - 1))].append(one)
+    return [_pile(piles[place]) for place in sorted(piles)]
+
+
+def _pile(faults: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    name = faults[0]["name"] if len(faults) == 1 else f"{len(faults)} faults"
+    cost_s = round(sum(one["seconds_lost"] for one in faults), 1)
+    return {**faults[0], "name": name, "seconds_lost": cost_s, "count": len(faults)}
+
+
+def _at(row: Row, axis: str) -> float:
+    return float(row.step) if axis == "step" else row.time_s
+
+
+def _faults(look: Look) -> list[dict[str, Any]]:
+    done = [
+        Fault(f"{one.fault.replace('_', ' ')} {one.target}", one.target, one.time_s, one.time_s, one.at_step)
+        for one in look.faults
+    ]
+    faults = merge_faults(done, journalled_faults(look.history))
+    costs = fault_costs(look.rows, faults)
+    return [
+        {
+            "step": cost.at_step,
+            "time": fault.struck_s,
+            "name": cost.name,
+            "seconds_lost": round(cost.seconds_lost, 1),
+        }
+        for fault, cost in zip(faults, costs, strict=True)
+    ]
+
+
+def _timelines(look: Look) -> list[dict[str, Any]]:
+    """Each timeline after the first: where it began, and how far the one before had come."""
+    return [
+        {
+            "timeline": one.fork.timeline,
+            "start_step": 0 if one.fork.start_at is None else one.fork.start_at.step,
+            "from_step": one.from_step,
+        }
+        for one in look.state.rollbacks
+    ]
+
+
+PAGE = Page("/series", _data)

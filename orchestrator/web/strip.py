@@ -1,0 +1,70 @@
+"""The figures at the head of every page: how the run is now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from checkpoint.records.metrics import Row
+from orchestrator.views.model import RunView
+from orchestrator.views.numbers import NOT_KNOWN, duration, short, usd
+from orchestrator.views.report import HELD_OUT
+from orchestrator.web.watch import Look
+from policies.detect.divergence import Health
+from policies.model.phases import TERMINAL_RUN
+from policies.model.vocabulary import NodePhase, Role, RollbackStage
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure, what it is, and what stands below it. `tone` is good, warn, bad or nothing."""
+
+    label: str
+    value: str
+    below: str = ""
+    tone: str = ""
+
+
+def strip(look: Look) -> list[Figure]:
+    """The figures, in their order."""
+    return look.once("strip", lambda: _figures(look))
+
+
+def headline(view: RunView) -> str:
+    """What matters most right now, in a few words."""
+    if view.phase in TERMINAL_RUN:
+        return view.reason
+    if not view.daemon.alive:
+        return f"nobody steers it: grpo-orch resume {view.store}"
+    if view.rollback is not None and view.rollback.stage is not RollbackStage.PROBATION:
+        return f"timeline {view.rollback.timeline} {view.rollback.text}"
+    if view.health.health is not Health.HEALTHY:
+        word = "diverged" if view.health.health is Health.TRIPPED else "watched"
+        return f"{word} since step {view.health.onset_step}"
+    return f"the trainer is {view.activity}" if view.activity else view.reason
+
+
+def _figures(look: Look) -> list[Figure]:
+    view, money = look.view, look.view.money
+    of = f"of {view.max_steps:,}" if view.max_steps else ""
+    above = view.kl is not None and view.kl_limit is not None and view.kl > view.kl_limit
+    limit = f"limit {short(view.kl_limit)}" if view.kl_limit is not None else "no limit"
+    rollouts = [node for node in view.nodes if node.role is Role.ROLLOUT]
+    serving = sum(node.phase is NodePhase.SERVING for node in rollouts)
+    forecast = f"{usd(money.forecast_usd)} at the end" if money.forecast_usd is not None else "so far"
+    waiting = f"{view.requests_waiting} waiting" if view.requests_waiting else ""
+    return [
+        Figure("step", f"{view.step:,}", of),
+        Figure("reward", short(view.reward), _held_out(look.path)),
+        Figure("KL", short(view.kl), limit, "bad" if above else ""),
+        Figure("seconds a step", short(view.step_s), f"{duration(view.eta_s)} to go" if view.eta_s else ""),
+        Figure("tokens a second", short(view.tokens_per_s), waiting),
+        Figure("rollout nodes", f"{serving}", f"of {len(rollouts)} serve" if rollouts else "none in this run"),
+        Figure("spent", usd(money.spent_usd), forecast),
+        Figure("rate", usd(money.usd_per_h), "an hour"),
+    ]
+
+
+def _held_out(rows: Sequence[Row]) -> str:
+    found = next((row.values[HELD_OUT] for row in reversed(rows) if HELD_OUT in row.values), None)
+    return f"held out {short(found)}" if found is not None else f"held out {NOT_KNOWN}"

@@ -1,0 +1,44 @@
+"""The templates, with everything escaped, and how numbers and times are written in them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from orchestrator.views.numbers import data_size, duration, short, usd
+from orchestrator.web.text import finalize, shown
+
+
+def _day_and_time(time_s: float) -> str:
+    """`21 Nov 14:03:59`, local."""
+    return time.strftime("%d %b %H:%M:%S", time.localtime(time_s))
+
+
+def _iso(time_s: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_s))
+
+
+_environment = Environment(
+    loader=PackageLoader("orchestrator.web"),
+    autoescape=True,
+    finalize=finalize,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_environment.filters.update(
+    short=short,
+    usd=lambda value: "–" if value is None else usd(value),
+    duration=lambda value: "–" if value is None else duration(value),
+    data_size=data_size,
+    time=_day_and_time,
+    iso=_iso,
+    cut=shown,
+)
+
+
+def render(template: str, data: dict[str, Any]) -> str:
+    """Draw a template."""
+    return _environment.get_template(template).render(data)

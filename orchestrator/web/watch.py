@@ -1,0 +1,209 @@
+"""One reader of the store for everybody who looks.
+
+The store is read while somebody looks, about as often as the run does anything, and by nobody else: a page is made
+of the newest look, which is never changed. Whoever waits is told when there is a newer one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from checkpoint.journal import journal
+from checkpoint.records.documents import RunRecord
+from checkpoint.records.metrics import Row
+from checkpoint.records.rehearsals import RehearsedFault
+from checkpoint.store.errors import StoreError
+from checkpoint.store.run_store import Store
+from checkpoint.stream.catalog import Checkpoint
+from orchestrator.views.events import EventLine, lines, rehearsed_line
+from orchestrator.views.looker import Looker
+from orchestrator.views.model import RunView
+from policies.control.snapshot import Trainer
+from policies.model.events import Event
+from policies.model.state import RunState
+from policies.model.vocabulary import machine_of
+from policies.serving.gateway_status import GatewayStatus
+
+# Between two looks at a run that goes on, a dozen requests each; a gateway that is heard from less often counts as
+# silent (`control.observe.FRESH_S`).
+SOONEST_S, LATEST_S = 2.0, 4.0
+OVER_S = 30.0  # at one that is over
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A run as it was at one moment. Nothing in it changes."""
+
+    number: int  # grows with every look that found something new
+    store: Store
+    record: RunRecord
+    view: RunView
+    state: RunState
+    path: Sequence[Row]  # of the present line, in the order of time
+    abandoned: Sequence[Row]
+    rows: Sequence[Row]  # all, by timeline and step
+    history: Sequence[tuple[int, float, tuple[Event, ...]]]
+    diary: Sequence[EventLine]  # all that happened, in the order of time
+    faults: Sequence[RehearsedFault]
+    checkpoints: Sequence[Checkpoint]
+    trainer: Trainer | None
+    gateway: GatewayStatus | None
+    tokens_per_s: Mapping[str, float]  # by machine, as its engines count between two looks
+    trouble: str = ""  # why it is not newer
+    _made: dict[str, Any] = field(default_factory=dict)
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """What `make` returns, made once for all who see this look."""
+        if name not in self._made:
+            self._made[name] = make()
+        found: T = self._made[name]
+        return found
+
+
+class Watch:
+    """Looks at the run while somebody watches. Raises StoreError at the start; later it says what is wrong."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._looker = Looker(store)
+        self._history: list[tuple[int, float, tuple[Event, ...]]] = []
+        self._diary: list[EventLine] = []
+        self._number = 0
+        self._counts: dict[str, tuple[float, int]] = {}  # by member: when its engine had counted how many tokens
+        self._rates: dict[str, float] = {}
+        self._looking = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self._watchers = 0
+        self._wanted = asyncio.Event()
+        self.newest = self._look()
+        self._looked_at_s = time.monotonic()
+
+    async def fresh(self) -> Look:
+        """The newest look, not older than the pace allows."""
+        async with self._looking:
+            if time.monotonic() - self._looked_at_s >= self.pace_s:
+                await self._look_again()
+        return self.newest
+
+    async def after(self, number: int) -> Look:
+        """Wait for a look that is newer than that one."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.newest.number > number)
+        return self.newest
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """As long as the block runs, somebody watches."""
+        self._watchers += 1
+        self._wanted.set()
+        try:
+            yield
+        finally:
+            self._watchers -= 1
+            if not self._watchers:
+                self._wanted.clear()
+
+    async def run(self) -> None:
+        """Look again and again, while somebody watches."""
+        while True:
+            await self._wanted.wait()
+            await self.fresh()
+            await asyncio.sleep(max(0.05, self._looked_at_s + self.pace_s - time.monotonic()))
+
+    @property
+    def pace_s(self) -> float:
+        """Seconds between two looks: half a step."""
+        view = self.newest.view
+        return OVER_S if view.over else min(max(SOONEST_S, (view.step_s or 0.0) / 2), LATEST_S)
+
+    async def _look_again(self) -> None:
+        try:
+            look = await asyncio.to_thread(self._look)
+        except StoreError as error:
+            look = replace(self.newest, number=self.newest.number + 1, trouble=str(error), _made={})
+        self._looked_at_s = time.monotonic()
+        if look.trouble != self.newest.trouble or _mark(look) != _mark(self.newest):
+            async with self._changed:
+                self.newest = look
+                self._changed.notify_all()
+
+    def _look(self) -> Look:
+        view, reader = self._looker.look(), self._looker.reader
+        last = self._history[-1][0] if self._history else 0
+        known = {fault.number for fault in reader.faults}
+        told = {line.number for line in self._diary if not line.epoch}
+        fresh = [rehearsed_line(fault) for fault in reader.faults if fault.number in known - told]
+        if reader.last is not None and reader.last.number > last:
+            records = [record for record in journal.read(self._store, last) if not record.is_void]
+            decoded = [(record.number, record.time_s, record.decoded()) for record in records]
+            self._history = [*self._history, *decoded]
+            fresh += [line for record in records for line in lines(record)]
+        if fresh:
+            self._diary = [*self._diary, *sorted(fresh, key=lambda line: line.time_s)]
+        self._count(self._looker.gateway)
+        self._number += 1
+        return Look(
+            number=self._number,
+            store=self._store,
+            record=reader.record,
+            view=view,
+            state=reader.state,
+            path=reader.path,
+            abandoned=reader.abandoned,
+            rows=reader.rows,
+            history=self._history,
+            diary=self._diary,
+            faults=tuple(reader.faults),
+            checkpoints=reader.checkpoints,
+            trainer=reader.trainer,
+            gateway=self._looker.gateway,
+            tokens_per_s=dict(self._rates),
+        )
+
+    def _count(self, gateway: GatewayStatus | None) -> None:
+        """Tokens a second of each machine since the status before; an engine that began anew counts from there."""
+        members = [] if gateway is None else gateway.members
+        counts = {one.node: (gateway.up_s, one.engine.tokens) for one in members if one.engine and gateway}
+        rates = defaultdict[str, float](float)
+        moved = False
+        for node, (at_s, tokens) in counts.items():
+            before_s, before = self._counts.get(node, (at_s, tokens))
+            moved |= at_s != before_s
+            if at_s > before_s and tokens >= before:
+                rates[machine_of(node)] += (tokens - before) / (at_s - before_s)
+        if moved or not counts:
+            self._rates = dict(rates)
+        self._counts = counts
+
+
+def _mark(look: Look) -> tuple[object, ...]:
+    """What two looks that show the same have in common."""
+    last = look.path[-1] if look.path else None
+    gateway = look.gateway
+    return (
+        look.diary[-1].number if look.diary else 0,
+        len(look.diary),
+        (last.timeline, last.step, last.time_s, len(last.values)) if last else None,
+        look.trainer,
+        (gateway.boot_id, gateway.seq) if gateway else None,
+        look.view.daemon.alive,
+        look.checkpoints[-1] if look.checkpoints else None,
+        len(look.checkpoints),
+    )
+
+
+async def looks(watch: Watch, known: int) -> AsyncGenerator[Look, None]:
+    """Every newer look, as it comes."""
+    with watch.watching():
+        while True:
+            look = await watch.after(known)
+            known = look.number
+            yield look

@@ -1,0 +1,62 @@
+"""Rollout nodes on demand in place of spot machines, as the controller steers them: see `policies.fleet.when`."""
+
+from __future__ import annotations
+
+from policies.control.fleet_size import hourly_prices
+from policies.control.markets import may_stand_in
+from policies.control.tick import Tick
+from policies.fleet.when import stand_ins, wait_s
+from policies.model.buying import HELD_S, MachineKind
+from policies.model.phases import FILLING_NODE
+from policies.model.state import Node, RunState
+from policies.model.vocabulary import Market, NodePhase, Role, kind_of
+
+BOOT_S = 300.0  # of a rollout node, before one has served
+
+
+def stand_ins_of(state: RunState) -> list[Node]:
+    """Those that are there or come, the newest first."""
+    return [one for one in reversed(state.live(Role.ROLLOUT)) if one.stand_in and one.phase in FILLING_NODE]
+
+
+def surplus(tick: Tick) -> int:
+    """How many may go: spot machines that have held do as well."""
+    held = [one for one in _on_spot(tick) if tick.waited_s(one.since_s) >= HELD_S and one.served]
+    held = [one for one in held if one.phase is NodePhase.SERVING]
+    return max(0, len(stand_ins_of(tick.state)) - _wanted(tick, len(held))) if held else 0
+
+
+def missing(tick: Tick) -> int:
+    """How many are to be bought now: the trainer has waited for spot for as long as their start costs."""
+    trainer = [one for one in tick.state.trainer_machines if one.phase is NodePhase.SERVING]
+    short_s, spot = tick.state.spot_short_since_s, kind_of(Role.ROLLOUT, Market.SPOT)
+    kinds = tick.state.kinds
+    if not trainer or short_s is None or not may_stand_in(tick.spec) or _price(tick) <= 0:
+        return 0
+    if kinds.get(spot, MachineKind()).never_serves or hourly_prices(tick.state).beside_usd_per_h <= 0:
+        return 0
+    there = [one for one in _on_spot(tick) if one.phase is not NodePhase.REQUESTED]
+    wanted = _wanted(tick, len(there))
+    boots = [kinds[name].boot_s for name in (kind_of(Role.ROLLOUT, Market.ON_DEMAND), spot) if name in kinds]
+    boot_s = next((one for one in boots if one is not None), BOOT_S)
+    limit_s = wait_s(max(1, wanted), _price(tick), hourly_prices(tick.state).beside_usd_per_h, boot_s)
+    waited_s = tick.waited_s(max(short_s, trainer[0].since_s))
+    return max(0, wanted - len(stand_ins_of(tick.state))) if waited_s >= limit_s else 0
+
+
+def _wanted(tick: Tick, spot: int) -> int:
+    prices, replicas = hourly_prices(tick.state), tick.spec.rollout.replicas
+    beside, node = prices.beside_usd_per_h, prices.node_usd_per_h
+    shape, price = tick.snapshot.step_shape, _price(tick)
+    return stand_ins(shape, beside, price, spot, min(node, price), replicas.min, replicas.max)
+
+
+def _on_spot(tick: Tick) -> list[Node]:
+    return [one for one in tick.state.live(Role.ROLLOUT) if not one.stand_in and one.phase in FILLING_NODE]
+
+
+def _price(tick: Tick) -> float:
+    """USD an hour of a rollout node on demand: of those that were seen, else the most; 0: not known."""
+    seen = [one.on_demand_usd_per_h for one in tick.state.live(Role.ROLLOUT) if one.on_demand_usd_per_h > 0]
+    most = (tick.snapshot.prices or {}).get(kind_of(Role.ROLLOUT, Market.ON_DEMAND), 0.0)
+    return sum(seen) / len(seen) if seen else most

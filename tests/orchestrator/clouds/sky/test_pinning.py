@@ -1,0 +1,80 @@
+"""Pools are those of SkyPilot's own catalog, and a launch in one of them can go nowhere else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.clouds.protocol import CloudRefused
+from orchestrator.clouds.sky.pinning import offers_of, resources_in
+from orchestrator.clouds.sky.sdk.types import SkyOffer
+from policies.model.pools import Pool
+from policies.model.vocabulary import Market, Role
+
+WANTED = {
+    "ordered": [
+        {"infra": "aws/us-east-1", "accelerators": "H100:8"},
+        {"infra": "aws", "accelerators": {"A10G": 1}, "disk_size": 300},
+    ]
+}
+A10G = Pool("aws", "us-west-2", "usw2-az1", "g5.xlarge", "A10G:1", Market.SPOT)
+# SkyPilot's real catalog code over prices that are made up, in a home of its own: it reads it once imported.
+_REAL = f"""
+import os
+from pathlib import Path
+from tests.rigs.sky import home
+home._make_catalog(Path(os.environ["HOME"]) / ".sky/catalogs/v8")
+import sky
+from sky.utils import resources_utils
+from orchestrator.clouds.sky.pinning import offers_of, resources_in
+from orchestrator.clouds.sky.sdk.skypilot import _offers
+from policies.model.vocabulary import Role
+wanted = {WANTED!r}
+for one in offers_of(Role.ROLLOUT, wanted, None, lambda asked, spot: _offers(asked, spot, ["aws"])):
+    (asked,) = sky.Resources.from_yaml_config(resources_in(wanted, Role.ROLLOUT, one.pool))
+    asked.validate()
+    (machine,) = asked.cloud.get_feasible_launchable_resources(asked, 1).resources_list
+    (there,) = resources_utils.make_launchables_for_valid_region_zones(machine)
+    assert there.infra.to_str() == one.pool.place, there
+    assert (there.instance_type, there.use_spot) == (one.pool.instance_type, one.pool.market == "spot"), there
+    print(one.pool)
+"""
+
+
+def test_skypilot_has_one_place_alone_for_a_machine_that_is_pinned(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _REAL], env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    pools = done.stdout.splitlines()
+    assert {str(A10G), "aws/us-east-1 p5.48xlarge H100:8 on demand"} <= set(pools)
+    assert len(pools) == 11
+
+
+def ask(asked: dict[str, object], spot: bool) -> list[SkyOffer]:
+    gpu = "H100:8" if asked["accelerators"] == "H100:8" else "A10G:1"
+    return [SkyOffer("aws/us-east-1/a", gpu, gpu, spot, 2.0)]
+
+
+def test_an_order_is_a_rank_and_a_place_without_a_price_leaves_nothing_to_choose() -> None:
+    found = offers_of(Role.ROLLOUT, WANTED, None, ask)
+    assert [(one.pool.accelerators, one.rank) for one in found[::2]] == [("H100:8", 0), ("A10G:1", 1)]
+    free = offers_of(Role.ROLLOUT, WANTED, None, lambda *_: [SkyOffer("kubernetes/c", "4CPU", "", False, 0.0)])
+    assert free == []
+
+
+def test_a_pinned_launch_keeps_what_its_alternative_says_and_no_other_is_left() -> None:
+    assert resources_in(WANTED, Role.ROLLOUT, A10G) == {
+        "infra": "aws/us-west-2/usw2-az1",
+        "instance_type": "g5.xlarge",
+        "accelerators": "A10G:1",
+        "disk_size": 300,
+        "use_spot": True,
+    }
+    with pytest.raises(CloudRefused, match="does not allow"):
+        resources_in(WANTED, Role.ROLLOUT, replace(A10G, cloud="gcp"))

@@ -1,0 +1,60 @@
+"""A real daemon's last words: who is to be told is told before its process ends, and the URL goes no further."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from checkpoint.journal.journal import Journal
+from checkpoint.records import documents
+from checkpoint.records.documents import RunRecord
+from checkpoint.store.run_store import Store
+from orchestrator.home.folder import keep_run_digest
+from orchestrator.home.trust import run_digest
+from policies.model.events import RunCreated, RunMoved
+from policies.model.spec import Notify
+from policies.model.vocabulary import RunPhase
+from tests.budget import HANG_S
+from tests.stand_ins.world import spec
+
+
+def test_a_run_that_failed_is_told_before_its_daemon_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = []
+
+    class Slack(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            heard.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+    monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
+    store = Store((tmp_path / "store").as_uri())
+    notify = Notify(webhook_env="HOOK", command=("sh", "-c", "cat > told; env > environment"))
+    run = replace(spec(), storage=store.url, workdir=str(tmp_path), notify=notify)
+    record = RunRecord(documents.SCHEMA, "sim-0", time.time(), run)
+    keep_run_digest(store.url, run_digest(documents.create_run(store, record)))
+    before = Journal(store, "before/1")
+    before.take_over(0.0, "before", 1, "up")
+    before.append(0.0, (RunCreated("sim", "sim-0"), RunMoved(RunPhase.FAILED, "the trainer failed 5 times")))
+    with HTTPServer(("127.0.0.1", 0), Slack) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/secret"
+        words = [sys.executable, "-m", "orchestrator.control.daemon", store.url, "up"]
+        done = subprocess.run(
+            words, env={**os.environ, "HOOK": url}, capture_output=True, text=True, timeout=HANG_S, check=True
+        )
+        server.shutdown()
+    assert heard == [b'{"text": "sim failed: the trainer failed 5 times (sim-0/2.1)"}']
+    assert '"id": "sim-0/2.1"' in (tmp_path / "told").read_text()
+    told = documents.NOTIFIED.read(store)
+    assert told is not None
+    assert told.told == {"webhook": 3, "command": 3}
+    assert url not in (tmp_path / "environment").read_text() + done.stdout + done.stderr

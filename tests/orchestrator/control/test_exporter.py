@@ -1,0 +1,88 @@
+"""What Prometheus reads of a daemon, over HTTP, and the dashboard that is made of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import urllib.request
+from pathlib import Path
+
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
+
+from checkpoint.records.metrics import Row
+from orchestrator.control.exporter import Exporter, Seen
+from policies.model.vocabulary import Role
+from tests.policies.control.test_spending import Priced, capped
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def lived(exporter: Exporter, *, loses: bool = True) -> Priced:
+    """A run that trains on priced machines, and has lost one, as the exporter was told of it."""
+    world = Priced(capped(10_000.0), max_steps=1000)
+    while world.steps < 8.0:
+        before, known = world.state, len(world.history)
+        world.tick()
+        events = [event for _, _, events in world.history[known:] for event in events]
+        snapshot = world.snapshot()
+        row = Row(0, 7, 1.0, 1, {"kl": 0.25, "reward": 0.5})
+        exporter.ticked(before, events, Seen(world.state, snapshot, row, 0.125))
+        if loses and world.steps >= 4.0:
+            loses = False
+            world.lose(world.up(Role.ROLLOUT)[0])
+        world.advance()
+    return world
+
+
+def samples(text: str) -> dict[str, float]:
+    """By name and the labels' values in the order of their names."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(value for _, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found
+
+
+def test_the_run_is_told_over_http_on_loopback() -> None:
+    exporter = Exporter("demo")
+    world = lived(exporter)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    exporter.serve(port)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        told = samples(answer.read().decode())
+    assert told["grpo_run_phase{training,demo}"] == 1
+    assert told["grpo_run_phase{failed,demo}"] == 0
+    assert told["grpo_run_step{demo}"] == 7
+    assert (told["grpo_run_kl{demo}"], told["grpo_run_reward{demo}"]) == (0.25, 0.5)
+    assert (told["grpo_run_losses_total{rollout,demo}"], told["grpo_run_losses_total{trainer,demo}"]) == (1, 0)
+    assert told["grpo_run_nodes{on_demand,serving,trainer,demo}"] == 1
+    assert 0.0 < told["grpo_run_spent_usd{demo}"] <= world.spent
+    assert told["grpo_daemon_tick_seconds{demo}"] == 0.125
+
+
+def test_a_port_in_use_is_one_warning() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, capture_logs() as logged:
+        Exporter("demo").serve(taken.getsockname()[1])
+    assert [(one["event"], one["log_level"]) for one in logged] == [("no_metrics", "warning")]
+
+
+def test_before_the_first_tick_there_is_nothing_of_the_run() -> None:
+    assert b"grpo_run" not in generate_latest(Exporter("demo").registry)
+
+
+def test_all_that_the_dashboard_and_its_page_ask_for_is_exported() -> None:
+    exporter = Exporter("demo")
+    lived(exporter, loses=False)
+    exported = {name.partition("{")[0] for name in samples(generate_latest(exporter.registry).decode())}
+    dashboard = json.loads((DOCS / "grafana.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked += [one["query"] for one in dashboard["templating"]["list"]]
+    page = (DOCS / "monitoring.md").read_text().partition("## Prometheus")[2]
+    named = {name for text in (*asked, page) for name in re.findall(r"grpo_\w+", text)}
+    assert len(named) > 12
+    assert named <= exported

@@ -1,0 +1,155 @@
+"""Everything is told at least once, in order, whoever dies; nothing waits for it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import replace
+
+import pytest
+
+from checkpoint.journal.journal import Journal
+from checkpoint.records import documents
+from checkpoint.records.documents import RunRecord
+from checkpoint.store.run_store import Store
+from orchestrator.home.run_secrets import all_secrets, secrets_for
+from orchestrator.notify import notifier as module
+from orchestrator.notify.begin import begin
+from orchestrator.notify.channels import Undelivered
+from orchestrator.notify.message import Message
+from orchestrator.notify.notifier import Notifier
+from policies.model.events import BudgetNeared, CapacityMissing, Event, RunCreated, RunMoved
+from policies.model.spec import Notify
+from policies.model.vocabulary import Role, RunPhase
+from tests.budget import HANG_S
+from tests.stand_ins.world import spec
+
+names = itertools.count()
+TRAINS = RunMoved(RunPhase.TRAINING, "the trainer has its first heartbeat")
+NEAR = BudgetNeared(80.0, 100.0)
+WAITS = CapacityMissing("rollout", 5.0, "no rollout machine for 60 min")
+DONE = RunMoved(RunPhase.FINISHED, "the trainer reached its last step")
+
+
+class Told:
+    """A channel that keeps what it is told; while `broken` it refuses."""
+
+    name = "webhook"
+
+    def __init__(self, name: str = "webhook") -> None:
+        self.name = name
+        self.kinds: list[str] = []
+        self.ids: list[str] = []
+        self.broken = False
+        self.tried = threading.Semaphore(0)
+        self.arrived = threading.Event()
+
+    def deliver(self, message: Message, _limit_s: float) -> None:
+        try:
+            if self.broken:
+                raise Undelivered("broken")
+            self.kinds.append(message.kind)
+            self.ids.append(message.id)
+            self.arrived.set()
+        finally:
+            self.tried.release()
+
+    def wait(self, tries: int = 1) -> None:
+        for _ in range(tries):
+            assert self.tried.acquire(timeout=HANG_S)
+
+
+class Run:
+    """A journal, and notifiers over it."""
+
+    def __init__(self) -> None:
+        self.store = Store(f"memory://notify-{next(names)}")
+        self.journal = Journal(self.store, "here/1")
+        self.journal.take_over(1.0, "here", 1, "up")
+        self.happens(RunCreated("demo", "demo-1"), TRAINS)
+
+    def happens(self, *events: Event) -> None:
+        self.journal.append(2.0, events)
+
+    def notifier(self, *channels: Told) -> Notifier:
+        return Notifier(self.store, "demo", "demo-1", channels)
+
+
+def test_what_matters_is_told_once_and_the_next_daemon_goes_on_from_there() -> None:
+    run, told = Run(), Told()
+    first = run.notifier(told)
+    run.happens(NEAR)
+    first.wake()
+    told.wait()
+    run.happens(WAITS, DONE)
+    first.close(drain_s=HANG_S)
+    assert told.kinds == ["budget_neared", "no_capacity", "finished"]
+    assert told.ids == ["demo-1/3.0", "demo-1/4.0", "demo-1/4.1"]
+    run.notifier(told).close(drain_s=HANG_S)
+    assert len(told.kinds) == 3
+
+
+def test_what_was_not_told_is_told_again_in_order_and_each_channel_has_its_own_place() -> None:
+    run, slack, command = Run(), Told(), Told("command")
+    slack.broken = True
+    first = run.notifier(slack, command)
+    run.happens(NEAR)
+    first.wake()
+    command.wait()
+    slack.wait()
+    run.happens(DONE)
+    first.close(drain_s=HANG_S)
+    assert (slack.kinds, command.kinds) == ([], ["budget_neared", "finished"])
+    slack.broken = False
+    run.notifier(slack, command).close(drain_s=HANG_S)
+    assert (slack.kinds, command.kinds) == (["budget_neared", "finished"], ["budget_neared", "finished"])
+
+
+def test_a_failed_one_is_tried_again_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.001)
+    run, told = Run(), Told()
+    told.broken = True
+    one = run.notifier(told)
+    run.happens(NEAR)
+    one.wake()
+    told.wait(3)
+    told.broken = False
+    assert told.arrived.wait(HANG_S)
+    one.close(drain_s=0.0)
+    assert told.kinds == ["budget_neared"]
+
+
+def test_a_daemon_that_died_between_telling_and_noting_it_tells_again_with_the_same_id() -> None:
+    run, told = Run(), Told()
+    run.happens(DONE)
+    run.notifier(told).close(drain_s=HANG_S)
+    documents.NOTIFIED.drop(run.store)
+    run.notifier(told).close(drain_s=HANG_S)
+    assert told.ids == 2 * ["demo-1/3.0"]
+
+
+def test_whatever_breaks_in_it_stays_in_it() -> None:
+    class Bug(Told):
+        def deliver(self, message: Message, _limit_s: float) -> None:
+            super().deliver(message, _limit_s)
+            raise RuntimeError("a bug")
+
+    run, bug = Run(), Bug()
+    run.happens(DONE)
+    one = run.notifier(bug)
+    bug.wait()
+    one.wake()
+    one.close(drain_s=HANG_S)
+    assert set(bug.kinds) == {"finished"}
+
+
+def test_the_url_stays_with_the_daemon() -> None:
+    run = Run()
+    wanted = RunRecord(1, "demo-1", 0.0, replace(spec(), notify=Notify(webhook_env="SLACK", command=("true",))))
+    environment = {"SLACK": "http://127.0.0.1:1/secret", "HOME": "/"}
+    assert all_secrets(wanted.spec, environment) == {"SLACK": environment["SLACK"]}  # what a log blanks
+    assert [secrets_for(wanted.spec, role, environment) for role in Role] == [{}, {}]
+    begin(run.store, wanted, environment).close(drain_s=0.0)
+    assert environment == {"HOME": "/"}
+    begin(run.store, wanted, environment).close(drain_s=0.0)  # a missing one is no error
+    assert not any(b"127.0.0.1" in run.store.get(entry.key) for entry in run.store.entries(""))

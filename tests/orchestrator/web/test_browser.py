@@ -1,0 +1,125 @@
+"""The run page in a real browser, on a run in files, served by the command itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from orchestrator.web.app import PAGES
+from policies.model.events import Noticed
+from tests.budget import HANG_S
+from tests.generators.long_run import LongRun
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
+
+pytestmark = pytest.mark.slow
+
+STEPS, STEP_S = 1000, 3.0  # more steps than the window has points
+HOSTILE = "<img src=x onerror='document.title=1'><script>document.title = 2</script>"
+
+
+def until(browser: Chrome, holds: Callable[[], object]) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(browser, HANG_S).until(lambda _: holds())
+
+
+def points_of(browser: Chrome) -> tuple[int, float, float]:
+    """How many, and the first and the last step among them; what was drawn last."""
+    told = browser.execute_script("return {...document.getElementById('charts').dataset}")
+    return int(told.get("points", 0)), float(told.get("from", 0)), float(told.get("to", 0))
+
+
+def complaints(browser: Chrome) -> list[dict[str, Any]]:
+    """What the browser's console holds since the last call: errors, and what the content policy stopped."""
+    found: list[dict[str, Any]] = browser.execute("getLog", {"type": "browser"})["value"]
+    return found
+
+
+def figure(browser: Chrome, label: str) -> str:
+    find = (
+        "return [...document.querySelectorAll('.strip div')].map(one => [...one.children].map(x => x.textContent))"
+    )
+    return next(str(value) for name, value, _ in browser.execute_script(find) if name == label)
+
+
+@contextmanager
+def served(url: str) -> Iterator[str]:
+    argv = [sys.executable, "-m", "orchestrator", "web", url, "--port", "0", "-o", "json"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield json.loads(process.stdout.readline())["url"]
+        finally:
+            process.terminate()
+        assert process.stdout.read() == ""  # nor does it complain of pages that were left
+
+
+@contextmanager
+def chromium() -> Iterator[Chrome]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: run `make env`")
+    driver = shutil.which("chromedriver")
+    if driver is None:
+        pytest.skip("chromium-driver is not installed: run `make test-packages`")
+    options = webdriver.ChromeOptions()
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=620,900"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    try:
+        yield browser
+    finally:
+        browser.quit()
+
+
+def test_in_a_browser(tmp_path: Path) -> None:
+    run = LongRun(f"file://{tmp_path}/run", STEPS, 6, time.time(), STEP_S)
+    with served(run.store.url) as url, chromium() as browser:
+        from selenium.webdriver import ActionChains
+
+        for page in PAGES:
+            if page.name and "{" not in page.path:
+                browser.get(url.rstrip("/") + page.path)
+                assert browser.title == f"math-7b · {page.name}"
+        browser.get(url)
+        until(browser, lambda: len(browser.find_elements("css selector", "#charts canvas")) == 3)
+        browser.execute_script("window.opened = 'once'")
+
+        # All of it in fewer points than it has steps; a part of it step by step.
+        count, first, last = points_of(browser)
+        assert count < STEPS * 0.7
+        assert (first, last) == pytest.approx((1, STEPS), abs=3)
+        panel = browser.find_element("css selector", "#charts .u-over")
+        quarter = panel.size["width"] // 4
+        drag = ActionChains(browser).move_to_element(panel).click_and_hold().move_by_offset(quarter, 0).release()
+        drag.perform()
+        until(browser, lambda: points_of(browser)[1] > first)
+        count, near, far = points_of(browser)
+        assert count == far - near + 1
+        assert 0.45 * STEPS < near < far < 0.8 * STEPS
+        assert complaints(browser) == []
+        ActionChains(browser).double_click(panel).perform()
+        until(browser, lambda: points_of(browser)[1] == first)
+
+        # What happens arrives by itself.
+        run.goes_on()
+        until(browser, lambda: figure(browser, "step") == f"{STEPS + 1:,}")
+        until(browser, lambda: points_of(browser)[2] > last)
+
+        # What others wrote is text, drawn by the server's own page and by the script's.
+        run.happens(Noticed("reward_hacking", STEPS, HOSTILE))
+        until(browser, lambda: HOSTILE in browser.find_element("id", "live").text)
+        assert not browser.find_elements("css selector", "main img, main script")
+        assert browser.title == "math-7b · Run"
+        assert browser.execute_script("return window.opened") == "once"
+        assert complaints(browser) == []

@@ -1,0 +1,153 @@
+"""The run page over HTTP, on a run in memory: who is let in, what is told, and that all of it is text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+from aiohttp import ClientResponse, ClientSession, web
+from aiohttp.test_utils import TestClient, TestServer
+
+from orchestrator.control.observe import FRESH_S
+from orchestrator.web.access import HEADERS
+from orchestrator.web.app import PAGES, Site
+from orchestrator.web.watch import LATEST_S, Watch
+from policies.model.events import Noticed
+from tests.budget import HANG_S
+from tests.generators.views_world import World
+
+Client = TestClient[web.Request, web.Application]
+SECRET = "s3cret-of-the-run"
+HOSTILE = "<script>alert(1)</script>\x1b[2J\u202egpj.exe\u2066" + "x" * 100_000
+
+
+def run_of(steps: int = 12) -> World:
+    world = World()
+    world.starts()
+    for step in range(1, steps + 1):
+        world.logs(10 + 2 * step, step, reward=step / steps, kl=0.01 * step)
+    world.beats(12 + 2 * steps, steps)
+    return world
+
+
+def browse(
+    world: World, story: Callable[[Client], Awaitable[None]], host: str = "127.0.0.1", secret: str | None = None
+) -> None:
+    async def go() -> None:
+        site = Site(Watch(world.store), host, secret)
+        async with TestClient(TestServer(site.app())) as client:
+            await asyncio.wait_for(story(client), HANG_S)
+
+    asyncio.run(go())
+
+
+def check_headers(answer: ClientResponse) -> None:
+    for name, value in HEADERS.items():
+        assert answer.headers[name] == value
+    assert "Server" not in answer.headers
+
+
+def test_every_page_is_drawn_and_has_the_same_as_json() -> None:
+    async def story(client: Client) -> None:
+        for page in PAGES:
+            if page.template is not None and "{" not in page.path:
+                drawn = await client.get(page.path)
+                assert drawn.status == 200, await drawn.text()
+                assert drawn.content_type == "text/html"
+                check_headers(drawn)
+            told = await client.get(page.path, params={"format": "json"})
+            assert isinstance(await told.json(), dict)
+            check_headers(told)
+
+    browse(run_of(), story)
+
+
+def test_what_others_wrote_is_text() -> None:
+    world = run_of()
+    world.happens(40, Noticed("reward_hacking", 12, HOSTILE))
+
+    async def story(client: Client) -> None:
+        drawn = await (await client.get("/")).text()
+        assert "<script>alert" not in drawn
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;‹U+001B›[2J‹U+202E›gpj.exe‹U+2066›" in drawn
+        assert "characters more" in drawn
+        assert len(drawn) < 50_000
+        assert not set("\x1b\u202e\u2066") & set(drawn)
+
+    browse(world, story)
+
+
+def test_nothing_can_be_changed_and_no_other_name_is_answered() -> None:
+    async def story(client: Client) -> None:
+        for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+            assert (await client.request(method, "/")).status == 405
+        for host in ("evil.example", "127.0.0.1.evil.example:8642", "", "localhost.evil.example"):
+            refused = await client.get("/", headers={"Host": host})
+            assert refused.status == 421, host
+            check_headers(refused)
+        for host in ("127.0.0.1:1", "localhost", "[::1]:8642", "LOCALHOST:80"):
+            assert (await client.get("/", headers={"Host": host})).status == 200, host
+        missing = await client.get("/nothing/is/here")
+        assert missing.status == 404
+        check_headers(missing)
+        assert (await client.get("/static/../app.py")).status == 404
+        assert (await client.get("/?format=xml")).status == 400
+
+    browse(run_of(), story)
+
+
+def test_elsewhere_the_runs_secret_is_asked_for_once() -> None:
+    async def story(client: Client) -> None:
+        async def get(path: str, session: ClientSession, headers: Mapping[str, str] = {}) -> ClientResponse:
+            return await session.get(client.make_url(path), headers=headers, allow_redirects=False)
+
+        async with ClientSession() as stranger:
+            for path in ("/", "/live", "/?format=json", "/?token=wrong", "/login"):
+                asked = await get(path, stranger)
+                assert asked.status == 401, path
+                assert "digits" not in await asked.text()  # not even the run's name
+                check_headers(asked)
+            posted = await stranger.post(client.make_url("/login"), data={"token": "wrong"})
+            assert posted.status == 401
+            bearer = {"Authorization": f"Bearer {SECRET}"}
+            assert (await get("/?format=json", stranger, bearer)).status == 200
+            assert (await get("/?format=json", stranger, {"Authorization": "Bearer "})).status == 401
+
+        for further, taken in (
+            ("/?x=1", "/?x=1"),
+            ("//evil.example/", "/"),
+            ("/\\evil.example", "/"),
+            ("https://evil.example/", "/"),
+        ):
+            async with ClientSession() as person:
+                form = {"token": SECRET, "next": further}
+                admitted = await person.post(client.make_url("/login"), data=form, allow_redirects=False)
+                assert (admitted.status, admitted.headers["Location"]) == (303, taken)
+                cookie = admitted.headers["Set-Cookie"]
+                assert all(word in cookie for word in ("HttpOnly", "SameSite=Strict", "Secure"))
+                assert SECRET not in cookie
+        shown = await client.get("/", params={"token": SECRET, "x": "1"}, allow_redirects=False)
+        assert (shown.status, shown.headers["Location"]) == (303, "/?x=1")
+
+    browse(run_of(), story, host="0.0.0.0", secret=SECRET)
+
+
+def test_news_arrives_while_one_watches() -> None:
+    world = run_of()
+
+    async def story(client: Client) -> None:
+        live = await client.get("/live")
+        assert live.content_type == "text/event-stream"
+        assert (await live.content.readuntil(b"\n\n")).startswith(b"retry:")
+        world.logs(60, 13, reward=0.5)
+        assert (await live.content.readuntil(b"\n\n")).startswith(b"event: look\ndata: ")
+        told = await (await client.get("/?format=json")).json()
+        assert told["run"]["recent"][-1]["step"] == 13
+        live.close()
+
+    browse(world, story)
+
+
+def test_a_gateway_beside_slow_steps_does_not_count_as_silent() -> None:
+    """What it wrote was written after the look before: that must not be longer ago than it may be."""
+    assert LATEST_S + 1 < FRESH_S

@@ -1,0 +1,189 @@
+"""Rollout nodes on demand in place of spot, as the controller steers them: bought late, returned late."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from checkpoint.store.codec import event_from_plain, event_to_plain
+from policies.control.decide import decide
+from policies.control.snapshot import Action, Launch, LaunchRefused, Snapshot
+from policies.control.stand_ins import stand_ins_of
+from policies.fleet.how_many import StepShape
+from policies.model.buying import HELD_S
+from policies.model.events import BudgetReached, BudgetRefused, BuyingStopped, NodeMoved, NodeRequested
+from policies.model.fold import fold
+from policies.model.spec import Budget, RunSpec
+from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
+from tests.stand_ins.world import World, spec
+
+ON_DEMAND = "rollout on demand"
+USD = {
+    (Role.TRAINER, Market.ON_DEMAND): 4.0,
+    (Role.ROLLOUT, Market.ON_DEMAND): 4.0,
+    (Role.ROLLOUT, Market.SPOT): 1.0,
+}
+
+
+@dataclass
+class TwoMarkets(World):
+    """Spot may be away. Its machines cost something, and the cloud says at most how much."""
+
+    max_steps: int = 10**9
+    proved: bool = True
+    no_spot: bool = True
+    shape: StepShape | None = None
+    markets: dict[str, Market] = field(default_factory=dict)
+    most: dict[str, float] | None = field(
+        default_factory=lambda: {"trainer on demand": 5.0, "rollout on spot": 2.0, ON_DEMAND: 5.0}
+    )
+
+    def snapshot(self) -> Snapshot:
+        looked, priced = super().snapshot(), {}
+        for name, one in self.machines.items():
+            role, market = Role(name.partition("-")[0]), self.markets[name]
+            usd, on_demand_usd = USD[role, market], USD[role, Market.ON_DEMAND]
+            priced[name] = replace(one, market=market, price_usd_per_h=usd, on_demand_usd_per_h=on_demand_usd)
+        return replace(looked, machines=priced, prices=self.most, step_shape=self.shape)
+
+    def act(self, action: Action) -> None:
+        if isinstance(action, Launch):
+            self.markets[action.node] = action.market
+            if self.no_spot and action.market is Market.SPOT:
+                self.refused.append(LaunchRefused(action.node, Refusal.NO_CAPACITY, "nothing to be had"))
+                return
+        super().act(action)
+
+    def of(self, kind: type) -> list[object]:
+        return [event for _, _, events in self.history for event in events if isinstance(event, kind)]
+
+    def let_pass(self, hours: float, dt_s: float = 20.0) -> None:
+        end_s = self.now_s + hours * 3600.0
+        while self.now_s < end_s:
+            self.tick()
+            self.advance(dt_s)
+
+    @property
+    def stood_in(self) -> list[str]:
+        return [event.node for event in self.of(NodeRequested) if event.stand_in]  # type: ignore[attr-defined]
+
+
+def serving_on_spot(world: TwoMarkets) -> list[str]:
+    serving = [one for one in world.state.live(Role.ROLLOUT) if one.phase is NodePhase.SERVING]
+    return [one.id for one in serving if one.market is Market.SPOT]
+
+
+def test_the_run_goes_on_without_spot_and_goes_back_once_spot_has_held() -> None:
+    world = TwoMarkets(spec(2))
+    world.let_pass(1.0)
+    assert (
+        len(stand_ins_of(world.state)) == len(world.stood_in) == 1
+    )  # what the trainer needs, with nothing measured
+    assert world.steps > 0.8 * 3600
+    world.no_spot = False
+    while not serving_on_spot(world):
+        world.let_pass(10.0 / 3600)
+    world.let_pass((HELD_S - 60.0) / 3600)
+    assert len(stand_ins_of(world.state)) == 1
+    world.let_pass(300.0 / 3600)
+    assert stand_ins_of(world.state) == []
+    assert all(world.markets[one] is Market.SPOT for one in world.up(Role.ROLLOUT))
+    before = len(world.of(NodeRequested))
+    world.let_pass(2.0)
+    assert len(world.of(NodeRequested)) == before
+
+
+def test_spot_that_comes_and_goes_within_minutes_neither_returns_nor_buys() -> None:
+    """A machine that lasts seven minutes, then none for five, for hours: one stands in all the while."""
+    world = TwoMarkets(spec(2))
+    world.let_pass(0.5)
+    for _ in range(10):
+        world.no_spot = False
+        world.let_pass(7 / 60)
+        world.no_spot = True
+        for node in world.up(Role.ROLLOUT):
+            if world.markets[node] is Market.SPOT:
+                world.lose(node)
+        world.let_pass(5 / 60)
+    assert len(world.stood_in) == 1
+    assert len(stand_ins_of(world.state)) == 1
+
+
+def test_a_refusal_of_a_moment_buys_nothing_on_demand() -> None:
+    world = TwoMarkets(spec(2))
+    world.let_pass(50 / 3600, 10.0)
+    assert any(event.phase is NodePhase.REFUSED for event in world.of(NodeMoved))  # type: ignore[attr-defined]
+    world.no_spot = False
+    world.let_pass(1.0)
+    assert world.stood_in == []
+
+
+def test_who_names_a_market_gets_no_other() -> None:
+    for resources in ({"use_spot": True}, {"any_of": [{"use_spot": True}]}):
+        run = spec(2)
+        world = TwoMarkets(replace(run, rollout=replace(run.rollout, resources=resources)))
+        world.let_pass(1.0)
+        assert world.stood_in == []
+
+
+def capped(usd_per_h: float, replicas: int) -> RunSpec:
+    return replace(spec(replicas), budget=Budget(usd_per_h=usd_per_h))
+
+
+def test_one_that_does_not_fit_under_the_budget_is_told_once_and_ends_nothing() -> None:
+    world = TwoMarkets(capped(7.5, 1))  # a trainer at 4 and a node on spot at 2, and no node at 5
+    world.let_pass(1.0)
+    assert [event.role for event in world.of(BudgetRefused)] == [ON_DEMAND]  # type: ignore[attr-defined]
+    assert (world.of(BudgetReached), world.stood_in) == ([], [])
+    world.no_spot = False
+    world.let_pass(0.5)
+    assert world.state.phase is RunPhase.TRAINING
+
+
+def test_under_a_budget_none_is_bought_whose_price_nobody_knows() -> None:
+    world = TwoMarkets(capped(100.0, 2), shape=StepShape(60.0, 1200.0), no_spot=False)
+    assert world.most is not None
+    del world.most[ON_DEMAND]
+    world.let_pass(0.2)
+    world.no_spot = True
+    world.lose("rollout-0-i1")  # the other tells what it would cost on demand, which is no bound on a third
+    world.let_pass(1.0)
+    (told,) = world.of(BudgetRefused)
+    assert "no price is known" in told.reason  # type: ignore[attr-defined]
+    assert (world.of(BudgetReached), world.stood_in) == ([], [])
+
+
+def test_without_prices_there_is_no_fallback() -> None:
+    world = TwoMarkets(spec(2))
+    world.most = None
+    world.let_pass(1.0)
+    assert world.stood_in == []
+
+
+def test_when_on_demand_cannot_be_had_either_tries_are_paced() -> None:
+    world = TwoMarkets(spec(2))
+    world.let_pass(0.1)
+    world.refusing_rollouts = True
+    for node in world.up(Role.ROLLOUT):
+        world.lose(node)
+    before = len(world.of(NodeRequested))
+    world.let_pass(1.0, 5.0)
+    tries = world.of(NodeRequested)[before:]
+    assert len([one for one in tries if one.stand_in]) < 3600 / 15 + 5  # type: ignore[attr-defined]
+    assert len([one for one in world.of(BuyingStopped) if one.kind == ON_DEMAND]) <= 1  # type: ignore[attr-defined]
+
+
+def test_a_new_controller_keeps_them() -> None:
+    world = TwoMarkets(spec(2))
+    world.let_pass(1.0)
+    (there,) = stand_ins_of(world.state)
+    world.take_over()
+    assert stand_ins_of(fold(world.history)) == [there]
+    again = decide(world.state, world.snapshot(), world.spec).events
+    assert not any(isinstance(event, NodeRequested) and event.stand_in for event in again)
+
+
+def test_journals_without_stand_ins_still_read() -> None:
+    asked = NodeRequested("rollout-0-i1", Role.ROLLOUT, "rollout-0", 1, Market.SPOT, "first")
+    plain = event_to_plain(asked)
+    del plain["stand_in"]
+    assert event_from_plain(plain, "here") == asked

@@ -1,0 +1,140 @@
+"""A zone that refuses is followed by the next one at once; what no zone can help is paced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from policies.control.snapshot import Action, Launch, LaunchRefused, Snapshot
+from policies.model.events import BuyingStopped, NodeRequested
+from policies.model.pools import Pool, PoolOffer
+from policies.model.spec import Budget
+from policies.model.vocabulary import Market, Refusal, Role, slot_and_incarnation
+from tests.stand_ins.world import World, spec
+
+ZONES = tuple("abcdefghijkl")
+HOUR_S = 3600.0
+DEAREST = {"trainer on demand": 9.0, "rollout on spot": 9.0}
+
+
+def pool(zone: str, market: Market = Market.SPOT) -> Pool:
+    return Pool("aws", "r", f"r{zone}", "g6.xlarge", "L4:1", market)
+
+
+# Each zone a hundredth dearer than the one before.
+OFFERS = (
+    PoolOffer(Role.TRAINER, pool("a", Market.ON_DEMAND), 3.0),
+    *(PoolOffer(Role.ROLLOUT, pool(zone), 1.0 + place / 100) for place, zone in enumerate(ZONES)),
+)
+
+
+@dataclass
+class Zones(World):
+    """Rollout nodes come in the zones `has` alone; other launches of theirs are refused `late_s` later."""
+
+    proved: bool = True
+    has: frozenset[str] = frozenset()
+    refusal: Refusal = Refusal.NO_CAPACITY
+    late_s: float = 0.0
+    offers: tuple[PoolOffer, ...] = OFFERS
+    asked: list[tuple[str, str]] = field(default_factory=list)  # slot and zone
+    answers: dict[str, float] = field(default_factory=dict)  # when, by node
+
+    def snapshot(self) -> Snapshot:
+        for node in [node for node, at_s in self.answers.items() if at_s <= self.now_s]:
+            self.refused.append(LaunchRefused(node, self.refusal, "no"))
+            del self.answers[node]
+        return replace(super().snapshot(), pools=self.offers, prices=DEAREST)
+
+    def act(self, action: Action) -> None:
+        if isinstance(action, Launch) and action.pool is not None and action.slot.startswith(Role.ROLLOUT):
+            if action.node in self.answers or action.node in self.machines:
+                return
+            self.asked.append((action.slot, action.pool.zone))
+            if action.pool.zone not in self.has:
+                self.answers[action.node] = self.now_s + self.late_s
+                return
+        super().act(action)
+
+
+def events_of(world: World, kind: type[Any]) -> list[Any]:
+    return [event for _, _, events in world.history for event in events if isinstance(event, kind)]
+
+
+@pytest.mark.parametrize("late_s", [0.0, 20.0])
+def test_of_twelve_zones_the_one_that_has_machines_is_found_within_twelve_launches(
+    late_s: float,
+) -> None:
+    """With launches that take 20 s, the first zones have rested before the last was asked: each is asked once."""
+    world = Zones(has=frozenset({"rl"}), late_s=late_s, max_steps=10**6)
+    began_s = None
+    while len(world.up(Role.ROLLOUT)) < 2:
+        world.tick()
+        began_s = world.now_s if began_s is None and world.asked else began_s
+        world.advance(0.25)
+        assert began_s is None or world.now_s - began_s <= 12 * (late_s + 0.5) + 1, world.asked
+    assert Counter(world.asked).most_common(1)[0][1] == 1
+    assert events_of(world, BuyingStopped) == []
+
+
+def test_where_all_zones_rest_the_slots_are_paced_and_the_first_that_has_rested_is_asked() -> None:
+    world = Zones(max_steps=10**6)
+    for _ in range(4 * 60):
+        world.tick()
+        world.advance(0.25)
+    in_a_minute = len(world.asked)
+    assert {zone for _, zone in world.asked} == {f"r{zone}" for zone in ZONES}
+    assert in_a_minute <= 2 * 12 + 8
+    assert len(events_of(world, BuyingStopped)) == 1
+    world.has = frozenset({"rc"})
+    while not world.up(Role.ROLLOUT):
+        world.tick()
+        world.advance(0.25)
+        assert world.now_s < 1000 + HOUR_S
+
+
+@pytest.mark.parametrize("refusal", [Refusal.CREDENTIALS, Refusal.UNKNOWN])
+def test_what_no_zone_can_help_is_not_tried_in_each(refusal: Refusal) -> None:
+    """Ten minutes: no more requests than where there is one zone."""
+    world, one_zone = (Zones(refusal=refusal, max_steps=10**6, offers=offers) for offers in (OFFERS, OFFERS[:2]))
+    for world_of in (world, one_zone):
+        for _ in range(10 * 60 * 4):
+            world_of.tick()
+            world_of.advance(0.25)
+    assert 3 <= len(world.asked) == len(one_zone.asked)
+
+
+def test_refused_credentials_are_tried_fifteen_times_a_slot_in_six_hours_at_most() -> None:
+    world = Zones(refusal=Refusal.CREDENTIALS, max_steps=10**6)
+    for _ in range(6 * 360):
+        world.tick()
+        world.advance(10.0)
+    requests = Counter(slot for slot, _ in world.asked)
+    assert sum(requests.values()) >= 5
+    assert max(requests.values()) <= 15
+
+
+def test_a_request_has_its_pool_why_it_and_the_most_that_it_may_cost() -> None:
+    world = Zones(spec=spec(1), has=frozenset({"rb"}), max_steps=10**6)
+    while not world.up(Role.ROLLOUT):
+        world.tick()
+        world.advance(0.25)
+    requests = {event.node: event for event in events_of(world, NodeRequested)}
+    first, second = requests["rollout-0-i1"], requests["rollout-0-i2"]
+    assert (first.pool, first.most_usd_per_h) == (pool("a"), 1.0)
+    assert "in aws/r/ra g6.xlarge L4:1 spot at 1.00 USD/h: 0.07 losses an hour, never tried" in first.reason
+    assert (second.pool, second.most_usd_per_h) == (pool("b"), 1.01)
+
+
+def test_the_budget_reckons_with_the_pool_that_is_chosen_and_not_with_the_dearest() -> None:
+    """The trainer at 3 and two nodes at 1 fit under 6 an hour; at the dearest price of their kind none would."""
+    limited = replace(spec(), budget=Budget(usd_per_h=6.0))
+    world = Zones(spec=limited, has=frozenset(f"r{zone}" for zone in ZONES), max_steps=10**6)
+    for _ in range(40):
+        world.tick()
+        world.advance(0.25)
+    assert len(world.up(Role.ROLLOUT)) == 2
+    assert {slot_and_incarnation(node)[0] for node in world.up(Role.ROLLOUT)} == {"rollout-0", "rollout-1"}
