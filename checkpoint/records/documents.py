@@ -16,7 +16,7 @@ from checkpoint.store.document import Document, OptionalDocument
 from checkpoint.store.errors import AlreadyExists, NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
-from policies.control.rollback_begin import RUN_START
+from policies.control.rollback.begin import RUN_START
 from policies.control.snapshot import Command, Trainer
 from policies.model.evaluation import Evaluation
 from policies.model.spec import RunSpec

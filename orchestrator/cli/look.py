@@ -26,7 +26,7 @@ from orchestrator.views.looker import Looker
 from orchestrator.views.model import RunView
 from orchestrator.views.numbers import clock
 from orchestrator.views.report import Report
-from policies.control.rollback_begin import NAME_A_TARGET
+from policies.control.rollback.begin import NAME_A_TARGET
 from policies.model import exit_codes
 from policies.model.events import JobExited, RunMoved
 from policies.model.vocabulary import RunPhase

@@ -21,7 +21,7 @@ from orchestrator.cli.start import refuse_missing_secrets
 from orchestrator.cli.target import open_run
 from orchestrator.control.launcher import start_daemon
 from policies.control.objective import effects
-from policies.control.rollback_begin import NAME_A_TARGET, RUN_START, WHOLE_NUMBER_KEYS, target_by_hand
+from policies.control.rollback.begin import NAME_A_TARGET, RUN_START, WHOLE_NUMBER_KEYS, target_by_hand
 from policies.model import exit_codes
 from policies.model.spec import processes_of
 from policies.model.state import Rollback, RunState

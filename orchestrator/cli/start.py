@@ -51,7 +51,7 @@ from orchestrator.plan.gather import make_plan
 from orchestrator.plan.models import FindSize, asked_once
 from orchestrator.plan.prices import by_offers
 from orchestrator.views.plan import render_short
-from policies.control.spending import BUDGET
+from policies.control.fleet.spending import BUDGET
 from policies.model import exit_codes
 from policies.model.spec import RunSpec
 from policies.model.state import RunState

@@ -18,7 +18,7 @@ from orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from orchestrator.control.metrics_watch import MetricsWatch
 from orchestrator.control.prices import Prices
 from orchestrator.control.run_clock import awake_or_asleep_s
-from policies.control.markets import may_stand_in
+from policies.control.fleet.markets import may_stand_in
 from policies.control.snapshot import Command, LaunchRefused, Machine, Snapshot, Trainer
 from policies.model import exit_codes
 from policies.model.spec import Budget, RunSpec

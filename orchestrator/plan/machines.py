@@ -10,7 +10,7 @@ from orchestrator.plan.deepspeed_file import unread_deepspeed
 from orchestrator.plan.model import MachinePlan
 from orchestrator.plan.models import KnownModel
 from orchestrator.plan.workload import grpo, prompt_tokens
-from policies.control.markets import market_of
+from policies.control.fleet.markets import market_of
 from policies.model.gpus import engine_gpus, gpus_of
 from policies.model.processes import alternatives_of
 from policies.model.spec import RunSpec, generates_itself, processes_of

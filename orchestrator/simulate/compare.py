@@ -16,7 +16,7 @@ from orchestrator.simulate.physics import Physics, Prices
 from orchestrator.simulate.weather import Weather
 from orchestrator.simulate.world import COARSE, World
 from policies.control.decide import decide
-from policies.control.markets import market_of
+from policies.control.fleet.markets import market_of
 from policies.control.snapshot import Decision, Launch, Snapshot
 from policies.model.events import Event, NodeRequested
 from policies.model.spec import RunSpec

@@ -9,7 +9,7 @@ from orchestrator.control.actuate import ACT_WITHIN_S
 from orchestrator.simulate.machine import Box
 from orchestrator.simulate.work import EPOCH_S
 from policies.control.observed import MACHINE_LOST_S
-from policies.control.rollback_choice import choose_start, target_before_step
+from policies.control.rollback.choice import choose_start, target_before_step
 from policies.control.stopping import STOP_WAIT_S
 from policies.fleet.budget import TEARDOWN_S, spent_usd
 from policies.model.phases import TERMINAL_RUN

@@ -9,7 +9,7 @@ from orchestrator.simulate.faults import BEARABLE, FAULTS, STARVING, Undo
 from orchestrator.simulate.physics import BRISK, Prices
 from orchestrator.simulate.weather import ZONES, Weather, Zone
 from orchestrator.simulate.world import DT_S, World
-from policies.control.markets import market_of
+from policies.control.fleet.markets import market_of
 from policies.model.phases import LIVE_RUN
 from policies.model.spec import Budget, RunSpec, generates_itself
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase

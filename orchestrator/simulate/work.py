@@ -20,7 +20,7 @@ from checkpoint.stream.catalog import Checkpoint, Revision
 from orchestrator.simulate.cloud import SimulatedCloud
 from orchestrator.simulate.kept import stored
 from orchestrator.simulate.machine import Box
-from policies.control.rollback_choice import choose_start
+from policies.control.rollback.choice import choose_start
 from policies.control.snapshot import Trainer
 from policies.detect.divergence import Health, Verdict
 from policies.model import exit_codes

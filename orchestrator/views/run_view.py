@@ -28,9 +28,9 @@ from orchestrator.views.model import (
 )
 from orchestrator.views.reader import Reader
 from orchestrator.views.weights import newest_weights
-from policies.control.fleet_size import hourly_prices, rollouts_wanted, size_words
+from policies.control.fleet.size import hourly_prices, rollouts_wanted, size_words
+from policies.control.fleet.spending import caps_of
 from policies.control.snapshot import Trainer
-from policies.control.spending import caps_of
 from policies.fleet.budget import NOT_COUNTED, on_demand_usd, spent_usd
 from policies.fleet.how_many import optimum
 from policies.fleet.measuring import shape_of
@@ -120,7 +120,7 @@ def _rollback(state: RunState) -> RollbackView | None:
 
 
 def _fleet(spec: RunSpec, state: RunState, rows: Sequence[Row]) -> FleetView | None:
-    """What `policies.control.fleet_size` decides by, from the same rows."""
+    """What `policies.control.fleet.size` decides by, from the same rows."""
     if generates_itself(spec):
         return None
     nodes, prices = rollouts_wanted(state, spec), hourly_prices(state)

@@ -15,9 +15,9 @@ import structlog
 from aiohttp import hdrs, web
 
 from checkpoint.store.errors import NotFound, StoreError
-from orchestrator.web import checkpoints, diary, money, nodes, rollbacks, run, sample, samples, series
 from orchestrator.web.access import Access, add_headers
 from orchestrator.web.page import Asked, Page, Refused
+from orchestrator.web.pages import checkpoints, diary, money, nodes, rollbacks, run, sample, samples, series
 from orchestrator.web.strip import headline, strip
 from orchestrator.web.templating import render
 from orchestrator.web.watch import Look, Watch, looks

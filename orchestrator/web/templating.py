@@ -6,9 +6,10 @@ import time
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from orchestrator.views.numbers import data_size, duration, short, usd
-from orchestrator.web.text import finalize, shown
+from orchestrator.views.text import shown
 
 
 def _day_and_time(time_s: float) -> str:
@@ -20,10 +21,15 @@ def _iso(time_s: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_s))
 
 
+def _as_text(value: Any) -> Any:
+    """Every text that a template prints goes through `shown`."""
+    return value if isinstance(value, Markup) or not isinstance(value, str) else shown(value)
+
+
 _environment = Environment(
     loader=PackageLoader("orchestrator.web"),
     autoescape=True,
-    finalize=finalize,
+    finalize=_as_text,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,

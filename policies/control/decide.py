@@ -6,11 +6,12 @@ an action that was lost with a daemon is simply requested again by the next one.
 
 from __future__ import annotations
 
-from policies.control.capacity import tell_missing
-from policies.control.fleet import fill_slots
+from policies.control.fleet.capacity import tell_missing
+from policies.control.fleet.fill import fill_slots
+from policies.control.fleet.spending import stop_at_cap
 from policies.control.lifecycle import run_lifecycle
 from policies.control.observed import HEARTBEAT_FRESH_S, update_node_phases
-from policies.control.rollback_stages import steer_timeline
+from policies.control.rollback.stages import steer_timeline
 from policies.control.snapshot import (
     Action,
     Confirm,
@@ -22,7 +23,6 @@ from policies.control.snapshot import (
     Terminate,
     WriteFork,
 )
-from policies.control.spending import stop_at_cap
 from policies.control.stopping import stop_requests
 from policies.control.tick import Tick
 from policies.model.phases import FILLING_NODE, TERMINAL_RUN

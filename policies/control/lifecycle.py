@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from policies.control.fleet.spending import BUDGET
 from policies.control.observed import HEARTBEAT_FRESH_S, HEARTBEAT_LOST_S, MACHINE_LOST_S
-from policies.control.rollback_begin import begin_by_hand
+from policies.control.rollback.begin import begin_by_hand
 from policies.control.snapshot import BEFORE_TRAINING
-from policies.control.spending import BUDGET
 from policies.control.stopping import DOWN, DOWN_NOW, stop_at_once
 from policies.control.tick import Tick
 from policies.model import exit_codes

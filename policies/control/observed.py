@@ -5,7 +5,7 @@ from __future__ import annotations
 from policies.control.snapshot import Machine
 from policies.control.tick import Tick
 from policies.model import exit_codes
-from policies.model.pool_fold import NOTICED
+from policies.model.folding.pool_fold import NOTICED
 from policies.model.state import Node
 from policies.model.vocabulary import MachineState, NodePhase, Role
 

@@ -1,4 +1,4 @@
-"""What the controller knows of a run: a fold of the journal, and of nothing else. See `policies.model.fold`."""
+"""What the controller knows of a run: a fold of the journal, and of nothing else: `policies.model.folding`."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ import structlog
 from checkpoint.security.redaction import guard_output
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from policies.control.leaving import NOTICE_S
+from policies.control.fleet.leaving import NOTICE_S
 from policies.model import exit_codes
 from policies.model.node_contract import NOTICE, WORK
 from policies.model.vocabulary import Role

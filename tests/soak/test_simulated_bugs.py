@@ -21,8 +21,9 @@ from orchestrator.control.observe import Observer
 from orchestrator.simulate import kept, stories
 from orchestrator.simulate.safety import Broken
 from policies.control import decide as deciding
-from policies.control import fleet, rollback_begin, spending
 from policies.control.decide import done
+from policies.control.fleet import fill, spending
+from policies.control.rollback import begin as rollback_begin
 from policies.control.snapshot import Decision, Snapshot, Terminate
 from policies.ledger.retention import StoredCheckpoint
 from policies.model.buying import MachineKind
@@ -65,8 +66,8 @@ def _forgets_orphans() -> AbstractContextManager[object]:
 
 def _does_not_back_off() -> AbstractContextManager[object]:
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(fleet, "back_off_s", return_value=0.0))
-    stack.enter_context(mock.patch.object(fleet, "probe_wait_s", return_value=0.0))
+    stack.enter_context(mock.patch.object(fill, "back_off_s", return_value=0.0))
+    stack.enter_context(mock.patch.object(fill, "probe_wait_s", return_value=0.0))
     return stack
 
 
@@ -90,7 +91,7 @@ def _acts_however_late() -> AbstractContextManager[object]:
 
 
 def _keeps_machines_of_a_run_that_is_over() -> AbstractContextManager[object]:
-    return mock.patch.object(fleet, "release_machines", return_value=None)
+    return mock.patch.object(fill, "release_machines", return_value=None)
 
 
 def _rolls_back_to_the_newest() -> AbstractContextManager[object]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from orchestrator.simulate.kept import stored
 from policies.control.decide import decide, done
-from policies.control.rollback_choice import choose_start
+from policies.control.rollback.choice import choose_start
 from policies.control.snapshot import (
     Action,
     AskToStop,
@@ -28,7 +28,7 @@ from policies.control.snapshot import (
 from policies.detect.divergence import Health, Verdict
 from policies.model import exit_codes
 from policies.model.events import Event, RunCreated, RunMoved, SpecProved, TookOver
-from policies.model.fold import apply
+from policies.model.folding.fold import apply
 from policies.model.spec import (
     Dataset,
     PoliciesSpec,

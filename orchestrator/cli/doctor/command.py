@@ -20,7 +20,7 @@ from orchestrator.clouds.local.cloud import node_python
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky.sdk.types import ApiServer, CloudCheck, SkyOffer
 from orchestrator.config.load import load_spec, load_storage
-from policies.control.markets import market_of
+from policies.control.fleet.markets import market_of
 from policies.model import exit_codes
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Market, Role

@@ -25,8 +25,8 @@ from typing import Any
 from orchestrator.clouds.local.gpus import GPUS, share_for
 from orchestrator.clouds.local.processes import MARK, OLD_EXIT, carries_mark, kill_all, on_record
 from orchestrator.clouds.protocol import CloudRefused, Offer, Order
-from policies.control.fleet import wanted_slots
-from policies.control.markets import market_of
+from policies.control.fleet.fill import wanted_slots
+from policies.control.fleet.markets import market_of
 from policies.control.snapshot import Machine
 from policies.model.node_contract import LOCAL_MACHINE, MACHINE, NOTICE, SPOOL, SPOOL_PREFIX, WORK, WORKDIR_ENV
 from policies.model.pools import PoolOffer

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import psutil
 
+from policies.model.linux import BETWEEN_PROGRAMS_LOOKS, BETWEEN_PROGRAMS_S, is_between_programs
 from policies.model.node_contract import MACHINE
 
 MARK = "GRPO_ORCH_MACHINE"  # in the environment of every process of a machine: its folder
 OLD_EXIT = "exit.json"  # where a machine that an older version started leaves its exit code
-BETWEEN_PROGRAMS_LOOKS = 1_000  # at a process that starts another program: far longer than the kernel needs
-BETWEEN_PROGRAMS_S = 0.001  # from one look to the next
 
 
 def kill_all(folder: Path) -> None:
@@ -40,23 +39,10 @@ def carries_mark(pid: int, folder: Path) -> bool:
     with contextlib.suppress(OSError):
         for _ in range(BETWEEN_PROGRAMS_LOOKS):
             environment = Path(f"/proc/{pid}/environ").read_bytes()
-            if environment or not _between_programs(pid):
+            if environment or not is_between_programs(Path(f"/proc/{pid}/stat").read_text()):
                 return mark in environment.split(b"\0")
             time.sleep(BETWEEN_PROGRAMS_S)
     return False
-
-
-def _between_programs(pid: int) -> bool:
-    """Whether an environment that was read as empty was so only because the process was within execve(2).
-
-    The kernel reads it as empty until the new program is laid out in memory: some microseconds, on a busy machine
-    many milliseconds. `/proc/PID/stat` (proc_pid_stat(5)) tells where its code starts, 0 until then, and where its
-    environment starts and ends: an empty one where it starts. Dead processes and the kernel's threads have no
-    memory at all.
-    """
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    memory_bytes, code, start, end = (int(fields[number - 3]) for number in (23, 26, 50, 51))  # from the third on
-    return memory_bytes > 0 and (code == 0 or start != end)
 
 
 def on_record(folder: Path) -> tuple[int, int | None, int]:

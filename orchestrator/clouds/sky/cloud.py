@@ -36,8 +36,8 @@ from orchestrator.clouds.sky.work import (
 )
 from orchestrator.clouds.wheel import build_wheel
 from orchestrator.home.folder import run_dir
-from policies.control.fleet import wanted_slots
-from policies.control.markets import market_of
+from policies.control.fleet.fill import wanted_slots
+from policies.control.fleet.markets import market_of
 from policies.control.snapshot import Machine
 from policies.model import exit_codes
 from policies.model.pools import PoolOffer

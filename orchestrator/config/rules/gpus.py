@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from orchestrator.config.reading.problems import Findings
 from orchestrator.config.rules.effective import EffectiveRun
-from policies.control.fleet import wanted_slots
+from policies.control.fleet.fill import wanted_slots
 from policies.model.gpus import VISIBLE, DriverFailed, asks_for_gpus, engine_gpus, gpus_of, named_gpus
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Role

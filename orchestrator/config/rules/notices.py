@@ -11,7 +11,7 @@ from orchestrator.config.rules.gpus import note_idle
 from orchestrator.config.rules.processes import note_processes
 from orchestrator.config.rules.resources import named_regions
 from orchestrator.config.rules.secrets import note_secrets
-from policies.control.rollback_choice import changes_on_rollback
+from policies.control.rollback.choice import changes_on_rollback
 from policies.detect.divergence import TYPICAL_DELAY_POINTS
 from policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of
 from policies.weights.adapters import why_whole

@@ -8,15 +8,14 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import psutil
 
+from policies.model.linux import BETWEEN_PROGRAMS_LOOKS, BETWEEN_PROGRAMS_S, is_between_programs
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
-# A process that starts another program (execve(2)) has an environment that reads as empty, for microseconds, on a
-# busy machine for many milliseconds. No child of ours has an empty one.
-BETWEEN_PROGRAMS_LOOKS = 1_000
-BETWEEN_PROGRAMS_S = 0.001
 END_S = 900.0  # a trainer stores what it has
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -93,10 +92,10 @@ def _descendants(marked: tuple[str, str] | None) -> set[psutil.Process]:
 
 
 def _has(process: psutil.Process, name: str, value: str) -> bool:
-    with contextlib.suppress(psutil.Error):  # it ends, or is not ours to look into
+    with contextlib.suppress(psutil.Error, OSError):  # it ends, or is not ours to look into
         for _ in range(BETWEEN_PROGRAMS_LOOKS):
             environment = process.environ()
-            if environment or not _is_alive(process):
+            if environment or not is_between_programs(Path(f"/proc/{process.pid}/stat").read_text()):
                 return bool(environment.get(name) == value)
             time.sleep(BETWEEN_PROGRAMS_S)
     return False

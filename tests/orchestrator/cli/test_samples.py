@@ -17,7 +17,7 @@ from checkpoint.records.samples import Message
 from checkpoint.store.run_store import Store
 from orchestrator.cli import main
 from orchestrator.cli.samples import COMPLETION, excerpt
-from orchestrator.web.text import _UNSEEN
+from orchestrator.views.text import _UNSEEN
 from tests.budget import examples
 from tests.generators.samples import group, handed_over, sample, store_step
 from tests.stand_ins.world import spec

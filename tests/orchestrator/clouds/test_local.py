@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.clouds.local.cloud import LocalCloud
-from orchestrator.clouds.local.processes import MARK, _between_programs, carries_mark, marked_processes
+from orchestrator.clouds.local.processes import MARK, carries_mark, marked_processes
 from orchestrator.clouds.protocol import CloudRefused, Order
 from policies.control.snapshot import Machine
+from policies.model.linux import is_between_programs
 from policies.model.spec import Prices, Rehearsal
 from policies.model.vocabulary import MachineState, Market, Role, role_of
 from tests.budget import HANG_S
@@ -82,7 +83,7 @@ def test_a_process_between_two_programs_still_belongs_to_its_machine(tmp_path: P
 def test_a_process_without_an_environment_belongs_to_no_machine(tmp_path: Path) -> None:
     process = subprocess.Popen(["sleep", str(HANG_S)], env={})
     try:
-        assert not _between_programs(process.pid)
+        assert not is_between_programs(Path(f"/proc/{process.pid}/stat").read_text())
         assert not carries_mark(process.pid, tmp_path)
     finally:
         process.kill()

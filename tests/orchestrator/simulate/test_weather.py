@@ -15,7 +15,7 @@ from orchestrator.simulate.stories import tell
 from orchestrator.simulate.traces import NotWeather, read_weather
 from orchestrator.simulate.weather import CLIMATES, Zone, climate, drops_a_day, share_without
 from orchestrator.simulate.world import COARSE, World
-from policies.control.markets import market_of
+from policies.control.fleet.markets import market_of
 from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
 from policies.model.pools import Pool
 from policies.model.spec import Budget

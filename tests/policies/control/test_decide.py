@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.control.decide import decide
+from policies.control.fleet.markets import market_of
 from policies.control.lifecycle import NOTICE_TAKES_S
-from policies.control.markets import market_of
 from policies.control.observed import HEARTBEAT_FRESH_S, HEARTBEAT_LOST_S
 from policies.control.snapshot import AskToStop, Command, Confirm, Launch, LaunchRefused, Machine, Terminate
 from policies.control.stopping import STOP_WAIT_S

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from policies.control.decide import decide
-from policies.control.fleet import HOLD_MIN_S
+from policies.control.fleet.fill import HOLD_MIN_S
 from policies.control.lifecycle import NOTICE_TAKES_S
 from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
 from policies.control.snapshot import Launch, Terminate, Trainer
 from policies.model import exit_codes
 from policies.model.buying import PROBE_FIRST_S, PROBE_MAX_S, REFUSALS, WORKS_S, MachineKind, probe_wait_s
 from policies.model.events import BuyingResumed, BuyingStopped, NodeMoved, NodeRequested, RunMoved, SpecProved
-from policies.model.fold import fold
+from policies.model.folding.fold import fold
 from policies.model.state import RunState
 from policies.model.vocabulary import NodePhase, Refusal, Role, RunPhase
 from tests.policies.control.test_decide import until_training

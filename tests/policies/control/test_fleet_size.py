@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from policies.control.decide import decide
-from policies.control.fleet_size import RETURN_WITHIN_S, SETTLES_S, rollouts_wanted
+from policies.control.fleet.size import RETURN_WITHIN_S, SETTLES_S, rollouts_wanted
 from policies.control.snapshot import Snapshot, Terminate
 from policies.fleet.how_many import StepShape
 from policies.model.events import FleetSized, MachineBought, NodeMoved

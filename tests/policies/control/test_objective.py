@@ -21,7 +21,7 @@ from policies.control.objective import (
     pieces_keep_gradient,
     value_of,
 )
-from policies.control.rollback_choice import changes_on_rollback
+from policies.control.rollback.choice import changes_on_rollback
 from policies.model.spec import OnRollback, fixes_accumulation
 from tests.stand_ins.world import spec
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from policies.control.decide import decide
 from policies.control.observed import HEARTBEAT_FRESH_S
-from policies.control.rollback_begin import DRAIN_WAIT_S, GUARD_WAIT_S, NAME_A_TARGET
+from policies.control.rollback.begin import DRAIN_WAIT_S, GUARD_WAIT_S, NAME_A_TARGET
 from policies.control.snapshot import Command
 from policies.model import exit_codes
 from policies.model.events import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from policies.control.decide import decide
-from policies.control.rollback_stages import FENCE_WAIT_S
+from policies.control.rollback.stages import FENCE_WAIT_S
 from policies.control.snapshot import Launch, Watched, WriteFork
 from policies.detect.pitfalls import Pitfall
 from policies.model.events import (

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.simulate.kept import stored
-from policies.control.rollback_choice import Target, choose_start, choose_target, target_before_step
+from policies.control.rollback.choice import Target, choose_start, choose_target, target_before_step
 from policies.detect.divergence import Health, Verdict
 from policies.model.spec import CheckpointsSpec
 from policies.model.state import Rollback

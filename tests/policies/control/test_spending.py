@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.control.decide import decide
+from policies.control.fleet.spending import BUDGET
 from policies.control.snapshot import Action, Command, Snapshot, Terminate
-from policies.control.spending import BUDGET
 from policies.fleet.budget import on_demand_usd, spent_usd
 from policies.ledger.accounting import bill, rentals
 from policies.model import exit_codes

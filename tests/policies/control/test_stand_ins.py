@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 
 from checkpoint.store.codec import event_from_plain, event_to_plain
 from policies.control.decide import decide
+from policies.control.fleet.stand_ins import stand_ins_of
 from policies.control.snapshot import Action, Launch, LaunchRefused, Snapshot
-from policies.control.stand_ins import stand_ins_of
 from policies.fleet.how_many import StepShape
 from policies.model.buying import HELD_S
 from policies.model.events import BudgetReached, BudgetRefused, BuyingStopped, NodeMoved, NodeRequested
-from policies.model.fold import fold
+from policies.model.folding.fold import fold
 from policies.model.spec import Budget, RunSpec
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
 from tests.stand_ins.world import World, spec

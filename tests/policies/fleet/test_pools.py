@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from policies.fleet.pools import REST_MAX_S, HalfLives, choose, rest_s, weather_of
 from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
-from policies.model.fold import fold
-from policies.model.pool_fold import NOTICED
+from policies.model.folding.fold import fold
+from policies.model.folding.pool_fold import NOTICED
 from policies.model.pool_record import PoolRecord, came, refused, stayed
 from policies.model.pools import Pool, PoolOffer
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role

@@ -7,7 +7,7 @@ dies between any two stages the next one continues, whatever had happened.
 from __future__ import annotations
 
 from policies.control.health import note_health, note_pitfalls
-from policies.control.rollback_begin import answer_divergence, answer_memory
+from policies.control.rollback.begin import answer_divergence, answer_memory
 from policies.control.snapshot import BEFORE_TRAINING
 from policies.control.tick import Tick
 from policies.model.events import (

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from policies.control.fleet_size import may_go, return_surplus, rollouts_wanted, size_fleet
-from policies.control.markets import market_of
+from policies.control.fleet.markets import market_of
+from policies.control.fleet.size import may_go, return_surplus, rollouts_wanted, size_fleet
+from policies.control.fleet.spending import Purse, refuse
+from policies.control.fleet.stand_ins import missing, stand_ins_of, surplus
+from policies.control.fleet.where import POOLS_UNKNOWN, another_pool, choice_of, most_usd_per_h
 from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
-from policies.control.spending import Purse, refuse
-from policies.control.stand_ins import missing, stand_ins_of, surplus
 from policies.control.stopping import release_machines
 from policies.control.tick import Tick
-from policies.control.where import POOLS_UNKNOWN, another_pool, choice_of, most_usd_per_h
 from policies.fleet.pools import Choice
 from policies.model.buying import HELD_S, REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
 from policies.model.events import BuyingResumed, BuyingStopped, NodeRequested

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from policies.control.fleet_size import hourly_prices
-from policies.control.markets import may_stand_in
+from policies.control.fleet.markets import may_stand_in
+from policies.control.fleet.size import hourly_prices
 from policies.control.tick import Tick
 from policies.fleet.when import stand_ins, wait_s
 from policies.model.buying import HELD_S, MachineKind

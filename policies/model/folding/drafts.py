@@ -1,6 +1,6 @@
 """States in the making: who folds many events changes mappings of its own, where a state's are copied each time.
 
-A `RunState` is a value. A draft is one, too, to everybody but who made it: `policies.model.fold.apply` changes its
+A `RunState` is a value. A draft is one, too, to everybody but who made it: `apply` of `folding.fold` changes its
 mappings in place, and the draft before is not to be used any more.
 """
 

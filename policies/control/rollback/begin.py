@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from policies.control.memory import changes_to_save_memory
 from policies.control.objective import effects
 from policies.control.observed import HEARTBEAT_FRESH_S
-from policies.control.rollback_choice import (
+from policies.control.rollback.choice import (
     Target,
     budget_spent,
     changes_on_rollback,

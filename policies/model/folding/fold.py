@@ -13,7 +13,6 @@ from typing import assert_never
 
 from policies.model import exit_codes
 from policies.model.buying import HELD_S, MachineKind, after_move
-from policies.model.drafts import draft, final, in_place_of, with_item, without_item
 from policies.model.events import (
     BudgetNeared,
     BudgetReached,
@@ -42,10 +41,11 @@ from policies.model.events import (
     TimelineEvent,
     TookOver,
 )
+from policies.model.folding.drafts import draft, final, in_place_of, with_item, without_item
+from policies.model.folding.pool_fold import landed_in, note_bought, note_moved, with_times_up_to
+from policies.model.folding.timeline_fold import apply_to_timelines
 from policies.model.phases import LIVE_NODE, NODE_EDGES, RUN_EDGES, check_move
-from policies.model.pool_fold import landed_in, note_bought, note_moved, with_times_up_to
 from policies.model.state import Node, RunState, Slot
-from policies.model.timeline_fold import apply_to_timelines
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of
 
 _HAS_MACHINE = LIVE_NODE - {NodePhase.REQUESTED}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from policies.model.drafts import in_place_of, with_item
 from policies.model.events import MachineBought, NodeMoved
+from policies.model.folding.drafts import in_place_of, with_item
 from policies.model.pool_record import PoolRecord, came, refused, stayed
 from policies.model.pools import Pool
 from policies.model.state import Node, RunState
