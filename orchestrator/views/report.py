@@ -37,12 +37,11 @@ from policies.ledger.accounting import (
     Fault,
     FaultCost,
     History,
-    bill,
     fault_costs,
     journalled_faults,
     merge_faults,
-    rentals,
 )
+from policies.ledger.rentals import bill, rentals
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import RunSpec
 from policies.model.state import RunState

@@ -1,4 +1,4 @@
-"""What a run's faults and machines cost: seconds, tokens, dollars.
+"""What a run's faults cost: seconds and tokens. Dollars are in `rentals`.
 
 Pure arithmetic over what was logged. A fault is known from the journal (somebody noticed) or from the rehearsal
 (somebody did it); a rehearsed one and its traces in the journal are one fault. Seconds are lost where the time
@@ -20,14 +20,13 @@ from policies.model.events import (
     GatewayRestarted,
     JobExited,
     JobRestarted,
-    MachineBought,
     NodeMoved,
     NodeRequested,
     RunMoved,
     TookOver,
 )
 from policies.model.phases import LIVE_RUN
-from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
+from policies.model.vocabulary import NodePhase, Role, RunPhase
 
 History = Iterable[tuple[int, float, Iterable[Event]]]  # (entry number, time_s, events), as `fold.fold` takes it
 
@@ -80,28 +79,6 @@ class FaultCost:
     seconds_lost: float
     tokens_regenerated: int
     survived: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Rental:
-    """A machine from its request until it was gone, seconds since the epoch. Until its price was known, it is the
-    most that it could be."""
-
-    node: str
-    role: Role
-    market: Market
-    from_s: float
-    until_s: float
-    price_usd_per_h: float = 0.0
-    on_demand_usd_per_h: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Bill:
-    """USD: as it was, and the same hours at on-demand prices."""
-
-    cost_usd: float
-    cost_all_on_demand_usd: float
 
 
 def surviving_rows(rows: Iterable[RowT], when: Callable[[RowT], float] = lambda row: row.time_s) -> list[RowT]:
@@ -274,48 +251,3 @@ def _steps_at(path: Sequence[LoggedRow], faults: Sequence[Fault]) -> list[int]:
     times_s = [row.reached_s for row in path]
     highest = [0, *accumulate((row.step for row in path), max)]
     return [highest[bisect_right(times_s, fault.struck_s)] for fault in faults]
-
-
-def rentals(history: History, now_s: float) -> list[Rental]:
-    """Return every machine that was ever there or may have been: from its request until gone, or until `now_s`.
-
-    Where a controller's clock is behind the one before it, what ran then stays as old as it was known to be.
-    """
-    running: dict[str, Rental] = {}
-    ended: list[Rental] = []
-    told_s = 0.0
-    for _, time_s, events in history:
-        for event in events:
-            back_s, told_s = max(0.0, told_s - time_s), time_s
-            match event:
-                case TookOver():
-                    running = {
-                        node: replace(rental, from_s=rental.from_s - back_s) for node, rental in running.items()
-                    }
-                case NodeRequested():
-                    most = event.most_usd_per_h
-                    running[event.node] = Rental(event.node, event.role, event.market, time_s, now_s, most, most)
-                case NodeMoved(phase=NodePhase.REFUSED):
-                    running.pop(event.node, None)
-                case MachineBought() if event.node in running:
-                    running[event.node] = replace(
-                        running[event.node],
-                        market=event.market,
-                        price_usd_per_h=event.price_usd_per_h,
-                        on_demand_usd_per_h=event.on_demand_usd_per_h,
-                    )
-                case NodeMoved(phase=NodePhase.GONE) if event.node in running:
-                    ended.append(replace(running.pop(event.node), until_s=time_s))
-                case _:
-                    pass  # nothing else starts or ends a machine
-    return sorted([*ended, *running.values()], key=lambda rental: (rental.from_s, rental.node))
-
-
-def bill(rented: Iterable[Rental]) -> Bill:
-    """Price the rentals as they were, and as if each had been on demand, where that price is known."""
-    cost = on_demand = 0.0
-    for rental in rented:
-        hours = (rental.until_s - rental.from_s) / 3600
-        cost += hours * rental.price_usd_per_h
-        on_demand += hours * (rental.on_demand_usd_per_h or rental.price_usd_per_h)
-    return Bill(cost, on_demand)

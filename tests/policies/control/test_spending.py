@@ -12,7 +12,7 @@ from policies.control.decide import decide
 from policies.control.fleet.spending import BUDGET
 from policies.control.snapshot import Action, Command, Snapshot, Terminate
 from policies.fleet.budget import on_demand_usd, spent_usd
-from policies.ledger.accounting import bill, rentals
+from policies.ledger.rentals import bill, rentals
 from policies.model import exit_codes
 from policies.model.events import BudgetReached, BudgetRefused, BudgetSet, NodeMoved, NodeRequested
 from policies.model.spec import Budget, RunSpec

@@ -1,4 +1,4 @@
-"""What faults and machines cost, in exact numbers."""
+"""What faults cost, in exact numbers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from policies.ledger.accounting import (
     DAEMON,
     GATEWAY,
     TRACE_S,
-    Bill,
     Fault,
     FaultCost,
-    bill,
     fault_costs,
     journalled_faults,
     merge_faults,
-    rentals,
     surviving_rows,
 )
 from policies.model import exit_codes
@@ -26,12 +23,11 @@ from policies.model.events import (
     GatewayRestarted,
     JobExited,
     JobRestarted,
-    MachineBought,
     NodeMoved,
     RunMoved,
     TookOver,
 )
-from policies.model.vocabulary import Market, NodePhase, Refusal, RunPhase
+from policies.model.vocabulary import NodePhase, Refusal, RunPhase
 from tests.generators.views_world import requested
 
 NODE = "rollout-0-i1"
@@ -247,26 +243,6 @@ def test_a_fault_is_survived_once_a_step_was_logged_after_it() -> None:
 @pytest.mark.parametrize("log", [[], steps(10)])
 def test_faults_of_a_run_without_gaps_cost_nothing_yet(log: list[Row]) -> None:
     assert [(cost.seconds_lost, cost.survived) for cost in fault_costs(log, [fault(20)])] == [(0.0, False)]
-
-
-def test_a_machine_is_paid_from_its_request_until_gone_and_one_that_was_refused_never() -> None:
-    seen: list[tuple[int, float, tuple[Event, ...]]] = [
-        (1, 100.0, (requested(NODE), requested(TRAINER), requested("rollout-1-i1"), requested("rollout-2-i1"))),
-        (2, 120.0, (moved(NodePhase.BOOTING), moved(NodePhase.BOOTING, TRAINER))),
-        (2, 100.0, (MachineBought(NODE, Market.SPOT, "here", 1.0, 4.0),)),
-        (2, 100.0, (MachineBought(TRAINER, Market.ON_DEMAND, "here", 8.0, 8.0),)),
-        (3, 150.0, (moved(NodePhase.SERVING), moved(NodePhase.REFUSED, "rollout-1-i1"))),
-        (4, 200.0, (moved(NodePhase.BOOTING), moved(NodePhase.TERMINATING, "rollout-2-i1"))),
-        (5, 1900.0, (moved(NodePhase.TERMINATING), moved(NodePhase.GONE, "rollout-2-i1"))),
-        (6, 1900.0, (moved(NodePhase.GONE),)),
-    ]
-    rented = rentals(seen, now_s=3700.0)
-    assert [(one.node, one.from_s, one.until_s) for one in rented] == [
-        (NODE, 100, 1900),
-        ("rollout-2-i1", 100, 1900),
-        (TRAINER, 100, 3700),
-    ]
-    assert bill(rented) == Bill(cost_usd=0.5 + 8.0, cost_all_on_demand_usd=2.0 + 8.0)
 
 
 def test_a_fault_that_struck_within_the_tick_that_saw_it_is_one_fault() -> None:

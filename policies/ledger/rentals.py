@@ -1,0 +1,169 @@
+"""What a run's machines have cost, from the journal: who was there from when until when, and at what price."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from policies.ledger.accounting import History
+from policies.model.events import MachineBought, NodeMoved, NodeRequested, TookOver
+from policies.model.vocabulary import Market, NodePhase, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Rental:
+    """A machine from its request until it was gone, seconds since the epoch. Until its price was known, it is the
+    most that it could be."""
+
+    node: str
+    role: Role
+    market: Market
+    from_s: float
+    until_s: float
+    price_usd_per_h: float = 0.0
+    on_demand_usd_per_h: float = 0.0
+
+    @property
+    def hours(self) -> float:
+        return max(0.0, self.until_s - self.from_s) / 3600
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerRental:
+    """The machine of a `--remote` run's daemon, or one before it; seconds since the epoch."""
+
+    from_s: float
+    until_s: float
+    usd_per_h: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """USD: as it was, and the same hours at on-demand prices."""
+
+    cost_usd: float
+    cost_all_on_demand_usd: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpentAt:
+    """What had been spent by a moment, USD, by what it was for. Sums: none ever falls.
+
+    Attributes:
+        time_s: seconds since the epoch.
+        trainer_usd: the trainer's machines, whatever their market.
+        spot_usd, on_demand_usd: rollout nodes.
+        controller_usd: the machine of a `--remote` run's daemon.
+        disks_usd: of all machines but the controller's.
+        store_usd: the run's requests to its store, and the bytes that are charged for.
+    """
+
+    time_s: float
+    trainer_usd: float = 0.0
+    spot_usd: float = 0.0
+    on_demand_usd: float = 0.0
+    controller_usd: float = 0.0
+    disks_usd: float = 0.0
+    store_usd: float = 0.0
+
+    @property
+    def usd(self) -> float:
+        """All of it."""
+        machines = self.trainer_usd + self.spot_usd + self.on_demand_usd + self.controller_usd
+        return machines + self.disks_usd + self.store_usd
+
+
+def rentals(history: History, now_s: float) -> list[Rental]:
+    """Return every machine that was ever there or may have been: from its request until gone, or until `now_s`.
+
+    Where a controller's clock is behind the one before it, what ran then stays as old as it was known to be.
+    """
+    running: dict[str, Rental] = {}
+    ended: list[Rental] = []
+    told_s = 0.0
+    for _, time_s, events in history:
+        for event in events:
+            back_s, told_s = max(0.0, told_s - time_s), time_s
+            match event:
+                case TookOver():
+                    running = {
+                        node: replace(rental, from_s=rental.from_s - back_s) for node, rental in running.items()
+                    }
+                case NodeRequested():
+                    most = event.most_usd_per_h
+                    running[event.node] = Rental(event.node, event.role, event.market, time_s, now_s, most, most)
+                case NodeMoved(phase=NodePhase.REFUSED):
+                    running.pop(event.node, None)
+                case MachineBought() if event.node in running:
+                    running[event.node] = replace(
+                        running[event.node],
+                        market=event.market,
+                        price_usd_per_h=event.price_usd_per_h,
+                        on_demand_usd_per_h=event.on_demand_usd_per_h,
+                    )
+                case NodeMoved(phase=NodePhase.GONE) if event.node in running:
+                    ended.append(replace(running.pop(event.node), until_s=time_s))
+                case _:
+                    pass  # nothing else starts or ends a machine
+    return sorted([*ended, *running.values()], key=lambda rental: (rental.from_s, rental.node))
+
+
+def bill(rented: Iterable[Rental]) -> Bill:
+    """Price the rentals as they were, and as if each had been on demand, where that price is known."""
+    cost = on_demand = 0.0
+    for rental in rented:
+        cost += rental.hours * rental.price_usd_per_h
+        on_demand += rental.hours * (rental.on_demand_usd_per_h or rental.price_usd_per_h)
+    return Bill(cost, on_demand)
+
+
+def spent_over_time(history: History, now_s: float, controller: Iterable[ControllerRental] = ()) -> list[SpentAt]:
+    """Return what was spent by each moment at which something began or ended to cost, and by `now_s`, in order.
+
+    Between two moments it grows evenly. Prices are those that became known in the end, from the request on: what a
+    machine might have cost, and did not, is in no sum. Empty where nothing was ever asked for.
+
+    Args:
+        history: the run's journal.
+        now_s: seconds since the epoch; what still runs is counted until then.
+        controller: the machines of a `--remote` run's daemon, which the journal does not tell of.
+    """
+    rented = rentals(history, now_s)
+    changes = sorted([*_changes(rented), *_controller_changes(controller, now_s)])
+    times_s = sorted({time_s for time_s, _, _ in changes})
+    if not times_s:
+        return []
+    rates, totals = dict.fromkeys(_CATEGORIES, 0.0), dict.fromkeys(_CATEGORIES, 0.0)
+    found, place = [], 0
+    for time_s, next_s in pairwise([*times_s, times_s[-1]]):
+        while place < len(changes) and changes[place][0] <= time_s:
+            rates[changes[place][1]] += changes[place][2]
+            place += 1
+        found.append(SpentAt(time_s, **totals))
+        for name, rate in rates.items():
+            # Rates come and go in floating point: what is left of none is none.
+            totals[name] += max(0.0, rate) * (next_s - time_s) / 3600
+    return found
+
+
+_CATEGORIES = ("trainer_usd", "spot_usd", "on_demand_usd", "controller_usd", "disks_usd", "store_usd")
+
+
+def _changes(rented: Sequence[Rental]) -> Iterator[tuple[float, str, float]]:
+    """When a rate changes, which, and by how much, USD an hour."""
+    for one in rented:
+        spot = "spot_usd" if one.market is Market.SPOT else "on_demand_usd"
+        name = "trainer_usd" if one.role is Role.TRAINER else spot
+        yield from _for(one.from_s, one.until_s, name, one.price_usd_per_h)
+
+
+def _controller_changes(rented: Iterable[ControllerRental], now_s: float) -> Iterator[tuple[float, str, float]]:
+    for one in rented:
+        yield from _for(one.from_s, min(one.until_s, now_s), "controller_usd", one.usd_per_h)
+
+
+def _for(from_s: float, until_s: float, name: str, usd_per_h: float) -> Iterator[tuple[float, str, float]]:
+    if until_s >= from_s:
+        yield from_s, name, usd_per_h
+        yield until_s, name, -usd_per_h
