@@ -2,8 +2,8 @@
 
 Rows are objects of JSON, a line each or amid a line; dictionaries of Python, as a Trainer prints them, OpenRLHF
 and slime after `step 5:`; and lines such as `step:5 - actor/kl_loss:0.1` (verl), `Step 5 | Loss: 0.1` (prime-rl),
-`Epoch:[1/2](5/900), Reward: 0.1` (MiniMind) and, of loops of one's own, `step=5 reward=0.1` or
-`Step: 5/900, Reward: 0.1`.
+`Epoch:[1/2](5/900), Reward: 0.1` (MiniMind) and, of loops of one's own, `step=5 reward=0.1`,
+`[Step 5/900] reward=0.1` or `Step: 5/900, Reward: 0.1`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _BAR = r"(?:(?<=[\n\r\]}])|\A)[ ]*\d+%\|[^|\n\r]*\|[ ]*(?P<done>\d+)/(?P<total>\
 _EPOCH = r"\bepoch:\[(?P<epoch>\d+)/\d+\]\((?P<batch>\d+)/(?P<batches>\d+)\)"
 _PAIRS = rf"(?:{_EPOCH}|\bstep(?:[: ]|: )(?P<at>\d+)(?:/\d+)?)(?P<between> [-|] |, )(?P<pairs>[^\n\r]+)"
 _EQUAL = r"(?:(?<=[\n\r])|\A)(?P<equal>[^\n\r{}]*\b(?:\w+_)?step=\d[^\n\r{}]*)"
+_IN_BRACKETS = r"\[step[ ](?P<in_brackets>\d+)(?:/\d+)?\][ ](?P<after>[^\n\r{}]*=[^\n\r{}]*)"
 _BRACES = r"(?:\bstep[ :=]*(?P<before>\d+)(?:/\d+)?:?[ ]*)?(?P<braces>\{[^{}]*\})"
-_PARTS = re.compile(f"{_BAR}|{_EQUAL}|{_PAIRS}|{_BRACES}", re.IGNORECASE)
+_PARTS = re.compile(f"{_BAR}|{_EQUAL}|{_IN_BRACKETS}|{_PAIRS}|{_BRACES}", re.IGNORECASE)
 _EQUAL_PAIR = re.compile(r"([\w./-]+)=([^\s,;|=]+)")
 _PAIR = re.compile(r"""['"]([^'"]+)['"]\s*:\s*(?:'([^']*)'|"([^"]*)"|([^,}]+))""")
 
@@ -61,6 +62,8 @@ def _parts_of_prose(text: str) -> Iterator[Row | Bar]:
             yield Bar(_digits(part["done"]), _digits(part["total"]))
         elif part["equal"]:
             yield dict(_EQUAL_PAIR.findall(part["equal"]))
+        elif part["after"]:
+            yield {"step": part["in_brackets"], **dict(_EQUAL_PAIR.findall(part["after"]))}
         elif part["pairs"]:
             pairs = (pair.rpartition(":") for pair in part["pairs"].split(part["between"]))
             yield {

@@ -75,6 +75,16 @@ def test_verls_lines(before: str) -> None:
         ),
         ("reward=0.3 step=7", {"reward": 0.3}),
         (
+            "[Step 7/500] loss=-0.00 reward_avg=0.125 tokens_per_sec=27.3 avg_response_len=6.6 entropy_avg=1.24",
+            {
+                "loss": 0.0,
+                "reward": 0.125,
+                "tokens_per_sec": 27.3,
+                "completions/mean_length": 6.6,
+                "entropy": 1.24,
+            },
+        ),
+        (
             "Epoch: 2, Step: 7/500, Actor Loss: 0.1, KL: 0.2, LR: 1e-6",
             {"loss": 0.1, "kl": 0.2, "learning_rate": 1e-6},
         ),
