@@ -61,6 +61,9 @@ class Notifier:
         self._limit_s = limit_s
         self._ways = [_Way(channel, 0) for channel in channels]
         self._read_up_to: int | None = None  # None: the cursor has not been read
+        self._others: dict[str, int] = {}  # of channels that another daemon had and this one has not
+        self._owed = False  # the cursor in the store is behind
+        self._again_at_s: float | None = None  # on the monotonic clock: the store was away
         self._woken = threading.Event()
         self._ends_at_s: float | None = None  # on the monotonic clock; None: it goes on
         self._thread = threading.Thread(target=self._work, name="notifier", daemon=True)
@@ -88,11 +91,14 @@ class Notifier:
                 self._look()
                 for way in self._ways:
                     self._tell(way)
-                if ending:
+                if ending or self._owed:
                     self._keep()
+                self._again_at_s = None
             except StoreError as error:
+                self._again_at_s = time.monotonic() + RETRY_S
                 log.warning("notify_store_away", error=str(error))
             except Exception:  # what goes wrong here is never the run's
+                self._again_at_s = time.monotonic() + RETRY_S
                 log.exception("notify_failed")
             if ending:
                 return
@@ -100,16 +106,17 @@ class Notifier:
     def _wait_s(self) -> float | None:
         """Until the next try; None: until somebody wakes it."""
         due = [way.retry_at_s for way in self._ways if way.waiting]
-        if self._read_up_to is None:
-            return RETRY_S  # the store was away
+        if self._again_at_s is not None:  # what waits needs the store, too
+            due = [self._again_at_s]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _look(self) -> None:
         """Take what was journalled since the last look. Raises StoreError."""
         if self._read_up_to is None:
             found = documents.NOTIFIED.read(self._store, Unreadable())
+            self._others = dict(found.told) if found else {}
             for way in self._ways:
-                way.told = found.told.get(way.channel.name, 0) if found else 0
+                way.told = self._others.pop(way.channel.name, 0)
             self._read_up_to = min(way.told for way in self._ways)
         for record in journal.read(self._store, self._read_up_to):
             for message in messages_in(record, *self._named):
@@ -127,11 +134,14 @@ class Notifier:
             message = way.waiting[0]
             try:
                 way.channel.deliver(message, limit_s)
-            except Undelivered as error:
+            except Exception as error:  # noqa: BLE001 whatever it is, the other channels are told
                 way.failures += 1
                 wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** min(way.failures - 1, 10))
                 way.retry_at_s = time.monotonic() + wait_s
-                log.warning("not_notified", by=way.channel.name, id=message.id, why=str(error), again_in_s=wait_s)
+                why = (
+                    str(error) if isinstance(error, Undelivered) else type(error).__name__
+                )  # it may quote a secret
+                log.warning("not_notified", by=way.channel.name, id=message.id, why=why, again_in_s=wait_s)
                 return
             way.failures, way.retry_at_s = 0, 0.0
             way.waiting.popleft()
@@ -144,7 +154,10 @@ class Notifier:
         for way in self._ways:
             if not way.waiting:
                 way.told = max(way.told, self._read_up_to or 0)
-        documents.NOTIFIED.write(self._store, Notified({one.channel.name: one.told for one in self._ways}))
+        told = {**self._others, **{one.channel.name: one.told for one in self._ways}}
+        self._owed = True
+        documents.NOTIFIED.write(self._store, Notified(told))
+        self._owed = False
 
     def _limit(self) -> float:
         """Seconds for the next delivery."""

@@ -8,9 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from checkpoint.journal import journal
+from checkpoint.journal.entries import Record
 from checkpoint.journal.journal import Journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
+from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from orchestrator.home.run_secrets import all_secrets, secrets_for
 from orchestrator.notify import notifier as module
@@ -126,6 +129,82 @@ def test_a_daemon_that_died_between_telling_and_noting_it_tells_again_with_the_s
     documents.NOTIFIED.drop(run.store)
     run.notifier(told).close(drain_s=HANG_S)
     assert told.ids == 2 * ["demo-1/3.0"]
+
+
+def test_a_channel_that_one_daemon_lacks_keeps_its_place() -> None:
+    run, webhook, command = Run(), Told(), Told("command")
+    run.happens(NEAR)
+    run.notifier(webhook, command).close(drain_s=HANG_S)
+    run.happens(WAITS)
+    run.notifier(command).close(drain_s=HANG_S)  # on a machine without the webhook's URL
+    run.notifier(webhook, command).close(drain_s=HANG_S)
+    assert webhook.kinds == ["budget_neared", "no_capacity"]
+
+
+class Looks:
+    """The journal's reader; while `away` the store does not answer. `looked` counts looks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.away, self.looked = False, threading.Semaphore(0)
+        self._read = journal.read
+        monkeypatch.setattr(journal, "read", self.read)
+
+    def read(self, store: Store, after: int) -> list[Record]:
+        away = self.away
+        self.looked.release()
+        if away:
+            raise StoreError("away")
+        return self._read(store, after)
+
+
+def test_what_was_journalled_while_the_store_was_away_is_told_without_another_entry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.001)
+    run, told = Run(), Told()
+    looks = Looks(monkeypatch)
+    one = run.notifier(told)
+    assert looks.looked.acquire(timeout=HANG_S)
+    looks.away = True
+    run.happens(NEAR)
+    one.wake()
+    assert looks.looked.acquire(timeout=HANG_S)
+    looks.away = False
+    assert told.arrived.wait(HANG_S)
+    one.close(drain_s=0.0)
+
+
+def test_a_store_that_stays_away_is_asked_now_and_then_while_a_message_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, told = Run(), Told()
+    told.broken = True
+    run.happens(NEAR)
+    looks = Looks(monkeypatch)
+    monkeypatch.setattr(module, "RETRY_MAX_S", 0.0)  # its channel's next try is due at once
+    one = run.notifier(told)
+    told.wait()
+    looks.away = True
+    told_again = 0
+    while looks.looked.acquire(timeout=0.3):  # the one at which it is found away is the last for RETRY_S
+        told_again += 1
+        assert told_again < 1000
+    one.close(drain_s=0.0)
+
+
+def test_a_channel_that_breaks_in_another_way_is_tried_as_seldom_and_holds_up_no_other() -> None:
+    class Bug(Told):
+        def deliver(self, message: Message, _limit_s: float) -> None:
+            super().deliver(message, _limit_s)
+            raise RuntimeError("a bug")
+
+    run, bug, command = Run(), Bug(), Told("command")
+    run.happens(NEAR)
+    one = run.notifier(bug, command)
+    command.wait()
+    bug.wait()
+    assert not bug.tried.acquire(timeout=0.3)
+    one.close(drain_s=0.0)
 
 
 def test_whatever_breaks_in_it_stays_in_it() -> None:
