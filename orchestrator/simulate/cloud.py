@@ -31,6 +31,7 @@ class SimulatedCloud:
         self.boxes: dict[str, Box] = {}
         self.bought: list[str] = []
         self.spent_usd = 0.0
+        self.disk_usd_per_h: dict[Role, float] = {}  # on top of each machine's price
         self.refusing = False
         self.refusing_spot = False
         self.away = False
@@ -47,7 +48,7 @@ class SimulatedCloud:
     def pass_time(self, time_s: float) -> None:
         """Charge what is there up to `time_s`, and take back what the weather does not leave."""
         hours = (time_s - self.time_s) / 3600
-        self.spent_usd += hours * sum(self.usd_per_h(box) for box in self.boxes.values() if not box.gone)
+        self.spent_usd += hours * sum(self.charged_usd_per_h(box) for box in self.boxes.values() if not box.gone)
         self.time_s = time_s
         for zone in self.weather:
             self._take_back(zone)
@@ -59,6 +60,10 @@ class SimulatedCloud:
         if box.market is Market.SPOT:
             return self.prices.spot_usd_per_h * self._zone(box.zone).price_at(self.time_s)
         return self.on_demand_usd_per_h(box.role)
+
+    def charged_usd_per_h(self, box: Box) -> float:
+        """With its disk."""
+        return self.usd_per_h(box) + self.disk_usd_per_h.get(box.role, 0.0)
 
     def on_demand_usd_per_h(self, role: Role) -> float:
         return self.prices.trainer_usd_per_h if role is Role.TRAINER else self.prices.node_usd_per_h

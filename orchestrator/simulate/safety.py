@@ -135,7 +135,7 @@ class Safety:
             self._unknown_usd = self._missed_usd(spent) if world.clocks_were_set else 0.0
         if world.in_trouble or not any(one.steers for one in world.daemons):
             rates = [
-                (world.cloud.usd_per_h(box), STOP_WAIT_S * (box.role is Role.TRAINER) + TEARDOWN_S)
+                (world.cloud.charged_usd_per_h(box), STOP_WAIT_S * (box.role is Role.TRAINER) + TEARDOWN_S)
                 for box in world.cloud.boxes.values()
             ]
             self._allowed_usd = spent + sum(usd_per_h * for_s / 3600 for usd_per_h, for_s in rates)

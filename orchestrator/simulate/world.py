@@ -25,9 +25,10 @@ from orchestrator.simulate.weather import Weather, climate
 from orchestrator.simulate.work import EPOCH_S, Trips, Work
 from policies.control.decide import decide
 from policies.control.stopping import DOWN
+from policies.fleet import disks
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import RunSpec
-from policies.model.vocabulary import RunPhase
+from policies.model.vocabulary import Role, RunPhase
 
 DT_S = 5.0
 STEADY = (DT_S,)
@@ -74,6 +75,7 @@ class World:
         weather = climate("unclouded", seed, spec.rollout.replicas.max) if weather is None else weather
         self.cloud = SimulatedCloud(weather, physics, prices or Prices(), self.objects, self.random)
         self.cloud.time_s = self.time_s
+        self.cloud.disk_usd_per_h = {role: disks.usd_per_h(spec, role, None) for role in Role}
         self.safety = Safety(self)
         self.work = Work(self.cloud, spec, max_steps, trips or {}, self.safety.check, logs=logs)
         self.daemons: list[SimulatedDaemon] = []

@@ -31,7 +31,7 @@ from orchestrator.views.numbers import NOT_KNOWN, duration, short, usd
 from orchestrator.views.reader import Reader
 from orchestrator.views.weights import WeightsView, policy_stage_words, weights_view, weights_words
 from policies.detect.divergence import Health
-from policies.fleet.budget import NOT_COUNTED
+from policies.fleet.budget import not_counted
 from policies.ledger.abandoned import abandoned
 from policies.ledger.accounting import (
     Fault,
@@ -96,6 +96,7 @@ class Report:
     cost_all_on_demand_usd: float
     usd_per_step: float | None  # None before the first
     usd_per_million_tokens: float | None  # that were trained on
+    not_counted: str
     faults_survived: int
     faults: tuple[FaultCost, ...]
     restarts: dict[str, int]  # by slot, of the machine and of its work
@@ -142,6 +143,7 @@ def build_report(store: Store, now_s: float) -> Report:
         cost_all_on_demand_usd=money.cost_all_on_demand_usd,
         usd_per_step=money.cost_usd / rows[-1].step if rows and rows[-1].step else None,
         usd_per_million_tokens=money.cost_usd / trained * 1e6 if trained else None,
+        not_counted=not_counted(reader.spec),
         faults_survived=sum(cost.survived for cost in costs),
         faults=costs,
         restarts={name: slot.incarnations - 1 + slot.job_restarts for name, slot in sorted(state.slots.items())},
@@ -245,7 +247,7 @@ def _figures(report: Report) -> RenderableType:
     table.add_row("cost", f"{usd(report.cost_usd)}; all on demand {usd(report.cost_all_on_demand_usd)}")
     if report.cost_usd > 0 and report.usd_per_step is not None and report.usd_per_million_tokens is not None:
         each = f"{usd(report.usd_per_step)} a step, {usd(report.usd_per_million_tokens)} a million trained tokens"
-        table.add_row("", f"{each}; {usd(max(0.0, saved))} saved; not counted: {NOT_COUNTED}")
+        table.add_row("", f"{each}; {usd(max(0.0, saved))} saved; not counted: {report.not_counted}")
     drift = f"{short(report.sampling_logp_difference_max)}, the largest log-probability difference"
     table.add_row("sampling drift", drift)
     if report.weights is not None:

@@ -31,7 +31,7 @@ from orchestrator.views.weights import newest_weights
 from policies.control.fleet.size import hourly_prices, rollouts_wanted, size_words
 from policies.control.fleet.spending import caps_of
 from policies.control.snapshot import Trainer
-from policies.fleet.budget import NOT_COUNTED, on_demand_usd, spent_usd
+from policies.fleet.budget import not_counted, on_demand_usd, spent_usd
 from policies.fleet.how_many import optimum
 from policies.fleet.measuring import shape_of
 from policies.model.buying import probe_wait_s
@@ -150,7 +150,7 @@ def _money(reader: Reader, now_s: float, step: int, eta_s: float | None) -> Mone
         forecast_usd=None if eta_s is None else spent + rate * eta_s / 3600,
         budget_usd=caps.usd,
         budget_usd_per_h=caps.usd_per_h,
-        not_counted=NOT_COUNTED,
+        not_counted=not_counted(reader.spec),
     )
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from policies.fleet import disks
+from policies.model.spec import RunSpec
 from policies.model.state import RunState
 
-NOT_COUNTED = "disks, the store's requests and bytes, traffic between regions and to the internet"
 TEARDOWN_S = 600.0  # from the order to give a machine back until it is known to be gone; SkyPilot is given 300 s
 
 
@@ -54,6 +55,12 @@ def spent_usd(state: RunState, now_s: float) -> float:
 def on_demand_usd(state: RunState, now_s: float) -> float:
     """Return what the same machines would have cost on demand."""
     return state.spent_on_demand_usd + sum(node.on_demand_cost_usd(now_s) for node in state.nodes.values())
+
+
+def not_counted(spec: RunSpec) -> str:
+    """Say what such a run costs beyond what is counted."""
+    unpriced = [f"disks at {cloud or 'an unnamed cloud'} (no price is known)" for cloud in disks.unknown(spec)]
+    return ", ".join([*unpriced, "the store's requests and bytes, traffic between regions and to the internet"])
 
 
 def excess(caps: Caps, spent: float, running: Iterable[Running]) -> str:

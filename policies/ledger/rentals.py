@@ -23,6 +23,7 @@ class Rental:
     until_s: float
     price_usd_per_h: float = 0.0
     on_demand_usd_per_h: float = 0.0
+    disk_usd_per_h: float = 0.0  # on top of either
 
     @property
     def hours(self) -> float:
@@ -91,8 +92,7 @@ def rentals(history: History, now_s: float) -> list[Rental]:
                         node: replace(rental, from_s=rental.from_s - back_s) for node, rental in running.items()
                     }
                 case NodeRequested():
-                    most = event.most_usd_per_h
-                    running[event.node] = Rental(event.node, event.role, event.market, time_s, now_s, most, most)
+                    running[event.node] = _rental(event, time_s, now_s)
                 case NodeMoved(phase=NodePhase.REFUSED):
                     running.pop(event.node, None)
                 case MachineBought() if event.node in running:
@@ -113,8 +113,9 @@ def bill(rented: Iterable[Rental]) -> Bill:
     """Price the rentals as they were, and as if each had been on demand, where that price is known."""
     cost = on_demand = 0.0
     for rental in rented:
-        cost += rental.hours * rental.price_usd_per_h
-        on_demand += rental.hours * (rental.on_demand_usd_per_h or rental.price_usd_per_h)
+        on_list = rental.on_demand_usd_per_h or rental.price_usd_per_h
+        cost += rental.hours * (rental.price_usd_per_h + rental.disk_usd_per_h)
+        on_demand += rental.hours * (on_list + rental.disk_usd_per_h)
     return Bill(cost, on_demand)
 
 
@@ -150,12 +151,18 @@ def spent_over_time(history: History, now_s: float, controller: Iterable[Control
 _CATEGORIES = ("trainer_usd", "spot_usd", "on_demand_usd", "controller_usd", "disks_usd", "store_usd")
 
 
+def _rental(asked: NodeRequested, time_s: float, until_s: float) -> Rental:
+    most, disk = asked.most_usd_per_h, asked.disk_usd_per_h
+    return Rental(asked.node, asked.role, asked.market, time_s, until_s, most, most, disk)
+
+
 def _changes(rented: Sequence[Rental]) -> Iterator[tuple[float, str, float]]:
     """When a rate changes, which, and by how much, USD an hour."""
     for one in rented:
         spot = "spot_usd" if one.market is Market.SPOT else "on_demand_usd"
         name = "trainer_usd" if one.role is Role.TRAINER else spot
         yield from _for(one.from_s, one.until_s, name, one.price_usd_per_h)
+        yield from _for(one.from_s, one.until_s, "disks_usd", one.disk_usd_per_h)
 
 
 def _controller_changes(rented: Iterable[ControllerRental], now_s: float) -> Iterator[tuple[float, str, float]]:

@@ -53,6 +53,7 @@ class NodeRequested:
     most_usd_per_h: float = 0.0  # that a machine of its kind may cost; 0: not known
     pool: Pool | None = None  # where it is asked for; None: wherever run.yaml's resources allow
     stand_in: bool = False  # on demand, in place of a spot machine that cannot be had
+    disk_usd_per_h: float = 0.0  # on top; 0: its own, or not known
 
 
 @dataclass(frozen=True, slots=True)

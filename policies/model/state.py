@@ -38,6 +38,7 @@ class Node:
     pool: Pool | None = None  # where it was asked for; once its machine was seen, where that is
     came_at_s: float | None = None  # when its machine was seen in its pool
     stand_in: bool = False  # on demand, in place of a spot machine that cannot be had
+    disk_usd_per_h: float = 0.0  # by list price, from its request on
 
     @property
     def may_be_working(self) -> bool:
@@ -46,8 +47,8 @@ class Node:
 
     @property
     def usd_per_h(self) -> float:
-        """Its price or, until that is known, the most that it may be."""
-        return self.price_usd_per_h or self.most_usd_per_h
+        """Its price or, until that is known, the most that it may be; its disk included."""
+        return (self.price_usd_per_h or self.most_usd_per_h) + self.disk_usd_per_h
 
     def cost_usd(self, now_s: float) -> float:
         """What it has cost, from its request on."""
@@ -55,7 +56,8 @@ class Node:
 
     def on_demand_cost_usd(self, now_s: float) -> float:
         """What it would have cost on demand, where that price is known."""
-        return (self.on_demand_usd_per_h or self.usd_per_h) * max(0.0, now_s - self.requested_at_s) / 3600
+        machine = self.on_demand_usd_per_h or self.price_usd_per_h or self.most_usd_per_h
+        return (machine + self.disk_usd_per_h) * max(0.0, now_s - self.requested_at_s) / 3600
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.config.reading.disk_size import KEY, gb_of
 from orchestrator.config.reading.problems import Findings
 from orchestrator.config.sizes.model import NotKnown
 from policies.model.processes import ALTERNATIVES
 from policies.model.spec import RunSpec, generates_itself
 from policies.model.vocabulary import Role
+from policies.weights.disk_size import KEY, gb_of
 from policies.weights.disks import GB, ModelSize, disk_gb, disk_parts
 
 DEFAULT_GB = 256  # SkyPilot's (0.14.1)

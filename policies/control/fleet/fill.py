@@ -10,16 +10,16 @@ waiting costs at most twice what the best choice would have.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from policies.control.fleet.markets import market_of
 from policies.control.fleet.size import may_go, return_surplus, rollouts_wanted, size_fleet
 from policies.control.fleet.spending import Purse, refuse
 from policies.control.fleet.stand_ins import missing, stand_ins_of, surplus
-from policies.control.fleet.where import POOLS_UNKNOWN, another_pool, choice_of, most_usd_per_h
+from policies.control.fleet.where import POOLS_UNKNOWN, Terms, another_pool, terms_of
 from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
 from policies.control.stopping import release_machines
 from policies.control.tick import Tick
-from policies.fleet.pools import Choice
 from policies.model.buying import HELD_S, REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
 from policies.model.events import BuyingResumed, BuyingStopped, NodeRequested
 from policies.model.phases import FILLING_NODE, TERMINAL_RUN
@@ -85,16 +85,15 @@ def _fill(tick: Tick, places: list[tuple[Role, str, bool]]) -> None:
         if tick.snapshot.pools is None:
             tick.reasons.append(f"{name} {POOLS_UNKNOWN}")
             break
-        where = choice_of(tick, role, market_of(role, tick.spec))
-        most_usd = most_usd_per_h(tick, kind, where)
-        if why := purse.refusal(role, kind, most_usd):
-            refuse(tick, role, kind, most_usd, why)
+        terms = terms_of(tick, role, market_of(role, tick.spec), partial(purse.fits, role))
+        if why := purse.refusal(role, kind, terms.usd_per_h):
+            refuse(tick, role, kind, terms.usd_per_h, why)
             break
         there += role is Role.ROLLOUT
         counted = f"{there} of {rollouts_wanted(tick.state, tick.spec)} rollout nodes"
         words = ("" if role is Role.TRAINER else counted, purse.words())
-        _request(tick, role, name, slot, where, most_usd, *words)
-        purse.add(role, most_usd or 0.0)
+        _request(tick, role, name, slot, terms, *words)
+        purse.add(role, terms.usd_per_h or 0.0)
 
 
 def _stand_in(tick: Tick) -> None:
@@ -113,15 +112,14 @@ def _stand_in(tick: Tick) -> None:
     for name in free[: missing(tick)]:
         if not _trainer_is_near(tick) or not _may_buy(tick, kind, True) or tick.snapshot.pools is None:
             return
-        where = choice_of(tick, Role.ROLLOUT, Market.ON_DEMAND)
-        most_usd = most_usd_per_h(tick, kind, where)
-        if why := purse.refusal(Role.ROLLOUT, kind, most_usd):
-            refuse(tick, Role.ROLLOUT, kind, most_usd, why, stand_in=True)
+        terms = terms_of(tick, Role.ROLLOUT, Market.ON_DEMAND, partial(purse.fits, Role.ROLLOUT))
+        if why := purse.refusal(Role.ROLLOUT, kind, terms.usd_per_h):
+            refuse(tick, Role.ROLLOUT, kind, terms.usd_per_h, why, stand_in=True)
             return
         words = ("on demand, for spot cannot be had", purse.words())
         slot = tick.state.slots.get(name, Slot())
-        _request(tick, Role.ROLLOUT, name, slot, where, most_usd, *words, stand_in=True)
-        purse.add(Role.ROLLOUT, most_usd or 0.0)
+        _request(tick, Role.ROLLOUT, name, slot, terms, *words, stand_in=True)
+        purse.add(Role.ROLLOUT, terms.usd_per_h or 0.0)
 
 
 def _empty_slots(tick: Tick) -> list[tuple[Role, str, bool]]:
@@ -143,23 +141,16 @@ def _rollouts_there(tick: Tick) -> int:
 
 
 def _request(
-    tick: Tick,
-    role: Role,
-    name: str,
-    slot: Slot,
-    where: Choice | None,
-    most_usd: float | None,
-    *words: str,
-    stand_in: bool = False,
+    tick: Tick, role: Role, name: str, slot: Slot, terms: Terms, *words: str, stand_in: bool = False
 ) -> None:
     incarnation = slot.incarnations + 1
     before = "first" if incarnation == 1 else f"in place of {node_id_of(name, slot.incarnations)}"
     node = node_id_of(name, incarnation)
     market = Market.ON_DEMAND if stand_in else market_of(role, tick.spec)
-    place = "" if where is None else where.words
+    place, pool = ("", None) if terms.where is None else (terms.where.words, terms.where.offer.pool)
     reason = "; ".join(part for part in (before, *words, place) if part)
-    pool = None if where is None else where.offer.pool
-    event = NodeRequested(node, role, name, incarnation, market, reason, most_usd or 0.0, pool, stand_in)
+    most_usd, disk_usd = terms.machine_usd_per_h or 0.0, terms.disk_usd_per_h
+    event = NodeRequested(node, role, name, incarnation, market, reason, most_usd, pool, stand_in, disk_usd)
     tick.emit(event, f"{node} requested ({reason})")
 
 

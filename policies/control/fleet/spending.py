@@ -60,6 +60,10 @@ class Purse:
             return f"no price is known of machines of the kind {kind}, and there is a budget"
         return excess(self._caps, self._spent, [*self._running, Running(most_usd_per_h, _stop_s(role))])
 
+    def fits(self, role: Role, usd_per_h: float) -> bool:
+        """Whether a machine more at that price is bought."""
+        return not self.refusal(role, "", usd_per_h)
+
     def add(self, role: Role, most_usd_per_h: float) -> None:
         self._running = together([*self._running, Running(most_usd_per_h, _stop_s(role))])
 

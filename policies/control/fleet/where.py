@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 from policies.control.tick import Tick
+from policies.fleet import disks
 from policies.fleet.pools import Choice, HalfLives, choose, rest_in_s
 from policies.model.buying import MachineKind
 from policies.model.pools import PoolOffer
@@ -14,9 +18,43 @@ _OF_POOL = (Refusal.NO_CAPACITY, Refusal.QUOTA, None)
 _KINDS = {kind_of(role, market): (role, market) for role in Role for market in Market}
 
 
-def choice_of(tick: Tick, role: Role, market: Market) -> Choice | None:
-    """Return where a machine of the role is bought on that market; None where there is nothing to choose."""
-    offers = _offers(tick, role, market)
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Where a machine is asked for, and the most that it may cost an hour. `where`: None where there is nothing to
+    choose; `machine_usd_per_h`: None where no price is known."""
+
+    where: Choice | None
+    machine_usd_per_h: float | None
+    disk_usd_per_h: float
+
+    @property
+    def usd_per_h(self) -> float | None:
+        """All of it; None where no price is known."""
+        return None if self.machine_usd_per_h is None else self.machine_usd_per_h + self.disk_usd_per_h
+
+
+def terms_of(tick: Tick, role: Role, market: Market, fits: Callable[[float], bool]) -> Terms:
+    """Return on what terms a machine of the role is bought on that market.
+
+    `fits`: whether there is money for one of so many USD an hour. Of the pools for which there is, the best is
+    taken; where there is for none, the best of all, so that it can be said what it would take.
+    """
+    kind, offers = kind_of(role, market), _offers(tick, role, market)
+
+    def terms(choice: Choice | None) -> Terms:
+        cloud = None if choice is None else choice.offer.pool.cloud
+        return Terms(choice, _most_usd_per_h(tick, kind, choice), disks.usd_per_h(tick.spec, role, cloud))
+
+    best = terms(choice_of(tick, role, market, offers))
+    if best.usd_per_h is None or fits(best.usd_per_h):
+        return best
+    disk_usd = {one.pool.cloud: disks.usd_per_h(tick.spec, role, one.pool.cloud) for one in offers}
+    cheaper = [one for one in offers if one.usd_per_h and fits(one.usd_per_h + disk_usd[one.pool.cloud])]
+    return terms(choice_of(tick, role, market, cheaper)) if cheaper else best
+
+
+def choice_of(tick: Tick, role: Role, market: Market, offers: Sequence[PoolOffer]) -> Choice | None:
+    """Return in which of these pools a machine of the role is bought on that market; None without any."""
     if not offers:
         return None
     fleet = tick.spec.policies.fleet
@@ -41,7 +79,7 @@ def another_pool(tick: Tick, kind: str, last: Refusal | None) -> bool:
     return any(not rest_in_s(one.pool, tick.state.pools, tick.snapshot.now_s) for one in offers)
 
 
-def most_usd_per_h(tick: Tick, kind: str, choice: Choice | None) -> float | None:
+def _most_usd_per_h(tick: Tick, kind: str, choice: Choice | None) -> float | None:
     """What a machine of the kind may cost: its pool's price or, where it is open, the dearest; None: not known."""
     listed = 0.0 if choice is None else choice.offer.usd_per_h
     return listed or (tick.snapshot.prices or {}).get(kind)

@@ -163,6 +163,7 @@ def _requested(state: RunState, event: NodeRequested, time_s: float) -> RunState
         most_usd_per_h=event.most_usd_per_h,
         pool=event.pool,
         stand_in=event.stand_in,
+        disk_usd_per_h=event.disk_usd_per_h,
     )
     if kind := state.kinds.get(node.kind):
         state = _with_kind(state, node.kind, replace(kind, probes=kind.probes + bool(kind.stopped)))

@@ -17,10 +17,10 @@ from sky import Resources
 from sky.utils import schemas
 
 from orchestrator.config.load import Loaded, load
-from orchestrator.config.reading.disk_size import gb_of
 from orchestrator.config.reading.problems import ConfigError
 from orchestrator.config.sizes import model as sizes
 from orchestrator.config.sizes.model import NotKnown, find_size
+from policies.weights.disk_size import gb_of
 from policies.weights.disks import ModelSize
 from tests.generators.config_world import VALID, furnish
 

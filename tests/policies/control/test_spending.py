@@ -12,7 +12,7 @@ from policies.control.decide import decide
 from policies.control.fleet.spending import BUDGET
 from policies.control.snapshot import Action, Command, Snapshot, Terminate
 from policies.fleet.budget import on_demand_usd, spent_usd
-from policies.ledger.rentals import bill, rentals
+from policies.ledger.rentals import bill, rentals, spent_over_time
 from policies.model import exit_codes
 from policies.model.events import BudgetReached, BudgetRefused, BudgetSet, NodeMoved, NodeRequested
 from policies.model.spec import Budget, RunSpec
@@ -26,6 +26,11 @@ def capped(
     usd: float | None = None, usd_per_h: float | None = None, max_replicas: int = 2, at: str = "pause"
 ) -> RunSpec:
     return replace(spec(max_replicas), budget=Budget(usd=usd, usd_per_h=usd_per_h, at=at))  # type: ignore[arg-type]
+
+
+def with_disks(run: RunSpec) -> RunSpec:
+    sections = replace(run.trainer, resources=DISKS), replace(run.rollout, resources=DISKS)
+    return replace(run, cloud="sky", trainer=sections[0], rollout=sections[1])
 
 
 @dataclass
@@ -133,7 +138,17 @@ def test_nothing_is_bought_before_prices_are_known() -> None:
     assert decide(world.state, world.snapshot(), world.spec).events != ()
 
 
+# SkyPilot's `best` on AWS: 1.82 USD an hour for the disk of each machine.
+DISKS = {"infra": "aws", "disk_tier": "best"}
 ACTS = st.sampled_from(["lose", "notice", "refuse", "away", "daemon", "wait", "wait", "wait", "fast"])
+
+
+def test_disks_are_kept_the_money_for_before_a_launch() -> None:
+    """A trainer of 40 USD an hour needs 16.67 to be stopped and returned; with its disk 0.76 more."""
+    for run, bought in ((capped(17.0), True), (with_disks(capped(17.0)), False), (with_disks(capped(17.5)), True)):
+        world = Priced(run)
+        world.tick()
+        assert bool(all_of(world, NodeRequested)) is bought
 
 
 @settings(max_examples=50)
@@ -141,10 +156,14 @@ ACTS = st.sampled_from(["lose", "notice", "refuse", "away", "daemon", "wait", "w
     st.floats(8.0, 80.0),
     st.lists(st.tuples(ACTS, st.integers(0, 9), st.floats(1.0, 240.0)), max_size=25),
     st.floats(0.0, 880.0),
+    st.booleans(),
 )
-def test_the_cap_is_never_passed(usd: float, acts: list[tuple[str, int, float]], storing_s: float) -> None:
+def test_the_cap_is_never_passed(
+    usd: float, acts: list[tuple[str, int, float]], storing_s: float, disks: bool
+) -> None:
     """Losses with and without notice, no capacity, a cloud that does not answer for minutes, new daemons."""
-    world = Priced(capped(usd, max_replicas=3), max_steps=10**6, storing_s=storing_s)
+    run = capped(usd, max_replicas=3)
+    world = Priced(with_disks(run) if disks else run, max_steps=10**6, storing_s=storing_s)
     for act, which, passes_s in acts:
         world.away = False
         world.tick()
@@ -174,6 +193,9 @@ def test_the_cap_is_never_passed(usd: float, acts: list[tuple[str, int, float]],
     assert world.machines == {}
     assert world.state.phase is RunPhase.PAUSED
     reported = bill(rentals(world.history, world.now_s))
+    over_time = spent_over_time(world.history, world.now_s)
+    assert (over_time[-1].usd if over_time else 0.0) == pytest.approx(world.spent)
+    assert not disks or not over_time or over_time[-1].disks_usd > 0
     assert reported.cost_usd == pytest.approx(world.spent)
     assert reported.cost_all_on_demand_usd == pytest.approx(on_demand_usd(world.state, world.now_s))
 

@@ -138,3 +138,29 @@ def test_the_budget_reckons_with_the_pool_that_is_chosen_and_not_with_the_deares
         world.advance(0.25)
     assert len(world.up(Role.ROLLOUT)) == 2
     assert {slot_and_incarnation(node)[0] for node in world.up(Role.ROLLOUT)} == {"rollout-0", "rollout-1"}
+
+
+def test_where_the_best_pool_does_not_fit_under_the_budget_the_next_that_does_is_taken() -> None:
+    """The zone that is cheapest rests after a refusal, and those left cost more than the cap an hour allows."""
+    dear = (
+        PoolOffer(Role.TRAINER, pool("a", Market.ON_DEMAND), 9.0),
+        PoolOffer(Role.TRAINER, pool("b", Market.ON_DEMAND), 3.0, rank=1),
+        PoolOffer(Role.ROLLOUT, pool("a"), 5.0),
+        PoolOffer(Role.ROLLOUT, pool("b"), 1.0, rank=1),
+    )
+    run = replace(spec(1), budget=Budget(usd_per_h=4.5))
+    world = Zones(run, has=frozenset({"rb"}), offers=dear, max_steps=10)
+    world.run(10**4)
+    asked = {event.node: event for event in events_of(world, NodeRequested)}
+    assert asked["trainer-0-i1"].pool == pool("b", Market.ON_DEMAND)
+    assert asked["rollout-0-i1"].pool == pool("b")
+    assert asked["rollout-0-i1"].most_usd_per_h == 1.0  # its pool's own price counts, not the dearest of its kind
+    assert world.steps == 10
+
+
+def test_where_no_pool_fits_it_is_said_what_the_best_would_take() -> None:
+    run = replace(spec(1), budget=Budget(usd_per_h=2.0))
+    world = Zones(run, has=frozenset({"ra"}))
+    world.run(10)
+    assert events_of(world, NodeRequested) == []
+    assert "3.00 USD an hour are more than `budget.usd_per_h`, 2.00" in world.state.reason

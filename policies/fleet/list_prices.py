@@ -1,0 +1,74 @@
+"""List prices that no cloud's catalog of machines has: of disks, stores and traffic.
+
+In US regions, without taxes and discounts, as the clouds published them in 2025 (LISTED); elsewhere they are up to
+a third higher. A price that is not here is not known, and who asks is told so: it is never taken as 0.
+
+Disks are what SkyPilot 0.14.1 makes of its `disk_tier` (`sky/clouds/aws.py`, `gcp.py`, `azure.py`): on AWS gp3
+with 3,500 or 7,000 operations a second and a sixteenth of that in MB/s, of which 3,000 and 125 are free, or io2
+with 20,000; on GCP persistent disks; on Azure Premium SSD, `high` at the performance of a P50.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+LISTED = "list prices of 2025 in US regions"
+MONTH_H = 730.0  # as the clouds reckon
+DISK_GB = 256  # SkyPilot's where nothing is named
+DISK_TIER = "medium"
+# One's own machines: their disks are there already.
+OWN = ("kubernetes", "k8s", "ssh", "slurm", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPrice:
+    """USD a month: for each GB, and for the disk. `steps`: Azure bills the next power of two of GB."""
+
+    usd_per_gb_month: float
+    usd_per_month: float = 0.0
+    in_steps: bool = False
+
+    def usd_per_h(self, gb: float) -> float:
+        size = 2 ** (max(1, round(gb)) - 1).bit_length() if self.in_steps else gb
+        return (self.usd_per_gb_month * size + self.usd_per_month) / MONTH_H
+
+
+_GP3_IO_USD, _GP3_MB_USD, _IO2_IO_USD = 0.005, 0.04, 0.065  # each a month
+_ULTRA_IOS = 20_000  # what both AWS and GCP are asked for
+_DISKS: Mapping[str, Mapping[str, DiskPrice]] = {
+    "aws": {
+        "low": DiskPrice(0.05),
+        "medium": DiskPrice(0.08, (3500 - 3000) * _GP3_IO_USD + (3500 // 16 - 125) * _GP3_MB_USD),
+        "high": DiskPrice(0.08, (7000 - 3000) * _GP3_IO_USD + (7000 // 16 - 125) * _GP3_MB_USD),
+        "ultra": DiskPrice(0.125, _ULTRA_IOS * _IO2_IO_USD),
+    },
+    "gcp": {
+        "low": DiskPrice(0.04),
+        "medium": DiskPrice(0.10),
+        "high": DiskPrice(0.17),
+        "ultra": DiskPrice(0.125, _ULTRA_IOS * _IO2_IO_USD),
+    },
+    "azure": {
+        "low": DiskPrice(0.05, in_steps=True),
+        "medium": DiskPrice(0.155, in_steps=True),
+        "high": DiskPrice(0.0, 495.57),
+    },
+}
+_BEST = {"aws": "ultra", "gcp": "ultra", "azure": "high"}
+
+
+def disk_usd_per_h(cloud: str, tier: str | None, gb: float) -> float | None:
+    """Return what such a disk of SkyPilot's costs an hour; None where no price is listed."""
+    if cloud in OWN:
+        return 0.0
+    named = DISK_TIER if tier is None else tier.lower()
+    if named == "best":
+        named = _BEST.get(cloud, named)
+    price = _DISKS.get(cloud, {}).get(named)
+    return None if price is None else price.usd_per_h(gb)
+
+
+def clouds_with_disks() -> tuple[str, ...]:
+    """The clouds whose disks have a price here."""
+    return tuple(_DISKS)

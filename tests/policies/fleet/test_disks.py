@@ -1,0 +1,67 @@
+"""What disks of real sizes cost, and where no price is known of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from policies.fleet import disks
+from policies.fleet.budget import not_counted
+from policies.fleet.list_prices import MONTH_H, disk_usd_per_h
+from policies.model.spec import RunSpec
+from policies.model.vocabulary import Role
+from tests.stand_ins.world import spec
+
+
+def on(trainer: dict[str, Any], rollout: dict[str, Any] | None = None) -> RunSpec:
+    run = replace(spec(2), cloud="sky")
+    rollout = trainer if rollout is None else rollout
+    sections = replace(run.trainer, resources=trainer), replace(run.rollout, resources=rollout)
+    return replace(run, trainer=sections[0], rollout=sections[1])
+
+
+@pytest.mark.parametrize(
+    ("cloud", "tier", "gb", "usd_a_month"),
+    [
+        ("aws", None, 256, 26.70),  # 20.48, 500 operations 2.50, 93 MB/s 3.72
+        ("aws", "medium", 3490, 285.42),  # a trainer of 70 billion parameters
+        ("aws", "best", 256, 1332.00),  # io2 with 20,000 operations
+        ("gcp", "low", 200, 8.00),
+        ("gcp", "high", 200, 34.00),
+        ("azure", None, 256, 39.68),
+        ("azure", None, 300, 79.36),  # billed as 512
+        ("azure", "high", 300, 495.57),
+    ],
+)
+def test_disks_of_real_sizes(cloud: str, tier: str | None, gb: int, usd_a_month: float) -> None:
+    price = disk_usd_per_h(cloud, tier, gb)
+    assert price is not None
+    assert price * MONTH_H == pytest.approx(usd_a_month)
+
+
+def test_what_no_list_has_is_not_known_and_ones_own_disks_are_free() -> None:
+    assert disk_usd_per_h("runpod", None, 256) is None
+    assert disk_usd_per_h("azure", "ultra", 256) is None  # SkyPilot has none there
+    assert disk_usd_per_h("kubernetes", None, 256) == 0.0
+
+
+def test_the_dearest_disk_that_a_machine_may_have_counts_and_in_its_pool_the_one_there() -> None:
+    run = on({"disk_size": "1TB", "any_of": [{"infra": "aws/us-east-1"}, {"infra": "gcp", "disk_tier": "low"}]})
+    aws, gcp = disk_usd_per_h("aws", None, 1024), disk_usd_per_h("gcp", "low", 1024)
+    assert aws is not None
+    assert gcp is not None
+    assert disks.usd_per_h(run, Role.TRAINER, None) == aws > gcp
+    assert disks.usd_per_h(run, Role.TRAINER, "gcp") == gcp
+    anywhere = on({"accelerators": "H100:8"})
+    assert disks.usd_per_h(anywhere, Role.ROLLOUT, None) == disk_usd_per_h("azure", None, 256)
+    assert disks.usd_per_h(anywhere, Role.ROLLOUT, "aws") == disk_usd_per_h("aws", None, 256)
+    assert disks.usd_per_h(replace(anywhere, cloud="local"), Role.ROLLOUT, None) == 0.0
+
+
+def test_a_disk_without_a_price_is_told() -> None:
+    run = on({"infra": "aws"}, {"any_of": [{"infra": "lambda"}, {"infra": "aws"}]})
+    assert disks.unknown(run) == ["lambda"]
+    assert "disks at lambda (no price is known)" in not_counted(run)
+    assert "disks" not in not_counted(on({"infra": "aws"}))
