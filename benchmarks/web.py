@@ -1,7 +1,8 @@
 """How soon the run page is drawn for a long run: `make bench-web`.
 
 A run of 10,000 steps and 1,000 rollout nodes on files, with losses, refusals and two rollbacks; `grpo-orch web`,
-and headless Chromium on the same machine. A page is drawn once its three panels hold the curves.
+and headless Chromium on the same machine. A page is drawn once its three panels hold the curves and
+the lanes are there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from tests.generators.long_run import LongRun
 STEPS, NODES, TIMES = 10_000, 1000, 7
 LONGEST_S = 120.0
 CLOSER = {"x": "step", "from": "5000", "to": "5500"}
-DRAWN = "return document.querySelectorAll('#charts canvas').length === 3"
+DRAWN = (
+    "return document.querySelectorAll('#charts canvas').length === 3"
+    " && document.getElementById('lanes').dataset.lanes > 0"
+)
 SERIES = "return fetch('/series?' + new URLSearchParams(arguments[0])).then(answer => answer.text())"
 
 console = Console(width=120)

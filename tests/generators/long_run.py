@@ -44,6 +44,7 @@ from policies.model.events import (
     TimelineResumed,
     TrainerFenced,
 )
+from policies.model.pools import Pool
 from policies.model.spec import Budget, Dataset, KlPolicy, PoliciesSpec, RunSpec, TrainerSpec
 from policies.model.timelines import Fork, Skipped, probation_until
 from policies.model.vocabulary import (
@@ -62,7 +63,11 @@ from policies.serving.wire import EngineWord
 
 TICK_S = 5.0  # what happens within one is one entry
 LIFE_S = 12 * 3600.0  # of a spot machine, on average
-ZONES = ("aws/us-east-1/us-east-1b", "aws/us-west-2/us-west-2c", "gcp/us-central1/us-central1-a")
+POOLS = (
+    Pool("aws", "us-east-1", "us-east-1b", "g5.12xlarge", "A10G:4", Market.SPOT),
+    Pool("aws", "us-west-2", "us-west-2c", "g6.12xlarge", "L4:4", Market.SPOT),
+    Pool("gcp", "us-central1", "us-central1-a", "g2-standard-48", "L4:4", Market.SPOT),
+)
 TRAINER = "trainer-0-i1"
 EVIDENCE = (
     "KL 0.61, 14 times its calm level of 0.043",
@@ -88,7 +93,7 @@ class LongRun:
         self.store = Store(url)
         self.step, self._step_s, self._nodes = steps, step_s, nodes
         self._random = random.Random(7)
-        self._began_s = now_s - steps * step_s
+        self.began_s = now_s - steps * step_s
         self._metrics = MetricsWriter(self.store)
         self._journal = journal.Journal(self.store, "build-7/4242")
         self._forks = tuple(self._fork(number) for number in (1, 2))
@@ -110,7 +115,7 @@ class LongRun:
         self._journal.append(self._at_s(self.step), events)
 
     def _at_s(self, step: float) -> float:
-        return self._began_s + step * self._step_s
+        return self.began_s + step * self._step_s
 
     def _trip(self, number: int) -> int:
         return int(TRIPS[number - 1] * self.step)
@@ -131,10 +136,10 @@ class LongRun:
             policies=PoliciesSpec(kl=KlPolicy(limit=0.5)),
             budget=Budget(usd=250.0 * self._nodes),
         )
-        documents.create_run(self.store, documents.RunRecord(1, "id", self._began_s, spec))
+        documents.create_run(self.store, documents.RunRecord(1, "id", self.began_s, spec))
 
     def _write_journal(self) -> None:
-        self._journal.take_over(self._began_s, "build-7", 4242, "up")
+        self._journal.take_over(self.began_s, "build-7", 4242, "up")
         told = [*self._run_events(), *self._timeline_events()]
         for slot in range(self._nodes):
             told += self._slot_events(slot)
@@ -146,13 +151,13 @@ class LongRun:
         documents.LEASE.write(self.store, lease)
 
     def _run_events(self) -> list[tuple[float, Event]]:
-        at_s = self._began_s
+        at_s = self.began_s
         why = "a step is cheapest with them: 9 s of it no node shortens"
         return [
             (at_s, RunCreated("math-7b", "id")),
             (at_s + 1, NodeRequested(TRAINER, Role.TRAINER, "trainer-0", 1, Market.ON_DEMAND, "first")),
             (at_s + 60, NodeMoved(TRAINER, NodePhase.BOOTING, "the cloud shows the machine")),
-            (at_s + 60, MachineBought(TRAINER, Market.ON_DEMAND, ZONES[0], 31.2, 31.2)),
+            (at_s + 60, MachineBought(TRAINER, Market.ON_DEMAND, POOLS[0].place, 31.2, 31.2)),
             (at_s + 200, NodeMoved(TRAINER, NodePhase.SERVING, "its first heartbeat")),
             (at_s + 200, RunMoved(RunPhase.TRAINING, "the trainer has its first heartbeat")),
             (self._at_s(self.step * 0.2), FleetSized(self._nodes, max(1, self._nodes - 4), why)),
@@ -190,7 +195,7 @@ class LongRun:
         """One slot's machines, one after another: some refused, most taken back, the last one at work."""
         chance, slot, end_s = self._random, f"rollout-{index}", self._at_s(self.step)
         told: list[tuple[float, Event]] = []
-        at_s, number = self._began_s + 1, 0
+        at_s, number = self.began_s + 1, 0
         while at_s < end_s - 300:
             number += 1
             node = f"{slot}-i{number}"
@@ -201,11 +206,11 @@ class LongRun:
                 told.append((at_s + 20, refused))
                 at_s += 120 + chance.random() * 600
                 continue
-            zone, price = chance.choice(ZONES), round(chance.uniform(0.9, 1.6), 3)
+            pool, price = chance.choice(POOLS), round(chance.uniform(0.9, 1.6), 3)
             boots_s, life_s = chance.uniform(30, 70), 120 + chance.expovariate(1 / LIFE_S)
             told += [
                 (at_s + boots_s, NodeMoved(node, NodePhase.BOOTING, "the cloud shows the machine")),
-                (at_s + boots_s, MachineBought(node, Market.SPOT, zone, price, 3.67)),
+                (at_s + boots_s, MachineBought(node, Market.SPOT, pool.place, price, 3.67, pool)),
                 (at_s + boots_s + 110, NodeMoved(node, NodePhase.SERVING, "it is in the membership")),
             ]
             lost_s = at_s + boots_s + 150 + life_s

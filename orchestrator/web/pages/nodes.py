@@ -41,10 +41,21 @@ def state_of(node: NodeView, members: list[MemberStatus]) -> str:
     return str(node.phase) if any(one.requests_running for one in serving) else IDLE
 
 
-def _nodes(look: Look) -> list[dict[str, Any]]:
+def states_of(look: Look) -> dict[str, str]:
+    """Of each machine now."""
+    members = _members(look)
+    return {node.node: state_of(node, members[node.node]) for node in look.view.nodes}
+
+
+def _members(look: Look) -> defaultdict[str, list[MemberStatus]]:
     members = defaultdict[str, list[MemberStatus]](list)
     for one in look.gateway.members if look.gateway else []:
         members[machine_of(one.node)].append(one)
+    return members
+
+
+def _nodes(look: Look) -> list[dict[str, Any]]:
+    members = _members(look)
     told = []
     for node in look.view.nodes:
         own = members[node.node]
@@ -56,6 +67,7 @@ def _nodes(look: Look) -> list[dict[str, Any]]:
                 "since_s": node.since_s,
                 "reason": node.unfit or node.reason,
                 "market": node.market.replace("_", " "),
+                "pool": node.pool,
                 "policy": node.policy,
                 "tokens_per_s": look.tokens_per_s.get(node.node),
                 "running": sum(one.requests_running for one in own) if own else None,

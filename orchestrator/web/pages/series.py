@@ -16,27 +16,28 @@ import numpy as np
 from checkpoint.records.metrics import Row
 from orchestrator.views.report import HELD_OUT, REWARD
 from orchestrator.web.page import Asked, Page
+from orchestrator.web.pages.window import window_of
 from orchestrator.web.watch import Look
 from policies.ledger.accounting import Fault, fault_costs, journalled_faults, merge_faults
 
 POINTS, POINTS_MOST = 600, 4000
 MARKS_MOST = 300
 METRICS = {"reward": REWARD, "held_out": HELD_OUT, "kl": "kl", "loss": "loss"}
-AXES = ("step", "time")
-FAR = 1e12
 
 Values = list[float | None]
 
 
 def _data(look: Look, asked: Asked) -> dict[str, Any]:
-    axis = asked.choice("x", AXES)
-    low, high = asked.number("from", -FAR, -FAR, FAR), asked.number("to", FAR, -FAR, FAR)
+    window = window_of(look, asked)
+    axis, low, high = window.axis, window.low, window.high
     points = asked.whole("points", POINTS, 10, POINTS_MOST)
-    present = [row for row in look.path if low <= _at(row, axis) <= high]
-    lost = [row for row in look.abandoned if low <= _at(row, axis) <= high]
+    present = [row for row in look.path if window.holds(row)]
+    lost = [row for row in look.abandoned if window.holds(row)]
     faults = look.once("faults", lambda: _faults(look))
     return {
         "axis": axis,
+        "from_s": window.from_s,
+        "until_s": window.until_s,
         "present": table(present, axis, points),
         "abandoned": table(lost, axis, points),
         "kl_limit": look.once("kl limit", lambda: look.view.kl_limit),

@@ -96,6 +96,10 @@
     const one = data.faults.reduce((best, other) => !best || away(other) < away(best) ? other : best, null);
     return one && away(one) < 5 ? ` · ${one.name}, ${number(one.seconds_lost)} s lost` : "";
   };
+  const below = (last) => {
+    if (!last) return { values: () => [] };
+    return axis === "time" ? { values: (u, times, _at, _space, apart) => times.map((t) => onAxis(t, apart)) } : {};
+  };
   const options = (panel, values, last) => {
     const hidden = { points: { show: false } };
     const series = [{}, { stroke: colour("--grey"), width: 1, ...hidden }], bands = [];
@@ -107,10 +111,10 @@
     }
     const line = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
     return {
-      width: box.clientWidth, height: last ? HEIGHT + 18 : HEIGHT, series, bands, legend: { show: false }, padding: [4, 8, 0, 0],
-      scales: { x: { time: axis === "time" } },
+      width: box.clientWidth, height: last ? HEIGHT + 18 : HEIGHT, series, bands, legend: { show: false }, padding: [4, 10, 0, 0],
+      scales: { x: { time: axis === "time", ...(axis === "time" ? { range: () => [data.from_s, data.until_s] } : {}) } },
       cursor: { sync: { key: "run" }, drag: { x: true, y: false, setScale: false }, points: { size: (u, i) => series[i].width ? 5 : 0 } },
-      axes: [{ ...line, size: last ? 26 : 8, ...(last ? {} : { values: () => [] }) }, { ...line, size: 46, values: (u, vs) => vs.map(number) }],
+      axes: [{ ...line, size: last ? 26 : 8, ...below(last) }, { ...line, size: 70, values: (u, vs) => vs.map(number) }],
       hooks: {
         drawClear: [shades], draw: [marks(panel)], setCursor: [tell(panel, values)], ready: [tell(panel, values)],
         setData: [tell(panel, values)],
@@ -145,6 +149,7 @@
     told();
   };
   const load = async () => {
+    document.body.dispatchEvent(new CustomEvent("window", { detail: { axis, range } }));
     const query = new URLSearchParams({ x: axis, points: String(Math.max(100, Math.min(2000, box.clientWidth))) });
     if (range) { query.set("from", String(range[0])); query.set("to", String(range[1])); }
     const answer = await fetch("/series?" + query);
@@ -153,11 +158,20 @@
     refresh();
   };
   box.addEventListener("dblclick", () => { range = null; load(); });
+  const turn = (to) => {
+    axis = to;
+    toggle.textContent = axis === "step" ? "by time" : "by step";
+  };
   toggle.addEventListener("click", (event) => {
     event.preventDefault();
-    axis = axis === "step" ? "time" : "step";
-    toggle.textContent = axis === "step" ? "by time" : "by step";
+    turn(axis === "step" ? "time" : "step");
     range = null; load();
+  });
+  // What is below draws the machines over time: a part of that is a part of this.
+  document.body.addEventListener("zoom", (event) => {
+    event.preventDefault();
+    if (event.detail) turn("time");
+    range = event.detail; load();
   });
   document.body.addEventListener("look", load);
   window.addEventListener("resize", () => { if (data) draw(); });

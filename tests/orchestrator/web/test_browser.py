@@ -40,6 +40,12 @@ def points_of(browser: Chrome) -> tuple[int, float, float]:
     return int(told.get("points", 0)), float(told.get("from", 0)), float(told.get("to", 0))
 
 
+def lanes_of(browser: Chrome) -> tuple[int, float, float]:
+    """How many, and from when until when; what was drawn last."""
+    told = browser.execute_script("return {...document.getElementById('lanes').dataset}")
+    return int(told.get("lanes", 0)), float(told.get("from", 0)), float(told.get("to", 0))
+
+
 def complaints(browser: Chrome) -> list[dict[str, Any]]:
     """What the browser's console holds since the last call: errors, and what the content policy stopped."""
     found: list[dict[str, Any]] = browser.execute("getLog", {"type": "browser"})["value"]
@@ -108,7 +114,20 @@ def test_in_a_browser(tmp_path: Path) -> None:
         assert count == far - near + 1
         assert 0.45 * STEPS < near < far < 0.8 * STEPS
         assert complaints(browser) == []
-        ActionChains(browser).double_click(panel).perform()
+        # The machines below are those of the same part, over time; a part of that is one of the curves, too.
+        until(browser, lambda: lanes_of(browser)[1] > run.began_s + STEP_S * 0.4 * STEPS)
+        part = browser.find_element("css selector", "#lanes canvas")
+        ActionChains(browser).move_to_element(part).click_and_hold().move_by_offset(
+            quarter // 2, 0
+        ).release().perform()
+        until(browser, lambda: points_of(browser)[1] > run.began_s)
+        count, since_s, until_s = lanes_of(browser)
+        assert count == 7
+        assert since_s <= points_of(browser)[1] <= points_of(browser)[2] <= until_s < run.began_s + STEP_S * far
+        assert "rollout" in browser.find_element("id", "lanes-told").text
+        ActionChains(browser).double_click(part).perform()
+        until(browser, lambda: lanes_of(browser)[1] == run.began_s)
+        browser.find_element("id", "axis").click()
         until(browser, lambda: points_of(browser)[1] == first)
 
         # What happens arrives by itself.

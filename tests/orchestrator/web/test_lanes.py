@@ -1,0 +1,106 @@
+"""The machines over time: which lanes, what they tell, and that many of them stay few."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orchestrator.web.pages.lanes import CELLS, SPANS_MOST
+from policies.model.events import NodeMoved
+from policies.model.vocabulary import NodePhase
+from tests.generators.views_world import FIRST_FORK, T0, World, requested
+from tests.orchestrator.web.test_site import HOSTILE, Client, browse, run_of
+
+
+def ask(world: World, *queries: dict[str, str]) -> list[dict[str, Any]]:
+    found = []
+
+    async def story(client: Client) -> None:
+        for query in queries:
+            answer = await client.get("/lanes", params=query)
+            assert answer.status == 200, await answer.text()
+            found.append(await answer.json())
+
+    browse(world, story)
+    return found
+
+
+def slots(told: dict[str, Any]) -> list[str]:
+    return [one["slot"] for one in told["lanes"]]
+
+
+def test_a_lane_for_each_place_and_the_machines_in_it() -> None:
+    world = run_of()
+    world.moves(40, "rollout-0-i1", NodePhase.GONE, HOSTILE)
+    world.asks_for(41, "rollout-0-i2")
+    (told,) = ask(world, {})
+    assert slots(told) == ["trainer-0", "rollout-0", "rollout-1"]  # the newest after the trainer
+    lost, new = told["lanes"][1]["machines"]
+    assert (lost["node"], lost["market"], lost["price_usd_per_h"], lost["end"]) == (
+        "rollout-0-i1",
+        "spot",
+        0.9,
+        "lost",
+    )
+    assert [[phase, a - T0, b - T0] for phase, a, b in lost["spans"]] == [
+        ["requested", 1, 4],
+        ["booting", 4, 10],
+        ["serving", 10, 40],
+    ]
+    assert (new["end"], new["spans"][0][0]) == (None, "requested")
+    assert [one["policy"] for one in told["policies"]] == [f"0-{step}" for step in range(1, 13)]
+
+
+def test_the_ended_are_left_out_until_asked_for() -> None:
+    world = run_of()
+    world.moves(40, "rollout-1-i1", NodePhase.GONE)
+    without, with_them, second = ask(world, {}, {"ended": "yes"}, {"ended": "yes", "first": "1", "count": "1"})
+    assert (slots(without), without["ended"]) == (["trainer-0", "rollout-0"], 1)
+    assert slots(with_them) == ["trainer-0", "rollout-0", "rollout-1"]
+    assert (slots(second), second["total"]) == (["rollout-0"], 3)
+
+
+def test_a_window_in_steps_is_one_of_time() -> None:
+    world = run_of()
+    world.rolls_back(35, FIRST_FORK, from_step=12)
+    by_step, begun, forked = ask(
+        world,
+        {"from": "4", "to": "5"},
+        {"x": "time", "from": str(T0 + 2), "to": str(T0 + 3)},
+        {"x": "time", "from": str(T0 + 18), "to": str(T0 + 60)},
+    )
+    assert (by_step["from_s"] - T0, by_step["until_s"] - T0) == (16, 20)  # a step's row is of its end
+    assert [one["machines"][0]["spans"][0][0] for one in begun["lanes"]] == ["requested"] * 3
+    assert (begun["from_s"] - T0, begun["until_s"] - T0) == (2, 3)
+    policies = [(one["policy"], one["forks"]) for one in forked["policies"]]
+    assert policies == [("0-4", False), ("0-5", False), ("1-5", True)]
+    assert forked["until_s"] - T0 == 40  # nobody steers it: until the last word
+
+
+def test_a_lane_of_hundreds_of_machines_stays_small() -> None:
+    world = run_of()
+    world.moves(40, "rollout-1-i1", NodePhase.GONE)
+    for number in range(2, 700):
+        node, at_s = f"rollout-1-i{number}", 40.0 + 10 * number
+        world.happens(at_s, requested(node), NodeMoved(node, NodePhase.BOOTING, "it is there"))
+        world.happens(at_s + 9, NodeMoved(node, NodePhase.GONE, "taken"))
+    everything, closer = ask(
+        world,
+        {"ended": "yes", "x": "time", "to": str(T0 + 7100)},
+        {"ended": "yes", "x": "time", "from": str(T0 + 5000), "to": str(T0 + 5100)},
+    )
+    busy = next(one for one in everything["lanes"] if one["slot"] == "rollout-1")
+    assert SPANS_MOST > len(busy["machines"]) > 0
+    assert any(one["node"].endswith(" machines") for one in busy["machines"])
+    assert any(one["end"] == "lost" for one in busy["machines"])
+    assert sum(len(one["spans"]) for one in busy["machines"]) <= CELLS
+    near = next(one for one in closer["lanes"] if one["slot"] == "rollout-1")
+    assert "rollout-1-i500" in [one["node"] for one in near["machines"]]
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    async def story(client: Client) -> None:
+        for query in ({"count": "100000"}, {"ended": "1"}, {"first": "-1"}, {"from": "nan"}):
+            assert (await client.get("/lanes", params={**query, "format": "json"})).status == 400, query
+        assert (await client.get("/lanes", params={"from": "9", "to": "3"})).status == 200
+
+    browse(run_of(), story)
