@@ -162,6 +162,7 @@ class Observer:
             watched=watched,
             prices=self._prices.look() if priced else None,
             pools=self._prices.pools() if self._pooled else (),
+            prices_trouble=self._prices.trouble(),
             controller_usd=0.0 if controller is None else controller.cost_usd(time.time()),
             controller_usd_per_h=0.0 if controller is None else controller.price_usd_per_h,
             step_shape=self._metrics.step_shape(),

@@ -17,6 +17,7 @@ log = structlog.get_logger()
 
 ASKED_EVERY_S = 3600.0  # spot prices move within hours
 TRIED_EVERY_S = 30.0
+TRIES = 5  # in a row that failed: from then on machines are bought wherever the cloud finds them
 
 
 class Prices:
@@ -26,6 +27,8 @@ class Prices:
         self._cloud = cloud
         self._known: Mapping[str, float] | None = None
         self._pools: tuple[PoolOffer, ...] | None = None
+        self._failures = 0  # in a row
+        self._why = ""
         self._asked_at_s = -ASKED_EVERY_S
         self._asking: threading.Thread | None = None
 
@@ -36,12 +39,19 @@ class Prices:
 
     def pools(self) -> tuple[PoolOffer, ...] | None:
         """As `look`: where machines may be bought; empty where the cloud has nothing that fits, as a launch will
-        say."""
+        say, and where it has failed to answer again and again."""
         self._keep_up()
+        if self._pools is None and self._failures >= TRIES:
+            return ()
         return self._pools
 
+    def trouble(self) -> str:
+        """Why nothing was heard, again and again; empty: it was, or it is too early to say. It is still asked."""
+        lacking = self._known is None or self._pools is None
+        return self._why if lacking and self._failures >= TRIES else ""
+
     def _keep_up(self) -> None:
-        every_s = TRIED_EVERY_S if self._known is None else ASKED_EVERY_S
+        every_s = TRIED_EVERY_S if self._known is None or self._failures else ASKED_EVERY_S
         idle = self._asking is None or not self._asking.is_alive()
         if idle and awake_or_asleep_s() - self._asked_at_s >= every_s:
             self._asked_at_s = awake_or_asleep_s()
@@ -51,16 +61,18 @@ class Prices:
     def _ask(self) -> None:
         began_s = time.monotonic()
         try:
-            offers, pools = self._cloud.offers(), self._cloud.pools()
-        except CloudRefused as error:
-            self._pools = self._pools or ()
-            log.warning("prices_not_known", error=str(error), seconds=round(time.monotonic() - began_s, 1))
+            self._known = dict(kind for one in self._cloud.offers() for kind in _kinds(one))
+            self._pools = tuple(self._cloud.pools())
+        except Exception as error:  # no other place hears of it, and nothing would ever be bought
+            if isinstance(error, CloudRefused):
+                self._pools = self._pools or ()
+            self._failures += 1
+            foreseen = isinstance(error, CloudRefused | CloudUnavailable | OSError)
+            self._why = str(error) if foreseen else f"{type(error).__name__}: {error}"
+            seconds = round(time.monotonic() - began_s, 1)
+            log.warning("prices_not_known", error=self._why, seconds=seconds, exc_info=not foreseen)
             return
-        except (CloudUnavailable, OSError) as error:
-            log.warning("prices_not_known", error=str(error), seconds=round(time.monotonic() - began_s, 1))
-            return
-        self._pools = tuple(pools)
-        self._known = dict(kind for one in offers for kind in _kinds(one))
+        self._failures, self._why = 0, ""
 
 
 def _kinds(offer: Offer) -> Iterator[tuple[str, float]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from policies.control.fleet.capacity import tell_missing
 from policies.control.fleet.fill import fill_slots
 from policies.control.fleet.spending import stop_at_cap
+from policies.control.fleet.where import tell_unknown
 from policies.control.lifecycle import run_lifecycle
 from policies.control.observed import HEARTBEAT_FRESH_S, update_node_phases
 from policies.control.rollback.stages import steer_timeline
@@ -45,6 +46,7 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     steer_timeline(tick)
     run_lifecycle(tick)
     stop_at_cap(tick)
+    tell_unknown(tick)
     fill_slots(tick)
     tell_missing(tick)
     actions = _actions(tick.state, snapshot)

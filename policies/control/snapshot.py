@@ -120,6 +120,7 @@ class Snapshot:
     prices: Mapping[str, float] | None = None
     # Where machines may be bought, on either market. Empty: there is nothing to choose; None: not known yet.
     pools: tuple[PoolOffer, ...] | None = ()
+    prices_trouble: str = ""  # why either is not known though it was asked again and again
     controller_usd: float = 0.0  # what the machine of a `--remote` daemon has cost so far
     controller_usd_per_h: float = 0.0
     step_shape: StepShape | None = None  # of the newest steps; None before enough were made

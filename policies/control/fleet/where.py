@@ -5,17 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from policies.control.fleet.spending import caps_of
 from policies.control.tick import Tick
 from policies.fleet import disks
+from policies.fleet.budget import Caps
 from policies.fleet.pools import Choice, HalfLives, choose, rest_in_s
 from policies.model.buying import MachineKind
+from policies.model.events import Noticed
+from policies.model.phases import LIVE_RUN
 from policies.model.pools import PoolOffer
 from policies.model.vocabulary import Market, Refusal, Role, kind_of
 
+PRICES = "prices"  # kind of what is noticed
 POOLS_UNKNOWN = "waits to hear where machines can be had"
 # What another pool may well give; None: the machine was taken back before it served.
 _OF_POOL = (Refusal.NO_CAPACITY, Refusal.QUOTA, None)
 _KINDS = {kind_of(role, market): (role, market) for role in Role for market in Market}
+
+
+def tell_unknown(tick: Tick) -> None:
+    """Say once that the cloud does not tell where machines are and what they cost: they are bought all the same,
+    wherever it finds them, unless there is a budget."""
+    why = tick.snapshot.prices_trouble
+    if not why or tick.state.phase not in LIVE_RUN or PRICES in tick.state.noticed:
+        return
+    step = 0 if tick.snapshot.trainer is None else tick.snapshot.trainer.step
+    capped = tick.snapshot.prices is None and caps_of(tick.state, tick.spec) != Caps(None, None)
+    then = "nothing is bought, for there is a budget" if capped else "machines are bought wherever it finds them"
+    tick.emit(Noticed(PRICES, step, text := f"the cloud does not say what it offers: {why}; {then}"), text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.clouds.protocol import CloudUnavailable, Offer
-from orchestrator.control.prices import Prices
+from orchestrator.control.prices import TRIES, Prices
 from policies.model.pools import PoolOffer
 from policies.model.vocabulary import Market, Role
 
@@ -41,3 +41,41 @@ def test_the_dearest_of_both_markets_is_known() -> None:
 
 def test_a_cloud_that_does_not_answer_makes_nothing_known() -> None:
     assert heard() is None
+
+
+class Odd(Telling):
+    """Its answer breaks what reads it, `times` times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(TRAINER)
+        self.times = times
+
+    def pools(self) -> list[PoolOffer]:
+        self.times -= 1
+        if self.times >= 0:
+            raise KeyError("zone")
+        return []
+
+
+def test_an_error_that_nobody_foresaw_is_told_tried_again_and_does_not_keep_from_buying_for_ever() -> None:
+    prices = Prices(Odd(TRIES))  # type: ignore[arg-type]  # the rest of a cloud is not asked
+    prices._asked_at_s = 1e18  # not asked by the looks below
+    for _ in range(TRIES - 1):
+        prices._ask()
+    assert (prices.pools(), prices.trouble()) == (None, "")
+    prices._ask()
+    assert (prices.pools(), prices.trouble()) == ((), "KeyError: 'zone'")
+    assert prices.look() == {"trainer on demand": 5.0}  # which it did answer
+    prices._ask()
+    assert (prices.pools(), prices.trouble()) == ((), "")
+
+
+def test_what_was_heard_once_stays_known_while_a_cloud_does_not_answer() -> None:
+    cloud = Telling(TRAINER)
+    prices = Prices(cloud)  # type: ignore[arg-type]  # the rest of a cloud is not asked
+    prices._asked_at_s = 1e18
+    prices._ask()
+    cloud._offers.clear()
+    for _ in range(TRIES):
+        prices._ask()
+    assert (prices.look(), prices.trouble()) == ({"trainer on demand": 5.0}, "")

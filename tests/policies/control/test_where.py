@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from policies.control.decide import decide
 from policies.control.snapshot import Action, Launch, LaunchRefused, Snapshot
-from policies.model.events import BuyingStopped, NodeRequested
+from policies.model.events import BuyingStopped, NodeRequested, Noticed
 from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import Budget
 from policies.model.vocabulary import Market, Refusal, Role, slot_and_incarnation
@@ -164,3 +165,19 @@ def test_where_no_pool_fits_it_is_said_what_the_best_would_take() -> None:
     world.run(10)
     assert events_of(world, NodeRequested) == []
     assert "3.00 USD an hour are more than `budget.usd_per_h`, 2.00" in world.state.reason
+
+
+def test_a_cloud_that_never_says_what_it_offers_is_told_once_and_bought_from_all_the_same() -> None:
+    world = Zones(spec(1), has=frozenset({""}), offers=())
+    snapshot = replace(world.snapshot(), prices=None, prices_trouble="KeyError: 'zone'")
+    told = decide(world.state, snapshot, world.spec)
+    [noticed] = [event for event in told.events if isinstance(event, Noticed)]
+    assert "KeyError" in noticed.text
+    assert "bought wherever it finds them" in noticed.text
+    assert any(isinstance(event, NodeRequested) for event in told.events)
+    seen = replace(world.state, noticed={noticed.kind: 0})
+    assert not any(isinstance(event, Noticed) for event in decide(seen, snapshot, world.spec).events)
+    capped = decide(world.state, snapshot, replace(world.spec, budget=Budget(usd=100.0)))
+    [noticed] = [event for event in capped.events if isinstance(event, Noticed)]
+    assert "nothing is bought, for there is a budget" in noticed.text
+    assert not any(isinstance(event, NodeRequested) for event in capped.events)
