@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -50,27 +51,49 @@ def pool_of(cluster: Cluster) -> Pool | None:
 
 
 def resources_in(wanted: dict[str, Any], role: Role, pool: Pool) -> dict[str, Any]:
-    """Return SkyPilot's `resources` for a machine of that pool: what else the alternative says that names it.
+    """Return SkyPilot's `resources` for a machine of that pool: what else the alternative says that names it best.
 
     Raises CloudRefused where none does any more.
     """
-    spot = pool.market is Market.SPOT
+    spot, best, fits = pool.market is Market.SPOT, dict[str, Any](), 0
     for _, entry in alternatives(wanted, None):
         placed = in_place(entry, pool.place)
-        if placed is None or placed.get("use_spot", spot) is not spot or not _names(placed, pool):
+        if placed is None or placed.get("use_spot", spot) is not spot:
             continue
-        accelerators = {"accelerators": pool.accelerators} if pool.accelerators else {}
-        return {**placed, **accelerators, "instance_type": pool.instance_type, "use_spot": spot}
-    raise CloudRefused(Refusal.QUOTA, f"{role}.resources does not allow {pool} any more")
+        if (how_well := _names(placed, pool)) > fits:
+            best, fits = placed, how_well
+    if not fits:
+        raise CloudRefused(Refusal.QUOTA, f"{role}.resources does not allow {pool} any more")
+    accelerators = {"accelerators": pool.accelerators} if pool.accelerators else {}
+    return {**best, **accelerators, "instance_type": pool.instance_type, "use_spot": spot}
 
 
-def _names(entry: dict[str, Any], pool: Pool) -> bool:
-    """Whether an alternative allows the pool's kind of machine, as far as its words alone tell."""
+def _names(entry: dict[str, Any], pool: Pool) -> int:
+    """How well an alternative's words name the pool's kind of machine; 0: they name another one."""
+    if entry.get("instance_type") not in (None, pool.instance_type):
+        return 0
     named = entry.get("accelerators")
-    listed = [named] if isinstance(named, str) else list(named or ())
-    gpu = pool.accelerators.partition(":")[0].lower()
-    fits = not listed or gpu in {str(one).partition(":")[0].lower() for one in listed}
-    return fits and entry.get("instance_type") in (None, pool.instance_type)
+    if not named:
+        return 1
+    each = (
+        named.items() if isinstance(named, dict) else map(_counted, [named] if isinstance(named, str) else named)
+    )
+    return max(_fits(str(name), count, pool.accelerators) for name, count in each)
+
+
+def _counted(words: str) -> tuple[str, str]:
+    name, _, count = words.rpartition(":")
+    return (name, count) if re.fullmatch(r"[0-9.]+", count) and name else (words, "1")
+
+
+def _fits(name: str, count: object, accelerators: str) -> int:
+    """As `_names`. What SkyPilot finds by memory, as `24GB+` or `nvidia:24GB+`, may be anything."""
+    gpu, _, has = accelerators.partition(":")
+    by_memory = re.search(r"(^|:)[0-9]+[GMT]B\+?$", name, re.IGNORECASE) is not None
+    if not gpu or not (by_memory or name.lower() in gpu.lower()):  # it takes part of a name, too
+        return 0
+    alike = float(has or 1) == float(str(count or 1))
+    return 2 + 2 * alike + (name.lower() == gpu.lower())
 
 
 def _pool(infra: str, instance_type: str, accelerators: str, market: Market) -> Pool:

@@ -78,3 +78,32 @@ def test_a_pinned_launch_keeps_what_its_alternative_says_and_no_other_is_left() 
     }
     with pytest.raises(CloudRefused, match="does not allow"):
         resources_in(WANTED, Role.ROLLOUT, replace(A10G, cloud="gcp"))
+
+
+def place(accelerators: str, instance_type: str = "g5") -> Pool:
+    return Pool("aws", "us-west-2", "usw2-az1", instance_type, accelerators, Market.SPOT)
+
+
+@pytest.mark.parametrize("words", ["24GB+", "nvidia:24GB", "24gb+:1", "nvidia:24GB+:1", ["80GB+", "24GB"], "a10"])
+def test_what_skypilot_finds_by_memory_or_by_part_of_a_name_can_be_launched(words: str | list[str]) -> None:
+    found = resources_in({"accelerators": words}, Role.ROLLOUT, place("A10G:1"))
+    assert found["accelerators"] == "A10G:1"
+
+
+def test_the_alternative_that_names_the_pool_best_says_what_else_its_machine_has() -> None:
+    listed: list[dict[str, object]] = [
+        {"cpus": "4+"},
+        {"accelerators": "24GB+:4"},
+        {"accelerators": "A10G"},
+        {"accelerators": {"A10G": 4}},
+        {"accelerators": "H100:8"},
+        {"accelerators": ["A10G:2", "L4:2"]},
+    ]
+    wanted = {"any_of": [{**one, "disk_size": size} for size, one in enumerate(listed)]}
+
+    def disk(accelerators: str) -> int:
+        return int(resources_in(wanted, Role.ROLLOUT, place(accelerators))["disk_size"])
+
+    assert [disk(one) for one in ("", "L4:4", "A10G:1", "A10G:4", "A10G:2", "H100:8")] == [0, 1, 2, 3, 5, 4]
+    with pytest.raises(CloudRefused, match="does not allow"):
+        resources_in({"accelerators": "H100:8"}, Role.ROLLOUT, place("A10G:1"))
