@@ -16,9 +16,9 @@ from rich.console import Console
 
 from checkpoint.store.run_store import Store
 from orchestrator.control.observe import GatewayWatch
-from orchestrator.views import terminal
 from orchestrator.views.reader import Reader
 from orchestrator.views.run_view import view_of
+from orchestrator.views.terminal.screen import Screen
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD, IMAGES = ROOT / "examples" / "tiny" / "build", ROOT / "docs" / "images"
@@ -32,7 +32,7 @@ def draw_live_view(store: Store, out: Path) -> None:
     if view.over and reader.last is not None:
         view = view_of(reader, reader.last.time_s, None)
     console = Console(record=True, width=WIDTH, height=HEIGHT, file=io.StringIO(), force_terminal=True)
-    console.print(terminal.render(view, HEIGHT))
+    console.print(Screen(view, HEIGHT))
     svg = console.export_svg(title="grpo-orch status", unique_id="live-view")
     out.write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL))
 

@@ -19,13 +19,15 @@ from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.remote import controller_of, remote_log
 from orchestrator.cli.target import open_run
 from orchestrator.clouds import open_cloud
-from orchestrator.views import model, terminal
+from orchestrator.views import model
 from orchestrator.views import report as reports
 from orchestrator.views.events import EventLine, event_json, lines, rehearsed_line
 from orchestrator.views.looker import Looker
 from orchestrator.views.model import RunView
 from orchestrator.views.numbers import clock
 from orchestrator.views.report import Report
+from orchestrator.views.terminal import live
+from orchestrator.views.terminal.screen import HEIGHT, Screen
 from policies.control.rollback.begin import NAME_A_TARGET
 from policies.model import exit_codes
 from policies.model.events import JobExited, RunMoved
@@ -50,7 +52,7 @@ def status(
     while True:
         view = look()
         if output is Output.TEXT:
-            console.print(terminal.render(view))
+            console.print(Screen(view, max(HEIGHT, console.height if console.is_terminal else 0)))
         else:
             print_json(model.to_json(view))
         if not watch or view.over:
@@ -114,7 +116,7 @@ def plot(
 def attach(store: Store) -> None:
     """Watch until the run is over, then sum it up; Ctrl-C detaches. Raises Stop when it ended as it should not."""
     try:
-        terminal.watch(_looker(store), threading.Event().wait, console)
+        live.watch(_looker(store), threading.Event().wait, console)
     except KeyboardInterrupt:
         console.print(
             f"\nDetached; the run goes on. Come back with: grpo-orch status -w {store.url}\n"

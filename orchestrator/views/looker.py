@@ -6,6 +6,7 @@ import time
 
 from checkpoint.store.run_store import Store
 from orchestrator.control.observe import GatewayWatch
+from orchestrator.views.measured.rates import Rates
 from orchestrator.views.model import RunView
 from orchestrator.views.reader import Reader
 from orchestrator.views.run_view import view_of
@@ -18,9 +19,11 @@ class Looker:
     def __init__(self, store: Store) -> None:
         self.reader = Reader(store)
         self.gateway: GatewayStatus | None = None  # as of the last look; None when it is not heard from
+        self.rates = Rates()
         self._watch = GatewayWatch(store, believe_first=True, unreadable=self.reader.unreadable)
 
     def look(self) -> RunView:
         """The run as it is now. Raises StoreError."""
         self.gateway = self._watch.look()
-        return view_of(self.reader, time.time(), self.gateway)
+        self.rates.see(self.gateway)
+        return view_of(self.reader, time.time(), self.gateway, self.rates.by_machine)

@@ -7,6 +7,8 @@ from typing import Any
 
 from checkpoint.records.metrics import Row
 from orchestrator.views.events import EventLine, event_json
+from orchestrator.views.measured.lanes import LaneState, Stretch
+from orchestrator.views.measured.step_split import StepSplit
 from orchestrator.views.weights import WeightsView
 from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN
@@ -35,6 +37,9 @@ class NodeView:
     engines: int = 1  # of a rollout node, as it says itself
     engines_serving: int = 0
     pool: str = ""  # zone, machine and market where it was asked for or landed; empty: its cloud has none
+    state: LaneState = LaneState.REQUESTED  # its phase, and by its gateway whether it loads or is idle
+    lane: tuple[Stretch, ...] = ()  # what its slot was at in the last hour, the newest last
+    tokens_per_s: float | None = None  # as its engines count; None before two looks
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +174,7 @@ class RunView:
     membership: tuple[MembershipView, ...]  # the newest last; empty when the gateway is not heard from
     events: tuple[EventLine, ...]  # the newest last
     weights: WeightsView | None = None  # the newest policy on its way; None before the first
+    step_split: StepSplit | None = None  # where the time of the last steps went; None before there is one
 
     @property
     def over(self) -> bool:

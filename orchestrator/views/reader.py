@@ -23,6 +23,7 @@ from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from orchestrator.control.lease import LeaseWatch
 from orchestrator.views.events import EventLine, lines, rehearsed_line
+from orchestrator.views.measured.lanes import LANE_S, Lanes, LaneState, phase_state
 from policies.control.snapshot import Trainer
 from policies.ledger.abandoned import split_by_line
 from policies.ledger.accounting import surviving_rows
@@ -33,7 +34,9 @@ from policies.model.state import Node, RunState
 from policies.model.timelines import lineage, on_lineage
 from policies.model.vocabulary import NodePhase
 
+LANE_SEGMENTS = (1, 8)  # of the journal before its end; more where one does not reach back as far as a lane
 EVENTS_KEPT = 200  # the newest, for views; the journal itself is read by `events`
+ENDED = (NodePhase.GONE, NodePhase.REFUSED)
 KL_START_POINTS = 3  # their median is a run's first KL, as in the detectors
 
 
@@ -50,6 +53,7 @@ class Reader:
         self.state = RunState()
         self.last: Record | None = None  # the newest journal entry
         self.newest_node: dict[str, Node] = {}  # by slot, kept after the node has gone
+        self.lanes = Lanes()
         self.events: deque[EventLine] = deque(maxlen=EVENTS_KEPT)
         self.faults: list[RehearsedFault] = []
         self.rows: list[Row] = []  # every step, as last logged
@@ -108,13 +112,18 @@ class Reader:
 
     def _recent(self) -> list[Record]:
         """The entries to begin with: enough for the newest events, and for the last node of every slot."""
-        recent = journal.recover(self.store, overlap=1)
+        for overlap in LANE_SEGMENTS:
+            recent = journal.recover(self.store, overlap)
+            if not recent.before.epoch or recent.before.told_s <= recent.state.told_s - LANE_S:
+                break
         told = {node.slot for node in recent.before.nodes.values()}
         told |= {event.slot for r in recent.records for event in r.decoded() if isinstance(event, NodeRequested)}
         if recent.state.slots.keys() - told:
             return journal.read(self.store)  # a slot that has been empty for hundreds of entries
         self.state = recent.before
         self._see_nodes()
+        for slot, node in self.newest_node.items():
+            self.lanes.told(slot, LaneState(node.phase), node.since_s)
         return recent.records
 
     def _read_record(self, record: Record) -> None:
@@ -127,11 +136,15 @@ class Reader:
         self.state = apply(before, event, time_s, number)
         self._see_nodes()
         match event:
-            case NodeMoved(phase=NodePhase.GONE | NodePhase.REFUSED):  # the fold forgets it, people want to see it
+            case NodeRequested():
+                self.lanes.told(event.slot, LaneState.REQUESTED, time_s)
+            case NodeMoved():
                 node = before.nodes[event.node]
                 if self.newest_node[node.slot].id == node.id:
-                    left = replace(node, phase=event.phase, since_s=time_s, reason=event.reason)
-                    self.newest_node[node.slot] = left
+                    self.lanes.told(node.slot, phase_state(event.phase, node.phase), time_s)
+                    if event.phase in ENDED:  # the fold forgets it, people want to see it
+                        left = replace(node, phase=event.phase, since_s=time_s, reason=event.reason)
+                        self.newest_node[node.slot] = left
             case _:
                 pass
 

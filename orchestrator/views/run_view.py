@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
+from types import MappingProxyType
 
 from checkpoint.records.metrics import Row, logged
 from checkpoint.records.step_times import step_times
 from checkpoint.store.run_store import Store
 from orchestrator.control.metrics_watch import RECENT_ROWS
 from orchestrator.views.lineage import stage_words
+from orchestrator.views.measured.step_split import step_split
 from orchestrator.views.model import (
     CheckpointView,
     DaemonView,
@@ -46,6 +49,7 @@ RECENT_STEPS = 120  # what the sparklines show
 PACE_STEPS = 20  # steps that tell how fast the run is now
 EVENTS_SHOWN = 20
 MEMBERSHIP_SHOWN = 5
+NO_RATES: Mapping[str, float] = MappingProxyType({})
 
 
 def run_view(store: Store, now_s: float, gateway: GatewayStatus | None) -> RunView:
@@ -53,8 +57,11 @@ def run_view(store: Store, now_s: float, gateway: GatewayStatus | None) -> RunVi
     return view_of(Reader(store), now_s, gateway)
 
 
-def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunView:
-    """Refresh `reader` and describe the run at `now_s`. `gateway` is what it last wrote."""
+def view_of(
+    reader: Reader, now_s: float, gateway: GatewayStatus | None, tokens_per_s: Mapping[str, float] = NO_RATES
+) -> RunView:
+    """Refresh `reader` and describe the run at `now_s`. `gateway` is what it last wrote, `tokens_per_s` of each
+    machine what its engines counted."""
     reader.refresh()
     if not reader.state.live(Role.TRAINER):
         gateway = None  # it went with the trainer's machine
@@ -87,7 +94,7 @@ def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunV
         tokens_per_s=_tokens_per_s(pace),
         eta_s=eta_s,
         requests_waiting=gateway.requests_waiting if gateway else None,
-        nodes=_nodes(reader, beat, gateway),
+        nodes=_nodes(reader, beat, gateway, now_s, tokens_per_s),
         fleet=_fleet(reader.spec, state, rows),
         money=_money(reader, now_s, step, eta_s),
         not_bought=_not_bought(state) if running else (),
@@ -97,6 +104,7 @@ def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunV
         daemon=_daemon(reader, now_s),
         recent=tuple(rows[-RECENT_STEPS:]),
         membership=_membership(gateway),
+        step_split=step_split(pace),
         weights=newest_weights(rows, gateway.versions if gateway else ()),
         events=tuple(sorted(reader.events, key=lambda line: line.time_s))[-EVENTS_SHOWN:],
     )
@@ -164,14 +172,29 @@ def _not_bought(state: RunState) -> tuple[StoppedKindView, ...]:
     )
 
 
-def _nodes(reader: Reader, beat: Trainer | None, gateway: GatewayStatus | None) -> tuple[NodeView, ...]:
+def _nodes(
+    reader: Reader,
+    beat: Trainer | None,
+    gateway: GatewayStatus | None,
+    now_s: float,
+    tokens_per_s: Mapping[str, float],
+) -> tuple[NodeView, ...]:
     """One line a slot, the trainer first, `rollout-10` after `rollout-9`."""
     members = defaultdict[str, list[MemberStatus]](list)
     for member in gateway.members if gateway else []:
         members[machine_of(member.node)].append(member)
     coming = {one.node: one.stage for one in (gateway.coming if gateway else ())}
     newest = sorted(reader.newest_node.values(), key=lambda n: (n.role is not Role.TRAINER, len(n.slot), n.slot))
-    return tuple(_node(reader, node, beat, members[node.id], coming.get(node.id)) for node in newest)
+    return tuple(
+        replace(
+            _node(reader, node, beat, members[node.id], coming.get(node.id)),
+            state=state,
+            lane=lane,
+            tokens_per_s=tokens_per_s.get(node.id),
+        )
+        for node in newest
+        for state, lane in [reader.lanes.look(node.slot, node.role, members[node.id], now_s)]
+    )
 
 
 def _node(

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -27,7 +26,6 @@ from orchestrator.views.model import RunView
 from policies.control.snapshot import Trainer
 from policies.model.events import Event
 from policies.model.state import RunState
-from policies.model.vocabulary import machine_of
 from policies.serving.gateway_status import GatewayStatus
 
 # Between two looks at a run that goes on, a dozen requests each; a gateway that is heard from less often counts as
@@ -56,7 +54,6 @@ class Look:
     checkpoints: Sequence[Checkpoint]
     trainer: Trainer | None
     gateway: GatewayStatus | None
-    tokens_per_s: Mapping[str, float]  # by machine, as its engines count between two looks
     trouble: str = ""  # why it is not newer
     _made: dict[str, Any] = field(default_factory=dict)
 
@@ -77,8 +74,6 @@ class Watch:
         self._history: list[tuple[int, float, tuple[Event, ...]]] = []
         self._diary: list[EventLine] = []
         self._number = 0
-        self._counts: dict[str, tuple[float, int]] = {}  # by member: when its engine had counted how many tokens
-        self._rates: dict[str, float] = {}
         self._looking = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._watchers = 0
@@ -148,7 +143,6 @@ class Watch:
             fresh += [line for record in records for line in lines(record)]
         if fresh:
             self._diary = [*self._diary, *sorted(fresh, key=lambda line: line.time_s)]
-        self._count(self._looker.gateway)
         self._number += 1
         return Look(
             number=self._number,
@@ -165,23 +159,7 @@ class Watch:
             checkpoints=reader.checkpoints,
             trainer=reader.trainer,
             gateway=self._looker.gateway,
-            tokens_per_s=dict(self._rates),
         )
-
-    def _count(self, gateway: GatewayStatus | None) -> None:
-        """Tokens a second of each machine since the status before; an engine that began anew counts from there."""
-        members = [] if gateway is None else gateway.members
-        counts = {one.node: (gateway.up_s, one.engine.tokens) for one in members if one.engine and gateway}
-        rates = defaultdict[str, float](float)
-        moved = False
-        for node, (at_s, tokens) in counts.items():
-            before_s, before = self._counts.get(node, (at_s, tokens))
-            moved |= at_s != before_s
-            if at_s > before_s and tokens >= before:
-                rates[machine_of(node)] += (tokens - before) / (at_s - before_s)
-        if moved or not counts:
-            self._rates = dict(rates)
-        self._counts = counts
 
 
 def _mark(look: Look) -> tuple[object, ...]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any
 
-from orchestrator.views.model import NodeView
+from orchestrator.views.measured.lanes import FAILED, LaneState
 from orchestrator.web.page import Asked, Page
 from orchestrator.web.watch import Look
-from policies.model.vocabulary import NodePhase, Role, machine_of
+from policies.model.vocabulary import machine_of
 from policies.serving.gateway_status import MemberStatus
 
 ON_A_PAGE = 100
 FAR = 10**6
-LOADING, IDLE, LOST = "loading", "idle", "lost"
 
 
 def _data(look: Look, asked: Asked) -> dict[str, Any]:
@@ -29,22 +28,9 @@ def _data(look: Look, asked: Asked) -> dict[str, Any]:
     }
 
 
-def state_of(node: NodeView, members: list[MemberStatus]) -> str:
-    """Its phase; of one at work also whether it loads a policy or has nothing to do, by its gateway."""
-    if node.phase in (NodePhase.GONE, NodePhase.REFUSED):
-        return LOST if node.phase is NodePhase.GONE else str(node.phase)
-    if node.phase is not NodePhase.SERVING or node.role is Role.TRAINER or not members:
-        return str(node.phase)
-    serving = [one for one in members if one.serving]
-    if not serving:
-        return LOADING
-    return str(node.phase) if any(one.requests_running for one in serving) else IDLE
-
-
 def states_of(look: Look) -> dict[str, str]:
     """Of each machine now."""
-    members = _members(look)
-    return {node.node: state_of(node, members[node.node]) for node in look.view.nodes}
+    return {node.node: str(node.state) for node in look.view.nodes}
 
 
 def _members(look: Look) -> defaultdict[str, list[MemberStatus]]:
@@ -63,20 +49,20 @@ def _nodes(look: Look) -> list[dict[str, Any]]:
             {
                 "node": node.node,
                 "role": node.role,
-                "state": state_of(node, own),
+                "state": node.state,
                 "since_s": node.since_s,
                 "reason": node.unfit or node.reason,
                 "market": node.market.replace("_", " "),
                 "pool": node.pool,
                 "policy": node.policy,
-                "tokens_per_s": look.tokens_per_s.get(node.node),
+                "tokens_per_s": node.tokens_per_s,
                 "running": sum(one.requests_running for one in own) if own else None,
                 "queue": sum(one.engine.waiting for one in own if one.engine) if own else None,
                 "price_usd_per_h": node.price_usd_per_h,
                 "restarts": node.restarts,
             }
         )
-    return sorted(told, key=lambda one: (one["role"] != "trainer", one["state"] in (LOST, "refused")))
+    return sorted(told, key=lambda one: (one["role"] != "trainer", one["state"] in (*FAILED, LaneState.GONE)))
 
 
 PAGE = Page("/nodes", _data, "nodes.html", "Nodes")

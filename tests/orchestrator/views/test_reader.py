@@ -12,11 +12,11 @@ from policies.model.vocabulary import NodePhase
 from tests.generators.views_world import T0, World
 
 
-def long_run(entries: int) -> World:
+def long_run(entries: int, every_s: float = 0.0) -> World:
     world = World()
     world.starts()
     for number in range(entries):
-        world.happens(20, GatewayRestarted(f"g{number}"))
+        world.happens(20 + every_s * number, GatewayRestarted(f"g{number}"))
     return world
 
 
@@ -56,11 +56,11 @@ def test_a_long_run_looks_like_one_that_was_watched_from_its_beginning(entries: 
 
 
 def test_status_of_a_long_run_reads_little_and_then_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = long_run(4 * SEGMENT_ENTRIES)
+    world = long_run(4 * SEGMENT_ENTRIES, every_s=15.0)
     reader = Reader(world.store)
     assert entries_read(world, monkeypatch, reader) <= 2 + 11
     assert entries_read(world, monkeypatch, reader) == 0
-    world.happens(30, GatewayRestarted("one more"))
+    world.happens(30_000, GatewayRestarted("one more"))
     assert entries_read(world, monkeypatch, reader) == 1
     assert reader.state.gateway_boot_id == "one more"
 
@@ -82,3 +82,17 @@ def test_a_slot_that_has_been_empty_for_long_is_still_shown() -> None:
         world.happens(40, GatewayRestarted(f"h{number}"))
     shown = {node.slot: (node.phase, node.reason) for node in view_of(Reader(world.store), T0 + 50, None).nodes}
     assert shown["rollout-1"] == (NodePhase.GONE, "preempted")
+
+
+def test_a_busy_run_is_read_as_far_back_as_a_lane_is_long() -> None:
+    world = long_run(3 * SEGMENT_ENTRIES)  # in a moment
+    world.moves(30, "rollout-1-i1", NodePhase.BOOTING, "its work ended")
+    for number in range(SEGMENT_ENTRIES):
+        world.happens(40, GatewayRestarted(f"h{number}"))
+    lanes = {node.slot: node.lane for node in view_of(Reader(world.store), T0 + 50, None).nodes}
+    assert [(one.since_s - T0, one.state) for one in lanes["rollout-1"]] == [
+        (1, "requested"),
+        (4, "booting"),
+        (10, "serving"),
+        (30, "booting"),
+    ]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from orchestrator.views.measured.lanes import LaneState
 from orchestrator.views.model import (
     HealthView,
     MembershipView,
@@ -20,7 +21,8 @@ from orchestrator.views.model import (
 )
 from orchestrator.views.numbers import duration, short, sparkline, usd
 from orchestrator.views.run_view import run_view
-from orchestrator.views.terminal import changes, render, watch
+from orchestrator.views.terminal.live import changes, watch
+from orchestrator.views.terminal.screen import Screen
 from policies.detect.divergence import Health
 from policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
@@ -45,7 +47,7 @@ def view(tmp_path: Path) -> RunView:
 
 def drawn(view: RunView, width: int = 80) -> list[str]:
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(render(view))
+    console.print(Screen(view))
     return console.export_text().splitlines()
 
 
@@ -62,11 +64,13 @@ def test_the_view_says_what_is_going_on_in_80_columns(view: RunView) -> None:
     assert "trainer is generating, 3 requests wait" in lines[0]
     assert "step 10 of 40 · 2.0 s a step · 1:00 min to go" in lines[1]
     assert line_with(lines, "reward") == "reward 1 ▁▂▃▃▄▅▆▆▇█ checkpoint 0-5, 7 s ago"
-    assert line_with(lines, "kl") == "kl 0.1 ▁▂▃▃▄▅▆▆▇█ limit 0.52 controller another-host.inval…"
+    assert line_with(lines, "kl") == "kl 0.1 ▁▂▃▃▄▅▆▆▇█ limit 0.52 controller another-host.invalid/42"
     assert line_with(lines, "tokens") == "tokens 50 a second 3 waiting price $8.10 an hour"
-    assert line_with(lines, "trainer-0-i1") == "trainer-0-i1 serving 32 s on demand 0-10 0 7.20"
-    assert line_with(lines, "rollout-0-i1") == "rollout-0-i1 serving 32 s spot 0-10 0 0.90"
-    assert line_with(lines, "rollout-1-i2") == "rollout-1-i2 requested 1 s spot – 1 0.00"
+    assert line_with(lines, "money") == "money $0.10 spent · $0.24 at the end · $0.0608 saved · $0.0102 a step"
+    assert line_with(lines, "trainer-0-i1") == "trainer-0-i1 serving █ 0-10 – 7.20 on demand 32 s"
+    assert line_with(lines, "rollout-0-i1") == "rollout-0-i1 idle ░ 0-10 – 0.90 spot 32 s"
+    assert line_with(lines, "rollout-1-i2") == "rollout-1-i2 requested × – – 0.00 spot 1 s"
+    assert line_with(lines, "█") == "█ 1 serving · ░ 1 idle · · 1 requested"
     assert lines[-1].rstrip().endswith("rollout-1-i2 was asked for on spot: first")
 
 
@@ -106,7 +110,7 @@ def test_the_last_changes_of_the_membership_are_shown_where_there_is_room(view: 
     nodes = tuple(replace(view.nodes[1], node=f"rollout-{i}-i1") for i in range(20))
     crowded = drawn(replace(view, membership=told, nodes=nodes))
     assert len(crowded) <= 24
-    assert not any("in doubt" in line for line in crowded)
+    assert crowded[-1].rstrip().endswith("rollout-1-i2 was asked for on spot: first")
 
 
 def test_it_says_how_to_come_back_when_nobody_steers(view: RunView) -> None:
@@ -118,7 +122,7 @@ def test_kl_above_its_limit_is_red(view: RunView) -> None:
     def styled(kl: float) -> str:
         console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system="standard")
         with console.capture() as captured:
-            console.print(render(replace(view, kl=kl)))
+            console.print(Screen(replace(view, kl=kl)))
         return captured.get()
 
     red = "\x1b[1;31m"
@@ -173,8 +177,9 @@ def test_a_run_in_the_worst_trouble_fits_the_screen(view: RunView) -> None:
     lines = drawn(replace(view, nodes=nodes, health=health, rollback=ROLLBACK, membership=told))
     assert (max(map(len, lines)), len(lines) <= 24) == (80, True)
     assert any(line.rstrip().endswith("…") for line in lines if "KL 3.21" in line)
-    assert any("and 16 more" in line for line in lines)
-    assert sum(line.startswith("rollout-") for line in lines) == 4
+    singles = sum(line.startswith("rollout-") for line in lines)
+    assert singles >= 2
+    assert any(line.startswith(f"{20 - singles} more: spot") for line in lines)
     assert lines[-1].rstrip().endswith("rollout-1-i2 was asked for on spot: first")
 
 
@@ -185,13 +190,16 @@ def test_every_phase_can_be_drawn(view: RunView, phase: RunPhase) -> None:
 
 def test_of_a_large_fleet_the_nodes_in_trouble_are_shown(view: RunView) -> None:
     def node(index: int) -> NodeView:
-        phase = NodePhase.BOOTING if index == 57 else NodePhase.SERVING
-        return replace(view.nodes[1], slot=f"rollout-{index}", node=f"rollout-{index}-i1", phase=phase)
+        state = LaneState.BOOTING if index == 57 else LaneState.SERVING
+        return replace(view.nodes[1], slot=f"rollout-{index}", node=f"rollout-{index}-i1", state=state)
 
     lines = drawn(replace(view, nodes=tuple(node(index) for index in range(64))))
     assert len(lines) <= 24
     assert line_with(lines, "rollout-57-i1").split()[1] == "booting"
-    assert any("and 57 more" in line for line in lines)
+    assert " 63 serving" in line_with(lines, "█")
+    more = next(line for line in lines if " more: spot" in line)
+    singles = sum(line.startswith("rollout-") for line in lines)
+    assert more.split()[:6] == [str(64 - singles), "more:", "spot", str(64 - singles), "at", "work"]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +213,9 @@ def test_of_a_large_fleet_the_nodes_in_trouble_are_shown(view: RunView) -> None:
 def test_a_machine_says_how_many_of_its_engines_serve(
     view: RunView, engines: int, serving: int, unfit: str, words: list[str]
 ) -> None:
-    plain = replace(view.nodes[1], node="rollout-10-i12", phase=NodePhase.SERVING, policy="0-9")
+    plain = replace(
+        view.nodes[1], node="rollout-10-i12", phase=NodePhase.SERVING, state=LaneState.SERVING, policy="0-9"
+    )
     node = replace(plain, engines=engines, engines_serving=serving, unfit=unfit)
     line = next(one for one in drawn(replace(view, nodes=(node,))) if one.startswith("rollout-10-i12"))
     assert all(word in line for word in words), line

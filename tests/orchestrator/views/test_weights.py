@@ -13,7 +13,7 @@ from checkpoint.records import documents, metrics
 from checkpoint.records.metrics import Row
 from orchestrator.views import report
 from orchestrator.views.run_view import run_view
-from orchestrator.views.terminal import render
+from orchestrator.views.terminal.screen import Screen
 from orchestrator.views.weights import (
     WeightsView,
     newest_weights,
@@ -95,7 +95,7 @@ def test_status_and_report_show_them_on_80_columns() -> None:
     view = run_view(world.store, T0 + 42, status)
     assert view.weights is not None
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(render(view))
+    console.print(Screen(view))
     line = next(one for one in console.export_text().splitlines() if one.startswith("weights"))
     assert line.split(maxsplit=1)[1] == "123.4 MiB in 12.3 s (12.3 % of whole); all ready in 12.3 to 15.0 s"
     documents.members((0, 1, 1)).write(world.store, replace(status, seq=1))
