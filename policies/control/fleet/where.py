@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from policies.control.fleet.markets import market_of
 from policies.control.fleet.spending import caps_of
 from policies.control.tick import Tick
 from policies.fleet import disks
@@ -108,13 +109,21 @@ def _offers(tick: Tick, role: Role, market: Market) -> list[PoolOffer]:
 
 
 def _in_one_region(tick: Tick, role: Role, offers: list[PoolOffer]) -> list[PoolOffer]:
-    """Where other nodes are, else where both roles can be: private addresses do not reach another region."""
+    """Where other nodes are, else where both roles can be: private addresses do not reach another region. One is
+    preferred that has the other role's machines on the market on which they are bought."""
     others = [node.pool for other in Role for node in tick.state.live(other) if node.pool is not None]
     if others:
         there = {(pool.cloud, pool.region) for pool in others}
     else:
         wanted = [one for one in tick.snapshot.pools or () if one.role is not role]
         there = {(one.pool.cloud, one.pool.region) for one in wanted}
+        usual = [one.pool for one in wanted if one.pool.market is market_of(one.role, tick.spec)]
+        if best := _those_in(offers, {(pool.cloud, pool.region) for pool in usual}):
+            return best
         if not there:
             return offers
-    return [one for one in offers if (one.pool.cloud, one.pool.region) in there]
+    return _those_in(offers, there)
+
+
+def _those_in(offers: list[PoolOffer], regions: set[tuple[str, str]]) -> list[PoolOffer]:
+    return [one for one in offers if (one.pool.cloud, one.pool.region) in regions]

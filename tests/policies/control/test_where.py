@@ -181,3 +181,21 @@ def test_a_cloud_that_never_says_what_it_offers_is_told_once_and_bought_from_all
     [noticed] = [event for event in capped.events if isinstance(event, Noticed)]
     assert "nothing is bought, for there is a budget" in noticed.text
     assert not any(isinstance(event, NodeRequested) for event in capped.events)
+
+
+def test_a_trainer_goes_where_rollout_nodes_can_be_had_on_their_own_market() -> None:
+    def offered(role: Role, region: str, market: Market, usd: float) -> PoolOffer:
+        return PoolOffer(role, Pool("aws", region, f"{region}a", "g6.xlarge", "L4:1", market), usd)
+
+    dear = offered(Role.TRAINER, "s", Market.ON_DEMAND, 3.1)
+    both = [offered(Role.ROLLOUT, region, Market.ON_DEMAND, 3.0) for region in "rs"]
+    spot = offered(Role.ROLLOUT, "s", Market.SPOT, 1.0)
+    offers = (offered(Role.TRAINER, "r", Market.ON_DEMAND, 3.0), dear, *both)
+
+    def first(world: Zones) -> NodeRequested:
+        world.tick()
+        found: NodeRequested = events_of(world, NodeRequested)[0]
+        return found
+
+    assert first(Zones(offers=(*offers, spot))).pool == dear.pool
+    assert first(Zones(offers=offers)).pool == offers[0].pool  # where spot is nowhere, the cheaper one
