@@ -127,7 +127,8 @@ def _empty_slots(tick: Tick) -> list[tuple[Role, str, bool]]:
     nodes = [node for node in tick.state.nodes.values() if node.phase in FILLING_NODE and not node.stand_in]
     filled = {node.slot for node in nodes}
     rollouts, others = sum(1 for slot in filled if role_of(slot) is Role.ROLLOUT), len(stand_ins_of(tick.state))
-    most = max(1, tick.spec.rollout.replicas.max - others)  # one beside them, so that spot can show that it holds
+    # One beside those that stand in, so that spot can show that it holds and the next of them can go.
+    most = tick.spec.rollout.replicas.max - others + (others > 0)
     missing = max(0, min(most, rollouts_wanted(tick.state, tick.spec)) - rollouts)
     needed = max(0, tick.spec.rollout.replicas.min - rollouts - others)
     empty = [(role, name) for role, name, _ in wanted_slots(tick.spec) if name not in filled]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import pytest
+
 from checkpoint.store.codec import event_from_plain, event_to_plain
 from policies.control.decide import decide
 from policies.control.fleet.stand_ins import stand_ins_of
@@ -12,7 +14,7 @@ from policies.fleet.how_many import StepShape
 from policies.model.buying import HELD_S
 from policies.model.events import BudgetReached, BudgetRefused, BuyingStopped, NodeMoved, NodeRequested
 from policies.model.folding.fold import fold
-from policies.model.spec import Budget, RunSpec
+from policies.model.spec import Budget, Replicas, RunSpec
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
 from tests.stand_ins.world import World, spec
 
@@ -90,6 +92,25 @@ def test_the_run_goes_on_without_spot_and_goes_back_once_spot_has_held() -> None
     before = len(world.of(NodeRequested))
     world.let_pass(2.0)
     assert len(world.of(NodeRequested)) == before
+
+
+@pytest.mark.parametrize(("low", "shape"), [(3, None), (1, StepShape(1.0, 100.0))])
+def test_all_of_them_go_back_also_where_a_step_is_cheapest_with_as_many_as_there_may_be(
+    low: int, shape: StepShape | None
+) -> None:
+    wanted = replace(spec(3), rollout=replace(spec(3).rollout, replicas=Replicas(min=low, max=3)))
+    world = TwoMarkets(wanted, shape=shape)
+    world.let_pass(1.0)
+    assert len(stand_ins_of(world.state)) == 3
+    world.no_spot = False
+    most, ends_s = 0, world.now_s + 2 * 3600.0
+    while stand_ins_of(world.state):
+        world.let_pass(20.0 / 3600)
+        most = max(most, len(world.up(Role.ROLLOUT)))
+        assert world.now_s < ends_s, world.up(Role.ROLLOUT)
+    assert most == 4
+    world.let_pass(0.5)
+    assert len(serving_on_spot(world)) == len(world.up(Role.ROLLOUT)) == 3
 
 
 def test_spot_that_comes_and_goes_within_minutes_neither_returns_nor_buys() -> None:
