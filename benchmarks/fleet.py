@@ -18,9 +18,11 @@ from types import MappingProxyType
 import structlog
 
 from orchestrator.clouds.protocol import Order
-from orchestrator.simulate.compare import ON_DEMAND, ORACLE, compete
+from orchestrator.simulate.climates import CLIMATES, climate
+from orchestrator.simulate.contest.compare import compete
+from orchestrator.simulate.contest.contenders import ON_DEMAND
+from orchestrator.simulate.contest.oracle import ORACLE
 from orchestrator.simulate.physics import Physics, Prices
-from orchestrator.simulate.weather import CLIMATES, climate
 from orchestrator.simulate.world import World
 from policies.model.spec import Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.state import Node, Slot

@@ -18,13 +18,14 @@ from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run
 from orchestrator.config.load import load_spec
-from orchestrator.simulate.compare import CONTENDERS, HOURS, compete
+from orchestrator.simulate.climates import CLIMATES, climate
+from orchestrator.simulate.contest.compare import HOURS, compete, contenders
 from orchestrator.simulate.physics import Physics, Prices
 from orchestrator.simulate.recorded import recorded, to_plain
 from orchestrator.simulate.safety import Broken
 from orchestrator.simulate.stories import Told, tell
 from orchestrator.simulate.traces import NotWeather, read_weather
-from orchestrator.simulate.weather import CLIMATES, Weather, climate
+from orchestrator.simulate.weather import Weather
 from orchestrator.views.simulation import Simulation, render, stories_line, to_json
 from policies.model import exit_codes
 from policies.model.spec import RunSpec, generates_itself
@@ -64,7 +65,7 @@ def simulate(
     replay = f"grpo-orch simulate {run_yaml} --{'trace' if trace else 'climate'} {name} --seeds 1 --seed"
     with _quiet(), Progress(console=errors, transient=True, disable=output is Output.JSON) as progress:
         stories = list(_stories(range(seed, seed + seeds), spec, weather_of, replay, progress))
-        shown = progress.add_task("policies side by side", total=len(CONTENDERS) + 1)
+        shown = progress.add_task("policies side by side", total=len(contenders(weather_of(seed))) + 1)
         outcomes = {}
         for policy, outcome in compete(spec, weather_of(seed), Physics(), _prices(spec), HOURS, seed):
             outcomes[policy] = outcome

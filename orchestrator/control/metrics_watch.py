@@ -73,6 +73,8 @@ class MetricsWatch:
         self._known = Known()
         self._found: list[Pitfall] = []  # not told yet
         self._recent = deque[Row](maxlen=RECENT_ROWS)  # as they were read, those of steps made again twice
+        self._shape: StepShape | None = None  # of them
+        self._shape_is_old = False
         self._attempt: tuple[str, int] | None = None  # of the trainer that was last seen to train
         self._stored_step = 0  # its newest stored checkpoint then
 
@@ -106,7 +108,9 @@ class MetricsWatch:
 
     def step_shape(self) -> StepShape | None:
         """What the newest steps that were read consist of; None before there are enough."""
-        return shape_of(step_times(self._recent))
+        if self._shape_is_old:  # rows come once in many looks
+            self._shape, self._shape_is_old = shape_of(step_times(self._recent)), False
+        return self._shape
 
     def _goes_on(self, trainer: Trainer) -> bool:
         return self._attempt in (None, (trainer.node, trainer.attempt))
@@ -166,6 +170,7 @@ class MetricsWatch:
         for row in rows:
             if row.step > known.step:
                 self._recent.append(row)
+                self._shape_is_old = True
                 detector = follow(detector, metrics.point_of(row), self._limit)
         for row in rows if closed else rows[:-1]:
             if row.step > noticed_step:

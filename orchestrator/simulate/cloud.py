@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 
@@ -12,7 +13,11 @@ from orchestrator.simulate.store import Objects, SimulatedStore
 from orchestrator.simulate.weather import DEAREST, Weather, Zone
 from policies.control.snapshot import Machine
 from policies.model.node_contract import TIMELINE_ENV
+from policies.model.pools import PoolOffer
 from policies.model.vocabulary import Market, Refusal, Role, kind_of
+
+ASKED_EVERY_S = 3600.0  # as `orchestrator.control.prices`: what pools are said to cost is that old
+REFUSED_S = 20.0  # that a refusal takes, where the cloud goes from zone to zone by itself
 
 
 class SimulatedCloud:
@@ -29,6 +34,8 @@ class SimulatedCloud:
     ) -> None:
         self.weather, self.physics, self.prices = weather, physics, prices
         self.boxes: dict[str, Box] = {}
+        self._held = Counter[str]()  # machines by their zone's key, without those that have a notice of their end
+        self._zones = {zone.key: zone for zone in weather}
         self.bought: list[str] = []
         self.spent_usd = 0.0
         self.disk_usd_per_h: dict[Role, float] = {}  # on top of each machine's price
@@ -51,15 +58,18 @@ class SimulatedCloud:
         self.spent_usd += hours * sum(self.charged_usd_per_h(box) for box in self.boxes.values() if not box.gone)
         self.time_s = time_s
         for zone in self.weather:
-            self._take_back(zone)
+            if zone.market is Market.SPOT:
+                self._take_back(zone, hours)
         for box in self.boxes.values():
             if box.taken_at_s is not None and time_s >= box.taken_at_s and not box.gone:
                 self.lose(box)
 
     def usd_per_h(self, box: Box) -> float:
-        if box.market is Market.SPOT:
-            return self.prices.spot_usd_per_h * self._zone(box.zone).price_at(self.time_s)
-        return self.on_demand_usd_per_h(box.role)
+        zone = self._zones.get(box.key)
+        return self._list_usd_per_h(box.role, box.market) * (zone.price_at(self.time_s) if zone else 1.0)
+
+    def _list_usd_per_h(self, role: Role, market: Market) -> float:
+        return self.prices.spot_usd_per_h if market is Market.SPOT else self.on_demand_usd_per_h(role)
 
     def charged_usd_per_h(self, box: Box) -> float:
         """With its disk."""
@@ -77,6 +87,16 @@ class SimulatedCloud:
             for role in Role
             for market in Market
         }
+
+    def pools(self) -> tuple[PoolOffer, ...]:
+        """Where machines may be bought, at the prices of the last full hour; none in weather without regions."""
+        asked_at_s = self.time_s // ASKED_EVERY_S * ASKED_EVERY_S
+        return tuple(
+            PoolOffer(role, zone.pool, self._list_usd_per_h(role, zone.market) * zone.price_at(asked_at_s))
+            for role in Role
+            for zone in self.weather
+            if zone.pool is not None
+        )
 
     def machines(self) -> dict[str, Machine]:
         """What a listing shows. Raises CloudUnavailable."""
@@ -106,12 +126,26 @@ class SimulatedCloud:
 
     def is_without_spot(self, time_s: float) -> bool:
         """Whether the weather has no spot machine then, whoever holds it."""
-        return not any(zone.count_at(time_s) for zone in self.weather)
+        return not any(zone.count_at(time_s) for zone in self.weather if zone.market is Market.SPOT)
 
     def lose(self, box: Box) -> None:
         """The cloud takes a machine, and what lies on it."""
+        self._release(box)
         box.lose()
         self.on_loss(box)
+
+    def warn(self, box: Box, taken_at_s: float | None) -> None:
+        """The cloud says that it will take a machine back; with None it does not do so."""
+        if taken_at_s is not None:
+            self._release(box)
+        box.notice, box.taken_at_s = True, taken_at_s
+
+    def terminate(self, node: str) -> Box | None:
+        """Its user gives a machine back. None: there is none."""
+        box = self.boxes.pop(node, None)
+        if box is not None:
+            self._release(box)
+        return box
 
     def lose_zone(self, name: str) -> None:
         for box in self.boxes.values():
@@ -124,9 +158,9 @@ class SimulatedCloud:
     def _buy(self, order: Order, timeline: int) -> None:
         if self.refusing or (self.refusing_spot and order.market is Market.SPOT):
             raise CloudRefused(Refusal.NO_CAPACITY, "nothing to be had")
-        zone = self._open_zone() if order.market is Market.SPOT else ""
+        zone, late_s = self._zone_for(order)
         draw = self._random
-        up_at_s = self.time_s + self.physics.about(self.physics.launch_s, draw) + self.slow_by_s
+        up_at_s = self.time_s + self.physics.about(self.physics.launch_s, draw) + self.slow_by_s + late_s
         works_in_s = self.physics.about(self.physics.setup_s, draw)
         if order.role is Role.ROLLOUT:
             boxes = self.boxes.values()
@@ -134,35 +168,67 @@ class SimulatedCloud:
             weights_s = self.physics.first_weights_s if first else self.physics.weights_s
             works_in_s += self.physics.about(weights_s, draw)
         store = SimulatedStore(self._objects)
-        box = Box(order.node, store, order.market, zone, up_at_s, works_in_s, order.attempt, timeline, 0.0)
+        box = Box(order.node, store, order.market, "", up_at_s, works_in_s, order.attempt, timeline, 0.0)
+        if zone is not None:
+            box.zone, box.key, box.pool, box.speed = zone.name, zone.key, zone.pool, zone.speed
+            self._held[zone.key] += 1
         box.never_works = self.never_work and order.role is Role.ROLLOUT
         box.begin(order.attempt, timeline, self.time_s)
         self.boxes[order.node] = box
         self.bought.append(order.node)
 
-    def _open_zone(self) -> str:
-        """The cheapest zone that has a machine left. Raises CloudRefused."""
-        there = [zone for zone in self.weather if self._room(zone) > 0]
-        if not there:
-            raise CloudRefused(Refusal.NO_CAPACITY, "no spot machine in any zone")
-        return min(there, key=lambda zone: (zone.price_at(self.time_s), -self._room(zone), zone.name)).name
+    def _zone_for(self, order: Order) -> tuple[Zone | None, float]:
+        """The zone of a new machine, and what refusals on the way to it took; None: nobody asks, as of machines on
+        demand where there are no pools. Raises CloudRefused."""
+        zones = [zone for zone in self.weather if zone.market is order.market]
+        if order.pool is not None:
+            zones = [zone for zone in zones if zone.pool == order.pool]
+        elif zones and zones[0].region:
+            zones = self._in_one_region(zones)
+        elif order.market is Market.ON_DEMAND:
+            return None, 0.0
+        refusals: list[Refusal] = []
+        for zone in sorted(zones, key=lambda zone: (zone.price_at(self.time_s), -self._room(zone), zone.name)):
+            if (refusal := self._refusal(zone)) is None:
+                return zone, REFUSED_S * len(refusals)
+            refusals.append(refusal)
+        quota = bool(refusals) and all(one is Refusal.QUOTA for one in refusals)
+        raise CloudRefused(Refusal.QUOTA if quota else Refusal.NO_CAPACITY, f"no {order.market} machine")
+
+    def _in_one_region(self, zones: list[Zone]) -> list[Zone]:
+        """Those of the region in which the run is."""
+        here = {box.pool.region for box in self.boxes.values() if box.pool is not None and not box.gone}
+        return [zone for zone in zones if zone.region in here] if here else zones
+
+    def _refusal(self, zone: Zone) -> Refusal | None:
+        """Why the zone gives no machine now; None: it does."""
+        if zone.quota is not None:
+            of = (zone.region, zone.machine, zone.market)
+            alike = [one.key for one in self.weather if (one.region, one.machine, one.market) == of]
+            if sum(self._held[key] for key in alike) >= zone.quota:
+                return Refusal.QUOTA
+        refuses = self._room(zone) <= 0 or (zone.refuses and self._random.random() < zone.refuses)
+        return Refusal.NO_CAPACITY if refuses else None
 
     def _room(self, zone: Zone) -> int:
         left = 0 if zone.name in self.closed_zones else zone.count_at(self.time_s)
-        return left - len(self._held(zone))
+        return left - self._held[zone.key]
 
-    def _held(self, zone: Zone) -> list[Box]:
-        return [
-            box for box in self.boxes.values() if box.zone == zone.name and not box.gone and box.taken_at_s is None
-        ]
+    def _release(self, box: Box) -> None:
+        """It counts no more among the machines of its zone."""
+        if box.holds:
+            self._held[box.key] -= 1
 
-    def _take_back(self, zone: Zone) -> None:
-        held, room = self._held(zone), self._room(zone)
-        for box in self._random.sample(held, min(len(held), max(0, -room))):
+    def _take_back(self, zone: Zone, hours: float) -> None:
+        excess = max(0, -self._room(zone))
+        if not self._held[zone.key] or not (excess or zone.losses_an_hour):
+            return
+        held = [box for box in self.boxes.values() if box.key == zone.key and box.holds]
+        taken = self._random.sample(held, min(len(held), excess))
+        lost = zone.losses_an_hour * hours
+        taken += [box for box in held if lost and self._random.random() < lost and box not in taken]
+        for box in taken:
             if self._random.random() < self.physics.noticed:
-                box.notice, box.taken_at_s = True, self.time_s + self.physics.take_back_s
+                self.warn(box, self.time_s + self.physics.take_back_s)
             else:
                 self.lose(box)
-
-    def _zone(self, name: str) -> Zone:
-        return next(zone for zone in self.weather if zone.name == name)

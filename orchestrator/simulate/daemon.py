@@ -7,6 +7,7 @@ line of its tick that anybody could notice.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from checkpoint.journal.journal import Fenced, Journal
@@ -18,6 +19,7 @@ from orchestrator.control.daemon import renew
 from orchestrator.control.observe import Observer
 from orchestrator.control.prices import Prices
 from orchestrator.control.run_clock import RunClock
+from orchestrator.simulate.cloud import SimulatedCloud
 from orchestrator.simulate.store import SimulatedStore
 from orchestrator.simulate.work import EPOCH_S
 from policies.control.snapshot import Machine
@@ -76,9 +78,9 @@ class SimulatedDaemon:
         observer = Observer(
             self.store,
             cloud,  # type: ignore[arg-type]  # what it calls of a cloud
-            world.spec,
+            replace(world.spec, cloud="sky"),  # the pools of this world are there on any cloud
             clock=lambda: world.time_s,
-            prices=lambda asked: _KnownPrices(asked, world.cloud.most_usd_per_h),
+            prices=lambda asked: _KnownPrices(asked, world.cloud),
         )
         self.controller = Controller(
             self.store, world.spec, self.journal, state, observer, self.actuator, world.decide
@@ -122,17 +124,17 @@ class SimulatedDaemon:
 class _KnownPrices(Prices):
     """Prices that nobody waits for."""
 
-    def __init__(self, cloud: Cloud, most_usd_per_h: Mapping[str, float]) -> None:
-        super().__init__(cloud)
-        self._known = most_usd_per_h
-        self._pools = ()
+    def __init__(self, asked: Cloud, cloud: SimulatedCloud) -> None:
+        super().__init__(asked)
+        self._known = cloud.most_usd_per_h
+        self._simulated = cloud
 
     def look(self) -> Mapping[str, float]:
         assert self._known is not None
         return self._known
 
     def pools(self) -> tuple[PoolOffer, ...] | None:
-        return self._pools
+        return self._simulated.pools()
 
 
 class _Reached:
@@ -150,7 +152,7 @@ class _Reached:
 
     def terminate(self, node: str) -> None:
         self._world.safety.check_termination(self._daemon, node)
-        box = self._world.cloud.boxes.pop(node, None)
+        box = self._world.cloud.terminate(node)
         if box is not None and box.notice and box.spool:
             self._world.work.forget(box)
 

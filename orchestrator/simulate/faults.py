@@ -85,9 +85,8 @@ def zone_lost(world: World, random: Random) -> Undo:
 
 def notice(world: World, random: Random) -> None:
     if box := _any(world, random):
-        box.notice = True
         stays = random.random() < 0.5
-        box.taken_at_s = None if stays else world.time_s + world.cloud.physics.take_back_s
+        world.cloud.warn(box, None if stays else world.time_s + world.cloud.physics.take_back_s)
         world.note(f"{box.node} has a notice{', and stays' if stays else ''}")
 
 

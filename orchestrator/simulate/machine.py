@@ -8,6 +8,7 @@ from checkpoint.records.metrics import MetricsWriter
 from checkpoint.stream.catalog import Catalog
 from orchestrator.simulate.store import SimulatedStore, Trouble
 from policies.control.snapshot import Machine
+from policies.model.pools import Pool
 from policies.model.vocabulary import MachineState, Market, PolicyVersion, Precedence, precedence_of, role_of
 
 
@@ -24,6 +25,9 @@ class Box:
     attempt: int
     timeline: int
     works_at_s: float
+    key: str = ""  # of its zone
+    pool: Pool | None = None
+    speed: float = 1.0
     never_works: bool = False
     exit_code: int | None = None
     reported_code: int | None = None  # what it got through to the store
@@ -50,6 +54,11 @@ class Box:
     @property
     def is_cut_off(self) -> bool:
         return self.store.trouble is not Trouble.NONE
+
+    @property
+    def holds(self) -> bool:
+        """Whether it counts among the machines that its zone may give."""
+        return not self.gone and not (self.notice and self.taken_at_s is not None)
 
     def is_up(self, time_s: float) -> bool:
         return not self.gone and time_s >= self.up_at_s
@@ -83,5 +92,6 @@ class Box:
             self.market,
             usd_per_h,
             on_demand_usd_per_h,
-            self.zone,
+            self.zone if self.pool is None else f"{self.pool.place} {self.pool.machine}",
+            self.pool,
         )

@@ -27,8 +27,8 @@ class Physics:
     save_steps: int = 5
     behind_steps: int = 100  # so far ahead of the store a trainer may go
 
-    def step_s(self, nodes: int) -> float:
-        """Seconds of a step on so many nodes, one or more."""
+    def step_s(self, nodes: float) -> float:
+        """Seconds of a step on so many nodes, a slower one counting for less."""
         return self.fixed_s + self.generation_node_s / nodes
 
     def about(self, usual_s: float, random: Random) -> float:

@@ -99,8 +99,9 @@ def _stays(world: World, random: Random) -> None:
         case 1:
             world.note("and for good:")
             random.choice(STARVING)(world, random)
-            world.cloud.lose_zone(ZONES[0])
-            world.cloud.lose_zone(ZONES[1])
+            for box in world.cloud.of(Role.ROLLOUT):
+                if box.market is Market.SPOT and not box.gone:
+                    world.cloud.lose(box)
         case 2:
             world.note("asked to stop")
             world.ask_to_stop()

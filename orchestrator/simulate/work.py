@@ -150,15 +150,15 @@ class Work:
         return True
 
     def _step(self, box: Box, dt_s: float) -> None:
-        nodes = sum(one.at_work(self._cloud.time_s) for one in self._cloud.of(Role.ROLLOUT))
-        if generates_itself(self._spec):
-            nodes = 1
+        working = [one for one in self._cloud.of(Role.ROLLOUT) if one.at_work(self._cloud.time_s)]
+        nodes = 1 if generates_itself(self._spec) else len(working)
+        speed = nodes if generates_itself(self._spec) else sum(one.speed for one in working)
         if nodes == 0 or box.step - self.stored_step >= self._cloud.physics.behind_steps:
             return
         before = box.step
         physics = self._cloud.physics
-        box.step = min(float(self.max_steps), box.step + dt_s / physics.step_s(nodes))
-        generating = physics.generation_node_s / nodes / physics.step_s(nodes)  # a share of the time
+        box.step = min(float(self.max_steps), box.step + dt_s / physics.step_s(speed))
+        generating = physics.generation_node_s / speed / physics.step_s(speed)  # a share of the time
         box.generated_s += dt_s * generating
         box.generated_node_s += dt_s * generating * nodes
         self.made_steps += box.step - before

@@ -16,12 +16,13 @@ from checkpoint.journal.journal import Fenced
 from checkpoint.records import documents
 from checkpoint.store.errors import StoreUnavailable
 from orchestrator.control.controller import Decide
+from orchestrator.simulate.climates import climate
 from orchestrator.simulate.cloud import SimulatedCloud
 from orchestrator.simulate.daemon import SimulatedDaemon
 from orchestrator.simulate.physics import BRISK, Physics, Prices
 from orchestrator.simulate.safety import Safety
 from orchestrator.simulate.store import Objects, SimulatedStore
-from orchestrator.simulate.weather import Weather, climate
+from orchestrator.simulate.weather import Weather
 from orchestrator.simulate.work import EPOCH_S, Trips, Work
 from policies.control.decide import decide
 from policies.control.stopping import DOWN

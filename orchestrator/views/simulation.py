@@ -8,7 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
-from orchestrator.simulate.compare import ON_DEMAND, ORACLE, Outcome
+from orchestrator.simulate.contest.contenders import ON_DEMAND
+from orchestrator.simulate.contest.oracle import ORACLE
+from orchestrator.simulate.contest.outcome import Outcome
 from orchestrator.simulate.stories import Told
 
 

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from orchestrator.simulate.weather import Weather
 from orchestrator.views.plots import BLUE, GREY, INK
 from orchestrator.views.simulation import Simulation
+from policies.model.vocabulary import Market
 
 
 def plot(found: Simulation, weather: Weather, path: Path) -> None:
@@ -19,7 +20,8 @@ def plot(found: Simulation, weather: Weather, path: Path) -> None:
     above, below = figure.subplots(2, 1)
     gap_s = min(zone.gap_s for zone in weather)
     times = [gap * gap_s for gap in range(int(found.hours * 3600 / gap_s))]
-    counts = [sum(zone.count_at(time_s) for zone in weather) for time_s in times]
+    spot = [zone for zone in weather if zone.market is Market.SPOT]
+    counts = [sum(zone.count_at(time_s) for zone in spot) for time_s in times]
     above.step([time_s / 3600 for time_s in times], counts, color=BLUE, where="post")
     above.set_title(f"spot machines to be had: {found.weather}", loc="left", color=INK)
     above.set_xlabel("hours")

@@ -12,8 +12,8 @@ import time
 import pytest
 import structlog
 
+from orchestrator.simulate.climates import CLIMATES, climate
 from orchestrator.simulate.stories import tell
-from orchestrator.simulate.weather import CLIMATES, climate
 from tests.stand_ins.world import spec
 
 pytestmark = pytest.mark.soak

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from orchestrator.cli import app
 from orchestrator.cli.console import Stop
-from orchestrator.simulate import compare
+from orchestrator.simulate.contest import contenders
 from orchestrator.simulate.safety import Broken
 from orchestrator.simulate.stories import Told
 
@@ -41,8 +41,8 @@ def test_a_run_is_simulated_for_programs(run_yaml: Path, monkeypatch: pytest.Mon
     assert found.exit_code == 0, found.output
     told = json.loads(found.stdout)
     assert told["weather"] == "storms"
-    assert set(told["goodput_per_dollar"]) == {*compare.CONTENDERS, compare.ORACLE}
-    assert told["goodput_per_dollar"][compare.ON_DEMAND] == 1.0
+    assert set(told["goodput_per_dollar"]) == {*contenders.CONTENDERS, "oracle"} - {"cheapest"}
+    assert told["goodput_per_dollar"][contenders.ON_DEMAND] == 1.0
     assert told["policies"]["ours"]["steps"] > 0
     assert out.stat().st_size > 1000
 

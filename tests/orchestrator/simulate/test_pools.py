@@ -1,0 +1,200 @@
+"""The simulated world's pools: what a zone gives, refuses and takes, and who chooses among them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from orchestrator.clouds.protocol import CloudRefused, Order
+from orchestrator.simulate.climates import CLIMATES, climate
+from orchestrator.simulate.cloud import SimulatedCloud
+from orchestrator.simulate.contest.compare import contenders, steer
+from orchestrator.simulate.contest.contenders import CONTENDERS
+from orchestrator.simulate.contest.oracle import oracle
+from orchestrator.simulate.contest.spot_hedge import active, next_pool
+from orchestrator.simulate.physics import BRISK, Physics, Prices
+from orchestrator.simulate.store import Objects
+from orchestrator.simulate.stories import tell
+from orchestrator.simulate.weather import Weather, Zone
+from policies.model.pool_record import PoolRecord, came, refused, stayed
+from policies.model.pools import Pool, PoolOffer
+from policies.model.state import RunState
+from policies.model.vocabulary import Market, Refusal, Role
+from tests.stand_ins.world import spec
+
+POOLED = [name for name in CLIMATES if any(zone.region for zone in climate(name, 0, 2))]
+ON_DEMAND = Market.ON_DEMAND
+
+
+def zone(name: str, *counts: int, price: float = 1.0, region: str = "r") -> Zone:
+    return Zone(name, 300.0, counts, (price,), region=region)
+
+
+def cloud(*weather: Zone) -> SimulatedCloud:
+    random = Random(0)
+    return SimulatedCloud(weather, BRISK, Prices(), Objects(random), random)
+
+
+def order(node: str, pool: Pool | None = None, market: Market = Market.SPOT) -> Order:
+    return Order(f"rollout-{node}-i1", Role.ROLLOUT, market, 1, {}, pool)
+
+
+def why(of: SimulatedCloud, wanted: Order) -> Refusal | None:
+    try:
+        of.launch(wanted)
+    except CloudRefused as error:
+        return error.refusal
+    return None
+
+
+def test_there_are_four_climates_to_choose_in() -> None:
+    assert len(POOLED) == 4
+    for name in POOLED:
+        weather = climate(name, 5, 4)
+        assert len({one.name for one in weather if one.market is Market.SPOT}) >= 3
+        assert any(one.market is ON_DEMAND for one in weather)
+        assert len({one.key for one in weather}) == len(weather)
+    assert len({one.region for one in climate("regions", 5, 4)}) == 2
+    assert len({one.machine for one in climate("regions", 5, 4)}) == 2
+
+
+def test_a_launch_goes_where_it_is_pinned_and_is_refused_where_there_is_no_room() -> None:
+    there, dear, full = zone("a", 1), zone("b", 2, price=1.5), zone("c", 0)
+    found = cloud(there, dear, full)
+    assert why(found, order("0", dear.pool)) is None
+    assert found.boxes["rollout-0-i1"].zone == "b"
+    assert found.truth()["rollout-0-i1"].price_usd_per_h == 0.0, "it is not there yet"
+    found.pass_time(120.0)
+    assert found.truth()["rollout-0-i1"].price_usd_per_h == pytest.approx(1.5 * 1.19)
+    assert found.truth()["rollout-0-i1"].pool == dear.pool
+    assert why(found, order("1", full.pool)) is Refusal.NO_CAPACITY
+    assert [why(found, order(str(node), there.pool)) for node in (2, 3)] == [None, Refusal.NO_CAPACITY]
+
+
+def test_a_launch_that_is_not_pinned_goes_by_price_and_stays_in_the_region() -> None:
+    cheap, near, far = zone("a", 0, price=0.5), zone("b", 9), zone("z", 9, price=0.9, region="s")
+    found = cloud(cheap, near, far)
+    found.launch(order("0", near.pool))
+    found.launch(order("1"))
+    one = found.boxes["rollout-1-i1"]
+    assert one.zone == "b"
+    assert one.up_at_s > BRISK.launch_s * (1 - BRISK.spread) + 20.0, "the refusal of the first took its time"
+
+
+def test_a_zone_that_refuses_gives_now_and_then() -> None:
+    shy = replace(zone("a", 1000), refuses=0.9)
+    found = cloud(shy)
+    came_there = sum(why(found, order(str(node), shy.pool)) is None for node in range(300))
+    assert 15 <= came_there <= 45
+
+
+def test_a_quota_is_its_regions_kinds_and_markets() -> None:
+    zones = [replace(zone(name, 5), quota=2) for name in "ab"]
+    other = replace(zones[0], machine="H100:1")
+    found = cloud(*zones, other)
+    assert [why(found, order(str(n), zones[n % 2].pool)) for n in range(3)] == [None, None, Refusal.QUOTA]
+    assert why(found, order("9", other.pool)) is None
+    found.terminate("rollout-0-i1")
+    assert why(found, order("4", zones[1].pool)) is None
+
+
+def test_what_is_held_is_counted_whatever_becomes_of_it() -> None:
+    weather = climate("zone-out", 3, 4)
+    found, random = cloud(*weather), Random(1)
+    for node in range(300):
+        found.pass_time(found.time_s + 400.0)
+        pool = random.choice([one.pool for one in weather if one.market is Market.SPOT])
+        why(found, order(str(node), pool))
+        box = random.choice(list(found.boxes.values()))
+        match random.randrange(4):
+            case 0:
+                found.terminate(box.node)
+            case 1 if not box.gone:
+                found.lose(box)
+            case 2 if not box.gone:
+                found.warn(box, random.choice((None, found.time_s + 120.0)))
+        there = Counter(one.key for one in found.boxes.values() if one.holds)
+        assert +found._held == there
+
+
+def test_machines_on_demand_are_not_taken_back_and_those_on_spot_are() -> None:
+    spot, listed = zone("a", 3, 0), replace(zone("a", 3, 0), market=ON_DEMAND)
+    found = cloud(spot, listed)
+    found.launch(order("0", spot.pool))
+    found.launch(order("1", listed.pool, ON_DEMAND))
+    found.pass_time(301.0)
+    found.pass_time(600.0 - 1)
+    assert [box.gone for box in found.boxes.values()] == [True, False]
+    assert why(found, order("2", listed.pool, ON_DEMAND)) is Refusal.NO_CAPACITY
+
+
+def test_prices_of_pools_are_those_of_the_last_full_hour() -> None:
+    moving = Zone("a", 300.0, (1,), tuple(1.0 + gap / 10 for gap in range(24)), region="r")
+    found = cloud(moving)
+    found.pass_time(3600.0 + 1500.0)
+    [offer] = [one for one in found.pools() if one.role is Role.ROLLOUT]
+    assert offer.usd_per_h == pytest.approx(1.19 * 2.2)
+    assert cloud(replace(moving, region="")).pools() == ()
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_no_promise_breaks_where_there_is_a_choice(name: str) -> None:
+    tell(4, spec(2), weather=climate(name, 4, 2))
+
+
+def test_a_memory_of_pools_leaves_a_zone_that_takes_what_it_gives() -> None:
+    """Without one, a machine is bought there again and again."""
+    bad = replace(zone("a", 3, price=0.85), losses_an_hour=4.0)
+    weather: Weather = (bad, zone("b", 3), replace(zone("b", 9), market=ON_DEMAND))
+    ours, cheapest = (
+        steer(CONTENDERS[name], spec(2), weather, Physics(), Prices(), 3.0, 0) for name in ("ours", "cheapest")
+    )
+    assert 2 * ours.bought <= cheapest.bought
+    assert ours.steps > cheapest.steps
+    assert "cheapest" in contenders(weather)
+    assert "cheapest" not in contenders(climate("storms", 0, 2))
+
+
+def test_the_oracle_knows_regions_quotas_and_speeds() -> None:
+    dear = zone("z", 2, price=0.5, region="s")
+    fast = replace(zone("a", 2), quota=1)
+    slow = replace(zone("b", 2, price=0.9), speed=0.5)
+    run = replace(spec(1), rollout=replace(spec(1).rollout, resources={"use_spot": True}))
+    found = oracle(run, (fast, slow), Physics(), Prices(), 1.0)
+    assert found.usd == pytest.approx(3.96 + 1.19), "a slow one at 0.9 of the price is dear"
+    assert oracle(run, (fast, slow, dear), Physics(), Prices(), 1.0).usd == pytest.approx(3.96 + 0.595)
+    shy = replace(zone("c", 2, price=0.5), refuses=0.95)
+    assert oracle(run, (fast, shy), Physics(), Prices(), 1.0) == found
+
+
+def test_spot_hedge_takes_the_cheapest_active_zone_that_it_is_not_in() -> None:
+    pools = {name: zone(name, 1).pool for name in "abc"}
+    offers = [
+        PoolOffer(Role.ROLLOUT, pool, usd)
+        for pool, usd in zip(pools.values(), (1.0, 2.0, 3.0), strict=True)
+        if pool
+    ]
+    a, b, c = (one.pool for one in offers)
+    everywhere = {one.place for one in (a, b, c)}
+    assert next_pool(offers, everywhere, []) == a
+    assert next_pool(offers, everywhere, [a]) == b
+    assert next_pool(offers, everywhere, [a, b, c]) == a
+    assert next_pool(offers, everywhere - {a.place}, [b, c]) == b
+
+
+def test_spot_hedge_has_zones_on_probation_until_fewer_than_two_are_left() -> None:
+    offers = [PoolOffer(Role.ROLLOUT, one.pool, 1.0) for one in (zone(name, 1) for name in "abc") if one.pool]
+    a, b, c = (one.pool for one in offers)
+    no, gave = refused(PoolRecord(a), 1.0, 1.0), came(refused(PoolRecord(a), 1.0, 1.0), 2.0)
+    taken = stayed(came(PoolRecord(b), 1.0), 1.0, 3.0, taken=True)
+    returned = stayed(came(PoolRecord(c), 1.0), 1.0, 3.0, taken=False)
+
+    def after(*records: PoolRecord) -> set[str]:
+        return active(replace(RunState(), pools={str(one.pool): one for one in records}), offers)
+
+    assert after(no, returned) == {b.place, c.place}
+    assert after(gave, taken) == {a.place, c.place}
+    assert after(no, taken) == {a.place, b.place, c.place}, "but for one all have failed: they are tried again"
