@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 
 from aiohttp import hdrs, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from checkpoint.security import identity
 
@@ -79,7 +80,10 @@ class Access:
     async def _log_in(self, request: web.Request) -> web.StreamResponse:
         if (request.content_length or 0) > FORM_SIZE_MAX:
             return web.Response(status=413)
-        said = await request.post()
+        try:
+            said = await request.post()
+        except (LookupError, ValueError, HttpProcessingError):  # no such charset, not text of it, no such form
+            return web.Response(status=400, text="that is no form\n")
         return self._admit(str(said.get("token", "")).strip(), str(said.get("next", "/")))
 
     def _admit(self, shown: str, further: str) -> web.Response:
@@ -100,7 +104,7 @@ async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
 
 
 def _same(shown: str, expected: str) -> bool:
-    return bool(expected) and hmac.compare_digest(shown.encode(errors="surrogateescape"), expected.encode())
+    return bool(expected) and hmac.compare_digest(shown.encode(errors="surrogatepass"), expected.encode())
 
 
 def _host_of(request: web.Request) -> str:

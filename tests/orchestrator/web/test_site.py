@@ -132,6 +132,24 @@ def test_elsewhere_the_runs_secret_is_asked_for_once() -> None:
     browse(run_of(), story, host="0.0.0.0", secret=SECRET)
 
 
+def test_what_is_no_form_is_refused() -> None:
+    forms = [
+        (b"token=x", "application/x-www-form-urlencoded; charset=nope"),
+        (b"token=\xff", "application/x-www-form-urlencoded"),
+        (b"token=+2AA-", "application/x-www-form-urlencoded; charset=utf-7"),  # half of a pair
+        (b"x", "multipart/form-data"),
+        (b"--b\r\nnope", "multipart/form-data; boundary=b"),
+    ]
+
+    async def story(client: Client) -> None:
+        for body, kind in forms:
+            answer = await client.post("/login", data=body, headers={"Content-Type": kind})
+            assert answer.status in (400, 401), (body, kind)
+            check_headers(answer)
+
+    browse(run_of(), story, host="0.0.0.0", secret=SECRET)
+
+
 def test_news_arrives_while_one_watches() -> None:
     world = run_of()
 
