@@ -10,11 +10,12 @@ from policies.model.events import BudgetNeared, BudgetReached, CapacityMissing, 
 from policies.model.vocabulary import RunPhase
 
 LONGEST = 1000  # characters of a reason: a glance
-_ENDS = {
+_TOLD = {
     RunPhase.FINISHED: "finished",
     RunPhase.FAILED: "failed",
     RunPhase.PAUSED: "is paused",
     RunPhase.GAVE_UP: "gave up",
+    RunPhase.PARKED: "is parked",
 }
 
 
@@ -27,7 +28,8 @@ class Message:
     time_s: float  # seconds since the epoch, when it was journalled
     run: str
     store: str
-    kind: str  # finished, failed, paused, gave_up, rollback, no_capacity, budget_neared, budget_reached
+    # finished, failed, paused, gave_up, parked, unparked, rollback, no_capacity, budget_neared, budget_reached
+    kind: str
     text: str  # one line
 
 
@@ -45,8 +47,10 @@ def messages_in(record: Record, run: str, run_id: str, store: str) -> Iterator[M
 def _told(event: Event) -> tuple[str, str] | None:
     """Kind and text; None for what can wait until somebody looks."""
     match event:
-        case RunMoved() if event.phase in _ENDS:
-            return f"{event.phase}", f"{_ENDS[event.phase]}: {event.reason}"
+        case RunMoved() if event.phase in _TOLD:
+            return f"{event.phase}", f"{_TOLD[event.phase]}: {event.reason}"
+        case RunMoved(phase=RunPhase.STARTING, parked_s=parked_s) if parked_s is not None:
+            return "unparked", f"is no longer parked: {event.reason}"
         case RollbackBegun():
             whereto = f"timeline {event.fork.timeline} from step {event.fork.start_at}"
             return "rollback", f"is rolled back at step {event.from_step}, to {whereto}: {event.reason}"

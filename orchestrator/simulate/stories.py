@@ -12,7 +12,7 @@ from orchestrator.simulate.world import DT_S, World
 from policies.control.fleet.markets import market_of
 from policies.model.phases import LIVE_RUN
 from policies.model.spec import Budget, RunSpec, generates_itself
-from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
+from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
 
 FAULTS_MAX = 8
 OUTAGES_S = (10.0, 121.0, 1800.0)
@@ -120,15 +120,17 @@ def _starves(world: World) -> bool:
     newest = world.newest
     assert newest is not None
     state, safety = newest.controller.state, world.safety
-    waits = (RunPhase.TRAINING,) if market_of(Role.TRAINER, world.spec) is Market.ON_DEMAND else LIVE_RUN
-    if newest.controller.finished or state.phase not in waits:
+    if newest.controller.finished or state.phase not in LIVE_RUN:
         return False
     working = [node.id for node in state.live(Role.ROLLOUT) if node.phase is NodePhase.SERVING]
     told = [name for name, kind in state.kinds.items() if kind.stopped]
     safety.check(bool(working or told), "no rollout node comes, and no reason is stated")
     before = len(world.cloud.bought)
     world.run_for(STARVES_S)
-    safety.check(len(world.cloud.bought) - before <= 2, "what never works is bought again and again")
+    tried = [node for node in world.cloud.bought[before:] if role_of(node) is Role.ROLLOUT]
+    safety.check(len(tried) <= 2, "what never works is bought again and again")
+    trainers = len(world.cloud.bought) - before - len(tried)
+    safety.check(trainers <= 2, "what cannot work is bought with it")  # a parked run's, one with each try
     return True
 
 

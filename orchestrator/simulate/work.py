@@ -119,11 +119,10 @@ class Work:
             return
         leaving = self._leaves(box)
         trip, _ = self.trips.get(box.timeline, (self.max_steps + 1, 0))
-        if not leaving and box.step < trip:
-            self._step(box, dt_s)
+        works = leaving or box.step >= trip or self._step(box, dt_s)
         step = int(box.step)
         self._seal(box, step, whole=leaving or step >= self.max_steps, tripped=step >= trip)
-        activity = "done" if step >= self.max_steps and not box.spool else "training"
+        activity = "done" if step >= self.max_steps and not box.spool else "training" if works else "waiting"
         activity = "diverged" if step >= trip and not box.spool else activity
         self._write_heartbeat(box, activity, leaving=leaving)
         if activity == "diverged":
@@ -149,12 +148,13 @@ class Work:
         box.step = float(begins)
         return True
 
-    def _step(self, box: Box, dt_s: float) -> None:
+    def _step(self, box: Box, dt_s: float) -> bool:
+        """Make a part of a step; whether it could, for which it needs a rollout node."""
         working = [one for one in self._cloud.of(Role.ROLLOUT) if one.at_work(self._cloud.time_s)]
         nodes = 1 if generates_itself(self._spec) else len(working)
         speed = nodes if generates_itself(self._spec) else sum(one.speed for one in working)
         if nodes == 0 or box.step - self.stored_step >= self._cloud.physics.behind_steps:
-            return
+            return nodes > 0
         before = box.step
         physics = self._cloud.physics
         box.step = min(float(self.max_steps), box.step + dt_s / physics.step_s(speed))
@@ -166,6 +166,7 @@ class Work:
             self._log(box)
         if box.store.writes:
             self.stepped.append(box.node)
+        return True
 
     def _log(self, box: Box) -> None:
         """The row of the step that has ended."""

@@ -237,6 +237,7 @@ def exit_words(exit_code: int) -> str:
 _RUN_VERBS = {
     RunPhase.STARTING: "is starting",
     RunPhase.TRAINING: "is training",
+    RunPhase.PARKED: "is parked",
     RunPhase.FINISHED: "has finished",
     RunPhase.STOPPING: "is stopping",
     RunPhase.STOPPED: "has stopped",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from policies.control.fleet.capacity import tell_missing
 from policies.control.fleet.fill import fill_slots
+from policies.control.fleet.parking import steer_parking
 from policies.control.fleet.spending import stop_at_cap
 from policies.control.fleet.where import tell_unknown
 from policies.control.lifecycle import run_lifecycle
@@ -47,6 +48,7 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     run_lifecycle(tick)
     stop_at_cap(tick)
     tell_unknown(tick)
+    steer_parking(tick)
     fill_slots(tick)
     tell_missing(tick)
     actions = _actions(tick.state, snapshot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from policies.control.fleet.parking import drain_parked
 from policies.control.fleet.spending import BUDGET
 from policies.control.observed import HEARTBEAT_FRESH_S, HEARTBEAT_LOST_S, MACHINE_LOST_S
 from policies.control.rollback.begin import begin_by_hand
@@ -129,7 +130,11 @@ def _give_up_silent(tick: Tick, node: Node) -> None:
 
 
 def _trainer_drains(tick: Tick, node: Node) -> None:
-    """Return a machine that the cloud has announced to take and has not, once nobody needs it."""
+    """Return a machine that the cloud has announced to take and has not, once nobody needs it; or one that goes
+    back because the run parks."""
+    if tick.state.phase is RunPhase.PARKED:
+        drain_parked(tick, node)
+        return
     others = [other for other in tick.state.live(Role.TRAINER) if other.id != node.id]
     if node.attempt_ended_at_s is not None:
         tick.move(node, NodePhase.TERMINATING, "drained: its work has ended")
@@ -149,7 +154,8 @@ def _trainer_ended(tick: Tick, node: Node, exit_code: int, ended_at_s: float) ->
     failures, rollback = tick.state.trainer_failures, tick.state.rollback
     if rollback is not None and rollback.stage in (RollbackStage.BEGUN, RollbackStage.FORKED):
         return  # it goes on with the new timeline, once that is there
-    if exit_code == exit_codes.OK:
+    parked = tick.state.phase is RunPhase.PARKED
+    if exit_code == exit_codes.OK and not (parked and _has_steps_left(tick, node)):
         tick.move_run(RunPhase.FINISHED, "the trainer reached its last step")
     elif exit_code == exit_codes.BAD_SPEC or (exit_code == exit_codes.UNFIT_MACHINE and not tick.state.proved):
         tick.move_run(RunPhase.FAILED, f"the trainer cannot work with this run.yaml; {log}")
@@ -162,6 +168,12 @@ def _trainer_ended(tick: Tick, node: Node, exit_code: int, ended_at_s: float) ->
         tick.move(node, NodePhase.TERMINATING, why, _failure_of(tick, node))
     elif node.phase is not NodePhase.DRAINING and tick.waited_s(ended_at_s) >= restart_wait_s(failures):
         tick.restart(node, f"restarted after exit code {exit_code}")
+
+
+def _has_steps_left(tick: Tick, node: Node) -> bool:
+    """Whether a trainer that was told to end did so before it trained."""
+    beat = tick.snapshot.heartbeat_of(node)
+    return beat is not None and beat.step < beat.max_steps
 
 
 def _rollout(tick: Tick, node: Node) -> None:

@@ -1,4 +1,4 @@
-"""A run that is asked to stop: its trainer gets the time to store what it has; all else goes at once.
+"""A run that is asked to stop, or parks: its trainer gets the time to store what it has; all else goes at once.
 
 The trainer needs no rollout node for that: it leaves its present step and saves the end of the one before.
 """
@@ -48,7 +48,7 @@ def stop_at_once(tick: Tick) -> None:
 
 def stop_requests(state: RunState, node: Node, snapshot: Snapshot) -> list[AskToStop]:
     """Return what asks the node's trainer to end, until it says that it will."""
-    if state.phase is not RunPhase.STOPPING or node.role is not Role.TRAINER:
+    if state.phase not in (RunPhase.STOPPING, RunPhase.PARKED) or node.role is not Role.TRAINER:
         return []
     if node.phase is not NodePhase.DRAINING or node.attempt_ended_at_s is not None:
         return []

@@ -38,7 +38,9 @@ class Tick:
         self.emit(NodeMoved(node.id, phase, reason, refusal), f"{node.id} {phase}: {reason}")
 
     def move_run(self, phase: RunPhase, reason: str) -> None:
-        self.emit(RunMoved(phase, reason), f"run {phase}: {reason}")
+        since_s = self.state.parked_at_s
+        parked_s = None if since_s is None else self.waited_s(since_s)
+        self.emit(RunMoved(phase, reason, parked_s), f"run {phase}: {reason}")
 
     def bought(self, machine: Machine) -> None:
         prices = machine.price_usd_per_h, machine.on_demand_usd_per_h

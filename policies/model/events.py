@@ -34,10 +34,11 @@ class TookOver:
 
 @dataclass(frozen=True, slots=True)
 class RunMoved:
-    """The run changed its phase."""
+    """The run changed its phase. `parked_s`: how long it was parked, where it was until now."""
 
     phase: RunPhase
     reason: str
+    parked_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

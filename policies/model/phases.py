@@ -28,6 +28,7 @@ NODE_EDGES: dict[tuple[N, N], str] = {
     (N.SERVING, N.TERMINATING): "no longer wanted, or silent while its machine is up",
     (N.SERVING, N.GONE): "the cloud no longer has it",
     (N.DRAINING, N.TERMINATING): "drained, or no longer waited for",
+    (N.DRAINING, N.BOOTING): "its work broke before all was stored, and its machine stays",
     (N.DRAINING, N.GONE): "the cloud took it",
     (N.TERMINATING, N.GONE): "the cloud confirms it is gone",
 }
@@ -40,6 +41,13 @@ RUN_EDGES: dict[tuple[R, R], str] = {
     (R.TRAINING, R.FINISHED): "the trainer reached its last step",
     (R.TRAINING, R.STOPPING): "asked to stop",
     (R.TRAINING, R.FAILED): "run.yaml or the checkpoints cannot be used, or the trainer fails again and again",
+    (R.TRAINING, R.PARKED): "no rollout node can be had, and waiting has cost what a restart does",
+    (R.PARKED, R.STARTING): "a rollout node's machine is there, or the trainer broke before all was stored",
+    (R.PARKED, R.STOPPING): "asked to stop",
+    (R.PARKED, R.FINISHED): "the trainer had reached its last step",
+    (R.PARKED, R.FAILED): "the trainer ended for a reason that no other try would mend",
+    (R.PARKED, R.PAUSED): "its last steps diverged or ran out of memory, and a person is to decide",
+    (R.PARKED, R.GAVE_UP): "its last steps diverged, and the budget of rollbacks is spent",
     (R.STARTING, R.PAUSED): "it diverged or ran out of memory, and a person is to decide",
     (R.TRAINING, R.PAUSED): "it diverged or ran out of memory, and a person is to decide",
     (R.STARTING, R.GAVE_UP): "it diverged, and the budget of rollbacks is spent",
@@ -71,7 +79,7 @@ ROLLBACK_EDGES: dict[tuple[S | None, S | None], str] = {
     (S.PROBATION, S.BEGUN): "the new timeline diverged or ran out of memory, or a person asks for another one",
 }
 
-LIVE_RUN = frozenset({R.STARTING, R.TRAINING})
+LIVE_RUN = frozenset({R.STARTING, R.TRAINING, R.PARKED})
 TERMINAL_RUN = frozenset({R.FINISHED, R.STOPPED, R.FAILED, R.PAUSED, R.GAVE_UP})
 LIVE_NODE = frozenset({N.REQUESTED, N.BOOTING, N.SERVING, N.DRAINING})
 FILLING_NODE = LIVE_NODE - {N.DRAINING}  # its slot needs no other

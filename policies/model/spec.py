@@ -228,6 +228,11 @@ def generates_itself(spec: RunSpec) -> bool:
     return spec.rollout.replicas.max == 0
 
 
+def stores_checkpoints(spec: RunSpec) -> bool:
+    """Whether a trainer that ends can be continued from where it was. An evaluation stores none."""
+    return spec.grpo.get("save_strategy") != "no"
+
+
 def processes_of(spec: RunSpec) -> int:
     """How many processes train."""
     return processes_in(spec.trainer.accelerate or {}, spec.trainer.resources)

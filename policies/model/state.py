@@ -111,6 +111,7 @@ class RunState:
     spot_short_since_s: float | None = None  # rollout machines on spot were refused or lost, and none held before
     trainerless_since_s: float | None = None  # there has been no machine for the trainer since
     rolloutless_since_s: float | None = None  # the same, of rollout nodes
+    parked_at_s: float | None = None  # while it is parked
     capacity_told: frozenset[str] = frozenset()  # roles whose lack of machines was told
     commands_taken: frozenset[str] = frozenset()
     gateway_boot_id: str | None = None

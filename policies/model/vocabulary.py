@@ -74,6 +74,7 @@ class RunPhase(StrEnum):
 
     STARTING = "starting"
     TRAINING = "training"
+    PARKED = "parked"  # no rollout node can be had: the trainer's machine is returned until one can
     FINISHED = "finished"  # the trainer reached its last step
     STOPPING = "stopping"  # asked to stop, machines going down
     STOPPED = "stopped"

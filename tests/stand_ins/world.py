@@ -247,7 +247,8 @@ class World:
         if step and step % self.save_steps == 0 and not tripped:
             new, verdict = PolicyVersion(timeline, step), self._verdict(timeline)
             self.checkpoints = stored(self.checkpoints, new, verdict, self.forks, self.spec.checkpoints)
-        activity = "done" if step == self.max_steps else "training"
+        waits = not (rollouts or generates_itself(self.spec))
+        activity = "done" if step == self.max_steps else "waiting" if waits else "training"
         if tripped and self.guarded:
             activity = "diverged"
         self.beat = Trainer(
@@ -263,7 +264,7 @@ class World:
             verdict=self._verdict(timeline) if self.guarded else None,
             leaving=self.stops_at_s is not None,
         )
-        if activity != "training":
+        if activity in ("done", "diverged"):
             self.exit(trainer.node, exit_codes.OK if activity == "done" else exit_codes.DIVERGED)
 
     def lose(self, node: str) -> None:

@@ -21,6 +21,7 @@ SPARK_MIN, SPARK_MOST = 8, 22
 RUN_STYLES = {
     RunPhase.STARTING: "yellow",
     RunPhase.TRAINING: "green",
+    RunPhase.PARKED: "cyan",
     RunPhase.FINISHED: "bold green",
     RunPhase.STOPPING: "yellow",
     RunPhase.STOPPED: "magenta",

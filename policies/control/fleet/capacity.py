@@ -5,7 +5,7 @@ from __future__ import annotations
 from policies.control.tick import Tick
 from policies.model.events import CapacityMissing
 from policies.model.phases import LIVE_RUN
-from policies.model.vocabulary import NodePhase, Role, role_of
+from policies.model.vocabulary import NodePhase, Role, RunPhase, role_of
 
 MISSING_S = 3600.0  # shorter droughts are usual, and pass
 
@@ -13,8 +13,8 @@ MISSING_S = 3600.0  # shorter droughts are usual, and pass
 def tell_missing(tick: Tick) -> None:
     """Journal that a run has waited for a machine for an hour, as far as this controller has watched: without one
     for the trainer, or without any for rollouts while the trainer works."""
-    if tick.state.phase not in LIVE_RUN:
-        return
+    if tick.state.phase not in LIVE_RUN or tick.state.phase is RunPhase.PARKED:
+        return  # a parked run has told it
     trainers = tick.state.trainer_machines
     if not trainers:
         _tell(tick, Role.TRAINER, tick.state.trainerless_since_s)

@@ -4,7 +4,8 @@ The trainer comes first: rollout nodes can do nothing without it. Until one has 
 requested: what it cannot work with is found on one machine and not on all. From then on they are requested once
 the trainer's machine is there; loading the model takes it about as long as a rollout node needs to start. When the
 trainer's machine is lost and no other can be had, they are kept for as long as starting them again would take: so
-waiting costs at most twice what the best choice would have.
+waiting costs at most twice what the best choice would have. A parked run (`parking`) asks for one rollout node,
+and for no trainer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from policies.control.fleet.markets import market_of
+from policies.control.fleet.probing import may_probe
 from policies.control.fleet.size import may_go, return_surplus, rollouts_wanted, size_fleet
 from policies.control.fleet.spending import Purse, refuse
 from policies.control.fleet.stand_ins import missing, stand_ins_of, surplus
@@ -104,13 +106,17 @@ def _stand_in(tick: Tick) -> None:
             tick.move(node, NodePhase.TERMINATING, f"spot has held for {HELD_S:.0f} s")
     kind = kind_of(Role.ROLLOUT, Market.ON_DEMAND)
     failed = tick.state.kinds.get(kind, MachineKind())
-    if tick.waited_s(failed.failed_at_s) < back_off_s(failed.refused_in_a_row, True):
+    needed = tick.state.phase is not RunPhase.PARKED
+    if tick.waited_s(failed.failed_at_s) < back_off_s(failed.refused_in_a_row, needed):
         return
     taken = {node.slot for node in stand_ins_of(tick.state)}
     free = [name for role, name, _ in wanted_slots(tick.spec) if role is Role.ROLLOUT and name not in taken]
     purse = Purse(tick)
+    if not needed:  # a parked run, which it would have the trainer bought for again
+        dearest = terms_of(tick, Role.TRAINER, market_of(Role.TRAINER, tick.spec), lambda _: True)
+        purse.add(Role.TRAINER, dearest.usd_per_h or 0.0)
     for name in free[: missing(tick)]:
-        if not _trainer_is_near(tick) or not _may_buy(tick, kind, True) or tick.snapshot.pools is None:
+        if not _trainer_is_near(tick) or not _may_buy(tick, kind, needed) or tick.snapshot.pools is None:
             return
         terms = terms_of(tick, Role.ROLLOUT, Market.ON_DEMAND, partial(purse.fits, Role.ROLLOUT))
         if why := purse.refusal(Role.ROLLOUT, kind, terms.usd_per_h):
@@ -124,6 +130,8 @@ def _stand_in(tick: Tick) -> None:
 
 def _empty_slots(tick: Tick) -> list[tuple[Role, str, bool]]:
     """The places to be filled now: role, name, and whether the run needs it at once."""
+    if tick.state.phase is RunPhase.PARKED:
+        return [(Role.ROLLOUT, slot_of(Role.ROLLOUT, 0), False)] if may_probe(tick.state) else []
     nodes = [node for node in tick.state.nodes.values() if node.phase in FILLING_NODE and not node.stand_in]
     filled = {node.slot for node in nodes}
     rollouts, others = sum(1 for slot in filled if role_of(slot) is Role.ROLLOUT), len(stand_ins_of(tick.state))
@@ -156,9 +164,10 @@ def _request(
 
 
 def _trainer_is_near(tick: Tick) -> bool:
-    """Whether the trainer has a machine on which it works, or will: what it cannot work with is known."""
-    if not tick.state.proved:
-        return False
+    """Whether the trainer has a machine on which it works, or will: what it cannot work with is known. A parked
+    run asks for the trainer's once it has another."""
+    if not tick.state.proved or tick.state.phase is RunPhase.PARKED:
+        return tick.state.proved
     fails = any(kind.never_serves for name, kind in tick.state.kinds.items() if name.startswith(Role.TRAINER))
     return any(node.served or not fails for node in tick.state.trainer_machines)
 
@@ -250,8 +259,11 @@ def _unseen_s(tick: Tick, node: Node) -> float:
 
 
 def _release_idle(tick: Tick) -> None:
-    """Release the rollout nodes when the trainer has had no machine for long."""
-    since_s = tick.state.trainerless_since_s
+    """Release the rollout nodes when the trainer has had no machine for long; or, where they came while the run
+    parks, when the trainer's old machine does not go."""
+    parked, since_s = tick.state.phase is RunPhase.PARKED, tick.state.trainerless_since_s
+    if parked:
+        since_s = min((node.since_s for node in tick.state.live(Role.ROLLOUT) if _is_there(node)), default=None)
     if since_s is None or tick.snapshot.machines is None:
         return
     kind = tick.state.kinds.get(kind_of(Role.ROLLOUT, market_of(Role.ROLLOUT, tick.spec)), MachineKind())
@@ -261,4 +273,10 @@ def _release_idle(tick: Tick) -> None:
         return
     for node in tick.state.live(Role.ROLLOUT):
         reason = f"the trainer has had no machine for {hold_s:.0f} s; asked for again when it has one"
+        if parked:
+            reason = f"the trainer's old machine has not gone for {hold_s:.0f} s; asked for again when it has"
         tick.move(node, NodePhase.TERMINATING, reason)
+
+
+def _is_there(node: Node) -> bool:
+    return node.phase in (NodePhase.BOOTING, NodePhase.SERVING)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from policies.control.fleet.markets import may_stand_in
+from policies.control.fleet.probing import may_probe
 from policies.control.fleet.size import hourly_prices
 from policies.control.tick import Tick
 from policies.fleet.when import stand_ins, wait_s
 from policies.model.buying import HELD_S, MachineKind
 from policies.model.phases import FILLING_NODE
 from policies.model.state import Node, RunState
-from policies.model.vocabulary import Market, NodePhase, Role, kind_of
+from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of
 
 BOOT_S = 300.0  # of a rollout node, before one has served
 
@@ -27,13 +28,14 @@ def surplus(tick: Tick) -> int:
 
 
 def missing(tick: Tick) -> int:
-    """How many are to be bought now: the trainer has waited for spot for as long as their start costs."""
+    """How many are to be bought now: the trainer has waited for spot for as long as their start costs. A parked
+    run asks for one in turn with one on spot."""
+    if tick.state.phase is RunPhase.PARKED:
+        return int(may_probe(tick.state) and _on_demand_in_turn(tick))
     trainer = [one for one in tick.state.trainer_machines if one.phase is NodePhase.SERVING]
     short_s, spot = tick.state.spot_short_since_s, kind_of(Role.ROLLOUT, Market.SPOT)
     kinds = tick.state.kinds
-    if not trainer or short_s is None or not may_stand_in(tick.spec) or _price(tick) <= 0:
-        return 0
-    if kinds.get(spot, MachineKind()).never_serves or hourly_prices(tick.state).beside_usd_per_h <= 0:
+    if not trainer or short_s is None or not may_be_bought(tick):
         return 0
     there = [one for one in _on_spot(tick) if one.phase is not NodePhase.REQUESTED]
     wanted = _wanted(tick, len(there))
@@ -42,6 +44,25 @@ def missing(tick: Tick) -> int:
     limit_s = wait_s(max(1, wanted), _price(tick), hourly_prices(tick.state).beside_usd_per_h, boot_s)
     waited_s = tick.waited_s(max(short_s, trainer[0].since_s))
     return max(0, wanted - len(stand_ins_of(tick.state))) if waited_s >= limit_s else 0
+
+
+def may_be_bought(tick: Tick) -> bool:
+    """Whether nodes on demand may stand in at all, sooner or later."""
+    return _is_open(tick) and hourly_prices(tick.state).beside_usd_per_h > 0
+
+
+def _is_open(tick: Tick) -> bool:
+    """Whether both markets may be asked, and what fails on spot is not that machines never serve."""
+    spot = tick.state.kinds.get(kind_of(Role.ROLLOUT, Market.SPOT), MachineKind())
+    return may_stand_in(tick.spec) and _price(tick) > 0 and not spot.never_serves
+
+
+def _on_demand_in_turn(tick: Tick) -> bool:
+    spot, on_demand = (
+        tick.state.kinds.get(kind_of(Role.ROLLOUT, market), MachineKind())
+        for market in (Market.SPOT, Market.ON_DEMAND)
+    )
+    return _is_open(tick) and spot.failed_at_s >= on_demand.failed_at_s
 
 
 def _wanted(tick: Tick, spot: int) -> int:

@@ -79,7 +79,7 @@ def _fence(tick: Tick, rollback: Rollback) -> None:
         return
     tick.emit(TrainerFenced(rollback.fork.timeline), "the old trainer has ended")
     for node in trainers:
-        if node.attempt_ended_at_s is not None:
+        if node.attempt_ended_at_s is not None and node.phase is not NodePhase.DRAINING:
             tick.restart(node, f"goes on with timeline {rollback.fork.timeline}")
 
 

@@ -79,11 +79,7 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
         case TookOver():
             return replace(with_times_up_to(_with_times_up_to(state, time_s), time_s), epoch=number)
         case RunMoved():
-            check_move(RUN_EDGES, state.phase, event.phase)
-            state = replace(state, phase=event.phase, reason=event.reason)
-            if event.phase is RunPhase.STARTING:  # somebody has mended something, or wants another try
-                return replace(state, trainer_failures=0, kinds=in_place_of(state.kinds, {}), budget_reached=False)
-            return state
+            return _run_moved(state, event, time_s)
         case GatewayRestarted():
             return replace(state, gateway_boot_id=event.boot_id)
         case CommandTaken():
@@ -110,6 +106,20 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
             return replace(state, capacity_told=state.capacity_told | {event.role})
         case _:
             assert_never(event)
+
+
+def _run_moved(state: RunState, event: RunMoved, time_s: float) -> RunState:
+    check_move(RUN_EDGES, state.phase, event.phase)
+    was_parked = state.phase is RunPhase.PARKED
+    parked_at_s = time_s if event.phase is RunPhase.PARKED else None
+    state = replace(state, phase=event.phase, reason=event.reason, parked_at_s=parked_at_s)
+    if event.phase is not RunPhase.STARTING:
+        return state
+    if was_parked:  # nobody has mended anything; and only now is a machine for the trainer missing
+        since_s = None if state.trainerless_since_s is None else time_s
+        return replace(state, trainerless_since_s=since_s)
+    # Somebody has mended something, or wants another try.
+    return replace(state, trainer_failures=0, kinds=in_place_of(state.kinds, {}), budget_reached=False)
 
 
 def _apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> RunState:
@@ -262,6 +272,7 @@ def _with_times_up_to(state: RunState, time_s: float) -> RunState:
         trainerless_since_s=_not_after(state.trainerless_since_s, time_s),
         rolloutless_since_s=_not_after(state.rolloutless_since_s, time_s),
         spot_short_since_s=_not_after(state.spot_short_since_s, time_s),
+        parked_at_s=_not_after(state.parked_at_s, time_s),
         diverged_at_s=min(state.diverged_at_s, time_s),
         rollbacks=tuple(replace(one, since_s=min(one.since_s, time_s)) for one in state.rollbacks),
     )

@@ -92,6 +92,15 @@ def test_what_matters_is_told_once_and_the_next_daemon_goes_on_from_there() -> N
     assert len(told.kinds) == 3
 
 
+def test_that_a_run_parks_and_goes_on_is_told_and_no_other_start() -> None:
+    run, told = Run(), Told()
+    run.happens(TRAINS, RunMoved(RunPhase.PARKED, "no rollout node can be had"))
+    run.happens(RunMoved(RunPhase.STARTING, "rollout-0-i7 has a machine", 5400.0), TRAINS)
+    run.happens(RunMoved(RunPhase.STARTING, "resumed"), DONE)
+    run.notifier(told).close(drain_s=HANG_S)
+    assert told.kinds == ["parked", "unparked", "finished"]
+
+
 def test_what_was_not_told_is_told_again_in_order_and_each_channel_has_its_own_place() -> None:
     run, slack, command = Run(), Told(), Told("command")
     slack.broken = True

@@ -142,7 +142,7 @@ def test_all_on_demand_is_and_the_oracle_buys_what_the_run_may() -> None:
     ("trainer", "rollout", "end"),
     [
         ({"use_spot": True}, {}, RunPhase.STARTING),
-        ({}, {"use_spot": True}, RunPhase.TRAINING),
+        ({}, {"use_spot": True}, RunPhase.PARKED),
         ({}, {}, RunPhase.FINISHED),  # nodes on demand stand in
     ],
 )
@@ -152,7 +152,7 @@ def test_a_run_that_waits_for_spot_machines_breaks_no_promise(
     run = spec(2)
     sections = replace(run.trainer, resources=trainer), replace(run.rollout, resources=rollout)
     run = replace(run, trainer=sections[0], rollout=sections[1])
-    assert tell(1, run, weather=climate("never", 1, 2)).phase is end
+    assert tell(2, run, weather=climate("never", 2, 2)).phase is end
 
 
 def test_a_run_that_stops_at_its_budget_has_ended() -> None:

@@ -9,7 +9,7 @@ import pytest
 from policies.model.events import BudgetNeared, CapacityMissing
 from policies.model.vocabulary import Role
 from tests.policies.control.test_spending import Priced, capped
-from tests.stand_ins.world import World
+from tests.stand_ins.world import World, spec
 
 
 def live(world: World, seconds: float) -> None:
@@ -26,7 +26,8 @@ def told(world: World) -> list[tuple[str, float]]:
 
 @pytest.mark.parametrize("role", Role)
 def test_an_hour_without_a_machine_is_told_once(role: Role) -> None:
-    world = World(max_steps=10**6, refusing=role is Role.TRAINER, refusing_rollouts=role is Role.ROLLOUT)
+    stays = replace(spec(), grpo={"save_strategy": "no"})  # others park, which says it
+    world = World(stays, max_steps=10**6, refusing=role is Role.TRAINER, refusing_rollouts=role is Role.ROLLOUT)
     live(world, 3500.0)
     assert told(world) == []
     live(world, 4 * 3600.0)

@@ -12,7 +12,15 @@ from policies.control.lifecycle import NOTICE_TAKES_S
 from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
 from policies.control.snapshot import Launch, Terminate, Trainer
 from policies.model import exit_codes
-from policies.model.buying import PROBE_FIRST_S, PROBE_MAX_S, REFUSALS, WORKS_S, MachineKind, probe_wait_s
+from policies.model.buying import (
+    BACK_OFF_MAX_EXTRA_S,
+    PROBE_FIRST_S,
+    PROBE_MAX_S,
+    REFUSALS,
+    WORKS_S,
+    MachineKind,
+    probe_wait_s,
+)
 from policies.model.events import BuyingResumed, BuyingStopped, NodeMoved, NodeRequested, RunMoved, SpecProved
 from policies.model.folding.fold import fold
 from policies.model.state import RunState
@@ -250,7 +258,7 @@ def test_capacity_that_comes_back_is_found_soon_and_by_all() -> None:
     assert "nothing to be had" in world.state.kinds[KIND].stopped
     assert len(events_of(world, NodeRequested)) < 2 * HOUR_S / 15 + 30  # one at a time
     world.refusing_rollouts = False
-    let_pass(world, 30 / HOUR_S, dt_s=1.0)
+    let_pass(world, (BACK_OFF_MAX_EXTRA_S + 60.0) / HOUR_S, dt_s=1.0)  # the run had parked
     assert len(world.up(Role.ROLLOUT)) == 4
 
 

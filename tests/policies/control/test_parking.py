@@ -1,0 +1,436 @@
+"""A run for which no rollout node can be had returns its trainer's machine, and goes on once one can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from checkpoint.store.codec import event_from_plain, event_to_plain
+from policies.control.fleet.stand_ins import stand_ins_of
+from policies.control.observed import MACHINE_LOST_S
+from policies.control.snapshot import Action, Command, Launch, Snapshot, Trainer
+from policies.control.stopping import DOWN
+from policies.fleet.parking import IDLE_MIN_S, idle_limit_s
+from policies.model import exit_codes
+from policies.model.buying import BACK_OFF_MAX_EXTRA_S
+from policies.model.events import CapacityMissing, JobRestarted, NodeRequested, RunMoved, TimelineForked
+from policies.model.folding.fold import fold
+from policies.model.spec import Replicas, RunSpec
+from policies.model.vocabulary import Market, PolicyVersion, Role, RunPhase
+from tests.policies.control.test_spending import Priced, capped
+from tests.policies.control.test_stand_ins import TwoMarkets
+from tests.stand_ins.world import World, spec
+
+HOUR_S = 3600.0
+DT_S = 5.0
+PARKS_IN_S = IDLE_MIN_S + 60.0  # the trainer of this world boots in seconds
+
+
+@dataclass
+class Drought(World):
+    """Rollout nodes are refused, once the run has trained for a while."""
+
+    max_steps: int = 10**9
+    save_steps: int = 10**9  # nothing is stored but when a trainer is asked to end
+    cut_off: bool = False  # the trainer: nobody hears it, nor can it store
+
+    def act(self, action: Action) -> None:
+        if isinstance(action, Launch) and action.node.startswith(Role.TRAINER):
+            others = [one for one in self._trainers() if one.node != action.node]
+            assert not others, f"two trainers: {action.node} beside {others}"
+        super().act(action)
+
+    def snapshot(self) -> Snapshot:
+        looked = super().snapshot()
+        return replace(looked, members=None) if self.cut_off else looked
+
+    def _advance_trainer(self, trainer: object, dt_s: float) -> None:
+        if not self.cut_off:
+            super()._advance_trainer(trainer, dt_s)  # type: ignore[arg-type]
+
+    def let_pass(self, for_s: float, dt_s: float = DT_S) -> None:
+        end_s = self.now_s + for_s
+        while self.now_s < end_s:
+            self.tick()
+            self.advance(dt_s)
+
+    def until(self, phase: RunPhase, within_s: float = HOUR_S) -> None:
+        end_s = self.now_s + within_s
+        while self.state.phase is not phase:
+            assert self.now_s < end_s, f"not {phase} within {within_s:.0f} s: {self.state}"
+            self.tick()
+            self.advance(DT_S)
+
+    def dry_up(self) -> None:
+        self.refusing_rollouts = True
+        for node in self.up(Role.ROLLOUT):
+            self.lose(node)
+
+    def of(self, kind: type) -> list[object]:
+        return [event for _, _, events in self.history for event in events if isinstance(event, kind)]
+
+    @property
+    def moves(self) -> list[RunPhase]:
+        return [event.phase for event in self.of(RunMoved)]  # type: ignore[attr-defined]
+
+
+def is_at(world: World, phase: RunPhase) -> bool:
+    return world.state.phase is phase
+
+
+def drought(run: RunSpec | None = None, **world: object) -> Drought:
+    """A run that has trained, and has now lost its nodes."""
+    dry = Drought(run or spec(2), **world)  # type: ignore[arg-type]
+    dry.let_pass(120.0)
+    assert dry.steps > 60
+    dry.dry_up()
+    return dry
+
+
+def parked(run: RunSpec | None = None, **world: object) -> Drought:
+    dry = drought(run, **world)
+    dry.until(RunPhase.PARKED)
+    dry.let_pass(30.0)
+    assert (dry.state.phase, dry.machines) == (RunPhase.PARKED, {})
+    return dry
+
+
+def test_a_restarts_price_in_seconds_of_waiting() -> None:
+    assert idle_limit_s(600.0, 30.0, 3.0) == pytest.approx(660.0)
+    assert idle_limit_s(600.0, 4.0, 4.0) == idle_limit_s(600.0, 0.0, 4.0) == 1200.0
+    assert idle_limit_s(5.0, 4.0, 1.0) == IDLE_MIN_S
+
+
+def test_a_day_without_rollout_nodes_costs_no_trainer_and_loses_no_step() -> None:
+    world = drought()
+    lost_at_s, steps = world.now_s, int(world.steps)
+    world.until(RunPhase.PARKED)
+    assert IDLE_MIN_S <= world.now_s - lost_at_s <= PARKS_IN_S
+    world.let_pass(30.0)
+    assert world.machines == {}
+    assert world.checkpoints == [PolicyVersion(0, steps)]
+    asked = len(world.of(NodeRequested))
+    world.let_pass(24 * HOUR_S, 20.0)
+    new = world.of(NodeRequested)[asked:]
+    assert {event.role for event in new} == {Role.ROLLOUT}  # type: ignore[attr-defined]
+    assert {event.slot for event in new} == {"rollout-0"}  # type: ignore[attr-defined]
+    assert len(new) <= 24 * HOUR_S / BACK_OFF_MAX_EXTRA_S + 10
+    assert (world.machines, world.of(CapacityMissing)) == ({}, [])
+    world.refusing_rollouts = False
+    back_at_s = world.now_s
+    world.until(RunPhase.TRAINING)
+    world.let_pass(60.0)
+    assert world.now_s - back_at_s < BACK_OFF_MAX_EXTRA_S + 120.0
+    assert len(world.up(Role.ROLLOUT)) == 2
+    assert world.steps > steps
+    assert (world.state.trainer_failures, world.of(JobRestarted)) == (0, [])
+    told = [event for event in world.of(RunMoved) if event.parked_s is not None]  # type: ignore[attr-defined]
+    assert [event.parked_s > 24 * HOUR_S for event in told] == [True]  # type: ignore[attr-defined]
+    assert "rollout-0" in told[0].reason  # type: ignore[attr-defined]
+
+
+def at_work(looked: Snapshot) -> Snapshot:
+    return replace(looked, trainer=looked.trainer and replace(looked.trainer, activity="training"))
+
+
+def test_a_wait_of_minutes_and_a_trainer_at_work_park_nothing() -> None:
+    world = drought()
+    world.let_pass(IDLE_MIN_S - 30.0)
+    world.refusing_rollouts = False
+    world.let_pass(HOUR_S)
+    assert RunPhase.PARKED not in world.moves
+    world.dry_up()
+    looked = world.snapshot
+    world.snapshot = lambda: at_work(looked())  # type: ignore[method-assign]
+    world.let_pass(HOUR_S)
+    assert RunPhase.PARKED not in world.moves
+
+
+@pytest.mark.parametrize("run", [replace(spec(2), grpo={"save_strategy": "no"}), spec(0)])
+def test_what_stores_no_checkpoint_or_generates_itself_stays(run: RunSpec) -> None:
+    run = replace(run, rollout=replace(run.rollout, replicas=Replicas(min=0, max=run.rollout.replicas.max)))
+    world = drought(run)
+    world.let_pass(2 * HOUR_S)
+    assert RunPhase.PARKED not in world.moves
+
+
+def test_a_slow_launch_is_no_drought() -> None:
+    world = drought()
+    world.refusing_rollouts, world.launch_s = False, 800.0
+    world.let_pass(780.0)
+    assert is_at(world, RunPhase.TRAINING)
+    world.let_pass(120.0)
+    assert len(world.up(Role.ROLLOUT)) == 2
+
+
+def test_the_trainers_machine_stays_until_all_is_stored() -> None:
+    world = drought(storing_s=1800.0)
+    world.until(RunPhase.PARKED)
+    world.let_pass(1700.0)
+    assert world.up(Role.TRAINER)
+    world.let_pass(200.0)
+    assert world.machines == {}
+    assert [at.step for at in world.checkpoints] == [int(world.steps)]
+
+
+def test_a_trainer_that_is_cut_off_as_it_stores_is_waited_for() -> None:
+    world = drought(storing_s=60.0)
+    world.until(RunPhase.PARKED)
+    world.cut_off = True  # its gateway will be heard again before it is
+    world.let_pass(MACHINE_LOST_S - 300.0)
+    assert world.up(Role.TRAINER)
+    world.cut_off = False
+    world.let_pass(120.0)
+    assert (world.state.phase, world.machines, len(world.checkpoints)) == (RunPhase.PARKED, {}, 1)
+
+
+def test_a_trainer_that_breaks_as_it_stores_is_begun_again_on_its_machine() -> None:
+    world = drought(storing_s=600.0)
+    world.until(RunPhase.PARKED)
+    world.let_pass(60.0)
+    [node] = world.up(Role.TRAINER)
+    world.exit(node, exit_codes.FAILED)
+    world.stops_at_s = None
+    world.let_pass(60.0)
+    assert is_at(world, RunPhase.TRAINING)
+    assert world.up(Role.TRAINER) == [node]
+    assert world.launches[-1] == (node, 2)
+    assert world.state.trainer_failures == 0
+    world.until(RunPhase.PARKED)
+
+
+def test_a_drain_that_never_ends_is_waited_for_an_hour() -> None:
+    world = drought(storing_s=10**9)
+    world.until(RunPhase.PARKED)
+    world.let_pass(MACHINE_LOST_S - 60.0)
+    assert world.up(Role.TRAINER)
+    world.let_pass(120.0)
+    assert (world.state.phase, world.machines) == (RunPhase.PARKED, {})
+    world.stops_at_s = None
+    world.refusing_rollouts = False
+    world.until(RunPhase.TRAINING)
+
+
+def test_a_node_that_comes_while_the_trainer_drains_is_kept_and_used() -> None:
+    world = drought(storing_s=120.0)
+    world.launch_s = 60.0
+    world.until(RunPhase.PARKED)
+    requested = [node.id for node in world.state.live(Role.ROLLOUT)]
+    world.refusing_rollouts = False
+    if not requested:  # its next launch falls into the drain
+        world.act(Launch("rollout-0-i99", "rollout-0", Market.SPOT, 1))
+    world.let_pass(90.0)
+    assert is_at(world, RunPhase.PARKED)
+    world.until(RunPhase.TRAINING)
+    world.let_pass(120.0)
+    assert len(world.up(Role.ROLLOUT)) == 2
+
+
+def test_the_probe_is_kept_while_the_trainer_boots_and_goes_if_none_can_be_had() -> None:
+    world = parked()
+    world.boot_s[Role.TRAINER] = 800.0
+    world.refusing_rollouts = False
+    world.until(RunPhase.STARTING)
+    [probe] = world.up(Role.ROLLOUT)
+    world.until(RunPhase.TRAINING)
+    assert probe in world.up(Role.ROLLOUT)
+    world.dry_up()
+    world.until(RunPhase.PARKED, 2 * HOUR_S)
+    world.let_pass(60.0)
+    act = world.act
+    world.act = lambda action: None if isinstance(action, Launch) and "trainer" in action.node else act(action)  # type: ignore[method-assign]
+    world.refusing_rollouts = False
+    world.until(RunPhase.STARTING)
+    world.let_pass(2 * IDLE_MIN_S)
+    assert world.up(Role.ROLLOUT)  # a boot's time: the trainer's clock began anew with the unparking
+    world.let_pass(HOUR_S)
+    assert world.machines == {}
+
+
+def test_what_is_known_of_machines_that_never_serve_outlives_a_parking() -> None:
+    world = drought()
+    world.refusing_rollouts, world.boot_s[Role.ROLLOUT] = False, 10**9
+    world.let_pass(12 * HOUR_S, 20.0)
+    assert RunPhase.PARKED in world.moves
+    assert world.state.kinds["rollout on spot"].stopped
+    bought = [node for node, _ in world.launches if node.startswith(Role.ROLLOUT)]
+    assert len(bought) <= 2 + 4 + 6  # before; three in a row, side by side; then ever more rarely
+    trainers = [node for node, _ in world.launches if node.startswith(Role.TRAINER)]
+    assert len(trainers) <= 1 + 6
+
+
+def test_both_markets_are_tried_in_turn() -> None:
+    world = TwoMarkets(spec(2))
+    refuse_all = {"on": True}
+    act = world.act
+
+    def nothing(action: Action) -> None:
+        world.no_spot = refuse_all["on"] or world.no_spot
+        world.refusing_rollouts = refuse_all["on"]
+        act(action)
+
+    world.act = nothing  # type: ignore[method-assign]
+    world.let_pass(0.5, 5.0)
+    assert is_at(world, RunPhase.PARKED)
+    before = len(world.of(NodeRequested))
+    world.let_pass(2.0, 5.0)
+    markets = [event.market for event in world.of(NodeRequested)[before:]]  # type: ignore[attr-defined]
+    assert 20 < len(markets) < 2 * 2 * HOUR_S / BACK_OFF_MAX_EXTRA_S + 5
+    assert abs(markets.count(Market.SPOT) - markets.count(Market.ON_DEMAND)) <= 2
+    refuse_all["on"] = False
+    world.refusing_rollouts = False
+    world.let_pass(0.2, 5.0)
+    assert is_at(world, RunPhase.TRAINING)
+    assert stand_ins_of(world.state)
+
+
+def test_stand_ins_are_tried_before_a_run_parks() -> None:
+    world = TwoMarkets(spec(2))
+    world.let_pass(3.0)
+    assert world.stood_in
+    assert RunPhase.PARKED not in [event.phase for event in world.of(RunMoved)]  # type: ignore[attr-defined]
+
+
+def test_a_parked_run_is_stopped_and_resumed_as_any_other() -> None:
+    world = parked()
+    world.commands.append(Command("c1", DOWN))
+    world.until(RunPhase.STOPPED)
+    assert world.machines == {}
+    world.resume()
+    world.refusing_rollouts = False
+    world.until(RunPhase.TRAINING)
+    world.let_pass(60.0)
+    assert world.steps > world.checkpoints[0].step
+
+
+def test_who_takes_a_parked_run_over_leaves_it_parked_and_goes_on_with_it() -> None:
+    world = parked()
+    world.take_over()
+    world.let_pass(600.0)
+    assert (world.state.phase, world.machines) == (RunPhase.PARKED, {})
+    world.refusing_rollouts = False
+    world.until(RunPhase.TRAINING)
+
+
+@pytest.mark.parametrize("storing_s", [1.0, 60.0])
+def test_a_rollback_by_hand_of_a_parked_run_waits_for_a_node(storing_s: float) -> None:
+    world = drought(storing_s=storing_s)
+    world.checkpoints = [PolicyVersion(0, 10)]
+    world.until(RunPhase.PARKED)
+    world.commands.append(Command("c1", "rollback", "0-10"))
+    world.let_pass(HOUR_S)
+    world.stops_at_s = None  # of the old trainer, which met the new timeline before
+    assert (world.state.phase, world.machines) == (RunPhase.PARKED, {})
+    assert len(world.of(TimelineForked)) == 1
+    world.refusing_rollouts = False
+    world.until(RunPhase.TRAINING)
+    world.let_pass(60.0)
+    assert world.beat is not None
+    assert world.beat.timeline == 1
+    assert 10 < world.beat.step < 100
+
+
+def test_a_divergence_in_its_last_rows_is_answered_while_it_is_parked() -> None:
+    world = drought()
+    world.checkpoints = [PolicyVersion(0, 10)]
+    world.until(RunPhase.PARKED)
+    world.trips[0] = (int(world.steps), int(world.steps) - 1)
+    world.let_pass(HOUR_S)
+    assert len(world.of(TimelineForked)) == 1
+    assert (world.state.phase, world.machines) == (RunPhase.PARKED, {})
+    world.refusing_rollouts = False
+    world.until(RunPhase.TRAINING)
+    world.let_pass(30.0)
+    assert world.beat is not None
+    assert world.beat.timeline == 1
+
+
+def test_no_run_parks_in_the_middle_of_a_rollback() -> None:
+    world = drought()
+    world.checkpoints = [PolicyVersion(0, 10)]
+    act = world.act
+    world.act = lambda action: None if type(action).__name__ == "WriteFork" else act(action)  # type: ignore[method-assign]
+    world.commands.append(Command("c1", "rollback", "0-10"))
+    world.let_pass(HOUR_S)
+    assert RunPhase.PARKED not in world.moves
+    world.act = act  # type: ignore[method-assign]
+    world.until(RunPhase.PARKED)
+
+
+def test_a_stale_heartbeat_of_the_drained_trainer_starts_nothing() -> None:
+    world = parked()
+    stale = world.beat
+    assert isinstance(stale, Trainer)
+    world.boot_s[Role.TRAINER] = 300.0
+    world.refusing_rollouts = False
+    world.until(RunPhase.STARTING)
+    world.let_pass(200.0)
+    world.beat = replace(stale, beat_at_s=world.now_s)
+    world.tick()
+    assert is_at(world, RunPhase.STARTING)
+    world.until(RunPhase.TRAINING)
+
+
+def test_a_run_that_reached_its_last_step_as_it_parks_has_finished() -> None:
+    world = drought(storing_s=600.0)
+    world.until(RunPhase.PARKED)
+    assert world.beat is not None
+    world.beat = replace(world.beat, step=world.beat.max_steps, activity="done")
+    [node] = world.up(Role.TRAINER)
+    world.exit(node, exit_codes.OK)
+    world.run()
+    assert is_at(world, RunPhase.FINISHED)
+
+
+def test_parked_a_run_costs_nothing_and_its_cap_holds() -> None:
+    world = Priced(capped(30.0), max_steps=10**9)
+    for _ in range(200):
+        world.tick()
+        world.advance(1.0)
+    world.refusing_rollouts = True
+    for node in world.up(Role.ROLLOUT):
+        world.lose(node)
+    for _ in range(200):
+        world.tick()
+        world.advance(5.0)
+    assert is_at(world, RunPhase.PARKED)
+    spent = world.spent
+    for _ in range(500):
+        world.tick()
+        world.advance(20.0)
+    assert world.spent - spent < 0.05  # what its probe would cost, if it came
+    assert f"{36.0 * IDLE_MIN_S / 3600:.2f} USD" in world.state.reason
+
+
+def test_a_controller_that_dies_after_any_tick_of_a_parking_changes_nothing() -> None:
+    whole = drought(storing_s=20.0)
+    first = len(whole.history)
+    whole.until(RunPhase.PARKED)
+    whole.refusing_rollouts = False
+    whole.until(RunPhase.TRAINING)
+    ticks = 0
+    for at in range(first, len(whole.history)):
+        world = drought(storing_s=20.0)
+        end_s = world.now_s + 2 * HOUR_S
+        while world.state.phase is not RunPhase.PARKED or world.machines:
+            assert world.now_s < end_s
+            world.tick(journal_only=len(world.history) == at)
+            if len(world.history) == at + 1:
+                world.take_over()
+            world.advance(DT_S)
+            ticks += 1
+        world.refusing_rollouts = False
+        world.until(RunPhase.TRAINING)
+        assert len(world.up(Role.TRAINER)) == 1
+    assert ticks > 100
+
+
+def test_a_fold_and_the_journal_tell_the_same() -> None:
+    world = parked()
+    plain = [
+        (number, at, tuple(event_from_plain(event_to_plain(event), "here") for event in events))
+        for number, at, events in world.history
+    ]
+    assert fold(plain) == world.state
+    assert world.state.parked_at_s is not None
