@@ -2,7 +2,7 @@
 
 A run of 10,000 steps and 1,000 rollout nodes on files, with losses, refusals and two rollbacks; `grpo-orch web`,
 and headless Chromium on the same machine. A page is drawn once its three panels hold the curves and
-the lanes are there.
+the steps' time and the lanes are there.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ CLOSER = {"x": "step", "from": "5000", "to": "5500"}
 DRAWN = (
     "return document.querySelectorAll('#charts canvas').length === 3"
     " && document.getElementById('lanes').dataset.lanes > 0"
+    " && document.getElementById('split').dataset.points > 0"
 )
 SERIES = "return fetch('/series?' + new URLSearchParams(arguments[0])).then(answer => answer.text())"
 

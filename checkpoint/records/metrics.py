@@ -25,6 +25,8 @@ REPLAYED = "orch/replayed"  # 1 where the completions came from the store
 WAIT_S = "orch/wait_s"  # seconds in which no node could serve
 GENERATE_S = "orch/generate_s"  # seconds in which completions to train on were made
 GENERATE_NODE_S = "orch/generate_node_s"  # the same, times the machines that made them
+REWARDS_S = "orch/rewards_s"  # seconds in which completions to train on were scored
+STORE_S = "orch/store_s"  # seconds in which the trainer stood still for a checkpoint, one before this step's end
 # Of the policies published since the row before; absent where none was.
 PUBLISHED = "orch/published"  # how many
 PUBLISH_S = "orch/publish_s"

@@ -17,7 +17,19 @@ from aiohttp import hdrs, web
 from checkpoint.store.errors import NotFound, StoreError
 from orchestrator.web.access import Access, add_headers
 from orchestrator.web.page import Asked, Page, Refused
-from orchestrator.web.pages import checkpoints, diary, lanes, money, nodes, rollbacks, run, sample, samples, series
+from orchestrator.web.pages import (
+    checkpoints,
+    diary,
+    lanes,
+    money,
+    nodes,
+    rollbacks,
+    run,
+    sample,
+    samples,
+    series,
+    split,
+)
 from orchestrator.web.strip import headline, strip
 from orchestrator.web.templating import render
 from orchestrator.web.watch import Look, Watch, looks
@@ -33,6 +45,7 @@ PAGES: tuple[Page, ...] = (
     rollbacks.PAGE,
     diary.PAGE,
     series.PAGE,
+    split.PAGE,
     lanes.PAGE,
 )
 

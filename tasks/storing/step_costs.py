@@ -18,6 +18,8 @@ class StepCosts:
     wait_s: float = 0.0
     generate_s: float = 0.0  # seconds in which completions to train on were made
     generate_node_s: float = 0.0  # the same, times the machines that made them
+    rewards_s: float = 0.0  # seconds in which completions to train on were scored
+    store_s: float = 0.0  # seconds in which the trainer stood still for a checkpoint
     replayed: list[bool] = field(default_factory=list)  # of each training call
     generated_s: float = 0.0  # what generating has taken so far; never begun anew
     rewards: list[float] = field(default_factory=list)  # of each completion trained on
@@ -62,6 +64,8 @@ class StepCosts:
             metrics.WAIT_S: round(self.wait_s, 3),
             metrics.GENERATE_S: round(self.generate_s, 3),
             metrics.GENERATE_NODE_S: round(self.generate_node_s, 3),
+            metrics.REWARDS_S: round(self.rewards_s, 3),
+            metrics.STORE_S: round(self.store_s, 3),
         }
         if self.replayed:
             values[metrics.REPLAYED] = float(all(self.replayed))
@@ -69,7 +73,7 @@ class StepCosts:
             values[metrics.REWARD_MIN], values[metrics.REWARD_MAX] = min(finite), max(finite)
         values |= self.refused | self.published
         self.tokens, self.discarded, self.wait_s, self.refused, self.published = 0, 0, 0.0, {}, {}
-        self.generate_s = self.generate_node_s = 0.0
+        self.generate_s = self.generate_node_s = self.rewards_s = self.store_s = 0.0
         self.replayed.clear()
         self.rewards.clear()
         return values

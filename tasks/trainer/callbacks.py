@@ -35,6 +35,8 @@ ADD_UP = (  # over a row's logs
     metrics.WAIT_S,
     metrics.GENERATE_S,
     metrics.GENERATE_NODE_S,
+    metrics.REWARDS_S,
+    metrics.STORE_S,
     metrics.PROMPTS_REFUSED,
 )
 SAID = ("reward", "eval_reward", "kl", "loss", "grad_norm")  # of each row, in the trainer's own log

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -253,8 +254,10 @@ class FleetGRPOTrainer(
         super()._run_epoch(epoch=epoch, **rest)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        began_s = time.monotonic()
         per_function: torch.Tensor = self.without_refused(super()._calculate_rewards(*args, **kwargs))
         if self.model.training:
+            self._costs.rewards_s += time.monotonic() - began_s
             rewards = (per_function * self.reward_weights.to(per_function.device)).nansum(dim=1)
             scored = ~torch.isnan(per_function).all(dim=1)
             self._costs.rewards.extend(rewards[scored].tolist())

@@ -18,6 +18,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from tasks.machine.leaving import Leaving
 from tasks.storing.saving import CheckpointSaver
+from tasks.storing.step_costs import StepCosts
 from tasks.trl import fast_save
 from tasks.trl.offloaded_adam import catch_up
 from tasks.trl.skipped_prompts import walk_of
@@ -34,6 +35,7 @@ class SavesIntoSpool:
     save_is_due = False  # a save found no room; the same in every process
     _leaves = False  # what is saved now is the last
     _buffered_inputs: Any
+    _costs: StepCosts
     _get_output_dir: Any
     _step: int
     _timeline: int
@@ -52,6 +54,13 @@ class SavesIntoSpool:
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save into the spool; without room there, at a later step."""
+        began_s = time.monotonic()
+        try:
+            self._save_where_there_is_room(model, trial)
+        finally:
+            self._costs.store_s += time.monotonic() - began_s
+
+    def _save_where_there_is_room(self, model: Any, trial: Any) -> None:
         step = self.state.global_step
         last = self._leaves or step >= self.state.max_steps
         while True:

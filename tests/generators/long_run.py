@@ -14,7 +14,17 @@ from pathlib import Path
 
 from checkpoint.journal import journal
 from checkpoint.records import documents, forks
-from checkpoint.records.metrics import GENERATE_S, TOKENS, TOKENS_DISCARDED, WAIT_S, MetricsWriter, Row
+from checkpoint.records.metrics import (
+    GENERATE_S,
+    PUBLISH_S,
+    REWARDS_S,
+    STORE_S,
+    TOKENS,
+    TOKENS_DISCARDED,
+    WAIT_S,
+    MetricsWriter,
+    Row,
+)
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Store
@@ -241,8 +251,11 @@ class LongRun:
             "loss": 0.02 * math.exp(-2 * way) + 0.05 * gone_wrong + noise(0, 0.004),
             TOKENS: 512 * (420 + 700 * way),
             TOKENS_DISCARDED: 9000.0 if self._random.random() < 0.02 else 0.0,
-            WAIT_S: 0.0,
-            GENERATE_S: 0.6 * self._step_s,
+            WAIT_S: self._step_s * 8 * self._random.random() if self._random.random() < 0.01 else 0.0,
+            GENERATE_S: self._step_s * (0.35 + 0.15 * way + abs(noise(0, 0.03))),
+            REWARDS_S: self._step_s * (0.04 + abs(noise(0, 0.01))),
+            PUBLISH_S: self._step_s * 0.07,
+            STORE_S: self._step_s * 0.4 if step % 25 == 0 else 0.0,
         }
         if step % max(1, self.step // 80) == 0:
             values["eval_reward"] = 0.8 - 0.55 * math.exp(-3 * way) + noise(0, 0.012)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from checkpoint.records.metrics import Row
 from orchestrator.views.report import HELD_OUT, REWARD
@@ -53,12 +54,7 @@ def table(rows: Sequence[Row], axis: str, points: int) -> dict[str, Values]:
     if not rows:
         return {"x": [], **{name + end: [] for name in METRICS for end in ("", "_low", "_high")}}
     xs = np.array([_at(row, axis) for row in rows])
-    count = min(points, len(rows))
-    span = float(xs[-1] - xs[0])
-    place = np.arange(len(rows))
-    if len(rows) > points and span > 0:
-        place = np.minimum((xs - xs[0]) / span * count, count - 1).astype(int)
-    starts = np.flatnonzero(np.r_[True, place[1:] != place[:-1]])
+    starts = bins(xs, points)
     sizes = np.diff(np.r_[starts, len(rows)])
     found: dict[str, Values] = {"x": (np.add.reduceat(xs, starts) / sizes).tolist()}
     for name, metric in METRICS.items():
@@ -71,6 +67,15 @@ def table(rows: Sequence[Row], axis: str, points: int) -> dict[str, Values]:
         for end, column in (("", sums / np.maximum(counts, 1.0)), ("_low", lows), ("_high", highs)):
             found[name + end] = [float(v) if n else None for v, n in zip(column, counts, strict=True)]
     return found
+
+
+def bins(xs: NDArray[np.float64], points: int) -> NDArray[np.intp]:
+    """Where each of at most `points` stretches of equal width begins, as places in `xs`, which is in order."""
+    count, span = min(points, len(xs)), float(xs[-1] - xs[0])
+    place = np.arange(len(xs))
+    if len(xs) > points and span > 0:
+        place = np.minimum((xs - xs[0]) / span * count, count - 1).astype(int)
+    return np.flatnonzero(np.r_[True, place[1:] != place[:-1]])
 
 
 def marks(faults: Sequence[dict[str, Any]], axis: str) -> list[dict[str, Any]]:

@@ -167,11 +167,11 @@
     turn(axis === "step" ? "time" : "step");
     range = null; load();
   });
-  // What is below draws the machines over time: a part of that is a part of this.
+  // A part of what is drawn below is a part of this: of the machines in time, of the steps' time on the axis here.
   document.body.addEventListener("zoom", (event) => {
     event.preventDefault();
-    if (event.detail) turn("time");
-    range = event.detail; load();
+    if (event.detail.range) turn(event.detail.axis);
+    ({ range } = event.detail); load();
   });
   document.body.addEventListener("look", load);
   window.addEventListener("resize", () => { if (data) draw(); });

@@ -141,7 +141,7 @@
     told.textContent = parts.filter(Boolean).join(" · ");
   };
   const zoom = (to) => {
-    const event = new CustomEvent("zoom", { detail: to, cancelable: true });
+    const event = new CustomEvent("zoom", { detail: { axis: "time", range: to }, cancelable: true });
     if (document.body.dispatchEvent(event)) { axis = "time"; range = to; first = 0; load(); }
   };
   canvas.addEventListener("pointerdown", (event) => {

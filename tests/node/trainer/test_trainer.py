@@ -131,6 +131,12 @@ def test_what_a_fault_cost_is_told(finished: Finished) -> None:
     assert sum(values[metrics.TOKENS_DISCARDED] for values in rows.values()) == rows[1][metrics.TOKENS_DISCARDED]
 
 
+def test_scoring_and_storing_are_timed(finished: Finished) -> None:
+    rows = rows_of(finished)
+    assert all(values[metrics.REWARDS_S] > 0 for values in rows.values())
+    assert any(values[metrics.STORE_S] > 0 for values in rows.values())
+
+
 def test_only_what_is_missing_is_asked_for_again(finished: Finished) -> None:
     asked = {policy: [seed for at, seed in finished.asked if at == policy] for policy, _ in finished.asked}
     assert len(asked["0-0"]) == 8 + 5

@@ -112,6 +112,8 @@ def test_in_a_browser(tmp_path: Path) -> None:
         until(browser, lambda: points_of(browser)[1] > first)
         count, near, far = points_of(browser)
         assert count == far - near + 1
+        until(browser, lambda: browser.find_elements("css selector", "#split canvas"))
+        until(browser, lambda: "rewards" in browser.find_element("id", "split-told").text)
         assert 0.45 * STEPS < near < far < 0.8 * STEPS
         assert complaints(browser) == []
         # The machines below are those of the same part, over time; a part of that is one of the curves, too.

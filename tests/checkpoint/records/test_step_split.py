@@ -1,0 +1,40 @@
+"""Where the time of steps went, from the rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from checkpoint.records.metrics import GENERATE_S, PUBLISH_S, REWARDS_S, STORE_S, WAIT_S, Row
+from checkpoint.records.step_split import PARTS, STARTED_AGAIN, TRAINING, split
+
+VALUES = {WAIT_S: 3.0, GENERATE_S: 10.0, REWARDS_S: 1.0, PUBLISH_S: 2.0, STORE_S: 4.0}
+
+
+def test_what_is_not_told_is_training() -> None:
+    (one,) = split([Row(0, 1, 100.0, 1, {}), Row(0, 2, 130.0, 1, VALUES)])
+    assert one.steps == 1
+    assert one.seconds == {
+        "waiting for nodes": 3.0,
+        "generating": 10.0,
+        "rewards": 1.0,
+        "publishing weights": 2.0,
+        "storing": 4.0,
+        TRAINING: 10.0,
+        STARTED_AGAIN: 0.0,
+    }
+
+
+@pytest.mark.parametrize(("timeline", "attempt"), [(0, 2), (1, 1)])
+def test_between_two_lives_it_is_the_new_start(timeline: int, attempt: int) -> None:
+    (one,) = split([Row(0, 9, 100.0, 1, {}), Row(timeline, 7, 400.0, attempt, VALUES)])
+    assert (one.steps, one.seconds[STARTED_AGAIN], one.seconds[TRAINING]) == (1, 300.0, 0.0)
+
+
+@pytest.mark.parametrize("took_s", [-5.0, 0.0, 4.0, 11.0, 200.0])
+def test_parts_are_the_whole_whatever_was_logged(took_s: float) -> None:
+    values = {**VALUES, WAIT_S: -7.0}
+    (one,) = split([Row(0, 1, 100.0, 1, {}), Row(0, 5, 100.0 + took_s, 1, values)])
+    assert sum(one.seconds.values()) == max(0.0, took_s)
+    assert min(one.seconds.values()) == 0.0
+    assert tuple(one.seconds) == PARTS
+    assert one.steps == 4
