@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from checkpoint.journal import journal
-from checkpoint.records.documents import RunRecord
+from checkpoint.records.documents import ControllerMachine, RunRecord
 from checkpoint.records.metrics import Row
 from checkpoint.records.rehearsals import RehearsedFault
 from checkpoint.store.errors import StoreError
@@ -53,6 +53,7 @@ class Look:
     faults: Sequence[RehearsedFault]
     checkpoints: Sequence[Checkpoint]
     trainer: Trainer | None
+    controller: ControllerMachine | None
     gateway: GatewayStatus | None
     trouble: str = ""  # why it is not newer
     _made: dict[str, Any] = field(default_factory=dict)
@@ -158,6 +159,7 @@ class Watch:
             faults=tuple(reader.faults),
             checkpoints=reader.checkpoints,
             trainer=reader.trainer,
+            controller=reader.controller,
             gateway=self._looker.gateway,
         )
 

@@ -9,7 +9,6 @@
   ];
   const box = document.getElementById("charts"), toggle = document.getElementById("axis"), where = document.getElementById("where");
   let axis = "step", drawn = null, range = null, plots = [], data = null;
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const number = (v) => v == null ? "–" : Math.abs(v) >= 1000 ? v.toFixed(0) : String(+v.toPrecision(3));
 
   // How far apart two neighbours of a curve may be: beyond that the line has a hole.
@@ -39,7 +38,7 @@
     const { ctx, bbox } = u, limit = data.kl_limit;
     ctx.save();
     ctx.beginPath(); ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height); ctx.clip();
-    ctx.strokeStyle = colour("--lost"); ctx.globalAlpha = .45; ctx.lineWidth = 1;
+    ctx.strokeStyle = colourOf("--lost"); ctx.globalAlpha = .45; ctx.lineWidth = 1;
     for (const one of panel === PANELS[0] ? data.faults : []) {
       const x = Math.round(u.valToPos(one[axis], "x", true)) + .5;
       ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + devicePixelRatio * (4 + 2 * Math.min(4, one.count))); ctx.stroke();
@@ -47,7 +46,7 @@
     ctx.globalAlpha = 1;
     if (panel.limit && limit != null) {
       const y = Math.round(u.valToPos(limit, "y", true)) + .5;
-      ctx.strokeStyle = colour("--red"); ctx.setLineDash([6, 4]);
+      ctx.strokeStyle = colourOf("--red"); ctx.setLineDash([6, 4]);
       ctx.beginPath(); ctx.moveTo(bbox.left, y); ctx.lineTo(bbox.left + bbox.width, y); ctx.stroke();
     }
     ctx.restore();
@@ -55,7 +54,7 @@
   const shades = (u) => {
     if (axis !== "step") return;
     const { ctx, bbox } = u;
-    ctx.save(); ctx.fillStyle = colour("--shade");
+    ctx.save(); ctx.fillStyle = colourOf("--shade");
     for (const one of data.timelines) {
       const a = Math.max(bbox.left, u.valToPos(one.start_step, "x", true));
       const b = Math.min(bbox.left + bbox.width, u.valToPos(one.from_step, "x", true));
@@ -98,18 +97,18 @@
   };
   const below = (last) => {
     if (!last) return { values: () => [] };
-    return axis === "time" ? { values: (u, times, _at, _space, apart) => times.map((t) => onAxis(t, apart)) } : {};
+    return axis === "time" ? timeAxis : {};
   };
   const options = (panel, values, last) => {
     const hidden = { points: { show: false } };
-    const series = [{}, { stroke: colour("--grey"), width: 1, ...hidden }], bands = [];
+    const series = [{}, { stroke: colourOf("--grey"), width: 1, ...hidden }], bands = [];
     for (const [name, stroke] of panel.lines) {
       const at = series.length, sparse = name === SPARSE;
-      series.push({ stroke: colour(stroke), width: 1.5, spanGaps: sparse, points: { show: sparse, size: 4, fill: colour(stroke) } });
-      for (const _ of ["low", "high"]) series.push({ stroke: colour(stroke), width: 0, ...hidden });
-      if (!sparse) bands.push({ series: [at + 2, at + 1], fill: colour(stroke) + "33" });
+      series.push({ stroke: colourOf(stroke), width: 1.5, spanGaps: sparse, points: { show: sparse, size: 4, fill: colourOf(stroke) } });
+      for (const _ of ["low", "high"]) series.push({ stroke: colourOf(stroke), width: 0, ...hidden });
+      if (!sparse) bands.push({ series: [at + 2, at + 1], fill: colourOf(stroke) + "33" });
     }
-    const line = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+    const line = axisStyle();
     return {
       width: box.clientWidth, height: last ? HEIGHT + 18 : HEIGHT, series, bands, legend: { show: false }, padding: [4, 10, 0, 0],
       scales: { x: { time: axis === "time", ...(axis === "time" ? { range: () => [data.from_s, data.until_s] } : {}) } },

@@ -8,29 +8,18 @@
   };
   const box = document.getElementById("split"), told = document.getElementById("split-told");
   let axis = "step", range = null, data = null, plot = null, asked = 0;
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const number = (v) => v == null ? "–" : Math.abs(v) >= 1000 ? Math.round(v).toLocaleString("en") : String(+v.toPrecision(3));
   const parts = () => Object.keys(COLOURS).filter((name) => data.total_s[name] > 0);
 
-  // Each part upon those before it; drawn from the highest down, so that each hides what is below it.
-  const stacked = () => {
-    const sums = new Array(data.x.length).fill(0), columns = [];
-    for (const part of parts()) columns.unshift(data.seconds[part].map((s, i) => sums[i] += s));
-    return [data.x, ...columns];
-  };
   const most = (sums) => {
     const inOrder = [...sums].sort((a, b) => a - b);
     return Math.min(inOrder.at(-1) ?? 1, TIMES * (inOrder[inOrder.length >> 1] ?? 1)) || 1;
   };
   const tell = (at) => {
     const whole = Object.values(data.total_s).reduce((a, b) => a + b, 0);
-    const line = parts().map((part) => {
-      const key = document.createElement("i"), one = document.createElement("span");
-      key.style.setProperty("--key", `var(${COLOURS[part]})`);
-      const value = at == null ? `${(100 * data.total_s[part] / whole).toFixed(1)} %` : `${number(data.seconds[part][at])} s`;
-      one.append(key, `${part} `, Object.assign(document.createElement("b"), { textContent: value }));
-      return one;
-    });
+    const line = parts().map((part) => keyed(
+      COLOURS[part], part, at == null ? `${(100 * data.total_s[part] / whole).toFixed(1)} %` : `${number(data.seconds[part][at])} s`,
+    ));
     const place = Object.assign(document.createElement("span"), { className: "note" });
     if (at == null) place.textContent = data.steps ? `of ${number(whole / data.steps)} s a step` : "no two steps are logged";
     else place.textContent = axis === "step" ? `step ${Math.round(data.x[at]).toLocaleString("en")}` : new Date(data.x[at] * 1000).toLocaleString("en-GB");
@@ -41,13 +30,12 @@
     box.replaceChildren();
     tell(null);
     if (!data.x.length) return;
-    const columns = stacked(), names = parts().reverse();
+    const columns = [data.x, ...stackUp(parts().map((part) => data.seconds[part]))], names = parts().reverse();
     const stepped = uPlot.paths.stepped({ align: -1 });
-    const line = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
-    const below = axis === "time" ? { values: (u, times, _at, _space, apart) => times.map((t) => onAxis(t, apart)) } : {};
+    const line = axisStyle(), below = axis === "time" ? timeAxis : {};
     plot = new uPlot({
       width: box.clientWidth, height: HEIGHT + 18, legend: { show: false }, padding: [4, 10, 0, 0],
-      series: [{}, ...names.map((part) => ({ fill: colour(COLOURS[part]), width: 0, paths: stepped, points: { show: false } }))],
+      series: [{}, ...names.map((part) => ({ fill: colourOf(COLOURS[part]), width: 0, paths: stepped, points: { show: false } }))],
       scales: { x: { time: axis === "time", ...(axis === "time" ? { range: () => [data.from_s, data.until_s] } : {}) }, y: { range: () => [0, most(columns[1]) * 1.05] } },
       cursor: { sync: { key: "run" }, drag: { x: true, y: false, setScale: false }, points: { show: false } },
       axes: [{ ...line, size: 26, ...below }, { ...line, size: 70, values: (u, vs) => vs.map((v) => `${number(v)} s`) }],

@@ -97,6 +97,9 @@ def test_in_a_browser(tmp_path: Path) -> None:
             if page.name and "{" not in page.path:
                 browser.get(url.rstrip("/") + page.path)
                 assert browser.title == f"math-7b · {page.name}"
+                if page.path == "/money":
+                    until(browser, lambda: "spot" in browser.find_element("id", "dollars-told").text)
+                assert complaints(browser) == []
         browser.get(url)
         until(browser, lambda: len(browser.find_elements("css selector", "#charts canvas")) == 3)
         browser.execute_script("window.opened = 'once'")
