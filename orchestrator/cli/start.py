@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Annotated
@@ -62,14 +63,26 @@ Remote = Annotated[
     bool, typer.Option("--remote", help="Steer it from a small machine of its own, so that this one may sleep.")
 ]
 
+Web = Annotated[
+    bool,
+    typer.Option("--web", help="Serve the run page beside the daemon, on 127.0.0.1, for as long as it lives."),
+]
+WebPort = Annotated[
+    int | None,
+    typer.Option("--web-port", min=1, max=65535, help="For --web; default: 8642, or another that is free."),
+]
+
 
 def up(
     run_yaml: Annotated[Path, typer.Argument(help="The run's specification.")] = Path("run.yaml"),
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Start without asking.")] = False,
     detach: Detach = False,
     remote: Remote = False,
+    web: Web = False,
+    web_port: WebPort = None,
 ) -> None:
     """Start a run: check it, show what will be started, start its daemon, watch."""
+    page = _page_socket(web or web_port is not None, web_port, remote)
     sizes = asked_once(find_size)
     loaded = load(run_yaml, count_gpus, sizes)
     spec = loaded.spec
@@ -93,7 +106,7 @@ def up(
         _refuse_existing(store)
         raise
     keep_options(storage)
-    _start(store, record, "up", detach, controller)
+    _start(store, record, "up", detach, controller, page)
 
 
 def refuse_missing_secrets(spec: RunSpec) -> None:
@@ -115,8 +128,11 @@ def resume(
     budget_usd: Annotated[
         float | None, typer.Option("--budget-usd", min=0, help="Another `budget.usd` for the run, from now on.")
     ] = None,
+    web: Web = False,
+    web_port: WebPort = None,
 ) -> None:
     """Take a run up again after anything: its daemon gone, its machines gone, stopped by hand."""
+    page = _page_socket(web or web_port is not None, web_port, remote)
     storage = storage_of(target)
     store = open_store(storage)
     record = record_of(store)
@@ -144,11 +160,32 @@ def resume(
     keep_options(storage)
     if budget_usd is not None:
         documents.send_command(store, BUDGET, time.time(), changes={"usd": budget_usd})
-    _start(store, record, "resume", detach, controller)
+    _start(store, record, "resume", detach, controller, page)
+
+
+def _page_socket(wanted: bool, port: int | None, remote: bool) -> socket.socket | None:
+    """Listen for the run page before anything is started. Raises Stop."""
+    if not wanted:
+        return None
+    if remote:
+        raise Stop("with --remote the daemon is elsewhere: look with `grpo-orch web` from here", exit_codes.USAGE)
+    from orchestrator.web.server import HERE, listen  # no other start needs what it imports
+
+    try:
+        return listen(HERE, port)
+    except OSError as error:
+        raise Stop(
+            f"--web-port {port}: cannot listen on {HERE}: {error.strerror or error}", exit_codes.USAGE
+        ) from None
 
 
 def _start(
-    store: Store, record: RunRecord, reason: str, detach: bool, controller: RemoteController | None
+    store: Store,
+    record: RunRecord,
+    reason: str,
+    detach: bool,
+    controller: RemoteController | None,
+    page: socket.socket | None,
 ) -> None:
     remember_run(store.url)
     if controller is not None:
@@ -156,9 +193,13 @@ def _start(
         by = f"{controller.cluster}, which goes with `grpo-orch down {store.url}` and not before"
     else:
         run_token(record.run_id)
-        by = f"pid {start_daemon(store, record, reason)}"
+        by = f"pid {start_daemon(store, record, reason, page)}"
         start_rehearsal(store, record)
     console.print(f"{record.spec.name} is steered by {by}.", highlight=False, soft_wrap=True)
+    if page is not None:
+        host, port = page.getsockname()
+        page.close()  # the daemon has it
+        console.print(f"Its page: http://{host}:{port}/", highlight=False, soft_wrap=True)
     if detach:
         console.print(f"Watch it with: grpo-orch status -w {store.url}", highlight=False, soft_wrap=True)
         return

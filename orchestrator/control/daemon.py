@@ -1,4 +1,5 @@
-"""The daemon: one process that steers one run, `python -m orchestrator.control.daemon STORE-URL REASON`.
+"""The daemon: one process that steers one run, `python -m orchestrator.control.daemon STORE-URL REASON [PAGE-FD]`,
+the last a socket for the run page.
 
 It takes the run over, ticks until nothing is left to steer, and may die at any point: training goes on without it,
 and the next one continues from the journal. SIGTERM ends it and leaves every machine as it is.
@@ -31,6 +32,7 @@ from orchestrator.control.controller import Controller
 from orchestrator.control.exporter import Exporter, Seen
 from orchestrator.control.lease import RENEW_S, own_lease
 from orchestrator.control.observe import Observer
+from orchestrator.control.page import start_page
 from orchestrator.control.run_clock import RunClock
 from orchestrator.home import trust
 from orchestrator.home.folder import run_token, token_mark
@@ -61,7 +63,7 @@ def main() -> int:
         store = Store(sys.argv[1], retry_s=STORE_RETRY_S)
         guard_output(_redactor(trust.known_run(store)[0]))
         structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stdout))
-        return steer(store, sys.argv[2], stop)
+        return steer(store, sys.argv[2], stop, int(sys.argv[3]) if len(sys.argv) > 3 else None)
     except Fenced as error:
         log.warning("fenced", error=str(error))
         return exit_codes.HELD
@@ -85,7 +87,7 @@ def log_as_json() -> None:
     )
 
 
-def steer(store: Store, reason: str, stop: threading.Event) -> int:
+def steer(store: Store, reason: str, stop: threading.Event, page_fd: int | None = None) -> int:
     """Take the run over and steer it to its end, or until `stop`. Raises Fenced, NotVouched, StoreError."""
     record, run_json = trust.known_run(store)
     host, pid = socket.gethostname(), os.getpid()
@@ -105,6 +107,7 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
     if opening:
         controller.record(clock.now_s(), opening)
     renew(store, controller, journal.epoch)
+    page = None if page_fd is None else start_page(store.url, page_fd)
     exporter = Exporter(record.spec.name)
     if record.spec.metrics_port is not None:
         exporter.serve(record.spec.metrics_port)
@@ -126,6 +129,8 @@ def steer(store: Store, reason: str, stop: threading.Event) -> int:
         actuator.close()
         cloud.close()
         notifier.close(drain_s=drain_s)
+        if page is not None and page.stdin is not None:
+            page.stdin.close()
     documents.LEASE.drop(store)
     return exit_codes.OK
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from checkpoint.records import documents
@@ -21,11 +23,15 @@ class DaemonFailed(Exception):
     """The daemon did not come up; the message says why and where its log is."""
 
 
-def start_daemon(store: Store, record: RunRecord, reason: str) -> int:
-    """Start a daemon for the run and return its pid once it holds the lease. Raises DaemonFailed, NotVouched."""
+def start_daemon(store: Store, record: RunRecord, reason: str, page: socket.socket | None = None) -> int:
+    """Start a daemon for the run and return its pid once it holds the lease. Raises DaemonFailed, NotVouched.
+
+    `page` is a socket that listens: the daemon has the run page served there.
+    """
     known_run(store)  # or the daemon would refuse it, and nobody reads its log
     log = run_dir(record.run_id) / "daemon.log"
-    process = _spawn(["-m", "orchestrator.control.daemon", store.url, reason], log)
+    fds = () if page is None else (page.fileno(),)
+    process = _spawn(["-m", "orchestrator.control.daemon", store.url, reason, *map(str, fds)], log, fds)
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         lease = documents.LEASE.read(store, Unreadable())
@@ -46,7 +52,7 @@ def start_rehearsal(store: Store, record: RunRecord) -> None:
         _spawn(["-m", "orchestrator.control.rehearse", store.url], run_dir(record.run_id) / "rehearsal.log")
 
 
-def _spawn(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+def _spawn(arguments: list[str], log: Path, fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
     with log.open("ab") as out:
         return subprocess.Popen(
             [sys.executable, *arguments],
@@ -54,4 +60,5 @@ def _spawn(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=fds,
         )

@@ -53,7 +53,7 @@ class Run:
         for version in versions:
             Catalog(self.store, "test").commit(1.0, Checkpoint(version, f"m{version}", "", 1.0, 1), frozenset(), 0)
 
-    def daemon(self, _store: Store, _record: RunRecord, reason: str) -> int:
+    def daemon(self, _store: Store, _record: RunRecord, reason: str, _page: object = None) -> int:
         """One tick, with a cloud that does not answer."""
         self.started.append(reason)
         writer = Journal(self.store, "daemon")

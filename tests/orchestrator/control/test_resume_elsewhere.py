@@ -68,7 +68,7 @@ class World:
         report = MachineReport(node, attempt, exit_code, False, "172.31.0.7", "us-east-1a", "boot", 1000.0)
         documents.machine(report.node).write(self.store, report)
 
-    def start_daemon(self, store: Store, _: RunRecord, reason: str) -> int:
+    def start_daemon(self, store: Store, _: RunRecord, reason: str, _page: object = None) -> int:
         epoch = journal.recover(store).state.epoch
         self._stop = threading.Event()
         self._daemon = threading.Thread(target=daemon.steer, args=(store, reason, self._stop))

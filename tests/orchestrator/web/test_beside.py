@@ -1,0 +1,135 @@
+"""The run page beside a real daemon: it ends when that does, however it ends, and not the other way round."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+
+from checkpoint.records import documents
+from checkpoint.records.documents import RunRecord
+from checkpoint.store.run_store import Store
+from orchestrator.home.folder import keep_run_digest
+from orchestrator.home.trust import run_digest
+from policies.model.spec import Dataset, RunSpec, TrainerSpec
+from tests.budget import HANG_S
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Steered:
+    """A run whose daemon finds no machine to have, and goes on trying."""
+
+    store: Store
+    environment: dict[str, str]
+    url: str = ""
+    daemon: int = 0
+
+    def cli(self, *words: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "orchestrator", *words]
+        return subprocess.run(argv, env=self.environment, capture_output=True, text=True, timeout=HANG_S)
+
+    def begins(self) -> None:
+        done = self.cli("resume", self.store.url, "--detach", "--web-port", str(free_port()))
+        assert done.returncode == 0, done.stdout + done.stderr
+        self.url = next(word for word in done.stdout.split() if word.startswith("http://127.0.0.1:"))
+        lease = documents.LEASE.read(self.store)
+        assert lease is not None
+        self.daemon = lease.pid
+
+    @property
+    def page(self) -> int:
+        children = Path(f"/proc/{self.daemon}/task/{self.daemon}/children").read_text().split()
+        return next(int(one) for one in children if "orchestrator.web" in Path(f"/proc/{one}/cmdline").read_text())
+
+    def shows(self) -> bool:
+        with suppress(URLError, ConnectionError), urlopen(self.url + "?format=json", timeout=HANG_S) as answer:
+            return bool(json.loads(answer.read())["run"]["name"] == "sim")
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + HANG_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def is_there(pid: int) -> bool:
+    """A process that nobody has waited for yet has ended all the same."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def steered(tmp_path: Path) -> Iterator[Steered]:
+    store = Store((tmp_path / "store").as_uri())
+    trainer = TrainerSpec(model="m", dataset=Dataset(path="d"), reward_funcs=("r.f",))
+    run = RunSpec(name="sim", storage=store.url, workdir=str(tmp_path), trainer=trainer, grpo={})
+    environment = {
+        **os.environ,
+        "GRPO_ORCH_HOME": str(tmp_path / "home"),
+        "GRPO_ORCH_NODE_PYTHON": str(tmp_path / "there-is-none"),
+    }
+    made = Steered(store, environment)
+    run_json = documents.create_run(store, RunRecord(documents.SCHEMA, "sim-0", time.time(), run))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPO_ORCH_HOME", environment["GRPO_ORCH_HOME"])
+        keep_run_digest(store.url, run_digest(run_json))
+    try:
+        yield made
+    finally:
+        with suppress(ProcessLookupError):
+            if made.daemon:
+                os.kill(made.daemon, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_it_ends_with_its_daemon(steered: Steered, number: signal.Signals) -> None:
+    steered.begins()
+    until(steered.shows)
+    page = steered.page
+    os.kill(steered.daemon, number)
+    until(lambda: not is_there(page))
+    assert not steered.shows()
+
+
+def test_a_page_that_dies_is_all_that_dies(steered: Steered) -> None:
+    steered.begins()
+    until(steered.shows)
+    os.kill(steered.page, signal.SIGKILL)
+    until(lambda: not steered.shows())
+    before = documents.LEASE.read(steered.store)
+    assert before is not None
+    until(lambda: (now := documents.LEASE.read(steered.store)) is not None and now != before)
+    assert is_there(steered.daemon)
+
+
+def test_a_port_that_is_taken_is_one_line_and_nothing_is_started(steered: Steered) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = steered.cli("resume", steered.store.url, "--detach", "--web-port", port)
+    assert done.returncode == 2
+    assert f"--web-port {port}: cannot listen on 127.0.0.1: Address already in use" in done.stderr
+    assert documents.LEASE.read(steered.store) is None
