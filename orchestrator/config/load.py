@@ -6,6 +6,7 @@ earlier one has reported. Nothing is imported, started or written.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from orchestrator.config.reading.problems import ConfigError, Findings, KeyPath,
 from orchestrator.config.reading.shorthand import write_out
 from orchestrator.config.reading.structure import check_structure
 from orchestrator.config.rules.checks import cross_check, grpo_defaults
+from orchestrator.config.rules.deadline import write_out_deadline
 from orchestrator.config.rules.foreign_keys import (
     accelerate_table,
     as_vllm_spells,
@@ -57,6 +59,7 @@ def load(
     path: Path,
     gpus_here: Callable[[], int] = lambda: 0,
     find_size: Callable[[RunSpec], ModelSize] | None = None,
+    now: Callable[[], float] = time.time,
 ) -> Loaded:
     """Read and check a run.yaml.
 
@@ -64,12 +67,13 @@ def load(
         path: the file.
         gpus_here: counts this machine's GPUs for a run on the local cloud; may raise DriverFailed.
         find_size: how large the run's model is, for the disks of its machines; these stay as they are without it.
+        now: seconds since the epoch, which a deadline must be after.
 
     Raises:
         ConfigError: the file cannot be run; `problems` has all of it, in the order of the lines.
     """
     document, findings, workdir = read_document(path)
-    data = _checked(document, workdir, findings)
+    data = _checked(document, workdir, now(), findings)
     if findings.problems:
         raise ConfigError(findings.problems)
     data["grpo"] |= grpo_defaults(data, findings)
@@ -106,11 +110,12 @@ def load_storage(path: Path) -> Storage:
     return Storage(document.data["storage"], options)
 
 
-def _checked(document: Document, workdir: Path, findings: Findings) -> dict[str, Any]:
+def _checked(document: Document, workdir: Path, now_s: float, findings: Findings) -> dict[str, Any]:
     """The valid part of the document in RunSpec's shape; what is wrong is in `findings`."""
     write_out_storage(document, workdir, findings)
     write_out(document, workdir, findings)
     write_out_rehearsal(document.data, _replicas_max(document.data), findings)
+    write_out_deadline(document.data, now_s, findings)
     data = check_structure(RunSpec, document.data, (), findings)
     _check_foreign(data, findings)
     cross_check(data, findings)

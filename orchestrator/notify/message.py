@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from checkpoint.journal.entries import Record
-from policies.model.events import BudgetNeared, BudgetReached, CapacityMissing, Event, RollbackBegun, RunMoved
+from policies.model.events import (
+    BudgetNeared,
+    BudgetReached,
+    CapacityMissing,
+    DeadlineMissed,
+    Event,
+    RollbackBegun,
+    RunMoved,
+)
 from policies.model.vocabulary import RunPhase
 
 LONGEST = 1000  # characters of a reason: a glance
@@ -28,8 +36,7 @@ class Message:
     time_s: float  # seconds since the epoch, when it was journalled
     run: str
     store: str
-    # finished, failed, paused, gave_up, parked, unparked, rollback, no_capacity, budget_neared, budget_reached
-    kind: str
+    kind: str  # as docs/monitoring.md lists them
     text: str  # one line
 
 
@@ -56,6 +63,8 @@ def _told(event: Event) -> tuple[str, str] | None:
             return "rollback", f"is rolled back at step {event.from_step}, to {whereto}: {event.reason}"
         case CapacityMissing():
             return "no_capacity", f"waits: {event.reason}"
+        case DeadlineMissed():
+            return "deadline_missed", f"is at step {event.step} of {event.steps} and misses its deadline"
         case BudgetNeared():
             return "budget_neared", f"has spent {event.spent_usd:.2f} of its {event.usd:.2f} USD"
         case BudgetReached():

@@ -10,6 +10,7 @@ from checkpoint.journal.entries import Record
 from checkpoint.records.rehearsals import RehearsedFault
 from checkpoint.store.codec import event_to_plain
 from orchestrator.views.lineage import effect_words, skipped_words, start_words
+from orchestrator.views.numbers import moment
 from policies.model import exit_codes
 from policies.model.events import (
     BudgetNeared,
@@ -21,6 +22,7 @@ from policies.model.events import (
     CapacityMissing,
     CommandTaken,
     DataSetAside,
+    DeadlineMissed,
     Diverged,
     DivergenceCleared,
     DivergenceWatched,
@@ -124,6 +126,8 @@ def sentence(event: Event) -> str:
             return f"{event.spent_usd:.2f} of {event.usd:.2f} USD are spent, four fifths of the budget"
         case CapacityMissing():
             return f"The run waits for machines: {event.reason}"
+        case DeadlineMissed():
+            return _late(event)
         case BudgetSet():
             return f"The budget is {event.usd:.2f} USD from now on"
         case MachineBought():
@@ -158,6 +162,17 @@ def sentence(event: Event) -> str:
             return f"{event.key} in the store cannot be read and is left out: {event.why}"
         case _:
             assert_never(event)
+
+
+def _late(event: DeadlineMissed) -> str:
+    where = f"step {event.step} of {event.steps}"
+    if event.expected_end_s is None or event.step_s is None:
+        return f"The deadline, {moment(event.deadline_s)}, has passed at {where}; the run goes on"
+    pace = f"even {event.nodes} rollout nodes, at {event.step_s:.0f} s a step from {where} on"
+    until = f"need until {moment(event.expected_end_s)}"
+    return (
+        f"The deadline, {moment(event.deadline_s)}, is out of reach: {pace}, {until}; the run goes on as it pays"
+    )
 
 
 def _health(

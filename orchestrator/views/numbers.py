@@ -16,6 +16,11 @@ def clock(time_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(time_s))
 
 
+def moment(time_s: float) -> str:
+    """A day and a time that all read alike, `2026-11-30 18:00 UTC`."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_s))
+
+
 def duration(seconds: float) -> str:
     """`8 s`, `3:07 min`, `2:03 h`, `4.0 d`: two figures that matter, and the unit."""
     whole = round(max(0.0, seconds))

@@ -7,6 +7,7 @@ an action that was lost with a daemon is simply requested again by the next one.
 from __future__ import annotations
 
 from policies.control.fleet.capacity import tell_missing
+from policies.control.fleet.deadline import tell_late
 from policies.control.fleet.fill import fill_slots
 from policies.control.fleet.parking import steer_parking
 from policies.control.fleet.spending import stop_at_cap
@@ -51,6 +52,7 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     steer_parking(tick)
     fill_slots(tick)
     tell_missing(tick)
+    tell_late(tick)
     actions = _actions(tick.state, snapshot)
     settled = not tick.events and not actions and not _in_motion(tick.state)
     return Decision(

@@ -127,6 +127,21 @@ class CapacityMissing:
 
 
 @dataclass(frozen=True, slots=True)
+class DeadlineMissed:
+    """The deadline has passed, or is out of reach even with the most nodes that there may be. The run goes on.
+
+    `expected_end_s` with so many `nodes`, each step of `step_s`; None before steps were measured.
+    """
+
+    deadline_s: float  # seconds since the epoch
+    expected_end_s: float | None
+    step: int
+    steps: int
+    nodes: int
+    step_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class BudgetSet:
     """A user has set another `budget.usd` for this run."""
 
@@ -351,6 +366,7 @@ RunEvent = (
     | BudgetNeared
     | BudgetSet
     | CapacityMissing
+    | DeadlineMissed
 )
 Event = RunEvent | MachineEvent | TimelineEvent
 

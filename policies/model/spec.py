@@ -117,11 +117,13 @@ class KlPolicy:
 class FleetPolicy:
     """What the fleet does by itself. `dead_man_min`: a machine ends by itself when neither daemon nor gateway has
     been heard for so many minutes; 0: never. Half-lives of what was seen where machines are bought: losses
-    follow the hours of a day; capacity comes and goes within hours."""
+    follow the hours of a day; capacity comes and goes within hours. `deadline`: when the last step is to be made,
+    as `2026-11-30T18:00:00Z`; see policies.fleet.deadline."""
 
     dead_man_min: float = 30.0
     loss_half_life_h: float = 24.0
     launch_half_life_h: float = 3.0
+    deadline: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,6 +126,8 @@ class RunState:
     noticed: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # step by kind of pitfall
     store_slow: bool = False  # a checkpoint was put off, and none has found room since
     proved: bool = False  # a trainer has come as far as training, once
+    proved_at_s: float | None = None  # when that was
+    deadline_missed: bool = False  # that it is out of reach was told
     set_aside: tuple[DataSetAside, ...] = ()  # what of the store could not be read and was told, each object once
 
     @property

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from orchestrator.config.reading.json_files import config_in
 from orchestrator.config.reading.problems import Findings
+from orchestrator.config.rules.deadline import note_deadline
 from orchestrator.config.rules.foreign_keys import grpo_table
 from orchestrator.config.rules.gpus import note_idle
 from orchestrator.config.rules.processes import note_processes
@@ -31,6 +32,7 @@ def find_notices(spec: RunSpec, findings: Findings) -> None:
     note_processes(spec, findings)
     note_secrets(spec, findings)
     _several_regions(spec, findings)
+    note_deadline(spec, findings)
 
 
 def _no_kl_is_logged(spec: RunSpec, findings: Findings) -> None:

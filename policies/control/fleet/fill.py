@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from policies.control.fleet.deadline import is_behind
 from policies.control.fleet.markets import market_of
 from policies.control.fleet.probing import may_probe
 from policies.control.fleet.size import may_go, return_surplus, rollouts_wanted, size_fleet
@@ -120,9 +121,11 @@ def _stand_in(tick: Tick) -> None:
             return
         terms = terms_of(tick, Role.ROLLOUT, Market.ON_DEMAND, partial(purse.fits, Role.ROLLOUT))
         if why := purse.refusal(Role.ROLLOUT, kind, terms.usd_per_h):
+            why += ", though the deadline takes it" if is_behind(tick) else ""
             refuse(tick, Role.ROLLOUT, kind, terms.usd_per_h, why, stand_in=True)
             return
-        words = ("on demand, for spot cannot be had", purse.words())
+        late = "the run is behind its deadline" if is_behind(tick) else ""
+        words = ("on demand, for spot cannot be had", late, purse.words())
         slot = tick.state.slots.get(name, Slot())
         _request(tick, Role.ROLLOUT, name, slot, terms, *words, stand_in=True)
         purse.add(Role.ROLLOUT, terms.usd_per_h or 0.0)

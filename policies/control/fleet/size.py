@@ -6,6 +6,7 @@ nothing is generated, so that nothing is on it; one that has not come up yet goe
 
 from __future__ import annotations
 
+from policies.control.fleet.deadline import course_now, deadline_words, nodes_in_time
 from policies.control.tick import Tick
 from policies.fleet.how_many import HourlyPrices, StepShape, damped_count, optimum
 from policies.model.events import FleetSized
@@ -35,17 +36,20 @@ def hourly_prices(state: RunState) -> HourlyPrices:
 
 
 def size_fleet(tick: Tick) -> None:
-    """Journal another size of the fleet where a step would clearly be cheaper with it."""
+    """Journal another size of the fleet where a step is clearly cheaper with it, or the deadline takes more."""
     shape, replicas = tick.snapshot.step_shape, tick.spec.rollout.replicas
     prices = hourly_prices(tick.state)
     if shape is None or not prices.known or replicas.min >= replicas.max:
         return
     if tick.state.fleet_size is not None and tick.waited_s(tick.state.fleet_sized_at_s) < SETTLES_S:
         return
+    if tick.spec.policies.fleet.deadline is not None and course_now(tick) is None:
+        return  # how far the run is, is not known at this moment
     now = rollouts_wanted(tick.state, tick.spec)
-    size = damped_count(shape, prices, max(1, replicas.min), replicas.max, now)
+    in_time = nodes_in_time(tick, shape, now)
+    size = damped_count(shape, prices, max(1, replicas.min, in_time), replicas.max, now)
     if size != now:
-        reason = size_words(shape, prices)
+        reason = size_words(shape, prices) + deadline_words(tick, in_time)
         tick.emit(FleetSized(size, now, reason), f"{size} rollout nodes in place of {now}: {reason}")
 
 
@@ -60,10 +64,11 @@ def return_surplus(tick: Tick) -> None:
     """Return the nodes that are too many: those that do not serve first, then the dearest."""
     nodes = [node for node in tick.state.live(Role.ROLLOUT) if node.phase in FILLING_NODE and not node.stand_in]
     wanted = rollouts_wanted(tick.state, tick.spec)
+    pays = "are enough in time" if tick.spec.policies.fleet.deadline else "make a step cheapest"
     for node in sorted(nodes, key=_worth)[: max(0, len(nodes) - wanted)]:
         if node.phase is not NodePhase.SERVING or may_go(tick):
             price = f" at {node.price_usd_per_h:.2f} USD/h" if node.price_usd_per_h else ""
-            why = f"returned{price}, one of {len(nodes)} where {wanted} make a step cheapest"
+            why = f"returned{price}, one of {len(nodes)} where {wanted} {pays}"
             tick.move(node, NodePhase.TERMINATING, why)
 
 

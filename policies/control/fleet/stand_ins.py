@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from policies.control.fleet.deadline import boot_s, course_now, is_behind, nodes_in_time
 from policies.control.fleet.markets import may_stand_in
 from policies.control.fleet.probing import may_probe
 from policies.control.fleet.size import hourly_prices
 from policies.control.tick import Tick
-from policies.fleet.when import stand_ins, wait_s
+from policies.fleet.when import WAIT_MIN_S, stand_ins, wait_s
 from policies.model.buying import HELD_S, MachineKind
 from policies.model.phases import FILLING_NODE
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of
-
-BOOT_S = 300.0  # of a rollout node, before one has served
 
 
 def stand_ins_of(state: RunState) -> list[Node]:
@@ -21,27 +20,28 @@ def stand_ins_of(state: RunState) -> list[Node]:
 
 
 def surplus(tick: Tick) -> int:
-    """How many may go: spot machines that have held do as well."""
+    """How many may go: spot machines that have held do as well, and the deadline is as safe with them."""
     held = [one for one in _on_spot(tick) if tick.waited_s(one.since_s) >= HELD_S and one.served]
     held = [one for one in held if one.phase is NodePhase.SERVING]
-    return max(0, len(stand_ins_of(tick.state)) - _wanted(tick, len(held))) if held else 0
+    if not held or ((course := course_now(tick)) is not None and not course.is_safe):
+        return 0
+    return max(0, len(stand_ins_of(tick.state)) - _wanted(tick, len(held)))
 
 
 def missing(tick: Tick) -> int:
-    """How many are to be bought now: the trainer has waited for spot for as long as their start costs. A parked
-    run asks for one in turn with one on spot."""
+    """How many are to be bought now: the trainer has waited for spot for as long as their start costs, or the run
+    is behind on the way to its deadline. A parked run asks for one in turn with one on spot."""
     if tick.state.phase is RunPhase.PARKED:
         return int(may_probe(tick.state) and _on_demand_in_turn(tick))
     trainer = [one for one in tick.state.trainer_machines if one.phase is NodePhase.SERVING]
-    short_s, spot = tick.state.spot_short_since_s, kind_of(Role.ROLLOUT, Market.SPOT)
-    kinds = tick.state.kinds
+    short_s = tick.state.spot_short_since_s
     if not trainer or short_s is None or not may_be_bought(tick):
         return 0
     there = [one for one in _on_spot(tick) if one.phase is not NodePhase.REQUESTED]
     wanted = _wanted(tick, len(there))
-    boots = [kinds[name].boot_s for name in (kind_of(Role.ROLLOUT, Market.ON_DEMAND), spot) if name in kinds]
-    boot_s = next((one for one in boots if one is not None), BOOT_S)
-    limit_s = wait_s(max(1, wanted), _price(tick), hourly_prices(tick.state).beside_usd_per_h, boot_s)
+    beside = hourly_prices(tick.state).beside_usd_per_h
+    pays_s = wait_s(max(1, wanted), _price(tick), beside, boot_s(tick.state))
+    limit_s = WAIT_MIN_S if is_behind(tick) else pays_s
     waited_s = tick.waited_s(max(short_s, trainer[0].since_s))
     return max(0, wanted - len(stand_ins_of(tick.state))) if waited_s >= limit_s else 0
 
@@ -69,7 +69,10 @@ def _wanted(tick: Tick, spot: int) -> int:
     prices, replicas = hourly_prices(tick.state), tick.spec.rollout.replicas
     beside, node = prices.beside_usd_per_h, prices.node_usd_per_h
     shape, price = tick.snapshot.step_shape, _price(tick)
-    return stand_ins(shape, beside, price, spot, min(node, price), replicas.min, replicas.max)
+    cheapest = stand_ins(shape, beside, price, spot, min(node, price), replicas.min, replicas.max)
+    if shape is None:
+        return cheapest
+    return max(cheapest, nodes_in_time(tick, shape, spot + len(stand_ins_of(tick.state))) - spot)
 
 
 def _on_spot(tick: Tick) -> list[Node]:

@@ -23,6 +23,7 @@ from policies.model.events import (
     CapacityMissing,
     CommandTaken,
     DataSetAside,
+    DeadlineMissed,
     Event,
     FleetSized,
     GatewayRestarted,
@@ -91,7 +92,7 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
         case StoreCaughtUp():
             return replace(state, store_slow=False)
         case SpecProved():
-            return replace(state, proved=True)
+            return replace(state, proved=True, proved_at_s=time_s)
         case DataSetAside():
             return replace(state, set_aside=(*state.set_aside, event))
         case BudgetReached():
@@ -104,6 +105,8 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
             return replace(state, budget_usd=event.usd, budget_refused=frozenset(), budget_neared=False)
         case CapacityMissing():
             return replace(state, capacity_told=state.capacity_told | {event.role})
+        case DeadlineMissed():
+            return replace(state, deadline_missed=True)
         case _:
             assert_never(event)
 
@@ -273,6 +276,7 @@ def _with_times_up_to(state: RunState, time_s: float) -> RunState:
         rolloutless_since_s=_not_after(state.rolloutless_since_s, time_s),
         spot_short_since_s=_not_after(state.spot_short_since_s, time_s),
         parked_at_s=_not_after(state.parked_at_s, time_s),
+        proved_at_s=_not_after(state.proved_at_s, time_s),
         diverged_at_s=min(state.diverged_at_s, time_s),
         rollbacks=tuple(replace(one, since_s=min(one.since_s, time_s)) for one in state.rollbacks),
     )

@@ -19,6 +19,7 @@ from policies.model.events import (
     CapacityMissing,
     CommandTaken,
     DataSetAside,
+    DeadlineMissed,
     Diverged,
     DivergenceCleared,
     DivergenceWatched,
@@ -89,6 +90,15 @@ SAMPLES: list[tuple[Event, str]] = [
     (
         CapacityMissing("rollout", 5.0, "no rollout machine for 60 min; last refused: no_capacity"),
         "The run waits for machines: no rollout machine for 60 min; last refused: no_capacity",
+    ),
+    (
+        DeadlineMissed(1764525600.0, 1764532800.0, 120, 500, 4, 90.4),
+        "The deadline, 2025-11-30 18:00 UTC, is out of reach: even 4 rollout nodes, at 90 s a step from step 120 "
+        "of 500 on, need until 2025-11-30 20:00 UTC; the run goes on as it pays",
+    ),
+    (
+        DeadlineMissed(1764525600.0, None, 120, 500, 4, None),
+        "The deadline, 2025-11-30 18:00 UTC, has passed at step 120 of 500; the run goes on",
     ),
     (BudgetSet(800.0), "The budget is 800.00 USD from now on"),
     (

@@ -1,0 +1,102 @@
+"""A deadline that all on demand meets with some slack, in simulated weather: met, for less where there is spot."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from functools import cache
+
+import pytest
+
+from orchestrator.simulate.climates import climate
+from orchestrator.simulate.contest.contenders import CONTENDERS, ON_DEMAND
+from orchestrator.simulate.physics import Physics
+from orchestrator.simulate.weather import Weather
+from orchestrator.simulate.work import EPOCH_S
+from orchestrator.simulate.world import COARSE, World
+from policies.model.spec import Dataset, FleetPolicy, PoliciesSpec, Replicas, RolloutSpec, RunSpec, TrainerSpec
+from policies.model.vocabulary import RunPhase
+
+NODES, STEPS = 6, 50
+SLACK = 1.2  # times what all on demand takes
+BEGINS_S = 1000.0  # the world's
+PHYSICS = Physics(save_steps=10)
+CLIMATES = ("calm", "scarce", "storms", "never")
+SEEDS = 10
+
+
+def spec(deadline_s: float | None = None) -> RunSpec:
+    at = None if deadline_s is None else f"{datetime.fromtimestamp(EPOCH_S + deadline_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    return RunSpec(
+        name="sim",
+        storage="sim://run",
+        trainer=TrainerSpec(model="m", dataset=Dataset(path="d"), reward_funcs=("r.f",)),
+        grpo={},
+        rollout=RolloutSpec(replicas=Replicas(min=1, max=NODES)),
+        policies=PoliciesSpec(fleet=FleetPolicy(deadline=at)),
+    )
+
+
+def lived(policy: str, run: RunSpec, weather: Weather, seed: int = 0) -> World:
+    """The world after the run has ended, or after six hours."""
+    one = CONTENDERS[policy]
+    world = World(
+        seed,
+        one.spec_of(run),
+        weather=weather,
+        physics=PHYSICS,
+        max_steps=STEPS,
+        decide=one.decide,
+        rhythm=COARSE,
+        logs=True,
+    )
+    while not world.is_over and world.time_s < 6 * 3600:
+        world.run_for(60.0)
+    return world
+
+
+@cache
+def on_demand() -> tuple[float, float]:
+    """Seconds and USD of the run with all on demand."""
+    world = lived(ON_DEMAND, spec(), climate("unclouded", 0, NODES))
+    return world.time_s - BEGINS_S, world.cloud.spent_usd
+
+
+def check(name: str, seed: int) -> None:
+    took_s, usd = on_demand()
+    deadline_s = BEGINS_S + SLACK * took_s
+    world = lived("ours", spec(deadline_s), climate(name, seed, NODES), seed)
+    assert world.newest is not None
+    state = world.newest.controller.state
+    assert state.phase is RunPhase.FINISHED, f"seed {seed}"
+    assert world.time_s <= deadline_s, f"seed {seed}"
+    assert not state.deadline_missed, f"seed {seed}"
+    if name != "never":
+        assert world.cloud.spent_usd < usd, f"seed {seed}"
+    else:
+        assert world.cloud.spent_usd < 1.02 * usd, f"seed {seed}"
+
+
+@pytest.mark.parametrize("name", CLIMATES)
+def test_it_is_met_for_less_than_all_on_demand_costs(name: str) -> None:
+    check(name, 0)
+
+
+def test_without_one_the_same_run_is_cheaper_and_late() -> None:
+    """So that the others show something."""
+    world = lived("ours", spec(), climate("calm", 0, NODES))
+    assert world.time_s > BEGINS_S + SLACK * on_demand()[0]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CLIMATES)
+def test_it_is_met_in_other_weather(name: str) -> None:
+    for seed in range(1, SEEDS):
+        check(name, seed)
+
+
+def test_one_out_of_reach_costs_no_more_than_none() -> None:
+    free = lived("ours", spec(), climate("calm", 0, NODES))
+    late = lived("ours", spec(BEGINS_S + 1800.0), climate("calm", 0, NODES))
+    assert late.newest is not None
+    assert late.newest.controller.state.deadline_missed
+    assert late.cloud.spent_usd < 1.1 * free.cloud.spent_usd
