@@ -55,7 +55,10 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
     if not listed:
         console.print("no checkpoint yet")
         return
-    table = Table("version", "age", "size", "kept as", box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("version", "age", "size"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("kept as")
     for one in listed:
         age = duration(time.time() - one.created_at_s)
         why = ", ".join(reasons[one.at]) or NOT_KNOWN

@@ -27,6 +27,7 @@ from orchestrator.views.model import RunView
 from orchestrator.views.numbers import clock
 from orchestrator.views.report import Report
 from orchestrator.views.terminal import live
+from orchestrator.views.terminal.lines import plain, wrap
 from orchestrator.views.terminal.screen import HEIGHT, Screen
 from policies.control.rollback.begin import NAME_A_TARGET
 from policies.model import exit_codes
@@ -34,6 +35,8 @@ from policies.model.events import JobExited, RunMoved
 from policies.model.vocabulary import RunPhase
 
 FOLLOW_EVERY_S = 0.5
+LINES_OF_AN_EVENT = 100  # a cloud's whole error among them
+ROOM_LEAST = 20  # cells
 
 Follow = Annotated[bool, typer.Option("-f", "--follow", help="Keep printing as more comes.")]
 
@@ -82,10 +85,19 @@ def events(target: Target = None, follow: Follow = False, output: AsJson = Outpu
             if output is Output.JSON:
                 print_json(event_json(line))
             else:
-                text = f"{clock(line.time_s)} {line.text}"
-                console.print(text, markup=False, highlight=False, soft_wrap=True)
+                _print_event(line)
     except KeyboardInterrupt:
         return
+
+
+def _print_event(line: EventLine) -> None:
+    """On a terminal wrapped between words; else a line each, for other programs to read."""
+    when, words = clock(line.time_s), plain(line.text)
+    room = console.width - len(when) - 1
+    told = wrap(words, room, LINES_OF_AN_EVENT) if console.is_terminal and room >= ROOM_LEAST else [words]
+    for place, part in enumerate(told):
+        text = f"{' ' * len(when) if place else when} {part}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def report(target: Target = None, output: AsJson = Output.TEXT) -> None:

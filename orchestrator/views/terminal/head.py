@@ -29,7 +29,7 @@ RUN_STYLES = {
     RunPhase.PAUSED: "bold yellow",
     RunPhase.GAVE_UP: "bold red",
 }
-_THERE = (NodePhase.BOOTING, NodePhase.SERVING, NodePhase.DRAINING, NodePhase.TERMINATING)
+THERE = (NodePhase.BOOTING, NodePhase.SERVING, NodePhase.DRAINING, NodePhase.TERMINATING)
 
 
 def head(view: RunView, width: int) -> list[Text]:
@@ -125,7 +125,7 @@ def _beside(view: RunView) -> list[tuple[str, str, str]]:
     daemon, none = view.daemon, "" if view.over else "bold red"
     steered = f"{daemon.host}/{daemon.pid}" if daemon.alive else "none"
     saved = f"{view.checkpoint.version}, {duration(view.checkpoint.age_s)} ago" if view.checkpoint else "none yet"
-    rate = usd(sum(node.price_usd_per_h for node in view.nodes if node.phase in _THERE))
+    rate = usd(sum(node.price_usd_per_h for node in view.nodes if node.phase in THERE))
     return [
         ("checkpoint", saved, "yellow" if view.store_slow else ""),
         ("controller", plain(steered), "" if daemon.alive else none),
