@@ -10,7 +10,7 @@ from policies.control.snapshot import BEFORE_TRAINING
 from policies.control.stopping import DOWN, DOWN_NOW, stop_at_once
 from policies.control.tick import Tick
 from policies.model import exit_codes
-from policies.model.buying import MachineKind
+from policies.model.buying import REFUSALS, MachineKind
 from policies.model.events import (
     BudgetSet,
     CommandTaken,
@@ -185,6 +185,8 @@ def _rollout(tick: Tick, node: Node) -> None:
         return
     if tick.snapshot.exit_code_of(node) == exit_codes.BAD_SPEC:
         _spec_refused(tick, node)
+    elif tick.snapshot.exit_code_of(node) == exit_codes.UNFIT_MACHINE:
+        _unfit(tick, node)
     elif node.attempt >= ROLLOUT_ATTEMPTS:
         why = f"its work failed {node.attempt} times; see `grpo-orch logs {node.id}`"
         tick.move(node, NodePhase.TERMINATING, why, _failure_of(tick, node))
@@ -212,3 +214,16 @@ def _spec_refused(tick: Tick, node: Node) -> None:
         tick.move(node, NodePhase.TERMINATING, why, _failure_of(tick, node))
     elif tick.state.phase in LIVE_RUN:
         tick.move_run(RunPhase.FAILED, f"{node.id} cannot work with this run.yaml; {log}")
+
+
+def _unfit(tick: Tick, node: Node) -> None:
+    """A rollout node's work says that its machine cannot begin. Another one is bought; but where none has ever
+    worked, and REFUSALS in a row could not, it is run.yaml."""
+    log = f"see `grpo-orch logs {node.id}`"
+    worked = any(kind.served for name, kind in tick.state.kinds.items() if name.startswith(node.role))
+    worked |= any(one.served for one in tick.state.nodes.values() if one.role is node.role)
+    in_vain = tick.state.kinds.get(node.kind, MachineKind()).unserved_in_a_row + 1
+    if not worked and in_vain >= REFUSALS and tick.state.phase in LIVE_RUN:
+        tick.move_run(RunPhase.FAILED, f"{in_vain} machines in a row cannot work with this run.yaml; {log}")
+    else:
+        tick.move(node, NodePhase.TERMINATING, f"its machine cannot begin; {log}", _failure_of(tick, node))

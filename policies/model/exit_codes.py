@@ -21,6 +21,7 @@ STOPPED = 143
 OUT_OF_MEMORY = 80
 # The run has checkpoints, and none of them can be restored: training anew from the start is a person's decision.
 NO_INTACT_CHECKPOINT = 81
-# The trainer's machine cannot begin: the user's set-up fails on it, or its driver where GPUs were asked for, or it
-# shows too few of them. Unless a trainer has come as far as training with this run.yaml, that is as BAD_SPEC.
+# The machine cannot begin: the user's set-up fails on it, or its driver where GPUs were asked for, or it shows a
+# trainer too few of them. Unless a trainer has come as far as training with this run.yaml, its is as BAD_SPEC;
+# rollout nodes' is, where none has ever worked, once several in a row have ended so.
 UNFIT_MACHINE = 82

@@ -27,6 +27,10 @@ class WrongVersions(Exception):
     """What is installed here is not what this release works with."""
 
 
+class DriverTooOld(WrongVersions):
+    """This machine's driver is, which another machine's need not be."""
+
+
 def check_versions(packages: tuple[str, ...]) -> None:
     """Say which of these are not as tested, in an environment that the user has made.
 
@@ -34,7 +38,7 @@ def check_versions(packages: tuple[str, ...]) -> None:
     something has replaced what was installed.
     """
     if why := missing_driver(_cuda_of_torch(), _cuda_of_driver()):
-        raise WrongVersions(why)
+        raise DriverTooOld(why)
     tested = locked_versions("node")
     differ = [line for name in packages if (line := _difference(name, tested[name]))]
     if not differ:

@@ -36,7 +36,7 @@ from tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
 from tasks.machine.processes.children import adopt_orphans
 from tasks.machine.processes.launching import counted_gpus
 from tasks.machine.user_setup import set_up
-from tasks.machine.versions import ROLLOUT, WrongVersions, check_versions
+from tasks.machine.versions import ROLLOUT, DriverTooOld, WrongVersions, check_versions
 from tasks.peers.peers import Peers, may_pay
 from tasks.rollout.node_agent import Agent
 from tasks.rollout.rollout_engine import GaveUp
@@ -97,14 +97,15 @@ def main() -> int:
         print(f"grpo-orch rollout: {error}", file=sys.stderr, flush=True)
         return exit_codes.BAD_SPEC
     if not set_up(Path(env.workdir), spec.rollout.setup):
-        return exit_codes.BAD_SPEC
+        return exit_codes.UNFIT_MACHINE
     try:
         check_versions(ROLLOUT)
         shares = gpus_of_engines(spec)
     except (WrongVersions, DriverFailed) as error:
         hint = f"; {DRIVER_HINT}" if isinstance(error, DriverFailed) else ""
         print(f"grpo-orch rollout: {error}{hint}", file=sys.stderr, flush=True)
-        return exit_codes.BAD_SPEC
+        unfit = isinstance(error, DriverFailed | DriverTooOld)
+        return exit_codes.UNFIT_MACHINE if unfit else exit_codes.BAD_SPEC
     shutil.rmtree(Path(env.workdir) / "policies", ignore_errors=True)
     adopt_orphans()
     return asyncio.run(serve(env, spec, store, shares))

@@ -208,6 +208,28 @@ def test_a_node_whose_work_refuses_run_yaml_fails_the_run_with_its_name() -> Non
     assert world.machines == {}
 
 
+def test_the_first_rollout_machine_that_cannot_begin_is_replaced_and_the_run_goes_on() -> None:
+    world = World(spec(1), proved=True, max_steps=10**6)
+    while not world.state.live(Role.ROLLOUT):
+        world.tick()
+        world.advance()
+    world.tick()
+    world.exit("rollout-0-i1", exit_codes.UNFIT_MACHINE)
+    let_pass(world, 0.1)
+    assert world.state.phase is RunPhase.TRAINING
+    assert world.up(Role.ROLLOUT) == ["rollout-0-i2"]
+    assert [attempt for node, attempt in world.launches if node == "rollout-0-i1"] == [1]  # not once more on it
+
+
+@pytest.mark.parametrize("replicas", [1, 8])
+def test_where_no_rollout_machine_can_begin_the_third_ends_the_run(replicas: int) -> None:
+    world = World(spec(replicas), proved=True, fails={Role.ROLLOUT: exit_codes.UNFIT_MACHINE})
+    world.run()
+    assert world.state.phase is RunPhase.FAILED
+    assert "3 machines in a row cannot work with this run.yaml; see `grpo-orch logs rollout-" in world.state.reason
+    assert len(world.launches) == 1 + max(3, replicas)
+
+
 def test_one_machine_that_refuses_what_others_serve_with_does_not_end_the_run() -> None:
     world = until_training(World(max_steps=10**6))
     world.lose("rollout-1-i1")

@@ -144,20 +144,31 @@ def broken_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return SAID
 
 
-def test_a_machine_whose_driver_fails_ends_in_one_line(tmp_path: Path, broken_driver: str) -> None:
-    store = Store(f"file://{tmp_path}/store")
-    spec = replace(spec_of("H100:8"), storage=store.url)
-    documents.create_run(store, RunRecord(documents.SCHEMA, "test", 0.0, spec))
+def ended(spec: RunSpec, folder: Path, node: str, module: str) -> subprocess.CompletedProcess[str]:
+    """A machine's process that has ended by itself."""
+    store = Store(f"file://{folder}/store")
+    documents.create_run(store, RunRecord(documents.SCHEMA, "test", 0.0, replace(spec, storage=store.url)))
     vouch(store, "token")
-    told = {"RUN": store.url, "NODE": "trainer-0-i1", "TOKEN": "token", "ATTEMPT": "1", "WORKDIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tasks.machine.trainer_machine"],
+    told = {"RUN": store.url, "NODE": node, "TOKEN": "token", "ATTEMPT": "1", "WORKDIR": str(folder)}
+    return subprocess.run(
+        [sys.executable, "-m", module],
         env={**os.environ, **{f"GRPO_ORCH_{name}": value for name, value in told.items()}},
         capture_output=True,
         text=True,
         timeout=HANG_S,
         check=False,
     )
+
+
+def test_a_rollout_machine_that_cannot_begin_says_that_it_is_the_machine(tmp_path: Path) -> None:
+    spec = spec_of()
+    spec = replace(spec, rollout=replace(spec.rollout, setup="false"))
+    done = ended(spec, tmp_path, "rollout-0-i1", "tasks.rollout.agent")
+    assert done.returncode == exit_codes.UNFIT_MACHINE, done.stderr
+
+
+def test_a_machine_whose_driver_fails_ends_in_one_line(tmp_path: Path, broken_driver: str) -> None:
+    done = ended(spec_of("H100:8"), tmp_path, "trainer-0-i1", "tasks.machine.trainer_machine")
     assert done.returncode == exit_codes.UNFIT_MACHINE
     assert done.stderr.splitlines() == [f"grpo-orch trainer machine: {broken_driver}; {DRIVER_HINT}"]
 
