@@ -25,6 +25,7 @@ from policies.detect.divergence import Detector, Point, follow
 from policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls
 from policies.fleet.how_many import StepShape
 from policies.fleet.measuring import shape_of
+from policies.fleet.store_costs import Stored
 from policies.model.timelines import Fork, lineage, on_lineage
 from policies.model.vocabulary import PolicyVersion
 
@@ -105,6 +106,21 @@ class MetricsWatch:
     def newest_row(self) -> Row | None:
         """The last row that was read; None before there is one."""
         return self._recent[-1] if self._recent else None
+
+    def stored_after(self, time_s: float) -> Stored:
+        """What the rows that were logged after that, of those that were read last, say of the store's use."""
+        rows = [row for row in self._recent if row.time_s > time_s]
+        published = (row for row in reversed(self._recent) if row.values.get(metrics.PUBLISHED))
+        last = next(published, None)
+        return Stored(
+            steps=len(rows) * self._logging_steps,
+            tokens=sum(row.tokens for row in rows),
+            sent_bytes=sum(row.values.get(metrics.PUBLISHED_BYTES, 0.0) for row in rows),
+            policy_bytes=0.0
+            if last is None
+            else last.values.get(metrics.WEIGHTS_BYTES, 0.0) / last.values[metrics.PUBLISHED],
+            until_s=max((row.time_s for row in rows), default=0.0),
+        )
 
     def step_shape(self) -> StepShape | None:
         """What the newest steps that were read consist of; None before there are enough."""

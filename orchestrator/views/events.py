@@ -44,6 +44,7 @@ from policies.model.events import (
     RunMoved,
     SpecProved,
     StoreCaughtUp,
+    StoreCharged,
     StoreSlowed,
     TimelineForked,
     TimelineResumed,
@@ -128,6 +129,10 @@ def sentence(event: Event) -> str:
             return f"The run waits for machines: {event.reason}"
         case DeadlineMissed():
             return _late(event)
+        case StoreCharged():
+            moved = f"{event.sent_bytes / 1e9:.1f} GB sent, {event.fetched_bytes / 1e9:.1f} GB fetched"
+            asked = f"{event.requests:,} requests, {moved} (estimated)"
+            return f"The store has cost {event.usd:.2f} USD more: {asked}"
         case BudgetSet():
             return f"The budget is {event.usd:.2f} USD from now on"
         case MachineBought():

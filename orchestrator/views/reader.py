@@ -22,9 +22,12 @@ from checkpoint.store.run_store import Entry, Store
 from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from orchestrator.control.lease import LeaseWatch
+from orchestrator.control.store_place import store_place
 from orchestrator.views.events import EventLine, lines, rehearsed_line
 from orchestrator.views.measured.lanes import LANE_S, Lanes, LaneState, phase_state
+from policies.control.fleet.store_bill import machines_at
 from policies.control.snapshot import Trainer
+from policies.fleet.store_costs import AT_HOME, Tariff, tariff_of
 from policies.ledger.abandoned import split_by_line
 from policies.ledger.accounting import surviving_rows
 from policies.model.events import Event, NodeMoved, NodeRequested
@@ -71,6 +74,13 @@ class Reader:
     @property
     def spec(self) -> RunSpec:
         return self.record.spec
+
+    @property
+    def tariff(self) -> Tariff:
+        """What the run pays for its store."""
+        if self.spec.cloud != "sky":
+            return tariff_of(AT_HOME, AT_HOME)
+        return tariff_of(store_place(self.store), machines_at(self.state, self.spec))
 
     @property
     def kl_limit(self) -> float | None:

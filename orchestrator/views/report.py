@@ -117,7 +117,7 @@ def build_report(store: Store, now_s: float) -> Report:
     end_s, history = _end_s(reader, now_s), reader.history()
     finished = state.phase is RunPhase.FINISHED
     costs = tuple(fault_costs(reader.rows, run_faults(store, history), finished=finished))
-    money = bill(rentals(history, end_s))
+    money = bill(rentals(history, end_s), state.store_usd)
     rewards, held_out = logged(rows, REWARD), logged(rows, HELD_OUT)
     rollbacks = _rollbacks(state, reader.spec, reader.rows)
     trained = sum(row.tokens for row in rows)
@@ -143,7 +143,7 @@ def build_report(store: Store, now_s: float) -> Report:
         cost_all_on_demand_usd=money.cost_all_on_demand_usd,
         usd_per_step=money.cost_usd / rows[-1].step if rows and rows[-1].step else None,
         usd_per_million_tokens=money.cost_usd / trained * 1e6 if trained else None,
-        not_counted=not_counted(reader.spec),
+        not_counted=not_counted(reader.spec, reader.tariff),
         faults_survived=sum(cost.survived for cost in costs),
         faults=costs,
         restarts={name: slot.incarnations - 1 + slot.job_restarts for name, slot in sorted(state.slots.items())},

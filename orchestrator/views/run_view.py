@@ -158,7 +158,8 @@ def _money(reader: Reader, now_s: float, step: int, eta_s: float | None) -> Mone
         forecast_usd=None if eta_s is None else spent + rate * eta_s / 3600,
         budget_usd=caps.usd,
         budget_usd_per_h=caps.usd_per_h,
-        not_counted=not_counted(reader.spec),
+        store_usd=state.store_usd,
+        not_counted=not_counted(reader.spec, reader.tariff),
     )
 
 

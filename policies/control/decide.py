@@ -11,6 +11,7 @@ from policies.control.fleet.deadline import tell_late
 from policies.control.fleet.fill import fill_slots
 from policies.control.fleet.parking import steer_parking
 from policies.control.fleet.spending import stop_at_cap
+from policies.control.fleet.store_bill import charge_store
 from policies.control.fleet.where import tell_unknown
 from policies.control.lifecycle import run_lifecycle
 from policies.control.observed import HEARTBEAT_FRESH_S, update_node_phases
@@ -47,6 +48,7 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     update_node_phases(tick)
     steer_timeline(tick)
     run_lifecycle(tick)
+    charge_store(tick)
     stop_at_cap(tick)
     tell_unknown(tick)
     steer_parking(tick)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from policies.fleet import disks
+from policies.fleet.store_costs import Tariff
 from policies.model.spec import RunSpec
 from policies.model.state import RunState
 
@@ -24,19 +25,22 @@ class Running:
 
     usd_per_h: float
     stop_s: float
+    once_usd: float = 0.0  # what it will have cost besides by then
 
     @property
     def reserve_usd(self) -> float:
         """What it costs from now until it is known to be gone."""
-        return self.usd_per_h * (self.stop_s + TEARDOWN_S) / 3600
+        return self.usd_per_h * (self.stop_s + TEARDOWN_S) / 3600 + self.once_usd
 
 
 def together(running: Iterable[Running]) -> list[Running]:
     """Return the same cost an hour and the same reserve in as few as there are times to stop."""
-    usd_per_h: dict[float, float] = {}
+    found: dict[float, Running] = {}
     for one in running:
-        usd_per_h[one.stop_s] = usd_per_h.get(one.stop_s, 0.0) + one.usd_per_h
-    return [Running(usd, stop_s) for stop_s, usd in usd_per_h.items()]
+        before = found.get(one.stop_s, Running(0.0, one.stop_s))
+        both_usd = before.once_usd + one.once_usd
+        found[one.stop_s] = Running(before.usd_per_h + one.usd_per_h, one.stop_s, both_usd)
+    return list(found.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +52,27 @@ class Caps:
 
 
 def spent_usd(state: RunState, now_s: float) -> float:
-    """Return what the run's machines have cost until now."""
-    return state.spent_usd + sum(node.cost_usd(now_s) for node in state.nodes.values())
+    """Return what the run's machines have cost until now, and its store as far as that is journalled."""
+    return state.spent_usd + state.store_usd + sum(node.cost_usd(now_s) for node in state.nodes.values())
 
 
 def on_demand_usd(state: RunState, now_s: float) -> float:
     """Return what the same machines would have cost on demand."""
-    return state.spent_on_demand_usd + sum(node.on_demand_cost_usd(now_s) for node in state.nodes.values())
+    return (
+        state.spent_on_demand_usd
+        + state.store_usd
+        + sum(node.on_demand_cost_usd(now_s) for node in state.nodes.values())
+    )
 
 
-def not_counted(spec: RunSpec) -> str:
+def not_counted(spec: RunSpec, store: Tariff) -> str:
     """Say what such a run costs beyond what is counted."""
     unpriced = [f"disks at {cloud or 'an unnamed cloud'} (no price is known)" for cloud in disks.unknown(spec)]
-    return ", ".join([*unpriced, "the store's requests and bytes, traffic between regions and to the internet"])
+    if store.put_usd is None:
+        unpriced.append("the store's requests (no price is known)")
+    if store.why:
+        unpriced.append(f"the store's traffic ({store.why})")
+    return ", ".join([*unpriced, "what stays in the store, traffic between zones"])
 
 
 def excess(caps: Caps, spent: float, running: Iterable[Running]) -> str:

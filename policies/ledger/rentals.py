@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from policies.ledger.accounting import History
-from policies.model.events import MachineBought, NodeMoved, NodeRequested, TookOver
+from policies.model.events import MachineBought, NodeMoved, NodeRequested, StoreCharged, TookOver
 from policies.model.vocabulary import Market, NodePhase, Role
 
 
@@ -109,9 +109,17 @@ def rentals(history: History, now_s: float) -> list[Rental]:
     return sorted([*ended, *running.values()], key=lambda rental: (rental.from_s, rental.node))
 
 
-def bill(rented: Iterable[Rental]) -> Bill:
-    """Price the rentals as they were, and as if each had been on demand, where that price is known."""
-    cost = on_demand = 0.0
+def store_charges(history: History) -> list[tuple[float, float]]:
+    """Return when the journal told of the store's costs, and USD each time."""
+    return [
+        (time_s, event.usd) for _, time_s, events in history for event in events if isinstance(event, StoreCharged)
+    ]
+
+
+def bill(rented: Iterable[Rental], store_usd: float = 0.0) -> Bill:
+    """Price the rentals as they were, and as if each had been on demand, where that price is known; what the store
+    has cost is the same either way."""
+    cost = on_demand = store_usd
     for rental in rented:
         on_list = rental.on_demand_usd_per_h or rental.price_usd_per_h
         cost += rental.hours * (rental.price_usd_per_h + rental.disk_usd_per_h)
@@ -122,7 +130,8 @@ def bill(rented: Iterable[Rental]) -> Bill:
 def spent_over_time(history: History, now_s: float, controller: Iterable[ControllerRental] = ()) -> list[SpentAt]:
     """Return what was spent by each moment at which something began or ended to cost, and by `now_s`, in order.
 
-    Between two moments it grows evenly. Prices are those that became known in the end, from the request on: what a
+    Between two moments it grows evenly; the store's costs are told now and then, each time for the hour or so
+    before. Prices are those that became known in the end, from the request on: what a
     machine might have cost, and did not, is in no sum. Empty where nothing was ever asked for.
 
     Args:
@@ -130,17 +139,21 @@ def spent_over_time(history: History, now_s: float, controller: Iterable[Control
         now_s: seconds since the epoch; what still runs is counted until then.
         controller: the machines of a `--remote` run's daemon, which the journal does not tell of.
     """
-    rented = rentals(history, now_s)
+    history = list(history)
+    rented, charges = rentals(history, now_s), store_charges(history)
     changes = sorted([*_changes(rented), *_controller_changes(controller, now_s)])
-    times_s = sorted({time_s for time_s, _, _ in changes})
+    times_s = sorted({time_s for time_s, _, _ in changes} | {time_s for time_s, _ in charges})
     if not times_s:
         return []
     rates, totals = dict.fromkeys(_CATEGORIES, 0.0), dict.fromkeys(_CATEGORIES, 0.0)
-    found, place = [], 0
+    found, place, told = [], 0, 0
     for time_s, next_s in pairwise([*times_s, times_s[-1]]):
         while place < len(changes) and changes[place][0] <= time_s:
             rates[changes[place][1]] += changes[place][2]
             place += 1
+        while told < len(charges) and charges[told][0] <= time_s:
+            totals["store_usd"] += charges[told][1]
+            told += 1
         found.append(SpentAt(time_s, **totals))
         for name, rate in rates.items():
             # Rates come and go in floating point: what is left of none is none.

@@ -118,6 +118,17 @@ class BudgetNeared:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreCharged:
+    """What the run's store has cost since this was last told, estimated: `policies.fleet.store_costs`."""
+
+    usd: float
+    requests: int
+    sent_bytes: int
+    fetched_bytes: int
+    until_s: float  # when the newest step that is counted was logged, by the trainer's clock
+
+
+@dataclass(frozen=True, slots=True)
 class CapacityMissing:
     """There has been no machine of a role for an hour, though one is wanted. It is still asked for."""
 
@@ -365,6 +376,7 @@ RunEvent = (
     | BudgetRefused
     | BudgetNeared
     | BudgetSet
+    | StoreCharged
     | CapacityMissing
     | DeadlineMissed
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from policies.control.fleet import store_bill
 from policies.control.stopping import STOP_WAIT_S
 from policies.control.tick import Tick
 from policies.fleet.budget import Caps, Running, excess, spent_usd, together
@@ -49,6 +50,10 @@ class Purse:
         self._caps, self._prices_known = caps_of(tick.state, tick.spec), tick.snapshot.prices is not None
         self._spent = _spent(tick)
         self._running = _running(tick, tick.state.nodes.values())
+        self._join_usd = {role: store_bill.join_usd(tick, role) for role in Role}
+
+    def _one_more(self, role: Role, usd_per_h: float) -> Running:
+        return Running(usd_per_h, _stop_s(role), self._join_usd[role])
 
     def refusal(self, role: Role, kind: str, most_usd_per_h: float | None) -> str:
         """Say why a machine more, which may cost so much, is not bought; empty: it is."""
@@ -58,14 +63,14 @@ class Purse:
             return PRICES_UNKNOWN
         if most_usd_per_h is None:
             return f"no price is known of machines of the kind {kind}, and there is a budget"
-        return excess(self._caps, self._spent, [*self._running, Running(most_usd_per_h, _stop_s(role))])
+        return excess(self._caps, self._spent, [*self._running, self._one_more(role, most_usd_per_h)])
 
     def fits(self, role: Role, usd_per_h: float) -> bool:
         """Whether a machine more at that price is bought."""
         return not self.refusal(role, "", usd_per_h)
 
     def add(self, role: Role, most_usd_per_h: float) -> None:
-        self._running = together([*self._running, Running(most_usd_per_h, _stop_s(role))])
+        self._running = together([*self._running, self._one_more(role, most_usd_per_h)])
 
     def words(self) -> str:
         """`12.30 of 500.00 USD spent`; empty without a cap."""
@@ -96,18 +101,23 @@ def refuse(
 
 
 def _spent(tick: Tick) -> float:
-    return spent_usd(tick.state, tick.snapshot.now_s) + tick.snapshot.controller_usd
+    journalled = spent_usd(tick.state, tick.snapshot.now_s)
+    return journalled + store_bill.pending_usd(tick) + tick.snapshot.controller_usd
 
 
 def _excess_with(tick: Tick, role: Role, most_usd_per_h: float, nodes: Iterable[Node]) -> str:
     """Say which cap these nodes and one more at that price do not fit under; empty: they do."""
-    one = Running(most_usd_per_h, _stop_s(role))
+    one = Running(most_usd_per_h, _stop_s(role), store_bill.join_usd(tick, role))
     return excess(caps_of(tick.state, tick.spec), _spent(tick), [*_running(tick, nodes), one])
 
 
 def _running(tick: Tick, nodes: Iterable[Node]) -> list[Running]:
-    running = [Running(node.usd_per_h, _stop_s(node.role)) for node in nodes]
-    return together([*running, Running(tick.snapshot.controller_usd_per_h, STOP_WAIT_S)])
+    join_usd = {role: store_bill.join_usd(tick, role) for role in Role}
+    running = [
+        Running(node.usd_per_h, _stop_s(node.role), 0.0 if node.served else join_usd[node.role]) for node in nodes
+    ]
+    store = Running(store_bill.usd_per_h(tick), STOP_WAIT_S, store_bill.stop_usd(tick))
+    return together([*running, store, Running(tick.snapshot.controller_usd_per_h, STOP_WAIT_S)])
 
 
 def _stop_s(role: Role) -> float:

@@ -38,6 +38,7 @@ from policies.model.events import (
     RunMoved,
     SpecProved,
     StoreCaughtUp,
+    StoreCharged,
     StoreSlowed,
     TimelineEvent,
     TookOver,
@@ -78,7 +79,8 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
         case RunCreated():
             return replace(state, name=event.name)
         case TookOver():
-            return replace(with_times_up_to(_with_times_up_to(state, time_s), time_s), epoch=number)
+            state = with_times_up_to(_with_times_up_to(state, time_s), time_s)
+            return replace(state, epoch=number, store_charged_at_s=time_s)
         case RunMoved():
             return _run_moved(state, event, time_s)
         case GatewayRestarted():
@@ -103,6 +105,10 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
             return replace(state, budget_neared=True)
         case BudgetSet():
             return replace(state, budget_usd=event.usd, budget_refused=frozenset(), budget_neared=False)
+        case StoreCharged():
+            store_usd, until_s = state.store_usd + event.usd, max(state.store_until_s, event.until_s)
+            state = replace(state, store_usd=store_usd, store_until_s=until_s, store_charged_at_s=time_s)
+            return replace(state, joined_rollouts=0, joined_trainers=0, stopped_trainers=0)
         case CapacityMissing():
             return replace(state, capacity_told=state.capacity_told | {event.role})
         case DeadlineMissed():
@@ -212,9 +218,17 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
         state = replace(state, nodes=without_item(state.nodes, node.id))
     else:
         served = node.served or event.phase is NodePhase.SERVING
+        if served and not node.served:
+            state = _joined(state, node.role)
         node = replace(node, phase=event.phase, since_s=time_s, reason=event.reason, served=served)
         state = _with_node(state, node)
     return _noting_machines(state, node.role, event.phase, time_s)
+
+
+def _joined(state: RunState, role: Role) -> RunState:
+    if role is Role.TRAINER:
+        return replace(state, joined_trainers=state.joined_trainers + 1)
+    return replace(state, joined_rollouts=state.joined_rollouts + 1)
 
 
 def _noting_spot(state: RunState, node: Node, move: NodeMoved, time_s: float) -> RunState:
@@ -289,6 +303,8 @@ def _not_after(since_s: float | None, time_s: float) -> float | None:
 def _exited(state: RunState, event: JobExited, time_s: float) -> RunState:
     node = state.nodes[event.node]
     state = _with_node(state, replace(node, attempt_ended_at_s=time_s))
+    if node.role is Role.TRAINER and event.exit_code == exit_codes.STOPPED:
+        state = replace(state, stopped_trainers=state.stopped_trainers + 1)
     replaced = event.exit_code == exit_codes.FENCED or node.phase is NodePhase.DRAINING
     if node.role is not Role.TRAINER or event.exit_code in (exit_codes.OK, exit_codes.STOPPED) or replaced:
         return state

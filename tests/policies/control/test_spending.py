@@ -12,9 +12,10 @@ from policies.control.decide import decide
 from policies.control.fleet.spending import BUDGET
 from policies.control.snapshot import Action, Command, Snapshot, Terminate
 from policies.fleet.budget import on_demand_usd, spent_usd
+from policies.fleet.store_costs import Place, Stored
 from policies.ledger.rentals import bill, rentals, spent_over_time
 from policies.model import exit_codes
-from policies.model.events import BudgetReached, BudgetRefused, BudgetSet, NodeMoved, NodeRequested
+from policies.model.events import BudgetReached, BudgetRefused, BudgetSet, NodeMoved, NodeRequested, StoreCharged
 from policies.model.spec import Budget, RunSpec
 from policies.model.vocabulary import NodePhase, Role, RunPhase
 from tests.stand_ins.world import World, spec
@@ -139,7 +140,7 @@ def test_nothing_is_bought_before_prices_are_known() -> None:
 
 
 # SkyPilot's `best` on AWS: 1.82 USD an hour for the disk of each machine.
-DISKS = {"infra": "aws", "disk_tier": "best"}
+DISKS = {"infra": "aws/us-east-1", "disk_tier": "best"}
 ACTS = st.sampled_from(["lose", "notice", "refuse", "away", "daemon", "wait", "wait", "wait", "fast"])
 
 
@@ -198,6 +199,77 @@ def test_the_cap_is_never_passed(
     assert not disks or not over_time or over_time[-1].disks_usd > 0
     assert reported.cost_usd == pytest.approx(world.spent)
     assert reported.cost_all_on_demand_usd == pytest.approx(on_demand_usd(world.state, world.now_s))
+
+
+POLICY_BYTES, POLICY_GB = 65.6e9, 65.6  # of 32 billion parameters
+PUBLISHED_EVERY_S = 300.0
+SENT_USD_PER_GB, FETCHED_USD_PER_GB = 0.09, 0.12  # from AWS to Google's store, and back
+
+
+class Publishing(Priced):
+    """Its store is in another cloud: each policy is sent there, and fetched from there by every node; so is the
+    checkpoint with which it stops, six times as large. Its size is known, as from the first policy on. What that
+    costs is reckoned here, apart from the run."""
+
+    store_usd = 0.0
+    rows: list[float]
+    joined: set[str]
+
+    def snapshot(self) -> Snapshot:
+        new = [time_s for time_s in self.rows if time_s > self.state.store_until_s]
+        size = POLICY_BYTES * len(new)
+        until_s = max(new, default=0.0)
+        stored = Stored(len(new), 0, size, POLICY_BYTES, until_s)
+        return replace(super().snapshot(), store_place=Place("gcp", "us-east4"), stored=stored)
+
+    def advance(self, dt_s: float = 1.0) -> None:
+        published, kept = int(self.steps / PUBLISHED_EVERY_S), len(self.checkpoints)
+        super().advance(dt_s)
+        if int(self.steps / PUBLISHED_EVERY_S) > published:
+            self.rows.append(self.now_s)
+            self.store_usd += POLICY_GB * (SENT_USD_PER_GB + FETCHED_USD_PER_GB * len(self.up(Role.ROLLOUT)))
+        for node in self.state.nodes.values():
+            if node.served and node.id not in self.joined:
+                self.joined.add(node.id)
+                size_gb = POLICY_GB * (6 if node.role is Role.TRAINER else 1)
+                self.store_usd += FETCHED_USD_PER_GB * size_gb
+        self.store_usd += SENT_USD_PER_GB * 6 * POLICY_GB * (len(self.checkpoints) - kept)
+
+    @property
+    def spent(self) -> float:
+        """Machines by the state's own reckoning, and the store by what it took."""
+        return super().spent - self.state.store_usd + self.store_usd
+
+
+@settings(max_examples=30)
+@given(st.floats(90.0, 400.0), st.lists(st.tuples(ACTS, st.floats(1.0, 240.0)), max_size=25))
+def test_the_cap_is_never_passed_where_each_policy_crosses_clouds(
+    usd: float, acts: list[tuple[str, float]]
+) -> None:
+    run = with_disks(capped(usd, max_replicas=3))
+    world = Publishing(run, max_steps=10**6, save_steps=10**6, storing_s=600.0)
+    world.rows, world.joined = [], set()
+    for act, passes_s in acts:
+        world.tick()
+        if act == "daemon":
+            world.take_over()
+        elif act == "lose" and (names := sorted(world.machines)):
+            world.lose(names[-1])
+        for _ in range(5):
+            world.advance(passes_s / 5)
+            world.tick()
+            assert world.spent <= usd
+    for _ in range(5000):
+        if world.tick():
+            break
+        world.advance(20.0)
+        assert world.spent <= usd
+    assert world.state.phase is RunPhase.PAUSED
+    told = sum(event.usd for event in all_of(world, StoreCharged))  # type: ignore[attr-defined]
+    assert world.state.store_usd == pytest.approx(told)
+    assert world.state.store_usd >= world.store_usd * (1 - 1e-9)
+    if over_time := spent_over_time(world.history, world.now_s):
+        assert over_time[-1].store_usd == pytest.approx(told)
 
 
 def test_a_clock_that_is_behind_forgets_no_dollar() -> None:

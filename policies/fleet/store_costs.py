@@ -1,0 +1,157 @@
+"""What a run pays for its store: requests, and bytes that leave a region or a cloud. Estimated: nobody counts.
+
+Of each step: the policy's bytes as they were sent, fetched by every node; the completions; and a checkpoint's
+bytes, divided over the steps between two. Of each machine that joins: the whole policy, of a trainer a checkpoint,
+and of a trainer that stops another. Of each second in which a daemon steers: what daemon, gateway and trainer
+read, list and write, as counted on a run in the simulator. Nodes that fetch from each other take less from the
+store: an upper bound.
+
+Traffic within a region is free. Bytes that come in are, too, but who sends them may pay: the machines' cloud for
+what goes into a store elsewhere, the store's cloud for what machines elsewhere fetch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from policies.fleet.list_prices import OWN, store_price
+from policies.model.spec import RunSpec, model_settings
+
+GB = 10**9
+CHUNK_BYTES = 16 * 2**20  # an object of a policy or a checkpoint
+TOKEN_BYTES = 16  # of a stored completion, with its log-probability
+OBJECTS_A_STEP = 10  # completions, rows, manifests, and what lists them
+# A look of the daemon's, one a second, lists 4.5 times and reads 6 objects; lease, heartbeat and the gateway's
+# status are 2 writes a second.
+CONTROL_PUTS_A_S, CONTROL_GETS_A_S = 6.5, 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a store or a machine is. `cloud`: `r2`, one of list_prices.OWN, a cloud's name, empty where it is not
+    known; `region`: empty where it is not."""
+
+    cloud: str
+    region: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What was logged since the store was last charged for.
+
+    Attributes:
+        steps: how many.
+        tokens: of their completions.
+        sent_bytes: of their policies, that went to the store.
+        policy_bytes: a whole policy's; 0 before the first.
+        until_s: when the newest of them was logged, by the trainer's clock.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    sent_bytes: float = 0.0
+    policy_bytes: float = 0.0
+    until_s: float = 0.0
+
+
+AT_HOME = Place("local")
+NOTHING_STORED = Stored()
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What was asked of the store."""
+
+    puts: float = 0.0
+    gets: float = 0.0
+    sent_bytes: float = 0.0
+    fetched_bytes: float = 0.0
+
+    def __add__(self, other: Use) -> Use:
+        return Use(
+            self.puts + other.puts,
+            self.gets + other.gets,
+            self.sent_bytes + other.sent_bytes,
+            self.fetched_bytes + other.fetched_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tariff:
+    """USD of a request and of a GB either way; a price that is not known is None, and `why` says why."""
+
+    put_usd: float | None
+    get_usd: float | None
+    sent_usd_per_gb: float | None
+    fetched_usd_per_gb: float | None
+    why: str = ""
+
+    def usd(self, use: Use) -> float:
+        """What it cost; what has no price counts as nothing, and `why` is to be told beside it."""
+        requests = use.puts * (self.put_usd or 0.0) + use.gets * (self.get_usd or 0.0)
+        sent = use.sent_bytes / GB * (self.sent_usd_per_gb or 0.0)
+        return requests + sent + use.fetched_bytes / GB * (self.fetched_usd_per_gb or 0.0)
+
+
+def tariff_of(store: Place, machine: Place) -> Tariff:
+    """Return what a run on such machines pays for such a store."""
+    price = store_price(store.cloud)
+    if store.cloud in OWN:
+        return Tariff(0.0, 0.0, 0.0, 0.0)
+    put_usd, get_usd = (None, None) if price is None else (price.put_usd, price.get_usd)
+    if not store.cloud or not machine.cloud:
+        what = "the machines' cloud is not known" if store.cloud else "its provider is not known"
+        return Tariff(put_usd, get_usd, None, None, what)
+    if store.cloud == machine.cloud and not (store.region and machine.region):
+        return Tariff(put_usd, get_usd, None, None, "whether it is in the machines' region is not known")
+    if store == machine:
+        return Tariff(put_usd, get_usd, 0.0, 0.0)
+    sent, fetched = _leaving(machine, store), _leaving(store, machine)
+    unpriced = [one.cloud for one, usd in ((machine, sent), (store, fetched)) if usd is None]
+    return Tariff(
+        put_usd, get_usd, sent, fetched, f"no price is known of {', '.join(unpriced)}" if unpriced else ""
+    )
+
+
+def of_steps(stored: Stored, nodes: int, spec: RunSpec) -> Use:
+    """Return what such steps asked of the store, with so many nodes."""
+    save_steps = float(spec.grpo.get("save_steps", 500))
+    kept = stored.steps / max(1.0, save_steps) * checkpoint_bytes(stored.policy_bytes, spec)
+    completions = stored.tokens * TOKEN_BYTES
+    puts = stored.steps * OBJECTS_A_STEP + (stored.sent_bytes + kept) / CHUNK_BYTES
+    gets = nodes * stored.sent_bytes / CHUNK_BYTES
+    return Use(puts, gets, stored.sent_bytes + kept + completions, nodes * stored.sent_bytes)
+
+
+def of_fetch(size_bytes: float) -> Use:
+    """Return what a machine asks of the store that fetches so much."""
+    return Use(gets=size_bytes / CHUNK_BYTES, fetched_bytes=size_bytes)
+
+
+def of_send(size_bytes: float) -> Use:
+    """The same of one that sends it."""
+    return Use(puts=size_bytes / CHUNK_BYTES, sent_bytes=size_bytes)
+
+
+def of_control(seconds: float) -> Use:
+    """Return what steering asks of the store in so many seconds."""
+    return Use(puts=CONTROL_PUTS_A_S * seconds, gets=CONTROL_GETS_A_S * seconds)
+
+
+def checkpoint_bytes(policy_bytes: float, spec: RunSpec) -> float:
+    """Return how large a checkpoint is, from its policy: with AdamW's two states, in the type that is trained in.
+
+    A policy has 2 bytes a parameter; of adapters it has 4, as its checkpoint.
+    """
+    asked = model_settings(spec.grpo)
+    dtype = str(asked.get("dtype") or asked.get("torch_dtype") or "float32").removeprefix("torch.")
+    in_half = spec.trainer.peft is not None or dtype in ("bfloat16", "float16")
+    return policy_bytes * (3 if in_half else 6)
+
+
+def _leaving(sender: Place, to: Place) -> float | None:
+    """USD of a GB from one place to another one."""
+    price = store_price(sender.cloud)
+    if price is None:
+        return None
+    return price.to_other_region_usd_per_gb if sender.cloud == to.cloud else price.to_internet_usd_per_gb

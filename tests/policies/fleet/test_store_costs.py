@@ -1,0 +1,88 @@
+"""What stores cost with policies of real sizes, near and far, and what of it is not known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from policies.fleet.budget import not_counted
+from policies.fleet.store_costs import (
+    Place,
+    Stored,
+    checkpoint_bytes,
+    of_control,
+    of_fetch,
+    of_steps,
+    tariff_of,
+)
+from policies.model.spec import RunSpec
+from tests.stand_ins.world import spec
+
+EAST, WEST = Place("aws", "us-east-1"), Place("aws", "us-west-2")
+GB = 10**9
+# Qwen2.5-32B in bfloat16, published whole; 1,024 completions of 2,000 tokens.
+POLICY = 65.6 * GB
+STEP = Stored(steps=1, tokens=2_048_000, sent_bytes=POLICY, policy_bytes=POLICY, until_s=1.0)
+
+
+def saving(every_steps: int) -> RunSpec:
+    run = spec(8)
+    return replace(run, grpo={**run.grpo, "save_steps": every_steps})
+
+
+@pytest.mark.parametrize(
+    ("store", "usd"),
+    [
+        (EAST, 0.032),  # 3,910 objects written, each read 8 times; no bytes are charged for
+        (WEST, 0.032 + 65.6 * 0.02 + 8 * 65.6 * 0.02),
+        (Place("r2"), 0.029 + 65.6 * 0.09),  # what AWS takes for bytes that leave it; R2 takes none
+        (Place("gcp", "us-central1"), 0.032 + 65.6 * 0.09 + 8 * 65.6 * 0.12),
+        (Place("local"), 0.0),
+    ],
+)
+def test_a_step_of_32_billion_parameters_to_eight_nodes(store: Place, usd: float) -> None:
+    use = of_steps(STEP, 8, saving(10**9))
+    assert tariff_of(store, EAST).usd(use) == pytest.approx(usd, rel=0.02)
+    assert use.fetched_bytes == 8 * POLICY
+
+
+def test_a_checkpoint_every_hundred_steps_is_a_hundredth_of_it_with_each() -> None:
+    """394 GB in float32: 12 bytes a parameter; half of that where it is trained in bfloat16."""
+    assert checkpoint_bytes(POLICY, saving(1)) == pytest.approx(393.6 * GB)
+    in_half = replace(saving(1), grpo={"model_init_kwargs": {"dtype": "bfloat16"}})
+    assert checkpoint_bytes(POLICY, in_half) == pytest.approx(196.8 * GB)
+    more = of_steps(STEP, 0, saving(100)).sent_bytes - of_steps(STEP, 0, saving(10**9)).sent_bytes
+    assert more == pytest.approx(3.936 * GB, rel=1e-3)
+
+
+def test_deltas_cost_a_hundredth_and_a_node_that_joins_the_whole() -> None:
+    delta = replace(STEP, sent_bytes=POLICY / 100)
+    tariff = tariff_of(WEST, EAST)
+    assert tariff.usd(of_steps(delta, 8, saving(10**9))) == pytest.approx(0.12, rel=0.03)
+    assert tariff.usd(of_fetch(POLICY)) == pytest.approx(1.31, rel=0.01)
+
+
+def test_a_day_of_steering_costs_three_dollars_of_requests() -> None:
+    assert tariff_of(EAST, EAST).usd(of_control(86400.0)) == pytest.approx(3.02, abs=0.01)
+    assert tariff_of(Place("local"), EAST).usd(of_control(86400.0)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("store", "machine", "told"),
+    [
+        (
+            Place("aws", "us-east-1"),
+            Place("lambda", "us-east-1"),
+            "the store's traffic (no price is known of lambda)",
+        ),
+        (Place("aws"), EAST, "whether it is in the machines' region is not known"),
+        (EAST, Place(""), "the machines' cloud is not known"),
+        (Place(""), EAST, "the store's requests (no price is known), the store's traffic (its provider"),
+    ],
+)
+def test_a_price_that_is_not_known_is_told(store: Place, machine: Place, told: str) -> None:
+    tariff = tariff_of(store, machine)
+    assert told in not_counted(spec(2), tariff)
+    assert tariff.sent_usd_per_gb is None
+    assert "no price" not in not_counted(spec(2), tariff_of(EAST, EAST))
