@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from orchestrator.plan.costs import most_usd_per_h, plan_kinds, plan_lost, plan_money
+from orchestrator.plan.deadline import plan_deadline
 from orchestrator.plan.deepspeed_file import unread_deepspeed, with_deepspeed
 from orchestrator.plan.instances import with_instances
 from orchestrator.plan.machines import kinds_with, plan_machine
@@ -55,6 +57,8 @@ def make_plan(
         None if shape is None else plan_nodes(spec, shape, hourly_prices(trainer, rollout, book.beside_usd_per_h))
     )
     count = nodes.best if nodes is not None else spec.rollout.replicas.max
+    deadline = plan_deadline(spec, shape, count, time.time())
+    count = count if deadline is None or generates_itself(spec) else deadline.nodes
     step = plan_step(spec, timing, count, measured)
     steps = steps_of(spec)
     hours = steps * step.step_s / 3600 if steps is not None and step is not None else None
@@ -73,6 +77,7 @@ def make_plan(
         lost=lost,
         steps=steps,
         hours=hours,
+        deadline=deadline,
         bought=count,
         most_usd_per_h=most_usd_per_h(trainer, rollout, book.beside_usd_per_h),
         money=money,

@@ -97,6 +97,20 @@ class NodesPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlinePlan:
+    """The deadline, and when the run would end that begins now; seconds since the epoch.
+
+    `nodes`: rollout nodes with which it runs. Where they cannot keep it, `end_s` is with the most there may be.
+    `end_s`, `kept`: None where nobody knows how long a step takes, or how many there are.
+    """
+
+    deadline_s: float
+    nodes: int
+    end_s: float | None
+    kept: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LostPlan:
     """What is made again after the trainer is lost: steps since its last checkpoint, without their completions."""
 
@@ -158,7 +172,8 @@ class Plan:
 
     Attributes:
         steps, hours: to the end.
-        bought: rollout nodes that dollars are counted with: as many as pay.
+        deadline: None where the run has none.
+        bought: rollout nodes that dollars are counted with: as many as pay, or as the deadline takes.
         most_usd_per_h: of all machines that run.yaml allows.
         unknown: what could not be told, and why.
         notes: where figures come from.
@@ -176,6 +191,7 @@ class Plan:
     lost: LostPlan | None
     steps: int | None
     hours: float | None
+    deadline: DeadlinePlan | None
     bought: int
     most_usd_per_h: float | None
     money: tuple[MoneyPlan, ...]

@@ -54,6 +54,17 @@ class FleetView:
 
 
 @dataclass(frozen=True, slots=True)
+class DeadlineView:
+    """Where the run is on the way to its deadline; times in seconds since the epoch. Not known yet: None."""
+
+    deadline_s: float
+    expected_step: float | None  # that a run of even progress has made by now
+    behind: bool | None
+    nodes: int | None  # rollout nodes that keep it; 0: it is out of reach
+    end_s: float | None  # as it goes now
+
+
+@dataclass(frozen=True, slots=True)
 class MoneyView:
     """What the run's machines cost, USD. What is not known yet, or has no limit, is None."""
 
@@ -165,6 +176,7 @@ class RunView:
     requests_waiting: int | None  # None when the gateway is not heard from
     nodes: tuple[NodeView, ...]
     fleet: FleetView | None  # None: the run has no rollout nodes
+    deadline: DeadlineView | None  # None: the run has none
     money: MoneyView
     not_bought: tuple[StoppedKindView, ...]
     checkpoint: CheckpointView | None

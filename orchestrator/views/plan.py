@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.plan.model import KindPlan, MachinePlan, MoneyPlan, NodesPlan, Plan, StepPlan
-from orchestrator.views.numbers import NOT_KNOWN, duration, short, usd
+from orchestrator.plan.model import DeadlinePlan, KindPlan, MachinePlan, MoneyPlan, NodesPlan, Plan, StepPlan
+from orchestrator.views.numbers import NOT_KNOWN, duration, moment, short, usd
 from policies.model.vocabulary import Market
 from policies.sizing.memory import GIB
 
@@ -44,6 +44,8 @@ def render_short(plan: Plan) -> RenderableType:
         table.add_row(*row)
     if (words := _cost_words(plan)) is not None:
         table.add_row("cost", words)
+    if plan.deadline is not None:
+        table.add_row("deadline", _deadline_words(plan.deadline))
     told = [Text(f"warning: {one.key}: {one.message}", "yellow") for one in plan.warnings]
     hint = Text("`grpo-orch plan` has all of it, and where each number comes from", style="dim")
     return Group(table, *told, hint)
@@ -110,7 +112,20 @@ def _facts(plan: Plan) -> Table:
         table.add_row("lost step", f"costs {words}")
     if plan.hours is not None:
         table.add_row("to the end", f"{plan.steps:,} steps, {duration(3600 * plan.hours)}")
+    if plan.deadline is not None:
+        table.add_row("deadline", _deadline_words(plan.deadline))
     return table
+
+
+def _deadline_words(deadline: DeadlinePlan) -> Text:
+    """`2026-11-30 18:00 UTC, kept: the end is expected at 2026-11-30 15:12 UTC, with 3 nodes`."""
+    at = moment(deadline.deadline_s)
+    if deadline.end_s is None:
+        return Text(f"{at}; whether it is kept cannot be told")
+    end = moment(deadline.end_s)
+    if deadline.kept:
+        return Text(f"{at}, kept: the end is expected at {end}, with {deadline.nodes} nodes")
+    return Text(f"{at}, NOT kept: with all nodes the end is expected at {end}", style="bold red")
 
 
 def _step_rows(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -19,6 +19,7 @@ from orchestrator.views.measured.step_split import step_split
 from orchestrator.views.model import (
     CheckpointView,
     DaemonView,
+    DeadlineView,
     FleetView,
     MembershipView,
     MoneyView,
@@ -31,10 +32,12 @@ from orchestrator.views.model import (
 )
 from orchestrator.views.reader import Reader
 from orchestrator.views.weights import newest_weights
+from policies.control.fleet.deadline import course_of
 from policies.control.fleet.size import hourly_prices, rollouts_wanted, size_words
 from policies.control.fleet.spending import caps_of
 from policies.control.snapshot import Trainer
 from policies.fleet.budget import not_counted, on_demand_usd, spent_usd
+from policies.fleet.deadline import nodes_for, time_of
 from policies.fleet.how_many import optimum
 from policies.fleet.measuring import shape_of
 from policies.model.buying import probe_wait_s
@@ -96,6 +99,7 @@ def view_of(
         requests_waiting=gateway.requests_waiting if gateway else None,
         nodes=_nodes(reader, beat, gateway, now_s, tokens_per_s),
         fleet=_fleet(reader.spec, state, rows),
+        deadline=_deadline(reader, beat, now_s, eta_s),
         money=_money(reader, now_s, step, eta_s),
         not_bought=_not_bought(state) if running else (),
         checkpoint=_checkpoint(reader, now_s),
@@ -140,6 +144,20 @@ def _fleet(spec: RunSpec, state: RunState, rows: Sequence[Row]) -> FleetView | N
     if cheapest is not None and math.isinf(cheapest):
         cheapest = None  # JSON has no infinity
     return FleetView(nodes, shape.fixed_s, shape.generation_node_s, cheapest, reason)
+
+
+def _deadline(reader: Reader, beat: Trainer | None, now_s: float, eta_s: float | None) -> DeadlineView | None:
+    """What `policies.control.fleet.deadline` decides by."""
+    named = reader.spec.policies.fleet.deadline
+    if named is None:
+        return None
+    end_s = None if eta_s is None else now_s + eta_s
+    course = course_of(reader.state, reader.spec, beat, now_s)
+    if course is None:
+        return DeadlineView(time_of(named), None, None, None, end_s)
+    shape = shape_of(step_times(reader.path[-RECENT_ROWS:]))
+    nodes = None if shape is None else nodes_for(course, shape, max(1, reader.spec.rollout.replicas.max))
+    return DeadlineView(course.deadline_s, course.expected(), course.is_behind, nodes, end_s)
 
 
 def _money(reader: Reader, now_s: float, step: int, eta_s: float | None) -> MoneyView:

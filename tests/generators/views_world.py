@@ -33,6 +33,7 @@ from policies.model.events import (
 )
 from policies.model.spec import (
     Dataset,
+    FleetPolicy,
     KlPolicy,
     PoliciesSpec,
     Prices,
@@ -62,14 +63,19 @@ REHEARSAL = Rehearsal(
 class World:
     """One run. Times are seconds after T0."""
 
-    def __init__(self, rehearse: Rehearsal | None = REHEARSAL, kl_limit: float | None = 0.5) -> None:
+    def __init__(
+        self,
+        rehearse: Rehearsal | None = REHEARSAL,
+        kl_limit: float | None = 0.5,
+        deadline: str | None = None,
+    ) -> None:
         self.store = Store(f"memory://views-{next(_names)}")
         spec = RunSpec(
             name="digits",
             storage=self.store.url,
             trainer=TrainerSpec(model="m", dataset=Dataset(path="d"), reward_funcs=("rewards.digits",)),
             grpo={"learning_rate": 0.001, "beta": 0.02},
-            policies=PoliciesSpec(kl=KlPolicy(limit=kl_limit)),
+            policies=PoliciesSpec(kl=KlPolicy(limit=kl_limit), fleet=FleetPolicy(deadline=deadline)),
             rehearse=rehearse,
         )
         documents.create_run(self.store, documents.RunRecord(1, "id", T0, spec))

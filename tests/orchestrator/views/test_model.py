@@ -13,9 +13,10 @@ from checkpoint.records import documents
 from checkpoint.store.errors import NotFound
 from checkpoint.store.run_store import Entry, Store
 from checkpoint.store.unreadable import Unreadable
-from orchestrator.views.model import HealthView, RunView, to_json
+from orchestrator.views.model import DeadlineView, HealthView, RunView, to_json
 from orchestrator.views.reader import Reader
 from orchestrator.views.run_view import run_view, view_of
+from orchestrator.views.terminal import notes
 from policies.detect.divergence import Health
 from policies.model.events import (
     BuyingResumed,
@@ -29,6 +30,7 @@ from policies.model.events import (
     NodeMoved,
     ProbationPassed,
     RunMoved,
+    SpecProved,
     StoreCaughtUp,
     StoreSlowed,
     TimelineForked,
@@ -82,6 +84,31 @@ def test_a_run_that_has_only_been_created_can_be_seen() -> None:
     assert not view.daemon.alive
     assert not view.over
     json.dumps(to_json(view))
+
+
+def test_the_way_to_a_deadline_is_seen() -> None:
+    assert look(World(), 1).deadline is None
+    world = World(deadline="2023-11-14T22:16:40Z")  # T0 + 200 s
+    world.starts()
+    before = look(world, 11).deadline
+    assert before == DeadlineView(T0 + 200, None, None, None, None)
+    world.happens(10, SpecProved())
+    for step in range(1, 11):
+        world.logs(20 + 2 * step, step, orch__generate_s=1.0, orch__generate_node_s=1.0, orch__tokens=100.0)
+    world.beats(41, 10)
+    view = look(world, 42)
+    assert view.deadline is not None
+    assert (view.deadline.behind, view.deadline.nodes, view.deadline.end_s) == (False, 1, T0 + 102)
+    assert view.deadline.expected_step == pytest.approx(
+        40 * 32 / (200 - 10 - 18)
+    )  # two starts of 9 s are kept in reserve
+    assert to_json(view)["deadline"]["deadline_s"] == T0 + 200
+    (line,) = notes.deadline(view.deadline, view.step, 110)
+    told = "ends 2023-11-14 22:15 UTC · step 10, 7 expected · 1 nodes keep it"
+    assert line.plain.split(None, 1) == ["deadline", f"2023-11-14 22:16 UTC · {told}"]
+    late = look(world, 150).deadline
+    assert late is not None
+    assert (late.behind, late.nodes) == (True, 0)
 
 
 def test_a_training_run_is_seen_whole(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""A plan against a deadline: the nodes that keep it, and the end to be expected."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.plan.deadline import plan_deadline
+from orchestrator.plan.model import DeadlinePlan
+from orchestrator.views.plan import _deadline_words
+from policies.control.fleet.deadline import BOOT_S
+from policies.fleet.how_many import StepShape
+from policies.model.spec import (
+    Dataset,
+    FleetPolicy,
+    PoliciesSpec,
+    Replicas,
+    RolloutSpec,
+    RunSpec,
+    TrainerSpec,
+)
+
+NOW_S = 1764500000.0  # 2025-11-30 10:53 UTC
+DEADLINE_S = 1764525600.0  # 18:00, 25,600 s later
+SHAPE = StepShape(60.0, 120.0)
+
+
+def spec(steps: int, deadline: str | None = "2025-11-30T18:00:00Z") -> RunSpec:
+    return RunSpec(
+        name="sim",
+        storage="memory://sim",
+        trainer=TrainerSpec(model="m", dataset=Dataset(path="d"), reward_funcs=("r.f",)),
+        grpo={"max_steps": steps},
+        rollout=RolloutSpec(replicas=Replicas(min=1, max=8)),
+        policies=PoliciesSpec(fleet=FleetPolicy(deadline=deadline)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "nodes", "end_s", "kept", "words"),
+    [
+        (100, 2, 12000.0, True, "kept: the end is expected at 2025-11-30 14:18 UTC, with 2 nodes"),
+        (280, 5, 23520.0, True, "kept: the end is expected at 2025-11-30 17:30 UTC, with 5 nodes"),
+        (400, 2, 30000.0, False, "NOT kept: with all nodes the end is expected at 2025-11-30 19:18 UTC"),
+    ],
+)
+def test_the_end_against_the_deadline(steps: int, nodes: int, end_s: float, kept: bool, words: str) -> None:
+    found = plan_deadline(spec(steps), SHAPE, 2, NOW_S)
+    assert found == DeadlinePlan(deadline_s=DEADLINE_S, nodes=nodes, end_s=NOW_S + BOOT_S + end_s, kept=kept)
+    assert _deadline_words(found).plain == f"2025-11-30 18:00 UTC, {words}"
+
+
+def test_without_a_deadline_or_a_number_of_steps_nothing_is_promised() -> None:
+    assert plan_deadline(spec(100, None), SHAPE, 2, NOW_S) is None
+    for run, shape in ((spec(-1), SHAPE), (spec(100), None)):
+        found = plan_deadline(run, shape, 2, NOW_S)
+        assert found == DeadlinePlan(deadline_s=DEADLINE_S, nodes=2, end_s=None, kept=None)
+        assert "cannot be told" in _deadline_words(found).plain
