@@ -262,6 +262,7 @@ class FleetGRPOTrainer(
             scored = ~torch.isnan(per_function).all(dim=1)
             self._costs.rewards.extend(rewards[scored].tolist())
         self._log_witnesses(per_function)
+        self._rewarded = per_function
         return per_function
 
     def _log_witnesses(self, per_function: torch.Tensor) -> None:

@@ -1,8 +1,9 @@
 """What people read of a step, handed to the writer once TRL has scored it.
 
-TRL gathers prompts, completions, rewards and advantages of all processes in `_logs` anyway. Lengths and mismatches
-are each process's own: one small tensor is gathered for them. Nothing here draws a random number or changes what
-is trained on, and nothing that fails is more than a line in the log: that tensor is gathered whatever happens.
+TRL gathers prompts, completions and advantages of all processes in `_logs` anyway, and rewards before: `_logs` has
+those by the functions' names, of which two may be equal. Lengths and mismatches are each process's own: one small
+tensor is gathered for them. Nothing here draws a random number or changes what is trained on, and nothing that
+fails is more than a line in the log: that tensor is gathered whatever happens.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class KeepsSamples:
 
     samples: SampleWriter | None = None
     _made: tuple[list[list[int]], Any] = ([], None)  # ids and tool mask of this process's last completions
+    _rewarded: torch.Tensor | None = None  # of all processes' last completions, (completions, functions)
     _scored_at = PolicyVersion(-1, -1)
     _scored_calls = 0
 
@@ -96,7 +98,9 @@ class KeepsSamples:
         names = list(self.reward_func_names)
         prompts, completions = list(logs["prompt"])[-count:], list(logs["completion"])[-count:]
         advantages = list(logs["advantages"])[-count:]
-        rewards = list(zip(*[list(logs["rewards"][name])[-count:] for name in names], strict=True))
+        rewards = self._rewarded.tolist()
+        if len(rewards) != count:
+            raise ValueError(f"{len(rewards)} completions were scored, expected {count}")
         weights = [float(one) for one in self.reward_weights.tolist()]
         first = rollouts[0].completions if rollouts and len(rollouts[0].completions) == count else None
         one_turn = len(rollouts) == 1
@@ -107,7 +111,7 @@ class KeepsSamples:
             made = [
                 _sample(
                     _messages(completions[at]),
-                    list(rewards[at]),
+                    rewards[at],
                     weights,
                     advantages[at],
                     measured[at],

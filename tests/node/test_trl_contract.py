@@ -107,9 +107,10 @@ def test_the_window_is_still_kept_where_it_is_saved_from() -> None:
 
 
 def test_what_people_read_of_a_step_is_still_gathered() -> None:
-    """`KeepsSamples` takes texts, rewards and advantages from there, and the rest from what the methods return."""
+    """`KeepsSamples` takes texts and advantages from there, and the rest from what the methods return."""
     scored = inspect.getsource(grpo_trainer.GRPOTrainer._generate_and_score_completions)
-    for name in ("prompt", "completion", "rewards", "advantages"):
+    assert "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)" in scored
+    for name in ("prompt", "completion", "advantages"):
         assert f'self._logs["{name}"]' in scored, f"TRL no longer logs {name}"
     for gathered in ("gather_object(prompts)", "gather_object(completions)", "all_process_advantages.tolist()"):
         assert gathered in scored
@@ -122,7 +123,7 @@ def test_what_people_read_of_a_step_is_still_gathered() -> None:
     ):
         assert f'"{name}"' in scored, f"TRL's output no longer has {name}"
     made = inspect.getsource(grpo_trainer.GRPOTrainer.__init__)
-    assert '"rewards": defaultdict(lambda: deque(maxlen=args.generation_batch_size))' in made
+    assert '"advantages": deque(maxlen=args.generation_batch_size)' in made
     assert "self.eos_token_ids = " in made
     generated = inspect.getsource(grpo_trainer.GRPOTrainer._generate)
     assert "return prompt_ids, completion_ids, tool_mask, completions" in generated

@@ -48,7 +48,8 @@ class Scores:
         self._timeline, self.state, self.num_generations = 0, SimpleNamespace(global_step=3), 2
         self.reward_func_names, self.reward_weights = ["f"], torch.tensor([2.0])
         self._logs: dict[str, Any] = {"prompt": ["p", "p"], "completion": ["a", "b"]}
-        self._logs |= {"advantages": [0.5, math.nan], "rewards": {"f": [1.0, math.nan]}}
+        self._logs |= {"advantages": [0.5, math.nan]}
+        self._rewarded = torch.tensor([[1.0], [math.nan]])
 
     def _gather(self, one: torch.Tensor) -> torch.Tensor:
         self.gathered.append(one)
@@ -75,7 +76,11 @@ def kept(trainer: Trainer) -> list[Sample]:
     (key,) = samples.stored_calls(store)[PolicyVersion(0, 3)]
     head, groups = samples.read_samples(store, key)
     (group,) = groups
-    assert (head.step, head.functions, head.weights) == (4, ["f"], [2.0])
+    assert (head.step, head.functions, head.weights) == (
+        4,
+        trainer.reward_func_names,
+        trainer.reward_weights.tolist(),
+    )
     return group.samples
 
 
@@ -85,6 +90,14 @@ def test_what_is_measured() -> None:
     assert (second.tokens, second.cut, second.reward, second.advantage) == (3, True, None, None)
     assert [first.mismatch_max, second.mismatch_max] == pytest.approx([0.3, 0.5])
     assert [first.mismatch_mean, second.mismatch_mean] == pytest.approx([0.1, 0.25])
+
+
+def test_functions_of_one_name_keep_their_rewards() -> None:
+    """As two modules' `correct`, or what one decorator made of several."""
+    trainer = Trainer()
+    trainer.reward_func_names, trainer.reward_weights = ["f", "f"], torch.tensor([2.0, 1.0])
+    trainer._rewarded = torch.tensor([[1.0, 0.0], [0.0, math.nan]])
+    assert [(one.rewards, one.reward) for one in kept(trainer)] == [([1.0, 0.0], 2.0), ([0.0, None], 0.0)]
 
 
 @pytest.mark.parametrize("fault", ["nothing was made", "another number", "other shapes", "an attribute is gone"])
