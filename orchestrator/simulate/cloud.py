@@ -41,6 +41,7 @@ class SimulatedCloud:
         self.disk_usd_per_h: dict[Role, float] = {}  # on top of each machine's price
         self.refusing = False
         self.refusing_spot = False
+        self.refusing_rollouts = False  # on either market
         self.away = False
         self.answers_lost = False  # launches are done, and nobody hears of it
         self.stale: dict[str, Machine] = {}  # what every listing shows, however old,
@@ -156,7 +157,8 @@ class SimulatedCloud:
         return [box for box in self.boxes.values() if box.role is role]
 
     def _buy(self, order: Order, timeline: int) -> None:
-        if self.refusing or (self.refusing_spot and order.market is Market.SPOT):
+        dry = self.refusing_rollouts and order.role is Role.ROLLOUT
+        if self.refusing or dry or (self.refusing_spot and order.market is Market.SPOT):
             raise CloudRefused(Refusal.NO_CAPACITY, "nothing to be had")
         zone, late_s = self._zone_for(order)
         draw = self._random

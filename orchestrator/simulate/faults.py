@@ -131,6 +131,19 @@ def no_spot(world: World, random: Random) -> Undo:
     return back
 
 
+def drought(world: World, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
+    world.cloud.refusing_rollouts = True
+    for box in world.cloud.of(Role.ROLLOUT):
+        if not box.gone:
+            world.cloud.lose(box)
+    world.note("no rollout machine on any market")
+
+    def back() -> None:
+        world.cloud.refusing_rollouts = False
+
+    return back
+
+
 def cloud_away(world: World, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
     world.cloud.away = True
     world.note("the cloud does not answer")
@@ -205,6 +218,7 @@ FAULTS: tuple[Fault, ...] = (
     diverges,
     no_capacity,
     no_spot,
+    drought,
     cloud_away,
     answers_lost,
     stale_listing,

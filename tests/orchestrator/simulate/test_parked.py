@@ -1,0 +1,119 @@
+"""A drought under production controllers: the trainer goes, no step is lost, and the run goes on by itself."""
+
+from __future__ import annotations
+
+import logging
+from random import Random
+
+import pytest
+import structlog
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from checkpoint.journal import journal
+from orchestrator.simulate.faults import (
+    HOUR_S,
+    Fault,
+    answers_lost,
+    clocks_set,
+    cloud_away,
+    cut_off,
+    daemon_dies,
+    drought,
+    notice,
+    second_daemon,
+    stale_listing,
+    store_away,
+    suspended,
+    work_ends,
+)
+from orchestrator.simulate.world import World
+from policies.model.events import NodeRequested, RunMoved
+from policies.model.phases import LIVE_RUN
+from policies.model.state import RunState
+from policies.model.vocabulary import Role, RunPhase
+from tests.budget import examples
+from tests.stand_ins.world import spec
+
+BACK_S = 900.0  # two minutes between two tries, two machines' boots, and a trainer's failure or two
+TROUBLES: tuple[Fault, ...] = (
+    answers_lost,
+    clocks_set,
+    cloud_away,
+    cut_off,
+    daemon_dies,
+    daemon_dies,
+    notice,
+    second_daemon,
+    stale_listing,
+    store_away,
+    suspended,
+    work_ends,
+)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(own_log: None) -> None:  # noqa: ARG001  # which ends it
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+
+
+def training(seed: int) -> World:
+    world = World(seed, spec(2), max_steps=10**6)
+    world.run_for(900.0)
+    assert at(world).phase is RunPhase.TRAINING
+    return world
+
+
+def at(world: World) -> RunState:
+    assert world.newest is not None
+    return world.newest.controller.state
+
+
+def steps(world: World) -> float:
+    return max((box.step for box in world.cloud.of(Role.TRAINER)), default=-1.0)
+
+
+def test_a_day_without_any_rollout_machine_costs_no_trainer() -> None:
+    world = training(0)
+    end = drought(world, world.random)
+    world.run_for(1800.0)
+    assert at(world).phase is RunPhase.PARKED
+    assert not world.cloud.boxes
+    made, spent, bought = world.work.stored_step, world.cloud.spent_usd, list(world.cloud.bought)
+    assert made >= max(at_.step for at_ in world.work.ever)
+    world.rest()
+    world.run_for(24 * HOUR_S)
+    assert (world.cloud.spent_usd, world.cloud.bought) == (spent, bought)
+    end()
+    world.run_for(BACK_S)
+    assert at(world).phase is RunPhase.TRAINING
+    assert steps(world) > made
+    assert len(world.cloud.of(Role.ROLLOUT)) == 2
+    requests = [event for record in journal.read(world.newest.store) for event in record.decoded()]  # type: ignore[union-attr]
+    asked = [event for event in requests if isinstance(event, NodeRequested)]
+    assert sum(event.role is Role.TRAINER for event in asked) == 2
+    assert [event.phase for event in requests if isinstance(event, RunMoved)].count(RunPhase.PARKED) == 1
+
+
+@settings(max_examples=examples(8), deadline=None, derandomize=True)
+@given(st.integers(0, 2**32))
+@example(1)
+def test_no_trouble_in_a_drought_loses_a_step_or_keeps_the_run_from_going_on(seed: int) -> None:
+    """The safety of every moment holds: one trainer, nothing stored or sealed is lost, no unknown machine."""
+    world, random = training(seed), Random(seed)
+    made = world.work.stored_step
+    end_drought = drought(world, random)
+    for _ in range(4):
+        world.run_for(random.choice((60.0, 200.0, 310.0, 330.0, 400.0)))
+        undo = random.choice(TROUBLES)(world, random)
+        world.run_for(random.choice((10.0, 130.0, 700.0)))
+        if undo is not None:
+            undo()
+    world.run_for(2 * HOUR_S)  # suspended controllers wake
+    world.safety.check(at(world).phase is RunPhase.PARKED, f"it does not park: {at(world)}")
+    world.safety.check(not world.cloud.of(Role.TRAINER), "the trainer's machine is kept")
+    world.safety.check(world.work.stored_step >= made, "it went back")
+    end_drought()
+    world.run_for(BACK_S)
+    world.safety.check(at(world).phase in LIVE_RUN - {RunPhase.PARKED}, f"it does not go on: {at(world)}")
+    world.safety.check(steps(world) > made, f"it makes no step: {steps(world)}, {made}")
