@@ -34,9 +34,11 @@ def _data(look: Look, asked: Asked) -> dict[str, Any]:
     window = window_of(look, asked)
     ended = asked.choice("ended", ("no", "yes")) == "yes"
     first, count = asked.whole("first", 0, 0, FAR), asked.whole("count", LANES, 1, LANES_MOST)
-    present, past = look.once("lanes", lambda: _sorted(lives(look.history, extent(look)[1])))
-    shown = [*present, *past] if ended or not present else present
-    shown = [own for own in shown if own[-1].until_s >= window.from_s and own[0].from_s <= window.until_s]
+    present, past = look.once("lanes", lambda: _places(lives(look.history, extent(look)[1])))
+    shown = [
+        *_last_changed_first(present, window),
+        *(_last_changed_first(past, window) if ended or not present else ()),
+    ]
     states = look.once("states", lambda: states_of(look))
     return {
         "from_s": window.from_s,
@@ -51,15 +53,26 @@ def _data(look: Look, asked: Asked) -> dict[str, Any]:
     }
 
 
-def _sorted(found: Sequence[Life]) -> tuple[list[list[Life]], list[list[Life]]]:
-    """The machines of each place that has one now, and of those that have none: the trainer's, then the newest."""
+def _places(found: Sequence[Life]) -> tuple[list[list[Life]], list[list[Life]]]:
+    """The machines of each place that has one now, and of those that have none."""
     slots = defaultdict[str, list[Life]](list)
     for life in found:
         slots[life.slot].append(life)
-    by_age = sorted(slots.values(), key=lambda own: (own[-1].role is not Role.TRAINER, -own[-1].from_s))
-    present = [own for own in by_age if any(life.end is None for life in own)]
-    past = [own for own in by_age if all(life.end is not None for life in own)]
-    return present, sorted(past, key=lambda own: -own[-1].until_s)
+    present = [own for own in slots.values() if any(life.end is None for life in own)]
+    past = [own for own in slots.values() if all(life.end is not None for life in own)]
+    return present, past
+
+
+def _last_changed_first(places: Sequence[list[Life]], window: Window) -> list[list[Life]]:
+    """Those that had a machine in the window: the trainer's, then by what changed last in view."""
+
+    def last_change_s(own: list[Life]) -> float:
+        begun = (span.from_s for life in own for span in life.spans)
+        ended = (life.until_s for life in own if life.end is not None)
+        return max((at for at in (*begun, *ended) if window.from_s <= at <= window.until_s), default=0.0)
+
+    there = [own for own in places if own[-1].until_s >= window.from_s and own[0].from_s <= window.until_s]
+    return sorted(there, key=lambda own: (own[-1].role is not Role.TRAINER, -last_change_s(own)))
 
 
 def _lane(own: Sequence[Life], window: Window, states: dict[str, str]) -> dict[str, Any]:

@@ -111,7 +111,7 @@
       if (first > 0) parts.push(button("before", () => { first = Math.max(0, first - count); }));
       const note = document.createElement("span");
       note.className = "note";
-      note.textContent = lanes.length ? `${(first + 1).toLocaleString("en")} to ${(first + lanes.length).toLocaleString("en")} of ${total.toLocaleString("en")}, the newest first` : "none here";
+      note.textContent = lanes.length ? `${(first + 1).toLocaleString("en")} to ${(first + lanes.length).toLocaleString("en")} of ${total.toLocaleString("en")}, what changed last comes first` : "none here";
       parts.push(note);
       if (first + lanes.length < total) parts.push(button("further", () => { first += count; }));
     }
@@ -134,7 +134,7 @@
     const when = new Date(time(event.offsetX) * 1000).toLocaleString("en-GB");
     if (!at.machine) { told.textContent = `${when} · ${at.slot}: no machine`; return; }
     const { machine, span: [phase, from, to] } = at, last = machine.spans.at(-1)[2];
-    const parts = [when, `${machine.node} ${phase}, ${duration(to - from)}`, machine.market, machine.pool];
+    const parts = [when, `${machine.node} ${phase}, ${duration(to - from)}`, machine.pool.endsWith(machine.market) ? "" : machine.market, machine.pool];
     if (machine.price_usd_per_h) parts.push(`$${machine.price_usd_per_h.toFixed(2)} an hour`);
     if (machine.end) parts.push(`${machine.end} after ${duration(last - machine.spans[0][1])}: ${machine.reason}`);
     else parts.push(machine.reason);

@@ -33,7 +33,7 @@ def test_a_lane_for_each_place_and_the_machines_in_it() -> None:
     world.moves(40, "rollout-0-i1", NodePhase.GONE, HOSTILE)
     world.asks_for(41, "rollout-0-i2")
     (told,) = ask(world, {})
-    assert slots(told) == ["trainer-0", "rollout-0", "rollout-1"]  # the newest after the trainer
+    assert slots(told) == ["trainer-0", "rollout-0", "rollout-1"]
     lost, new = told["lanes"][1]["machines"]
     assert (lost["node"], lost["market"], lost["price_usd_per_h"], lost["end"]) == (
         "rollout-0-i1",
@@ -48,6 +48,15 @@ def test_a_lane_for_each_place_and_the_machines_in_it() -> None:
     ]
     assert (new["end"], new["spans"][0][0]) == (None, "requested")
     assert [one["policy"] for one in told["policies"]] == [f"0-{step}" for step in range(1, 13)]
+
+
+def test_what_changed_last_in_view_comes_first() -> None:
+    world = run_of()
+    world.moves(30, "rollout-1-i1", NodePhase.DRAINING)
+    world.moves(40, "rollout-0-i1", NodePhase.DRAINING)
+    everything, before = ask(world, {}, {"x": "time", "from": str(T0 + 20), "to": str(T0 + 35)})
+    assert slots(everything) == ["trainer-0", "rollout-0", "rollout-1"]  # after the trainer
+    assert slots(before) == ["trainer-0", "rollout-1", "rollout-0"]
 
 
 def test_the_ended_are_left_out_until_asked_for() -> None:
