@@ -96,8 +96,8 @@
     return one && away(one) < 5 ? ` · ${one.name}, ${number(one.seconds_lost)} s lost` : "";
   };
   const below = (last) => {
-    if (!last) return { values: () => [] };
-    return axis === "time" ? timeAxis : {};
+    const own = axis === "time" ? timeAxis : stepAxis;
+    return last ? own : { ...own, values: () => [] };
   };
   const options = (panel, values, last) => {
     const hidden = { points: { show: false } };
@@ -133,7 +133,15 @@
   };
   const draw = () => {
     plots.forEach((one) => one.destroy());
+    plots = [];
     box.replaceChildren();
+    const none = !data.present.x.length && !data.abandoned.x.length;
+    box.classList.toggle("empty", none);
+    if (none) {
+      box.append(Object.assign(document.createElement("p"), { className: "none", textContent: range ? "no step ended here" : "no step has ended yet" }));
+      drawn = null;
+      return told();
+    }
     plots = PANELS.map((panel, i) => {
       const { head, values } = heading(panel);
       box.append(head);
@@ -143,7 +151,7 @@
     told();
   };
   const refresh = () => {
-    if (drawn !== axis) return draw();
+    if (drawn !== axis || !data.present.x.length) return draw();
     plots.forEach((one, i) => one.setData(merged(PANELS[i])));
     told();
   };

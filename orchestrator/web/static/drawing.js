@@ -10,6 +10,7 @@ const onAxis = (time_s, apart_s) => {
   return at.toLocaleTimeString("en-GB", apart_s >= 60 ? { hour: "2-digit", minute: "2-digit" } : {});
 };
 const timeAxis = { values: (u, times, _at, _space, apart_s) => times.map((t) => onAxis(t, apart_s)) };
+const stepAxis = { incrs: [0, 1, 2, 3, 4, 5, 6].flatMap((tens) => [1, 2, 5].map((times) => times * 10 ** tens)) };  // no half steps
 const axisStyle = () => ({
   stroke: colourOf("--soft"), grid: { stroke: colourOf("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif",
 });

@@ -21,7 +21,7 @@
       COLOURS[part], part, at == null ? `${(100 * data.total_s[part] / whole).toFixed(1)} %` : `${number(data.seconds[part][at])} s`,
     ));
     const place = Object.assign(document.createElement("span"), { className: "note" });
-    if (at == null) place.textContent = data.steps ? `of ${number(whole / data.steps)} s a step` : "no two steps are logged";
+    if (at == null) place.textContent = data.steps ? `of ${number(whole / data.steps)} s a step` : range ? "no step ended here" : "told from the second step on";
     else place.textContent = axis === "step" ? `step ${Math.round(data.x[at]).toLocaleString("en")}` : new Date(data.x[at] * 1000).toLocaleString("en-GB");
     told.replaceChildren(...line, place);
   };
@@ -29,10 +29,11 @@
     plot?.destroy();
     box.replaceChildren();
     tell(null);
+    box.classList.toggle("empty", !data.x.length);
     if (!data.x.length) return;
     const columns = [data.x, ...stackUp(parts().map((part) => data.seconds[part]))], names = parts().reverse();
     const stepped = uPlot.paths.stepped({ align: -1 });
-    const line = axisStyle(), below = axis === "time" ? timeAxis : {};
+    const line = axisStyle(), below = axis === "time" ? timeAxis : stepAxis;
     plot = new uPlot({
       width: box.clientWidth, height: HEIGHT + 18, legend: { show: false }, padding: [4, 10, 0, 0],
       series: [{}, ...names.map((part) => ({ fill: colourOf(COLOURS[part]), width: 0, paths: stepped, points: { show: false } }))],
