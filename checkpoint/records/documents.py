@@ -18,6 +18,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
 from policies.control.rollback.begin import RUN_START
 from policies.control.snapshot import Command, Trainer
+from policies.ledger.rentals import ControllerRental
 from policies.model.evaluation import Evaluation
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import PolicyVersion, Precedence
@@ -52,17 +53,25 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class ControllersBefore:
+    """The stays of a run's controller machines that are over, oldest first."""
+
+    stays: tuple[ControllerRental, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ControllerMachine:
     """The machine of a `--remote` run's daemon. Written before it is launched."""
 
     cluster: str  # its name in SkyPilot's records
     infra: str  # `cloud/region/zone`; empty until it is launched
-    at_s: float  # when it was last launched
-    price_usd_per_h: float = 0.0  # 0: not known
+    at_s: float  # when its last launch was asked for
+    price_usd_per_h: float = 0.0  # 0: not known; until it is launched the price of what it could be
+    before: tuple[ControllerRental, ...] = ()  # its stays until then, and those of machines before it
 
-    def cost_usd(self, now_s: float) -> float:
-        """What it has cost since then."""
-        return self.price_usd_per_h * max(0.0, now_s - self.at_s) / 3600
+    def stays(self, now_s: float) -> tuple[ControllerRental, ...]:
+        """All of them, until now."""
+        return (*self.before, ControllerRental(self.at_s, max(self.at_s, now_s), self.price_usd_per_h))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +140,7 @@ def decode_run(store: Store, data: bytes) -> RunRecord:
 
 
 LEASE = OptionalDocument(layout.LEASE, Lease)
+CONTROLLERS_BEFORE = Document(layout.CONTROLLERS_BEFORE, ControllersBefore)  # absent before the first is gone
 CONTROLLER = Document(layout.CONTROLLER, ControllerMachine)  # absent where the daemon runs on the user's machine
 NOTIFIED = OptionalDocument(layout.NOTIFIED, Notified)
 SECRET_MARK = Document(layout.SECRET, SecretMark)
@@ -227,3 +237,26 @@ def _check_machine(report: MachineReport, key: str) -> None:
 def _check_members(status: GatewayStatus, _: str) -> None:
     for label in [status.policy, *(member.policy for member in status.members)]:
         labelled_version(label or "0-0")
+
+
+def controller_stays(store: Store, now_s: float) -> tuple[ControllerRental, ...]:
+    """Return from when until when a `--remote` run has had controller machines, and at what price. Raises
+    StoreError."""
+    machine = CONTROLLER.read(store)
+    if machine is not None:
+        return machine.stays(now_s)
+    before = CONTROLLERS_BEFORE.read(store)
+    return () if before is None else before.stays
+
+
+def controller_usd_per_h(store: Store) -> float:
+    """Return what the one that is there costs. Raises StoreError."""
+    machine = CONTROLLER.read(store)
+    return 0.0 if machine is None else machine.price_usd_per_h
+
+
+def forget_controller(store: Store, now_s: float) -> None:
+    """Note that the controller machine is gone, and what it has cost. No error when there is none."""
+    if CONTROLLER.read(store) is not None:
+        CONTROLLERS_BEFORE.write(store, ControllersBefore(controller_stays(store, now_s)))
+        CONTROLLER.drop(store)

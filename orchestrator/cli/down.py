@@ -47,7 +47,7 @@ def down(target: Target = None, now: Now = False, output: AsJson = Output.TEXT) 
     elif not (known := controller.exists()) and not is_steered(store):
         nodes = sorted(_state(store).nodes)
         _stop_here(store, record, stopping)
-        documents.CONTROLLER.drop(store)
+        documents.forget_controller(store, time.time())
         say_lost(controller, nodes)
     else:
         stop_remote(controller, store, known=known, kind=stopping.kind, wait=stopping.wait)

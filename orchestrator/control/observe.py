@@ -150,7 +150,7 @@ class Observer:
         watched = self._metrics.look(trainer, state.forks)
         budgeted = self._budgeted or state.budget_usd is not None  # which a user may set later
         priced = budgeted or may_stand_in(self._spec)
-        controller = documents.CONTROLLER.read(self._store) if budgeted else None
+        stays = documents.controller_stays(self._store, time.time()) if budgeted else ()
         catalog, damaged = self._checkpoints() if target_wanted else (None, "")
         return Snapshot(
             now_s=now_s,
@@ -168,8 +168,8 @@ class Observer:
             prices_trouble=self._prices.trouble(),
             store_place=self._store_place,
             stored=self._metrics.stored_after(state.store_until_s) if self._pooled else NOTHING_STORED,
-            controller_usd=0.0 if controller is None else controller.cost_usd(time.time()),
-            controller_usd_per_h=0.0 if controller is None else controller.price_usd_per_h,
+            controller_usd=sum(one.usd for one in stays),
+            controller_usd_per_h=documents.controller_usd_per_h(self._store) if stays else 0.0,
             step_shape=self._metrics.step_shape(),
             checkpoints=None if catalog is None else tuple(one.at for one in catalog.checkpoints),
             damaged=damaged,

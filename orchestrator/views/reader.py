@@ -30,6 +30,7 @@ from policies.control.snapshot import Trainer
 from policies.fleet.store_costs import AT_HOME, Tariff, tariff_of
 from policies.ledger.abandoned import split_by_line
 from policies.ledger.accounting import surviving_rows
+from policies.ledger.rentals import ControllerRental
 from policies.model.events import Event, NodeMoved, NodeRequested
 from policies.model.folding.fold import apply
 from policies.model.spec import RunSpec
@@ -67,6 +68,7 @@ class Reader:
         self.lease_watch = LeaseWatch()
         self.trainer: Trainer | None = None
         self.controller: documents.ControllerMachine | None = None
+        self._controllers_before: documents.ControllersBefore | None = None
         self.checkpoints: list[Checkpoint] = []  # in version order
         self._catalog = Catalog(store, "reader")  # which writes nothing
         self._chunks: dict[str, tuple[int, datetime, list[Row]]] = {}
@@ -74,6 +76,12 @@ class Reader:
     @property
     def spec(self) -> RunSpec:
         return self.record.spec
+
+    def controllers(self, now_s: float) -> tuple[ControllerRental, ...]:
+        """The stays of the controller machines of a `--remote` run, until now."""
+        if self.controller is not None:
+            return self.controller.stays(now_s)
+        return () if self._controllers_before is None else self._controllers_before.stays
 
     @property
     def tariff(self) -> Tariff:
@@ -103,6 +111,7 @@ class Reader:
         self.lease = documents.LEASE.read(self.store, self.unreadable)
         self.trainer = documents.TRAINER.read(self.store, self.unreadable)
         self.controller = documents.CONTROLLER.read(self.store)
+        self._controllers_before = documents.CONTROLLERS_BEFORE.read(self.store)
 
     def history(self) -> list[tuple[int, float, tuple[Event, ...]]]:
         """Read the whole journal as `(entry number, time_s, events)`. Raises Corrupt."""

@@ -117,7 +117,9 @@ def build_report(store: Store, now_s: float) -> Report:
     end_s, history = _end_s(reader, now_s), reader.history()
     finished = state.phase is RunPhase.FINISHED
     costs = tuple(fault_costs(reader.rows, run_faults(store, history), finished=finished))
-    money = bill(rentals(history, end_s), state.store_usd)
+    # A controller machine goes on to cost after the run's end, until `down`.
+    steering_usd = sum(one.usd for one in reader.controllers(now_s))
+    money = bill(rentals(history, end_s), state.store_usd + steering_usd)
     rewards, held_out = logged(rows, REWARD), logged(rows, HELD_OUT)
     rollbacks = _rollbacks(state, reader.spec, reader.rows)
     trained = sum(row.tokens for row in rows)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from checkpoint.journal import journal
-from checkpoint.records.documents import ControllerMachine, RunRecord
+from checkpoint.records.documents import RunRecord
 from checkpoint.records.metrics import Row
 from checkpoint.records.rehearsals import RehearsedFault
 from checkpoint.store.errors import StoreError
@@ -24,6 +24,7 @@ from orchestrator.views.events import EventLine, lines, rehearsed_line
 from orchestrator.views.looker import Looker
 from orchestrator.views.model import RunView
 from policies.control.snapshot import Trainer
+from policies.ledger.rentals import ControllerRental
 from policies.model.events import Event
 from policies.model.state import RunState
 from policies.serving.gateway_status import GatewayStatus
@@ -53,7 +54,7 @@ class Look:
     faults: Sequence[RehearsedFault]
     checkpoints: Sequence[Checkpoint]
     trainer: Trainer | None
-    controller: ControllerMachine | None
+    controllers: tuple[ControllerRental, ...]  # of a `--remote` run
     gateway: GatewayStatus | None
     trouble: str = ""  # why it is not newer
     _made: dict[str, Any] = field(default_factory=dict)
@@ -159,7 +160,7 @@ class Watch:
             faults=tuple(reader.faults),
             checkpoints=reader.checkpoints,
             trainer=reader.trainer,
-            controller=reader.controller,
+            controllers=reader.controllers(view.now_s),
             gateway=self._looker.gateway,
         )
 

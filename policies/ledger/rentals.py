@@ -38,6 +38,10 @@ class ControllerRental:
     until_s: float
     usd_per_h: float
 
+    @property
+    def usd(self) -> float:
+        return self.usd_per_h * max(0.0, self.until_s - self.from_s) / 3600
+
 
 @dataclass(frozen=True, slots=True)
 class Bill:
@@ -116,10 +120,10 @@ def store_charges(history: History) -> list[tuple[float, float]]:
     ]
 
 
-def bill(rented: Iterable[Rental], store_usd: float = 0.0) -> Bill:
-    """Price the rentals as they were, and as if each had been on demand, where that price is known; what the store
-    has cost is the same either way."""
-    cost = on_demand = store_usd
+def bill(rented: Iterable[Rental], beside_usd: float = 0.0) -> Bill:
+    """Price the rentals as they were, and as if each had been on demand, where that price is known; what is spent
+    beside them is the same either way."""
+    cost = on_demand = beside_usd
     for rental in rented:
         on_list = rental.on_demand_usd_per_h or rental.price_usd_per_h
         cost += rental.hours * (rental.price_usd_per_h + rental.disk_usd_per_h)

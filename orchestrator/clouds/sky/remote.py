@@ -23,7 +23,7 @@ import yaml
 from checkpoint.records import documents
 from checkpoint.records.documents import ControllerMachine, RunRecord
 from checkpoint.store.run_store import OPTIONS_ENV, Store
-from orchestrator.clouds.protocol import Order
+from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
 from orchestrator.clouds.sky.sdk.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S
 from orchestrator.clouds.sky.sdk.types import SkyOffer, controller_name, nodes_name
 from orchestrator.clouds.sky.settings import settings_elsewhere
@@ -66,10 +66,21 @@ class RemoteController:
         before = documents.CONTROLLER.read(self._store)
         infra = before.infra if before else ""
         # Before it is launched: a machine that is not known of is not returned.
-        documents.CONTROLLER.write(self._store, ControllerMachine(self.cluster, infra, time.time()))
-        found = self._sky.launch(self.cluster, self._work(reason), LAUNCH_TIMEOUT_S)
-        machine = ControllerMachine(self.cluster, found.infra, time.time(), found.price_usd_per_h)
+        asked_s = time.time()
+        price = before.price_usd_per_h if before else self._likely_usd_per_h()
+        stays = documents.controller_stays(self._store, asked_s)
+        machine = ControllerMachine(self.cluster, infra, asked_s, price, stays)
         documents.CONTROLLER.write(self._store, machine)
+        found = self._sky.launch(self.cluster, self._work(reason), LAUNCH_TIMEOUT_S)
+        machine = replace(machine, infra=found.infra, price_usd_per_h=found.price_usd_per_h)
+        documents.CONTROLLER.write(self._store, machine)
+
+    def _likely_usd_per_h(self) -> float:
+        """What it costs unless its launch goes elsewhere; 0: not known, as the launch will be asked for anyway."""
+        try:
+            return self.offer().price_usd_per_h
+        except (CloudRefused, CloudUnavailable, IndexError):
+            return 0.0
 
     def exists(self) -> bool:
         """Whether the machine is there: its cloud is asked. False also where another SkyPilot launched it."""
@@ -91,7 +102,7 @@ class RemoteController:
     def down(self) -> None:
         """Return the machine, and then forget it."""
         self._sky.down(self.cluster, CALL_TIMEOUT_S)
-        documents.CONTROLLER.drop(self._store)
+        documents.forget_controller(self._store, time.time())
         self._sky.drop_group(places(self._record.spec.trainer.resources), CALL_TIMEOUT_S)
 
     def _resources(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from orchestrator.web.page import Asked, Page
 from orchestrator.web.watch import Look
-from policies.ledger.rentals import ControllerRental, spent_over_time
+from policies.ledger.rentals import spent_over_time
 from policies.model.events import BudgetSet
 
 POINTS = 400
@@ -27,9 +27,7 @@ def _data(look: Look, _: Asked) -> dict[str, Any]:
 def _over_time(look: Look) -> dict[str, Any]:
     """By what it was for, columns of at most POINTS; the budgets from when on; the end as it goes now."""
     now_s, money = look.view.now_s, look.view.money
-    one = look.controller
-    steered = [] if one is None else [ControllerRental(one.at_s, now_s, one.price_usd_per_h)]
-    spent = [asdict(at) for at in spent_over_time(look.history, now_s, steered)]
+    spent = [asdict(at) for at in spent_over_time(look.history, now_s, look.controllers)]
     times_s = np.array([at.pop("time_s") for at in spent])
     drawn_s = times_s if len(spent) <= POINTS else np.linspace(times_s[0], times_s[-1], POINTS)
     columns = {name: np.array([at[name] for at in spent]) for name in (spent[0] if spent else ())}

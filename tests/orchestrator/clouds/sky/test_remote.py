@@ -411,6 +411,30 @@ def test_it_is_noted_before_it_is_launched_and_is_no_machine_of_the_run(world: W
     assert after is not None
     assert (before.cluster, before.infra) == (CLUSTER, "")
     assert (after.cluster, after.infra) == (CLUSTER, "aws/us-east-1/us-east-1a")
+    assert before.price_usd_per_h == made.offer().price_usd_per_h > 0  # what it may cost counts before it is there
+    assert before.at_s == after.at_s
+
+
+def test_what_it_has_cost_outlives_its_next_launch_and_its_end(world: World) -> None:
+    made = controller(world, world.record.spec)
+    made.launch("up")
+    first = documents.CONTROLLER.read(world.store)
+    assert first is not None
+    made.launch("resume")
+    again = documents.CONTROLLER.read(world.store)
+    assert again is not None
+    assert [one.from_s for one in again.before] == [first.at_s]
+    assert again.before[0].until_s == again.at_s
+    an_hour_on_s = again.at_s + 3600.0
+    usd = sum(one.usd for one in documents.controller_stays(world.store, an_hour_on_s))
+    assert usd == pytest.approx(again.price_usd_per_h * (an_hour_on_s - first.at_s) / 3600)
+    documents.forget_controller(world.store, an_hour_on_s)
+    documents.forget_controller(world.store, an_hour_on_s + 9e9)  # a second `down`
+    assert documents.CONTROLLER.read(world.store) is None
+    kept = documents.controller_stays(world.store, an_hour_on_s + 9e9)
+    assert sum(one.usd for one in kept) == pytest.approx(usd)
+    made.launch("resume")
+    assert len(documents.controller_stays(world.store, an_hour_on_s)) == 3
 
 
 def test_it_gets_the_folder_and_the_daemon_there_hands_its_copy_on(
