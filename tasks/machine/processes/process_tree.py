@@ -22,24 +22,25 @@ class _Ended(Exception):
     """A signal asked this process to end."""
 
 
-def _raise_ended(*_: object) -> None:
+def _raise_ended(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a second one, as the kernel's when the agent is gone, changes nothing
     raise _Ended
 
 
 def main() -> int:
     adopt_orphans()
-    signal.signal(signal.SIGTERM, _raise_ended)
     code = 128 + signal.SIGTERM
     try:
+        signal.signal(signal.SIGTERM, _raise_ended)
         child = start_child(sys.argv[1:], dict(os.environ))
         while True:
             pid, status = os.wait()  # orphans too: they are this process's children now
             if pid == child.pid:
                 code = os.waitstatus_to_exitcode(status)
                 break
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except _Ended:
         pass
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_descendants(GRACE_S)
     return exit_code_of(code)
 

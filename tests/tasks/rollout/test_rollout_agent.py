@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -38,6 +39,20 @@ time.sleep(float(sys.argv[2]))
 sys.exit(7)
 """
 
+# Ends them as one, and is told so right when it begins to hear no signal any more.
+TOLD_WHILE_IT_ENDS = """
+import os, signal, sys
+from tasks.machine.processes import process_tree
+real, told = signal.signal, []
+def set_handler(number, handler):
+    if handler is signal.SIG_IGN and not told:
+        told.append(number)
+        os.kill(os.getpid(), number)
+    return real(number, handler)
+signal.signal = set_handler
+sys.exit(process_tree.main())
+"""
+
 
 def alive(pid: int) -> bool:
     try:
@@ -46,20 +61,11 @@ def alive(pid: int) -> bool:
         return False
 
 
-def in_a_tree(folder: Path, lives_s: float) -> tuple[subprocess.Popen[bytes], list[int]]:
+def in_a_tree(
+    folder: Path, lives_s: float, program: Sequence[str] = ("-m", ENDS_AS_ONE)
+) -> tuple[subprocess.Popen[bytes], list[int]]:
     pids = folder / "pids"
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tasks.machine.processes.process_tree",
-            sys.executable,
-            "-c",
-            TREE,
-            str(pids),
-            str(lives_s),
-        ]
-    )
+    process = subprocess.Popen([sys.executable, *program, sys.executable, "-c", TREE, str(pids), str(lives_s)])
     until("the tree", lambda: pids.exists() and len(pids.read_text().split()) == 2)
     return process, [int(pid) for pid in pids.read_text().split()]
 
@@ -81,6 +87,18 @@ def test_the_whole_tree_ends_when_either_is_told_or_killed(tmp_path: Path, victi
         process.wait(timeout=HANG_S)
         == {"process_tree": 128 + signal.SIGTERM, "program": 128 + signal.SIGKILL}[victim]
     )
+    assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(("lives_s", "code"), [(600.0, 128 + signal.SIGTERM), (0.0, 7)])
+def test_the_whole_tree_ends_when_a_signal_comes_while_it_is_ended(
+    tmp_path: Path, lives_s: float, code: int
+) -> None:
+    """An agent that is killed while it ends its engine: it tells, and at its end the kernel does."""
+    process, pids = in_a_tree(tmp_path, lives_s, ["-c", TOLD_WHILE_IT_ENDS])
+    if lives_s:
+        process.terminate()
+    assert process.wait(timeout=HANG_S) == code
     assert not any(alive(pid) for pid in pids)
 
 
