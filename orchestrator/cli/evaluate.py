@@ -36,6 +36,7 @@ from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.remote import is_steered
 from orchestrator.cli.start import refuse_missing_secrets, show_plan
 from orchestrator.cli.target import open_run
+from orchestrator.config.reading.modules import modules_below
 from orchestrator.config.sizes.model import find_size
 from orchestrator.control.launcher import start_daemon
 from orchestrator.home.folder import keep_run_digest, keep_store_options, run_id_of, run_token
@@ -165,13 +166,14 @@ def _run_of(
 
 def _contents(spec: RunSpec, problems: Dataset | tuple[Dataset, ...]) -> dict[str, str]:
     """Digests of what is read from the run's folder, or beside it: files with problems, and the modules that make
-    prompts of them and score. With others it is another evaluation."""
-    workdir, several = Path(spec.workdir), datasets_of(problems)
-    said = [*spec.trainer.reward_funcs, *(one.prompt for one in several if isinstance(one.prompt, str))]
-    named = [workdir / one.rpartition(".")[0].replace(".", "/") for one in said if is_import_path(one)]
-    modules = [path for one in named for path in (one.with_name(f"{one.name}.py"), one / "__init__.py")]
+    prompts of them, score, and are tools or environments, with those that these import. With others it is another
+    evaluation."""
+    workdir, several, trainer = Path(spec.workdir), datasets_of(problems), spec.trainer
+    prompts = (one.prompt for one in several if isinstance(one.prompt, str))
+    said = (*trainer.reward_funcs, *trainer.tools, trainer.environment_factory or "", *prompts)
+    named = [one.rpartition(".")[0] for one in said if is_import_path(one)]
     found: dict[str, str] = {}
-    for path in [*(workdir / one.path for one in several), *modules]:
+    for path in [*(workdir / one.path for one in several), *modules_below(workdir, named)]:
         below = files_below(path) if path.is_dir() else [(path.name, path)] if path.is_file() else []
         for name, file in below:
             found[f"{path}/{name}"] = blake3().update_mmap(file).hexdigest()

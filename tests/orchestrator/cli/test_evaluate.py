@@ -25,7 +25,7 @@ from orchestrator.cli.checkpoints import NEWEST
 from orchestrator.cli.console import Stop
 from orchestrator.cli.evaluate import _dataset, _pinned, _run_of, _subjects
 from policies.model import exit_codes
-from policies.model.evaluation import Evaluation, Subject
+from policies.model.evaluation import BASE, Evaluation, Subject
 from policies.model.spec import Dataset, RunSpec
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
@@ -163,6 +163,38 @@ def test_other_problems_or_rewards_in_the_same_files_are_another_question(parent
     told = Dataset(path=str(problems), prompt=f"{'Think well and ' * 20}say {{prompt}}.")  # no module's name
     assert _run_of(parent, record, subjects, told, None)[0].url not in urls
     assert _run_of(parent, record, subjects, Dataset(path=str(problems)), None)[0].url == urls[0]
+
+
+@pytest.mark.parametrize(
+    "changed", ["tools.py", "envs/__init__.py", "envs/ladder.py", "envs/rungs.py", "helper.py"]
+)
+def test_other_tools_environments_or_modules_that_they_import_are_another_question(
+    parent: Store, tmp_path: Path, changed: str
+) -> None:
+    record = documents.read_run(parent)
+    named = replace(record.spec.trainer, tools=("tools.look_up",), environment_factory="envs.ladder.Ladder")
+    spec = replace(record.spec, workdir=str(tmp_path), trainer=named)
+    (tmp_path / "envs").mkdir()
+    for name, text in (
+        ("tools.py", "import json, helper\n"),
+        ("envs/__init__.py", ""),
+        ("envs/ladder.py", "from . import rungs\n"),
+        ("envs/rungs.py", "from envs.ladder import Ladder\n"),
+        ("helper.py", "import tools, not_here, broken\n"),
+        ("broken.py", "def (\n"),
+        ("beside.py", ""),
+    ):
+        (tmp_path / name).write_text(text)
+
+    def name_of() -> str:
+        subjects, problems = (Subject(BASE),), Dataset(path="p")
+        return _run_of(parent, replace(record, spec=spec), subjects, problems, None)[0].url
+
+    before = name_of()
+    (tmp_path / "beside.py").write_text("# nobody imports it")
+    assert name_of() == before
+    (tmp_path / changed).write_text((tmp_path / changed).read_text() + "# another")
+    assert name_of() != before
 
 
 def test_many_policies_make_no_name_that_a_file_system_refuses(parent: Store) -> None:
