@@ -9,6 +9,7 @@ import errno
 import importlib
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,22 @@ def guarded_rewards(rewards: Sequence[Reward], spec: RunSpec) -> list[Reward]:
     def one(function: Callable[..., Any], path: str) -> Callable[..., Any]:
         return guarded(function, path, rule, timeout_s, lambda error: passes(error) or is_out_of_memory(error))
 
-    named = zip(rewards, spec.trainer.reward_funcs, strict=True)
-    return [found if isinstance(found, torch.nn.Module | str) else one(found, path) for found, path in named]
+    named = list(zip(rewards, spec.trainer.reward_funcs, strict=True))
+    made = [found if isinstance(found, torch.nn.Module | str) else one(found, path) for found, path in named]
+    _tell_apart(made, spec.trainer.reward_funcs)
+    return made
+
+
+def _tell_apart(rewards: Sequence[Any], paths: Sequence[str]) -> None:
+    """Give functions of one name, as what one decorator made of several, those that run.yaml has: logs and
+    scores are kept by name."""
+    counts = Counter(getattr(one, "__name__", "") for one in rewards)
+    last = Counter(path.rpartition(".")[2] for path in paths)
+    taken = set(counts)
+    for one, path in zip(rewards, paths, strict=True):
+        if counts[getattr(one, "__name__", "")] > 1 and inspect.isfunction(one):
+            name = path.rpartition(".")[2]
+            one.__name__ = name if last[name] == 1 and name not in taken else path
 
 
 def _reward(import_path: str, spec: TrainerSpec, workdir: Path) -> Callable[..., Any]:
