@@ -187,6 +187,7 @@ class RunView:
     membership: tuple[MembershipView, ...]  # the newest last; empty when the gateway is not heard from
     events: tuple[EventLine, ...]  # the newest last
     weights: WeightsView | None = None  # the newest policy on its way; None before the first
+    parked_s: float | None = None  # for how long it has been parked; None: it is not
     step_split: StepSplit | None = None  # where the time of the last steps went; None before there is one
 
     @property

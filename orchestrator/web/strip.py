@@ -41,6 +41,8 @@ def headline(view: RunView) -> str:
     if view.health.health is not Health.HEALTHY:
         word = "diverged" if view.health.health is Health.TRIPPED else "watched"
         return f"{word} since step {view.health.onset_step}"
+    if view.parked_s is not None:
+        return f"for {duration(view.parked_s)}: {view.reason}"
     return f"the trainer is {view.activity}" if view.activity else view.reason
 
 

@@ -58,6 +58,8 @@ def _headline(view: RunView) -> str:
         waiting = f", {view.requests_waiting} requests wait" if view.requests_waiting else ""
         slow = ", the store is slow" if view.store_slow else ""
         return f"trainer is {view.activity}{waiting}{slow}"
+    if view.parked_s is not None:
+        return f"for {duration(view.parked_s)}: {view.reason}"
     return view.reason or "waiting for the trainer's first heartbeat"
 
 

@@ -17,6 +17,8 @@ from orchestrator.views.model import DeadlineView, HealthView, RunView, to_json
 from orchestrator.views.reader import Reader
 from orchestrator.views.run_view import run_view, view_of
 from orchestrator.views.terminal import notes
+from orchestrator.views.terminal.head import head
+from orchestrator.web.strip import headline
 from policies.detect.divergence import Health
 from policies.model.events import (
     BuyingResumed,
@@ -216,6 +218,23 @@ def test_a_slow_store_is_seen_while_the_run_goes_on() -> None:
     assert not look(world, 15).store_slow
     world.happens(16, StoreSlowed(140, 120), RunMoved(RunPhase.FINISHED, "the last step"))
     assert not look(world, 17).store_slow
+
+
+def test_a_parked_run_says_for_how_long_and_why_and_nothing_of_a_trainer() -> None:
+    world = World()
+    world.starts()
+    world.beats(11, 3)
+    before = look(world, 12)
+    assert (before.parked_s, before.activity) == (None, "generating")
+    world.happens(20, RunMoved(RunPhase.PARKED, "no rollout node can be had"))
+    world.is_steered(7210)
+    view = look(world, 7220)
+    assert (to_json(view)["phase"], to_json(view)["parked_s"], view.activity) == ("parked", 7200.0, None)
+    told = "for 2:00 h: no rollout node can be had"
+    assert told in " ".join(line.plain for line in head(view, 100))
+    assert headline(view) == told
+    world.happens(7221, RunMoved(RunPhase.STARTING, "rollout-0-i7 has a machine", 7201.0))
+    assert look(world, 7222).parked_s is None
 
 
 def diverging() -> World:
