@@ -91,6 +91,10 @@ def rollback(
         )
         for key, text in does.items():
             console.print(f"{key}: {text}", highlight=False, soft_wrap=True)
+        if state.phase is RunPhase.PARKED:
+            console.print(
+                "It is parked: the new timeline is trained once a rollout node can be had.", soft_wrap=True
+            )
 
 
 def _new_changes(fork: Fork, grpo: Mapping[str, Any]) -> dict[str, float]:
