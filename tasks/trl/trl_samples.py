@@ -184,12 +184,19 @@ def _messages(told: Any) -> list[Message]:
     """A prompt or completion as TRL has it: text, or messages."""
     if isinstance(told, str):
         return [Message(told)]
-    return [Message(_text(one), str(one.get("role", ""))) for one in told]
+    return [Message(_text(one), str(one.get("role") or "")) for one in told]
 
 
 def _text(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
     if not isinstance(content, str):
-        content = "\n".join(str(part.get("text", f"[{part.get('type')}]")) for part in content)
+        content = "\n".join(map(_part, content)) if isinstance(content, list) else str(content)
     calls = message.get("tool_calls")
     return f"{content}\n{to_json(calls).decode()}".strip() if calls else content
+
+
+def _part(part: Any) -> str:
+    """Of a message in parts; datasets give a part that has no text one that is None."""
+    if not isinstance(part, dict):
+        return str(part)
+    return str(part["text"]) if part.get("text") is not None else f"[{part.get('type')}]"

@@ -100,6 +100,21 @@ def test_functions_of_one_name_keep_their_rewards() -> None:
     assert [(one.rewards, one.reward) for one in kept(trainer)] == [([1.0, 0.0], 2.0), ([0.0, None], 0.0)]
 
 
+def test_messages_of_any_form_are_told() -> None:
+    trainer = Trainer()
+    image = [{"type": "image", "text": None}, {"type": "text", "text": "what is it?"}, "a part"]
+    trainer._logs["completion"] = [
+        [{"role": "user", "content": image}, {"role": None, "content": None}],
+        [{"role": "tool", "content": 5}],
+    ]
+    first, second = kept(trainer)
+    assert [(one.role, one.text) for one in first.completion] == [
+        ("user", "[image]\nwhat is it?\na part"),
+        ("", ""),
+    ]
+    assert [(one.role, one.text) for one in second.completion] == [("tool", "5")]
+
+
 @pytest.mark.parametrize("fault", ["nothing was made", "another number", "other shapes", "an attribute is gone"])
 def test_a_process_that_cannot_measure_gathers_as_much_as_the_others(fault: str) -> None:
     trainer = Trainer()
