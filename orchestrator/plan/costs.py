@@ -9,6 +9,7 @@ from orchestrator.plan.model import KindPlan, LostPlan, MachinePlan, MoneyPlan, 
 from orchestrator.plan.models import KnownModel
 from orchestrator.plan.prices import PriceBook, cloud_prices
 from orchestrator.plan.workload import grpo, steps_of
+from policies.fleet import disks
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Market, Role
 from policies.sizing.money import Prices, again_usd, cost, hourly
@@ -45,6 +46,21 @@ def most_usd_per_h(trainer: MachinePlan, rollout: MachinePlan | None, beside_usd
         return hourly(trainer.prices, Prices(), 0, (trainer.market, trainer.market), beside_usd_per_h)
     markets = (trainer.market, rollout.market)
     return hourly(trainer.prices, rollout.prices, rollout.most, markets, beside_usd_per_h)
+
+
+def step_costs(step: StepPlan | None, money: tuple[MoneyPlan, ...]) -> tuple[float | None, float | None]:
+    """USD of a step, and of a million trained tokens, as run.yaml buys; None where a price or the time is not
+    known."""
+    used = next((one.cost for one in money if one.used), None)
+    if step is None or used is None:
+        return None, None
+    usd, tokens = used.usd_per_h * step.step_s / 3600, step.completions * step.completion_tokens
+    return usd, usd / tokens * 1e6 if tokens else None
+
+
+def disks_usd_per_h(spec: RunSpec, nodes: int) -> float:
+    """USD an hour of the disks of a trainer and so many rollout nodes, the dearest that they may have."""
+    return disks.usd_per_h(spec, Role.TRAINER, None) + nodes * disks.usd_per_h(spec, Role.ROLLOUT, None)
 
 
 def plan_lost(spec: RunSpec, step: StepPlan | None, money: tuple[MoneyPlan, ...]) -> LostPlan | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from orchestrator.plan.costs import most_usd_per_h, plan_kinds, plan_lost, plan_money
+from orchestrator.plan.costs import disks_usd_per_h, most_usd_per_h, plan_kinds, plan_lost, plan_money, step_costs
 from orchestrator.plan.deadline import plan_deadline
 from orchestrator.plan.deepspeed_file import unread_deepspeed, with_deepspeed
 from orchestrator.plan.instances import with_instances
@@ -64,6 +64,7 @@ def make_plan(
     hours = steps * step.step_s / 3600 if steps is not None and step is not None else None
     money = plan_money(trainer, rollout, count, hours, book.beside_usd_per_h)
     lost = plan_lost(spec, step, money)
+    usd_per_step, usd_per_million_tokens = step_costs(step, money)
     return Plan(
         name=spec.name,
         cloud=spec.cloud,
@@ -80,6 +81,9 @@ def make_plan(
         deadline=deadline,
         bought=count,
         most_usd_per_h=most_usd_per_h(trainer, rollout, book.beside_usd_per_h),
+        usd_per_step=usd_per_step,
+        usd_per_million_tokens=usd_per_million_tokens,
+        disks_usd_per_h=disks_usd_per_h(spec, count if apart else 0),
         money=money,
         kinds=plan_kinds(spec, model, kinds, book, trainer, rollout),
         warnings=find_pitfalls(Seen(spec, model, trainer, rollout, syncs, step, lost, money)),

@@ -175,6 +175,8 @@ class Plan:
         deadline: None where the run has none.
         bought: rollout nodes that dollars are counted with: as many as pay, or as the deadline takes.
         most_usd_per_h: of all machines that run.yaml allows.
+        usd_per_step, usd_per_million_tokens: as run.yaml buys, the tokens being those trained on.
+        disks_usd_per_h: of the machines' disks by list price, beside all other dollars here.
         unknown: what could not be told, and why.
         notes: where figures come from.
     """
@@ -194,6 +196,9 @@ class Plan:
     deadline: DeadlinePlan | None
     bought: int
     most_usd_per_h: float | None
+    usd_per_step: float | None
+    usd_per_million_tokens: float | None
+    disks_usd_per_h: float
     money: tuple[MoneyPlan, ...]
     kinds: tuple[KindPlan, ...]
     warnings: tuple[Warned, ...]

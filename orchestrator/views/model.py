@@ -70,6 +70,7 @@ class MoneyView:
 
     spent_usd: float  # from each machine's request on
     all_on_demand_usd: float  # the same hours on demand, where that price is known
+    saved_usd: float  # against those; never below 0
     usd_per_h: float  # now
     usd_per_step: float | None  # so far
     usd_per_million_tokens: float | None  # that were trained on, so far

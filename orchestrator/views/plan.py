@@ -192,7 +192,16 @@ def _cost_words(plan: Plan) -> str | None:
     nodes = _bought_words(plan.bought, plan.rollout)
     other = next((one.cost for one in plan.money if one.name == "all on demand" and not one.used), None)
     beside = "" if other is None else f"; all on demand {other.usd_per_h:,.2f} an hour"
-    return f"USD {used.usd_per_h:,.2f} an hour, {used.usd_per_day:,.2f} a day{end}{last}{nodes}{beside}"
+    hourly = f"USD {used.usd_per_h:,.2f} an hour, {used.usd_per_day:,.2f} a day{end}{last}{nodes}{beside}"
+    return f"{hourly}{_each_words(plan)}"
+
+
+def _each_words(plan: Plan) -> str:
+    """`; 0.24 a step, 1.10 a million trained tokens; disks 0.07 an hour on top`."""
+    each = "" if plan.usd_per_step is None else f"; {short(plan.usd_per_step)} a step"
+    if plan.usd_per_million_tokens is not None:
+        each += f", {short(plan.usd_per_million_tokens)} a million trained tokens"
+    return f"{each}; disks {plan.disks_usd_per_h:,.2f} an hour on top" if plan.disks_usd_per_h else each
 
 
 def _bought_words(bought: int, rollout: MachinePlan | None) -> str:

@@ -68,7 +68,7 @@ class Reader:
         self.lease_watch = LeaseWatch()
         self.trainer: Trainer | None = None
         self.controller: documents.ControllerMachine | None = None
-        self._controllers_before: documents.ControllersBefore | None = None
+        self._controllers_gone: tuple[ControllerRental, ...] | None = None  # None: not read since one was there
         self.checkpoints: list[Checkpoint] = []  # in version order
         self._catalog = Catalog(store, "reader")  # which writes nothing
         self._chunks: dict[str, tuple[int, datetime, list[Row]]] = {}
@@ -81,7 +81,7 @@ class Reader:
         """The stays of the controller machines of a `--remote` run, until now."""
         if self.controller is not None:
             return self.controller.stays(now_s)
-        return () if self._controllers_before is None else self._controllers_before.stays
+        return self._controllers_gone or ()
 
     @property
     def tariff(self) -> Tariff:
@@ -111,7 +111,11 @@ class Reader:
         self.lease = documents.LEASE.read(self.store, self.unreadable)
         self.trainer = documents.TRAINER.read(self.store, self.unreadable)
         self.controller = documents.CONTROLLER.read(self.store)
-        self._controllers_before = documents.CONTROLLERS_BEFORE.read(self.store)
+        if self.controller is not None:
+            self._controllers_gone = None
+        elif self._controllers_gone is None:  # which is written before the other is dropped
+            before = documents.CONTROLLERS_BEFORE.read(self.store)
+            self._controllers_gone = () if before is None else before.stays
 
     def history(self) -> list[tuple[int, float, tuple[Event, ...]]]:
         """Read the whole journal as `(entry number, time_s, events)`. Raises Corrupt."""

@@ -94,6 +94,7 @@ class Report:
     tokens_regenerated: int
     cost_usd: float
     cost_all_on_demand_usd: float
+    saved_usd: float  # against that; never below 0
     usd_per_step: float | None  # None before the first
     usd_per_million_tokens: float | None  # that were trained on
     not_counted: str
@@ -143,6 +144,7 @@ def build_report(store: Store, now_s: float) -> Report:
         tokens_regenerated=sum(row.tokens_discarded for row in reader.rows),
         cost_usd=money.cost_usd,
         cost_all_on_demand_usd=money.cost_all_on_demand_usd,
+        saved_usd=max(0.0, money.cost_all_on_demand_usd - money.cost_usd),
         usd_per_step=money.cost_usd / rows[-1].step if rows and rows[-1].step else None,
         usd_per_million_tokens=money.cost_usd / trained * 1e6 if trained else None,
         not_counted=not_counted(reader.spec, reader.tariff),
@@ -245,11 +247,10 @@ def _figures(report: Report) -> RenderableType:
     if report.rollbacks:
         lost = f"{report.steps_abandoned} steps and {report.tokens_abandoned:,} tokens thrown away"
         table.add_row("rollbacks", f"{len(report.rollbacks)}; {lost}")
-    saved = report.cost_all_on_demand_usd - report.cost_usd
     table.add_row("cost", f"{usd(report.cost_usd)}; all on demand {usd(report.cost_all_on_demand_usd)}")
     if report.cost_usd > 0 and report.usd_per_step is not None and report.usd_per_million_tokens is not None:
         each = f"{usd(report.usd_per_step)} a step, {usd(report.usd_per_million_tokens)} a million trained tokens"
-        table.add_row("", f"{each}; {usd(max(0.0, saved))} saved; not counted: {report.not_counted}")
+        table.add_row("", f"{each}; {usd(report.saved_usd)} saved; not counted: {report.not_counted}")
     drift = f"{short(report.sampling_logp_difference_max)}, the largest log-probability difference"
     table.add_row("sampling drift", drift)
     if report.weights is not None:

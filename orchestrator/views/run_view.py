@@ -166,12 +166,14 @@ def _money(reader: Reader, now_s: float, step: int, eta_s: float | None) -> Mone
     beside_usd = sum(one.usd for one in reader.controllers(now_s))
     spent = spent_usd(state, now_s) + beside_usd
     steering_usd_per_h = 0.0 if controller is None else controller.price_usd_per_h
+    on_demand = on_demand_usd(state, now_s) + beside_usd
     rate = sum(node.usd_per_h for node in state.nodes.values()) + steering_usd_per_h
     tokens = sum(row.tokens for row in reader.path)
     caps = caps_of(state, reader.spec)
     return MoneyView(
         spent_usd=spent,
-        all_on_demand_usd=on_demand_usd(state, now_s) + beside_usd,
+        all_on_demand_usd=on_demand,
+        saved_usd=max(0.0, on_demand - spent),
         usd_per_h=rate,
         usd_per_step=spent / step if step else None,
         usd_per_million_tokens=spent / tokens * 1e6 if tokens else None,

@@ -19,7 +19,7 @@ POINTS = 400
 def _data(look: Look, _: Asked) -> dict[str, Any]:
     money = look.view.money
     return {
-        "money": {**asdict(money), "saved_usd": max(0.0, money.all_on_demand_usd - money.spent_usd)},
+        "money": asdict(money),
         "over_time": look.once("dollars", lambda: _over_time(look)),
     }
 

@@ -74,6 +74,10 @@ def test_its_dollars_on_each_market() -> None:
     assert plan.step is not None
     assert used.cost.usd_per_day == pytest.approx(24 * 6.06)
     assert used.cost.to_end_usd == pytest.approx(6.06 * 1000 * plan.step.step_s / 3600)
+    assert plan.usd_per_step == pytest.approx(6.06 * plan.step.step_s / 3600)
+    tokens = plan.step.completions * plan.step.completion_tokens
+    assert plan.usd_per_million_tokens == pytest.approx(6.06 * plan.step.step_s / 3600 / tokens * 1e6)
+    assert plan.disks_usd_per_h > 0
     assert plan.lost is not None
     assert plan.lost.most_s == pytest.approx(50 * (plan.step.train_s or 0))
     assert plan.lost.step_usd == pytest.approx(6.06 * plan.lost.step_s / 3600)
