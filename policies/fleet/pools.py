@@ -1,7 +1,7 @@
 """In which pool a machine is bought.
 
-A machine costs price x (1 + losses an hour x hours to serve) / (speed x success): each loss wastes another start,
-and a launch that does not come costs its time. Both rates are told from what the run has seen there, older things
+A machine costs price x (1 + losses an hour x hours to serve) / success: each loss wastes another start, and a
+launch that does not come costs its time. Both rates are told from what the run has seen there, older things
 counting for less, on top of a prior that is worth a few observations, so that a pool which was never tried is
 neither shunned nor preferred. A pool that refused or took a machine rests, twice as long with each in a row.
 
@@ -66,12 +66,44 @@ class Choice:
         return f"in {self.offer.pool}{price}: {one.losses_an_hour:.2f} losses an hour, {tried}{rests}"
 
 
+class Crowd:
+    """Where the nodes of one role are: what a further one is placed by, kept up as they are asked for.
+
+    Args:
+        nodes: that are there or asked for.
+        now_s: seconds since the epoch.
+    """
+
+    def __init__(self, nodes: Iterable[Node] = (), now_s: float = 0.0) -> None:
+        self.count = 0
+        self.hours = defaultdict[Pool, float](float)  # that the machines in a pool have been there
+        self._places = Counter[str]()
+        for node in nodes:
+            self.add(node.pool, max(0.0, now_s - node.came_at_s) / 3600 if node.came_at_s else 0.0)
+
+    def add(self, pool: Pool | None, hours: float = 0.0) -> None:
+        """Count a node more, which may be nowhere yet."""
+        self.count += 1
+        if pool is not None:
+            self.hours[pool] += hours
+            self._places[pool.place] += 1
+
+    def share(self, pool: Pool) -> float:
+        """Of all nodes, those in the pool's zone."""
+        return self._places[pool.place] / max(1, self.count)
+
+    @property
+    def regions(self) -> set[tuple[str, str]]:
+        """Cloud and region of each that is somewhere."""
+        return {(pool.cloud, pool.region) for pool in self.hours}
+
+
 def weather_of(
-    pool: Pool, record: PoolRecord | None, there: Iterable[Node], now_s: float, half: HalfLives
+    pool: Pool, record: PoolRecord | None, there_h: float, now_s: float, half: HalfLives
 ) -> PoolWeather:
-    """Return what is expected of a pool. `there`: the machines that are in it now."""
+    """Return what is expected of a pool. `there_h`: hours of the machines that are in it now, all together."""
     losses = LOSSES_AN_HOUR[pool.market] * PRIOR_NODE_HOURS
-    hours = PRIOR_NODE_HOURS + sum(max(0.0, now_s - one.came_at_s) / 3600 for one in there if one.came_at_s)
+    hours = PRIOR_NODE_HOURS + there_h
     arrived, asked = SUCCESS[pool.market] * PRIOR_LAUNCHES, PRIOR_LAUNCHES
     for stay in record.stays if record else ():
         weight = _weight(now_s - stay.until_s, half.losses_h)
@@ -97,16 +129,15 @@ def rest_in_s(pool: Pool, records: Mapping[str, PoolRecord], now_s: float) -> fl
     return max(rest_s(records.get(str(one)), now_s) for one in (pool, pool.anywhere))
 
 
-def cost(offer: PoolOffer, weather: PoolWeather, hours_to_serve: float, tokens_per_s: float) -> float:
-    """Return USD a node-hour of work at speed 1, by the formula above; `tokens_per_s` where its own is unknown."""
-    speed = offer.tokens_per_s or tokens_per_s
-    return offer.usd_per_h * (1 + weather.losses_an_hour * hours_to_serve) / (speed * weather.success)
+def cost(offer: PoolOffer, weather: PoolWeather, hours_to_serve: float) -> float:
+    """Return USD a node-hour of work, by the formula above."""
+    return offer.usd_per_h * (1 + weather.losses_an_hour * hours_to_serve) / weather.success
 
 
 def choose(
     offers: Sequence[PoolOffer],
     records: Mapping[str, PoolRecord],
-    nodes: Sequence[Node],
+    crowd: Crowd,
     now_s: float,
     half: HalfLives,
     hours_to_serve: float,
@@ -119,26 +150,17 @@ def choose(
     Args:
         offers: of one role and one market.
         records: by the pool's text.
-        nodes: of the role that are there or asked for.
+        crowd: the nodes of the role.
         now_s: seconds since the epoch.
         half: half-lives of what was seen.
         hours_to_serve: from a request until the machine works.
         crowded: how much dearer another zone may be when all nodes are in one.
     """
-    known = [one.tokens_per_s for one in offers if one.tokens_per_s > 0]
-    usual = sum(known) / len(known) if known else 1.0
-
-    there, beside = defaultdict[Pool, list[Node]](list), Counter[str]()
-    for node in nodes:
-        if node.pool is not None:
-            there[node.pool].append(node)
-            beside[node.pool.place] += 1
 
     def judged(offer: PoolOffer) -> tuple[float, int, float, str, Choice]:
         record = records.get(str(offer.pool))
-        weather = weather_of(offer.pool, record, there.get(offer.pool, ()), now_s, half)
-        share = beside[offer.pool.place] / max(1, len(nodes))
-        usd = cost(offer, weather, hours_to_serve, usual) * (1 + crowded * share)
+        weather = weather_of(offer.pool, record, crowd.hours.get(offer.pool, 0.0), now_s, half)
+        usd = cost(offer, weather, hours_to_serve) * (1 + crowded * crowd.share(offer.pool))
         rests = rest_in_s(offer.pool, records, now_s)
         return rests, offer.rank, usd, str(offer.pool), Choice(offer, weather, rests)
 

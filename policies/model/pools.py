@@ -48,5 +48,4 @@ class PoolOffer:
     role: Role
     pool: Pool
     usd_per_h: float
-    tokens_per_s: float = 0.0  # of a machine, as measured or by arithmetic; 0: not known
     rank: int = 0  # place in run.yaml's `ordered`: a lower one is tried first, whatever it costs

@@ -19,7 +19,7 @@ from policies.control.fleet.probing import may_probe
 from policies.control.fleet.size import may_go, return_surplus, rollouts_wanted, size_fleet
 from policies.control.fleet.spending import Purse, refuse
 from policies.control.fleet.stand_ins import missing, stand_ins_of, surplus
-from policies.control.fleet.where import POOLS_UNKNOWN, Terms, another_pool, terms_of
+from policies.control.fleet.where import POOLS_UNKNOWN, Crowds, Terms, another_pool, terms_of
 from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
 from policies.control.stopping import release_machines
 from policies.control.tick import Tick
@@ -67,20 +67,47 @@ def fill_slots(tick: Tick) -> None:
     _fill(tick, _empty_slots(tick))
 
 
+class _Buyer:
+    """Requests machines. In a burst of thousands each costs the same: what they are decided by is looked up once,
+    and each that is asked for is added."""
+
+    def __init__(self, tick: Tick) -> None:
+        self._tick, self._purse, self.crowds = tick, Purse(tick), Crowds(tick)
+
+    def keeps_back(self, role: Role, market: Market) -> None:
+        """Count the money for a machine as spent."""
+        dearest = terms_of(self._tick, self.crowds, role, market, lambda _: True)
+        self._purse.add(role, dearest.usd_per_h or 0.0)
+
+    def buys(self, role: Role, name: str, market: Market, *words: str, stand_in: bool = False) -> bool:
+        """Request a node for the slot where it is best bought, because of `words`; False: there is no money for
+        it, and what follows from that is done."""
+        tick, purse, kind = self._tick, self._purse, kind_of(role, market)
+        terms = terms_of(tick, self.crowds, role, market, partial(purse.fits, role))
+        if why := purse.refusal(role, kind, terms.usd_per_h):
+            why += ", though the deadline takes it" if stand_in and is_behind(tick) else ""
+            refuse(tick, role, kind, terms.usd_per_h, why, stand_in=stand_in)
+            return False
+        _request(tick, role, name, market, terms, *words, purse.words(), stand_in=stand_in)
+        purse.add(role, terms.usd_per_h or 0.0)
+        self.crowds.add(role, terms.where)
+        return True
+
+
 def _fill(tick: Tick, places: list[tuple[Role, str, bool]]) -> None:
-    """Request nodes for the places that may be filled now. In a burst of thousands each costs the same: what all
-    of them ask for is looked up once."""
+    """Request nodes for the places that may be filled now."""
     if not places:
         return
-    purse, near, there = Purse(tick), _trainer_is_near(tick), _rollouts_there(tick)
+    buyer, near, there = _Buyer(tick), _trainer_is_near(tick), _rollouts_there(tick)
     closed: set[Role] = set()  # one of these was not to be bought, and the others are needed no more than it was
     for role, name, needed in places:
         slot = tick.state.slots.get(name, Slot())
         if role in closed:
             continue
-        kind = kind_of(role, market_of(role, tick.spec))
+        market = market_of(role, tick.spec)
+        kind = kind_of(role, market)
         waits = tick.waited_s(slot.refused_at_s) < back_off_s(slot.refusals_in_a_row, needed)
-        if waits and not another_pool(tick, kind, slot.last_refusal):
+        if waits and not another_pool(tick, buyer.crowds, kind, slot.last_refusal):
             continue
         if (role is Role.ROLLOUT and not near) or not _may_buy(tick, kind, needed):
             closed.add(role)
@@ -88,15 +115,10 @@ def _fill(tick: Tick, places: list[tuple[Role, str, bool]]) -> None:
         if tick.snapshot.pools is None:
             tick.reasons.append(f"{name} {POOLS_UNKNOWN}")
             break
-        terms = terms_of(tick, role, market_of(role, tick.spec), partial(purse.fits, role))
-        if why := purse.refusal(role, kind, terms.usd_per_h):
-            refuse(tick, role, kind, terms.usd_per_h, why)
-            break
         there += role is Role.ROLLOUT
         counted = f"{there} of {rollouts_wanted(tick.state, tick.spec)} rollout nodes"
-        words = ("" if role is Role.TRAINER else counted, purse.words())
-        _request(tick, role, name, slot, terms, *words)
-        purse.add(role, terms.usd_per_h or 0.0)
+        if not buyer.buys(role, name, market, "" if role is Role.TRAINER else counted):
+            break
 
 
 def _stand_in(tick: Tick) -> None:
@@ -112,23 +134,16 @@ def _stand_in(tick: Tick) -> None:
         return
     taken = {node.slot for node in stand_ins_of(tick.state)}
     free = [name for role, name, _ in wanted_slots(tick.spec) if role is Role.ROLLOUT and name not in taken]
-    purse = Purse(tick)
+    buyer, near = _Buyer(tick), _trainer_is_near(tick)
     if not needed:  # a parked run, which it would have the trainer bought for again
-        dearest = terms_of(tick, Role.TRAINER, market_of(Role.TRAINER, tick.spec), lambda _: True)
-        purse.add(Role.TRAINER, dearest.usd_per_h or 0.0)
+        buyer.keeps_back(Role.TRAINER, market_of(Role.TRAINER, tick.spec))
+    late = "the run is behind its deadline" if is_behind(tick) else ""
     for name in free[: missing(tick)]:
-        if not _trainer_is_near(tick) or not _may_buy(tick, kind, needed) or tick.snapshot.pools is None:
+        if not near or not _may_buy(tick, kind, needed) or tick.snapshot.pools is None:
             return
-        terms = terms_of(tick, Role.ROLLOUT, Market.ON_DEMAND, partial(purse.fits, Role.ROLLOUT))
-        if why := purse.refusal(Role.ROLLOUT, kind, terms.usd_per_h):
-            why += ", though the deadline takes it" if is_behind(tick) else ""
-            refuse(tick, Role.ROLLOUT, kind, terms.usd_per_h, why, stand_in=True)
+        words = ("on demand, for spot cannot be had", late)
+        if not buyer.buys(Role.ROLLOUT, name, Market.ON_DEMAND, *words, stand_in=True):
             return
-        late = "the run is behind its deadline" if is_behind(tick) else ""
-        words = ("on demand, for spot cannot be had", late, purse.words())
-        slot = tick.state.slots.get(name, Slot())
-        _request(tick, Role.ROLLOUT, name, slot, terms, *words, stand_in=True)
-        purse.add(Role.ROLLOUT, terms.usd_per_h or 0.0)
 
 
 def _empty_slots(tick: Tick) -> list[tuple[Role, str, bool]]:
@@ -153,12 +168,12 @@ def _rollouts_there(tick: Tick) -> int:
 
 
 def _request(
-    tick: Tick, role: Role, name: str, slot: Slot, terms: Terms, *words: str, stand_in: bool = False
+    tick: Tick, role: Role, name: str, market: Market, terms: Terms, *words: str, stand_in: bool = False
 ) -> None:
+    slot = tick.state.slots.get(name, Slot())
     incarnation = slot.incarnations + 1
     before = "first" if incarnation == 1 else f"in place of {node_id_of(name, slot.incarnations)}"
     node = node_id_of(name, incarnation)
-    market = Market.ON_DEMAND if stand_in else market_of(role, tick.spec)
     place, pool = ("", None) if terms.where is None else (terms.where.words, terms.where.offer.pool)
     reason = "; ".join(part for part in (before, *words, place) if part)
     most_usd, disk_usd = terms.machine_usd_per_h or 0.0, terms.disk_usd_per_h
@@ -187,7 +202,7 @@ def _may_buy(tick: Tick, name: str, needed: bool) -> bool:
 
 def _elsewhere(tick: Tick, name: str, kind: MachineKind) -> bool:
     """Whether what fails is one pool after the other, and one is left."""
-    return not kind.never_serves and another_pool(tick, name, kind.last_refusal)
+    return not kind.never_serves and another_pool(tick, Crowds(tick), name, kind.last_refusal)
 
 
 def _is_probe(node: Node, kind: MachineKind) -> bool:

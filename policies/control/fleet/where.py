@@ -10,7 +10,7 @@ from policies.control.fleet.spending import caps_of
 from policies.control.tick import Tick
 from policies.fleet import disks
 from policies.fleet.budget import Caps
-from policies.fleet.pools import Choice, HalfLives, choose, rest_in_s
+from policies.fleet.pools import Choice, Crowd, HalfLives, choose, rest_in_s
 from policies.model.buying import MachineKind
 from policies.model.events import Noticed
 from policies.model.phases import LIVE_RUN
@@ -51,27 +51,43 @@ class Terms:
         return None if self.machine_usd_per_h is None else self.machine_usd_per_h + self.disk_usd_per_h
 
 
-def terms_of(tick: Tick, role: Role, market: Market, fits: Callable[[float], bool]) -> Terms:
+class Crowds:
+    """Where the nodes of each role are, as requests of one tick find them: each that is made is added."""
+
+    def __init__(self, tick: Tick) -> None:
+        self.of = {role: Crowd(tick.state.live(role), tick.snapshot.now_s) for role in Role}
+
+    def add(self, role: Role, where: Choice | None) -> None:
+        self.of[role].add(None if where is None else where.offer.pool)
+
+    @property
+    def regions(self) -> set[tuple[str, str]]:
+        return set().union(*(crowd.regions for crowd in self.of.values()))
+
+
+def terms_of(tick: Tick, crowds: Crowds, role: Role, market: Market, fits: Callable[[float], bool]) -> Terms:
     """Return on what terms a machine of the role is bought on that market.
 
     `fits`: whether there is money for one of so many USD an hour. Of the pools for which there is, the best is
     taken; where there is for none, the best of all, so that it can be said what it would take.
     """
-    kind, offers = kind_of(role, market), _offers(tick, role, market)
+    kind, offers = kind_of(role, market), _offers(tick, crowds, role, market)
 
     def terms(choice: Choice | None) -> Terms:
         cloud = None if choice is None else choice.offer.pool.cloud
         return Terms(choice, _most_usd_per_h(tick, kind, choice), disks.usd_per_h(tick.spec, role, cloud))
 
-    best = terms(choice_of(tick, role, market, offers))
+    best = terms(choice_of(tick, crowds, role, market, offers))
     if best.usd_per_h is None or fits(best.usd_per_h):
         return best
     disk_usd = {one.pool.cloud: disks.usd_per_h(tick.spec, role, one.pool.cloud) for one in offers}
     cheaper = [one for one in offers if one.usd_per_h and fits(one.usd_per_h + disk_usd[one.pool.cloud])]
-    return terms(choice_of(tick, role, market, cheaper)) if cheaper else best
+    return terms(choice_of(tick, crowds, role, market, cheaper)) if cheaper else best
 
 
-def choice_of(tick: Tick, role: Role, market: Market, offers: Sequence[PoolOffer]) -> Choice | None:
+def choice_of(
+    tick: Tick, crowds: Crowds, role: Role, market: Market, offers: Sequence[PoolOffer]
+) -> Choice | None:
     """Return in which of these pools a machine of the role is bought on that market; None without any."""
     if not offers:
         return None
@@ -81,19 +97,19 @@ def choice_of(tick: Tick, role: Role, market: Market, offers: Sequence[PoolOffer
     return choose(
         offers,
         tick.state.pools,
-        tick.state.live(role),
+        crowds.of[role],
         tick.snapshot.now_s,
         HalfLives(fleet.loss_half_life_h, fleet.launch_half_life_h),
         boot_s / 3600,
     )
 
 
-def another_pool(tick: Tick, kind: str, last: Refusal | None) -> bool:
+def another_pool(tick: Tick, crowds: Crowds, kind: str, last: Refusal | None) -> bool:
     """Whether a machine of the kind is asked for in the next pool at once: the `last` refusal was a pool's own,
     and not all rest. So a zone that has something is found as soon as by a cloud's own failover."""
     if last not in _OF_POOL:
         return False
-    offers = _offers(tick, *_KINDS[kind])
+    offers = _offers(tick, crowds, *_KINDS[kind])
     return any(not rest_in_s(one.pool, tick.state.pools, tick.snapshot.now_s) for one in offers)
 
 
@@ -103,18 +119,15 @@ def _most_usd_per_h(tick: Tick, kind: str, choice: Choice | None) -> float | Non
     return listed or (tick.snapshot.prices or {}).get(kind)
 
 
-def _offers(tick: Tick, role: Role, market: Market) -> list[PoolOffer]:
+def _offers(tick: Tick, crowds: Crowds, role: Role, market: Market) -> list[PoolOffer]:
     offers = [one for one in tick.snapshot.pools or () if (one.role, one.pool.market) == (role, market)]
-    return _in_one_region(tick, role, offers) if offers else []
+    return _in_one_region(tick, crowds, role, offers) if offers else []
 
 
-def _in_one_region(tick: Tick, role: Role, offers: list[PoolOffer]) -> list[PoolOffer]:
+def _in_one_region(tick: Tick, crowds: Crowds, role: Role, offers: list[PoolOffer]) -> list[PoolOffer]:
     """Where other nodes are, else where both roles can be: private addresses do not reach another region. One is
     preferred that has the other role's machines on the market on which they are bought."""
-    others = [node.pool for other in Role for node in tick.state.live(other) if node.pool is not None]
-    if others:
-        there = {(pool.cloud, pool.region) for pool in others}
-    else:
+    if not (there := crowds.regions):
         wanted = [one for one in tick.snapshot.pools or () if one.role is not role]
         there = {(one.pool.cloud, one.pool.region) for one in wanted}
         usual = [one.pool for one in wanted if one.pool.market is market_of(one.role, tick.spec)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -199,3 +200,31 @@ def test_a_trainer_goes_where_rollout_nodes_can_be_had_on_their_own_market() -> 
 
     assert first(Zones(offers=(*offers, spot))).pool == dear.pool
     assert first(Zones(offers=offers)).pool == offers[0].pool  # where spot is nowhere, the cheaper one
+
+
+def calls_of_burst(nodes: int) -> int:
+    """Calls of functions in a tick that asks for so many nodes at once, with a choice of twelve zones."""
+    world = Zones(spec=spec(nodes), has=frozenset({"ra"}), max_steps=10**6)
+    while not world.up(Role.TRAINER):
+        world.tick()
+        world.advance()
+    calls = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:  # noqa: ARG001  # sys.setprofile's own signature
+        nonlocal calls
+        calls += event == "call"
+
+    looked = world.snapshot()
+    sys.setprofile(count)
+    try:
+        decision = decide(world.state, looked, world.spec)
+    finally:
+        sys.setprofile(None)
+    asked = [event for event in decision.events if isinstance(event, NodeRequested)]
+    assert len(asked) == nodes
+    return calls
+
+
+def test_each_of_a_burst_of_requests_costs_the_same() -> None:
+    """Four times as many take four times the work, and not sixteen times."""
+    assert calls_of_burst(400) < 5 * calls_of_burst(100)
