@@ -25,10 +25,10 @@ node-env: .venv-node/.ready
 .venv-node/.ready: pyproject.toml $(LOCKS)/$(NODE_EXTRA).txt | system-packages
 	$(PYTHON) -m venv .venv-node
 	@locked='--constraint $(LOCKS)/$(NODE_EXTRA).txt'; if [ $(NODE_EXTRA) = node ] || $(NODE)/pip index versions torch 2>/dev/null | grep -q '+cpu'; then \
-		set -x; $(NODE)/pip install --quiet $$locked --editable '.[$(NODE_EXTRA),deepspeed,test]'; \
+		set -x; $(NODE)/pip install --quiet $$locked --editable '.[$(NODE_EXTRA),deepspeed,tensorboard,test]'; \
 	else \
 		set -x; $(NODE)/pip install --quiet uv && \
-		$(NODE)/uv pip install --quiet $$locked --python $(NODE)/python --torch-backend=cpu --editable '.[$(NODE_EXTRA),deepspeed,test]'; \
+		$(NODE)/uv pip install --quiet $$locked --python $(NODE)/python --torch-backend=cpu --editable '.[$(NODE_EXTRA),deepspeed,tensorboard,test]'; \
 	fi
 	$(NODE)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

@@ -46,6 +46,7 @@ from tasks.trainer import callbacks
 from tasks.trainer.overdue import ended_after
 from tasks.trainer.preflight import check_packages, check_prompts, check_rewards
 from tasks.trainer.reports import keep_reports, name_reports, prepare_reports
+from tasks.trainer.sinks import Beginning
 from tasks.trainer.turns import check_turns, guarded_turns, load_turns
 from tasks.trainer.user_data import load_data, prompts_used
 from tasks.trainer.user_objects import (
@@ -151,7 +152,9 @@ def assemble(
     trainer.add_callback(callbacks.CheckpointCallback(lambda: trainer.save_is_due, leave_if_due))
     spool = _spool(Path(env.workdir), start.spec, trainer)
     if spool is not None:
-        keep_reports(trainer, Path(env.workdir))
+        timeline_id = f"{record.run_id}-t{env.timeline}"
+        fork = next((one for one in forks if one.timeline == env.timeline), None)
+        keep_reports(trainer, Path(env.workdir), Beginning(env.precedence, env.node, fork, timeline_id))
         _add_first(start, trainer, client, spool)
     return trainer, spool
 

@@ -6,18 +6,17 @@ completions in any case.
 
 from __future__ import annotations
 
-import functools
 import netrc
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import structlog
 from transformers.integrations import get_reporting_integration_callbacks
 
-from tasks.trainer.user_objects import BadSpec, first_line, passes
+from tasks.trainer.sinks import Beginning, keep_sinks
+from tasks.trainer.user_objects import BadSpec, first_line
 
 log = structlog.get_logger()
 
@@ -28,7 +27,8 @@ NO_KEY_NEEDED = ("offline", "disabled", "dryrun")
 
 def prepare_reports(config: Any, workdir: Path) -> None:
     """Say where files of reports go, and try what `report_to` names. Raises BadSpec for what is not there."""
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(workdir / REPORTS / "tensorboard"))
+    folder = os.environ.get("TENSORBOARD_LOGGING_DIR") or workdir / REPORTS / "tensorboard"
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(Path(folder, config.run_name))  # a folder is a run to TensorBoard
     for kind in _kinds(config):
         try:
             kind()
@@ -58,12 +58,10 @@ def name_reports(config: Any, run_name: str, run_id: str, timeline: int) -> None
     os.environ.setdefault("WANDB_RUN_GROUP", group)
 
 
-def keep_reports(trainer: Any, workdir: Path) -> None:
-    """Have TRL's tables of completions on the disk and not in the spool, and failing reports told in one line."""
+def keep_reports(trainer: Any, workdir: Path, beginning: Beginning) -> None:
+    """Have TRL's tables of completions on the disk and not in the spool, and the reports as `sinks` says."""
     kinds = tuple(_kinds(trainer.args))
-    for sink in trainer.callback_handler.callbacks:
-        if isinstance(sink, kinds):
-            sink.on_train_begin = functools.partial(_begin, sink.on_train_begin)
+    keep_sinks([one for one in trainer.callback_handler.callbacks if isinstance(one, kinds)], beginning)
     if not trainer.log_completions:
         return
     folder, link = workdir / REPORTS / COMPLETIONS, Path(trainer.args.output_dir, COMPLETIONS)
@@ -72,16 +70,6 @@ def keep_reports(trainer: Any, workdir: Path) -> None:
         shutil.rmtree(link, ignore_errors=True)
         link.symlink_to(folder)
     log.info("completions_are_written", folder=str(folder), stored=False)
-
-
-def _begin(begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a report does as the training begins: it connects, and raises BadSpec where it cannot."""
-    try:
-        return begin(*args, **kwargs)
-    except Exception as error:  # each service raises its own
-        if passes(error):
-            raise
-        raise BadSpec(f"grpo.report_to: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _kinds(config: Any) -> list[Any]:
