@@ -55,12 +55,13 @@ def as_run(spec: RunSpec, storage: str, dataset: Dataset | tuple[Dataset, ...]) 
         grpo["generation_kwargs"] = {key: value for key, value in given.items() if key not in SAMPLING}
     if processes_of(spec) > 1 and not generates_itself(spec):
         grpo["use_cpu"] = True
+    fleet = replace(spec.policies.fleet, deadline=None)  # which is the training's
     return replace(
         spec,
         name=f"{spec.name}-eval",
         storage=storage,
         trainer=replace(spec.trainer, dataset=dataset, eval_dataset=None, accelerate=None),
         grpo=grpo,
-        policies=replace(spec.policies, kl=KlPolicy(action="alert")),
+        policies=replace(spec.policies, kl=KlPolicy(action="alert"), fleet=fleet),
         rehearse=None,
     )
