@@ -113,28 +113,10 @@ def sentence(event: Event) -> str:
             return f"{event.node} was refused, {why}: {event.reason}"
         case NodeMoved():
             return f"{event.node} {_NODE_VERBS[event.phase]}: {event.reason}"
-        case BuyingStopped():
-            return f"No more machines are bought, {event.kind}, but one now and then to try: {event.reason}"
-        case BuyingResumed():
-            return f"Machines are bought again, {event.kind}"
-        case FleetSized():
-            return f"There are to be {event.nodes} rollout nodes in place of {event.before}: {event.reason}"
-        case BudgetReached():
-            return f"The budget is reached, the run is to {event.at}: {event.reason}"
-        case BudgetRefused():
-            return f"No more {event.role} machines are bought: {event.reason}"
-        case BudgetNeared():
-            return f"{event.spent_usd:.2f} of {event.usd:.2f} USD are spent, four fifths of the budget"
-        case CapacityMissing():
-            return f"The run waits for machines: {event.reason}"
-        case DeadlineMissed():
-            return _late(event)
-        case StoreCharged():
-            moved = f"{event.sent_bytes / 1e9:.1f} GB sent, {event.fetched_bytes / 1e9:.1f} GB fetched"
-            asked = f"{event.requests:,} requests, {moved} (estimated)"
-            return f"The store has cost {event.usd:.2f} USD more: {asked}"
-        case BudgetSet():
-            return f"The budget is {event.usd:.2f} USD from now on"
+        case BuyingStopped() | BuyingResumed() | FleetSized() | CapacityMissing() | DeadlineMissed():
+            return _fleet(event)
+        case BudgetReached() | BudgetRefused() | BudgetNeared() | BudgetSet() | StoreCharged():
+            return _money(event)
         case MachineBought():
             where = event.where or "here"
             price = f"{event.price_usd_per_h:.2f} USD an hour"
@@ -165,6 +147,40 @@ def sentence(event: Event) -> str:
             return "The trainer can work with run.yaml: rollout nodes are asked for from now on"
         case DataSetAside():
             return f"{event.key} in the store cannot be read and is left out: {event.why}"
+        case _:
+            assert_never(event)
+
+
+def _fleet(event: BuyingStopped | BuyingResumed | FleetSized | CapacityMissing | DeadlineMissed) -> str:
+    match event:
+        case BuyingStopped():
+            return f"No more machines are bought, {event.kind}, but one now and then to try: {event.reason}"
+        case BuyingResumed():
+            return f"Machines are bought again, {event.kind}"
+        case FleetSized():
+            return f"There are to be {event.nodes} rollout nodes in place of {event.before}: {event.reason}"
+        case CapacityMissing():
+            return f"The run waits for machines: {event.reason}"
+        case DeadlineMissed():
+            return _late(event)
+        case _:
+            assert_never(event)
+
+
+def _money(event: BudgetReached | BudgetRefused | BudgetNeared | BudgetSet | StoreCharged) -> str:
+    match event:
+        case BudgetReached():
+            return f"The budget is reached, the run is to {event.at}: {event.reason}"
+        case BudgetRefused():
+            return f"No more {event.role} machines are bought: {event.reason}"
+        case BudgetNeared():
+            return f"{event.spent_usd:.2f} of {event.usd:.2f} USD are spent, four fifths of the budget"
+        case BudgetSet():
+            return f"The budget is {event.usd:.2f} USD from now on"
+        case StoreCharged():
+            moved = f"{event.sent_bytes / 1e9:.1f} GB sent, {event.fetched_bytes / 1e9:.1f} GB fetched"
+            asked = f"{event.requests:,} requests, {moved} (estimated)"
+            return f"The store has cost {event.usd:.2f} USD more: {asked}"
         case _:
             assert_never(event)
 
