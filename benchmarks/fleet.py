@@ -1,17 +1,29 @@
 """What the controller's tick costs with many nodes, and what a dollar buys under each fleet policy and climate.
 
-`make bench-fleet` prints a table and one line of JSON: `tick_ms: {nodes: ms}`, the processor's time for a settled
-tick of the production controller over a store in memory, the median; `goodput_per_dollar: {climate: {policy: ratio
-to all on demand}}` and `oracle_share: {climate: ours / oracle}` over a day of each climate; `article`: the USD
-of a day without preemption for an H200 on demand and a pair on spot, beside three on demand.
+`make bench-fleet` tells how far it is, prints tables, and one line of JSON:
+
+- `tick_ms: {nodes: ms}`: the processor's time for a settled tick of the production controller over a store in
+  memory, the median;
+- `goodput_per_dollar: {climate: {policy: ratio to all on demand}}`, `oracle_share: {climate: ours / oracle}`: over
+  HOURS of each climate, the median over seeds; `oracle_share_median` over all climates and seeds;
+- `over_budget_usd_max`: what the worst run with a budget, in all climates, spent beyond it;
+- `article`: the USD of a day without preemption for an H200 on demand and a pair on spot, beside three on demand.
+
+`--seeds N` takes more or fewer seeds of each climate.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
+import os
 import statistics
+import sys
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -19,21 +31,27 @@ import structlog
 
 from orchestrator.clouds.protocol import Order
 from orchestrator.simulate.climates import CLIMATES, climate
-from orchestrator.simulate.contest.compare import compete
-from orchestrator.simulate.contest.contenders import ON_DEMAND
-from orchestrator.simulate.contest.oracle import ORACLE
-from orchestrator.simulate.physics import Physics, Prices
+from orchestrator.simulate.contest.compare import contenders, steer
+from orchestrator.simulate.contest.contenders import CONTENDERS, ON_DEMAND
+from orchestrator.simulate.contest.oracle import ORACLE, oracle
+from orchestrator.simulate.physics import BRISK, Physics, Prices
 from orchestrator.simulate.world import World
-from policies.model.spec import Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
+from policies.model.spec import Budget, Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.state import Node, Slot
 from policies.model.vocabulary import Market, NodePhase, Role, kind_of, node_id_of, slot_of
 
 NODES = (100, 1_000, 10_000)
 TICKS = 9
-HOURS = 24.0  # of each policy in each climate; five minutes of one quiet core in all
+HOURS = 12.0  # of each policy in each climate: two to four seconds of a core
+SEEDS = 3
 FLEET = 4  # rollout nodes at most, where policies are compared
 PHYSICS = Physics(save_steps=20)
 INSTANT = replace(PHYSICS, launch_s=0.0, setup_s=0.0, first_weights_s=0.0, weights_s=0.0)
+BUDGET_USD = 8.0
+BUDGET_HOURS = 3.0
+BUDGET = "under a budget"  # in the place of a policy
+
+Job = tuple[str, int, str]  # climate, seed, policy
 
 
 def spec(nodes: int, least: int = 1) -> RunSpec:
@@ -77,32 +95,137 @@ def _serving(slot: str, now_s: float) -> Node:
 
 def article_usd() -> tuple[float, float]:
     """A day's USD, with a pair on spot and with all on demand."""
-    found = dict(compete(spec(2, 2), climate("unclouded", 0, 2), INSTANT, Prices(), 24.0))
-    return found["ours"].usd, found[ON_DEMAND].usd
+    weather = climate("unclouded", 0, 2)
+    ours, on_demand = (
+        steer(CONTENDERS[name], spec(2, 2), weather, INSTANT, Prices(), 24.0, 0).usd
+        for name in ("ours", ON_DEMAND)
+    )
+    return ours, on_demand
+
+
+def measure(job: Job) -> float:
+    """Steps a dollar of a policy in a climate; of BUDGET what the run spent beyond its budget."""
+    name, seed, policy = job
+    weather = climate(name, seed, FLEET)
+    if policy == BUDGET:
+        return _over_usd(name, seed)
+    if policy == ORACLE:
+        return oracle(spec(FLEET), weather, PHYSICS, Prices(), HOURS).steps_per_usd
+    return steer(CONTENDERS[policy], spec(FLEET), weather, PHYSICS, Prices(), HOURS, seed).steps_per_usd
+
+
+def _over_usd(name: str, seed: int) -> float:
+    run = replace(spec(FLEET), budget=Budget(usd=BUDGET_USD + seed))
+    world = World(seed, run, weather=climate(name, seed, FLEET), physics=BRISK, max_steps=10**9)
+    world.rest()
+    world.run_for(BUDGET_HOURS * 3600)
+    return max(0.0, world.cloud.spent_usd - BUDGET_USD - seed)
+
+
+def jobs(seeds: int) -> list[Job]:
+    return [
+        (name, seed, policy)
+        for name in CLIMATES
+        for seed in range(seeds)
+        for policy in (*contenders(climate(name, seed, FLEET)), ORACLE, BUDGET)
+    ]
+
+
+def measured(todo: Sequence[Job]) -> Iterator[tuple[Job, float]]:
+    """Measure them side by side, and tell how many are left and how long they may take."""
+    began_s = time.monotonic()
+    with ProcessPoolExecutor(min(2, os.cpu_count() or 1), initializer=_quiet) as pool:
+        running = {pool.submit(measure, job): job for job in todo}
+        for done, future in enumerate(as_completed(running), 1):
+            yield running[future], future.result()
+            left_s = (time.monotonic() - began_s) / done * (len(todo) - done)
+            told = f"{done} of {len(todo)} done, {left_s / 60:.0f} min left   "
+            print(told, end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+
+
+def ratios_of(found: Mapping[Job, float], seeds: int) -> dict[str, dict[str, float]]:
+    """By climate and policy, the median ratio to all on demand."""
+    each: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (name, seed, policy), value in found.items():
+        if policy != BUDGET:
+            base = found[name, seed, ON_DEMAND]
+            each[name][policy].append(value / base if base else 0.0)
+    order = [*CONTENDERS, ORACLE]
+    return {
+        name: {policy: round(statistics.median(each[name][policy]), 3) for policy in order if policy in each[name]}
+        for name in CLIMATES
+        if name in each and len(each[name][ORACLE]) == seeds
+    }
+
+
+def told_aims(
+    figures: Mapping[str, object], ticks: Mapping[int, float], ratios: Mapping[str, Mapping[str, float]]
+) -> None:
+    """Say of each aim whether it is met."""
+    spot = {name: one["ours"] for name, one in ratios.items() if name != "never"}
+    worst = min(spot, key=lambda name: spot[name])
+    least = min(one["ours"] for one in ratios.values())
+    tenfold = ticks[10_000] / ticks[1_000]
+    for aim, met, told in (
+        (
+            "1.5 times all on demand a dollar where there is some spot",
+            spot[worst] >= 1.5,
+            f"{spot[worst]:.2f}, {worst}",
+        ),
+        ("never below 1.0", least >= 1.0, f"{least:.2f}"),
+        (
+            "0.9 of the oracle in the median",
+            float(str(figures["oracle_share_median"])) >= 0.9,
+            figures["oracle_share_median"],
+        ),
+        ("the budget is not passed", figures["over_budget_usd_max"] == 0, figures["over_budget_usd_max"]),
+        ("a tick at 1,000 nodes under 20 ms", ticks[1_000] < 20, f"{ticks[1_000]:.1f} ms"),
+        ("linear to 10,000", tenfold <= 12, f"{tenfold:.1f} times as long for ten times as many"),
+    ):
+        print(f"{'met   ' if met else 'MISSED'} {aim}: {told}")
+
+
+def _quiet() -> None:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
 def main() -> None:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    arguments.add_argument("--seeds", type=int, default=SEEDS)
+    seeds = max(1, arguments.parse_args().seeds)
+    began_s = time.monotonic()
+    _quiet()
+    todo = jobs(seeds)
+    print(
+        f"{len(todo)} runs of {HOURS:.0f} h: about {len(todo) * 1.5 / 60:.0f} min on two quiet cores", flush=True
+    )
     ticks = {nodes: round(tick_ms(nodes), 2) for nodes in NODES}
     for nodes, took_ms in ticks.items():
         print(f"a tick with {nodes:>6} nodes: {took_ms:8.2f} ms", flush=True)
-    ratios: dict[str, dict[str, float]] = {}
-    shares: dict[str, float] = {}
-    for name in CLIMATES:
-        found = dict(compete(spec(FLEET), climate(name, 0, FLEET), PHYSICS, Prices(), HOURS))
-        base = found[ON_DEMAND].steps_per_usd
-        ratios[name] = {policy: round(one.steps_per_usd / base, 3) for policy, one in found.items()}
-        shares[name] = round(found["ours"].steps_per_usd / found[ORACLE].steps_per_usd, 3)
-        told = "  ".join(f"{policy} {ratio:.2f}" for policy, ratio in ratios[name].items())
-        print(f"{name:10} {told}", flush=True)
+    found = dict(measured(todo))
+    ratios = ratios_of(found, seeds)
+    for name, one in ratios.items():
+        print(f"{name:17}" + "  ".join(f"{policy} {ratio:.2f}" for policy, ratio in one.items()))
+    shares = {
+        (name, seed): found[name, seed, "ours"] / found[name, seed, ORACLE]
+        for name, seed, policy in found
+        if policy == ORACLE
+    }
+    by_climate = {name: [shares[name, seed] for seed in range(seeds)] for name in CLIMATES}
     mixed, on_demand = article_usd()
     print(f"a day without preemption: {mixed:.2f} USD, all on demand {on_demand:.2f} USD")
     figures = {
         "tick_ms": {str(nodes): took_ms for nodes, took_ms in ticks.items()},
         "goodput_per_dollar": ratios,
-        "oracle_share": shares,
+        "oracle_share": {name: round(statistics.median(ones), 3) for name, ones in by_climate.items()},
+        "oracle_share_median": round(statistics.median(shares.values()), 3),
+        "over_budget_usd_max": round(max(usd for (_, _, policy), usd in found.items() if policy == BUDGET), 2),
         "article": {"ours_usd": round(mixed, 2), "on_demand_usd": round(on_demand, 2)},
+        "hours": HOURS,
+        "seeds": seeds,
+        "took_s": round(time.monotonic() - began_s),
     }
+    told_aims(figures, ticks, ratios)
     print(json.dumps(figures))
 
 

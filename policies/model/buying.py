@@ -50,6 +50,11 @@ class MachineKind:
         return max(self.refused_in_a_row, self.unserved_in_a_row, self.broke_in_a_row)
 
     @property
+    def comes_and_fails(self) -> bool:
+        """Whether it is to be had, and the last of it never worked."""
+        return self.never_serves or (self.unserved_in_a_row > 0 and not self.refused_in_a_row)
+
+    @property
     def never_serves(self) -> bool:
         """Whether it fails with machines that were paid for."""
         return max(self.unserved_in_a_row, self.broke_in_a_row) >= REFUSALS

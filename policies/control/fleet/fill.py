@@ -109,7 +109,7 @@ def _fill(tick: Tick, places: list[tuple[Role, str, bool]]) -> None:
         waits = tick.waited_s(slot.refused_at_s) < back_off_s(slot.refusals_in_a_row, needed)
         if waits and not another_pool(tick, buyer.crowds, kind, slot.last_refusal):
             continue
-        if (role is Role.ROLLOUT and not near) or not _may_buy(tick, kind, needed):
+        if (role is Role.ROLLOUT and not near) or _is_tried(tick, kind) or not _may_buy(tick, kind, needed):
             closed.add(role)
             continue
         if tick.snapshot.pools is None:
@@ -188,6 +188,16 @@ def _trainer_is_near(tick: Tick) -> bool:
         return tick.state.proved
     fails = any(kind.never_serves for name, kind in tick.state.kinds.items() if name.startswith(Role.TRAINER))
     return any(node.served or not fails for node in tick.state.trainer_machines)
+
+
+def _is_tried(tick: Tick, name: str) -> bool:
+    """Whether as many machines of a kind that never served are tried as would stop its buying: an image that does
+    not work costs so many, however large the fleet is to be."""
+    kind = tick.state.kinds.get(name, MachineKind())
+    if kind.served or kind.stopped:
+        return False
+    coming = [one for one in tick.state.nodes.values() if one.kind == name and one.phase in FILLING_NODE]
+    return len(coming) + kind.unserved_in_a_row >= REFUSALS
 
 
 def _may_buy(tick: Tick, name: str, needed: bool) -> bool:

@@ -37,6 +37,9 @@ def missing(tick: Tick) -> int:
     short_s = tick.state.spot_short_since_s
     if not trainer or short_s is None or not may_be_bought(tick):
         return 0
+    spot = tick.state.kinds.get(kind_of(Role.ROLLOUT, Market.SPOT), MachineKind())
+    if spot.comes_and_fails:
+        return 0  # another market would not mend what never serves
     there = [one for one in _on_spot(tick) if one.phase is not NodePhase.REQUESTED]
     wanted = _wanted(tick, len(there))
     beside = hourly_prices(tick.state).beside_usd_per_h

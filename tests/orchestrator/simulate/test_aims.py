@@ -1,0 +1,91 @@
+"""What the controller promises of money, in the simulated world from end to end; `test_where` has the requests
+that refused credentials cost."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import structlog
+
+from checkpoint.journal import journal
+from orchestrator.simulate.physics import Physics
+from orchestrator.simulate.store import SimulatedStore
+from orchestrator.simulate.weather import Zone
+from orchestrator.simulate.world import World
+from policies.model.events import BuyingStopped, NodeRequested
+from policies.model.vocabulary import Market, Role, role_of
+from tests.stand_ins.world import spec
+
+HOUR_S = 3600.0
+RHYTHM = (4.0, 26.0)  # two looks in half a minute
+GAP_S = 300.0
+SPOT = Zone("a", GAP_S, (4,), region="r")
+
+
+@pytest.fixture(autouse=True)
+def _quiet(own_log: None) -> None:  # noqa: ARG001  # which ends it
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+
+
+def on_demand(*counts: int) -> Zone:
+    return Zone("a", GAP_S, counts, region="r", market=Market.ON_DEMAND)
+
+
+def world(*weather: Zone, nodes: int = 2) -> World:
+    return World(0, spec(nodes), weather=weather, physics=Physics(), max_steps=10**9, rhythm=RHYTHM)
+
+
+def rollouts_bought(of: World) -> int:
+    return sum(role_of(node) is Role.ROLLOUT for node in of.cloud.bought)
+
+
+def rollout_hours(of: World, hours: float) -> float:
+    """Machine-hours of rollout nodes in the next hours."""
+    found = 0.0
+    for _ in range(int(hours * 12)):
+        of.run_for(GAP_S)
+        found += sum(not box.gone for box in of.cloud.of(Role.ROLLOUT)) * GAP_S / HOUR_S
+    return found
+
+
+@pytest.mark.parametrize(("nodes", "minutes"), [(1, 52.0), (2, 45.0), (4, 45.0)])
+def test_an_image_that_never_serves_costs_three_machines_and_is_stopped(nodes: int, minutes: float) -> None:
+    """Within three quarters of an hour; one at a time has three launches on top of three times 15 minutes."""
+    found = world(SPOT, on_demand(9), nodes=nodes)
+    found.cloud.never_work = True
+    while not rollouts_bought(found):
+        found.run_for(5.0)
+    found.run_for((minutes + 2.0) * 60)
+    requests: list[float] = []
+    for entry in journal.read(SimulatedStore(found.objects)):
+        for event in entry.decoded():
+            if isinstance(event, NodeRequested) and event.role is Role.ROLLOUT:
+                requests.append(entry.time_s)
+            elif isinstance(event, BuyingStopped):
+                assert entry.time_s - requests[0] <= minutes * 60
+                assert len(requests) == 3
+                assert rollouts_bought(found) <= 4, "one more to see whether it works by now"
+                return
+    raise AssertionError(f"not stopped: {requests}")
+
+
+DAY = pytest.param(24.0, marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize("hours", [3.0, DAY])
+def test_without_a_trainer_no_rollout_node_is_paid_for(hours: float) -> None:
+    """It was never there; spot machines for rollouts were."""
+    found = world(SPOT, on_demand(0))
+    assert rollout_hours(found, hours) == 0.0
+    assert not found.cloud.bought
+
+
+@pytest.mark.parametrize("hours", [3.0, DAY])
+def test_a_trainer_that_is_lost_for_long_costs_less_than_a_rollout_hour(hours: float) -> None:
+    found = world(SPOT, on_demand(*(3,) * 12, *(0,) * 30 * 12))
+    found.run_for(HOUR_S - found.time_s + 10.0)
+    [trainer] = found.cloud.of(Role.TRAINER)
+    assert trainer.step > 0
+    found.cloud.lose(trainer)
+    assert 0 < rollout_hours(found, hours) < 0.5
