@@ -9,7 +9,7 @@ from orchestrator.simulate.faults import BEARABLE, FAULTS, STARVING, Undo
 from orchestrator.simulate.physics import BRISK, Prices
 from orchestrator.simulate.weather import ZONES, Weather, Zone
 from orchestrator.simulate.world import DT_S, World
-from policies.control.fleet.markets import market_of
+from policies.control.fleet.markets import market_of, may_stand_in
 from policies.model.phases import LIVE_RUN
 from policies.model.spec import Budget, RunSpec, generates_itself
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
@@ -112,7 +112,8 @@ def _stays(world: World, random: Random) -> None:
 def _starves(world: World) -> bool:
     """Where no rollout node will ever work again the run cannot end: it must wait, say why, and buy next to
     nothing."""
-    starving = world.cloud.refusing_spot or world.cloud.never_work or _is_dry(world)
+    lacks_spot = _needs_spot(world.spec) and (world.cloud.refusing_spot or _is_dry(world))
+    starving = world.cloud.never_work or lacks_spot
     if not starving or world.is_over or generates_itself(world.spec):
         return False
     world.rest()
@@ -134,11 +135,17 @@ def _starves(world: World) -> bool:
     return True
 
 
+def _needs_spot(spec: RunSpec) -> bool:
+    """Whether the run cannot end without spot machines: else some on demand stand in, if there is money."""
+    if market_of(Role.TRAINER, spec) is Market.SPOT or spec.budget != Budget():
+        return True
+    return market_of(Role.ROLLOUT, spec) is Market.SPOT and not may_stand_in(spec)
+
+
 def _is_dry(world: World) -> bool:
-    """Whether the run needs spot machines, and the weather has none for long."""
+    """Whether the weather has no spot machine for long."""
     looks = range(int(world.time_s), int(world.time_s + PEACE_S), int(DRY_LOOK_S))
-    needed = any(market_of(role, world.spec) is Market.SPOT for role in Role)
-    return needed and all(world.cloud.is_without_spot(at_s) for at_s in looks)
+    return all(world.cloud.is_without_spot(at_s) for at_s in looks)
 
 
 def _enough(spec: RunSpec) -> Weather:

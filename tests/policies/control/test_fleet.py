@@ -221,13 +221,26 @@ def test_the_first_rollout_machine_that_cannot_begin_is_replaced_and_the_run_goe
     assert [attempt for node, attempt in world.launches if node == "rollout-0-i1"] == [1]  # not once more on it
 
 
+def test_a_large_fleet_is_asked_for_once_one_of_its_kind_has_served() -> None:
+    world = World(spec(8), proved=True, max_steps=10**6)
+    while not world.up(Role.ROLLOUT):
+        world.tick()
+        world.advance(0.25)
+    assert len(world.launches) == 1 + 3
+    world.advance(20.0)
+    for _ in range(4):
+        world.tick()
+        world.advance(0.25)
+    assert len(world.launches) == 1 + 8
+
+
 @pytest.mark.parametrize("replicas", [1, 8])
 def test_where_no_rollout_machine_can_begin_the_third_ends_the_run(replicas: int) -> None:
     world = World(spec(replicas), proved=True, fails={Role.ROLLOUT: exit_codes.UNFIT_MACHINE})
     world.run()
     assert world.state.phase is RunPhase.FAILED
     assert "3 machines in a row cannot work with this run.yaml; see `grpo-orch logs rollout-" in world.state.reason
-    assert len(world.launches) == 1 + max(3, replicas)
+    assert len(world.launches) == 1 + 3
 
 
 def test_one_machine_that_refuses_what_others_serve_with_does_not_end_the_run() -> None:
