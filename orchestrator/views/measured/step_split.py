@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from checkpoint.records import metrics
-from checkpoint.records.metrics import Row
+from checkpoint.records.metrics import REPLAYED, Row
+from checkpoint.records.step_split import PARTS, STARTED_AGAIN, split
+
+WAITING, PUBLISHING, GENERATING = "waiting for nodes", "publishing weights", "generating"  # of PARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +28,12 @@ class StepSplit:
 def step_split(rows: Sequence[Row]) -> StepSplit | None:
     """The mean of the steps among `rows`, in the order of time, that were generated and not replayed; None of
     none."""
-    steps = took_s = wait_s = publish_s = generate_s = 0.0
-    for before, row in pairwise(rows):
-        same_life = (row.timeline, row.attempt) == (before.timeline, before.attempt)
-        if not same_life or row.step <= before.step or row.values.get(metrics.REPLAYED):
-            continue
-        steps += row.step - before.step
-        took_s += max(0.0, row.time_s - before.time_s)
-        wait_s += row.values.get(metrics.WAIT_S, 0.0)
-        publish_s += row.values.get(metrics.PUBLISH_S, 0.0)
-        generate_s += row.values.get(metrics.GENERATE_S, 0.0)
-    known_s = wait_s + publish_s + generate_s
-    if not steps or not known_s:
+    made = [one for one in split(rows) if not one.seconds[STARTED_AGAIN] and not one.row.values.get(REPLAYED)]
+    steps = sum(one.steps for one in made)
+    if not steps:
         return None
-    # Of several processes, a row's seconds may be a little more than those between two rows.
-    share = min(1.0, took_s / known_s) / steps
-    return StepSplit(wait_s * share, publish_s * share, generate_s * share, max(0.0, took_s - known_s) / steps)
+    mean_s = {part: sum(one.seconds[part] for one in made) / steps for part in PARTS}
+    wait_s, publish_s, generate_s = (mean_s.pop(part) for part in (WAITING, PUBLISHING, GENERATING))
+    return (
+        StepSplit(wait_s, publish_s, generate_s, sum(mean_s.values())) if wait_s + publish_s + generate_s else None
+    )
