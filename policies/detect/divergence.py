@@ -25,6 +25,7 @@ from policies.detect.symptoms import (
     REWARD,
     SURE_WOBBLES,
     Symptom,
+    endless,
     follow_signals,
     gained_wobbles,
     learnt_until,
@@ -158,10 +159,11 @@ def _judge(detector: Detector, step: int, limit: float | None) -> tuple[Health, 
         return Health.TRIPPED, gone
     hacked = tricked(series)
     seen = (*symptoms(series), *hacked)
+    pays = None if hacked or endless(series) else reward
     excursion = symptom(KL_SIGNAL, kl) if kl is not None and _excess(kl) > KL_UNPAID / FACTOR**4 else None
     health, found = Health.HEALTHY, list[Symptom]()
     if kl is not None and excursion is not None:
-        health, found = _excursion(kl, None if hacked else reward, excursion, seen)
+        health, found = _excursion(kl, pays, excursion, seen)
     if health is Health.TRIPPED or not seen:
         return health, found
     rises = gained_wobbles(reward, min(one.calm_step for one in seen)) >= SURE_WOBBLES
@@ -233,7 +235,8 @@ def _absurd(series: Mapping[str, Series]) -> list[Symptom]:
         most = 2 * math.log(FACTOR)
         there = [series[name] for name in (CLIPPED, NO_VARIANCE) if name in series]
         alike = [one for one in there if one.sustained(1.0) >= most]
-        if len(alike) == 2 and all(one.points >= 3 * LASTING_POINTS and min(one.levels) >= most for one in alike):
+        mute = [one for one in there if one.points >= 3 * LASTING_POINTS and min(one.levels) >= most / 2]
+        if len(mute) == 2:
             return [Symptom("mute", "all completions are cut and all groups alike, since the start", 0, 0, 0)]
     kl = series.get(KL)
     level = 0.0 if kl is None else math.exp(kl.sustained(1.0))

@@ -21,6 +21,7 @@ from policies.detect.signals import (
     dated,
     explained,
     follow_series,
+    median,
 )
 
 KL, REWARD = "kl", "reward"
@@ -28,6 +29,7 @@ CLIPPED = "completions/clipped_ratio"
 NO_VARIANCE = "frac_reward_zero_std"
 SAMPLING = "sampling/sampling_logp_difference/mean"
 LENGTH = "completions/mean_length"
+ENTROPY = "entropy"
 KL_SEQUENCE = "kl_sequence"
 # Before the name of a score that is logged and not trained on: what a reward that is tricked does not raise.
 WITNESS = "witness/"
@@ -69,8 +71,8 @@ class Signal:
 
 SIGNALS = (
     Signal("grad_norm", "gradient norm", "gradients", 1.0),
-    Signal("entropy", "entropy", "entropy", -1.0, 0.01),
-    Signal("entropy", "entropy", "entropy", 1.0, 0.01),
+    Signal(ENTROPY, "entropy", "entropy", -1.0, 0.01),
+    Signal(ENTROPY, "entropy", "entropy", 1.0, 0.01),
     Signal(LENGTH, "completion length", "completions", 1.0),
     Signal(LENGTH, "completion length", "completions", -1.0),
     Signal(CLIPPED, "the completions are cut at their longest", "completions", 1.0, 0.5),
@@ -91,12 +93,41 @@ def follow_signals(series: Mapping[str, Series], step: int, values: Mapping[str,
     if told.get("grad_norm", 0.0) <= 0.0:  # a step without one: all groups had one reward each
         told.pop("grad_norm", None)
     after = dict(series)
+    if _other_prompts(series):  # what was is no past of what they bring; the policy, and so the KL, is the same
+        after = {KL: series[KL]}
     for name, value in told.items():
         # An estimate of the KL with a sign sinks as it climbs: what it is away from 0 is what it has to say.
         value = abs(value) if name == KL else value
         level = value if name in scores else _logarithm(value, FLOORS[name], share=name in SHARES)
         after[name] = follow_series(after.get(name, Series()), step, level)
     return after
+
+
+def _other_prompts(series: Mapping[str, Series]) -> bool:
+    """Whether the data have become harder at once: from one point to the next the reward falls and the length is
+    another or the entropy rises, and the KL, still below a third of a nat, does not grow.
+
+    No update changes what is written and leaves the KL as it was. A policy that breaks at a small KL goes to
+    answers without end, or to one answer.
+    """
+    if KL not in series or series[KL].sustained(1.0) >= -math.log(FACTOR):
+        return False
+    jumps = {name: _jump(one) for name, one in series.items() if name in (KL, REWARD, LENGTH, ENTROPY, CLIPPED)}
+    sure = {name: jump for name, jump in jumps.items() if abs(jump) >= SURE_WOBBLES * series[name].wobble > 0}
+    if jumps[KL] >= math.log(FACTOR) or sure.get(REWARD, 0.0) >= 0.0 or jumps.get(CLIPPED, 0.0) > 0.0:
+        return False
+    return sure.get(ENTROPY, 0.0) > 0.0 or (LENGTH in sure and ENTROPY not in sure)
+
+
+def _jump(series: Series) -> float:
+    """By how much the last half of the window is apart from the first, if it is more of a step than of a ramp."""
+    half = WINDOW_POINTS // 2
+    before, after = series.recent[:half], series.recent[half:]
+    if len(series.recent) < WINDOW_POINTS:
+        return 0.0
+    jump = median(after) - median(before)
+    step = min(after) - max(before) if jump > 0 else max(after) - min(before)
+    return jump if jump and step / jump > 1 / 2 else 0.0
 
 
 def _logarithm(value: float, floor: float, *, share: bool) -> float:
@@ -133,9 +164,11 @@ def symptom(signal: Signal, series: Series | None) -> Symptom | None:
         return None
     by = signal.sign * (series.sustained(signal.sign) - explained(series, signal.sign))
     least = math.log(FACTOR)
-    if by < max(least, min(2 * SURE_WOBBLES * series.wobble, 2 * least)):
+    if by < least:
         return None
     shift = dated(series, signal.sign, by)
+    if by < min(2 * SURE_WOBBLES * series.wobble / _rooted(shift.points), 2 * least):
+        return None
     level, calm = natural(signal, series.sustained(signal.sign)), natural(signal, shift.calm)
     if signal.name in SHARES:
         text = f"{level:.0%} of {signal.words}, at most {calm:.0%} at step {shift.calm_step}"
@@ -151,6 +184,12 @@ def gained_wobbles(reward: Series | None, since_step: int) -> float:
         return 0.0
     gain = reward.sustained(1.0) - reward.level_at(since_step)
     return gain / reward.wobble if reward.wobble else math.copysign(HUGE, gain) if gain else 0.0
+
+
+def endless(series: Mapping[str, Series]) -> bool:
+    """Whether nearly all completions are cut at their longest, of which no more than half were at the start."""
+    cut = series.get(CLIPPED)
+    return cut is not None and cut.levels[0] <= 0.0 and cut.sustained(1.0) >= 2 * math.log(FACTOR)
 
 
 def learnt_until(reward: Series | None) -> int:
@@ -179,13 +218,17 @@ def _collapse(group: str, words: str, reward: Series | None) -> Symptom | None:
     if shift.points > PAST_POINTS:
         return None
     before, after = around(reward, shift.points)
-    windows = shift.points / WINDOW_POINTS
-    sure = (before - after) * windows**0.5 >= 2 * SURE_WOBBLES * reward.wobble
+    sure = (before - after) * _rooted(shift.points) >= 2 * SURE_WOBBLES * reward.wobble
     if not sure or before - after <= max(SURE_WOBBLES * reward.wobble, (before - reward.start) / 2):
         return None
     text = f"{words} {after:.3g}, fallen from {before:.3g} since step {shift.calm_step}"
     since = [one for one in zip(reward.levels, reward.ends, strict=True) if one[1] > shift.calm_step]
     return replace(_of(group, text, shift), lowest_step=min(since)[1])
+
+
+def _rooted(points: int) -> float:
+    """By what luck shrinks over so many points: the longer a change lasts, the smaller may it be."""
+    return max(points / WINDOW_POINTS, 1.0) ** 0.5
 
 
 def _of(group: str, text: str, shift: Shift, *, strong: bool = False) -> Symptom:

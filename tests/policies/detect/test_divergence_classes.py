@@ -85,8 +85,40 @@ def test_a_reward_that_fell_with_another_signal_and_rises_again(regained: float,
     def fell(step: int) -> float:
         return learnt(step) if step <= ONSET else learnt(0) + 0.1 + regained * min(1.0, (step - ONSET) / 30)
 
-    other = run(reward=fell, entropy=after(ONSET, level(0.2, 0.05), level(0.8, 0.05)))
+    rising: Metric = lambda step: 0.2 * 4 ** min(1.0, (step - ONSET) / 10)  # noqa: E731
+    other = run(reward=fell, entropy=after(ONSET, level(0.2, 0.05), rising))
     assert (ends(other) is Health.TRIPPED) == trips
+
+
+@pytest.mark.parametrize(
+    ("brings", "trips"),
+    [
+        ({"entropy": level(1.8, 0.05)}, False),
+        ({"completions__mean_length": level(450.0, 0.05)}, False),
+        ({}, True),  # a reward that broke
+        ({"entropy": level(1.8, 0.05), "kl": level(0.3)}, True),  # the policy is another
+        ({"completions__mean_length": level(450.0, 0.05), "completions__clipped_ratio": lambda _: 0.95}, True),
+        ({"entropy": level(0.1, 0.05)}, True),
+    ],
+    ids=["wilder", "longer", "nothing", "and a KL", "and without end", "one answer"],
+)
+def test_harder_data_bring_other_answers_at_once_and_no_kl(brings: dict[str, Metric], trips: bool) -> None:
+    usual: dict[str, Metric] = {"entropy": level(0.6, 0.05), "completions__mean_length": level(220.0, 0.05)}
+    usual |= {"kl": level(0.08), "completions__clipped_ratio": lambda _: 0.05}
+    changed = {name: after(ONSET, metric, brings.get(name, metric)) for name, metric in usual.items()}
+    harder = run(reward=after(ONSET, lambda step: learnt(step), reward(0.12, sigma=0.03)), **changed)
+    assert (ends(harder) is Health.TRIPPED) == trips
+
+
+@pytest.mark.parametrize(("cut", "trips"), [(0.05, False), (0.95, True)])
+def test_no_gain_pays_by_answers_that_grow_without_end(cut: float, trips: bool) -> None:
+    kl = after(ONSET, level(0.05, 0.05), lambda step: 0.05 + 1.5 * min(1.0, (step - ONSET) / 20))
+    gains = run(
+        kl=kl,
+        reward=reward(0.3, 0.6),
+        completions__clipped_ratio=after(ONSET + 10, lambda _: 0.05, lambda _: cut),
+    )
+    assert (ends(gains) is Health.TRIPPED) == trips
 
 
 @pytest.mark.parametrize(("lost", "trips"), [(0.15, False), (0.4, True)])
