@@ -228,7 +228,7 @@ def _collapse(group: str, words: str, reward: Series | None) -> Symptom | None:
 
 def _rooted(points: int) -> float:
     """By what luck shrinks over so many points: the longer a change lasts, the smaller may it be."""
-    return max(points / WINDOW_POINTS, 1.0) ** 0.5
+    return math.sqrt(max(points / WINDOW_POINTS, 1.0))
 
 
 def _of(group: str, text: str, shift: Shift, *, strong: bool = False) -> Symptom:

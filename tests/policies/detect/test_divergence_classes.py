@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from checkpoint.store.codec import from_json
 from policies.detect.divergence import Detector, Health, Point, Verdict, follow
-from tests.policies.detect.test_divergence import FALLEN, ONSET, Metric, after, level, run, trip, verdicts
+from tests.policies.detect.test_divergence import FALLEN, ONSET, STEPS, Metric, after, level, run, trip, verdicts
 
 
 def reward(value: float, gain: float = 0.0, sigma: float = 0.05) -> Metric:
@@ -106,7 +106,8 @@ def test_harder_data_bring_other_answers_at_once_and_no_kl(brings: dict[str, Met
     usual: dict[str, Metric] = {"entropy": level(0.6, 0.05), "completions__mean_length": level(220.0, 0.05)}
     usual |= {"kl": level(0.08), "completions__clipped_ratio": lambda _: 0.05}
     changed = {name: after(ONSET, metric, brings.get(name, metric)) for name, metric in usual.items()}
-    harder = run(reward=after(ONSET, lambda step: learnt(step), reward(0.12, sigma=0.03)), **changed)
+    changed["reward"] = after(ONSET, learnt, reward(0.12, sigma=0.03))
+    harder = run(STEPS, 1, **changed)
     assert (ends(harder) is Health.TRIPPED) == trips
 
 
