@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.traces.read import read_traces
+from tests.budget import HANG_S
 
 # Standard output and error in one file, as `nohup` leaves them: transformers' own callback, called as its Trainer
 # does.
@@ -39,7 +40,7 @@ def test_a_trainers_log_is_read_with_its_steps(every: int, evaluate: int, pause_
     log = tmp_path / "train.log"
     with log.open("wb") as out:
         words = [sys.executable, "-u", "-c", PROGRAM, str(every), str(evaluate), str(pause_s)]
-        subprocess.run(words, stdout=out, stderr=subprocess.STDOUT, check=True, timeout=300)
+        subprocess.run(words, stdout=out, stderr=subprocess.STDOUT, check=True, timeout=HANG_S)
     (one,) = read_traces(log)
     found = {point.step: point.values["kl"] for point in one.trace.points}
     assert found == {step: step / 1000 for step in range(every, 61, every)}

@@ -355,5 +355,5 @@ def test_sigterm_ends_the_agent_in_good_order_while_vllm_starts(lab: Lab) -> Non
     agent = lab.start("tasks.rollout.agent")
     until("vLLM's process", lambda: any("tasks.rollout.vllm.main" in line for line in lab.processes().values()))
     agent.terminate()
-    assert agent.wait(timeout=20) == 0
+    assert agent.wait(HANG_S) == 0
     assert lab.processes() == {}

@@ -70,7 +70,7 @@ GRPO: dict[str, Any] = {
 def make_tiny(folder: Path) -> Path:
     """Build the example's model and prompts once; returns the folder."""
     command = [sys.executable, str(TINY / "make_model.py"), "--out", str(folder)]
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    subprocess.run(command, check=True, timeout=HANG_S, capture_output=True)
     lines = (folder / "prompts.jsonl").read_text().splitlines()
     (folder / "few.jsonl").write_text("\n".join(lines[:PROMPTS]) + "\n")
     return folder

@@ -26,6 +26,7 @@ from tasks.machine.processes.exit_note import leave_exit_code, take_exit_code
 from tasks.machine.spooling import find_spool
 from tasks.storing.saving import RUN_FILE, read_resume_state
 from tasks.trainer.user_objects import is_out_of_memory
+from tests.budget import HANG_S
 from tests.node.trainer.rig import Rig, make_tiny, open_rig
 from tests.node.trainer.test_store import until
 
@@ -70,7 +71,7 @@ def diverged(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
         until(rig, "tripped", lambda: (beat := rig.beat()) is not None and tripped(beat))
         assert trainer.poll() is None, "it waits for what it has sealed"
         rig.uploader.send_signal(signal.SIGCONT)
-        code, beat, stored = trainer.wait(60), rig.beat(), rig.stored()
+        code, beat, stored = trainer.wait(HANG_S), rig.beat(), rig.stored()
         assert beat is not None
         assert beat.verdict is not None
         rows = {row.step: row for row in metrics.read_metrics(rig.store)}
@@ -154,7 +155,7 @@ def test_a_trainer_without_memory_ends_with_its_own_code_behind_a_launcher(tiny:
     grpo = {"save_steps": 1}
     with open_rig(tmp_path, tiny, grpo=grpo, reward="rig_rewards.insatiable", accelerate=launched) as rig:
         launcher = rig.start_ranks()
-        assert launcher.wait(120) == 1, "which is why the code is noted"
+        assert launcher.wait(HANG_S) == 1, "which is why the code is noted"
         assert take_exit_code(rig.work) == exit_codes.OUT_OF_MEMORY
         beat = rig.beat()
         assert beat is not None

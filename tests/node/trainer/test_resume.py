@@ -147,7 +147,7 @@ def kill_after_completion(rig: Rig, attempt: int, count: int) -> None:
             assert time.monotonic() < until, rig.log(attempt).read_text()[-4000:]
     finally:
         trainer.kill()
-        trainer.wait(10)
+        trainer.wait(HANG_S)
         rig.gateway.on_completion = lambda _: None
 
 
@@ -165,7 +165,7 @@ def kill_at_step(rig: Rig, attempt: int, step: int, delay_s: float) -> None:
         pass  # still at work, as it should be
     finally:
         trainer.kill()
-        trainer.wait(10)
+        trainer.wait(HANG_S)
 
 
 def journalled_steps(store: Store) -> set[int]:

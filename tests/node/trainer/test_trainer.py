@@ -238,14 +238,14 @@ def test_newer_trainer_stops_an_older_one_even_while_it_waits(tiny: Path, tmp_pa
         wait_for_activity(rig, "waiting")
         newer = Trainer("trainer-0-i2", 2, 0, 0, 8, "starting", time.time())
         documents.TRAINER.write(rig.store, newer)
-        assert trainer.wait(30) == exit_codes.FENCED
+        assert trainer.wait(HANG_S) == exit_codes.FENCED
         assert documents.TRAINER.read(rig.store) == newer
         assert "attempt 2 on trainer-0-i2" in rig.log().read_text().splitlines()[-1]
 
 
 def test_bad_spec_is_one_line_and_its_own_exit_code(tiny: Path, tmp_path: Path) -> None:
     with open_rig(tmp_path, tiny, grpo={}, model="nobody/has-this-model") as rig:
-        assert rig.start_trainer().wait(60) == exit_codes.BAD_SPEC
+        assert rig.start_trainer().wait(HANG_S) == exit_codes.BAD_SPEC
         output = rig.log().read_text()
     assert "Traceback" not in output
     assert output.splitlines()[-1].startswith("grpo-orch trainer: trainer.model nobody/has-this-model")

@@ -247,7 +247,7 @@ def test_a_newer_attempt_starts_when_the_older_one_lets_go(rig: Rig) -> None:
 def test_a_newer_attempt_does_not_wait_for_ever(rig: Rig) -> None:
     older = rig.start(attempt=1)
     rig.running()
-    assert rig.start(attempt=2).wait(timeout=30) == exit_codes.HELD
+    assert rig.start(attempt=2).wait(HANG_S) == exit_codes.HELD
     assert older.poll() is None
     assert len(rig.runs()) == 1
 

@@ -14,6 +14,7 @@ from policies.model import exit_codes
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
 from tasks.rollout.policy_folders import PolicyFolders
+from tests.budget import HANG_S
 from tests.node.trainer.rig import Rig, make_tiny, open_rig
 
 STEPS = 3
@@ -78,7 +79,7 @@ def test_a_refused_prompt_fails_the_run_where_run_yaml_says_so(tiny: Path, tmp_p
     grpo = {**GRPO, "gradient_accumulation_steps": 8}
     with open_rig(tmp_path / "run", tiny, grpo=grpo, dataset="two.jsonl", on_bad_prompt="fail") as rig:
         refusing(rig)
-        assert rig.start_trainer().wait(120) == exit_codes.BAD_SPEC
+        assert rig.start_trainer().wait(HANG_S) == exit_codes.BAD_SPEC
         last = rig.log().read_text().splitlines()[-1]
         assert "policies.on_bad_prompt is fail: row 1 of the dataset has" in last
 
