@@ -82,9 +82,9 @@ def test_it_is_met_for_less_than_all_on_demand_costs(name: str) -> None:
 
 
 def test_without_one_the_same_run_is_cheaper_and_late() -> None:
-    """So that the others show something."""
+    """So that the others show something. By a tenth: three nodes are tried before the others, on demand, too."""
     world = lived("ours", spec(), climate("calm", 0, NODES))
-    assert world.time_s > BEGINS_S + SLACK * on_demand()[0]
+    assert world.time_s > BEGINS_S + 1.1 * on_demand()[0]
 
 
 @pytest.mark.soak
