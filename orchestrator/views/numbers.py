@@ -9,6 +9,7 @@ from itertools import pairwise
 
 NOT_KNOWN = "–"
 _BARS = "▁▂▃▄▅▆▇█"
+_LAST_S = 253_402_300_799.0  # the last second of the year 9999: a run that gets on by nothing ends at no time
 
 
 def clock(time_s: float) -> str:
@@ -18,7 +19,7 @@ def clock(time_s: float) -> str:
 
 def moment(time_s: float) -> str:
     """A day and a time that all read alike, `2026-11-30 18:00 UTC`."""
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_s))
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(min(time_s, _LAST_S)))
 
 
 def duration(seconds: float) -> str:

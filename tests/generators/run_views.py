@@ -13,6 +13,7 @@ from orchestrator.views.measured.step_split import StepSplit
 from orchestrator.views.model import (
     CheckpointView,
     DaemonView,
+    DeadlineView,
     FleetView,
     HealthView,
     MembershipView,
@@ -145,6 +146,14 @@ weights = st.builds(
     first_ready_s=st.none() | seconds,
     last_ready_s=st.none() | seconds,
 )
+deadlines = st.builds(
+    DeadlineView,
+    deadline_s=seconds.map(lambda left_s: NOW_S + left_s),
+    expected_step=st.none() | steps.map(float),
+    behind=st.none() | st.booleans(),
+    nodes=st.none() | st.integers(0, 999),
+    end_s=st.none() | st.floats(NOW_S, 1e300),
+)
 run_views = st.builds(
     RunView,
     name=names,
@@ -190,5 +199,6 @@ run_views = st.builds(
     ),
     events=st.lists(event_lines, max_size=8).map(lambda some: tuple(some)),
     weights=st.none() | weights,
+    deadline=st.none() | deadlines,
     step_split=st.none() | st.builds(StepSplit, seconds, seconds, seconds, seconds),
 )
