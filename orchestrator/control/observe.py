@@ -59,12 +59,26 @@ class GatewayWatch:
         self._status: GatewayStatus | None = None
         self._looked_at_s = clock() if believe_first else -math.inf
         self._written_after_s = -math.inf
+        self._heard_from_s: float | None = None  # the first look of an unbroken row that found it fresh
+
+    @property
+    def heard_s(self) -> float:
+        """Seconds for which it has been heard without a break, until now; 0: the last look did not hear it."""
+        return 0.0 if self._heard_from_s is None else self._clock() - self._heard_from_s
 
     def look(self) -> GatewayStatus | None:
         """Return the newest status of the run's gateway, or None when it may be older than FRESH_S.
 
         Raises StoreError when the store cannot be read.
         """
+        status = self._look()
+        if status is None:
+            self._heard_from_s = None
+        elif self._heard_from_s is None:
+            self._heard_from_s = self._clock()
+        return status
+
+    def _look(self) -> GatewayStatus | None:
         now_s = self._clock()
         newest = documents.newest_gateway(self._store)
         address = documents.gateway(newest).read(self._store, self._unreadable)
@@ -159,6 +173,7 @@ class Observer:
             coming={} if status is None else {one.node: one for one in status.coming},
             gateway_boot_id=None if status is None else status.boot_id,
             gateway_age_s=0.0 if status is None else status.up_s,
+            gateway_heard_s=self._gateway.heard_s,
             trainer=trainer,
             refused=refused,
             commands=commands,

@@ -74,7 +74,10 @@ class Work:
     def pass_time(self, dt_s: float) -> None:
         self.stepped.clear()
         for box in list(self._cloud.boxes.values()):
+            found_again = box.cut_off_s > 0 and not box.is_cut_off
             box.cut_off_s = box.cut_off_s + dt_s if box.is_cut_off else 0.0
+            if found_again:
+                continue  # its gateway may write before its trainer and its uploader try again
             with contextlib.suppress(StoreUnavailable):
                 if not box.gone:
                     self._upload(box)

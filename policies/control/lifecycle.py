@@ -123,7 +123,7 @@ def _give_up_silent(tick: Tick, node: Node) -> None:
     if node.phase is not NodePhase.SERVING or beat is None or beat.node != node.id:
         return
     silent_s = tick.silent_s(beat.beat_at_s)
-    if silent_s > HEARTBEAT_LOST_S and tick.snapshot.members is not None:
+    if tick.snapshot.silent_beside_gateway_s(beat.beat_at_s) > HEARTBEAT_LOST_S:
         tick.move(node, NodePhase.TERMINATING, f"no heartbeat for {silent_s:.0f} s while its machine works")
     elif silent_s > MACHINE_LOST_S and tick.snapshot.machines is not None:
         tick.move(node, NodePhase.TERMINATING, f"nothing heard of its machine for {silent_s:.0f} s")

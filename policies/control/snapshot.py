@@ -113,6 +113,9 @@ class Snapshot:
     coming: Mapping[str, Coming] = field(default_factory=dict)  # nodes that are no members yet, as far as heard
     gateway_boot_id: str | None = None
     gateway_age_s: float = 0.0
+    gateway_heard_s: float = (
+        math.inf
+    )  # it has been heard for so long without a break; counts where it is heard now
     trainer: Trainer | None = None
     refused: tuple[LaunchRefused, ...] = ()
     commands: tuple[Command, ...] = ()
@@ -158,6 +161,11 @@ class Snapshot:
     def silent_s(self, since_s: float) -> float:
         """Seconds since then in which the controller would have noticed a word."""
         return min(self.now_s - since_s, self.steady_s)
+
+    def silent_beside_gateway_s(self, since_s: float) -> float:
+        """The same, of the trainer, in which its machine has worked and reached the store, as the gateway on it
+        shows. After both were cut off the gateway may be the first that is heard."""
+        return 0.0 if self.members is None else min(self.silent_s(since_s), self.gateway_heard_s)
 
 
 @dataclass(frozen=True, slots=True)

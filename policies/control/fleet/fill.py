@@ -246,8 +246,10 @@ def _replace_overdue(tick: Tick) -> None:
         if booting and (coming := tick.snapshot.coming.get(node.id)) is not None:
             _replace_if_still(tick, node, coming)
             continue
-        if node.role is Role.TRAINER and _has_worked(tick, node) and tick.snapshot.members is None:
-            limit_s = max(limit_s, MACHINE_LOST_S)  # maybe cut off, with checkpoints that are not stored yet
+        if node.role is Role.TRAINER and _has_worked(tick, node):
+            heard = tick.snapshot.silent_beside_gateway_s(node.since_s) > limit_s
+            # Else maybe cut off until now, with checkpoints that are not stored yet.
+            limit_s = limit_s if heard else max(limit_s, MACHINE_LOST_S)
         if booting and (_unseen_s(tick, node) > limit_s or _boots_too_long(tick, node, limit_s)):
             reason = f"no work seen within {limit_s:.0f} s (`policies.boot_timeout_s`)"
             tick.move(node, NodePhase.TERMINATING, reason, None if node.served else Refusal.NEVER_SERVED)

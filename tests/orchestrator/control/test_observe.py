@@ -80,6 +80,23 @@ def test_a_status_that_beats_stays_believed() -> None:
         assert [world.looks(), world.looks()] == [beat, beat]
 
 
+def test_it_is_heard_for_as_long_as_no_look_has_missed_it() -> None:
+    world = World()
+    for beat in range(10):
+        world.looks()
+        world.writes(beat)
+    assert world.watch.heard_s == 8 * TICK_S
+    while world.looks() is not None:
+        pass
+    assert world.watch.heard_s == 0.0
+    world.writes(10)
+    world.looks()
+    assert world.watch.heard_s == 0.0
+    world.writes(11)
+    world.looks()
+    assert world.watch.heard_s == TICK_S
+
+
 def test_what_was_there_before_the_watching_began_is_believed_only_once_it_changes() -> None:
     world = World()
     world.writes(70)

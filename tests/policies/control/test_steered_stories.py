@@ -71,6 +71,20 @@ def test_a_store_in_trouble_costs_no_machine_and_no_step(trouble: Trouble, for_s
     assert world.cloud.bought == machines
 
 
+@pytest.mark.parametrize("trouble", [Trouble.NO_WRITES, Trouble.AWAY])
+@pytest.mark.parametrize("for_s", OUTAGES_S)
+def test_a_trainers_machine_that_finds_the_store_again_is_kept(trouble: Trouble, for_s: float) -> None:
+    """The gateway on it is heard first, before the trainer that was silent with it."""
+    world = training()
+    machines, there = list(world.cloud.bought), trainer(world)
+    there.store.trouble = trouble
+    world.run_for(for_s)
+    there.store.trouble = Trouble.NONE
+    world.run_for(60.0)
+    assert world.cloud.bought == machines
+    assert trainer(world).attempt == 1
+
+
 @pytest.mark.parametrize("ahead_s", [-HOUR_S, HOUR_S])
 @pytest.mark.parametrize("whose", ["here", "elsewhere"])
 def test_a_clock_that_is_set_hurries_and_delays_nothing(ahead_s: float, whose: str) -> None:
