@@ -29,7 +29,7 @@ class Node:
     requested_at_s: float
     reason: str = ""
     attempt: int = 1
-    price_usd_per_h: float = 0.0  # known once its machine was seen
+    price_usd_per_h: float = 0.0  # known once its machine was seen; then 0 is a machine of one's own
     on_demand_usd_per_h: float = 0.0
     most_usd_per_h: float = 0.0  # that it may cost, until its price is known
     attempt_ended_at_s: float | None = None  # when this attempt's work ended, until it is restarted
@@ -46,9 +46,14 @@ class Node:
         return self.phase in (NodePhase.SERVING, NodePhase.DRAINING) and self.attempt_ended_at_s is None
 
     @property
+    def machine_usd_per_h(self) -> float:
+        """Its price or, until that is known, the most that it may be."""
+        return self.most_usd_per_h if self.came_at_s is None else self.price_usd_per_h
+
+    @property
     def usd_per_h(self) -> float:
-        """Its price or, until that is known, the most that it may be; its disk included."""
-        return (self.price_usd_per_h or self.most_usd_per_h) + self.disk_usd_per_h
+        """The same, its disk included."""
+        return self.machine_usd_per_h + self.disk_usd_per_h
 
     def cost_usd(self, now_s: float) -> float:
         """What it has cost, from its request on."""
@@ -56,7 +61,7 @@ class Node:
 
     def on_demand_cost_usd(self, now_s: float) -> float:
         """What it would have cost on demand, where that price is known."""
-        machine = self.on_demand_usd_per_h or self.price_usd_per_h or self.most_usd_per_h
+        machine = self.on_demand_usd_per_h or self.machine_usd_per_h
         return (machine + self.disk_usd_per_h) * max(0.0, now_s - self.requested_at_s) / 3600
 
 

@@ -34,6 +34,7 @@ from policies.model.events import (
     RunMoved,
     SpecProved,
     StoreCaughtUp,
+    StoreCharged,
     StoreSlowed,
     TimelineForked,
     TimelineResumed,
@@ -504,3 +505,16 @@ def test_the_money_and_the_split_of_a_step_are_told() -> None:
     assert view.fleet.generation_node_s == pytest.approx(8)
     assert view.fleet.cheapest == pytest.approx((7.2 * 8 / (0.9 * 6)) ** 0.5)
     assert json.dumps(to_json(view))
+
+
+def test_the_forecast_has_what_the_store_takes_of_each_step() -> None:
+    world = World()
+    world.starts()
+    for step in range(1, 11):
+        world.logs(20 + 10 * step, step)
+    world.beats(121, 10)
+    before = run_view(world.store, T0 + 121, None).money
+    world.happens(121, StoreCharged(5.0, 1, 1, 1, T0 + 120))
+    after = run_view(world.store, T0 + 121, None).money
+    assert before.forecast_usd is not None
+    assert after.forecast_usd == pytest.approx(before.forecast_usd + 5.0 + 5.0 / 10 * 30)

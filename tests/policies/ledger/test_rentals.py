@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.fleet.budget import on_demand_usd, spent_usd
 from policies.ledger.rentals import Bill, ControllerRental, SpentAt, bill, rentals, spent_over_time
-from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
+from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested, RunCreated
+from policies.model.folding.fold import fold
 from policies.model.vocabulary import Market, NodePhase, Role, role_of
 from tests.generators.views_world import requested
 
@@ -108,3 +110,15 @@ def test_spent_never_falls_and_is_the_integral_of_prices(
         assert at.usd == pytest.approx(sum(usd for _, usd in there), abs=1e-6)
     if found:
         assert found[-1].usd == pytest.approx(bill(rentals(history, float(now_s))).cost_usd, abs=1e-6)
+
+
+def test_a_machine_of_ones_own_costs_nothing_though_the_dearest_of_its_kind_would() -> None:
+    asked = NodeRequested(NODE, Role.ROLLOUT, "rollout-0", 1, Market.ON_DEMAND, "", most_usd_per_h=98.0)
+    seen: Entries = [
+        (1, 0.0, (RunCreated("digits", "digits-0a1b"), asked)),
+        (2, 0.0, (moved(NodePhase.BOOTING), MachineBought(NODE, Market.ON_DEMAND, "kubernetes", 0.0, 0.0))),
+    ]
+    state = fold(seen)
+    assert (spent_usd(state, 3600.0), on_demand_usd(state, 3600.0)) == (0.0, 0.0)
+    assert bill(rentals(seen, 3600.0)) == Bill(0.0, 0.0)
+    assert spent_usd(fold(seen[:1]), 3600.0) == bill(rentals(seen[:1], 3600.0)).cost_usd == 98.0
