@@ -63,6 +63,7 @@ LAST_WORDS = {
 End = tuple[int, str]  # an exit code and why
 RANK = int(os.environ.get("RANK", "0"))  # set by accelerate's launcher; the first process speaks for all
 RESTORED = "restored"  # folder of the machine's
+END_S = 120.0  # for trackers of runs to send what they still have; nodes and the next trainer wait meanwhile
 
 
 def main() -> int:
@@ -240,8 +241,11 @@ def end_at_once(workdir: Path, code: int) -> None:
 
 def end_process(code: int) -> None:
     """End as Python does, but for what it does last: torch's threads may abort an interpreter that ends around
-    them. For the launcher that is a failure."""
+    them. For the launcher that is a failure. Who reports to a server that hangs would not end for hours."""
     if RANK == 0:  # the others hold nothing any more
+        at_last = threading.Timer(END_S, os._exit, (code,))
+        at_last.daemon = True
+        at_last.start()
         threading._shutdown()  # type: ignore[attr-defined]  # typeshed has what is public
         atexit._run_exitfuncs()  # a tracker of runs ends its own by it
     sys.stdout.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -145,6 +146,24 @@ def test_mlflows_run_of_a_timeline_is_found_again_by_its_tag(mlflow: Any, monkey
     assert [one.get("experiment_names") for one in mlflow.asked] == [None, ["maths"]]
     assert mlflow.asked[0]["filter_string"] == "tags.`grpo_orch.timeline` = 'digits-0a1b-t0'"
     assert tags == {"grpo_orch.trainer.0-1-2": "Trainer goes on: " + beginning().words(4)[1]}
+
+
+HANGS = """
+import atexit, threading
+from tasks.trainer import main
+main.END_S = 0.1
+{hangs}
+main.end_process(5)
+"""
+
+
+@pytest.mark.parametrize(
+    "hangs",
+    ["atexit.register(threading.Event().wait)", "threading.Thread(target=threading.Event().wait).start()"],
+)
+def test_a_tracker_that_hangs_at_the_end_does_not_keep_the_trainer(hangs: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", HANGS.format(hangs=hangs)], timeout=HANG_S, check=False)
+    assert ended.returncode == 5
 
 
 @pytest.fixture(scope="module")
