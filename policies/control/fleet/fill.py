@@ -16,6 +16,7 @@ from functools import partial
 from policies.control.fleet.deadline import is_behind
 from policies.control.fleet.markets import market_of
 from policies.control.fleet.probing import may_probe
+from policies.control.fleet.room import is_spot_asked, make_room
 from policies.control.fleet.size import may_go, return_surplus, rollouts_wanted, size_fleet
 from policies.control.fleet.spending import Purse, refuse
 from policies.control.fleet.stand_ins import missing, stand_ins_of, surplus
@@ -79,6 +80,12 @@ class _Buyer:
         dearest = terms_of(self._tick, self.crowds, role, market, lambda _: True)
         self._purse.add(role, dearest.usd_per_h or 0.0)
 
+    def has_room(self, market: Market) -> bool:
+        """Whether there is money for a rollout node on that market."""
+        fits = partial(self._purse.fits, Role.ROLLOUT)
+        usd_per_h = terms_of(self._tick, self.crowds, Role.ROLLOUT, market, fits).usd_per_h
+        return usd_per_h is not None and fits(usd_per_h)
+
     def buys(self, role: Role, name: str, market: Market, *words: str, stand_in: bool = False) -> bool:
         """Request a node for the slot where it is best bought, because of `words`; False: there is no money for
         it, and what follows from that is done."""
@@ -123,10 +130,11 @@ def _fill(tick: Tick, places: list[tuple[Role, str, bool]]) -> None:
 
 def _stand_in(tick: Tick) -> None:
     """Buy rollout nodes on demand while spot cannot be had, and return them once spot has held."""
-    there = stand_ins_of(tick.state)
-    for node in there[: surplus(tick)]:
+    for node in stand_ins_of(tick.state)[: surplus(tick)]:
         if node.phase is not NodePhase.SERVING or may_go(tick):
             tick.move(node, NodePhase.TERMINATING, f"spot has held for {HELD_S:.0f} s")
+    if _lacks_spot(tick):
+        make_room(tick)
     kind = kind_of(Role.ROLLOUT, Market.ON_DEMAND)
     failed = tick.state.kinds.get(kind, MachineKind())
     needed = tick.state.phase is not RunPhase.PARKED
@@ -137,13 +145,23 @@ def _stand_in(tick: Tick) -> None:
     buyer, near = _Buyer(tick), _trainer_is_near(tick)
     if not needed:  # a parked run, which it would have the trainer bought for again
         buyer.keeps_back(Role.TRAINER, market_of(Role.TRAINER, tick.spec))
+    spot_first = needed and _lacks_spot(tick) and not is_spot_asked(tick) and buyer.has_room(Market.SPOT)
+    if spot_first:
+        buyer.keeps_back(Role.ROLLOUT, Market.SPOT)
     late = "the run is behind its deadline" if is_behind(tick) else ""
     for name in free[: missing(tick)]:
         if not near or not _may_buy(tick, kind, needed) or tick.snapshot.pools is None:
             return
+        if spot_first and not buyer.has_room(Market.ON_DEMAND):
+            tick.reasons.append("spot is asked before another node on demand takes the room for it")
+            return
         words = ("on demand, for spot cannot be had", late)
         if not buyer.buys(Role.ROLLOUT, name, Market.ON_DEMAND, *words, stand_in=True):
             return
+
+
+def _lacks_spot(tick: Tick) -> bool:
+    return any(role is Role.ROLLOUT for role, _, _ in _empty_slots(tick))
 
 
 def _empty_slots(tick: Tick) -> list[tuple[Role, str, bool]]:

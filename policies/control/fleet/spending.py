@@ -92,7 +92,7 @@ def refuse(
     leave, what = len(tick.state.nodes) - len(stay), kind if stand_in else f"{role}"
     if why == PRICES_UNKNOWN:
         tick.reasons.append(why)
-    elif most_usd_per_h is not None and leave and not _excess_with(tick, role, most_usd_per_h, stay):
+    elif most_usd_per_h is not None and leave and not excess_with(tick, role, most_usd_per_h, stay):
         tick.reasons.append(f"{role} waits for {leave} machines to be gone: {why}")
     elif essential and most_usd_per_h is not None and not stand_in:
         reach_cap(tick, why)
@@ -105,7 +105,7 @@ def _spent(tick: Tick) -> float:
     return journalled + store_bill.pending_usd(tick) + tick.snapshot.controller_usd
 
 
-def _excess_with(tick: Tick, role: Role, most_usd_per_h: float, nodes: Iterable[Node]) -> str:
+def excess_with(tick: Tick, role: Role, most_usd_per_h: float, nodes: Iterable[Node]) -> str:
     """Say which cap these nodes and one more at that price do not fit under; empty: they do."""
     one = Running(most_usd_per_h, _stop_s(role), store_bill.join_usd(tick, role))
     return excess(caps_of(tick.state, tick.spec), _spent(tick), [*_running(tick, nodes), one])
