@@ -31,7 +31,7 @@ from policies.fleet.store_costs import AT_HOME, Tariff, tariff_of
 from policies.ledger.abandoned import split_by_line
 from policies.ledger.accounting import surviving_rows
 from policies.ledger.rentals import ControllerRental
-from policies.model.events import Event, NodeMoved, NodeRequested
+from policies.model.events import Event, NodeMoved, NodeRequested, StoreCharged
 from policies.model.folding.fold import apply
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState
@@ -40,6 +40,7 @@ from policies.model.vocabulary import NodePhase
 
 LANE_SEGMENTS = (1, 8)  # of the journal before its end; more where one does not reach back as far as a lane
 EVENTS_KEPT = 200  # the newest, for views; the journal itself is read by `events`
+BOOKED = (StoreCharged.__name__,)  # of a dear store at every step: views have the sum, among their dollars
 ENDED = (NodePhase.GONE, NodePhase.REFUSED)
 KL_START_POINTS = 3  # their median is a run's first KL, as in the detectors
 
@@ -124,7 +125,7 @@ class Reader:
 
     def _read_journal(self) -> None:
         records = entries_after(self.store, after=self.last.number) if self.last else self._recent()
-        told = [line for record in records for line in lines(record)]
+        told = [line for record in records for line in lines(record) if line.type not in BOOKED]
         for record in records:
             self._read_record(record)
         if self.spec.rehearse is not None:

@@ -518,3 +518,14 @@ def test_the_forecast_has_what_the_store_takes_of_each_step() -> None:
     after = run_view(world.store, T0 + 121, None).money
     assert before.forecast_usd is not None
     assert after.forecast_usd == pytest.approx(before.forecast_usd + 5.0 + 5.0 / 10 * 30)
+
+
+def test_what_a_dear_store_costs_at_each_step_leaves_the_other_events_in_sight() -> None:
+    world = World()
+    world.starts()
+    world.happens(15, BuyingStopped("rollout on spot", "3 in a row came to nothing"))
+    for step in range(1, 30):
+        world.happens(20 + step, StoreCharged(1.5, 1, 1, 1, T0 + 20 + step))
+    view = look(world, 60)
+    assert view.events[-1].type == "BuyingStopped"
+    assert view.money.store_usd == pytest.approx(29 * 1.5)
