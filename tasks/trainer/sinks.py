@@ -7,11 +7,12 @@ without: what has trained for hours does not stop because a server elsewhere is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,9 @@ FIRST: Precedence = (0, 1, 1)  # of a run's first trainer
 FAILURES_MOST = 3  # in a row, before a sink is left out until the trainer starts again: each may be a time-out
 NOTES = "grpo-orch"  # the name of what is noted in TensorBoard
 TIMELINE_TAG = "grpo_orch.timeline"  # by which MLflow's run of a timeline is found again
+# MLflow asks eight times and waits two minutes each: twenty minutes in which nobody trains, where a server hangs.
+# What it sends of each step it sends beside the training, and asks for as long as it likes.
+MLFLOW_WAITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 STEP = "train/global_step"  # as TRL's own reports have it
 ATTEMPT, TIMELINE = "orch/attempt", "orch/timeline"
 
@@ -75,8 +79,9 @@ class _Kept:
         """It connects. Raises BadSpec where the run's first trainer cannot."""
         step = state.global_step
         try:
-            _RESUMES.get(self._name, _as_it_is)(self._sink, self._beginning, step)
-            answer = begin(args, state, control, **kwargs)
+            with _not_for_long():
+                _RESUMES.get(self._name, _as_it_is)(self._sink, self._beginning, step)
+                answer = begin(args, state, control, **kwargs)
         except Exception as error:  # each service raises its own
             if self._beginning.by == FIRST:
                 if passes(error):
@@ -93,7 +98,8 @@ class _Kept:
         if self._failures >= FAILURES_MOST:
             return None
         try:
-            answer = event(*args, **kwargs)
+            with _not_for_long():
+                answer = event(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  # each service raises its own
             self._failures += 1
             self._say("report_left_out" if self._failures >= FAILURES_MOST else "report_failed", error)
@@ -103,6 +109,18 @@ class _Kept:
 
     def _say(self, what: str, error: Exception) -> None:
         log.warning(what, sink=self._name, error=f"{type(error).__name__}: {first_line(error)}")
+
+
+@contextlib.contextmanager
+def _not_for_long() -> Iterator[None]:
+    """Within, MLFLOW_WAITS holds, where `trainer.env` says nothing else."""
+    ours = MLFLOW_WAITS.keys() - os.environ.keys()
+    os.environ.update({name: MLFLOW_WAITS[name] for name in ours})
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
 
 
 def _as_it_is(_sink: Any, _beginning: Beginning, _step: int) -> None:

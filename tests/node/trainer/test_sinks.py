@@ -16,7 +16,7 @@ import pytest
 from checkpoint.records.metrics import read_metrics
 from policies.model import exit_codes
 from policies.model.timelines import Fork
-from tasks.trainer.sinks import FAILURES_MOST, FIRST, Beginning, keep_sinks
+from tasks.trainer.sinks import FAILURES_MOST, FIRST, MLFLOW_WAITS, Beginning, keep_sinks
 from tasks.trainer.user_objects import BadSpec
 from tests.budget import HANG_S
 from tests.node.trainer.rig import GRPO, make_tiny, open_rig
@@ -146,6 +146,24 @@ def test_mlflows_run_of_a_timeline_is_found_again_by_its_tag(mlflow: Any, monkey
     assert [one.get("experiment_names") for one in mlflow.asked] == [None, ["maths"]]
     assert mlflow.asked[0]["filter_string"] == "tags.`grpo_orch.timeline` = 'digits-0a1b-t0'"
     assert tags == {"grpo_orch.trainer.0-1-2": "Trainer goes on: " + beginning().words(4)[1]}
+
+
+def test_the_trainer_waits_for_no_server_as_long_as_mlflow_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[dict[str, str | None]] = []
+
+    class Looking(Sink):
+        def _tell(self, what: str) -> None:
+            found.append({name: os.environ.get(name) for name in MLFLOW_WAITS})
+            super()._tell(what)
+
+    timeout, retries = MLFLOW_WAITS
+    monkeypatch.setenv(timeout, "7")
+    monkeypatch.delenv(retries, raising=False)
+    sink = Looking("log")
+    begin(sink, beginning())
+    sink.on_log(None, STATE, None)
+    assert found == [{timeout: "7", retries: MLFLOW_WAITS[retries]}] * 2
+    assert (os.environ[timeout], os.environ.get(retries)) == ("7", None)
 
 
 HANGS = """
