@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -84,6 +85,8 @@ app.add_typer(weather)
 def main() -> None:
     """Run the command line. A user's mistake is one line and an exit code, never a traceback."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for what was asked
+    if isinstance(sys.stdout, io.TextIOWrapper):  # whose locale may lack what strips and bars are drawn with
+        sys.stdout.reconfigure(errors="replace")
     try:
         app()
     except Stop as stop:

@@ -25,12 +25,13 @@ def watch(
     Args:
         get_view: looks at the run.
         wait: waits for so many seconds, and returns True to stop watching: `threading.Event().wait`.
-        console: where to; on anything but a terminal one plain line for each change is printed.
+        console: where to; on anything but a terminal that can be drawn on, one plain line for each change is
+            printed.
 
     Ctrl-C is the caller's: KeyboardInterrupt passes, the terminal restored.
     """
     console = console or Console()
-    if not console.is_terminal:
+    if not console.is_terminal or console.is_dumb_terminal:
         return _follow(get_view, wait, console)
     view = get_view()
     with Live(Screen(view, console.height), console=console, auto_refresh=False) as live:

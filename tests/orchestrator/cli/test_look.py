@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,3 +84,12 @@ def test_a_run_that_ended_well_is_summed_up(capsys: pytest.CaptureFixture[str]) 
     world.happens(20, RunMoved(RunPhase.FINISHED, "the last step"))
     attach(world.store)
     assert "faults survived" in capsys.readouterr().out
+
+
+def test_a_locale_that_lacks_a_character_gets_another_and_no_traceback() -> None:
+    shows = "from orchestrator import cli; cli.app = lambda: cli.console.print('━ done'); cli.main()"
+    ascii_alone = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    told = subprocess.run(
+        [sys.executable, "-c", shows], env=ascii_alone, capture_output=True, text=True, check=False
+    )
+    assert (told.stdout, told.returncode) == ("? done\n", 0)

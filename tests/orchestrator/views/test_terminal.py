@@ -241,6 +241,12 @@ def test_only_what_is_new_is_printed(view: RunView) -> None:
     assert [line.split(" ", 1)[1] for line in changes(told, view)] == [view.events[-1].text]
 
 
+@pytest.fixture(autouse=True)
+def a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the tests run in."""
+    monkeypatch.setenv("TERM", "xterm")
+
+
 def showing(views: list[RunView]) -> Callable[[], RunView]:
     left = iter(views)
     return lambda: next(left)
@@ -264,6 +270,15 @@ def test_watching_ends_with_the_run_and_waits_between_looks(view: RunView, termi
     assert waits == [0.5, 0.5]
     assert ("FINISHED" in out.getvalue()) is terminal
     assert out.getvalue().count("step 10/40 reward 1") == (0 if terminal else 1)
+
+
+def test_a_terminal_that_cannot_be_drawn_on_gets_lines_while_the_run_goes_on(
+    view: RunView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    out = io.StringIO()
+    watch(showing([view]), lambda _: True, Console(width=80, file=out, force_terminal=True))
+    assert "step 10/40 reward 1" in out.getvalue()
 
 
 @pytest.mark.parametrize("terminal", [True, False])
