@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from policies.control.fleet.room import STAYS_S
@@ -73,6 +73,7 @@ def test_with_room_for_both_nothing_goes_back_before_spot_has_come() -> None:
     away_h=st.floats(0.5, 12.0),
     again=st.booleans(),
 )
+@example(cap=10.0, low=2, more=3, shape=None, away_h=5.0, again=True)  # it was refused a moment ago, and now comes
 def test_spot_that_comes_back_is_found_under_any_cap(
     cap: float, low: int, more: int, shape: StepShape | None, away_h: float, again: bool
 ) -> None:
