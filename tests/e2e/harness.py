@@ -20,6 +20,7 @@ from checkpoint.records import documents
 from checkpoint.store.run_store import Store
 from orchestrator.clouds.local.processes import marked_processes
 from policies.model.state import RunState
+from tests.budget import HANG_S
 from tests.rigs.store.server import S3Server
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,7 @@ class Run:
         return lease.pid
 
     def cli(
-        self, *arguments: str, code: int | None = 0, timeout_s: float = 120.0
+        self, *arguments: str, code: int | None = 0, timeout_s: float = HANG_S
     ) -> subprocess.CompletedProcess[str]:
         """Run the command line; with `code`, its exit code must be that one."""
         done = subprocess.run(
@@ -99,7 +100,7 @@ class Run:
         running = (one.pid for one in found if not module or module in (one.info["cmdline"] or ()))
         return sorted({*pids} & {*running})
 
-    def until(self, what: str, wanted: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def until(self, what: str, wanted: Callable[[], bool], timeout_s: float = HANG_S) -> None:
         """Wait until `wanted()`; on time-out, fail with what the daemon's log says last."""
         deadline_s = time.monotonic() + timeout_s
         while not wanted():

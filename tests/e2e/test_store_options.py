@@ -20,6 +20,7 @@ import yaml
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from policies.model import exit_codes
 from policies.model.vocabulary import NodePhase
+from tests.budget import HANG_S
 from tests.e2e.harness import Run
 from tests.e2e.test_control import STAND_IN, small_spec
 from tests.rigs.store.fault_proxy import Answer, FaultProxy, IgnoreConditions, fault_proxy
@@ -52,7 +53,7 @@ class S3Run(Run):
         return str(self.options["secret_access_key"])
 
     def cli(
-        self, *arguments: str, code: int | None = 0, timeout_s: float = 120.0
+        self, *arguments: str, code: int | None = 0, timeout_s: float = HANG_S
     ) -> subprocess.CompletedProcess[str]:
         done = super().cli(*arguments, code=code, timeout_s=timeout_s)
         self.said += [done.stdout, done.stderr]

@@ -21,7 +21,7 @@ from tests.rigs.store.server import S3Server
 NODE_PYTHON = ROOT / ".venv-node" / "bin" / "python"
 TINY = ROOT / "examples" / "tiny"
 STEPS = 30
-RUN_TIMEOUT_S = 420.0
+RUN_TIMEOUT_S = 900.0
 
 
 def make_tiny(folder: Path) -> Path:
