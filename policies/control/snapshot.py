@@ -113,9 +113,7 @@ class Snapshot:
     coming: Mapping[str, Coming] = field(default_factory=dict)  # nodes that are no members yet, as far as heard
     gateway_boot_id: str | None = None
     gateway_age_s: float = 0.0
-    gateway_heard_s: float = (
-        math.inf
-    )  # it has been heard for so long without a break; counts where it is heard now
+    gateway_heard_s: float = math.inf  # for how long without a break; counts where it is heard now
     trainer: Trainer | None = None
     refused: tuple[LaunchRefused, ...] = ()
     commands: tuple[Command, ...] = ()
