@@ -60,11 +60,17 @@ class GatewayWatch:
         self._looked_at_s = clock() if believe_first else -math.inf
         self._written_after_s = -math.inf
         self._heard_from_s: float | None = None  # the first look of an unbroken row that found it fresh
+        self._heard_at_s = -math.inf  # the newest look that did
 
     @property
     def heard_s(self) -> float:
         """Seconds for which it has been heard without a break, until now; 0: the last look did not hear it."""
         return 0.0 if self._heard_from_s is None else self._clock() - self._heard_from_s
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last look that heard it; infinite: none has."""
+        return self._clock() - self._heard_at_s
 
     def look(self) -> GatewayStatus | None:
         """Return the newest status of the run's gateway, or None when it may be older than FRESH_S.
@@ -74,8 +80,10 @@ class GatewayWatch:
         status = self._look()
         if status is None:
             self._heard_from_s = None
-        elif self._heard_from_s is None:
-            self._heard_from_s = self._clock()
+            return None
+        self._heard_at_s = self._clock()
+        if self._heard_from_s is None:
+            self._heard_from_s = self._heard_at_s
         return status
 
     def _look(self) -> GatewayStatus | None:
@@ -174,6 +182,7 @@ class Observer:
             gateway_boot_id=None if status is None else status.boot_id,
             gateway_age_s=0.0 if status is None else status.up_s,
             gateway_heard_s=self._gateway.heard_s,
+            gateway_silent_s=self._gateway.silent_s,
             trainer=trainer,
             refused=refused,
             commands=commands,

@@ -122,11 +122,12 @@ def _give_up_silent(tick: Tick, node: Node) -> None:
     beat = tick.snapshot.trainer
     if node.phase is not NodePhase.SERVING or beat is None or beat.node != node.id:
         return
-    silent_s = tick.silent_s(beat.beat_at_s)
-    if tick.snapshot.silent_beside_gateway_s(beat.beat_at_s) > HEARTBEAT_LOST_S:
+    snapshot, lost_s = tick.snapshot, tick.snapshot.machine_silent_s(beat.beat_at_s)
+    if snapshot.silent_beside_gateway_s(beat.beat_at_s) > HEARTBEAT_LOST_S:
+        silent_s = tick.silent_s(beat.beat_at_s)
         tick.move(node, NodePhase.TERMINATING, f"no heartbeat for {silent_s:.0f} s while its machine works")
-    elif silent_s > MACHINE_LOST_S and tick.snapshot.machines is not None:
-        tick.move(node, NodePhase.TERMINATING, f"nothing heard of its machine for {silent_s:.0f} s")
+    elif lost_s > MACHINE_LOST_S and snapshot.machines is not None:
+        tick.move(node, NodePhase.TERMINATING, f"nothing heard of its machine for {lost_s:.0f} s")
 
 
 def _trainer_drains(tick: Tick, node: Node) -> None:

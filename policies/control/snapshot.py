@@ -114,6 +114,7 @@ class Snapshot:
     gateway_boot_id: str | None = None
     gateway_age_s: float = 0.0
     gateway_heard_s: float = math.inf  # for how long without a break; counts where it is heard now
+    gateway_silent_s: float = math.inf  # for how long it was not heard; counts where it is not heard now
     trainer: Trainer | None = None
     refused: tuple[LaunchRefused, ...] = ()
     commands: tuple[Command, ...] = ()
@@ -164,6 +165,10 @@ class Snapshot:
         """The same, of the trainer, in which its machine has worked and reached the store, as the gateway on it
         shows. After both were cut off the gateway may be the first that is heard."""
         return 0.0 if self.members is None else min(self.silent_s(since_s), self.gateway_heard_s)
+
+    def machine_silent_s(self, since_s: float) -> float:
+        """The same, of the trainer's machine: since then neither the trainer nor the gateway was heard."""
+        return 0.0 if self.members is not None else min(self.silent_s(since_s), self.gateway_silent_s)
 
 
 @dataclass(frozen=True, slots=True)

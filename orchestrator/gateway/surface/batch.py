@@ -123,7 +123,9 @@ class BatchRun:
             for task in left[first : first + AT_ONCE]:
                 task.cancel()
             await asyncio.sleep(0)
-        await asyncio.gather(*left, return_exceptions=True)
+        for task in left:  # all at once would be a long piece of work by itself
+            if not task.done():
+                await asyncio.wait([task])
 
     def _job(self, prompt: array[int], sample: Sample, group: int, size: int) -> Job:
         return Job(

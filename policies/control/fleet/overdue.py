@@ -23,11 +23,15 @@ def replace_overdue(tick: Tick) -> None:
         if booting and (coming := tick.snapshot.coming.get(node.id)) is not None:
             _replace_if_still(tick, node, coming)
             continue
+        unseen_s = _unseen_s(tick, node)
         if node.role is Role.TRAINER and _has_worked(tick, node):
-            heard = tick.snapshot.silent_beside_gateway_s(node.since_s) > limit_s
-            # Else maybe cut off until now, with checkpoints that are not stored yet.
+            # Maybe cut off until now, with checkpoints that are not stored yet: it is on its way back once its
+            # gateway is heard.
+            snapshot, since_s = tick.snapshot, node.since_s
+            heard = snapshot.members is not None
+            unseen_s = snapshot.silent_beside_gateway_s(since_s) if heard else snapshot.machine_silent_s(since_s)
             limit_s = limit_s if heard else max(limit_s, MACHINE_LOST_S)
-        if booting and (_unseen_s(tick, node) > limit_s or _boots_too_long(tick, node, limit_s)):
+        if booting and (unseen_s > limit_s or _boots_too_long(tick, node, limit_s)):
             reason = f"no work seen within {limit_s:.0f} s (`policies.boot_timeout_s`)"
             tick.move(node, NodePhase.TERMINATING, reason, None if node.served else Refusal.NEVER_SERVED)
 

@@ -85,10 +85,11 @@ def test_it_is_heard_for_as_long_as_no_look_has_missed_it() -> None:
     for beat in range(10):
         world.looks()
         world.writes(beat)
-    assert world.watch.heard_s == 8 * TICK_S
+    assert (world.watch.heard_s, world.watch.silent_s) == (8 * TICK_S, 0.0)
     while world.looks() is not None:
         pass
     assert world.watch.heard_s == 0.0
+    assert world.watch.silent_s == TICK_S
     world.writes(10)
     world.looks()
     assert world.watch.heard_s == 0.0

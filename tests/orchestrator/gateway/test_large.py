@@ -20,12 +20,14 @@ from orchestrator.gateway.surface.batch import PROMPT_TOKEN_SIZE, BatchRun
 from orchestrator.gateway.turns import PIECE_S, Turns
 from policies.serving.wire import Announce, Batch, BatchLine, CompletionRequest, PolicyRef, Sample
 from tasks.completions.gateway_client import body_of
+from tests.budget import HANG_S
 from tests.rigs.gateway_served import TOKEN, Served, serve
 from tests.stand_ins.gateway_world import World, run
 
 PROMPTS, SAMPLES, PROMPT_TOKENS = 600, 32, 4096
 AT_A_TIME = 1024
-PIECE_CPU_S = 0.1  # of this process's one thread; a piece of the step is a tenth of that
+SHARE = 1 / 20  # of the step's work that may lie in one piece: the largest here are a fortieth
+TRIES = 5  # a busy machine stretches a piece now and then; one that is too long is so each time
 POLICY = PolicyRef("0-0", "policies/0-0")
 
 
@@ -82,17 +84,22 @@ def sink() -> Iterator[tuple[str, list[bytes]]]:
 
 
 class Lag:
-    """The most CPU time that this thread needed between two rounds of its event loop."""
+    """The most CPU time that this thread needed between two rounds of its event loop, and all that it needed."""
 
     def __init__(self) -> None:
-        self.worst_s = 0.0
+        self.worst_s = self.all_s = 0.0
+
+    @property
+    def share(self) -> float:
+        return self.worst_s / self.all_s
 
     async def watch(self) -> None:
         before_s = time.thread_time()
         while True:
             await asyncio.sleep(0)
             now_s = time.thread_time()
-            self.worst_s, before_s = max(self.worst_s, now_s - before_s), now_s
+            self.worst_s, self.all_s = max(self.worst_s, now_s - before_s), self.all_s + now_s - before_s
+            before_s = now_s
 
 
 def ask(url: str, body: bytes, enough: threading.Event) -> list[BatchLine]:
@@ -112,8 +119,17 @@ def ask(url: str, body: bytes, enough: threading.Event) -> list[BatchLine]:
 
 @pytest.mark.usefixtures("rare_garbage")
 def test_a_large_step_leaves_the_loop_free_from_its_first_byte_to_its_end() -> None:
-    body, enough = body_of(large_batch()), threading.Event()
+    body = body_of(large_batch())
     assert len(body) < 1.1 * PROMPTS * PROMPT_TOKENS * len("50000,")  # each prompt crosses once
+    shares: list[float] = []
+    while not shares or (shares[-1] > SHARE and len(shares) < TRIES):
+        shares.append(largest_share(body))
+    assert min(shares) <= SHARE, shares
+
+
+def largest_share(body: bytes) -> float:
+    """Begin the step and give it up; return the share of its work that its largest piece was."""
+    lag, enough = Lag(), threading.Event()
 
     async def announce(served: Served, address: str) -> None:
         while True:
@@ -124,8 +140,8 @@ def test_a_large_step_leaves_the_loop_free_from_its_first_byte_to_its_end() -> N
             announcing = asyncio.ensure_future(announce(served, address))
             await served.until(lambda: served.members.rows)
             served.members.rows[0].allowed = AT_A_TIME
-            lag = Lag()
             watching = asyncio.ensure_future(lag.watch())
+            idle = len(asyncio.all_tasks())
             asking = asyncio.ensure_future(asyncio.to_thread(ask, served.url, body, enough))
             await served.until(lambda: len(heads) == AT_A_TIME or asking.done())
             await served.until(lambda: served.members.waiting.count == PROMPTS * SAMPLES - AT_A_TIME)
@@ -134,12 +150,13 @@ def test_a_large_step_leaves_the_loop_free_from_its_first_byte_to_its_end() -> N
             enough.set()
             lines = await asking
             assert lines[-1].progress is not None
-            await served.until(lambda: served.members.waiting.count == 0 and not served.members.rows[0].running)
+            await served.until(lambda: len(asyncio.all_tasks()) <= idle)
+            assert (served.members.waiting.count, served.members.rows[0].running) == (0, 0)
             watching.cancel()
             announcing.cancel()
-            assert lag.worst_s < PIECE_CPU_S
 
-    serve(story, limit_s=120.0)
+    serve(story, limit_s=HANG_S)
+    return lag.share
 
 
 def test_a_batch_that_is_given_up_leaves_no_prompt_in_memory() -> None:

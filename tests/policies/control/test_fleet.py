@@ -379,25 +379,39 @@ def test_a_drained_trainers_machine_without_a_trainer_goes_back() -> None:
 
 
 @pytest.mark.parametrize(("heard_s", "given_up"), [(2.0, False), (HEARTBEAT_LOST_S + 1, True), (0.0, False)])
+@pytest.mark.parametrize("silent_s", [2 * HEARTBEAT_LOST_S, MACHINE_LOST_S + 5.0])
 def test_a_silent_trainer_whose_gateway_is_only_just_heard_again_is_waited_for(
-    heard_s: float, given_up: bool
+    heard_s: float, given_up: bool, silent_s: float
 ) -> None:
     world = until_training(World())
     assert world.beat is not None
-    now_s = world.beat.beat_at_s + 2 * HEARTBEAT_LOST_S
+    now_s = world.beat.beat_at_s + silent_s
     seen = replace(world.snapshot(), now_s=now_s, gateway_heard_s=heard_s)
     decision = decide(world.state, seen, world.spec)
     assert (Terminate("trainer-0-i1") in decision.actions) is given_up
 
 
 @pytest.mark.parametrize(("heard_s", "given_up"), [(2.0, False), (1000.0, True)])
-def test_so_is_one_that_begins_again(heard_s: float, given_up: bool) -> None:
+@pytest.mark.parametrize("for_s", [1000.0, MACHINE_LOST_S + 5.0])
+def test_so_is_one_that_begins_again(heard_s: float, given_up: bool, for_s: float) -> None:
     world = until_training(World())
     world.exit("trainer-0-i1", exit_codes.FAILED)
     while world.state.nodes["trainer-0-i1"].attempt == 1:
         world.tick()
         world.now_s += 1.0
-    seen = replace(world.snapshot(), now_s=world.now_s + 1000.0, members={}, gateway_heard_s=heard_s)
+    seen = replace(world.snapshot(), now_s=world.now_s + for_s, members={}, gateway_heard_s=heard_s)
+    decision = decide(world.state, seen, world.spec)
+    assert (Terminate("trainer-0-i1") in decision.actions) is given_up
+
+
+@pytest.mark.parametrize(("gateway_silent_s", "given_up"), [(50.0, False), (MACHINE_LOST_S + 1.0, True)])
+def test_a_machine_whose_gateway_was_heard_a_moment_before_it_was_cut_off_again_is_not_lost(
+    gateway_silent_s: float, given_up: bool
+) -> None:
+    world = until_training(World())
+    assert world.beat is not None
+    now_s = world.beat.beat_at_s + MACHINE_LOST_S + 5.0
+    seen = replace(world.snapshot(), now_s=now_s, members=None, gateway_silent_s=gateway_silent_s)
     decision = decide(world.state, seen, world.spec)
     assert (Terminate("trainer-0-i1") in decision.actions) is given_up
 
