@@ -62,6 +62,7 @@ class DeadlineView:
     behind: bool | None
     nodes: int | None  # rollout nodes that keep it; 0: it is out of reach
     end_s: float | None  # as it goes now
+    ended_s: float | None = None  # when the last step of a finished run was made
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from policies.model.buying import probe_wait_s
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import RunSpec, generates_itself
 from policies.model.state import Node, RunState
-from policies.model.vocabulary import NodePhase, PolicyVersion, Role, machine_of
+from policies.model.vocabulary import NodePhase, PolicyVersion, Role, RunPhase, machine_of
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from policies.serving.joining import Stage
 
@@ -152,6 +152,8 @@ def _deadline(reader: Reader, beat: Trainer | None, now_s: float, eta_s: float |
     named = reader.spec.policies.fleet.deadline
     if named is None:
         return None
+    if reader.state.phase is RunPhase.FINISHED and reader.path:
+        return DeadlineView(time_of(named), None, None, None, None, reader.path[-1].time_s)
     end_s = None if eta_s is None else now_s + eta_s
     course = course_of(reader.state, reader.spec, beat, now_s)
     if course is None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkpoint.records.metrics import Row
+from orchestrator.views.deadline import deadline_words, is_late
 from orchestrator.views.model import RunView
 from orchestrator.views.numbers import NOT_KNOWN, duration, short, usd
 from orchestrator.views.report import HELD_OUT
@@ -28,6 +29,16 @@ class Figure:
 def strip(look: Look) -> list[Figure]:
     """The figures, in their order."""
     return look.once("strip", lambda: _figures(look))
+
+
+def deadline_line(view: RunView) -> Figure | None:
+    """When the run is to be done, where it is on the way there, and what that costs as it goes now."""
+    words = deadline_words(view)
+    if not words:
+        return None
+    forecast = view.money.forecast_usd
+    costs = [] if forecast is None else [f"{usd(forecast)} at the end"]
+    return Figure("deadline", words[0], " · ".join([*words[1:], *costs]), "warn" if is_late(view) else "")
 
 
 def headline(view: RunView) -> str:

@@ -153,6 +153,7 @@ deadlines = st.builds(
     behind=st.none() | st.booleans(),
     nodes=st.none() | st.integers(0, 999),
     end_s=st.none() | st.floats(NOW_S, 1e300),
+    ended_s=st.none() | seconds.map(lambda ago_s: NOW_S - ago_s),
 )
 run_views = st.builds(
     RunView,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from rich.cells import cell_len
 from rich.text import Text
 
+from orchestrator.views.deadline import deadline_words, is_late
 from orchestrator.views.measured.step_split import StepSplit
-from orchestrator.views.model import DeadlineView, FleetView, MoneyView, RunView
-from orchestrator.views.numbers import duration, moment, short, usd
+from orchestrator.views.model import FleetView, MoneyView, RunView
+from orchestrator.views.numbers import duration, short, usd
 from orchestrator.views.terminal.lines import LABEL, cut, joined, labelled, left
 from orchestrator.views.weights import stages_words, weights_words
 from policies.detect.divergence import Health
@@ -52,19 +53,12 @@ def money(view: MoneyView, width: int) -> list[Text]:
     return labelled("money", joined(words, width - LABEL), width)
 
 
-def deadline(view: DeadlineView | None, step: int, width: int) -> list[Text]:
+def deadline(view: RunView, width: int) -> list[Text]:
     """How far the run is on the way to its deadline."""
-    if view is None:
+    words = deadline_words(view)
+    if not words:
         return []
-    words = [moment(view.deadline_s)]
-    if view.end_s is not None:
-        words.append(f"ends {moment(view.end_s)}")
-    if view.expected_step is not None:
-        words.append(f"step {step}, {view.expected_step:.0f} expected{': behind' * bool(view.behind)}")
-    if view.nodes is not None:
-        words.append(f"{view.nodes} nodes keep it" if view.nodes else "out of reach")
-    late = view.nodes == 0 or (view.end_s is not None and view.end_s > view.deadline_s)
-    return labelled("deadline", joined(words, width - LABEL), width, style="yellow" if late else "")
+    return labelled("deadline", joined(words, width - LABEL), width, style="yellow" if is_late(view) else "")
 
 
 def step(split: StepSplit | None, width: int) -> list[Text]:

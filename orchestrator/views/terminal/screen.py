@@ -59,7 +59,7 @@ def drawn(view: RunView, width: int, height: int) -> list[Text]:
     curves = room.take(figures(view, width), EVENTS_LEAST)
     keep = min(MACHINES_LEAST, len(view.nodes) + 2) + EVENTS_LEAST
     dollars = room.take(notes.money(view.money, width), keep)
-    dollars += room.take(notes.deadline(view.deadline, view.step, width), keep)
+    dollars += room.take(notes.deadline(view, width), keep)
     step = room.take(notes.step(view.step_split, width), keep)
     coming = room.take(notes.coming(view, width), keep)
     beside = room.take(notes.weights(view, width), keep) + room.take(notes.fleet(view.fleet, width), keep)

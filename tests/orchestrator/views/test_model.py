@@ -106,12 +106,24 @@ def test_the_way_to_a_deadline_is_seen() -> None:
         40 * 32 / (200 - 10 - 18)
     )  # two starts of 9 s are kept in reserve
     assert to_json(view)["deadline"]["deadline_s"] == T0 + 200
-    (line,) = notes.deadline(view.deadline, view.step, 110)
-    told = "ends 2023-11-14 22:15 UTC · step 10, 7 expected · 1 nodes keep it"
+    (line,) = notes.deadline(view, 110)
+    told = "ends 2023-11-14 22:15 UTC · step 10, 7 expected · 1 node keeps it"
     assert line.plain.split(None, 1) == ["deadline", f"2023-11-14 22:16 UTC · {told}"]
     late = look(world, 150).deadline
     assert late is not None
     assert (late.behind, late.nodes) == (True, 0)
+
+
+def test_whether_a_deadline_was_kept_is_seen_once_the_run_is_done() -> None:
+    for last_s, told in ((140, "kept, 1:00 min before"), (230, "missed by 30 s")):
+        world = World(deadline="2023-11-14T22:16:40Z")  # T0 + 200 s
+        world.starts()
+        world.happens(10, SpecProved())
+        world.logs(last_s, 40)
+        world.beats(last_s, 40)
+        world.happens(last_s + 5, RunMoved(RunPhase.FINISHED, "the trainer reached its last step"))
+        (line,) = notes.deadline(look(world, 900), 110)
+        assert line.plain.split(None, 1) == ["deadline", f"2023-11-14 22:16 UTC · {told}"]
 
 
 def test_a_training_run_is_seen_whole(tmp_path: Path) -> None:

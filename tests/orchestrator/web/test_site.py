@@ -12,17 +12,17 @@ from orchestrator.control.observe import FRESH_S
 from orchestrator.web.access import HEADERS
 from orchestrator.web.app import PAGES, Site
 from orchestrator.web.watch import LATEST_S, Watch
-from policies.model.events import Noticed
+from policies.model.events import Noticed, SpecProved
 from tests.budget import HANG_S
-from tests.generators.views_world import World
+from tests.generators.views_world import T0, World
 
 Client = TestClient[web.Request, web.Application]
 SECRET = "s3cret-of-the-run"
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202egpj.exe\u2066" + "x" * 100_000
 
 
-def run_of(steps: int = 12) -> World:
-    world = World()
+def run_of(steps: int = 12, deadline: str | None = None) -> World:
+    world = World(deadline=deadline)
     world.starts()
     for step in range(1, steps + 1):
         world.logs(10 + 2 * step, step, reward=step / steps, kl=0.01 * step)
@@ -60,6 +60,30 @@ def test_every_page_is_drawn_and_has_the_same_as_json() -> None:
             check_headers(told)
 
     browse(run_of(), story)
+
+
+def test_the_way_to_a_deadline_is_on_every_page() -> None:
+    world = run_of(deadline="2023-11-14T22:16:40Z")  # T0 + 200 s
+    world.happens(10, SpecProved())
+
+    async def story(client: Client) -> None:
+        for path in ("/", "/money", "/diary"):
+            drawn = await (await client.get(path)).text()
+            (line,) = [one for one in drawn.splitlines() if 'class="deadline' in one]
+            assert "deadline <b>2023-11-14 22:16 UTC</b> · ends " in line
+            assert 'class="deadline warn"' in line  # long past by this machine's clock
+            assert "step 12, 40 expected: behind" in line
+            assert " at the end</p>" in line
+        told = await (await client.get("/?format=json")).json()
+        assert told["run"]["deadline"]["deadline_s"] == T0 + 200
+        assert told["run"]["deadline"]["behind"] is True
+
+    browse(world, story)
+
+    async def without(client: Client) -> None:
+        assert 'class="deadline' not in await (await client.get("/")).text()
+
+    browse(run_of(), without)
 
 
 def test_what_others_wrote_is_text() -> None:
