@@ -8,11 +8,14 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
+import threading
 from dataclasses import asdict
 from typing import Protocol
 
 import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
 
 from orchestrator.notify.message import Message
 
@@ -49,10 +52,59 @@ class Webhook:
     async def _post(self, text: str, limit_s: float) -> int:
         whole = aiohttp.ClientTimeout(total=limit_s)  # a server that answers a byte a second has no more either
         async with (
-            aiohttp.ClientSession(timeout=whole, trust_env=True) as session,
+            aiohttp.TCPConnector(resolver=_Resolver()) as connector,
+            aiohttp.ClientSession(connector=connector, timeout=whole, trust_env=True) as session,
             session.post(self._url, json={"text": text}, allow_redirects=False) as answer,
         ):
             return answer.status
+
+
+class _Resolver(AbstractResolver):
+    """Looks each name up in a thread that nobody waits for.
+
+    The event loop's own would be waited for when the loop closes and when the process ends, for as long as a name
+    server says nothing.
+    """
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """Return the addresses. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[list[ResolveResult]] = loop.create_future()
+
+        def tell(answer: list[ResolveResult] | OSError) -> None:
+            if found.done():
+                return  # it was given up
+            if isinstance(answer, OSError):
+                found.set_exception(answer)
+            else:
+                found.set_result(answer)
+
+        def look_up() -> None:
+            try:
+                answer: list[ResolveResult] | OSError = _addresses(host, port, family)
+            except OSError as error:
+                answer = error
+            except UnicodeError:  # no name of a host
+                answer = OSError("no such host name")
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(tell, answer)
+
+        threading.Thread(target=look_up, name="webhook-name", daemon=True).start()
+        return await found
+
+    async def close(self) -> None:
+        """It holds nothing."""
+
+
+def _addresses(host: str, port: int, family: socket.AddressFamily) -> list[ResolveResult]:
+    found = socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+    flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    return [
+        ResolveResult(hostname=host, host=str(at[0]), port=port, family=kind, proto=proto, flags=flags)
+        for kind, _, proto, _, at in found
+    ]
 
 
 def slack_text(message: Message) -> str:

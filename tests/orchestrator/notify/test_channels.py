@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -87,6 +88,42 @@ def test_a_url_that_leads_nowhere_is_undelivered(url: str) -> None:
     with pytest.raises(Undelivered) as caught:
         Webhook(url).deliver(MESSAGE, HANG_S)
     assert "secret" not in str(caught.value)
+
+
+NO_NAME_SERVER = """
+import socket, threading
+from orchestrator.notify.channels import Undelivered, Webhook
+from orchestrator.notify.message import Message
+
+socket.getaddrinfo = lambda *_, **__: threading.Event().wait()
+message = Message("demo-1/7.0", 7, 12.0, "demo", "s3://b/demo", "failed", "demo failed")
+try:
+    Webhook("http://hooks.example.com/secret").deliver(message, 0.3)
+except Undelivered as error:
+    print(error)
+"""
+
+
+def test_a_name_server_that_says_nothing_has_no_more_time_and_keeps_no_daemon_from_ending() -> None:
+    argv = [sys.executable, "-c", NO_NAME_SERVER]
+    ended = subprocess.run(argv, timeout=HANG_S, capture_output=True, check=True)
+    assert b"Timeout" in ended.stdout
+    assert b"secret" not in ended.stdout + ended.stderr
+
+
+def test_a_server_is_found_by_its_name() -> None:
+    server = Server(iter([b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"]))
+    Webhook(server.url.replace("127.0.0.1", "localhost")).deliver(MESSAGE, HANG_S)
+    assert b"\r\nHost: localhost:" in server.heard
+
+
+def test_a_name_that_nobody_has_is_undelivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(Undelivered, match="DNSError"):
+        Webhook("http://hooks.example.com/secret").deliver(MESSAGE, HANG_S)
 
 
 def test_a_command_gets_the_message_as_json(tmp_path: Path) -> None:
