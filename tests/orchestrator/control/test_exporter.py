@@ -86,3 +86,23 @@ def test_all_that_the_dashboard_and_its_page_ask_for_is_exported() -> None:
     named = {name for text in (*asked, page) for name in re.findall(r"grpo_\w+", text)}
     assert len(named) > 12
     assert named <= exported
+
+
+def test_the_dashboard_asks_for_labels_that_its_metrics_have() -> None:
+    exporter = Exporter("demo")
+    lived(exporter)
+    labels: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(generate_latest(exporter.registry).decode()):
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    asked = 0
+    for panel in json.loads((DOCS / "grafana.json").read_text())["panels"]:
+        for target in panel["targets"]:
+            (name,) = re.findall(r"grpo_\w+", target["expr"])
+            lists = re.findall(r"\bby \(([^)]*)\)", target["expr"])
+            wanted = {one.strip() for text in lists for one in text.split(",")}
+            wanted |= set(re.findall(r"(\w+)=~", target["expr"]))
+            wanted |= set(re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", "")))
+            assert wanted <= labels[name] | {"instance", "job"}, target["expr"]
+            asked += len(wanted)
+    assert asked >= 20
