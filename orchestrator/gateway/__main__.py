@@ -19,6 +19,7 @@ import signal
 import socket
 import ssl
 import sys
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import structlog
@@ -30,6 +31,7 @@ from checkpoint.security import identity
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
 from orchestrator.gateway.routing.watch import Watch
+from orchestrator.gateway.surface.activity_writer import ActivityWriter
 from orchestrator.gateway.surface.app import Gateway
 from orchestrator.gateway.surface.listener import BACKLOG, listening
 from orchestrator.gateway.surface.status_writer import StatusWriter
@@ -79,13 +81,19 @@ def own_precedence() -> Precedence:
     return precedence_of(int(timeline), node, int(attempt))
 
 
-async def serve(sock: socket.socket, tls: ssl.SSLContext | None, gateway: Gateway, writer: StatusWriter) -> None:
+async def serve(
+    sock: socket.socket,
+    tls: ssl.SSLContext | None,
+    gateway: Gateway,
+    writers: Sequence[StatusWriter | ActivityWriter],
+) -> None:
     """Serve until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with listening(gateway.app(), gateway.knows, sock, tls):
-        endless = {asyncio.ensure_future(Watch(gateway.members).run()), asyncio.ensure_future(writer.run())}
+        runs = [Watch(gateway.members).run(), *(writer.run() for writer in writers)]
+        endless = {asyncio.ensure_future(one) for one in runs}
         await asyncio.wait({*endless, asyncio.ensure_future(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
         for task in endless:
             if task.done():
@@ -108,7 +116,11 @@ def main() -> int:
     gateway = Gateway(boot_id, token)
     by = own_precedence()
     documents.gateway(by).write(store, GatewayAddress(url, boot_id))
-    writer = StatusWriter(Store(store.url, retry_s=0.0), by, gateway.status)
+    untried = Store(store.url, retry_s=0.0)
+    writers = (
+        StatusWriter(untried, by, gateway.status),
+        ActivityWriter(untried, boot_id, gateway.members.status),
+    )
     # Every request under way has a connection, and the usual limit is 1,024 open files.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -117,7 +129,7 @@ def main() -> int:
     gc.set_threshold(GC_OBJECTS)
     log.info("gateway_up", url=url, boot_id=boot_id)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(sock, tls, gateway, writer))
+        runner.run(serve(sock, tls, gateway, writers))
     log.info("gateway_down")
     return exit_codes.OK
 

@@ -22,6 +22,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Checkpoint
 from orchestrator.views.events import EventLine, lines, rehearsed_line
 from orchestrator.views.looker import Looker
+from orchestrator.views.measured.activity_log import ActivityLog
 from orchestrator.views.model import RunView
 from policies.control.snapshot import Trainer
 from policies.ledger.rentals import ControllerRental
@@ -39,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A run as it was at one moment. Nothing in it changes."""
+    """A run as it was at one moment. Nothing in it changes, but for what `activity` reads when it is asked."""
 
     number: int  # grows with every look that found something new
     store: Store
@@ -56,6 +57,7 @@ class Look:
     trainer: Trainer | None
     controllers: tuple[ControllerRental, ...]  # of a `--remote` run
     gateway: GatewayStatus | None
+    activity: ActivityLog  # which goes on
     trouble: str = ""  # why it is not newer
     _made: dict[str, Any] = field(default_factory=dict)
 
@@ -73,6 +75,7 @@ class Watch:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._looker = Looker(store)
+        self._activity = ActivityLog(store)
         self._history: list[tuple[int, float, tuple[Event, ...]]] = []
         self._diary: list[EventLine] = []
         self._number = 0
@@ -162,6 +165,7 @@ class Watch:
             trainer=reader.trainer,
             controllers=reader.controllers(view.now_s),
             gateway=self._looker.gateway,
+            activity=self._activity,
         )
 
 

@@ -135,7 +135,8 @@ class Members:
         """Every member, in the order in which they came."""
         now_s = time.monotonic()
         serving = () if self._wanted is None else self._table.serving(Wanted(self._wanted.label))
-        return [self._status_of(row, row in serving, now_s) for row in self._table.rows]
+        terms = {row.term for row in serving}
+        return [self._status_of(row, row.term in terms, now_s) for row in self._table.rows]
 
     def want(self, policy: PolicyRef, recovery: Recovery = "continue") -> None:
         """Tell every member which policy to hold from now on. `recovery` is the run's."""

@@ -15,6 +15,7 @@ from enum import StrEnum
 from itertools import accumulate
 
 from policies.model.vocabulary import NodePhase, Role
+from policies.serving.activity import activity_of
 from policies.serving.gateway_status import MemberStatus
 
 LANE_S = 3600.0
@@ -57,12 +58,10 @@ def phase_state(phase: NodePhase, before: NodePhase | None) -> LaneState:
 
 def state_now(told: LaneState, role: Role, members: Sequence[MemberStatus]) -> LaneState:
     """What a node is at, by the journal, and by its engines' words if it is at work."""
-    if told is not LaneState.SERVING or role is Role.TRAINER or not members:
+    activity = activity_of(members)
+    if told is not LaneState.SERVING or role is Role.TRAINER or activity is None:
         return told
-    serving = [one for one in members if one.serving]
-    if not serving:
-        return LaneState.LOADING
-    return LaneState.SERVING if any(one.requests_running for one in serving) else LaneState.IDLE
+    return LaneState(activity)
 
 
 class Lanes:

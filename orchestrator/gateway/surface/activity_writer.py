@@ -1,0 +1,92 @@
+"""Keeps in the run's store what the gateway's members did each minute, for those who look at the run later."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from checkpoint.records.activity import HOUR_S, MINUTE_S, counted, write_part
+from checkpoint.store.errors import StoreError
+from checkpoint.store.run_store import Store
+from policies.serving.activity import activities
+from policies.serving.gateway_status import MemberStatus
+
+log = structlog.get_logger()
+
+LOOK_S = 1.0
+LONGEST_S = 5.0  # after a gap that is longer, as of a process that was stopped, nothing is known of it
+HOURS_EVERY_S = 600  # the open hour is written so often
+
+
+class ActivityWriter:
+    """Looks every second and writes every minute. What cannot be written is tried again.
+
+    Args:
+        store: the run's store, without retries.
+        boot_id: names this gateway process.
+        look: returns the members as they are now; called on the event loop.
+        clock: seconds, never going back.
+        wall: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        boot_id: str,
+        look: Callable[[], Sequence[MemberStatus]],
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._boot_id = store, boot_id
+        self._look, self._clock, self._wall = look, clock, wall
+        self._minutes, self._hours = counted(MINUTE_S), counted(HOUR_S)
+        self._looked_s = clock()
+        self._due: dict[tuple[int, int], dict[str, bytes]] = {}  # by slot's length and group: not written yet
+        self._failing = False
+
+    async def run(self) -> None:
+        """Look and write, for ever; looking waits for no write."""
+        writing: asyncio.Future[None] | None = None
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.see()
+            if writing is None:
+                writing = asyncio.ensure_future(self.write()) if self._due else None
+            elif writing.done():
+                writing.result()
+                writing = None
+
+    def see(self) -> None:
+        """Count the time since the last look, and note what is to be written."""
+        now_s, wall_s = self._clock(), self._wall()
+        for_s, self._looked_s = now_s - self._looked_s, now_s
+        found = activities(self._look()) if for_s <= LONGEST_S else {}
+        minute = self._minutes.see(found, wall_s, for_s)
+        hour = self._hours.see(found, wall_s, for_s)
+        if minute is not None:
+            self._due[MINUTE_S, minute] = self._minutes.packed(minute)
+            if hour is None and wall_s % HOURS_EVERY_S < MINUTE_S:
+                hour = self._hours.group
+        if hour is not None:
+            self._due[HOUR_S, hour] = self._hours.packed(hour, open_too=True)
+
+    async def write(self) -> None:
+        """Write what is due. What fails is due again, unless there is newer by then."""
+        due, self._due = self._due, {}
+        for (slot_s, group), machines in due.items():
+            if not await asyncio.to_thread(self._try, slot_s, group, machines):
+                self._due.setdefault((slot_s, group), machines)
+
+    def _try(self, slot_s: int, group: int, machines: dict[str, bytes]) -> bool:
+        try:
+            write_part(self._store, slot_s, group, self._boot_id, machines)
+        except StoreError as error:
+            if not self._failing:
+                log.warning("activity_not_written", error=str(error))
+            self._failing = True
+            return False
+        self._failing = False
+        return True
