@@ -76,7 +76,8 @@ def view_of(
     step = beat.step if beat else (rows[-1].step if rows else 0)
     max_steps = reader.trainer.max_steps if reader.trainer else None
     running = state.phase not in TERMINAL_RUN
-    eta_s = (max_steps - step) * step_s if step_s is not None and max_steps is not None and running else None
+    gets_on = running and state.parked_at_s is None  # a run that is parked ends nobody knows when
+    eta_s = (max_steps - step) * step_s if step_s is not None and max_steps is not None and gets_on else None
     return RunView(
         name=reader.spec.name,
         store=reader.store.url,

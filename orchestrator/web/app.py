@@ -30,7 +30,7 @@ from orchestrator.web.pages import (
     series,
     split,
 )
-from orchestrator.web.strip import deadline_line, headline, strip
+from orchestrator.web.strip import deadline_line, headline, strip, troubles
 from orchestrator.web.templating import render
 from orchestrator.web.watch import Look, Watch, looks
 
@@ -104,7 +104,7 @@ class Site:
         """What every template may use."""
         as_json = f"{url}{'&' if '?' in url else '?'}format=json"
         told = {"look": look, "view": look.view, "strip": strip(look), "headline": headline(look.view)}
-        told["deadline"] = deadline_line(look.view)
+        told |= {"deadline": deadline_line(look.view), "troubles": troubles(look.view)}
         return {**told, "page": page, "pages": self._pages, "url": url, "json_url": as_json}
 
     async def _live(self, request: web.Request) -> web.StreamResponse:

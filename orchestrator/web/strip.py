@@ -13,7 +13,9 @@ from orchestrator.views.report import HELD_OUT
 from orchestrator.web.watch import Look
 from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN
-from policies.model.vocabulary import NodePhase, Role, RollbackStage
+from policies.model.vocabulary import Market, NodePhase, Role, RollbackStage
+
+SET_ASIDE_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,18 @@ class Figure:
 def strip(look: Look) -> list[Figure]:
     """The figures, in their order."""
     return look.once("strip", lambda: _figures(look))
+
+
+def troubles(view: RunView) -> list[str]:
+    """What is off and does not end the run, a line each."""
+    told = []
+    for one in view.not_bought:
+        wait = duration(one.tried_again_s - view.now_s)
+        told.append(f"No machines are bought, {one.kind}, but one to try in {wait}: {one.reason}")
+    if view.store_slow:
+        told.append("The store is slow: the newest checkpoint was put off, those before it are still on their way")
+    told += [f"{one.key} cannot be read and is left out: {one.why}" for one in view.set_aside[-SET_ASIDE_SHOWN:]]
+    return told
 
 
 def deadline_line(view: RunView) -> Figure | None:
@@ -62,8 +76,6 @@ def _figures(look: Look) -> list[Figure]:
     of = f"of {view.max_steps:,}" if view.max_steps else ""
     above = view.kl is not None and view.kl_limit is not None and view.kl > view.kl_limit
     limit = f"limit {short(view.kl_limit)}" if view.kl_limit is not None else "no limit"
-    rollouts = [node for node in view.nodes if node.role is Role.ROLLOUT]
-    serving = sum(node.phase is NodePhase.SERVING for node in rollouts)
     forecast = f"{usd(money.forecast_usd)} at the end" if money.forecast_usd is not None else "so far"
     waiting = f"{view.requests_waiting} waiting" if view.requests_waiting else ""
     return [
@@ -72,10 +84,23 @@ def _figures(look: Look) -> list[Figure]:
         Figure("KL", short(view.kl), limit, "bad" if above else ""),
         Figure("seconds a step", short(view.step_s), f"{duration(view.eta_s)} to go" if view.eta_s else ""),
         Figure("tokens a second", short(view.tokens_per_s), waiting),
-        Figure("rollout nodes", f"{serving}", f"of {len(rollouts)} serve" if rollouts else "none in this run"),
+        _rollouts(view),
         Figure("spent", usd(money.spent_usd), forecast),
         Figure("rate", usd(money.usd_per_h), "an hour"),
     ]
+
+
+def _rollouts(view: RunView) -> Figure:
+    """How many serve, of how many there are to be: places that a smaller fleet has left are no part of it."""
+    serving = [one for one in view.nodes if one.role is Role.ROLLOUT and one.phase is NodePhase.SERVING]
+    on_demand = sum(one.market is Market.ON_DEMAND for one in serving)
+    if view.fleet is None:
+        below = "none in this run"
+    elif view.phase in TERMINAL_RUN:
+        below = ""
+    else:
+        below = f"of {view.fleet.nodes}, {on_demand} on demand" if on_demand else f"of {view.fleet.nodes} wanted"
+    return Figure("rollout nodes", f"{len(serving)}", below)
 
 
 def _held_out(rows: Sequence[Row]) -> str:

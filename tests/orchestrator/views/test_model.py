@@ -236,13 +236,16 @@ def test_a_slow_store_is_seen_while_the_run_goes_on() -> None:
 def test_a_parked_run_says_for_how_long_and_why_and_nothing_of_a_trainer() -> None:
     world = World()
     world.starts()
+    for step in (1, 2, 3):
+        world.logs(5 + 2 * step, step)
     world.beats(11, 3)
     before = look(world, 12)
-    assert (before.parked_s, before.activity) == (None, "generating")
+    assert (before.parked_s, before.activity, before.eta_s) == (None, "generating", 74)
     world.happens(20, RunMoved(RunPhase.PARKED, "no rollout node can be had"))
     world.is_steered(7210)
     view = look(world, 7220)
     assert (to_json(view)["phase"], to_json(view)["parked_s"], view.activity) == ("parked", 7200.0, None)
+    assert (view.eta_s, view.money.forecast_usd) == (None, None)  # nobody knows until when
     told = "for 2:00 h: no rollout node can be had"
     assert told in " ".join(line.plain for line in head(view, 100))
     assert headline(view) == told

@@ -12,7 +12,8 @@ from orchestrator.control.observe import FRESH_S
 from orchestrator.web.access import HEADERS
 from orchestrator.web.app import PAGES, Site
 from orchestrator.web.watch import LATEST_S, Watch
-from policies.model.events import Noticed, SpecProved
+from policies.model.events import BuyingStopped, NodeMoved, NodeRequested, Noticed, SpecProved, StoreSlowed
+from policies.model.vocabulary import Market, NodePhase, Role
 from tests.budget import HANG_S
 from tests.generators.views_world import T0, World
 
@@ -84,6 +85,31 @@ def test_the_way_to_a_deadline_is_on_every_page() -> None:
         assert 'class="deadline' not in await (await client.get("/")).text()
 
     browse(run_of(), without)
+
+
+def test_the_head_tells_what_is_off_and_how_many_nodes_are_wanted() -> None:
+    world = run_of()
+    for number in range(2, 6):
+        world.asks_for(37, f"rollout-{number}-i1")
+        world.moves(38, f"rollout-{number}-i1", NodePhase.REFUSED)
+    node = "rollout-6-i1"
+    world.happens(
+        39,
+        NodeRequested(node, Role.ROLLOUT, "rollout-6", 1, Market.ON_DEMAND, "stands in"),
+        NodeMoved(node, NodePhase.BOOTING, "it is there"),
+        NodeMoved(node, NodePhase.SERVING, "it is in the membership"),
+    )
+    world.happens(40, BuyingStopped("rollout on spot", HOSTILE), StoreSlowed(9, 3))
+
+    async def story(client: Client) -> None:
+        drawn = await (await client.get("/checkpoints")).text()
+        # Its run.yaml wants one, whatever places there are.
+        assert '<dt>rollout nodes</dt><dd>3</dd><dd class="below">of 1, 1 on demand</dd>' in drawn
+        assert "No machines are bought, rollout on spot, but one to try in 0 s: &lt;script&gt;alert(1)" in drawn
+        assert "The store is slow: " in drawn
+        assert len(drawn) < 20_000
+
+    browse(world, story)
 
 
 def test_what_others_wrote_is_text() -> None:
