@@ -27,13 +27,27 @@ _IN_BRACKETS = r"\[step[ ](?P<in_brackets>\d+)(?:/\d+)?\][ ](?P<after>[^\n\r{}]*
 _BRACES = r"(?:\bstep[ :=]*(?P<before>\d+)(?:/\d+)?:?[ ]*)?(?P<braces>\{[^{}]*\})"
 _PARTS = re.compile(f"{_BAR}|{_EQUAL}|{_IN_BRACKETS}|{_PAIRS}|{_BRACES}", re.IGNORECASE)
 _EQUAL_PAIR = re.compile(r"([\w./-]+)=([^\s,;|=]+)")
+# Patterns copy what they read, and a console's log may have hundreds of megabytes.
+_PIECE_CHARACTERS = 1 << 23
 _PAIR = re.compile(r"""['"]([^'"]+)['"]\s*:\s*(?:'([^']*)'|"([^"]*)"|([^,}]+))""")
 
 
 def read_console(text: str) -> list[Row]:
     """The rows in the text; those without a step have that of the progress bar beside them."""
-    plain = _PROCESS.sub("", _COLOURS.sub("", text))
-    return number_rows(list(_parts(plain)))
+    plain = (_PROCESS.sub("", _COLOURS.sub("", piece)) for piece in pieces(text, _PIECE_CHARACTERS))
+    return number_rows([part for piece in plain for part in _parts(piece)])
+
+
+def pieces(text: str, characters: int) -> Iterator[str]:
+    """The text in pieces of at least so many characters, cut at ends of lines, and not within a row's braces."""
+    begin = 0
+    while begin < len(text):
+        end = text.find("\n", begin + characters) + 1 or len(text)
+        while end < len(text) and text.rfind("{", begin, end) > text.rfind("}", begin, end):
+            closed = text.find("}", end)
+            end = text.find("\n", closed) + 1 or len(text) if closed >= 0 else len(text)
+        yield text[begin:end]
+        begin = end
 
 
 def _parts(text: str) -> Iterator[Row | Bar]:

@@ -7,8 +7,10 @@ their own; they are known by name.
 from __future__ import annotations
 
 import gzip
+import re
 import sys
 import zlib
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from pathlib import Path
 
 from orchestrator.traces import folder, trackio
@@ -21,6 +23,8 @@ from orchestrator.traces.tables import is_table, read_table
 
 STDIN = Path("-")
 _GZIP = b"\x1f\x8b"
+_UTF16 = (BOM_UTF16_LE, BOM_UTF16_BE)  # what PowerShell writes where a command's output goes to a file
+_LINE = re.compile(r"\S[^\n\r]*")
 
 
 def read_traces(path: Path) -> list[NamedTrace]:
@@ -64,7 +68,9 @@ def _log(path: Path) -> Log:
     data = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
     if data.startswith(trackio.MAGIC):
         return Log(list(trackio.read_database(path)))
-    return _log_of_text(_text(data), path.suffix == ".json")
+    text = _text(data)
+    del data  # a console's log may have hundreds of megabytes
+    return _log_of_text(text, path.suffix == ".json")
 
 
 def _text(data: bytes) -> str:
@@ -73,8 +79,8 @@ def _text(data: bytes) -> str:
             data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
             raise Unreadable(f"as gzip: {error}") from None
-    text = data.decode("utf-8-sig", errors="replace")
-    if not text.strip():
+    text = data.decode("utf-16" if data.startswith(_UTF16) else "utf-8-sig", errors="replace")
+    if not text or text.isspace():
         raise Unreadable(f"it is empty; {EXPECTED}")
     if "\0" in text:
         raise Unreadable(f"it is no text; {EXPECTED}")
@@ -85,9 +91,9 @@ def _log_of_text(text: str, named_json: bool) -> Log:
     document, damage = parse(text)
     if isinstance(document, (list, dict)):
         return read_document(document)
-    lines = [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
-    if is_table(lines[0]):
-        return Log(list(read_table(lines)))
+    first = _LINE.search(text)
+    if first and is_table(first.group()):
+        return Log(list(read_table([line for line in text.replace("\r", "\n").split("\n") if line.strip()])))
     log = Log(read_console(text))
     if named_json and damage and not runs(log):
         raise Unreadable(f"no metrics of training found; as JSON: {damage}; {EXPECTED}")

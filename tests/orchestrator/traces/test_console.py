@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from orchestrator.traces.console import read_console
+from orchestrator.traces.console import pieces, read_console
 from orchestrator.traces.model import Log
 from orchestrator.traces.runs import runs
 
@@ -156,3 +156,14 @@ def test_other_bars_are_no_steps() -> None:
 def test_a_log_that_was_written_in_blocks_is_counted() -> None:
     bars = "".join(shown(range(1, 100), 1000))
     assert list(points(bars + "{'kl': 0.1}\n" * 10 + bars)) == list(range(1, 11))
+
+
+@pytest.mark.parametrize("characters", [0, 1, 30, 100, 10_000])
+def test_a_long_log_is_read_in_pieces_that_cut_no_row(characters: int) -> None:
+    row = "some prose, } and {step\n{'loss': 0.1, 'gr\nad_norm': 0.5,\n'reward': 1.0} {'kl':\n0.5}\n"
+    text = row * 8 + "{'loss': 0.2"
+    cut = list(pieces(text, characters))
+    assert "".join(cut) == text
+    assert len(cut) > 1 or characters > len(text)
+    assert [row for piece in cut for row in read_console(piece)] == read_console(text)
+    assert read_console(text).count({"kl": "0.5"}) == 8

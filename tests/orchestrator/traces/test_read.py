@@ -189,6 +189,14 @@ def test_a_compressed_file_is_read_and_half_of_one_refused(tmp_path: Path) -> No
         read_traces(half)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_log_with_windows_line_ends_and_encodings(encoding: str, tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_bytes("".join(f"{{'loss': 0.1, 'kl': 0.{at}}} ▁█\r\n" for at in range(1, 6)).encode(encoding))
+    (one,) = read_traces(log)
+    assert [point.values["kl"] for point in one.trace.points] == [0.1, 0.2, 0.3, 0.4, 0.5]
+
+
 def test_standard_input_is_a_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(json_lines(run(diverges=False)).encode())))
     (one,) = read_traces(Path("-"))
