@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from policies.control.snapshot import Machine
 from policies.control.tick import Tick
 from policies.model import exit_codes
@@ -56,6 +58,8 @@ def _machine_present(tick: Tick, node: Node, machine: Machine) -> None:
         tick.move(node, NodePhase.BOOTING, "the machine is there")
         if machine.price_usd_per_h > 0 or machine.pool is not None:
             tick.bought(machine)
+    elif node.pool is None and machine.pool is not None:  # bought by a version that did not journal it
+        tick.bought(_at_known_price(node, machine))
     if machine.notice and node.phase is not NodePhase.DRAINING:
         tick.move(tick.state.nodes[node.id], NodePhase.DRAINING, NOTICED)
         return
@@ -72,6 +76,12 @@ def _machine_present(tick: Tick, node: Node, machine: Machine) -> None:
         tick.move(node, NodePhase.SERVING, "in the membership" if node.role is Role.ROLLOUT else "heartbeat")
     elif node.phase is NodePhase.SERVING and working is False:
         tick.move(node, NodePhase.BOOTING, "left the membership while its machine is up")
+
+
+def _at_known_price(node: Node, machine: Machine) -> Machine:
+    if not node.price_usd_per_h:
+        return machine
+    return replace(machine, price_usd_per_h=node.price_usd_per_h, on_demand_usd_per_h=node.on_demand_usd_per_h)
 
 
 def _is_working(tick: Tick, node: Node) -> bool | None:

@@ -21,7 +21,7 @@ from policies.control.fleet.room import is_spot_asked, make_room
 from policies.control.fleet.size import may_go, return_surplus, rollouts_wanted, size_fleet
 from policies.control.fleet.spending import Purse, refuse
 from policies.control.fleet.stand_ins import missing, stand_ins_of, surplus
-from policies.control.fleet.where import POOLS_UNKNOWN, Crowds, Terms, another_pool, terms_of
+from policies.control.fleet.where import POOLS_UNKNOWN, Crowds, Terms, another_pool, may_choose, terms_of
 from policies.control.stopping import release_machines
 from policies.control.tick import Tick
 from policies.model.buying import HELD_S, REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
@@ -100,6 +100,7 @@ def _fill(tick: Tick, places: list[tuple[Role, str, bool]]) -> None:
     if not places:
         return
     buyer, near, there = _Buyer(tick), _trainer_is_near(tick), _rollouts_there(tick)
+    choosing = may_choose(tick)
     closed: set[Role] = set()  # one of these was not to be bought, and the others are needed no more than it was
     for role, name, needed in places:
         slot = tick.state.slots.get(name, Slot())
@@ -113,7 +114,7 @@ def _fill(tick: Tick, places: list[tuple[Role, str, bool]]) -> None:
         if (role is Role.ROLLOUT and not near) or _is_tried(tick, kind) or not _may_buy(tick, kind, needed):
             closed.add(role)
             continue
-        if tick.snapshot.pools is None:
+        if not choosing:
             tick.reasons.append(f"{name} {POOLS_UNKNOWN}")
             break
         there += role is Role.ROLLOUT
@@ -143,8 +144,10 @@ def _stand_in(tick: Tick) -> None:
     if spot_first:
         buyer.keeps_back(Role.ROLLOUT, Market.SPOT)
     late = "the run is behind its deadline" if is_behind(tick) else ""
+    if not near or not may_choose(tick):
+        return
     for name in free[: missing(tick)]:
-        if not near or not _may_buy(tick, kind, needed) or tick.snapshot.pools is None:
+        if not _may_buy(tick, kind, needed):
             return
         if spot_first and not buyer.has_room(Market.ON_DEMAND):
             tick.reasons.append("spot is asked before another node on demand takes the room for it")

@@ -36,6 +36,15 @@ def tell_unknown(tick: Tick) -> None:
     tick.emit(Noticed(PRICES, step, text := f"the cloud does not say what it offers: {why}; {then}"), text)
 
 
+def may_choose(tick: Tick) -> bool:
+    """Whether it is known where machines can be had and where the run's are, on which the region depends. The
+    journal tells that but of those that an older version bought, of which the cloud does once it is heard."""
+    offers = tick.snapshot.pools
+    if not offers or tick.snapshot.machines is not None:
+        return offers is not None
+    return all(node.pool is not None for role in Role for node in tick.state.live(role))
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """Where a machine is asked for, and the most that it may cost an hour. `where`: None where there is nothing to

@@ -147,15 +147,16 @@ def _apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> R
         case FleetSized():
             return replace(state, fleet_size=event.nodes, fleet_sized_at_s=time_s)
         case MachineBought():
+            node = state.nodes[event.node]
             bought = replace(
-                state.nodes[event.node],
+                node,
                 market=event.market,
                 price_usd_per_h=event.price_usd_per_h,
                 on_demand_usd_per_h=event.on_demand_usd_per_h,
-                pool=landed_in(state.nodes[event.node].pool, event.pool),
-                came_at_s=time_s,
+                pool=landed_in(node.pool, event.pool),
+                came_at_s=time_s if node.came_at_s is None else node.came_at_s,
             )
-            return _with_node(note_bought(state, event, state.nodes[event.node].pool, time_s), bought)
+            return _with_node(note_bought(state, event, node.pool, time_s), bought)
         case JobExited():
             return _exited(state, event, time_s)
         case JobRestarted():

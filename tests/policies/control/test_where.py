@@ -12,10 +12,10 @@ import pytest
 from policies.control.decide import decide
 from policies.control.snapshot import Action, Launch, LaunchRefused, Snapshot
 from policies.model.buying import MachineKind
-from policies.model.events import BuyingStopped, NodeRequested, Noticed
+from policies.model.events import BuyingStopped, MachineBought, NodeMoved, NodeRequested, Noticed
 from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import Budget
-from policies.model.vocabulary import Market, Refusal, Role, kind_of, slot_and_incarnation
+from policies.model.vocabulary import Market, NodePhase, Refusal, Role, kind_of, role_of, slot_and_incarnation
 from tests.stand_ins.world import World, spec
 
 ZONES = tuple("abcdefghijkl")
@@ -231,3 +231,38 @@ def calls_of_burst(nodes: int) -> int:
 def test_each_of_a_burst_of_requests_costs_the_same() -> None:
     """Four times as many take four times the work, and not sixteen times."""
     assert calls_of_burst(400) < 5 * calls_of_burst(100)
+
+
+def test_nodes_join_the_machines_whose_pool_an_older_version_did_not_journal() -> None:
+    """Private addresses do not reach another region, however cheap. Nothing is bought before the cloud was heard,
+    and what those machines cost stays as it was journalled."""
+    world = Zones(spec=spec(2), offers=(), has=frozenset({"ra"}), max_steps=10**6)
+    while len(world.up(Role.ROLLOUT)) < 2:
+        world.tick()
+        world.advance(0.25)
+    bought = MachineBought("trainer-0-i1", Market.ON_DEMAND, "aws/r", 3.0, 3.0)
+    world.journal((bought,))
+    known = world.state.nodes["trainer-0-i1"].came_at_s
+
+    there = {Role.TRAINER: pool("a", Market.ON_DEMAND), Role.ROLLOUT: pool("a")}
+    for name, machine in world.machines.items():
+        seen = replace(machine, price_usd_per_h=5.0, on_demand_usd_per_h=5.0)
+        world.machines[name] = replace(seen, pool=there[role_of(name)])
+    del world.machines["rollout-0-i1"]
+    world.journal((NodeMoved("rollout-0-i1", NodePhase.GONE, "taken back"),))
+    far = [replace(one, pool=replace(one.pool, region="far"), usd_per_h=0.1) for one in OFFERS]
+    world.offers = (*OFFERS, *far)
+    world.take_over()
+    world.now_s += 60.0
+    unheard = replace(world.snapshot(), machines=None)
+    assert not any(isinstance(one, NodeRequested) for one in decide(world.state, unheard, world.spec).events)
+    for _ in range(20):
+        world.tick()
+        world.advance(0.25)
+    [asked] = [one for one in events_of(world, NodeRequested) if one.incarnation == 2]
+    assert asked.pool is not None
+    assert asked.pool.region == "r"
+    trainer = world.state.nodes["trainer-0-i1"]
+    assert (trainer.pool, trainer.price_usd_per_h) == (there[Role.TRAINER], 3.0)
+    assert trainer.came_at_s == known, "it has been there since then"
+    assert len(events_of(world, MachineBought)) == 3, "each is told once, the trainer a second time"
