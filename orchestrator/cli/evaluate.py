@@ -13,10 +13,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from blake3 import blake3
+from msgspec import to_builtins
 
 from checkpoint.journal import journal
 from checkpoint.records import documents, evaluated, evaluations
@@ -53,6 +54,9 @@ from policies.model.timelines import lineage, on_lineage
 from policies.model.vocabulary import RunPhase
 
 POLL_S = 2.0  # each look is some eight requests, and whoever waits has minutes to wait
+# An evaluation's name is a digest of its run.yaml: a new key of that belongs here unless it changes answers.
+LATER_KEYS = ("notify", "metrics_port")
+FIRST_FLEET_KEYS = ("dead_man_min",)  # of `policies.fleet`
 NAMED_MAX = 8  # policies in an evaluation's name: a folder's has an end
 
 Steps = Annotated[
@@ -154,7 +158,8 @@ def _run_of(
 ) -> tuple[Store, RunRecord]:
     """The evaluation's store and its run, named by what is evaluated and how."""
     evaluation = Evaluation(parent.url, subjects, rows)
-    told = to_json([evaluation, as_run(record.spec, "", problems), _contents(record.spec, problems)])
+    asked = _without_later(to_builtins(as_run(record.spec, "", problems)))
+    told = to_json([evaluation, asked, _contents(record.spec, problems)])
     named = [one.name for one in subjects[:NAMED_MAX]]
     more = [f"{len(subjects) - NAMED_MAX}-more"] if len(subjects) > NAMED_MAX else []
     name = f"{'_'.join(named + more)}-{blake3(told).hexdigest(4)}"
@@ -162,6 +167,14 @@ def _run_of(
     spec = as_run(record.spec, store.url, problems)
     run_id = run_id_of(spec.name, store.url)
     return store, RunRecord(documents.SCHEMA, run_id, time.time(), spec, evaluation)
+
+
+def _without_later(spec: dict[str, Any]) -> dict[str, Any]:
+    """The spec without keys that came later and change no answer, so that what an older version has begun is found
+    and not paid for again."""
+    policies = dict(spec["policies"])
+    policies["fleet"] = {key: policies["fleet"][key] for key in FIRST_FLEET_KEYS}
+    return {key: value for key, value in spec.items() if key not in LATER_KEYS} | {"policies": policies}
 
 
 def _contents(spec: RunSpec, problems: Dataset | tuple[Dataset, ...]) -> dict[str, str]:

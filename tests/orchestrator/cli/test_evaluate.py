@@ -26,7 +26,7 @@ from orchestrator.cli.console import Stop
 from orchestrator.cli.evaluate import _dataset, _pinned, _run_of, _subjects
 from policies.model import exit_codes
 from policies.model.evaluation import BASE, Evaluation, Subject
-from policies.model.spec import Dataset, RunSpec
+from policies.model.spec import Dataset, FleetPolicy, Notify, PoliciesSpec, RunSpec, TrainerSpec
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
 from tasks.evaluating.main import _unpin
@@ -143,6 +143,19 @@ def test_each_question_has_a_store_of_its_own_and_the_same_one_the_same(parent: 
     assert urls[0] == urls[1]
     assert len(set(urls)) == 4
     assert all(url.startswith(f"{parent.url}/evaluations/base") for url in urls)
+
+
+def test_what_an_older_version_began_is_found_and_not_paid_for_again() -> None:
+    """The name is what the version before `notify`, `metrics_port` and `deadline` gave it."""
+    trainer = TrainerSpec(model="m", dataset=Dataset(path="d"), reward_funcs=("r.f",))
+    run = RunSpec(name="sim", storage="memory://sim", trainer=trainer, grpo={}, workdir="/nowhere")
+    fleet = FleetPolicy(loss_half_life_h=1.0, launch_half_life_h=1.0, deadline="2026-11-30T18:00:00Z")
+    later = replace(run, notify=Notify(command=("tell",)), metrics_port=9000, policies=PoliciesSpec(fleet=fleet))
+    subjects, problems = (Subject(BASE), Subject("0-20", "m", "d")), Dataset(path="/nowhere/p.jsonl")
+    for one in (run, later):
+        record = RunRecord(documents.SCHEMA, "id", 0.0, one)
+        store, _ = _run_of(Store("memory://parent"), record, subjects, problems, None)
+        assert store.url == "memory://parent/evaluations/base_0-20-c4ef7d7a"
 
 
 def test_other_problems_or_rewards_in_the_same_files_are_another_question(parent: Store, tmp_path: Path) -> None:
