@@ -17,6 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME as WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar
 
 from checkpoint.records.documents import RunRecord
+from checkpoint.records.metrics import read_metrics
 from checkpoint.store.run_store import Store
 from checkpoint.stream.manifest import files_below
 from checkpoint.stream.spool import Spool
@@ -154,7 +155,9 @@ def assemble(
     if spool is not None:
         timeline_id = f"{record.run_id}-t{env.timeline}"
         fork = next((one for one in forks if one.timeline == env.timeline), None)
-        keep_reports(trainer, Path(env.workdir), Beginning(env.precedence, env.node, fork, timeline_id))
+        past = functools.partial(read_metrics, store, env.timeline)
+        beginning = Beginning(env.precedence, env.node, fork, timeline_id, past)
+        keep_reports(trainer, Path(env.workdir), beginning)
         _add_first(start, trainer, client, spool)
     return trainer, spool
 

@@ -8,18 +8,24 @@ without: what has trained for hours does not stop because a server elsewhere is 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import structlog
+from transformers import TrainerCallback
 
+from checkpoint.records.metrics import NONFINITE, Row
 from policies.model.timelines import Fork
 from policies.model.vocabulary import Precedence
+from tasks.trainer.event_files import has_events, write_past
+from tasks.trainer.unhurried import Late, Unhurried
 from tasks.trainer.user_objects import BadSpec, first_line, passes
 
 log = structlog.get_logger()
@@ -31,18 +37,25 @@ TIMELINE_TAG = "grpo_orch.timeline"  # by which MLflow's run of a timeline is fo
 # MLflow asks eight times and waits two minutes each: twenty minutes in which nobody trains, where a server hangs.
 # What it sends of each step it sends beside the training, and asks for as long as it likes.
 MLFLOW_WAITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
+# TensorBoard writes into a folder, which may be on a network and hang for as long as that likes.
+FOLDER_BEGIN_S = 60.0  # it takes the past steps, too
+FOLDER_STEP_S = 10.0
 STEP = "train/global_step"  # as TRL's own reports have it
 ATTEMPT, TIMELINE = "orch/attempt", "orch/timeline"
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """How this trainer begins. `fork` is None on timeline 0; `timeline_id` is one timeline's in all runs."""
+    """How this trainer begins. `fork` is None on timeline 0; `timeline_id` is one timeline's in all runs.
+
+    `past` returns the rows that the store has of the timeline's steps.
+    """
 
     by: Precedence
     node: str
     fork: Fork | None
     timeline_id: str
+    past: Callable[[], Sequence[Row]] = tuple
 
     def words(self, step: int) -> tuple[str, str]:
         """A title and a sentence, for people."""
@@ -71,41 +84,74 @@ class _Kept:
         self._beginning = beginning
         self._name = type(sink).__name__.removesuffix("Callback")
         self._failures = 0
+        self._there: dict[int, Row] = {}  # by step, what the service has of an earlier trainer
+        self._unhurried = Unhurried() if self._name == "TensorBoard" else None  # the others have time limits
         for name in [name for name in dir(sink) if name.startswith("on_")]:
-            passed = self._begin if name == "on_train_begin" else self._pass_on
-            setattr(sink, name, functools.partial(passed, getattr(sink, name)))
+            own = getattr(type(sink), name, None)
+            if own is getattr(TrainerCallback, name, None):
+                continue  # it does nothing there
+            passed = self._begin if name == "on_train_begin" else self._told
+            setattr(sink, name, functools.partial(passed, name, getattr(sink, name)))
 
-    def _begin(self, begin: Callable[..., Any], args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def _begin(self, _: str, begin: Callable[..., Any], args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """It connects. Raises BadSpec where the run's first trainer cannot."""
-        step = state.global_step
+        step, now, answer = state.global_step, copy.copy(state), None
+
+        def connect() -> Any:
+            _RESUMES.get(self._name, _as_it_is)(self._sink, self._beginning, step)
+            begun = begin(args, now, control, **kwargs)
+            if self._beginning.by != FIRST and _GOES_ON.get(self._name, _never)(self._sink):
+                self._there = {row.step: row for row in self._beginning.past() if row.step >= step}
+            return begun
+
         try:
-            with _not_for_long():
-                _RESUMES.get(self._name, _as_it_is)(self._sink, self._beginning, step)
-                answer = begin(args, state, control, **kwargs)
+            answer = self._do(connect, FOLDER_BEGIN_S)
         except Exception as error:  # each service raises its own
             if self._beginning.by == FIRST:
                 if passes(error):
                     raise
                 raise BadSpec(f"grpo.report_to: {type(error).__name__}: {first_line(error)}") from error
-            self._failures = FAILURES_MOST
-            self._say("report_left_out", error)
-            return None
+            if not isinstance(error, Late):
+                self._failures = FAILURES_MOST
+                self._say("report_left_out", error)
+                return None
+            self._say("report_failed", error)
         if state.is_world_process_zero and self._beginning.by != FIRST:
-            self._pass_on(_NOTES.get(self._name, _as_it_is), self._sink, self._beginning, step)
+            note = _NOTES.get(self._name, _as_it_is)
+            self._pass_on(functools.partial(note, self._sink, self._beginning, step))
         return answer
 
-    def _pass_on(self, event: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _told(
+        self, name: str, event: Callable[..., Any], args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> Any:
+        """Pass on what happened as it is now: by the time that a late sink hears of it, training has gone on."""
+        if name == "on_log" and self._has(state.global_step, kwargs.get("logs", {})):
+            return None
+        kwargs = {key: copy.copy(value) if key == "logs" else value for key, value in kwargs.items()}
+        call = functools.partial(event, args, copy.copy(state), control, **kwargs)
+        return self._pass_on(call, at_last=name == "on_train_end")
+
+    def _has(self, step: int, logs: Mapping[str, Any]) -> bool:
+        """Whether the service has that step from before a restart: it would be there twice. What is logged once
+        more of it, as an evaluation that was cut off, is passed on."""
+        row = self._there.get(step)
+        return row is not None and all(name in row.values or NONFINITE + name in row.values for name in logs)
+
+    def _pass_on(self, call: Callable[[], Any], *, at_last: bool = False) -> Any:
         if self._failures >= FAILURES_MOST:
             return None
         try:
-            with _not_for_long():
-                answer = event(*args, **kwargs)
+            answer = self._do(call, FOLDER_STEP_S, at_last=at_last)
         except Exception as error:  # noqa: BLE001  # each service raises its own
             self._failures += 1
             self._say("report_left_out" if self._failures >= FAILURES_MOST else "report_failed", error)
             return None
         self._failures = 0
         return answer
+
+    def _do(self, call: Callable[[], Any], limit_s: float, *, at_last: bool = False) -> Any:
+        with _not_for_long():
+            return call() if self._unhurried is None else self._unhurried.do(call, limit_s, at_last=at_last)
 
     def _say(self, what: str, error: Exception) -> None:
         log.warning(what, sink=self._name, error=f"{type(error).__name__}: {first_line(error)}")
@@ -127,8 +173,14 @@ def _as_it_is(_sink: Any, _beginning: Beginning, _step: int) -> None:
     """Its own name and id make it one run: W&B, trackio."""
 
 
-def _resume_tensorboard(sink: Any, _: Beginning, step: int) -> None:
-    """The steps after this one are made again: TensorBoard is to hide what was written of them before."""
+def _resume_tensorboard(sink: Any, beginning: Beginning, step: int) -> None:
+    """The steps after this one are made again: TensorBoard is to hide what was written of them before. On a new
+    machine, it gets those up to here."""
+    folder = Path(sink.logging_dir)
+    if step and not has_events(folder):
+        rows = [row for row in beginning.past() if row.step <= step]
+        if rows:
+            write_past(sink._SummaryWriter, rows, folder)
     sink._SummaryWriter = functools.partial(sink._SummaryWriter, purge_step=step + 1)
 
 
@@ -148,6 +200,24 @@ def _resume_mlflow(_sink: Any, beginning: Beginning, _step: int) -> None:
     )
     if found:
         os.environ["MLFLOW_RUN_ID"] = found[0].info.run_id
+
+
+def _never(_sink: Any) -> bool:
+    """Steps that are made again take the place of those before: TensorBoard; or nothing is known of it."""
+    return False
+
+
+def _wandb_goes_on(sink: Any) -> bool:
+    return bool(getattr(sink._wandb.run, "resumed", False))  # its server says so; offline nobody can
+
+
+def _trackio_goes_on(sink: Any) -> bool:
+    held = getattr(sink._trackio, "context_vars", None)  # as transformers looks for its Space
+    return held is not None and bool(getattr(held.current_run.get(), "_next_step", 0))
+
+
+def _mlflow_goes_on(_sink: Any) -> bool:
+    return bool(os.environ.get("MLFLOW_RUN_ID"))  # of `_resume_mlflow`
 
 
 def _note_tensorboard(sink: Any, beginning: Beginning, step: int) -> None:
@@ -183,6 +253,11 @@ def _marks(beginning: Beginning) -> dict[str, int]:
 _RESUMES: dict[str, Callable[[Any, Beginning, int], None]] = {
     "TensorBoard": _resume_tensorboard,
     "MLflow": _resume_mlflow,
+}
+_GOES_ON: dict[str, Callable[[Any], bool]] = {
+    "Wandb": _wandb_goes_on,
+    "Trackio": _trackio_goes_on,
+    "MLflow": _mlflow_goes_on,
 }
 _NOTES: dict[str, Callable[[Any, Beginning, int], None]] = {
     "TensorBoard": _note_tensorboard,

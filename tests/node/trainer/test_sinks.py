@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from checkpoint.records.metrics import read_metrics
+from checkpoint.records.metrics import Row, read_metrics
 from policies.model import exit_codes
 from policies.model.timelines import Fork
+from tasks.trainer import sinks, unhurried
+from tasks.trainer.event_files import write_past
 from tasks.trainer.sinks import FAILURES_MOST, FIRST, MLFLOW_WAITS, Beginning, keep_sinks
 from tasks.trainer.user_objects import BadSpec
 from tests.budget import HANG_S
-from tests.node.trainer.rig import GRPO, make_tiny, open_rig
+from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
 
 STEPS = GRPO["max_steps"]
 SECOND = (0, 1, 2)
@@ -148,6 +154,36 @@ def test_mlflows_run_of_a_timeline_is_found_again_by_its_tag(mlflow: Any, monkey
     assert tags == {"grpo_orch.trainer.0-1-2": "Trainer goes on: " + beginning().words(4)[1]}
 
 
+def service_of(kind: str, *, goes_on: bool) -> dict[str, Any]:
+    """The library of a service that has, or has not, gone on with a run."""
+
+    def ignore(*_: Any, **__: Any) -> None:
+        pass
+
+    run = SimpleNamespace(resumed=goes_on, alert=ignore, _next_step=6 if goes_on else 0)
+    held = SimpleNamespace(current_run=SimpleNamespace(get=lambda: run))
+    library = SimpleNamespace(run=run, context_vars=held, log=ignore, alert=ignore, set_tag=ignore)
+    return {{"Wandb": "_wandb", "Trackio": "_trackio", "MLflow": "_ml_flow"}[kind]: library}
+
+
+@pytest.mark.parametrize("kind", ["Wandb", "Trackio", "MLflow"])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_step_made_again_is_told_once(kind: str, goes_on: bool, mlflow: Any) -> None:
+    if goes_on:
+        mlflow.runs.append(SimpleNamespace(info=SimpleNamespace(run_id="f00d")))
+    sink: Any = type(f"{kind}Callback", (Sink,), {})()
+    vars(sink).update(service_of(kind, goes_on=goes_on))
+    before = [Row(0, 5, 1.0, 1, {"reward": 0.5, "orch/nonfinite/kl": 1.0})]
+    keep_sinks([sink], replace(beginning(), past=lambda: before))
+    state = SimpleNamespace(global_step=4, is_world_process_zero=True)
+    sink.on_train_begin(None, state, None)
+    again = {"reward": 0.5, "kl": float("nan")}
+    for step, logs in ((5, again), (5, {"eval_reward": 0.5}), (6, again)):
+        state.global_step = step
+        sink.on_log(None, state, None, logs=logs)
+    assert sink.told == ["begin", *["log"] * (2 if goes_on else 3)]
+
+
 def test_the_trainer_waits_for_no_server_as_long_as_mlflow_would(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[dict[str, str | None]] = []
 
@@ -164,6 +200,103 @@ def test_the_trainer_waits_for_no_server_as_long_as_mlflow_would(monkeypatch: py
     sink.on_log(None, STATE, None)
     assert found == [{timeout: "7", retries: MLFLOW_WAITS[retries]}] * 2
     assert (os.environ[timeout], os.environ.get(retries)) == ("7", None)
+
+
+class Folder(Sink):
+    """TensorBoard on a folder that does not answer before `back`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = threading.Event()
+        self.ended = threading.Event()
+        self.logging_dir = "nowhere"
+        self._SummaryWriter = dict
+        self.tb_writer = SimpleNamespace(add_text=lambda *_: None, flush=lambda: None)
+
+    def on_log(self, *args: Any, **told: Any) -> None:
+        _, state, _ = args
+        assert self.back.wait(HANG_S)
+        self.told.append(f"{state.global_step} {told['logs']}")
+
+    def on_train_end(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+        self.ended.set()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "FOLDER_STEP_S", 0.05)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_folder_that_hangs_holds_no_step_and_has_them_all_once_it_is_back() -> None:
+    folder: Any = type("TensorBoardCallback", (Folder,), {})()
+    keep_sinks([folder], beginning(FIRST))
+    state = SimpleNamespace(global_step=0, is_world_process_zero=True)
+    folder.on_train_begin(None, state, None)
+    for state.global_step in range(1, 100):
+        logs = {"reward": 0.5}
+        folder.on_log(None, state, None, logs=logs)
+        logs.clear()  # whoever logged may do as they like with theirs
+    assert folder.told == ["begin"], "nobody has waited for it"
+    folder.back.set()
+    folder.on_train_end(None, state, None)
+    assert folder.ended.wait(HANG_S)
+    assert folder.told[1:] == [f"{step} {{'reward': 0.5}}" for step in range(1, 100)]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_folder_that_never_comes_back_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unhurried, "WAITING_MOST", 5)
+    folder: Any = type("TensorBoardCallback", (Folder,), {})()
+    begin(folder, beginning(FIRST))
+    with capture_logs() as logged:
+        for _ in range(100):
+            folder.on_log(None, STATE, None, logs={})
+        folder.on_train_end(None, STATE, None)
+    assert [one["event"] for one in logged] == ["report_failed", *["report_failed"] * 2, "report_left_out"]
+    folder.back.set()
+
+
+def test_a_folder_that_hangs_at_the_start_is_a_mistake_in_run_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "FOLDER_BEGIN_S", 0.05)
+    folder: Any = type("TensorBoardCallback", (Folder,), {})()
+    folder._tell = lambda _: folder.back.wait(HANG_S)
+    with pytest.raises(BadSpec, match=r"^grpo\.report_to: Late: not done within 0\.05 s$"):
+        begin(folder, beginning(FIRST))
+    keep_sinks([later := type("TensorBoardCallback", (Folder,), {})()], beginning())
+    later._tell = folder._tell
+    later.on_train_begin(None, STATE, None)  # of any later trainer, only the reports are late
+    folder.back.set()
+    later.back.set()
+    later.on_train_end(None, STATE, None)
+    assert later.ended.wait(HANG_S)
+
+
+class Writer:
+    """A SummaryWriter's file, its scalars as lines."""
+
+    def __init__(self, log_dir: str) -> None:
+        self._path = Path(log_dir, "events.out.tfevents.1")
+        self._lines: list[str] = []
+
+    def add_scalar(self, name: str, value: float, step: int, time_s: float) -> None:
+        self._lines.append(f"{step} {name} {value:g} at {time_s:g}")
+
+    def close(self) -> None:
+        self._path.write_text("\n".join(self._lines))
+
+
+def test_the_past_is_what_trl_had_logged(tmp_path: Path) -> None:
+    eighth = Row(0, 8, 12.0, 1, {"reward": 0.5, "eval_reward": 0.25, "orch/nonfinite/kl": 1.0, "orch/tokens": 9.0})
+    write_past(Writer, [eighth, Row(0, 9, 13.0, 1, {"kl": 1.5})], tmp_path / "new")
+    (file,) = (tmp_path / "new").iterdir()
+    assert file.name == "events.out.tfevents.1"
+    assert file.read_text().splitlines() == [
+        "8 train/reward 0.5 at 12",
+        "8 eval/reward 0.25 at 12",
+        "8 train/kl nan at 12",
+        "9 train/kl 1.5 at 13",
+    ]
 
 
 HANGS = """
@@ -189,24 +322,34 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-def test_tensorboard_has_each_step_once_after_a_trainer_was_killed(tiny: Path, tmp_path: Path) -> None:
-    """TRL's own report and TensorBoard's own reader; the steps after the last checkpoint were made twice."""
+def train_until(rig: Rig, attempt: int, step: int) -> None:
+    """Start a trainer, and kill it once a step is stored."""
+    trainer, until = rig.start_trainer(attempt), time.monotonic() + HANG_S
+    while max((row.step for row in read_metrics(rig.store) if row.attempt == attempt), default=0) < step:
+        assert trainer.poll() is None, rig.log(attempt).read_text()[-4000:]
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    trainer.kill()
+    trainer.wait()
+
+
+def test_tensorboard_has_each_step_once_whatever_was_killed(tiny: Path, tmp_path: Path) -> None:
+    """TRL's own report and TensorBoard's own reader; the steps after the last checkpoint are made twice, and the
+    last trainer begins on a disk that has nothing of the run."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with open_rig(tmp_path, tiny, grpo={"report_to": "tensorboard", "logging_steps": 1, "save_steps": 4}) as rig:
-        first = rig.start_trainer()
-        until = time.monotonic() + HANG_S
-        while max((row.step for row in read_metrics(rig.store)), default=0) < 3:
-            assert first.poll() is None, rig.log().read_text()[-4000:]
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        first.kill()
-        first.wait()
-        assert rig.wait(rig.start_trainer(2), 2) == exit_codes.OK
+    with open_rig(tmp_path, tiny, grpo={"report_to": "tensorboard", "logging_steps": 1, "save_steps": 2}) as rig:
         folder = rig.work / "reports" / "tensorboard" / "test"
+        train_until(rig, 1, 3)
+        train_until(rig, 2, 5)
+        assert len(list(folder.iterdir())) == 2
+        shutil.rmtree(rig.work / "reports")
+        assert rig.wait(rig.start_trainer(3), 3) == exit_codes.OK
         assert len(list(folder.iterdir())) == 2
         found = reader.EventAccumulator(str(folder)).Reload()
-    steps = [one.step for one in found.Scalars("train/reward")]
-    assert steps == list(range(1, STEPS + 1))
+        rows = read_metrics(rig.store)
+    scalars = {(one.step, round(one.value, 5)) for one in found.Scalars("train/reward")}
+    assert scalars == {(row.step, round(row.values["reward"], 5)) for row in rows}
+    assert [one.step for one in found.Scalars("train/reward")] == list(range(1, STEPS + 1))
     notes = [one.tensor_proto.string_val[0].decode() for one in found.Tensors("grpo-orch/text_summary")]
     assert len(notes) == 1
     assert notes[0].startswith("Trainer ")
