@@ -249,12 +249,6 @@ def controller_stays(store: Store, now_s: float) -> tuple[ControllerRental, ...]
     return () if before is None else before.stays
 
 
-def controller_usd_per_h(store: Store) -> float:
-    """Return what the one that is there costs. Raises StoreError."""
-    machine = CONTROLLER.read(store)
-    return 0.0 if machine is None else machine.price_usd_per_h
-
-
 def forget_controller(store: Store, now_s: float) -> None:
     """Note that the controller machine is gone, and what it has cost. No error when there is none."""
     if CONTROLLER.read(store) is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from checkpoint.records import documents, forks
+from checkpoint.records.documents import ControllerMachine
 from checkpoint.records.metrics import Row
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
@@ -22,14 +23,20 @@ from orchestrator.control.store_place import store_place
 from policies.control.fleet.markets import may_stand_in
 from policies.control.snapshot import Command, LaunchRefused, Machine, Snapshot, Trainer
 from policies.fleet.store_costs import AT_HOME, NOTHING_STORED
+from policies.ledger.rentals import ControllerRental
 from policies.model import exit_codes
 from policies.model.spec import Budget, RunSpec
 from policies.model.state import RunState
-from policies.model.vocabulary import PolicyVersion
+from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.gateway_status import GatewayStatus
 from policies.serving.wire import STATUS_S
 
 FRESH_S = 3 * STATUS_S  # what is older than this says nothing about now
+# A store takes as much for a listing as for a dozen reads, so that nothing is listed with each look.
+GATEWAYS_EVERY_S = 5.0  # while one is heard: another may have come beside it
+GATEWAYS_APART_S = 1.0  # while none is
+COMMANDS_EVERY_S = 3.0
+STAYS_EVERY_S = 60.0  # of the controller's machine, which is there before its daemon and goes after it
 
 
 class GatewayWatch:
@@ -59,6 +66,9 @@ class GatewayWatch:
         self._status: GatewayStatus | None = None
         self._looked_at_s = clock() if believe_first else -math.inf
         self._written_after_s = -math.inf
+        self._by: Precedence | None = None  # whose gateway it is
+        self._listed_at_s = -math.inf
+        self._only_until_s = self._looked_at_s  # until then there was no other
         self._heard_from_s: float | None = None  # the first look of an unbroken row that found it fresh
         self._heard_at_s = -math.inf  # the newest look that did
 
@@ -88,18 +98,29 @@ class GatewayWatch:
 
     def _look(self) -> GatewayStatus | None:
         now_s = self._clock()
-        newest = documents.newest_gateway(self._store)
-        address = documents.gateway(newest).read(self._store, self._unreadable)
-        found = documents.members(newest).read(self._store, self._unreadable)
+        by, since_s = self._newest(now_s)
+        address = documents.gateway(by).read(self._store, self._unreadable)
+        found = documents.members(by).read(self._store, self._unreadable)
         # Of the process before, on the same machine: the one that listens now has not written yet.
         if address is None or (found is not None and found.boot_id != address.boot_id):
             found = None
         if found is not None and self._is_news(found):
-            self._status, self._written_after_s = found, self._looked_at_s
+            self._status, self._written_after_s = found, since_s
         self._looked_at_s = now_s
         if self._status is None or address is None or self._status.boot_id != address.boot_id:
             return None
         return self._status if self._clock() - self._written_after_s < FRESH_S else None
+
+    def _newest(self, now_s: float) -> tuple[Precedence | None, float]:
+        """Whose gateway is the run's, as listed lately, and since when what is new of it was written. One that is
+        replaced is believed for so much longer, as one that has died is."""
+        heard, since_s = self._by is not None and self._heard_from_s is not None, self._looked_at_s
+        if now_s - self._listed_at_s >= (GATEWAYS_EVERY_S if heard else GATEWAYS_APART_S):
+            by = documents.newest_gateway(self._store)
+            if by != self._by:
+                since_s = min(since_s, self._only_until_s)
+            self._by, self._listed_at_s, self._only_until_s = by, now_s, now_s
+        return self._by, since_s
 
     def _is_news(self, found: GatewayStatus) -> bool:
         known = self._status
@@ -126,6 +147,44 @@ class TrainerWatch:
         return None if beat is None else replace(beat, beat_at_s=self._seen_at_s)
 
 
+class CommandWatch:
+    """What users have asked for, listed now and then."""
+
+    def __init__(self, store: Store, clock: Callable[[], float], unreadable: Unreadable) -> None:
+        self._store, self._clock, self._unreadable = store, clock, unreadable
+        self._found: tuple[Command, ...] = ()
+        self._listed_at_s = -math.inf
+
+    def look(self, state: RunState) -> tuple[Command, ...]:
+        """Return those that are not taken yet. Raises StoreError."""
+        now_s = self._clock()
+        if now_s - self._listed_at_s >= COMMANDS_EVERY_S:
+            left_out = {event.key for event in state.set_aside}
+            self._found = documents.read_commands(self._store, self._unreadable, left_out)
+            self._listed_at_s = now_s
+        return tuple(one for one in self._found if one.command_id not in state.commands_taken)
+
+
+class ControllerCosts:
+    """What the machine of a `--remote` daemon costs, read now and then."""
+
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+        self._store, self._clock = store, clock
+        self._machine: ControllerMachine | None = None
+        self._before: tuple[ControllerRental, ...] = ()
+        self._read_at_s = -math.inf
+
+    def look(self) -> tuple[float, float]:
+        """Return what it and those before it have cost, USD, and what it costs an hour. Raises StoreError."""
+        now_s = self._clock()
+        if now_s - self._read_at_s >= STAYS_EVERY_S:
+            self._machine = documents.CONTROLLER.read(self._store)
+            self._before = () if self._machine else documents.controller_stays(self._store, 0.0)
+            self._read_at_s = now_s
+        stays = self._before if self._machine is None else self._machine.stays(time.time())
+        return sum(one.usd for one in stays), 0.0 if self._machine is None else self._machine.price_usd_per_h
+
+
 class Observer:
     """Looks. Remembers of earlier looks only what shows whether gateway and trainer are alive, and the metrics.
 
@@ -150,6 +209,8 @@ class Observer:
         self._unreadable = Unreadable()
         self._gateway = GatewayWatch(store, clock=clock, unreadable=self._unreadable)
         self._trainer = TrainerWatch(store, self._unreadable)
+        self._commands = CommandWatch(store, clock, self._unreadable)
+        self._controller = ControllerCosts(store, clock)
         logging_steps = int(spec.grpo.get("logging_steps", 1))
         self._metrics = MetricsWatch(store, spec.policies.kl.limit, logging_steps, self._unreadable)
         self._catalog = Catalog(store, "controller")
@@ -166,13 +227,12 @@ class Observer:
         status = self._gateway.look()
         machines = self._machines()
         trainer = self._trainer.look(now_s)
-        left_out = {event.key for event in state.set_aside}
-        commands = documents.read_commands(self._store, self._unreadable, left_out)
+        commands = self._commands.look(state)
         target_wanted = _wants_a_target(state, machines, commands)
         watched = self._metrics.look(trainer, state.forks)
         budgeted = self._budgeted or state.budget_usd is not None  # which a user may set later
         priced = budgeted or may_stand_in(self._spec)
-        stays = documents.controller_stays(self._store, time.time()) if budgeted else ()
+        controller_usd, controller_usd_per_h = self._controller.look() if budgeted else (0.0, 0.0)
         catalog, damaged = self._checkpoints() if target_wanted else (None, "")
         return Snapshot(
             now_s=now_s,
@@ -192,8 +252,8 @@ class Observer:
             prices_trouble=self._prices.trouble(),
             store_place=self._store_place,
             stored=self._metrics.stored_after(state.store_until_s) if self._pooled else NOTHING_STORED,
-            controller_usd=sum(one.usd for one in stays),
-            controller_usd_per_h=documents.controller_usd_per_h(self._store) if stays else 0.0,
+            controller_usd=controller_usd,
+            controller_usd_per_h=controller_usd_per_h,
             step_shape=self._metrics.step_shape(),
             checkpoints=None if catalog is None else tuple(one.at for one in catalog.checkpoints),
             damaged=damaged,

@@ -34,7 +34,8 @@ from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import MachineState, NodePhase, Role, RollbackStage
 
-BUSY_TICK_S = 0.25  # while something is on its way
+BUSY_TICK_S = 0.25  # while something has just changed: the next change is often near
+BUSY_S = 10.0  # a launch, a boot or a return that takes longer takes minutes, and each look costs store requests
 STEADY_TICK_S = 1.0
 
 
@@ -56,7 +57,7 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     tell_missing(tick)
     tell_late(tick)
     actions = _actions(tick.state, snapshot)
-    settled = not tick.events and not actions and not _in_motion(tick.state)
+    settled = not tick.events and not _in_motion(tick)
     return Decision(
         events=tuple(tick.events),
         actions=actions,
@@ -117,9 +118,13 @@ def _is_silent(node: Node, machine: Machine, snapshot: Snapshot) -> bool:
     return node.phase is NodePhase.BOOTING
 
 
-def _in_motion(state: RunState) -> bool:
-    rolling_back = state.rollback is not None and state.rollback.stage is not RollbackStage.PROBATION
-    return rolling_back or any(node.phase is not NodePhase.SERVING for node in state.nodes.values())
+def _in_motion(tick: Tick) -> bool:
+    """Whether a node that does not serve, or a rollback, has come as far as it is only lately."""
+    rollback = tick.state.rollback
+    since_s = [node.since_s for node in tick.state.nodes.values() if node.phase is not NodePhase.SERVING]
+    if rollback is not None and rollback.stage is not RollbackStage.PROBATION:
+        since_s.append(rollback.since_s)
+    return any(tick.waited_s(one) < BUSY_S for one in since_s)
 
 
 def _steady(state: RunState, snapshot: Snapshot) -> str:

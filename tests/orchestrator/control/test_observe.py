@@ -5,14 +5,23 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import pytest
+
 from checkpoint.records import documents, forks
 from checkpoint.records.documents import GatewayAddress
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
-from checkpoint.store.run_store import Store
+from checkpoint.store.run_store import Entry, Store
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from orchestrator.clouds.protocol import CloudUnavailable, Offer
-from orchestrator.control.observe import FRESH_S, GatewayWatch, Observer, TrainerWatch
+from orchestrator.control.observe import (
+    COMMANDS_EVERY_S,
+    FRESH_S,
+    GATEWAYS_EVERY_S,
+    GatewayWatch,
+    Observer,
+    TrainerWatch,
+)
 from orchestrator.control.prices import Prices
 from policies.control.snapshot import Command, Machine, Trainer
 from policies.model import exit_codes
@@ -162,6 +171,60 @@ def test_a_view_believes_what_it_finds_first_for_as_long() -> None:
     assert looks == [70] * 5 + [None] * 3
 
 
+class Counted(Store):
+    """Counts what is listed."""
+
+    listed = 0
+
+    def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
+        self.listed += 1
+        return super().entries(prefix, after=after)
+
+
+def test_a_gateway_that_is_heard_is_not_listed_with_each_look() -> None:
+    world = World()
+    world.store = store = Counted(world.store.url)
+    world.watch = world.watcher()
+    for beat in range(100):
+        world.writes(beat)
+        world.looks()
+    assert store.listed <= 2 + 100 * TICK_S / GATEWAYS_EVERY_S
+
+
+@pytest.mark.parametrize("writes_on", [True, False])
+def test_another_trainers_gateway_is_found_beside_one_that_is_heard_and_after_it(writes_on: bool) -> None:
+    world, newer = World(), (0, 2, 1)
+    for beat in range(3):
+        world.writes(beat)
+        world.looks()
+    documents.gateway(newer).write(world.store, GatewayAddress("http://10.0.0.9:1", "g9"))
+    seen = []
+    for beat in range(3, 3 + int(GATEWAYS_EVERY_S / TICK_S) + 2):
+        documents.members(newer).write(world.store, GatewayStatus("g9", "0-1", [], seq=70 + beat))
+        if writes_on:
+            world.writes(beat)
+        seen.append(world.looks())
+    assert seen[-1] == 70 + beat
+    assert max(one or 0 for one in seen[:2]) < 70
+
+
+def test_another_gateway_that_has_spoken_once_is_no_younger_than_the_last_listing() -> None:
+    world, newer = World(), (0, 2, 1)
+    world.writes(0)
+    world.looks()
+    world.writes(1)
+    world.looks()  # listed for the last time before
+    documents.gateway(newer).write(world.store, GatewayAddress("http://10.0.0.9:1", "g9"))
+    documents.members(newer).write(world.store, GatewayStatus("g9", "0-1", [], seq=70))
+    listed_s, believed = world.now_s, []
+    while world.now_s < listed_s + 3 * FRESH_S:
+        world.writes(int(world.now_s))
+        if world.looks() == 70:
+            believed.append(world.now_s - listed_s)
+    assert believed
+    assert max(believed) < FRESH_S
+
+
 MACHINES = {"rollout-0-i1": Machine("rollout-0-i1", MachineState.UP)}
 
 
@@ -206,7 +269,8 @@ def test_the_checkpoints_are_looked_at_where_a_rollback_may_be_decided() -> None
     for step in (2, 4):
         catalog.commit(1.0, Checkpoint(f"0-{step}", f"m{step}", "", 1.0, 1), frozenset(), 0)
     forks.write_fork(world.store, Fork(1, "0-2"))
-    observer = Observer(world.store, cloud, spec())  # type: ignore[arg-type]  # of a cloud it wants the machines alone
+    clock = itertools.count(0.0, COMMANDS_EVERY_S).__next__
+    observer = Observer(world.store, cloud, spec(), clock)  # type: ignore[arg-type]  # of a cloud it wants the machines alone
     calm = observer.look(1.0, (), RunState())
     assert (calm.checkpoints, calm.timeline) == (None, 0)
     both = (PolicyVersion(0, 2), PolicyVersion(0, 4))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.control.decide import decide
+from policies.control.decide import BUSY_S, BUSY_TICK_S, STEADY_TICK_S, decide
 from policies.control.fleet.markets import market_of
 from policies.control.lifecycle import NOTICE_TAKES_S
 from policies.control.observed import HEARTBEAT_FRESH_S, HEARTBEAT_LOST_S
@@ -47,6 +47,24 @@ def test_undisturbed_run_finishes_and_returns_every_machine() -> None:
     assert world.state.phase is RunPhase.FINISHED
     assert world.machines == {}
     assert sorted(world.launches) == [("rollout-0-i1", 1), ("rollout-1-i1", 1), ("trainer-0-i1", 1)]
+
+
+def test_looks_are_close_together_only_while_something_has_just_changed() -> None:
+    """A launch takes minutes, and each look costs requests to the store; a loss is looked at every second."""
+
+    def wait_s() -> float:
+        return decide(world.state, world.snapshot(), world.spec).requeue_after_s
+
+    world = World(launch_s=600.0, boot_s={Role.TRAINER: 600.0})
+    assert wait_s() == BUSY_TICK_S
+    for _ in range(1100):
+        world.tick()
+        world.advance(1.0)
+        changed_s = max((one.since_s for one in world.state.nodes.values()), default=world.now_s)
+        if world.now_s - changed_s > BUSY_S:
+            assert wait_s() == STEADY_TICK_S
+    world.lose("trainer-0-i1")
+    assert wait_s() == BUSY_TICK_S
 
 
 def test_lost_rollout_node_is_replaced_under_a_new_name() -> None:
