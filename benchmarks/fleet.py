@@ -119,7 +119,7 @@ def _over_usd(name: str, seed: int) -> float:
     world = World(seed, run, weather=climate(name, seed, FLEET), physics=BRISK, max_steps=10**9)
     world.rest()
     world.run_for(BUDGET_HOURS * 3600)
-    return max(0.0, world.cloud.spent_usd - BUDGET_USD - seed)
+    return max(0.0, world.spent_usd - BUDGET_USD - seed)
 
 
 def jobs(seeds: int) -> list[Job]:

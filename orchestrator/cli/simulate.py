@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -60,6 +61,7 @@ def simulate(
         raise Stop(f"--seeds {seeds}: expected a whole number above 0", exit_codes.USAGE)
     if generates_itself(spec):
         raise Stop(f"{run_yaml}: rollout.replicas is 0, and there is no fleet to simulate", exit_codes.USAGE)
+    spec = _without_deadline(spec)
     name = climate_name or (str(trace) if trace else DEFAULT_CLIMATE)
     weather_of = _weather(name, trace, spec)
     replay = f"grpo-orch simulate {run_yaml} --{'trace' if trace else 'climate'} {name} --seeds 1 --seed"
@@ -87,6 +89,17 @@ def export(target: Target = None) -> None:
     history = ((one.number, one.time_s, one.decoded()) for one in journal.read(store))
     for met in recorded(history):
         print(json.dumps(to_plain(met)))
+
+
+def _without_deadline(spec: RunSpec) -> RunSpec:
+    """The run as it is simulated: with steps and a clock of its own, so that its deadline means nothing there."""
+    fleet = spec.policies.fleet
+    if fleet.deadline is None:
+        return spec
+    errors.print(
+        "policies.fleet.deadline is left out: what is simulated has steps and a clock of its own", highlight=False
+    )
+    return replace(spec, policies=replace(spec.policies, fleet=replace(fleet, deadline=None)))
 
 
 class _WeatherOf:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from checkpoint.store.run_store import Store
 from policies.fleet.store_costs import Place
 
-_CLOUDS = {"gs": "gcp", "az": "azure", "file": "local", "memory": "local", "sim": "local"}
+_CLOUDS = {"gs": "gcp", "az": "azure", "file": "local", "memory": "local", "sim": "aws"}
 _ENDPOINT = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
 _REGION = ("region", "default_region", "aws_region", "aws_default_region")
 _AWS_HOST = re.compile(r"s3[.-]([a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.com")

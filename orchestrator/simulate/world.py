@@ -19,7 +19,7 @@ from orchestrator.control.controller import Decide
 from orchestrator.simulate.climates import climate
 from orchestrator.simulate.cloud import SimulatedCloud
 from orchestrator.simulate.daemon import SimulatedDaemon
-from orchestrator.simulate.physics import BRISK, Physics, Prices
+from orchestrator.simulate.physics import BRISK, Physics, Prices, store_usd
 from orchestrator.simulate.safety import Safety
 from orchestrator.simulate.store import Objects, SimulatedStore
 from orchestrator.simulate.weather import Weather
@@ -84,6 +84,7 @@ class World:
         self.log: list[str] = []
         self.clocks_were_set = False
         self.skew_s = 0.0  # of the hosts on which the run will be resumed
+        self.store_usd = 0.0  # what it has charged
         self.stopping = False  # somebody has asked for it
         self._rhythm = cycle(rhythm)
         self._nobody_since_s = self.time_s
@@ -97,7 +98,11 @@ class World:
             self.time_s += dt_s
             self.cloud.pass_time(self.time_s)
             self.work.pass_time(dt_s)
-            for daemon in [one for one in self.daemons if one.steers]:
+            steering = [one for one in self.daemons if one.steers]
+            if steering:
+                there = sum(not box.gone for box in self.cloud.boxes.values())
+                self.store_usd += store_usd(dt_s, there)
+            for daemon in steering:
                 daemon.loop_once()
                 self._nobody_since_s = self.time_s
             if self.time_s - self._nobody_since_s >= RESUME_S and not self.is_over:
@@ -145,6 +150,11 @@ class World:
         bought = len(self.cloud.bought)
         self.run_for(600.0)
         check(len(self.cloud.bought) == bought, "machines are bought for a run that has ended")
+
+    @property
+    def spent_usd(self) -> float:
+        """What cloud and store have charged."""
+        return self.cloud.spent_usd + self.store_usd
 
     @property
     def is_over(self) -> bool:

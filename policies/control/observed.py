@@ -28,6 +28,9 @@ def update_node_phases(tick: Tick) -> None:
         node = tick.node(refused.node)
         if node is not None and node.phase is NodePhase.REQUESTED:
             tick.move(node, NodePhase.REFUSED, refused.message, refused.refusal)
+        elif node is not None and _was_given_up_unbought(tick, node):
+            why = f"given up, and never bought: {refused.message}"
+            tick.move(node, NodePhase.GONE, why, refused.refusal)
     if tick.snapshot.machines is None:
         return
     for node in list(tick.state.nodes.values()):
@@ -36,6 +39,13 @@ def update_node_phases(tick: Tick) -> None:
             _machine_absent(tick, node, machine)
         else:
             _machine_present(tick, node, machine)
+
+
+def _was_given_up_unbought(tick: Tick, node: Node) -> bool:
+    """Whether a node whose launch is refused was returned before, and never had a machine."""
+    never_came = node.came_at_s is None and not node.served and node.attempt == 1
+    machines = tick.snapshot.machines
+    return node.phase is NodePhase.TERMINATING and never_came and machines is not None and node.id not in machines
 
 
 def _machine_absent(tick: Tick, node: Node, machine: Machine | None) -> None:

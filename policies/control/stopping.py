@@ -15,6 +15,7 @@ from policies.model.vocabulary import NodePhase, Role, RunPhase
 # Twice what a checkpoint of the largest models takes into a store of 1 GB/s: weights and optimizer of 32 billion
 # parameters are 384 GB.
 STOP_WAIT_S = 900.0
+LEAST_USD = 0.01  # of which it is worth a word
 DOWN = "down"
 DOWN_NOW = "down_now"  # even while a `down` is being waited for
 
@@ -32,11 +33,11 @@ def release_machines(tick: Tick) -> None:
     machines = tick.snapshot.machines
     if tick.state.phase is RunPhase.STOPPING and not tick.state.nodes and not machines and machines is not None:
         paused = tick.state.budget_reached and tick.spec.budget.at == "pause"
-        if paused:
-            tick.move_run(RunPhase.PAUSED, tick.state.reason)
-        else:
-            why = tick.state.reason if tick.state.budget_reached else "every machine is gone"
-            tick.move_run(RunPhase.STOPPED, why)
+        why = tick.state.reason if tick.state.budget_reached else "every machine is gone"
+        if (unspent_usd := tick.state.unspent_usd) >= LEAST_USD:
+            bought_nothing = f"{unspent_usd:.2f} USD of that were counted for requests that bought nothing"
+            why = f"{why}; {bought_nothing}: `grpo-orch resume` goes on with them"
+        tick.move_run(RunPhase.PAUSED if paused else RunPhase.STOPPED, why)
 
 
 def stop_at_once(tick: Tick) -> None:

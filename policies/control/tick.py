@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from policies.control.snapshot import Machine, Snapshot
+from policies.fleet import disks
 from policies.model.events import Event, JobExited, JobRestarted, MachineBought, NodeMoved, RunMoved
 from policies.model.folding.drafts import draft
 from policies.model.folding.fold import apply
@@ -44,7 +45,10 @@ class Tick:
 
     def bought(self, machine: Machine) -> None:
         prices = machine.price_usd_per_h, machine.on_demand_usd_per_h
-        event = MachineBought(machine.node, machine.market, machine.where, *prices, machine.pool)
+        disk = None
+        if machine.pool is not None:
+            disk = disks.usd_per_h_in(self.spec, self.state.nodes[machine.node].role, machine.pool)
+        event = MachineBought(machine.node, machine.market, machine.where, *prices, machine.pool, disk)
         self.emit(event, f"{machine.node} costs {machine.price_usd_per_h:.2f} USD/h")
 
     def exited(self, node: Node, exit_code: int) -> None:

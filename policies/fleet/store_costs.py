@@ -21,9 +21,9 @@ GB = 10**9
 CHUNK_BYTES = 16 * 2**20  # an object of a policy or a checkpoint
 TOKEN_BYTES = 16  # of a stored completion, with its log-probability
 OBJECTS_A_STEP = 10  # completions, rows, manifests, and what lists them
-# A look of the daemon's, one a second, lists 4.5 times and reads 6 objects; lease, heartbeat and the gateway's
-# status are 2 writes a second.
-CONTROL_PUTS_A_S, CONTROL_GETS_A_S = 6.5, 6.0
+# Of listings and writes the daemon makes 0.9 a second in a quiet run and up to 1.4 in a parked one, the trainer's
+# heartbeat and the gateway's status 1.5; reads are 4 to 6, and 1. Each machine's report is read every second.
+CONTROL_PUTS_A_S, CONTROL_GETS_A_S, REPORTS_A_S = 3.5, 6.0, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +133,9 @@ def of_send(size_bytes: float) -> Use:
     return Use(puts=size_bytes / CHUNK_BYTES, sent_bytes=size_bytes)
 
 
-def of_control(seconds: float) -> Use:
-    """Return what steering asks of the store in so many seconds."""
-    return Use(puts=CONTROL_PUTS_A_S * seconds, gets=CONTROL_GETS_A_S * seconds)
+def of_control(seconds: float, machines: int) -> Use:
+    """Return what steering so many machines asks of the store in so many seconds."""
+    return Use(puts=CONTROL_PUTS_A_S * seconds, gets=(CONTROL_GETS_A_S + REPORTS_A_S * machines) * seconds)
 
 
 def checkpoint_bytes(policy_bytes: float, spec: RunSpec) -> float:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from policies.ledger.accounting import History
 from policies.model.events import MachineBought, NodeMoved, NodeRequested, StoreCharged, TookOver
-from policies.model.vocabulary import Market, NodePhase, Role
+from policies.model.vocabulary import Market, NodePhase, Refusal, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +97,16 @@ def rentals(history: History, now_s: float) -> list[Rental]:
                     }
                 case NodeRequested():
                     running[event.node] = _rental(event, time_s, now_s)
-                case NodeMoved(phase=NodePhase.REFUSED):
+                case NodeMoved(phase=NodePhase.REFUSED) | NodeMoved(phase=NodePhase.GONE, refusal=Refusal()):
                     running.pop(event.node, None)
                 case MachineBought() if event.node in running:
+                    asked, disk = running[event.node], event.disk_usd_per_h
                     running[event.node] = replace(
-                        running[event.node],
+                        asked,
                         market=event.market,
                         price_usd_per_h=event.price_usd_per_h,
                         on_demand_usd_per_h=event.on_demand_usd_per_h,
+                        disk_usd_per_h=asked.disk_usd_per_h if disk is None else disk,
                     )
                 case NodeMoved(phase=NodePhase.GONE) if event.node in running:
                     ended.append(replace(running.pop(event.node), until_s=time_s))

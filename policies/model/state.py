@@ -109,12 +109,13 @@ class RunState:
     spent_on_demand_usd: float = 0.0  # what they would have cost on demand
     store_usd: float = 0.0  # on the store's requests and bytes, as journalled
     store_until_s: float = 0.0  # steps that were logged until then are in it, by the trainer's clock
-    store_charged_at_s: float = 0.0  # when it was last journalled; a controller counts from when it took over
+    store_charged_at_s: float = 0.0  # when it was last journalled, or a controller began to count
     joined_rollouts: int = 0  # rollout nodes that first served since then
     joined_trainers: int = 0
     stopped_trainers: int = 0  # that stored what they had
     budget_usd: float | None = None  # what a user has set in place of run.yaml's
     budget_reached: bool = False  # which is why it stops, or has
+    unspent_usd: float = 0.0  # counted until then for requests that turned out to have bought nothing
     budget_refused: frozenset[str] = frozenset()  # machines that were not bought for it, as `BudgetRefused` tells
     budget_neared: bool = False  # that four fifths of it are spent was told
     fleet_size: int | None = None  # rollout nodes to have; None: as many as run.yaml allows

@@ -20,7 +20,7 @@ from policies.control.fleet.probing import may_probe
 from policies.control.fleet.room import is_spot_asked, make_room
 from policies.control.fleet.size import may_go, return_surplus, rollouts_wanted, size_fleet
 from policies.control.fleet.spending import Purse, refuse
-from policies.control.fleet.stand_ins import missing, stand_ins_of, surplus
+from policies.control.fleet.stand_ins import is_spot_too_dear, missing, stand_ins_of, surplus
 from policies.control.fleet.where import POOLS_UNKNOWN, Crowds, Terms, another_pool, may_choose, terms_of
 from policies.control.stopping import release_machines
 from policies.control.tick import Tick
@@ -87,7 +87,8 @@ class _Buyer:
         terms = terms_of(tick, self.crowds, role, market, partial(purse.fits, role))
         if why := purse.refusal(role, kind, terms.usd_per_h):
             why += ", though the deadline takes it" if stand_in and is_behind(tick) else ""
-            refuse(tick, role, kind, terms.usd_per_h, why, stand_in=stand_in)
+            elsewhere = stand_in or (role is Role.ROLLOUT and is_spot_too_dear(tick))
+            refuse(tick, role, kind, terms.usd_per_h, why, stand_in=elsewhere)
             return False
         _request(tick, role, name, market, terms, *words, purse.words(), stand_in=stand_in)
         purse.add(role, terms.usd_per_h or 0.0)
@@ -146,13 +147,15 @@ def _stand_in(tick: Tick) -> None:
     late = "the run is behind its deadline" if is_behind(tick) else ""
     if not near or not may_choose(tick):
         return
-    for name in free[: missing(tick)]:
+    count = missing(tick)
+    lacks = "is too dear" if count and is_spot_too_dear(tick) else "cannot be had"
+    for name in free[:count]:
         if not _may_buy(tick, kind, needed):
             return
         if spot_first and not buyer.has_room(Market.ON_DEMAND):
             tick.reasons.append("spot is asked before another node on demand takes the room for it")
             return
-        words = ("on demand, for spot cannot be had", late)
+        words = (f"on demand, for spot {lacks}", late)
         if not buyer.buys(Role.ROLLOUT, name, Market.ON_DEMAND, *words, stand_in=True):
             return
 

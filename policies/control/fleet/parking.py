@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from policies.control.fleet.markets import market_of
 from policies.control.fleet.size import GENERATES, hourly_prices
-from policies.control.fleet.stand_ins import may_be_bought
+from policies.control.fleet.stand_ins import is_spot_too_dear, may_be_bought
+from policies.control.fleet.where import is_paid_for
 from policies.control.observed import HEARTBEAT_FRESH_S, MACHINE_LOST_S
 from policies.control.snapshot import Trainer
 from policies.control.tick import Tick
@@ -111,10 +112,11 @@ def _nothing_to_be_had(tick: Tick) -> bool:
     """Whether rollout nodes are refused, or come to nothing, again and again on each market where they may be
     bought. A launch that takes long is no lack of machines."""
     asked = {one.kind for one in tick.state.live(Role.ROLLOUT)}
-    asked.add(kind_of(Role.ROLLOUT, market_of(Role.ROLLOUT, tick.spec)))
-    stand_in = kind_of(Role.ROLLOUT, Market.ON_DEMAND)
-    if may_be_bought(tick) and stand_in not in tick.state.budget_refused:
-        asked.add(stand_in)
+    if not is_spot_too_dear(tick):
+        asked.add(kind_of(Role.ROLLOUT, market_of(Role.ROLLOUT, tick.spec)))
+    # That there was no money for one once says nothing: what had taken it may be gone.
+    if may_be_bought(tick) and is_paid_for(tick, Role.ROLLOUT, Market.ON_DEMAND):
+        asked.add(kind_of(Role.ROLLOUT, Market.ON_DEMAND))
     return all(tick.state.kinds.get(kind, MachineKind()).fails for kind in asked)
 
 

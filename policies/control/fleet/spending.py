@@ -86,7 +86,7 @@ def refuse(
 ) -> None:
     """A machine is not bought for lack of money: without it the run stops, or goes on with what it has. While
     machines are on their way out it waits: what they cost may be what the new one will. For want of a price, or of
-    money for one that would stand in for another, no run stops."""
+    money for a `stand_in`, with or without which the run goes on, none stops."""
     essential = role is Role.TRAINER or not tick.state.live(Role.ROLLOUT)
     stay = [node for node in tick.state.nodes.values() if node.phase in FILLING_NODE]
     leave, what = len(tick.state.nodes) - len(stay), kind if stand_in else f"{role}"

@@ -6,6 +6,7 @@ from policies.control.fleet.deadline import boot_s, course_now, is_behind, nodes
 from policies.control.fleet.markets import may_stand_in
 from policies.control.fleet.probing import may_probe
 from policies.control.fleet.size import hourly_prices
+from policies.control.fleet.where import is_paid_for
 from policies.control.tick import Tick
 from policies.fleet.when import WAIT_MIN_S, stand_ins, wait_s
 from policies.model.buying import HELD_S, MachineKind
@@ -29,29 +30,44 @@ def surplus(tick: Tick) -> int:
 
 
 def missing(tick: Tick) -> int:
-    """How many are to be bought now: the trainer has waited for spot for as long as their start costs, or the run
-    is behind on the way to its deadline. A parked run asks for one in turn with one on spot."""
+    """How many are to be bought now: the trainer has waited for spot for as long as their start costs, the run is
+    behind on the way to its deadline, or spot is too dear. A parked run asks for one in turn with one on spot."""
     if tick.state.phase is RunPhase.PARKED:
         return int(may_probe(tick.state) and _on_demand_in_turn(tick))
     trainer = [one for one in tick.state.trainer_machines if one.phase is NodePhase.SERVING]
     short_s = tick.state.spot_short_since_s
-    if not trainer or short_s is None or not may_be_bought(tick):
+    if not trainer or not may_be_bought(tick):
+        return 0
+    too_dear = is_spot_too_dear(tick)
+    if short_s is None and not too_dear:
         return 0
     spot = tick.state.kinds.get(kind_of(Role.ROLLOUT, Market.SPOT), MachineKind())
     if spot.comes_and_fails:
         return 0  # another market would not mend what never serves
     there = [one for one in _on_spot(tick) if one.phase is not NodePhase.REQUESTED]
     wanted = _wanted(tick, len(there))
+    lacking = max(0, wanted - len(stand_ins_of(tick.state)))
+    if short_s is None or too_dear:
+        return lacking
     beside = hourly_prices(tick.state).beside_usd_per_h
     pays_s = wait_s(max(1, wanted), _price(tick), beside, boot_s(tick.state))
     limit_s = WAIT_MIN_S if is_behind(tick) else pays_s
-    waited_s = tick.waited_s(max(short_s, trainer[0].since_s))
-    return max(0, wanted - len(stand_ins_of(tick.state))) if waited_s >= limit_s else 0
+    return lacking if tick.waited_s(max(short_s, trainer[0].since_s)) >= limit_s else 0
 
 
 def may_be_bought(tick: Tick) -> bool:
     """Whether nodes on demand may stand in at all, sooner or later."""
     return _is_open(tick) and hourly_prices(tick.state).beside_usd_per_h > 0
+
+
+def is_spot_too_dear(tick: Tick) -> bool:
+    """Whether there is no money for the first node on spot, which may cost more than one on demand, and there is
+    for that one: then nothing is gained by waiting for spot, nor is the budget reached."""
+    if tick.state.phase is RunPhase.PARKED or not may_be_bought(tick) or _on_spot(tick):
+        return False
+    if tick.state.kinds.get(kind_of(Role.ROLLOUT, Market.SPOT), MachineKind()).comes_and_fails:
+        return False  # another market would not mend what never serves
+    return not is_paid_for(tick, Role.ROLLOUT, Market.SPOT) and is_paid_for(tick, Role.ROLLOUT, Market.ON_DEMAND)
 
 
 def _is_open(tick: Tick) -> bool:

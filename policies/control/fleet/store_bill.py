@@ -17,13 +17,13 @@ from policies.fleet.store_costs import (
     tariff_of,
 )
 from policies.model.events import StoreCharged
+from policies.model.events.money import CHARGED_EVERY_S
 from policies.model.phases import TERMINAL_RUN
 from policies.model.processes import alternatives_of
 from policies.model.spec import RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import NodePhase, Role
 
-CHARGED_EVERY_S = 3600.0  # to the journal; what is not in it yet is counted all the same
 CHARGED_USD = 1.0  # or as soon as it is so much
 LEAST_USD = 0.01  # at the end of a run
 
@@ -47,7 +47,7 @@ def pending_usd(tick: Tick) -> float:
 
 def usd_per_h(tick: Tick) -> float:
     """What steering asks of it in an hour."""
-    return _tariff(tick).usd(of_control(3600.0))
+    return _tariff(tick).usd(of_control(3600.0, len(tick.state.nodes)))
 
 
 def stop_usd(tick: Tick) -> float:
@@ -87,7 +87,7 @@ def _due(tick: Tick) -> Use:
     checkpoint = checkpoint_bytes(stored.policy_bytes, tick.spec)
     joins = of_fetch(state.joined_rollouts * stored.policy_bytes + state.joined_trainers * checkpoint)
     joins += of_send(state.stopped_trainers * checkpoint)
-    return of_steps(stored, len(_serving(tick)), tick.spec) + joins + of_control(asked_s)
+    return of_steps(stored, len(_serving(tick)), tick.spec) + joins + of_control(asked_s, len(state.nodes))
 
 
 def _serving(tick: Tick) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from policies.control.fleet.markets import market_of
-from policies.control.fleet.spending import caps_of
+from policies.control.fleet.spending import Purse, caps_of
 from policies.control.tick import Tick
 from policies.fleet import disks
 from policies.fleet.budget import Caps
@@ -83,15 +84,24 @@ def terms_of(tick: Tick, crowds: Crowds, role: Role, market: Market, fits: Calla
     kind, offers = kind_of(role, market), _offers(tick, crowds, role, market)
 
     def terms(choice: Choice | None) -> Terms:
-        cloud = None if choice is None else choice.offer.pool.cloud
-        return Terms(choice, _most_usd_per_h(tick, kind, choice), disks.usd_per_h(tick.spec, role, cloud))
+        pool = None if choice is None else choice.offer.pool
+        return Terms(choice, _most_usd_per_h(tick, kind, choice), disks.usd_per_h(tick.spec, role, pool))
 
     best = terms(choice_of(tick, crowds, role, market, offers))
     if best.usd_per_h is None or fits(best.usd_per_h):
         return best
-    disk_usd = {one.pool.cloud: disks.usd_per_h(tick.spec, role, one.pool.cloud) for one in offers}
-    cheaper = [one for one in offers if one.usd_per_h and fits(one.usd_per_h + disk_usd[one.pool.cloud])]
+    places = {(one.pool.cloud, one.pool.region): one.pool for one in offers}
+    disk_usd = {place: disks.usd_per_h(tick.spec, role, pool) for place, pool in places.items()}
+    priced = [(one, one.usd_per_h + disk_usd[one.pool.cloud, one.pool.region]) for one in offers if one.usd_per_h]
+    cheaper = [one for one, usd_per_h in priced if fits(usd_per_h)]
     return terms(choice_of(tick, crowds, role, market, cheaper)) if cheaper else best
+
+
+def is_paid_for(tick: Tick, role: Role, market: Market) -> bool:
+    """Whether there is money for one machine more of the role on that market, somewhere, as it would be bought."""
+    purse = Purse(tick)
+    terms = terms_of(tick, Crowds(tick), role, market, partial(purse.fits, role))
+    return not purse.refusal(role, kind_of(role, market), terms.usd_per_h)
 
 
 def choice_of(

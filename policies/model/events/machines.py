@@ -27,7 +27,7 @@ class NodeRequested:
 @dataclass(frozen=True, slots=True)
 class NodeMoved:
     """A node changed its phase. `refusal` is set when the cloud refused the machine, and when the machine is given
-    up because it never served or soon broke."""
+    up because it never served or soon broke. One that is GONE with it was given up first, and never bought."""
 
     node: str
     phase: NodePhase
@@ -69,6 +69,7 @@ class MachineBought:
     price_usd_per_h: float
     on_demand_usd_per_h: float
     pool: Pool | None = None  # where it really is, whatever was asked for; None: its cloud has no pools
+    disk_usd_per_h: float | None = None  # of its disk there; None: as when it was asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CHARGED_EVERY_S = 3600.0  # what the store has cost is journalled so often, or oftener
+
 
 @dataclass(frozen=True, slots=True)
 class BudgetRefused:

@@ -43,10 +43,11 @@ from policies.model.events import (
     TimelineEvent,
     TookOver,
 )
+from policies.model.events.money import CHARGED_EVERY_S
 from policies.model.folding.drafts import draft, final, in_place_of, with_item, without_item
 from policies.model.folding.pool_fold import landed_in, note_bought, note_moved, with_times_up_to
 from policies.model.folding.timeline_fold import apply_to_timelines
-from policies.model.phases import LIVE_NODE, NODE_EDGES, RUN_EDGES, check_move
+from policies.model.phases import LIVE_NODE, NODE_EDGES, RUN_EDGES, TERMINAL_RUN, check_move
 from policies.model.state import Node, RunState, Slot
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of
 
@@ -79,8 +80,9 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
         case RunCreated():
             return replace(state, name=event.name)
         case TookOver():
+            charged_at_s = _charged_at_s(state, time_s)
             state = with_times_up_to(_with_times_up_to(state, time_s), time_s)
-            return replace(state, epoch=number, store_charged_at_s=time_s)
+            return replace(state, epoch=number, store_charged_at_s=charged_at_s)
         case RunMoved():
             return _run_moved(state, event, time_s)
         case GatewayRestarted():
@@ -117,6 +119,15 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
             assert_never(event)
 
 
+def _charged_at_s(state: RunState, time_s: float) -> float:
+    """From when on a controller that takes over at `time_s` counts what steering asks of the store: what the one
+    before it had not journalled is at most CHARGED_EVERY_S old, and nobody asks for a run that is over."""
+    if not state.store_charged_at_s or state.phase in TERMINAL_RUN:
+        return time_s
+    since_s = state.store_charged_at_s - max(0.0, state.told_s - time_s)
+    return max(since_s, time_s - CHARGED_EVERY_S)
+
+
 def _run_moved(state: RunState, event: RunMoved, time_s: float) -> RunState:
     check_move(RUN_EDGES, state.phase, event.phase)
     was_parked = state.phase is RunPhase.PARKED
@@ -128,7 +139,8 @@ def _run_moved(state: RunState, event: RunMoved, time_s: float) -> RunState:
         since_s = None if state.trainerless_since_s is None else time_s
         return replace(state, trainerless_since_s=since_s)
     # Somebody has mended something, or wants another try.
-    return replace(state, trainer_failures=0, kinds=in_place_of(state.kinds, {}), budget_reached=False)
+    state = replace(state, budget_reached=False, unspent_usd=0.0)
+    return replace(state, trainer_failures=0, kinds=in_place_of(state.kinds, {}))
 
 
 def _apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> RunState:
@@ -147,7 +159,7 @@ def _apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> R
         case FleetSized():
             return replace(state, fleet_size=event.nodes, fleet_sized_at_s=time_s)
         case MachineBought():
-            node = state.nodes[event.node]
+            node, disk = state.nodes[event.node], event.disk_usd_per_h
             bought = replace(
                 node,
                 market=event.market,
@@ -155,6 +167,7 @@ def _apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> R
                 on_demand_usd_per_h=event.on_demand_usd_per_h,
                 pool=landed_in(node.pool, event.pool),
                 came_at_s=time_s if node.came_at_s is None else node.came_at_s,
+                disk_usd_per_h=node.disk_usd_per_h if disk is None else disk,
             )
             return _with_node(note_bought(state, event, node.pool, time_s), bought)
         case JobExited():
@@ -211,7 +224,10 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
     kind = state.kinds.get(node.kind, MachineKind())
     kind = after_move(kind, event, time_s, came=came, served=served, asked_at_s=node.requested_at_s)
     state = _with_kind(state, node.kind, kind)
-    if event.phase is NodePhase.GONE:
+    if event.phase is NodePhase.GONE and event.refusal is not None:  # it was never bought
+        unspent_usd = node.cost_usd(time_s) if state.budget_reached else 0.0
+        state = replace(state, unspent_usd=state.unspent_usd + unspent_usd)
+    elif event.phase is NodePhase.GONE:
         spent_usd = state.spent_usd + node.cost_usd(time_s)
         on_demand_usd = state.spent_on_demand_usd + node.on_demand_cost_usd(time_s)
         state = replace(state, spent_usd=spent_usd, spent_on_demand_usd=on_demand_usd)

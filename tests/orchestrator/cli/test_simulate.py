@@ -14,6 +14,8 @@ from orchestrator.cli.console import Stop
 from orchestrator.simulate.contest import contenders
 from orchestrator.simulate.safety import Broken
 from orchestrator.simulate.stories import Told
+from policies.model.spec import RunSpec
+from policies.model.vocabulary import RunPhase
 
 command = import_module("orchestrator.cli.simulate")  # whose name in the package is its function
 
@@ -45,6 +47,24 @@ def test_a_run_is_simulated_for_programs(run_yaml: Path, monkeypatch: pytest.Mon
     assert told["goodput_per_dollar"][contenders.ON_DEMAND] == 1.0
     assert told["policies"]["ours"]["steps"] > 0
     assert out.stat().st_size > 1000
+
+
+def test_a_deadline_is_left_out_and_that_is_said(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated clock stands years before it."""
+    run_yaml.write_text(run_yaml.read_text() + "policies: {fleet: {deadline: '2100-01-01T00:00:00Z'}}\n")
+    told, steered = Told(0, RunPhase.FINISHED, "", 1.0, 1.0, 1, ""), list[str | None]()
+
+    def tell(_: int, spec: RunSpec, **__: object) -> Told:
+        steered.append(spec.policies.fleet.deadline)
+        return told
+
+    monkeypatch.setattr(command, "tell", tell)
+    monkeypatch.setattr(command, "compete", lambda *_: iter(()))
+    monkeypatch.setattr(command, "render", lambda _: "")
+    found = CliRunner().invoke(app, ["simulate", str(run_yaml), "--seeds", "1"])
+    assert found.exit_code == 0, found.output
+    assert steered == [None]
+    assert "policies.fleet.deadline is left out" in " ".join(found.stderr.split())
 
 
 def test_a_broken_promise_names_the_command_that_replays_it(

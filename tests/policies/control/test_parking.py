@@ -14,7 +14,14 @@ from policies.control.stopping import DOWN
 from policies.fleet.parking import IDLE_MIN_S, idle_limit_s
 from policies.model import exit_codes
 from policies.model.buying import BACK_OFF_MAX_EXTRA_S
-from policies.model.events import CapacityMissing, JobRestarted, NodeRequested, RunMoved, TimelineForked
+from policies.model.events import (
+    BudgetRefused,
+    CapacityMissing,
+    JobRestarted,
+    NodeRequested,
+    RunMoved,
+    TimelineForked,
+)
 from policies.model.folding.fold import fold
 from policies.model.spec import Replicas, RunSpec
 from policies.model.vocabulary import Market, PolicyVersion, Role, RunPhase
@@ -283,6 +290,19 @@ def test_both_markets_are_tried_in_turn() -> None:
     world.let_pass(0.2, 5.0)
     assert is_at(world, RunPhase.TRAINING)
     assert stand_ins_of(world.state)
+
+
+def test_that_there_was_no_money_for_one_once_parks_no_run_that_has_it_now() -> None:
+    world = TwoMarkets(capped(usd_per_h=9.0, max_replicas=1), boot_s={Role.ROLLOUT: 900.0}, no_spot=False)
+    world.let_pass(0.5)
+    told = BudgetRefused("rollout on demand", "another machine had taken the room")
+    world.journal((told,))
+    world.no_spot = True
+    for node in world.up(Role.ROLLOUT):
+        world.lose(node)
+    world.let_pass(0.5)  # on demand is bought once the wait has cost what its start does
+    assert RunPhase.PARKED not in [event.phase for event in world.of(RunMoved)]  # type: ignore[attr-defined]
+    assert len(stand_ins_of(world.state)) == 1
 
 
 def test_stand_ins_are_tried_before_a_run_parks() -> None:

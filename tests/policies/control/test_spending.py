@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 
 from policies.control.decide import decide
 from policies.control.fleet.spending import BUDGET
-from policies.control.snapshot import Action, Command, Snapshot, Terminate
+from policies.control.snapshot import Action, Command, LaunchRefused, Snapshot, Terminate
 from policies.fleet.budget import on_demand_usd, spent_usd
 from policies.fleet.store_costs import Place, Stored
 from policies.ledger.rentals import bill, rentals, spent_over_time
 from policies.model import exit_codes
 from policies.model.events import BudgetReached, BudgetRefused, BudgetSet, NodeMoved, NodeRequested, StoreCharged
+from policies.model.pools import Pool
 from policies.model.spec import Budget, RunSpec
-from policies.model.vocabulary import NodePhase, Role, RunPhase
+from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
 from tests.stand_ins.world import World, spec
 
 USD_PER_H = {Role.TRAINER: 36.0, Role.ROLLOUT: 3.6}
@@ -27,6 +28,11 @@ def capped(
     usd: float | None = None, usd_per_h: float | None = None, max_replicas: int = 2, at: str = "pause"
 ) -> RunSpec:
     return replace(spec(max_replicas), budget=Budget(usd=usd, usd_per_h=usd_per_h, at=at))  # type: ignore[arg-type]
+
+
+def patient(run: RunSpec) -> RunSpec:
+    """One that waits for hours for a machine."""
+    return replace(run, policies=replace(run.policies, boot_timeout_s=10.0**6))
 
 
 def with_disks(run: RunSpec) -> RunSpec:
@@ -132,6 +138,45 @@ def test_a_machine_on_its_way_out_makes_room_for_the_next(leaves: Role, usd_per_
     assert all_of(world, BudgetReached) == all_of(world, BudgetRefused) == []
 
 
+def test_a_pause_for_what_was_never_bought_says_so_and_the_run_goes_on_with_it() -> None:
+    """A trainer's launch hangs until the budget is reached by what it might have cost, and is then refused."""
+    world = SlowToEnd(patient(capped(30.0)), launch_s=10**6, max_steps=20)
+    while not all_of(world, BudgetReached):
+        world.tick()
+        world.advance(60.0)
+    assert world.spent > 10.0
+    world.machines.clear()
+    world.refused.append(LaunchRefused("trainer-0-i1", Refusal.NO_CAPACITY, "nothing to be had"))
+    for _ in range(5):
+        world.tick()
+    assert world.state.phase is RunPhase.PAUSED
+    assert world.spent == bill(rentals(world.history, world.now_s)).cost_usd == 0.0
+    assert "USD of that were counted for requests that bought nothing: `grpo-orch resume`" in world.state.reason
+    world.launch_s = 0.0
+    world.resume()
+    world.run()
+    assert (world.state.phase, len(all_of(world, BudgetReached))) == (RunPhase.FINISHED, 1)
+
+
+def test_what_may_have_been_bought_stays_spent() -> None:
+    """Nobody says that it was refused, or its machine was there once."""
+    for came in (False, True):
+        launch_s = 0.0 if came else 10**6
+        world = Priced(patient(capped(30.0)), launch_s=launch_s, boot_s={Role.TRAINER: 10**6}, max_steps=20)
+        while not all_of(world, BudgetReached):
+            world.tick()
+            world.advance(60.0)
+        world.tick()
+        if came:
+            world.refused.append(LaunchRefused("trainer-0-i1", Refusal.NO_CAPACITY, "its work cannot be started"))
+        world.machines.clear()
+        for _ in range(5):
+            world.tick()
+        assert world.state.phase is RunPhase.PAUSED
+        assert world.spent > 10.0
+        assert "bought nothing" not in world.state.reason
+
+
 def test_nothing_is_bought_before_prices_are_known() -> None:
     world = Priced(capped(100.0), known=False)
     assert decide(world.state, world.snapshot(), world.spec).events == ()
@@ -150,6 +195,36 @@ def test_disks_are_kept_the_money_for_before_a_launch() -> None:
         world = Priced(run)
         world.tick()
         assert bool(all_of(world, NodeRequested)) is bought
+
+
+IN_GCP = Pool("gcp", "us-central1", "us-central1-a", "a3-highgpu-8g", "H100:8", Market.SPOT)
+
+
+class Landed(Priced):
+    """Its cloud tells where its machines are."""
+
+    def snapshot(self) -> Snapshot:
+        looked = super().snapshot()
+        machines = {name: replace(one, pool=IN_GCP) for name, one in (looked.machines or {}).items()}
+        return replace(looked, machines=machines)
+
+
+def test_once_its_place_is_known_a_machines_disk_counts_as_the_one_there() -> None:
+    disk_anywhere = {"any_of": [DISKS, {"infra": "gcp", "disk_tier": "low"}]}
+    run = with_disks(capped(10**4))
+    sections = replace(run.trainer, resources=disk_anywhere), replace(run.rollout, resources=disk_anywhere)
+    world = Landed(replace(run, trainer=sections[0], rollout=sections[1]), max_steps=10**6, launch_s=600.0)
+    world.tick()
+    (asked,) = all_of(world, NodeRequested)
+    assert asked.disk_usd_per_h == pytest.approx(1332.0 / 730)  # type: ignore[attr-defined]
+    for _ in range(400):
+        world.advance(10.0)
+        world.tick()
+    there = 10.24 / 730
+    assert [node.disk_usd_per_h for node in world.state.nodes.values()] == pytest.approx([there] * 3)
+    hours = sum(one.hours for one in rentals(world.history, world.now_s))
+    assert spent_over_time(world.history, world.now_s)[-1].disks_usd == pytest.approx(hours * there)
+    assert bill(rentals(world.history, world.now_s)).cost_usd == pytest.approx(world.spent)
 
 
 @settings(max_examples=50)
@@ -270,6 +345,32 @@ def test_the_cap_is_never_passed_where_each_policy_crosses_clouds(
     assert world.state.store_usd >= world.store_usd * (1 - 1e-9)
     if over_time := spent_over_time(world.history, world.now_s):
         assert over_time[-1].store_usd == pytest.approx(told)
+
+
+@pytest.mark.parametrize(("behind_s", "counted_s"), [(0.0, 2000.0), (600.0, 1400.0)])
+def test_what_the_store_has_cost_outlives_the_controller_that_counted_it(
+    behind_s: float, counted_s: float
+) -> None:
+    """Half an hour after it was last journalled another one takes over, on a host whose clock may be behind."""
+    world = Priced(capped(10**4), max_steps=10**6)
+    world.journal((StoreCharged(0.1, 1, 1, 1, 0.0),))
+    world.now_s += 1800.0
+    world.journal((BudgetSet(10**4),))
+    world.now_s += 200.0 - behind_s
+    world.take_over()
+    assert world.now_s - world.state.store_charged_at_s == max(1800.0, counted_s)
+
+
+def test_nobody_asks_the_store_for_a_run_that_is_over_nor_for_longer_than_an_hour() -> None:
+    for ends in (True, False):
+        world = Priced(capped(5.0) if ends else capped(100.0), max_steps=10**6)
+        for _ in range(5):
+            world.tick()
+            world.advance(5.0)
+        assert (world.state.phase is RunPhase.PAUSED) is ends
+        world.now_s += 30 * 86400.0
+        world.take_over()
+        assert world.now_s - world.state.store_charged_at_s == (0.0 if ends else 3600.0)
 
 
 def test_a_clock_that_is_behind_forgets_no_dollar() -> None:

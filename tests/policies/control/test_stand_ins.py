@@ -160,6 +160,46 @@ def test_one_that_does_not_fit_under_the_budget_is_told_once_and_ends_nothing() 
     assert world.state.phase is RunPhase.TRAINING
 
 
+def too_dear() -> TwoMarkets:
+    """Beside a trainer at 4, a node on spot may cost 6 and one on demand 5, and there is money for 5.5."""
+    world = TwoMarkets(capped(9.5, 2), no_spot=False)
+    assert world.most is not None
+    world.most["rollout on spot"] = 6.0
+    return world
+
+
+def test_where_spot_may_be_too_dear_a_node_on_demand_that_fits_is_bought() -> None:
+    world = too_dear()
+    world.let_pass(1.0)
+    assert world.of(BudgetReached) == []
+    assert (len(world.stood_in), serving_on_spot(world)) == (1, [])
+    assert world.steps > 0.9 * 3600
+    world.lose(world.stood_in[0])
+    world.let_pass(0.2)
+    assert (len(world.stood_in), len(world.of(BudgetReached))) == (2, 0)
+    assert world.most is not None
+    world.most["rollout on spot"] = 1.0  # and then it is not
+    world.let_pass(1.0)
+    assert (stand_ins_of(world.state), len(serving_on_spot(world))) == ([], 2)
+
+
+def test_where_neither_fits_the_budget_is_reached() -> None:
+    world = too_dear()
+    assert world.most is not None
+    world.most[ON_DEMAND] = 6.0
+    world.let_pass(0.2)
+    assert world.state.phase is RunPhase.PAUSED
+
+
+def test_where_spot_is_too_dear_and_the_other_cannot_be_had_the_run_parks_and_does_not_pause() -> None:
+    world = too_dear()
+    world.refusing_rollouts = True
+    world.let_pass(1.0, 5.0)
+    assert (world.state.phase, world.of(BudgetReached)) == (RunPhase.PARKED, [])
+    tries = [one for one in world.of(NodeRequested) if one.role is Role.ROLLOUT]  # type: ignore[attr-defined]
+    assert len(tries) < 3600 / 15 + 5
+
+
 def test_under_a_budget_none_is_bought_whose_price_nobody_knows() -> None:
     world = TwoMarkets(capped(100.0, 2), shape=StepShape(60.0, 1200.0), no_spot=False)
     assert world.most is not None

@@ -11,11 +11,16 @@ from policies.fleet import disks
 from policies.fleet.budget import not_counted
 from policies.fleet.list_prices import MONTH_H, disk_usd_per_h
 from policies.fleet.store_costs import Tariff
+from policies.model.pools import Pool
 from policies.model.spec import RunSpec
-from policies.model.vocabulary import Role
+from policies.model.vocabulary import Market, Role
 from tests.stand_ins.world import spec
 
 FREE = Tariff(0.0, 0.0, 0.0, 0.0)
+
+
+def at(cloud: str, region: str) -> Pool:
+    return Pool(cloud, region, "", "m", "H100:8", Market.SPOT)
 
 
 def on(trainer: dict[str, Any], rollout: dict[str, Any] | None = None) -> RunSpec:
@@ -50,16 +55,29 @@ def test_what_no_list_has_is_not_known_and_ones_own_disks_are_free() -> None:
     assert disk_usd_per_h("kubernetes", None, 256) == 0.0
 
 
+def test_a_machine_that_has_come_has_the_disk_of_its_place() -> None:
+    best = {"infra": "aws/us-west-2", "disk_tier": "best"}
+    run = on({"any_of": [{"infra": "aws/us-east-1"}, best, {"infra": "gcp"}, {"infra": "lambda"}]})
+    usual, dearest = disk_usd_per_h("aws", None, 256), disk_usd_per_h("aws", "best", 256)
+    assert disks.usd_per_h(run, Role.ROLLOUT, None) == dearest
+    assert disks.usd_per_h_in(run, Role.ROLLOUT, at("aws", "us-east-1")) == usual
+    assert disks.usd_per_h_in(run, Role.ROLLOUT, at("aws", "us-west-2")) == dearest
+    assert disks.usd_per_h_in(run, Role.ROLLOUT, at("gcp", "us-east4")) == disk_usd_per_h("gcp", None, 256)
+    for nothing_is_known in (at("lambda", "us-east-1"), at("aws", "eu-west-1"), at("azure", "eastus")):
+        assert disks.usd_per_h_in(run, Role.ROLLOUT, nothing_is_known) is None
+    assert disks.usd_per_h(run, Role.ROLLOUT, at("aws", "eu-west-1")) == dearest  # never nothing
+
+
 def test_the_dearest_disk_that_a_machine_may_have_counts_and_in_its_pool_the_one_there() -> None:
     run = on({"disk_size": "1TB", "any_of": [{"infra": "aws/us-east-1"}, {"infra": "gcp", "disk_tier": "low"}]})
     aws, gcp = disk_usd_per_h("aws", None, 1024), disk_usd_per_h("gcp", "low", 1024)
     assert aws is not None
     assert gcp is not None
     assert disks.usd_per_h(run, Role.TRAINER, None) == aws > gcp
-    assert disks.usd_per_h(run, Role.TRAINER, "gcp") == gcp
+    assert disks.usd_per_h(run, Role.TRAINER, at("gcp", "us-central1")) == gcp
     anywhere = on({"accelerators": "H100:8"})
     assert disks.usd_per_h(anywhere, Role.ROLLOUT, None) == disk_usd_per_h("azure", None, 256)
-    assert disks.usd_per_h(anywhere, Role.ROLLOUT, "aws") == disk_usd_per_h("aws", None, 256)
+    assert disks.usd_per_h(anywhere, Role.ROLLOUT, at("aws", "us-east-1")) == disk_usd_per_h("aws", None, 256)
     assert disks.usd_per_h(replace(anywhere, cloud="local"), Role.ROLLOUT, None) == 0.0
 
 

@@ -63,9 +63,10 @@ def test_deltas_cost_a_hundredth_and_a_node_that_joins_the_whole() -> None:
     assert tariff.usd(of_fetch(POLICY)) == pytest.approx(1.31, rel=0.01)
 
 
-def test_a_day_of_steering_costs_three_dollars_of_requests() -> None:
-    assert tariff_of(EAST, EAST).usd(of_control(86400.0)) == pytest.approx(3.02, abs=0.01)
-    assert tariff_of(Place("local"), EAST).usd(of_control(86400.0)) == 0.0
+def test_a_day_of_steering_costs_two_dollars_of_requests() -> None:
+    assert tariff_of(EAST, EAST).usd(of_control(86400.0, 9)) == pytest.approx(2.03, abs=0.01)
+    assert tariff_of(EAST, EAST).usd(of_control(86400.0, 1000)) == pytest.approx(36.28, abs=0.01)
+    assert tariff_of(Place("local"), EAST).usd(of_control(86400.0, 9)) == 0.0
 
 
 @pytest.mark.parametrize(
