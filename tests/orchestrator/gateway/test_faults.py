@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -12,7 +11,7 @@ import httpx
 import pytest
 
 from orchestrator.control.observe import GatewayWatch
-from policies.serving.wire import SILENT_S, BatchLine
+from policies.serving.wire import BatchLine
 from tests.rigs.gateway_process import Rig, check_complete, hear, kill, make_batch, until
 
 
@@ -86,14 +85,13 @@ def test_all_nodes_are_killed_and_the_batch_waits_for_their_successors(rig: Rig)
     assert {one.node for one in heard.completions} <= {"rollout-2", "rollout-3"}
 
 
-def test_an_idle_node_that_dies_is_out_long_before_it_would_count_as_silent(rig: Rig) -> None:
+def test_an_idle_node_that_dies_is_out_before_it_counts_as_silent(rig: Rig) -> None:
     victim = rig.node("rollout-0")
     rig.until_members("rollout-0")
     rig.complete(make_batch("0-0", requests=1))
     kill(victim)
-    died_at_s = time.monotonic()
     rig.until_members()
-    assert time.monotonic() - died_at_s < SILENT_S / 2
+    assert "connection was lost" in rig.status().changes[-1].reason  # nobody waited to see it silent
 
 
 @pytest.mark.slow
