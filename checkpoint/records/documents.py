@@ -68,9 +68,17 @@ class ControllerMachine:
     at_s: float  # when its last launch was asked for
     price_usd_per_h: float = 0.0  # 0: not known; until it is launched the price of what it could be
     before: tuple[ControllerRental, ...] = ()  # its stays until then, and those of machines before it
+    refused: bool = False  # its last launch was, and no machine is there
+
+    @property
+    def usd_per_h(self) -> float:
+        """What it costs now."""
+        return 0.0 if self.refused else self.price_usd_per_h
 
     def stays(self, now_s: float) -> tuple[ControllerRental, ...]:
         """All of them, until now."""
+        if self.refused:
+            return self.before
         return (*self.before, ControllerRental(self.at_s, max(self.at_s, now_s), self.price_usd_per_h))
 
 

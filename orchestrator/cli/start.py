@@ -253,7 +253,8 @@ def show_plan(
 ) -> None:
     """Print what will be started, what it takes, and what it costs; of an evaluation not what a step takes."""
     spec: RunSpec = record.spec
-    offers = open_cloud(record, store).offers()
+    cloud = open_cloud(record, store)
+    offers = cloud.offers()
     table = Table("node", "market", "what", "USD/h", title=f"{spec.name} on {spec.cloud}", title_justify="left")
     for offer in offers:
         table.add_row(offer.role, offer.market, _what(offer), f"{offer.price_usd_per_h:.2f}")
@@ -268,6 +269,8 @@ def show_plan(
     terminal.print(table)
     if record.evaluation is None:
         terminal.print(render_short(plan), highlight=False)
+    for line in cloud.without_quota():
+        terminal.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _what(offer: Offer) -> str:

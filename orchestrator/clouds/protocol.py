@@ -76,6 +76,12 @@ class Cloud(Protocol):
     def offers(self) -> list[Offer]:
         """What the run's machines would be, the trainer first."""
 
+    def without_quota(self) -> list[str]:
+        """The kinds of machine that would be offered and that the account may not have, a line each.
+
+        Empty also where that cannot be told.
+        """
+
     def pools(self) -> list[PoolOffer]:
         """Where the run's machines may be bought, on either market; empty where there is nothing to choose.
 

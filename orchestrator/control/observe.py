@@ -182,7 +182,7 @@ class ControllerCosts:
             self._before = () if self._machine else documents.controller_stays(self._store, 0.0)
             self._read_at_s = now_s
         stays = self._before if self._machine is None else self._machine.stays(time.time())
-        return sum(one.usd for one in stays), 0.0 if self._machine is None else self._machine.price_usd_per_h
+        return sum(one.usd for one in stays), 0.0 if self._machine is None else self._machine.usd_per_h
 
 
 class Observer:

@@ -169,7 +169,7 @@ def _money(reader: Reader, now_s: float, step: int, max_steps: int | None, eta_s
     state, controller = reader.state, reader.controller
     beside_usd = sum(one.usd for one in reader.controllers(now_s))
     spent = spent_usd(state, now_s) + beside_usd
-    steering_usd_per_h = 0.0 if controller is None else controller.price_usd_per_h
+    steering_usd_per_h = 0.0 if controller is None else controller.usd_per_h
     on_demand = on_demand_usd(state, now_s) + beside_usd
     rate = sum(node.usd_per_h for node in state.nodes.values()) + steering_usd_per_h
     tokens = sum(row.tokens for row in reader.path)

@@ -14,8 +14,9 @@ work, `machine.json` which attempt it was and how it ended; both outlive a proce
 A newer attempt is ordered when the one before has reported its end, a moment before its lock is free. It waits
 that moment; should a process that hangs hold the lock for longer, it leaves with `exit_codes.HELD`.
 
-SIGTERM is the notice of Kubernetes, of Slurm and of `sky cancel`. A trainer is told at once, and stores what it
-has. A rollout node drains first, for as long as the shortest of their graces allows, or until a second SIGTERM.
+SIGTERM is the notice of Slurm and of `sky cancel`, and of Kubernetes by a hook (`tasks/sky/notice.sh`). A trainer
+is told at once, and stores what it has. A rollout node drains first, for as long as the shortest of their graces
+allows, or until a second SIGTERM.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _attempt(
     env: NodeEnv, argv: Sequence[str], known: Sequence[MetadataService], drain_s: float, store: Store
 ) -> int:
     workdir = Path(env.workdir)
-    record(workdir, Started(env.attempt))
+    record(workdir, Started(env.attempt, pid=os.getpid()))  # which a Kubernetes pod's hook sends a SIGTERM to
     adopt_orphans()
     work = start_child(list(argv), {**os.environ, MARK: str(workdir)})  # before there are threads: it forks
     # The threads below inherit it: SIGTERM then waits for the one that takes it. Until here it ends this process.

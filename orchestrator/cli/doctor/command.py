@@ -18,6 +18,7 @@ from orchestrator.cli.doctor.store import examine_store
 from orchestrator.cli.options import AsJson, Output, print_json
 from orchestrator.clouds.local.cloud import node_python
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+from orchestrator.clouds.sky.quotas import zero_quota
 from orchestrator.clouds.sky.sdk.types import ApiServer, CloudCheck, SkyOffer
 from orchestrator.config.load import load_spec, load_storage
 from policies.control.fleet.markets import market_of
@@ -26,7 +27,6 @@ from policies.model.spec import RunSpec
 from policies.model.vocabulary import Market, Role
 
 INSTALL = "pip install 'grpo-orch[sky]' 'skypilot[aws]==0.14.1' (or gcp, azure, kubernetes for aws)"
-QUOTA_HELP = "https://docs.skypilot.co/en/latest/cloud-setup/quota.html"
 
 
 class SkyPilotLike(Protocol):
@@ -128,7 +128,7 @@ def _machine(
         return Finding(what, False, needed, str(error))
     if with_quota is None:
         places = ", ".join(sorted({_region(offer) for offer in offers}))
-        told = f"the account's quota for {offers[0].instance_type} is zero in {places}; ask for more: {QUOTA_HELP}"
+        told = zero_quota(offers[0].instance_type, market.replace("_", " "), places)
         return Finding(what, False, needed, told)
     return Finding(what, True, needed, _offer_words(with_quota, offers))
 

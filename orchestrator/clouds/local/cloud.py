@@ -101,6 +101,10 @@ class LocalCloud:
             for market in (market_of(role, self._spec),)
         ]
 
+    def without_quota(self) -> list[str]:
+        """See `Cloud.without_quota`."""
+        return []
+
     def pools(self) -> list[PoolOffer]:
         """See `Cloud.pools`. There is one machine."""
         return []

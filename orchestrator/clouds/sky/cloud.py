@@ -20,6 +20,7 @@ from orchestrator.clouds.local.cloud import lines_of
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
 from orchestrator.clouds.sky.clusters import Clusters, Entry
 from orchestrator.clouds.sky.pinning import offers_of, pool_of, resources_in
+from orchestrator.clouds.sky.quotas import quota_lines
 from orchestrator.clouds.sky.sdk.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S, timed
 from orchestrator.clouds.sky.sdk.types import ClusterState, nodes_name
 from orchestrator.clouds.sky.suspicion import Suspicions
@@ -130,6 +131,16 @@ class SkyCloud:
         }
         return [of_role[role] for role, _, _ in wanted_slots(self._spec)]
 
+    def without_quota(self) -> list[str]:
+        """See `Cloud.without_quota`."""
+        region = sole_region(self._spec)
+        lines = []
+        for role in dict.fromkeys(role for role, _, _ in wanted_slots(self._spec)):
+            market = market_of(role, self._spec)
+            asked = resources_for(self._resources(role), role, market, region)
+            lines += quota_lines(self._sky, role, asked, market)
+        return lines
+
     def pools(self) -> list[PoolOffer]:
         """See `Cloud.pools`."""
         region = sole_region(self._spec)
@@ -228,7 +239,7 @@ class SkyCloud:
 
     def _present_region(self) -> str | None:
         up = (entry for entry in self._clusters.entries().values() if entry.is_up)
-        return next((region_of(entry.cluster.infra) for entry in up), None)
+        return next((region_of(entry.cluster.infra) for entry in up if entry.cluster.infra), None)
 
     def _look_for_silent_end(self, name: str, node: str) -> None:
         """See whether the work has ended without a word, as when its set-up failed: then it has failed."""
@@ -270,8 +281,9 @@ def _machine(node: str, entry: Entry, report: MachineReport | None) -> Machine:
         why=entry.lost,
         notice=bool(report and report.notice),
         market=Market.SPOT if entry.cluster.spot else Market.ON_DEMAND,
-        price_usd_per_h=entry.cluster.price_usd_per_h,
+        price_usd_per_h=entry.cluster.price_usd_per_h or 0.0,
         on_demand_usd_per_h=entry.cluster.on_demand_usd_per_h,
         where=f"{entry.cluster.infra} {entry.cluster.machine}".strip(),
-        pool=pool_of(entry.cluster),
+        # With neither, what it may cost at most goes on counting.
+        pool=None if entry.cluster.price_usd_per_h is None else pool_of(entry.cluster),
     )

@@ -131,7 +131,9 @@ class Clusters:
             entry = self._entries[name] = Entry(cluster, up)
         # SkyPilot calls a cluster `INIT` again when it cannot reach it, which may be its own network's fault: a
         # machine that works is not given up for that.
-        entry.cluster, entry.was_up = cluster, entry.was_up or up
+        # Of one that could not be read all else is as it was.
+        entry.cluster = cluster if cluster.infra else replace(entry.cluster, state=cluster.state)
+        entry.was_up = entry.was_up or up
         if cluster.state is ClusterState.STOPPED and not entry.lost:
             entry.lost = "it was stopped"
 

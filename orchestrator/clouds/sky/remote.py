@@ -71,9 +71,22 @@ class RemoteController:
         stays = documents.controller_stays(self._store, asked_s)
         machine = ControllerMachine(self.cluster, infra, asked_s, price, stays)
         documents.CONTROLLER.write(self._store, machine)
-        found = self._sky.launch(self.cluster, self._work(reason), LAUNCH_TIMEOUT_S)
-        machine = replace(machine, infra=found.infra, price_usd_per_h=found.price_usd_per_h)
+        try:
+            found = self._sky.launch(self.cluster, self._work(reason), LAUNCH_TIMEOUT_S)
+        except CloudRefused:
+            if not self._may_be_there():
+                documents.CONTROLLER.write(self._store, replace(machine, refused=True))
+            raise
+        known = price if found.price_usd_per_h is None else found.price_usd_per_h
+        machine = replace(machine, infra=found.infra, price_usd_per_h=known)
         documents.CONTROLLER.write(self._store, machine)
+
+    def _may_be_there(self) -> bool:
+        """Whether there is a machine that costs something, as one from before, or that cannot be told."""
+        try:
+            return self.exists()
+        except CloudUnavailable:
+            return True
 
     def _likely_usd_per_h(self) -> float:
         """What it costs unless its launch goes elsewhere; 0: not known, as the launch will be asked for anyway."""
@@ -145,6 +158,7 @@ class RemoteController:
             setup=script("controller_setup.sh") + script("setup.sh"),
             run=script("controller_run.sh"),
             resources=self._resources(),
+            hooks=(),
             idle_min=None,  # it stays until `down`, for it alone knows the others' logs
             files={**work.files, **self._settings()},
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from dataclasses import dataclass, field
 from importlib import resources as package_data
 from itertools import zip_longest
@@ -27,6 +28,8 @@ _SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
 _PLACES = ("infra", "cloud", "region", "zone")  # the latter three are the older way to say the first
 _OPEN_END = re.compile(r"(/\*)+$")  # `aws/*/*` is `aws`
 _ALIASES = {"k8s": "kubernetes"}
+_PODS = ("kubernetes", "ssh")  # SkyPilot's SSH pools are a Kubernetes of its own
+_POD_LEAVES_S = 60  # of a pod that is told to end: its terminationGracePeriodSeconds, which is 30 without
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Work:
     files: dict[str, str]  # path on the machine: path here
     workdir: str | None
     idle_min: int | None = None  # the machine ends itself once its work has ended for so long; None: never
+    hooks: tuple[dict[str, Any], ...] = ()  # SkyPilot's: what runs on the machine when
 
 
 def work_for(
@@ -62,17 +66,28 @@ def work_for(
     shipped = f"{REMOTE_WHEELS}/{wheel.parent.name}/{wheel.name}"
     environment = {**order.environment, "GRPO_ORCH_ROLE": order.role.value, "GRPO_ORCH_WHEEL": shipped}
     named = secret_names(environment)
+    asked = resources or resources_for(section.resources, order.role, order.market, pinned)
     hidden = {name for name in environment if name in named or is_secret(name)}
     return Work(
         setup=script("setup.sh"),
         run=script("run.sh"),
-        resources=resources or resources_for(section.resources, order.role, order.market, pinned),
+        resources=asked,
         env={name: value for name, value in environment.items() if name not in hidden},
         secrets={name: value for name, value in environment.items() if name in hidden},
         files={f"~/{shipped}": str(wheel), **_named_files(order.role, spec)},
         workdir=_workdir(spec),
         idle_min=math.ceil(spec.policies.fleet.dead_man_min) or None,
+        hooks=_hooks(order.node, asked),
     )
+
+
+def _hooks(node: str, resources: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Where the machine may be a pod, whose work hears nothing of its end otherwise."""
+    clouds = {_parts(place)[0] for place in places(resources) if place}
+    if clouds.isdisjoint(_PODS):
+        return ()
+    run = f"NODE={shlex.quote(node)}\n{script('notice.sh')}"
+    return ({"run": run, "events": ["preemption"], "timeout": _POD_LEAVES_S},)
 
 
 def is_secret(name: str) -> bool:

@@ -10,7 +10,7 @@ from orchestrator.config.rules.deadline import note_deadline
 from orchestrator.config.rules.foreign_keys import grpo_table
 from orchestrator.config.rules.gpus import note_idle
 from orchestrator.config.rules.processes import note_processes
-from orchestrator.config.rules.resources import named_regions
+from orchestrator.config.rules.resources import named_clouds, named_regions
 from orchestrator.config.rules.secrets import note_secrets
 from policies.control.rollback.choice import changes_on_rollback
 from policies.detect.divergence import TYPICAL_DELAY_POINTS
@@ -32,6 +32,7 @@ def find_notices(spec: RunSpec, findings: Findings) -> None:
     note_processes(spec, findings)
     note_secrets(spec, findings)
     _several_regions(spec, findings)
+    _azure_networks(spec, findings)
     note_deadline(spec, findings)
 
 
@@ -92,6 +93,15 @@ def _several_regions(spec: RunSpec, findings: Findings) -> None:
         return
     why = "its nodes talk over private addresses, which do not reach another region"
     message = f"of {', '.join(sorted(named))} a run is in one, the trainer's: {why}"
+    findings.notice(("rollout", "resources"), message)
+
+
+def _azure_networks(spec: RunSpec, findings: Findings) -> None:
+    clouds = {cloud for part in (spec.trainer, spec.rollout) for cloud in named_clouds(part.resources)}
+    if spec.cloud != "sky" or "azure" not in clouds or generates_itself(spec):
+        return
+    why = "SkyPilot makes a network for each machine, and nodes do not reach the trainer in another"
+    message = f"azure: {why}; name one for all in ~/.sky/config.yaml: azure.vpc_name"
     findings.notice(("rollout", "resources"), message)
 
 

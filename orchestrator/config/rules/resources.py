@@ -64,9 +64,17 @@ def check_resources(data: dict[str, Any], path: KeyPath, findings: Findings, *, 
 
 def named_regions(resources: Mapping[str, Any]) -> set[str]:
     """The regions that checked resources name, alternatives included, as in `aws/us-east-1`."""
+    return {"/".join(parts[:2]) for parts in _places(resources) if len(parts) > 1 and "*" not in parts[:2]}
+
+
+def named_clouds(resources: Mapping[str, Any]) -> set[str]:
+    """The clouds that checked resources name, alternatives included, in lower case."""
+    return {parts[0].lower() for parts in _places(resources)} - {"*"}
+
+
+def _places(resources: Mapping[str, Any]) -> list[list[str]]:
     nested = [one for key in ALTERNATIVES for one in resources.get(key) or ()]
-    found = [_place(one) for one in (resources, *nested)]
-    return {"/".join(parts[:2]) for parts in found if len(parts) > 1 and "*" not in parts[:2]}
+    return [_place(one) for one in (resources, *nested)]
 
 
 def _place(entry: Mapping[str, Any]) -> list[str]:

@@ -100,7 +100,7 @@ def test_a_run_on_a_cloud_that_has_all_it_needs() -> None:
         (
             SkyPilotStandIn(no_quota=(SPOT, DEARER)),
             "rollout spot",
-            "p5.48xlarge is zero in aws/us-east-1, aws/us-west-2",
+            "p5.48xlarge spot is zero in aws/us-east-1, aws/us-west-2",
         ),
         (SkyPilotStandIn(away=True), "API server", "does not answer"),
     ],

@@ -273,6 +273,7 @@ def test_what_machines_shared_can_be_cleaned_up_once_they_are_gone_and_is_there_
 
 
 def test_a_machine_for_each_slot_is_offered_the_trainer_first(cloud: Cloud) -> None:
+    assert cloud.without_quota() == []
     assert [(offer.role, offer.market) for offer in cloud.offers()] == [
         (Role.TRAINER, Market.ON_DEMAND), (Role.ROLLOUT, Market.SPOT), (Role.ROLLOUT, Market.SPOT),
     ]  # fmt: skip

@@ -36,6 +36,10 @@ REGIONS = (
     "of aws/r1, aws/r2 a run is in one, the trainer's: "
     "its nodes talk over private addresses, which do not reach another region"
 )
+NETWORKS = (
+    "azure: SkyPilot makes a network for each machine, and nodes do not reach the trainer in another; "
+    "name one for all in ~/.sky/config.yaml: azure.vpc_name"
+)
 WITHOUT_KL = "{on_rollback: {epsilon_factor: 1, learning_rate_factor: 1, skip_prompts: false}}"
 
 
@@ -63,6 +67,14 @@ def late(logging_steps: int, checkpoints: int = 0) -> str:
                 ("  replicas: 2", "  replicas: 2\n  resources:\n    any_of: [{infra: aws/r1}, {infra: aws/r2/z}]"),
             ],
             [f"run.yaml:17: rollout.resources: {REGIONS}"],
+        ),
+        (
+            [
+                (DROP, "cloud: sky\n"),
+                ("storage: ./run", "storage: s3://b/run"),
+                ("  replicas: 2", "  replicas: 2\n  resources: {any_of: [{infra: Azure/eastus}]}"),
+            ],
+            [f"run.yaml:17: rollout.resources: {NETWORKS}"],
         ),
         ([("{limit: 0.5}", NOTHING)], [f"run.yaml:20: policies.kl.on_rollback: {SAME}"]),
         ([("{limit: 0.5}", NOTHING.replace("skip_prompts: false", "skip_prompts: true"))], []),

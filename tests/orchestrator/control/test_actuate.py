@@ -50,6 +50,9 @@ class Clouds:
     def offers(self) -> list[Offer]:
         return []
 
+    def without_quota(self) -> list[str]:
+        return []
+
     def pools(self) -> list[PoolOffer]:
         return []
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from importlib import resources as package_data
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ from checkpoint.store.run_store import Store
 from policies.model import exit_codes
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from tasks.machine.node_env import read_run_here
+from tasks.machine.processes.attempts import Started, record
 from tests.budget import HANG_S
 from tests.rigs.gateway_process import until
 from tests.rigs.metadata import fake_metadata
@@ -136,6 +138,39 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 def gone(*pids: int) -> None:
     until("the end of the work", lambda: not any(alive(pid) for pid in pids))
+
+
+def tell_pod(rig: Rig, home: Path) -> subprocess.Popen[bytes]:
+    """What SkyPilot runs in a pod that is about to end, in a home where this machine's folder is."""
+    folder = home / ".grpo-orch/work/run" / NODE
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if not folder.exists():
+        folder.symlink_to(rig.workdir)
+    hook = (package_data.files("tasks") / "sky" / "notice.sh").read_text()
+    told = subprocess.Popen(["/bin/sh", "-c", f"NODE={NODE}\n{hook}"], env={**os.environ, "HOME": str(home)})
+    rig.processes.append(told)
+    return told
+
+
+def test_a_pods_end_is_a_notice_and_the_pod_waits_for_the_work(rig: Rig, tmp_path: Path) -> None:
+    machine = rig.start()
+    rig.running()
+    told = tell_pod(rig, tmp_path / "home")
+    rig.reported(lambda report: report.notice)
+    assert machine.poll() is None  # it drains
+    assert told.poll() is None
+    rig.end_work(exit_codes.OK)
+    assert machine.wait(HANG_S) == exit_codes.OK
+    assert told.wait(HANG_S) == 0
+
+
+def test_a_pods_end_is_told_to_no_process_that_has_the_number_by_now(rig: Rig, tmp_path: Path) -> None:
+    rig.workdir.mkdir()
+    anothers = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    rig.processes.append(anothers)
+    record(rig.workdir, Started(1, pid=anothers.pid))
+    assert tell_pod(rig, tmp_path / "home").wait(HANG_S) == 0
+    assert anothers.poll() is None
 
 
 def test_the_start_and_the_end_are_reported_and_the_exit_code_is_the_works(rig: Rig) -> None:

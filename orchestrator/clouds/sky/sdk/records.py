@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
+from orchestrator.clouds.sky.sdk.each import say_once, why_not
 from orchestrator.clouds.sky.sdk.types import Cluster, ClusterState, Instance, SkyOffer
 
 LABEL = "grpo-orch"  # on every machine, with the cluster's name
@@ -22,46 +24,74 @@ _STATES = {
 
 def cluster_of(record: Any) -> Cluster:
     """The cluster that a record of `sky.status` is of."""
-    return cluster_at(record.name, _STATES[record.status.value], record.handle)
+    state = _STATES.get(record.status.value, ClusterState.STARTING)
+    return cluster_at(record.name, state, record.handle)
 
 
 def cluster_at(name: str, state: ClusterState, handle: Any) -> Cluster:
-    """The cluster that SkyPilot has launched and holds by this handle."""
-    launched = handle.launched_resources
+    """The cluster that SkyPilot has launched and holds by this handle; what that does not tell is left open."""
+    launched = None if handle is None else handle.launched_resources
+    if launched is None:
+        say_once("cluster_without_machine", name, "SkyPilot has no more of it on record than its name")
+        return Cluster(name, state, infra="", spot=False, price_usd_per_h=None, ssh_address=None)
     addresses, ports = handle.cached_external_ips, handle.cached_external_ssh_ports
     return Cluster(
         name=name,
         state=state,
-        infra=launched.infra.to_str(),
-        spot=launched.use_spot,
-        price_usd_per_h=float(launched.get_cost(HOUR_S)),
+        infra=launched.infra.to_str() or "",
+        spot=bool(launched.use_spot),
+        price_usd_per_h=_usd_per_h(lambda: launched, name),
         ssh_address=(addresses[0], ports[0]) if addresses and ports else None,
         machine=launched.instance_type or "",
         accelerators=_accelerators(launched),
-        on_demand_usd_per_h=float(launched.copy(use_spot=False).get_cost(HOUR_S)),
+        on_demand_usd_per_h=_usd_per_h(lambda: launched.copy(use_spot=False), f"{name} on demand") or 0.0,
     )
 
 
-def cluster_on_aws(instance: Instance, machine: Any) -> Cluster:
-    """The cluster that is this machine of AWS; `machine` is its kind as `sky.Resources`."""
+def cluster_on_aws(instance: Instance, kind: Callable[[bool], Any]) -> Cluster:
+    """The cluster that is this machine of AWS. `kind`: its kind as `sky.Resources`, on spot or on demand.
+
+    SkyPilot may know no such kind: whoever launched it may have had a newer list of them.
+    """
     return Cluster(
         name=instance.name,
         state=instance.state,
         infra=f"aws/{instance.region}/{instance.zone}",
         spot=instance.spot,
-        price_usd_per_h=float(machine.get_cost(HOUR_S)),
+        price_usd_per_h=_usd_per_h(lambda: kind(instance.spot), instance.name),
         ssh_address=(instance.address, SSH_PORT) if instance.address else None,
         machine=instance.machine,
-        accelerators=_accelerators(machine),
-        on_demand_usd_per_h=float(machine.copy(use_spot=False).get_cost(HOUR_S)),
+        accelerators=_accelerators_of(lambda: kind(instance.spot), instance.name),
+        on_demand_usd_per_h=_usd_per_h(lambda: kind(False), f"{instance.name} on demand") or 0.0,
         unrecorded=True,
     )
 
 
-def offer_of(machine: Any) -> SkyOffer:
-    """The offer that a launchable `sky.Resources` is."""
-    price = float(machine.get_cost(HOUR_S))
-    return SkyOffer(machine.infra.to_str(), machine.instance_type, _accelerators(machine), machine.use_spot, price)
+def offer_of(machine: Any) -> SkyOffer | None:
+    """The offer that a launchable `sky.Resources` is; None where no price is known: SkyPilot launches none."""
+    place = machine.infra.to_str()
+    market = "spot" if machine.use_spot else "on demand"
+    price = _usd_per_h(lambda: machine, f"{place} {machine.instance_type} {market}")
+    if price is None:
+        return None
+    return SkyOffer(place, machine.instance_type, _accelerators(machine), machine.use_spot, price)
+
+
+def _usd_per_h(machine: Callable[[], Any], what: str) -> float | None:
+    """None, which is said once, where SkyPilot's catalog has no price (ValueError) or two (AssertionError)."""
+    try:
+        return float(machine().get_cost(HOUR_S))
+    except Exception as error:  # noqa: BLE001 whatever it is, this one price is not known
+        say_once("price_not_known", what, why_not(error))
+        return None
+
+
+def _accelerators_of(machine: Callable[[], Any], what: str) -> str:
+    try:
+        return _accelerators(machine())
+    except Exception as error:  # noqa: BLE001 as above
+        say_once("machine_not_known", what, why_not(error))
+        return ""
 
 
 def _accelerators(machine: Any) -> str:

@@ -23,12 +23,14 @@ from sky.adaptors import aws
 from sky.catalog import common as catalogs
 from sky.client import sdk
 from sky.server import common as server
+from sky.server.requests.serializers import decoders
 from sky.skylet import constants, runtime_utils
 from sky.utils import registry, resources_utils
 
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky.sdk.aws import GONE_EVERY_S, Account
 from orchestrator.clouds.sky.sdk.calls import ask_cloud, find_out
+from orchestrator.clouds.sky.sdk.each import decode_each, read_each, say_once, was_answered, why_not
 from orchestrator.clouds.sky.sdk.errors import OTHER_MACHINE, one_line
 from orchestrator.clouds.sky.sdk.log import lines_from
 from orchestrator.clouds.sky.sdk.records import cluster_at, cluster_of, cluster_on_aws, labelled, offer_of
@@ -43,6 +45,7 @@ CHECK_TIMEOUT_S = 120.0  # for what clouds and catalogs are asked for
 
 _SETTINGS = dict(skypilot_config.to_dict())  # before `_own_group`
 _requests = Requests(sdk, server, lambda: _server_log())
+decoders.register_decoders("status")(decode_each(decoders.decode_status))
 _overlay = contextlib.ExitStack()  # what goes along with every request of this process; never left
 
 
@@ -74,8 +77,8 @@ class SkyPilot:
 
     def clusters(self, prefix: str) -> list[Cluster]:
         """Every cluster on SkyPilot's record whose name begins with `prefix`; no cloud is asked."""
-        records = [one for one in _status(None, LOOK_TIMEOUT_S) if one.name.startswith(prefix)]
-        self._handles.update({record.name: record.handle for record in records})
+        records = _records(prefix)
+        self._handles.update({record.name: record.handle for record in records if record.handle is not None})
         return [cluster_of(record) for record in records]
 
     def confirm(self, name: str, timeout_s: float) -> Cluster | None:
@@ -139,7 +142,7 @@ class SkyPilot:
         # In this order: SkyPilot has a cluster on record before AWS has its machine.
         if not (there := self._aws.machines(prefix, places)):
             return []
-        known = {record.name for record in _status(None, LOOK_TIMEOUT_S)}
+        known = {record.name for record in _records(prefix)}
         return [instance for instance in there if instance.name not in known]
 
     def end(self, instances: Iterable[Instance]) -> None:
@@ -148,8 +151,8 @@ class SkyPilot:
 
     def as_cluster(self, instance: Instance) -> Cluster:
         """A machine of which SkyPilot here has no record, as a cluster."""
-        of_its_kind = {"instance_type": instance.machine, "use_spot": instance.spot}
-        return cluster_on_aws(instance, sky.Resources(infra=f"aws/{instance.region}", **of_its_kind))
+        kind = {"infra": f"aws/{instance.region}", "instance_type": instance.machine}
+        return cluster_on_aws(instance, lambda spot: sky.Resources(**kind, use_spot=spot))
 
     def _enabled(self) -> list[str]:
         """The clouds that SkyPilot may use."""
@@ -180,7 +183,11 @@ class SkyPilot:
             one = sky.Resources(infra=offer.infra, instance_type=offer.instance_type, use_spot=offer.spot)
             return bool(one.cloud.check_quota_available(one))
 
-        return ask_cloud(ask, CHECK_TIMEOUT_S)
+        try:
+            return ask_cloud(ask, CHECK_TIMEOUT_S)
+        except (CloudRefused, CloudUnavailable) as error:
+            say_once("quota_not_told", f"{offer.instance_type} in {offer.infra}", str(error))
+            return True
 
     def clouds(self) -> list[CloudCheck]:
         """Every cloud that SkyPilot knows, its credentials tried anew; enabled ones first."""
@@ -232,7 +239,8 @@ def _server_log() -> Path:
 def _task(name: str, work: Work) -> Any:
     what = {"setup": work.setup, "run": work.run, "workdir": work.workdir, "file_mounts": work.files}
     task = sky.Task(name=name, envs=work.env, secrets=work.secrets, **what)
-    task.set_resources(sky.Resources.from_yaml_config(labelled(work.resources, name)))
+    hooks = {"hooks": list(work.hooks)} if work.hooks else {}  # without any, those of other clouds are left alone
+    task.set_resources(sky.Resources.from_yaml_config({**labelled(work.resources, name), **hooks}))
     return task
 
 
@@ -241,7 +249,19 @@ def _record(name: str, timeout_s: float) -> Any:
     return records[0] if records else None
 
 
-def _status(names: list[str] | None, timeout_s: float, refresh: Any = sky.StatusRefreshMode.NONE) -> list[Any]:
+def _records(prefix: str) -> list[Any]:
+    """SkyPilot's records of the clusters whose names begin so; it is kept from reading those of others."""
+    pattern = f"{prefix}*"
+    try:
+        return _status([pattern], LOOK_TIMEOUT_S)
+    except CloudUnavailable as error:
+        if not was_answered(error) or not server.is_api_server_local():
+            raise
+    names = find_out(lambda: global_user_state.get_glob_cluster_names(pattern))
+    return read_each(lambda some: _status(list(some), LOOK_TIMEOUT_S), names)
+
+
+def _status(names: list[str], timeout_s: float, refresh: Any = sky.StatusRefreshMode.NONE) -> list[Any]:
     """SkyPilot's records. To an API server without logins each machine of a user is another user."""
     records: list[Any] = _requests.look(lambda: sdk.status(names, refresh=refresh, all_users=True), timeout_s)
     return records
@@ -252,7 +272,7 @@ def _instances_of(handle: Any) -> Callable[[], Iterable[str]]:
 
     With an API server elsewhere the credentials are there; SkyPilot's own look before it deletes a record is all.
     """
-    if not server.is_api_server_local() or handle.cluster_yaml is None:
+    if not server.is_api_server_local() or handle is None or handle.cluster_yaml is None:
         return tuple
     provider = find_out(lambda: global_user_state.get_cluster_yaml_dict(handle.cluster_yaml))["provider"]
     cloud = repr(handle.launched_resources.cloud)
@@ -291,21 +311,36 @@ def _write_log(name: str, follow: bool, sink: io.TextIOBase) -> None:
 def _offers(resources: dict[str, Any], spot: bool, enabled: list[str]) -> list[SkyOffer]:
     found: set[SkyOffer] = set()
     like: set[str] = set()
+    failed: list[Exception] = []
     for wanted in sky.Resources.from_yaml_config(copy.deepcopy(resources)):
         one = wanted.copy(use_spot=spot)
         one.validate()
         for name in enabled:
             cloud = registry.CLOUD_REGISTRY.from_str(name)
             if one.cloud is None or one.cloud.is_same_cloud(cloud):
-                feasible = cloud.get_feasible_launchable_resources(one, 1)
-                like.update(feasible.fuzzy_candidate_list)
-                for machine in feasible.resources_list[:1]:  # the cheapest, which a launch would take
-                    found.update(map(offer_of, resources_utils.make_launchables_for_valid_region_zones(machine)))
+                try:
+                    found.update(_offers_of(cloud, one, like))
+                except Exception as error:  # noqa: BLE001 a cluster of one's own that is away hides no other cloud
+                    failed.append(error)
+                    say_once("cloud_not_asked", name, why_not(error))
+    if not found and failed:
+        raise failed[0]
     if not found:
         hint = f"there is {', '.join(sorted(like))}" if like else OTHER_MACHINE
         said = f"no enabled cloud ({', '.join(enabled)}) has {'spot ' if spot else ''}machines for {resources}"
         raise CloudRefused(Refusal.QUOTA, f"{said}; {hint}")
     return sorted(found, key=lambda offer: (offer.price_usd_per_h, offer.infra, offer.instance_type))
+
+
+def _offers_of(cloud: Any, wanted: Any, like: set[str]) -> Iterator[SkyOffer]:
+    """What a cloud has, as `_offers`; `like` gets what it has instead."""
+    feasible = cloud.get_feasible_launchable_resources(wanted, 1)
+    like.update(feasible.fuzzy_candidate_list)
+    for machine in feasible.resources_list[:1]:  # the cheapest, which a launch would take
+        for one in resources_utils.make_launchables_for_valid_region_zones(machine):
+            # Where SkyPilot cannot tell the price it does not launch, either.
+            if (offer := offer_of(one)) is not None:
+                yield offer
 
 
 def _reason(cloud: Any) -> str:

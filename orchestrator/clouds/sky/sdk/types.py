@@ -28,16 +28,16 @@ def controller_name(run_id: str) -> str:
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """A cluster on SkyPilot's record. `infra` is `cloud/region/zone`, as far as they are known, and `machine` the
-    cloud's name for its kind."""
+    cloud's name for its kind. A price of None is not known; one of 0 is that of a machine of one's own."""
 
     name: str
     state: ClusterState
     infra: str
     spot: bool
-    price_usd_per_h: float
+    price_usd_per_h: float | None
     ssh_address: tuple[str, int] | None  # as SkyPilot reaches it from here; None where it goes another way
     machine: str = ""
-    on_demand_usd_per_h: float = 0.0
+    on_demand_usd_per_h: float = 0.0  # 0: not known, too
     accelerators: str = ""  # as in SkyOffer
     unrecorded: bool = False  # SkyPilot here has no record of it
 

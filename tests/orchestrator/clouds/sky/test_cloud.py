@@ -292,6 +292,19 @@ def test_the_plan_names_both_prices(clouds: Clouds) -> None:
     assert clouds.open().offers()[0].other_market_usd_per_h is None
 
 
+def test_a_kind_that_the_account_may_not_have_is_named_once_for_its_region_and_market(clouds: Clouds) -> None:
+    assert clouds.open().without_quota() == []
+    clouds.sky.no_quota = {True}
+    (line,) = clouds.open().without_quota()
+    assert line.startswith(
+        "rollout: the account's quota for p5.48xlarge spot is zero in aws/us-east-1; ask for more"
+    )
+    clouds.sky.no_quota = {True, False}
+    trainer, rollout = clouds.open().without_quota()
+    assert "p5.48xlarge on demand is zero" in trainer
+    assert rollout == line
+
+
 def test_a_plan_in_two_regions_is_refused_before_anything_is_bought(clouds: Clouds) -> None:
     trainer = replace(clouds.spec.trainer, resources={"infra": "aws/us-east-1"})
     rollout = replace(clouds.spec.rollout, resources={"infra": "aws/us-west-2"})
@@ -306,6 +319,24 @@ def test_pools_are_on_both_markets_and_none_where_candidates_name_theirs(clouds:
     named = replace(clouds.spec.rollout, resources={"ordered": [{"use_spot": True}, {"use_spot": False}]})
     clouds.spec = replace(clouds.spec, rollout=named)
     assert clouds.open().pools() == []
+
+
+def test_a_machine_of_which_little_is_known_is_there_and_costs_what_it_was_asked_for(clouds: Clouds) -> None:
+    cloud = running(clouds)
+    before = cloud.machines()["rollout-0-i1"]
+    for node in ("rollout-0-i1", "rollout-1-i1"):
+        name = PREFIX + node
+        clouds.sky.table[name] = Cluster(name, ClusterState.STARTING, "", False, None, None)
+    found = until(cloud, lambda machines: len(machines) == 3)
+    assert found["rollout-0-i1"] == before  # what was read before holds
+    unknown = found["rollout-1-i1"]
+    assert (unknown.state, unknown.pool, unknown.price_usd_per_h) == (MachineState.STARTING, None, 0.0)
+    name = PREFIX + "rollout-1-i1"
+    place = "aws/us-east-1/us-east-1a"
+    clouds.sky.table[name] = Cluster(name, ClusterState.UP, place, True, None, None, "p5.48xlarge")
+    found = until(cloud, lambda machines: machines["rollout-1-i1"].state is MachineState.UP)
+    # With a pool it would be a machine of one's own, which costs nothing.
+    assert (found["rollout-1-i1"].pool, found["rollout-1-i1"].price_usd_per_h) == (None, 0.0)
 
 
 def test_the_log_of_a_daemon_on_this_machine_is_read_here(clouds: Clouds) -> None:

@@ -28,7 +28,7 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from orchestrator import clouds
 from orchestrator.cli import main, remote
-from orchestrator.clouds.protocol import CloudRefused
+from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky import cloud as sky_cloud
 from orchestrator.clouds.sky import watch
 from orchestrator.clouds.sky.cloud import SkyCloud
@@ -435,6 +435,52 @@ def test_what_it_has_cost_outlives_its_next_launch_and_its_end(world: World) -> 
     assert sum(one.usd for one in kept) == pytest.approx(usd)
     made.launch("resume")
     assert len(documents.controller_stays(world.store, an_hour_on_s)) == 3
+
+
+NO_CAPACITY = CloudRefused(Refusal.NO_CAPACITY, "no capacity")
+KEYS_RAN_OUT = CloudRefused(Refusal.CREDENTIALS, "keys ran out")
+
+
+def test_a_launch_that_was_refused_costs_nothing(world: World) -> None:
+    made = controller(world, world.record.spec)
+    world.sky.fails = NO_CAPACITY
+    for _ in range(2):
+        with pytest.raises(CloudRefused):
+            made.launch("up")
+    noted = documents.CONTROLLER.read(world.store)
+    assert noted is not None  # `resume` and `down` still know that the run is to have one
+    assert (documents.controller_stays(world.store, 9e9), noted.usd_per_h) == ((), 0.0)
+    world.sky.fails = None
+    made.launch("resume")
+    launched = documents.CONTROLLER.read(world.store)
+    assert launched is not None
+    (stay,) = documents.controller_stays(world.store, launched.at_s + 3600.0)
+    assert stay.usd == pytest.approx(launched.usd_per_h)
+    assert stay.usd > 0
+    # Its machine is taken away, and no other is to be had: it has cost until then.
+    world.sky.table.clear()
+    world.sky.fails = NO_CAPACITY
+    with pytest.raises(CloudRefused):
+        made.launch("resume")
+    (gone,) = documents.controller_stays(world.store, 9e9)
+    assert gone.from_s == launched.at_s
+    assert gone.until_s < launched.at_s + HANG_S
+
+
+@pytest.mark.parametrize("fails", [KEYS_RAN_OUT, CloudUnavailable("cut off")], ids=["refused", "cut off"])
+def test_a_machine_that_may_be_there_costs_on_whatever_its_next_launch_comes_to(
+    world: World, fails: CloudRefused | CloudUnavailable
+) -> None:
+    made = controller(world, world.record.spec)
+    if isinstance(fails, CloudRefused):
+        made.launch("up")
+    world.sky.fails = fails
+    with pytest.raises(type(fails)):
+        made.launch("resume")
+    noted = documents.CONTROLLER.read(world.store)
+    assert noted is not None
+    assert noted.usd_per_h > 0
+    assert documents.controller_stays(world.store, 9e9)[-1].until_s == 9e9
 
 
 def test_it_gets_the_folder_and_the_daemon_there_hands_its_copy_on(

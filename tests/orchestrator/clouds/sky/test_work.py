@@ -211,3 +211,16 @@ def test_a_machine_takes_itself_down_once_its_work_has_ended_for_long(
 ) -> None:
     policies = PoliciesSpec(fleet=FleetPolicy(dead_man_min=minutes))
     assert work_for(order(), replace(spec, policies=policies), WHEEL, None).idle_min == idle_min
+
+
+@pytest.mark.parametrize(
+    ("place", "is_pod"),
+    [("k8s/mine/a", True), ("kubernetes", True), ("ssh/pool", True), ("aws/us-east-1", False), (None, False)],
+)
+def test_a_pod_has_a_hook_that_tells_its_work_of_its_end(spec: RunSpec, place: str | None, is_pod: bool) -> None:
+    resources = {"infra": place} if place else {}
+    work = work_for(order(), replace(spec, trainer=replace(spec.trainer, resources=resources)), WHEEL, None)
+    assert bool(work.hooks) == is_pod
+    for hook in work.hooks:
+        assert hook["run"].startswith("NODE=trainer-0-i1\n")
+        assert hook["events"] == ["preemption"]

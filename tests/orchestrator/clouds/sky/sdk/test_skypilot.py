@@ -3,60 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
-import textwrap
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import pytest
+from tests.orchestrator.clouds.sky.sdk.story import needs_sky, run
+from tests.rigs.sky.home import make_home, make_outside
 
-from tests.budget import HANG_S
-from tests.rigs.sky.home import make_home
-
-pytestmark = pytest.mark.skipif(
-    find_spec("sky") is None, reason="SkyPilot is not installed: pip install 'grpo-orch[sky]'"
-)
-PRELUDE = """
-    import json, os
-    from orchestrator.clouds.sky.sdk import aws, skypilot
-    from orchestrator.clouds.protocol import CloudUnavailable
-    from orchestrator.clouds.sky.work import Work
-    from sky.utils import annotations
-
-    annotations.is_on_api_server = False  # as any call of the SDK makes it
-
-    def sent():
-        # The settings that go along with a request.
-        from sky.server.requests.payloads import RequestBody
-
-        return RequestBody().override_skypilot_config
-
-    def work(**resources):
-        secrets = {"TOKEN": "open-sesame"}
-        return Work(setup="true", run="true", resources=resources, env={"A": "b"}, secrets=secrets, files={},
-                    workdir=None)
-"""
-
-
-def run(home: Path, story: str, **environment: str) -> dict[str, Any]:
-    """Run a story in a process that has this home; it prints one line of JSON, and nothing else may."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SKYPILOT_")}
-    off = {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1", "HOME": str(home), "PYTHONPATH": os.getcwd()}
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PRELUDE) + textwrap.dedent(story)],
-        env={**inherited, **off, **environment},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("\n") == 1, ended.stdout
-    found: dict[str, Any] = json.loads(ended.stdout)
-    return found
+pytestmark = needs_sky
 
 
 def test_a_task_keeps_alternatives_and_hides_secrets(tmp_path: Path) -> None:
@@ -85,6 +38,27 @@ def test_a_task_keeps_alternatives_and_hides_secrets(tmp_path: Path) -> None:
     assert "sesame" not in found["kept"]
     assert found["sent"] == {"TOKEN": "open-sesame"}
     assert found["untouched"] == {"team": "b"}
+
+
+def test_a_pods_hook_reaches_skypilots_server_and_the_pod_stays_for_it(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        from dataclasses import replace
+        from sky.clouds import kubernetes
+
+        hook = {"run": "true", "events": ["preemption"], "timeout": 60}
+        wanted = work(any_of=[{"infra": "k8s/mine"}, {"infra": "aws"}], cpus=4)
+        asked = skypilot._task("n-1", replace(wanted, hooks=(hook,))).to_yaml_config()
+        task = skypilot.sky.Task.from_yaml_config(asked)
+        print(json.dumps({
+            "pod": [[kubernetes._compute_preemption_hook_timeout(one.hooks), one.hooks] for one in task.resources],
+            "none": [one.hooks for one in skypilot._task("n-1", wanted).resources],
+        }))
+        """,
+    )
+    hook = {"run": "true", "events": ["preemption"], "timeout": 60}
+    assert found == {"pod": [[60, [hook]]] * 2, "none": [None] * 2}
 
 
 def test_the_runs_machines_have_a_security_group_of_their_own(tmp_path: Path) -> None:
@@ -348,3 +322,47 @@ def test_a_machine_is_launched_with_its_autodown_and_every_state_of_a_cluster_is
     assert (ends["idle_minutes_to_autostop"], ends["down"]) == (30, True)
     assert stays == {"cluster_name": "grpo-controller-a"}
     assert found["unknown"] == []
+
+
+def test_a_quota_is_zero_only_where_the_cloud_says_so(tmp_path: Path) -> None:
+    make_outside(tmp_path, "http://127.0.0.1:9")
+    codes = "InstanceType,SpotInstanceCode,OnDemandInstanceCode\np5.48xlarge,L-1,L-2\ng5.xlarge,,L-4\n"
+    (tmp_path / ".sky/catalogs/v8/aws/instance_quota_mapping.csv").write_text(codes)
+    found = run(
+        tmp_path,
+        """
+        from botocore.awsrequest import AWSResponse
+        from botocore.exceptions import NoCredentialsError
+        from botocore.session import Session
+        from orchestrator.clouds.sky.sdk.types import SkyOffer
+
+        quotas = {"L-1": 0.0, "L-2": 96.0}
+        skypilot.CHECK_TIMEOUT_S = 1e4  # a busy machine is no answer
+
+        def client(service, region_name):
+            # AWS itself: it checks what it is asked, and answers.
+            made = Session().create_client(service, region_name, aws_access_key_id="a", aws_secret_access_key="b")
+
+            def answer(params, **_):
+                if params["QuotaCode"] not in quotas:
+                    raise NoCredentialsError()
+                return AWSResponse("", 200, {}, None), {"Quota": {"Value": quotas[params["QuotaCode"]]}}
+
+            made.meta.events.register("before-call.service-quotas.GetServiceQuota",
+                                      lambda params, **_: answer(json.loads(params["body"])))
+            return made
+
+        skypilot.aws.client = client
+        sky = skypilot.SkyPilot()
+
+        def has(kind, spot):
+            return sky.has_quota(SkyOffer("aws/us-east-1", kind, "", spot, 1.0))
+
+        print(json.dumps({
+            "zero": has("p5.48xlarge", True), "some": has("p5.48xlarge", False),
+            "no code": has("g5.xlarge", True), "no answer": has("g5.xlarge", False),
+            "no row": has("m6i.large", True),
+        }))
+        """,
+    )
+    assert found == {"zero": False, "some": True, "no code": True, "no answer": True, "no row": True}
