@@ -243,7 +243,7 @@ def _check_machine(report: MachineReport, key: str) -> None:
 
 
 def _check_members(status: GatewayStatus, _: str) -> None:
-    for label in [status.policy, *(member.policy for member in status.members)]:
+    for label in {status.policy, *(member.policy for member in status.members)}:  # few, of thousands of members
         labelled_version(label or "0-0")
 
 

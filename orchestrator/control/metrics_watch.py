@@ -76,6 +76,7 @@ class MetricsWatch:
         self._recent = deque[Row](maxlen=RECENT_ROWS)  # as they were read, those of steps made again twice
         self._shape: StepShape | None = None  # of them
         self._shape_is_old = False
+        self._stored: tuple[float, Stored] | None = None  # what was told of them last, and after when
         self._attempt: tuple[str, int] | None = None  # of the trainer that was last seen to train
         self._stored_step = 0  # its newest stored checkpoint then
 
@@ -109,6 +110,11 @@ class MetricsWatch:
 
     def stored_after(self, time_s: float) -> Stored:
         """What the rows that were logged after that, of those that were read last, say of the store's use."""
+        if self._stored is None or self._stored[0] != time_s:  # rows come once in many looks
+            self._stored = time_s, self._stored_after(time_s)
+        return self._stored[1]
+
+    def _stored_after(self, time_s: float) -> Stored:
         rows = [row for row in self._recent if row.time_s > time_s]
         published = (row for row in reversed(self._recent) if row.values.get(metrics.PUBLISHED))
         last = next(published, None)
@@ -124,7 +130,7 @@ class MetricsWatch:
 
     def step_shape(self) -> StepShape | None:
         """What the newest steps that were read consist of; None before there are enough."""
-        if self._shape_is_old:  # rows come once in many looks
+        if self._shape_is_old:
             self._shape, self._shape_is_old = shape_of(step_times(self._recent)), False
         return self._shape
 
@@ -186,7 +192,7 @@ class MetricsWatch:
         for row in rows:
             if row.step > known.step:
                 self._recent.append(row)
-                self._shape_is_old = True
+                self._shape_is_old, self._stored = True, None
                 detector = follow(detector, metrics.point_of(row), self._limit)
         for row in rows if closed else rows[:-1]:
             if row.step > noticed_step:

@@ -128,6 +128,7 @@ def _in_motion(tick: Tick) -> bool:
 
 
 def _steady(state: RunState, snapshot: Snapshot) -> str:
-    serving = sum(1 for node in state.live(Role.ROLLOUT) if node.phase is NodePhase.SERVING)
+    nodes = state.nodes.values()
+    serving = sum(node.phase is NodePhase.SERVING and node.role is Role.ROLLOUT for node in nodes)
     where = f"step {snapshot.trainer.step} of {snapshot.trainer.max_steps}" if snapshot.trainer else "no step yet"
     return f"run {state.phase}, {where}, {serving} rollout nodes serving"

@@ -10,8 +10,10 @@ and for no trainer.
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from policies.control.fleet.deadline import is_behind
 from policies.control.fleet.markets import market_of
@@ -36,16 +38,15 @@ from policies.model.vocabulary import (
     RunPhase,
     kind_of,
     node_id_of,
-    role_of,
     slot_of,
 )
 
 
-def wanted_slots(spec: RunSpec) -> list[tuple[Role, str, bool]]:
+def wanted_slots(spec: RunSpec) -> Iterator[tuple[Role, str, bool]]:
     """Every place that there may be: role, name, and whether the run needs it at once."""
-    replicas = spec.rollout.replicas
-    rollouts = [(Role.ROLLOUT, slot_of(Role.ROLLOUT, i), i < replicas.min) for i in range(replicas.max)]
-    return [(Role.TRAINER, slot_of(Role.TRAINER, 0), True), *rollouts]
+    yield Role.TRAINER, slot_of(Role.TRAINER, 0), True
+    for place in range(spec.rollout.replicas.max):
+        yield Role.ROLLOUT, slot_of(Role.ROLLOUT, place), place < spec.rollout.replicas.min
 
 
 def fill_slots(tick: Tick) -> None:
@@ -136,8 +137,8 @@ def _stand_in(tick: Tick) -> None:
     needed = tick.state.phase is not RunPhase.PARKED
     if tick.waited_s(failed.failed_at_s) < back_off_s(failed.refused_in_a_row, needed):
         return
-    taken = {node.slot for node in stand_ins_of(tick.state)}
-    free = [name for role, name, _ in wanted_slots(tick.spec) if role is Role.ROLLOUT and name not in taken]
+    if not (count := missing(tick)):
+        return
     buyer, near = _Buyer(tick), _trainer_is_near(tick)
     if not needed:  # a parked run, which it would have the trainer bought for again
         buyer.keeps_back(Role.TRAINER, market_of(Role.TRAINER, tick.spec))
@@ -147,9 +148,8 @@ def _stand_in(tick: Tick) -> None:
     late = "the run is behind its deadline" if is_behind(tick) else ""
     if not near or not may_choose(tick):
         return
-    count = missing(tick)
-    lacks = "is too dear" if count and is_spot_too_dear(tick) else "cannot be had"
-    for name in free[:count]:
+    lacks = "is too dear" if is_spot_too_dear(tick) else "cannot be had"
+    for name in list(islice(_free(tick.spec, {node.slot for node in stand_ins_of(tick.state)}), count)):
         if not _may_buy(tick, kind, needed):
             return
         if spot_first and not buyer.has_room(Market.ON_DEMAND):
@@ -169,16 +169,21 @@ def _empty_slots(tick: Tick) -> list[tuple[Role, str, bool]]:
     if tick.state.phase is RunPhase.PARKED:
         return [(Role.ROLLOUT, slot_of(Role.ROLLOUT, 0), False)] if may_probe(tick.state) else []
     nodes = [node for node in tick.state.nodes.values() if node.phase in FILLING_NODE and not node.stand_in]
-    filled = {node.slot for node in nodes}
-    rollouts, others = sum(1 for slot in filled if role_of(slot) is Role.ROLLOUT), len(stand_ins_of(tick.state))
+    filled = {node.slot: node.role for node in nodes}
+    rollouts, others = sum(role is Role.ROLLOUT for role in filled.values()), len(stand_ins_of(tick.state))
     # One beside those that stand in, so that spot can show that it holds and the next of them can go.
     most = tick.spec.rollout.replicas.max - others + (others > 0)
     missing = max(0, min(most, rollouts_wanted(tick.state, tick.spec)) - rollouts)
     needed = max(0, tick.spec.rollout.replicas.min - rollouts - others)
-    empty = [(role, name) for role, name, _ in wanted_slots(tick.spec) if name not in filled]
-    trainers = [(role, name, True) for role, name in empty if role is Role.TRAINER]
-    places = [name for role, name in empty if role is Role.ROLLOUT][:missing]
+    trainer = slot_of(Role.TRAINER, 0)
+    trainers = [] if trainer in filled else [(Role.TRAINER, trainer, True)]
+    places = islice(_free(tick.spec, filled), missing)
     return [*trainers, *((Role.ROLLOUT, name, place < needed) for place, name in enumerate(places))]
+
+
+def _free(spec: RunSpec, taken: Container[str]) -> Iterator[str]:
+    """The rollout nodes' places that are not taken; found one by one, for there may be thousands."""
+    return (name for role, name, _ in wanted_slots(spec) if role is Role.ROLLOUT and name not in taken)
 
 
 def _rollouts_there(tick: Tick) -> int:

@@ -18,9 +18,10 @@ BOOT_TIMEOUTS_MAX = 4.0  # a node may boot for so many, however many looks faile
 def replace_overdue(tick: Tick) -> None:
     """Return machines whose work was not seen in time; others are asked for in their place."""
     for node in list(tick.state.nodes.values()):
-        booting = node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and node.attempt_ended_at_s is None
+        if node.phase not in (NodePhase.REQUESTED, NodePhase.BOOTING) or node.attempt_ended_at_s is not None:
+            continue
         limit_s = tick.spec.policies.boot_timeout_s
-        if booting and (coming := tick.snapshot.coming.get(node.id)) is not None:
+        if (coming := tick.snapshot.coming.get(node.id)) is not None:
             _replace_if_still(tick, node, coming)
             continue
         unseen_s = _unseen_s(tick, node)
@@ -31,7 +32,7 @@ def replace_overdue(tick: Tick) -> None:
             heard = snapshot.members is not None
             unseen_s = snapshot.silent_beside_gateway_s(since_s) if heard else snapshot.machine_silent_s(since_s)
             limit_s = limit_s if heard else max(limit_s, MACHINE_LOST_S)
-        if booting and (unseen_s > limit_s or _boots_too_long(tick, node, limit_s)):
+        if unseen_s > limit_s or _boots_too_long(tick, node, limit_s):
             reason = f"no work seen within {limit_s:.0f} s (`policies.boot_timeout_s`)"
             tick.move(node, NodePhase.TERMINATING, reason, None if node.served else Refusal.NEVER_SERVED)
 

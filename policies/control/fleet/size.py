@@ -64,8 +64,10 @@ def return_surplus(tick: Tick) -> None:
     """Return the nodes that are too many: those that do not serve first, then the dearest."""
     nodes = [node for node in tick.state.live(Role.ROLLOUT) if node.phase in FILLING_NODE and not node.stand_in]
     wanted = rollouts_wanted(tick.state, tick.spec)
+    if len(nodes) <= wanted:
+        return
     pays = "are enough in time" if tick.spec.policies.fleet.deadline else "make a step cheapest"
-    for node in sorted(nodes, key=_worth)[: max(0, len(nodes) - wanted)]:
+    for node in sorted(nodes, key=_worth)[: len(nodes) - wanted]:
         if node.phase is not NodePhase.SERVING or may_go(tick):
             price = f" at {node.price_usd_per_h:.2f} USD/h" if node.price_usd_per_h else ""
             why = f"returned{price}, one of {len(nodes)} where {wanted} {pays}"

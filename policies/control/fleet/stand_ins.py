@@ -17,16 +17,19 @@ from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of
 
 def stand_ins_of(state: RunState) -> list[Node]:
     """Those that are there or come, the newest first."""
-    return [one for one in reversed(state.live(Role.ROLLOUT)) if one.stand_in and one.phase in FILLING_NODE]
+    found = [one for one in state.nodes.values() if one.stand_in and one.phase in FILLING_NODE]
+    return sorted(found, key=lambda node: node.id, reverse=True)
 
 
 def surplus(tick: Tick) -> int:
     """How many may go: spot machines that have held do as well, and the deadline is as safe with them."""
+    if not (there := stand_ins_of(tick.state)):
+        return 0
     held = [one for one in _on_spot(tick) if tick.waited_s(one.since_s) >= HELD_S and one.served]
     held = [one for one in held if one.phase is NodePhase.SERVING]
     if not held or ((course := course_now(tick)) is not None and not course.is_safe):
         return 0
-    return max(0, len(stand_ins_of(tick.state)) - _wanted(tick, len(held)))
+    return max(0, len(there) - _wanted(tick, len(held)))
 
 
 def missing(tick: Tick) -> int:

@@ -53,8 +53,7 @@ def usd_per_h(tick: Tick) -> float:
 def stop_usd(tick: Tick) -> float:
     """What is still to be stored, should the run be stopped now: a checkpoint, and a step that is under way."""
     policy_bytes = tick.snapshot.stored.policy_bytes
-    nodes = len(_serving(tick))
-    step = of_send(policy_bytes) + of_fetch(nodes * policy_bytes)
+    step = of_send(policy_bytes) + of_fetch(_serving(tick) * policy_bytes)
     return _tariff(tick).usd(of_send(checkpoint_bytes(policy_bytes, tick.spec)) + step)
 
 
@@ -87,11 +86,13 @@ def _due(tick: Tick) -> Use:
     checkpoint = checkpoint_bytes(stored.policy_bytes, tick.spec)
     joins = of_fetch(state.joined_rollouts * stored.policy_bytes + state.joined_trainers * checkpoint)
     joins += of_send(state.stopped_trainers * checkpoint)
-    return of_steps(stored, len(_serving(tick)), tick.spec) + joins + of_control(asked_s, len(state.nodes))
+    return of_steps(stored, _serving(tick), tick.spec) + joins + of_control(asked_s, len(state.nodes))
 
 
-def _serving(tick: Tick) -> list[str]:
-    return [node.id for node in tick.state.live(Role.ROLLOUT) if node.phase is NodePhase.SERVING]
+def _serving(tick: Tick) -> int:
+    """How many rollout nodes fetch what is published."""
+    nodes = tick.state.nodes.values()
+    return sum(node.phase is NodePhase.SERVING and node.role is Role.ROLLOUT for node in nodes)
 
 
 def _tariff(tick: Tick) -> Tariff:
