@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,9 @@ from checkpoint.store.backends import BytesLike
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
 from orchestrator.control.controller import Controller
-from policies.control.snapshot import Action, LaunchRefused, Machine, Snapshot
+from policies.control.snapshot import Action, Confirm, Decision, LaunchRefused, Machine, Snapshot
+from policies.model.events import Noticed
+from policies.model.spec import RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import MachineState, NodePhase, Role, RunPhase
 from tests.stand_ins.world import World
@@ -51,12 +54,14 @@ class Eyes:
         self._store = store
 
     away = False
+    cloud_away = False
 
     def look(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState) -> Snapshot:  # noqa: ARG002  # the Observer's own signature
         if self.away:
             raise StoreUnavailable("read trainer.json")
         self._world.commands = list(documents.read_commands(self._store))
-        return self._world.snapshot()
+        snapshot = self._world.snapshot()
+        return replace(snapshot, machines=None) if self.cloud_away else snapshot
 
 
 class Hands:
@@ -101,6 +106,25 @@ def test_a_store_that_goes_away_in_a_tick_leaves_state_and_journal_agreed(leaves
         assert store.leaves is None
 
 
+@pytest.mark.parametrize(("leaves", "journalled"), [("before", ["second"]), ("after", ["first", "second"])])
+def test_what_is_done_after_an_answer_was_lost_has_an_entry_of_its_own(leaves: str, journalled: list[str]) -> None:
+    """And not the one that may have been stored: that number is settled before another look."""
+    store, world = LeavingStore(f"memory://controller-{next(names)}", retry_s=0.0), World()
+    writer, told = Journal(store, "a/1"), iter(("first", "second"))
+
+    def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:  # noqa: ARG001  # a decision's signature
+        return Decision((Noticed(next(told), 1, ""),), (Confirm("rollout-0-i1"),), 1.0, "")
+
+    state, eyes, hands = writer.take_over(world.now_s, "a", 1, "up"), Eyes(world, store), Hands(world)
+    controller = Controller(store, world.spec, writer, state, eyes, hands, decide)  # type: ignore[arg-type]
+    store.leaves = leaves
+    with pytest.raises(StoreUnavailable):
+        controller.tick(world.now_s)
+    controller.tick(world.now_s)
+    assert world.confirmed == ["rollout-0-i1"]
+    assert list(journal.recover(store).state.noticed) == list(controller.state.noticed) == journalled
+
+
 def test_who_was_replaced_acts_no_more_not_even_in_a_tick_without_events() -> None:
     """It was stopped; the machine that it does not know is its successor's."""
     store, world = Store(f"memory://controller-{next(names)}", retry_s=0.0), World(max_steps=10**6)
@@ -136,3 +160,27 @@ def test_no_silence_from_before_an_outage_counts() -> None:
     controller.tick(world.now_s)
     assert "trainer-0-i1" in world.up(Role.TRAINER)
     assert controller.state.nodes["trainer-0-i1"].phase is NodePhase.SERVING
+
+
+def test_no_silence_counts_over_looks_that_the_cloud_did_not_answer() -> None:
+    """The trainer is silent; from the first look that finds everybody it has its whole time."""
+    store, world = Store(f"memory://controller-{next(names)}", retry_s=0.0), World(max_steps=10**6)
+    writer = Journal(store, "a/1")
+    state = writer.take_over(world.now_s, "a", 1, "up")
+    eyes, hands = Eyes(world, store), Hands(world)
+    controller = Controller(store, world.spec, writer, state, eyes, hands)  # type: ignore[arg-type]
+    for _ in range(40):
+        controller.tick(world.now_s)
+        world.advance()
+    eyes.cloud_away = True
+    for _ in range(30):
+        world.now_s += 5.0
+        controller.tick(world.now_s)
+    eyes.cloud_away = False
+    for _ in range(25):
+        world.now_s += 5.0
+        controller.tick(world.now_s)
+        assert controller.state.nodes["trainer-0-i1"].phase is NodePhase.SERVING
+    world.now_s += 5.0
+    controller.tick(world.now_s)
+    assert controller.state.nodes["trainer-0-i1"].phase is NodePhase.TERMINATING
