@@ -172,10 +172,14 @@ def test_no_silence_counts_over_looks_that_the_cloud_did_not_answer() -> None:
     for _ in range(40):
         controller.tick(world.now_s)
         world.advance()
-    eyes.cloud_away = True
-    for _ in range(30):
+    for _ in range(20):
         world.now_s += 5.0
         controller.tick(world.now_s)
+    eyes.cloud_away = True
+    for after_s in (25.0, *[5.0] * 30):
+        world.now_s += after_s
+        controller.tick(world.now_s)
+        assert controller.state.nodes["trainer-0-i1"].phase is NodePhase.SERVING
     eyes.cloud_away = False
     for _ in range(25):
         world.now_s += 5.0
