@@ -22,6 +22,7 @@ from orchestrator.clouds import open_cloud
 from orchestrator.views import model
 from orchestrator.views import report as reports
 from orchestrator.views.events import EventLine, event_json, lines, rehearsed_line
+from orchestrator.views.going_on import going_on
 from orchestrator.views.looker import Looker
 from orchestrator.views.model import RunView
 from orchestrator.views.numbers import clock
@@ -29,7 +30,6 @@ from orchestrator.views.report import Report
 from orchestrator.views.terminal import live
 from orchestrator.views.terminal.lines import plain, wrap
 from orchestrator.views.terminal.screen import HEIGHT, Screen
-from policies.control.rollback.begin import NAME_A_TARGET
 from policies.model import exit_codes
 from policies.model.events import JobExited, RunMoved
 from policies.model.vocabulary import RunPhase
@@ -160,21 +160,15 @@ def _spec_was_refused(store: Store) -> bool:
 
 def _bad_end(built: Report, *, spec_refused: bool) -> Stop | None:
     """What to say of a run that has failed, given up, or waits for its user; None for any other."""
+    hint = going_on(built.phase, built.reason, built.store)
     match built.phase:
         case RunPhase.FAILED:
-            hint = f"once the cause is repaired, continue with: grpo-orch resume {built.store}"
             if spec_refused:  # the run keeps the specification that it was created with
                 hint += "; a change of run.yaml needs a new run: name another `storage:` in it, then grpo-orch up"
             return Stop(f"{built.name} failed: {built.reason}; {hint}", exit_codes.FAILED)
         case RunPhase.PAUSED:
-            hint = f"go on with: grpo-orch rollback {built.store}"
-            if "`budget.usd" in built.reason:
-                hint = f"go on with: grpo-orch resume --budget-usd NUMBER {built.store}"
-            if NAME_A_TARGET in built.reason:
-                hint = f"see: grpo-orch checkpoints ls {built.store}"
             return Stop(f"{built.name} is paused: {built.reason}; {hint}", exit_codes.FAILED)
         case RunPhase.GAVE_UP:
-            hint = f"go on by hand, with something changed: grpo-orch rollback {built.store}"
             kept = f"; the weights of {built.healthy} are in {built.exported_to}" if built.exported_to else ""
             return Stop(f"{built.name} gave up: {built.reason}{kept}; {hint}", exit_codes.GAVE_UP)
     return None

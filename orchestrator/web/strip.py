@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from checkpoint.records.metrics import Row
 from orchestrator.views.deadline import deadline_words, is_late
+from orchestrator.views.going_on import going_on
 from orchestrator.views.model import RunView
 from orchestrator.views.numbers import NOT_KNOWN, duration, short, usd
 from orchestrator.views.report import HELD_OUT
@@ -37,8 +38,9 @@ def troubles(view: RunView) -> list[str]:
     """What is off and does not end the run, a line each."""
     told = []
     for one in view.not_bought:
-        wait = duration(one.tried_again_s - view.now_s)
-        told.append(f"No machines are bought, {one.kind}, but one to try in {wait}: {one.reason}")
+        wait_s = one.tried_again_s - view.now_s
+        when = f"in {duration(wait_s)}" if wait_s > 0 else "any time now"
+        told.append(f"No machines are bought, {one.kind}; one is tried {when}: {one.reason}")
     if view.store_slow:
         told.append("The store is slow: the newest checkpoint was put off, those before it are still on their way")
     told += [f"{one.key} cannot be read and is left out: {one.why}" for one in view.set_aside[-SET_ASIDE_SHOWN:]]
@@ -58,7 +60,8 @@ def deadline_line(view: RunView) -> Figure | None:
 def headline(view: RunView) -> str:
     """What matters most right now, in a few words."""
     if view.phase in TERMINAL_RUN:
-        return view.reason
+        hint = going_on(view.phase, view.reason, view.store)
+        return f"{view.reason}; {hint}" if hint else view.reason
     if not view.daemon.alive:
         return f"nobody steers it: grpo-orch resume {view.store}"
     if view.rollback is not None and view.rollback.stage is not RollbackStage.PROBATION:

@@ -70,8 +70,9 @@
       const told = share(one, cell);
       if (!told) continue;
       const a = Math.max(from, from_s + cell * cell_s), b = Math.min(to, from_s + (cell + 1) * cell_s);
-      bar(c, "idle", a, b, top, size * told.idle);
-      bar(c, "loading", a, b, top + size * (1 - told.loading), size * told.loading);
+      const idle = told.idle && Math.max(1, size * told.idle), loading = told.loading && Math.max(1.5, size * told.loading);
+      bar(c, "idle", a, b, top, idle);
+      bar(c, "loading", a, b, top + size - loading, loading);
     }
   };
   const lane = (c, one, row) => {

@@ -12,8 +12,17 @@ from orchestrator.control.observe import FRESH_S
 from orchestrator.web.access import HEADERS
 from orchestrator.web.app import PAGES, Site
 from orchestrator.web.watch import LATEST_S, Watch
-from policies.model.events import BuyingStopped, NodeMoved, NodeRequested, Noticed, SpecProved, StoreSlowed
-from policies.model.vocabulary import Market, NodePhase, Role
+from policies.model.events import (
+    BudgetReached,
+    BuyingStopped,
+    NodeMoved,
+    NodeRequested,
+    Noticed,
+    RunMoved,
+    SpecProved,
+    StoreSlowed,
+)
+from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
 from tests.budget import HANG_S
 from tests.generators.views_world import T0, World
 
@@ -105,9 +114,22 @@ def test_the_head_tells_what_is_off_and_how_many_nodes_are_wanted() -> None:
         drawn = await (await client.get("/checkpoints")).text()
         # Its run.yaml wants one, whatever places there are.
         assert '<dt>rollout nodes</dt><dd>3</dd><dd class="below">of 1, 1 on demand</dd>' in drawn
-        assert "No machines are bought, rollout on spot, but one to try in 0 s: &lt;script&gt;alert(1)" in drawn
+        assert "No machines are bought, rollout on spot; one is tried any time now: &lt;script&gt;" in drawn
         assert "The store is slow: " in drawn
         assert len(drawn) < 20_000
+
+    browse(world, story)
+
+
+def test_of_a_run_that_waits_for_its_user_the_head_says_how_it_goes_on() -> None:
+    world = run_of()
+    why = "12.00 of `budget.usd` 12 are spent"
+    world.happens(40, BudgetReached(12.0, why, "pause"), RunMoved(RunPhase.STOPPING, why))
+    world.happens(41, RunMoved(RunPhase.PAUSED, why))
+
+    async def story(client: Client) -> None:
+        drawn = await (await client.get("/")).text()
+        assert f"{why}; go on with: grpo-orch resume --budget-usd NUMBER {world.store.url}" in drawn
 
     browse(world, story)
 
