@@ -23,7 +23,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.exports import Export
 from orchestrator.control.controller import Controller
-from orchestrator.control.observe import Observer
+from orchestrator.control.observe import COMMANDS_EVERY_S, Observer
 from orchestrator.views.model import to_json as view_json
 from orchestrator.views.run_view import run_view
 from policies.control.snapshot import Action, Command, Launch, LaunchRefused, Machine, Trainer
@@ -98,17 +98,18 @@ class Steered:
         writer = Journal(self.store, "a/1")
         self.cloud = Machines()
         state = writer.take_over(NOW_S, "a", 1, "up")
-        observer = Observer(self.store, self.cloud, spec())  # type: ignore[arg-type]  # of a cloud it wants the machines alone
+        self._ticks = 0
+        observer = Observer(self.store, self.cloud, spec(), lambda: self._ticks * COMMANDS_EVERY_S)  # type: ignore[arg-type]  # of a cloud it wants the machines alone
         hands = Hands(self.cloud)
         self.controller = Controller(self.store, spec(), writer, state, observer, hands)  # type: ignore[arg-type]
         self.controller.record(NOW_S, (RunCreated("sim", "sim-0"),))
         if ended_diverged:
             self.controller.record(NOW_S, (HealthyChosen(str(HEALTHY)),))
-        self._ticks = itertools.count()
 
     def ticks(self, count: int = 3) -> None:
         for _ in range(count):
-            self.controller.tick(NOW_S + next(self._ticks))
+            self.controller.tick(NOW_S + self._ticks)
+            self._ticks += 1
 
     def told(self) -> list[str]:
         events = (event for record in journal.read(self.store) for event in record.decoded())
