@@ -65,9 +65,14 @@ def launch(cloud: LocalCloud, node: str, attempt: int = 1, **environment: str) -
 
 def seen_by(cloud: LocalCloud, node: str) -> str | None:
     """What the processes of the machine have for the variable, each the same."""
-    every = {psutil.Process(pid).environ().get(VISIBLE) for pid in marked_processes(cloud._folder / node)}
-    (seen,) = every
-    return None if seen is None else str(seen)
+    until_s = time.monotonic() + HANG_S
+    while time.monotonic() < until_s:
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that has just ended
+            every = [psutil.Process(pid).environ() for pid in marked_processes(cloud._folder / node)]
+            if every and all(every):  # between two programs a process shows none
+                (seen,) = {one.get(VISIBLE) for one in every}
+                return None if seen is None else str(seen)
+    raise AssertionError(f"the processes of {node} show no environment")
 
 
 def sized(trainer: str, rollout: str) -> RunSpec:
