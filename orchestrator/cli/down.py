@@ -130,10 +130,12 @@ def _say_end(store: Store, record: RunRecord, output: Output) -> None:
 def _stop_here(store: Store, record: RunRecord, stopping: Stopping) -> None:
     """Have a daemon of this machine stop the run, the one that steers it or a new one. Raises Stop."""
     cloud = open_cloud(record, store)
-    documents.send_command(store, stopping.kind, time.time())
+    command = documents.send_command(store, stopping.kind, time.time())
     if not is_steered(store):
         start_daemon(store, record, "down")
     stopping.wait(lambda: not is_steered(store))
+    # Sent to a daemon that looked for no more of them, it would stop the run once it is resumed.
+    documents.command(command.command_id).drop(store)
     left = _machines_left(cloud)
     if left:
         raise Stop(f"still there: {', '.join(left)}; run `grpo-orch down {store.url}` again", exit_codes.FAILED)

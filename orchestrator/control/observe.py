@@ -98,29 +98,29 @@ class GatewayWatch:
 
     def _look(self) -> GatewayStatus | None:
         now_s = self._clock()
-        by, since_s = self._newest(now_s)
+        by = self._newest(now_s)
         address = documents.gateway(by).read(self._store, self._unreadable)
         found = documents.members(by).read(self._store, self._unreadable)
         # Of the process before, on the same machine: the one that listens now has not written yet.
         if address is None or (found is not None and found.boot_id != address.boot_id):
             found = None
         if found is not None and self._is_news(found):
-            self._status, self._written_after_s = found, since_s
+            self._status, self._written_after_s = found, self._looked_at_s
         self._looked_at_s = now_s
         if self._status is None or address is None or self._status.boot_id != address.boot_id:
             return None
         return self._status if self._clock() - self._written_after_s < FRESH_S else None
 
-    def _newest(self, now_s: float) -> tuple[Precedence | None, float]:
-        """Whose gateway is the run's, as listed lately, and since when what is new of it was written. One that is
-        replaced is believed for so much longer, as one that has died is."""
-        heard, since_s = self._by is not None and self._heard_from_s is not None, self._looked_at_s
+    def _newest(self, now_s: float) -> Precedence | None:
+        """Whose gateway is the run's, as listed lately. One that is replaced is believed for so much longer, as a
+        dead one is; what is new of the next one was written since it was not listed."""
+        heard = self._by is not None and self._heard_from_s is not None
         if now_s - self._listed_at_s >= (GATEWAYS_EVERY_S if heard else GATEWAYS_APART_S):
             by = documents.newest_gateway(self._store)
-            if by != self._by:
-                since_s = min(since_s, self._only_until_s)
+            if by != self._by:  # kept, for the read that follows may fail
+                self._looked_at_s = min(self._looked_at_s, self._only_until_s)
             self._by, self._listed_at_s, self._only_until_s = by, now_s, now_s
-        return self._by, since_s
+        return self._by
 
     def _is_news(self, found: GatewayStatus) -> bool:
         known = self._status

@@ -68,7 +68,7 @@ def _machine_present(tick: Tick, node: Node, machine: Machine) -> None:
         tick.move(node, NodePhase.BOOTING, "the machine is there")
         if machine.price_usd_per_h > 0 or machine.pool is not None:
             tick.bought(machine)
-    elif node.pool is None and machine.pool is not None:  # bought by a version that did not journal it
+    elif machine.pool is not None and (node.pool is None or node.came_at_s is None):  # not known until now
         tick.bought(_at_known_price(node, machine))
     if machine.notice and node.phase is not NodePhase.DRAINING:
         tick.move(tick.state.nodes[node.id], NodePhase.DRAINING, NOTICED)

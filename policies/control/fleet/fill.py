@@ -167,7 +167,8 @@ def _lacks_spot(tick: Tick) -> bool:
 def _empty_slots(tick: Tick) -> list[tuple[Role, str, bool]]:
     """The places to be filled now: role, name, and whether the run needs it at once."""
     if tick.state.phase is RunPhase.PARKED:
-        return [(Role.ROLLOUT, slot_of(Role.ROLLOUT, 0), False)] if may_probe(tick.state) else []
+        asks = may_probe(tick.state) and not is_spot_too_dear(tick)
+        return [(Role.ROLLOUT, slot_of(Role.ROLLOUT, 0), False)] if asks else []
     nodes = [node for node in tick.state.nodes.values() if node.phase in FILLING_NODE and not node.stand_in]
     filled = {node.slot: node.role for node in nodes}
     rollouts, others = sum(role is Role.ROLLOUT for role in filled.values()), len(stand_ins_of(tick.state))

@@ -46,10 +46,11 @@ def reach_cap(tick: Tick, why: str) -> None:
 class Purse:
     """What is spent and what runs, as purchases of one tick find it: each that is made is added."""
 
-    def __init__(self, tick: Tick) -> None:
+    def __init__(self, tick: Tick, nodes: Iterable[Node] | None = None) -> None:
+        """`nodes`: those that run; None: all that there are."""
         self._caps, self._prices_known = caps_of(tick.state, tick.spec), tick.snapshot.prices is not None
         self._spent = _spent(tick)
-        self._running = _running(tick, tick.state.nodes.values())
+        self._running = _running(tick, tick.state.nodes.values() if nodes is None else nodes)
         self._join_usd = {role: store_bill.join_usd(tick, role) for role in Role}
 
     def _one_more(self, role: Role, usd_per_h: float) -> Running:

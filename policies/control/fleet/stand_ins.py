@@ -66,7 +66,8 @@ def may_be_bought(tick: Tick) -> bool:
 def is_spot_too_dear(tick: Tick) -> bool:
     """Whether there is no money for the first node on spot, which may cost more than one on demand, and there is
     for that one: then nothing is gained by waiting for spot, nor is the budget reached."""
-    if tick.state.phase is RunPhase.PARKED or not may_be_bought(tick) or _on_spot(tick):
+    parked = tick.state.phase is RunPhase.PARKED  # without a trainer, by whose price `may_be_bought` goes
+    if not (_is_open(tick) if parked else may_be_bought(tick)) or _on_spot(tick):
         return False
     if tick.state.kinds.get(kind_of(Role.ROLLOUT, Market.SPOT), MachineKind()).comes_and_fails:
         return False  # another market would not mend what never serves
@@ -84,7 +85,7 @@ def _on_demand_in_turn(tick: Tick) -> bool:
         tick.state.kinds.get(kind_of(Role.ROLLOUT, market), MachineKind())
         for market in (Market.SPOT, Market.ON_DEMAND)
     )
-    return _is_open(tick) and spot.failed_at_s >= on_demand.failed_at_s
+    return _is_open(tick) and (spot.failed_at_s >= on_demand.failed_at_s or is_spot_too_dear(tick))
 
 
 def _wanted(tick: Tick, spot: int) -> int:

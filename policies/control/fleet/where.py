@@ -14,9 +14,10 @@ from policies.fleet.budget import Caps
 from policies.fleet.pools import Choice, Crowd, HalfLives, choose, rest_in_s
 from policies.model.buying import MachineKind
 from policies.model.events import Noticed
-from policies.model.phases import LIVE_RUN
+from policies.model.phases import FILLING_NODE, LIVE_RUN
 from policies.model.pools import PoolOffer
-from policies.model.vocabulary import Market, Refusal, Role, kind_of
+from policies.model.state import Node
+from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase, kind_of
 
 PRICES = "prices"  # kind of what is noticed
 POOLS_UNKNOWN = "waits to hear where machines can be had"
@@ -98,10 +99,20 @@ def terms_of(tick: Tick, crowds: Crowds, role: Role, market: Market, fits: Calla
 
 
 def is_paid_for(tick: Tick, role: Role, market: Market) -> bool:
-    """Whether there is money for one machine more of the role on that market, somewhere, as it would be bought."""
-    purse = Purse(tick)
-    terms = terms_of(tick, Crowds(tick), role, market, partial(purse.fits, role))
+    """Whether there is money for one machine more of the role on that market, somewhere, as it would be bought:
+    once those that leave are gone, in place of rollout nodes that are only asked for, and beside the trainer that
+    a parked run will ask for again."""
+    purse, crowds = Purse(tick, [one for one in tick.state.nodes.values() if _stays(one)]), Crowds(tick)
+    if tick.state.phase is RunPhase.PARKED and role is not Role.TRAINER:
+        trainer = terms_of(tick, crowds, Role.TRAINER, market_of(Role.TRAINER, tick.spec), lambda _: True)
+        purse.add(Role.TRAINER, trainer.usd_per_h or 0.0)
+    terms = terms_of(tick, crowds, role, market, partial(purse.fits, role))
     return not purse.refusal(role, kind_of(role, market), terms.usd_per_h)
+
+
+def _stays(node: Node) -> bool:
+    asked = node.role is Role.ROLLOUT and node.phase is NodePhase.REQUESTED
+    return node.phase in FILLING_NODE and not asked
 
 
 def choice_of(

@@ -11,9 +11,11 @@ from policies.control.decide import decide
 from policies.control.fleet.stand_ins import stand_ins_of
 from policies.control.snapshot import Action, Launch, LaunchRefused, Snapshot
 from policies.fleet.how_many import StepShape
+from policies.model import exit_codes
 from policies.model.buying import HELD_S
 from policies.model.events import BudgetReached, BudgetRefused, BuyingStopped, NodeMoved, NodeRequested
 from policies.model.folding.fold import fold
+from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import Budget, Replicas, RunSpec
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
 from tests.stand_ins.world import World, spec
@@ -33,8 +35,11 @@ class TwoMarkets(World):
     max_steps: int = 10**9
     proved: bool = True
     no_spot: bool = True
+    refused_after_s: float = 0.0  # how long a refusal takes on spot
+    no_demand: bool = False
     shape: StepShape | None = None
     markets: dict[str, Market] = field(default_factory=dict)
+    asked_at_s: dict[str, float] = field(default_factory=dict)
     most: dict[str, float] | None = field(
         default_factory=lambda: {"trainer on demand": 5.0, "rollout on spot": 2.0, ON_DEMAND: 5.0}
     )
@@ -51,6 +56,11 @@ class TwoMarkets(World):
         if isinstance(action, Launch):
             self.markets[action.node] = action.market
             if self.no_spot and action.market is Market.SPOT:
+                asked_at_s = self.asked_at_s.setdefault(action.node, self.now_s)
+                if self.now_s - asked_at_s >= self.refused_after_s:
+                    self.refused.append(LaunchRefused(action.node, Refusal.NO_CAPACITY, "nothing to be had"))
+                return
+            if self.no_demand and action.market is Market.ON_DEMAND and action.node.startswith("rollout"):
                 self.refused.append(LaunchRefused(action.node, Refusal.NO_CAPACITY, "nothing to be had"))
                 return
         super().act(action)
@@ -198,6 +208,75 @@ def test_where_spot_is_too_dear_and_the_other_cannot_be_had_the_run_parks_and_do
     assert (world.state.phase, world.of(BudgetReached)) == (RunPhase.PARKED, [])
     tries = [one for one in world.of(NodeRequested) if one.role is Role.ROLLOUT]  # type: ignore[attr-defined]
     assert len(tries) < 3600 / 15 + 5
+
+
+def test_one_on_demand_that_is_given_up_has_a_successor_where_spot_is_too_dear() -> None:
+    """Its price counts until it is gone, and no longer."""
+    world = too_dear()
+    world.let_pass(1.0)
+    (node,) = world.stood_in
+    while len(world.stood_in) == 1 and not world.of(BudgetReached):
+        if node in world.machines and world.machines[node].exit_code is None:
+            world.exit(node, exit_codes.FAILED)
+        world.let_pass(2.0 / 3600, 2.0)
+    world.let_pass(0.2)
+    assert (world.state.phase, world.of(BudgetReached)) == (RunPhase.TRAINING, [])
+
+
+@pytest.mark.parametrize("refused_after_s", [0.0, 30.0])
+def test_a_request_on_spot_that_is_under_way_keeps_no_node_on_demand_away(refused_after_s: float) -> None:
+    """The cap has room for one of the two."""
+    world = TwoMarkets(
+        capped(9.0, 1), no_spot=False, boot_s={Role.ROLLOUT: 900.0}, refused_after_s=refused_after_s
+    )
+    world.let_pass(0.5, 5.0)
+    world.no_spot = True
+    world.lose(world.up(Role.ROLLOUT)[0])
+    world.let_pass(0.7, 2.0)
+    assert (world.state.phase, len(world.stood_in)) == (RunPhase.TRAINING, 1)
+
+
+def test_a_parked_run_for_which_spot_is_too_dear_waits_for_a_node_on_demand() -> None:
+    world = TwoMarkets(capped(10.5, 2), no_spot=False)
+    assert world.most is not None
+    world.most["rollout on spot"] = 11.0
+    world.let_pass(1.0)
+    world.no_demand = True
+    world.lose(world.stood_in[0])
+    world.let_pass(1.0, 5.0)
+    assert (world.state.phase, world.of(BudgetReached)) == (RunPhase.PARKED, [])
+    world.no_demand = False
+    world.let_pass(1.0, 5.0)
+    assert world.state.phase is RunPhase.TRAINING
+
+
+def test_a_machine_that_could_not_be_priced_at_first_is_once_it_can() -> None:
+    class Unpriced(TwoMarkets):
+        """At the look that finds the trainer's machine its cloud tells neither price nor pool."""
+
+        looks = 0
+
+        def snapshot(self) -> Snapshot:
+            seen = super().snapshot()
+            assert seen.machines is not None
+            there, pools = (
+                {},
+                {role_market: Pool("aws", "r", "z", "m", "A:1", role_market[1]) for role_market in USD},
+            )
+            for name, one in seen.machines.items():
+                role = Role(name.partition("-")[0])
+                there[name] = replace(one, pool=pools[role, self.markets[name]])
+                if role is Role.TRAINER and (looks := self.looks) < 1:
+                    self.looks = looks + 1
+                    there[name] = replace(one, price_usd_per_h=0.0, on_demand_usd_per_h=0.0, pool=None)
+            offers = tuple(PoolOffer(role, pool, USD[role, market]) for (role, market), pool in pools.items())
+            return replace(seen, machines=there, pools=offers)
+
+    world = Unpriced(spec(2))
+    world.let_pass(1.0)
+    (trainer,) = world.state.live(Role.TRAINER)
+    assert (trainer.id, trainer.price_usd_per_h) == ("trainer-0-i1", 4.0)
+    assert len(world.stood_in) == 1
 
 
 def test_under_a_budget_none_is_bought_whose_price_nobody_knows() -> None:
