@@ -29,9 +29,11 @@ HOSTILE = "<img src=x onerror='document.title=1'><script>document.title = 2</scr
 
 
 def until(browser: Chrome, holds: Callable[[], object]) -> None:
+    from selenium.common.exceptions import StaleElementReferenceException
     from selenium.webdriver.support.ui import WebDriverWait
 
-    WebDriverWait(browser, HANG_S).until(lambda _: holds())
+    # Live pages replace their parts, also between finding one and reading it.
+    WebDriverWait(browser, HANG_S, ignored_exceptions=[StaleElementReferenceException]).until(lambda _: holds())
 
 
 def points_of(browser: Chrome) -> tuple[int, float, float]:
