@@ -24,15 +24,9 @@ def replace_overdue(tick: Tick) -> None:
         if (coming := tick.snapshot.coming.get(node.id)) is not None:
             _replace_if_still(tick, node, coming)
             continue
-        unseen_s = _unseen_s(tick, node)
-        if node.role is Role.TRAINER and _has_worked(tick, node):
-            # Maybe cut off until now, with checkpoints that are not stored yet: it is on its way back once its
-            # gateway is heard.
-            snapshot, since_s = tick.snapshot, node.since_s
-            heard = snapshot.members is not None
-            unseen_s = snapshot.silent_beside_gateway_s(since_s) if heard else snapshot.machine_silent_s(since_s)
-            limit_s = limit_s if heard else max(limit_s, MACHINE_LOST_S)
-        if unseen_s > limit_s or _boots_too_long(tick, node, limit_s):
+        if node.role is Role.TRAINER and tick.snapshot.members is None and _has_worked(tick, node):
+            limit_s = max(limit_s, MACHINE_LOST_S)  # maybe cut off, with checkpoints that are not stored yet
+        if _unseen_s(tick, node) > limit_s or _boots_too_long(tick, node, limit_s):
             reason = f"no work seen within {limit_s:.0f} s (`policies.boot_timeout_s`)"
             tick.move(node, NodePhase.TERMINATING, reason, None if node.served else Refusal.NEVER_SERVED)
 
@@ -63,11 +57,15 @@ def _has_worked(tick: Tick, node: Node) -> bool:
 
 
 def _unseen_s(tick: Tick, node: Node) -> float:
-    """Seconds in which the node's work could have been seen, a rollout node's by the gateway, and was not."""
-    silent_s = tick.silent_s(node.since_s)
+    """Seconds in which the node's work could have been seen, a rollout node's by the gateway, and was not. A
+    trainer that has worked is on its way back once the gateway on its machine is heard."""
+    snapshot, silent_s = tick.snapshot, tick.silent_s(node.since_s)
+    if node.role is Role.TRAINER and _has_worked(tick, node):
+        heard = snapshot.members is not None
+        return (snapshot.silent_beside_gateway_s if heard else snapshot.machine_silent_s)(node.since_s)
     if node.role is Role.TRAINER or node.phase is NodePhase.REQUESTED:
         return silent_s
-    return 0.0 if tick.snapshot.members is None else min(silent_s, tick.snapshot.gateway_age_s)
+    return 0.0 if snapshot.members is None else min(silent_s, snapshot.gateway_age_s)
 
 
 def release_idle(tick: Tick) -> None:

@@ -141,8 +141,8 @@ def test_who_was_replaced_acts_no_more_not_even_in_a_tick_without_events() -> No
     assert "rollout-0-i7" in world.machines
 
 
-def test_no_silence_from_before_an_outage_counts() -> None:
-    """The trainer beats all the time; its controller does not see it for a while, and then sees its last beat."""
+def under_way() -> tuple[World, Eyes, Controller]:
+    """A run that trains, what its controller sees it by, and that one."""
     store, world = Store(f"memory://controller-{next(names)}", retry_s=0.0), World(max_steps=10**6)
     writer = Journal(store, "a/1")
     state = writer.take_over(world.now_s, "a", 1, "up")
@@ -151,6 +151,12 @@ def test_no_silence_from_before_an_outage_counts() -> None:
     for _ in range(40):
         controller.tick(world.now_s)
         world.advance()
+    return world, eyes, controller
+
+
+def test_no_silence_from_before_an_outage_counts() -> None:
+    """The trainer beats all the time; its controller does not see it for a while, and then sees its last beat."""
+    world, eyes, controller = under_way()
     eyes.away = True
     for _ in range(30):
         world.now_s += 5.0
@@ -164,14 +170,7 @@ def test_no_silence_from_before_an_outage_counts() -> None:
 
 def test_no_silence_counts_over_looks_that_the_cloud_did_not_answer() -> None:
     """The trainer is silent; from the first look that finds everybody it has its whole time."""
-    store, world = Store(f"memory://controller-{next(names)}", retry_s=0.0), World(max_steps=10**6)
-    writer = Journal(store, "a/1")
-    state = writer.take_over(world.now_s, "a", 1, "up")
-    eyes, hands = Eyes(world, store), Hands(world)
-    controller = Controller(store, world.spec, writer, state, eyes, hands)  # type: ignore[arg-type]
-    for _ in range(40):
-        controller.tick(world.now_s)
-        world.advance()
+    world, eyes, controller = under_way()
     for _ in range(20):
         world.now_s += 5.0
         controller.tick(world.now_s)
