@@ -16,7 +16,6 @@ from benchmarks.check_gpu.outcome import Failed
 from policies.serving.position_trial import judge
 
 COUNT, TOKENS, CUT = 32, 48, 24
-PROMPT = 4  # tokens
 Rows = Sequence[Sequence[int]]
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from checkpoint.store import layout
 from checkpoint.store.codec import check_schema, from_json, to_json
@@ -16,6 +18,7 @@ from checkpoint.store.document import Document, OptionalDocument
 from checkpoint.store.errors import AlreadyExists, NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
+from policies.control.fleet.markets import may_stand_in
 from policies.control.rollback.begin import RUN_START
 from policies.control.snapshot import Command, Trainer
 from policies.ledger.rentals import ControllerRental
@@ -92,7 +95,7 @@ class GatewayAddress:
 
 @dataclass(frozen=True, slots=True)
 class MachineReport:
-    """What a machine says of itself: when its work starts, at a preemption notice, when the work has ended."""
+    """What a machine says of itself: when its work starts, at what its cloud tells it, when the work has ended."""
 
     node: str
     attempt: int  # which run of the node's work this is about
@@ -102,6 +105,7 @@ class MachineReport:
     zone: str  # in its cloud's words; empty while unknown
     boot_id: str  # the kernel's, new at each boot
     at_s: float  # by this machine's own clock
+    at_risk: bool = False  # its cloud has said that it may soon take it; older machines do not tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,22 @@ def decode_run(store: Store, data: bytes) -> RunRecord:
     where = f"{store.url}/{layout.RUN}"
     record = from_json(data, RunRecord, where)
     check_schema(record.schema, SCHEMA, where)
-    return record
+    return record if _knew_stand_ins(data) else replace(record, spec=_on_spot_alone(record.spec))
+
+
+def _knew_stand_ins(data: bytes) -> bool:
+    """Whether run.json is of a release that bought rollout nodes on demand where spot could not be had: what came
+    with it is in each run.json since."""
+    plain = msgspec.json.decode(data)
+    return "loss_half_life_h" in plain["spec"].get("policies", {}).get("fleet", {})
+
+
+def _on_spot_alone(spec: RunSpec) -> RunSpec:
+    """The spec of an older run, whose owner was promised spot alone where run.yaml names no market."""
+    if not may_stand_in(spec):
+        return spec
+    resources = {**spec.rollout.resources, "use_spot": True}
+    return replace(spec, rollout=replace(spec.rollout, resources=resources))
 
 
 LEASE = OptionalDocument(layout.LEASE, Lease)

@@ -28,8 +28,8 @@ from checkpoint.stream.transfer import verify as read_all
 from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run
-from orchestrator.views.kept import kept_as
-from orchestrator.views.numbers import NOT_KNOWN, data_size, duration
+from orchestrator.views.words.kept import kept_as
+from orchestrator.views.words.numbers import NOT_KNOWN, data_size, duration
 from policies.model import exit_codes
 
 NEWEST = "latest"

@@ -16,20 +16,20 @@ from checkpoint.records.rehearsals import read_faults
 from checkpoint.store.run_store import Store
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.options import AsJson, Output, Target, print_json
-from orchestrator.cli.remote import controller_of, remote_log
+from orchestrator.cli.steering.remote import controller_of, remote_log
 from orchestrator.cli.target import open_run
 from orchestrator.clouds import open_cloud
 from orchestrator.views import model
 from orchestrator.views import report as reports
 from orchestrator.views.events import EventLine, event_json, lines, rehearsed_line
-from orchestrator.views.going_on import going_on
 from orchestrator.views.looker import Looker
 from orchestrator.views.model import RunView
-from orchestrator.views.numbers import clock
 from orchestrator.views.report import Report
 from orchestrator.views.terminal import live
 from orchestrator.views.terminal.lines import plain, wrap
 from orchestrator.views.terminal.screen import HEIGHT, Screen
+from orchestrator.views.words.going_on import going_on
+from orchestrator.views.words.numbers import clock
 from policies.model import exit_codes
 from policies.model.events import JobExited, RunMoved
 from policies.model.vocabulary import RunPhase

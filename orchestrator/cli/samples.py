@@ -20,8 +20,8 @@ from orchestrator.cli.target import open_run
 from orchestrator.samples import plain
 from orchestrator.samples.choose import Found, Order, Summary, Wanted, choose
 from orchestrator.samples.steps import NoSamples, Step, find_step, groups_of, stored_steps, why_none
-from orchestrator.views.numbers import NOT_KNOWN, short
-from orchestrator.views.text import shown
+from orchestrator.views.words.numbers import NOT_KNOWN, short
+from orchestrator.views.words.text import shown
 from policies.model import exit_codes
 
 COUNT, COUNT_MAX = 4, 1000

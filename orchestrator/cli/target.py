@@ -12,6 +12,7 @@ from checkpoint.store import layout
 from checkpoint.store.errors import NotFound
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from orchestrator.config.load import Storage, load_storage
+from orchestrator.config.rules.storage import PASSWORD, has_password, is_text
 from orchestrator.home.folder import keep_store_options, kept_store_options, latest_run
 
 RETRY_S = 5.0  # a person waits
@@ -35,13 +36,26 @@ def storage_of(argument: str | None) -> Storage:
             raise NoSuchRun("which run? name its store URL or its run.yaml (there is no ./run.yaml here)")
         return Storage(latest)
     if "://" in argument:
-        return Storage(argument.rstrip("/"))
-    path = Path(argument)
-    if (path / layout.RUN).is_file():
-        return Storage(path.absolute().as_uri())
-    if path.is_file():
-        return load_storage(path)
+        if has_password(argument):
+            raise NoSuchRun(PASSWORD)
+        return Storage(_told(argument.rstrip("/")))
+    try:
+        path = Path(os.path.abspath(argument))  # not `resolve`, as in a run.yaml
+        if (path / layout.RUN).is_file():
+            return Storage(_told(f"file://{path}"))  # as a run.yaml has it: nothing in it is quoted
+        if path.is_file():
+            return load_storage(Path(argument))
+    except OSError as error:
+        raise NoSuchRun(f"{argument}: {error.strerror}") from None
     raise NoSuchRun(f"{argument}: expected a store URL (s3://..., file://...), a run.yaml, or the folder of a run")
+
+
+def _told(url: str) -> str:
+    """The URL, which is written down and given to other processes. Raises NoSuchRun."""
+    if not is_text(url):
+        hint = "expected text in UTF-8; has this terminal a locale of it, as LC_ALL=C.UTF-8?"
+        raise NoSuchRun(f"{url!a}: {hint}")
+    return url
 
 
 def open_store(storage: Storage) -> Store:

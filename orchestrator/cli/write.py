@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,7 +71,7 @@ def _init_recipe(recipe: str, folder: Path | None, name: str | None) -> None:
     try:
         files = write_recipe(recipe, folder, name)
     except OSError as error:
-        if folder.exists() or folder.is_symlink():
+        if os.path.lexists(folder):
             raise Stop(f"{folder} exists already; remove it or name another", exit_codes.USAGE) from None
         raise Stop(f"{folder}: {error.strerror}", exit_codes.USAGE) from None
     told = f"Wrote {folder}: {', '.join(files)}. Its README.md says what to change. Then:"

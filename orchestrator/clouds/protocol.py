@@ -12,11 +12,11 @@ from policies.model.vocabulary import Market, Refusal, Role
 
 
 class CloudRefused(Exception):
-    """A launch was refused. `refusal` says what the caller can do."""
+    """A launch was refused. `refusal` says what a caller can do; `left`: a machine of it is there all the same."""
 
-    def __init__(self, refusal: Refusal, message: str) -> None:
+    def __init__(self, refusal: Refusal, message: str, *, left: bool = False) -> None:
         super().__init__(message)
-        self.refusal = refusal
+        self.refusal, self.left = refusal, left
 
 
 class CloudUnavailable(Exception):

@@ -74,6 +74,7 @@ class Actuator:
         self._clock = clock
         self._running: dict[tuple[str, type[Action]], tuple[Action, Future[None]]] = {}
         self._not_before_s: dict[tuple[str, type[Action]], float] = {}
+        self._refused: dict[str, LaunchRefused] = {}  # by node, until they are told
 
     def submit(self, actions: tuple[Action, ...], fence: Callable[[], None]) -> None:
         """Start each action unless one like it is running for its node; what is skipped is asked for again.
@@ -94,8 +95,8 @@ class Actuator:
             self._running[key] = (action, self._start(action, until_s))
 
     def collect(self) -> tuple[LaunchRefused, ...]:
-        """Return the launches that were refused since the last call. Raises what a bug in a cloud raised."""
-        refused = []
+        """Return the launches that were refused since the last call; of a machine that is being given back, once
+        that is done, for only then it shows whether there was any. Raises what a bug in a cloud raised."""
         for key, (action, future) in list(self._running.items()):
             if not future.done():
                 continue
@@ -106,16 +107,17 @@ class Actuator:
             except _TooLate:
                 log.warning("not_done_in_time", action=type(action).__name__, of=of)
             except CloudRefused as error:
-                refused.append(LaunchRefused(of, error.refusal, self._redact(str(error))))
+                self._refused[of] = LaunchRefused(of, error.refusal, self._redact(str(error)), error.left)
             except (CloudUnavailable, StoreError) as error:
                 self._not_before_s[key] = self._clock() + UNAVAILABLE_WAIT_S
                 log.warning("not_done_yet", action=type(action).__name__, of=of, error=str(error))
             except OSError as error:
                 if isinstance(action, Launch):
-                    refused.append(LaunchRefused(of, Refusal.UNKNOWN, self._redact(str(error))))
+                    self._refused[of] = LaunchRefused(of, Refusal.UNKNOWN, self._redact(str(error)))
                 else:
                     log.warning("action_failed", action=type(action).__name__, of=of, error=str(error))
-        return tuple(refused)
+        told = [node for node in self._refused if (node, Terminate) not in self._running]
+        return tuple(self._refused.pop(node) for node in told)
 
     def close(self) -> None:
         """Wait a moment for what is running. What takes longer is cut off with this process, as in a crash; the

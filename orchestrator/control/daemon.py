@@ -35,7 +35,7 @@ from orchestrator.control.observe import Observer
 from orchestrator.control.page import start_page
 from orchestrator.control.run_clock import RunClock
 from orchestrator.home import trust
-from orchestrator.home.folder import run_token, token_mark
+from orchestrator.home.folder import HomeUnusable, run_token, token_mark
 from orchestrator.home.run_secrets import all_secrets, handed_on, missing, secrets_for
 from orchestrator.notify.begin import begin
 from orchestrator.notify.notifier import DRAIN_S
@@ -72,6 +72,9 @@ def main() -> int:
         return exit_codes.BAD_SPEC
     except StoreError as error:
         log.error("store", error=str(error))
+        return exit_codes.FAILED
+    except HomeUnusable as error:
+        log.error("home", error=str(error))
         return exit_codes.FAILED
 
 

@@ -40,7 +40,7 @@ def start_daemon(store: Store, record: RunRecord, reason: str, page: socket.sock
         if process.poll() is not None:
             if process.returncode == 0:
                 return process.pid  # nothing was left to steer
-            last = (log.read_text().strip().splitlines() or ["no output"])[-1]
+            last = (log.read_text("utf-8", "replace").strip().splitlines() or ["no output"])[-1]
             raise DaemonFailed(f"the daemon ended with exit code {process.returncode}: {last}; its log is {log}")
         time.sleep(0.05)
     raise DaemonFailed(f"the daemon did not take the run within {START_TIMEOUT_S:.0f} s; its log is {log}")
@@ -53,7 +53,11 @@ def start_rehearsal(store: Store, record: RunRecord) -> None:
 
 
 def _spawn(arguments: list[str], log: Path, fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    with log.open("ab") as out:
+    try:
+        out = log.open("ab")
+    except OSError as error:
+        raise DaemonFailed(f"{log}: {error.strerror}") from None
+    with out:
         return subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.DEVNULL,

@@ -77,7 +77,7 @@ def process_started(pid: int) -> str | None:
     psutil gives it as seconds since the epoch, which change whenever the clock is set.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:
         return None
     return None if fields[0] == "Z" else fields[19]

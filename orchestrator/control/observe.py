@@ -29,6 +29,7 @@ from policies.model.spec import Budget, RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.gateway_status import GatewayStatus
+from policies.serving.joining import Stage, gets_on
 from policies.serving.wire import STATUS_S
 
 FRESH_S = 3 * STATUS_S  # what is older than this says nothing about now
@@ -131,6 +132,9 @@ class TrainerWatch:
     """The trainer's heartbeat, dated by this machine's clock: its own may differ by more than a beat's life.
 
     The first one found counts as new: a trainer that is dead is noticed so much later by a new controller.
+
+    Attributes:
+        moved_at_s: when what it fetches or stores last got on.
     """
 
     def __init__(self, store: Store, unreadable: Unreadable | None = None) -> None:
@@ -138,12 +142,19 @@ class TrainerWatch:
         self._unreadable = unreadable or Unreadable()
         self._said: Trainer | None = None
         self._seen_at_s = 0.0
+        self._mark: Stage | None = None  # at which it had got on then
+        self.moved_at_s = -math.inf
 
     def look(self, now_s: float) -> Trainer | None:
         """Return the newest beat with the time at which it was first seen. Raises StoreError."""
         beat = documents.TRAINER.read(self._store, self._unreadable)
         if beat != self._said:
             self._said, self._seen_at_s = beat, now_s
+        stage = None if beat is None else beat.stage
+        if stage is not None and (self._mark is None or gets_on(self._mark, stage)):
+            self.moved_at_s = now_s
+        if stage is None or self.moved_at_s == now_s:
+            self._mark = stage
         return None if beat is None else replace(beat, beat_at_s=self._seen_at_s)
 
 
@@ -244,6 +255,7 @@ class Observer:
             gateway_heard_s=self._gateway.heard_s,
             gateway_silent_s=self._gateway.silent_s,
             trainer=trainer,
+            trainer_moved_at_s=self._trainer.moved_at_s,
             refused=refused,
             commands=commands,
             watched=watched,

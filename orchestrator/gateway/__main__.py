@@ -116,10 +116,10 @@ def main() -> int:
     gateway = Gateway(boot_id, token)
     by = own_precedence()
     documents.gateway(by).write(store, GatewayAddress(url, boot_id))
-    untried = Store(store.url, retry_s=0.0)
+    # Each has a store of its own, for each writes in a thread of its own.
     writers = (
-        StatusWriter(untried, by, gateway.status),
-        ActivityWriter(untried, boot_id, gateway.members.status),
+        StatusWriter(Store(store.url, retry_s=0.0), by, gateway.status),
+        ActivityWriter(Store(store.url, retry_s=0.0), boot_id, gateway.members.status),
     )
     # Every request under way has a connection, and the usual limit is 1,024 open files.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

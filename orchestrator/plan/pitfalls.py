@@ -15,6 +15,7 @@ from orchestrator.plan.models import KnownModel
 from orchestrator.plan.remedies import remedy_of, with_grpo
 from orchestrator.plan.workload import completion_tokens, grpo, prompt_tokens
 from policies.model.gpus import VISIBLE, engine_gpus
+from policies.model.sharding import divided
 from policies.model.spec import RunSpec, generates_itself, model_settings, processes_of
 from policies.model.vocabulary import Market, Role
 from policies.sizing.engine import engine_of, whole_number
@@ -110,6 +111,8 @@ def updates_are_lost(seen: Seen) -> Iterator[Warned]:
     settings, rate = model_settings(seen.spec.grpo), float(grpo(seen.spec, "learning_rate"))
     dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "").removeprefix("torch.")
     if seen.spec.trainer.peft is not None or dtype != "bfloat16" or rate >= KEPT_UPDATE:
+        return
+    if divided(seen.spec)[0] != "none":  # DeepSpeed's optimizer and FSDP keep what they update in float32
         return
     told = f"weights that are trained in bfloat16 lose most updates at a learning rate of {rate:g}"
     yield Warned("grpo.model_init_kwargs", f"{told}; leave dtype out, for float32, or train adapters")

@@ -1,7 +1,7 @@
 """Named climates: spot weather from a seed, made up.
 
 `scarce` has what public availability traces of four nodes show: 16 to 62 % of the time not one is up, and 3 to 11
-drops a day. The last four have pools to choose from.
+drops a day. The last six have pools to choose from.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate
 from random import Random
 
-from orchestrator.simulate.pooled import bad_zone, cheapest_refuses, regions, zone_out
+from orchestrator.simulate.pooled import bad_zone, cheapest_refuses, false_alarms, foretold, regions, zone_out
 from orchestrator.simulate.weather import DAY_GAPS, DAYS, DEAREST, GAP_S, ZONES, Weather, Zone
 
 
@@ -93,6 +93,8 @@ CLIMATES: Mapping[str, Callable[[Random, int], Weather]] = {
     "cheapest-refuses": cheapest_refuses,
     "zone-out": zone_out,
     "regions": regions,
+    "foretold": foretold,
+    "false-alarms": false_alarms,
 }
 
 

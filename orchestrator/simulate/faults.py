@@ -90,6 +90,17 @@ def notice(world: World, random: Random) -> None:
         world.note(f"{box.node} has a notice{', and stays' if stays else ''}")
 
 
+def at_risk(world: World, random: Random) -> None:
+    """One machine, or a whole zone; nothing follows, or its end, a while later or at the same moment."""
+    if not (box := _any(world, random)):
+        return
+    there = [one for one in world.cloud.boxes.values() if not one.gone and one.zone == box.zone]
+    follows_s = random.choice((None, 0.0, 60.0, 400.0))
+    for one in random.choice(([box], there)):
+        world.cloud.say_risk(one, None if follows_s is None else world.time_s + follows_s)
+        world.note(f"{one.node} is said to be at risk{'' if follows_s is None else ', and is'}")
+
+
 def work_ends(world: World, random: Random) -> None:
     box = _any(world, random)
     if box is not None and box.at_work(world.time_s):
@@ -224,6 +235,7 @@ FAULTS: tuple[Fault, ...] = (
     stale_listing,
     never_work,
     slow_launches,
+    at_risk,
 )
 # What may stay for good: the run ends all the same where the first do, and where the others do is left waiting,
 # for a stated reason and with a try now and then.

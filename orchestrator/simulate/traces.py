@@ -2,7 +2,8 @@
 
 - JSON with `metadata.gap_seconds` and `data`, one number for each gap, as SkyPilot's traces have it. Where `data`
   has only 0 and 1 it is one machine's, and 1 says that it is taken; else it says how many are to be had.
-- CSV of `time,count`: seconds, and how many machines from then on. A first line of names is left out.
+- CSV of `time,count`: seconds, and how many machines from then on. A first line of names is left out. With
+  semicolons between them a comma is the decimal sign, as spreadsheets write it in much of Europe.
 - JSON lines of what a run met (`recorded`).
 """
 
@@ -69,7 +70,10 @@ def _from_gaps(document: dict[str, Any], nodes: int) -> Zone:
 
 
 def _from_csv(text: str) -> Zone:
-    rows = [row for row in csv.reader(text.splitlines()) if row]
+    lines = text.splitlines()
+    if ";" in lines[0]:
+        lines = [line.replace(",", ".").replace(";", ",") for line in lines]
+    rows = [row for row in csv.reader(lines) if row]
     if not _is_number(rows[0][0]):
         rows = rows[1:]
     points = [(float(row[0]), int(float(row[1]))) for row in rows if len(row) > 1]

@@ -9,8 +9,8 @@ from typing import Any, assert_never
 from checkpoint.journal.entries import Record
 from checkpoint.records.rehearsals import RehearsedFault
 from checkpoint.store.codec import event_to_plain
-from orchestrator.views.lineage import effect_words, skipped_words, start_words
-from orchestrator.views.numbers import moment
+from orchestrator.views.words.lineage import effect_words, skipped_words, start_words
+from orchestrator.views.words.numbers import moment
 from policies.model import exit_codes
 from policies.model.events import (
     BudgetNeared,
@@ -39,6 +39,7 @@ from policies.model.events import (
     NodeRequested,
     Noticed,
     ProbationPassed,
+    RiskTold,
     RollbackBegun,
     RunCreated,
     RunMoved,
@@ -113,7 +114,7 @@ def sentence(event: Event) -> str:
             return f"{event.node} was refused, {why}: {event.reason}"
         case NodeMoved():
             return f"{event.node} {_NODE_VERBS[event.phase]}: {event.reason}"
-        case BuyingStopped() | BuyingResumed() | FleetSized() | CapacityMissing() | DeadlineMissed():
+        case BuyingStopped() | BuyingResumed() | FleetSized() | CapacityMissing() | DeadlineMissed() | RiskTold():
             return _fleet(event)
         case BudgetReached() | BudgetRefused() | BudgetNeared() | BudgetSet() | StoreCharged():
             return _money(event)
@@ -151,7 +152,9 @@ def sentence(event: Event) -> str:
             assert_never(event)
 
 
-def _fleet(event: BuyingStopped | BuyingResumed | FleetSized | CapacityMissing | DeadlineMissed) -> str:
+def _fleet(
+    event: BuyingStopped | BuyingResumed | FleetSized | CapacityMissing | DeadlineMissed | RiskTold,
+) -> str:
     match event:
         case BuyingStopped():
             return f"No more machines are bought, {event.kind}, but one now and then to try: {event.reason}"
@@ -163,6 +166,8 @@ def _fleet(event: BuyingStopped | BuyingResumed | FleetSized | CapacityMissing |
             return f"The run waits for machines: {event.reason}"
         case DeadlineMissed():
             return _late(event)
+        case RiskTold():
+            return f"{event.node} may soon be taken, says its cloud: {event.reason}"
         case _:
             assert_never(event)
 

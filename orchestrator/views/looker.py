@@ -6,6 +6,7 @@ import time
 
 from checkpoint.store.run_store import Store
 from orchestrator.control.observe import GatewayWatch
+from orchestrator.views.measured.activity_log import ActivityLog, LastHour
 from orchestrator.views.measured.rates import Rates
 from orchestrator.views.model import RunView
 from orchestrator.views.reader import Reader
@@ -20,10 +21,14 @@ class Looker:
         self.reader = Reader(store)
         self.gateway: GatewayStatus | None = None  # as of the last look; None when it is not heard from
         self.rates = Rates()
+        self.activity = ActivityLog(store)
+        self._last_hour = LastHour(self.activity)
         self._watch = GatewayWatch(store, believe_first=True, unreadable=self.reader.unreadable)
 
     def look(self) -> RunView:
         """The run as it is now. Raises StoreError."""
         self.gateway = self._watch.look()
         self.rates.see(self.gateway)
-        return view_of(self.reader, time.time(), self.gateway, self.rates.by_machine)
+        now_s = time.time()
+        minutes = self._last_hour.until(now_s)
+        return view_of(self.reader, now_s, self.gateway, self.rates.by_machine, minutes)

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.plan.model import DeadlinePlan, KindPlan, MachinePlan, MoneyPlan, NodesPlan, Plan, StepPlan
-from orchestrator.views.numbers import NOT_KNOWN, duration, moment, short, usd
+from orchestrator.views.words.numbers import NOT_KNOWN, duration, moment, short, usd
 from policies.model.vocabulary import Market
 from policies.sizing.memory import GIB
 

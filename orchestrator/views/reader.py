@@ -183,8 +183,8 @@ class Reader:
         # A store's clock may be as coarse as a second: the newest object is read again even if it looks the same.
         newest = max((entry.modified_at for entry in entries), default=None)
         changed = [entry for entry in entries if entry.modified_at == newest or not self._holds(entry)]
-        for entry in changed:
-            rows = metrics.read_chunk(self.store, entry.key, self.unreadable)
+        found = metrics.read_chunks(self.store, [entry.key for entry in changed], self.unreadable)
+        for entry, rows in zip(changed, found, strict=True):
             self._chunks[entry.key] = (entry.size_bytes, entry.modified_at, rows)
         if changed:
             self.rows = metrics.in_order(row for _, _, rows in self._chunks.values() for row in rows)

@@ -17,7 +17,10 @@ from checkpoint.records.rehearsals import RehearsedFault, read_faults
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.exports import export_of
-from orchestrator.views.lineage import (
+from orchestrator.views.model import HealthView, health_of
+from orchestrator.views.reader import Reader
+from orchestrator.views.weights import WeightsView, policy_stage_words, weights_view, weights_words
+from orchestrator.views.words.lineage import (
     Change,
     change_words,
     changes_of,
@@ -26,10 +29,7 @@ from orchestrator.views.lineage import (
     stage_words,
     start_words,
 )
-from orchestrator.views.model import HealthView, health_of
-from orchestrator.views.numbers import NOT_KNOWN, duration, short, usd
-from orchestrator.views.reader import Reader
-from orchestrator.views.weights import WeightsView, policy_stage_words, weights_view, weights_words
+from orchestrator.views.words.numbers import NOT_KNOWN, duration, short, usd
 from policies.detect.divergence import Health
 from policies.fleet.budget import not_counted
 from policies.ledger.abandoned import abandoned

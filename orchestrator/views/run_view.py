@@ -12,9 +12,7 @@ from types import MappingProxyType
 
 from checkpoint.records.metrics import Row, logged
 from checkpoint.records.step_times import step_times
-from checkpoint.store.run_store import Store
 from orchestrator.control.metrics_watch import RECENT_ROWS
-from orchestrator.views.lineage import stage_words
 from orchestrator.views.measured.step_split import step_split
 from orchestrator.views.model import (
     CheckpointView,
@@ -32,6 +30,7 @@ from orchestrator.views.model import (
 )
 from orchestrator.views.reader import Reader
 from orchestrator.views.weights import newest_weights
+from orchestrator.views.words.lineage import stage_words
 from policies.control.fleet.deadline import course_of
 from policies.control.fleet.size import hourly_prices, rollouts_wanted, size_words
 from policies.control.fleet.spending import caps_of
@@ -53,18 +52,18 @@ PACE_STEPS = 20  # steps that tell how fast the run is now
 EVENTS_SHOWN = 20
 MEMBERSHIP_SHOWN = 5
 NO_RATES: Mapping[str, float] = MappingProxyType({})
-
-
-def run_view(store: Store, now_s: float, gateway: GatewayStatus | None) -> RunView:
-    """Look once. Who looks again keeps a Reader and calls `view_of`. Raises NotFound when there is no run."""
-    return view_of(Reader(store), now_s, gateway)
+NO_MINUTES: Mapping[str, bytes] = MappingProxyType({})
 
 
 def view_of(
-    reader: Reader, now_s: float, gateway: GatewayStatus | None, tokens_per_s: Mapping[str, float] = NO_RATES
+    reader: Reader,
+    now_s: float,
+    gateway: GatewayStatus | None,
+    tokens_per_s: Mapping[str, float] = NO_RATES,
+    minutes: Mapping[str, bytes] = NO_MINUTES,
 ) -> RunView:
     """Refresh `reader` and describe the run at `now_s`. `gateway` is what it last wrote, `tokens_per_s` of each
-    machine what its engines counted."""
+    machine what its engines counted, `minutes` of each slot what is kept of the last hour."""
     reader.refresh()
     if not reader.state.live(Role.TRAINER):
         gateway = None  # it went with the trainer's machine
@@ -98,7 +97,10 @@ def view_of(
         tokens_per_s=_tokens_per_s(pace),
         eta_s=eta_s,
         requests_waiting=gateway.requests_waiting if gateway else None,
-        nodes=_nodes(reader, beat, gateway, now_s, tokens_per_s),
+        nodes=tuple(
+            replace(one, tokens_per_s=tokens_per_s.get(one.node), minutes=minutes.get(one.slot, b""))
+            for one in _nodes(reader, beat, gateway, now_s)
+        ),
         fleet=_fleet(reader.spec, state, rows),
         deadline=_deadline(reader, beat, now_s, eta_s),
         money=_money(reader, now_s, step, max_steps, eta_s),
@@ -205,7 +207,6 @@ def _nodes(
     beat: Trainer | None,
     gateway: GatewayStatus | None,
     now_s: float,
-    tokens_per_s: Mapping[str, float],
 ) -> tuple[NodeView, ...]:
     """One line a slot, the trainer first, `rollout-10` after `rollout-9`."""
     members = defaultdict[str, list[MemberStatus]](list)
@@ -218,7 +219,6 @@ def _nodes(
             _node(reader, node, beat, members[node.id], coming.get(node.id)),
             state=state,
             lane=lane,
-            tokens_per_s=tokens_per_s.get(node.id),
         )
         for node in newest
         for state, lane in [reader.lanes.look(node.slot, node.role, members[node.id], now_s)]

@@ -11,7 +11,6 @@ from contextlib import suppress
 from importlib import resources
 from typing import Any
 
-import structlog
 from aiohttp import hdrs, web
 
 from checkpoint.store.errors import NotFound, StoreError
@@ -53,7 +52,6 @@ WATCHERS_MAX = 100  # at a time; each holds a connection
 QUIET_S = 15.0  # after so long without news a word keeps the connection open
 RETRY_MS = 3000  # a browser connects again so long after the connection was lost
 
-log = structlog.get_logger()
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

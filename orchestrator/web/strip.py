@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkpoint.records.metrics import Row
-from orchestrator.views.deadline import deadline_words, is_late
-from orchestrator.views.going_on import going_on
 from orchestrator.views.model import RunView
-from orchestrator.views.numbers import NOT_KNOWN, duration, short, usd
 from orchestrator.views.report import HELD_OUT
+from orchestrator.views.words.deadline import deadline_words, is_late
+from orchestrator.views.words.going_on import going_on
+from orchestrator.views.words.numbers import duration, short, usd
 from orchestrator.web.watch import Look
 from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN
@@ -108,4 +108,4 @@ def _rollouts(view: RunView) -> Figure:
 
 def _held_out(rows: Sequence[Row]) -> str:
     found = next((row.values[HELD_OUT] for row in reversed(rows) if HELD_OUT in row.values), None)
-    return f"held out {short(found)}" if found is not None else f"held out {NOT_KNOWN}"
+    return f"held out {short(found)}" if found is not None else ""

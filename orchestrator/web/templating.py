@@ -8,8 +8,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from orchestrator.views.numbers import data_size, duration, short, usd
-from orchestrator.views.text import shown
+from orchestrator.views.words.numbers import data_size, duration, short, usd
+from orchestrator.views.words.text import shown
 
 
 def _day_and_time(time_s: float) -> str:

@@ -75,7 +75,6 @@ class Watch:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._looker = Looker(store)
-        self._activity = ActivityLog(store)
         self._history: list[tuple[int, float, tuple[Event, ...]]] = []
         self._diary: list[EventLine] = []
         self._number = 0
@@ -165,7 +164,7 @@ class Watch:
             trainer=reader.trainer,
             controllers=reader.controllers(view.now_s),
             gateway=self._looker.gateway,
-            activity=self._activity,
+            activity=self._looker.activity,
         )
 
 

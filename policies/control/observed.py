@@ -9,7 +9,7 @@ from policies.control.tick import Tick
 from policies.model import exit_codes
 from policies.model.folding.pool_fold import NOTICED
 from policies.model.state import Node
-from policies.model.vocabulary import MachineState, NodePhase, Role
+from policies.model.vocabulary import MachineState, NodePhase, Refusal, Role
 
 HEARTBEAT_FRESH_S = 10.0  # the trainer beats every 2 s
 # A trainer that is silent for longer hangs, if the gateway beside it is heard: its machine works, and reaches the
@@ -26,7 +26,10 @@ def update_node_phases(tick: Tick) -> None:
     """Bring every node's phase to what the snapshot shows."""
     for refused in tick.snapshot.refused:
         node = tick.node(refused.node)
-        if node is not None and node.phase is NodePhase.REQUESTED:
+        if node is not None and node.phase is NodePhase.REQUESTED and refused.left:
+            why = f"its launch failed and left a machine: {refused.message}"
+            tick.move(node, NodePhase.TERMINATING, why, Refusal.NEVER_SERVED)
+        elif node is not None and node.phase is NodePhase.REQUESTED:
             tick.move(node, NodePhase.REFUSED, refused.message, refused.refusal)
         elif node is not None and _was_given_up_unbought(tick, node):
             why = f"given up, and never bought: {refused.message}"

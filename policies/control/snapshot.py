@@ -44,6 +44,7 @@ class Machine:
     on_demand_usd_per_h: float = 0.0  # what it would cost on that market
     where: str = ""  # cloud/region/zone and what it is, in the cloud's words
     pool: Pool | None = None  # the same, in parts; None: its cloud has no pools
+    at_risk: bool = False  # the cloud has said that it may soon take it: AWS's rebalance recommendation
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Trainer:
     store_slow: bool = False  # a checkpoint was put off: earlier ones are still being stored
     verdict: Verdict | None = None  # of the trainer's own guard
     leaving: bool = False  # it knows that it or its machine is to end, and stores what it has
-    stage: Stage | None = None  # of what it fetches before it trains
+    stage: Stage | None = None  # of what it fetches before it trains, or stores before it ends
 
     @property
     def precedence(self) -> Precedence:
@@ -72,11 +73,12 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRefused:
-    """A launch that failed since the last look."""
+    """A launch that failed since the last look. `left`: it left a machine, which is paid for until it is gone."""
 
     node: str
     refusal: Refusal
     message: str
+    left: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ class Snapshot:
     gateway_heard_s: float = math.inf  # for how long without a break; counts where it is heard now
     gateway_silent_s: float = math.inf  # for how long it was not heard; counts where it is not heard now
     trainer: Trainer | None = None
+    trainer_moved_at_s: float = -math.inf  # when what its machine fetches or stores last got on
     refused: tuple[LaunchRefused, ...] = ()
     commands: tuple[Command, ...] = ()
     watched: Watched | None = None

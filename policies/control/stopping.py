@@ -12,20 +12,23 @@ from policies.model.phases import LIVE_NODE
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import NodePhase, Role, RunPhase
 
-# Twice what a checkpoint of the largest models takes into a store of 1 GB/s: weights and optimizer of 32 billion
-# parameters are 384 GB.
+# From the word to stop until something must have got on, and again after it did: weights and optimizer of 32
+# billion parameters are up to 525 GB, of which a store may take 1 GB/s, or 100 MB/s.
 STOP_WAIT_S = 900.0
 LEAST_USD = 0.01  # of which it is worth a word
 DOWN = "down"
 DOWN_NOW = "down_now"  # even while a `down` is being waited for
 
 
-def release_machines(tick: Tick) -> None:
-    """Release every machine of a run that is over or asked to stop, and note when all are gone."""
+def release_machines(tick: Tick, *, affordable: bool) -> None:
+    """Release every machine of a run that is over or asked to stop, and note when all are gone.
+
+    `affordable`: a trainer that stores may do so for longer than STOP_WAIT_S, as long as it gets on.
+    """
     for node in list(tick.state.nodes.values()):
         if node.phase not in LIVE_NODE:
             continue
-        if tick.state.phase is RunPhase.STOPPING and _may_store(tick, node):
+        if tick.state.phase is RunPhase.STOPPING and _may_store(tick, node, affordable=affordable):
             if node.phase is not NodePhase.DRAINING:
                 tick.move(node, NodePhase.DRAINING, "asked to store what it has, and to end")
             continue
@@ -57,11 +60,12 @@ def stop_requests(state: RunState, node: Node, snapshot: Snapshot) -> list[AskTo
     return [] if beat is not None and beat.leaving else [AskToStop(node.id, node.attempt)]
 
 
-def _may_store(tick: Tick, node: Node) -> bool:
+def _may_store(tick: Tick, node: Node, *, affordable: bool) -> bool:
     """Whether a node may still store what would be lost with it."""
     if node.role is not Role.TRAINER or not node.may_be_working:
         return False
     beat = tick.snapshot.trainer
-    if node.phase is NodePhase.DRAINING and tick.waited_s(node.since_s) > STOP_WAIT_S:
+    since_s = max(node.since_s, tick.snapshot.trainer_moved_at_s) if affordable else node.since_s
+    if node.phase is NodePhase.DRAINING and tick.waited_s(since_s) > STOP_WAIT_S:
         return False
     return beat is not None and beat.node == node.id and tick.silent_s(beat.beat_at_s) < HEARTBEAT_LOST_S

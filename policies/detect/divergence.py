@@ -6,6 +6,7 @@ both come to the same verdict.
 KL is judged by what of it the run's own past does not explain, in nats per token: one nat is too much, less where
 other signals leave their past at the same time, more where the reward has surely gained meanwhile. Where the KL is
 small, or is not logged, a reward that has collapsed or gradients that explode need another signal beside them.
+What is lost slowly is told over longer windows (`policies.detect.slides`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from policies.detect.signals import WINDOW_POINTS, Series, around, dated, explained
+from policies.detect.slides import slid
 from policies.detect.symptoms import (
     CLIPPED,
     FACTOR,
     KL,
     KL_SIGNAL,
+    LASTING_POINTS,
     NO_VARIANCE,
     REWARD,
     SURE_WOBBLES,
@@ -40,10 +43,6 @@ KL_UNPAID = 1.0
 KL_PAID = 5.0
 # Nats per token, whatever the past or the reward: the policy writes what the reference never would.
 KL_BROKEN = 20.0
-# Points. While the KL is small, a fallen reward and one weak symptom must last: dips of the reward recover. What
-# left its past so long before the others has nothing to do with them. Three times that is for good: a run that
-# lost all it had learnt, or that never began to learn.
-LASTING_POINTS = 20
 # NaN once is a bad batch, four times is a policy that is gone. Gradients alone overflow in the search of mixed
 # precision for its loss scale, which begins at 2^16 and halves with every step.
 NOT_FINITE_POINTS = 4
@@ -158,12 +157,16 @@ def _judge(detector: Detector, step: int, limit: float | None) -> tuple[Health, 
     if gone:
         return Health.TRIPPED, gone
     hacked = tricked(series)
+    lost = slid(series)
+    if len(lost) > 1:
+        return Health.TRIPPED, lost
     seen = (*symptoms(series), *hacked)
     pays = None if hacked or endless(series) else reward
     excursion = symptom(KL_SIGNAL, kl) if kl is not None and _excess(kl) > KL_UNPAID / FACTOR**4 else None
     health, found = Health.HEALTHY, list[Symptom]()
     if kl is not None and excursion is not None:
-        health, found = _excursion(kl, pays, excursion, seen)
+        fallen = any(one.group == REWARD for one in seen)
+        health, found = _excursion(kl, pays, excursion, seen if fallen else (*seen, *lost))
     if health is Health.TRIPPED or not seen:
         return health, found
     rises = gained_wobbles(reward, min(one.calm_step for one in seen)) >= SURE_WOBBLES

@@ -37,6 +37,10 @@ WITNESS = "witness/"
 FACTOR = 3.0
 # Wobbles of the reward, or of a logarithm: a change of so many is no luck. A collapse is twice that.
 SURE_WOBBLES = 3.0
+# Points. While the KL is small, a fallen reward and one weak symptom must last: dips of the reward recover. What
+# left its past so long before the others has nothing to do with them. Three times that is for good: a run that
+# lost all it had learnt, or that never began to learn.
+LASTING_POINTS = 20
 # Tokens of a completion where the KL is a sum over it and its length isn't logged, as in logs of PPO.
 SEQUENCE_TOKENS = 50.0
 

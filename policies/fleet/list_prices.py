@@ -1,6 +1,6 @@
 """List prices that no cloud's catalog of machines has: of disks, stores and traffic.
 
-In US regions, without taxes and discounts, as the clouds published them in 2025 (LISTED); elsewhere they are up to
+In US regions, without taxes and discounts, as the clouds published them in 2025; elsewhere they are up to
 a third higher. A price that is not here is not known, and who asks is told so: it is never taken as 0.
 
 Disks are what SkyPilot 0.14.1 makes of its `disk_tier` (`sky/clouds/aws.py`, `gcp.py`, `azure.py`): on AWS gp3
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-LISTED = "list prices of 2025 in US regions"
 MONTH_H = 730.0  # as the clouds reckon
 DISK_GB = 256  # SkyPilot's where nothing is named
 DISK_TIER = "medium"

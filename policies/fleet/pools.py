@@ -106,11 +106,11 @@ def weather_of(
     hours = PRIOR_NODE_HOURS + there_h
     arrived, asked = SUCCESS[pool.market] * PRIOR_LAUNCHES, PRIOR_LAUNCHES
     for stay in record.stays if record else ():
-        weight = _weight(now_s - stay.until_s, half.losses_h)
-        losses, hours = losses + weight * stay.taken, hours + weight * stay.hours
+        counts = weight(now_s - stay.until_s, half.losses_h)
+        losses, hours = losses + counts * stay.taken, hours + counts * stay.hours
     for launch in record.launches if record else ():
-        weight = _weight(now_s - launch.at_s, half.launches_h)
-        arrived, asked = arrived + weight * launch.came, asked + weight
+        counts = weight(now_s - launch.at_s, half.launches_h)
+        arrived, asked = arrived + counts * launch.came, asked + counts
     launches = record.launches if record else ()
     return PoolWeather(losses / hours, arrived / asked, len(launches), sum(one.came for one in launches))
 
@@ -167,7 +167,8 @@ def choose(
     return min(map(judged, offers), key=lambda one: one[:4])[-1] if offers else None
 
 
-def _weight(age_s: float, half_life_h: float) -> float:
+def weight(age_s: float, half_life_h: float) -> float:
+    """Return how much counts what was seen so long ago, next to what is seen now."""
     return float(0.5 ** (max(0.0, age_s) / 3600 / half_life_h))
 
 

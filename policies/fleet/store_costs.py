@@ -13,17 +13,22 @@ what goes into a store elsewhere, the store's cloud for what machines elsewhere 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from policies.fleet.list_prices import OWN, store_price
-from policies.model.spec import RunSpec, model_settings
+from policies.model.spec import RunSpec
+from policies.weights.disks import checkpoint_bytes_each
 
 GB = 10**9
 CHUNK_BYTES = 16 * 2**20  # an object of a policy or a checkpoint
 TOKEN_BYTES = 16  # of a stored completion, with its log-probability
 OBJECTS_A_STEP = 10  # completions, rows, manifests, and what lists them
 # Of listings and writes the daemon makes 0.9 a second in a quiet run and up to 1.4 in a parked one, the trainer's
-# heartbeat and the gateway's status 1.5; reads are 4 to 6, and 1. Each machine's report is read every second.
-CONTROL_PUTS_A_S, CONTROL_GETS_A_S, REPORTS_A_S = 3.5, 6.0, 1.0
+# heartbeat and the gateway's status 1.5; reads are 4 to 6, and 1. Each machine reads the lease once a minute.
+CONTROL_PUTS_A_S, CONTROL_GETS_A_S, LEASES_A_S = 3.5, 6.0, 1 / 60
+REPORTS_A_S = 1.0  # what the machines say of themselves is looked at so often
+LISTED = 1000  # objects of which one request tells
+LISTING_READS = 12.5  # that cost what a listing does
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,20 +138,23 @@ def of_send(size_bytes: float) -> Use:
     return Use(puts=size_bytes / CHUNK_BYTES, sent_bytes=size_bytes)
 
 
+def are_reports_listed(machines: int) -> bool:
+    """Whether what so many machines say of themselves is listed, and read where it has changed: to read each
+    report each time would cost more."""
+    return machines > LISTING_READS
+
+
 def of_control(seconds: float, machines: int) -> Use:
     """Return what steering so many machines asks of the store in so many seconds."""
-    return Use(puts=CONTROL_PUTS_A_S * seconds, gets=(CONTROL_GETS_A_S + REPORTS_A_S * machines) * seconds)
+    listed = are_reports_listed(machines)
+    puts = CONTROL_PUTS_A_S + REPORTS_A_S * (ceil(machines / LISTED) if listed else 0)
+    gets = CONTROL_GETS_A_S + LEASES_A_S * machines + REPORTS_A_S * (0 if listed else machines)
+    return Use(puts=puts * seconds, gets=gets * seconds)
 
 
 def checkpoint_bytes(policy_bytes: float, spec: RunSpec) -> float:
-    """Return how large a checkpoint is, from its policy: with AdamW's two states, in the type that is trained in.
-
-    A policy has 2 bytes a parameter; of adapters it has 4, as its checkpoint.
-    """
-    asked = model_settings(spec.grpo)
-    dtype = str(asked.get("dtype") or asked.get("torch_dtype") or "float32").removeprefix("torch.")
-    in_half = spec.trainer.peft is not None or dtype in ("bfloat16", "float16")
-    return policy_bytes * (3 if in_half else 6)
+    """Return how large a checkpoint is, from its policy: that has 2 bytes a parameter, of adapters 4."""
+    return policy_bytes / (4 if spec.trainer.peft is not None else 2) * checkpoint_bytes_each(spec)
 
 
 def _leaving(sender: Place, to: Place) -> float | None:

@@ -17,7 +17,7 @@ Phase = TypeVar("Phase", N, R, S | None)
 NODE_EDGES: dict[tuple[N, N], str] = {
     (N.REQUESTED, N.BOOTING): "the cloud shows the machine",
     (N.REQUESTED, N.REFUSED): "the cloud would not give it",
-    (N.REQUESTED, N.TERMINATING): "no longer wanted",
+    (N.REQUESTED, N.TERMINATING): "no longer wanted, or its launch failed and left a machine",
     (N.REQUESTED, N.GONE): "lost before it was ever seen up",
     (N.BOOTING, N.SERVING): "its work was seen: in the membership, or a heartbeat",
     (N.BOOTING, N.DRAINING): "a preemption notice while booting",

@@ -31,11 +31,6 @@ def delta_share(learning_rate: float) -> float:
     return min(1.0, share * float((learning_rate / rate) ** power))
 
 
-def is_measured(learning_rate: float) -> bool:
-    """Whether it lies between learning rates whose deltas were measured."""
-    return DELTAS[0][0] <= learning_rate <= DELTAS[-1][0]
-
-
 def whole_s(weights_bytes: float, gbit_per_s: float) -> float:
     """Seconds for all of it, an adapter's file too: encode, send, fetch, prove."""
     encode_s, prove_s = _encode_s(weights_bytes), weights_bytes / (CORES * PROVE_BYTES_PER_S)

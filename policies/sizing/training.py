@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from policies.model.sharding import Sharding, computes_in_half, divided
 from policies.model.spec import RunSpec, generates_itself, model_settings, processes_of
 from policies.sizing.shapes import Shape
 from policies.weights.adapters import ALL_LINEAR, DEFAULT_RANK
 from policies.weights.dtypes import NAMED, WIDTH
 
-# How weights, gradients and the optimizer's states are divided over the processes: DeepSpeed's stages, or FSDP2,
-# which divides all of them.
-Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp"]
 Attention = Literal["sdpa", "eager", "flash"]
 
 FLOAT32 = 4
@@ -95,8 +93,8 @@ def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
         prompt_tokens: of the longest prompt, which only its dataset tells.
     """
     grpo = spec.grpo
-    sharding, optimizer_away, weights_away = _divided(spec)
-    half = bool(grpo.get("fp16")) or bool(grpo.get("bf16", True))
+    sharding, optimizer_away, weights_away = divided(spec)
+    half = computes_in_half(spec)
     loaded_bytes = stored_bytes = _weight_bytes(grpo)
     # DeepSpeed converts the model; FSDP2 casts what it gathers, and accelerate keeps what is trained in float32.
     if sharding == "fsdp":
@@ -133,7 +131,7 @@ def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
 
 def divides_weights(spec: RunSpec) -> bool:
     """Whether each process keeps a part of the weights alone, by ZeRO-3 or FSDP2."""
-    return _divided(spec)[0] in ("zero3", "fsdp")
+    return divided(spec)[0] in ("zero3", "fsdp")
 
 
 def lora_of(peft: Mapping[str, Any] | None, shape: Shape) -> Lora | None:
@@ -184,28 +182,3 @@ def _weight_bytes(grpo: Mapping[str, Any]) -> int:
 def _attention(grpo: Mapping[str, Any]) -> Attention:
     asked = str(model_settings(grpo).get("attn_implementation") or "sdpa")
     return "eager" if asked == "eager" else "flash" if "flash" in asked else "sdpa"
-
-
-def _divided(spec: RunSpec) -> tuple[Sharding, bool, bool]:
-    """How a run divides, and whether its optimizer and its weights stay in the machine's own memory."""
-    accelerate, grpo = spec.trainer.accelerate or {}, spec.grpo
-    kind = accelerate.get("distributed_type")
-    if grpo.get("fsdp") or kind == "FSDP":
-        config = {**_mapping(accelerate.get("fsdp_config")), **_mapping(grpo.get("fsdp_config"))}
-        away = bool(config.get("fsdp_offload_params") or config.get("cpu_offload"))
-        return "fsdp", away, away
-    theirs, own = _mapping(grpo.get("deepspeed")), _mapping(accelerate.get("deepspeed_config"))
-    zero = _mapping(theirs.get("zero_optimization"))
-    stage = zero.get("stage", own.get("zero_stage", 0 if theirs else 2)) if theirs or kind == "DEEPSPEED" else 0
-    optimizer = _device(zero.get("offload_optimizer"), own.get("offload_optimizer_device"))
-    weights = _device(zero.get("offload_param"), own.get("offload_param_device"))
-    stages: dict[str, Sharding] = {"1": "zero1", "2": "zero2", "3": "zero3"}
-    return stages.get(str(stage), "none"), optimizer in ("cpu", "nvme"), weights in ("cpu", "nvme")
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _device(theirs: Any, own: Any) -> str:
-    return str(_mapping(theirs).get("device") or own or "none")

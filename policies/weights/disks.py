@@ -8,7 +8,16 @@
 | two policies: published, being published | two policies: served, fetched |
 
 A checkpoint is the weights and AdamW's two states, in the type that they are trained in; with adapters those
-of the adapters alone, in float32 (PEFT), and the base model once more where it is restored.
+of the adapters alone, in float32 (PEFT), and the base model once more where it is restored. What DeepSpeed and
+FSDP go on from lies beside the whole weights; bytes a parameter, where w is 2, or 4 where nothing is computed in
+half:
+
+| | whole weights | weights once more | optimizer |
+|---|---|---|---|
+| one process, DDP, in float32 / bfloat16 | 4 / 2 | | 8 / 4 |
+| ZeRO-1, ZeRO-2 | w | w | 4 + 8 |
+| ZeRO-3 | w | | 4 + 8 |
+| FSDP2 | 4 | 4 | 8 |
 """
 
 from __future__ import annotations
@@ -18,6 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from policies.model.sharding import Sharding, computes_in_half, divided
 from policies.model.spec import RunSpec, generates_itself, model_settings
 from policies.model.vocabulary import Role
 from policies.weights.adapters import DEFAULT_RANK, why_whole
@@ -63,13 +73,35 @@ def disk_gb(role: Role, spec: RunSpec, model: ModelSize) -> int:
 
 def checkpoint_bytes(spec: RunSpec, model: ModelSize) -> int:
     """Weights that are trained, and the optimizer's states."""
-    if spec.trainer.peft is not None:
-        return (1 + STATES) * WIDTH["F32"] * _adapter_params(spec, model)
-    asked = model_settings(spec.grpo)
+    params = model.params if spec.trainer.peft is None else _adapter_params(spec, model)
+    return checkpoint_bytes_each(spec) * params
+
+
+def checkpoint_bytes_each(spec: RunSpec) -> int:
+    """The same of one parameter that is trained."""
+    asked, sharding = model_settings(spec.grpo), _sharding(spec)
     dtype = str(asked.get("dtype") or asked.get("torch_dtype") or "float32").removeprefix("torch.")
-    width = 2 if dtype in ("bfloat16", "float16") else WIDTH["F32"]  # TRL loads in float32 unless it is told
-    states = 2 if "8bit" in str(spec.grpo.get("optim")) else STATES * width  # bytes for each parameter
-    return (width + states) * model.params
+    in_half = spec.trainer.peft is None and dtype in ("bfloat16", "float16")  # TRL loads in float32 unless told
+    width = 2 if in_half else WIDTH["F32"]
+    of_states = WIDTH["F32"] if sharding != "none" else width
+    states = STATES if "8bit" in str(spec.grpo.get("optim")) else STATES * of_states
+    match sharding:
+        case "none":
+            return width + states
+        case "fsdp":
+            return 2 * WIDTH["F32"] + states
+    # DeepSpeed converts what it trains, and its optimizer keeps a copy in float32.
+    width = 2 if computes_in_half(spec) else width
+    return (width if sharding == "zero3" else 2 * width) + WIDTH["F32"] + states
+
+
+def _sharding(spec: RunSpec) -> Sharding:
+    """How it is divided; what stands in a file of DeepSpeed's may be stage 2, which stores most."""
+    own = (spec.trainer.accelerate or {}).get("deepspeed_config")
+    in_a_file = isinstance(spec.grpo.get("deepspeed"), str) or (
+        isinstance(own, Mapping) and "deepspeed_config_file" in own
+    )
+    return "zero2" if in_a_file else divided(spec)[0]
 
 
 def _policy_bytes(spec: RunSpec, model: ModelSize) -> int:

@@ -19,8 +19,9 @@ from tasks.completions.gateway_client import GatewayClient, Generated
 from tasks.completions.refused_prompts import RefusedPrompts
 from tasks.completions.rollout_source import RolloutSource
 from tasks.evaluating.keeping import Completes, Keeping
-from tasks.trainer.assemble import Start, grpo_config, lora_config, policy_publisher
+from tasks.trainer.assemble import grpo_config, lora_config, policy_publisher
 from tasks.trainer.preflight import check_prompts, check_rewards
+from tasks.trainer.start import Start
 from tasks.trainer.turns import check_turns, guarded_turns, load_turns
 from tasks.trainer.user_data import load_data
 from tasks.trainer.user_objects import (

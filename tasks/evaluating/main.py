@@ -148,7 +148,7 @@ def _evaluate_each(
     from tasks.evaluating.scoring import evaluate, refuse_other_rows
     from tasks.storing.restoring import restore_weights
     from tasks.storing.step_costs import StepCosts
-    from tasks.trainer.assemble import Start
+    from tasks.trainer.start import Start
     from tasks.trainer.user_objects import local_folder
 
     workdir, spec = Path(env.workdir), record.spec

@@ -17,7 +17,6 @@ from tasks.rewards.guard import said as said_of
 from tasks.trainer.user_objects import BadSpec, Reward
 from tasks.trl.trl_evaluating import Made
 
-Scores = Sequence[Mapping[str, float | None]]
 Judged = tuple[Evaluated, list[Scored]]
 
 

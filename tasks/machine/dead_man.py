@@ -37,7 +37,8 @@ class DeadManSwitch:
         self._store = store
         self._limit_s = silent_s
         self._clock = clock
-        self._word: tuple[bytes | None, ...] = ()
+        self._words: dict[str, bytes | None] = {}  # by object, as last read
+        self._members = layout.OLD_MEMBERS  # of the newest gateway that is known
         self._silent_s = self._unread_s = 0.0
         self._looked_at_s = clock()
 
@@ -46,15 +47,27 @@ class DeadManSwitch:
         now_s = self._clock()
         passed_s, self._looked_at_s = min(now_s - self._looked_at_s, 3 * self._limit_s / LOOKS), now_s
         try:
-            newest = documents.newest_gateway(self._store)
-            members = layout.OLD_MEMBERS if newest is None else layout.members(newest)
-            word = tuple(self._store.get_or_none(key) for key in (layout.LEASE, members))
+            heard = self._is_word()
         except StoreError:
             self._unread_s += passed_s
             return self._unread_s > UNREADABLE_S
-        self._silent_s = self._silent_s + passed_s if word == self._word else 0.0
-        self._word, self._unread_s = word, 0.0
+        self._silent_s = 0.0 if heard else self._silent_s + passed_s
+        self._unread_s = 0.0
         return self._silent_s > self._limit_s
+
+    def _is_word(self) -> bool:
+        """Whether either has written. What shows it is asked first and the rest not at all: all machines ask,
+        again and again, and a listing costs as much as a dozen reads. Raises StoreError."""
+        if self._has_changed(layout.LEASE) or self._has_changed(self._members):
+            return True
+        newest = documents.newest_gateway(self._store)
+        self._members = layout.OLD_MEMBERS if newest is None else layout.members(newest)
+        return self._has_changed(self._members)
+
+    def _has_changed(self, key: str) -> bool:
+        word, known = self._store.get_or_none(key), self._words.get(key)
+        self._words[key] = word
+        return word != known
 
 
 def start(store: Store, environment: Mapping[str, str], end: Callable[[], None]) -> None:

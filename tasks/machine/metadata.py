@@ -1,4 +1,5 @@
-"""Preemption notices, as the metadata services of AWS, GCP and Azure give them to the machine they are about.
+"""Preemption notices, as the metadata services of AWS, GCP and Azure give them to the machine they are about, and
+what AWS says before: that the machine is at risk.
 
 First it is found out which cloud this is; from then on that one is asked every second. Where no service answers,
 as on Kubernetes or on one's own machines, nothing is said and hardly anything asked. Nothing here raises for what
@@ -39,10 +40,13 @@ class MetadataService(Protocol):
     def notice(self, http: httpx.Client) -> str:
         """What the cloud is about to do to the machine; empty while it says nothing."""
 
+    def risk(self, http: httpx.Client) -> str:
+        """That the cloud may soon take the machine; empty while it says nothing. Most such machines live on."""
+
 
 @dataclass(slots=True)
 class Aws:
-    """EC2's, by session token (IMDSv2). A rebalance recommendation is no notice: most such machines live on."""
+    """EC2's, by session token (IMDSv2)."""
 
     base: str = BASE
     token: str = ""
@@ -58,14 +62,26 @@ class Aws:
 
     def notice(self, http: httpx.Client) -> str:
         """See `MetadataService.notice`."""
-        answer = self._get(http, "spot/instance-action")
-        if answer.status_code == httpx.codes.UNAUTHORIZED:  # the token's time is over
-            self._renew(http)
-            answer = self._get(http, "spot/instance-action")
+        answer = self._ask(http, "spot/instance-action")
         if answer.status_code != httpx.codes.OK:
             return ""  # 404 until there is one
         action = msgspec.json.decode(answer.content, type=_AwsAction)
         return f"{action.action} at {action.time}"
+
+    def risk(self, http: httpx.Client) -> str:
+        """See `MetadataService.risk`. Once said, it stays said, whatever becomes of the machine."""
+        answer = self._ask(http, "events/recommendations/rebalance")
+        if answer.status_code != httpx.codes.OK:
+            return ""
+        advice = msgspec.json.decode(answer.content, type=_AwsAdvice)
+        return f"rebalance recommendation of {advice.noticeTime}"
+
+    def _ask(self, http: httpx.Client, path: str) -> httpx.Response:
+        answer = self._get(http, path)
+        if answer.status_code != httpx.codes.UNAUTHORIZED:
+            return answer
+        self._renew(http)  # the token's time is over
+        return self._get(http, path)
 
     def _renew(self, http: httpx.Client) -> None:
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(AWS_TOKEN_TTL_S)}
@@ -96,6 +112,10 @@ class Gcp:
             return "preempted"
         event = self._get(http, "maintenance-event").text.strip()
         return event if event.startswith("TERMINATE") else ""
+
+    def risk(self, http: httpx.Client) -> str:  # noqa: ARG002  # the protocol's signature
+        """See `MetadataService.risk`. Nothing of the kind is told."""
+        return ""
 
     def _get(self, http: httpx.Client, path: str) -> httpx.Response:
         url = f"{self.base}/computeMetadata/v1/instance/{path}"
@@ -129,6 +149,10 @@ class Azure:
         mine = (event for event in found.Events if event.EventType == "Preempt" and self.name in event.Resources)
         return next((f"Preempt not before {event.NotBefore or 'now'}" for event in mine), "")
 
+    def risk(self, http: httpx.Client) -> str:  # noqa: ARG002  # the protocol's signature
+        """See `MetadataService.risk`. Nothing of the kind is told in this version of the service."""
+        return ""
+
     def _get(self, http: httpx.Client, path: str, version: str) -> httpx.Response:
         params = {"api-version": version}
         return http.get(f"{self.base}/metadata/{path}", params=params, headers={"Metadata": "true"})
@@ -138,6 +162,11 @@ class Azure:
 class _AwsAction:
     action: str
     time: str
+
+
+@dataclass(frozen=True, slots=True)
+class _AwsAdvice:
+    noticeTime: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +193,18 @@ def services() -> tuple[MetadataService, ...]:
     return Aws(), Gcp(), Azure()
 
 
-def watch(
-    known: Sequence[MetadataService],
-    located: Callable[[str], None],
-    noticed: Callable[[str, float], None],
-    stop: threading.Event,
-    poll_s: float = POLL_S,
-) -> None:
-    """Call `located` with the zone once it is known, then `noticed` with the notice and the seconds for which the
-    machine stays; then return.
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Who is told what, each once: the zone; that the machine is at risk; the notice, and for how many seconds the
+    machine stays."""
+
+    located: Callable[[str], None]
+    at_risk: Callable[[str], None]
+    noticed: Callable[[str, float], None]
+
+
+def watch(known: Sequence[MetadataService], heard: Heard, stop: threading.Event, poll_s: float = POLL_S) -> None:
+    """Tell what is `heard` of the machine's end, until its notice.
 
     To be run in a thread, for it waits on the network. It returns at `stop`, too.
     """
@@ -182,11 +214,15 @@ def watch(
             if stop.wait(DETECT_S):
                 return
         service, zone = found
-        located(zone)
-        while not (why := _notice(service, http)):
+        heard.located(zone)
+        told = False
+        while not (why := _said(service.notice, http)):
+            if not told and (risk := _said(service.risk, http)):
+                told = True
+                heard.at_risk(risk)
             if stop.wait(poll_s):
                 return
-        noticed(why, service.notice_s)
+        heard.noticed(why, service.notice_s)
 
 
 def _detect(known: Sequence[MetadataService], http: httpx.Client) -> tuple[MetadataService, str] | None:
@@ -200,8 +236,8 @@ def _detect(known: Sequence[MetadataService], http: httpx.Client) -> tuple[Metad
     return None
 
 
-def _notice(service: MetadataService, http: httpx.Client) -> str:
+def _said(ask: Callable[[httpx.Client], str], http: httpx.Client) -> str:
     try:
-        return service.notice(http)
+        return ask(http)
     except (httpx.HTTPError, msgspec.DecodeError):
         return ""

@@ -44,6 +44,12 @@ class Reporter:
         with self._changed:
             self._say(replace(self._report, notice=True))
 
+    def at_risk(self) -> None:
+        """The cloud has said that it may soon take the machine back."""
+        with self._changed:
+            if not self._report.at_risk:
+                self._say(replace(self._report, at_risk=True))
+
     def finish(self, exit_code: int) -> None:
         """The work has ended. Returns when the store has it."""
         with self._changed:
@@ -76,7 +82,7 @@ class Reporter:
                 self._changed.notify_all()
 
 
-def first_report(node: str, attempt: int, address: str, *, notice: bool) -> MachineReport:
+def first_report(node: str, attempt: int, address: str, *, notice: bool, at_risk: bool) -> MachineReport:
     """What a machine says when the work is started."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return MachineReport(node, attempt, None, notice, address, "", boot_id, time.time())
+    return MachineReport(node, attempt, None, notice, address, "", boot_id, time.time(), at_risk)

@@ -26,7 +26,7 @@ from policies.model.vocabulary import Role
 from tasks.machine.leaving import stop_file
 from tasks.machine.node_env import read_node_env, read_run_here
 from tasks.machine.processes.children import exit_code_of, start_child
-from tasks.machine.processes.exit_note import take_exit_code
+from tasks.machine.processes.exit_note import take_exit_code, told_exit_code
 from tasks.machine.processes.launching import counted_gpus, trainer_argv, unfit_gpus, with_one_gpu, with_own_builds
 from tasks.machine.spooling import find_spool
 from tasks.machine.user_setup import set_up
@@ -80,11 +80,12 @@ def main() -> int:
             let_upload(Path(env.workdir))
             for one in beside:
                 one.end()
-            code = os.waitstatus_to_exitcode(status)
-            noted = take_exit_code(Path(env.workdir)) if code != 0 else None
-            if noted is not None:
-                return noted
-            return exit_code_of(code)
+            ended = exit_code_of(os.waitstatus_to_exitcode(status))
+            code = told_exit_code(Path(env.workdir), ended)
+            if ended == exit_codes.OK != code:
+                why = "its process ended with 0 before its end, as os._exit(0) in a reward function has it do"
+                print(f"grpo-orch trainer machine: {why}", file=sys.stderr, flush=True)
+            return code
         for one in beside:
             if pid == one.process.pid:
                 one.restart(status)

@@ -18,13 +18,10 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 
 import msgspec
-import structlog
 from aiohttp import hdrs, web
 
 from checkpoint.security import identity
 from tasks.peers.shelf import Shelf
-
-log = structlog.get_logger()
 
 CHUNKS, ON_HAND = "/chunks", "/on-hand"
 HOLD_S = 1.0  # a chunk that is wanted here, too, is waited for so long

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tasks.rewards.in_workers import WALL_FACTOR, answered
-from tasks.rewards.pool import Limits
-from tasks.rewards.sandbox import sandboxes
 from tasks.rewards.texts import answer_of, fenced, text_of
+from tasks.rewards.workers.pool import Limits
+from tasks.rewards.workers.sandbox import sandboxes
 
 LIMIT_S = 2  # CPU time of one test; five times as long by the clock
 MEMORY_BYTES = 512 << 20

@@ -83,7 +83,7 @@ class Heartbeat:
         self._changed.set()
         self._told.set()
         self._thread.join()
-        self._beat = replace(self._beat, activity=activity)
+        self._beat = replace(self._beat, activity=activity, stage=None)
         self._write()
 
     def say(

@@ -15,9 +15,10 @@ from checkpoint.records.documents import RunRecord
 from checkpoint.records.resume_state import ResumeState
 from checkpoint.store.codec import to_json
 from checkpoint.store.errors import StoreUnavailable
-from checkpoint.stream.spool import Seal, Spool
+from checkpoint.stream.spool import Seal, Spool, UploaderState
 from policies.ledger.retention import keep_before, keep_since
 from policies.model.vocabulary import PolicyVersion
+from policies.serving.joining import Stage
 from tasks.machine.spooling import NoRoom
 from tasks.machine.transfer_log import TransferLog
 from tasks.storing.heartbeat import Heartbeat
@@ -101,6 +102,7 @@ class CheckpointSaver:
             log.warning("waiting_for_the_store", step=step, stored_step=self.stored_step())
             self._heartbeat.say("storing", store_slow=True)
             while (slot := self._spool.claim(step)) is None:
+                _say_how_far(self._heartbeat, self._spool.reported())
                 self._heartbeat.wait(LOOK_S)
             self._heartbeat.say("training")
         if slot is None:
@@ -142,6 +144,7 @@ def wait_until_stored(spool: Spool, heartbeat: Heartbeat) -> None:
         if spool.reported() != heard:
             heard, since_s = spool.reported(), time.monotonic()
             told.at(heard.done_bytes, heard.total_bytes)
+            _say_how_far(heartbeat, heard)
         if time.monotonic() - since_s > STUCK_S:
             what = ", ".join(seal.version for seal, _ in waiting)
             raise StoreUnavailable(
@@ -149,6 +152,13 @@ def wait_until_stored(spool: Spool, heartbeat: Heartbeat) -> None:
                 heard.error or "is the uploader up?",
             )
         heartbeat.wait(LOOK_S)
+
+
+def _say_how_far(heartbeat: Heartbeat, upload: UploaderState) -> None:
+    """As long as it gets on, it is waited for: one that begins again has first to come as far as it was."""
+    if upload.storing is not None:
+        stage = Stage(f"storing checkpoint {upload.storing}", upload.done_bytes, upload.total_bytes)
+        heartbeat.say(stage=stage)
 
 
 def package_versions() -> dict[str, str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +43,10 @@ from tasks.storing.served_types import read_served_types
 from tasks.storing.sharing import Restored
 from tasks.storing.step_costs import StepCosts
 from tasks.trainer import callbacks
-from tasks.trainer.overdue import ended_after
 from tasks.trainer.preflight import check_packages, check_prompts, check_rewards
 from tasks.trainer.reports import keep_reports, name_reports, prepare_reports
 from tasks.trainer.sinks import Beginning
+from tasks.trainer.start import Start
 from tasks.trainer.turns import check_turns, guarded_turns, load_turns
 from tasks.trainer.user_data import load_data, prompts_used
 from tasks.trainer.user_objects import (
@@ -62,53 +61,14 @@ from tasks.trainer.user_objects import (
 from tasks.trl import trl_grpo
 from tasks.trl.fleet_client import FleetClient
 from tasks.trl.own_generation import OwnGeneration
+from tasks.trl.parts.saving import why_not_resumable
 from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, replacements, walk_of
-from tasks.trl.trl_saving import why_not_resumable
 from tasks.trl.weights import checkpoint_bytes, plain_model
 
 log = structlog.get_logger()
 
 SAMPLES_RETRY_S = 30.0  # what nothing depends on is worth no longer wait
 SAVES_BEHIND_MAX = 10  # without `checkpoints.max_behind_steps`: how many saves the store may be behind
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """What the process has before its trainer is made. The record's specification is this timeline's."""
-
-    env: NodeEnv
-    record: RunRecord
-    store: Store
-    heartbeat: Heartbeat
-    leaving: Leaving
-    restored: Restored | None
-    brought: Path | None  # the base model, if it came from the store
-    costs: StepCosts
-
-    @property
-    def spec(self) -> RunSpec:
-        return self.record.spec
-
-    @property
-    def workdir(self) -> Path:
-        """The folder of run.yaml, to which its paths are relative."""
-        return Path(self.spec.workdir)
-
-    def may_go_on(self) -> None:
-        """Raise Fenced or LeaveNow if the trainer is to end."""
-        self.heartbeat.check()
-        self.leaving.check()
-
-    def limited(self, key: str) -> AbstractContextManager[None]:
-        """Within, code that run.yaml names under `key` may take as long as a machine may before its first work."""
-        limit_s = self.spec.policies.boot_timeout_s
-        why = f"{key} did not return within {limit_s:g} s (policies.boot_timeout_s)"
-        return ended_after(limit_s, Path(self.env.workdir), why, key)
-
-    @property
-    def base_model(self) -> Path | None:
-        restored = None if self.restored is None else self.restored.base_model
-        return restored or self.brought
 
 
 def assemble(

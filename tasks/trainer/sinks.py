@@ -7,13 +7,12 @@ without: what has trained for hours does not stop because a server elsewhere is 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,15 @@ FIRST: Precedence = (0, 1, 1)  # of a run's first trainer
 FAILURES_MOST = 3  # in a row, before a sink is left out until the trainer starts again: each may be a time-out
 NOTES = "grpo-orch"  # the name of what is noted in TensorBoard
 TIMELINE_TAG = "grpo_orch.timeline"  # by which MLflow's run of a timeline is found again
-# MLflow asks eight times and waits two minutes each: twenty minutes in which nobody trains, where a server hangs.
-# What it sends of each step it sends beside the training, and asks for as long as it likes.
-MLFLOW_WAITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
-# TensorBoard writes into a folder, which may be on a network and hang for as long as that likes.
-FOLDER_BEGIN_S = 60.0  # it takes the past steps, too
-FOLDER_STEP_S = 10.0
+# TensorBoard writes into a folder, which may be on a network and hang for as long as that likes. MLflow asks eight
+# times and waits two minutes each, and at its end for all that it has not sent: hours, where a server hangs. In a
+# thread of its own it may: of a server that comes back it misses nothing. Its own variables for this are left as
+# they are: set for a call, they were gone in the middle of what its threads did with them. The others have limits.
+UNHURRIED = ("TensorBoard", "MLflow")
+BEGIN_S = 60.0  # TensorBoard takes the past steps, too
+STEP_S = 10.0
 STEP = "train/global_step"  # as TRL's own reports have it
+ALWAYS_LOGGED = "reward"
 ATTEMPT, TIMELINE = "orch/attempt", "orch/timeline"
 
 
@@ -85,7 +86,7 @@ class _Kept:
         self._name = type(sink).__name__.removesuffix("Callback")
         self._failures = 0
         self._there: dict[int, Row] = {}  # by step, what the service has of an earlier trainer
-        self._unhurried = Unhurried() if self._name == "TensorBoard" else None  # the others have time limits
+        self._unhurried = Unhurried() if self._name in UNHURRIED else None
         for name in [name for name in dir(sink) if name.startswith("on_")]:
             own = getattr(type(sink), name, None)
             if own is getattr(TrainerCallback, name, None):
@@ -98,21 +99,27 @@ class _Kept:
         step, now, answer = state.global_step, copy.copy(state), None
 
         def connect() -> Any:
-            _RESUMES.get(self._name, _as_it_is)(self._sink, self._beginning, step)
-            begun = begin(args, now, control, **kwargs)
-            if self._beginning.by != FIRST and _GOES_ON.get(self._name, _never)(self._sink):
-                self._there = {row.step: row for row in self._beginning.past() if row.step >= step}
+            try:
+                _RESUMES.get(self._name, _as_it_is)(self._sink, self._beginning, step)
+                begun = begin(args, now, control, **kwargs)
+            except Exception:
+                self._failures = FAILURES_MOST  # also where nobody waits any more
+                raise
+            has = _HAS.get(self._name)
+            if has is not None and self._beginning.by != FIRST:
+                again = [row for row in self._beginning.past() if row.step >= step]
+                self._there = {row.step: row for row in has(self._sink, again)}
             return begun
 
         try:
-            answer = self._do(connect, FOLDER_BEGIN_S)
+            answer = self._do(connect, BEGIN_S)
         except Exception as error:  # each service raises its own
             if self._beginning.by == FIRST:
                 if passes(error):
                     raise
-                raise BadSpec(f"grpo.report_to: {type(error).__name__}: {first_line(error)}") from error
+                told = f"{self._name}: {type(error).__name__}: {first_line(error)}"
+                raise BadSpec(f"grpo.report_to: {told}") from error
             if not isinstance(error, Late):
-                self._failures = FAILURES_MOST
                 self._say("report_left_out", error)
                 return None
             self._say("report_failed", error)
@@ -125,10 +132,14 @@ class _Kept:
         self, name: str, event: Callable[..., Any], args: Any, state: Any, control: Any, **kwargs: Any
     ) -> Any:
         """Pass on what happened as it is now: by the time that a late sink hears of it, training has gone on."""
-        if name == "on_log" and self._has(state.global_step, kwargs.get("logs", {})):
-            return None
         kwargs = {key: copy.copy(value) if key == "logs" else value for key, value in kwargs.items()}
-        call = functools.partial(event, args, copy.copy(state), control, **kwargs)
+        now = copy.copy(state)
+
+        def call() -> Any:  # once it has begun, and knows what it has
+            if name == "on_log" and self._has(now.global_step, kwargs.get("logs", {})):
+                return None
+            return event(args, now, control, **kwargs)
+
         return self._pass_on(call, at_last=name == "on_train_end")
 
     def _has(self, step: int, logs: Mapping[str, Any]) -> bool:
@@ -141,7 +152,7 @@ class _Kept:
         if self._failures >= FAILURES_MOST:
             return None
         try:
-            answer = self._do(call, FOLDER_STEP_S, at_last=at_last)
+            answer = self._do(call, STEP_S, at_last=at_last)
         except Exception as error:  # noqa: BLE001  # each service raises its own
             self._failures += 1
             self._say("report_left_out" if self._failures >= FAILURES_MOST else "report_failed", error)
@@ -150,23 +161,10 @@ class _Kept:
         return answer
 
     def _do(self, call: Callable[[], Any], limit_s: float, *, at_last: bool = False) -> Any:
-        with _not_for_long():
-            return call() if self._unhurried is None else self._unhurried.do(call, limit_s, at_last=at_last)
+        return call() if self._unhurried is None else self._unhurried.do(call, limit_s, at_last=at_last)
 
     def _say(self, what: str, error: Exception) -> None:
         log.warning(what, sink=self._name, error=f"{type(error).__name__}: {first_line(error)}")
-
-
-@contextlib.contextmanager
-def _not_for_long() -> Iterator[None]:
-    """Within, MLFLOW_WAITS holds, where `trainer.env` says nothing else."""
-    ours = MLFLOW_WAITS.keys() - os.environ.keys()
-    os.environ.update({name: MLFLOW_WAITS[name] for name in ours})
-    try:
-        yield
-    finally:
-        for name in ours:
-            os.environ.pop(name, None)
 
 
 def _as_it_is(_sink: Any, _beginning: Beginning, _step: int) -> None:
@@ -202,22 +200,25 @@ def _resume_mlflow(_sink: Any, beginning: Beginning, _step: int) -> None:
         os.environ["MLFLOW_RUN_ID"] = found[0].info.run_id
 
 
-def _never(_sink: Any) -> bool:
-    """Steps that are made again take the place of those before: TensorBoard; or nothing is known of it."""
-    return False
+def _wandb_has(sink: Any, rows: Sequence[Row]) -> Sequence[Row]:
+    """Its server says whether it has gone on; offline nobody can."""
+    return rows if getattr(sink._wandb.run, "resumed", False) else ()
 
 
-def _wandb_goes_on(sink: Any) -> bool:
-    return bool(getattr(sink._wandb.run, "resumed", False))  # its server says so; offline nobody can
-
-
-def _trackio_goes_on(sink: Any) -> bool:
+def _trackio_has(sink: Any, rows: Sequence[Row]) -> Sequence[Row]:
     held = getattr(sink._trackio, "context_vars", None)  # as transformers looks for its Space
-    return held is not None and bool(getattr(held.current_run.get(), "_next_step", 0))
+    goes_on = held is not None and getattr(held.current_run.get(), "_next_step", None)
+    return rows if goes_on else ()
 
 
-def _mlflow_goes_on(_sink: Any) -> bool:
-    return bool(os.environ.get("MLFLOW_RUN_ID"))  # of `_resume_mlflow`
+def _mlflow_has(sink: Any, rows: Sequence[Row]) -> Sequence[Row]:
+    """What an earlier trainer had still to send when it was killed is not there."""
+    run = sink._ml_flow.active_run() if rows else None
+    if run is None:  # the first of several processes alone has one
+        return ()
+    told = sink._ml_flow.MlflowClient().get_metric_history(run.info.run_id, ALWAYS_LOGGED)
+    steps = {one.step for one in told}
+    return [row for row in rows if row.step in steps]
 
 
 def _note_tensorboard(sink: Any, beginning: Beginning, step: int) -> None:
@@ -254,10 +255,11 @@ _RESUMES: dict[str, Callable[[Any, Beginning, int], None]] = {
     "TensorBoard": _resume_tensorboard,
     "MLflow": _resume_mlflow,
 }
-_GOES_ON: dict[str, Callable[[Any], bool]] = {
-    "Wandb": _wandb_goes_on,
-    "Trackio": _trackio_goes_on,
-    "MLflow": _mlflow_goes_on,
+# Which of the rows the service has; of TensorBoard those that are made again take the place of those before.
+_HAS: dict[str, Callable[[Any, Sequence[Row]], Sequence[Row]]] = {
+    "Wandb": _wandb_has,
+    "Trackio": _trackio_has,
+    "MLflow": _mlflow_has,
 }
 _NOTES: dict[str, Callable[[Any, Beginning, int], None]] = {
     "TensorBoard": _note_tensorboard,

@@ -1,5 +1,5 @@
 """Completions of several turns: the tools, environments and rollout function that run.yaml names, tried at the
-first start as rewards are. The turns themselves are TRL's (`tasks.trl.trl_turns`).
+first start as rewards are. The turns themselves are TRL's (`tasks.trl.parts.turns`).
 """
 
 from __future__ import annotations

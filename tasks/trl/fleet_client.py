@@ -123,8 +123,8 @@ class FleetClient:
     ) -> dict[str, Any]:
         """Return `n` completions of each prompt in TRL's shapes, prompt by prompt.
 
-        One that no node took is its end alone, without a log-probability: see `tasks.trl.trl_refused`. For
-        NO_PROMPT nothing is asked (`tasks.trl.trl_turns`).
+        One that no node took is its end alone, without a log-probability: see `tasks.trl.parts.refused`. For
+        NO_PROMPT nothing is asked (`tasks.trl.parts.turns`).
         """
         if features is not None or logprobs != 0:
             raise NotImplementedError(

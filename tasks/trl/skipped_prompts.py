@@ -48,13 +48,9 @@ class Walk:
         """The step that takes the first batch of an epoch's window."""
         return epoch * self.steps_per_epoch + window * self.batches_per_window // self.batches_per_step + 1
 
-    def prompts_of(self, first_step: int, last_step: int) -> set[int]:
-        """The prompts of these steps, by their places in the dataset: of each window that a step has a batch of,
-        all, for they were shuffled. Steps count from 1, both are included."""
-        return {prompt for _, prompt in self.windows_of(first_step, last_step)}
-
     def windows_of(self, first_step: int, last_step: int) -> Iterator[tuple[int, int]]:
-        """The same prompts, each as `(first step of its window, prompt)`."""
+        """The prompts of these steps, each as `(first step of its window, place in the dataset)`: of each window
+        that a step has a batch of, all, for they were shuffled. Steps count from 1, both are included."""
         if self.batches_per_epoch == 0:
             return
         first, end = self.batches_before(first_step - 1), self.batches_before(last_step)

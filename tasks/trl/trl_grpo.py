@@ -4,7 +4,7 @@ TRL asks a `VLLMClient` for completions and hands it new weights. `tasks.trl.fle
 TRL's own behaviour stays, importance-sampling correction and its metrics included. An epoch's order becomes a
 function of the epoch, so that a restart is exact.
 
-Names of TRL that are not public are used in this module and in `tasks.trl.trl_*` alone;
+Names of TRL that are not public are used in this module, its `parts` and `trl_evaluating` alone;
 `tests/node/test_trl_contract.py` says when a release has changed one.
 """
 
@@ -30,13 +30,13 @@ from tasks.storing.unread import Unread, at_hand
 from tasks.trl.canary import canary_of, forget_order
 from tasks.trl.checkpoint_names import as_in_checkpoint
 from tasks.trl.fleet_client import LEAVING, WEIGHTS_FIRST, FleetClient
+from tasks.trl.parts.foreseen import ForeseesEvaluation
+from tasks.trl.parts.leaving import LeavesInTime
+from tasks.trl.parts.refused import LeavesOutRefused
+from tasks.trl.parts.samples import KeepsSamples
+from tasks.trl.parts.saving import SavesIntoSpool
+from tasks.trl.parts.turns import TakesTurnsTogether
 from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before, walk_of
-from tasks.trl.trl_foreseen import ForeseesEvaluation
-from tasks.trl.trl_leaving import LeavesInTime
-from tasks.trl.trl_refused import LeavesOutRefused
-from tasks.trl.trl_samples import KeepsSamples
-from tasks.trl.trl_saving import SavesIntoSpool
-from tasks.trl.trl_turns import TakesTurnsTogether
 from tasks.trl.weights import adapter_tensors, plain_model, stored_buffers, whole_weights
 
 # The trainer generates nothing itself, and importing vLLM takes longer than all else that a restart does. TRL

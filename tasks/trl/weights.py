@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from tasks.storing.unread import Unread
 
 Gathered = Callable[[list[Any]], AbstractContextManager[Any]]
+FLOAT32 = 4  # bytes
 ZERO_SHAPE = "ds_shape"  # DeepSpeed's: of a parameter that stage 3 has divided, as it is whole
 
 
@@ -22,15 +23,19 @@ def checkpoint_bytes(trainer: Any) -> tuple[int, int]:
     """About how much a checkpoint's weights and its optimizer's state will take.
 
     AdamW keeps two values for each weight that is trained. What DeepSpeed and FSDP go on from has the weights,
-    too, and DeepSpeed's optimizer a copy of its own of those that it trains.
+    too, and DeepSpeed's optimizer a copy of its own of those that it trains; both keep theirs in float32.
     """
-    sizes = [(_elements(one) * one.element_size(), one.requires_grad) for one in trainer.model.parameters()]
-    trained = sum(size for size, is_trained in sizes if is_trained)
-    saved = trained if hasattr(trainer.model, "get_base_model") else sum(size for size, _ in sizes)
-    again = (
-        saved * (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled) + trained * trainer.is_deepspeed_enabled
-    )
-    return saved, 2 * trained + again
+    sizes = [(_elements(one), one.element_size(), one.requires_grad) for one in trainer.model.parameters()]
+    trained = sum(count for count, _, is_trained in sizes if is_trained)
+    saved = sum(count * width for count, width, _ in sizes)
+    states = 2 * sum(count * width for count, width, is_trained in sizes if is_trained)
+    if hasattr(trainer.model, "get_base_model"):
+        saved = states // 2
+    if trainer.is_deepspeed_enabled:
+        return saved, saved + 3 * FLOAT32 * trained
+    if trainer.is_fsdp_enabled:
+        return saved, 3 * FLOAT32 * trained
+    return saved, states
 
 
 def _elements(weight: torch.Tensor) -> int:

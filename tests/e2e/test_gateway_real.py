@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.gateway_lab import FAULTS, Lab, real_lab
+from tests.e2e.gateway_lab.faults import FAULTS
+from tests.e2e.gateway_lab.lab import Lab, real_lab
 
 pytestmark = [pytest.mark.whole, pytest.mark.slow, pytest.mark.root]
 

@@ -13,10 +13,14 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.manifest import files_below
+from orchestrator.views.model import RunView
+from orchestrator.views.reader import Reader
+from orchestrator.views.run_view import view_of
 from policies.control.snapshot import Trainer
 from policies.model import exit_codes
 from policies.model.events import (
     Diverged,
+    DivergenceWatched,
     Event,
     FleetMoved,
     GatewayRestarted,
@@ -43,6 +47,7 @@ from policies.model.spec import (
 )
 from policies.model.timelines import Fork, Skipped
 from policies.model.vocabulary import Cause, Market, NodePhase, PolicyVersion, Role, RunPhase
+from policies.serving.gateway_status import GatewayStatus
 
 T0 = 1_700_000_000.0
 EVIDENCE = ("KL 3.21, 41 times its calm level of 0.078", "reward 0.1, down from 0.8")
@@ -161,3 +166,22 @@ def requested(node: str) -> NodeRequested:
     role = Role(slot.split("-", maxsplit=1)[0])
     market = Market.ON_DEMAND if role is Role.TRAINER else Market.SPOT
     return NodeRequested(node, role, slot, int(incarnation), market, "first")
+
+
+def run_view(store: Store, now_s: float, gateway: GatewayStatus | None) -> RunView:
+    """What is seen by who looks once."""
+    return view_of(Reader(store), now_s, gateway)
+
+
+def look(world: World, at_s: float, gateway: GatewayStatus | None = None) -> RunView:
+    return run_view(world.store, T0 + at_s, gateway)
+
+
+def diverging() -> World:
+    """Ten steps, of which those from 7 on are off: watched at 9, diverged at 10."""
+    world = World()
+    world.starts()
+    for step in range(1, 11):
+        world.logs(20 + 2 * step, step, reward=step / 10, kl=step / 100 if step < 7 else 3.0)
+    world.happens(39, DivergenceWatched(0, 9, 7, EVIDENCE[:1]))
+    return world

@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -21,21 +20,11 @@ from checkpoint.security import identity
 from checkpoint.store.run_store import Store
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef, Progress
-from tests.budget import HANG_S
+from tests.budget import HANG_S, until
 from tests.stand_ins.fake_vllm import completion
 
 TOKEN = "the-run's-secret"
 T = TypeVar("T")
-
-
-def until(what: str, look: Callable[[], T | Literal[False] | None]) -> T:
-    """Look again and again until there is something; the time limit is a failure that says what was missing."""
-    deadline_s = time.monotonic() + HANG_S
-    while time.monotonic() < deadline_s:
-        if found := look():
-            return found
-        time.sleep(0.01)
-    raise AssertionError(f"not within {HANG_S:g} s: {what}")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrator.gateway.__main__ import listen
 from orchestrator.gateway.routing.members import Members
@@ -118,3 +119,16 @@ async def stream(served: Served, path: str, **body: Any) -> AsyncIterator[Stream
     async with served.http.stream("POST", path, json=whole) as response:
         assert response.status_code == 200, await response.aread()
         yield Stream(response)
+
+
+async def numbers(served: Served) -> dict[str, float]:
+    """Every sample, by its name and its labels' values in the order of their names."""
+    response = await served.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(response.text):
+        assert family.documentation
+        for sample in family.samples:
+            labels = ",".join(value for _, value in sorted(sample.labels.items()))
+            found[f"{sample.name.removeprefix('grpo_gateway_')}{{{labels}}}"] = sample.value
+    return found

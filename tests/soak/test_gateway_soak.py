@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.gateway_lab import FAULTS, real_lab
+from tests.e2e.gateway_lab.faults import FAULTS
+from tests.e2e.gateway_lab.lab import real_lab
 
 pytestmark = pytest.mark.soak
 

@@ -41,6 +41,9 @@ class Table:
     def has_machines(self, name: str) -> bool:
         return name in self.table
 
+    def is_bought(self, name: str) -> bool | None:
+        return name in self.table
+
     def launch(self, name: str, work: Work, _: float) -> Cluster:
         self.asked.append(f"launch {name.removeprefix(PREFIX)}")
         self.works.append(work)

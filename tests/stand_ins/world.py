@@ -5,7 +5,9 @@ It stands in for machines and processes in tests of `policies` alone; the real o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from orchestrator.simulate.kept import stored
 from policies.control.decide import decide, done
@@ -51,6 +53,7 @@ from policies.model.vocabulary import (
 )
 from policies.serving.gateway_status import MemberStatus
 
+E = TypeVar("E", bound=Event)
 BOOT_S = 5.0
 STEP_S = 1.0
 
@@ -112,6 +115,7 @@ class World:
     exports: set[str] = field(default_factory=set)
     storing_s: float = 3.0  # how long a trainer takes to store what it has, once it is asked to end
     stops_at_s: float | None = None
+    moved_at_s: float = -math.inf  # when what its machine stores last got on
     looking: bool = True  # whether a look finds the checkpoints
     folded: Folded = field(default_factory=Folded)
 
@@ -127,6 +131,10 @@ class World:
                 self.folded.state = apply(self.folded.state, event, time_s, number)
         self.folded.count = len(self.history)
         return self.folded.state
+
+    def of(self, *kinds: type[E]) -> list[E]:
+        """What the journal has of these kinds of events, in order."""
+        return [event for _, _, events in self.history for event in events if isinstance(event, kinds)]
 
     def journal(self, events: tuple[Event, ...]) -> None:
         self.history.append((len(self.history) + 1, self.now_s, events))
@@ -154,6 +162,7 @@ class World:
             gateway_boot_id="g1" if self._trainer() else None,
             gateway_age_s=self._gateway_age_s(),
             trainer=self.beat,
+            trainer_moved_at_s=self.moved_at_s,
             refused=refused,
             commands=tuple(self.commands),
             watched=self._watched(state.timeline),
@@ -314,3 +323,12 @@ class World:
         """The gateway comes up with the trainer's machine, before the model is loaded."""
         trainer = self._trainer()
         return 0.0 if trainer is None else self.now_s - self.up_at_s[trainer.node]
+
+
+def until_training(world: World) -> World:
+    for _ in range(100):
+        world.tick()
+        world.advance()
+        if world.steps >= 2:
+            return world
+    raise AssertionError(world.state)

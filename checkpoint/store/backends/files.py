@@ -46,6 +46,15 @@ def write(path: Path, data: BytesLike, *, create: bool) -> None:
             _sync_folder(path.parent)
 
 
+def check(root: Path) -> None:
+    """Raise OSError where a store's folder, which opening it made, is not there any more.
+
+    It is not made anew: what was mounted or moved comes back, and must not find the beginning of another run.
+    """
+    if not root.is_dir():
+        raise OSError(errno.ESTALE, f"{root} is not there any more")
+
+
 def secure(paths: Iterable[Path]) -> None:
     """Wait until these files are on disk, whoever wrote them. Raises FileNotFoundError, OSError."""
     folders = set()

@@ -94,6 +94,8 @@ class ObstoreBackend:
             files.secure(self._folder / key for key in keys)
 
     def put_parts(self, key: str, parts: Iterable[BytesLike]) -> None:
+        if self._folder is not None:
+            files.check(self._folder)
         with obstore.open_writer(self._slow, key, buffer_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE) as out:
             for part in parts:
                 out.write(part)
@@ -152,6 +154,7 @@ class ObstoreBackend:
 
     def _put(self, key: str, data: BytesLike, mode: Literal["overwrite", "create"]) -> None:
         if self._folder is not None:
+            files.check(self._folder)
             files.write(self._folder / key, data, create=mode == "create")
             return
         store = self._slow if memoryview(data).nbytes > LARGE_BYTES else self._quick

@@ -47,10 +47,22 @@ def examine_store(storage: Storage) -> Iterator[Finding]:
         store = open_store(storage)
         probe(store)
         yield Finding("store", True, True, f"{storage.url} can be written, read, listed and deleted from")
+        yield from passing_credentials(store)
         yield from lifecycle(store)
         yield from _checkpoints(store)
     except StoreError as error:
         yield Finding("store", False, True, str(error))
+
+
+def passing_credentials(store: Store) -> Iterator[Finding]:
+    """Whether what the options name ends by itself: each machine is given it once."""
+    for key in store.options:
+        if key.lower().removeprefix("aws_") in ("token", "session_token"):
+            ends = (
+                "credentials with a session token end by themselves, on all machines at once, on AWS in 36 hours"
+            )
+            renewed = "name a key that does not, or none where the machines have a role of their own"
+            yield Finding("store", False, False, f"storage.options.{key}: {ends}; {renewed}", warning=True)
 
 
 def lifecycle(store: Store) -> Iterator[Finding]:

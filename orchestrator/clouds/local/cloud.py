@@ -55,7 +55,9 @@ class LocalCloud:
         folder = self._folder / order.node
         (folder / "work").mkdir(parents=True, exist_ok=True, mode=0o700)
         python = node_python()
-        (folder / "market").write_text(order.market)
+        part = folder / "market.part"  # it is read in every tick, and a full disk would leave half of it
+        part.write_text(order.market)
+        part.replace(folder / "market")
         with share_for(folder, self._spec) as gpus:
             self._start(order, folder, python, gpus)
 

@@ -39,7 +39,7 @@ def carries_mark(pid: int, folder: Path) -> bool:
     with contextlib.suppress(OSError):
         for _ in range(BETWEEN_PROGRAMS_LOOKS):
             environment = Path(f"/proc/{pid}/environ").read_bytes()
-            if environment or not is_between_programs(Path(f"/proc/{pid}/stat").read_text()):
+            if environment or not is_between_programs(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")):
                 return mark in environment.split(b"\0")
             time.sleep(BETWEEN_PROGRAMS_S)
     return False

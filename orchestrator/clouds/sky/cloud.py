@@ -19,6 +19,7 @@ from checkpoint.store.run_store import Store
 from orchestrator.clouds.local.cloud import lines_of
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
 from orchestrator.clouds.sky.clusters import Clusters, Entry
+from orchestrator.clouds.sky.failed import FailedLaunches
 from orchestrator.clouds.sky.pinning import offers_of, pool_of, resources_in
 from orchestrator.clouds.sky.quotas import quota_lines
 from orchestrator.clouds.sky.sdk.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S, timed
@@ -66,6 +67,7 @@ class SkyCloud:
         self._clusters = Clusters()
         self._silences: dict[str, tuple[float, float]] = {}  # by node: since when, and when last asked about
         self._unrecorded = UnrecordedClusters(sky, self._prefix, places(self._spec.trainer.resources))
+        self._failed = FailedLaunches(sky, self._unrecorded, self._clusters)
         self._suspicions = Suspicions(self._unrecorded, self._clusters)
         self._watch = Watch(sky, self._unrecorded, self._clusters, store, self._prefix)
         self._wheel: Path | None = None
@@ -80,7 +82,7 @@ class SkyCloud:
         found = {node: Machine(node, MachineState.STARTING, attempt=0) for node in being_made}
         for name, entry in self._clusters.entries().items():
             node = name.removeprefix(self._prefix)
-            found[node] = _machine(node, entry, self._watch.reports.get(node))
+            found[node] = _machine(node, entry, self._watch.reports.said.get(node))
         return found
 
     def launch(self, order: Order) -> None:
@@ -103,16 +105,24 @@ class SkyCloud:
                     with timed("launch", name):
                         cluster = self._sky.launch(name, work, LAUNCH_TIMEOUT_S)
                     self._clusters.saw(cluster)
-            except Exception:
-                if entry is None:
+            except Exception as error:
+                failed = self._failed.what_to_raise(name, error)
+                if entry is None and not (isinstance(failed, CloudRefused) and failed.left):
                     self._clusters.forget(name)  # the next look says what was left of it
-                raise
+                if failed is error:
+                    raise
+                raise failed from error
+            finally:
+                self._failed.ended(name)
             self._clusters.submitted(name, order.attempt)
 
     def terminate(self, node: str) -> None:
         """See `Cloud.terminate`. A launch of the same machine that is under way is ended by it."""
         name = self._prefix + node
+        is_launched = name in self._clusters.being_made()
         with self._clusters.call(name), timed("down", name):
+            if is_launched:
+                self._failed.call_off(name)
             self._unrecorded.down(name, CALL_TIMEOUT_S)
             self._watch.forget(node)
             self._clusters.forget(name)
@@ -213,7 +223,7 @@ class SkyCloud:
         return max(in_slot, key=lambda node: slot_and_incarnation(node)[1], default=name)
 
     def _attempt(self, node: str, entry: Entry) -> int:
-        report = self._watch.reports.get(node)
+        report = self._watch.reports.said.get(node)
         return max(entry.attempt, report.attempt if report else 0)
 
     def _shipped(self) -> Path:
@@ -259,7 +269,7 @@ class SkyCloud:
             self._silences[node] = (rested_s, rested_s)
             return
         self._watch.read()  # the machine speaks before its job ends
-        entry, report = self._clusters.entries().get(name), self._watch.reports.get(node)
+        entry, report = self._clusters.entries().get(name), self._watch.reports.said.get(node)
         if entry is None or (report and report.attempt >= entry.attempt and report.exit_code is not None):
             return
         if self._attempt(node, entry) > 0 and not entry.failed:
@@ -286,4 +296,5 @@ def _machine(node: str, entry: Entry, report: MachineReport | None) -> Machine:
         where=f"{entry.cluster.infra} {entry.cluster.machine}".strip(),
         # With neither, what it may cost at most goes on counting.
         pool=None if entry.cluster.price_usd_per_h is None else pool_of(entry.cluster),
+        at_risk=bool(report and report.at_risk),
     )

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import structlog
 
 from checkpoint.records import documents
-from checkpoint.records.documents import MachineReport
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from orchestrator.clouds.protocol import CloudUnavailable
 from orchestrator.clouds.sky.clusters import Clusters
+from orchestrator.clouds.sky.reports import Reports
 from orchestrator.clouds.sky.unrecorded import UnrecordedClusters
 
 if TYPE_CHECKING:
@@ -38,8 +37,7 @@ class Watch:
         self._clusters = clusters
         self._store = store
         self._prefix = prefix
-        self.reports: dict[str, MachineReport] = {}  # by node
-        self._unreadable = Unreadable()
+        self.reports = Reports(store)
         self._reading = threading.Lock()
         self._looked_at_s: float | None = None
         self._trouble = "SkyPilot has not been asked yet"
@@ -65,15 +63,13 @@ class Watch:
         """Read what the machines of this run say. Raises StoreError."""
         nodes = [name.removeprefix(self._prefix) for name in self._clusters.entries()]
         with self._reading:
-            # A report that is damaged says nothing, and keeps none of the others from being heard.
-            said = {node: documents.machine(node).read(self._store, self._unreadable) for node in nodes}
-            self.reports = {node: report for node, report in said.items() if report is not None}
+            self.reports.look(nodes)
 
     def forget(self, node: str) -> None:
         """Drop a machine's report: the next one of that name has said nothing yet. Raises StoreError."""
         with self._reading:
             documents.machine(node).drop(self._store)
-            self.reports.pop(node, None)
+            self.reports.forget(node)
 
     def close(self) -> None:
         """End the threads, soon."""

@@ -134,8 +134,8 @@ class _Reader:
                 first = self._document.lines[below]
                 self._findings.add(below, f"given twice, first on line {first}; remove one of the two", line)
                 continue
-            if _lone_surrogate(key):
-                self._findings.add(path, "a key that is no valid Unicode", line)
+            if problem := _no_text(key):
+                self._findings.add(path, f"a key that is {problem}", line)
                 continue
             self._document.lines[below] = line
             found[key] = self.value(value_node, below)
@@ -173,8 +173,8 @@ def _plain(tag: str, text: str) -> bool | int | float | str | None:
         case "int" | "float":
             return _number(tag, text)
         case "str":
-            if _lone_surrogate(text):
-                raise ValueError("not valid Unicode: half of a surrogate pair")
+            if problem := _no_text(text):
+                raise ValueError(problem)
             return text
     raise ValueError(f"the tag {tag} is not read; expected a plain value")
 
@@ -194,8 +194,13 @@ def _number(tag: str, text: str) -> int | float:
     return int(text.replace("_", ""))
 
 
-def _lone_surrogate(text: str) -> bool:
-    return any("\ud800" <= char <= "\udfff" for char in text)
+def _no_text(text: str) -> str:
+    """Why no file, program or store could be told the text; empty where all can."""
+    if "\0" in text:
+        return "not for any file or program: it holds a character NUL"
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        return "not valid Unicode: half of a surrogate pair"
+    return ""
 
 
 def _short(text: str) -> str:

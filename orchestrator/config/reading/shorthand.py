@@ -96,6 +96,9 @@ def _local(text: str, path: KeyPath, files: tuple[str, ...], here: _Here) -> str
     """A hub name stays; a folder, or a file of one of the kinds `files`, becomes absolute. On other machines paths
     are theirs, and stay."""
     found, findings = absolute(text, here.workdir), here.findings
+    if not text:
+        findings.add(path, "is empty; expected a name on the hub, or a path")
+        return text
     if here.is_sky and text.startswith(("/", "~")):
         if text.startswith("~"):
             findings.add(path, "~ is not known on other machines; expected the whole path, or a relative one")

@@ -40,6 +40,14 @@ def _name(run: EffectiveRun, findings: Findings) -> None:
         findings.add(("name",), problem)
 
 
+def _variables(run: EffectiveRun, findings: Findings) -> None:
+    """What no process could be started with."""
+    for section in ("trainer", "rollout"):
+        for name in run.at(section, "env") or {}:
+            if not name or "=" in name:
+                findings.add((section, "env", name), "expected the name of an environment variable, without any =")
+
+
 def _replicas(run: EffectiveRun, findings: Findings) -> None:
     found = [run.at("rollout", "replicas", key) for key in ("min", "max")]
     least, most = (1 if one is None else one for one in found)
@@ -180,6 +188,7 @@ def _rehearsed_faults(run: EffectiveRun, findings: Findings) -> None:
 CHECKS: tuple[Callable[[EffectiveRun, Findings], None], ...] = (
     check_secrets,
     _name,
+    _variables,
     _replicas,
     one_generates,
     batches.one_batch_key,

@@ -18,6 +18,7 @@ from orchestrator.config.reading.problems import Findings, KeyPath, unknown_key
 
 KEYS = ("url", "options")
 EXPECTED = "expected a folder or a URL, as in s3://bucket/my-run"
+PASSWORD = "a password in the URL would be stored with the run; expected it among storage.options"
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*$")
 _SLASH_LOST = re.compile(r"^(file|s3|gs|az):")
 
@@ -86,8 +87,10 @@ def _url(url: str, here: KeyPath, workdir: Path, findings: Findings, *, is_sky: 
         return url.rstrip("/")
     elif is_sky:
         findings.add(here, "a folder is on this machine only; with cloud: sky, expected s3://, gs:// or az://")
+    elif not is_text(found := f"file://{absolute(rest, workdir)}"):
+        findings.add(here, f"{found!a} is no text in UTF-8; expected a folder whose name is")
     else:
-        return f"file://{absolute(rest, workdir)}"
+        return found
     return url
 
 
@@ -105,12 +108,18 @@ def _problem(url: str, scheme: str, rest: str) -> str:
         return f"names no folder or bucket; {EXPECTED}"
     if unusual := [char for char in "?#%\\" if char in rest]:
         return f"{unusual[0]!r} means something else in a URL; expected a path without it"
-    if scheme != "file" and _has_password(url):
-        return "a password in the URL would be stored with the run; expected it among storage.options"
+    if scheme != "file" and has_password(url):
+        return PASSWORD
     return ""
 
 
-def _has_password(url: str) -> bool:
+def is_text(url: str) -> bool:
+    """Whether a store's URL can be written down: a path has stand-ins of Python's for bytes that are no text."""
+    return not any("\ud800" <= char <= "\udfff" for char in url)
+
+
+def has_password(url: str) -> bool:
+    """Whether a store's URL has one."""
     try:
         return urlsplit(url).password is not None
     except ValueError:  # brackets that hold no address: no password either

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from orchestrator.traces.names import KL_SEQUENCE
-from orchestrator.views.numbers import short
+from orchestrator.views.words.numbers import short
 from policies.detect.divergence import Point
 from policies.detect.symptoms import CLIPPED
 

@@ -17,8 +17,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from orchestrator.traces.names import KL_SEQUENCE
 from orchestrator.views.detection.table import labels
 from orchestrator.views.detection.verdicts import CANNOT_TELL, Detection
-from orchestrator.views.numbers import short
 from orchestrator.views.plots import BLUE, GREEN, GRID, INK, ORANGE, PURPLE, RED
+from orchestrator.views.words.numbers import short
 from policies.detect.divergence import Health
 
 PANELS = (("kl", "KL, nats", BLUE), ("reward", "reward", GREEN), ("grad_norm", "gradient norm", PURPLE))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,6 +13,7 @@ from checkpoint.records.activity import HOUR_S, MINUTE_S, SLOTS, Part, read_part
 from checkpoint.store import layout
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Entry, Store
+from orchestrator.views.measured.lanes import LANE_S
 from policies.serving.activity import UNKNOWN, unpack
 
 MINUTES_MOST_S = 86_400.0  # what is longer is told in hours: a day is 25 objects either way, a month 31
@@ -86,3 +87,31 @@ class ActivityLog:
             return read_part(self._store, entry.key)
         except Corrupt:
             return None  # nothing depends on it, and what is left out is seen to be missing
+
+
+class LastHour:
+    """The minutes of the last hour by slot, whose machines came one after another."""
+
+    def __init__(self, log: ActivityLog) -> None:
+        self._log = log
+        self._made_of: tuple[Recorded, int] | None = None
+        self._minutes: Mapping[str, bytes] = {}
+
+    def until(self, now_s: float) -> Mapping[str, bytes]:
+        """A byte for each minute since the one an hour ago, for each slot of which anything is known. Raises
+        StoreError."""
+        recorded, first = self._log.between(now_s - LANE_S, now_s), int((now_s - LANE_S) // MINUTE_S)
+        if self._made_of is None or self._made_of[0] is not recorded or self._made_of[1] != first:
+            self._made_of = recorded, first
+            self._minutes = _by_slot(recorded, first, int(now_s // MINUTE_S) - first + 1)
+        return self._minutes
+
+
+def _by_slot(recorded: Recorded, first: int, count: int) -> dict[str, bytes]:
+    lines = dict[str, bytearray]()
+    for machine in {one for part in recorded.parts for one in part.machines}:
+        known = lines.setdefault(machine.rpartition("-i")[0], bytearray([UNKNOWN]) * count)
+        for place, byte in enumerate(recorded.line(machine, first, count)):
+            if byte != UNKNOWN:
+                known[place] = byte
+    return {slot: bytes(line) for slot, line in lines.items()}

@@ -1,7 +1,7 @@
-"""What each place of the fleet was at over the last hour: from the journal, and from looks at the gateway.
+"""What each place of the fleet was at over the last hour: from the journal, and from its gateway.
 
 The journal knows machines that boot, work, leave and are lost. Whether one at work loads a policy or has nothing
-to do, its gateway alone knows, and only as of now: a lane tells that from when somebody began to watch.
+to do, its gateway alone knows: as shares of each minute that is over, from the store, and as of now.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 
+from checkpoint.records.activity import MINUTE_S
 from policies.model.vocabulary import NodePhase, Role
-from policies.serving.activity import activity_of
+from policies.serving.activity import activity_of, unpack
 from policies.serving.gateway_status import MemberStatus
 
 LANE_S = 3600.0
+SPAN_LEAST_S = 300.0
 LOOKED_EVERY_S = 15.0  # a lane does not keep what was seen more often: a fleet is idle and at work in every step
 
 
@@ -39,6 +41,7 @@ class LaneState(StrEnum):
 
 AT_WORK = (LaneState.SERVING, LaneState.IDLE)
 FAILED = (LaneState.LOST, LaneState.REFUSED)
+_MEMBER = (*AT_WORK, LaneState.LOADING)  # its gateway knows what it is at
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,14 @@ class Stretch:
 
     since_s: float
     state: LaneState
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A part of a strip: what most of it was, and which share of what a member did in it that is."""
+
+    state: LaneState
+    share: float = 1.0
 
 
 def phase_state(phase: NodePhase, before: NodePhase | None) -> LaneState:
@@ -96,33 +107,81 @@ class Lanes:
         stretches.append(Stretch(max(since_s, stretches[-1].since_s) if stretches else since_s, state))
 
 
-def cells(lane: Sequence[Stretch], now: LaneState, now_s: float, count: int) -> list[LaneState | None]:
-    """The hour in `count` equal parts, the newest last. None: nothing was there, or nothing is known.
+def cells(
+    lane: Sequence[Stretch],
+    now: LaneState,
+    now_s: float,
+    count: int,
+    minutes: bytes = b"",
+    span_s: float = LANE_S,
+) -> list[Cell | None]:
+    """The last `span_s` in `count` equal parts, the newest last. None: nothing was there, or nothing is known.
 
     A loss is seen in whichever part it was; else a part is what most of it was, and the last one what is now.
+
+    Args:
+        minutes: what of each minute since the one an hour ago went to what, as `policies.serving.activity` packs
+            it; of those that are not in it the lane alone tells.
     """
-    width_s = LANE_S / count
+    width_s, first_s = span_s / count, now_s - span_s
     lengths = [defaultdict[LaneState, float](float) for _ in range(count)]
-    first_s = now_s - LANE_S
     for place, one in enumerate(lane):
         end_s = lane[place + 1].since_s if place + 1 < len(lane) else now_s
         low_s, high_s = max(one.since_s, first_s), min(end_s, now_s)
-        if one.state in FAILED and low_s <= high_s:  # however short it was
-            lengths[min(count - 1, int((low_s - first_s) / width_s))][one.state] += 2 * LANE_S
         at = min(count - 1, int((low_s - first_s) / width_s))
+        if one.state in FAILED and low_s <= high_s:  # however short it was
+            lengths[at][one.state] += 2 * LANE_S
         while low_s < high_s and at < count:
             part_s = min(high_s, first_s + (at + 1) * width_s)
-            lengths[at][one.state] += max(0.0, part_s - low_s)
+            for state, length_s in _divided(one.state, low_s, part_s, now_s - LANE_S, minutes):
+                lengths[at][state] += length_s
             low_s, at = max(low_s, part_s), at + 1
-    found = [max(one, key=lambda state: one[state]) if one else None for one in lengths]
-    if found[-1] not in FAILED:
-        found[-1] = now
-    return [None if state is LaneState.GONE else state for state in found]
+    found = [_cell(one) for one in lengths]
+    if found[-1] is None or found[-1].state not in FAILED:
+        found[-1] = Cell(now)
+    return [None if one is None or one.state is LaneState.GONE else one for one in found]
 
 
-def shares_at_work(lanes: Sequence[Sequence[Stretch]], now_s: float, count: int) -> list[float]:
-    """Which share of several lanes was at work in the middle of each of `count` equal parts of the hour."""
-    first_s, width_s = now_s - LANE_S, LANE_S / count
+def _divided(
+    state: LaneState, low_s: float, high_s: float, minutes_from_s: float, minutes: bytes
+) -> Iterator[tuple[LaneState, float]]:
+    """What that stretch of time went to: a member's to what is known of each of its minutes."""
+    if state not in _MEMBER or not minutes:
+        yield state, max(0.0, high_s - low_s)
+        return
+    while low_s < high_s:
+        slot = int(low_s // MINUTE_S)
+        until_s = min(high_s, (slot + 1) * MINUTE_S)
+        place = slot - int(minutes_from_s // MINUTE_S)
+        shares = unpack(minutes[place]) if 0 <= place < len(minutes) else None
+        if shares is None:
+            yield state, until_s - low_s
+        else:
+            yield LaneState.LOADING, shares.loading * (until_s - low_s)
+            yield LaneState.IDLE, shares.idle * (until_s - low_s)
+            yield LaneState.SERVING, (1 - shares.loading - shares.idle) * (until_s - low_s)
+        low_s = until_s
+
+
+def _cell(lengths: Mapping[LaneState, float]) -> Cell | None:
+    if not lengths:
+        return None
+    state = max(lengths, key=lambda one: lengths[one])
+    together_s = sum(lengths.get(one, 0.0) for one in _MEMBER)
+    return Cell(state, lengths[state] / together_s if state in _MEMBER and together_s > 0 else 1.0)
+
+
+def span_of(lanes: Iterable[Sequence[Stretch]], now_s: float) -> float:
+    """How much of the last hour there is something to see of: whole minutes, at least SPAN_LEAST_S."""
+    begun_s = min((lane[0].since_s for lane in lanes if lane), default=now_s)
+    return min(LANE_S, max(SPAN_LEAST_S, MINUTE_S * math.ceil((now_s - begun_s) / MINUTE_S)))
+
+
+def shares_at_work(
+    lanes: Sequence[Sequence[Stretch]], now_s: float, count: int, span_s: float = LANE_S
+) -> list[float]:
+    """Which share of several lanes was at work in the middle of each of `count` equal parts of `span_s`."""
+    first_s, width_s = now_s - span_s, span_s / count
     changes = [0] * (count + 1)
     for lane in lanes:
         for place, one in enumerate(lane):

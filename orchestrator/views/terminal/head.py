@@ -6,10 +6,10 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from checkpoint.records.metrics import logged
-from orchestrator.views.lineage import start_words
 from orchestrator.views.model import RunView
-from orchestrator.views.numbers import duration, short, sparkline, usd
 from orchestrator.views.terminal.lines import cut, joined, labelled, left, plain, wrap
+from orchestrator.views.words.lineage import start_words
+from orchestrator.views.words.numbers import duration, short, sparkline, usd
 from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN
 from policies.model.vocabulary import NodePhase, RollbackStage, RunPhase

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.live import Live
 
 from orchestrator.views.model import RunView
-from orchestrator.views.numbers import clock, short
 from orchestrator.views.terminal.lines import plain
 from orchestrator.views.terminal.screen import Screen
+from orchestrator.views.words.numbers import clock, short
 
 REFRESH_S = 0.5
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from rich.text import Text
 
-from orchestrator.views.measured.lanes import AT_WORK, LaneState, cells, shares_at_work
+from orchestrator.views.measured.lanes import AT_WORK, LANE_S, Cell, LaneState, cells, shares_at_work, span_of
 from orchestrator.views.model import NodeView, RunView
-from orchestrator.views.numbers import NOT_KNOWN, duration, short
 from orchestrator.views.terminal.lines import cut, fit, in_lines, left, right
+from orchestrator.views.words.numbers import NOT_KNOWN, duration, short
 from policies.model.vocabulary import NodePhase, Role
 
 STRIP_MIN, STRIP_WANTED, STRIP_MOST = 6, 20, 60  # cells: of ten minutes, three, one
@@ -142,13 +142,15 @@ class _Column:
 
 def _table(view: RunView, rows: Sequence[_Row], width: int) -> list[Text]:
     name, state, strip, ends = _columns(rows, width)
-    hour = f" {left('last hour' if strip > 8 else 'hour', strip)}" if strip else ""
+    span_s = span_of((one.lane for one in view.nodes), view.now_s)
+    span = "hour" if span_s == LANE_S else f"{span_s / 60:.0f} min"
+    hour = f" {left(f'last {span}' if strip > len(span) + 4 else span, strip)}" if strip else ""
     title = f"{name.at(None)} {state.at(None)}{hour}{''.join(f' {end.at(None)}' for end in ends)}"
     lines = [Text(title, "dim", no_wrap=True)]
     for place, row in enumerate(rows):
         line = Text(name.at(place), no_wrap=True).append(" ").append(state.at(place), row.style)
         if strip:
-            line.append(" ").append_text(_strip(view, row.nodes, strip))
+            line.append(" ").append_text(_strip(view, row.nodes, strip, span_s))
         lines.append(line.append("".join(f" {end.at(place)}" for end in ends)))
     for line in lines:
         line.rstrip()
@@ -178,16 +180,23 @@ def _columns(rows: Sequence[_Row], width: int) -> tuple[_Column, _Column, int, l
     return name, state, min(STRIP_MOST, room) if room >= STRIP_MIN else 0, kept
 
 
-def _strip(view: RunView, nodes: Sequence[NodeView], count: int) -> Text:
-    """One machine's hour; of several the share of them that was at work."""
+def _strip(view: RunView, nodes: Sequence[NodeView], count: int, span_s: float) -> Text:
+    """What one machine did, what serves as high as its share; of several the share of them that was at work."""
     line = Text()
     if len(nodes) == 1:
-        for state in cells(nodes[0].lane, nodes[0].state, view.now_s, count):
-            line.append(*(LOOKS[state] if state is not None else (" ", "")))
+        for cell in cells(nodes[0].lane, nodes[0].state, view.now_s, count, nodes[0].minutes, span_s):
+            line.append(*_look(cell))
         return line
-    shares = shares_at_work([one.lane for one in nodes], view.now_s, count)
+    shares = shares_at_work([one.lane for one in nodes], view.now_s, count, span_s)
     # Rounded up: one that works is seen among a thousand.
     return line.append("".join(_SHARES[math.ceil(8 * share)] for share in shares), "green")
+
+
+def _look(cell: Cell | None) -> tuple[str, str]:
+    if cell is None:
+        return " ", ""
+    glyph, style = LOOKS[cell.state]
+    return (_SHARES[math.ceil(8 * cell.share)] if cell.state is LaneState.SERVING else glyph), style
 
 
 def _counts(view: RunView, width: int) -> list[Text]:

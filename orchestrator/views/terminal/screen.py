@@ -12,11 +12,11 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from orchestrator.views.model import RunView
-from orchestrator.views.numbers import clock, duration
 from orchestrator.views.terminal import notes
 from orchestrator.views.terminal.head import figures, head
 from orchestrator.views.terminal.lines import fit, left
 from orchestrator.views.terminal.machines import machines
+from orchestrator.views.words.numbers import clock, duration
 
 HEIGHT = 24
 MACHINES_LEAST = 5  # lines: their head, three, and the counts

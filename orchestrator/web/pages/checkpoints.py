@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.views.kept import kept_as
+from orchestrator.views.words.kept import kept_as
 from orchestrator.web.page import Asked, Page
 from orchestrator.web.watch import Look
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.views.lineage import (
+from orchestrator.views.words.lineage import (
     change_words,
     changes_of,
     skipped_of,

@@ -62,16 +62,18 @@
     }
     ctx.restore();
   };
-  // What stands above a panel: its values under the cursor, or its newest.
+  // What stands above a panel: its values under the cursor, or its newest. A line of which there is nothing is not named.
   const heading = (panel) => {
     const head = document.createElement("p"), values = new Map();
     head.className = "head";
     head.append(Object.assign(document.createElement("b"), { textContent: panel.name }));
     for (const [name, stroke, label] of [...panel.lines, ["abandoned", "--grey", "abandoned"]]) {
-      const key = document.createElement("i"), value = document.createElement("span");
+      const one = document.createElement("span"), key = document.createElement("i"), value = document.createElement("span");
+      one.className = "line";
       key.style.setProperty("--key", `var(${stroke})`);
       values.set(name, value);
-      head.append(key, `${label ?? name} `, value);
+      one.append(key, `${label ?? name} `, value);
+      head.append(one);
     }
     return { head, values };
   };
@@ -88,6 +90,10 @@
     values.get("abandoned").textContent = u.cursor.idx == null ? "" : under(u, 1, false);
     const x = u.cursor.idx == null ? null : u.data[0][u.cursor.idx];
     where.textContent = x == null ? "drag to zoom, double-click for all" : place(x) + near(u);
+  };
+  const offer = (panel, values) => (u) => {
+    const columns = [["abandoned", 1], ...panel.lines.map(([name], i) => [name, 2 + 3 * i])];
+    for (const [name, column] of columns) values.get(name).parentElement.hidden = u.data[column].every((value) => value == null);
   };
   const place = (x) => axis === "step" ? `step ${Math.round(x).toLocaleString("en")}` : new Date(x * 1000).toLocaleString();
   const near = (u) => {
@@ -115,8 +121,8 @@
       cursor: { sync: { key: "run" }, drag: { x: true, y: false, setScale: false }, points: { size: (u, i) => series[i].width ? 5 : 0 } },
       axes: [{ ...line, size: last ? 26 : 8, ...below(last) }, { ...line, size: 70, values: (u, vs) => vs.map(number) }],
       hooks: {
-        drawClear: [shades], draw: [marks(panel)], setCursor: [tell(panel, values)], ready: [tell(panel, values)],
-        setData: [tell(panel, values)],
+        drawClear: [shades], draw: [marks(panel)], setCursor: [tell(panel, values)], ready: [offer(panel, values), tell(panel, values)],
+        setData: [offer(panel, values), tell(panel, values)],
         setSelect: [(u) => {
           if (u.select.width < 4) return;
           range = [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")];

@@ -15,15 +15,24 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
+from policies.control.fleet.at_risk import relief_of, return_relieved, tell_risks, unrelieved
 from policies.control.fleet.deadline import is_behind
 from policies.control.fleet.markets import market_of
 from policies.control.fleet.overdue import release_idle, replace_overdue
 from policies.control.fleet.probing import may_probe
 from policies.control.fleet.room import is_spot_asked, make_room
 from policies.control.fleet.size import may_go, return_surplus, rollouts_wanted, size_fleet
-from policies.control.fleet.spending import Purse, refuse
+from policies.control.fleet.spending import Purse, may_go_on, refuse
 from policies.control.fleet.stand_ins import is_spot_too_dear, missing, stand_ins_of, surplus
-from policies.control.fleet.where import POOLS_UNKNOWN, Crowds, Terms, another_pool, may_choose, terms_of
+from policies.control.fleet.where import (
+    POOLS_UNKNOWN,
+    Crowds,
+    Terms,
+    another_pool,
+    may_choose,
+    terms_of,
+    trainer_again_usd_per_h,
+)
 from policies.control.stopping import release_machines
 from policies.control.tick import Tick
 from policies.model.buying import HELD_S, REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
@@ -52,15 +61,20 @@ def wanted_slots(spec: RunSpec) -> Iterator[tuple[Role, str, bool]]:
 def fill_slots(tick: Tick) -> None:
     """Request a node for every empty slot where one may help; release those that are overdue or idle."""
     if tick.state.phase in TERMINAL_RUN or tick.state.phase is RunPhase.STOPPING:
-        release_machines(tick)
+        release_machines(tick, affordable=may_go_on(tick))
         return
     replace_overdue(tick)
     release_idle(tick)
+    tell_risks(tick)
     size_fleet(tick)
     return_surplus(tick)
+    return_relieved(tick)
     _judge_kinds(tick)
     _stand_in(tick)
-    _fill(tick, _empty_slots(tick))
+    places = _empty_slots(tick)
+    _fill(tick, places)
+    if not places:
+        _relieve(tick)
 
 
 class _Buyer:
@@ -70,10 +84,13 @@ class _Buyer:
     def __init__(self, tick: Tick) -> None:
         self._tick, self._purse, self.crowds = tick, Purse(tick), Crowds(tick)
 
-    def keeps_back(self, role: Role, market: Market) -> None:
+    def keeps_back(self, role: Role, usd_per_h: float) -> None:
         """Count the money for a machine as spent."""
-        dearest = terms_of(self._tick, self.crowds, role, market, lambda _: True)
-        self._purse.add(role, dearest.usd_per_h or 0.0)
+        self._purse.add(role, usd_per_h)
+
+    def dearest(self, role: Role, market: Market) -> float:
+        """The most that a machine of the role may cost on that market; 0: not known."""
+        return terms_of(self._tick, self.crowds, role, market, lambda _: True).usd_per_h or 0.0
 
     def has_room(self, market: Market) -> bool:
         """Whether there is money for a rollout node on that market."""
@@ -125,6 +142,21 @@ def _fill(tick: Tick, places: list[tuple[Role, str, bool]]) -> None:
             break
 
 
+def _relieve(tick: Tick) -> None:
+    """Request nodes in place of those at risk, where that pays."""
+    if not (nodes := unrelieved(tick)):
+        return
+    purse, crowds = Purse(tick), Crowds(tick)
+    for node in nodes:
+        relief = relief_of(tick, purse, crowds, node)
+        if isinstance(relief, str) or not relief.pays:
+            continue
+        words = f"{node.id} is at risk", relief.words, purse.words()
+        _request(tick, Role.ROLLOUT, node.slot, Market.SPOT, relief.terms, *words, relieves=node.id)
+        purse.add(Role.ROLLOUT, relief.terms.usd_per_h or 0.0)
+        crowds.add(Role.ROLLOUT, relief.terms.where)
+
+
 def _stand_in(tick: Tick) -> None:
     """Buy rollout nodes on demand while spot cannot be had, and return them once spot has held."""
     for node in stand_ins_of(tick.state)[: surplus(tick)]:
@@ -141,10 +173,10 @@ def _stand_in(tick: Tick) -> None:
         return
     buyer, near = _Buyer(tick), _trainer_is_near(tick)
     if not needed:  # a parked run, which it would have the trainer bought for again
-        buyer.keeps_back(Role.TRAINER, market_of(Role.TRAINER, tick.spec))
+        buyer.keeps_back(Role.TRAINER, trainer_again_usd_per_h(tick, buyer.crowds))
     spot_first = needed and _lacks_spot(tick) and not is_spot_asked(tick) and buyer.has_room(Market.SPOT)
     if spot_first:
-        buyer.keeps_back(Role.ROLLOUT, Market.SPOT)
+        buyer.keeps_back(Role.ROLLOUT, buyer.dearest(Role.ROLLOUT, Market.SPOT))
     late = "the run is behind its deadline" if is_behind(tick) else ""
     if not near or not may_choose(tick):
         return
@@ -192,7 +224,14 @@ def _rollouts_there(tick: Tick) -> int:
 
 
 def _request(
-    tick: Tick, role: Role, name: str, market: Market, terms: Terms, *words: str, stand_in: bool = False
+    tick: Tick,
+    role: Role,
+    name: str,
+    market: Market,
+    terms: Terms,
+    *words: str,
+    stand_in: bool = False,
+    relieves: str = "",
 ) -> None:
     slot = tick.state.slots.get(name, Slot())
     incarnation = slot.incarnations + 1
@@ -201,7 +240,9 @@ def _request(
     place, pool = ("", None) if terms.where is None else (terms.where.words, terms.where.offer.pool)
     reason = "; ".join(part for part in (before, *words, place) if part)
     most_usd, disk_usd = terms.machine_usd_per_h or 0.0, terms.disk_usd_per_h
-    event = NodeRequested(node, role, name, incarnation, market, reason, most_usd, pool, stand_in, disk_usd)
+    event = NodeRequested(
+        node, role, name, incarnation, market, reason, most_usd, pool, stand_in, disk_usd, relieves
+    )
     tick.emit(event, f"{node} requested ({reason})")
 
 

@@ -12,7 +12,7 @@ from policies.model.events import BudgetNeared, BudgetReached, BudgetRefused
 from policies.model.phases import FILLING_NODE, LIVE_RUN
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState
-from policies.model.vocabulary import Role, RunPhase
+from policies.model.vocabulary import NodePhase, Role, RunPhase
 
 NEAR_SHARE = 0.8  # of `budget.usd`: once it is spent the user is told, while there is time to raise it
 BUDGET = "budget"  # a command: `budget.usd` is another one from now on
@@ -35,6 +35,12 @@ def stop_at_cap(tick: Tick) -> None:
         reach_cap(tick, why)
     elif not tick.state.budget_neared and (spent := _spent(tick)) >= NEAR_SHARE * caps.usd:
         tick.emit(BudgetNeared(spent, caps.usd), f"{spent:.2f} of {caps.usd:.2f} USD are spent")
+
+
+def may_go_on(tick: Tick) -> bool:
+    """Whether all that runs may do so a moment longer, and stopping it then still fits under `budget.usd`."""
+    caps = Caps(caps_of(tick.state, tick.spec).usd, None)
+    return not excess(caps, _spent(tick), _running(tick, tick.state.nodes.values()))
 
 
 def reach_cap(tick: Tick, why: str) -> None:
@@ -87,7 +93,8 @@ def refuse(
 ) -> None:
     """A machine is not bought for lack of money: without it the run stops, or goes on with what it has. While
     machines are on their way out it waits: what they cost may be what the new one will. For want of a price, or of
-    money for a `stand_in`, with or without which the run goes on, none stops."""
+    money for a `stand_in`, with or without which the run goes on, none stops. Nor over what a trainer may cost an
+    hour beside rollout nodes: these go back first, and come again beside what it does cost."""
     essential = role is Role.TRAINER or not tick.state.live(Role.ROLLOUT)
     stay = [node for node in tick.state.nodes.values() if node.phase in FILLING_NODE]
     leave, what = len(tick.state.nodes) - len(stay), kind if stand_in else f"{role}"
@@ -95,10 +102,28 @@ def refuse(
         tick.reasons.append(why)
     elif most_usd_per_h is not None and leave and not excess_with(tick, role, most_usd_per_h, stay):
         tick.reasons.append(f"{role} waits for {leave} machines to be gone: {why}")
+    elif role is Role.TRAINER and most_usd_per_h is not None and (idle := _in_its_way(tick, most_usd_per_h, stay)):
+        for node in idle:
+            tick.move(node, NodePhase.TERMINATING, f"the trainer's machine comes first: {why}")
     elif essential and most_usd_per_h is not None and not stand_in:
         reach_cap(tick, why)
     elif what not in tick.state.budget_refused:
         tick.emit(BudgetRefused(what, why), f"no more {what} machines: {why}")
+
+
+def _in_its_way(tick: Tick, trainer_usd_per_h: float, nodes: list[Node]) -> list[Node]:
+    """Return the rollout nodes, the dearest first, without which there is room for a trainer's machine under the
+    cap an hour; none where that is not all it takes."""
+    one = _one_more(tick, Role.TRAINER, trainer_usd_per_h)
+    if excess(Caps(caps_of(tick.state, tick.spec).usd, None), _spent(tick), [*_running(tick, nodes), one]):
+        return []
+    rollouts = sorted((one for one in nodes if one.role is Role.ROLLOUT), key=lambda one: -one.usd_per_h)
+    for count in range(1, len(rollouts) + 1):
+        idle = rollouts[:count]
+        stay = [node for node in nodes if node not in idle]
+        if not excess_with(tick, Role.TRAINER, trainer_usd_per_h, stay):
+            return idle
+    return []
 
 
 def _spent(tick: Tick) -> float:
@@ -108,8 +133,12 @@ def _spent(tick: Tick) -> float:
 
 def excess_with(tick: Tick, role: Role, most_usd_per_h: float, nodes: Iterable[Node]) -> str:
     """Say which cap these nodes and one more at that price do not fit under; empty: they do."""
-    one = Running(most_usd_per_h, _stop_s(role), store_bill.join_usd(tick, role))
-    return excess(caps_of(tick.state, tick.spec), _spent(tick), [*_running(tick, nodes), one])
+    running = [*_running(tick, nodes), _one_more(tick, role, most_usd_per_h)]
+    return excess(caps_of(tick.state, tick.spec), _spent(tick), running)
+
+
+def _one_more(tick: Tick, role: Role, usd_per_h: float) -> Running:
+    return Running(usd_per_h, _stop_s(role), store_bill.join_usd(tick, role))
 
 
 def _running(tick: Tick, nodes: Iterable[Node]) -> list[Running]:

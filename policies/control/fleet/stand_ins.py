@@ -45,7 +45,7 @@ def missing(tick: Tick) -> int:
     if short_s is None and not too_dear:
         return 0
     spot = tick.state.kinds.get(kind_of(Role.ROLLOUT, Market.SPOT), MachineKind())
-    if spot.comes_and_fails:
+    if spot.comes_and_fails and not too_dear:
         return 0  # another market would not mend what never serves
     there = [one for one in _on_spot(tick) if one.phase is not NodePhase.REQUESTED]
     wanted = _wanted(tick, len(there))
@@ -65,12 +65,11 @@ def may_be_bought(tick: Tick) -> bool:
 
 def is_spot_too_dear(tick: Tick) -> bool:
     """Whether there is no money for the first node on spot, which may cost more than one on demand, and there is
-    for that one: then nothing is gained by waiting for spot, nor is the budget reached."""
+    for that one: then nothing is gained by waiting for spot, nor is the budget reached. Also where the last of
+    them never worked, for no other can show that it does."""
     parked = tick.state.phase is RunPhase.PARKED  # without a trainer, by whose price `may_be_bought` goes
     if not (_is_open(tick) if parked else may_be_bought(tick)) or _on_spot(tick):
         return False
-    if tick.state.kinds.get(kind_of(Role.ROLLOUT, Market.SPOT), MachineKind()).comes_and_fails:
-        return False  # another market would not mend what never serves
     return not is_paid_for(tick, Role.ROLLOUT, Market.SPOT) and is_paid_for(tick, Role.ROLLOUT, Market.ON_DEMAND)
 
 

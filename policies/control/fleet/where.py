@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,7 @@ from policies.fleet.pools import Choice, Crowd, HalfLives, choose, rest_in_s
 from policies.model.buying import MachineKind
 from policies.model.events import Noticed
 from policies.model.phases import FILLING_NODE, LIVE_RUN
-from policies.model.pools import PoolOffer
+from policies.model.pools import Pool, PoolOffer
 from policies.model.state import Node
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase, kind_of
 
@@ -82,12 +82,7 @@ def terms_of(tick: Tick, crowds: Crowds, role: Role, market: Market, fits: Calla
     `fits`: whether there is money for one of so many USD an hour. Of the pools for which there is, the best is
     taken; where there is for none, the best of all, so that it can be said what it would take.
     """
-    kind, offers = kind_of(role, market), _offers(tick, crowds, role, market)
-
-    def terms(choice: Choice | None) -> Terms:
-        pool = None if choice is None else choice.offer.pool
-        return Terms(choice, _most_usd_per_h(tick, kind, choice), disks.usd_per_h(tick.spec, role, pool))
-
+    offers, terms = _offers(tick, crowds, role, market), partial(_terms, tick, role, market)
     best = terms(choice_of(tick, crowds, role, market, offers))
     if best.usd_per_h is None or fits(best.usd_per_h):
         return best
@@ -98,16 +93,43 @@ def terms_of(tick: Tick, crowds: Crowds, role: Role, market: Market, fits: Calla
     return terms(choice_of(tick, crowds, role, market, cheaper)) if cheaper else best
 
 
+def terms_elsewhere(
+    tick: Tick, crowds: Crowds, role: Role, market: Market, avoided: Container[Pool | None]
+) -> Terms | None:
+    """Return on what terms a machine of the role is bought in the best pool that is not avoided and does not rest;
+    None: there is none."""
+    now_s, records = tick.snapshot.now_s, tick.state.pools
+    found = [one for one in _offers(tick, crowds, role, market) if one.pool not in avoided]
+    choice = choice_of(
+        tick, crowds, role, market, [one for one in found if not rest_in_s(one.pool, records, now_s)]
+    )
+    return None if choice is None else _terms(tick, role, market, choice)
+
+
+def _terms(tick: Tick, role: Role, market: Market, choice: Choice | None) -> Terms:
+    pool = None if choice is None else choice.offer.pool
+    usd_per_h = _most_usd_per_h(tick, kind_of(role, market), choice)
+    return Terms(choice, usd_per_h, disks.usd_per_h(tick.spec, role, pool))
+
+
 def is_paid_for(tick: Tick, role: Role, market: Market) -> bool:
     """Whether there is money for one machine more of the role on that market, somewhere, as it would be bought:
     once those that leave are gone, in place of rollout nodes that are only asked for, and beside the trainer that
     a parked run will ask for again."""
     purse, crowds = Purse(tick, [one for one in tick.state.nodes.values() if _stays(one)]), Crowds(tick)
     if tick.state.phase is RunPhase.PARKED and role is not Role.TRAINER:
-        trainer = terms_of(tick, crowds, Role.TRAINER, market_of(Role.TRAINER, tick.spec), lambda _: True)
-        purse.add(Role.TRAINER, trainer.usd_per_h or 0.0)
+        purse.add(Role.TRAINER, trainer_again_usd_per_h(tick, crowds))
     terms = terms_of(tick, crowds, role, market, partial(purse.fits, role))
     return not purse.refusal(role, kind_of(role, market), terms.usd_per_h)
+
+
+def trainer_again_usd_per_h(tick: Tick, crowds: Crowds) -> float:
+    """What the trainer's machine is reckoned at that a parked run will ask for again: what its last one cost,
+    where no pool tells a price. It may cost more: then it is asked for before any other (`spending.refuse`)."""
+    terms = terms_of(tick, crowds, Role.TRAINER, market_of(Role.TRAINER, tick.spec), lambda _: True)
+    most_usd, paid_usd = terms.usd_per_h or 0.0, tick.state.trainer_usd_per_h
+    is_priced = terms.where is not None and terms.where.offer.usd_per_h > 0
+    return most_usd if is_priced or not paid_usd else min(most_usd, paid_usd)
 
 
 def _stays(node: Node) -> bool:

@@ -27,7 +27,8 @@ from policies.model.timelines import Fork, Skipped, forked_spec
 from policies.model.vocabulary import Cause, PolicyVersion, Role, RunPhase
 
 # A guard that has tripped stores what was sealed before it ends its trainer: among that may be the best target.
-# One that may be about to trip is waited for as well, for a heartbeat or two.
+# It is waited for so long, and again whenever the upload has got on. One that may be about to trip is waited for
+# as well, for a heartbeat or two.
 DRAIN_WAIT_S = 600.0
 GUARD_WAIT_S = 6.0
 RUN_START = "start"  # in a command: the run's start, as against a checkpoint
@@ -123,7 +124,9 @@ def _is_storing(tick: Tick) -> bool:
     if node is None or node.attempt != beat.attempt or not node.may_be_working:
         return False
     tripped = beat.verdict is not None and beat.verdict.health is Health.TRIPPED
-    return tick.silent_s(tick.state.diverged_at_s) < (DRAIN_WAIT_S if tripped else GUARD_WAIT_S)
+    if not tripped:
+        return tick.silent_s(tick.state.diverged_at_s) < GUARD_WAIT_S
+    return tick.silent_s(max(tick.state.diverged_at_s, tick.snapshot.trainer_moved_at_s)) < DRAIN_WAIT_S
 
 
 def answer_memory(tick: Tick) -> None:

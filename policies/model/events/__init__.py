@@ -18,6 +18,7 @@ from policies.model.events.machines import (
     MachineEvent,
     NodeMoved,
     NodeRequested,
+    RiskTold,
 )
 from policies.model.events.money import (
     BudgetNeared,
@@ -91,6 +92,7 @@ __all__ = [
     "NodeRequested",
     "Noticed",
     "ProbationPassed",
+    "RiskTold",
     "RollbackBegun",
     "RunCreated",
     "RunEvent",

@@ -22,6 +22,7 @@ class NodeRequested:
     pool: Pool | None = None  # where it is asked for; None: wherever run.yaml's resources allow
     stand_in: bool = False  # on demand, in place of a spot machine that cannot be had
     disk_usd_per_h: float = 0.0  # on top; 0: its own, or not known
+    relieves: str = ""  # a node at risk, which is returned once this one serves
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,16 @@ class MachineBought:
 
 
 @dataclass(frozen=True, slots=True)
+class RiskTold:
+    """A machine's cloud has said that it may soon take it: AWS's rebalance recommendation. Of such machines in its
+    pool `share` are expected to be taken within `pool_record.AT_RISK_S`."""
+
+    node: str
+    share: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class JobExited:
     """The work of a node ended while its machine is up. `attempt` says which run of the work."""
 
@@ -98,6 +109,7 @@ MachineEvent = (
     | BuyingResumed
     | FleetSized
     | MachineBought
+    | RiskTold
     | JobExited
     | JobRestarted
 )

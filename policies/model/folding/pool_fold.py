@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from policies.model.events import MachineBought, NodeMoved
-from policies.model.folding.drafts import in_place_of, with_item
-from policies.model.pool_record import PoolRecord, came, refused, stayed
+from policies.model.folding.drafts import with_item
+from policies.model.pool_record import PoolRecord, came, refused, risked, stayed
 from policies.model.pools import Pool
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import NodePhase, Refusal
@@ -47,18 +47,11 @@ def note_moved(state: RunState, node: Node, move: NodeMoved, time_s: float) -> R
     if node.came_at_s is None or node.phase is NodePhase.TERMINATING or noticed:
         return state  # told already
     since_s, taken = node.came_at_s, move.phase is NodePhase.GONE or move.reason == NOTICED
-    if taken or move.phase is NodePhase.TERMINATING:
-        return _with(state, node.pool, lambda record: stayed(record, since_s, time_s, taken=taken))
-    return state
-
-
-def with_times_up_to(state: RunState, time_s: float) -> RunState:
-    """Return the state with no rest that begins after `time_s`."""
-    pools = {
-        name: replace(one, refused_at_s=min(one.refused_at_s, time_s), taken_at_s=min(one.taken_at_s, time_s))
-        for name, one in state.pools.items()
-    }
-    return replace(state, pools=in_place_of(state.pools, pools))
+    if not taken and move.phase is not NodePhase.TERMINATING:
+        return state
+    if (told_s := node.at_risk_since_s) is not None:
+        state = _with(state, node.pool, lambda record: risked(record, told_s, time_s, taken=taken))
+    return _with(state, node.pool, lambda record: stayed(record, since_s, time_s, taken=taken))
 
 
 def _with(state: RunState, pool: Pool, change: Callable[[PoolRecord], PoolRecord]) -> RunState:

@@ -95,7 +95,8 @@ def _has(process: psutil.Process, name: str, value: str) -> bool:
     with contextlib.suppress(psutil.Error, OSError):  # it ends, or is not ours to look into
         for _ in range(BETWEEN_PROGRAMS_LOOKS):
             environment = process.environ()
-            if environment or not is_between_programs(Path(f"/proc/{process.pid}/stat").read_text()):
+            stat = Path(f"/proc/{process.pid}/stat").read_text("utf-8", "replace")
+            if environment or not is_between_programs(stat):
                 return bool(environment.get(name) == value)
             time.sleep(BETWEEN_PROGRAMS_S)
     return False

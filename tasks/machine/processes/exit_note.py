@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from policies.model import exit_codes
+
 NOTE = "trainer_exit"
 
 
@@ -21,3 +23,15 @@ def take_exit_code(workdir: Path) -> int | None:
     finally:
         note.unlink(missing_ok=True)
     return code
+
+
+def told_exit_code(workdir: Path, code: int) -> int:
+    """The exit code of a trainer whose process ended with `code`.
+
+    0 means that the last step is done, and only the trainer itself knows that: code of the user's, or a library in
+    it, may have ended the process with the same.
+    """
+    noted = take_exit_code(workdir)
+    if code == exit_codes.OK:
+        return exit_codes.FAILED if noted is None else code
+    return code if noted is None else noted

@@ -14,10 +14,8 @@ the others go on refusing.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
@@ -28,21 +26,19 @@ from policies.serving.canary import QUANTISED, Canary, disagreement
 from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, LoadPolicy, ProvePolicy
 from tasks.rollout.patching import trial
 from tasks.rollout.vllm.adapters import change_adapter, drop_adapter
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-BODY_SIZE_MAX = 64 * 1024
-_LOOPBACK = ("127.0.0.1", "::1")
-
-
-class _Named(msgspec.Struct):
-    """What of a completion's body has to be known here."""
-
-    model: str | None = None
+from tasks.rollout.vllm.asgi import (
+    App,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    answer,
+    ask,
+    bears,
+    body_of,
+    is_local,
+    model_of,
+)
 
 
 class _Refused(Exception):
@@ -75,7 +71,7 @@ class Guard:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
-        agent = _is_local(scope) and _bears(headers, self._secret)
+        agent = is_local(scope) and bears(headers, self._secret)
         match (scope["method"], scope["path"]):
             case ("PUT", "/grpo/policy") if agent:
                 await self._load(scope, receive, send)
@@ -83,35 +79,35 @@ class Guard:
                 await self._prove(scope, receive, send)
             case ("PUT", "/grpo/sampling") if agent:
                 said = await scope["app"].state.engine_client.collective_rpc("sample_by_position")
-                await _answer(send, 200, "; ".join(sorted(set(said) - {""})))
+                await answer(send, 200, "; ".join(sorted(set(said) - {""})))
             case ("PUT", "/grpo/bare") if agent:
                 await scope["app"].state.engine_client.collective_rpc("await_weights")
                 self._bare = True
-                await _answer(send, 204, "")
+                await answer(send, 204, "")
             case ("POST", wire.COMPLETIONS) if agent:  # the agent's trial, before anybody is let in
                 await self._app(scope, receive, send)
             case ("GET", "/grpo/engine") if agent:
-                await _answer(send, 200, engine_limits(scope["app"].state.engine_client.vllm_config))
+                await answer(send, 200, engine_limits(scope["app"].state.engine_client.vllm_config))
             case ("GET", "/metrics") if agent:
                 await self._app(scope, receive, send)
-            case _ if not _bears(headers, self._token):
-                await _answer(send, 401, "")
+            case _ if not bears(headers, self._token):
+                await answer(send, 401, "")
             case ("GET", "/health" | "/metrics"):
                 await self._app(scope, receive, send)
             case ("POST", path) if path in (wire.COMPLETIONS, wire.CHAT):
                 await self._complete(scope, receive, send, headers)
             case _:
-                await _answer(send, 404, "not an endpoint of a rollout node")
+                await answer(send, 404, "not an endpoint of a rollout node")
 
     async def _complete(self, scope: Scope, receive: Receive, send: Send, headers: dict[str, bytes]) -> None:
         if self._adapter:  # before the policy is looked at: what it is then, it is when vLLM begins
-            model, receive = await _model_of(receive)
+            model, receive = await model_of(receive)
             if model != wire.MODEL:
-                await _answer(send, 404, f"there is one model, `{wire.MODEL}`")
+                await answer(send, 404, f"there is one model, `{wire.MODEL}`")
                 return
         asked = [headers.get(name.lower(), b"").decode("latin-1") for name in (HEADER_BOOT, HEADER_POLICY)]
         if asked != [self._boot_id, self._policy]:
-            await _answer(send, 409, f"this is boot {self._boot_id} with policy {self._policy}")
+            await answer(send, 409, f"this is boot {self._boot_id} with policy {self._policy}")
             return
         started = complete = False
 
@@ -139,7 +135,7 @@ class Guard:
             body = f"data: {json.dumps(event)}\n\n".encode()
             await send({"type": "http.response.body", "body": body, "more_body": False})
         else:
-            await _answer(send, 409, "the weights change")
+            await answer(send, 409, "the weights change")
 
     async def _load(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Load a policy that the agent has verified, and let it be asked for once the engine computes its canary
@@ -147,15 +143,15 @@ class Guard:
         the error in vLLM's log, and starts the server anew. After a trial of changes it sees 200 and why they are
         of no use here, nothing where they are."""
         try:
-            wanted = msgspec.json.decode(await _body(receive), type=LoadPolicy)
+            wanted = msgspec.json.decode(await body_of(receive), type=LoadPolicy)
         except msgspec.DecodeError as error:
-            await _answer(send, 400, str(error))
+            await answer(send, 400, str(error))
             return
         tried = None
         async with self._changing:
             if wanted.version != self._policy:
                 if wanted.base and wanted.base != self._policy:
-                    await _answer(send, 400, f"the changes are to {wanted.base}, and this holds {self._policy}")
+                    await answer(send, 400, f"the changes are to {wanted.base}, and this holds {self._policy}")
                     return
                 self._policy, self._adapter = None, wanted.adapter  # from here on nobody is let in
                 await self._end_running()
@@ -164,10 +160,10 @@ class Guard:
                 except _Refused as refused:
                     if wanted.adapter:
                         await drop_adapter(scope["app"].state)
-                    await _answer(send, 422, str(refused))
+                    await answer(send, 422, str(refused))
                     return
                 self._policy = wanted.version
-        await _answer(send, 204 if tried is None else 200, tried or "")
+        await answer(send, 204 if tried is None else 200, tried or "")
 
     async def _change(self, scope: Scope, wanted: LoadPolicy) -> str | None:
         """Give the engine the policy; after a trial of changes, why they are of no use. Raises _Refused."""
@@ -198,16 +194,16 @@ class Guard:
     async def _prove(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Compare some of the engine's tensors with a file's: 200, or 422 and one that differs, and then nobody is
         let in. 204 where the engine holds another policy than the file."""
-        said = msgspec.json.decode(await _body(receive), type=ProvePolicy)
+        said = msgspec.json.decode(await body_of(receive), type=ProvePolicy)
         async with self._changing:
             if said.version != self._policy:
-                await _answer(send, 204, "")
+                await answer(send, 204, "")
                 return
             name = await trial.differs(scope["app"].state.engine_client, said.path, said.first, said.step)
             if name:
                 self._policy = None
                 await self._end_running()
-        await _answer(send, 422 if name else 200, f"{name} is not what the file holds" if name else "")
+        await answer(send, 422 if name else 200, f"{name} is not what the file holds" if name else "")
 
     async def _logprobs(self, scope: Scope, engine: Any, canary: Canary) -> list[float]:
         """What the engine computes of the canary's text. Raises _Refused."""
@@ -220,7 +216,7 @@ class Guard:
             "max_tokens": 1,
             "temperature": 0.0,
         }
-        status, said = await _asked(self._app, scope, wire.COMPLETIONS, body)
+        status, said = await ask(self._app, scope, wire.COMPLETIONS, body)
         if status != 200:
             said = said[:500]
             raise _Refused(f"the engine does not compute the canary: {status} {said.decode(errors='replace')}")
@@ -248,74 +244,9 @@ def _computes_in(engine: Any) -> str:
     return str(config.model_config.dtype).removeprefix("torch.")
 
 
-async def _asked(app: App, scope: Scope, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-    """Status and body of the server's own answer, past this middleware."""
-    status, said = 500, b""
-    messages: asyncio.Queue[Message] = asyncio.Queue()  # in which vLLM waits for the client to go: it stays
-    messages.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
-
-    async def send(message: Message) -> None:
-        nonlocal status, said
-        if message["type"] == "http.response.start":
-            status = message["status"]
-        said += message.get("body", b"")
-
-    headers = [(b"content-type", b"application/json")]
-    asked = {**scope, "method": "POST", "path": path, "raw_path": path.encode(), "headers": headers}
-    try:
-        await app(asked, messages.get, send)
-    except ValueError as error:  # a log-probability that is no number cannot be written as JSON
-        return 500, str(error).encode()
-    return status, said
-
-
 def engine_limits(config: Any) -> str:
     """What the engine takes, as JSON: requests at a time, and tokens that it has room for."""
     cache = config.cache_config
     kv_tokens = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
     engines = config.parallel_config.data_parallel_size  # each takes so many
     return json.dumps({"max_requests": engines * config.scheduler_config.max_num_seqs, "kv_tokens": kv_tokens})
-
-
-def _is_local(scope: Scope) -> bool:
-    """Whether the peer is on this machine: it came over loopback, or from the address that it went to."""
-    client = (scope.get("client") or [None])[0]
-    server = (scope.get("server") or [None])[0]
-    return client is not None and (client in _LOOPBACK or client == server)
-
-
-def _bears(headers: dict[str, bytes], secret: str) -> bool:
-    return hmac.compare_digest(headers.get("authorization", b""), f"Bearer {secret}".encode())
-
-
-async def _body(receive: Receive) -> bytes:
-    body = b""
-    while len(body) <= BODY_SIZE_MAX:
-        message = await receive()
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
-            break
-    return body
-
-
-async def _model_of(receive: Receive) -> tuple[str | None, Receive]:
-    """The model that a completion's body names, None if it names none, and what gives vLLM the same body."""
-    messages = [await receive()]
-    while messages[-1].get("more_body", False):
-        messages.append(await receive())
-    content = b"".join(message.get("body", b"") for message in messages)
-    try:
-        model = msgspec.json.decode(content, type=_Named).model
-    except msgspec.DecodeError:
-        model = None
-
-    async def again() -> Message:
-        return messages.pop(0) if messages else await receive()
-
-    return model, again
-
-
-async def _answer(send: Send, status: int, text: str) -> None:
-    headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(text.encode())).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": [] if status == 204 else headers})
-    await send({"type": "http.response.body", "body": text.encode()})

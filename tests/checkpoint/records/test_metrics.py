@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 from checkpoint.records.metrics import MetricsWriter, Row, point_at, point_of, read_metrics
 from checkpoint.store import layout
+from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Store
 from policies.detect.divergence import Point
+from tests.budget import HANG_S
 
 
 def test_metrics_rows_survive_a_restarted_writer() -> None:
@@ -18,6 +22,26 @@ def test_metrics_rows_survive_a_restarted_writer() -> None:
     assert [r.step for r in rows] == list(range(1, 251))
     assert rows[239] == Row(0, 240, 999.0, 2, {"reward": 7.0}, first_time_s=240.0)
     assert len(store.entries(layout.METRICS)) == 3
+
+
+class Together(Store):
+    """A store that answers a read once another is under way."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.both = threading.Barrier(2)
+
+    def get_or_none(self, key: str) -> bytes | None:
+        self.both.wait(HANG_S)
+        return super().get_or_none(key)
+
+
+def test_the_objects_of_a_long_run_are_read_side_by_side() -> None:
+    store = Together("memory://metrics-side-by-side")
+    for step in (1, 101, 201, 301):
+        key = layout.metrics_chunk(0, step)
+        store.put(key, to_json(Row(0, step, float(step), 1, {"reward": 1.0})) + b"\n")
+    assert [row.step for row in read_metrics(store)] == [1, 101, 201, 301]
 
 
 def test_a_row_tells_the_detector_what_the_guard_was_told() -> None:

@@ -22,7 +22,6 @@ from checkpoint.records.documents import RunRecord
 from checkpoint.security.redaction import BLANK, NAMES_ENV, Redactor
 from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Store
-from orchestrator.cli import main
 from orchestrator.clouds.protocol import CloudRefused, Offer, Order
 from orchestrator.clouds.sky.work import work_for
 from orchestrator.config.load import ConfigError, load
@@ -35,6 +34,7 @@ from policies.model.pools import PoolOffer
 from policies.model.spec import Dataset, RunSpec
 from policies.model.vocabulary import Market, Role
 from tests.generators.config_world import changed, furnish
+from tests.rigs.command_line import Cli
 from tests.stand_ins.world import spec
 
 HF, WANDB, LICENCE = "hf_" + "S3cr3t" * 5, "0123456789abcdef" * 2 + "01234567", "my-licence-s3cret"
@@ -296,7 +296,7 @@ def test_what_looks_like_a_secret(name: str, value: str, *, secret: bool) -> Non
 
 
 def test_up_and_resume_say_in_a_line_which_one_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli
 ) -> None:
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("LICENCE", raising=False)
@@ -304,12 +304,9 @@ def test_up_and_resume_say_in_a_line_which_one_is_missing(
     run_yaml.write_text(changed((SECRETS, SECRETS + "secrets: [LICENCE]\n")))
     record = RunRecord(documents.SCHEMA, "demo", 0.0, load(run_yaml).spec)
     for command in ("up", "resume"):
-        monkeypatch.setattr(sys, "argv", ["grpo-orch", command, str(run_yaml)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        said = capsys.readouterr().err.splitlines()
-        assert end.value.code == 2
-        assert said == ["LICENCE is not set here, and `secrets` of run.yaml names it; export or remove it"]
+        told = grpo_orch(command, str(run_yaml))
+        assert told.code == 2
+        assert told.line == "LICENCE is not set here, and `secrets` of run.yaml names it; export or remove it"
         if command == "up":
             assert not (tmp_path / "run" / "run.json").exists()
             documents.create_run(Store((tmp_path / "run").as_uri()), record)

@@ -34,10 +34,10 @@ from tasks.machine.node_env import NodeEnv
 from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable
 from tasks.rollout.vllm.flags import argv_of
 from tasks.storing.heartbeat import Heartbeat
-from tests.budget import HANG_S
+from tests.budget import HANG_S, until
 from tests.e2e.harness import ROOT
 from tests.e2e.tiny import NODE_PYTHON
-from tests.rigs.gateway_process import TOKEN, Rig, check_complete, make_batch, until
+from tests.rigs.gateway_process import TOKEN, Rig, check_complete, make_batch
 from tests.stand_ins.strangers import check_closed
 
 HOST = "0.0.0.0"

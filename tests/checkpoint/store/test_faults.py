@@ -295,3 +295,24 @@ def test_nothing_listening_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> No
     )
     with pytest.raises(StoreUnavailable, match="read a in s3://bucket/run"):
         Store("s3://bucket/run", retry_s=0.1).get("a")
+
+
+def test_a_folder_that_is_gone_is_away_and_is_not_begun_anew(tmp_path: Path) -> None:
+    """As one that is no longer mounted: a journal in its place would be another run's, and the first one's is back
+    in a minute."""
+    folder, elsewhere = tmp_path / "mounted" / "run", tmp_path / "elsewhere"
+    store = Store(f"file://{folder}", retry_s=0.0)
+    store.create("journal/1", b"first")
+    (tmp_path / "mounted").rename(elsewhere)
+    writes: list[Callable[[], None]] = [
+        lambda: store.create("journal/2", b"second"),
+        lambda: store.put("lease.json", b"{}"),
+        lambda: store.put_parts("blobs/a", lambda: [b"a"]),
+    ]
+    for write in writes:
+        with pytest.raises(StoreUnavailable, match=f"{folder} is not there any more"):
+            write()
+    assert not folder.exists()
+    elsewhere.rename(tmp_path / "mounted")
+    store.create("journal/2", b"second")
+    assert [entry.key for entry in store.entries("journal")] == ["journal/1", "journal/2"]

@@ -25,13 +25,13 @@ from checkpoint.stream.exports import Export
 from orchestrator.control.controller import Controller
 from orchestrator.control.observe import COMMANDS_EVERY_S, Observer
 from orchestrator.views.model import to_json as view_json
-from orchestrator.views.run_view import run_view
 from policies.control.snapshot import Action, Command, Launch, LaunchRefused, Machine, Trainer
 from policies.detect.divergence import Health, Verdict
 from policies.model.events import DataSetAside, HealthyChosen, RunCreated
 from policies.model.vocabulary import MachineState, PolicyVersion, RunPhase
 from policies.serving.gateway_status import GatewayStatus, MembershipChange, MemberStatus
 from tests.budget import examples
+from tests.generators.views_world import run_view
 from tests.stand_ins.world import spec
 
 names = itertools.count()

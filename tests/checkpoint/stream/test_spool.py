@@ -22,10 +22,11 @@ from policies.detect.divergence import Detector, Health, Verdict
 from policies.model.node_contract import SPOOL
 from policies.model.spec import CheckpointsSpec
 from policies.model.vocabulary import PolicyVersion
+from policies.serving.joining import Stage
 from tasks.machine import spooling
 from tasks.machine.spooling import GIB, NoRoom, find_spool, make_spool, remove_spool
 from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.saving import CheckpointSaver
+from tasks.storing.saving import CheckpointSaver, wait_until_stored
 from tests.stand_ins.world import spec
 
 SIZE = 100_000
@@ -284,6 +285,32 @@ def checkpoints_of(spool: Spool, timeline: int, verdict: Verdict) -> CheckpointS
     return CheckpointSaver(
         spool, heartbeat, record, timeline, meta={}, frozen={}, max_behind_steps=10, resume_state=lambda _: state
     )
+
+
+def test_how_far_an_upload_is_is_told_while_it_is_waited_for(spool: Spool) -> None:
+    save(spool, 4)
+    said, happens = (
+        list[Stage](),
+        iter(
+            (
+                lambda: spool.report(UploaderState(storing="0-4", total_bytes=100)),
+                lambda: spool.report(UploaderState(storing="0-4", done_bytes=40, total_bytes=100)),
+                lambda: None,
+                lambda: spool.release(spool.sealed()[0][1]),
+            )
+        ),
+    )
+
+    class Told(Heartbeat):
+        def say(self, *_: object, stage: Stage | None = None, **__: object) -> None:
+            if stage is not None:
+                said.append(stage)
+
+        def wait(self, _: float) -> None:
+            next(happens)()
+
+    wait_until_stored(spool, Told(Store("memory://unused"), Trainer("trainer-0-i1", 1, 0, 4, 9, "storing", 0.0)))
+    assert said == [Stage("storing checkpoint 0-4", done, 100) for done in (0, 40)]
 
 
 def test_what_an_abandoned_timeline_stored_is_not_taken_for_the_present_ones(spool: Spool) -> None:

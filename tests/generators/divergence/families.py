@@ -11,6 +11,7 @@ from tests.generators.divergence.early_signs import EARLY_DIVERGING, EARLY_HEALT
 from tests.generators.divergence.estimators import ESTIMATORS_DIVERGING, ESTIMATORS_HEALTHY
 from tests.generators.divergence.healthy import HEALTHY, Family
 from tests.generators.divergence.luck import LUCK_DIVERGING, LUCK_HEALTHY
+from tests.generators.divergence.one_prompt import ONE_PROMPT_DIVERGING, ONE_PROMPT_HEALTHY
 from tests.generators.divergence.rewards import REWARDS_DIVERGING, REWARDS_HEALTHY
 from tests.generators.divergence.texture import TEXTURE_DIVERGING, TEXTURE_HEALTHY
 from tests.generators.divergence.witnesses import WITNESSES_DIVERGING, WITNESSES_HEALTHY
@@ -33,6 +34,7 @@ CAUSES = {
     "luck": Cause(LUCK_HEALTHY, LUCK_DIVERGING),
     "adapters": Cause(ADAPTERS_HEALTHY, ADAPTERS_DIVERGING),
     "rewards": Cause(REWARDS_HEALTHY, REWARDS_DIVERGING),
+    "one prompt a step": Cause(ONE_PROMPT_HEALTHY, ONE_PROMPT_DIVERGING),
     "born broken": Cause(BORN_HEALTHY, BORN_DIVERGING),
     "early signs": Cause(EARLY_HEALTHY, EARLY_DIVERGING),
     "estimators": Cause(ESTIMATORS_HEALTHY, ESTIMATORS_DIVERGING),

@@ -66,6 +66,8 @@ class Course:
         cut: share of completions that are cut off, where it does not follow from their length.
         alike: share of groups whose rewards are all the same, where it does not follow from the reward.
         witness: the score of the true task as a share of what is possible, where it is logged beside the reward.
+        one_prompt: the answers of a step that are all to one prompt, each right or wrong, and how far its prompts
+            are apart in difficulty, in sigmas of log odds.
     """
 
     kl: Floats
@@ -86,6 +88,7 @@ class Course:
     cut: Floats | None = None
     alike: Floats | None = None
     witness: Floats | None = None
+    one_prompt: tuple[int, float] | None = None
 
     @property
     def steps(self) -> int:
@@ -150,6 +153,8 @@ def noise(rng: Random, steps: int, sigma: float, setting: Setting, kind: str | N
 def log(course: Course, rng: Random, setting: Setting, logging_steps: int) -> tuple[Point, ...]:
     """The course with its noise, as TRL logs it every so many steps."""
     metrics = measured(course, rng, setting)
+    if course.one_prompt is not None:
+        metrics |= _of_one_prompt(course, rng, *course.one_prompt, metrics)
     if course.lost is not None:
         for name in ("kl", "reward", "grad_norm", "entropy"):
             metrics[name] = np.where(rng.random(course.steps) < course.lost, np.nan, metrics[name])
@@ -157,6 +162,25 @@ def log(course: Course, rng: Random, setting: Setting, logging_steps: int) -> tu
     unlogged = set() if course.only is None else metrics.keys() - course.only
     told = points(metrics, logging_steps, course.absent | unlogged)
     return told if course.holes == 0 else tuple(_with_holes(point, rng, course.holes) for point in told)
+
+
+def _of_one_prompt(
+    course: Course, rng: Random, answers: int, apart: float, metrics: dict[str, Floats]
+) -> dict[str, Floats]:
+    """What follows from which prompt a step had: a reward that is 0 or 1 more often than not, answers that are
+    longer and less sure where it is hard."""
+    hard = apart * rng.normal(size=course.steps)
+    odds = np.log(np.clip(course.reward, 1e-4, 1 - 1e-4) / np.clip(1 - course.reward, 1e-4, 1))
+    # The mean of a logistic of normals is that of odds so much nearer to even.
+    right = rng.binomial(answers, 1 / (1 + np.exp(hard - odds * np.sqrt(1 + apart**2 / 3)))) / answers
+    return {
+        "rewards/correct/mean": right,
+        "reward": right,
+        "reward_std": np.sqrt(right * (1 - right)),
+        "frac_reward_zero_std": (right * (1 - right) == 0).astype(float),
+        "entropy": metrics["entropy"] * np.exp(0.15 * hard),
+        "completions/mean_length": metrics["completions/mean_length"] * np.exp(0.1 * hard),
+    }
 
 
 def _by_itself(metrics: dict[str, Floats], course: Course, rng: Random) -> dict[str, Floats]:

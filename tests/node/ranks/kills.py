@@ -17,7 +17,7 @@ from checkpoint.stream.transfer import read_manifest
 from policies.model import exit_codes
 from policies.model.node_contract import TRAINER
 from tests.node.ranks import cpu_for_gpu
-from tests.node.ranks.test_killed import LAST, STEPS, of, ranks_of, until
+from tests.node.ranks.test_killed import LAST, STEPS, of, ranks_of
 from tests.node.trainer.rig import GRPO, Rig, open_rig
 from tests.node.trainer.test_resume import results
 
@@ -72,7 +72,8 @@ def kill_one(way: str, folder: Path, tiny: Path, seed: int, limit_s: float) -> K
         killed.gateway.on_completion = lambda made: reached.set() if made > last else None
         launcher = killed.start_ranks(module=module)
         assert reached.wait(limit_s), killed.log().read_text()[-4000:]
-        until(killed, lambda: bool(killed.stored()))  # beside training: a step may be ahead of its checkpoint
+        # Beside training: a step may be ahead of its checkpoint.
+        killed.until("stored", lambda: bool(killed.stored()))
         ranks_of(launcher)[rank].kill()
         assert launcher.wait(limit_s) != 0, "it has ended before"
         restored = max(at.step for at in killed.stored())

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +49,9 @@ def test_a_rank_that_is_killed_costs_no_weight(tiny: Path, tmp_path: Path) -> No
         launcher = killed.start_ranks()
         step = dice.randrange(2, STEPS - 1)
         # A step's heartbeat comes before its checkpoint, which is stored beside training.
-        until(killed, lambda: (beat := killed.beat()) is not None and beat.step >= step and bool(killed.stored()))
+        killed.until(
+            "that far", lambda: (beat := killed.beat()) is not None and beat.step >= step and bool(killed.stored())
+        )
         ranks = ranks_of(launcher)
         assert len(ranks) == 2
         dice.choice(ranks).kill()
@@ -69,7 +69,7 @@ def test_a_rank_that_is_killed_costs_no_weight(tiny: Path, tmp_path: Path) -> No
 def test_ranks_end_with_their_launcher(tiny: Path, tmp_path: Path) -> None:
     with open_rig(tmp_path, tiny, **of(2)) as rig:
         launcher = rig.start_ranks()
-        until(rig, lambda: (beat := rig.beat()) is not None and beat.step >= 1)
+        rig.until("training", lambda: (beat := rig.beat()) is not None and beat.step >= 1)
         ranks = ranks_of(launcher)
         launcher.kill()
         launcher.wait()
@@ -81,13 +81,6 @@ def ranks_of(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """The trainer's processes that a launcher has started."""
     children = psutil.Process(launcher.pid).children()
     return [one for one in children if {TRAINER, cpu_for_gpu.__name__} & set(one.cmdline())]
-
-
-def until(rig: Rig, true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + HANG_S
-    while not true():
-        assert time.monotonic() < end_s, rig.log().read_text()[-4000:]
-        time.sleep(0.01)
 
 
 def final_files(rig: Rig) -> dict[str, str]:

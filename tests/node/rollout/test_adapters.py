@@ -25,6 +25,7 @@ from tasks.storing.publish_adapter import AdapterPublisher
 from tasks.storing.step_costs import StepCosts
 from tasks.trl.canary import canary_of
 from tasks.trl.weights import adapter_tensors
+from tests.budget import until
 from tests.node.rollout.test_canary import Node
 from tests.node.rollout.test_rollout_node import (
     VOCABULARY,
@@ -33,7 +34,6 @@ from tests.node.rollout.test_rollout_node import (
     largest_difference,
     make_model,
     undisturbed_by_its_loss,
-    until,
 )
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]  # vLLM holds q, k, v as one, and gate with up

@@ -18,7 +18,8 @@ from policies.model.gpus import VISIBLE
 from policies.model.node_contract import NOTICE
 from policies.serving.gateway_status import MemberStatus
 from tasks.rollout.vllm.server import BOOT_ENV
-from tests.node.rollout.test_rollout_node import Lab, completions, largest_difference, until
+from tests.budget import until
+from tests.node.rollout.test_rollout_node import Lab, completions, largest_difference
 
 ENGINES = ["rollout-0-i1.0", "rollout-0-i1.1"]
 

@@ -26,7 +26,7 @@ from tasks.rollout.patching.loader import PolicyLoader
 from tasks.rollout.policy_folders import PolicyFolders, Staged
 from tasks.rollout.vllm.server import Server, ServerFailed
 from tasks.storing import publish
-from tests.node.rollout.test_deltas import World, check
+from tests.node.rollout.deltas.world import World, check
 
 CANARY = Canary([1, 2], [0.0], "float32", 2)
 

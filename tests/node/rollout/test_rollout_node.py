@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
@@ -36,22 +35,13 @@ from policies.model.vocabulary import PolicyVersion
 from policies.serving.gateway_status import MemberStatus
 from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef
 from tasks.trl.canary import canary_of
-from tests.budget import HANG_S
+from tests.budget import HANG_S, until
 from tests.stand_ins.strangers import check_closed
 
 TOKEN = "the-run's-secret"
 HOST = "0.0.0.0"  # not loopback, and so under TLS; Linux connects it to this machine
 VOCABULARY = 84
 T = TypeVar("T")
-
-
-def until(what: str, look: Callable[[], T | Literal[False] | None]) -> T:
-    deadline_s = time.monotonic() + HANG_S
-    while time.monotonic() < deadline_s:
-        if found := look():
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"not within {HANG_S:g} s: {what}")
 
 
 def make_model(folder: Path, seed: int, head_dim: int = 32) -> LlamaForCausalLM:

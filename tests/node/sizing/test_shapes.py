@@ -9,7 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from policies.sizing.families import FAMILIES
-from policies.sizing.shapes import shape_of, with_all_params
+from policies.sizing.read_shape import shape_of
+from policies.sizing.shapes import with_all_params
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

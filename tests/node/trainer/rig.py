@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -163,6 +163,13 @@ class Rig:
         documents.create_run(self.store, RunRecord(documents.SCHEMA, "id", time.time(), self.spec, evaluation))
         vouch(self.store, TOKEN)
         self.gateway = StandInGateway(self.store, folder / "scratch")
+
+    def until(self, what: str, holds: Callable[[], bool]) -> None:
+        """Look again and again; the time limit is a failure with the end of the trainer's log."""
+        end_s = time.monotonic() + HANG_S
+        while not holds():
+            assert time.monotonic() < end_s, f"not {what} in time\n{self.log().read_text()[-4000:]}"
+            time.sleep(0.005)
 
     def start_trainer(
         self, attempt: int = 1, timeline: int = 0, argv: list[str] | None = None

@@ -21,8 +21,8 @@ from tasks.machine.node_env import NodeEnv
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.sharing import Restored
 from tasks.trainer.assemble import assemble
+from tasks.trl.parts.saving import scale_learning_rate
 from tasks.trl.skipped_prompts import Walk, replacements
-from tasks.trl.trl_saving import scale_learning_rate
 from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
 from tests.node.trainer.stand_in_gateway import TOKEN
 
@@ -200,7 +200,7 @@ def shifted(epoch: int) -> list[int]:
     ],
 )
 def test_the_prompts_of_steps(walk: Walk, first: int, last: int, prompts: set[int]) -> None:
-    assert walk.prompts_of(first, last) == prompts
+    assert {prompt for _, prompt in walk.windows_of(first, last)} == prompts
 
 
 def replaced(forks: Sequence[Fork], timeline: int) -> list[int]:

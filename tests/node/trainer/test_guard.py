@@ -28,7 +28,6 @@ from tasks.storing.saving import RUN_FILE, read_resume_state
 from tasks.trainer.user_objects import is_out_of_memory
 from tests.budget import HANG_S
 from tests.node.trainer.rig import Rig, make_tiny, open_rig
-from tests.node.trainer.test_store import until
 
 STEPS = 12
 # The rate begins at nothing, so that there is a calm to compare with, and explodes.
@@ -68,7 +67,7 @@ def diverged(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
     with open_rig(folder, tiny, grpo=EXPLODING, kl=KlPolicy(limit=0.5), checkpoints=kept) as rig:
         rig.uploader.send_signal(signal.SIGSTOP)
         trainer = rig.start_trainer()
-        until(rig, "tripped", lambda: (beat := rig.beat()) is not None and tripped(beat))
+        rig.until("tripped", lambda: (beat := rig.beat()) is not None and tripped(beat))
         assert trainer.poll() is None, "it waits for what it has sealed"
         rig.uploader.send_signal(signal.SIGCONT)
         code, beat, stored = trainer.wait(HANG_S), rig.beat(), rig.stored()

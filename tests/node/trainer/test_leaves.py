@@ -111,9 +111,9 @@ def test_sigterm_to_the_machine_stores_what_it_has(tiny: Path, tmp_path: Path) -
         rig.gateway.open(BESIDE)
         machine = rig.start_trainer(argv=[sys.executable, "-m", "tasks.machine.trainer_machine"])
         try:
-            until(rig, lambda: (beat := rig.beat()) is not None and beat.step >= 3)
+            rig.until("training", lambda: (beat := rig.beat()) is not None and beat.step >= 3)
             rig.gateway.members = 0  # from here no step ends
-            until(rig, lambda: (beat := rig.beat()) is not None and beat.activity == "waiting")
+            rig.until("waiting", lambda: (beat := rig.beat()) is not None and beat.activity == "waiting")
             machine.send_signal(signal.SIGTERM)
             assert machine.wait(HANG_S) == exit_codes.STOPPED, rig.log().read_text()[-4000:]
         finally:
@@ -146,17 +146,10 @@ def when_made(rig: Rig, count: int, then: Callable[[], object], *, then_hold: bo
             told.append(True)
             then()
         elif told and then_hold:
-            until(rig, lambda: (beat := rig.beat()) is not None and beat.leaving)
+            rig.until("leaving", lambda: (beat := rig.beat()) is not None and beat.leaving)
 
     rig.gateway.on_completion = made
-    until(rig, lambda: bool(told))
-
-
-def until(rig: Rig, true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + HANG_S
-    while not true():
-        assert time.monotonic() < end_s, rig.log().read_text()[-4000:]
-        time.sleep(0.01)
+    rig.until("told", lambda: bool(told))
 
 
 def check_all_is_stored(rig: Rig) -> None:

@@ -16,7 +16,7 @@ from checkpoint.records.samples import Group, Head, Message, Sample
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion
 from tasks.storing.sample_writer import WAITING_MAX, Build, SampleWriter
-from tasks.trl.trl_samples import MEASURES, KeepsSamples
+from tasks.trl.parts.samples import MEASURES, KeepsSamples
 from tests.budget import HANG_S
 
 END = 9

@@ -22,7 +22,7 @@ from policies.model import exit_codes
 from policies.model.timelines import Fork
 from tasks.trainer import sinks, unhurried
 from tasks.trainer.event_files import write_past
-from tasks.trainer.sinks import FAILURES_MOST, FIRST, MLFLOW_WAITS, Beginning, keep_sinks
+from tasks.trainer.sinks import FAILURES_MOST, FIRST, Beginning, keep_sinks
 from tasks.trainer.user_objects import BadSpec
 from tests.budget import HANG_S
 from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
@@ -54,6 +54,9 @@ class Sink:
     def on_log(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
         self._tell("log")
 
+    def on_train_end(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+        self._tell("end")
+
 
 def begin(sink: Sink, told: Beginning) -> None:
     keep_sinks([sink], told)
@@ -61,7 +64,7 @@ def begin(sink: Sink, told: Beginning) -> None:
 
 
 def test_a_report_that_cannot_begin_ends_the_runs_first_trainer_in_one_line() -> None:
-    with pytest.raises(BadSpec, match=r"^grpo\.report_to: RuntimeError: begin: no answer$"):
+    with pytest.raises(BadSpec, match=r"^grpo\.report_to: Sink: RuntimeError: begin: no answer$"):
         begin(Sink("begin"), beginning(FIRST))
 
 
@@ -160,10 +163,23 @@ def service_of(kind: str, *, goes_on: bool) -> dict[str, Any]:
     def ignore(*_: Any, **__: Any) -> None:
         pass
 
-    run = SimpleNamespace(resumed=goes_on, alert=ignore, _next_step=6 if goes_on else 0)
+    run = SimpleNamespace(
+        resumed=goes_on, alert=ignore, _next_step=6 if goes_on else 0, info=SimpleNamespace(run_id="f00d")
+    )
     held = SimpleNamespace(current_run=SimpleNamespace(get=lambda: run))
     library = SimpleNamespace(run=run, context_vars=held, log=ignore, alert=ignore, set_tag=ignore)
+    history = [SimpleNamespace(step=5)] if goes_on else []
+    library.active_run = lambda: run
+    library.MlflowClient = lambda: SimpleNamespace(get_metric_history=lambda *_: history)
     return {{"Wandb": "_wandb", "Trackio": "_trackio", "MLflow": "_ml_flow"}[kind]: library}
+
+
+class Forgetful(Sink):
+    """MLflow's library forgets the run's id once it has gone on with it."""
+
+    def on_train_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+        os.environ.pop("MLFLOW_RUN_ID", None)
+        self._tell("begin")
 
 
 @pytest.mark.parametrize("kind", ["Wandb", "Trackio", "MLflow"])
@@ -171,7 +187,7 @@ def service_of(kind: str, *, goes_on: bool) -> dict[str, Any]:
 def test_a_step_made_again_is_told_once(kind: str, goes_on: bool, mlflow: Any) -> None:
     if goes_on:
         mlflow.runs.append(SimpleNamespace(info=SimpleNamespace(run_id="f00d")))
-    sink: Any = type(f"{kind}Callback", (Sink,), {})()
+    sink: Any = type(f"{kind}Callback", (Forgetful,), {})()
     vars(sink).update(service_of(kind, goes_on=goes_on))
     before = [Row(0, 5, 1.0, 1, {"reward": 0.5, "orch/nonfinite/kl": 1.0})]
     keep_sinks([sink], replace(beginning(), past=lambda: before))
@@ -184,22 +200,55 @@ def test_a_step_made_again_is_told_once(kind: str, goes_on: bool, mlflow: Any) -
     assert sink.told == ["begin", *["log"] * (2 if goes_on else 3)]
 
 
-def test_the_trainer_waits_for_no_server_as_long_as_mlflow_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[dict[str, str | None]] = []
+def test_a_step_that_was_still_to_be_sent_when_its_trainer_was_killed_is_told(mlflow: Any) -> None:
+    mlflow.runs.append(SimpleNamespace(info=SimpleNamespace(run_id="f00d")))
+    sink: Any = type("MLflowCallback", (Sink,), {})()
+    vars(sink).update(service_of("MLflow", goes_on=True))  # which has step 5
+    before = [Row(0, step, 1.0, 1, {"reward": 0.5}) for step in (5, 6)]
+    keep_sinks([sink], replace(beginning(), past=lambda: before))
+    state = SimpleNamespace(global_step=4, is_world_process_zero=True)
+    sink.on_train_begin(None, state, None)
+    for state.global_step in (5, 6, 7):
+        sink.on_log(None, state, None, logs={"reward": 0.5})
+    assert sink.told == ["begin", "log", "log"]
 
-    class Looking(Sink):
-        def _tell(self, what: str) -> None:
-            found.append({name: os.environ.get(name) for name in MLFLOW_WAITS})
-            super()._tell(what)
 
-    timeout, retries = MLFLOW_WAITS
-    monkeypatch.setenv(timeout, "7")
-    monkeypatch.delenv(retries, raising=False)
-    sink = Looking("log")
-    begin(sink, beginning())
-    sink.on_log(None, STATE, None)
-    assert found == [{timeout: "7", retries: MLFLOW_WAITS[retries]}] * 2
-    assert (os.environ[timeout], os.environ.get(retries)) == ("7", None)
+def test_a_server_that_is_late_is_told_each_step_once(mlflow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has of an earlier trainer is known once it answers."""
+    monkeypatch.setattr(sinks, "BEGIN_S", 0.05)
+    back = threading.Event()
+    mlflow.runs.append(SimpleNamespace(info=SimpleNamespace(run_id="f00d")))
+    sink: Any = type("MLflowCallback", (Sink,), {})()
+    vars(sink).update(service_of("MLflow", goes_on=True))  # which has step 5
+    monkeypatch.setattr(mlflow, "search_runs", lambda **_: mlflow.runs if back.wait(HANG_S) else [])
+    keep_sinks([sink], replace(beginning(), past=lambda: [Row(0, 5, 1.0, 1, {"reward": 0.5})]))
+    state = SimpleNamespace(global_step=4, is_world_process_zero=True)
+    sink.on_train_begin(None, state, None)
+    for state.global_step in (5, 6):
+        sink.on_log(None, state, None, logs={"reward": 0.5})
+    assert sink.told == []
+    back.set()
+    sink.on_train_end(None, state, None)  # which waits for all before it
+    assert sink.told == ["begin", "log", "end"]
+
+
+@pytest.mark.usefixtures("impatient", "mlflow")
+def test_what_mlflow_still_has_to_send_holds_no_trainer_at_its_end() -> None:
+    back, ended = threading.Event(), threading.Event()
+
+    class Sending(Sink):
+        def on_train_end(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+            assert back.wait(HANG_S)
+            ended.set()
+
+    sink: Any = type("MLflowCallback", (Sending,), {})()
+    begin(sink, beginning(FIRST))
+    with capture_logs() as logged:
+        sink.on_train_end(None, STATE, None)
+    assert not ended.is_set()
+    assert [one["event"] for one in logged] == ["report_failed"]
+    back.set()
+    assert ended.wait(HANG_S)
 
 
 class Folder(Sink):
@@ -224,7 +273,7 @@ class Folder(Sink):
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks, "FOLDER_STEP_S", 0.05)
+    monkeypatch.setattr(sinks, "STEP_S", 0.05)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -258,10 +307,10 @@ def test_a_folder_that_never_comes_back_is_left_out(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_folder_that_hangs_at_the_start_is_a_mistake_in_run_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks, "FOLDER_BEGIN_S", 0.05)
+    monkeypatch.setattr(sinks, "BEGIN_S", 0.05)
     folder: Any = type("TensorBoardCallback", (Folder,), {})()
     folder._tell = lambda _: folder.back.wait(HANG_S)
-    with pytest.raises(BadSpec, match=r"^grpo\.report_to: Late: not done within 0\.05 s$"):
+    with pytest.raises(BadSpec, match=r"^grpo\.report_to: TensorBoard: Late: not done within 0\.05 s$"):
         begin(folder, beginning(FIRST))
     keep_sinks([later := type("TensorBoardCallback", (Folder,), {})()], beginning())
     later._tell = folder._tell

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,13 +37,6 @@ def slot_bytes(tiny: Path) -> int:
     return 3 * (tiny / "model" / "model.safetensors").stat().st_size
 
 
-def until(rig: Rig, what: str, true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + HANG_S
-    while not true():
-        assert time.monotonic() < end_s, f"not {what} in time\n" + rig.log().read_text()[-4000:]
-        time.sleep(0.005)
-
-
 def waits_for_the_store(rig: Rig) -> bool:
     beat = rig.beat()
     return beat is not None and beat.activity == "storing" and beat.step >= BEHIND
@@ -60,7 +52,7 @@ def check_the_end(rig: Rig) -> None:
     assert needed == {entry.key for entry in rig.store.entries(layout.BLOBS)}
     # Completions that a restart could be given again, and of the sample step 0.
     kept = {0, *range(listed[-CheckpointsSpec().keep_last].at.step, STEPS)}
-    until(rig, "rid of completions that no restart needs", lambda: stored_completions(rig) == kept)
+    rig.until("rid of completions that no restart needs", lambda: stored_completions(rig) == kept)
 
 
 def stored_completions(rig: Rig) -> set[int]:
@@ -74,8 +66,8 @@ def test_behind_a_store_that_stands_still_training_goes_on_and_then_waits(
     with open_rig(tmp_path, tiny, grpo=GRPO, checkpoints=spec) as rig:
         rig.uploader.send_signal(signal.SIGSTOP)
         trainer = rig.start_trainer()
-        until(rig, "told that the store is slow", lambda: bool((beat := rig.beat()) and beat.store_slow))
-        until(rig, "waiting", lambda: waits_for_the_store(rig))
+        rig.until("told that the store is slow", lambda: bool((beat := rig.beat()) and beat.store_slow))
+        rig.until("waiting", lambda: waits_for_the_store(rig))
         beat, log = rig.beat(), rig.log().read_text()
         assert beat is not None
         assert (beat.step, beat.store_slow) == (BEHIND, True)
@@ -95,10 +87,10 @@ def test_uploader_and_trainer_killed_lose_nothing_sealed(tiny: Path, slot_bytes:
     with open_rig(tmp_path, tiny, grpo=GRPO, checkpoints=spec) as rig:
         rig.uploader.send_signal(signal.SIGSTOP)
         trainer = rig.start_trainer()
-        until(rig, "waiting", lambda: waits_for_the_store(rig))
+        rig.until("waiting", lambda: waits_for_the_store(rig))
         rig.uploader.send_signal(signal.SIGCONT)
         blobs = tmp_path / "store" / layout.BLOBS
-        until(rig, "uploading", lambda: blobs.exists() and bool(list(blobs.iterdir())))
+        rig.until("uploading", lambda: blobs.exists() and bool(list(blobs.iterdir())))
         for process in (rig.uploader, trainer):
             process.kill()
             process.wait()
@@ -137,7 +129,7 @@ def test_memory_that_ends_in_mid_save_puts_the_checkpoint_off(
     with open_rig(tmp_path, tiny, grpo=GRPO, checkpoints=spec) as rig:
         rig.uploader.send_signal(signal.SIGSTOP)
         trainer = rig.start_trainer()
-        until(rig, "waiting", lambda: waits_for_the_store(rig))
+        rig.until("waiting", lambda: waits_for_the_store(rig))
         log = rig.log().read_text()
         assert (log.count("spool_full"), log.count("checkpoint_put_off")) == (1, BEHIND - 2)
         rig.uploader.send_signal(signal.SIGCONT)

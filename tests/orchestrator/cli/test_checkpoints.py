@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 
 from checkpoint.records import documents
 from checkpoint.records.forks import write_fork
@@ -23,28 +20,14 @@ from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.chunks import CHUNK_BYTES
 from checkpoint.stream.manifest import files_below
-from orchestrator.cli import main
-from orchestrator.views.kept import kept_as
+from orchestrator.views.words.kept import kept_as
 from policies.control.snapshot import Trainer
 from policies.detect.divergence import Health, Verdict
 from policies.model.spec import CheckpointsSpec
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
+from tests.rigs.command_line import Answer, Cli
 from tests.stand_ins.world import spec
-
-
-@dataclass(frozen=True)
-class Answer:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def line(self) -> str:
-        """What a user's mistake is told as: one line, and no traceback."""
-        assert self.out == ""
-        assert self.err.count("\n") == 1, self.err
-        return self.err.rstrip("\n")
 
 
 @dataclass
@@ -88,22 +71,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return Run(tmp_path)
 
 
-Cli = Callable[..., Answer]
-
-
 @pytest.fixture
-def cli(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
+def cli(run: Run, grpo_orch: Cli) -> Cli:
     """`grpo-orch checkpoints ...`; without `at`, of the run."""
 
     def call(*words: str, at: str | None = run.store.url) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["grpo-orch", "checkpoints", *words, *([at] if at else [])])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        told = capsys.readouterr()
-        return Answer(int(ended.value.code or 0), told.out, told.err)
+        return grpo_orch("checkpoints", *words, *([at] if at else []))
 
-    yield call
-    structlog.reset_defaults()
+    return call
 
 
 def read(folder: Path) -> dict[str, bytes]:

@@ -6,23 +6,20 @@ import json
 import math
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import structlog
 from matplotlib import image
 
-from orchestrator.cli import main
 from orchestrator.traces.folder import EXPECTED
 from orchestrator.traces.model import Trace
 from orchestrator.views.detection.verdicts import Detection, to_json
 from policies.detect.divergence import Health, Point, Verdict
 from tests.generators.metric_files import FORMATS, ONSET, Rows, json_lines, repr_log, run, state
+from tests.rigs.command_line import Answer, Cli
 
 KEYS = (
     *(
@@ -43,11 +40,8 @@ RECORDED = Path(__file__).parents[2] / "policies" / "detect" / "traces"
 TRIPPED = 3
 
 
-@dataclass(frozen=True)
-class Answer:
-    code: int
-    out: str
-    err: str
+class Told(Answer):
+    """What `detect` says."""
 
     @property
     def found(self) -> list[dict[str, Any]]:
@@ -77,27 +71,18 @@ class Answer:
         return self.err.rstrip("\n")
 
 
-Cli = Callable[..., Answer]
+Detect = Callable[..., Told]
 
 
 @pytest.fixture
-def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli) -> Detect:
     """`grpo-orch detect ...` in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*words: str) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["grpo-orch", "detect", *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        told = capsys.readouterr()
-        return Answer(int(ended.value.code or 0), told.out, told.err)
-
-    yield call
-    structlog.reset_defaults()
+    return lambda *words: Told(*grpo_orch("detect", *words))
 
 
 @pytest.mark.parametrize("written", FORMATS.values(), ids=FORMATS)
-def test_every_format_is_read_alike(written: Callable[[Rows], str], cli: Cli) -> None:
+def test_every_format_is_read_alike(written: Callable[[Rows], str], cli: Detect) -> None:
     Path("bad").write_text(written(run(diverges=True)))
     Path("good").write_text(written(run(diverges=False)))
     bad, good = cli("bad", "good", "-o", "json", "--save-steps", "50").found
@@ -117,7 +102,7 @@ def test_every_format_is_read_alike(written: Callable[[Rows], str], cli: Cli) ->
     ("written", "options", "every"), [("state", (), 40), ("state", ("--save-steps", "7"), 40), ("lines", (), 1)]
 )
 def test_the_target_is_a_checkpoint_that_the_run_has(
-    written: str, options: tuple[str, ...], every: int, cli: Cli
+    written: str, options: tuple[str, ...], every: int, cli: Detect
 ) -> None:
     rows = run(diverges=True)
     Path("run").write_text(state(rows, save_steps=40) if written == "state" else json_lines(rows))
@@ -125,14 +110,14 @@ def test_the_target_is_a_checkpoint_that_the_run_has(
     assert found["target_step"] == (found["onset_step"] - 1) // every * every
 
 
-def test_a_checkpoint_of_the_onset_itself_is_no_target(cli: Cli) -> None:
+def test_a_checkpoint_of_the_onset_itself_is_no_target(cli: Detect) -> None:
     Path("run").write_text(json_lines(run(diverges=True)))
     onset = cli("run", "-o", "json").found[0]["onset_step"]
     assert cli("run", "-o", "json", "--save-steps", str(onset)).found[0]["target_step"] == 0
     assert cli("run", "-o", "json", "--save-steps", str(onset - 1)).found[0]["target_step"] == onset - 1
 
 
-def test_the_table_has_a_line_a_run_and_below_it_why(cli: Cli) -> None:
+def test_the_table_has_a_line_a_run_and_below_it_why(cli: Detect) -> None:
     Path("bad").write_text(state(run(diverges=True), save_steps=25))
     Path("good").write_text(json_lines(run(diverges=False)))
     bad, good = cli("bad", "good", "-o", "json").found
@@ -151,7 +136,7 @@ def test_the_table_has_a_line_a_run_and_below_it_why(cli: Cli) -> None:
     assert cli("good").code == 0
 
 
-def test_of_a_healthy_run_it_says_what_was_looked_at(cli: Cli) -> None:
+def test_of_a_healthy_run_it_says_what_was_looked_at(cli: Detect) -> None:
     rows = [{**row, "reward": 0.31 + 0.5 * row["step"] / 300} for row in run(diverges=False)]
     thin = [{k: v for k, v in row.items() if k != "entropy" or row["step"] % 10 == 0} for row in rows]
     Path("run").write_text(json_lines(thin))
@@ -186,7 +171,7 @@ def only(*names: str) -> list[dict[str, float]]:
         (only("kl")[:1], "KL or reward at 1 point only"),
     ],
 )
-def test_where_too_little_was_logged_it_cannot_tell(rows: list[dict[str, float]], why: str, cli: Cli) -> None:
+def test_where_too_little_was_logged_it_cannot_tell(rows: list[dict[str, float]], why: str, cli: Detect) -> None:
     Path("run").write_text(json_lines(rows))
     answer = cli("run")
     assert answer.code == 0
@@ -199,13 +184,13 @@ def test_where_too_little_was_logged_it_cannot_tell(rows: list[dict[str, float]]
 
 
 @pytest.mark.parametrize("rows", [only("kl"), only("reward"), only("reward")[:14]])
-def test_kl_or_reward_is_enough_to_be_called_healthy(rows: list[dict[str, float]], cli: Cli) -> None:
+def test_kl_or_reward_is_enough_to_be_called_healthy(rows: list[dict[str, float]], cli: Detect) -> None:
     Path("run").write_text(json_lines(rows))
     (found,) = cli("run", "-o", "json").found
     assert (found["health"], found["reason"]) == ("healthy", None)
 
 
-def test_a_divergence_that_shows_without_kl_and_reward_is_one(cli: Cli) -> None:
+def test_a_divergence_that_shows_without_kl_and_reward_is_one(cli: Detect) -> None:
     Path("run").write_text(json_lines([{**row, "loss": math.nan} for row in only("loss")[:9]]))
     (found,) = cli("run", "-o", "json").found
     assert (found["health"], found["reason"]) == ("tripped", None)
@@ -224,7 +209,7 @@ def test_a_run_that_ends_under_watch_says_so_and_has_no_target() -> None:
     }
 
 
-def test_numbers_are_written_as_people_do(cli: Cli) -> None:
+def test_numbers_are_written_as_people_do(cli: Detect) -> None:
     rows = [{**row, "kl": row["kl"] * (0.1 if row["step"] > ONSET else 1)} for row in run(diverges=True)]
     Path("run").write_text(json_lines(rows))
     answer = cli("run", *map(str, RECORDED.glob("*.jsonl")))
@@ -233,7 +218,7 @@ def test_numbers_are_written_as_people_do(cli: Cli) -> None:
     assert not [told for told in sentences if re.search(r"\de[+-]?\d", told)]
 
 
-def test_recorded_runs_are_named_by_what_differs(cli: Cli) -> None:
+def test_recorded_runs_are_named_by_what_differs(cli: Detect) -> None:
     found = cli(*map(str, sorted(RECORDED.glob("half_*.jsonl"))))
     assert [line.split()[0] for line in found.lines[1:4]] == [
         "half_diverges.jsonl",
@@ -247,13 +232,13 @@ def test_recorded_runs_are_named_by_what_differs(cli: Cli) -> None:
     assert [line.split()[0] for line in found.lines[1:3]] == ["a", "b"]
 
 
-def test_where_nobody_says_how_often_it_saved_the_target_is_told_to_be_any_step(cli: Cli) -> None:
+def test_where_nobody_says_how_often_it_saved_the_target_is_told_to_be_any_step(cli: Detect) -> None:
     Path("run").write_text(json_lines(run(diverges=True)))
     assert "--save-steps N" in cli("run").words
     assert "--save-steps N" not in cli("run", "--save-steps", "10").words
 
 
-def test_the_limit_is_for_kl_above_the_start(cli: Cli) -> None:
+def test_the_limit_is_for_kl_above_the_start(cli: Detect) -> None:
     rows = [{**row, "kl": 1.0 + (0.9 if row["step"] > 100 else 0.0)} for row in run(diverges=False)]
     Path("run").write_text(json_lines(rows))
     assert not cli("run", "-o", "json", "--limit", "5").found[0]["tripped"]
@@ -262,7 +247,7 @@ def test_the_limit_is_for_kl_above_the_start(cli: Cli) -> None:
     assert found["onset_step"] <= 100 < found["trip_step"]
 
 
-def test_the_picture_has_a_row_a_run(cli: Cli) -> None:
+def test_the_picture_has_a_row_a_run(cli: Detect) -> None:
     Path("bad").write_text(state(run(diverges=True)))
     Path("$\\frac$ [red]").write_text(repr_log(run(diverges=False), quoted=True))
     Path("odd").write_text(json_lines([{"step": 1, "kl": 1e308, "reward": None}, {"step": 10**11, "kl": -1e308}]))
@@ -281,7 +266,7 @@ def test_the_picture_has_a_row_a_run(cli: Cli) -> None:
 
 
 @pytest.mark.slow
-def test_of_very_many_runs_the_worst_are_drawn(cli: Cli) -> None:
+def test_of_very_many_runs_the_worst_are_drawn(cli: Detect) -> None:
     Path("bad").write_text(state(run(diverges=True)))
     Path("good").write_text(json_lines(only("kl")[:20]))
     answer = cli(*["good"] * 60, "bad")
@@ -290,7 +275,7 @@ def test_of_very_many_runs_the_worst_are_drawn(cli: Cli) -> None:
     assert image.imread("detect.png").shape[0] < 2**14
 
 
-def test_a_program_gets_no_picture_that_it_did_not_ask_for(cli: Cli) -> None:
+def test_a_program_gets_no_picture_that_it_did_not_ask_for(cli: Detect) -> None:
     Path("run").write_text(state(run(diverges=False)))
     assert cli("run", "-o", "json").found
     assert os.listdir() == ["run"]
@@ -320,7 +305,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_file_that_is_no_trace_is_named_in_one_line_and_the_others_are_judged(name: str, cli: Cli) -> None:
+def test_a_file_that_is_no_trace_is_named_in_one_line_and_the_others_are_judged(name: str, cli: Detect) -> None:
     data, says = BROKEN[name]
     Path(name).write_bytes(data)
     Path("good.json").write_text(state(run(diverges=False)))
@@ -332,7 +317,7 @@ def test_a_file_that_is_no_trace_is_named_in_one_line_and_the_others_are_judged(
     assert (good["file"], good["health"], good["error"]) == ("good.json", "healthy", None)
 
 
-def test_a_trip_outweighs_a_file_that_cannot_be_read(cli: Cli) -> None:
+def test_a_trip_outweighs_a_file_that_cannot_be_read(cli: Detect) -> None:
     Path("bad").write_text(state(run(diverges=True)))
     for words in (("missing", "bad"), ("bad", "missing"), ("bad", "--out", "nowhere/x.png")):
         answer = cli(*words)
@@ -340,7 +325,7 @@ def test_a_trip_outweighs_a_file_that_cannot_be_read(cli: Cli) -> None:
         assert " tripped " in answer.out
 
 
-def test_runs_of_one_file_are_judged_each_by_itself(cli: Cli) -> None:
+def test_runs_of_one_file_are_judged_each_by_itself(cli: Detect) -> None:
     Path("both").write_text(json_lines([*run(diverges=False), *run(diverges=True)]))
     good, bad = cli("both", "-o", "json", "--out", "both.png").found
     assert [(one["file"], one["run"], one["health"]) for one in (good, bad)] == [
@@ -352,7 +337,7 @@ def test_runs_of_one_file_are_judged_each_by_itself(cli: Cli) -> None:
     assert answer.code == TRIPPED
 
 
-def test_kl_that_is_a_sum_over_completions_is_kl(cli: Cli) -> None:
+def test_kl_that_is_a_sum_over_completions_is_kl(cli: Detect) -> None:
     rows = [{"step": row["step"], "objective/kl": 50 * row["kl"]} for row in run(diverges=False)]
     Path("ppo").write_text(json_lines(rows))
     assert (
@@ -362,7 +347,7 @@ def test_kl_that_is_a_sum_over_completions_is_kl(cli: Cli) -> None:
     assert cli("ppo", "-o", "json").found[0]["health"] == "healthy"
 
 
-def test_where_no_file_can_be_read_nothing_is_written(cli: Cli) -> None:
+def test_where_no_file_can_be_read_nothing_is_written(cli: Detect) -> None:
     assert (cli("missing").out, os.listdir()) == ("", [])
     answer = cli("missing", "-o", "json", "--out", "x.png")
     assert (answer.code, len(json.loads(answer.out)), os.listdir()) == (2, 1, [])
@@ -380,7 +365,7 @@ def test_where_no_file_can_be_read_nothing_is_written(cli: Cli) -> None:
         (("good", "--out", "folder"), "folder: Is a directory"),
     ],
 )
-def test_a_users_mistake_is_one_line(words: tuple[str, ...], says: str, cli: Cli) -> None:
+def test_a_users_mistake_is_one_line(words: tuple[str, ...], says: str, cli: Detect) -> None:
     Path("good").write_text(state(run(diverges=False)))
     Path("folder").mkdir()
     assert cli(*words).line == says

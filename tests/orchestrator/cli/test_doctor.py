@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog
-from orchestrator.cli import main
 from orchestrator.cli.doctor.command import INSTALL, SkyPilotLike, examine, is_usable
 from orchestrator.cli.doctor.finding import Finding
+from orchestrator.cli.doctor.store import passing_credentials
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky.sdk.types import ApiServer, CloudCheck, SkyOffer
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import PolicyVersion, Refusal
 from tests.generators import config_world
+from tests.rigs.command_line import Cli
 from tests.stand_ins.world import spec
 
 SPOT = SkyOffer("aws/us-east-1/us-east-1b", "p5.48xlarge", "H100:8", True, 21.5)
@@ -72,6 +71,18 @@ def look(run: RunSpec | None, skypilot: SkyPilotLike, version: str | None = "0.1
 @pytest.fixture(autouse=True)
 def no_node_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_ORCH_NODE_PYTHON", "/no/such/python")
+
+
+def test_credentials_that_end_by_themselves_are_told() -> None:
+    store = Store("memory://session")
+    assert list(passing_credentials(store)) == []
+    store.options = {"aws_access_key_id": "k", "AWS_SESSION_TOKEN": "secret"}
+    (told,) = passing_credentials(store)
+    assert told.warning
+    assert told.told.startswith(
+        "storage.options.AWS_SESSION_TOKEN: credentials with a session token end by themselves, "
+    )
+    assert "secret" not in told.told
 
 
 def test_a_run_on_a_cloud_that_has_all_it_needs() -> None:
@@ -148,22 +159,17 @@ def test_without_a_run_one_way_is_enough() -> None:
 
 
 @pytest.fixture
-def run_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def run_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A local run's file, with a node environment on this machine."""
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("GRPO_ORCH_NODE_PYTHON", sys.executable)
-    yield config_world.furnish(tmp_path)
-    structlog.reset_defaults()
+    return config_world.furnish(tmp_path)
 
 
-def test_the_command_prints_a_table_and_its_twin(
-    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["grpo-orch", "doctor", str(run_yaml), "-o", "json"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
-    document = json.loads(capsys.readouterr().out)
+def test_the_command_prints_a_table_and_its_twin(run_yaml: Path, grpo_orch: Cli) -> None:
+    told = grpo_orch("doctor", str(run_yaml), "-o", "json")
+    assert told.code == 0
+    document = json.loads(told.out)
     assert document["usable"] is True
     found = {finding["what"]: finding for finding in document["findings"]}
     assert found["store"]["ok"]
@@ -175,36 +181,23 @@ def test_the_command_prints_a_table_and_its_twin(
         "warning": False,
         "machines": True,
     }
-    monkeypatch.setattr(sys, "argv", ["grpo-orch", "doctor", str(run_yaml)])
-    with pytest.raises(SystemExit):
-        main()
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [line.split() for line in grpo_orch("doctor", str(run_yaml)).out.splitlines()]
     assert ["OK", "node", "environment", sys.executable] in rows
 
 
-def test_the_command_fails_for_what_the_run_needs(
-    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_fails_for_what_the_run_needs(run_yaml: Path, grpo_orch: Cli) -> None:
     (run_yaml.parent / "run").write_text("in the store's place")
-    monkeypatch.setattr(sys, "argv", ["grpo-orch", "doctor", str(run_yaml)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    told = capsys.readouterr()
-    assert ended.value.code == 1
+    told = grpo_orch("doctor", str(run_yaml))
+    assert told.code == 1
     assert told.err == "missing: store\n"
     assert "missing" in told.out
 
 
-def test_a_run_whose_checkpoints_are_damaged_is_told_before_it_needs_them(
-    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_checkpoints_are_damaged_is_told_before_it_needs_them(run_yaml: Path, grpo_orch: Cli) -> None:
     store, weights = Store((run_yaml.parent / "run").as_uri()), run_yaml.parent / "weights"
 
     def found() -> Any:
-        monkeypatch.setattr(sys, "argv", ["grpo-orch", "doctor", str(run_yaml), "-o", "json"])
-        with pytest.raises(SystemExit):
-            main()
-        findings = json.loads(capsys.readouterr().out)["findings"]
+        findings = json.loads(grpo_orch("doctor", str(run_yaml), "-o", "json").out)["findings"]
         return next((finding for finding in findings if finding["what"] == "checkpoints"), None)
 
     assert found() is None

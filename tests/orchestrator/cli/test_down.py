@@ -11,11 +11,12 @@ import pytest
 from checkpoint.journal.journal import Journal
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
-from orchestrator.cli.down import Stopping, _at_work
+from orchestrator.cli.steering.down import Stopping, _at_work
 from policies.control.snapshot import Trainer
 from policies.control.stopping import DOWN, DOWN_NOW
 from policies.model.events import NodeMoved, NodeRequested, RunCreated, RunMoved
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
+from policies.serving.joining import Stage
 
 names = itertools.count()
 
@@ -83,6 +84,10 @@ def test_what_is_waited_for_is_said(store: Store) -> None:
     documents.TRAINER.write(store, beat)
     assert _at_work(store, 3.0) == "returning the machines"
     journal.append(3.0, (NodeMoved(node, NodePhase.DRAINING, ""),))
-    assert _at_work(store, 3.0) == "the trainer stores step 117 (step 100 is stored; 3 s of at most 900)"
+    waits = "3 s; it is given up 900 s after it last got on)"
+    assert _at_work(store, 3.0) == f"the trainer stores step 117 (step 100 is stored; {waits}"
+    sending = replace(beat, stage=Stage("storing checkpoint 0-117", 92 * 10**9, 459 * 10**9))
+    documents.TRAINER.write(store, sending)
+    assert _at_work(store, 3.0) == f"the trainer stores step 117 (step 100 is stored, 20% is sent; {waits}"
     documents.TRAINER.write(store, replace(beat, stored_step=None))
     assert "nothing is stored yet" in _at_work(store, 3.0)

@@ -23,7 +23,8 @@ from checkpoint.stream.manifest import files_below
 from orchestrator.cli import main
 from orchestrator.cli.checkpoints import NEWEST
 from orchestrator.cli.console import Stop
-from orchestrator.cli.evaluate import _dataset, _pinned, _run_of, _subjects
+from orchestrator.cli.evaluation.pins import pin
+from orchestrator.cli.evaluation.question import find_problems, find_subjects, run_of
 from policies.model import exit_codes
 from policies.model.evaluation import BASE, Evaluation, Subject
 from policies.model.spec import Dataset, FleetPolicy, Notify, PoliciesSpec, RunSpec, TrainerSpec
@@ -73,8 +74,8 @@ def evaluate(parent: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
 def stored(parent: Store, subjects: list[str], problems: Dataset) -> Store:
     """What an evaluation of these leaves, its evaluator being done."""
     record = documents.read_run(parent)
-    found = _subjects(parent, [one for one in subjects if one != "base"], base="base" in subjects)
-    store, made = _run_of(parent, record, found, problems, None)
+    found = find_subjects(parent, [one for one in subjects if one != "base"], base="base" in subjects)
+    store, made = run_of(parent, record, found, problems, None)
     documents.create_run(store, made)
     for at, subject in enumerate(subjects):
         right = 40 + 30 * at
@@ -131,14 +132,14 @@ def test_what_is_stored_is_shown_side_by_side(parent: Store, evaluate: Eval, tmp
 
 def test_each_question_has_a_store_of_its_own_and_the_same_one_the_same(parent: Store) -> None:
     record, here = documents.read_run(parent), Dataset(path="a")
-    subjects = _subjects(parent, ["20", "10", "10"], base=True)
+    subjects = find_subjects(parent, ["20", "10", "10"], base=True)
     assert [one.name for one in subjects] == ["base", "0-10", "0-20"]
     urls = [
-        _run_of(parent, record, subjects, here, None)[0].url,
-        _run_of(parent, record, subjects, here, None)[0].url,
-        _run_of(parent, record, subjects, here, 5)[0].url,
-        _run_of(parent, record, subjects[:2], here, None)[0].url,
-        _run_of(parent, record, subjects, Dataset(path="b"), None)[0].url,
+        run_of(parent, record, subjects, here, None)[0].url,
+        run_of(parent, record, subjects, here, None)[0].url,
+        run_of(parent, record, subjects, here, 5)[0].url,
+        run_of(parent, record, subjects[:2], here, None)[0].url,
+        run_of(parent, record, subjects, Dataset(path="b"), None)[0].url,
     ]
     assert urls[0] == urls[1]
     assert len(set(urls)) == 4
@@ -154,12 +155,12 @@ def test_what_an_older_version_began_is_found_and_not_paid_for_again() -> None:
     subjects, problems = (Subject(BASE), Subject("0-20", "m", "d")), Dataset(path="/nowhere/p.jsonl")
     for one in (run, later):
         record = RunRecord(documents.SCHEMA, "id", 0.0, one)
-        store, _ = _run_of(Store("memory://parent"), record, subjects, problems, None)
+        store, _ = run_of(Store("memory://parent"), record, subjects, problems, None)
         assert store.url == "memory://parent/evaluations/base_0-20-c4ef7d7a"
 
 
 def test_other_problems_or_rewards_in_the_same_files_are_another_question(parent: Store, tmp_path: Path) -> None:
-    record, subjects = documents.read_run(parent), _subjects(parent, ["20"], base=True)
+    record, subjects = documents.read_run(parent), find_subjects(parent, ["20"], base=True)
     reward = record.spec.trainer.reward_funcs[0].rpartition(".")[0]
     code, problems = tmp_path / f"{reward.replace('.', '/')}.py", tmp_path / "problems.jsonl"
     code.parent.mkdir(parents=True, exist_ok=True)
@@ -169,13 +170,13 @@ def test_other_problems_or_rewards_in_the_same_files_are_another_question(parent
         for row in ('{"prompt": "1 + 1"}\n', '{"prompt": "1 + 2"}\n'):
             problems.write_text(row)
             for named in (Dataset(path=str(problems)), Dataset(path=".")):
-                urls.append(_run_of(parent, record, subjects, named, None)[0].url)
+                urls.append(run_of(parent, record, subjects, named, None)[0].url)
     assert len(set(urls)) == 8
     problems.write_text('{"prompt": "1 + 1"}\n')
     code.write_text("")
     told = Dataset(path=str(problems), prompt=f"{'Think well and ' * 20}say {{prompt}}.")  # no module's name
-    assert _run_of(parent, record, subjects, told, None)[0].url not in urls
-    assert _run_of(parent, record, subjects, Dataset(path=str(problems)), None)[0].url == urls[0]
+    assert run_of(parent, record, subjects, told, None)[0].url not in urls
+    assert run_of(parent, record, subjects, Dataset(path=str(problems)), None)[0].url == urls[0]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_other_tools_environments_or_modules_that_they_import_are_another_questi
 
     def name_of() -> str:
         subjects, problems = (Subject(BASE),), Dataset(path="p")
-        return _run_of(parent, replace(record, spec=spec), subjects, problems, None)[0].url
+        return run_of(parent, replace(record, spec=spec), subjects, problems, None)[0].url
 
     before = name_of()
     (tmp_path / "beside.py").write_text("# nobody imports it")
@@ -214,7 +215,7 @@ def test_many_policies_make_no_name_that_a_file_system_refuses(parent: Store) ->
     record = documents.read_run(parent)
     subjects = [Subject(f"0-{step}", "m", "d") for step in range(1000, 1100)]
     urls = [
-        _run_of(parent, record, tuple(some), Dataset(path="a"), None)[0].url for some in (subjects, subjects[:-1])
+        run_of(parent, record, tuple(some), Dataset(path="a"), None)[0].url for some in (subjects, subjects[:-1])
     ]
     assert len(set(urls)) == 2
     assert max(len(url.rpartition("/")[2]) for url in urls) < 100
@@ -225,21 +226,22 @@ def test_a_dataset_on_the_hub_is_its_test_split_and_as_the_run_names_it(parent: 
     trained = Dataset(path="openai/gsm8k", name="main", revision="r", prompt="{question}", weight=2.0)
     asked = replace(run, trainer=replace(run.trainer, dataset=(trained, Dataset(path="other", weight=1.0))))
     expected = Dataset(path="openai/gsm8k", name="main", revision="r", split="test", prompt="{question}")
-    assert _dataset(asked, "openai/gsm8k") == expected
-    assert _dataset(asked, "some/held-out") == Dataset(path="some/held-out", split="test", prompt="{question}")
+    assert find_problems(asked, "openai/gsm8k") == expected
+    held_out = Dataset(path="some/held-out", split="test", prompt="{question}")
+    assert find_problems(asked, held_out.path) == held_out
 
 
 def test_problems_in_a_run_folder_behind_a_link_are_in_it(parent: Store, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     run = replace(documents.read_run(parent).spec, cloud="sky", workdir=str(tmp_path / "link"))
-    assert _dataset(run, "problems.jsonl") == Dataset(path="problems.jsonl")
+    assert find_problems(run, "problems.jsonl") == Dataset(path="problems.jsonl")
 
 
 def evaluation(parent: Store, *steps: str, rows: int) -> tuple[Store, Evaluation]:
     """As `eval` begins it, up to its machines."""
-    record, subjects = documents.read_run(parent), _subjects(parent, steps, base=True)
-    store, made = _run_of(parent, record, subjects, Dataset(path="a"), rows)
-    begun = Evaluation(parent.url, _pinned(parent, subjects), rows)
+    record, subjects = documents.read_run(parent), find_subjects(parent, steps, base=True)
+    store, made = run_of(parent, record, subjects, Dataset(path="a"), rows)
+    begun = Evaluation(parent.url, pin(parent, subjects), rows)
     documents.create_run(store, replace(made, evaluation=begun))
     return store, begun
 
@@ -274,22 +276,22 @@ def test_what_somebody_has_pinned_stays_pinned(parent: Store) -> None:
 
 
 def test_a_checkpoint_that_was_retired_while_somebody_thought_is_a_line(parent: Store) -> None:
-    subjects = _subjects(parent, ["10", "20"], base=True)
+    subjects = find_subjects(parent, ["10", "20"], base=True)
 
     def without_the_last(present: Revision) -> Revision:
         return replace(present, checkpoints=present.checkpoints[:1])
 
     Catalog(parent, "test").change(time.time(), without_the_last)
     with pytest.raises(Stop, match="0-20: retired meanwhile; `grpo-orch checkpoints ls"):
-        _pinned(parent, subjects)
+        pin(parent, subjects)
     assert pinned(parent) == []
 
 
 def test_the_newest_checkpoint_is_none_that_the_run_went_back_from(parent: Store) -> None:
-    assert [one.name for one in _subjects(parent, [NEWEST], base=False)] == ["0-20"]
+    assert [one.name for one in find_subjects(parent, [NEWEST], base=False)] == ["0-20"]
     write_fork(parent, Fork(1, "0-10", {}, (), "diverged"))
-    assert [one.name for one in _subjects(parent, [NEWEST], base=False)] == ["0-10"]
-    assert [one.name for one in _subjects(parent, ["20"], base=False)] == ["0-20"], "asked for by its name"
+    assert [one.name for one in find_subjects(parent, [NEWEST], base=False)] == ["0-10"]
+    assert [one.name for one in find_subjects(parent, ["20"], base=False)] == ["0-20"], "asked for by its name"
     write_fork(parent, Fork(2, None, {}, (), "from the start"))
     with pytest.raises(Stop, match="no checkpoint yet"):
-        _subjects(parent, [NEWEST], base=True)
+        find_subjects(parent, [NEWEST], base=True)

@@ -4,13 +4,10 @@ with a simulated world under it."""
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 
 from checkpoint.journal import journal
 from checkpoint.journal.journal import Journal
@@ -18,16 +15,15 @@ from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog, Checkpoint
-from orchestrator.cli import main
+from orchestrator.cli.steering import rollback, start
 from policies.control.decide import decide
 from policies.control.snapshot import Snapshot
 from policies.model import exit_codes
 from policies.model.events import Diverged, Event, HealthyChosen, RunCreated, RunMoved
 from policies.model.state import RunState
 from policies.model.vocabulary import Cause, RunPhase
+from tests.rigs.command_line import Cli
 from tests.stand_ins.world import spec
-
-Cli = Callable[..., tuple[int, str, str]]
 
 
 class Run:
@@ -70,26 +66,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     made = Run(tmp_path)
-    for name in ("rollback", "start"):
-        monkeypatch.setattr(sys.modules[f"orchestrator.cli.{name}"], "start_daemon", made.daemon)
+    for command in (rollback, start):
+        monkeypatch.setattr(command, "start_daemon", made.daemon)
     return made
 
 
 @pytest.fixture
-def cli(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
+def cli(run: Run, grpo_orch: Cli) -> Cli:
     """`grpo-orch COMMAND RUN ...`."""
-
-    def call(command: str, *words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["grpo-orch", command, run.store.url, *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        code = ended.value.code
-        return (code if isinstance(code, int) else int(code is not None)), out, err
-
-    yield call
-    structlog.reset_defaults()
+    return lambda command, *words: grpo_orch(command, run.store.url, *words)
 
 
 def begun(run: Run) -> tuple[str | None, dict[str, int | float]]:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
-from collections.abc import Callable, Iterator
 
 import pytest
-import structlog
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from checkpoint.records import documents
 from checkpoint.records.samples import Message
 from checkpoint.store.run_store import Store
-from orchestrator.cli import main
 from orchestrator.cli.samples import COMPLETION, excerpt
-from orchestrator.views.text import _UNSEEN
+from orchestrator.views.words.text import _UNSEEN
 from tests.budget import examples
 from tests.generators.samples import group, handed_over, sample, store_step
+from tests.rigs.command_line import Cli
 from tests.stand_ins.world import spec
 
 HOSTILE = "\x1b[2J\x1b]0;t\x07\u202egpj.exe\u2066\r\x9b5A\u200b[bold]x[/bold] :smile:"
-Cli = Callable[..., tuple[int, str, str]]
 _names = itertools.count()
 
 
@@ -35,16 +31,8 @@ def store() -> Store:
 
 
 @pytest.fixture
-def cli(store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["grpo-orch", "samples", store.url, *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        told = capsys.readouterr()
-        return int(ended.value.code or 0), told.out, told.err
-
-    yield call
-    structlog.reset_defaults()
+def cli(store: Store, grpo_orch: Cli) -> Cli:
+    return lambda *words: grpo_orch("samples", store.url, *words)
 
 
 def test_the_newest_step_is_shown(store: Store, cli: Cli) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.cli import app
+from orchestrator.cli import app, simulate
 from orchestrator.cli.console import Stop
 from orchestrator.simulate.contest import contenders
 from orchestrator.simulate.safety import Broken
 from orchestrator.simulate.stories import Told
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import RunPhase
-
-command = import_module("orchestrator.cli.simulate")  # whose name in the package is its function
 
 RUN = """
 name: sim
@@ -36,7 +33,7 @@ def run_yaml(tmp_path: Path) -> Path:
 
 
 def test_a_run_is_simulated_for_programs(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "HOURS", 1.0)
+    monkeypatch.setattr(simulate, "HOURS", 1.0)
     out = run_yaml.parent / "s.png"
     arguments = ["simulate", str(run_yaml), "--seeds", "1", "--climate", "storms", "-o", "json", "--out", str(out)]
     found = CliRunner().invoke(app, arguments)
@@ -58,9 +55,9 @@ def test_a_deadline_is_left_out_and_that_is_said(run_yaml: Path, monkeypatch: py
         steered.append(spec.policies.fleet.deadline)
         return told
 
-    monkeypatch.setattr(command, "tell", tell)
-    monkeypatch.setattr(command, "compete", lambda *_: iter(()))
-    monkeypatch.setattr(command, "render", lambda _: "")
+    monkeypatch.setattr(simulate, "tell", tell)
+    monkeypatch.setattr(simulate, "compete", lambda *_: iter(()))
+    monkeypatch.setattr(simulate, "render", lambda _: "")
     found = CliRunner().invoke(app, ["simulate", str(run_yaml), "--seeds", "1"])
     assert found.exit_code == 0, found.output
     assert steered == [None]
@@ -73,7 +70,7 @@ def test_a_broken_promise_names_the_command_that_replays_it(
     def broken(seed: int, *_: object, **__: object) -> Told:
         raise Broken(f"seed {seed}: two trainers act")
 
-    monkeypatch.setattr(command, "tell", broken)
+    monkeypatch.setattr(simulate, "tell", broken)
     found = CliRunner().invoke(app, ["simulate", str(run_yaml), "--seed", "41", "--climate", "scarce"])
     assert isinstance(found.exception, Stop)
     assert f"grpo-orch simulate {run_yaml} --climate scarce --seeds 1 --seed 41" in str(found.exception)

@@ -7,7 +7,6 @@ of tests/e2e/test_sky.py shows.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, Order
 from policies.control.snapshot import Machine
 from policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of
-from tests.budget import HANG_S
+from tests.budget import until
 from tests.stand_ins.cloud_worlds import EXIT, CloudWorld, LocalWorld, SkyWorld
 
 NODE, OTHER, TRAINER = "rollout-0-i1", "rollout-1-i1", "trainer-0-i1"
@@ -50,13 +49,6 @@ def order(node: str = NODE, attempt: int = 1, exit_code: int | None = None) -> O
     return Order(node, role, market, attempt, environment)
 
 
-def until(what: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + HANG_S
-    while not what():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def seen(cloud: Cloud, wanted: Callable[[dict[str, Machine]], bool]) -> dict[str, Machine]:
     """What the cloud shows once it is as wanted: looking again and again is what the controller does, too."""
     found: dict[str, Machine] = {}
@@ -69,14 +61,14 @@ def seen(cloud: Cloud, wanted: Callable[[dict[str, Machine]], bool]) -> dict[str
             return False
         return wanted(found)
 
-    until(look)
+    until("so at the cloud", look)
     return found
 
 
 def at_work(cloud: Cloud, world: CloudWorld, node: str = NODE) -> Machine:
     """Launch a machine and wait until its work has begun."""
     cloud.launch(order(node))
-    until(lambda: world.attempts(node))
+    until("so at the cloud", lambda: world.attempts(node))
     return up(cloud, node)
 
 
@@ -121,7 +113,7 @@ def test_work_that_ended_leaves_its_machine_up_and_the_next_attempt_runs_there(
     machine = seen(cloud, lambda all_: TRAINER in all_ and all_[TRAINER].exit_code is not None)[TRAINER]
     assert (machine.state, machine.exit_code, machine.attempt) == (MachineState.UP, 7, 1)
     cloud.launch(order(TRAINER, attempt=2))
-    until(lambda: world.attempts(TRAINER) == [1, 2])
+    until("so at the cloud", lambda: world.attempts(TRAINER) == [1, 2])
     machine = seen(cloud, lambda all_: all_[TRAINER].attempt == 2)[TRAINER]
     assert (machine.state, machine.exit_code) == (MachineState.UP, None)
 
@@ -183,7 +175,7 @@ def test_of_two_names_of_which_one_begins_the_other_each_is_its_own(cloud: Cloud
 @pytest.mark.parametrize("ends", ["at work", "after its work", "told", "dead"])
 def test_a_name_can_be_used_again(cloud: Cloud, world: CloudWorld, ends: str) -> None:
     cloud.launch(order(exit_code=7 if ends == "after its work" else None))
-    until(lambda: world.attempts(NODE))
+    until("so at the cloud", lambda: world.attempts(NODE))
     if ends == "after its work":
         seen(cloud, lambda all_: all_[NODE].exit_code == 7)
     if ends == "told":
@@ -194,7 +186,7 @@ def test_a_name_can_be_used_again(cloud: Cloud, world: CloudWorld, ends: str) ->
         gone(cloud)
     cloud.terminate(NODE)
     cloud.launch(order())
-    until(lambda: world.attempts(NODE) == [1, 1])
+    until("so at the cloud", lambda: world.attempts(NODE) == [1, 1])
     machine = up(cloud)
     assert (machine.attempt, machine.exit_code, machine.notice, machine.why) == (1, None, False, "")
     assert world.exists(NODE)
@@ -210,7 +202,7 @@ def test_machines_outlive_their_controller_and_the_next_one_adopts_them(cloud: C
     cloud.launch(order(TRAINER, exit_code=7))
     seen(cloud, lambda all_: TRAINER in all_ and all_[TRAINER].exit_code == 7)
     cloud.launch(order(TRAINER, attempt=2))
-    until(lambda: world.attempts(TRAINER) == [1, 2])
+    until("so at the cloud", lambda: world.attempts(TRAINER) == [1, 2])
     at_work(cloud, world)
     cloud.close()
     after = opened(world)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,6 +17,7 @@ import pytest
 from orchestrator.clouds.local.cloud import LocalCloud
 from orchestrator.clouds.local.processes import MARK, carries_mark, marked_processes
 from orchestrator.clouds.protocol import CloudRefused, Order
+from orchestrator.control.lease import process_started
 from policies.control.snapshot import Machine
 from policies.model.linux import is_between_programs
 from policies.model.spec import Prices, Rehearsal
@@ -78,6 +81,32 @@ def test_a_process_between_two_programs_still_belongs_to_its_machine(tmp_path: P
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_process_may_be_called_anything(tmp_path: Path) -> None:
+    """One that has ended has no environment, and its name is the first thing that is read of it then: of a longer
+    one the kernel keeps fifteen bytes, wherever that cuts a letter in two."""
+    names = "import ctypes; ctypes.CDLL(None).prctl(15, 'Überwachungö'.encode()[:-1])"
+    process = subprocess.Popen([sys.executable, "-c", names])
+    try:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert b"\xc3) Z" in Path(f"/proc/{process.pid}/stat").read_bytes()
+        assert not carries_mark(process.pid, tmp_path)
+        assert process_started(process.pid) is None
+    finally:
+        process.wait()
+
+
+def test_a_launch_on_a_full_disk_leaves_what_is_there_readable(cloud: LocalCloud) -> None:
+    cloud.launch(order())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(OSError):
+            cloud.launch(order(attempt=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert cloud.machines()["rollout-0-i1"].market is Market.SPOT
 
 
 def test_a_process_without_an_environment_belongs_to_no_machine(tmp_path: Path) -> None:

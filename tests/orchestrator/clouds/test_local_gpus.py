@@ -21,7 +21,7 @@ from policies.model.gpus import VISIBLE, DriverFailed
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import MachineState, Market, Refusal, role_of
 from tasks.machine.processes.launching import visible_gpus
-from tests.budget import HANG_S
+from tests.budget import HANG_S, until
 from tests.stand_ins.world import spec
 
 TRAINER = "trainer-0-i1"
@@ -84,13 +84,6 @@ def sized(trainer: str, rollout: str) -> RunSpec:
     )
 
 
-def until(what: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + HANG_S
-    while not what():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def test_each_node_has_gpus_of_its_own(gpus: Callable[[int], None], opened: Callable[..., LocalCloud]) -> None:
     gpus(8)
     cloud = opened(of=sized("H100:4", "H100:2"))
@@ -113,6 +106,11 @@ def test_numbers_mean_the_same_to_the_tool_and_to_cuda(
     assert psutil.Process(pid).environ()["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
+def until_dead(cloud: LocalCloud, node: str) -> None:
+    """A killed process is there for a moment yet."""
+    until("its processes gone", lambda: not marked_processes(cloud._folder / node))
+
+
 @pytest.mark.parametrize(
     "ends",
     [
@@ -129,6 +127,7 @@ def test_the_gpus_of_a_machine_that_ended_are_free(
     launch(cloud, TRAINER)
     launch(cloud, NODES[0])
     ends(cloud, NODES[0])
+    until_dead(cloud, NODES[0])
     launch(cloud, NODES[1])
     assert seen_by(cloud, NODES[1]) == "1"
 
@@ -144,6 +143,7 @@ def test_a_machine_that_is_being_taken_away_holds_its_gpus_until_its_processes_h
     with pytest.raises(CloudRefused):
         launch(cloud, NODES[1])
     kill_all(cloud._folder / NODES[0])
+    until_dead(cloud, NODES[0])
     launch(cloud, NODES[1])
     assert seen_by(cloud, NODES[1]) == "1"
 
@@ -176,7 +176,10 @@ def test_between_two_attempts_a_machine_keeps_its_gpus(
     gpus(2)
     cloud = opened()
     launch(cloud, TRAINER, STAND_IN_EXIT="77")
-    until(lambda: cloud.machines()[TRAINER].exit_code == 77 and not marked_processes(cloud._folder / TRAINER))
+    until(
+        "as it is to be at the cloud",
+        lambda: cloud.machines()[TRAINER].exit_code == 77 and not marked_processes(cloud._folder / TRAINER),
+    )
     launch(cloud, NODES[0])
     launch(opened(), TRAINER, attempt=2)
     assert cloud.machines()[TRAINER].state is MachineState.UP

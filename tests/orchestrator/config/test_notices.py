@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestrator.cli import main
 from orchestrator.config.load import load
 from policies.detect.divergence import TYPICAL_DELAY_POINTS as DELAY
 from tests.generators.config_world import VALID, changed, furnish
+from tests.rigs.command_line import Cli
 
 NO_LIMIT = ("{limit: 0.5}", "{}")
 BETA = "  beta: 0.02\n"
@@ -122,20 +121,6 @@ def test_notices(tmp_path: Path, changes: list[tuple[str, str]], notices: list[s
     assert [str(notice).removeprefix(f"{tmp_path}/") for notice in load(run_yaml).notices] == notices
 
 
-def validate(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
-) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
-    monkeypatch.setattr(sys, "argv", ["grpo-orch", "validate", "run.yaml", *words])
-    code = 0
-    try:
-        main()
-    except SystemExit as end:
-        code = int(end.code or 0)
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to stand in, with a run.yaml of which there is something to say."""
@@ -145,22 +130,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run_yaml
 
 
-def test_validate_prints_notices_and_is_content(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_prints_notices_and_is_content(here: Path, grpo_orch: Cli) -> None:
     assert here.exists()
-    assert validate(monkeypatch, capsys) == (
+    assert grpo_orch("validate", "run.yaml") == (
         0,
         f"run.yaml: demo is valid\nnotice: run.yaml:7: grpo: {NO_KL}\n",
         "",
     )
 
 
-def test_validate_for_programs(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_for_programs(here: Path, grpo_orch: Cli) -> None:
     def said() -> tuple[int, dict[str, Any], str]:
-        code, out, err = validate(monkeypatch, capsys, "-o", "json")
+        code, out, err = grpo_orch("validate", "run.yaml", "-o", "json")
         return code, json.loads(out), err
 
     notice = {"file": "run.yaml", "line": 7, "key": "grpo", "message": NO_KL}

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from orchestrator.cli import main
 from orchestrator.config.load import load
 from orchestrator.config.recipes import FOLDER, recipe_lines, write_recipe
 from policies.model.spec import Dataset, Replicas, RunSpec, datasets_of, generates_itself
+from tests.rigs.command_line import Cli
 
 ROOT = Path(__file__).parents[3]
 NOTICES = {"math-two-gpus": ["grpo.beta"]}  # it has no KL on purpose
@@ -75,14 +74,12 @@ def test_nothing_is_overwritten(kind: str, tmp_path: Path) -> None:
     assert kind != "folder" or (there / "run.yaml").read_text() == "mine"
 
 
-def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli) -> None:
     monkeypatch.chdir(tmp_path)
 
     def said(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["grpo-orch", "init", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0), "".join(capsys.readouterr())
+        code, out, err = grpo_orch("init", *arguments)
+        return code, out + err
 
     code, listed = said("--recipe")
     assert (code, len(listed.splitlines())) == (0, len(recipe_lines()))

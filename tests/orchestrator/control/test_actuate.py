@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -21,7 +21,7 @@ from policies.control.snapshot import Confirm, Export, Launch, LaunchRefused, Ma
 from policies.model.pools import PoolOffer
 from policies.model.timelines import Fork
 from policies.model.vocabulary import Market, PolicyVersion, Refusal
-from tests.budget import HANG_S
+from tests.budget import HANG_S, until
 
 LAUNCH = Launch("rollout-0-i1", "rollout-0", Market.SPOT, 1)
 TERMINATE = Terminate("rollout-0-i1")
@@ -107,25 +107,20 @@ def held() -> None:
     """The journal has not moved on."""
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + HANG_S
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
-
-
 def test_an_action_that_runs_is_not_started_again(cloud: Clouds, actuator: Actuator) -> None:
     for _ in range(3):
         actuator.submit((LAUNCH, Confirm("trainer-0-i1")), held)
-    until(lambda: len(cloud.calls) == 2)
+    until("done", lambda: len(cloud.calls) == 2)
     assert sorted(cloud.calls) == ["confirm trainer-0-i1", "launch rollout-0-i1"]
 
 
 def test_a_machine_can_be_given_up_while_it_is_being_launched(cloud: Clouds, actuator: Actuator) -> None:
     actuator.submit((LAUNCH,), held)
-    until(lambda: cloud.calls == ["launch rollout-0-i1"])
+    until("done", lambda: cloud.calls == ["launch rollout-0-i1"])
     actuator.submit((TERMINATE,), held)
-    until(lambda: cloud.calls == ["launch rollout-0-i1", "terminate rollout-0-i1"])
+    until(
+        "what the actuator was asked for", lambda: cloud.calls == ["launch rollout-0-i1", "terminate rollout-0-i1"]
+    )
 
 
 def test_a_refusal_is_told_once(cloud: Clouds, actuator: Actuator) -> None:
@@ -138,18 +133,50 @@ def test_a_refusal_is_told_once(cloud: Clouds, actuator: Actuator) -> None:
         told.extend(actuator.collect())
         return bool(told)
 
-    until(heard)
+    until("done", heard)
     assert told == [LaunchRefused("rollout-0-i1", Refusal.QUOTA, "no vCPUs left")]
     assert actuator.collect() == ()
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_refusal_of_what_is_being_given_back_is_told_once_that_is_done(
+    cloud: Clouds, actuator: Actuator, monkeypatch: pytest.MonkeyPatch, left: bool
+) -> None:
+    refused = threading.Event()
+
+    def launch(_: Order) -> None:
+        assert refused.wait(HANG_S)
+        raise CloudRefused(Refusal.UNKNOWN, "called off", left=left)
+
+    monkeypatch.setattr(cloud, "launch", launch)
+    actuator.submit((LAUNCH,), held)
+    actuator.submit((TERMINATE,), held)
+    refused.set()
+    until("done", lambda: not any(thread.name == "Launch rollout-0-i1" for thread in threading.enumerate()))
+    assert actuator.collect() == ()
+    cloud.go.set()
+    told: list[LaunchRefused] = []
+
+    def heard() -> bool:
+        told.extend(actuator.collect())
+        return bool(told)
+
+    until("done", heard)
+    assert told == [LaunchRefused("rollout-0-i1", Refusal.UNKNOWN, "called off", left)]
 
 
 def test_a_cloud_that_does_not_answer_is_not_asked_again_at_once(cloud: Clouds, actuator: Actuator) -> None:
     cloud.fails = CloudUnavailable("the API server is away")
     cloud.go.set()
     actuator.submit((LAUNCH,), held)
-    until(lambda: not actuator.collect() and len(cloud.calls) == 1 and not actuator._running)
+    until(
+        "what the actuator was asked for",
+        lambda: not actuator.collect() and len(cloud.calls) == 1 and not actuator._running,
+    )
     actuator.submit((LAUNCH, TERMINATE), held)
-    until(lambda: cloud.calls == ["launch rollout-0-i1", "terminate rollout-0-i1"])
+    until(
+        "what the actuator was asked for", lambda: cloud.calls == ["launch rollout-0-i1", "terminate rollout-0-i1"]
+    )
 
 
 def test_a_fork_is_written_though_the_store_was_away(
@@ -164,13 +191,15 @@ def test_a_fork_is_written_though_the_store_was_away(
         actuator.collect()
         return forks.newest_timeline(store) == 1
 
-    until(written)
+    until("done", written)
     assert forks.read_forks(store) == (fork,)
 
 
 def test_an_export_that_cannot_be_is_told_and_not_tried_for_ever(store: AwayStore, actuator: Actuator) -> None:
     actuator.submit((Export("0-8"),), held)
-    until(lambda: exports.export_of(PolicyVersion(0, 8)).read(store) is not None)
+    until(
+        "what the actuator was asked for", lambda: exports.export_of(PolicyVersion(0, 8)).read(store) is not None
+    )
     done = exports.export_of(PolicyVersion(0, 8)).read(store)
     assert done is not None
     assert (done.prefix, "no checkpoint 0-8" in done.error) == ("", True)
@@ -185,7 +214,7 @@ def test_nothing_is_begun_after_a_journal_that_has_moved_on(cloud: Clouds, actua
     assert cloud.calls == []
     actuator.submit((), replaced)  # nothing is to be done, and nothing is read
     actuator.submit((TERMINATE,), held)
-    until(lambda: cloud.calls == ["terminate rollout-0-i1"])
+    until("done", lambda: cloud.calls == ["terminate rollout-0-i1"])
     actuator.submit((TERMINATE,), replaced)  # it is under way already
 
 
@@ -199,7 +228,7 @@ def test_what_was_fenced_too_long_ago_is_not_begun(cloud: Clouds, store: AwaySto
 
     cloud.go.set()
     actuator.submit((TERMINATE,), stopped)
-    until(lambda: not actuator.collect() and not actuator._running)
+    until("done", lambda: not actuator.collect() and not actuator._running)
     assert cloud.calls == []
     actuator.submit((TERMINATE,), held)
-    until(lambda: cloud.calls == ["terminate rollout-0-i1"])
+    until("done", lambda: cloud.calls == ["terminate rollout-0-i1"])

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from checkpoint.records.metrics import Row
 from orchestrator.control.exporter import Exporter, Seen
 from policies.model.vocabulary import Role
-from tests.policies.control.test_spending import Priced, capped
+from tests.policies.control.fleet.worlds import Priced, capped
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -106,3 +106,11 @@ def test_the_dashboard_asks_for_labels_that_its_metrics_have() -> None:
             assert wanted <= labels[name] | {"instance", "job"}, target["expr"]
             asked += len(wanted)
     assert asked >= 20
+
+
+def test_the_dashboard_names_the_phase_that_is_and_none_that_was() -> None:
+    """Asked for the whole time in view, each phase that the run has had comes back with the 1 of then."""
+    panels = json.loads((DOCS / "grafana.json").read_text())["panels"]
+    (phase,) = [one for one in panels if one["type"] == "stat"]
+    assert phase["options"]["textMode"] == "name"
+    assert [(one["instant"], one["range"]) for one in phase["targets"]] == [(True, False)]

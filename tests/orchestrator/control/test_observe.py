@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -31,6 +32,7 @@ from policies.model.state import RunState
 from policies.model.timelines import Fork
 from policies.model.vocabulary import MachineState, PolicyVersion
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
+from policies.serving.joining import Stage
 from tests.stand_ins.world import spec
 
 names = itertools.count()
@@ -308,6 +310,31 @@ def test_a_trainers_beat_is_dated_by_this_machines_clock() -> None:
     assert watch.look(1010.0) == seen  # silent since
     documents.TRAINER.write(store, replace(beat, beat_at_s=101.0))
     assert watch.look(1011.0) == replace(seen, beat_at_s=1011.0)
+
+
+def test_what_a_trainer_stores_gets_on_with_each_twentieth_and_not_by_beginning_again() -> None:
+    store, now_s = Store("memory://gets-on"), 1000.0
+    watch = TrainerWatch(store)
+
+    def moved_s(name: str | None, done_bytes: int = 0) -> float:
+        """How long ago it got on, where that is told."""
+        nonlocal now_s
+        now_s += 10.0
+        stage = None if name is None else Stage(name, done_bytes, 100)
+        documents.TRAINER.write(store, Trainer("trainer-0-i1", 1, 0, 5, 10, "storing", now_s, stage=stage))
+        watch.look(now_s)
+        return now_s - watch.moved_at_s
+
+    assert moved_s(None) == math.inf
+    assert moved_s("storing checkpoint 0-4") == 0.0
+    assert moved_s("storing checkpoint 0-4", 5) == 10.0
+    assert moved_s("storing checkpoint 0-4", 6) == 0.0
+    assert moved_s("storing checkpoint 0-4", 11) == 10.0
+    assert moved_s("storing checkpoint 0-4", 0) == 20.0  # the store was away, and it begins again
+    assert moved_s("storing checkpoint 0-4", 11) == 30.0
+    assert moved_s("storing checkpoint 0-4", 12) == 0.0
+    assert moved_s("storing checkpoint 0-5") == 0.0
+    assert moved_s(None) == 10.0
 
 
 def test_a_gateway_that_was_replaced_takes_nothing_back_however_late_it_writes() -> None:

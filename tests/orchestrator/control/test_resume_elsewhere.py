@@ -19,7 +19,8 @@ from checkpoint.records import documents
 from checkpoint.records.documents import MachineReport, RunRecord
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from orchestrator import clouds
-from orchestrator.cli import main, start
+from orchestrator.cli import main
+from orchestrator.cli.steering import down, start
 from orchestrator.clouds.protocol import CloudUnavailable
 from orchestrator.clouds.sky.sdk.types import Cluster, ClusterState
 from orchestrator.clouds.sky.unrecorded import UnrecordedClusters
@@ -99,7 +100,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setenv(OPTIONS_ENV, "")  # and put back: the command line sets it
     made = World(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(clouds, "_open_skypilot", lambda *_: made.sky)
-    for command in (start, sys.modules["orchestrator.cli.down"]):  # the package has the function of that name
+    for command in (start, down):
         monkeypatch.setattr(command, "start_daemon", made.start_daemon)
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     monkeypatch.setattr(structlog, "configure", lambda **_: None)

@@ -12,7 +12,8 @@ import pytest
 
 from orchestrator.control.observe import GatewayWatch
 from policies.serving.wire import BatchLine
-from tests.rigs.gateway_process import Rig, check_complete, hear, kill, make_batch, until
+from tests.budget import until
+from tests.rigs.gateway_process import Rig, check_complete, hear, kill, make_batch
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from policies.serving.wire import REFUSED, Batch
-from tests.budget import HANG_S
-from tests.rigs.gateway_process import TOKEN, Rig, check_complete, hear, make_batch, until
+from tests.budget import HANG_S, until
+from tests.rigs.gateway_process import TOKEN, Rig, check_complete, hear, make_batch
 
 
 @pytest.fixture

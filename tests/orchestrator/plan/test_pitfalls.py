@@ -211,6 +211,13 @@ def test_bfloat16_keeps_updates_of_half_its_distance() -> None:
         assert len(list(pitfalls.updates_are_lost(seen(change(spec_of("math-two-gpus")))))) == said
 
 
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP"])
+def test_what_keeps_its_own_float32_loses_no_update_of_weights_in_bfloat16(kind: str) -> None:
+    change = grpo(model_init_kwargs={"dtype": "bfloat16"}, learning_rate=1e-6)
+    divided = trainer(accelerate={"distributed_type": kind})(change(spec_of("math-two-gpus")))
+    assert not list(pitfalls.updates_are_lost(seen(divided)))
+
+
 def test_a_budget_ends_a_run_at_the_step_that_it_pays_for() -> None:
     told = seen(budget(usd=50.0)(spec_of("qwen-32b")))
     (warned,) = pitfalls.budget_ends_it(told)

@@ -16,7 +16,8 @@ from policies.model.spec import Budget, RunSpec
 from tests.stand_ins.world import spec
 
 DISK_USD_PER_H = 1332.0 / 730  # SkyPilot's `best` on AWS, of 256 GB
-STORE_USD_PER_H = 3600 * (3.5 * 5e-6 + 9.0 * 4e-7)  # 3.5 writes and listings a second, 6 reads and a report each
+# A second: 3.5 writes and listings, 6 reads, each machine's report, and once a minute its own look at the lease.
+STORE_USD_PER_H = 3600 * (3.5 * 5e-6 + (6 + 3 + 3 / 60) * 4e-7)
 
 
 def with_disks(max_replicas: int) -> RunSpec:

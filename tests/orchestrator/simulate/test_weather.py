@@ -15,7 +15,7 @@ from orchestrator.simulate.physics import Physics, Prices
 from orchestrator.simulate.recorded import LAUNCH, LOSS, NOTICE, REFUSAL, RETURN, recorded, replayed, to_plain
 from orchestrator.simulate.stories import tell
 from orchestrator.simulate.traces import NotWeather, read_weather
-from orchestrator.simulate.weather import Zone, drops_a_day, share_without
+from orchestrator.simulate.weather import Zone
 from orchestrator.simulate.world import COARSE, World
 from policies.control.fleet.markets import market_of
 from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
@@ -34,9 +34,15 @@ def test_a_climate_follows_from_its_seed(name: str) -> None:
     assert all(0 <= count <= 4 for zone in spot for count in zone.counts)
 
 
+def drops_a_day(zone: Zone) -> float:
+    """How often a day fewer machines can be held than just before."""
+    drops = sum(after < before for before, after in zip(zone.counts, zone.counts[1:], strict=False))
+    return drops * 86400 / (zone.gap_s * len(zone.counts))
+
+
 def test_scarce_weather_is_as_public_traces_show() -> None:
     found = [climate("scarce", seed, 4)[0] for seed in range(40)]
-    assert all(0.16 <= share_without(zone) <= 0.62 for zone in found)
+    assert all(0.16 <= zone.counts.count(0) / len(zone.counts) <= 0.62 for zone in found)
     assert all(3 <= drops_a_day(zone) <= 11 for zone in found)
 
 
@@ -85,6 +91,14 @@ def test_what_is_no_weather_is_refused_with_what_is_expected(tmp_path: Path, tex
     file.write_text(text)
     with pytest.raises(NotWeather, match=rf"{file}.*{told}.*expected JSON|{file}.*{told}.*time,count"):
         read_weather(file, 4)
+
+
+def test_a_spreadsheet_with_decimal_commas_is_read(tmp_path: Path) -> None:
+    plain, european = tmp_path / "plain.csv", tmp_path / "european.csv"
+    plain.write_text("time,count\n0,2\n90.5,0\n200,3.0\n")
+    european.write_text("\ufefftime;count\r\n0;2\r\n90,5;0\r\n200;3,0\r\n")
+    assert read_weather(european, 3) == read_weather(plain, 3)
+    assert len(read_weather(european, 3)[0].counts) == 4
 
 
 def test_what_a_run_met_is_told_and_replayed(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import itertools
 from checkpoint.records.activity import HOUR_S, MINUTE_S, write_part
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
-from orchestrator.views.measured.activity_log import AGAIN_S, ActivityLog
+from orchestrator.views.measured.activity_log import AGAIN_S, ActivityLog, LastHour
 
 HOUR = 472_222  # counted from the epoch
 DAY = HOUR // 24
@@ -81,3 +81,20 @@ def test_what_is_damaged_is_left_out() -> None:
     world.store.put(layout.activity(MINUTE_S, HOUR, "bad"), b"nonsense")
     world.store.put(f"{layout.activities(MINUTE_S)}/notes.txt", b"nonsense")
     assert world.line(FROM_S, FROM_S + 60) == b"\x11"
+
+
+def test_of_the_last_hour_each_slot_has_its_machines_minutes() -> None:
+    world = World()
+    hour = LastHour(world.log)
+    lines = {"rollout-0-i1": b"\x11\x11", "rollout-0-i2": b"\xff\xff\x22", "rollout-1-i9": b"\x33"}
+    write_part(world.store, MINUTE_S, HOUR, "0a", lines)
+    found = hour.until(FROM_S + 3590)
+    assert {slot: line.rstrip(b"\xff") for slot, line in found.items()} == {
+        "rollout-0": b"\xff\x11\x11\x22",
+        "rollout-1": b"\xff\x33",
+    }
+    assert hour.until(FROM_S + 3595) is found
+    assert hour.until(FROM_S + 3660)["rollout-0"][:3] == b"\x11\x22\xff"
+    world.now_s += AGAIN_S
+    world.writes(HOUR, b"\xff\x44", boot="0b")
+    assert hour.until(FROM_S + 3660)["rollout-0"][:3] == b"\x44\x22\xff"

@@ -36,6 +36,7 @@ from policies.model.events import (
     NodeRequested,
     Noticed,
     ProbationPassed,
+    RiskTold,
     RollbackBegun,
     RunCreated,
     RunMoved,
@@ -78,6 +79,10 @@ SAMPLES: list[tuple[Event, str]] = [
     (
         FleetSized(2, 4, "2.2 make it cheapest"),
         "There are to be 2 rollout nodes in place of 4: 2.2 make it cheapest",
+    ),
+    (
+        RiskTold("rollout-0-i1", 0.52, "of 3 told so in its pool 1 was taken within 30 min"),
+        "rollout-0-i1 may soon be taken, says its cloud: of 3 told so in its pool 1 was taken within 30 min",
     ),
     (
         BudgetReached(480.5, "480.50 USD spent", "pause"),

@@ -1,15 +1,20 @@
-"""The views' Reader on runs longer than what it reads of them."""
+"""The views' Reader: it reads little of a run however long that is, and misses no change."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
 from checkpoint.journal.segments import SEGMENT_ENTRIES
+from checkpoint.store.run_store import Entry, Store
 from orchestrator.views.reader import EVENTS_KEPT, Reader
 from orchestrator.views.run_view import view_of
 from policies.model.events import GatewayRestarted
 from policies.model.vocabulary import NodePhase
-from tests.generators.views_world import T0, World
+from tests.generators.views_world import FIRST_FORK, T0, World, diverging, run_view
 
 
 def long_run(entries: int, every_s: float = 0.0) -> World:
@@ -96,3 +101,90 @@ def test_a_busy_run_is_read_as_far_back_as_a_lane_is_long() -> None:
         (10, "serving"),
         (30, "booting"),
     ]
+
+
+class CountingStore(Store):
+    """Remembers which objects were fetched."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.fetched: list[str] = []
+
+    def get(self, key: str) -> bytes:
+        self.fetched.append(key)
+        return super().get(key)
+
+
+class CoarseStore(Store):
+    """Its clock stands still, as a clock of whole seconds does for most of one."""
+
+    def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
+        now = datetime(2026, 1, 1, tzinfo=UTC)
+        return [replace(entry, modified_at=now) for entry in super().entries(prefix, after=after)]
+
+
+def test_a_fork_changes_the_line_though_nothing_new_was_logged() -> None:
+    world = diverging()
+    reader = Reader(world.store)
+    assert len(view_of(reader, T0 + 44, None).recent) == 10
+    world.rolls_back(45, FIRST_FORK, 10)
+    assert [point.step for point in view_of(reader, T0 + 50, None).recent] == [1, 2, 3, 4, 5]
+    assert [row.step for row in reader.abandoned] == [6, 7, 8, 9, 10]
+
+
+def test_a_second_look_fetches_only_what_can_have_changed(tmp_path: Path) -> None:
+    world = World()
+    world.starts()
+    for step in range(1, 251):
+        world.logs(20.0 + step, step, reward=float(step))
+    world.saves(35, 50, tmp_path)
+    world.beats(271, 250)
+    store = CountingStore(world.store.url)
+    reader = Reader(store)
+    first = view_of(reader, T0 + 300, None)
+    store.fetched.clear()
+    second = view_of(reader, T0 + 300, None)
+    assert second == first
+    assert [point.step for point in second.recent] == list(range(131, 251))
+    documents = {"controller.json", "lease.json", "trainer.json"}
+    assert set(store.fetched) - documents <= {"metrics/0000/00000002.jsonl"}
+
+    world.logs(280, 251, reward=-1.0)
+    world.moves(281, "rollout-0-i1", NodePhase.GONE)
+    world.saves(282, 100, tmp_path)
+    third = view_of(reader, T0 + 300, None)
+    assert third.reward == -1.0
+    assert third.nodes[1].phase is NodePhase.GONE
+    assert third.checkpoint is not None
+    assert third.checkpoint.version == "0-100"
+    assert third == run_view(world.store, T0 + 300, None)
+
+
+def test_a_step_made_again_in_an_older_object_is_seen() -> None:
+    world = World()
+    for step in range(98, 103):
+        world.logs(step, step, reward=float(step))
+    reader = Reader(world.store)
+    assert view_of(reader, T0 + 200, None).reward == 102.0
+    world.logs(150, 98, reward=-98.0)
+    view = view_of(reader, T0 + 200, None)
+    assert (view.reward, len(view.recent)) == (-98.0, 1)
+
+
+def test_rows_of_two_objects_between_two_looks_are_seen() -> None:
+    world = World()
+    world.logs(98, 98, reward=98.0)
+    reader = Reader(world.store)
+    view_of(reader, T0 + 200, None)
+    for step in range(99, 102):
+        world.logs(step, step, reward=float(step))
+    assert [point.step for point in view_of(reader, T0 + 200, None).recent] == [98, 99, 100, 101]
+
+
+def test_a_row_of_the_same_size_in_the_same_second_is_seen() -> None:
+    world = World()
+    world.logs(20, 1, reward=1.5)
+    reader = Reader(CoarseStore(world.store.url))
+    assert view_of(reader, T0 + 30, None).reward == 1.5
+    world.logs(20, 1, reward=2.5)
+    assert view_of(reader, T0 + 30, None).reward == 2.5

@@ -5,29 +5,23 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from orchestrator.views.measured.lanes import LaneState
-from orchestrator.views.model import (
-    HealthView,
-    MembershipView,
-    NodeView,
-    RollbackView,
-    RunView,
-    StoppedKindView,
-)
-from orchestrator.views.numbers import duration, short, sparkline, usd
-from orchestrator.views.run_view import run_view
+from orchestrator.views.measured.lanes import LaneState, Stretch
+from orchestrator.views.model import HealthView, MembershipView, NodeView, RollbackView, RunView, StoppedKindView
 from orchestrator.views.terminal.live import changes, watch
 from orchestrator.views.terminal.screen import Screen
+from orchestrator.views.words.numbers import duration, short, sparkline, usd
 from policies.detect.divergence import Health
 from policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase
+from policies.serving.activity import UNKNOWN, pack
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from policies.serving.joining import BASE_MODEL, ENGINE, Stage
-from tests.generators.views_world import T0, World
+from tests.generators.views_world import T0, World, run_view
 
 
 @pytest.fixture
@@ -67,11 +61,19 @@ def test_the_view_says_what_is_going_on_in_80_columns(view: RunView) -> None:
     assert line_with(lines, "kl") == "kl 0.1 ▁▂▃▃▄▅▆▆▇█ limit 0.52 controller another-host.invalid/42"
     assert line_with(lines, "tokens") == "tokens 50 a second 3 waiting price $8.10 an hour"
     assert line_with(lines, "money") == "money $0.10 spent · $0.24 at the end · $0.0608 saved · $0.0102 a step"
-    assert line_with(lines, "trainer-0-i1") == "trainer-0-i1 serving █ 0-10 – 7.20 on demand 32 s"
-    assert line_with(lines, "rollout-0-i1") == "rollout-0-i1 idle ░ 0-10 – 0.90 spot 32 s"
-    assert line_with(lines, "rollout-1-i2") == "rollout-1-i2 requested × – – 0.00 spot 1 s"
+    assert line_with(lines, "trainer-0-i1") == "trainer-0-i1 serving :██ 0-10 – 7.20 on demand 32 s"
+    assert line_with(lines, "rollout-0-i1") == "rollout-0-i1 idle :█░ 0-10 – 0.90 spot 32 s"
+    assert line_with(lines, "rollout-1-i2") == "rollout-1-i2 requested :█× – – 0.00 spot 1 s"
     assert line_with(lines, "█") == "█ 1 serving · ░ 1 idle · · 1 requested"
     assert lines[-1].rstrip().endswith("rollout-1-i2 was asked for on spot: first")
+
+
+def test_a_strip_is_as_high_as_the_share_of_time_that_served(view: RunView) -> None:
+    minutes = bytes([pack(6, 18, 60)] * 20 + [pack(0, 40, 60)] * 20 + [pack(35, 10, 60)] * 10 + [UNKNOWN] * 11)
+    lane = (Stretch(view.now_s - 3600, LaneState.SERVING),)
+    node = replace(view.nodes[1], lane=lane, minutes=minutes, state=LaneState.IDLE)
+    line = line_with(drawn(replace(view, nodes=(node,)), width=200), "rollout-0-i1")
+    assert [glyph for glyph, _ in groupby(line.split()[2])] == ["▅", "░", "▒", "█", "░"]
 
 
 def test_a_run_without_anything_yet_can_be_drawn() -> None:

@@ -13,10 +13,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from orchestrator.views.model import RunView
-from orchestrator.views.numbers import duration, short, usd
 from orchestrator.views.terminal.head import THERE
 from orchestrator.views.terminal.lines import MORE, fit, in_lines, plain, wrap
 from orchestrator.views.terminal.screen import Screen
+from orchestrator.views.words.numbers import duration, short, usd
 from tests.generators.run_views import WORDS, reasons, run_views
 
 QUICK = set(Phase) - {Phase.shrink, Phase.explain}  # an example is a whole run: smaller ones take minutes
@@ -72,8 +72,9 @@ def test_machines_that_are_shown_are_named_whole(view: RunView) -> None:
         return
     found = [line.split()[0] for line in lines[place + 1 :] if re.match(r"(trainer|rollout)-", line)]
     assert set(found) <= known
+    more = [re.match(r"(\d+) more: ", line) for line in lines[place + 1 :]]
     if len(view.nodes) <= 8:
-        assert len(found) == len(view.nodes)
+        assert len(found) + sum(int(one[1]) for one in more if one) == len(view.nodes)
 
 
 @given(reasons, st.integers(2, 90), st.integers(1, 4))

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from checkpoint.store.run_store import Store
 from orchestrator.home.folder import keep_run_digest
 from orchestrator.home.trust import run_digest
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
-from tests.budget import HANG_S
+from tests.budget import HANG_S, until
 
 pytestmark = pytest.mark.slow
 
@@ -67,13 +67,6 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + HANG_S
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-
-
 def is_there(pid: int) -> bool:
     """A process that nobody has waited for yet has ended all the same."""
     try:
@@ -108,21 +101,24 @@ def steered(tmp_path: Path) -> Iterator[Steered]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_its_daemon(steered: Steered, number: signal.Signals) -> None:
     steered.begins()
-    until(steered.shows)
+    until("so", steered.shows)
     page = steered.page
     os.kill(steered.daemon, number)
-    until(lambda: not is_there(page))
+    until("so", lambda: not is_there(page))
     assert not steered.shows()
 
 
 def test_a_page_that_dies_is_all_that_dies(steered: Steered) -> None:
     steered.begins()
-    until(steered.shows)
+    until("so", steered.shows)
     os.kill(steered.page, signal.SIGKILL)
-    until(lambda: not steered.shows())
+    until("so", lambda: not steered.shows())
     before = documents.LEASE.read(steered.store)
     assert before is not None
-    until(lambda: (now := documents.LEASE.read(steered.store)) is not None and now != before)
+    until(
+        "as it is to be beside the daemon",
+        lambda: (now := documents.LEASE.read(steered.store)) is not None and now != before,
+    )
     assert is_there(steered.daemon)
 
 

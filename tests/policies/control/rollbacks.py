@@ -6,10 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from policies.control.decide import decide
-from policies.model.events import (
-    Event,
-    RollbackBegun,
-)
+from policies.model.events import Event, RollbackBegun
 from policies.model.spec import KlPolicy, RunSpec
 from tests.stand_ins.world import World, spec
 
@@ -26,10 +23,6 @@ def world_of(trips: dict[int, tuple[int, int]], **kl: object) -> World:
     return World(spec=with_kl(**kl), max_steps=40, trips=trips)
 
 
-def events_of(world: World, kind: type[Event] | tuple[type[Event], ...]) -> list[Event]:
-    return [event for _, _, events in world.history for event in events if isinstance(event, kind)]
-
-
 def until(world: World, seen: Callable[[World], bool], limit: int = 1000) -> World:
     for _ in range(limit):
         if seen(world):
@@ -40,7 +33,7 @@ def until(world: World, seen: Callable[[World], bool], limit: int = 1000) -> Wor
 
 
 def begun(world: World) -> list[RollbackBegun]:
-    return [event for event in events_of(world, RollbackBegun) if isinstance(event, RollbackBegun)]
+    return world.of(RollbackBegun)
 
 
 def decides(world: World, stage: type[Event]) -> bool:

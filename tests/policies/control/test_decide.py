@@ -12,42 +12,20 @@ from hypothesis import strategies as st
 from policies.control.decide import BUSY_S, BUSY_TICK_S, STEADY_TICK_S, decide
 from policies.control.fleet.markets import market_of
 from policies.control.lifecycle import NOTICE_TAKES_S
-from policies.control.observed import HEARTBEAT_FRESH_S, HEARTBEAT_LOST_S
-from policies.control.snapshot import (
-    AskToStop,
-    Command,
-    Confirm,
-    Decision,
-    Launch,
-    LaunchRefused,
-    Machine,
-    Terminate,
-)
-from policies.control.stopping import STOP_WAIT_S
-from policies.model import exit_codes
+from policies.control.observed import HEARTBEAT_FRESH_S
+from policies.control.snapshot import Confirm, Decision, Launch, LaunchRefused, Machine, Terminate
 from policies.model.buying import back_off_s
 from policies.model.events import (
     Event,
-    JobExited,
     JobRestarted,
     MachineBought,
     NodeMoved,
     NodeRequested,
-    RunMoved,
     StoreCaughtUp,
     StoreSlowed,
 )
-from policies.model.vocabulary import MachineState, Market, NodePhase, PolicyVersion, Refusal, Role, RunPhase
-from tests.stand_ins.world import BOOT_S, World, spec
-
-
-def until_training(world: World) -> World:
-    for _ in range(100):
-        world.tick()
-        world.advance()
-        if world.steps >= 2:
-            return world
-    raise AssertionError(world.state)
+from policies.model.vocabulary import MachineState, Market, NodePhase, Refusal, Role, RunPhase
+from tests.stand_ins.world import BOOT_S, World, spec, until_training
 
 
 def test_undisturbed_run_finishes_and_returns_every_machine() -> None:
@@ -124,7 +102,7 @@ def test_what_a_machine_costs_is_journalled_once_when_it_is_first_seen() -> None
     world.machines["rollout-0-i1"] = bought
     world.tick()
     world.tick()
-    told = [event for _, _, events in world.history for event in events if isinstance(event, MachineBought)]
+    told = world.of(MachineBought)
     assert told == [MachineBought("rollout-0-i1", Market.ON_DEMAND, "aws/us-east-1", 0.8, 0.8)]
     node = world.state.nodes["rollout-0-i1"]
     assert (node.market, node.price_usd_per_h) == (Market.ON_DEMAND, 0.8)  # asked for on spot, given on demand
@@ -170,85 +148,6 @@ def test_the_cloud_is_asked_about_a_trainer_whose_heart_stops() -> None:
     assert confirms(world) == ["trainer-0-i1"]
 
 
-def test_trainer_exit_restarts_its_work_on_the_same_machine() -> None:
-    world = until_training(World())
-    world.exit("trainer-0-i1", 137)
-    world.tick()
-    assert world.state.nodes["trainer-0-i1"].phase is NodePhase.BOOTING
-    world.run()
-    assert ("trainer-0-i1", 2) in world.launches
-    assert world.state.phase is RunPhase.FINISHED
-
-
-@pytest.mark.parametrize(
-    ("code", "phase"),
-    [
-        (exit_codes.OK, RunPhase.FINISHED),
-        (exit_codes.BAD_SPEC, RunPhase.FAILED),
-        (exit_codes.UNFIT_MACHINE, RunPhase.TRAINING),
-        (exit_codes.NO_INTACT_CHECKPOINT, RunPhase.FAILED),
-        (1, RunPhase.TRAINING),
-    ],
-)
-def test_what_the_trainers_exit_code_decides(code: int, phase: RunPhase) -> None:
-    world = until_training(World())
-    world.exit("trainer-0-i1", code)
-    world.tick()
-    assert world.state.phase is phase
-
-
-def test_a_trainers_machine_that_is_unfit_is_replaced_and_so_many_of_them_fail_the_run() -> None:
-    """A GPU falls off the bus, or a mirror that the set-up needs is away, in the middle of a run."""
-    world = until_training(World(spec(trainer_restarts=3)))
-    world.exit("trainer-0-i1", exit_codes.UNFIT_MACHINE)
-    world.run()
-    assert ("trainer-0-i2", 1) in world.launches
-    assert ("trainer-0-i1", 2) not in world.launches
-    assert world.state.phase is RunPhase.FINISHED
-
-    world = until_training(World(spec(trainer_restarts=3)))
-    world.fails[Role.TRAINER] = exit_codes.UNFIT_MACHINE
-    world.exit("trainer-0-i1", exit_codes.UNFIT_MACHINE)
-    world.run()
-    assert world.state.phase is RunPhase.FAILED
-    assert "the trainer failed 4 times without a step of progress" in world.state.reason
-
-
-def test_a_first_trainers_machine_that_is_unfit_fails_the_run_at_once() -> None:
-    world = World(fails={Role.TRAINER: exit_codes.UNFIT_MACHINE})
-    world.run()
-    assert world.state.phase is RunPhase.FAILED
-    assert world.launches == [("trainer-0-i1", 1)]
-
-
-def test_trainer_that_never_progresses_fails_the_run_and_returns_the_machines() -> None:
-    world = until_training(World(spec(trainer_restarts=3)))
-    for _ in range(400):
-        for node in world.up(Role.TRAINER):
-            world.exit(node, 1)
-        if world.tick():
-            break
-        world.advance()
-    assert world.state.phase is RunPhase.FAILED
-    assert "4 times without a step of progress" in world.state.reason
-    assert world.machines == {}
-    exits = [e for _, _, events in world.history for e in events if isinstance(e, JobExited)]
-    assert len(exits) == 4
-
-
-def test_progress_between_failures_forgives_them() -> None:
-    world = until_training(World(spec(trainer_restarts=1), max_steps=60))
-    for _ in range(6):
-        world.exit("trainer-0-i1", 1)
-        before = world.steps
-        for _ in range(100):
-            world.tick()
-            world.advance()
-            if world.steps > before + 2:
-                break
-    assert world.state.phase is RunPhase.TRAINING
-
-
 def test_no_capacity_backs_off_and_recovers() -> None:
     world = until_training(World())
     world.refusing = True
@@ -257,7 +156,7 @@ def test_no_capacity_backs_off_and_recovers() -> None:
     for _ in range(100):
         world.tick()
         world.advance()
-    requests = [e for _, _, events in world.history for e in events if isinstance(e, NodeRequested)]
+    requests = world.of(NodeRequested)
     # Capacity is often away for an hour; a refusal is not answered at once with the next request.
     assert (world.state.phase, len(requests) < 20) == (RunPhase.TRAINING, True)
     world.refusing = False
@@ -319,98 +218,6 @@ def test_a_node_that_never_works_is_replaced() -> None:
     assert world.state.slots["rollout-0"].incarnations == 2
 
 
-def test_a_trainer_that_hangs_is_replaced() -> None:
-    world = until_training(World())
-    stale = replace(world.snapshot(), now_s=world.now_s + 200.0)
-    decision = decide(world.state, stale, world.spec)
-    assert [(e.node, e.phase) for e in decision.events if isinstance(e, NodeMoved)] == [
-        ("trainer-0-i1", NodePhase.TERMINATING)
-    ]
-
-
-def test_down_stops_everything_and_is_taken_once() -> None:
-    world = until_training(World())
-    world.commands.append(Command("c1", "down"))
-    world.run()
-    assert world.state.phase is RunPhase.STOPPED
-    assert world.machines == {}
-    moves = [e for _, _, events in world.history for e in events if isinstance(e, RunMoved)]
-    assert [e.phase for e in moves] == [RunPhase.TRAINING, RunPhase.STOPPING, RunPhase.STOPPED]
-
-
-def test_down_gives_the_trainer_the_time_to_store_what_it_has() -> None:
-    """The rollout nodes go at once, and the trainer as soon as it has ended: not before, and not much later."""
-    world = until_training(World(storing_s=40.0))
-    world.commands.append(Command("c1", "down"))
-    world.tick()
-    assert world.up(Role.ROLLOUT) == []
-    asked_at_s, step = world.now_s, int(world.steps)
-    while world.up(Role.TRAINER):
-        world.advance()
-        world.tick()
-    assert 40.0 <= world.now_s - asked_at_s < 45.0
-    assert world.checkpoints[-1] == PolicyVersion(0, step)
-    world.run()
-    assert (world.state.phase, world.state.trainer_failures) == (RunPhase.STOPPED, 0)
-
-
-@pytest.mark.parametrize("case", ["hangs", "hangs silently", "is asked not to wait", "has no word yet"])
-def test_down_does_not_wait_for_what_does_not_come(case: str) -> None:
-    world = World(storing_s=10_000.0)
-    if case == "has no word yet":
-        while not world.machines:
-            world.tick()
-        world.tick()
-    else:
-        until_training(world)
-    world.commands.append(Command("c1", "down"))
-    world.tick()
-    began_s = world.now_s
-    while world.machines:
-        world.now_s += 0.5
-        assert world.now_s - began_s < 2 * STOP_WAIT_S
-        if case != "hangs silently" and world.beat is not None:
-            world.beat = replace(world.beat, beat_at_s=world.now_s)
-        if case == "is asked not to wait" and world.now_s - began_s > 5.0:
-            world.commands = [Command("c2", "down_now")]
-        world.tick()
-    took_s = world.now_s - began_s
-    limit_s = {"hangs": STOP_WAIT_S, "hangs silently": HEARTBEAT_LOST_S, "is asked not to wait": 5.0}.get(
-        case, 0.0
-    )
-    assert limit_s <= took_s < limit_s + 5.0
-    world.run()
-    assert world.state.phase is RunPhase.STOPPED
-
-
-def test_a_trainer_is_asked_until_it_says_that_it_leaves() -> None:
-    world = until_training(World())
-    asked = AskToStop("trainer-0-i1", 1)
-    world.commands.append(Command("c1", "down"))
-    assert asked in decide(world.state, world.snapshot(), world.spec).actions
-    world.tick(journal_only=True)
-    assert asked in decide(world.state, world.snapshot(), world.spec).actions, (
-        "the controller died before it acted"
-    )
-    world.tick()
-    world.advance()
-    assert world.beat is not None
-    assert world.beat.leaving
-    assert asked not in decide(world.state, world.snapshot(), world.spec).actions
-
-
-def test_a_machine_that_was_noticed_goes_back_when_its_trainer_has_stored_what_it_had() -> None:
-    world = until_training(World())
-    world.machines["trainer-0-i1"] = replace(world.machines["trainer-0-i1"], notice=True)
-    world.tick()
-    world.exit("trainer-0-i1", exit_codes.STOPPED)
-    world.tick()
-    world.tick()
-    assert "trainer-0-i1" not in world.machines
-    world.run()
-    assert world.state.phase is RunPhase.FINISHED
-
-
 @pytest.mark.parametrize(
     ("known", "says", "stored_step", "events"),
     [
@@ -442,8 +249,7 @@ def test_a_slow_store_is_told_once_whichever_trainer_or_controller_says_it() -> 
             world.tick()
             world.advance()
         world.take_over()
-    kinds = (StoreSlowed, StoreCaughtUp)
-    told = [type(event) for _, _, events in world.history for event in events if isinstance(event, kinds)]
+    told = [type(event) for event in world.of(StoreSlowed, StoreCaughtUp)]
     assert told == [StoreSlowed, StoreCaughtUp] * 2
 
 

@@ -22,7 +22,7 @@ from policies.model.events import (
 from policies.model.spec import OnRollback, RollbackBudget
 from policies.model.timelines import Skipped
 from policies.model.vocabulary import Cause, NodePhase, PolicyVersion, Role, RunPhase
-from tests.policies.control.rollbacks import begun, decides, events_of, until, with_kl, world_of
+from tests.policies.control.rollbacks import begun, decides, until, with_kl, world_of
 from tests.stand_ins.world import World, spec
 
 
@@ -61,7 +61,7 @@ def test_with_no_checkpoint_from_before_the_onset_the_run_waits_for_a_person() -
     world.take_over()
     world.run()
     assert not begun(world), "nor does a person begin from step 0 without saying so"
-    told = [one.kind for one in events_of(world, Noticed) if isinstance(one, Noticed)]
+    told = [one.kind for one in world.of(Noticed) if isinstance(one, Noticed)]
     assert (world.state.phase, told) == (RunPhase.PAUSED, ["no_target"])
     world.commands = [Command("c1", "rollback"), Command("c2", "rollback", "start")]
     world.take_over()
@@ -104,8 +104,8 @@ def test_the_budget_within_so_many_steps_ends_the_run() -> None:
     world.run()
     assert len(begun(world)) == 2
     assert world.state.phase is RunPhase.GAVE_UP
-    assert events_of(world, HealthyChosen) == [HealthyChosen("0-4")]
-    assert events_of(world, Exported) == [Exported("0-4", "exports/0-4")]
+    assert world.of(HealthyChosen) == [HealthyChosen("0-4")]
+    assert world.of(Exported) == [Exported("0-4", "exports/0-4")]
     assert world.machines == {}
     assert "rolled back 2 times within 500 steps" in world.state.reason
 
@@ -124,7 +124,7 @@ def test_a_run_that_gives_up_without_any_checkpoint_ends_all_the_same() -> None:
     world.save_steps = 10
     world.run()
     assert world.state.phase is RunPhase.GAVE_UP
-    assert events_of(world, HealthyChosen) == [HealthyChosen(None)]
+    assert world.of(HealthyChosen) == [HealthyChosen(None)]
     assert not world.exports
 
 
@@ -156,7 +156,7 @@ def test_alert_tells_once_and_lets_it_run() -> None:
     world = world_of({0: (13, 9)}, action="alert")
     world.guarded = False  # as the trainer's guard is with this action
     world.run()
-    assert len(events_of(world, Diverged)) == 1
+    assert len(world.of(Diverged)) == 1
     assert not begun(world)
     assert world.state.phase is RunPhase.FINISHED
 
@@ -173,7 +173,7 @@ def test_a_rollback_by_hand_takes_the_target_and_the_changes_that_the_command_na
         {"beta": 0.5},
         (),
     )
-    assert len(events_of(world, CommandTaken)) == 1
+    assert len(world.of(CommandTaken)) == 1
     assert world.timelines["trainer-0-i1", 2] == 1
 
 
@@ -183,7 +183,7 @@ def test_a_rollback_by_hand_to_what_was_retired_meanwhile_begins_nothing() -> No
     world.commands = [Command("c1", "rollback", "0-3")]
     world.run()
     assert not begun(world)
-    (told,) = [one for one in events_of(world, Noticed) if isinstance(one, Noticed)]
+    (told,) = [one for one in world.of(Noticed) if isinstance(one, Noticed)]
     assert told.text.startswith("no rollback was begun: checkpoint 0-3 is not in the store any more; ")
     assert world.state.phase is RunPhase.FINISHED
 
@@ -200,7 +200,7 @@ def test_a_rollback_by_hand_goes_to_the_start_or_the_newest_checkpoint() -> None
 
 def test_a_person_who_steps_in_renews_the_budget() -> None:
     world = world_of({0: (13, 9)}, budget=RollbackBudget(total=1))
-    until(world, lambda w: bool(events_of(w, FleetMoved)))
+    until(world, lambda w: bool(w.of(FleetMoved)))
     world.commands = [Command("c1", "rollback", "0-4", {"beta": 0.5})]
     until(world, lambda w: w.state.timeline == 2)
     world.trips = {2: (20, 17)}
@@ -306,12 +306,12 @@ def test_no_rollback_begins_in_a_run_that_ends() -> None:
     world.run()
     assert world.state.phase is RunPhase.STOPPED
     assert not begun(world)
-    assert RunMoved(RunPhase.STOPPED, "every machine is gone") in events_of(world, RunMoved)
+    assert RunMoved(RunPhase.STOPPED, "every machine is gone") in world.of(RunMoved)
 
 
 def test_targets_are_versions_of_the_present_line() -> None:
     world = world_of({0: (13, 9), 1: (30, 27)}, budget=RollbackBudget(recent_steps=5))
-    until(world, lambda w: bool(events_of(w, FleetMoved)))
+    until(world, lambda w: bool(w.of(FleetMoved)))
     assert PolicyVersion(0, 12) in world.checkpoints  # abandoned: newer than 0-8, and never a target again
     world.run()
     assert begun(world)[1].fork.start == "1-26"
@@ -341,5 +341,7 @@ def test_what_a_tripped_guard_still_stores_may_be_the_target() -> None:
     assert decided(trainer=storing, now_s=world.now_s + HEARTBEAT_FRESH_S + 1), "nor is a trainer that is gone"
     end_s = world.now_s + DRAIN_WAIT_S + 1
     assert decided(trainer=replace(storing, beat_at_s=end_s), now_s=end_s), "nor one that never ends"
+    got_on = {"trainer_moved_at_s": end_s - 60.0}
+    assert not decided(trainer=replace(storing, beat_at_s=end_s), now_s=end_s, **got_on), "it gets on"
     assert not decided(trainer=storing, now_s=end_s, steady_s=1.0), "the store was away: it could not say that"
     assert decided(trainer=storing, now_s=end_s, steady_s=HEARTBEAT_FRESH_S + 1)

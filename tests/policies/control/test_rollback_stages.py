@@ -25,9 +25,16 @@ from policies.model.events import (
 )
 from policies.model.timelines import Skipped
 from policies.model.vocabulary import NodePhase, Role, RunPhase
-from tests.policies.control.rollbacks import begun, decides, events_of, until, world_of
+from tests.policies.control.rollbacks import begun, decides, until, world_of
 
-STAGES = [RollbackBegun, TimelineForked, TrainerFenced, TimelineResumed, FleetMoved, ProbationPassed]
+STAGES: list[type[Event]] = [
+    RollbackBegun,
+    TimelineForked,
+    TrainerFenced,
+    TimelineResumed,
+    FleetMoved,
+    ProbationPassed,
+]
 
 
 def test_a_run_that_diverges_goes_back_to_before_the_onset_and_finishes() -> None:
@@ -39,7 +46,7 @@ def test_a_run_that_diverges_goes_back_to_before_the_onset_and_finishes() -> Non
     assert one.fork.timeline == 1
     assert one.fork.changes == {"beta": 0.08, "learning_rate": 5e-4}
     assert one.fork.skipped == (Skipped(0, 9, 13),)
-    assert [type(event) for event in events_of(world, tuple(STAGES))] == STAGES
+    assert [type(event) for event in world.of(*STAGES)] == STAGES
     assert world.beat is not None
     assert (world.beat.timeline, world.beat.step) == (1, 40)
 
@@ -47,7 +54,7 @@ def test_a_run_that_diverges_goes_back_to_before_the_onset_and_finishes() -> Non
 def test_what_is_journalled_before_the_trip_and_at_it() -> None:
     world = world_of({0: (13, 9)})
     until(world, lambda w: bool(begun(w)))
-    watched, diverged = events_of(world, (DivergenceWatched, Diverged))
+    watched, diverged = world.of(DivergenceWatched, Diverged)
     assert watched == DivergenceWatched(0, 9, 9, ("KL 9",))
     assert diverged == Diverged(0, 13, 9, ("KL 9",), "trainer")
 
@@ -57,7 +64,7 @@ def test_what_was_watched_and_passes_is_told() -> None:
     until(world, lambda w: w.state.watched is not None)
     world.trips = {}
     until(world, lambda w: w.state.watched is None)
-    assert len(events_of(world, DivergenceCleared)) == 1
+    assert len(world.of(DivergenceCleared)) == 1
     world.run()
     assert not begun(world)
 
@@ -67,7 +74,7 @@ def test_a_trainer_that_cannot_tell_is_stopped_by_what_the_controller_sees() -> 
     world.guarded = False
     world.run()
     assert world.state.phase is RunPhase.FINISHED
-    (diverged,) = events_of(world, Diverged)
+    (diverged,) = world.of(Diverged)
     assert isinstance(diverged, Diverged)
     assert diverged.seen_by == "controller"
     assert begun(world)[0].fork.start == "0-8"
@@ -77,14 +84,14 @@ def test_a_trainer_that_cannot_tell_is_stopped_by_what_the_controller_sees() -> 
 @pytest.mark.parametrize("act", [True, False], ids=["acted", "not-acted"])
 def test_a_controller_that_dies_at_any_stage_is_continued_by_the_next(stage: type[Event], act: bool) -> None:
     world = world_of({0: (13, 9)})
-    while not events_of(world, stage):
+    while not world.of(stage):
         if world.tick(journal_only=not act and bool(decides(world, stage))):
             break
         world.advance()
     world.take_over()
     world.run()
     assert world.state.phase is RunPhase.FINISHED
-    assert [type(event) for event in events_of(world, tuple(STAGES))] == STAGES
+    assert [type(event) for event in world.of(*STAGES)] == STAGES
     assert [fork.timeline for fork in world.forks] == [1]
     assert world.timelines["trainer-0-i1", 2] == 1
     assert world.beat is not None
@@ -95,7 +102,7 @@ def test_a_controller_that_dies_at_any_stage_is_continued_by_the_next(stage: typ
 @pytest.mark.parametrize("who", [Role.TRAINER, Role.ROLLOUT])
 def test_a_machine_that_is_lost_at_any_stage_changes_nothing_of_the_outcome(stage: type[Event], who: Role) -> None:
     world = world_of({0: (13, 9)})
-    until(world, lambda w: bool(events_of(w, stage)))
+    until(world, lambda w: bool(w.of(stage)))
     for name in world.up(who):
         world.lose(name)
     world.run()
@@ -111,14 +118,14 @@ def test_the_fork_is_in_the_store_before_a_trainer_is_launched_on_it() -> None:
     decision = decide(world.state, world.snapshot(), world.spec)
     assert [action for action in decision.actions if isinstance(action, WriteFork)]
     assert not [action for action in decision.actions if isinstance(action, Launch)]
-    until(world, lambda w: bool(events_of(w, TimelineForked)))
+    until(world, lambda w: bool(w.of(TimelineForked)))
     assert [fork.timeline for fork in world.forks] == [1]
     assert ("trainer-0-i1", 2) not in world.launches
 
 
 def test_an_old_trainer_that_does_not_stop_loses_its_machine() -> None:
     world = world_of({0: (13, 9)})
-    until(world, lambda w: bool(events_of(w, TimelineForked)))
+    until(world, lambda w: bool(w.of(TimelineForked)))
     # It neither ends nor sees the fork.
     world.machines["trainer-0-i1"] = replace(world.machines["trainer-0-i1"], exit_code=None)
     stuck = replace(world.state.nodes["trainer-0-i1"], attempt_ended_at_s=None, phase=NodePhase.SERVING)
@@ -140,4 +147,4 @@ def test_a_pitfall_is_journalled_once() -> None:
         watched = Watched(0, snapshot.watched.verdict, (replace(found, step=step),))
         decision = decide(world.state, replace(snapshot, watched=watched), world.spec)
         world.journal(decision.events)
-    assert [event.step for event in events_of(world, Noticed) if isinstance(event, Noticed)] == [3, 4]
+    assert [event.step for event in world.of(Noticed) if isinstance(event, Noticed)] == [3, 4]

@@ -28,7 +28,7 @@ def _quiet(own_log: None) -> None:  # noqa: ARG001  # which ends it
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
-@settings(max_examples=examples(200), deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 @example(1)
 @example(3210)  # a trainer's machine is cut off for an hour, found again, and cut off in the same moment

@@ -53,10 +53,16 @@ def test_healthy_runs_are_left_alone(total: Score) -> None:
     assert total.false_trips_per_1000 <= 0.1
 
 
-def test_divergence_is_told_within_a_dozen_points(total: Score) -> None:
-    """The aim is eight. Five of seven points are what it takes not to be taken in by spikes."""
-    assert total.delay_points_median is not None
-    assert total.delay_points_median <= 12
+def test_divergence_is_told_within_a_dozen_points(outcomes: list[Outcome]) -> None:
+    """The aim is eight. Five of seven points are what it takes not to be taken in by spikes. Of one prompt a step
+    no dozen points say anything: there it takes as long as the change itself."""
+    slow = {family.__name__ for family in CAUSES["one prompt a step"].diverging}
+    usual = score([one for one in outcomes if one.trace.family not in slow]).delay_points_median
+    of_one_prompt = score([one for one in outcomes if one.trace.family in slow]).delay_points_median
+    assert usual is not None
+    assert usual <= 12
+    assert of_one_prompt is not None
+    assert of_one_prompt <= 70
 
 
 def test_the_target_is_from_before_the_onset_and_not_from_the_stone_age(total: Score) -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from policies.sizing.gpus import gpu_named
-from policies.sizing.shapes import shape_of
+from policies.sizing.read_shape import shape_of
 from policies.sizing.speed import Engine, Passes, StepWork, generate_s, shared_by_nodes, token_s, train_s
-from policies.sizing.sync import delta_s, delta_share, is_measured, whole_s
+from policies.sizing.sync import delta_s, delta_share, whole_s
 from tests.policies.sizing import shapes_known as known
 
 H200 = gpu_named("h200")
@@ -48,7 +48,6 @@ def test_the_share_of_a_delta_is_the_measured_one_and_between_them_grows() -> No
     shares = [delta_share(rate) for rate in (1e-8, 5e-7, 7e-7, 1e-6, 3e-6, 1e-5, 1e-4, 1e-2)]
     assert shares == sorted(set(shares))
     assert (delta_share(0), delta_share(1)) == (0, 1)
-    assert [is_measured(rate) for rate in (1e-7, 5e-7, 1e-5, 2e-5)] == [False, True, True, False]
 
 
 def test_one_node_reads_the_weights_once_a_token_whoever_asks() -> None:

@@ -64,6 +64,41 @@ def test_disks_of_the_models_that_people_train(
     assert disk_gb(Role.ROLLOUT, run, model(name)) == rollout_gb
 
 
+ZERO_3 = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
+IN_A_FILE = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+
+
+@pytest.mark.parametrize(
+    ("accelerate", "grpo", "each"),
+    [
+        # Whole weights, those of what it goes on from, and its optimizer's: a copy in float32 and AdamW's two.
+        (ZERO_3, {}, 2 + 12),
+        (ZERO_3, {"bf16": False, "model_init_kwargs": {}}, 4 + 12),
+        ({"distributed_type": "DEEPSPEED"}, {}, 2 + 2 + 12),
+        ({"distributed_type": "DEEPSPEED"}, {"optim": "adamw_8bit"}, 2 + 2 + 4 + 2),
+        (IN_A_FILE, {}, 2 + 2 + 12),
+        ({}, {"deepspeed": "ds.json"}, 2 + 2 + 12),
+        ({"distributed_type": "FSDP"}, {}, 4 + 4 + 8),
+        ({"distributed_type": "MULTI_GPU"}, {}, 2 + 4),
+    ],
+)
+def test_what_deepspeed_and_fsdp_go_on_from_lies_beside_the_whole_weights(
+    accelerate: dict[str, Any], grpo: dict[str, Any], each: int
+) -> None:
+    run = spec(**{"model_init_kwargs": {"dtype": "bfloat16"}, **grpo})
+    run = replace(run, trainer=replace(run.trainer, accelerate=accelerate))
+    assert checkpoint_bytes(run, model("32B")) == each * model("32B").params
+
+
+def test_a_machine_for_32b_under_zero_3_has_a_disk_for_three_of_its_checkpoints() -> None:
+    """459 GB each: weights in two bytes, and 12 of DeepSpeed's optimizer. After a restart one is read from the
+    disk while two others are on their way to the store."""
+    run = spec(model_init_kwargs={"dtype": "bfloat16"})
+    assert (
+        disk_gb(Role.TRAINER, replace(run, trainer=replace(run.trainer, accelerate=ZERO_3)), model("32B")) == 1800
+    )
+
+
 def test_what_the_model_is_loaded_with_may_be_json_as_on_a_command_line() -> None:
     asked = spec(model_init_kwargs='{"dtype": "bfloat16"}')
     assert checkpoint_bytes(asked, model("32B")) == checkpoint_bytes(

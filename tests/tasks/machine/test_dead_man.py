@@ -10,7 +10,7 @@ import pytest
 
 from checkpoint.store import layout
 from checkpoint.store.errors import StoreUnavailable
-from checkpoint.store.run_store import Store
+from checkpoint.store.run_store import Entry, Store
 from policies.model.node_contract import DEAD_MAN_ENV
 from tasks.machine.dead_man import LOOKS, UNREADABLE_S, DeadManSwitch, start
 from tests.budget import HANG_S
@@ -22,14 +22,20 @@ names = itertools.count()
 
 
 class Away(Store):
-    """A store that can be away."""
+    """A store that can be away, and counts what is asked of it."""
 
     away = False
+    gets = listings = 0
 
     def get(self, key: str) -> bytes:
         if self.away:
             raise StoreUnavailable(f"read {key}: 503")
+        self.gets += 1
         return super().get(key)
+
+    def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
+        self.listings += 1
+        return super().entries(prefix, after=after)
 
 
 class Watched:
@@ -62,6 +68,23 @@ def test_while_either_writes_nothing_ends_and_once_both_are_silent_it_does(write
     silent_s = watched.lasts_s(most_s=10 * LIMIT_S)
     assert silent_s is not None
     assert LIMIT_S < silent_s <= LIMIT_S + 2 * LOOK_S
+
+
+@pytest.mark.parametrize(("writer", "most"), [(layout.LEASE, 1.1), (MEMBERS, 2.1)])
+def test_who_is_heard_is_all_that_is_asked_for(writer: str, most: float) -> None:
+    watched = Watched()
+    watched.lasts_s(writer, most_s=3 * LOOK_S)
+    watched.store.gets = watched.store.listings = 0
+    assert watched.lasts_s(writer, most_s=10 * LIMIT_S) is None
+    assert watched.store.gets / (10 * LOOKS) < most
+    assert watched.store.listings == 0
+
+
+def test_a_gateway_that_comes_is_heard_while_nobody_steers() -> None:
+    watched = Watched()
+    assert watched.lasts_s(MEMBERS, most_s=LIMIT_S) is None
+    watched.store.put(layout.gateway((0, 2, 1)), b"{}")
+    assert watched.lasts_s(layout.members((0, 2, 1)), most_s=10 * LIMIT_S) is None
 
 
 def test_a_store_that_is_away_is_no_silence_for_a_day() -> None:

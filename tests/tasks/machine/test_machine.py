@@ -22,8 +22,7 @@ from policies.model import exit_codes
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from tasks.machine.node_env import read_run_here
 from tasks.machine.processes.attempts import Started, record
-from tests.budget import HANG_S
-from tests.rigs.gateway_process import until
+from tests.budget import HANG_S, until
 from tests.rigs.metadata import fake_metadata
 from tests.tasks.rollout.test_rollout_agent import alive
 
@@ -328,6 +327,21 @@ def test_a_notice_reaches_the_work_and_the_store_at_once(rig: Rig) -> None:
     rig.reported(lambda report: report.notice and report.exit_code == 4 and report.zone == "us-east-1a")
     rig.start(attempt=2)
     assert rig.reported(lambda report: report.attempt == 2).notice
+
+
+def test_that_it_is_at_risk_is_reported_and_known_to_the_next_attempt(rig: Rig) -> None:
+    with fake_metadata("aws") as cloud:
+        rig.metadata_url = cloud.url
+        wrapper = rig.start()
+        rig.running()
+        assert rig.reported(lambda report: report.zone == "us-east-1a").at_risk is False
+        cloud.at_risk = True
+        assert rig.reported(lambda report: report.at_risk).notice is False
+        assert not (rig.workdir / "notice").exists(), "nobody leaves for it"
+        rig.end_work(4)
+        assert wrapper.wait(timeout=HANG_S) == 4
+    rig.start(attempt=2)  # with no metadata service to tell it again
+    assert rig.reported(lambda report: report.attempt == 2).at_risk
 
 
 def test_a_rollout_node_drains_on_sigterm(rig: Rig) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from policies.serving.wire import EngineWord
 from tasks.rollout.engine import read_metrics
-from tasks.rollout.vllm.guard import Guard, Message, Receive, Scope, Send, engine_limits
+from tasks.rollout.vllm.asgi import Message, Receive, Scope, Send
+from tasks.rollout.vllm.guard import Guard, engine_limits
 
 ENGINE = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

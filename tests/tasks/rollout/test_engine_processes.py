@@ -25,8 +25,8 @@ from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.serving.gateway_status import MemberStatus
 from policies.serving.wire import Batch, Completion
 from tasks.rollout.vllm.server import BOOT_ENV
-from tests.budget import HANG_S
-from tests.rigs.gateway_process import TOKEN, Rig, make_batch, until
+from tests.budget import HANG_S, until
+from tests.rigs.gateway_process import TOKEN, Rig, make_batch
 from tests.stand_ins.fake_vllm import expected
 from tests.tasks.rollout.test_fitness import publish, weights_of
 

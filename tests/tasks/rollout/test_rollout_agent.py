@@ -23,8 +23,7 @@ from policies.serving.position_trial import Trial, judge
 from tasks.machine.node_env import NotANode, read_node_env
 from tasks.rollout.vllm.flags import argv_of, flags_of, uncompiled_env
 from tasks.rollout.vllm.server import Server, Unfit
-from tests.budget import HANG_S
-from tests.rigs.gateway_process import until
+from tests.budget import HANG_S, until
 
 ENDS_AS_ONE = "tasks.machine.processes.process_tree"
 # A program that starts a grandchild which ignores SIGTERM, as a hung engine would, and tells both pids.

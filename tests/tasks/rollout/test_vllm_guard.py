@@ -14,7 +14,8 @@ import pytest
 from policies.serving.canary import Canary, token_ids_for
 from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, LoadPolicy, ProvePolicy
 from tasks.rollout.vllm import guard as vllm_guard
-from tasks.rollout.vllm.guard import Guard, Message
+from tasks.rollout.vllm.asgi import Message
+from tasks.rollout.vllm.guard import Guard
 
 TEXT = token_ids_for(500)
 LOGPROBS = [-3.0 - (number % 7) / 2 for number in range(len(TEXT) - 1)]

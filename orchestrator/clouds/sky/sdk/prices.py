@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from orchestrator.clouds.sky.sdk.calls import Call
@@ -28,6 +30,14 @@ def price_list(read: Callable[[str], tuple[list[Any], str]], clouds: Iterable[st
         except Exception as error:  # noqa: BLE001 whatever it is, there are no prices
             missing[cloud] = type(error).__name__
     return PriceList(tuple(found), dates, missing)
+
+
+def day_fetched(file: Path, cloud: str) -> str:
+    """The day on which SkyPilot fetched the file with a cloud's list."""
+    # SkyPilot touches the file itself also when it could not fetch a newer one.
+    mark = file.parents[1] / ".meta" / cloud / f"{file.name}.md5"
+    fetched_s = (mark if mark.exists() else file).stat().st_mtime
+    return time.strftime("%Y-%m-%d", time.gmtime(fetched_s))
 
 
 def list_price_of(row: Any) -> ListPrice:

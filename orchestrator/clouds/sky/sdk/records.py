@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from orchestrator.clouds.sky.sdk.each import say_once, why_not
@@ -65,6 +65,16 @@ def cluster_on_aws(instance: Instance, kind: Callable[[bool], Any]) -> Cluster:
         on_demand_usd_per_h=_usd_per_h(lambda: kind(False), f"{instance.name} on demand") or 0.0,
         unrecorded=True,
     )
+
+
+def clouds_with_machines(workspaces: Mapping[str, Mapping[str, Collection[str]]]) -> set[str]:
+    """The clouds that can give machines: `workspaces` are `sky check`'s, with what each cloud can do there."""
+    return {
+        name.partition("/")[0].lower()
+        for workspace in workspaces.values()
+        for name, abilities in workspace.items()
+        if "compute" in abilities
+    }
 
 
 def offer_of(machine: Any) -> SkyOffer | None:

@@ -13,6 +13,7 @@ import io
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,10 +31,19 @@ from sky.utils import registry, resources_utils
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky.sdk.aws import GONE_EVERY_S, Account
 from orchestrator.clouds.sky.sdk.calls import ask_cloud, find_out
-from orchestrator.clouds.sky.sdk.each import decode_each, read_each, say_once, was_answered, why_not
-from orchestrator.clouds.sky.sdk.errors import OTHER_MACHINE, one_line
+from orchestrator.clouds.sky.sdk.each import decode_each, read_each, say_once, was_answered
+from orchestrator.clouds.sky.sdk.errors import one_line
 from orchestrator.clouds.sky.sdk.log import lines_from
-from orchestrator.clouds.sky.sdk.records import cluster_at, cluster_of, cluster_on_aws, labelled, offer_of
+from orchestrator.clouds.sky.sdk.offers import cheapest_first
+from orchestrator.clouds.sky.sdk.overlay import keep_home, own_group
+from orchestrator.clouds.sky.sdk.prices import day_fetched
+from orchestrator.clouds.sky.sdk.records import (
+    clouds_with_machines,
+    cluster_at,
+    cluster_of,
+    cluster_on_aws,
+    labelled,
+)
 from orchestrator.clouds.sky.sdk.requests import Requests
 from orchestrator.clouds.sky.sdk.types import ApiServer, CloudCheck, Cluster, ClusterState, Instance, SkyOffer
 from orchestrator.clouds.sky.work import Work
@@ -43,7 +53,7 @@ LOOK_TIMEOUT_S = 60.0  # for what SkyPilot has on record
 FIRST_TIMEOUT_S = 300.0  # for the first answer of a server that was just started: minutes on busy cores
 CHECK_TIMEOUT_S = 120.0  # for what clouds and catalogs are asked for
 
-_SETTINGS = dict(skypilot_config.to_dict())  # before `_own_group`
+_SETTINGS = dict(skypilot_config.to_dict())  # before `_lay_over`
 _requests = Requests(sdk, server, lambda: _server_log())
 decoders.register_decoders("status")(decode_each(decoders.decode_status))
 _overlay = contextlib.ExitStack()  # what goes along with every request of this process; never left
@@ -56,7 +66,7 @@ class SkyPilot:
     """
 
     def __init__(self, group: str | None = None, withheld: Iterable[str] = ()) -> None:
-        """`group`: clusters whose names begin so are in a security group of that name on AWS, see `_own_group`;
+        """`group`: clusters whose names begin so are in a security group of that name on AWS, see `own_group`;
         `withheld`: clouds whose credentials no machine gets."""
         # It writes to stdout, which is for what a command was asked.
         logging.getLogger("sky").handlers[:] = [logging.NullHandler()]
@@ -66,10 +76,10 @@ class SkyPilot:
             _server_log().parent.mkdir(parents=True, exist_ok=True)
             _server_log().parent.chmod(0o700)
             if group:
-                _own_group(group)
+                _lay_over(partial(own_group, group=group))
         else:
             group = None  # nobody here could delete it in the end: the credentials are with the server
-        _keep_home(withheld)
+        _lay_over(partial(keep_home, withheld=withheld))
         self._aws = Account(lambda region: aws.client("ec2", region_name=region), group, self._enabled)
         self._handles: dict[str, Any] = {}  # as last seen, by cluster
         # What asks the cloud for the machines of each cluster that was taken down and not yet seen to be gone.
@@ -96,6 +106,17 @@ class SkyPilot:
             return None
         instances = _instances_of(handle)
         return None if instances is tuple else bool(find_out(instances))
+
+    def is_bought(self, name: str) -> bool | None:
+        """Whether the cloud has machines of a cluster that is being launched. None: that cannot be told."""
+        try:
+            # SkyPilot has a cluster on record before its cloud has a machine.
+            if (record := _record(name, LOOK_TIMEOUT_S)) is None:
+                return False
+            instances = _instances_of(record.handle)
+            return None if instances is tuple else bool(find_out(instances))
+        except CloudUnavailable:
+            return None
 
     def launch(self, name: str, work: Work, timeout_s: float) -> Cluster:
         """Provision the cluster or take it up where it is, set it up and submit the work.
@@ -192,12 +213,7 @@ class SkyPilot:
     def clouds(self) -> list[CloudCheck]:
         """Every cloud that SkyPilot knows, its credentials tried anew; enabled ones first."""
         workspaces = _requests.look(lambda: sdk.check(None, verbose=False), FIRST_TIMEOUT_S)
-        enabled = {
-            name.partition("/")[0].lower()
-            for workspace in workspaces.values()
-            for name, abilities in workspace.items()
-            if "compute" in abilities
-        }
+        enabled = clouds_with_machines(workspaces)
         others = {name: cloud for name, cloud in registry.CLOUD_REGISTRY.items() if name not in enabled}
         reasons = ask_cloud(lambda: {name: _reason(cloud) for name, cloud in others.items()}, CHECK_TIMEOUT_S)
         return [
@@ -226,10 +242,7 @@ def list_of(cloud: str) -> tuple[list[Any], str]:
     with contextlib.redirect_stdout(io.StringIO()):  # its spinner
         listed = catalog.list_accelerators(clouds=cloud, all_regions=True)
     file = Path(catalogs.get_catalog_path(f"{cloud}/vms.csv"))
-    # SkyPilot touches the file itself also when it could not fetch a newer one.
-    mark = file.parents[1] / ".meta" / cloud / f"{file.name}.md5"
-    fetched_s = (mark if mark.exists() else file).stat().st_mtime
-    return [row for rows in listed.values() for row in rows], time.strftime("%Y-%m-%d", time.gmtime(fetched_s))
+    return [row for rows in listed.values() for row in rows], day_fetched(file, cloud)
 
 
 def _server_log() -> Path:
@@ -280,26 +293,10 @@ def _instances_of(handle: Any) -> Callable[[], Iterable[str]]:
     return lambda: list(provision.query_instances(cloud, *names, provider))
 
 
-def _own_group(group: str) -> None:
-    """Have clusters whose names begin with `group` in a security group of that name, from now on.
-
-    SkyPilot's own is one for whatever a user launches from one host: these machines reach each other, those that
-    the same user launches from another host are shut out, and nobody can tell when it is not needed any more.
-    A group that the user's configuration names is kept to.
-    """
+def _lay_over(change: Callable[[Any], None]) -> None:
+    """Change SkyPilot's configuration for this process's requests, from now on."""
     config = skypilot_config.to_dict()
-    named = config.get_nested(("aws", "security_group_name"), default_value=[])
-    if isinstance(named, list):
-        config.set_nested(("aws", "security_group_name"), [*named, {f"{group}*": group}])
-        _overlay.enter_context(skypilot_config.replace_skypilot_config_in_process(config))
-
-
-def _keep_home(withheld: Iterable[str]) -> None:
-    """Have no machine get these clouds' credentials, from now on. The user's own setting is kept."""
-    config = skypilot_config.to_dict()
-    for cloud in withheld:
-        if config.get_nested((cloud, "remote_identity"), default_value=None) is None:
-            config.set_nested((cloud, "remote_identity"), "NO_UPLOAD")
+    change(config)
     _overlay.enter_context(skypilot_config.replace_skypilot_config_in_process(config))
 
 
@@ -309,38 +306,10 @@ def _write_log(name: str, follow: bool, sink: io.TextIOBase) -> None:
 
 
 def _offers(resources: dict[str, Any], spot: bool, enabled: list[str]) -> list[SkyOffer]:
-    found: set[SkyOffer] = set()
-    like: set[str] = set()
-    failed: list[Exception] = []
-    for wanted in sky.Resources.from_yaml_config(copy.deepcopy(resources)):
-        one = wanted.copy(use_spot=spot)
-        one.validate()
-        for name in enabled:
-            cloud = registry.CLOUD_REGISTRY.from_str(name)
-            if one.cloud is None or one.cloud.is_same_cloud(cloud):
-                try:
-                    found.update(_offers_of(cloud, one, like))
-                except Exception as error:  # noqa: BLE001 a cluster of one's own that is away hides no other cloud
-                    failed.append(error)
-                    say_once("cloud_not_asked", name, why_not(error))
-    if not found and failed:
-        raise failed[0]
-    if not found:
-        hint = f"there is {', '.join(sorted(like))}" if like else OTHER_MACHINE
-        said = f"no enabled cloud ({', '.join(enabled)}) has {'spot ' if spot else ''}machines for {resources}"
-        raise CloudRefused(Refusal.QUOTA, f"{said}; {hint}")
-    return sorted(found, key=lambda offer: (offer.price_usd_per_h, offer.infra, offer.instance_type))
-
-
-def _offers_of(cloud: Any, wanted: Any, like: set[str]) -> Iterator[SkyOffer]:
-    """What a cloud has, as `_offers`; `like` gets what it has instead."""
-    feasible = cloud.get_feasible_launchable_resources(wanted, 1)
-    like.update(feasible.fuzzy_candidate_list)
-    for machine in feasible.resources_list[:1]:  # the cheapest, which a launch would take
-        for one in resources_utils.make_launchables_for_valid_region_zones(machine):
-            # Where SkyPilot cannot tell the price it does not launch, either.
-            if (offer := offer_of(one)) is not None:
-                yield offer
+    wanted = [one.copy(use_spot=spot) for one in sky.Resources.from_yaml_config(copy.deepcopy(resources))]
+    found = {name: registry.CLOUD_REGISTRY.from_str(name) for name in enabled}
+    asked = f"{'spot ' if spot else ''}machines for {resources}"
+    return cheapest_first(wanted, found, resources_utils.make_launchables_for_valid_region_zones, asked)
 
 
 def _reason(cloud: Any) -> str:

@@ -12,7 +12,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from trl.trainer.utils import RepeatSampler
 
-from tasks.trl.trl_foreseen import ForeseesEvaluation
+from tasks.trl.parts.foreseen import ForeseesEvaluation
 from tests.node.trainer.rig import assembled, make_tiny, open_rig
 
 OF_TIME = ("runtime", "per_second")

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from checkpoint.records import documents
 from checkpoint.records.documents import MachineReport, RunRecord
+from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
 from orchestrator.clouds.sky import cloud as sky_cloud
@@ -23,7 +25,7 @@ from orchestrator.home.folder import run_dir
 from policies.control.snapshot import Machine
 from policies.model import exit_codes
 from policies.model.spec import RunSpec
-from policies.model.vocabulary import MachineState, Market, Role, role_of
+from policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of
 from tests.budget import HANG_S
 from tests.stand_ins.cloud_worlds import hurry
 from tests.stand_ins.sky_table import PREFIX, Table
@@ -202,6 +204,19 @@ def test_a_machine_that_is_slow_to_tell_of_its_jobs_is_left_to_them(
     assert len(asked) == 1
 
 
+def test_that_a_machine_is_at_risk_is_seen_and_one_that_does_not_tell_is_not(clouds: Clouds) -> None:
+    cloud, node = running(clouds), "rollout-0-i1"
+    key = layout.machine(node)
+    said = msgspec.json.decode(clouds.store.get(key))
+    older = {name: value for name, value in said.items() if name != "at_risk"}
+    clouds.store.put(key, msgspec.json.encode({**older, "attempt": 2}))
+    until(cloud, lambda machines: machines[node].attempt == 2)
+    assert not seen(cloud)[node].at_risk
+    clouds.store.put(key, msgspec.json.encode({**older, "attempt": 2, "at_risk": True}))
+    until(cloud, lambda machines: machines[node].at_risk)
+    assert not seen(cloud)[node].notice
+
+
 def test_work_that_said_how_it_ended_is_believed(clouds: Clouds) -> None:
     cloud = running(clouds)
     clouds.says("trainer-0-i1", 1, exit_code=exit_codes.BAD_SPEC)
@@ -237,8 +252,11 @@ def test_a_half_made_cluster_is_launched_again_under_its_name(clouds: Clouds) ->
     assert cloud.machines()["trainer-0-i1"].state is MachineState.UP
 
 
-def test_a_machine_that_is_being_launched_is_there_and_can_be_taken_down(
-    clouds: Clouds, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("bought", "said"), [(False, CloudRefused), (True, CloudUnavailable), (None, CloudUnavailable)]
+)
+def test_a_machine_that_is_being_launched_is_there_and_can_be_taken_down_and_was_bought_if_its_cloud_had_it(
+    clouds: Clouds, monkeypatch: pytest.MonkeyPatch, bought: bool | None, said: type[Exception]
 ) -> None:
     cloud = clouds.open()
     seen(cloud)
@@ -254,10 +272,14 @@ def test_a_machine_that_is_being_launched_is_there_and_can_be_taken_down(
 
     monkeypatch.setattr(clouds.sky, "launch", launch)
     monkeypatch.setattr(clouds.sky, "down", down)
+    monkeypatch.setattr(clouds.sky, "is_bought", lambda _: bought)
+    raised: list[Exception] = []
 
     def ask() -> None:
-        with pytest.raises(CloudUnavailable):
+        try:
             cloud.launch(order())
+        except (CloudRefused, CloudUnavailable) as error:
+            raised.append(error)
 
     launching = threading.Thread(target=ask)
     launching.start()
@@ -266,6 +288,44 @@ def test_a_machine_that_is_being_launched_is_there_and_can_be_taken_down(
     cloud.terminate("trainer-0-i1")
     launching.join(HANG_S)
     assert cloud.machines() == {}
+    assert [type(error) for error in raised] == [said]
+    monkeypatch.setattr(clouds.sky, "down", lambda *_: None)
+    with pytest.raises(CloudUnavailable):  # what was true of that launch is not of the next
+        cloud.launch(order())
+
+
+def test_a_refused_launch_that_left_a_machine_says_so_and_the_machine_is_there(
+    clouds: Clouds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cloud = clouds.open()
+    seen(cloud)
+    name = PREFIX + "trainer-0-i1"
+
+    def launch(*_: object) -> Cluster:
+        clouds.sky.table[name] = Cluster(name, ClusterState.STARTING, "aws/us-east-1", False, 0.4, None)
+        raise CloudRefused(Refusal.UNKNOWN, "its set-up failed")
+
+    monkeypatch.setattr(watch, "LOOK_EVERY_S", HANG_S)
+    monkeypatch.setattr(clouds.sky, "launch", launch)
+    with pytest.raises(CloudRefused) as refused:
+        cloud.launch(order())
+    assert (refused.value.refusal, refused.value.left) == (Refusal.UNKNOWN, True)
+    assert list(cloud.machines()) == ["trainer-0-i1"]
+
+
+def test_a_launch_is_not_refused_while_nobody_can_say_what_it_left(
+    clouds: Clouds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cloud = clouds.open()
+    seen(cloud)
+
+    def confirm(*_: object) -> Cluster | None:
+        raise CloudUnavailable("the cloud does not answer")
+
+    monkeypatch.setattr(clouds.sky, "confirm", confirm)
+    monkeypatch.setattr(clouds.sky, "fails", CloudRefused(Refusal.UNKNOWN, "its set-up failed"))
+    with pytest.raises(CloudUnavailable, match="whether it left a machine is not known: the cloud"):
+        cloud.launch(order())
 
 
 def test_rollout_nodes_wait_for_the_trainers_region_and_go_there(clouds: Clouds) -> None:

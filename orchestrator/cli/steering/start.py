@@ -1,0 +1,284 @@
+"""Commands that start a run, or go on with it: up, resume."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from checkpoint.journal import journal
+from checkpoint.records import documents
+from checkpoint.records.documents import Lease, RunRecord
+from checkpoint.store.errors import AlreadyExists
+from checkpoint.store.probe import probe
+from checkpoint.store.run_store import Store
+from checkpoint.store.unreadable import Unreadable
+from orchestrator.cli.console import Stop, console
+from orchestrator.cli.look import attach
+from orchestrator.cli.options import Target
+from orchestrator.cli.steering.remote import (
+    controller_of,
+    is_steered,
+    refuse_unknown_machines,
+    start_remote,
+)
+from orchestrator.cli.target import keep_options, open_store, record_of, storage_of
+from orchestrator.cli.write import count_gpus, print_notices
+from orchestrator.clouds import open_cloud
+from orchestrator.clouds.local.cloud import node_python
+from orchestrator.clouds.protocol import Offer
+from orchestrator.clouds.sky.remote import RemoteController
+from orchestrator.config.load import load, load_storage
+from orchestrator.config.sizes.model import find_size
+from orchestrator.control.launcher import start_daemon, start_rehearsal
+from orchestrator.home.folder import (
+    keep_run_digest,
+    known_token,
+    remember_run,
+    run_id_of,
+    run_token,
+    token_file,
+    token_mark,
+)
+from orchestrator.home.run_secrets import missing, webhook_url
+from orchestrator.home.trust import run_digest
+from orchestrator.plan.gather import make_plan
+from orchestrator.plan.models import FindSize, asked_once
+from orchestrator.plan.prices import by_offers
+from orchestrator.views.plan import render_short
+from policies.control.fleet.spending import BUDGET
+from policies.model import exit_codes
+from policies.model.spec import RunSpec
+from policies.model.state import RunState
+from policies.model.vocabulary import Market, RunPhase
+
+Detach = Annotated[bool, typer.Option("-d", "--detach", help="Do not attach the live view.")]
+Remote = Annotated[
+    bool, typer.Option("--remote", help="Steer it from a small machine of its own, so that this one may sleep.")
+]
+
+Web = Annotated[
+    bool,
+    typer.Option("--web", help="Serve the run page beside the daemon, on 127.0.0.1, for as long as it lives."),
+]
+WebPort = Annotated[
+    int | None,
+    typer.Option("--web-port", min=1, max=65535, help="For --web; default: 8642, or another that is free."),
+]
+
+
+def up(
+    run_yaml: Annotated[Path, typer.Argument(help="The run's specification.")] = Path("run.yaml"),
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Start without asking.")] = False,
+    detach: Detach = False,
+    remote: Remote = False,
+    web: Web = False,
+    web_port: WebPort = None,
+) -> None:
+    """Start a run: check it, show what will be started, start its daemon, watch."""
+    page = _page_socket(web or web_port is not None, web_port, remote)
+    sizes = asked_once(find_size)
+    loaded = load(run_yaml, count_gpus, sizes)
+    spec = loaded.spec
+    storage = load_storage(run_yaml)
+    refuse_missing_secrets(spec)
+    warn_of_webhook(spec)
+    store = open_store(storage)
+    record = RunRecord(documents.SCHEMA, run_id_of(spec.name, store.url), time.time(), spec)
+    _refuse_existing(store)
+    controller = controller_of(record, store, wanted=remote)
+    if spec.cloud == "local":
+        node_python()
+    probe(store)
+    show_plan(record, store, controller, sizes)
+    print_notices(loaded)
+    if not yes and not typer.confirm("Start?", default=True):
+        raise Stop("nothing was started", exit_codes.OK)
+    try:
+        keep_run_digest(store.url, run_digest(documents.create_run(store, record)))
+    except AlreadyExists:
+        _refuse_existing(store)
+        raise
+    keep_options(storage)
+    _start(store, record, "up", detach, controller, page)
+
+
+def refuse_missing_secrets(spec: RunSpec) -> None:
+    """Raise Stop when the environment lacks a secret that the nodes need."""
+    if wrong := missing(spec, os.environ):
+        raise Stop(f"{wrong}; export or remove it", exit_codes.USAGE)
+
+
+def warn_of_webhook(spec: RunSpec) -> None:
+    """Say that nobody will be told by a webhook whose URL is not here."""
+    if spec.notify.webhook_env and not webhook_url(spec, os.environ):
+        console.print(f"{spec.notify.webhook_env} is not set here: no webhook is told", highlight=False)
+
+
+def resume(
+    target: Target = None,
+    detach: Detach = False,
+    remote: Remote = False,
+    budget_usd: Annotated[
+        float | None, typer.Option("--budget-usd", min=0, help="Another `budget.usd` for the run, from now on.")
+    ] = None,
+    web: Web = False,
+    web_port: WebPort = None,
+) -> None:
+    """Take a run up again after anything: its daemon gone, its machines gone, stopped by hand."""
+    page = _page_socket(web or web_port is not None, web_port, remote)
+    storage = storage_of(target)
+    store = open_store(storage)
+    record = record_of(store)
+    _refuse_held(store)
+    state = _state(store)
+    if state.phase is RunPhase.FINISHED and not state.nodes:
+        raise Stop(
+            f"{record.spec.name} is finished; `grpo-orch report {store.url}` tells how it went", exit_codes.OK
+        )
+    ended_diverged = state.phase in (RunPhase.PAUSED, RunPhase.GAVE_UP) and not state.budget_reached
+    if ended_diverged and not state.nodes and state.exported == state.healthy:
+        raise Stop(
+            f"{record.spec.name} {state.reason}; it goes on from an earlier checkpoint, with something changed: "
+            f"grpo-orch rollback {store.url}",
+            exit_codes.USAGE,
+        )
+    refuse_missing_secrets(record.spec)
+    warn_of_webhook(record.spec)
+    controller = controller_of(record, store, wanted=remote)
+    if controller is not None:
+        refuse_unknown_machines(controller, store, sorted(state.nodes))
+    elif record.spec.cloud != "local":
+        _refuse_other_secret(store, record, sorted(state.nodes))
+    probe(store)
+    keep_options(storage)
+    if budget_usd is not None:
+        documents.send_command(store, BUDGET, time.time(), changes={"usd": budget_usd})
+    _start(store, record, "resume", detach, controller, page)
+
+
+def _page_socket(wanted: bool, port: int | None, remote: bool) -> socket.socket | None:
+    """Listen for the run page before anything is started. Raises Stop."""
+    if not wanted:
+        return None
+    if remote:
+        raise Stop("with --remote the daemon is elsewhere: look with `grpo-orch web` from here", exit_codes.USAGE)
+    from orchestrator.web.server import HERE, listen  # no other start needs what it imports
+
+    try:
+        return listen(HERE, port)
+    except OSError as error:
+        raise Stop(
+            f"--web-port {port}: cannot listen on {HERE}: {error.strerror or error}", exit_codes.USAGE
+        ) from None
+
+
+def _start(
+    store: Store,
+    record: RunRecord,
+    reason: str,
+    detach: bool,
+    controller: RemoteController | None,
+    page: socket.socket | None,
+) -> None:
+    remember_run(store.url)
+    try:
+        if controller is not None:
+            start_remote(controller, store, reason)
+            by = f"{controller.cluster}, which goes with `grpo-orch down {store.url}` and not before"
+        else:
+            run_token(record.run_id)
+            by = f"pid {start_daemon(store, record, reason, page)}"
+            start_rehearsal(store, record)
+    except KeyboardInterrupt:  # which a daemon does not hear
+        shows, ends = f"`grpo-orch status -w {store.url}` shows it", f"`grpo-orch down {store.url}` ends it"
+        told = f"{record.spec.name} is begun, and goes on by itself; {shows}, {ends}"
+        raise Stop(told, exit_codes.FAILED) from None
+    console.print(f"{record.spec.name} is steered by {by}.", highlight=False, soft_wrap=True)
+    if page is not None:
+        host, port = page.getsockname()
+        page.close()  # the daemon has it
+        console.print(f"Its page: http://{host}:{port}/", highlight=False, soft_wrap=True)
+    if detach:
+        console.print(f"Watch it with: grpo-orch status -w {store.url}", highlight=False, soft_wrap=True)
+        return
+    attach(store)
+
+
+def _refuse_existing(store: Store) -> None:
+    """Raise Stop when the store holds a run already."""
+    _refuse_held(store)
+    if store.get_or_none("run.json") is not None:
+        raise Stop(
+            f"{store.url} holds a run already; continue it with `grpo-orch resume {store.url}`, "
+            "or name another `storage:`",
+            exit_codes.USAGE,
+        )
+
+
+def _refuse_held(store: Store) -> None:
+    if is_steered(store) and (lease := documents.LEASE.read(store, Unreadable())):
+        raise Stop(_held(store, lease), exit_codes.HELD)
+
+
+def _refuse_other_secret(store: Store, record: RunRecord, nodes: list[str]) -> None:
+    """Raise Stop when machines are up that would not speak with any that is launched from here."""
+    mark, token = documents.SECRET_MARK.read(store), known_token(record.run_id)
+    if nodes and mark is not None and (token is None or mark != token_mark(token)):
+        raise Stop(
+            f"{', '.join(nodes)} hold a secret that this machine has not: bring {token_file(record.run_id)} from "
+            f"where they were launched, or return them first with `grpo-orch down {store.url}`",
+            exit_codes.FAILED,
+        )
+
+
+def _held(store: Store, lease: Lease) -> str:
+    return (
+        f"{store.url} is steered by pid {lease.pid} on {lease.host} (epoch {lease.epoch}); "
+        f"watch it with `grpo-orch status -w {store.url}`, stop it with `grpo-orch down {store.url}`"
+    )
+
+
+def _state(store: Store) -> RunState:
+    return journal.recover(store).state
+
+
+def show_plan(
+    record: RunRecord,
+    store: Store,
+    controller: RemoteController | None,
+    find_size: FindSize,
+    terminal: Console = console,
+) -> None:
+    """Print what will be started, what it takes, and what it costs; of an evaluation not what a step takes."""
+    spec: RunSpec = record.spec
+    cloud = open_cloud(record, store)
+    offers = cloud.offers()
+    table = Table("node", "market", "what", "USD/h", title=f"{spec.name} on {spec.cloud}", title_justify="left")
+    for offer in offers:
+        table.add_row(offer.role, offer.market, _what(offer), f"{offer.price_usd_per_h:.2f}")
+    beside = 0.0
+    if controller is not None:
+        best = controller.offer()
+        beside = best.price_usd_per_h
+        table.add_row("controller", Market.ON_DEMAND, f"{best.infra} {best.instance_type}", f"{beside:.2f}")
+    plan = make_plan(spec, find_size, by_offers(offers, beside))
+    table.add_section()
+    table.add_row("all", "", f"store {spec.storage}", f"{plan.most_usd_per_h or 0:.2f}")
+    terminal.print(table)
+    if record.evaluation is None:
+        terminal.print(render_short(plan), highlight=False)
+    for line in cloud.without_quota():
+        terminal.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _what(offer: Offer) -> str:
+    if offer.other_market_usd_per_h is None:
+        return offer.description
+    return f"{offer.description} ({offer.market.other} {offer.other_market_usd_per_h:.2f})"

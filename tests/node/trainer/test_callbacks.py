@@ -1,0 +1,54 @@
+"""What a trainer's callbacks read and keep, however long the run is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from checkpoint.records.metrics import MetricsWriter, Row, read_metrics
+from checkpoint.store.run_store import Store
+from tasks.storing.step_costs import StepCosts
+from tasks.trainer.callbacks import LOGS_KEPT, CheckpointCallback, MetricsCallback
+
+STEPS = 3_000
+
+
+class Told(Store):
+    """A store that notes what is read of it."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.read = list[str]()
+
+    def get_or_none(self, key: str) -> bytes | None:
+        self.read.append(key)
+        return super().get_or_none(key)
+
+
+def test_a_trainer_that_goes_on_reads_the_row_of_its_step_and_not_those_of_the_whole_run() -> None:
+    store = Told("memory://goes-on")
+    writer = MetricsWriter(store)
+    for step in range(50, STEPS + 1, 50):
+        writer.append(Row(0, step, float(step), 1, {"reward": step / STEPS, "eval_reward": 0.5}))
+    store.read.clear()
+    callback = MetricsCallback(store, StepCosts(), 0, 2)
+    state: Any = SimpleNamespace(global_step=STEPS)
+    callback.on_train_begin(None, state, None)
+    assert len(store.read) == 1
+    callback.on_log(None, state, None, logs={"eval_loss": 0.25})  # of the same step, by the attempt that goes on
+    last = read_metrics(store)[-1]
+    assert (last.step, last.attempt) == (STEPS, 2)
+    assert last.values | {"reward": 1.0, "eval_reward": 0.5, "eval_loss": 0.25} == last.values
+
+
+def test_what_transformers_keeps_of_its_logs_does_not_grow_with_the_run(tmp_path: Any) -> None:
+    arguments = TrainingArguments(output_dir=str(tmp_path))
+    state, control = TrainerState(), TrainerControl()
+    callback = CheckpointCallback(lambda: False, lambda: None)
+    state.log_history = [{"step": step, "reward": 0.5} for step in range(STEPS)]  # of a checkpoint from before
+    for step in range(STEPS, STEPS + 10):
+        state.log_history.append({"step": step, "reward": 0.5})
+        callback.on_log(arguments, state, control)
+    assert [row["step"] for row in state.log_history] == list(range(STEPS + 10 - LOGS_KEPT, STEPS + 10))

@@ -1,0 +1,60 @@
+"""Which run a command's argument means, and what is said of one that means none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from checkpoint.records import documents
+from checkpoint.store.run_store import Store
+from orchestrator.cli.target import NoSuchRun, open_run, storage_of
+from orchestrator.config.rules.storage import PASSWORD
+from tests.stand_ins.world import spec
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["plain", "a b", "100% sure", "what?", "grün", "it's #1"])
+def test_a_run_is_found_by_its_folder_whatever_that_is_called(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name / "run"
+    store = Store(f"file://{folder}")
+    documents.create_run(store, documents.RunRecord(documents.SCHEMA, "sim-0", 0.0, spec()))
+    for argument in (str(folder), f"{name}/run", f"{name}/../{name}/run/", f"file://{folder}"):
+        found, record = open_run(argument)
+        assert (found.url, record.run_id) == (store.url, "sim-0")
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "b/" * 3000, "a-file/below"])
+def test_what_cannot_be_a_path_is_one_line(name: str) -> None:
+    Path("a-file").touch()
+    with pytest.raises(NoSuchRun, match=name[:40]):
+        storage_of(name)
+
+
+def test_what_may_not_be_looked_into_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object, **__: object) -> os.stat_result:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", denied)
+    with pytest.raises(NoSuchRun, match="elsewhere: Permission denied"):
+        storage_of("elsewhere")
+
+
+@pytest.mark.parametrize("name", ["file:///tmp/\udcff", "s3://bucket/\udce4"])
+def test_a_name_that_nobody_can_be_told_is_one_line(name: str) -> None:
+    """What Python makes of bytes that the terminal's locale does not know, above all."""
+    with pytest.raises(NoSuchRun, match="expected text in UTF-8") as refused:
+        storage_of(name)
+    assert str(refused.value).isprintable()
+
+
+def test_a_url_with_a_password_is_refused_before_anybody_writes_it_down() -> None:
+    with pytest.raises(NoSuchRun) as refused:
+        storage_of("s3://user:hunter2@bucket/run")
+    assert str(refused.value) == PASSWORD

@@ -1,0 +1,236 @@
+"""`up --remote`, and what follows it, from the user's side."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from checkpoint.records import documents
+from checkpoint.store.run_store import OPTIONS_ENV, Store
+from orchestrator.cli.steering import down, remote
+from orchestrator.clouds.protocol import CloudRefused
+from orchestrator.control import daemon
+from policies.model import exit_codes
+from policies.model.vocabulary import Refusal, RunPhase
+from tests.orchestrator.clouds.sky.remote.world import CLUSTER, World
+from tests.rigs.command_line import Answer, Cli
+from tests.rigs.store.server import S3Server
+from tests.stand_ins.earlier_trainer import leave_heartbeat
+from tests.stand_ins.sky_table import Table
+
+
+@pytest.fixture
+def cli(grpo_orch: Cli) -> Cli:
+    """`grpo-orch ...`; a failure is one line."""
+
+    def call(*words: str) -> Answer:
+        told = grpo_orch(*words)
+        assert told.err.count("\n") == (1 if told.code else 0), told.err
+        return told
+
+    return call
+
+
+def begun(world: World, cli: Cli) -> None:
+    """A run whose daemon lives on its controller machine, with machines of its own."""
+    documents.create_run(world.store, world.record)
+    leave_heartbeat(world.store)
+    done = cli("resume", "--remote", "-d", world.store.url)
+    assert done.code == 0, done
+    world.until(lambda: len(world.sky.beyond.table) == 3)
+
+
+def test_down_through_the_store_leaves_nothing(world: World, cli: Cli) -> None:
+    begun(world, cli)
+    assert list(world.sky.table) == [CLUSTER]
+    assert world.sky.group
+    assert world.sky.beyond.group
+    world.sky.beyond.shutting_down = 3
+    done = cli("down", world.store.url)
+    assert done.code == 0, done
+    assert not world.sky.group
+    assert not world.sky.beyond.group
+    assert "sim is stopped; no machine of it is left." in done.out
+    assert world.sky.table == world.sky.beyond.table == {}
+    assert documents.CONTROLLER.read(world.store) is None
+    assert documents.read_commands(world.store) == ()
+    assert world.sky.reasons == ["resume"]
+
+
+def test_a_dead_daemon_is_started_again_to_stop_the_run(world: World, cli: Cli) -> None:
+    begun(world, cli)
+    world.sky.daemon_dies()
+    assert world.sky.beyond.table
+    assert cli("down", world.store.url).code == 0
+    assert world.sky.table == world.sky.beyond.table == {}
+    assert world.taken_for() == ["resume", "down"]
+
+
+def test_resume_goes_where_the_daemon_lived_and_launches_nothing_twice(world: World, cli: Cli) -> None:
+    begun(world, cli)
+    held = cli("resume", "-d", world.store.url)
+    assert (held.code, "is steered by pid" in held.err) == (exit_codes.HELD, True)
+    world.sky.daemon_dies()
+    asked = list(world.sky.beyond.asked)
+    done = cli("resume", "-d", world.store.url)
+    assert done.code == 0, done
+    assert f"steered by {CLUSTER}" in done.out
+    assert list(world.sky.table) == [CLUSTER]
+    assert [call for call in world.sky.beyond.asked if call not in asked and "launch trainer" in call] == []
+
+
+def test_a_run_that_has_ended_costs_its_machine_until_down(world: World, cli: Cli) -> None:
+    begun(world, cli)
+    documents.send_command(world.store, "down", time.time())
+    world.until(lambda: world.state.phase is RunPhase.STOPPED and not remote.is_steered(world.store))
+    assert cli("down", world.store.url).code == 0
+    assert world.sky.table == {}
+    assert world.sky.reasons == ["resume"], "nothing was left to steer, and a daemon was started"
+
+
+def test_a_lost_controller_machine_is_said_with_what_it_knew(
+    world: World, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(world, cli)
+    world.sky.daemon_dies()
+    world.sky.table.clear()
+    refused = cli("resume", "-d", world.store.url)
+    assert refused.code == exit_codes.FAILED
+    assert "would not know rollout-0-i1, rollout-1-i1, trainer-0-i1" in refused.err
+    assert world.sky.table == {}
+    world.sky.beyond = Table()  # a daemon that is started now is started here, and finds nothing
+    stop = threading.Event()
+    monkeypatch.setattr(
+        down,
+        "start_daemon",
+        lambda store, _record, reason: daemon.steer(store, reason, stop),
+    )
+    told = cli("down", world.store.url)
+    assert told.code == exit_codes.FAILED
+    assert (
+        f"{CLUSTER} is gone, and with it SkyPilot's records of rollout-0-i1, rollout-1-i1, trainer-0" in told.err
+    )
+    assert "labelled `grpo-orch: grpo-sim-0-...`" in told.err
+    assert (world.state.phase, documents.CONTROLLER.read(world.store)) == (RunPhase.STOPPED, None)
+    assert cli("down", world.store.url).code == 0, "what is lost was told, and the run is an ordinary one"
+
+
+def test_the_controller_of_another_user_stops_the_run_and_stays(world: World, cli: Cli) -> None:
+    begun(world, cli)
+    launched_there = dict(world.sky.table)
+    world.sky.table.clear()
+    done = cli("down", world.store.url)
+    assert done.code == exit_codes.FAILED
+    assert f"{CLUSTER} is not on record here" in done.err
+    assert world.sky.beyond.table == {}
+    assert documents.CONTROLLER.read(world.store) is not None
+    world.sky.table.update(launched_there)
+    assert cli("down", world.store.url).code == 0
+    assert world.sky.table == {}
+
+
+def test_a_refused_launch_keeps_the_run_and_its_end_is_said(world: World, cli: Cli) -> None:
+    documents.create_run(world.store, world.record)
+    world.sky.fails = CloudRefused(Refusal.QUOTA, "no quota for it")
+    refused = cli("resume", "--remote", "-d", world.store.url)
+    assert refused.code == exit_codes.FAILED
+    assert "no quota for it; the run is kept: try again with `grpo-orch resume" in refused.err
+    assert documents.CONTROLLER.read(world.store) is not None
+    world.sky.fails = None
+    assert cli("resume", "-d", world.store.url).code == 0
+    assert list(world.sky.table) == [CLUSTER]
+
+
+def test_a_daemon_that_does_not_come_up_is_said_with_its_last_words(
+    world: World, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents.create_run(world.store, world.record)
+    monkeypatch.setattr(daemon, "steer", lambda *_: None)
+    failed = cli("resume", "--remote", "-d", world.store.url)
+    assert failed.code == exit_codes.FAILED
+    assert (
+        f"has ended, and the run has not; its last words: the daemon says; see `sky logs {CLUSTER}`" in failed.err
+    )
+
+
+def test_down_of_a_run_whose_daemon_never_came_up_returns_the_machine_and_launches_nothing(
+    world: World, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents.create_run(world.store, world.record)
+    steer = daemon.steer
+    monkeypatch.setattr(daemon, "steer", lambda *_: None)
+    assert cli("resume", "--remote", "-d", world.store.url).code == exit_codes.FAILED
+    monkeypatch.setattr(daemon, "steer", steer)
+    monkeypatch.setattr(
+        down,
+        "start_daemon",
+        lambda store, _record, reason: steer(store, reason, threading.Event()),
+    )
+    launches = len(world.sky.works)
+    done = cli("down", world.store.url)
+    assert done.code == 0, done
+    assert (world.sky.table, len(world.sky.works)) == ({}, launches)
+    assert (world.state.phase, documents.CONTROLLER.read(world.store)) == (RunPhase.STOPPED, None)
+    assert documents.read_commands(world.store) == ()
+
+
+def test_the_daemons_log_is_read_from_its_machine_and_no_other(world: World, cli: Cli) -> None:
+    begun(world, cli)
+    assert cli("logs", "daemon", world.store.url).out == "the daemon says\n"
+    assert cli("logs", "daemon", "-f", world.store.url).out == "the daemon says and goes on\n"
+    other = cli("logs", "rollout-0", world.store.url)
+    assert other.code == exit_codes.USAGE
+    assert other.err == (
+        f"{CLUSTER} alone knows the machines of this run; there is `grpo-orch logs daemon {world.store.url}`\n"
+    )
+    world.sky.table.clear()
+    unknown = cli("logs", "daemon", world.store.url)
+    assert unknown.code == exit_codes.USAGE
+    assert unknown.err == f"{CLUSTER} is not on record here; ask where it was launched\n"
+
+
+def test_remote_is_for_sky_alone(world: World, cli: Cli) -> None:
+    documents.create_run(world.store, replace(world.record, spec=replace(world.record.spec, cloud="local")))
+    refused = cli("resume", "--remote", "-d", world.store.url)
+    assert refused.code == exit_codes.USAGE
+    assert refused.err == "--remote needs `cloud: sky`; sim is on `cloud: local`, which is this machine\n"
+    assert documents.CONTROLLER.read(world.store) is None
+
+
+def test_up_shows_the_price_and_creates_the_run_before_it_launches(
+    world: World, cli: Cli, moto: S3Server, tmp_path: Path
+) -> None:
+    url = moto.url(f"remote-{time.time_ns()}")
+    run_yaml = {
+        "name": "sim",
+        "cloud": "sky",
+        "storage": {"url": url, "options": moto.options()},
+        "trainer": {
+            "model": "m/m",
+            "dataset": "d/d",
+            "reward_funcs": ["rewards.f"],
+            "resources": {"infra": "aws"},
+        },
+        "rollout": {"resources": {"infra": "aws"}},
+        "grpo": {"max_steps": 2},
+    }
+    (tmp_path / "mine" / "rewards.py").write_text(
+        "def f(completions, **_):\n    return [0.0 for _ in completions]\n"
+    )
+    (tmp_path / "mine" / "run.yaml").write_text(yaml.safe_dump(run_yaml))
+    store = Store(url, options=moto.options())
+    world.sky._store = store
+    done = cli("up", str(tmp_path / "mine" / "run.yaml"), "--remote", "-y", "-d")
+    assert done.code == 0, done
+    assert any("controller" in line and "on_demand" in line and "55.04" in line for line in done.out.splitlines())
+    assert "steered by grpo-controller-sim-" in done.out
+    work = world.sky.works[0]
+    assert json.loads(work.secrets[OPTIONS_ENV]) == moto.options()
+    assert moto.secret_key not in repr(work)
+    assert work.workdir == documents.read_run(store).spec.workdir == str(tmp_path / "mine")

@@ -1,0 +1,123 @@
+"""Of what machines say of themselves as little is asked as tells it, and nothing of it is missed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+
+from checkpoint.records import documents
+from checkpoint.records.documents import MachineReport
+from checkpoint.store import layout
+from checkpoint.store.run_store import Entry, Store
+from orchestrator.clouds.sky.reports import DATED_TO_S, Reports
+from policies.fleet.store_costs import CONTROL_GETS_A_S, CONTROL_PUTS_A_S, LEASES_A_S, LISTED, of_control
+
+names = itertools.count()
+
+
+class Counting(Store):
+    """A store that counts requests, and dates by the second of the test's own clock."""
+
+    def __init__(self) -> None:
+        super().__init__(f"memory://reports-{next(names)}")
+        self.now_s = 0.0
+        self.gets = self.listings = 0
+        self._dates: dict[str, datetime] = {}
+
+    def get(self, key: str) -> bytes:
+        self.gets += 1
+        return super().get(key)
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        self._dates[key] = datetime.fromtimestamp(int(self.now_s), UTC)
+        super().put(key, data)
+
+    def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
+        found = [replace(one, modified_at=self._dates[one.key]) for one in super().entries(prefix, after=after)]
+        self.listings += max(1, -(-len(found) // LISTED))
+        return found
+
+
+class Fleet:
+    """Machines that say so, and who looks at them once a second."""
+
+    def __init__(self, count: int) -> None:
+        self.store = Counting()
+        self.nodes = [f"rollout-{place}-i1" for place in range(count)]
+        for node in self.nodes:
+            self.says(node)
+        self.reports = Reports(self.store, clock=lambda: self.store.now_s)
+
+    def says(self, node: str, zone: str = "z0", *, notice: bool = False) -> None:
+        documents.machine(node).write(
+            self.store, MachineReport(node, 1, None, notice, "172.31.0.7", zone, "boot", 1000.0)
+        )
+
+    def looks(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.store.now_s += 1.0
+            self.reports.look(self.nodes)
+
+
+@pytest.mark.parametrize("count", [9, 12, 13, 101, 1001])
+def test_a_quiet_fleet_asks_what_is_reckoned(count: int) -> None:
+    fleet = Fleet(count)
+    fleet.looks(10)
+    assert set(fleet.reports.said) == set(fleet.nodes)
+    fleet.store.gets = fleet.store.listings = 0
+    fleet.looks(60)
+    use = of_control(60.0, count)
+    assert fleet.store.listings == use.puts - 60 * CONTROL_PUTS_A_S
+    assert fleet.store.gets == pytest.approx(use.gets - 60 * (CONTROL_GETS_A_S + LEASES_A_S * count))
+
+
+@pytest.mark.parametrize("count", [2, 40])
+def test_what_is_said_is_heard_at_the_next_look(count: int) -> None:
+    fleet = Fleet(count)
+    fleet.looks(10)
+    fleet.says(fleet.nodes[1], notice=True)
+    fleet.looks(1)
+    assert [node for node, one in fleet.reports.said.items() if one.notice] == [fleet.nodes[1]]
+
+
+def test_what_is_said_twice_in_a_second_is_heard_though_the_list_does_not_tell() -> None:
+    fleet = Fleet(40)
+    fleet.looks(10)
+    fleet.says(fleet.nodes[1], "z1")
+    fleet.reports.look(fleet.nodes)
+    fleet.says(fleet.nodes[1], "z2")  # as long, and within the same second
+    fleet.looks(int(DATED_TO_S) + 1)
+    assert fleet.reports.said[fleet.nodes[1]].zone == "z2"
+
+
+def test_a_machine_whose_report_is_dropped_has_said_nothing() -> None:
+    fleet = Fleet(40)
+    fleet.looks(10)
+    documents.machine(fleet.nodes[1]).drop(fleet.store)
+    fleet.looks(1)
+    assert set(fleet.reports.said) == {*fleet.nodes} - {fleet.nodes[1]}
+    fleet.says(fleet.nodes[1], "z3")
+    fleet.looks(1)
+    assert fleet.reports.said[fleet.nodes[1]].zone == "z3"
+
+
+@pytest.mark.parametrize("count", [2, 40])
+def test_a_damaged_report_keeps_none_of_the_others_from_being_heard(count: int) -> None:
+    fleet = Fleet(count)
+    fleet.store.put(layout.machine(fleet.nodes[0]), b"{")
+    fleet.looks(1)
+    assert set(fleet.reports.said) == set(fleet.nodes[1:])
+
+
+def test_what_was_read_before_the_fleet_grew_is_read_again() -> None:
+    fleet = Fleet(40)
+    nodes, fleet.nodes = fleet.nodes, fleet.nodes[:5]
+    fleet.looks(10)
+    fleet.says(nodes[1], "z4")
+    fleet.nodes = nodes
+    fleet.looks(1)
+    assert fleet.reports.said[nodes[1]].zone == "z4"
+    assert len(fleet.reports.said) == 40

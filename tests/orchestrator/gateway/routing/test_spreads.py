@@ -1,0 +1,94 @@
+"""How long a policy takes to come to the members, as the gateway sees it and as they say."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from orchestrator.gateway.routing.spreads import KEPT, Spreads
+from orchestrator.gateway.surface.admission import Refused, check_announce
+from policies.serving.gateway_status import VersionSpread
+from policies.serving.member import Row
+from policies.serving.wire import Announce, PolicyRef, PolicyStages
+from tests.rigs.gateway_served import Served, numbers, serve
+
+
+def row(node: str, policy: str | None = "0-0") -> Row:
+    return Row(1, node, "boot", "h:1", policy, 4, 0.0)
+
+
+def says(policy: str, stages: PolicyStages | None = None) -> Announce:
+    return Announce("boot", "h:1", policy, stages=stages)
+
+
+def test_each_stage_is_the_most_that_any_member_took_from_when_the_policy_was_wanted() -> None:
+    spreads = Spreads()
+    spreads.want("0-1", [row("a"), row("b"), row("c"), row("has-it", "0-1")], 100.0)
+    assert spreads.last == [VersionSpread("0-1", members=3)]
+    spreads.hear("a", says("0-0"), 101.0)
+    spreads.hear("b", says("0-1", PolicyStages("0-1", 2.0, 500, 1.0)), 104.0)
+    spreads.hear("a", says("0-1", PolicyStages("0-1", 3.0, 400, 0.5)), 105.0)
+    for at_s in (106.0, 107.0):  # what is said again, and by who came later, changes nothing
+        spreads.hear("b", says("0-1"), at_s)
+        spreads.hear("later", says("0-1"), at_s)
+        spreads.want("0-1", [row("later")], at_s)
+    assert spreads.last == [VersionSpread("0-1", 3, 2, 4.0, 5.0, 3.0, 500, 1.0)]
+
+
+def test_a_node_of_before_there_were_stages_counts_with_its_time_alone() -> None:
+    spreads = Spreads()
+    spreads.want("0-1", [row("a", None)], 1.0)
+    spreads.hear("a", says("0-1"), 3.5)
+    assert spreads.last == [VersionSpread("0-1", 1, 1, 2.5, 2.5)]
+
+
+def test_a_few_versions_are_kept_and_one_that_comes_late_counts_for_its_own() -> None:
+    spreads = Spreads()
+    for step in range(KEPT + 2):
+        spreads.want(f"0-{step}", [row("a", None)], float(step))
+    assert [one.policy for one in spreads.last] == [f"0-{step}" for step in range(2, KEPT + 2)]
+    spreads.hear("a", says("0-5"), 50.0)
+    assert [(one.policy, one.last_ready_s) for one in spreads.last if one.ready] == [("0-5", 45.0)]
+
+
+def test_the_status_and_the_metrics_tell_of_the_newest_that_a_member_holds() -> None:
+    async def story(served: Served) -> None:
+        node = await served.node("a")
+        served.members.want(PolicyRef("0-1", "policies/0-1"))
+        assert "policy_ready{}" not in await numbers(served)
+        node.change(policy="0-1")
+        while not any(one.ready for one in served.members.versions):
+            await asyncio.sleep(0.01)
+        served.members.want(PolicyRef("0-2", "policies/0-2"))
+        told = served.gateway.status().versions
+        assert [(one.policy, one.members, one.ready) for one in told] == [
+            ("0-0", 0, 0),
+            ("0-1", 1, 1),
+            ("0-2", 1, 0),
+        ]
+        found = await numbers(served)
+        assert found["policy_ready{}"] == 1
+        assert (
+            found["policy_ready_seconds{first}"]
+            == found["policy_ready_seconds{last}"]
+            == told[1].first_ready_s
+            > 0
+        )
+        assert found["policy_load_seconds{}"] == 0
+
+    serve(story)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        Announce("b", "h:1", None, stages=PolicyStages("0-1", -1.0)),
+        Announce("b", "h:1", None, stages=PolicyStages("0-1", 1.0, -1)),
+        Announce("b", "h:1", None, join_s={"vllm": -0.1}),
+        Announce("b", "h:1", None, join_s={str(part): 1.0 for part in range(17)}),
+    ],
+)
+def test_times_that_cannot_be_are_refused(said: Announce) -> None:
+    with pytest.raises(Refused, match="stages and join_s"):
+        check_announce(said)

@@ -1,0 +1,100 @@
+"""The gateway's numbers for Prometheus: right after a hand-over, and free on the hot path."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from orchestrator.gateway.job import Finished
+from orchestrator.gateway.routing.dispatch import Ledger
+from orchestrator.gateway.routing.members import Members
+from orchestrator.gateway.surface.metrics import Metrics
+from policies.serving.member import Load
+from tests.rigs.gateway_served import Served, numbers, serve, stream, two_nodes
+from tests.stand_ins.fake_vllm import completion
+
+BODY: dict[str, Any] = {"prompt": [1, 2, 3], "seed": 6, "max_tokens": 40}
+
+
+def test_members_are_told_by_state_and_policy() -> None:
+    async def story(served: Served) -> None:
+        await two_nodes(served)
+        await served.node("old", policy="0-3")
+        await served.node("leaving")
+        served.members._table.started("leaving", Load("group"))  # it has something to do, and stays
+        served.members.drain("leaving")
+        found = await numbers(served)
+        assert found["members{0-0,serving}"] == 2
+        assert found["members{0-3,behind}"] == 1
+        assert found["members{0-0,draining}"] == 1
+        assert found["requests_running{}"] == 1
+        assert found["membership_changes_total{}"] >= 5
+
+    serve(story)
+
+
+def test_a_hand_over_is_counted_with_what_it_saved_and_what_it_cost() -> None:
+    tokens, _, _ = completion(BODY, BODY["prompt"])
+
+    async def story(served: Served) -> None:
+        a = await served.node("a")
+        a.change(stalls=9)
+        async with stream(served, "/v1/completions", **BODY) as heard:
+            await heard.read(enough=9)
+            await served.node("b")
+            a.kill()
+            await heard.read()
+        found = await numbers(served)
+        assert found["handovers_total{lost}"] >= 1
+        assert found["tokens_saved_total{}"] == 9
+        assert found["tokens_replayed_total{}"] == 3 + 9
+        assert found["tokens_delivered_total{}"] == len(tokens)
+        assert found["tokens_discarded_total{}"] == 0
+        assert found["requests_total{finished}"] == 1
+        assert found["requests_running{}"] == found["requests_waiting{}"] == found["waiting_bytes{}"] == 0
+        for name in ("first_token", "token", "request"):
+            assert found[f"{name}_seconds_count{{}}"] == 1
+        assert found["first_token_seconds_sum{}"] <= found["request_seconds_sum{}"]
+        assert found["http_answers_total{/v1/completions,200}"] == 1
+
+    serve(story)
+
+
+def test_histograms_are_cumulative() -> None:
+    metrics = Metrics(Members("secret"), Ledger())
+    for first_token_s, took_s, tokens in ((0.02, 0.5, 1), (0.02, 2.02, 21), (7.0, 7.0, 1), (500.0, 9000.0, 2)):
+        metrics.observe(Finished([0] * tokens, [], "stop", None, None, None, "0-0", "a", 0, first_token_s, took_s))
+    samples = {
+        (one.name.removeprefix("grpo_gateway_"), one.labels.get("le")): one.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for one in family.samples
+    }
+    first = [samples["first_token_seconds_bucket", le] for le in ("0.01", "0.025", "5", "10", "120", "+Inf")]
+    assert first == [0, 2, 2, 3, 3, 4]
+    assert samples["first_token_seconds_count", None] == 4
+    assert samples["request_seconds_sum", None] == 0.5 + 2.02 + 7.0 + 9000.0
+    assert samples["token_seconds_bucket", "0.05"] == 0
+    assert samples["token_seconds_bucket", "0.1"] == 1  # 2 s for 20 tokens; one token alone tells nothing
+    assert samples["token_seconds_count", None] == 2
+
+
+def test_what_waits_and_what_is_refused_is_told() -> None:
+    async def story(served: Served) -> None:
+        asking = asyncio.ensure_future(served.http.post("/v1/completions", json=BODY))
+        await served.until(lambda: served.members.waiting.count == 1)
+        found = await numbers(served)
+        assert (found["requests_waiting{}"], found["waiting_bytes{}"]) == (1, 3 * 8)
+        asking.cancel()
+        await served.until(lambda: served.members.waiting.count == 0)
+        assert (await served.http.post("/v1/completions", json={})).status_code == 400
+        assert (await served.http.get("/nowhere")).status_code == 404
+        assert (await served.http.get("/metrics", headers={"Authorization": "Bearer no"})).status_code == 401
+        found = await numbers(served)
+        assert found["http_answers_total{/v1/completions,400}"] == 1
+        assert found["http_answers_total{unknown,404}"] == 1
+        assert found["http_answers_total{unknown,401}"] == 1
+        assert found["waiting_bytes{}"] == 0
+
+    serve(story)

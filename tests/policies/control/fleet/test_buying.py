@@ -1,0 +1,306 @@
+"""What is bought, and when no more is: the trainer first, and what never works not for ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from policies.control.decide import decide
+from policies.control.fleet.overdue import HOLD_MIN_S
+from policies.control.observed import HEARTBEAT_LOST_S
+from policies.control.snapshot import Trainer
+from policies.model import exit_codes
+from policies.model.buying import (
+    BACK_OFF_MAX_EXTRA_S,
+    PROBE_FIRST_S,
+    PROBE_MAX_S,
+    REFUSALS,
+    WORKS_S,
+    MachineKind,
+    probe_wait_s,
+)
+from policies.model.events import BuyingResumed, BuyingStopped, NodeMoved, NodeRequested, RunMoved, SpecProved
+from policies.model.folding.fold import fold
+from policies.model.state import RunState
+from policies.model.vocabulary import NodePhase, Refusal, Role, RunPhase
+from tests.policies.control.fleet.worlds import HOUR_S, let_pass
+from tests.stand_ins.world import World, spec, until_training
+
+KIND = "rollout on spot"
+
+
+def test_rollout_nodes_are_asked_for_when_the_trainers_machine_is_there() -> None:
+    world = World()
+    world.refusing = True
+    let_pass(world, 1.0)
+    assert {event.role for event in world.of(NodeRequested)} == {Role.TRAINER}
+    world.refusing = False
+    world.run()
+    assert world.state.phase is RunPhase.FINISHED
+
+
+def test_a_run_yaml_that_the_trainer_cannot_work_with_costs_one_machine_and_one_attempt() -> None:
+    world = World(spec=spec(10), fails={Role.TRAINER: exit_codes.BAD_SPEC})
+    world.run()
+    assert world.state.phase is RunPhase.FAILED
+    assert world.launches == [("trainer-0-i1", 1)]
+
+
+@pytest.mark.parametrize(
+    ("activity", "asked"), [("starting", 0), ("restoring", 0), ("training", 2), ("waiting", 2), ("generating", 2)]
+)
+def test_rollout_nodes_are_asked_for_first_once_the_trainer_can_train(activity: str, asked: int) -> None:
+    """So, too, where an earlier release has journalled nothing of it: the heartbeat tells."""
+    world = World(boot_s={Role.TRAINER: 1e9})
+    for _ in range(3):
+        world.tick()
+    beat = Trainer("trainer-0-i1", 1, 0, 0, 0, activity, world.now_s)
+    events = decide(world.state, replace(world.snapshot(), trainer=beat), world.spec).events
+    assert sum(isinstance(event, NodeRequested) for event in events) == asked
+    assert (SpecProved() in events) is bool(asked)
+
+
+@pytest.mark.parametrize(("activity", "step"), [("training", 0), ("starting", 4)])
+def test_what_an_earlier_release_has_trained_is_not_proved_again(activity: str, step: int) -> None:
+    """Its machine is lost, and its journal says nothing of a proof: the store has its last heartbeat."""
+    world = World(boot_s={Role.TRAINER: 1e9})
+    world.beat = Trainer("trainer-0-i0", 1, 0, step, 10, activity, world.now_s - 600.0)
+    for _ in range(3):
+        world.tick()
+    assert len(world.up(Role.ROLLOUT)) == 2, "both kinds of machine start side by side"
+
+
+def test_what_has_trained_once_is_not_proved_again() -> None:
+    world = World(boot_s={Role.TRAINER: 1e9}, proved=True)
+    for _ in range(3):
+        world.tick()
+    assert len(world.up(Role.ROLLOUT)) == 2, "both kinds of machine start side by side"
+
+
+def test_work_that_needs_longer_than_the_deadline_is_not_bought_for_ever() -> None:
+    """24 h, two slots. Each machine is given up after 900 s, 1000 s before it would have served."""
+    world = World(boot_s={Role.ROLLOUT: 1900.0}, max_steps=10**6)
+    bought = let_pass(world, 24.0)
+    assert len(bought.machines) <= 15
+    state = world.state
+    assert state.phase is RunPhase.TRAINING
+    assert "policies.boot_timeout_s" in state.kinds[KIND].stopped
+    assert len(world.of(BuyingStopped)) == 1
+    world.boot_s = {Role.ROLLOUT: 5.0}  # it is mended: the next try shows it
+    let_pass(world, PROBE_MAX_S / HOUR_S + 0.1)
+    assert not world.state.kinds[KIND].stopped
+    assert len(world.of(BuyingResumed)) == 1
+    assert len(world.up(Role.ROLLOUT)) == 2
+
+
+def test_a_launch_that_takes_longer_than_the_deadline_is_not_made_for_ever() -> None:
+    world = World(launch_s=1200.0, max_steps=10**6)
+    let_pass(world, 24.0)
+    assert len(world.of(NodeRequested)) <= 15
+    assert "policies.boot_timeout_s" in world.state.kinds["trainer on demand"].stopped
+
+
+def test_a_machine_that_takes_its_time_within_the_deadline_serves() -> None:
+    world = World(launch_s=600.0, boot_s={Role.ROLLOUT: 800.0, Role.TRAINER: 800.0})
+    world.run(10**5)
+    assert world.state.phase is RunPhase.FINISHED
+    assert len(world.launches) == 3
+
+
+def test_work_that_fails_on_every_machine_is_not_bought_for_ever() -> None:
+    world = World(fails={Role.ROLLOUT: 1}, max_steps=10**6)
+    assert len(let_pass(world, 24.0).machines) <= 15
+    assert "its work failed 5 times" in world.state.kinds[KIND].stopped
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "steady_s", "given_up"),
+    [(899.0, 600.0, False), (901.0, 600.0, False), (3601.0, 600.0, True), (3601.0, HEARTBEAT_LOST_S, False)],
+)
+def test_a_store_that_fails_now_and_then_does_not_pay_for_ever(
+    waited_s: float, steady_s: float, given_up: bool
+) -> None:
+    world = World(boot_s={Role.ROLLOUT: 1e9}, proved=True)
+    while world.beat is None:
+        world.tick()
+        world.advance()
+    now_s = world.state.nodes["rollout-0-i1"].since_s + waited_s
+    later = replace(world.snapshot(), now_s=now_s, steady_s=steady_s)
+    assert later.trainer is not None
+    beating = replace(later, trainer=replace(later.trainer, beat_at_s=later.now_s), gateway_age_s=waited_s)
+    moved = [e for e in decide(world.state, beating, world.spec).events if isinstance(e, NodeMoved)]
+    assert any(move.refusal is Refusal.NEVER_SERVED for move in moved) is given_up
+
+
+def test_one_that_goes_on_serving_shows_that_a_kind_works_again() -> None:
+    world = World(max_steps=10**9, save_steps=10**8)
+    until_training(world)
+    broken = MachineKind(stopped="3 in a row", broke_in_a_row=REFUSALS, failed_at_s=world.now_s, served=9)
+    unserved = replace(broken, unserved_in_a_row=REFUSALS)
+    for kind, after_s, resumed in ((broken, 0.0, False), (broken, 1.0, True), (unserved, 1.0, False)):
+        state = replace(world.state, kinds={**world.state.kinds, KIND: kind})
+        later = replace(world.snapshot(), now_s=world.now_s + WORKS_S + after_s, steady_s=1.0)
+        events = decide(state, later, world.spec).events
+        assert events == ((BuyingResumed(KIND),) if resumed else ()), "others never serve at all"
+
+
+@pytest.mark.parametrize(
+    ("code", "boot_s", "serves_s", "first"),
+    [(1, 5.0, 60.0, 8), (exit_codes.BAD_SPEC, 5.0, 60.0, 8), (1, 800.0, 500.0, 16)],
+    ids=["soon", "refused", "later than an hour, for their starts are long"],
+)
+def test_machines_that_serve_and_soon_break_are_not_bought_for_ever(
+    code: int, boot_s: float, serves_s: float, first: int
+) -> None:
+    """As when the first real requests end the engine: each joins the members, and none does any work."""
+    world = World(spec=spec(8), max_steps=10**9, save_steps=10**8)
+    until_training(world)
+    world.boot_s = {Role.ROLLOUT: boot_s}
+    broken, end_s = True, world.now_s + 24 * HOUR_S
+    while world.now_s < end_s:
+        world.tick()
+        for node in world.state.live(Role.ROLLOUT):
+            if broken and node.phase is NodePhase.SERVING and world.now_s - node.since_s > serves_s:
+                world.exit(node.id, code)
+        world.advance(10.0)
+    machines = {name for name, _ in world.launches if name.startswith(Role.ROLLOUT)}
+    assert len(machines) < first + 12  # the first ones, until it is known how long a start takes, and tries
+    assert world.state.kinds[KIND].stopped
+    broken = False
+    let_pass(world, 5.0)
+    assert not world.state.kinds[KIND].stopped
+    assert len(world.up(Role.ROLLOUT)) == 8
+
+
+def test_a_node_whose_work_refuses_run_yaml_fails_the_run_with_its_name() -> None:
+    world = World(fails={Role.ROLLOUT: exit_codes.BAD_SPEC})
+    world.run()
+    assert world.state.phase is RunPhase.FAILED
+    assert "rollout-0-i1 cannot work with this run.yaml; see `grpo-orch logs rollout-0-i1`" in world.state.reason
+    assert len(world.launches) <= 3
+    assert world.machines == {}
+
+
+def test_the_first_rollout_machine_that_cannot_begin_is_replaced_and_the_run_goes_on() -> None:
+    world = World(spec(1), proved=True, max_steps=10**6)
+    while not world.state.live(Role.ROLLOUT):
+        world.tick()
+        world.advance()
+    world.tick()
+    world.exit("rollout-0-i1", exit_codes.UNFIT_MACHINE)
+    let_pass(world, 0.1)
+    assert world.state.phase is RunPhase.TRAINING
+    assert world.up(Role.ROLLOUT) == ["rollout-0-i2"]
+    assert [attempt for node, attempt in world.launches if node == "rollout-0-i1"] == [1]  # not once more on it
+
+
+def test_a_large_fleet_is_asked_for_once_one_of_its_kind_has_served() -> None:
+    world = World(spec(8), proved=True, max_steps=10**6)
+    while not world.up(Role.ROLLOUT):
+        world.tick()
+        world.advance(0.25)
+    assert len(world.launches) == 1 + 3
+    world.advance(20.0)
+    for _ in range(4):
+        world.tick()
+        world.advance(0.25)
+    assert len(world.launches) == 1 + 8
+
+
+@pytest.mark.parametrize("replicas", [1, 8])
+def test_where_no_rollout_machine_can_begin_the_third_ends_the_run(replicas: int) -> None:
+    world = World(spec(replicas), proved=True, fails={Role.ROLLOUT: exit_codes.UNFIT_MACHINE})
+    world.run()
+    assert world.state.phase is RunPhase.FAILED
+    assert "3 machines in a row cannot work with this run.yaml; see `grpo-orch logs rollout-" in world.state.reason
+    assert len(world.launches) == 1 + 3
+
+
+def test_one_machine_that_refuses_what_others_serve_with_does_not_end_the_run() -> None:
+    world = until_training(World(max_steps=10**6))
+    world.lose("rollout-1-i1")
+    world.tick()
+    world.advance()
+    world.exit("rollout-1-i2", exit_codes.BAD_SPEC)
+    let_pass(world, 0.1)
+    assert world.state.phase is RunPhase.TRAINING
+    assert world.up(Role.ROLLOUT) == ["rollout-0-i1", "rollout-1-i3"]
+
+
+def test_a_node_that_refuses_run_yaml_right_after_a_resume_ends_nothing_that_works() -> None:
+    world = until_training(World(max_steps=10**6))
+    world.journal((RunMoved(RunPhase.STOPPING, "asked to stop"), RunMoved(RunPhase.STARTING, "resumed")))
+    world.exit("rollout-0-i1", exit_codes.BAD_SPEC)
+    let_pass(world, 0.1)
+    assert world.state.phase is not RunPhase.FAILED
+
+
+def test_without_a_trainer_rollout_machines_go_back_and_come_again_with_it() -> None:
+    world = until_training(World(spec(8), max_steps=10**6))
+    world.lose("trainer-0-i1")
+    world.refusing = True
+    bought = let_pass(world, 11.0)
+    assert bought.hours < 8 * (HOLD_MIN_S + 60) / HOUR_S
+    assert world.machines == {}
+    world.refusing = False
+    let_pass(world, 0.1)
+    assert len(world.up(Role.ROLLOUT)) == 8
+
+
+def test_a_trainer_that_is_soon_replaced_finds_its_rollout_machines() -> None:
+    world = until_training(World(spec(4), max_steps=10**6))
+    world.lose("trainer-0-i1")
+    world.refusing = True
+    let_pass(world, (HOLD_MIN_S - 60) / HOUR_S)
+    world.refusing = False
+    let_pass(world, 0.1)
+    assert world.up(Role.ROLLOUT) == [f"rollout-{i}-i1" for i in range(4)]
+
+
+def test_capacity_that_comes_back_is_found_soon_and_by_all() -> None:
+    world = until_training(World(spec(4), max_steps=10**6))
+    world.refusing_rollouts = True
+    for node in world.up(Role.ROLLOUT):
+        world.lose(node)
+    let_pass(world, 2.0, dt_s=1.0)
+    assert "nothing to be had" in world.state.kinds[KIND].stopped
+    assert len(world.of(NodeRequested)) < 2 * HOUR_S / 15 + 30  # one at a time
+    world.refusing_rollouts = False
+    let_pass(world, (BACK_OFF_MAX_EXTRA_S + 60.0) / HOUR_S, dt_s=1.0)  # the run had parked
+    assert len(world.up(Role.ROLLOUT)) == 4
+
+
+def test_who_resumes_after_a_repair_does_not_wait() -> None:
+    world = World(boot_s={Role.ROLLOUT: 1900.0}, max_steps=10**6)
+    let_pass(world, 2.0)
+    assert world.state.kinds[KIND].stopped
+    world.fails[Role.TRAINER] = exit_codes.BAD_SPEC
+    for node in world.up(Role.TRAINER):
+        world.exit(node, exit_codes.BAD_SPEC)
+    world.run()
+    world.fails.clear()
+    world.boot_s.clear()
+    world.resume()
+    let_pass(world, 0.05)
+    assert len(world.up(Role.ROLLOUT)) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed", "waits"),
+    [
+        (MachineKind(unserved_in_a_row=REFUSALS), True, [PROBE_FIRST_S, 2 * PROBE_FIRST_S, 4 * PROBE_FIRST_S]),
+        (MachineKind(refused_in_a_row=REFUSALS), True, [2, 4, 8]),
+        (MachineKind(refused_in_a_row=9, unserved_in_a_row=2), False, [2, 4, 8]),
+    ],
+)
+def test_tries_come_at_growing_intervals(kind: MachineKind, needed: bool, waits: list[float]) -> None:
+    assert [probe_wait_s(replace(kind, probes=n), needed) for n in range(3)] == waits
+    most = PROBE_MAX_S if kind.never_serves else 15 if needed else 120
+    assert probe_wait_s(replace(kind, probes=50), needed) == most
+
+
+def test_journals_without_refusals_of_given_machines_still_read() -> None:
+    assert fold([]) == RunState()
+    assert NodeMoved("rollout-0-i1", NodePhase.TERMINATING, "why").refusal is None
+    assert Refusal("never_served") is Refusal.NEVER_SERVED

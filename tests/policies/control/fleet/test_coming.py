@@ -1,0 +1,210 @@
+"""A node that is slow to come is waited for while it gets on, and replaced once it does not: hours, simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from orchestrator.gateway.routing.comers import COMERS_MAX, Comers
+from policies.control.snapshot import Snapshot
+from policies.model.events import NodeMoved
+from policies.model.vocabulary import NodePhase, Refusal, Role
+from policies.serving.joining import (
+    BASE_MODEL,
+    ENGINE,
+    ENGINE_ANEW,
+    HUB,
+    READ_BYTES_PER_S,
+    Stage,
+    gets_on,
+    limit_s,
+)
+from tests.policies.control.fleet.worlds import HOUR_S, let_pass
+from tests.stand_ins.world import World, spec
+
+OF_70B_BYTES = 141_000_000_000  # in bfloat16
+OF_32B_BYTES = 65_500_000_000
+LIMIT_S = 900.0
+SETUP_S = 400.0  # in which the agent does not run yet
+
+
+@dataclass
+class SlowWorld(World):
+    """Rollout nodes tell the gateway how far they are, by `at`: seconds since the agent's start to a stage."""
+
+    at: Callable[[float], Stage] = lambda _: Stage(ENGINE)
+    comers: Comers = field(default_factory=Comers)
+    deaf: bool = False  # the controller does not hear from the gateway
+
+    def snapshot(self) -> Snapshot:
+        seen = super().snapshot()
+        for name in self.machines:
+            if name.startswith(Role.ROLLOUT) and self.now_s >= self.up_at_s[name] + SETUP_S:
+                self.comers.tell(name, self.at(self.now_s - self.up_at_s[name] - SETUP_S), self.now_s)
+        members = seen.members or {}
+        coming = self.comers.status(members, self.now_s)
+        if self.deaf:
+            return replace(seen, members=None, coming={})
+        return replace(seen, coming={one.node: one for one in coming} if seen.members is not None else {})
+
+
+def slow(at: Callable[[float], Stage], takes_s: float) -> SlowWorld:
+    boot_s = {Role.ROLLOUT: SETUP_S + takes_s}
+    return SlowWorld(spec=spec(1), max_steps=10**6, boot_s=boot_s, at=at, proved=True)
+
+
+def fetched(bytes_per_s: float, total_bytes: int) -> Callable[[float], Stage]:
+    def at(since_s: float) -> Stage:
+        done_bytes = int(min(total_bytes, since_s * bytes_per_s))
+        return (
+            Stage(BASE_MODEL, done_bytes, total_bytes)
+            if done_bytes < total_bytes
+            else Stage(ENGINE, 0, total_bytes)
+        )
+
+    return at
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "reads_s", "served"),
+    [
+        (12.5e6, 700.0, True),  # 100 Mbit/s: 3:08 h
+        (8e6, 700.0, True),  # 4:54 h
+        (7e6, 700.0, False),  # less than a twentieth in 900 s
+        (1e9, 2300.0, True),  # from a disk that gives 61 MB/s
+        (1e9, 2400.0, False),
+    ],
+)
+def test_a_70b_node_is_waited_for_as_long_as_it_gets_on(bytes_per_s: float, reads_s: float, served: bool) -> None:
+    world = slow(fetched(bytes_per_s, OF_70B_BYTES), OF_70B_BYTES / bytes_per_s + reads_s)
+    bought = let_pass(world, 5.5)
+    assert (len(bought.machines) == 1) is served
+    if served:
+        assert world.up(Role.ROLLOUT)
+    else:
+        gone = [one for one in world.of(NodeMoved) if one.refusal is Refusal.NEVER_SERVED]
+        assert gone
+        assert "and no further for" in gone[0].reason
+
+
+def test_a_download_that_stops_is_given_up_900_s_later_and_not_before() -> None:
+    def at(since_s: float) -> Stage:
+        return Stage(BASE_MODEL, int(min(0.42, since_s / (4 * HOUR_S)) * OF_70B_BYTES), OF_70B_BYTES)
+
+    world = slow(at, 10 * HOUR_S)
+    stopped_s = SETUP_S + 0.4 * 4 * HOUR_S  # the last twentieth that was whole
+    let_pass(world, stopped_s / HOUR_S + 0.2)
+    assert world.state.nodes["rollout-0-i1"].phase is NodePhase.BOOTING
+    let_pass(world, 0.2)
+    assert world.state.slots["rollout-0"].incarnations == 2
+
+
+def test_a_node_whose_store_fails_near_the_end_has_the_time_that_the_hub_takes() -> None:
+    """A damaged chunk: what the hub sends after that is the second time, and no less needed."""
+    store_s, hub_s = 0.97 * OF_70B_BYTES / 500e6, OF_70B_BYTES / 100e6
+
+    def at(since_s: float) -> Stage:
+        if since_s < store_s:
+            return Stage(BASE_MODEL, int(since_s * 500e6), OF_70B_BYTES)
+        done_bytes = int((since_s - store_s) * 100e6)
+        return (
+            Stage(HUB, done_bytes, OF_70B_BYTES) if since_s < store_s + hub_s else Stage(ENGINE, 0, OF_70B_BYTES)
+        )
+
+    world = slow(at, store_s + hub_s + 500.0)
+    bought = let_pass(world, 1.5)
+    assert len(bought.machines) == 1
+    assert world.up(Role.ROLLOUT)
+
+
+def test_an_agent_that_falls_silent_is_given_up_by_what_it_last_said() -> None:
+    world = slow(fetched(1e6, OF_32B_BYTES), 10 * HOUR_S)
+    let_pass(world, 0.2)
+    world.at = lambda _: Stage(BASE_MODEL, 1, OF_32B_BYTES)
+    let_pass(world, 0.3)
+    assert world.state.slots["rollout-0"].incarnations == 2
+
+
+@pytest.mark.parametrize("hours", [1.0, 6.0])
+def test_a_gateway_that_is_not_heard_from_counts_against_nobody(hours: float) -> None:
+    world = slow(fetched(12.5e6, OF_70B_BYTES), 10 * HOUR_S)
+    let_pass(world, 0.3)
+    world.deaf = True
+    let_pass(world, hours)
+    assert world.state.slots["rollout-0"].incarnations == 1
+
+
+def test_a_gateway_that_begins_anew_counts_from_its_own_start() -> None:
+    world = slow(fetched(12.5e6, OF_70B_BYTES), 10 * HOUR_S)
+    let_pass(world, 2.0)
+    world.comers = Comers()
+    let_pass(world, 0.2)
+    assert world.state.slots["rollout-0"].incarnations == 1
+
+
+@pytest.mark.parametrize("by", ["a new gateway", "another stage"])
+def test_a_node_that_seems_to_get_on_for_ever_is_replaced_all_the_same(by: str) -> None:
+    def at(since_s: float) -> Stage:
+        return Stage(ENGINE if by == "a new gateway" or since_s % 1200 < 600 else HUB, 0, OF_70B_BYTES)
+
+    world = slow(at, 100 * HOUR_S)
+    for _ in range(12 * 6):
+        let_pass(world, 1 / 6)
+        world.comers = Comers() if by == "a new gateway" else world.comers
+    assert world.state.slots["rollout-0"].incarnations == 2
+    [gone] = [one for one in world.of(NodeMoved) if one.refusal is Refusal.NEVER_SERVED]
+    assert "and no member after" in gone.reason
+
+
+@pytest.mark.parametrize(
+    ("mark", "now", "on"),
+    [
+        (Stage(BASE_MODEL, 0, 100), Stage(BASE_MODEL, 5, 100), False),
+        (Stage(BASE_MODEL, 0, 100), Stage(BASE_MODEL, 6, 100), True),
+        (Stage(BASE_MODEL, 50, 100), Stage(BASE_MODEL, 40, 100), False),  # fetched again
+        (Stage(BASE_MODEL, 0, 0), Stage(BASE_MODEL, 1, 0), True),
+        (Stage(BASE_MODEL, 95, 100), Stage(HUB, 0, 100), True),
+        (Stage(BASE_MODEL, 100, 100), Stage(ENGINE, 0, 100), True),
+        (Stage(ENGINE, 0, 100), Stage(ENGINE, 0, 100), False),
+    ],
+)
+def test_what_counts_as_getting_on(mark: Stage, now: Stage, on: bool) -> None:
+    assert gets_on(mark, now) is on
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected_s"),
+    [
+        (Stage(BASE_MODEL, 0, OF_70B_BYTES), 900.0),
+        (Stage(ENGINE), 900.0),
+        (Stage(ENGINE, 0, 1_200_000_000), 912.0),  # 0.6B
+        (Stage(ENGINE, 0, OF_32B_BYTES), 1555.0),
+        (Stage(ENGINE, 0, OF_70B_BYTES), 2310.0),
+        (Stage(ENGINE_ANEW, 0, OF_70B_BYTES), 2310.0),
+        (Stage(ENGINE, 0, 2 * OF_70B_BYTES), 3720.0),  # in float32
+    ],
+)
+def test_how_long_a_node_may_stay_where_it_is(stage: Stage, expected_s: float) -> None:
+    assert limit_s(stage, LIMIT_S) == pytest.approx(expected_s)
+    assert READ_BYTES_PER_S < 218e6, "less than the disk that SkyPilot asks for by default gives"
+
+
+def test_the_gateway_counts_each_time_that_one_gets_on() -> None:
+    comers = Comers()
+    for at_s, done_bytes in enumerate((0, 1, 6, 7, 12, 11, 12)):
+        comers.tell("rollout-0-i1", Stage(BASE_MODEL, done_bytes, 100), float(at_s))
+    assert comers.moves == 3
+    assert comers.status((), 10.0)[0].still_s == 6.0
+    comers.forget("rollout-0-i1")
+    assert comers.status((), 10.0) == []
+
+
+def test_what_the_gateway_remembers_has_a_limit_and_members_are_not_coming() -> None:
+    comers = Comers()
+    for number in range(2 * COMERS_MAX):
+        comers.tell(f"rollout-{number}-i1", Stage(ENGINE), float(number))
+    told = comers.status({f"rollout-{2 * COMERS_MAX - 1}-i1"}, 1000.0)
+    assert len(told) == COMERS_MAX - 1
+    assert {one.node for one in told} == {f"rollout-{n}-i1" for n in range(COMERS_MAX, 2 * COMERS_MAX - 1)}

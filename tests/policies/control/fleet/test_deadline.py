@@ -1,0 +1,146 @@
+"""The deadline as the controller keeps it: more nodes, on demand without the wait, within budget; told once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from policies.control.fleet.deadline import course_of
+from policies.control.fleet.size import rollouts_wanted
+from policies.control.fleet.stand_ins import stand_ins_of
+from policies.control.snapshot import Snapshot
+from policies.fleet.how_many import StepShape
+from policies.model.events import BudgetReached, BudgetRefused, DeadlineMissed, FleetSized, NodeRequested
+from policies.model.folding.fold import fold
+from policies.model.spec import Budget, FleetPolicy, PoliciesSpec, RunSpec
+from policies.model.state import RunState
+from policies.model.vocabulary import Market, Role, RunPhase
+from tests.policies.control.fleet.worlds import ON_DEMAND, TwoMarkets
+from tests.stand_ins.world import spec
+
+SHAPE = StepShape(60.0, 60.0)  # 2 nodes on spot are cheapest; with 6, a step takes 70 s
+STEPS = 1000
+
+
+@dataclass
+class Dated(TwoMarkets):
+    """A run of a thousand steps that is as far as a test says."""
+
+    shape: StepShape | None = SHAPE
+    no_spot: bool = False
+    at_step: int = 0
+    activity: str = "training"
+
+    def snapshot(self) -> Snapshot:
+        looked = super().snapshot()
+        beat = looked.trainer
+        if beat is None or beat.activity in ("starting", "restoring"):
+            return looked
+        return replace(looked, trainer=replace(beat, step=self.at_step, max_steps=STEPS, activity=self.activity))
+
+
+def due(hours: float, replicas: int = 6, **others: object) -> RunSpec:
+    """A run whose deadline is so many hours after the world's beginning."""
+    at = datetime.fromtimestamp(1000.0 + hours * 3600, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    run = replace(spec(replicas), policies=PoliciesSpec(fleet=FleetPolicy(deadline=at)))
+    return replace(run, **others)  # type: ignore[arg-type]  # RunSpec's own keys
+
+
+def sized(world: Dated) -> list[int]:
+    return [event.nodes for event in world.of(FleetSized)]
+
+
+def test_there_are_as_many_nodes_as_the_time_left_takes() -> None:
+    free, bound = Dated(spec(6)), Dated(due(24.0))  # 86 s a step: 2.3 nodes
+    for world in (free, bound):
+        world.let_pass(0.5)
+    assert sized(free) == [2]
+    assert sized(bound) == [4]  # of six so many stay as leave a tenth over
+    assert "4 keep the deadline: 1000 steps are left" in bound.of(FleetSized)[0].reason
+    bound.at_step = 40
+    bound.let_pass(4.0)  # 40 steps in 4.5 h: 73 s each of the others, 4.6 nodes
+    assert (sized(bound)[-1], rollouts_wanted(bound.state, bound.spec)) == (5, 5)
+    assert len(bound.up(Role.ROLLOUT)) == 5
+    bound.at_step = 400  # 111 s each: what is cheapest is enough
+    bound.let_pass(1.0)
+    assert rollouts_wanted(bound.state, bound.spec) == 2
+
+
+def test_behind_and_without_spot_it_buys_on_demand_after_a_minute() -> None:
+    ahead, behind = (Dated(due(24.0), no_spot=True) for _ in range(2))
+    ahead.at_step = 100
+    for world in (ahead, behind):
+        world.let_pass(0.05)
+    assert ahead.stood_in == []
+    assert len(behind.stood_in) == 3
+    ahead.let_pass(1.0)
+    assert len(ahead.stood_in) == 2  # which suffice, once the wait was as dear as they are
+
+
+def test_they_stay_until_the_run_is_ahead_and_go_once_spot_has_held() -> None:
+    world = Dated(due(24.0), no_spot=True)
+    world.let_pass(0.5)
+    world.no_spot = False
+    world.let_pass(1.5)
+    assert len(stand_ins_of(world.state)) == 3
+    world.at_step = 200
+    world.let_pass(1.0)
+    assert stand_ins_of(world.state) == []
+
+
+def test_the_budget_rules_and_what_it_forbids_is_told_once() -> None:
+    world = Dated(due(24.0, budget=Budget(usd_per_h=10.0)), no_spot=True)  # a trainer at 4, one node at 5
+    world.let_pass(2.0)
+    (told,) = (one for one in world.of(BudgetRefused) if one.role == ON_DEMAND)
+    assert "the deadline takes it" in told.reason
+    assert len(stand_ins_of(world.state)) == 1
+    assert world.of(BudgetReached) == []
+    assert world.state.phase is RunPhase.TRAINING
+
+
+def test_one_out_of_reach_is_told_once_with_its_end_and_nothing_more_is_bought_for_it() -> None:
+    world = Dated(due(15.0))  # 54 s a step
+    world.let_pass(1.0)
+    (told,) = world.of(DeadlineMissed)
+    assert isinstance(told, DeadlineMissed)
+    assert (told.nodes, told.step_s, told.step, told.steps) == (6, 70.0, 0, STEPS)
+    assert told.expected_end_s is not None
+    assert told.expected_end_s > told.deadline_s + 3600
+    assert rollouts_wanted(world.state, world.spec) == 2
+    assert fold(world.history).deadline_missed
+    world.take_over()
+    world.let_pass(1.0)
+    assert len(world.of(DeadlineMissed)) == 1
+
+
+def test_one_that_has_passed_is_told_where_nothing_was_measured() -> None:
+    world = Dated(due(0.5), shape=None)
+    world.let_pass(1.0)
+    assert [event.expected_end_s for event in world.of(DeadlineMissed)] == [None]
+
+
+def test_a_trainer_that_restores_is_at_no_step_and_buys_nothing() -> None:
+    world = Dated(due(24.0), at_step=500)
+    world.let_pass(2.0)
+    before, size = len(world.of(NodeRequested)), rollouts_wanted(world.state, world.spec)
+    world.at_step, world.activity, world.no_spot = 0, "restoring", True
+    for node in world.up(Role.ROLLOUT)[:1]:
+        world.lose(node)
+    world.let_pass(0.05)
+    assert rollouts_wanted(world.state, world.spec) == size
+    assert all(one.market is Market.SPOT for one in world.of(NodeRequested)[before:])
+
+
+def test_the_course_begins_with_the_first_training_and_needs_a_total() -> None:
+    world = Dated(due(24.0))
+    world.let_pass(0.5)
+    beat = world.snapshot().trainer
+    assert beat is not None
+    course = course_of(world.state, world.spec, beat, world.now_s)
+    assert course is not None
+    assert 1000.0 <= course.begun_s < 1100.0
+    assert (course.deadline_s, course.steps) == (1000.0 + 24 * 3600, STEPS)
+    assert course_of(world.state, world.spec, replace(beat, max_steps=0), world.now_s) is None
+    assert course_of(world.state, world.spec, replace(beat, step=STEPS), world.now_s) is None
+    assert course_of(world.state, spec(6), beat, world.now_s) is None
+    assert course_of(RunState(), world.spec, beat, world.now_s) is None

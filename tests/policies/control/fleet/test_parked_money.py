@@ -1,0 +1,92 @@
+"""Under a cap an hour a parked run goes on with what it went on with before: what its machines really cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.control.snapshot import Action
+from policies.model.events import BudgetReached, RunMoved
+from policies.model.spec import RunSpec
+from policies.model.vocabulary import Role, RunPhase
+from tests.policies.control.fleet.worlds import ON_DEMAND, TwoMarkets, capped
+
+CAP = 9.0  # USD an hour: the trainer at its price, 4, and a node on demand at the most that it may cost, 5
+
+
+class Dry(TwoMarkets):
+    """Neither market gives a rollout node while it is `dry`. What runs is within the cap at every moment."""
+
+    dry = False
+
+    def act(self, action: Action) -> None:
+        self.refusing_rollouts = self.dry
+        super().act(action)
+
+    def tick(self, *, journal_only: bool = False) -> bool:
+        over = super().tick(journal_only=journal_only)
+        assert sum(node.usd_per_h for node in self.state.nodes.values()) <= CAP
+        return over
+
+    @property
+    def phases(self) -> list[RunPhase]:
+        return [event.phase for event in self.of(RunMoved)]
+
+
+def parked(most: dict[str, float], run: RunSpec | None = None) -> Dry:
+    """A run that has trained with a node on demand, and can have none any more."""
+    world = Dry(run or capped(usd_per_h=CAP, max_replicas=1), most=most)
+    world.let_pass(1.0)
+    assert world.steps > 1000
+    world.dry = True
+    for node in world.up(Role.ROLLOUT):
+        world.lose(node)
+    world.let_pass(2.0)
+    assert world.phases[-1] is RunPhase.PARKED
+    assert world.of(BudgetReached) == []
+    return world
+
+
+@pytest.mark.parametrize("spot", [2.0, 6.0, 10.0])
+@pytest.mark.parametrize("trainer", [5.0, 6.0, 9.0])
+def test_a_parked_run_goes_on_with_prices_that_fit_though_what_is_listed_does_not(
+    spot: float, trainer: float
+) -> None:
+    world = parked({"trainer on demand": trainer, "rollout on spot": spot, ON_DEMAND: 5.0})
+    steps, world.dry = world.steps, False
+    world.let_pass(1.0)
+    assert RunPhase.PAUSED not in world.phases
+    assert world.state.phase is RunPhase.TRAINING
+    assert world.steps - steps > 1000
+    assert len([one for one in world.launches if one[0].startswith(Role.TRAINER)]) == 2
+
+
+def test_a_trainer_that_is_lost_comes_before_nodes_that_leave_no_room_for_what_it_may_cost() -> None:
+    world = Dry(
+        capped(usd_per_h=CAP, max_replicas=1),
+        most={"trainer on demand": 9.0, "rollout on spot": 2.0, ON_DEMAND: 5.0},
+    )
+    world.let_pass(1.0)
+    for node in world.up(Role.TRAINER):
+        world.lose(node)
+    steps = world.steps
+    world.let_pass(1.0)
+    assert world.state.phase is RunPhase.TRAINING
+    assert world.steps - steps > 1000
+    assert len(world.stood_in) == 2
+
+
+def test_a_trainer_that_costs_what_is_listed_ends_in_a_pause_and_is_bought_once() -> None:
+    world = parked({"trainer on demand": 5.0, "rollout on spot": 10.0, ON_DEMAND: 5.0})
+    world.most = {"trainer on demand": 9.5, "rollout on spot": 10.0, ON_DEMAND: 5.0}
+    world.dry = False
+    world.let_pass(1.0)
+    assert world.state.phase is RunPhase.PAUSED
+    assert len([one for one in world.launches if one[0].startswith(Role.TRAINER)]) == 1
+
+
+def test_what_no_return_of_a_node_makes_room_for_under_the_whole_cap_ends_the_run() -> None:
+    run = capped(usd=4.5, usd_per_h=CAP, max_replicas=1)
+    world = Dry(run, most={"trainer on demand": 5.0, "rollout on spot": 2.0, ON_DEMAND: 5.0})
+    world.let_pass(2.0)
+    assert world.state.phase is RunPhase.PAUSED
+    assert len(world.of(BudgetReached)) == 1

@@ -1,0 +1,229 @@
+"""A run for which no rollout node can be had returns its trainer's machine, and goes on once one can."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from policies.control.fleet.stand_ins import stand_ins_of
+from policies.control.observed import MACHINE_LOST_S
+from policies.control.snapshot import Action, Launch, Snapshot
+from policies.fleet.parking import IDLE_MIN_S, idle_limit_s
+from policies.model import exit_codes
+from policies.model.buying import BACK_OFF_MAX_EXTRA_S
+from policies.model.events import BudgetRefused, CapacityMissing, JobRestarted, NodeRequested, RunMoved
+from policies.model.spec import Replicas, RunSpec
+from policies.model.vocabulary import Market, PolicyVersion, Role, RunPhase
+from tests.policies.control.fleet.droughts import PARKS_IN_S, drought, is_at, parked
+from tests.policies.control.fleet.worlds import HOUR_S, TwoMarkets, capped
+from tests.stand_ins.world import spec
+
+
+def test_a_restarts_price_in_seconds_of_waiting() -> None:
+    assert idle_limit_s(600.0, 30.0, 3.0) == pytest.approx(660.0)
+    assert idle_limit_s(600.0, 4.0, 4.0) == idle_limit_s(600.0, 0.0, 4.0) == 1200.0
+    assert idle_limit_s(5.0, 4.0, 1.0) == IDLE_MIN_S
+
+
+def test_a_day_without_rollout_nodes_costs_no_trainer_and_loses_no_step() -> None:
+    world = drought()
+    lost_at_s, steps = world.now_s, int(world.steps)
+    world.until(RunPhase.PARKED)
+    assert IDLE_MIN_S <= world.now_s - lost_at_s <= PARKS_IN_S
+    world.let_pass(30.0)
+    assert world.machines == {}
+    assert world.checkpoints == [PolicyVersion(0, steps)]
+    asked = len(world.of(NodeRequested))
+    world.let_pass(24 * HOUR_S, 20.0)
+    new = world.of(NodeRequested)[asked:]
+    assert {event.role for event in new} == {Role.ROLLOUT}
+    assert {event.slot for event in new} == {"rollout-0"}
+    assert len(new) <= 24 * HOUR_S / BACK_OFF_MAX_EXTRA_S + 10
+    assert (world.machines, world.of(CapacityMissing)) == ({}, [])
+    world.refusing_rollouts = False
+    back_at_s = world.now_s
+    world.until(RunPhase.TRAINING)
+    world.let_pass(60.0)
+    assert world.now_s - back_at_s < BACK_OFF_MAX_EXTRA_S + 120.0
+    assert len(world.up(Role.ROLLOUT)) == 2
+    assert world.steps > steps
+    assert (world.state.trainer_failures, world.of(JobRestarted)) == (0, [])
+    (told,) = [event for event in world.of(RunMoved) if event.parked_s is not None]
+    assert (told.parked_s or 0.0) > 24 * HOUR_S
+    assert "rollout-0" in told.reason
+
+
+def at_work(looked: Snapshot) -> Snapshot:
+    return replace(looked, trainer=looked.trainer and replace(looked.trainer, activity="training"))
+
+
+def test_a_wait_of_minutes_and_a_trainer_at_work_park_nothing() -> None:
+    world = drought()
+    world.let_pass(IDLE_MIN_S - 30.0)
+    world.refusing_rollouts = False
+    world.let_pass(HOUR_S)
+    assert RunPhase.PARKED not in world.moves
+    world.dry_up()
+    looked = world.snapshot
+    world.snapshot = lambda: at_work(looked())  # type: ignore[method-assign]
+    world.let_pass(HOUR_S)
+    assert RunPhase.PARKED not in world.moves
+
+
+@pytest.mark.parametrize("run", [replace(spec(2), grpo={"save_strategy": "no"}), spec(0)])
+def test_what_stores_no_checkpoint_or_generates_itself_stays(run: RunSpec) -> None:
+    run = replace(run, rollout=replace(run.rollout, replicas=Replicas(min=0, max=run.rollout.replicas.max)))
+    world = drought(run)
+    world.let_pass(2 * HOUR_S)
+    assert RunPhase.PARKED not in world.moves
+
+
+def test_a_slow_launch_is_no_drought() -> None:
+    world = drought()
+    world.refusing_rollouts, world.launch_s = False, 800.0
+    world.let_pass(780.0)
+    assert is_at(world, RunPhase.TRAINING)
+    world.let_pass(120.0)
+    assert len(world.up(Role.ROLLOUT)) == 2
+
+
+def test_the_trainers_machine_stays_until_all_is_stored() -> None:
+    world = drought(storing_s=1800.0)
+    world.until(RunPhase.PARKED)
+    world.let_pass(1700.0)
+    assert world.up(Role.TRAINER)
+    world.let_pass(200.0)
+    assert world.machines == {}
+    assert [at.step for at in world.checkpoints] == [int(world.steps)]
+
+
+def test_a_trainer_that_is_cut_off_as_it_stores_is_waited_for() -> None:
+    world = drought(storing_s=60.0)
+    world.until(RunPhase.PARKED)
+    world.cut_off = True  # its gateway will be heard again before it is
+    world.let_pass(MACHINE_LOST_S - 300.0)
+    assert world.up(Role.TRAINER)
+    world.cut_off = False
+    world.let_pass(120.0)
+    assert (world.state.phase, world.machines, len(world.checkpoints)) == (RunPhase.PARKED, {}, 1)
+
+
+def test_a_trainer_that_breaks_as_it_stores_is_begun_again_on_its_machine() -> None:
+    world = drought(storing_s=600.0)
+    world.until(RunPhase.PARKED)
+    world.let_pass(60.0)
+    [node] = world.up(Role.TRAINER)
+    world.exit(node, exit_codes.FAILED)
+    world.stops_at_s = None
+    world.let_pass(60.0)
+    assert is_at(world, RunPhase.TRAINING)
+    assert world.up(Role.TRAINER) == [node]
+    assert world.launches[-1] == (node, 2)
+    assert world.state.trainer_failures == 0
+    world.until(RunPhase.PARKED)
+
+
+def test_a_drain_that_never_ends_is_waited_for_an_hour() -> None:
+    world = drought(storing_s=10**9)
+    world.until(RunPhase.PARKED)
+    world.let_pass(MACHINE_LOST_S - 60.0)
+    assert world.up(Role.TRAINER)
+    world.let_pass(120.0)
+    assert (world.state.phase, world.machines) == (RunPhase.PARKED, {})
+    world.stops_at_s = None
+    world.refusing_rollouts = False
+    world.until(RunPhase.TRAINING)
+
+
+def test_a_node_that_comes_while_the_trainer_drains_is_kept_and_used() -> None:
+    world = drought(storing_s=120.0)
+    world.launch_s = 60.0
+    world.until(RunPhase.PARKED)
+    requested = [node.id for node in world.state.live(Role.ROLLOUT)]
+    world.refusing_rollouts = False
+    if not requested:  # its next launch falls into the drain
+        world.act(Launch("rollout-0-i99", "rollout-0", Market.SPOT, 1))
+    world.let_pass(90.0)
+    assert is_at(world, RunPhase.PARKED)
+    world.until(RunPhase.TRAINING)
+    world.let_pass(120.0)
+    assert len(world.up(Role.ROLLOUT)) == 2
+
+
+def test_the_probe_is_kept_while_the_trainer_boots_and_goes_if_none_can_be_had() -> None:
+    world = parked()
+    world.boot_s[Role.TRAINER] = 800.0
+    world.refusing_rollouts = False
+    world.until(RunPhase.STARTING)
+    [probe] = world.up(Role.ROLLOUT)
+    world.until(RunPhase.TRAINING)
+    assert probe in world.up(Role.ROLLOUT)
+    world.dry_up()
+    world.until(RunPhase.PARKED, 2 * HOUR_S)
+    world.let_pass(60.0)
+    act = world.act
+    world.act = lambda action: None if isinstance(action, Launch) and "trainer" in action.node else act(action)  # type: ignore[method-assign]
+    world.refusing_rollouts = False
+    world.until(RunPhase.STARTING)
+    world.let_pass(2 * IDLE_MIN_S)
+    assert world.up(Role.ROLLOUT)  # a boot's time: the trainer's clock began anew with the unparking
+    world.let_pass(HOUR_S)
+    assert world.machines == {}
+
+
+def test_what_is_known_of_machines_that_never_serve_outlives_a_parking() -> None:
+    world = drought()
+    world.refusing_rollouts, world.boot_s[Role.ROLLOUT] = False, 10**9
+    world.let_pass(12 * HOUR_S, 20.0)
+    assert RunPhase.PARKED in world.moves
+    assert world.state.kinds["rollout on spot"].stopped
+    bought = [node for node, _ in world.launches if node.startswith(Role.ROLLOUT)]
+    assert len(bought) <= 2 + 4 + 6  # before; three in a row, side by side; then ever more rarely
+    trainers = [node for node, _ in world.launches if node.startswith(Role.TRAINER)]
+    assert len(trainers) <= 1 + 6
+
+
+def test_both_markets_are_tried_in_turn() -> None:
+    world = TwoMarkets(spec(2))
+    refuse_all = {"on": True}
+    act = world.act
+
+    def nothing(action: Action) -> None:
+        world.no_spot = refuse_all["on"] or world.no_spot
+        world.refusing_rollouts = refuse_all["on"]
+        act(action)
+
+    world.act = nothing  # type: ignore[method-assign]
+    world.let_pass(0.5, 5.0)
+    assert is_at(world, RunPhase.PARKED)
+    before = len(world.of(NodeRequested))
+    world.let_pass(2.0, 5.0)
+    markets = [event.market for event in world.of(NodeRequested)[before:]]
+    assert 20 < len(markets) < 2 * 2 * HOUR_S / BACK_OFF_MAX_EXTRA_S + 5
+    assert abs(markets.count(Market.SPOT) - markets.count(Market.ON_DEMAND)) <= 2
+    refuse_all["on"] = False
+    world.refusing_rollouts = False
+    world.let_pass(0.2, 5.0)
+    assert is_at(world, RunPhase.TRAINING)
+    assert stand_ins_of(world.state)
+
+
+def test_that_there_was_no_money_for_one_once_parks_no_run_that_has_it_now() -> None:
+    world = TwoMarkets(capped(usd_per_h=9.0, max_replicas=1), boot_s={Role.ROLLOUT: 900.0}, no_spot=False)
+    world.let_pass(0.5)
+    told = BudgetRefused("rollout on demand", "another machine had taken the room")
+    world.journal((told,))
+    world.no_spot = True
+    for node in world.up(Role.ROLLOUT):
+        world.lose(node)
+    world.let_pass(0.5)  # on demand is bought once the wait has cost what its start does
+    assert RunPhase.PARKED not in [event.phase for event in world.of(RunMoved)]
+    assert len(stand_ins_of(world.state)) == 1
+
+
+def test_stand_ins_are_tried_before_a_run_parks() -> None:
+    world = TwoMarkets(spec(2))
+    world.let_pass(3.0)
+    assert world.stood_in
+    assert RunPhase.PARKED not in [event.phase for event in world.of(RunMoved)]

@@ -1,0 +1,101 @@
+"""The size of the fleet as the controller steers it: slowly after the optimum, and those too many go back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from policies.control.decide import decide
+from policies.control.fleet.size import RETURN_WITHIN_S, SETTLES_S, rollouts_wanted
+from policies.control.snapshot import Snapshot, Terminate
+from policies.fleet.how_many import StepShape
+from policies.model.events import FleetSized, MachineBought, NodeMoved
+from policies.model.vocabulary import Market, NodePhase, Role
+from tests.stand_ins.world import World, spec, until_training
+
+FLAT = StepShape(60.0, 30.0)  # at 3.96 and 2.38 USD/h 0.9 nodes are cheapest
+STEEP = StepShape(60.0, 1200.0)  # 5.8
+
+
+def priced(world: World) -> World:
+    world = until_training(world)
+    prices = {Role.TRAINER: 3.96, Role.ROLLOUT: 2.38}
+    bought = [
+        MachineBought(node.id, Market.SPOT, "", prices[node.role], 8.0) for node in world.state.nodes.values()
+    ]
+    world.journal(tuple(bought))
+    return world
+
+
+def looked(world: World, shape: StepShape | None, activity: str = "training") -> Snapshot:
+    assert world.beat is not None
+    return replace(
+        world.snapshot(), step_shape=shape, trainer=replace(world.beat, activity=activity, beat_at_s=world.now_s)
+    )
+
+
+def tick(world: World, shape: StepShape, activity: str = "training") -> list[object]:
+    decision = decide(world.state, looked(world, shape, activity), world.spec)
+    world.journal(decision.events)
+    for action in decision.actions:
+        world.act(action)
+    return list(decision.events)
+
+
+def test_a_node_that_does_not_pay_goes_back_while_nothing_is_generated() -> None:
+    world = priced(World(spec(2), max_steps=10**6))
+    events = tick(world, FLAT, "generating")
+    sized = [event for event in events if isinstance(event, FleetSized)]
+    assert [(event.nodes, event.before) for event in sized] == [(1, 2)]
+    assert "3.96" in sized[0].reason
+    assert not any(isinstance(event, NodeMoved) for event in events)
+    (moved,) = (event for event in tick(world, FLAT) if isinstance(event, NodeMoved))
+    assert moved.phase is NodePhase.TERMINATING
+    assert "cheapest" in moved.reason
+    for _ in range(20):
+        tick(world, FLAT)
+        world.advance()
+    assert len(world.up(Role.ROLLOUT)) == len(world.state.live(Role.ROLLOUT)) == 1
+
+
+def test_a_trainer_that_always_generates_does_not_keep_it_for_ever() -> None:
+    world = priced(World(spec(2), max_steps=10**6))
+    tick(world, FLAT, "generating")
+    world.now_s += RETURN_WITHIN_S + 1
+    decision = decide(world.state, looked(world, FLAT, "generating"), world.spec)
+    assert sum(isinstance(action, Terminate) for action in decision.actions) == 1
+
+
+def test_it_grows_again_when_generation_does_but_not_at_once() -> None:
+    world = priced(World(spec(3), max_steps=10**6))
+    tick(world, FLAT)
+    assert rollouts_wanted(world.state, world.spec) == 1
+    assert not any(isinstance(event, FleetSized) for event in tick(world, STEEP))
+    world.now_s += SETTLES_S + 1
+    tick(world, STEEP)
+    assert rollouts_wanted(world.state, world.spec) == 3
+    for _ in range(20):
+        tick(world, STEEP)
+        world.advance()
+    assert len(world.up(Role.ROLLOUT)) == 3
+
+
+def test_without_prices_or_measured_steps_there_are_as_many_as_run_yaml_allows() -> None:
+    world = until_training(World(spec(2), max_steps=10**6))
+    assert not any(isinstance(event, FleetSized) for event in tick(world, FLAT))
+    world = priced(World(spec(2), max_steps=10**6))
+    assert decide(world.state, looked(world, None), world.spec).events == ()
+    assert rollouts_wanted(world.state, world.spec) == 2
+
+
+def test_a_lost_node_is_replaced_up_to_that_size_alone() -> None:
+    world = priced(World(spec(4), max_steps=10**6))
+    tick(world, FLAT)
+    for _ in range(20):
+        tick(world, FLAT)
+        world.advance()
+    (left,) = world.up(Role.ROLLOUT)
+    world.lose(left)
+    for _ in range(40):
+        tick(world, FLAT)
+        world.advance()
+    assert len(world.up(Role.ROLLOUT)) == 1

@@ -1,0 +1,278 @@
+"""The cap is never passed in any history, and a run that reaches it loses nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.control.decide import decide
+from policies.control.fleet.spending import BUDGET
+from policies.control.snapshot import Action, Command, LaunchRefused, Snapshot, Terminate
+from policies.fleet.budget import on_demand_usd
+from policies.ledger.rentals import bill, rentals, spent_over_time
+from policies.model import exit_codes
+from policies.model.events import BudgetReached, BudgetRefused, BudgetSet, NodeMoved, NodeRequested
+from policies.model.pools import Pool
+from policies.model.spec import RunSpec
+from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
+from tests.policies.control.fleet.worlds import DISKS, Priced, capped, with_disks
+
+
+def patient(run: RunSpec) -> RunSpec:
+    """One that waits for hours for a machine."""
+    return replace(run, policies=replace(run.policies, boot_timeout_s=10.0**6))
+
+
+class SlowToEnd(Priced):
+    """Its cloud takes five minutes to have a machine back."""
+
+    def act(self, action: Action) -> None:
+        if isinstance(action, Terminate) and self.now_s - self.state.nodes[action.node].since_s < 300.0:
+            return
+        super().act(action)
+
+
+@pytest.mark.parametrize(("at", "end"), [("pause", RunPhase.PAUSED), ("down", RunPhase.STOPPED)])
+def test_a_run_that_reaches_its_cap_stores_and_stops(at: str, end: RunPhase) -> None:
+    world = Priced(capped(30.0, at=at), max_steps=10**6, save_steps=10**6)
+    world.run(10**5)
+    assert world.state.phase is end
+    assert "`budget.usd`" in world.state.reason  # by which `status` knows what helps
+    assert world.machines == {}
+    assert world.checkpoints[-1].step == int(world.steps) > 0
+    assert 9.0 < world.spent <= 30.0  # a trainer's end is kept 15 minutes and the way back for
+    (reached,) = world.of(BudgetReached)
+    assert "30.00" in reached.reason
+
+
+def test_it_goes_on_with_a_larger_one_and_stops_again_at_once_with_the_same() -> None:
+    world = Priced(capped(30.0), max_steps=10**6)
+    world.run(10**5)
+    world.resume()
+    bought = len(world.of(NodeRequested))
+    world.run(10**5)
+    assert (world.state.phase, len(world.of(NodeRequested))) == (RunPhase.PAUSED, bought)
+    world.commands.append(Command("1", BUDGET, changes={"usd": 60.0}))
+    world.resume()
+    while not world.tick():
+        world.advance(5.0)
+    assert world.of(BudgetSet) == [BudgetSet(60.0)]
+    assert 30.0 < world.spent <= 60.0
+
+
+def test_a_cap_an_hour_keeps_the_fleet_small_and_says_so_once() -> None:
+    world = Priced(capped(usd_per_h=44.0, max_replicas=4), max_steps=200)
+    world.run(10**4)
+    assert world.state.phase is RunPhase.FINISHED
+    assert len({node.slot for node in world.of(NodeRequested)}) == 1 + 2
+    assert len(world.of(BudgetRefused)) == 1
+
+
+def test_a_cap_that_allows_no_trainer_buys_nothing() -> None:
+    for world in (Priced(capped(5.0)), Priced(capped(usd_per_h=20.0))):
+        world.run()
+        assert (world.state.phase, world.launches) == (RunPhase.PAUSED, [])
+
+
+@pytest.mark.parametrize(("leaves", "usd_per_h"), [(Role.TRAINER, 44.0), (Role.ROLLOUT, 43.0)])
+def test_a_machine_on_its_way_out_makes_room_for_the_next(leaves: Role, usd_per_h: float) -> None:
+    """The cap an hour has room for one of each; the old machine is paid for until its cloud has it back."""
+    world = SlowToEnd(capped(usd_per_h=usd_per_h, max_replicas=1), max_steps=10**6)
+    while world.steps < 5.0:
+        world.tick()
+        world.advance(5.0)
+    name = f"{leaves}-0-i1"
+    ended = exit_codes.STOPPED if leaves is Role.TRAINER else None
+    world.machines[name] = replace(world.machines[name], notice=True, exit_code=ended)
+    while name in world.state.nodes:
+        assert world.state.phase is RunPhase.TRAINING
+        assert f"{leaves}-0-i2" not in world.state.nodes
+        world.tick()
+        world.advance(5.0)
+    world.tick()
+    assert f"{leaves}-0-i2" in world.state.nodes
+    assert world.of(BudgetReached, BudgetRefused) == []
+
+
+def test_a_pause_for_what_was_never_bought_says_so_and_the_run_goes_on_with_it() -> None:
+    """A trainer's launch hangs until the budget is reached by what it might have cost, and is then refused."""
+    world = SlowToEnd(patient(capped(30.0)), launch_s=10**6, max_steps=20)
+    while not world.of(BudgetReached):
+        world.tick()
+        world.advance(60.0)
+    assert world.spent > 10.0
+    world.machines.clear()
+    world.refused.append(LaunchRefused("trainer-0-i1", Refusal.NO_CAPACITY, "nothing to be had"))
+    for _ in range(5):
+        world.tick()
+    assert world.state.phase is RunPhase.PAUSED
+    assert world.spent == bill(rentals(world.history, world.now_s)).cost_usd == 0.0
+    assert "USD of that were counted for requests that bought nothing: `grpo-orch resume`" in world.state.reason
+    world.launch_s = 0.0
+    world.resume()
+    world.run()
+    assert (world.state.phase, len(world.of(BudgetReached))) == (RunPhase.FINISHED, 1)
+
+
+def test_what_may_have_been_bought_stays_spent() -> None:
+    """Nobody says that it was refused, or its machine was there once."""
+    for came in (False, True):
+        launch_s = 0.0 if came else 10**6
+        world = Priced(patient(capped(30.0)), launch_s=launch_s, boot_s={Role.TRAINER: 10**6}, max_steps=20)
+        while not world.of(BudgetReached):
+            world.tick()
+            world.advance(60.0)
+        world.tick()
+        if came:
+            world.refused.append(LaunchRefused("trainer-0-i1", Refusal.NO_CAPACITY, "its work cannot be started"))
+        world.machines.clear()
+        for _ in range(5):
+            world.tick()
+        assert world.state.phase is RunPhase.PAUSED
+        assert world.spent > 10.0
+        assert "bought nothing" not in world.state.reason
+
+
+def test_a_launch_that_failed_and_left_a_machine_is_paid_for_until_that_is_gone() -> None:
+    world = SlowToEnd(capped(100.0), max_steps=10**6, launch_s=10**6)
+    world.tick()
+    world.advance(60.0)
+    world.refused.append(LaunchRefused("trainer-0-i1", Refusal.UNKNOWN, "its set-up failed", left=True))
+    world.tick()
+    assert world.state.nodes["trainer-0-i1"].phase is NodePhase.TERMINATING
+    while "trainer-0-i1" in world.machines:
+        world.advance(60.0)
+        world.tick()
+    world.tick()
+    assert "trainer-0-i1" not in world.state.nodes
+    assert world.state.spent_usd == pytest.approx(40.0 * 360.0 / 3600)
+    assert bill(rentals(world.history, world.now_s)).cost_usd == pytest.approx(world.spent)
+    assert world.state.kinds["trainer on demand"].unserved_in_a_row == 1
+
+
+def test_nothing_is_bought_before_prices_are_known() -> None:
+    world = Priced(capped(100.0), known=False)
+    assert decide(world.state, world.snapshot(), world.spec).events == ()
+    world.known = True
+    assert decide(world.state, world.snapshot(), world.spec).events != ()
+
+
+ACTS = st.sampled_from(["lose", "notice", "refuse", "away", "daemon", "wait", "wait", "wait", "fast"])
+
+
+def test_disks_are_kept_the_money_for_before_a_launch() -> None:
+    """A trainer of 40 USD an hour needs 16.67 to be stopped and returned; with its disk 0.76 more."""
+    for run, bought in ((capped(17.0), True), (with_disks(capped(17.0)), False), (with_disks(capped(17.5)), True)):
+        world = Priced(run)
+        world.tick()
+        assert bool(world.of(NodeRequested)) is bought
+
+
+IN_GCP = Pool("gcp", "us-central1", "us-central1-a", "a3-highgpu-8g", "H100:8", Market.SPOT)
+
+
+class Landed(Priced):
+    """Its cloud tells where its machines are."""
+
+    def snapshot(self) -> Snapshot:
+        looked = super().snapshot()
+        machines = {name: replace(one, pool=IN_GCP) for name, one in (looked.machines or {}).items()}
+        return replace(looked, machines=machines)
+
+
+def test_once_its_place_is_known_a_machines_disk_counts_as_the_one_there() -> None:
+    disk_anywhere = {"any_of": [DISKS, {"infra": "gcp", "disk_tier": "low"}]}
+    run = with_disks(capped(10**4))
+    sections = replace(run.trainer, resources=disk_anywhere), replace(run.rollout, resources=disk_anywhere)
+    world = Landed(replace(run, trainer=sections[0], rollout=sections[1]), max_steps=10**6, launch_s=600.0)
+    world.tick()
+    (asked,) = world.of(NodeRequested)
+    assert asked.disk_usd_per_h == pytest.approx(1332.0 / 730)
+    for _ in range(400):
+        world.advance(10.0)
+        world.tick()
+    there = 10.24 / 730
+    assert [node.disk_usd_per_h for node in world.state.nodes.values()] == pytest.approx([there] * 3)
+    hours = sum(one.hours for one in rentals(world.history, world.now_s))
+    assert spent_over_time(world.history, world.now_s)[-1].disks_usd == pytest.approx(hours * there)
+    assert bill(rentals(world.history, world.now_s)).cost_usd == pytest.approx(world.spent)
+
+
+@settings(max_examples=50)
+@given(
+    st.floats(8.0, 80.0),
+    st.lists(st.tuples(ACTS, st.integers(0, 9), st.floats(1.0, 240.0)), max_size=25),
+    st.floats(0.0, 880.0),
+    st.booleans(),
+)
+def test_the_cap_is_never_passed(
+    usd: float, acts: list[tuple[str, int, float]], storing_s: float, disks: bool
+) -> None:
+    """Losses with and without notice, no capacity, a cloud that does not answer for minutes, new daemons."""
+    run = capped(usd, max_replicas=3)
+    world = Priced(with_disks(run) if disks else run, max_steps=10**6, storing_s=storing_s)
+    for act, which, passes_s in acts:
+        world.away = False
+        world.tick()
+        names = sorted(world.machines)
+        match act:
+            case "lose" if names:
+                world.lose(names[which % len(names)])
+            case "notice" if names:
+                name = names[which % len(names)]
+                world.machines[name] = replace(world.machines[name], notice=True)
+            case "refuse":
+                world.refusing = not world.refusing
+            case "away":
+                world.away = True
+            case "daemon":
+                world.take_over()
+        for _ in range(5):
+            world.advance(passes_s / 5)
+            world.tick()
+            assert world.spent <= usd
+    world.away = world.refusing = False
+    for _ in range(5000):
+        if world.tick():
+            break
+        world.advance(20.0)
+        assert world.spent <= usd
+    assert world.machines == {}
+    assert world.state.phase is RunPhase.PAUSED
+    reported = bill(rentals(world.history, world.now_s))
+    over_time = spent_over_time(world.history, world.now_s)
+    assert (over_time[-1].usd if over_time else 0.0) == pytest.approx(world.spent)
+    assert not disks or not over_time or over_time[-1].disks_usd > 0
+    assert reported.cost_usd == pytest.approx(world.spent)
+    assert reported.cost_all_on_demand_usd == pytest.approx(on_demand_usd(world.state, world.now_s))
+
+
+def test_a_clock_that_is_behind_forgets_no_dollar() -> None:
+    """A daemon on another host goes on, whose clock is two hours behind that of the one before it."""
+    world = Priced(capped(10**4), max_steps=10**6)
+    for _ in range(360):
+        world.tick()
+        world.advance(10.0)
+    world.lose("rollout-0-i1")  # of which the journal tells at the end of the hour
+    world.tick()
+    before = world.spent
+    assert before == pytest.approx(36.0 + 2 * 3.6, rel=0.02)
+    world.now_s -= 7200.0
+    world.take_over()
+    assert world.spent == pytest.approx(before)
+    assert bill(rentals(world.history, world.now_s)).cost_usd == pytest.approx(before)
+
+
+def test_the_diary_has_the_numbers_of_each_purchase_and_return() -> None:
+    world = Priced(capped(30.0), max_steps=10**6)
+    world.run(10**5)
+    asked = {event.node: event for event in world.of(NodeRequested)}
+    assert asked["trainer-0-i1"].reason == "first; 0.00 of 30.00 USD spent"
+    assert asked["rollout-1-i1"].reason.startswith("first; 2 of 2 rollout nodes; ")
+    assert asked["rollout-1-i1"].most_usd_per_h == 4.0
+    gone = [event.reason for event in world.of(NodeMoved) if event.phase is NodePhase.GONE]
+    assert len(gone) == 3
+    assert all(reason.startswith("taken down, after ") and reason.endswith(" USD") for reason in gone)

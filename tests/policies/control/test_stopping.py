@@ -1,0 +1,132 @@
+"""`down`: what goes at once, what is waited for, and how long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from policies.control.decide import decide
+from policies.control.observed import HEARTBEAT_LOST_S
+from policies.control.snapshot import AskToStop, Command
+from policies.control.stopping import STOP_WAIT_S
+from policies.model.events import MachineBought, RunMoved
+from policies.model.spec import Budget
+from policies.model.vocabulary import Market, PolicyVersion, Role, RunPhase
+from tests.stand_ins.world import World, until_training
+
+
+def test_down_stops_everything_and_is_taken_once() -> None:
+    world = until_training(World())
+    world.commands.append(Command("c1", "down"))
+    world.run()
+    assert world.state.phase is RunPhase.STOPPED
+    assert world.machines == {}
+    moves = world.of(RunMoved)
+    assert [e.phase for e in moves] == [RunPhase.TRAINING, RunPhase.STOPPING, RunPhase.STOPPED]
+
+
+def test_down_gives_the_trainer_the_time_to_store_what_it_has() -> None:
+    """The rollout nodes go at once, and the trainer as soon as it has ended: not before, and not much later."""
+    world = until_training(World(storing_s=40.0))
+    world.commands.append(Command("c1", "down"))
+    world.tick()
+    assert world.up(Role.ROLLOUT) == []
+    asked_at_s, step = world.now_s, int(world.steps)
+    while world.up(Role.TRAINER):
+        world.advance()
+        world.tick()
+    assert 40.0 <= world.now_s - asked_at_s < 45.0
+    assert world.checkpoints[-1] == PolicyVersion(0, step)
+    world.run()
+    assert (world.state.phase, world.state.trainer_failures) == (RunPhase.STOPPED, 0)
+
+
+@pytest.mark.parametrize("case", ["hangs", "hangs silently", "is asked not to wait", "has no word yet"])
+def test_down_does_not_wait_for_what_does_not_come(case: str) -> None:
+    world = World(storing_s=10_000.0)
+    if case == "has no word yet":
+        while not world.machines:
+            world.tick()
+        world.tick()
+    else:
+        until_training(world)
+    world.commands.append(Command("c1", "down"))
+    world.tick()
+    began_s = world.now_s
+    while world.machines:
+        world.now_s += 0.5
+        assert world.now_s - began_s < 2 * STOP_WAIT_S
+        if case != "hangs silently" and world.beat is not None:
+            world.beat = replace(world.beat, beat_at_s=world.now_s)
+        if case == "is asked not to wait" and world.now_s - began_s > 5.0:
+            world.commands = [Command("c2", "down_now")]
+        world.tick()
+    took_s = world.now_s - began_s
+    limit_s = {"hangs": STOP_WAIT_S, "hangs silently": HEARTBEAT_LOST_S, "is asked not to wait": 5.0}.get(
+        case, 0.0
+    )
+    assert limit_s <= took_s < limit_s + 5.0
+    world.run()
+    assert world.state.phase is RunPhase.STOPPED
+
+
+@pytest.mark.parametrize(
+    ("budget", "stored_at_s"),
+    [
+        (Budget(), 3600.0),  # 459 GB at 128 MB/s
+        (Budget(usd=100.0), 3600.0),
+        (Budget(usd=10.0), None),  # for less than an hour, and the quarter of one that is kept for its end
+    ],
+)
+def test_down_waits_for_a_checkpoint_as_long_as_it_gets_on_and_the_budget_lasts(
+    budget: Budget, stored_at_s: float | None
+) -> None:
+    world = until_training(World(storing_s=3600.0))
+    world.spec = replace(world.spec, budget=budget)
+    world.journal((MachineBought("trainer-0-i1", Market.ON_DEMAND, "here", 8.0, 8.0),))
+    world.commands.append(Command("c1", "down"))
+    world.tick()
+    began_s = world.now_s
+    while world.machines:
+        world.now_s += 30.0
+        assert world.beat is not None
+        world.beat = replace(world.beat, beat_at_s=world.now_s)
+        if world.now_s - began_s < 3600.0:
+            world.moved_at_s = world.now_s // 300.0 * 300.0
+        elif stored_at_s is not None:
+            world.advance(0.0)
+        world.tick()
+    took_s = world.now_s - began_s
+    least_s, most_s = (2700.0, 3300.0) if stored_at_s is None else (stored_at_s, stored_at_s + 60.0)
+    assert least_s <= took_s < most_s
+
+
+def test_down_waits_no_longer_for_a_checkpoint_that_has_stood_still() -> None:
+    world = until_training(World(storing_s=10_000.0))
+    world.commands.append(Command("c1", "down"))
+    world.tick()
+    began_s = world.now_s
+    while world.machines:
+        world.now_s += 5.0
+        assert world.beat is not None
+        world.beat = replace(world.beat, beat_at_s=world.now_s)
+        world.moved_at_s = min(world.now_s, began_s + 1200.0)
+        world.tick()
+    assert 1200.0 + STOP_WAIT_S <= world.now_s - began_s < 1200.0 + STOP_WAIT_S + 10.0
+
+
+def test_a_trainer_is_asked_until_it_says_that_it_leaves() -> None:
+    world = until_training(World())
+    asked = AskToStop("trainer-0-i1", 1)
+    world.commands.append(Command("c1", "down"))
+    assert asked in decide(world.state, world.snapshot(), world.spec).actions
+    world.tick(journal_only=True)
+    assert asked in decide(world.state, world.snapshot(), world.spec).actions, (
+        "the controller died before it acted"
+    )
+    world.tick()
+    world.advance()
+    assert world.beat is not None
+    assert world.beat.leaving
+    assert asked not in decide(world.state, world.snapshot(), world.spec).actions

@@ -1,0 +1,111 @@
+"""What is lost little by little, in rewards whose single points say nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from policies.detect.divergence import Health, Point
+from policies.detect.signals import Series, follow_series
+from policies.detect.slides import lucky, slides_of
+from tests.policies.detect.test_divergence import Metric, after, level, run, trip, verdicts
+
+ONSET, OVER, STEPS = 200, 80, 400
+
+
+def followed(values: Sequence[float]) -> Series:
+    series = Series()
+    for step, value in enumerate(values, start=1):
+        series = follow_series(series, step, value)
+    return series
+
+
+def one_prompt(right: Callable[[int], float], seed: int = 1, steps: int = STEPS) -> list[float]:
+    """Eight answers to one prompt a step: for most prompts nearly all are right, or nearly none."""
+    drawn = random.Random(seed)
+    easy = [drawn.random() < right(step) for step in range(1, steps + 1)]
+    return [sum(drawn.random() < (0.95 if one else 0.05) for _ in range(8)) / 8 for one in easy]
+
+
+def losing(step: int) -> float:
+    return 0.65 - 0.5 * min(1.0, max(0, step - ONSET) / OVER)
+
+
+def steady(_: int) -> float:
+    return 0.5
+
+
+def regained(step: int) -> float:
+    return losing(step) if step < ONSET + OVER else 0.65
+
+
+def test_luck_shrinks_with_the_root_of_the_points() -> None:
+    drawn = random.Random(1)
+    series = followed([drawn.gauss(0.0, 1.0) for _ in range(400)])
+    assert 0.6 / 4 < lucky(series, 16) < 1.4 / 4
+    assert lucky(series, 64) == pytest.approx(lucky(series, 16) / 2)
+
+
+def test_what_wanders_for_long_is_more_often_far_off() -> None:
+    drawn, value, values = random.Random(1), 0.0, []
+    for _ in range(400):
+        value = 0.95 * value + drawn.gauss(0.0, 1.0)
+        values.append(value)
+    wandering = followed(values)
+    assert lucky(wandering, 64) > 2 * wandering.wobble / 8
+
+
+def test_a_slide_is_seen_in_points_that_are_0_or_1() -> None:
+    found = [next(slides_of(followed(one_prompt(losing, seed))), None) for seed in range(20)]
+    seen = [one for one in found if one is not None]
+    assert len(seen) >= 18
+    assert all(one.best - one.now > 0.25 for one in seen)
+    assert sum(one.still_until < ONSET + OVER for one in seen) >= 18
+    assert {one.window for one in seen} <= {20, 40, 80, 160}
+
+
+@pytest.mark.parametrize("right", [steady, regained], ids=["steady", "regained"])
+def test_none_is_seen_where_nothing_is_lost_or_all_is_regained(right: Callable[[int], float]) -> None:
+    found = [next(slides_of(followed(one_prompt(right, seed))), None) for seed in range(20)]
+    assert sum(one is not None for one in found) <= 1
+
+
+def logged(right: Callable[[int], float], **others: Metric | None) -> list[Point]:
+    told = one_prompt(right)
+    metrics: dict[str, Metric | None] = {"kl": None, "loss": None, "reward": lambda step: told[step - 1]}
+    return run(STEPS, 1, **metrics | others)
+
+
+def climbing(times: float) -> Metric:
+    calm = level(0.4, 0.1)
+    return lambda step: (calm(step) or 0.0) * times ** min(1.0, max(0, step - ONSET) / OVER)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [{"entropy": climbing(12.0)}, {"completions__mean_length": climbing(6.0)}, {"entropy": climbing(1 / 12)}],
+    ids=["wild", "without end", "one answer"],
+)
+def test_a_reward_that_slides_while_other_things_are_written_trips(written: dict[str, Metric]) -> None:
+    found = trip(logged(losing, **written))
+    assert ONSET < (found.tripped_step or 0) <= ONSET + OVER + 60
+    assert ONSET - 60 <= (found.onset_step or 0) <= ONSET + 5
+    assert len(found.evidence) == 2
+    assert found.evidence[0].startswith("reward 0.")
+
+
+@pytest.mark.parametrize(
+    ("right", "written"),
+    [(steady, {"entropy": climbing(12.0)}), (losing, {}), (losing, {"grad_norm": climbing(6.0)})],
+    ids=["nothing is lost", "nothing else is written", "gradients alone"],
+)
+def test_neither_of_both_alone_trips(right: Callable[[int], float], written: dict[str, Metric]) -> None:
+    assert Health.TRIPPED not in {one.health for one in verdicts(logged(right, **written)[: ONSET + 110])}
+
+
+def test_a_sliding_reward_lowers_the_bar_of_the_kl_to_a_third() -> None:
+    kl = after(ONSET, level(0.05, 0.05), lambda step: 0.05 + 0.5 * min(1.0, (step - ONSET) / 60))
+    assert trip(logged(losing, kl=kl)).evidence[1].startswith("reward 0.")
+    assert Health.TRIPPED not in {one.health for one in verdicts(logged(steady, kl=kl))}

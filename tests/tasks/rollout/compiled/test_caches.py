@@ -1,0 +1,214 @@
+"""What one node has compiled and another uses: for the same key, as it was written, by who knows the secret."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from checkpoint.security.sealed import MAC_BYTES, seal, unseal
+from checkpoint.store import layout
+from checkpoint.store.errors import Corrupt, StoreUnavailable
+from checkpoint.store.run_store import Store
+from tasks.rollout.compiled import archive, caches, key
+from tasks.rollout.compiled.caches import FOLDERS, CompileCaches
+from tests.tasks.rollout.compiled.nodes import KERNELS, SECRET, Machines, read, write
+
+
+def test_what_the_first_has_compiled_the_second_has_at_its_start(machines: Machines) -> None:
+    machines.compiles()
+    node, folder = machines.node()
+    spec = node.bring(machines.spec)
+    assert read(folder) == KERNELS
+    assert {name: Path(spec.rollout.env[name]).relative_to(folder).name for name in FOLDERS} == FOLDERS
+    node.store()  # what it was brought it does not send back
+    (folder / "own").write_bytes(b"compiled since")
+    CompileCaches(machines.store, machines.spec, folder.parent, SECRET).bring(machines.spec)
+    assert read(folder) == KERNELS | {"own": b"compiled since"}, "a restart on the machine keeps what is there"
+    assert len(machines.places()) == 1
+
+
+def test_a_model_that_each_machine_has_elsewhere_is_one_model_at_one_path(machines: Machines) -> None:
+    """As one that comes through the store, without its weights or with them; vLLM's own keys name its path."""
+    found = list[str]()
+    for folder in ("i1/base-model", "i2/base-outline"):
+        write(machines.folder / folder, {"config.json": b"{}"})
+        of = replace(machines.spec.trainer, model=str(machines.folder / folder))
+        node = CompileCaches(machines.store, machines.spec, machines.folder / "root", SECRET)
+        here = node.bring(replace(machines.spec, trainer=of))
+        assert Path(here.trainer.model).resolve() == machines.folder / folder
+        found.append(here.trainer.model)
+    assert found[0] == found[1]
+
+
+def test_what_an_earlier_run_has_left_on_the_machine_is_shared_with_others(machines: Machines) -> None:
+    node, folder = machines.node()
+    write(folder, KERNELS)
+    node.bring(machines.spec)
+    node.store()
+    assert machines.brought() == KERNELS
+
+
+def test_of_two_that_compile_at_once_the_first_to_store_it_stays(machines: Machines) -> None:
+    found = [machines.node() for _ in range(2)]
+    for number, (node, folder) in enumerate(found):
+        node.bring(machines.spec)
+        write(folder, {"triton/who": str(number).encode()})
+    for node, _ in found:
+        node.store()
+    assert machines.brought() == {"triton/who": b"0"}
+    assert len(machines.places()) == 1
+
+
+@pytest.mark.parametrize(
+    "differs", ["environment", "processor", "kind_of_accelerators", "flags", "env", "model", "adapters"]
+)
+def test_nothing_is_used_of_another_key(machines: Machines, monkeypatch: pytest.MonkeyPatch, differs: str) -> None:
+    machines.compiles()
+    spec, rollout = machines.spec, machines.spec.rollout
+    match differs:
+        case "flags":
+            spec = replace(spec, rollout=replace(rollout, vllm={**rollout.vllm, "tensor-parallel-size": 2}))
+        case "env":
+            spec = replace(spec, rollout=replace(rollout, env={"VLLM_ATTENTION_BACKEND": "x"}))
+        case "model":
+            spec = replace(spec, trainer=replace(spec.trainer, model="another"))
+        case "adapters":
+            spec = replace(spec, trainer=replace(spec.trainer, peft={"r": 8}))
+        case part:
+            monkeypatch.setattr(key, part, lambda: "another")
+    assert machines.brought(spec) == {}
+
+
+def archived(*members: tuple[str, bytes, bytes]) -> bytes:
+    """An archive of members of that name, type and content."""
+    packed = io.BytesIO()
+    with (
+        zstandard.ZstdCompressor().stream_writer(packed, closefd=False) as out,
+        tarfile.open(fileobj=out, mode="w|") as tar,
+    ):
+        for name, kind, content in members:
+            info = tarfile.TarInfo(name)
+            info.type, info.size = kind, len(content)
+            info.linkname = "/etc/passwd"
+            tar.addfile(info, io.BytesIO(content))
+    return packed.getvalue()
+
+
+FILE = tarfile.REGTYPE
+# What is found at a place, made of the place and of what was written there.
+DAMAGE: dict[str, Callable[[str, bytes], bytes]] = {
+    "nothing in it": lambda *_: b"",
+    "a bit": lambda _, good: good[:-1] + bytes([good[-1] ^ 1]),
+    "its end": lambda _, good: good[:-1],
+    "without a seal": lambda _, good: good[MAC_BYTES:],
+    "another's seal": lambda place, good: seal("another secret", place, good[MAC_BYTES:]),
+    "of another place": lambda _, good: seal(SECRET, layout.compiled("f" * 32, 0), good[MAC_BYTES:]),
+    "no archive": lambda place, _: seal(SECRET, place, b"no archive"),
+    "cut before it was sealed": lambda place, good: seal(SECRET, place, good[MAC_BYTES : len(good) // 2]),
+    "out of the folder": lambda place, _: seal(SECRET, place, archived(("../x", FILE, b"x"))),
+    "anywhere": lambda place, _: seal(SECRET, place, archived((f"{os.sep}tmp/x", FILE, b"x"))),
+    "a link": lambda place, _: seal(SECRET, place, archived(("x", tarfile.SYMTYPE, b""))),
+    "a device": lambda place, _: seal(SECRET, place, archived(("x", tarfile.CHRTYPE, b""))),
+    "too large": lambda place, _: seal(SECRET, place, archived(("x", FILE, bytes(2000)))),
+    "too large packed": lambda place, _: seal(SECRET, place, archived(("x", FILE, os.urandom(1500)))),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_damaged_or_hostile_is_not_used_and_is_replaced(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    machines.compiles()
+    [place] = machines.places()
+    monkeypatch.setattr(archive, "UNPACKED_BYTES_MAX", 1999)
+    monkeypatch.setattr(archive, "PACKED_BYTES_MAX", 1000)
+    machines.store.put(place, DAMAGE[damage](place, machines.store.get(place)))
+    assert machines.brought() == {}
+    assert not (machines.folder / "x").exists()
+    machines.compiles()
+    assert machines.places() == [place, place[:-1] + "1"]
+    assert machines.brought() == KERNELS
+
+
+def test_after_three_that_are_damaged_nothing_more_is_stored(machines: Machines) -> None:
+    for _ in caches.NUMBERS:
+        machines.compiles()
+        for place in machines.places():
+            machines.store.put(place, b"damaged")
+    machines.compiles()
+    assert len(machines.places()) == 3
+
+
+def test_what_is_too_large_locked_or_a_link_does_not_travel(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, folder = machines.node()
+    node.bring(machines.spec)
+    write(folder, {"triton/k.lock": b"", "vllm/model.17.tmp": b"half", "vllm/model": b"whole"})
+    (folder / "link").symlink_to("/etc/passwd")
+    monkeypatch.setattr(archive, "UNPACKED_BYTES_MAX", 4)
+    node.store()
+    assert machines.places() == []
+    monkeypatch.setattr(archive, "UNPACKED_BYTES_MAX", 5)
+    node.store()
+    assert machines.brought() == {"vllm/model": b"whole"}
+
+
+@pytest.mark.parametrize("when", ["entries", "get_buffer", "create"])
+def test_a_store_that_fails_costs_a_compilation(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    def away(*_: Any, **__: Any) -> None:
+        raise StoreUnavailable("the store is away")
+
+    if when == "get_buffer":
+        machines.compiles()
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, when, away)
+        node, folder = machines.node()
+        assert node.bring(machines.spec).rollout.env.keys() == FOLDERS.keys()
+        write(folder, KERNELS)
+        node.store()
+    assert read(folder) == KERNELS
+
+
+@pytest.mark.parametrize("why", ["named in run.yaml", "named here", "nothing is compiled", "AMD", "no folder"])
+def test_where_nothing_can_be_shared_nothing_is_asked(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
+) -> None:
+    rollout = machines.spec.rollout
+    match why:
+        case "named in run.yaml":
+            rollout = replace(rollout, env={"TRITON_CACHE_DIR": "/image/triton"})
+        case "named here":
+            monkeypatch.setenv("VLLM_CACHE_ROOT", "/image/vllm")
+        case "nothing is compiled":
+            env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            rollout = replace(rollout, vllm={"enforce-eager": True}, env=env)
+        case "AMD":
+            monkeypatch.setattr(key, "AMD", tmp_path)
+        case "no folder":
+            (tmp_path / "1").write_bytes(b"a file")
+    spec = replace(machines.spec, rollout=rollout)
+    node, folder = machines.node(spec)
+    assert node.bring(spec) == spec
+    if why != "no folder":
+        write(folder, KERNELS)
+    node.store()
+    assert machines.places() == []
+
+
+def test_a_seal_is_of_its_secret_its_place_and_its_content() -> None:
+    sealed = seal(SECRET, "a/0", b"code")
+    assert bytes(unseal(SECRET, "a/0", memoryview(sealed))) == b"code"
+    for secret, place, data in ((SECRET, "a/1", sealed), ("other", "a/0", sealed), (SECRET, "a/0", sealed + b"x")):
+        with pytest.raises(Corrupt, match="does not vouch"):
+            unseal(secret, place, memoryview(data))
