@@ -14,6 +14,8 @@ Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp"]
 def divided(spec: RunSpec) -> tuple[Sharding, bool, bool]:
     """How a run divides, and whether its optimizer and its weights stay in the machine's own memory."""
     accelerate, grpo = spec.trainer.accelerate or {}, spec.grpo
+    if not accelerate and not grpo.get("fsdp") and not grpo.get("deepspeed"):
+        return "none", False, False
     kind = accelerate.get("distributed_type")
     if grpo.get("fsdp") or kind == "FSDP":
         config = {**_mapping(accelerate.get("fsdp_config")), **_mapping(grpo.get("fsdp_config"))}

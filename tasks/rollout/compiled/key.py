@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,11 @@ def key_of(spec: RunSpec, config: dict[str, Any]) -> str | None:
     return blake3(text.encode()).hexdigest()[:KEY_CHARS]
 
 
-def environment() -> list[str]:
-    """Python, where it is, the C library, and each package with its version."""
+@cache
+def environment() -> tuple[str, ...]:
+    """Python, where it is, the C library, and each package with its version, as they are at the first call."""
     packages = {f"{one.name}=={one.version}" for one in metadata.distributions()}
-    return [sys.version, sys.prefix, " ".join(platform.libc_ver()), *sorted(packages)]
+    return (sys.version, sys.prefix, " ".join(platform.libc_ver()), *sorted(packages))
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
