@@ -137,8 +137,11 @@ class World:
         check, newest = self.safety.check, self.newest
         assert newest is not None
         state = newest.controller.state
-        stops = self.stopping or (state.budget_reached and self.spec.budget.at == "down")
-        ends = (RunPhase.STOPPED,) if stops else (RunPhase.FINISHED, RunPhase.PAUSED, RunPhase.GAVE_UP)
+        ends: tuple[RunPhase, ...] = (RunPhase.FINISHED, RunPhase.PAUSED, RunPhase.GAVE_UP)
+        if state.budget_reached:  # whether or not it was asked to stop after that
+            ends = (RunPhase.PAUSED,) if self.spec.budget.at == "pause" else (RunPhase.STOPPED,)
+        elif self.stopping:
+            ends = (RunPhase.STOPPED,)
         check(state.phase in ends, f"does not end: {state}")
         check(bool(state.reason), "it ends without a reason")
         check(not self.cloud.boxes, f"machines are left: {list(self.cloud.boxes)}")
