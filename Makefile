@@ -111,17 +111,16 @@ sky-image: env test-packages
 demo: env node-env
 	examples/tiny/demo.sh
 
-# What a person runs after a change. What takes every core runs by itself, the rest in as many processes as there
-# are cores; what shares one server shares a process (tests/conftest.py). The markers: pyproject.toml.
+# What a person runs after a change, in as many processes as there are cores; what shares one server shares a process
+# (tests/conftest.py). The markers: pyproject.toml. Whole runs go two files beside each other: they wait for machines
+# and engines more than they compute.
 LONG := slow or ceph or root
 SIDE_BY_SIDE := $(BIN)/python -m pytest tests --numprocesses $$(nproc) --dist loadgroup --durations=12
-ONE_BY_ONE := $(BIN)/python -m pytest tests/e2e --durations=12
-# The long whole runs wait for machines and engines more than they compute.
-TWO_FILES := $(ONE_BY_ONE) --numprocesses 2 --dist loadfile
+WHOLE_RUNS := $(BIN)/python -m pytest tests/e2e --numprocesses 2 --dist loadfile --durations=12
 
 test: env node-env sandbox
 	$(SIDE_BY_SIDE) -m 'not (whole or soak or $(LONG))'
-	$(ONE_BY_ONE) -m 'whole and not ($(LONG))'
+	$(WHOLE_RUNS) -m 'whole and not ($(LONG))'
 
 # Everything there is but the soak.
 test-all: test test-long
@@ -129,7 +128,7 @@ test-all: test test-long
 # What `make test` leaves out.
 test-long: test-node env node-env test-packages
 	$(SIDE_BY_SIDE) -m '($(LONG)) and not (whole or soak)'
-	$(TWO_FILES) -m 'whole and ($(LONG))'
+	$(WHOLE_RUNS) -m 'whole and ($(LONG))'
 
 test-node: node-env compiler sandbox
 	$(NODE)/python -m pytest tests/node --numprocesses $$(nproc) --dist loadfile --durations=12
