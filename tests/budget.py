@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-# For what takes a moment on an idle machine. Only what hangs reaches it: a busy machine may be fifty times slower.
-HANG_S = 240.0
+# For what takes a moment on an idle machine, and a whole trainer half a minute. Only what hangs reaches it: a busy
+# machine may be twenty times slower.
+HANG_S = 600.0
 
 T = TypeVar("T")
 

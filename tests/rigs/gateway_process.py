@@ -131,7 +131,7 @@ def make_batch(
     *,
     requests: int = 32,
     max_tokens: int = 16,
-    deadline_s: float = 60.0,
+    deadline_s: float = HANG_S,
     recovery: Literal["continue", "exact"] = "continue",
     max_staleness_steps: int = 0,
     **sampling: object,

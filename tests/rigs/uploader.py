@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
@@ -30,6 +30,7 @@ from checkpoint.stream.transfer import read_manifest
 from checkpoint.stream.uploader import Uploader
 from policies.model.vocabulary import PolicyVersion
 from tasks.storing.restoring import restore_newest
+from tests.budget import until
 
 ROLES = ("spool", "upload", "restore")
 CHUNK = 64 * 1024
@@ -160,17 +161,10 @@ def ever_listed(store: Store) -> set[int]:
     return {one.at.step for revision in revisions for one in revision.checkpoints}
 
 
-def wait_until(what: str, true: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end_s, f"not {what} within {timeout_s} s"
-        time.sleep(0.01)
-
-
 def check_the_end(store: Store, folder: Path) -> None:
     """With nobody alive but the uploader: all that was sealed has been stored, and nothing else is left."""
     spool = Spool(folder / "spool", 0, 0)
-    wait_until("all stored", lambda: not spool.sealed())
+    until("all stored", lambda: not spool.sealed())
     sealed = {int(line) for line in (folder / "sealed").read_text().splitlines()}
     assert len(sealed) > KEEP_LAST
     assert sealed <= ever_listed(store), "a sealed checkpoint never reached the store"

@@ -6,14 +6,13 @@ import json
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
 
+from tests.budget import HANG_S, until
 from tests.rigs.sky import network
 from tests.rigs.sky.rig import Instance, SkyRig
 from tests.rigs.sky.sweep import ssh_sockets
@@ -52,7 +51,7 @@ class Owner:
 
     def launch_and_wait(self, market: str = "spot") -> Instance:
         instance = self.launch(market)
-        until(lambda: self.ssh(instance, "true", check=False).returncode == 0)
+        until("SSH", lambda: self.ssh(instance, "true", check=False).returncode == 0)
         return instance
 
     def now(self, instance_id: str) -> Instance:
@@ -68,19 +67,12 @@ class Owner:
         arguments = [part for option in options for part in ("-o", option)]
         address = f"ubuntu@{instance.public_ip}"
         command_line = ["ssh", "-i", str(self.key), *arguments, address, command]
-        return self.rig.run(command_line, capture_output=True, text=True, check=check, timeout=60)
+        return self.rig.run(command_line, capture_output=True, text=True, check=check, timeout=HANG_S)
 
     def notice(self, instance: Instance) -> str:
         """What the machine reads of its notice, and the status."""
         command = f'{_NOTICE} -H "X-aws-ec2-metadata-token: $({_TOKEN})"'
         return self.ssh(instance, command).stdout
-
-
-def until(ready: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +133,7 @@ def test_a_preempted_machine_is_terminated_and_leaves_nothing(
     machine = owner.launch_and_wait()
     assert sky_rig.account() != before
     sky_rig.preempt(machine.id, grace_s)
-    until(lambda: owner.now(machine.id).state == "terminated")
+    until("the machine's end", lambda: owner.now(machine.id).state == "terminated")
     with sky_rig.inside():
         answer = sky_rig.client("ec2").describe_instances(InstanceIds=[machine.id])
     reason = answer["Reservations"][0]["Instances"][0]["StateReason"]["Code"]
@@ -152,11 +144,11 @@ def test_a_preempted_machine_is_terminated_and_leaves_nothing(
 
 def test_a_crash_is_silent_to_all_and_ec2_says_running(owner: Owner, sky_rig: SkyRig) -> None:
     struck, other = owner.launch_and_wait(), owner.launch_and_wait()
-    with sky_rig.inside(), socket.create_connection((struck.public_ip, 22), timeout=5) as connection:
-        connection.settimeout(2)
+    with sky_rig.inside(), socket.create_connection((struck.public_ip, 22), timeout=HANG_S) as connection:
         assert connection.recv(3) == b"SSH"
         connection.recv(1000)
         sky_rig.crash(struck.id)
+        connection.settimeout(2)
         with pytest.raises(TimeoutError):  # neither an end nor a reset
             connection.recv(1000)
     assert _silent(sky_rig, struck.public_ip)
@@ -176,7 +168,7 @@ def test_a_stopped_machine_keeps_its_disk(owner: Owner, sky_rig: SkyRig) -> None
     with sky_rig.inside():
         ec2.start_instances(InstanceIds=[machine.id])
     again = owner.now(machine.id)
-    until(lambda: owner.ssh(again, "true", check=False).returncode == 0)
+    until("SSH again", lambda: owner.ssh(again, "true", check=False).returncode == 0)
     assert again.public_ip != machine.public_ip
     assert owner.ssh(again, "cat disk").stdout == "kept\n"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint.store.run_store import OPTIONS_ENV, Store
-from tests.budget import HANG_S
+from tests.budget import HANG_S, until
 from tests.rigs.store.server import S3Server
 from tests.rigs.uploader import (
     CHUNK,
@@ -22,7 +22,6 @@ from tests.rigs.uploader import (
     check_nothing_is_left,
     check_the_end,
     ever_listed,
-    wait_until,
 )
 
 KILLS = 12
@@ -37,7 +36,7 @@ def kill_and_look(store: Store, folder: Path, env: dict[str, str], kills: int, s
     processes = Processes(store.url, folder, env)
     seen = 0
     try:
-        wait_until("a first checkpoint", lambda: bool(ever_listed(store)))
+        until("a first checkpoint", lambda: bool(ever_listed(store)))
         for number in range(kills):
             time.sleep(rng.uniform(0.0, PAUSE_MAX_S))
             # Each of them at least once, and the uploader most.
@@ -71,7 +70,7 @@ def test_a_killed_download_is_taken_up_again(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}/store")
     processes = Processes(store.url, tmp_path, {})
     try:
-        wait_until("enough checkpoints", lambda: len(ever_listed(store)) > KEEP_LAST)
+        until("enough checkpoints", lambda: len(ever_listed(store)) > KEEP_LAST)
         processes.kill("spool")
         processes.kill("restore")
         check_the_end(store, tmp_path)

@@ -50,7 +50,7 @@ def of_turns(**spec: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Rig]:
     with open_rig(tmp_path_factory.mktemp("calm"), tiny, **of_turns()) as rig:
-        assert rig.wait(rig.start_trainer(), timeout_s=HANG_S) == 0
+        assert rig.wait(rig.start_trainer()) == 0
         rig.stored()
         yield rig
 
@@ -90,7 +90,7 @@ def test_a_trainer_killed_between_two_turns_takes_them_from_the_store_and_ends_i
         trainer = rig.start_trainer()
         assert dead.wait(HANG_S), rig.log().read_text()[-4000:]
         trainer.wait()
-        assert rig.wait(rig.start_trainer(attempt=2), attempt=2, timeout_s=HANG_S) == 0
+        assert rig.wait(rig.start_trainer(attempt=2), attempt=2) == 0
         rig.stored()
         asked = Counter(rig.gateway.asked)
         assert asked.keys() == set(calm.gateway.asked)
@@ -116,7 +116,7 @@ def test_what_an_environment_says_anew_is_answered_anew(tiny: Path, tmp_path: Pa
 def test_several_processes_ask_for_what_one_asks_for(calm: Rig, tiny: Path, tmp_path: Path) -> None:
     ranks = of_turns(grpo={**GRPO, "per_device_train_batch_size": GROUP // 2}, accelerators="H100:2")
     with open_rig(tmp_path, tiny, **ranks) as rig:
-        assert rig.wait(rig.start_ranks(), timeout_s=HANG_S) == exit_codes.OK
+        assert rig.wait(rig.start_ranks()) == exit_codes.OK
         first = rig.gateway.prompts["0-0"]
     assert first == calm.gateway.prompts["0-0"]
     assert len(rig.gateway.prompts) == STEPS

@@ -28,11 +28,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_another_number_of_processes_goes_on(before: int, after: int, tiny: Path, tmp_path: Path) -> None:
     """With as many completions a step: the same prompts and seeds, and gradients that are rounded otherwise."""
     with open_rig(tmp_path / "before", tiny, **of(before)) as first:
-        assert first.wait(first.start_ranks(), timeout_s=HANG_S) == exit_codes.OK
+        assert first.wait(first.start_ranks()) == exit_codes.OK
         half = first.stored()[-2]
     with open_rig(tmp_path / "after", tiny, **of(after)) as second:
         give_checkpoint(first, second, half)
-        assert second.wait(second.start_ranks(), timeout_s=HANG_S) == exit_codes.OK
+        assert second.wait(second.start_ranks()) == exit_codes.OK
         assert second.stored()[-1] == LAST
     assert set(second.gateway.asked) <= set(first.gateway.asked)
     assert second.gateway.prompts.items() <= first.gateway.prompts.items()
@@ -43,7 +43,7 @@ def test_another_number_of_processes_goes_on(before: int, after: int, tiny: Path
 
 def test_another_batch_is_refused_in_one_line(tiny: Path, tmp_path: Path) -> None:
     with open_rig(tmp_path / "before", tiny, **of(1)) as first:
-        assert first.wait(first.start_ranks(), timeout_s=HANG_S) == exit_codes.OK
+        assert first.wait(first.start_ranks()) == exit_codes.OK
         half = first.stored()[-2]
     with open_rig(tmp_path / "after", tiny, **of(2, per_device_train_batch_size=8)) as second:
         give_checkpoint(first, second, half)

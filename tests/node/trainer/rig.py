@@ -237,7 +237,7 @@ class Rig:
     def log(self, attempt: int = 1) -> Path:
         return self.folder / f"trainer-{attempt}.log"
 
-    def wait(self, trainer: subprocess.Popen[bytes], attempt: int = 1, timeout_s: float = 120.0) -> int:
+    def wait(self, trainer: subprocess.Popen[bytes], attempt: int = 1, timeout_s: float = HANG_S) -> int:
         """The trainer's exit code; shows its output when it was not 0."""
         try:
             code = trainer.wait(timeout_s)

@@ -30,6 +30,7 @@ from tasks.completions.rollout_source import EVALUATION_CALLS, RolloutSource
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.restoring import restore_newest
 from tasks.storing.step_costs import StepCosts
+from tests.budget import HANG_S
 from tests.node.trainer.stand_in_gateway import TOKEN, StandInGateway
 
 LENGTH = 5
@@ -61,7 +62,7 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-def batch(count: int = 6, deadline_s: float = 10.0) -> Batch:
+def batch(count: int = 6, deadline_s: float = HANG_S) -> Batch:
     requests = [CompletionRequest(index, [5, 6, 7], 1000 + index) for index in range(count)]
     return Batch(PolicyRef("0-3", "policies/0000/00000003"), SAMPLING, requests, deadline_s)
 

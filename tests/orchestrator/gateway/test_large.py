@@ -45,7 +45,7 @@ def rare_garbage() -> Iterator[None]:
 def large_batch() -> Batch:
     prompts = [[number, *range(50_000, 50_000 + PROMPT_TOKENS - 1)] for number in range(PROMPTS)]
     requests = [CompletionRequest(n, prompts[n // SAMPLES], seed=n) for n in range(PROMPTS * SAMPLES)]
-    return Batch(POLICY, {"temperature": 1.0, "max_tokens": 64}, requests, deadline_s=600.0)
+    return Batch(POLICY, {"temperature": 1.0, "max_tokens": 64}, requests, deadline_s=HANG_S)
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def ask(url: str, body: bytes, enough: threading.Event) -> list[BatchLine]:
     """What the gateway says until there is enough; then the connection breaks."""
     headers, lines = {"Authorization": f"Bearer {TOKEN}"}, []
     with (
-        httpx.Client(headers=headers, timeout=60.0, trust_env=False) as http,
+        httpx.Client(headers=headers, timeout=HANG_S, trust_env=False) as http,
         http.stream("POST", f"{url}/v1/rollouts", content=body) as answer,
     ):
         assert answer.status_code == 200, answer.read()
@@ -161,7 +161,7 @@ def largest_share(body: bytes) -> float:
 
 def test_a_batch_that_is_given_up_leaves_no_prompt_in_memory() -> None:
     prompt = Prompt(array("I", [1, 2, 3]), [Sample(0, 1)])
-    batch = Batch(POLICY, {"max_tokens": 4}, [], deadline_s=60.0)
+    batch = Batch(POLICY, {"max_tokens": 4}, [], deadline_s=HANG_S)
 
     async def story(world: World) -> None:
         batch_run = BatchRun(batch, [prompt], world.members, world.completer, world.ledger)
@@ -196,7 +196,7 @@ def test_work_of_many_tasks_is_done_in_pieces() -> None:
     "lines", [b"\n", b'\n{"prompt_token_ids":[-1],"samples":[{"index":9,"seed":1}]}', b"\n[]"]
 )
 def test_lines_that_are_no_prompts_are_refused(lines: bytes) -> None:
-    batch = Batch(POLICY, {"max_tokens": 4}, [], deadline_s=60.0)
+    batch = Batch(POLICY, {"max_tokens": 4}, [], deadline_s=HANG_S)
 
     async def story(served: Served) -> None:
         answer = await served.http.post("/v1/rollouts", content=body_of(batch) + lines)
@@ -207,7 +207,7 @@ def test_lines_that_are_no_prompts_are_refused(lines: bytes) -> None:
 
 def test_a_batch_of_lines_is_what_one_document_says() -> None:
     requests = [CompletionRequest(n, [1, 2, n // 2], seed=n) for n in range(6)]
-    batch = Batch(POLICY, {"max_tokens": 4}, requests, deadline_s=60.0)
+    batch = Batch(POLICY, {"max_tokens": 4}, requests, deadline_s=HANG_S)
     assert len(body_of(batch).split(b"\n")) == 4
 
     async def story(served: Served) -> None:

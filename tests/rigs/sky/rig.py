@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 
 import psutil
 
+from tests.budget import HANG_S
 from tests.rigs.sky import account, image, network
 from tests.rigs.sky.home import make_home, make_outside
 from tests.rigs.sky.server import CONTROL_PORT
@@ -214,7 +215,7 @@ class SkyRig:
     def _control(self, path: str, method: str = "POST") -> bytes:
         request = urllib.request.Request(f"http://127.0.0.1:{CONTROL_PORT}{path}", method=method)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with self.inside(), opener.open(request, timeout=30) as answer:
+        with self.inside(), opener.open(request, timeout=HANG_S) as answer:
             body: bytes = answer.read()
         return body
 

@@ -28,7 +28,7 @@ def never(error: BaseException) -> bool:
     return isinstance(error, MemoryError)
 
 
-def called(function: Any, rule: OnBadReward = "none", timeout_s: float = 60.0, **told: Any) -> Any:
+def called(function: Any, rule: OnBadReward = "none", timeout_s: float = HANG_S, **told: Any) -> Any:
     guard = guarded(function, "rewards.mine", rule, timeout_s, never)
     return guard(prompts=PROMPTS, completions=COMPLETIONS, number=[1, 2, 3, 4], **told)
 
@@ -88,7 +88,7 @@ def test_by_the_rule_none_only_the_prompts_that_fail_have_no_score(
     function: Any, expected: Any, says: Any
 ) -> None:
     said: list[tuple[str, float]] = []
-    limit_s = 1.0 if says == "took too long" else 60.0
+    limit_s = 1.0 if says == "took too long" else HANG_S
     with capture_logs() as entries:
         found = called(function, timeout_s=limit_s, log_metric=lambda *one: said.append(one), log_extra=print)
     assert found == expected
@@ -114,7 +114,7 @@ def test_by_the_rule_none_only_the_prompts_that_fail_have_no_score(
 )
 def test_by_the_rule_fail_the_first_of_them_ends_the_run(function: Any, says: str) -> None:
     with pytest.raises(BadReward) as caught:
-        called(function, "fail", timeout_s=1.0 if function is spins_on_c else 60.0)
+        called(function, "fail", timeout_s=1.0 if function is spins_on_c else HANG_S)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -37,7 +37,7 @@ def twin(recipe: str, folder: Path) -> RunSpec:
 def test_its_reward_rises(recipe: str, tmp_path: Path) -> None:
     spec = twin(recipe, tmp_path / "twin")
     with open_rig(tmp_path / "rig", tmp_path, ready=spec) as rig:
-        assert rig.wait(rig.start_trainer(), timeout_s=HANG_S) == 0
+        assert rig.wait(rig.start_trainer()) == 0
         rows = [row for row in metrics.read_metrics(rig.store) if "reward" in row.values]
     assert [row.step for row in rows] == list(range(1, STEPS + 1))
     for name in (one.rpartition(".")[2] for one in spec.trainer.reward_funcs):

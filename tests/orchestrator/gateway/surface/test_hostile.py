@@ -24,7 +24,6 @@ from tests.rigs.gateway_process import check_complete, hear, make_batch
 from tests.rigs.gateway_served import TOKEN, Served, serve
 
 ROLLOUTS = "/v1/rollouts"
-LIMIT_S = 200.0  # for a whole test
 REFUSAL = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 2\r\n\r\n{}"
 PROOF = f"Authorization: Bearer {TOKEN}\r\n"
 LOOSE = ("aiohttp", "python", "grpo", "0-0", "traceback", "node")  # what a stranger must not be told
@@ -58,7 +57,7 @@ STRANGERS = (
 
 @contextmanager
 def connected(port: int) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", port), LIMIT_S) as sock:
+    with socket.create_connection(("127.0.0.1", port), HANG_S) as sock:
         yield sock
 
 
@@ -108,7 +107,7 @@ def gateway(**options: Any) -> Iterator[Served]:
 
     def run() -> None:
         try:
-            serve(story, limit_s=LIMIT_S, **options)
+            serve(story, **options)
         except BaseException as error:  # noqa: BLE001  # told below
             broken.append(error)
             ready.set()
