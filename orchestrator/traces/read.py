@@ -52,11 +52,17 @@ def _log_of_folder(path: Path) -> Log:
     if states:
         return max(states, key=lambda log: max((points[-1].step for _, points in runs(log)), default=0))
     rows: list[Row] = []
-    for run, files in folder.event_files(path).items():
+    file = folder.log(path)
+    try:
+        event_files = folder.event_files(path)
+    except folder.TooMany:
+        if file is None:
+            raise
+        event_files = {}
+    for run, files in event_files.items():
         rows += [{**row, "run_name": run} for file in files for row in read_events(file)]
     if rows:
         return Log(rows)
-    file = folder.log(path)
     if file is None:
         raise Unreadable(f"no metrics of training found; {folder.EXPECTED}")
     return _log(file)
