@@ -54,7 +54,7 @@ def read_vouched_run(store: Store, secret: str) -> RunRecord:
     data = run_bytes(store)
     match matches(store, secret, data):
         case None:
-            hint = f"`grpo-orch resume {store.url}` sees to it"
+            hint = f"`grpo-orch resume {store.quoted}` sees to it"
             raise NotVouched(f"{store.url}/{layout.RUN} is not vouched for by the run's secret", hint)
         case False:
             raise NotVouched(*changed(store))

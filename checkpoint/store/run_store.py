@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, cast
 
@@ -17,6 +18,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_aft
 
 from checkpoint.store.backends import Backend, BytesLike, Entry, Options
 from checkpoint.store.backends.answers import one_line
+from checkpoint.store.backends.folder import open_folder
 from checkpoint.store.backends.obstore_backend import open_obstore
 from checkpoint.store.errors import NotFound, StoreUnavailable, StoreUnusable
 from checkpoint.store.pace import Pace, interval_of
@@ -43,7 +45,8 @@ class Store:
             OPTIONS_ENV holds. Credentials, endpoint and region come from the environment too, as AWS names them.
 
     Raises:
-        StoreUnusable: the URL's scheme is unknown, an option is wrong, or the folder cannot be made.
+        StoreUnusable: the URL's scheme is unknown, an option is wrong, or, at the first write, the
+            folder cannot be made.
         StoreDenied: the AWS profile has no credentials.
     """
 
@@ -54,6 +57,11 @@ class Store:
         self._pace = Pace(interval_of(self.url))
         self.options = _options_of_environment() if options is None else options  # may hold secrets
         self._backend = _open(self.url, self.options)
+
+    @property
+    def quoted(self) -> str:
+        """The URL as a word of a command that somebody is told to give, whatever shells make of its characters."""
+        return shlex.quote(self.url)
 
     def get(self, key: str) -> bytes:
         """Return the object's bytes. Raises NotFound."""
@@ -178,6 +186,8 @@ def _open(url: str, options: Options) -> Backend:
     driver = options.get("driver", "obstore" if scheme in OBSTORE_SCHEMES else "fsspec")
     rest = {key: value for key, value in options.items() if key != "driver"}
     match driver:
+        case "obstore" if scheme == "file":
+            return open_folder(url, rest)
         case "obstore" if scheme in OBSTORE_SCHEMES:
             return open_obstore(url, rest)
         case "fsspec":

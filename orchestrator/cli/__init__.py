@@ -62,7 +62,7 @@ def main() -> None:
 
 def _end(message: str, exit_code: int, told: Console = errors) -> NoReturn:
     try:
-        told.print(message, highlight=False, markup=False, soft_wrap=True)
+        told.print(message, highlight=False, soft_wrap=True)
         print_failure(message, exit_code)
     except OSError as error:  # of stdout; or it is what has failed before, and was told
         if told is not errors:

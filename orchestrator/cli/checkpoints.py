@@ -103,7 +103,7 @@ def verify(
             whole = f"{one.version} is whole, {data_size(one.size_bytes)}"
             told = f"{one.version} is damaged: {'; '.join(damage)}" if damage else whole
         if output is Output.TEXT:
-            console.print(told, markup=False, highlight=False, soft_wrap=True)
+            console.print(told, highlight=False, soft_wrap=True)
     if output is Output.JSON:
         print_json([{**_plain(one), "damage": damage} for one, damage in found.items()])
     if damaged := [one.version for one, damage in found.items() if damage]:
@@ -132,13 +132,13 @@ def export(
     except NotFound:
         if _is_listed(catalog, one):
             raise
-        hint = f"keep one before it is exported with `grpo-orch checkpoints pin VERSION {store.url}`"
+        hint = f"keep one before it is exported with `grpo-orch checkpoints pin VERSION {store.quoted}`"
         raise Stop(f"{one.version} was retired meanwhile; {hint}", exit_codes.FAILED) from None
     if output is Output.JSON:
         print_json({**_plain(one), "folder": str(folder)})
     else:
         told = f"Wrote {one.version} to {folder}, {data_size(found.size_bytes)}"
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+        console.print(told, highlight=False, soft_wrap=True)
 
 
 def _pin(version: str, target: str | None, output: Output, *, pinned: bool) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from rich.console import Console
 
-console = Console()
-errors = Console(stderr=True)
+# No markup: names, URLs and what a store says may have brackets.
+console = Console(markup=False)
+errors = Console(stderr=True, markup=False)
 
 
 class Stop(Exception):

@@ -71,7 +71,7 @@ def _judge(file: Path, limit: float | None, save_steps: int | None) -> list[Dete
     try:
         traces = read_traces(file)
     except NotATrace as error:
-        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        errors.print(str(error), highlight=False, soft_wrap=True)
         return [Unreadable(str(file), str(error).removeprefix(f"{file}: "))]
     runs = [one.name.removeprefix(str(file)).removeprefix("#") for one in traces]
     return [follow(str(file), run, one.trace, limit, save_steps) for run, one in zip(runs, traces, strict=True)]
@@ -85,9 +85,9 @@ def _draw(found: Sequence[Detection], out: Path, *, tell: bool) -> bool:
     try:
         plot_detections(found, out)
     except OSError as error:
-        errors.print(f"{out}: {error.strerror}", markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"{out}: {error.strerror}", highlight=False, soft_wrap=True)
         return False
     if tell:
         some = f", with the {ROWS_MAX} worst of them" if len(found) > ROWS_MAX else ""
-        console.print(f"\nWrote {out}{some}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"\nWrote {out}{some}", highlight=False, soft_wrap=True)
     return True

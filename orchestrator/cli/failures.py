@@ -9,7 +9,7 @@ from orchestrator.cli.target import NoSuchRun
 from orchestrator.clouds import CloudMissing
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.config.load import ConfigError
-from orchestrator.control.launcher import DaemonFailed
+from orchestrator.control.launcher import DaemonFailed, TakenByAnother
 from orchestrator.home.folder import HomeUnusable
 from policies.model import exit_codes
 
@@ -17,6 +17,8 @@ from policies.model import exit_codes
 def exit_code_of(error: Exception) -> int | None:
     """Return the exit code; None for an error that is ours."""
     match error:
+        case TakenByAnother():
+            return exit_codes.HELD
         case ConfigError() | NoSuchRun():
             return exit_codes.USAGE
         case OSError() if error.filename is None and error.errno in (errno.ENOSPC, errno.EIO):

@@ -72,7 +72,7 @@ def logs(
     store, record = open_run(target)
     try:
         for line in _log(store, record, node, follow):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, highlight=False, soft_wrap=True)
     except KeyboardInterrupt:
         return
 
@@ -97,7 +97,7 @@ def _print_event(line: EventLine) -> None:
     told = wrap(words, room, LINES_OF_AN_EVENT) if console.is_terminal and room >= ROOM_LEAST else [words]
     for place, part in enumerate(told):
         text = f"{' ' * len(when) if place else when} {part}"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(text, highlight=False, soft_wrap=True)
 
 
 def report(target: Target = None, output: AsJson = Output.TEXT) -> None:
@@ -131,8 +131,8 @@ def attach(store: Store) -> None:
         live.watch(_looker(store), threading.Event().wait, console)
     except KeyboardInterrupt:
         console.print(
-            f"\nDetached; the run goes on. Come back with: grpo-orch status -w {store.url}\n"
-            f"Stop it with: grpo-orch down {store.url}",
+            f"\nDetached; the run goes on. Come back with: grpo-orch status -w {store.quoted}\n"
+            f"Stop it with: grpo-orch down {store.quoted}",
             highlight=False,
             soft_wrap=True,
         )

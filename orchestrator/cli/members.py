@@ -120,4 +120,4 @@ def _say(node: str, state: str, text: str, output: Output) -> None:
     if output is Output.JSON:
         print_json({"node": node, "state": state})
     else:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(text, highlight=False, soft_wrap=True)

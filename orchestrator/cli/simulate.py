@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import structlog
@@ -64,7 +65,8 @@ def simulate(
     spec = _without_deadline(spec)
     name = climate_name or (str(trace) if trace else DEFAULT_CLIMATE)
     weather_of = _weather(name, trace, spec)
-    replay = f"grpo-orch simulate {run_yaml} --{'trace' if trace else 'climate'} {name} --seeds 1 --seed"
+    option = "--trace" if trace else "--climate"
+    replay = f"grpo-orch simulate {quote(str(run_yaml))} {option} {quote(name)} --seeds 1 --seed"
     with _quiet(), Progress(console=errors, transient=True, disable=output is Output.JSON) as progress:
         stories = list(_stories(range(seed, seed + seeds), spec, weather_of, replay, progress))
         shown = progress.add_task("policies side by side", total=len(contenders(weather_of(seed))) + 1)

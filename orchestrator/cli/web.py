@@ -38,7 +38,7 @@ def web(
             print_json({"url": url, "fingerprint": None if secret is None else fingerprint(secret)})
             return
         asks = f" (asks for the secret in {token_file(record.run_id)}; {fingerprint(secret)})" if secret else ""
-        console.print(f"{record.spec.name}: {url}{asks}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{record.spec.name}: {url}{asks}", highlight=False, soft_wrap=True)
 
     try:
         serve(store, host, port, secret, tell)

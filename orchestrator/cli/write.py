@@ -56,7 +56,7 @@ def init(
     except OSError as error:
         raise Stop(f"{path}: {error.strerror}", exit_codes.USAGE) from None
     told = f"Wrote {path}. Check it with: grpo-orch validate {shlex.quote(str(path))}"
-    console.print(told, markup=False, highlight=False, soft_wrap=True)
+    console.print(told, highlight=False, soft_wrap=True)
 
 
 def _init_recipe(recipe: str, folder: Path | None, name: str | None) -> None:
@@ -75,9 +75,9 @@ def _init_recipe(recipe: str, folder: Path | None, name: str | None) -> None:
             raise Stop(f"{folder} exists already; remove it or name another", exit_codes.USAGE) from None
         raise Stop(f"{folder}: {error.strerror}", exit_codes.USAGE) from None
     told = f"Wrote {folder}: {', '.join(files)}. Its README.md says what to change. Then:"
-    console.print(told, markup=False, highlight=False, soft_wrap=True)
+    console.print(told, highlight=False, soft_wrap=True)
     then = f"  cd {shlex.quote(str(folder))} && grpo-orch up run.yaml"
-    console.print(then, markup=False, highlight=False, soft_wrap=True)
+    console.print(then, highlight=False, soft_wrap=True)
 
 
 def validate(
@@ -89,7 +89,7 @@ def validate(
         _validate_for_programs(run_yaml)
         return
     loaded = load(run_yaml, count_gpus, find_size)
-    console.print(f"{run_yaml}: {loaded.spec.name} is valid", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{run_yaml}: {loaded.spec.name} is valid", highlight=False, soft_wrap=True)
     print_notices(loaded)
 
 
@@ -101,7 +101,7 @@ def count_gpus() -> int:
 def print_notices(loaded: Loaded) -> None:
     """Say what the user of a valid file should know before it is run, a line each."""
     for notice in loaded.notices:
-        console.print(f"notice: {notice}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"notice: {notice}", highlight=False, soft_wrap=True)
 
 
 def _validate_for_programs(run_yaml: Path) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from shlex import quote
 
 import structlog
 
@@ -141,7 +142,7 @@ def steer(store: Store, reason: str, stop: threading.Event, page_fd: int | None 
 def _environment(spec: RunSpec, store_url: str, token: str, launch: Launch) -> dict[str, str]:
     """What the work of a node is told, secrets included. Raises CloudRefused where one is missing here."""
     if wrong := missing(spec, os.environ):
-        raise CloudRefused(Refusal.CREDENTIALS, f"{wrong}; export it and `grpo-orch resume {store_url}`")
+        raise CloudRefused(Refusal.CREDENTIALS, f"{wrong}; export it and `grpo-orch resume {quote(store_url)}`")
     environment = {
         **handed_on(secrets_for(spec, role_of(launch.slot), os.environ)),
         RUN_ENV: store_url,

@@ -13,20 +13,28 @@ from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
+from orchestrator.control.lease import is_held
 from orchestrator.home.folder import run_dir
 from orchestrator.home.trust import known_run
+from policies.model import exit_codes
 
 START_TIMEOUT_S = 30.0
+POLL_S = 0.05
 
 
 class DaemonFailed(Exception):
     """The daemon did not come up; the message says why and where its log is."""
 
 
+class TakenByAnother(DaemonFailed):
+    """Another daemon took the run at the same moment, and steers it."""
+
+
 def start_daemon(store: Store, record: RunRecord, reason: str, page: socket.socket | None = None) -> int:
     """Start a daemon for the run and return its pid once it holds the lease. Raises DaemonFailed, NotVouched.
 
-    `page` is a socket that listens: the daemon has the run page served there.
+    `page` is a socket that listens: the daemon has the run page served there. Where another daemon is quicker,
+    TakenByAnother comes once that one holds the lease.
     """
     known_run(store)  # or the daemon would refuse it, and nobody reads its log
     log = run_dir(record.run_id) / "daemon.log"
@@ -38,12 +46,22 @@ def start_daemon(store: Store, record: RunRecord, reason: str, page: socket.sock
         if lease is not None and lease.pid == process.pid:
             return process.pid
         if process.poll() is not None:
-            if process.returncode == 0:
+            if process.returncode == exit_codes.OK:
                 return process.pid  # nothing was left to steer
+            if process.returncode == exit_codes.HELD:
+                raise _taken(store, deadline_s)
             last = (log.read_text("utf-8", "replace").strip().splitlines() or ["no output"])[-1]
             raise DaemonFailed(f"the daemon ended with exit code {process.returncode}: {last}; its log is {log}")
-        time.sleep(0.05)
+        time.sleep(POLL_S)
     raise DaemonFailed(f"the daemon did not take the run within {START_TIMEOUT_S:.0f} s; its log is {log}")
+
+
+def _taken(store: Store, until_s: float) -> TakenByAnother:
+    """Wait for the lease of the daemon that was quicker: until then nothing says that somebody steers."""
+    while time.monotonic() < until_s and not is_held(lambda: documents.LEASE.read(store, Unreadable())):
+        time.sleep(POLL_S)
+    told = f"another daemon took {store.url} at the same moment"
+    return TakenByAnother(f"{told}; watch it with `grpo-orch status -w {store.quoted}`")
 
 
 def start_rehearsal(store: Store, record: RunRecord) -> None:

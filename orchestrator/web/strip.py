@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from shlex import quote
 
 from checkpoint.records.metrics import Row
 from orchestrator.views.model import RunView
@@ -63,7 +64,7 @@ def headline(view: RunView) -> str:
         hint = going_on(view.phase, view.reason, view.store)
         return f"{view.reason}; {hint}" if hint else view.reason
     if not view.daemon.alive:
-        return f"nobody steers it: grpo-orch resume {view.store}"
+        return f"nobody steers it: grpo-orch resume {quote(view.store)}"
     if view.rollback is not None and view.rollback.stage is not RollbackStage.PROBATION:
         return f"timeline {view.rollback.timeline} {view.rollback.text}"
     if view.health.health is not Health.HEALTHY:

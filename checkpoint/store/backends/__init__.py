@@ -1,8 +1,8 @@
 """The interface that a store needs, with one implementation for each library that talks to stores.
 
-`obstore_backend` serves s3, gs, az, file and memory; `fsspec_backend` any other scheme that fsspec knows, and any
-scheme at all if the options say `driver: fsspec`. A backend makes each call once and lets its library's exceptions
-out; `fault` says what they mean. Only `checkpoint.store.run_store` retries.
+`folder` serves file, `obstore_backend` s3, gs, az and memory, `fsspec_backend` any other scheme that fsspec knows,
+and any scheme at all if the options say `driver: fsspec`. A backend makes each call once and lets its library's
+exceptions out; `fault` says what they mean. Only `checkpoint.store.run_store` retries.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def write(path: Path, data: BytesLike, *, create: bool) -> None:
 
 
 def check(root: Path) -> None:
-    """Raise OSError where a store's folder, which opening it made, is not there any more.
+    """Raise OSError where the folder of a store that was found or made is not there any more.
 
     It is not made anew: what was mounted or moved comes back, and must not find the beginning of another run.
     """

@@ -10,7 +10,7 @@ from urllib.parse import urlparse
 
 import obstore
 from obstore import exceptions as raw
-from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
+from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
 
 from checkpoint.store.backends import BytesLike, Entry, Fault, Options, files
 from checkpoint.store.backends.answers import RIGHTS, of_answer, of_errno, one_line
@@ -126,31 +126,7 @@ class ObstoreBackend:
             files.sweep(self._folder / prefix, older_than_s)
 
     def fault(self, error: Exception) -> Fault | None:
-        text = str(error)
-        if _METADATA_SERVICE in text:
-            return _no_credentials(text)
-        if isinstance(error, raw.UnauthenticatedError) and "credential provider" in text:
-            return Fault(StoreDenied, one_line(text.partition("provider: ")[2]), "renew the credentials")
-        if status := _STATUS.search(text):
-            code, message = _CODE.search(text), _MESSAGE.search(text)
-            return of_answer(
-                int(status[1]), (code[1] or code[2]) if code else "", message[1] if message else "", self._bucket
-            )
-        if number := _OS_ERROR.search(text):
-            return of_errno(int(number[1]), text)
-        match error:
-            case raw.AlreadyExistsError():
-                return Fault(AlreadyExists, "it exists")
-            case FileNotFoundError():
-                return Fault(NotFound, "there is no such object")
-            case raw.PermissionDeniedError() | raw.UnauthenticatedError():
-                return Fault(StoreDenied, one_line(text), RIGHTS)
-            case raw.InvalidPathError() | raw.NotSupportedError():
-                return Fault(StoreUnusable, one_line(text))
-            case OSError():
-                return of_errno(error.errno, str(error.strerror))
-            case _:
-                return Fault(StoreUnavailable, one_line(text.partition(" - ")[2] or text))
+        return fault_of(error, self._bucket)
 
     def _put(self, key: str, data: BytesLike, mode: Literal["overwrite", "create"]) -> None:
         if self._folder is not None:
@@ -162,26 +138,44 @@ class ObstoreBackend:
         obstore.put(store, key, content, mode=mode, use_multipart=False)
 
 
+def fault_of(error: Exception, bucket: str) -> Fault | None:
+    """What an exception of obstore means; `bucket` is named in hints. None for a mistake in this project."""
+    text = str(error)
+    if _METADATA_SERVICE in text:
+        return _no_credentials(text)
+    if isinstance(error, raw.UnauthenticatedError) and "credential provider" in text:
+        return Fault(StoreDenied, one_line(text.partition("provider: ")[2]), "renew the credentials")
+    if status := _STATUS.search(text):
+        code, message = _CODE.search(text), _MESSAGE.search(text)
+        return of_answer(
+            int(status[1]), (code[1] or code[2]) if code else "", message[1] if message else "", bucket
+        )
+    if number := _OS_ERROR.search(text):
+        return of_errno(int(number[1]), text)
+    match error:
+        case raw.AlreadyExistsError():
+            return Fault(AlreadyExists, "it exists")
+        case FileNotFoundError():
+            return Fault(NotFound, "there is no such object")
+        case raw.PermissionDeniedError() | raw.UnauthenticatedError():
+            return Fault(StoreDenied, one_line(text), RIGHTS)
+        case raw.InvalidPathError() | raw.NotSupportedError():
+            return Fault(StoreUnusable, one_line(text))
+        case OSError():
+            return of_errno(error.errno, str(error.strerror))
+        case _:
+            return Fault(StoreUnavailable, one_line(text.partition(" - ")[2] or text))
+
+
 def open_obstore(url: str, options: Options) -> ObstoreBackend:
-    """The backend of a URL whose scheme is file, memory, s3, gs or az. Raises StoreUnusable, StoreDenied."""
-    scheme, _, rest = url.partition("://")
-    if scheme in ("file", "memory"):
-        if options:
-            raise StoreUnusable(f"store {url!r}: option {next(iter(options))!r}", f"{scheme}:// has no options")
-        if scheme == "file":
-            local = _local(url, rest)
-            return ObstoreBackend(local, local, folder=Path(rest))
-        memory = _memory.setdefault(url, MemoryStore())
-        return ObstoreBackend(memory, memory, keeps_input=True)
-    return _remote(url, scheme, options)
-
-
-def _local(url: str, path: str) -> LocalStore:
-    try:
-        files.make(Path(path))
-    except OSError as error:
-        raise StoreUnusable(f"store {url!r}: {error.strerror}", "name a folder that can be written") from error
-    return LocalStore(prefix=path, automatic_cleanup=True)
+    """The backend of a URL whose scheme is memory, s3, gs or az. Raises StoreUnusable, StoreDenied."""
+    scheme = url.partition("://")[0]
+    if scheme != "memory":
+        return _remote(url, scheme, options)
+    if options:
+        raise StoreUnusable(f"store {url!r}: option {next(iter(options))!r}", "memory:// has no options")
+    memory = _memory.setdefault(url, MemoryStore())
+    return ObstoreBackend(memory, memory, keeps_input=True)
 
 
 def _remote(url: str, scheme: str, options: Options) -> ObstoreBackend:

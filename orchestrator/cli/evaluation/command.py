@@ -7,6 +7,7 @@ on with it, or shows what it found.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,7 +32,7 @@ from orchestrator.cli.steering.remote import is_steered
 from orchestrator.cli.steering.start import refuse_missing_secrets, show_plan
 from orchestrator.cli.target import open_run
 from orchestrator.config.sizes.model import find_size
-from orchestrator.control.launcher import start_daemon
+from orchestrator.control.launcher import TakenByAnother, start_daemon
 from orchestrator.home.folder import keep_run_digest, keep_store_options, run_token
 from orchestrator.home.trust import run_digest
 from orchestrator.plan.models import asked_once
@@ -118,7 +119,8 @@ def _start(store: Store, record: RunRecord) -> None:
     refuse_missing_secrets(record.spec)
     run_token(record.run_id)
     begun = journal.recover(store).state.name
-    start_daemon(store, record, "resume" if begun else "up")
+    with contextlib.suppress(TakenByAnother):  # by the same command elsewhere
+        start_daemon(store, record, "resume" if begun else "up")
 
 
 def _wait(store: Store, subjects: Sequence[Subject]) -> None:
@@ -140,7 +142,7 @@ def _wait(store: Store, subjects: Sequence[Subject]) -> None:
     if len(_found(store, subjects)) == len(subjects):
         return
     why = state.reason if ended else "nobody steers it any more"
-    again = f"`grpo-orch logs trainer-0 {store.url}` says more; the same command goes on with it"
+    again = f"`grpo-orch logs trainer-0 {store.quoted}` says more; the same command goes on with it"
     raise Stop(f"the evaluation in {store.url}: {why}; {again}", exit_codes.FAILED)
 
 
@@ -150,9 +152,12 @@ def _say_where(store: Store, output: Output) -> None:
         print_json({"store": store.url})
         return
     # Not the same command: the newest checkpoint may be another by then.
-    shows, ends = f"`grpo-orch eval {store.url}` shows what comes out", f"`grpo-orch down {store.url}` ends it"
+    shows, ends = (
+        f"`grpo-orch eval {store.quoted}` shows what comes out",
+        f"`grpo-orch down {store.quoted}` ends it",
+    )
     told = f"It goes on by itself; {shows}, {ends}."
-    console.print(told, highlight=False, markup=False, soft_wrap=True)
+    console.print(told, highlight=False, soft_wrap=True)
 
 
 def _found(store: Store, subjects: Sequence[Subject]) -> list[Evaluated]:
@@ -168,4 +173,4 @@ def _show(found: Sequence[Evaluated], store: Store, output: Output) -> None:
         return
     console.print(views.table(found), highlight=False)
     told = f"Each completion with its scores: {store.url}/{layout.EVALUATED}/"
-    console.print(told, highlight=False, soft_wrap=True, markup=False)
+    console.print(told, highlight=False, soft_wrap=True)

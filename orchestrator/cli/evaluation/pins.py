@@ -27,7 +27,7 @@ def pin(parent: Store, subjects: Sequence[Subject]) -> tuple[Subject, ...]:
     listed, shared = catalog.newest().checkpoints, _pinned_by_others(parent)
     there = {(one.version, one.digest): one for one in listed}
     if gone := [one.name for one in subjects if one.name != BASE and (one.name, one.digest) not in there]:
-        hint = f"`grpo-orch checkpoints ls {parent.url}` shows what is left"
+        hint = f"`grpo-orch checkpoints ls {parent.quoted}` shows what is left"
         raise Stop(f"{', '.join(gone)}: retired meanwhile; {hint}", exit_codes.FAILED)
     made: list[Subject] = []
     for subject in subjects:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from orchestrator.cli.steering.remote import controller_of, is_steered, say_lost
 from orchestrator.cli.target import open_run
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.protocol import Cloud, CloudUnavailable
-from orchestrator.control.launcher import start_daemon
+from orchestrator.control.launcher import TakenByAnother, start_daemon
 from policies.control.snapshot import Command
 from policies.control.stopping import DOWN, DOWN_NOW, STOP_WAIT_S
 from policies.model import exit_codes
@@ -138,7 +139,7 @@ def _say_end(store: Store, record: RunRecord, output: Output) -> None:
     if beat is not None and (again := beat.step - (beat.stored_step or 0)) > 0:
         stored = "No checkpoint" if beat.stored_step is None else f"Step {beat.stored_step}"
         console.print(f"{stored} is stored; {again} step(s) will be made again.", highlight=False)
-    console.print(f"Continue with: grpo-orch resume {store.url}", highlight=False, soft_wrap=True)
+    console.print(f"Continue with: grpo-orch resume {store.quoted}", highlight=False, soft_wrap=True)
 
 
 def _stop_here(store: Store, record: RunRecord, stopping: Stopping) -> None:
@@ -146,13 +147,16 @@ def _stop_here(store: Store, record: RunRecord, stopping: Stopping) -> None:
     cloud = open_cloud(record, store)
     command = documents.send_command(store, stopping.kind, time.time())
     if not is_steered(store):
-        start_daemon(store, record, "down")
+        with contextlib.suppress(TakenByAnother):  # which has the command, too
+            start_daemon(store, record, "down")
     stopping.wait(lambda: not is_steered(store))
     # Sent to a daemon that looked for no more of them, it would stop the run once it is resumed.
     documents.command(command.command_id).drop(store)
-    left = _machines_left(cloud)
-    if left:
-        raise Stop(f"still there: {', '.join(left)}; run `grpo-orch down {store.url}` again", exit_codes.FAILED)
+    again = f"run `grpo-orch down {store.quoted}` again"
+    if left := _machines_left(cloud):
+        raise Stop(f"still there: {', '.join(left)}; {again}", exit_codes.FAILED)
+    if (phase := _state(store).phase) not in TERMINAL_RUN:
+        raise Stop(f"its daemon has ended and the run is {phase}; {again}", exit_codes.FAILED)
     cloud.clean_up()
 
 

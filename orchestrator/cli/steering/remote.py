@@ -41,7 +41,7 @@ def controller_of(record: RunRecord, store: Store, *, wanted: bool = False) -> R
 def refuse_unknown_machines(controller: RemoteController, store: Store, nodes: Sequence[str]) -> None:
     """Raise Stop when the run has machines that a new controller machine would not know, and so buy again."""
     if nodes and not controller.exists():
-        remedy = f"`grpo-orch down {store.url}`, then `grpo-orch resume --remote {store.url}`"
+        remedy = f"`grpo-orch down {store.quoted}`, then `grpo-orch resume --remote {store.quoted}`"
         raise Stop(
             f"a new controller machine would not know {', '.join(nodes)}, and would buy others; first {remedy}",
             exit_codes.FAILED,
@@ -54,7 +54,7 @@ def start_remote(controller: RemoteController, store: Store, reason: str) -> Non
         with console.status(f"launching {controller.cluster}"):
             controller.launch(reason)
     except (CloudRefused, CloudUnavailable) as error:
-        hint = f"try again with `grpo-orch resume {store.url}`, or end it with `grpo-orch down {store.url}`"
+        hint = f"try again with `grpo-orch resume {store.quoted}`, or end it with `grpo-orch down {store.quoted}`"
         raise Stop(f"{controller.cluster}: {error}; the run is kept: {hint}", exit_codes.FAILED) from error
     with console.status(f"waiting for the daemon on {controller.cluster}"):
         _wait_for_daemon(controller, store)
@@ -80,7 +80,7 @@ def stop_remote(
         # One that nobody took would stop the run when it is resumed.
         documents.command(command.command_id).drop(store)
     if not known:
-        remedy = f"run `grpo-orch down {store.url}` where it was launched"
+        remedy = f"run `grpo-orch down {store.quoted}` where it was launched"
         raise Stop(
             f"the run's machines are returned, but {controller.cluster} is not on record here; {remedy}",
             exit_codes.FAILED,
@@ -106,7 +106,7 @@ def remote_log(controller: RemoteController, store: Store, node: str, follow: bo
     """
     if node != "daemon":
         known = f"{controller.cluster} alone knows the machines of this run"
-        raise Stop(f"{known}; there is `grpo-orch logs daemon {store.url}`", exit_codes.USAGE)
+        raise Stop(f"{known}; there is `grpo-orch logs daemon {store.quoted}`", exit_codes.USAGE)
     try:
         return controller.log(follow=follow)
     except KeyError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.steering.remote import controller_of, is_steered, start_remote
 from orchestrator.cli.steering.start import refuse_missing_secrets
 from orchestrator.cli.target import open_run
-from orchestrator.control.launcher import start_daemon
+from orchestrator.control.launcher import TakenByAnother, start_daemon
 from policies.control.objective import effects
 from policies.control.rollback.begin import NAME_A_TARGET, RUN_START, WHOLE_NUMBER_KEYS, target_by_hand
 from policies.model import exit_codes
@@ -74,7 +75,8 @@ def rollback(
         if controller is not None:
             start_remote(controller, store, "rollback")
         else:
-            start_daemon(store, record, "rollback")
+            with contextlib.suppress(TakenByAnother):  # which has the command, too
+                start_daemon(store, record, "rollback")
     begun = _begun(store, command.command_id, state.rollbacks[-1:])
     grpo = forked_spec(record.spec, state.forks[-1] if state.forks else None).grpo
     does = effects(_new_changes(begun.fork, grpo), grpo, processes_of(record.spec))

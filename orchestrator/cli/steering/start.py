@@ -36,7 +36,7 @@ from orchestrator.clouds.protocol import Offer
 from orchestrator.clouds.sky.remote import RemoteController
 from orchestrator.config.load import load, load_storage
 from orchestrator.config.sizes.model import find_size
-from orchestrator.control.launcher import start_daemon, start_rehearsal
+from orchestrator.control.launcher import TakenByAnother, start_daemon, start_rehearsal
 from orchestrator.home.folder import (
     keep_run_digest,
     known_token,
@@ -140,13 +140,13 @@ def resume(
     state = _state(store)
     if state.phase is RunPhase.FINISHED and not state.nodes:
         raise Stop(
-            f"{record.spec.name} is finished; `grpo-orch report {store.url}` tells how it went", exit_codes.OK
+            f"{record.spec.name} is finished; `grpo-orch report {store.quoted}` tells how it went", exit_codes.OK
         )
     ended_diverged = state.phase in (RunPhase.PAUSED, RunPhase.GAVE_UP) and not state.budget_reached
     if ended_diverged and not state.nodes and state.exported == state.healthy:
         raise Stop(
             f"{record.spec.name} {state.reason}; it goes on from an earlier checkpoint, with something changed: "
-            f"grpo-orch rollback {store.url}",
+            f"grpo-orch rollback {store.quoted}",
             exit_codes.USAGE,
         )
     refuse_missing_secrets(record.spec)
@@ -191,13 +191,16 @@ def _start(
     try:
         if controller is not None:
             start_remote(controller, store, reason)
-            by = f"{controller.cluster}, which goes with `grpo-orch down {store.url}` and not before"
+            by = f"{controller.cluster}, which goes with `grpo-orch down {store.quoted}` and not before"
         else:
             run_token(record.run_id)
             by = f"pid {start_daemon(store, record, reason, page)}"
             start_rehearsal(store, record)
+    except TakenByAnother:
+        _refuse_held(store)
+        raise
     except KeyboardInterrupt:  # which a daemon does not hear
-        shows, ends = f"`grpo-orch status -w {store.url}` shows it", f"`grpo-orch down {store.url}` ends it"
+        shows, ends = f"`grpo-orch status -w {store.quoted}` shows it", f"`grpo-orch down {store.quoted}` ends it"
         told = f"{record.spec.name} is begun, and goes on by itself; {shows}, {ends}"
         raise Stop(told, exit_codes.FAILED) from None
     console.print(f"{record.spec.name} is steered by {by}.", highlight=False, soft_wrap=True)
@@ -206,7 +209,7 @@ def _start(
         page.close()  # the daemon has it
         console.print(f"Its page: http://{host}:{port}/", highlight=False, soft_wrap=True)
     if detach:
-        console.print(f"Watch it with: grpo-orch status -w {store.url}", highlight=False, soft_wrap=True)
+        console.print(f"Watch it with: grpo-orch status -w {store.quoted}", highlight=False, soft_wrap=True)
         return
     attach(store)
 
@@ -216,7 +219,7 @@ def _refuse_existing(store: Store) -> None:
     _refuse_held(store)
     if store.get_or_none("run.json") is not None:
         raise Stop(
-            f"{store.url} holds a run already; continue it with `grpo-orch resume {store.url}`, "
+            f"{store.url} holds a run already; continue it with `grpo-orch resume {store.quoted}`, "
             "or name another `storage:`",
             exit_codes.USAGE,
         )
@@ -233,7 +236,7 @@ def _refuse_other_secret(store: Store, record: RunRecord, nodes: list[str]) -> N
     if nodes and mark is not None and (token is None or mark != token_mark(token)):
         raise Stop(
             f"{', '.join(nodes)} hold a secret that this machine has not: bring {token_file(record.run_id)} from "
-            f"where they were launched, or return them first with `grpo-orch down {store.url}`",
+            f"where they were launched, or return them first with `grpo-orch down {store.quoted}`",
             exit_codes.FAILED,
         )
 
@@ -241,7 +244,7 @@ def _refuse_other_secret(store: Store, record: RunRecord, nodes: list[str]) -> N
 def _held(store: Store, lease: Lease) -> str:
     return (
         f"{store.url} is steered by pid {lease.pid} on {lease.host} (epoch {lease.epoch}); "
-        f"watch it with `grpo-orch status -w {store.url}`, stop it with `grpo-orch down {store.url}`"
+        f"watch it with `grpo-orch status -w {store.quoted}`, stop it with `grpo-orch down {store.quoted}`"
     )
 
 
@@ -275,7 +278,7 @@ def show_plan(
     if record.evaluation is None:
         terminal.print(render_short(plan), highlight=False)
     for line in cloud.without_quota():
-        terminal.print(line, markup=False, highlight=False, soft_wrap=True)
+        terminal.print(line, highlight=False, soft_wrap=True)
 
 
 def _what(offer: Offer) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shlex import quote
+
 from rich.cells import cell_len
 from rich.text import Text
 
@@ -51,7 +53,7 @@ def _headline(view: RunView) -> str:
     if view.phase in TERMINAL_RUN or view.phase is RunPhase.STOPPING:
         return view.reason
     if not view.daemon.alive:
-        return f"no controller; `grpo-orch resume {view.store}`"
+        return f"no controller; `grpo-orch resume {quote(view.store)}`"
     if view.rollback is not None and view.rollback.stage is not RollbackStage.PROBATION:
         return f"rolling back to {start_words(view.rollback.start)}"
     if view.phase is RunPhase.TRAINING and view.activity:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint.store.errors import StoreDenied, StoreUnusable
+from checkpoint.store.errors import NotFound, StoreDenied, StoreUnusable
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from tests.rigs.store.server import S3Server
 
@@ -28,7 +28,6 @@ def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         ("nonsense", "expected a URL that starts with file://, s3://"),
         ("nobody-knows://x/y", "Protocol not known"),
-        ("file:///proc/nowhere/run", "name a folder that can be written"),
         ("s3:///no-bucket", "names no bucket"),
     ],
 )
@@ -36,6 +35,32 @@ def test_a_url_that_is_no_store_is_one_clear_line(url: str, told: str) -> None:
     with pytest.raises(StoreUnusable, match=told) as caught:
         Store(url)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_line_at_the_first_write() -> None:
+    store = Store("file:///proc/nowhere/run")
+    assert store.get_or_none("run.json") is None
+    with pytest.raises(StoreUnusable, match="name a folder that can be written") as caught:
+        store.create("run.json", b"1")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"driver": "fsspec"}])
+def test_whoever_only_looks_makes_no_folder_and_the_first_write_does(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    folder = tmp_path / "typo" / "run"
+    looks, writes = (Store(f"file://{folder}", options=options) for _ in range(2))
+    assert looks.get_or_none("run.json") is None
+    assert looks.entries("journal") == []
+    assert looks.folders("checkpoints") == []
+    looks.delete(["run.json"])
+    looks.sweep("journal", 0.0)
+    with pytest.raises(NotFound):
+        looks.secure(["run.json"])
+    assert not (tmp_path / "typo").exists()
+    writes.create("run.json", b"1")
+    assert looks.get("run.json") == b"1", "a store that was opened before anything was there finds it"
 
 
 @pytest.mark.parametrize(

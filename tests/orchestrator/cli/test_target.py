@@ -11,6 +11,8 @@ from checkpoint.records import documents
 from checkpoint.store.run_store import Store
 from orchestrator.cli.target import NoSuchRun, open_run, storage_of
 from orchestrator.config.rules.storage import PASSWORD
+from policies.model import exit_codes
+from tests.rigs.command_line import Cli
 from tests.stand_ins.world import spec
 
 
@@ -58,3 +60,32 @@ def test_a_url_with_a_password_is_refused_before_anybody_writes_it_down() -> Non
     with pytest.raises(NoSuchRun) as refused:
         storage_of("s3://user:hunter2@bucket/run")
     assert str(refused.value) == PASSWORD
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["status"],
+        ["status", "-w"],
+        ["events"],
+        ["logs", "daemon"],
+        ["report"],
+        ["plot"],
+        ["samples"],
+        ["web"],
+        ["checkpoints", "ls"],
+        ["members", "ls"],
+        ["resume"],
+        ["rollback"],
+        ["down"],
+    ],
+    ids=" ".join,
+)
+def test_a_folder_that_is_not_there_is_no_run_and_is_not_made(
+    words: list[str], grpo_orch: Cli, tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/typo/run"
+    answer = grpo_orch(*words, url)
+    told = f"no run in {url}; start one with `grpo-orch up run.yaml`"
+    assert (answer.code, answer.line) == (exit_codes.USAGE, told)
+    assert not (tmp_path / "typo").exists()

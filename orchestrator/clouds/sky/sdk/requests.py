@@ -6,6 +6,7 @@ import io
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from orchestrator.clouds.protocol import CloudUnavailable
@@ -62,12 +63,14 @@ class Requests:
         server.get_api_server_status_response.cache_clear()  # the next call asks anew
         url = server.redact_url_password(server.get_server_url())
         if status is server.ApiServerStatus.NEEDS_AUTH:
-            raise CloudUnavailable(f"the API server at {url} wants a login: run `sky api login -e {url}`")
+            raise CloudUnavailable(f"the API server at {url} wants a login: run `sky api login -e {quote(url)}`")
         if status is server.ApiServerStatus.VERSION_MISMATCH:
             message = f"the API server at {url} is of another version: run `sky api stop`, or upgrade it"
             raise CloudUnavailable(message)
         if not server.is_api_server_local():
-            raise CloudUnavailable(f"the API server at {url} does not answer; see `curl {url}/api/health`")
+            raise CloudUnavailable(
+                f"the API server at {url} does not answer; see `curl {quote(f'{url}/api/health')}`"
+            )
         with self._starting:
             if server.get_api_server_status().status is not server.ApiServerStatus.HEALTHY:
                 start_server(self._log())
