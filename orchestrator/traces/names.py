@@ -11,6 +11,8 @@ What is not here matters as much. `actor/ppo_kl` (verl), `policy/approxkl_avg` (
 
 from __future__ import annotations
 
+import re
+
 KL, KL_SEQUENCE = "kl", "kl_sequence"  # to the reference: per token, and summed over the completion
 
 # TRL's name, and what others call it; the first that a row has is taken.
@@ -61,6 +63,7 @@ _ALIASES = {
         "entropy/mean",
         "entropy_avg",
         "policy_entropy",
+        "policy/entropy",  # Tinker's
         "approx_entropy",
         "mean_entropy",
     ),
@@ -74,6 +77,7 @@ _ALIASES = {
         "actor_loss",
         "total_loss",
         "training_loss",
+        "grpo_loss",
     ),
     "grad_norm": ("actor/grad_norm", "actor_grad_norm", "optim/grad_norm", "optim/grad_norm_avg", "gradient_norm"),
     "learning_rate": ("actor/lr", "actor_lr", "optim/lr", "lr"),
@@ -94,6 +98,7 @@ _ALIASES = {
         "is_truncated/mean",
         "is_truncated/all/mean",
         "truncation_rate",
+        "truncated_completions_ratio",
     ),
     "clip_ratio/region_mean": ("clip_ratio", "actor/pg_clipfrac", "policy/clipfrac_avg"),
 }
@@ -102,6 +107,9 @@ _NAMES = {
     for name, aliases in _ALIASES.items()
     for rank, alias in enumerate((name, *aliases))
 }  # fmt: skip
+
+# People say of what they log that it is a mean in front of its name or behind it.
+_MEAN = re.compile(r"^(?:avg|average|mean)_|[_/](?:avg|average|mean)$")
 
 # A row that has none of these is no row of metrics: a configuration that was printed, say.
 TRAINING = frozenset((KL, KL_SEQUENCE, "loss", "grad_norm", "reward", "entropy", "completions/mean_length"))
@@ -128,9 +136,13 @@ def metric(key: str) -> tuple[str, int]:
     plain = key.strip().strip('"').removeprefix("train/")
     if plain.startswith("eval/"):
         plain = f"eval_{plain.removeprefix('eval/')}"
-    return _NAMES.get(plain) or _NAMES.get(spelt(plain), (plain, 0))
+    found = _NAMES.get(plain) or _NAMES.get(spelt(plain))
+    if found is not None:
+        return found
+    of_mean = _NAMES.get(_MEAN.sub("", spelt(plain)))
+    return (of_mean[0], of_mean[1] + len(_NAMES)) if of_mean else (plain, 0)
 
 
 def spelt(key: str) -> str:
-    """As in the tables: `Avg Reward` is `avg_reward`."""
-    return key.strip().strip('"').lower().replace(". ", "_").replace(" ", "_")
+    """As in the tables: `Avg Reward` is `avg_reward`, and a notebook's `kl / mean` is `kl/mean`."""
+    return key.strip().strip('"').lower().replace(". ", "_").replace(" / ", "/").replace(" ", "_")

@@ -19,7 +19,7 @@ from orchestrator.traces.documents import parse, read_document
 from orchestrator.traces.events import NAME, read_events
 from orchestrator.traces.model import EXPECTED, Log, NamedTrace, NotATrace, Row, Trace, Unreadable
 from orchestrator.traces.runs import runs
-from orchestrator.traces.tables import is_table, read_table
+from orchestrator.traces.tables import is_table, read_markdown, read_table
 
 STDIN = Path("-")
 _GZIP = b"\x1f\x8b"
@@ -101,6 +101,8 @@ def _log_of_text(text: str, named_json: bool) -> Log:
     if first and is_table(first.group()):
         return Log(list(read_table([line for line in text.replace("\r", "\n").split("\n") if line.strip()])))
     log = Log(read_console(text))
+    if not runs(log):
+        log = Log(list(read_markdown(text)))
     if named_json and damage and not runs(log):
         raise Unreadable(f"no metrics of training found; as JSON: {damage}; {EXPECTED}")
     return log

@@ -1,4 +1,5 @@
-"""CSV, or the same with tabs, as a notebook's table is copied; and what Weights & Biases exports from a chart.
+"""CSV, or the same with tabs, as a notebook's table is copied; Markdown's tables, as it is pasted into an issue;
+and what Weights & Biases exports from a chart.
 
 Such an export has a column for each run and metric, `RUN - train/kl`, and beside it the least and the greatest of
 the points that the chart drew as one, `RUN - train/kl__MIN` and `__MAX`. Those are not the metric.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from orchestrator.traces.model import Row, Unreadable
 from orchestrator.traces.names import STEPS, TRAINING, metric, spelt
@@ -30,6 +31,33 @@ def read_table(lines: Sequence[str]) -> Iterator[Row]:
             yield from _by_run(cells)
     except csv.Error as error:
         raise Unreadable(f"as CSV: {error}") from None
+
+
+def read_markdown(text: str) -> Iterator[Row]:
+    """The rows of the tables of metrics amid the text."""
+    columns: list[str] = []
+    above = ""
+    for line in text.splitlines():
+        if _is_ruler(line) and any(metric(cell)[0] in TRAINING for cell in _cells(above)):
+            columns = _cells(above)
+        elif "|" not in line:
+            columns = []
+        elif columns:
+            yield _filled(zip(columns, _cells(line), strict=False))
+        above = line
+
+
+def _is_ruler(line: str) -> bool:
+    """Whether it is the line of dashes between a table's header and its rows."""
+    return "-" in line and "|" in line and set(line) <= set("|:- \t")
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]
+
+
+def _filled(cells: Iterable[tuple[str, str]]) -> dict[str, str]:
+    return {name: cell for name, cell in cells if cell}
 
 
 def _separator(header: str) -> str:

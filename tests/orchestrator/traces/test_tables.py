@@ -74,3 +74,38 @@ def test_a_notebooks_table_has_tabs(tmp_path: Path) -> None:
     assert told(text, tmp_path) == {
         "": {10: {"loss": 0.01, "reward": 0.5, "kl": 0.2}, 20: {"loss": 0.02, "reward": 0.6, "kl": None}}
     }
+
+
+@pytest.mark.parametrize(
+    ("header", "ruler", "row"),
+    [
+        ("Step | Training Loss | reward | kl", "-- | -- | -- | --", "{} | 0.003 | {} | {}"),
+        ("| Step | Training Loss | reward | kl |", "|---:|:---:|---|---|", "| {} | 0.003 | {} | {} |"),
+    ],
+)
+def test_a_table_that_was_pasted_into_an_issue(header: str, ruler: str, row: str, tmp_path: Path) -> None:
+    about = "| | |\n|--|--|\n| GPU | one |\n"
+    rows = "\n".join([row.format(1, 0.5, "No Log"), row.format(2, 0.6, 0.25)])
+    text = f"My KL explodes | why?\n\n{about}\n{header}\n{ruler}\n{rows}\n\n9 | 9 | 9 | 9\n"
+    assert told(text, tmp_path) == {
+        "": {1: {"loss": 0.003, "reward": 0.5}, 2: {"loss": 0.003, "reward": 0.6, "kl": 0.25}}
+    }
+
+
+def test_a_starts_end_is_an_empty_line(tmp_path: Path) -> None:
+    rows = "".join(f"{step},500,0.01,0.5,300\n" for step in range(1, 6))
+    again = "".join(f"{step},500,0.02,0.1,90,\n" for step in range(1, 4))
+    found = told(f"step,total_steps,loss,reward_avg,avg_response_len\n{rows}\n{again}", tmp_path)
+    assert [(name, list(points)) for name, points in found.items()] == [("#1", [1, 2, 3, 4, 5]), ("#2", [1, 2, 3])]
+
+
+def test_what_is_said_to_be_a_mean_is_read_as_what_it_is_a_mean_of(tmp_path: Path) -> None:
+    text = "update,reward_mean,policy_entropy_mean,completion_length_mean,reward_std_mean\n1,0.5,0.3,96,0.2\n"
+    assert (
+        told(text, tmp_path)[""][1].items()
+        >= {
+            "reward": 0.5,
+            "entropy": 0.3,
+            "completions/mean_length": 96.0,
+        }.items()
+    )
