@@ -14,12 +14,14 @@ from orchestrator.cli.target import open_store
 from orchestrator.clouds import list_prices
 from orchestrator.config.load import Storage, load, load_storage
 from orchestrator.config.sizes.model import find_size
-from orchestrator.plan.gather import make_plan
+from orchestrator.control.store_place import store_place
+from orchestrator.plan.gather import NOWHERE, make_plan
 from orchestrator.plan.measured import Measured, measure
 from orchestrator.plan.model import to_json
 from orchestrator.plan.models import asked_once
 from orchestrator.plan.prices import PriceBook, by_catalog, by_rehearsal
 from orchestrator.views import plan as views
+from policies.fleet.store_costs import Place
 from policies.model.spec import RunSpec
 
 
@@ -31,8 +33,8 @@ def plan(
     sizes = asked_once(find_size)
     with errors.status("looking up the model, the prices and the store"):
         spec = load(run_yaml, find_size=sizes).spec
-        measured, why = _measured(load_storage(run_yaml))
-        made = make_plan(spec, sizes, _prices(spec), measured, why)
+        measured, why, place = _in_store(load_storage(run_yaml))
+        made = make_plan(spec, sizes, _prices(spec), measured, why, place)
     if output is Output.JSON:
         print_json(to_json(made))
     else:
@@ -43,9 +45,13 @@ def _prices(spec: RunSpec) -> PriceBook:
     return by_catalog(spec, list_prices) if spec.cloud == "sky" else by_rehearsal(spec)
 
 
-def _measured(storage: Storage) -> tuple[Measured | None, str]:
-    """What the run in the store has logged, if there is one; a plan needs no store that can be reached."""
+def _in_store(storage: Storage) -> tuple[Measured | None, str, Place]:
+    """What the run in the store has logged, if there is one, and where that is; a plan needs no store that can be
+    reached."""
+    place = NOWHERE
     try:
-        return measure(open_store(storage)), ""
+        store = open_store(storage)
+        place = store_place(store)
+        return measure(store), "", place
     except StoreError as error:
-        return None, f"whether the store holds a run: {error}"
+        return None, f"whether the store holds a run: {error}", place

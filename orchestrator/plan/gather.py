@@ -16,13 +16,16 @@ from orchestrator.plan.models import FindSize, KnownModel, know_model
 from orchestrator.plan.pitfalls import Seen, find_pitfalls
 from orchestrator.plan.prices import PriceBook
 from orchestrator.plan.steps import hourly_prices, plan_nodes, plan_step, plan_syncs, time_step
+from orchestrator.plan.storing import plan_checkpoints
 from orchestrator.plan.workload import PROMPT_TOKENS, grpo, steps_of
+from policies.fleet.store_costs import Place
 from policies.model.spec import RunSpec, generates_itself
 from policies.model.vocabulary import Role
 from policies.sizing import speed
 from policies.sizing.gpus import gpu_named
 from policies.weights.adapters import DEFAULT_RANK
 
+NOWHERE = Place("")
 ESTIMATED = (
     f"estimated: completions of full length, prompts of {PROMPT_TOKENS} tokens;"
     f" training at {100 * speed.MFU:.0f} % of a GPU's dense throughput,"
@@ -32,7 +35,12 @@ ESTIMATED = (
 
 
 def make_plan(
-    spec: RunSpec, find_size: FindSize, book: PriceBook, measured: Measured | None = None, unread: str = ""
+    spec: RunSpec,
+    find_size: FindSize,
+    book: PriceBook,
+    measured: Measured | None = None,
+    unread: str = "",
+    store: Place = NOWHERE,
 ) -> Plan:
     """Return the plan of a run.
 
@@ -42,6 +50,7 @@ def make_plan(
         book: what its machines cost.
         measured: what the run's own log tells, where there is one.
         unread: what could not be read for it, in a line.
+        store: where its store is.
     """
     spec = with_instances(with_deepspeed(spec), book.listed)
     model = know_model(spec, find_size)
@@ -76,6 +85,7 @@ def make_plan(
         step=step,
         nodes=nodes,
         lost=lost,
+        checkpoints=plan_checkpoints(spec, model, step, store),
         steps=steps,
         hours=hours,
         deadline=deadline,

@@ -122,6 +122,30 @@ class LostPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPlan:
+    """A checkpoint on its way to the store, and what stays there. None: what is not known.
+
+    Attributes:
+        save_steps, every_s: from one to the next.
+        stored_s: how long it is on its way, by the MB/s that a store takes; training goes on meanwhile.
+        most: how many of a healthy run stay at a time, at most.
+        base_bytes: of the base model, if it is the store's too.
+        stay_bytes: of both, beside published policies and completions.
+        sent_usd: of a checkpoint's requests.
+    """
+
+    size_bytes: int
+    save_steps: int
+    every_s: float | None
+    stored_s: dict[int, float]
+    most: int | None
+    base_bytes: int
+    stay_bytes: int | None
+    stay_usd_per_month: float | None
+    sent_usd: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoneyPlan:
     """What one way of buying the same machines costs. `cost` is None where a price is not known."""
 
@@ -191,6 +215,7 @@ class Plan:
     step: StepPlan | None
     nodes: NodesPlan | None
     lost: LostPlan | None
+    checkpoints: CheckpointPlan | None
     steps: int | None
     hours: float | None
     deadline: DeadlinePlan | None

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from orchestrator.plan.model import DeadlinePlan, KindPlan, MachinePlan, MoneyPlan, NodesPlan, Plan, StepPlan
 from orchestrator.views.words.numbers import NOT_KNOWN, duration, moment, short, usd
+from orchestrator.views.words.stored import stored_words
 from policies.model.vocabulary import Market
 from policies.sizing.memory import GIB
 
@@ -110,6 +111,8 @@ def _facts(plan: Plan) -> Table:
         most = f"{duration(plan.lost.most_s)}{_dollars(plan.lost.most_usd)}"
         words = f"{each}; up to {plan.lost.steps_most} of them, {most} (completions are kept)"
         table.add_row("lost step", f"costs {words}")
+    if plan.checkpoints is not None:
+        table.add_row("checkpoint", stored_words(plan.checkpoints))
     if plan.hours is not None:
         table.add_row("to the end", f"{plan.steps:,} steps, {duration(3600 * plan.hours)}")
     if plan.deadline is not None:

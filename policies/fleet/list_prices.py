@@ -75,24 +75,25 @@ def clouds_with_disks() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StorePrice:
-    """USD of a request that writes or lists, of one that reads, and of a GB that leaves the cloud's region and
-    the cloud. Bytes that come in are free everywhere."""
+    """USD of a request that writes or lists, of one that reads, of a GB that leaves the cloud's region and the
+    cloud, and of a GB that stays for a month. Bytes that come in are free everywhere."""
 
     put_usd: float
     get_usd: float
     to_other_region_usd_per_gb: float
     to_internet_usd_per_gb: float
+    usd_per_gb_month: float
 
 
 # Of AWS S3, Google Cloud Storage, Azure's hot tier and Cloudflare's R2, each in its standard class.
 _STORES: Mapping[str, StorePrice] = {
-    "aws": StorePrice(5e-6, 4e-7, 0.02, 0.09),
-    "gcp": StorePrice(5e-6, 4e-7, 0.02, 0.12),
-    "azure": StorePrice(5e-6, 4e-7, 0.02, 0.087),
-    "r2": StorePrice(4.5e-6, 3.6e-7, 0.0, 0.0),
+    "aws": StorePrice(5e-6, 4e-7, 0.02, 0.09, 0.023),
+    "gcp": StorePrice(5e-6, 4e-7, 0.02, 0.12, 0.02),
+    "azure": StorePrice(5e-6, 4e-7, 0.02, 0.087, 0.018),
+    "r2": StorePrice(4.5e-6, 3.6e-7, 0.0, 0.0, 0.015),
 }
 
 
 def store_price(cloud: str) -> StorePrice | None:
     """Return what a cloud's store and traffic cost; None where no price is listed."""
-    return StorePrice(0.0, 0.0, 0.0, 0.0) if cloud in OWN else _STORES.get(cloud)
+    return StorePrice(0.0, 0.0, 0.0, 0.0, 0.0) if cloud in OWN else _STORES.get(cloud)

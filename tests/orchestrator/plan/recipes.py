@@ -14,6 +14,7 @@ from orchestrator.plan.measured import Measured
 from orchestrator.plan.model import Plan
 from orchestrator.plan.models import KnownModel, know_model
 from orchestrator.plan.prices import by_catalog, by_rehearsal
+from policies.fleet.store_costs import Place
 from policies.model.spec import RunSpec
 from policies.sizing.read_shape import shape_of
 from policies.weights.disks import ModelSize
@@ -69,4 +70,4 @@ def plan_of(spec: RunSpec, measured: Measured | None = None, prices: PriceList =
         return prices
 
     book = by_catalog(spec, listed) if spec.cloud == "sky" else by_rehearsal(spec)
-    return make_plan(spec, size_of, book, measured)
+    return make_plan(spec, size_of, book, measured, store=Place("aws"))
