@@ -29,9 +29,9 @@ from policies.control.fleet.where import (
     Crowds,
     Terms,
     another_pool,
+    keep_for_trainer,
     may_choose,
     terms_of,
-    trainer_again_usd_per_h,
 )
 from policies.control.stopping import release_machines
 from policies.control.tick import Tick
@@ -84,13 +84,13 @@ class _Buyer:
     def __init__(self, tick: Tick) -> None:
         self._tick, self._purse, self.crowds = tick, Purse(tick), Crowds(tick)
 
-    def keeps_back(self, role: Role, usd_per_h: float) -> None:
-        """Count the money for a machine as spent."""
-        self._purse.add(role, usd_per_h)
+    def keeps_back(self, market: Market) -> None:
+        """Count the most that a rollout node may cost on that market as spent."""
+        terms = terms_of(self._tick, self.crowds, Role.ROLLOUT, market, lambda _: True)
+        self._purse.add(Role.ROLLOUT, terms.usd_per_h or 0.0)
 
-    def dearest(self, role: Role, market: Market) -> float:
-        """The most that a machine of the role may cost on that market; 0: not known."""
-        return terms_of(self._tick, self.crowds, role, market, lambda _: True).usd_per_h or 0.0
+    def keeps_for_trainer(self) -> None:
+        keep_for_trainer(self._tick, self._purse, self.crowds)
 
     def has_room(self, market: Market) -> bool:
         """Whether there is money for a rollout node on that market."""
@@ -173,10 +173,10 @@ def _stand_in(tick: Tick) -> None:
         return
     buyer, near = _Buyer(tick), _trainer_is_near(tick)
     if not needed:  # a parked run, which it would have the trainer bought for again
-        buyer.keeps_back(Role.TRAINER, trainer_again_usd_per_h(tick, buyer.crowds))
+        buyer.keeps_for_trainer()
     spot_first = needed and _lacks_spot(tick) and not is_spot_asked(tick) and buyer.has_room(Market.SPOT)
     if spot_first:
-        buyer.keeps_back(Role.ROLLOUT, buyer.dearest(Role.ROLLOUT, Market.SPOT))
+        buyer.keeps_back(Market.SPOT)
     late = "the run is behind its deadline" if is_behind(tick) else ""
     if not near or not may_choose(tick):
         return

@@ -7,9 +7,11 @@ A node's work is seen by the gateway, which stands beside the trainer: so it is 
 from __future__ import annotations
 
 from policies.control.fleet.markets import market_of
+from policies.control.fleet.probing import may_probe
 from policies.control.fleet.size import GENERATES, hourly_prices
-from policies.control.fleet.stand_ins import is_spot_too_dear, may_be_bought
-from policies.control.fleet.where import is_paid_for
+from policies.control.fleet.spending import reach_cap
+from policies.control.fleet.stand_ins import is_open, is_spot_too_dear, may_be_bought
+from policies.control.fleet.where import excess_again, is_paid_for
 from policies.control.observed import HEARTBEAT_FRESH_S, MACHINE_LOST_S
 from policies.control.snapshot import Trainer
 from policies.control.tick import Tick
@@ -33,6 +35,7 @@ def steer_parking(tick: Tick) -> None:
         _park(tick)
     elif tick.state.phase is RunPhase.PARKED:
         _unpark(tick)
+        _end_unpaid(tick)
 
 
 def drain_parked(tick: Tick, node: Node) -> None:
@@ -86,6 +89,17 @@ def _unpark(tick: Tick) -> None:
     parked_s = tick.waited_s(tick.state.parked_at_s or tick.snapshot.now_s)
     why = f"{there[0].id} has a machine, after {parked_s / 60:.0f} min of being parked"
     tick.move_run(RunPhase.STARTING, f"{why}: the trainer's is asked for again")
+
+
+def _end_unpaid(tick: Tick) -> None:
+    """End a parked run that has not the money left to go on, on any market: it would wait for ever, or buy a node
+    and then not the trainer's machine."""
+    if tick.state.phase is not RunPhase.PARKED or not may_probe(tick.state):
+        return
+    markets = [market_of(Role.ROLLOUT, tick.spec), *([Market.ON_DEMAND] if is_open(tick) else [])]
+    whys = [excess_again(tick, market) for market in markets]
+    if all(whys):
+        reach_cap(tick, f"there is not the money to go on: {whys[0]}")
 
 
 def _waiting_trainer(tick: Tick) -> Node | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from policies.control.fleet import store_bill
 from policies.control.stopping import STOP_WAIT_S
@@ -52,9 +53,10 @@ def reach_cap(tick: Tick, why: str) -> None:
 class Purse:
     """What is spent and what runs, as purchases of one tick find it: each that is made is added."""
 
-    def __init__(self, tick: Tick, nodes: Iterable[Node] | None = None) -> None:
-        """`nodes`: those that run; None: all that there are."""
-        self._caps, self._prices_known = caps_of(tick.state, tick.spec), tick.snapshot.prices is not None
+    def __init__(self, tick: Tick, nodes: Iterable[Node] | None = None, caps: Caps | None = None) -> None:
+        """`nodes`: those that run; None: all that there are. `caps`: None: those in force."""
+        self._caps = caps_of(tick.state, tick.spec) if caps is None else caps
+        self._prices_known = tick.snapshot.prices is not None
         self._spent = _spent(tick)
         self._running = _running(tick, tick.state.nodes.values() if nodes is None else nodes)
         self._join_usd = {role: store_bill.join_usd(tick, role) for role in Role}
@@ -78,6 +80,12 @@ class Purse:
 
     def add(self, role: Role, most_usd_per_h: float) -> None:
         self._running = together([*self._running, self._one_more(role, most_usd_per_h)])
+
+    def keep_back(self, role: Role, likely_usd_per_h: float, most_usd_per_h: float) -> None:
+        """Count one that will be asked for later: an hour at what it is likely to cost, in all at the most."""
+        likely, most = (self._one_more(role, usd) for usd in (likely_usd_per_h, most_usd_per_h))
+        once_usd = likely.once_usd + most.reserve_usd - likely.reserve_usd
+        self._running = together([*self._running, replace(likely, once_usd=once_usd)])
 
     def words(self) -> str:
         """`12.30 of 500.00 USD spent`; empty without a cap."""

@@ -60,7 +60,7 @@ def missing(tick: Tick) -> int:
 
 def may_be_bought(tick: Tick) -> bool:
     """Whether nodes on demand may stand in at all, sooner or later."""
-    return _is_open(tick) and hourly_prices(tick.state).beside_usd_per_h > 0
+    return is_open(tick) and hourly_prices(tick.state).beside_usd_per_h > 0
 
 
 def is_spot_too_dear(tick: Tick) -> bool:
@@ -68,12 +68,12 @@ def is_spot_too_dear(tick: Tick) -> bool:
     for that one: then nothing is gained by waiting for spot, nor is the budget reached. Also where the last of
     them never worked, for no other can show that it does."""
     parked = tick.state.phase is RunPhase.PARKED  # without a trainer, by whose price `may_be_bought` goes
-    if not (_is_open(tick) if parked else may_be_bought(tick)) or _on_spot(tick):
+    if not (is_open(tick) if parked else may_be_bought(tick)) or _on_spot(tick):
         return False
     return not is_paid_for(tick, Role.ROLLOUT, Market.SPOT) and is_paid_for(tick, Role.ROLLOUT, Market.ON_DEMAND)
 
 
-def _is_open(tick: Tick) -> bool:
+def is_open(tick: Tick) -> bool:
     """Whether both markets may be asked, and what fails on spot is not that machines never serve."""
     spot = tick.state.kinds.get(kind_of(Role.ROLLOUT, Market.SPOT), MachineKind())
     return may_stand_in(tick.spec) and _price(tick) > 0 and not spot.never_serves
@@ -84,7 +84,7 @@ def _on_demand_in_turn(tick: Tick) -> bool:
         tick.state.kinds.get(kind_of(Role.ROLLOUT, market), MachineKind())
         for market in (Market.SPOT, Market.ON_DEMAND)
     )
-    return _is_open(tick) and (spot.failed_at_s >= on_demand.failed_at_s or is_spot_too_dear(tick))
+    return is_open(tick) and (spot.failed_at_s >= on_demand.failed_at_s or is_spot_too_dear(tick))
 
 
 def _wanted(tick: Tick, spot: int) -> int:

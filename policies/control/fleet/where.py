@@ -118,18 +118,33 @@ def is_paid_for(tick: Tick, role: Role, market: Market) -> bool:
     a parked run will ask for again."""
     purse, crowds = Purse(tick, [one for one in tick.state.nodes.values() if _stays(one)]), Crowds(tick)
     if tick.state.phase is RunPhase.PARKED and role is not Role.TRAINER:
-        purse.add(Role.TRAINER, trainer_again_usd_per_h(tick, crowds))
+        keep_for_trainer(tick, purse, crowds)
     terms = terms_of(tick, crowds, role, market, partial(purse.fits, role))
     return not purse.refusal(role, kind_of(role, market), terms.usd_per_h)
 
 
-def trainer_again_usd_per_h(tick: Tick, crowds: Crowds) -> float:
-    """What the trainer's machine is reckoned at that a parked run will ask for again: what its last one cost,
-    where no pool tells a price. It may cost more: then it is asked for before any other (`spending.refuse`)."""
+def keep_for_trainer(tick: Tick, purse: Purse, crowds: Crowds) -> None:
+    """Count the trainer's machine that a parked run will ask for again. An hour at what its last one cost, where
+    no pool tells a price: should it cost more, it is asked for before any other (`spending.refuse`). In all at the
+    most that it may cost: for want of that it would be refused."""
     terms = terms_of(tick, crowds, Role.TRAINER, market_of(Role.TRAINER, tick.spec), lambda _: True)
     most_usd, paid_usd = terms.usd_per_h or 0.0, tick.state.trainer_usd_per_h
     is_priced = terms.where is not None and terms.where.offer.usd_per_h > 0
-    return most_usd if is_priced or not paid_usd else min(most_usd, paid_usd)
+    likely_usd = most_usd if is_priced or not paid_usd else min(most_usd, paid_usd)
+    purse.keep_back(Role.TRAINER, likely_usd, most_usd)
+
+
+def excess_again(tick: Tick, market: Market) -> str:
+    """Say how a rollout node on that market and the trainer's machine, with which a parked run would go on, pass
+    `budget.usd`; empty: they do not, or what they cost is not known."""
+    caps = Caps(caps_of(tick.state, tick.spec).usd, None)
+    if caps.usd is None or tick.snapshot.prices is None:
+        return ""
+    purse = Purse(tick, [one for one in tick.state.nodes.values() if _stays(one)], caps)
+    crowds = Crowds(tick)
+    keep_for_trainer(tick, purse, crowds)
+    usd_per_h = terms_of(tick, crowds, Role.ROLLOUT, market, partial(purse.fits, Role.ROLLOUT)).usd_per_h
+    return "" if usd_per_h is None else purse.refusal(Role.ROLLOUT, kind_of(Role.ROLLOUT, market), usd_per_h)
 
 
 def _stays(node: Node) -> bool:

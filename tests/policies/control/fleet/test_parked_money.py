@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from policies.control.snapshot import Action
+from policies.fleet.budget import spent_usd
 from policies.model.events import BudgetReached, RunMoved
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Role, RunPhase
@@ -33,16 +34,21 @@ class Dry(TwoMarkets):
 
 
 def parked(most: dict[str, float], run: RunSpec | None = None) -> Dry:
+    world = dried_up(most, run or capped(usd_per_h=CAP, max_replicas=1))
+    assert world.phases[-1] is RunPhase.PARKED
+    assert world.of(BudgetReached) == []
+    return world
+
+
+def dried_up(most: dict[str, float], run: RunSpec) -> Dry:
     """A run that has trained with a node on demand, and can have none any more."""
-    world = Dry(run or capped(usd_per_h=CAP, max_replicas=1), most=most)
+    world = Dry(run, most=most)
     world.let_pass(1.0)
     assert world.steps > 1000
     world.dry = True
     for node in world.up(Role.ROLLOUT):
         world.lose(node)
     world.let_pass(2.0)
-    assert world.phases[-1] is RunPhase.PARKED
-    assert world.of(BudgetReached) == []
     return world
 
 
@@ -90,3 +96,17 @@ def test_what_no_return_of_a_node_makes_room_for_under_the_whole_cap_ends_the_ru
     world.let_pass(2.0)
     assert world.state.phase is RunPhase.PAUSED
     assert len(world.of(BudgetReached)) == 1
+
+
+@pytest.mark.parametrize("left_usd", [2.1, 2.5, 3.9])
+def test_a_parked_run_without_the_money_to_go_on_ends_and_buys_nothing_in_vain(left_usd: float) -> None:
+    most = {"trainer on demand": 9.0, "rollout on spot": 2.0, ON_DEMAND: 5.0}
+    rich = dried_up(most, capped(usd=100.0, usd_per_h=CAP, max_replicas=1))
+    spent = spent_usd(rich.state, rich.now_s)
+    # With the trainer at what it cost there would be enough for a node, and with what it may cost there is not.
+    world = dried_up(most, capped(usd=spent + left_usd, usd_per_h=CAP, max_replicas=1))
+    assert RunPhase.PARKED in world.phases
+    bought, world.dry = len(world.launches), False
+    world.let_pass(1.0)
+    assert world.state.phase is RunPhase.PAUSED
+    assert world.launches[bought:] == []
