@@ -57,7 +57,16 @@ from policies.model.events import (
     TrainerFenced,
 )
 from policies.model.pools import Pool
-from policies.model.spec import Budget, Dataset, KlPolicy, PoliciesSpec, RunSpec, TrainerSpec
+from policies.model.spec import (
+    Budget,
+    Dataset,
+    KlPolicy,
+    PoliciesSpec,
+    Replicas,
+    RolloutSpec,
+    RunSpec,
+    TrainerSpec,
+)
 from policies.model.timelines import Fork, Skipped, probation_until
 from policies.model.vocabulary import (
     Cause,
@@ -117,14 +126,14 @@ class LongRun:
         self._write_journal()
         self._write_rows()
         self._save()
-        self._beat()
+        self.beat()
         self._record()
 
     def goes_on(self) -> None:
         """One more step."""
         self.step += 1
         self._metrics.append(self._row(2, self.step))
-        self._beat()
+        self.beat()
 
     def happens(self, *events: Event) -> None:
         """Something is journalled, right after the last step."""
@@ -149,6 +158,7 @@ class LongRun:
             storage=self.store.url,
             trainer=TrainerSpec(model="m", dataset=Dataset(path="d"), reward_funcs=("rewards.math",)),
             grpo={"learning_rate": 1e-6, "beta": 0.0, "max_steps": self.step * 6 // 5},
+            rollout=RolloutSpec(replicas=Replicas(max=self._nodes)),
             policies=PoliciesSpec(kl=KlPolicy(limit=0.5)),
             budget=Budget(usd=250.0 * self._nodes),
         )
@@ -303,7 +313,7 @@ class LongRun:
             for group, machines in groups.items():
                 write_part(self.store, slot_s, group, "9a7e", machines)
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
         """The trainer's and the gateway's word."""
         self._beats += 1
         at_s, most = self._at_s(self.step), self.step * 6 // 5

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 STEPS, STEP_S = 1000, 3.0  # more steps than the window has points
+CUT_OFF = """
+const { clientWidth: wide, scrollWidth: needed } = document.documentElement;
+const parts = [...document.querySelectorAll(".strip dt, .strip dd, nav a")];
+const cut = (one) => one.clientWidth && one.scrollWidth > one.clientWidth + 1;
+const outside = (one) => cut(one) || one.getBoundingClientRect().right > wide;
+return [...(needed > wide ? ["the page"] : []), ...parts.filter(outside).map((one) => one.textContent)];
+"""
 HOSTILE = "<img src=x onerror='document.title=1'><script>document.title = 2</script>"
 
 
@@ -51,6 +58,16 @@ def lanes_of(browser: Chrome) -> tuple[int, float, float]:
 def complaints(browser: Chrome) -> list[dict[str, Any]]:
     """What the browser's console holds since the last call: errors, and what the content policy stopped."""
     found: list[dict[str, Any]] = browser.execute("getLog", {"type": "browser"})["value"]
+    return found
+
+
+def cut_off(browser: Chrome, url: str) -> object:
+    """What stands at the head or leads to a page, and is not to be seen whole, on a phone's screen."""
+    screen = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    browser.get(url)
+    found = browser.execute_script(CUT_OFF)
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     return found
 
 
@@ -97,6 +114,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
 
         for page in PAGES:
             if page.name and "{" not in page.path:
+                assert cut_off(browser, url.rstrip("/") + page.path) == []
                 browser.get(url.rstrip("/") + page.path)
                 assert browser.title == f"math-7b · {page.name}"
                 if page.path == "/money":
