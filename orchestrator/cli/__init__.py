@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import MutableMapping
 from importlib.metadata import version
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import structlog
 import typer
@@ -42,7 +43,9 @@ def _options(
 
 def main() -> None:
     """Run the command line. A user's mistake is one line and an exit code, never a traceback."""
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for what was asked
+    processors = [_without_retries, *structlog.get_config()["processors"]]
+    # stdout is for what was asked.
+    structlog.configure(processors=processors, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     if isinstance(sys.stdout, io.TextIOWrapper):  # whose locale may lack what strips and bars are drawn with
         sys.stdout.reconfigure(errors="replace")
     reader.wants_json = reader.has_json = False
@@ -58,6 +61,13 @@ def main() -> None:
         if (exit_code := exit_code_of(error)) is None:
             raise
         _end(str(error), exit_code)
+
+
+def _without_retries(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """A store that is away for seconds is tried again, and told of once, in a line, where it stays away."""
+    if event["event"] == "store_retry":
+        raise structlog.DropEvent
+    return event
 
 
 def _end(message: str, exit_code: int, told: Console = errors) -> NoReturn:

@@ -21,6 +21,7 @@ from checkpoint.store.errors import (
 
 CREATE_ONLY = "use a store that supports If-None-Match: AWS S3, Google Cloud Storage, Azure, Ceph, or a folder"
 FREE_SPACE = "free some space"
+REACH = "check the endpoint, and that this machine reaches it"
 RIGHTS = "check the credentials and their rights to this store"
 
 _FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "InsufficientCapacity"}

@@ -13,7 +13,7 @@ from obstore import exceptions as raw
 from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
 
 from checkpoint.store.backends import BytesLike, Entry, Fault, Options, files
-from checkpoint.store.backends.answers import RIGHTS, of_answer, of_errno, one_line
+from checkpoint.store.backends.answers import REACH, RIGHTS, of_answer, of_errno, one_line
 from checkpoint.store.backends.aws import aws_settings
 from checkpoint.store.errors import AlreadyExists, NotFound, StoreDenied, StoreUnavailable, StoreUnusable
 
@@ -54,6 +54,8 @@ _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
 _MESSAGE = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_CAUSE = re.compile(r'^ *(?:message|error): "([^"\n]+)"', re.MULTILINE)
+_ASKED = re.compile(r"uri: Some\(\s*(\w+://[^/\s@]+)/")
 _METADATA_SERVICE = "http://169.254.169.254/"
 
 _REFUSED = (raw.BaseError, ValueError, TypeError)
@@ -164,7 +166,7 @@ def fault_of(error: Exception, bucket: str) -> Fault | None:
         case OSError():
             return of_errno(error.errno, str(error.strerror))
         case _:
-            return Fault(StoreUnavailable, one_line(text.partition(" - ")[2] or text))
+            return _unreached(text)
 
 
 def open_obstore(url: str, options: Options) -> ObstoreBackend:
@@ -220,6 +222,14 @@ def _culprit(url: str, config: dict[str, Any], client: dict[str, Any], error: Ex
                     continue  # it only needs the others
                 return f"option {key!r}: {one_line(str(refusal)).removeprefix('Generic Config error: ')}"
     return one_line(str(error))
+
+
+def _unreached(text: str) -> Fault:
+    """No answer, or none that is understood: its cause stands deep in what obstore tells, and where it asked."""
+    said, cause, asked = one_line(text.partition(" - ")[2] or text), _CAUSE.findall(text), _ASKED.search(text)
+    if not cause or not asked:
+        return Fault(StoreUnavailable, said)
+    return Fault(StoreUnavailable, one_line(f"{cause[-1]}, asking {asked[1]}"), REACH)
 
 
 def _no_credentials(text: str) -> Fault:
