@@ -359,11 +359,39 @@ main.end_process(5)
 
 @pytest.mark.parametrize(
     "hangs",
-    ["atexit.register(threading.Event().wait)", "threading.Thread(target=threading.Event().wait).start()"],
+    [
+        "atexit.register(threading.Event().wait)",
+        "threading.Thread(target=threading.Event().wait).start()",
+        "from tasks.trainer.unhurried import Unhurried; do = Unhurried().do\n"
+        "try:\n    do(threading.Event().wait, 0.01)\nexcept Exception: pass",
+    ],
 )
 def test_a_tracker_that_hangs_at_the_end_does_not_keep_the_trainer(hangs: str) -> None:
     ended = subprocess.run([sys.executable, "-c", HANGS.format(hangs=hangs)], timeout=HANG_S, check=False)
     assert ended.returncode == 5
+
+
+LATE = """
+import threading
+from tasks.trainer import main
+from tasks.trainer.unhurried import Late, Unhurried
+back, service = threading.Event(), Unhurried()
+try:
+    service.do(back.wait, 0.01)
+except Late:
+    service.do(lambda: print("told", flush=True), 0.01)
+answers = threading.Timer(1.0, back.set)
+answers.daemon = True
+answers.start()
+main.end_process(0)
+"""
+
+
+def test_a_service_that_answers_again_only_at_the_end_is_told_what_waited_for_it() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LATE], timeout=HANG_S, check=False, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout) == (0, "told\n")
 
 
 @pytest.fixture(scope="module")
