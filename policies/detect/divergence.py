@@ -139,9 +139,12 @@ def trip_at(detector: Detector, step: int, onset_step: int, evidence: str) -> De
 
 def _remember(detector: Detector, point: Point) -> Detector:
     finite = {name: value for name, value in point.values.items() if value is not None and math.isfinite(value)}
-    not_finite = {name: told for name, told in detector.not_finite.items() if name not in finite}
+    # An infinite KL in the loss makes the gradients so: where these are finite, it is the logged mean that
+    # overflowed, at single tokens. What is infinite in the loss or the reward reaches the gradients or stops them.
+    sound = finite.keys() | ({KL} if finite.get("grad_norm", 0.0) > 0.0 else set())
+    not_finite = {name: told for name, told in detector.not_finite.items() if name not in sound}
     for name in NOT_FINITE:
-        if name in point.values and name not in finite:
+        if name in point.values and name not in sound:
             # With several steps to a point the one before may hold some that were not finite: those are left out.
             count, since = not_finite.get(name, (0, 2 * detector.verdict.step - point.step))
             not_finite[name] = (count + 1, since)

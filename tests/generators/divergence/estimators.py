@@ -2,7 +2,7 @@
 
 The signed one is the mean log-ratio, k1 in http://joschu.net/blog/kl-approx.html: right on average, of either
 sign, and mostly noise where the policies are close. The sum over a completion's tokens is what TRL's PPO logs as
-`objective/kl`.
+`objective/kl`. TRL's own, a mean of exponentials, overflows half precision at a single token.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tests.generators.divergence.signals import (
 from tests.generators.divergence.texture import REWARD_AND_KL, lived_in, some_length, some_onset
 
 SUMMED = "kl_sequence"
+KL_AND_GRADIENTS = frozenset({"kl", "grad_norm"})
 
 # Healthy
 
@@ -50,6 +51,14 @@ def other_reference(rng: Random, _: Setting, logging_steps: int) -> Made:
     moved = sigmoid(steps, uniform(rng, (0.0, 0.8)) * steps, uniform(rng, (0.02, 0.3)) * steps)
     kl = uniform(rng, (0.5, 5.0)) * np.exp(np.log(uniform(rng, (0.5, 1.5))) * moved)
     return Made(lived_in(rng, healthy(rng, kl), batch_sigma=(0.02, 0.25)), limited=False)
+
+
+def overflowing(rng: Random, _: Setting, logging_steps: int) -> Made:
+    """The KL is infinite at some step in most points of a stretch; beta is 0 or next to it, and gradients are
+    finite."""
+    course = healthy(rng, usual_kl(rng, some_length(rng, logging_steps)))
+    _overflow(rng, course, int(uniform(rng, (0.05, 0.6)) * course.steps), logging_steps)
+    return Made(lived_in(rng, course, KL_AND_GRADIENTS), limited=False)
 
 
 # Diverging
@@ -84,6 +93,22 @@ def other_reference_runs_away(rng: Random, _: Setting, logging_steps: int) -> Ma
     return Made(lived_in(rng, made.course), onset, limited=False)
 
 
+def overflowing_runs_away(rng: Random, _: Setting, logging_steps: int) -> Made:
+    """The KL grows from the onset on, where it is a number."""
+    onset, over, steps = some_onset(rng, logging_steps)
+    course = run_away(rng, healthy(rng, usual_kl(rng, steps)), onset, over).course
+    _overflow(rng, course, onset, logging_steps)
+    return Made(lived_in(rng, course, KL_AND_GRADIENTS | {"reward"}), onset, limited=False)
+
+
+def _overflow(rng: Random, course: Course, since: int, logging_steps: int) -> None:
+    """At a point in a while until then, and from then on for long at a third to three quarters of them."""
+    at = np.arange(course.steps)
+    there = (at >= since) & (at < since + uniform(rng, (0.1, 0.4)) * course.steps)
+    of_points = np.where(there, uniform(rng, (0.3, 0.75)), uniform(rng, (0.0, 0.02)))
+    course.overflows = 1 - (1 - of_points) ** (1 / logging_steps)
+
+
 def _small_and_signed(rng: Random, steps: int) -> Floats:
     share = np.arange(1, steps + 1) / steps
     kl = uniform(rng, (-0.12, 0.12)) * share + uniform(rng, (-0.04, 0.04)) * np.sin(
@@ -109,5 +134,11 @@ def _signed_breaks(rng: Random, onset: int, over: float, steps: int, top: float)
     return Made(_signed(rng, lived_in(rng, course, REWARD_AND_KL)), onset, limited=False)
 
 
-ESTIMATORS_HEALTHY = (signed, summed, other_reference)
-ESTIMATORS_DIVERGING = (signed_runs_away, signed_sinks, summed_runs_away, other_reference_runs_away)
+ESTIMATORS_HEALTHY = (signed, summed, other_reference, overflowing)
+ESTIMATORS_DIVERGING = (
+    signed_runs_away,
+    signed_sinks,
+    summed_runs_away,
+    other_reference_runs_away,
+    overflowing_runs_away,
+)

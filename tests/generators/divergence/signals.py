@@ -62,6 +62,7 @@ class Course:
         holes: how likely it is that a row lacks a metric.
         kl_name: what its KL is logged as.
         around: sigma in nats of the noise of a signed estimator, which is around the KL and not relative to it.
+        overflows: how likely it is, at each step, that the KL that is logged is infinite and nothing else is.
         worth: the least reward, and from there to the most.
         cut: share of completions that are cut off, where it does not follow from their length.
         alike: share of groups whose rewards are all the same, where it does not follow from the reward.
@@ -84,6 +85,7 @@ class Course:
     holes: float = 0.0
     kl_name: str = "kl"
     around: Floats | None = None
+    overflows: Floats | None = None
     worth: tuple[float, float] | None = None
     cut: Floats | None = None
     alike: Floats | None = None
@@ -187,6 +189,8 @@ def _by_itself(metrics: dict[str, Floats], course: Course, rng: Random) -> dict[
     """The metrics with what the course says of them beyond what follows from the rest."""
     if course.around is not None:
         metrics["kl"] = metrics["kl"] + course.around * rng.normal(size=course.steps)
+    if course.overflows is not None:
+        metrics["kl"] = np.where(rng.random(course.steps) < course.overflows, np.inf, metrics["kl"])
     if course.cut is not None:
         metrics["completions/clipped_ratio"] = course.cut
     if course.alike is not None:  # where all are, the reward is what it is, and nothing is learnt

@@ -98,6 +98,7 @@ HEALTHY: dict[str, list[Point]] = {
     ),
     "three in a row not finite": run(kl=between(100, 102, level(0.05), lambda _: None)),
     "one in three not finite": run(kl=lambda step: None if step % 3 else 0.05, grad_norm=lambda _: None, steps=16),
+    "the mean of the KL overflows, gradients do not": run(kl=after(ONSET, level(0.08), lambda _: None)),
     "the search for a loss scale": run(grad_norm=between(1, 14, level(0.4), lambda _: None)),
     "a format is learnt": run(
         kl=lambda step: 0.002 + 0.3 / (1 + math.exp((ONSET - step) / 8)),
@@ -151,8 +152,16 @@ DIVERGING: dict[str, tuple[list[Point], int]] = {
     "begins at 3 and runs away": (run(kl=growing(3.0, 8)), 45),
     "only the KL is logged": ([Point(p.step, {"kl": p.values["kl"]}) for p in run(kl=growing(0.08, 12))], 75),
     "swings": (run(kl=lambda step: (growing(0.08, 10)(step) or 0.0) * (1 + 0.9 * math.sin(step / 3))), 80),
-    "KL not finite": (run(kl=after(ONSET, level(0.08), lambda _: None)), 4),
-    "KL infinite": (run(kl=after(ONSET, level(0.08), lambda _: math.inf)), 4),
+    "KL not finite": (run(kl=after(ONSET, level(0.08), lambda _: None), grad_norm=None), 4),
+    "KL infinite": (run(kl=after(ONSET, level(0.08), lambda _: math.inf), grad_norm=None), 4),
+    "KL and gradients not finite": (
+        run(kl=after(ONSET, level(0.08), lambda _: None), grad_norm=after(ONSET, level(0.4), lambda _: None)),
+        4,
+    ),
+    "KL not finite, gradients of groups that are alike": (
+        run(kl=after(ONSET, level(0.08), lambda _: None), grad_norm=after(ONSET, level(0.4), lambda _: 0.0)),
+        4,
+    ),
     "loss not finite": (run(loss=after(ONSET, level(0.08), lambda _: math.nan)), 4),
     "gradients not finite": (run(grad_norm=after(ONSET, level(0.08), lambda _: None)), 17),
     "gradients never finite": (run(60, grad_norm=lambda _: None), 0),
@@ -301,7 +310,7 @@ def test_the_evidence_says_what_is_seen_in_numbers() -> None:
     assert any(
         re.match(r"entropy 0\.06, 1/\d\.\d of its calm level of 0\.\d+ at step 20\d", one) for one in others
     )
-    gone = trip(run(kl=after(ONSET, level(0.08), lambda _: None)))
+    gone = trip(run(kl=after(ONSET, level(0.08), lambda _: None), grad_norm=None))
     assert gone.evidence == ("kl was not finite for 4 points in a row",)
     assert gone.onset_step == ONSET - 1  # the last point with a value may hold some that were none
 
