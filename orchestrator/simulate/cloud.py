@@ -131,8 +131,9 @@ class SimulatedCloud:
             raise CloudUnavailable("the answer is lost")
 
     def is_without_spot(self, time_s: float) -> bool:
-        """Whether the weather has no spot machine then, whoever holds it."""
-        return not any(zone.count_at(time_s) for zone in self.weather if zone.market is Market.SPOT)
+        """Whether the weather has no spot machine then, whoever holds it; a zone that is lost has none."""
+        zones = [one for one in self.weather if one.market is Market.SPOT and one.name not in self.closed_zones]
+        return not any(zone.count_at(time_s) for zone in zones)
 
     def lose(self, box: Box) -> None:
         """The cloud takes a machine, and what lies on it."""

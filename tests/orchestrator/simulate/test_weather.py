@@ -186,3 +186,9 @@ def test_hours_without_preemption_cost_what_machines_cost() -> None:
     world.run_for(4 * 3600.0)
     assert len(world.cloud.bought) == 3
     assert world.cloud.spent_usd - before == pytest.approx(4 * (3.96 + 2 * 1.19), rel=5e-3)
+
+
+def test_a_run_on_spot_alone_whose_only_zone_is_lost_for_good_waits_and_breaks_no_promise() -> None:
+    run = spec(2)
+    run = replace(run, rollout=replace(run.rollout, resources={"use_spot": True}))
+    assert tell(14, run, weather=climate("unclouded", 14, 2)).phase is RunPhase.PARKED
