@@ -74,9 +74,11 @@ def is_spot_too_dear(tick: Tick) -> bool:
 
 
 def is_open(tick: Tick) -> bool:
-    """Whether both markets may be asked, and what fails on spot is not that machines never serve."""
+    """Whether both markets may be asked, and what fails on spot is not that machines never serve. To a parked run
+    that is refused spot no other machine of it can show that they do by now: one on demand may."""
     spot = tick.state.kinds.get(kind_of(Role.ROLLOUT, Market.SPOT), MachineKind())
-    return may_stand_in(tick.spec) and _price(tick) > 0 and not spot.never_serves
+    unknown = tick.state.phase is RunPhase.PARKED and spot.refused_in_a_row > 0
+    return may_stand_in(tick.spec) and _price(tick) > 0 and (unknown or not spot.never_serves)
 
 
 def _on_demand_in_turn(tick: Tick) -> bool:

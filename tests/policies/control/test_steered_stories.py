@@ -31,6 +31,7 @@ def _quiet(own_log: None) -> None:  # noqa: ARG001  # which ends it
 @settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 @example(1)
+@example(379)  # slow launches on both markets, and no spot after that
 @example(3210)  # a trainer's machine is cut off for an hour, found again, and cut off in the same moment
 def test_no_trouble_of_any_party_makes_a_controller_harm_its_run(seed: int) -> None:
     """A replaced controller does nothing more; no machine that works or has checkpoints in its spool is given up;

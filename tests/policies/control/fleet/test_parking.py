@@ -209,6 +209,19 @@ def test_both_markets_are_tried_in_turn() -> None:
     assert stand_ins_of(world.state)
 
 
+def test_where_spot_never_served_and_is_now_refused_one_on_demand_is_tried() -> None:
+    """No other machine on spot can show that what was wrong with the first is mended."""
+    world = TwoMarkets(spec(2), no_spot=False, boot_s={Role.ROLLOUT: 10.0**9})
+    while not is_at(world, RunPhase.PARKED):
+        world.let_pass(0.1, 5.0)
+    assert world.state.kinds["rollout on spot"].never_serves
+    assert not world.stood_in
+    world.no_spot, world.boot_s = True, {}
+    world.let_pass(8.0, 5.0)
+    assert is_at(world, RunPhase.TRAINING)
+    assert stand_ins_of(world.state)
+
+
 def test_that_there_was_no_money_for_one_once_parks_no_run_that_has_it_now() -> None:
     world = TwoMarkets(capped(usd_per_h=9.0, max_replicas=1), boot_s={Role.ROLLOUT: 900.0}, no_spot=False)
     world.let_pass(0.5)
