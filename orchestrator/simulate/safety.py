@@ -126,14 +126,15 @@ class Safety:
 
     def _check_money(self) -> None:
         """The cap holds while a controller can see and act. Where none could, what was spent by then may be passed
-        by what it takes to stop, and by no more. On a host whose clock was set back a controller cannot know what
+        by what it takes to stop, and by no more. On a host whose clock is behind a controller cannot know what
         was spent since the journal's last entries: that comes on top of the cap."""
         world, spent = self._world, self._world.spent_usd
         if (cap := world.spec.budget.usd) is None:
             return
-        if world.newest is not self._newest:
+        if world.newest is not (before := self._newest):
             self._newest = world.newest
-            self._unknown_usd = self._missed_usd(spent) if world.clocks_were_set else 0.0
+            skewed = world.clocks_were_set or (before is not None and before.ahead_s != world.skew_s)
+            self._unknown_usd = self._missed_usd(spent) if skewed else 0.0
         if world.in_trouble or not any(one.steers for one in world.daemons):
             rates = [
                 (world.cloud.charged_usd_per_h(box), STOP_WAIT_S * (box.role is Role.TRAINER) + TEARDOWN_S)
