@@ -79,6 +79,7 @@ class RolloutSpec:
     env: dict[str, str] = field(default_factory=dict)  # environment of the vLLM process
     deadline_s: float = 3600.0  # how long a generation request may wait, even for an empty fleet
     recovery: Recovery = "continue"  # what happens to a completion whose node was lost
+    own_generation_after_s: float | None = 300.0  # so long without a node, and the trainer generates; None: never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ HEADER_POLICY = "X-Grpo-Policy"
 HOLD_S = 1.0  # the gateway holds an announcement for so long: that is the heartbeat, too
 SILENT_S = 2.5  # a member that has announced nothing for so long is out
 REFUSED = "refused"  # the finish reason of a completion that no node takes
+CUT = "cut"  # of one that is not finished
 STATUS_S = 2.0  # the gateway writes its status to the store at least so often
 PEERS_S = 2.0  # so often a node says where its peers find it, and learns where they are
 PEERS_SILENT_S = 10.0
@@ -187,6 +188,8 @@ class Batch:
     A completion whose node is lost goes on elsewhere from the tokens that have arrived, or with `recovery: exact`
     starts over; both give what the undisturbed one would have been. Nodes that hold a version at most
     `max_staleness_steps` older than `policy` may serve as well; each completion says which version made all of it.
+
+    Once no node has been there for `patience_s`, the batch ends with what there is of each completion as `cut`.
     """
 
     policy: PolicyRef
@@ -195,6 +198,7 @@ class Batch:
     deadline_s: float
     recovery: Recovery = "continue"
     max_staleness_steps: int = 0
+    patience_s: float | None = None  # None: up to the deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +235,7 @@ class Completion:
     index: int
     token_ids: list[int]
     logprobs: list[float]
-    finish_reason: str  # vLLM's, or REFUSED
+    finish_reason: str  # vLLM's, REFUSED or CUT
     policy: str
     node: str
     refused: str = ""
@@ -255,6 +259,7 @@ class BatchLine:
     """One line of a batch's answer: exactly one field is set. `end` and `error` end the batch."""
 
     completion: Completion | None = None
+    cut: Completion | None = None  # the tokens so far of one that another may go on with
     progress: Progress | None = None
     end: Progress | None = None
     error: str | None = None

@@ -1,13 +1,27 @@
-"""What a trainer takes that generates by itself (`rollout.replicas: 0`), by transformers' `generate`."""
+"""What a trainer takes that generates by itself, by transformers' `generate`: in a run without rollout nodes
+(`rollout.replicas: 0`), or while none is to be had. And which trainers cannot."""
 
 from __future__ import annotations
 
+from policies.model.spec import RunSpec
 from policies.sizing.shapes import Shape
-from policies.sizing.training import Training
+from policies.sizing.training import Training, divides_weights
 
 # Of each word for each completion where the next one is drawn: logits, shaped and as log-probabilities, in
 # float32, and their sum in float64 (`tasks/trl/own_generation.py`).
 DRAW_BYTES = 3 * 4 + 2 * 8
+
+
+def why_not_itself(spec: RunSpec) -> str:
+    """Why the trainer of a run with rollout nodes does not generate while there is none; empty where it does."""
+    if spec.rollout.recovery == "exact":
+        return "with recovery: exact no completion may differ from what a rollout node would make"
+    if divides_weights(spec):
+        return "no process of the trainer has the whole model"
+    for key in ("generation_kwargs", "vllm_structured_outputs_regex"):
+        if spec.grpo.get(key):
+            return f"grpo.{key} is vLLM's"
+    return ""
 
 
 def generating(shape: Shape, training: Training) -> dict[str, int]:

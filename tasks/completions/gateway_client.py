@@ -64,6 +64,27 @@ class Generated:
     wait_s: float  # seconds in which no node could serve
 
 
+class NobodyServes(Exception):
+    """No rollout node has been there for the batch's patience.
+
+    Args:
+        made: what is finished.
+        cut: what there is of others.
+        discarded: tokens that were lost.
+        wait_s: seconds in which no node could serve.
+    """
+
+    def __init__(self, made: list[Completion], cut: list[Completion], discarded: int, wait_s: float) -> None:
+        super().__init__(f"no rollout node is there for {len(made)} finished and {len(cut)} begun completions")
+        self.made, self.cut, self.discarded, self.wait_s = made, cut, discarded, wait_s
+
+    def after(self, earlier: list[Generated]) -> NobodyServes:
+        """The same, with parts of the batch that were finished before."""
+        made = [completion for one in earlier for completion in one.completions]
+        discarded, wait_s = sum(one.discarded for one in earlier), sum(one.wait_s for one in earlier)
+        return NobodyServes([*made, *self.made], self.cut, discarded + self.discarded, wait_s + self.wait_s)
+
+
 class GatewayClient:
     """Completes batches through the run's gateway.
 
@@ -94,10 +115,15 @@ class GatewayClient:
         without a token is refused here: the gateway would refuse the whole batch for it.
 
         Raises GenerationFailed after `batch.deadline_s` without a token or a node that gets on, or when the
-        gateway refuses the batch; Fenced; LeaveNow; StoreError.
+        gateway refuses the batch; NobodyServes; Fenced; LeaveNow; StoreError.
         """
         told = [one for one in batch.requests if one.prompt_token_ids]
-        made = [self._complete(replace(batch, requests=piece), arrived) for piece in in_pieces(told)]
+        made: list[Generated] = []
+        for piece in in_pieces(told):
+            try:
+                made.append(self._complete(replace(batch, requests=piece), arrived))
+            except NobodyServes as nobody:
+                raise nobody.after(made) from None
         found = {one.index: one for part in made for one in part.completions}
         return Generated(
             [found.get(one.index) or _refused(one, batch.policy.label) for one in batch.requests],
@@ -179,6 +205,7 @@ class _Call:
         self.batch = batch
         self._arrived = arrived
         self.done: dict[int, Completion] = {}
+        self._cut: list[Completion] = []
         self.served = True  # whether a node could serve it, as far as is known
         self._discarded = 0  # over the connections that have ended
         self._wait_s = 0.0
@@ -206,19 +233,22 @@ class _Call:
         self.served = True
 
     def hear(self, line: BatchLine) -> None:
-        """Take one line of the answer. Raises GenerationFailed, GatewayLost."""
+        """Take one line of the answer. Raises GenerationFailed, GatewayLost, NobodyServes."""
         self._settle()
         if line.error is not None:
             raise GenerationFailed(f"the gateway gave up: {line.error}")
         if line.completion is not None:
             self._accept(line.completion)
+        elif line.cut is not None:
+            self._check(line.cut)
+            self._cut.append(line.cut)
         elif (progress := line.end or line.progress) is not None:
             if progress.tokens > self._last.tokens or progress.moves > self._moves:
                 self._moved_s = self._heard_s
             self._last, self._moves = progress, progress.moves
             self.served = progress.members > 0
             if line.end is not None and not self.finished:
-                raise GatewayLost("it ended the batch with completions missing")
+                self._say_what_there_is()
 
     def cut(self) -> None:
         """The connection ended before the batch did: what was on its way in it is lost."""
@@ -226,6 +256,7 @@ class _Call:
         on_the_way = max(0, self._last.tokens - self._finished_tokens)
         self._discarded += self._last.discarded + on_the_way
         self._last, self._finished_tokens, self.served = NOTHING, 0, False
+        self._cut.clear()
 
     def result(self) -> Generated:
         completions = [self.done[one.index] for one in self.batch.requests]
@@ -243,7 +274,14 @@ class _Call:
         self._wait_s += 0.0 if self.served else now_s - self._heard_s
         self._heard_s = now_s
 
-    def _accept(self, completion: Completion) -> None:
+    def _say_what_there_is(self) -> None:
+        """The batch has ended with completions missing. Raises GatewayLost, NobodyServes."""
+        if self.batch.patience_s is None:
+            raise GatewayLost("it ended the batch with completions missing")
+        discarded = self._discarded + self._last.discarded
+        raise NobodyServes(list(self.done.values()), self._cut, discarded, self._wait_s)
+
+    def _check(self, completion: Completion) -> None:
         wanted = self.batch.policy.label
         if completion.policy != wanted:
             raise GenerationFailed(
@@ -251,6 +289,9 @@ class _Call:
             )
         if len(completion.logprobs) != len(completion.token_ids):
             raise GenerationFailed(f"node {completion.node} sent tokens without their log-probabilities")
+
+    def _accept(self, completion: Completion) -> None:
+        self._check(completion)
         self._moved_s = self._heard_s
         self.served = True
         self._finished_tokens += len(completion.token_ids)

@@ -13,7 +13,7 @@ from checkpoint.records import rollouts
 from checkpoint.records.rollouts import Rollout
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
-from policies.model.vocabulary import PolicyVersion, Precedence, Recovery, machine_of
+from policies.model.vocabulary import PolicyVersion, Precedence, Recovery, Role, machine_of
 from policies.serving.seeds import request_seed
 from policies.serving.wire import Batch, CompletionRequest, PolicyRef
 from tasks.completions.gateway_client import Generated
@@ -32,7 +32,10 @@ class Completes(Protocol):
     """What makes completions: the gateway, or the trainer's own model."""
 
     def complete(self, batch: Batch) -> Generated:
-        """Return once every request of the batch is finished. Raises GenerationFailed, Fenced, LeaveNow."""
+        """Return once every request of the batch is finished.
+
+        Raises GenerationFailed, OwnTurn, Fenced, LeaveNow.
+        """
 
 
 @dataclass(slots=True)
@@ -123,7 +126,7 @@ class RolloutSource:
         """Return `samples` completions of each prompt, prompt by prompt.
 
         `publish` is called only if something has to be generated, and must return once `version` can be pulled.
-        Raises GenerationFailed, BadPrompts, Fenced, LeaveNow, StoreError.
+        Raises GenerationFailed, OwnTurn, BadPrompts, Fenced, LeaveNow, StoreError.
         """
         self._heartbeat.check()
         call = self._next_call(version, training)
@@ -175,14 +178,15 @@ class RolloutSource:
         replayed = rollout is not None
         if rollout is None:
             began_s = time.monotonic()
-            batch = Batch(publish(), sampling, requests, self._deadline_s, self._recovery)
-            published_s = time.monotonic()
-            got = self._gateway.complete(batch)
-            ended_s = time.monotonic()
-            self._costs.generated_s += ended_s - began_s
+            try:
+                batch = Batch(publish(), sampling, requests, self._deadline_s, self._recovery)
+                published_s = time.monotonic()
+                got = self._gateway.complete(batch)
+            finally:
+                ended_s = time.monotonic()
+                self._costs.generated_s += ended_s - began_s
             if training:
-                machines = {machine_of(one.node) for one in got.completions if one.node}
-                self._costs.generated(max(0.0, ended_s - published_s - got.wait_s), len(machines))
+                self._costs.generated(max(0.0, ended_s - published_s - got.wait_s), _machines_of(got))
             rollout = Rollout(
                 rollouts.SCHEMA, str(version), call, digest, got.completions, got.discarded, got.wait_s
             )
@@ -237,3 +241,9 @@ class RolloutSource:
                 return rollout
             log.warning("rollout_of_other_requests", policy=str(version), call=call)
         return None
+
+
+def _machines_of(got: Generated) -> int:
+    """How many rollout machines made them, and the trainer's where there are none."""
+    machines = {machine_of(one.node) for one in got.completions if one.node}
+    return len([one for one in machines if not one.startswith(Role.TRAINER)] or machines)

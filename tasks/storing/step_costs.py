@@ -18,6 +18,7 @@ class StepCosts:
     wait_s: float = 0.0
     generate_s: float = 0.0  # seconds in which completions to train on were made
     generate_node_s: float = 0.0  # the same, times the machines that made them
+    own_generate_s: float = 0.0  # of these, in which the trainer made them in place of nodes that were not there
     rewards_s: float = 0.0  # seconds in which completions to train on were scored
     store_s: float = 0.0  # seconds in which the trainer stood still for a checkpoint
     replayed: list[bool] = field(default_factory=list)  # of each training call
@@ -37,6 +38,13 @@ class StepCosts:
         """So many machines made completions to train on for so many seconds."""
         self.generate_s += seconds
         self.generate_node_s += seconds * machines
+
+    def made_itself(self, seconds: float, *, training: bool) -> None:
+        """The trainer has made completions for so many seconds, in place of rollout nodes."""
+        self.generated_s += seconds
+        if training:
+            self.generate_s += seconds
+            self.own_generate_s += seconds
 
     def refuse(self, prompts: int, row: int | None, tokens: int, limit_tokens: int | None) -> None:
         """So many prompts were left out; the numbers are the last one's, where they are known."""
@@ -71,9 +79,11 @@ class StepCosts:
             values[metrics.REPLAYED] = float(all(self.replayed))
         if finite := [reward for reward in self.rewards if math.isfinite(reward)]:
             values[metrics.REWARD_MIN], values[metrics.REWARD_MAX] = min(finite), max(finite)
+        if self.own_generate_s:
+            values[metrics.OWN_GENERATE_S] = round(self.own_generate_s, 3)
         values |= self.refused | self.published
         self.tokens, self.discarded, self.wait_s, self.refused, self.published = 0, 0, 0.0, {}, {}
-        self.generate_s = self.generate_node_s = self.rewards_s = self.store_s = 0.0
+        self.generate_s = self.generate_node_s = self.own_generate_s = self.rewards_s = self.store_s = 0.0
         self.replayed.clear()
         self.rewards.clear()
         return values

@@ -24,11 +24,13 @@ from policies.detect.divergence import Detector
 from policies.model.node_contract import SPOOL
 from policies.model.spec import RunSpec, generates_itself
 from policies.model.timelines import Fork, forked_spec
+from policies.sizing.generation import why_not_itself
 from policies.weights.adapters import QUANTISED, engine_type, why_whole
 from policies.weights.dtypes import ServedTypes
+from tasks.completions.drought import Drought
 from tasks.completions.gateway_client import GatewayClient
 from tasks.completions.refused_prompts import RefusedPrompts
-from tasks.completions.rollout_source import RolloutSource
+from tasks.completions.rollout_source import Completes, RolloutSource
 from tasks.machine.base_model import identity_of, model_config, model_folder
 from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv
@@ -61,6 +63,7 @@ from tasks.trainer.user_objects import (
 from tasks.trl import trl_grpo
 from tasks.trl.fleet_client import FleetClient
 from tasks.trl.own_generation import OwnGeneration
+from tasks.trl.own_share import OwnShare
 from tasks.trl.parts.saving import why_not_resumable
 from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, replacements, walk_of
 from tasks.trl.weights import checkpoint_bytes, plain_model
@@ -98,15 +101,18 @@ def assemble(
         start.spec, Path(env.workdir) / SPOOL, evaluates=start.spec.trainer.eval_dataset is not None
     )
     refused = RefusedPrompts(start.spec.policies.on_bad_prompt, start.costs)
-    own = OwnGeneration(env.node, start.may_go_on) if generates_itself(start.spec) else None
-    client = FleetClient(_rollouts(start, refused, config.seed, own))
-    client.foresees = own is None
+    own = OwnGeneration(env.node, start.may_go_on)
+    source = _source(start, own)
+    client = FleetClient(_rollouts(start, refused, config.seed, source))
+    client.foresees = source is not own
     replaced = functools.partial(_replaced_prompts, record.spec, forks, env.timeline)
     trainer = _trainer(start, client, config, replaced)
     refused.row_of = trainer.row_of
-    if own is not None:
-        own.attach(trainer)
-    publisher = (own or policy_publisher(start, trainer)) if trainer.is_world_process_zero() else None
+    own.attach(trainer)
+    first = trainer.is_world_process_zero()
+    if isinstance(source, Drought):
+        client.own_share = OwnShare(source if first else None, own)
+    publisher = (own if source is own else policy_publisher(start, trainer)) if first else None
     client.attach(trainer, publisher, env.timeline)
     trainer.remove_callback(PrinterCallback)  # MetricsCallback says in a line what it prints in thirty
     leave_if_due = functools.partial(trainer.leave_if_due, in_step=True)
@@ -122,10 +128,21 @@ def assemble(
     return trainer, spool
 
 
-def _rollouts(start: Start, refused: RefusedPrompts, run_seed: int, own: OwnGeneration | None) -> RolloutSource:
+def _source(start: Start, own: OwnGeneration) -> OwnGeneration | Drought | GatewayClient:
+    """What makes the run's completions: the trainer itself, rollout nodes, or it while there is none of them."""
+    if generates_itself(start.spec):
+        return own
+    gateway = GatewayClient(start.store, start.env.token, start.heartbeat, start.leaving.check)
+    after_s = start.spec.rollout.own_generation_after_s
+    if after_s is None or why_not_itself(start.spec):
+        return gateway
+    return Drought(gateway, after_s, start.may_go_on, start.heartbeat, start.costs)
+
+
+def _rollouts(start: Start, refused: RefusedPrompts, run_seed: int, source: Completes) -> RolloutSource:
     return RolloutSource(
         start.store,
-        own or GatewayClient(start.store, start.env.token, start.heartbeat, start.leaving.check),
+        source,
         start.heartbeat,
         start.costs,
         refused,

@@ -11,14 +11,17 @@ from checkpoint.records.rollouts import Rollout
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.canary import Canary
 from policies.serving.wire import PolicyRef
+from tasks.completions.drought import OwnTurn
 from tasks.completions.rollout_source import RolloutSource
 from tasks.machine.leaving import LeaveNow
 from tasks.storing.publish_adapter import AdapterPublisher
 from tasks.storing.unread import Unread
+from tasks.trl.own_share import OwnShare
 
 # In the place of each completion, for all processes to read:
 LEAVING = [-1]  # the trainer is to leave, and there are none
 WEIGHTS_FIRST = [-2]  # they have to publish the weights together before there are any
+OWN_TURN = [-4]  # they have to make some of them together, for no rollout node is there
 # In the place of a prompt: there is none, and its completion has no token.
 NO_PROMPT = [-3]
 
@@ -28,6 +31,9 @@ Weights = Iterator[tuple[str, torch.Tensor | Unread]]
 
 class _WeightsFirst(Exception):
     """Completions have to be generated, and the weights are with all processes."""
+
+
+_SAID: dict[type[Exception], list[int]] = {LeaveNow: LEAVING, OwnTurn: OWN_TURN, _WeightsFirst: WEIGHTS_FIRST}
 
 
 class Publishes(Protocol):
@@ -47,6 +53,7 @@ class FleetClient:
             to blame: no node would serve them.
         foresees: whether to say what an evaluation will ask for; not where the trainer's own model would take it
             all as one batch.
+        own_share: what this process makes where no rollout node can be had; None: such nodes are waited for.
     """
 
     def __init__(self, rollouts: RolloutSource) -> None:
@@ -60,6 +67,7 @@ class FleetClient:
         self._finite_at: int | None = None  # the last step whose weights computed numbers
         self.on_policy_gone: Callable[[int, int], None] = lambda *_: None
         self.foresees = False
+        self.own_share: OwnShare | None = None
         self.trained_on: list[Rollout] = []  # the training calls since somebody emptied it
 
     def attach(self, trainer: Any, publisher: Publishes | None, timeline: int) -> None:
@@ -150,11 +158,8 @@ class FleetClient:
                 training=bool(self._trainer.model.training),
                 publish=self.publish,
             )
-        except (
-            LeaveNow,
-            _WeightsFirst,
-        ) as told:  # in the place of completions, for which the others wait
-            said = LEAVING if isinstance(told, LeaveNow) else WEIGHTS_FIRST
+        except (LeaveNow, OwnTurn, _WeightsFirst) as told:
+            said = _SAID[type(told)]  # in the place of completions, for which the others wait
             return {"prompt_ids": prompts, "completion_ids": [said] * (len(prompts) * n), "logprobs": None}
         if self._trainer.model.training:
             self.trained_on.append(rollout)
@@ -169,6 +174,11 @@ class FleetClient:
             "logprobs": [[[logprob] for logprob in of_one] for of_one in of_tokens],
             "logprob_token_ids": [[[token] for token in of_one] for of_one in completion_ids],
         }
+
+    def take_own_turn(self, accelerator: Any) -> None:
+        """In all processes, where OWN_TURN was said: make some of the completions with the trainer's own model."""
+        assert self.own_share is not None
+        self.own_share.make(accelerator, training=bool(self._trainer.model.training))
 
     def _version(self) -> PolicyVersion:
         return PolicyVersion(self._timeline, self._trainer.state.global_step)

@@ -1,13 +1,15 @@
-"""Completions from the trainer's own model, where a run has no rollout nodes (`rollout.replicas: 0`).
+"""Completions from the trainer's own model, where a run has no rollout nodes (`rollout.replicas: 0`), or none can
+be had for a while (`tasks.completions.drought`).
 
 It stands in the place of the gateway, so that all around it stays: each completion has a seed of its own, is
-stored before the step is applied, and is read back by a restarted trainer. Nothing is published: nobody pulls it.
+stored before the step is applied, and is read back by a restarted trainer. In a run without rollout nodes nothing
+is published: nobody pulls it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from transformers.generation.logits_process import (
 )
 
 from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import REFUSED, Batch, Completion, CompletionRequest, PolicyRef
+from policies.serving.wire import CUT, REFUSED, Batch, Completion, CompletionRequest, PolicyRef
 from tasks.completions.gateway_client import Generated
 from tasks.trl.canary import as_evaluated
 
@@ -46,26 +48,40 @@ class OwnGeneration:
         """Name the policy, which is where it is needed."""
         return PolicyRef(str(version), "")
 
-    def complete(self, batch: Batch) -> Generated:
-        """Return every completion, in the order of the requests. Raises Fenced, LeaveNow."""
+    def complete(self, batch: Batch, begun: Sequence[Completion] = ()) -> Generated:
+        """Return every completion, in the order of the requests; those that were `begun` go on from their tokens.
+
+        Raises Fenced, LeaveNow, torch.OutOfMemoryError.
+        """
         most = self._longest_prompt(int(batch.sampling["max_tokens"]))
         fit = [
             one
             for one in batch.requests
             if one.prompt_token_ids and (most is None or len(one.prompt_token_ids) <= most)
         ]
-        made = {one.index: one for one in self._generated(batch, fit)} if fit else {}
+        before = {one.index: one for one in begun}
+        made = {one.index: one for one in self._generated(batch, fit, before)} if fit else {}
         policy = batch.policy.label
         found = [made.get(one.index) or self._refused(one, policy) for one in batch.requests]
         return Generated(found, discarded=0, wait_s=0.0)
 
-    def _generated(self, batch: Batch, requests: list[CompletionRequest]) -> Iterator[Completion]:
+    def _generated(
+        self, batch: Batch, requests: list[CompletionRequest], begun: Mapping[int, Completion]
+    ) -> Iterator[Completion]:
         trainer, length = self._trainer, int(batch.sampling["max_tokens"])
         model, ends = trainer.model, list(trainer.eos_token_ids)
-        ids, mask = _padded([one.prompt_token_ids for one in requests], ends[0], model.device)
-        draw = _SeededDraw([one.seed for one in requests], length, model.device, self._tick)
+        nothing = Completion(-1, [], [], CUT, batch.policy.label, "")
+        there = [begun.get(one.index, nothing) for one in requests]
+        texts = [one.prompt_token_ids + so_far.token_ids for one, so_far in zip(requests, there, strict=True)]
+        ids, mask = _padded(texts, ends[0], model.device)
+        made = [len(one.token_ids) for one in there]
+        draw = _SeededDraw([one.seed for one in requests], made, length, model.device, self._tick)
         config = GenerationConfig(
-            max_new_tokens=length, do_sample=False, eos_token_id=ends, pad_token_id=ends[0], use_cache=True
+            max_new_tokens=length - min(made),
+            do_sample=False,
+            eos_token_id=ends,
+            pad_token_id=ends[0],
+            use_cache=True,
         )
         # Of a model with adapters `generate` goes past the forward pass that accelerate has put under autocast.
         with torch.no_grad(), trainer.accelerator.autocast(), as_evaluated(model), _configured(model, config):
@@ -76,11 +92,13 @@ class OwnGeneration:
                 logits_processor=LogitsProcessorList([*_shaped(batch.sampling), draw]),
             )
         tokens, logprobs = out[:, ids.shape[1] :].tolist(), torch.stack(draw.logprobs, dim=1).tolist()
-        for request, row, of_row in zip(requests, tokens, logprobs, strict=True):
+        for request, so_far, row, of_row in zip(requests, there, tokens, logprobs, strict=True):
+            row = row[: length - len(so_far.token_ids)]
             end = next((place for place, token in enumerate(row) if token in ends), None)
-            made = len(row) if end is None else end + 1
+            new = len(row) if end is None else end + 1
             why = "length" if end is None else "stop"
-            yield Completion(request.index, row[:made], of_row[:made], why, batch.policy.label, self._node)
+            token_ids, of_tokens = so_far.token_ids + row[:new], so_far.logprobs + of_row[:new]
+            yield Completion(request.index, token_ids, of_tokens, why, batch.policy.label, self._node)
 
     def _longest_prompt(self, completion: int) -> int | None:
         """In tokens, so that a completion of that length fits behind it; None where the model has no bound."""
@@ -100,13 +118,23 @@ class _SeededDraw(LogitsProcessor):  # type: ignore[misc]  # transformers has no
 
     It leaves nothing but that token to choose, and keeps the log-probability that it had.
 
+    Args:
+        seeds: of each completion.
+        made: how many tokens each has already.
+        length: that a completion may have, in tokens.
+        tick: called before each token.
+
     Attributes:
         logprobs: one tensor of shape (completions,) for each position so far, in natural logarithms.
     """
 
-    def __init__(self, seeds: list[int], length: int, device: Any, tick: Callable[[], None]) -> None:
+    def __init__(
+        self, seeds: list[int], made: list[int], length: int, device: Any, tick: Callable[[], None]
+    ) -> None:
         # In [0, 1), and so far below 1 that no rounding makes the product below the whole sum.
         rows = [torch.rand(length, dtype=torch.float64, generator=_generator(seed)) for seed in seeds]
+        # Each from its next position on; what then comes from the front is drawn behind its last one, for nobody.
+        rows = [row.roll(-count) for row, count in zip(rows, made, strict=True)]
         self._points = (torch.stack(rows) * (1 - 2**-50)).to(device)
         self._tick = tick
         self.logprobs: list[torch.Tensor] = []

@@ -29,7 +29,7 @@ from tasks.storing.step_costs import StepCosts
 from tasks.storing.unread import Unread, at_hand
 from tasks.trl.canary import canary_of, forget_order
 from tasks.trl.checkpoint_names import as_in_checkpoint
-from tasks.trl.fleet_client import LEAVING, WEIGHTS_FIRST, FleetClient
+from tasks.trl.fleet_client import LEAVING, OWN_TURN, WEIGHTS_FIRST, FleetClient
 from tasks.trl.parts.foreseen import ForeseesEvaluation
 from tasks.trl.parts.leaving import LeavesInTime
 from tasks.trl.parts.refused import LeavesOutRefused
@@ -99,13 +99,16 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's; raises LeaveNow in every process where the first one was told to leave."""
-        found = super().generate(*args, **kwargs)
-        if WEIGHTS_FIRST in found[1]:
-            self._publish_together()
+        while True:
             found = super().generate(*args, **kwargs)
-        if LEAVING in found[1]:
-            raise LeaveNow
-        return found
+            if WEIGHTS_FIRST in found[1]:
+                self._publish_together()
+            elif OWN_TURN in found[1]:
+                self._fleet_client.take_own_turn(self.accelerator)
+            elif LEAVING in found[1]:
+                raise LeaveNow
+            else:
+                return found
 
     def sync_weights(self) -> None:
         """Name the weights of the present step and what they compute. They are read once they are needed.

@@ -12,6 +12,7 @@ _LEAST: dict[KeyPath, tuple[float, bool]] = {
     ("rollout", "replicas", "min"): (0, False),
     ("rollout", "replicas", "max"): (0, False),
     ("rollout", "deadline_s"): (0, True),
+    ("rollout", "own_generation_after_s"): (0, False),
     ("rollout", "vllm", "gpu-memory-utilization"): (0, True),  # vLLM's own bounds (0.32, `config/cache.py`)
     ("policies", "kl", "limit"): (0, True),
     ("policies", "kl", "on_rollback", "beta_factor"): (1, False),

@@ -15,6 +15,7 @@ from orchestrator.config.rules.secrets import note_secrets
 from policies.control.rollback.choice import changes_on_rollback
 from policies.detect.divergence import TYPICAL_DELAY_POINTS
 from policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of
+from policies.sizing.generation import why_not_itself
 from policies.weights.adapters import why_whole
 
 # More checkpoints than these between the beginning of a divergence and its notice are of no use to anyone.
@@ -29,6 +30,7 @@ def find_notices(spec: RunSpec, findings: Findings) -> None:
     _adapter_is_merged(spec, findings)
     note_idle(spec, findings)
     _nodes_that_are_not_there(spec, findings)
+    _own_generation(spec, findings)
     note_processes(spec, findings)
     note_secrets(spec, findings)
     _several_regions(spec, findings)
@@ -85,6 +87,14 @@ def _nodes_that_are_not_there(spec: RunSpec, findings: Findings) -> None:
     for key in ("resources", "setup", "vllm", "env", "recovery"):
         if getattr(spec.rollout, key) != getattr(RolloutSpec(), key):
             findings.notice(("rollout", key), "not used: with replicas: 0 the trainer generates, without vLLM")
+
+
+def _own_generation(spec: RunSpec, findings: Findings) -> None:
+    key, after_s = "own_generation_after_s", spec.rollout.own_generation_after_s
+    if generates_itself(spec) or after_s in (None, getattr(RolloutSpec(), key)):
+        return
+    if why := why_not_itself(spec):
+        findings.notice(("rollout", key), f"not used: {why}")
 
 
 def _several_regions(spec: RunSpec, findings: Findings) -> None:

@@ -108,6 +108,10 @@ class Members:
         """The members that may serve it and are not leaving."""
         return self._table.serving(wanted)
 
+    def anyone(self) -> bool:
+        """Whether a member is there that has work, or may come to serve what is wanted."""
+        return any(row.running or not (row.unfit or self._table.draining(row.node)) for row in self._table.rows)
+
     def draining(self, node: str) -> bool:
         """Whether the node was told to finish what it has and leave."""
         return self._table.draining(node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from array import array
 from collections.abc import AsyncGenerator
 
@@ -14,7 +15,7 @@ from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface.admission import Prompt
 from policies.serving.member import Row, Wanted
-from policies.serving.wire import REFUSED, Batch, BatchLine, Completion, Progress, Sample
+from policies.serving.wire import CUT, REFUSED, Batch, BatchLine, Completion, Progress, Sample
 
 log = structlog.get_logger()
 
@@ -51,10 +52,11 @@ class BatchRun:
         self._news = asyncio.Event()
         self._owed, ledger.owed = ledger.owed, 0
         self._complete = False
+        self._patience_s = math.inf if batch.patience_s is None else batch.patience_s
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer in whole lines: completions as they are done, progress in between, at last `end` or
-        `error`.
+        `error`; before the end of one that nobody was there for, what there is of each.
 
         Closing the iterator early gives up the batch and frees its places.
         """
@@ -63,7 +65,7 @@ class BatchRun:
         loop = asyncio.get_running_loop()
         left, ended = self._count, False
         most, moves, moved_at_s = 0, 0, loop.time()
-        progress_at_s = moved_at_s + PROGRESS_S
+        progress_at_s, there_at_s = moved_at_s + PROGRESS_S, moved_at_s
         try:
             while left and not ended:
                 lines = await self._next(progress_at_s - loop.time())
@@ -75,8 +77,12 @@ class BatchRun:
                     progress = self._progress()
                     if progress.tokens > most or progress.moves != moves:
                         most, moves, moved_at_s = max(most, progress.tokens), progress.moves, now_s
+                    there_at_s = now_s if self._members.anyone() else max(there_at_s, moved_at_s)
                     ended = now_s - moved_at_s > self._batch.deadline_s
                     lines.append(BatchLine(error=self._too_late()) if ended else BatchLine(progress=progress))
+                    if not ended and now_s - there_at_s > self._patience_s:
+                        lines += self._cut()
+                        left = 0
                     progress_at_s = now_s + PROGRESS_S
                 if lines:
                     yield b"".join([_encode(line) + b"\n" for line in lines])
@@ -169,6 +175,16 @@ class BatchRun:
                 handed_over=job.handed_over,
             )
             self._say(BatchLine(completion=completion))
+
+    def _cut(self) -> list[BatchLine]:
+        """What there is of each that is not done. All of them wait, and may be gone on with."""
+        samples = (sample for prompt in self._prompts for sample in prompt.samples)
+        begun = zip(samples, self._jobs, self._tasks, strict=False)  # not all may have been begun
+        return [
+            BatchLine(cut=Completion(one.index, job.token_ids, job.logprobs, CUT, job.made_from, ""))
+            for one, job, task in begun
+            if job.token_ids and not task.done()
+        ]
 
     def _say(self, line: BatchLine) -> None:
         self._lines.append(line)

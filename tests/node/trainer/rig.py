@@ -96,6 +96,7 @@ def run_spec(
     boot_timeout_s: float = 900.0,
     on_bad_reward: OnBadReward = "fail",
     trainer: dict[str, Any] | None = None,
+    own_generation_after_s: float | None = None,
     cloud: Literal["local", "sky"] = "local",
 ) -> RunSpec:
     """A spec over the tiny model, with `grpo` over GRPO. Without `kl` the guard only watches.
@@ -109,7 +110,10 @@ def run_spec(
         workdir=str(Path(__file__).parent),
         grpo={**GRPO, **grpo},
         rollout=RolloutSpec(
-            replicas=Replicas(min=replicas, max=replicas), vllm={"dtype": "float32"}, deadline_s=60.0
+            replicas=Replicas(min=replicas, max=replicas),
+            vllm={"dtype": "float32"},
+            deadline_s=60.0,
+            own_generation_after_s=own_generation_after_s,
         ),
         checkpoints=checkpoints or CheckpointsSpec(),
         policies=PoliciesSpec(

@@ -39,13 +39,16 @@ class StandInGateway:
 
     Attributes:
         cut_after: close the connection without a word after so many completions; counts down over batches.
-        members: what progress lines say; at 0 nothing is generated until it is raised.
+        members: what progress lines say; at 0 nothing is generated until it is raised, or the batch's patience
+            is over.
+        patience: of each call, with its version.
         asked: every request seen, as (policy, seed).
         batches: how many requests each call had.
         prompts: the prompts of each policy's requests, as token ids.
         made: completions sent.
         refuses: whether no node takes a prompt.
         unproved: why a policy that was loaded is not what its trainer says that it computes.
+        on_asked: called with the version before a batch is answered.
         on_completion: called after each completion that was sent, with `made`.
     """
 
@@ -57,9 +60,11 @@ class StandInGateway:
         self.cut_after: int | None = None
         self.asked: list[tuple[str, int]] = []
         self.batches: list[int] = []
+        self.patience: list[tuple[str, float | None]] = []
         self.prompts: dict[str, set[tuple[int, ...]]] = {}
         self.made = 0
         self.refuses: Callable[[list[int]], bool] = lambda _: False
+        self.on_asked: Callable[[str], None] = lambda _: None
         self.on_completion: Callable[[int], None] = lambda _: None
         self.unproved: list[str] = []
         self.policy_of: dict[str, torch.nn.Module] = {}
@@ -104,7 +109,9 @@ class StandInGateway:
             )
         seen = self.prompts.setdefault(batch.policy.version, set())
         seen.update(tuple(one.prompt_token_ids) for one in batch.requests)
+        self.on_asked(batch.policy.version)
         self.batches.append(len(batch.requests))
+        self.patience.append((batch.policy.version, batch.patience_s))
         self.asked += [(batch.policy.version, one.seed) for one in batch.requests]
         handler.send_response(200)
         handler.send_header("Transfer-Encoding", "chunked")
@@ -113,11 +120,13 @@ class StandInGateway:
             self._stream(handler, batch)
 
     def _stream(self, handler: BaseHTTPRequestHandler, batch: Batch) -> None:
-        tokens = 0
+        tokens, since_s = 0, time.monotonic()
         while self.members == 0:
             _line(handler, BatchLine(progress=Progress(0, 0, 0, len(batch.requests))))
             time.sleep(0.05)
-        for request in batch.requests:
+            if batch.patience_s is not None and time.monotonic() - since_s > batch.patience_s:
+                break
+        for request in batch.requests if self.members else []:
             with self._lock:
                 completion = self._complete(batch, request.index, request.prompt_token_ids, request.seed)
             tokens += len(completion.token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from checkpoint.records.metrics import read_metrics
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.transfer import read_manifest
 from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import Batch, CompletionRequest, PolicyRef
+from policies.serving.wire import CUT, Batch, CompletionRequest, PolicyRef
 from tasks.trl.own_generation import OwnGeneration
 from tests.budget import HANG_S
 from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
@@ -85,6 +86,21 @@ def test_a_completion_depends_on_its_seed_and_on_nothing_beside_it(model: Any) -
     assert [one.token_ids for one in all_] == [one.token_ids for one in alone]
     again = engine(model).complete(batch(PROMPTS, [4, 5, 6])).completions
     assert [one.token_ids for one in all_] != [one.token_ids for one in again]
+
+
+def test_what_was_begun_elsewhere_is_gone_on_with_as_if_it_had_never_been_cut(model: Any) -> None:
+    asked = batch(PROMPTS, [1, 2, 3])
+    whole = engine(model).complete(asked).completions
+    cut = [
+        replace(one, token_ids=one.token_ids[:made], logprobs=one.logprobs[:made], finish_reason=CUT, node="")
+        for one, made in ((whole[0], 5), (whole[2], 11))
+    ]
+    found = engine(model).complete(asked, cut).completions
+    assert [(one.token_ids, one.finish_reason) for one in found] == [
+        (one.token_ids, one.finish_reason) for one in whole
+    ]
+    for one, expected in zip(found, whole, strict=True):
+        assert one.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
 def test_tokens_are_drawn_as_often_as_the_model_says(model: Any) -> None:

@@ -1,0 +1,147 @@
+"""Completions while no rollout node is to be had: after a while the trainer's own model makes them, part by part.
+
+Before each part the gateway is asked whether a node is there by now; then the rest is its work again. What nodes
+had finished stays, and what they had begun is gone on with. The trainer is paid for anyway: what it makes while it
+would only wait costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import structlog
+
+from policies.serving.wire import Batch, Completion, CompletionRequest
+from tasks.completions.gateway_client import Generated, NobodyServes
+from tasks.storing.heartbeat import Heartbeat
+from tasks.storing.step_costs import StepCosts
+
+log = structlog.get_logger()
+
+# Completions that one process makes at once: more take memory for their keys and values, and every one of them
+# waits for the longest; fewer leave a GPU idle. Halved for as long as they do not fit.
+AT_ONCE = 64
+
+
+class OwnTurn(Exception):
+    """The trainer's own model is to make a part of the completions, in all processes, and then to ask again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of a batch for the trainer's own model. `begun` has the tokens so far of some of its completions."""
+
+    batch: Batch
+    begun: list[Completion]
+
+    def of_process(self, number: int, processes: int) -> Share:
+        """What one of the trainer's processes makes of it."""
+        return replace(self, batch=replace(self.batch, requests=self.batch.requests[number::processes]))
+
+
+class AsksGateway(Protocol):
+    """The gateway's client."""
+
+    def complete(self, batch: Batch) -> Generated:
+        """Raises GenerationFailed, NobodyServes, Fenced, LeaveNow, StoreError."""
+
+
+class Drought:
+    """Has a batch completed by the gateway, and where nobody is there for it by the trainer itself.
+
+    Args:
+        gateway: is asked first.
+        after_s: how long no node has to be there before the trainer generates; from then on, until one is.
+        may_go_on: raises Fenced or LeaveNow if the trainer is to end.
+        heartbeat: told that the trainer generates.
+        costs: charged for it.
+    """
+
+    def __init__(
+        self,
+        gateway: AsksGateway,
+        after_s: float,
+        may_go_on: Callable[[], None],
+        heartbeat: Heartbeat,
+        costs: StepCosts,
+    ) -> None:
+        self._gateway, self._may_go_on, self._heartbeat, self._costs = gateway, may_go_on, heartbeat, costs
+        self._after_s: float | None = after_s  # None: it cannot generate
+        self._patience_s: float | None = after_s
+        self._at_once = AT_ONCE
+        self._batch: Batch | None = None
+        self._made: dict[int, Completion] = {}  # of the batch
+        self._begun: dict[int, Completion] = {}  # the same, not finished
+        self._discarded, self._wait_s = 0, 0.0
+
+    def complete(self, batch: Batch) -> Generated:
+        """Return once every request of the batch is finished.
+
+        Raises OwnTurn when the trainer is to make `share`; the same batch is then to be asked for again. Raises
+        GenerationFailed, Fenced, LeaveNow, StoreError.
+        """
+        self._may_go_on()
+        self._turn_to(batch)
+        left = self._left(batch)
+        if left:
+            try:
+                got = self._gateway.complete(replace(batch, requests=left, patience_s=self._patience_s))
+            except NobodyServes as nobody:
+                self._take(nobody)
+                raise OwnTurn from nobody
+            self._patience_s = self._after_s  # somebody serves
+            # What was begun has been made anew.
+            self._discarded += got.discarded + sum(len(one.token_ids) for one in self._begun.values())
+            self._wait_s += got.wait_s
+            self._made |= {one.index: one for one in got.completions}
+        made, self._batch = self._made, None
+        return Generated([made[one.index] for one in batch.requests], self._discarded, self._wait_s)
+
+    def share(self, processes: int) -> Share:
+        """What the trainer's processes are to make next."""
+        assert self._batch is not None
+        self._heartbeat.say("generating itself")
+        part = self._left(self._batch)[: self._at_once * processes]
+        log.info("trainer_generates", completions=len(part), policy=self._batch.policy.label)
+        begun = [self._begun[one.index] for one in part if one.index in self._begun]
+        return Share(replace(self._batch, requests=part), begun)
+
+    def take(self, made: Sequence[Completion], took_s: float, *, training: bool) -> None:
+        """The trainer has made these of a share; what it was told to and has not made is asked for again."""
+        self._patience_s = None if self._after_s is None else 0.0
+        self._made |= {one.index: one for one in made}
+        for one in made:
+            self._begun.pop(one.index, None)
+        self._costs.made_itself(took_s, training=training)
+
+    def does_not_fit(self) -> None:
+        """A share takes more memory than there is beside what is trained: the next ones are half as large."""
+        if self._at_once == 1:
+            self.cannot("one completion takes more memory than there is beside what is trained")
+        self._at_once = max(1, self._at_once // 2)
+
+    def cannot(self, why: str) -> None:
+        """The trainer's model does not generate here: from now on nodes are waited for."""
+        log.warning("trainer_cannot_generate", why=why)
+        self._after_s = self._patience_s = None
+
+    def _left(self, batch: Batch) -> list[CompletionRequest]:
+        return [one for one in batch.requests if one.index not in self._made]
+
+    def _turn_to(self, batch: Batch) -> None:
+        """Go on with the batch, or begin with another. No two completions of a run have one seed."""
+        if self._batch is None or _name_of(batch) != _name_of(self._batch):
+            self._made, self._begun, self._discarded, self._wait_s = {}, {}, 0, 0.0
+        self._batch = batch
+
+    def _take(self, nobody: NobodyServes) -> None:
+        self._made |= {one.index: one for one in nobody.made}
+        self._begun |= {one.index: one for one in nobody.cut}
+        self._discarded += nobody.discarded
+        self._wait_s += nobody.wait_s
+
+
+def _name_of(batch: Batch) -> tuple[str, list[int]]:
+    return batch.policy.label, [one.seed for one in batch.requests]

@@ -1,0 +1,59 @@
+"""A trainer that loses its rollout nodes in mid run, and has them back: real TRL, in one process and in two.
+
+The gateway and its nodes are a stand-in, which proves each published policy by loading it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpoint.records import metrics
+from checkpoint.records.metrics import read_metrics
+from policies.model.vocabulary import PolicyVersion
+from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
+
+STEPS = GRPO["max_steps"]
+AFTER_S = 1.5
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def dry(rig: Rig, steps: range) -> None:
+    """No node is there for the policies of these steps."""
+
+    def look(version: str) -> None:
+        rig.gateway.members = 0 if PolicyVersion.parse(version).step in steps else 1
+
+    rig.gateway.on_asked = look
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_steps_of_a_drought_are_made_by_the_trainer_and_the_others_by_nodes(
+    processes: int, tiny: Path, tmp_path: Path
+) -> None:
+    accelerators = "" if processes == 1 else f"CPU:{processes}"
+    grpo = {"per_device_train_batch_size": 8 // processes}
+    with open_rig(tmp_path, tiny, grpo=grpo, accelerators=accelerators, own_generation_after_s=AFTER_S) as rig:
+        dry(rig, range(2, 5))
+        trainer = rig.start_trainer() if processes == 1 else rig.start_ranks()
+        assert rig.wait(trainer) == 0
+        rig.stored()
+        rows = [row for row in read_metrics(rig.store) if "reward" in row.values]
+        assert [row.step for row in rows] == list(range(1, STEPS + 1))
+        own = [row.values.get(metrics.OWN_GENERATE_S, 0.0) > 0 for row in rows]
+        assert own == [False] * 2 + [True] * 3 + [False] * 3
+        assert [row.values["orch/tokens"] > 0 for row in rows] == [True] * STEPS
+        asked = {version: set[float | None]() for version, _ in rig.gateway.patience}
+        for version, patience_s in rig.gateway.patience:
+            asked[version].add(patience_s)
+        assert asked["0-2"] == {AFTER_S, 0.0}
+        assert asked["0-3"] == asked["0-4"] == asked["0-5"] == {0.0}
+        assert asked["0-6"] == {AFTER_S}
+        # What it has drawn is what its own model computes: TRL's own measure of the two.
+        assert max(row.values["sampling/sampling_logp_difference/max"] for row in rows) < 1e-4
+        assert rig.gateway.unproved == []

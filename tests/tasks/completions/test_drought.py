@@ -1,0 +1,183 @@
+"""A trainer that generates while no rollout node is there: what it makes, what it asks for, and what is counted."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from policies.serving.wire import CUT, Batch, Completion, CompletionRequest, PolicyRef
+from tasks.completions import drought
+from tasks.completions.drought import Drought, OwnTurn, Share
+from tasks.completions.gateway_client import Generated, NobodyServes
+from tasks.storing.heartbeat import Heartbeat
+from tasks.storing.step_costs import StepCosts
+
+AFTER_S = 300.0
+NODE, TRAINER = "rollout-0-i1", "trainer-0-i1"
+
+
+class Heard:
+    """A heartbeat's words."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, activity: str) -> None:
+        self.said.append(activity)
+
+
+class Gateway:
+    """Has nodes or not. Without them it hands out what is in `made` and `cut`, once."""
+
+    def __init__(self) -> None:
+        self.there = False
+        self.made: list[int] = []
+        self.cut: list[Completion] = []
+        self.asked: list[tuple[list[int], float | None]] = []  # requests, and for how long to wait for nodes
+
+    def complete(self, batch: Batch) -> Generated:
+        self.asked.append(([one.index for one in batch.requests], batch.patience_s))
+        if not self.there:
+            made, cut, self.made, self.cut = self.made, self.cut, [], []
+            raise NobodyServes([finished(index, NODE) for index in made], cut, discarded=5, wait_s=2.0)
+        return Generated([finished(one.index, NODE) for one in batch.requests], discarded=1, wait_s=0.5)
+
+
+def finished(index: int, node: str) -> Completion:
+    return Completion(index, [index], [-1.0], "stop", "0-3", node)
+
+
+def begun(index: int, tokens: int) -> Completion:
+    return Completion(index, [7] * tokens, [-1.0] * tokens, CUT, "0-3", "")
+
+
+def batch(count: int = 6, first_seed: int = 100) -> Batch:
+    requests = [CompletionRequest(index, [5], first_seed + index) for index in range(count)]
+    return Batch(PolicyRef("0-3", "p"), {"max_tokens": 9}, requests, 60.0)
+
+
+class World:
+    def __init__(self) -> None:
+        self.gateway, self.heard, self.costs = Gateway(), Heard(), StepCosts()
+        self.ends: Exception | None = None
+        self.drought = Drought(self.gateway, AFTER_S, self._may_go_on, cast(Heartbeat, self.heard), self.costs)
+
+    def _may_go_on(self) -> None:
+        if self.ends is not None:
+            raise self.ends
+
+    def share(self, asked: Batch, processes: int = 1) -> Share:
+        with pytest.raises(OwnTurn):
+            self.drought.complete(asked)
+        return self.drought.share(processes)
+
+    def take(self, share: Share, took_s: float = 4.0) -> None:
+        made = [finished(one.index, TRAINER) for one in share.batch.requests]
+        self.drought.take(made, took_s, training=True)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(drought, "AT_ONCE", 2)
+    return World()
+
+
+def indices(share: Share) -> list[int]:
+    return [one.index for one in share.batch.requests]
+
+
+def test_it_makes_part_after_part_and_looks_for_a_node_before_each(world: World) -> None:
+    asked = batch()
+    for expected in ([0, 1], [2, 3]):
+        share = world.share(asked)
+        assert indices(share) == expected
+        world.take(share)
+    world.gateway.there = True
+    got = world.drought.complete(asked)
+    assert [one.node for one in got.completions] == [TRAINER] * 4 + [NODE] * 2
+    assert [one.index for one in got.completions] == list(range(6))
+    assert world.gateway.asked == [(list(range(6)), AFTER_S), ([2, 3, 4, 5], 0.0), ([4, 5], 0.0)]
+    assert (got.discarded, got.wait_s) == (11, 4.5)
+    assert world.heard.said == ["generating itself"] * 2
+    assert world.costs.own_generate_s == world.costs.generate_s == world.costs.generated_s == 8.0
+
+
+def test_a_node_that_serves_ends_it_and_the_next_step_waits_for_nodes_again(world: World) -> None:
+    world.take(world.share(batch()))
+    world.gateway.there = True
+    world.drought.complete(batch())
+    world.gateway.there = False
+    world.share(batch(first_seed=200))
+    assert world.gateway.asked[-1] == (list(range(6)), AFTER_S)
+
+
+def test_the_next_step_of_a_drought_waits_for_nobody(world: World) -> None:
+    asked = batch(count=2)
+    world.take(world.share(asked))
+    world.drought.complete(asked)
+    world.share(batch(first_seed=200))
+    assert [patience_s for _, patience_s in world.gateway.asked] == [AFTER_S, 0.0]
+
+
+def test_what_nodes_have_made_stays_and_what_they_had_begun_is_gone_on_with(world: World) -> None:
+    world.gateway.made, world.gateway.cut = [0, 3], [begun(1, 4), begun(5, 2)]
+    share = world.share(batch())
+    assert (indices(share), share.begun) == ([1, 2], [begun(1, 4)])
+    world.take(share)
+    world.gateway.there = True
+    got = world.drought.complete(batch())
+    assert [one.node for one in got.completions] == [NODE, TRAINER, TRAINER, NODE, NODE, NODE]
+    assert got.discarded == 5 + 1 + 2, "what was begun of 5 has been made anew"
+
+
+def test_another_batch_is_begun_with_nothing(world: World) -> None:
+    world.take(world.share(batch()))
+    share = world.share(batch(first_seed=200))
+    assert indices(share) == [0, 1]
+
+
+def test_each_process_has_a_part(world: World) -> None:
+    share = world.share(batch(), processes=2)
+    assert indices(share) == [0, 1, 2, 3]
+    assert [indices(share.of_process(number, 2)) for number in range(2)] == [[0, 2], [1, 3]]
+
+
+def test_what_does_not_fit_is_halved_until_nothing_does(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drought, "AT_ONCE", 4)
+    world = World()
+    sizes = []
+    for _ in range(3):
+        share = world.share(batch())
+        sizes.append(len(share.batch.requests))
+        world.drought.take([], 1.0, training=True)
+        world.drought.does_not_fit()
+    assert sizes == [4, 2, 1]
+    world.gateway.there = True
+    world.drought.complete(batch())
+    assert world.gateway.asked[-1] == (list(range(6)), None), "nodes are waited for"
+
+
+def test_a_trainer_that_cannot_waits_for_nodes_from_then_on(world: World) -> None:
+    world.share(batch())
+    world.drought.cannot("the model says no")
+    world.drought.take([], 1.0, training=True)
+    world.gateway.there = True
+    world.drought.complete(batch())
+    assert world.gateway.asked[-1][1] is None
+
+
+def test_a_trainer_that_is_to_end_begins_no_other_part(world: World) -> None:
+    world.take(world.share(batch()))
+    world.ends = InterruptedError("leave")
+    with pytest.raises(InterruptedError):
+        world.drought.complete(batch())
+    assert len(world.gateway.asked) == 1
+
+
+def test_evaluation_costs_no_step_anything(world: World) -> None:
+    share = world.share(batch())
+    world.drought.take([finished(one, TRAINER) for one in indices(share)], 4.0, training=False)
+    costs: dict[str, Any] = world.costs.take()
+    assert "orch/own_generate_s" not in costs
+    assert world.costs.generated_s == 4.0
