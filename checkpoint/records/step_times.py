@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from checkpoint.records.metrics import GENERATE_NODE_S, GENERATE_S, REPLAYED, Row
+from checkpoint.records.metrics import GENERATE_NODE_S, GENERATE_S, OWN_GENERATE_S, REPLAYED, Row
 from policies.fleet.measuring import MeasuredStep
 
 
@@ -34,10 +34,12 @@ def step_times(rows: Sequence[Row]) -> list[MeasuredStep]:
 
 
 def _generates(row: Row) -> bool:
-    return row.values.get(GENERATE_S, 0.0) > 0 and row.values.get(GENERATE_NODE_S, 0.0) > 0
+    made_by = row.values.get(GENERATE_NODE_S, 0.0) + row.values.get(OWN_GENERATE_S, 0.0)
+    return row.values.get(GENERATE_S, 0.0) > 0 and made_by > 0
 
 
 def _step(begun: Row, took_s: float, steps: float) -> MeasuredStep:
     generated_s = begun.values[GENERATE_S]
     nodes = begun.values[GENERATE_NODE_S] / generated_s
-    return MeasuredStep(took_s / steps, generated_s / steps, nodes, begun.tokens / steps)
+    own_s = begun.values.get(OWN_GENERATE_S, 0.0)
+    return MeasuredStep(took_s / steps, generated_s / steps, nodes, begun.tokens / steps, own_s / steps)

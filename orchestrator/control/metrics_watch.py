@@ -24,7 +24,7 @@ from policies.control.snapshot import Trainer, Watched
 from policies.detect.divergence import Detector, Point, follow
 from policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls
 from policies.fleet.how_many import StepShape
-from policies.fleet.measuring import shape_of
+from policies.fleet.measuring import own_shape_of, shape_of
 from policies.fleet.store_costs import Stored
 from policies.model.timelines import Fork, lineage, on_lineage
 from policies.model.vocabulary import PolicyVersion
@@ -75,6 +75,7 @@ class MetricsWatch:
         self._found: list[Pitfall] = []  # not told yet
         self._recent = deque[Row](maxlen=RECENT_ROWS)  # as they were read, those of steps made again twice
         self._shape: StepShape | None = None  # of them
+        self._own_step: StepShape | None = None  # of those that were made without nodes
         self._shape_is_old = False
         self._stored: tuple[float, Stored] | None = None  # what was told of them last, and after when
         self._attempt: tuple[str, int] | None = None  # of the trainer that was last seen to train
@@ -129,10 +130,19 @@ class MetricsWatch:
         )
 
     def step_shape(self) -> StepShape | None:
-        """What the newest steps that were read consist of; None before there are enough."""
-        if self._shape_is_old:
-            self._shape, self._shape_is_old = shape_of(step_times(self._recent)), False
+        """What the newest steps with nodes that were read consist of; None before there are enough."""
+        self._measure()
         return self._shape
+
+    def own_step(self) -> StepShape | None:
+        """The same of steps whose completions the trainer made itself, as if by one node."""
+        self._measure()
+        return self._own_step
+
+    def _measure(self) -> None:
+        if self._shape_is_old:
+            steps = step_times(self._recent)
+            self._shape, self._own_step, self._shape_is_old = shape_of(steps), own_shape_of(steps), False
 
     def _goes_on(self, trainer: Trainer) -> bool:
         return self._attempt in (None, (trainer.node, trainer.attempt))

@@ -135,6 +135,7 @@ class TrainerWatch:
 
     Attributes:
         moved_at_s: when what it fetches or stores last got on.
+        stepped_at_s: when the step that it is at was first seen.
     """
 
     def __init__(self, store: Store, unreadable: Unreadable | None = None) -> None:
@@ -143,11 +144,13 @@ class TrainerWatch:
         self._said: Trainer | None = None
         self._seen_at_s = 0.0
         self._mark: Stage | None = None  # at which it had got on then
-        self.moved_at_s = -math.inf
+        self.moved_at_s = self.stepped_at_s = -math.inf
 
     def look(self, now_s: float) -> Trainer | None:
         """Return the newest beat with the time at which it was first seen. Raises StoreError."""
         beat = documents.TRAINER.read(self._store, self._unreadable)
+        if beat is not None and (self._said is None or beat.step != self._said.step):
+            self.stepped_at_s = now_s
         if beat != self._said:
             self._said, self._seen_at_s = beat, now_s
         stage = None if beat is None else beat.stage
@@ -256,6 +259,7 @@ class Observer:
             gateway_silent_s=self._gateway.silent_s,
             trainer=trainer,
             trainer_moved_at_s=self._trainer.moved_at_s,
+            stepped_at_s=self._trainer.stepped_at_s,
             refused=refused,
             commands=commands,
             watched=watched,
@@ -267,6 +271,7 @@ class Observer:
             controller_usd=controller_usd,
             controller_usd_per_h=controller_usd_per_h,
             step_shape=self._metrics.step_shape(),
+            own_step=self._metrics.own_step(),
             checkpoints=None if catalog is None else tuple(one.at for one in catalog.checkpoints),
             damaged=damaged,
             ever_stored=catalog is not None and catalog.number > 0,

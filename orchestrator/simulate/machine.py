@@ -43,6 +43,9 @@ class Box:
     spool: list[PolicyVersion] = field(default_factory=list)
     generated_s: float = 0.0  # in the present step
     generated_node_s: float = 0.0
+    own_s: float = 0.0  # of these seconds, those in which its trainer generated itself
+    alone_s: float = 0.0  # for which it has had no rollout node
+    generates_itself: bool = False
 
     def __post_init__(self) -> None:
         self.role = role_of(self.node)

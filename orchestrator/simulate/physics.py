@@ -17,6 +17,9 @@ class Physics:
     A machine is there `launch_s` after it was asked for, and set up `setup_s` later; a rollout node then takes the
     weights, the first of a fleet in `first_weights_s` from the store, others in `weights_s` from it. Each of these
     times differs from machine to machine by up to `spread`, a share of it.
+
+    A trainer that generates itself takes `own_slower` times as long for it as one node: by transformers' `generate`
+    and not by vLLM, on as many GPUs.
     """
 
     fixed_s: float = 60.0
@@ -26,6 +29,7 @@ class Physics:
     first_weights_s: float = 120.0
     weights_s: float = 30.0
     spread: float = 0.3
+    own_slower: float = 10.0
     take_back_s: float = 120.0  # from a cloud's notice to the end
     noticed: float = 0.7  # the share of machines that are taken with a notice
     save_steps: int = 5

@@ -21,7 +21,7 @@ from orchestrator.simulate.cloud import SimulatedCloud
 from orchestrator.simulate.kept import stored
 from orchestrator.simulate.machine import Box
 from policies.control.rollback.choice import choose_start
-from policies.control.snapshot import Trainer
+from policies.control.snapshot import OWN_GENERATION, Trainer
 from policies.detect.divergence import Health, Verdict
 from policies.model import exit_codes
 from policies.model.spec import RunSpec, generates_itself
@@ -122,10 +122,12 @@ class Work:
             return
         leaving = self._leaves(box)
         trip, _ = self.trips.get(box.timeline, (self.max_steps + 1, 0))
+        box.generates_itself = False
         works = leaving or box.step >= trip or self._step(box, dt_s)
         step = int(box.step)
         self._seal(box, step, whole=leaving or step >= self.max_steps, tripped=step >= trip)
         activity = "done" if step >= self.max_steps and not box.spool else "training" if works else "waiting"
+        activity = OWN_GENERATION if works and activity == "training" and box.generates_itself else activity
         activity = "diverged" if step >= trip and not box.spool else activity
         self._write_heartbeat(box, activity, leaving=leaving)
         if activity == "diverged":
@@ -152,18 +154,24 @@ class Work:
         return True
 
     def _step(self, box: Box, dt_s: float) -> bool:
-        """Make a part of a step; whether it could, for which it needs a rollout node."""
+        """Make a part of a step; whether it could, for which it needs a rollout node, or to have been without one for
+        so long that it generates itself."""
+        physics = self._cloud.physics
         working = [one for one in self._cloud.of(Role.ROLLOUT) if one.at_work(self._cloud.time_s)]
         nodes = 1 if generates_itself(self._spec) else len(working)
         speed = nodes if generates_itself(self._spec) else sum(one.speed for one in working)
-        if nodes == 0 or box.step - self.stored_step >= self._cloud.physics.behind_steps:
-            return nodes > 0
+        box.alone_s = 0.0 if nodes else box.alone_s + dt_s
+        after_s = self._spec.rollout.own_generation_after_s
+        if nodes == 0 and after_s is not None and box.alone_s >= after_s:
+            box.generates_itself, speed = True, 1 / physics.own_slower
+        if speed == 0 or box.step - self.stored_step >= physics.behind_steps:
+            return speed > 0
         before = box.step
-        physics = self._cloud.physics
         box.step = min(float(self.max_steps), box.step + dt_s / physics.step_s(speed))
         generating = physics.generation_node_s / speed / physics.step_s(speed)  # a share of the time
         box.generated_s += dt_s * generating
         box.generated_node_s += dt_s * generating * nodes
+        box.own_s += dt_s * generating * box.generates_itself
         self.made_steps += box.step - before
         if self._logs and int(box.step) > int(before):
             self._log(box)
@@ -178,7 +186,9 @@ class Work:
             metrics.GENERATE_NODE_S: box.generated_node_s,
             metrics.TOKENS: TOKENS_A_STEP,
         }
-        box.generated_s = box.generated_node_s = 0.0
+        if box.own_s:
+            values[metrics.OWN_GENERATE_S] = box.own_s
+        box.generated_s = box.generated_node_s = box.own_s = 0.0
         at_s = EPOCH_S + self._cloud.time_s
         box.log.append(metrics.Row(box.timeline, int(box.step), at_s, box.attempt, values))
 

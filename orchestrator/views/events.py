@@ -10,7 +10,7 @@ from checkpoint.journal.entries import Record
 from checkpoint.records.rehearsals import RehearsedFault
 from checkpoint.store.codec import event_to_plain
 from orchestrator.views.words.lineage import effect_words, skipped_words, start_words
-from orchestrator.views.words.numbers import moment
+from orchestrator.views.words.numbers import duration, moment
 from policies.model import exit_codes
 from policies.model.events import (
     BudgetNeared,
@@ -37,6 +37,7 @@ from policies.model.events import (
     MachineBought,
     NodeMoved,
     NodeRequested,
+    NodesGenerate,
     Noticed,
     ProbationPassed,
     RiskTold,
@@ -51,6 +52,7 @@ from policies.model.events import (
     TimelineResumed,
     TookOver,
     TrainerFenced,
+    TrainerGenerates,
 )
 from policies.model.vocabulary import Market, NodePhase, Refusal, RunPhase
 
@@ -144,6 +146,12 @@ def sentence(event: Event) -> str:
             return f"The store is slow: the checkpoint of step {event.step} is put off, {stored}"
         case StoreCaughtUp():
             return f"The store has caught up at step {event.step}: it has the checkpoint of {event.stored_step}"
+        case TrainerGenerates():
+            waited = "" if event.waited_s is None else f", and no machine for {duration(event.waited_s)}"
+            return f"No rollout node is there{waited}: from step {event.step} on the trainer generates itself"
+        case NodesGenerate():
+            what = f"after {duration(event.lasted_s)} in which the trainer did"
+            return f"From step {event.step} on rollout nodes generate again, {what}"
         case SpecProved():
             return "The trainer can work with run.yaml: rollout nodes are asked for from now on"
         case DataSetAside():

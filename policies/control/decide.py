@@ -9,6 +9,7 @@ from __future__ import annotations
 from policies.control.fleet.capacity import tell_missing
 from policies.control.fleet.deadline import tell_late
 from policies.control.fleet.fill import fill_slots
+from policies.control.fleet.own_generation import tell_own_generation
 from policies.control.fleet.parking import steer_parking
 from policies.control.fleet.spending import stop_at_cap
 from policies.control.fleet.store_bill import charge_store
@@ -52,6 +53,7 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     charge_store(tick)
     stop_at_cap(tick)
     tell_unknown(tick)
+    tell_own_generation(tick)
     steer_parking(tick)
     fill_slots(tick)
     tell_missing(tick)

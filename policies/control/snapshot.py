@@ -27,6 +27,7 @@ from policies.serving.gateway_status import MemberStatus
 from policies.serving.joining import Coming, Stage
 
 BEFORE_TRAINING = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet
+OWN_GENERATION = "generating itself"  # of one that stands in for rollout nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Trainer:
     timeline: int
     step: int
     max_steps: int
-    activity: str  # starting, restoring, waiting, generating, training, storing, done
+    activity: str  # starting, restoring, waiting, generating, OWN_GENERATION, training, storing, done
     beat_at_s: float
     kl: float | None = None
     stored_step: int | None = None  # of the newest checkpoint in the store
@@ -119,6 +120,7 @@ class Snapshot:
     gateway_silent_s: float = math.inf  # for how long it was not heard; counts where it is not heard now
     trainer: Trainer | None = None
     trainer_moved_at_s: float = -math.inf  # when what its machine fetches or stores last got on
+    stepped_at_s: float = -math.inf  # when the step that it is at was first seen
     refused: tuple[LaunchRefused, ...] = ()
     commands: tuple[Command, ...] = ()
     watched: Watched | None = None
@@ -131,7 +133,8 @@ class Snapshot:
     stored: Stored = NOTHING_STORED  # logged since the store was last charged for
     controller_usd: float = 0.0  # what the machine of a `--remote` daemon has cost so far
     controller_usd_per_h: float = 0.0
-    step_shape: StepShape | None = None  # of the newest steps; None before enough were made
+    step_shape: StepShape | None = None  # of the newest steps with nodes; None before enough were made
+    own_step: StepShape | None = None  # of the newest whose completions the trainer made, as if by one node
     unreadable: Mapping[str, str] = field(default_factory=dict)  # optional objects that are damaged: why
     checkpoints: tuple[PolicyVersion, ...] | None = None  # None: there was no reason to look, or `damaged`
     damaged: str = ""  # why it cannot be read which checkpoints there are, and what helps

@@ -23,17 +23,22 @@ UNLIKE = 1.5  # times as many nodes, before a fit is worth more than its noise
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step: seconds in all, of these in which completions were made, by how many nodes, and the tokens."""
+    """One step: seconds in all, of these in which completions were made, by how many nodes, and the tokens; and of
+    those seconds the ones in which the trainer made them, for no node was there."""
 
     took_s: float
     generated_s: float
     nodes: float
     tokens: float
+    own_s: float = 0.0
 
 
 def shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
-    """Return what the newest steps consist of; None before there are enough. `steps` are in the order of time, and
-    each generated with one node or more."""
+    """Return what the newest steps with nodes consist of; None before there are enough.
+
+    `steps` are in the order of time.
+    """
+    steps = [step for step in steps if not step.own_s]
     if len(steps) < ENOUGH:
         return None
     recent = steps[-RECENT:]
@@ -41,6 +46,16 @@ def shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
     other_s = median(max(0.0, step.took_s - step.generated_s) for step in recent)
     tail_s, shared_node_s = _split(_seconds_a_token(steps))
     return StepShape(other_s + tail_s * tokens, shared_node_s * tokens)
+
+
+def own_shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
+    """The same of the newest steps whose completions the trainer made itself, as if by one node; None before there
+    is one."""
+    own = [step for step in steps if step.own_s > step.generated_s / 2][-ENOUGH:]
+    if not own:
+        return None
+    other_s = median(max(0.0, step.took_s - step.generated_s) for step in own)
+    return StepShape(other_s, median(step.generated_s for step in own))
 
 
 def _seconds_a_token(steps: Sequence[MeasuredStep]) -> dict[int, float]:

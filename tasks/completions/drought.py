@@ -13,6 +13,7 @@ from typing import Protocol
 
 import structlog
 
+from policies.control.snapshot import OWN_GENERATION
 from policies.serving.wire import Batch, Completion, CompletionRequest
 from tasks.completions.gateway_client import Generated, NobodyServes
 from tasks.storing.heartbeat import Heartbeat
@@ -102,7 +103,7 @@ class Drought:
     def share(self, processes: int) -> Share:
         """What the trainer's processes are to make next."""
         assert self._batch is not None
-        self._heartbeat.say("generating itself")
+        self._heartbeat.say(OWN_GENERATION)
         part = self._left(self._batch)[: self._at_once * processes]
         log.info("trainer_generates", completions=len(part), policy=self._batch.policy.label)
         begun = [self._begun[one.index] for one in part if one.index in self._begun]

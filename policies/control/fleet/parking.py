@@ -7,6 +7,7 @@ A node's work is seen by the gateway, which stands beside the trainer: so it is 
 from __future__ import annotations
 
 from policies.control.fleet.markets import market_of
+from policies.control.fleet.own_generation import own_generation_pays
 from policies.control.fleet.probing import may_probe
 from policies.control.fleet.size import GENERATES, hourly_prices
 from policies.control.fleet.spending import reach_cap
@@ -73,7 +74,7 @@ def _park(tick: Tick) -> None:
     # As it lost its last node it may have had a step's training to do.
     trained_s = 0.0 if tick.snapshot.step_shape is None else tick.snapshot.step_shape.fixed_s
     idle_s = tick.silent_s(max(since_s, node.since_s)) - trained_s
-    if idle_s < limit_s:
+    if idle_s < limit_s or own_generation_pays(tick, limit_s):
         return
     cost = f", which cost {trainer_usd * idle_s / 3600:.2f} USD" if trainer_usd else ""
     waited = f"no rollout node can be had, and the trainer has waited for {idle_s / 60:.0f} min{cost}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from policies.control.fleet.deadline import course_now, deadline_words, nodes_in_time
+from policies.control.snapshot import OWN_GENERATION
 from policies.control.tick import Tick
 from policies.fleet.how_many import HourlyPrices, StepShape, damped_count, optimum
 from policies.model.events import FleetSized
@@ -20,7 +21,7 @@ from policies.model.vocabulary import NodePhase, Role
 
 SETTLES_S = 600.0  # after a change: a node needs that long to come, and the next steps have to show what it did
 RETURN_WITHIN_S = 900.0  # a trainer that is always seen to generate keeps a node no longer: requests are handed on
-GENERATES = frozenset({"generating", "waiting"})  # activities of a trainer
+GENERATES = frozenset({"generating", "waiting", OWN_GENERATION})  # activities of a trainer
 
 
 def rollouts_wanted(state: RunState, spec: RunSpec) -> int:

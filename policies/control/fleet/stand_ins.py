@@ -53,7 +53,7 @@ def missing(tick: Tick) -> int:
     if short_s is None or too_dear:
         return lacking
     beside = hourly_prices(tick.state).beside_usd_per_h
-    pays_s = wait_s(max(1, wanted), _price(tick), beside, boot_s(tick.state))
+    pays_s = wait_s(max(1, wanted), on_demand_usd_per_h(tick), beside, boot_s(tick.state))
     limit_s = WAIT_MIN_S if is_behind(tick) else pays_s
     return lacking if tick.waited_s(max(short_s, trainer[0].since_s)) >= limit_s else 0
 
@@ -78,7 +78,7 @@ def is_open(tick: Tick) -> bool:
     that is refused spot no other machine of it can show that they do by now: one on demand may."""
     spot = tick.state.kinds.get(kind_of(Role.ROLLOUT, Market.SPOT), MachineKind())
     unknown = tick.state.phase is RunPhase.PARKED and spot.refused_in_a_row > 0
-    return may_stand_in(tick.spec) and _price(tick) > 0 and (unknown or not spot.never_serves)
+    return may_stand_in(tick.spec) and on_demand_usd_per_h(tick) > 0 and (unknown or not spot.never_serves)
 
 
 def _on_demand_in_turn(tick: Tick) -> bool:
@@ -92,7 +92,7 @@ def _on_demand_in_turn(tick: Tick) -> bool:
 def _wanted(tick: Tick, spot: int) -> int:
     prices, replicas = hourly_prices(tick.state), tick.spec.rollout.replicas
     beside, node = prices.beside_usd_per_h, prices.node_usd_per_h
-    shape, price = tick.snapshot.step_shape, _price(tick)
+    shape, price = tick.snapshot.step_shape, on_demand_usd_per_h(tick)
     cheapest = stand_ins(shape, beside, price, spot, min(node, price), replicas.min, replicas.max)
     if shape is None:
         return cheapest
@@ -103,7 +103,7 @@ def _on_spot(tick: Tick) -> list[Node]:
     return [one for one in tick.state.live(Role.ROLLOUT) if not one.stand_in and one.phase in FILLING_NODE]
 
 
-def _price(tick: Tick) -> float:
+def on_demand_usd_per_h(tick: Tick) -> float:
     """USD an hour of a rollout node on demand: of those that were seen, else the most; 0: not known."""
     seen = [one.on_demand_usd_per_h for one in tick.state.live(Role.ROLLOUT) if one.on_demand_usd_per_h > 0]
     most = (tick.snapshot.prices or {}).get(kind_of(Role.ROLLOUT, Market.ON_DEMAND), 0.0)

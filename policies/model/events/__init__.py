@@ -34,6 +34,7 @@ from policies.model.events.run import (
     CommandTaken,
     DataSetAside,
     GatewayRestarted,
+    NodesGenerate,
     Noticed,
     RunCreated,
     RunEvent,
@@ -42,6 +43,7 @@ from policies.model.events.run import (
     StoreCaughtUp,
     StoreSlowed,
     TookOver,
+    TrainerGenerates,
 )
 from policies.model.events.timelines import (
     Diverged,
@@ -90,6 +92,7 @@ __all__ = [
     "MoneyEvent",
     "NodeMoved",
     "NodeRequested",
+    "NodesGenerate",
     "Noticed",
     "ProbationPassed",
     "RiskTold",
@@ -106,4 +109,5 @@ __all__ = [
     "TimelineResumed",
     "TookOver",
     "TrainerFenced",
+    "TrainerGenerates",
 ]

@@ -75,6 +75,23 @@ class StoreCaughtUp:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerGenerates:
+    """No rollout node is there, and the trainer makes the completions itself, from `step` on. `waited_s`: for how
+    long there had been no machine; None: there is one, and it does not serve."""
+
+    step: int
+    waited_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodesGenerate:
+    """They are made by rollout nodes again, or nodes are waited for, after so long."""
+
+    step: int
+    lasted_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class SpecProved:
     """A trainer has come as far as training: run.yaml, its data and its rewards can be worked with."""
 
@@ -96,6 +113,8 @@ RunEvent = (
     | Noticed
     | StoreSlowed
     | StoreCaughtUp
+    | TrainerGenerates
+    | NodesGenerate
     | SpecProved
     | DataSetAside
 )

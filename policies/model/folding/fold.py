@@ -23,6 +23,7 @@ from policies.model.events import (
     Event,
     GatewayRestarted,
     MachineEvent,
+    NodesGenerate,
     Noticed,
     RunCreated,
     RunMoved,
@@ -32,6 +33,7 @@ from policies.model.events import (
     StoreSlowed,
     TimelineEvent,
     TookOver,
+    TrainerGenerates,
 )
 from policies.model.folding.clocks import charged_at_s, with_times_up_to
 from policies.model.folding.drafts import draft, final, in_place_of
@@ -82,6 +84,10 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
             return replace(state, store_slow=True)
         case StoreCaughtUp():
             return replace(state, store_slow=False)
+        case TrainerGenerates():
+            return replace(state, own_generation_since_s=time_s)
+        case NodesGenerate():
+            return replace(state, own_generation_since_s=None)
         case SpecProved():
             return replace(state, proved=True, proved_at_s=time_s)
         case DataSetAside():
@@ -111,6 +117,7 @@ def _run_moved(state: RunState, event: RunMoved, time_s: float) -> RunState:
     was_parked = state.phase is RunPhase.PARKED
     parked_at_s = time_s if event.phase is RunPhase.PARKED else None
     state = replace(state, phase=event.phase, reason=event.reason, parked_at_s=parked_at_s)
+    state = replace(state, own_generation_since_s=None)
     if event.phase is not RunPhase.STARTING:
         return state
     if was_parked:  # nobody has mended anything; and only now is a machine for the trainer missing

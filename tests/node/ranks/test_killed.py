@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,20 @@ def test_a_rank_that_is_killed_costs_no_weight(tiny: Path, tmp_path: Path) -> No
     with open_rig(tmp_path / "calm", tiny, **of(2)) as calm:
         assert calm.wait(calm.start_ranks()) == exit_codes.OK
     with open_rig(tmp_path / "killed", tiny, **of(2)) as killed:
+        step, asked, killed_one = dice.randrange(2, STEPS - 1), threading.Event(), threading.Event()
+
+        def hold(version: str) -> None:
+            if PolicyVersion.parse(version).step == step:
+                asked.set()
+                killed_one.wait(HANG_S)
+
+        killed.gateway.on_asked = hold
         launcher = killed.start_ranks()
-        step = dice.randrange(2, STEPS - 1)
-        # A step's heartbeat comes before its checkpoint, which is stored beside training.
-        killed.until(
-            "that far", lambda: (beat := killed.beat()) is not None and beat.step >= step and bool(killed.stored())
-        )
+        killed.until("that far", lambda: asked.is_set() and bool(killed.stored()))
         ranks = ranks_of(launcher)
         assert len(ranks) == 2
         dice.choice(ranks).kill()
+        killed_one.set()
         assert launcher.wait(HANG_S) != 0
         assert take_exit_code(killed.work) is None
         assert killed.wait(killed.start_ranks(2), 2) == exit_codes.OK

@@ -34,6 +34,7 @@ from policies.model.events import (
     MachineBought,
     NodeMoved,
     NodeRequested,
+    NodesGenerate,
     Noticed,
     ProbationPassed,
     RiskTold,
@@ -48,6 +49,7 @@ from policies.model.events import (
     TimelineResumed,
     TookOver,
     TrainerFenced,
+    TrainerGenerates,
 )
 from policies.model.timelines import Fork
 from policies.model.vocabulary import Cause, Market, NodePhase, Refusal, Role, RunPhase
@@ -179,6 +181,15 @@ SAMPLES: list[tuple[Event, str]] = [
         "The store is slow: the checkpoint of step 120 is put off, the newest stored one is of step 50",
     ),
     (StoreSlowed(20, 0), "The store is slow: the checkpoint of step 20 is put off, none is stored"),
+    (
+        TrainerGenerates(130, 320.0),
+        "No rollout node is there, and no machine for 5:20 min: from step 130 on the trainer generates itself",
+    ),
+    (TrainerGenerates(130), "No rollout node is there: from step 130 on the trainer generates itself"),
+    (
+        NodesGenerate(133, 840.0),
+        "From step 133 on rollout nodes generate again, after 14:00 min in which the trainer did",
+    ),
     (StoreCaughtUp(130, 100), "The store has caught up at step 130: it has the checkpoint of 100"),
     (
         StoreCharged(11.83, 35_190, 65_600_000_000, 524_800_000_000, 1.0),

@@ -1,4 +1,4 @@
-"""A trainer that generates while no rollout node is there: what it makes, what it asks for, and what is counted."""
+"""A trainer that generates while no rollout node is there: what it makes and asks for, and what is counted."""
 
 from __future__ import annotations
 
