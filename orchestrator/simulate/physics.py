@@ -18,8 +18,8 @@ class Physics:
     weights, the first of a fleet in `first_weights_s` from the store, others in `weights_s` from it. Each of these
     times differs from machine to machine by up to `spread`, a share of it.
 
-    A trainer that generates itself takes `own_slower` times as long for it as one node: by transformers' `generate`
-    and not by vLLM, on as many GPUs.
+    A trainer that generates itself takes `own_slower` times as long for it as one node: on as many GPUs, by
+    transformers' `generate` and not by vLLM.
     """
 
     fixed_s: float = 60.0

@@ -154,8 +154,8 @@ class Work:
         return True
 
     def _step(self, box: Box, dt_s: float) -> bool:
-        """Make a part of a step; whether it could, for which it needs a rollout node, or to have been without one for
-        so long that it generates itself."""
+        """Make a part of a step; whether it could, for which it needs a rollout node, or to have been without one
+        for so long that it generates itself."""
         physics = self._cloud.physics
         working = [one for one in self._cloud.of(Role.ROLLOUT) if one.at_work(self._cloud.time_s)]
         nodes = 1 if generates_itself(self._spec) else len(working)

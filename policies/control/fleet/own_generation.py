@@ -17,6 +17,9 @@ from policies.model.events import NodesGenerate, TrainerGenerates
 from policies.model.vocabulary import NodePhase, Role, RunPhase
 
 
+TRIED_ROWS = 2  # logged steps until one is measured: it ends where the next one is logged
+
+
 def tell_own_generation(tick: Tick) -> None:
     """Journal that the trainer has begun to generate, and that it has ended."""
     beat, since_s = tick.snapshot.trainer, tick.state.own_generation_since_s
@@ -41,11 +44,13 @@ def own_generation_pays(tick: Tick, idle_limit_s: float) -> bool:
     since_s = tick.state.own_generation_since_s
     if since_s is None:
         return False
-    most_s = _step_limit_s(tick, idle_limit_s)
-    own = tick.snapshot.own_step
-    if own is not None and own.seconds(1) > most_s and not is_behind(tick):
+    most_s, own = _step_limit_s(tick, idle_limit_s), tick.snapshot.own_step
+    if tick.silent_s(max(since_s, tick.snapshot.stepped_at_s)) >= idle_limit_s + most_s:
         return False
-    return tick.silent_s(max(since_s, tick.snapshot.stepped_at_s)) < idle_limit_s + most_s
+    if own is None:
+        rows_s = TRIED_ROWS * int(tick.spec.grpo.get("logging_steps", 1)) * most_s
+        return tick.silent_s(since_s) < idle_limit_s + rows_s
+    return own.seconds(1) <= most_s or is_behind(tick)
 
 
 def _step_limit_s(tick: Tick, idle_limit_s: float) -> float:
