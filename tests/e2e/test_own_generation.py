@@ -1,19 +1,40 @@
-"""A run without rollout nodes, from `up` to its end: the trainer generates, is killed, and goes on."""
+"""The trainer generates: in a run without rollout nodes, and in one that has lost them for a while. It is killed,
+and goes on."""
 
 from __future__ import annotations
 
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+import yaml
 
-from tests.e2e.tiny import check_healthy, final_weights, finish, kill_trainer, make_tiny, reach, tiny_run
+from checkpoint.journal import journal
+from checkpoint.records import documents
+from checkpoint.records.metrics import OWN_GENERATE_S, read_metrics
+from orchestrator.clouds import open_local
+from policies.model.events import Event, NodesGenerate, RunMoved, TrainerGenerates
+from policies.model.vocabulary import NodePhase, Role, RunPhase
+from tests.e2e.harness import Run
+from tests.e2e.tiny import (
+    RUN_TIMEOUT_S,
+    check_healthy,
+    final_weights,
+    finish,
+    kill_trainer,
+    make_tiny,
+    reach,
+    step,
+    tiny_run,
+)
 
 pytestmark = pytest.mark.whole
 
 STEPS = 30
+FOR_EVER_S = 10.0**6
+E = TypeVar("E", bound=Event)
 
 
 def test_kills_change_no_weight_and_the_reward_rises(tmp_path: Path) -> None:
@@ -38,4 +59,55 @@ def test_kills_change_no_weight_and_the_reward_rises(tmp_path: Path) -> None:
         assert not any(entry.key.startswith("policies/") for entry in run.store.entries("policies"))
     finally:
         calm.end()
+        run.end()
+
+
+def told(run: Run, kind: type[E]) -> list[E]:
+    events = (event for record in journal.read(run.store) for event in record.decoded())
+    return [event for event in events if isinstance(event, kind)]
+
+
+def serving(run: Run) -> list[str]:
+    return [one.id for one in run.state.live(Role.ROLLOUT) if one.phase is NodePhase.SERVING]
+
+
+@pytest.mark.slow
+def test_a_drought_is_trained_through_and_nodes_take_over_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = make_tiny(tmp_path / "tiny")
+    run = tiny_run(tmp_path / "run", tiny, replicas=1, max_steps=10**5, save_steps=5, eval_strategy="no")
+    spec = yaml.safe_load(run.yaml.read_text())
+    spec["rollout"]["own_generation_after_s"] = 1.0
+    run.yaml.write_text(yaml.safe_dump(spec))
+    try:
+        run.cli("up", str(run.yaml), "-y", "-d")
+        run.until("a node serves", lambda: bool(serving(run)), RUN_TIMEOUT_S)
+        reach(run, step(run) + 2)
+        begun, ended = len(told(run, TrainerGenerates)), len(told(run, NodesGenerate))
+
+        monkeypatch.setenv("GRPO_ORCH_HOME", run.env["GRPO_ORCH_HOME"])
+        cloud = open_local(documents.read_run(run.store))
+        cloud.refuse(["rollout-0"], FOR_EVER_S)
+        (node,) = serving(run)
+        cloud.preempt(node, "preempted")
+        run.until("the trainer generates", lambda: len(told(run, TrainerGenerates)) > begun, RUN_TIMEOUT_S)
+        reach(run, step(run) + 2)
+        kill_trainer(run)
+        reach(run, step(run) + 3)
+
+        cloud.refuse(["rollout-0"], 0.0)
+        run.until("nodes generate", lambda: len(told(run, NodesGenerate)) > ended, RUN_TIMEOUT_S)
+        reach(run, step(run) + 2)
+        said = run.json("down", run.url)
+        assert said["step"] == said["stored_step"]
+        rows = [row for row in read_metrics(run.store) if "reward" in row.values]
+        assert [row.step for row in rows] == list(range(1, said["step"] + 1))
+        own = [row.values.get(OWN_GENERATE_S, 0.0) > 0 for row in rows]
+        assert sum(own) >= 5
+        assert not own[-1]
+        differences = [row.values["sampling/sampling_logp_difference/max"] for row in rows]
+        assert max(differences) < 1e-4, "a token was sampled from other weights than the trainer's"
+        assert RunPhase.PARKED not in [event.phase for event in told(run, RunMoved)]
+    finally:
         run.end()

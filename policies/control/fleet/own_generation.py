@@ -7,7 +7,7 @@ whether the run goes on so, in place of parking.
 from __future__ import annotations
 
 from policies.control.fleet.deadline import is_behind
-from policies.control.fleet.size import GENERATES, hourly_prices
+from policies.control.fleet.size import GENERATING, hourly_prices
 from policies.control.fleet.stand_ins import on_demand_usd_per_h
 from policies.control.snapshot import OWN_GENERATION
 from policies.control.tick import Tick
@@ -15,7 +15,6 @@ from policies.fleet.how_many import HourlyPrices
 from policies.fleet.parking import own_step_limit_s
 from policies.model.events import NodesGenerate, TrainerGenerates
 from policies.model.vocabulary import NodePhase, Role, RunPhase
-
 
 TRIED_ROWS = 2  # logged steps until one is measured: it ends where the next one is logged
 
@@ -29,13 +28,17 @@ def tell_own_generation(tick: Tick) -> None:
         without_s = tick.state.rolloutless_since_s
         waited_s = None if without_s is None else tick.waited_s(without_s)
         tick.emit(TrainerGenerates(beat.step, waited_s), "no rollout node is there: the trainer generates itself")
-    elif since_s is not None and beat.activity != OWN_GENERATION and (beat.activity in GENERATES or _served(tick)):
+    elif since_s is not None and _nodes_generate(tick, beat.activity):
         lasted_s = tick.waited_s(since_s)
         tick.emit(NodesGenerate(beat.step, lasted_s), f"completions are the nodes' again, at step {beat.step}")
 
 
-def _served(tick: Tick) -> bool:
-    return any(node.phase is NodePhase.SERVING for node in tick.state.live(Role.ROLLOUT))
+def _nodes_generate(tick: Tick, activity: str) -> bool:
+    """Whether nodes make what the trainer asks for. One that waits has none, and will generate again."""
+    if activity == GENERATING:
+        return True
+    there = any(node.phase is NodePhase.SERVING for node in tick.state.live(Role.ROLLOUT))
+    return there and activity != OWN_GENERATION
 
 
 def own_generation_pays(tick: Tick, idle_limit_s: float) -> bool:

@@ -21,7 +21,8 @@ from policies.model.vocabulary import NodePhase, Role
 
 SETTLES_S = 600.0  # after a change: a node needs that long to come, and the next steps have to show what it did
 RETURN_WITHIN_S = 900.0  # a trainer that is always seen to generate keeps a node no longer: requests are handed on
-GENERATES = frozenset({"generating", "waiting", OWN_GENERATION})  # activities of a trainer
+GENERATING = "generating"  # an activity of a trainer: nodes make what it asks for
+GENERATES = frozenset({GENERATING, "waiting", OWN_GENERATION})
 
 
 def rollouts_wanted(state: RunState, spec: RunSpec) -> int:

@@ -85,7 +85,7 @@ class TrainerGenerates:
 
 @dataclass(frozen=True, slots=True)
 class NodesGenerate:
-    """They are made by rollout nodes again, or nodes are waited for, after so long."""
+    """They are made by rollout nodes again, after so long."""
 
     step: int
     lasted_s: float
