@@ -139,7 +139,7 @@ def jobs(seeds: int) -> list[Job]:
 def measured(todo: Sequence[Job]) -> Iterator[tuple[Job, float]]:
     """Measure them side by side, and tell how many are left and how long they may take."""
     began_s = time.monotonic()
-    with ProcessPoolExecutor(min(2, os.cpu_count() or 1), initializer=_quiet) as pool:
+    with ProcessPoolExecutor(min(2, os.cpu_count() or 1), initializer=quiet) as pool:
         running = {pool.submit(measure, job): job for job in todo}
         for done, future in enumerate(as_completed(running), 1):
             yield running[future], future.result()
@@ -190,7 +190,8 @@ def told_aims(
         print(f"{'met   ' if met else 'MISSED'} {aim}: {told}")
 
 
-def _quiet() -> None:
+def quiet() -> None:
+    """Have the simulated controllers log nothing."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
@@ -199,7 +200,7 @@ def main() -> None:
     arguments.add_argument("--seeds", type=int, default=SEEDS)
     seeds = max(1, arguments.parse_args().seeds)
     began_s = time.monotonic()
-    _quiet()
+    quiet()
     todo = jobs(seeds)
     print(f"{len(todo)} jobs: about {len(todo) * 1.5 / 60:.0f} min on two quiet cores", flush=True)
     ticks = {nodes: round(tick_ms(nodes), 2) for nodes in NODES}
