@@ -84,14 +84,18 @@ class Journal:
         self.number = 0
         self.epoch = 0
 
-    def take_over(self, now_s: float, host: str, pid: int, reason: str) -> RunState:
+    def take_over(
+        self, now_s: float, host: str, pid: int, reason: str, after_epoch: int | None = None
+    ) -> RunState:
         """Write the take-over entry after the last one, with how long ago that one was by the store's clock, and
         return the state after it.
 
         Torn entries right before it are set aside for good. Raises Fenced when another controller takes over at
-        the same moment.
+        the same moment, or has since `after_epoch`, where that is given.
         """
         found = recover(self._store)
+        if after_epoch is not None and found.state.epoch != after_epoch:
+            raise Fenced(f"another has taken over: epoch {found.state.epoch} and not {after_epoch}")
         self._segmented, self._since = found.before, found.records
         self.number = found.number
         self.epoch = self.number + 1
