@@ -123,7 +123,7 @@ def steer(
     opening = _opening(controller, record, reason)
     if opening:
         controller.record(clock.now_s(), opening)
-    renew(store, controller, journal.epoch)
+    renew(store, controller, journal.epoch, clock.now_s())
     page = None if page_fd is None else start_page(store.url, page_fd)
     exporter = Exporter(record.spec.name)
     if record.spec.metrics_port is not None:
@@ -140,7 +140,7 @@ def steer(
     try:
         _loop(store, controller, clock, journal.epoch, stop, ticked)
         if controller.finished:
-            _clean_up(store, cloud, controller, journal.epoch, stop)
+            _clean_up(store, cloud, controller, clock, journal.epoch, stop)
         drain_s = DRAIN_S
     finally:
         actuator.close()
@@ -190,10 +190,11 @@ def _opening(controller: Controller, record: RunRecord, reason: str) -> tuple[Ev
     return (RunMoved(RunPhase.STARTING, "resumed"),) if ended and reason == "resume" else ()
 
 
-def renew(store: Store, controller: Controller, epoch: int) -> None:
-    """Say that this controller lives, unless another has taken over. Raises Fenced, StoreError."""
+def renew(store: Store, controller: Controller, epoch: int, now_s: float) -> None:
+    """Say that this controller lives, unless another has taken over. `now_s` is RunClock's. Raises Fenced,
+    StoreError."""
     controller.fence()
-    documents.LEASE.write(store, own_lease(epoch, time.time()))
+    documents.LEASE.write(store, own_lease(epoch, time.time(), now_s))
 
 
 def _loop(
@@ -209,7 +210,7 @@ def _loop(
         wait_s = TROUBLE_WAIT_S
         try:
             if clock.now_s() - renewed_at_s > RENEW_S:
-                renew(store, controller, epoch)
+                renew(store, controller, epoch, clock.now_s())
                 renewed_at_s = clock.now_s()
             before, begun_s = controller.state, time.monotonic()
             decision = controller.tick(clock.now_s())
@@ -225,11 +226,13 @@ def _loop(
         stop.wait(wait_s)
 
 
-def _clean_up(store: Store, cloud: Cloud, controller: Controller, epoch: int, stop: threading.Event) -> None:
+def _clean_up(
+    store: Store, cloud: Cloud, controller: Controller, clock: RunClock, epoch: int, stop: threading.Event
+) -> None:
     """Have the cloud let go of what the machines shared, which may take it a while. Raises Fenced, StoreError."""
     deadline_s = time.monotonic() + CLEAN_UP_S
     while not stop.is_set() and time.monotonic() < deadline_s:
-        renew(store, controller, epoch)
+        renew(store, controller, epoch, clock.now_s())
         try:
             cloud.clean_up()
             return

@@ -95,7 +95,7 @@ class SimulatedDaemon:
     def loop_once(self) -> None:
         self.busy = True
         try:
-            renew(self.store, self.controller, self.journal.epoch)
+            renew(self.store, self.controller, self.journal.epoch, self.clock.now_s())
             self.controller.tick(self.clock.now_s())
             waiting, self.actuator.waiting = self.actuator.waiting, []
             for run in waiting:
