@@ -31,9 +31,11 @@ def seconds_since(store: Store, number: int) -> float:
 def _jumped_s(store: Store) -> float:
     """How far the store's clock was set ahead while the run's gateway lived, which counts its own seconds. 0: not
     at all, or there is no gateway to ask."""
-    by, unreadable = documents.newest_gateway(store), Unreadable()
+    if (by := documents.newest_gateway(store)) is None:
+        return 0.0
+    unreadable = Unreadable()
     address, status = documents.gateway(by).read(store, unreadable), documents.members(by).read(store, unreadable)
-    if by is None or address is None or status is None or address.boot_id != status.boot_id:
+    if address is None or status is None or address.boot_id != status.boot_id:
         return 0.0
     began, told = _date(store, layout.gateway(by)), _date(store, layout.members(by))
     if began is None or told is None:
