@@ -18,6 +18,7 @@ import structlog
 
 from checkpoint.journal import segments
 from checkpoint.journal.entries import SCHEMA, Record, advance, entries_after, entry
+from checkpoint.journal.store_clock import seconds_since
 from checkpoint.store import layout
 from checkpoint.store.codec import event_to_plain, to_json
 from checkpoint.store.errors import AlreadyExists, StoreError
@@ -83,18 +84,25 @@ class Journal:
         self.number = 0
         self.epoch = 0
 
-    def take_over(self, now_s: float, host: str, pid: int, reason: str) -> RunState:
-        """Write the take-over entry after the last one and return the state after it.
+    def take_over(
+        self, now_s: float, host: str, pid: int, reason: str, after_epoch: int | None = None
+    ) -> RunState:
+        """Write the take-over entry after the last one, with how long ago that one was by the store's clock, and
+        return the state after it.
 
         Torn entries right before it are set aside for good. Raises Fenced when another controller takes over at
-        the same moment.
+        the same moment, or has since `after_epoch`, where that is given.
         """
         found = recover(self._store)
+        if after_epoch is not None and found.state.epoch != after_epoch:
+            raise Fenced(f"another has taken over: epoch {found.state.epoch} and not {after_epoch}")
         self._segmented, self._since = found.before, found.records
         self.number = found.number
         self.epoch = self.number + 1
+        told = [record.number for record in found.records if record.events]
+        since_told_s = seconds_since(self._store, told[-1] if told else found.number) if found.number else 0.0
         torn = [one.number for one in takewhile(lambda record: record.is_void, reversed(found.records))]
-        return advance(found.state, [self._append(now_s, (TookOver(host, pid, reason),), torn)])
+        return advance(found.state, [self._append(now_s, (TookOver(host, pid, reason, since_told_s),), torn)])
 
     def append(self, now_s: float, events: tuple[Event, ...]) -> Record:
         """Write one entry. Returns it once it is durable.

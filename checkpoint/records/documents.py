@@ -44,7 +44,8 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Who steers the run. Stale after `ttl_s` without renewal."""
+    """Who steers the run. Stale after `ttl_s` without renewal. `run_time_s`: the renewal by the clock of the
+    holder's journal entries, which is never set; 0: an older release's."""
 
     writer: str
     host: str
@@ -53,6 +54,7 @@ class Lease:
     epoch: int
     renewed_at_s: float
     ttl_s: float
+    run_time_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

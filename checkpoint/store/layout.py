@@ -12,6 +12,7 @@ from policies.model.vocabulary import PolicyVersion, Precedence
 RUN = "run.json"  # the spec as validated, written once
 PROOF = "run.mac.json"  # a MAC: machines check that run.json is the controller's
 LEASE = "lease.json"  # who steers now, for people: the lock is the journal
+CLOCK = "clock/now.json"  # written to be dated, by each who takes the run over: what time it is for the store
 CONTROLLERS_BEFORE = "controllers_before.json"  # what such machines have cost that are gone
 CONTROLLER = "controller.json"  # the machine that the daemon lives on, where it has one of its own
 NOTIFIED = "notified.json"  # up to where of the journal people were told

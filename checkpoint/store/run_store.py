@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TypeVar, cast
 
 import structlog
@@ -62,6 +63,11 @@ class Store:
     def quoted(self) -> str:
         """The URL as a word of a command that somebody is told to give, whatever shells make of its characters."""
         return shlex.quote(self.url)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the objects are files; None elsewhere. The first write makes it."""
+        return self._backend.folder
 
     def get(self, key: str) -> bytes:
         """Return the object's bytes. Raises NotFound."""

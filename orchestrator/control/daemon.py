@@ -1,8 +1,9 @@
-"""The daemon: one process that steers one run, `python -m orchestrator.control.daemon STORE-URL REASON [PAGE-FD]`,
-the last a socket for the run page.
+"""The daemon: one process that steers one run, `python -m orchestrator.control.daemon STORE-URL REASON [EPOCH
+[PAGE-FD]]`, the last a socket for the run page.
 
-It takes the run over, ticks until nothing is left to steer, and may die at any point: training goes on without it,
-and the next one continues from the journal. SIGTERM ends it and leaves every machine as it is.
+It takes the run over, where EPOCH is given only if that is the newest still and nobody steers; ticks until nothing
+is left to steer; and may die at any point: training goes on without it, and the next one continues from the
+journal. SIGTERM ends it and leaves every machine as it is.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from checkpoint.security.redaction import Redactor, guard_output
 from checkpoint.security.vouched import NotVouched
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import OPTIONS_ENV, Store
+from checkpoint.store.unreadable import Unreadable
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable
 from orchestrator.control.actuate import Actuator
 from orchestrator.control.controller import Controller
 from orchestrator.control.exporter import Exporter, Seen
-from orchestrator.control.lease import RENEW_S, own_lease
+from orchestrator.control.lease import RENEW_S, is_alive, own_lease
 from orchestrator.control.observe import Observer
 from orchestrator.control.page import start_page
 from orchestrator.control.run_clock import RunClock
@@ -64,7 +66,7 @@ def main() -> int:
         store = Store(sys.argv[1], retry_s=STORE_RETRY_S)
         guard_output(_redactor(trust.known_run(store)[0]))
         structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stdout))
-        return steer(store, sys.argv[2], stop, int(sys.argv[3]) if len(sys.argv) > 3 else None)
+        return steer(store, sys.argv[2], stop, *map(int, sys.argv[3:5]))
     except Fenced as error:
         log.warning("fenced", error=str(error))
         return exit_codes.HELD
@@ -91,12 +93,23 @@ def log_as_json() -> None:
     )
 
 
-def steer(store: Store, reason: str, stop: threading.Event, page_fd: int | None = None) -> int:
-    """Take the run over and steer it to its end, or until `stop`. Raises Fenced, NotVouched, StoreError."""
+def steer(
+    store: Store,
+    reason: str,
+    stop: threading.Event,
+    after_epoch: int | None = None,
+    page_fd: int | None = None,
+) -> int:
+    """Take the run over and steer it to its end, or until `stop`. Raises Fenced, NotVouched, StoreError.
+
+    With `after_epoch` only where nobody has taken it over since: whoever has is told to have it.
+    """
     record, run_json = trust.known_run(store)
     host, pid = socket.gethostname(), os.getpid()
     clock, journal = RunClock(), Journal(store, f"{host}/{pid}")
-    state = journal.take_over(clock.now_s(), host, pid, reason)
+    if after_epoch is not None:
+        _refuse_held(store)
+    state = journal.take_over(clock.now_s(), host, pid, reason, after_epoch)
     token = run_token(record.run_id)
     if not state.nodes:
         documents.SECRET_MARK.write(store, token_mark(token))
@@ -110,7 +123,7 @@ def steer(store: Store, reason: str, stop: threading.Event, page_fd: int | None 
     opening = _opening(controller, record, reason)
     if opening:
         controller.record(clock.now_s(), opening)
-    renew(store, controller, journal.epoch)
+    renew(store, controller, journal.epoch, clock.now_s())
     page = None if page_fd is None else start_page(store.url, page_fd)
     exporter = Exporter(record.spec.name)
     if record.spec.metrics_port is not None:
@@ -127,7 +140,7 @@ def steer(store: Store, reason: str, stop: threading.Event, page_fd: int | None 
     try:
         _loop(store, controller, clock, journal.epoch, stop, ticked)
         if controller.finished:
-            _clean_up(store, cloud, controller, journal.epoch, stop)
+            _clean_up(store, cloud, controller, clock, journal.epoch, stop)
         drain_s = DRAIN_S
     finally:
         actuator.close()
@@ -137,6 +150,13 @@ def steer(store: Store, reason: str, stop: threading.Event, page_fd: int | None 
             page.stdin.close()
     documents.LEASE.drop(store)
     return exit_codes.OK
+
+
+def _refuse_held(store: Store) -> None:
+    """Raise Fenced where another has come to steer while this process started."""
+    lease = documents.LEASE.read(store, Unreadable())
+    if lease is not None and is_alive(lease, time.time()):
+        raise Fenced(f"{lease.writer} steers, of epoch {lease.epoch}")
 
 
 def _environment(spec: RunSpec, store_url: str, token: str, launch: Launch) -> dict[str, str]:
@@ -170,10 +190,11 @@ def _opening(controller: Controller, record: RunRecord, reason: str) -> tuple[Ev
     return (RunMoved(RunPhase.STARTING, "resumed"),) if ended and reason == "resume" else ()
 
 
-def renew(store: Store, controller: Controller, epoch: int) -> None:
-    """Say that this controller lives, unless another has taken over. Raises Fenced, StoreError."""
+def renew(store: Store, controller: Controller, epoch: int, now_s: float) -> None:
+    """Say that this controller lives, unless another has taken over. `now_s` is RunClock's. Raises Fenced,
+    StoreError."""
     controller.fence()
-    documents.LEASE.write(store, own_lease(epoch, time.time()))
+    documents.LEASE.write(store, own_lease(epoch, time.time(), now_s))
 
 
 def _loop(
@@ -189,7 +210,7 @@ def _loop(
         wait_s = TROUBLE_WAIT_S
         try:
             if clock.now_s() - renewed_at_s > RENEW_S:
-                renew(store, controller, epoch)
+                renew(store, controller, epoch, clock.now_s())
                 renewed_at_s = clock.now_s()
             before, begun_s = controller.state, time.monotonic()
             decision = controller.tick(clock.now_s())
@@ -205,11 +226,13 @@ def _loop(
         stop.wait(wait_s)
 
 
-def _clean_up(store: Store, cloud: Cloud, controller: Controller, epoch: int, stop: threading.Event) -> None:
+def _clean_up(
+    store: Store, cloud: Cloud, controller: Controller, clock: RunClock, epoch: int, stop: threading.Event
+) -> None:
     """Have the cloud let go of what the machines shared, which may take it a while. Raises Fenced, StoreError."""
     deadline_s = time.monotonic() + CLEAN_UP_S
     while not stop.is_set() and time.monotonic() < deadline_s:
-        renew(store, controller, epoch)
+        renew(store, controller, epoch, clock.now_s())
         try:
             cloud.clean_up()
             return

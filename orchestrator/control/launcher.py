@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from checkpoint.journal import journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
@@ -33,13 +34,17 @@ class TakenByAnother(DaemonFailed):
 def start_daemon(store: Store, record: RunRecord, reason: str, page: socket.socket | None = None) -> int:
     """Start a daemon for the run and return its pid once it holds the lease. Raises DaemonFailed, NotVouched.
 
-    `page` is a socket that listens: the daemon has the run page served there. Where another daemon is quicker,
-    TakenByAnother comes once that one holds the lease.
+    `page` is a socket that listens: the daemon has the run page served there. Where somebody steers, or another
+    daemon is quicker, TakenByAnother comes once that one holds the lease: of all that are started at once, the
+    first takes the epoch that each of them was started for.
     """
     known_run(store)  # or the daemon would refuse it, and nobody reads its log
+    epoch = journal.recover(store).state.epoch  # before the lease: whoever takes the run after this is seen
+    if is_held(lambda: documents.LEASE.read(store, Unreadable())):
+        raise _taken(store, time.monotonic())
     log = run_dir(record.run_id) / "daemon.log"
     fds = () if page is None else (page.fileno(),)
-    process = _spawn(["-m", "orchestrator.control.daemon", store.url, reason, *map(str, fds)], log, fds)
+    process = _spawn(["-m", "orchestrator.control.daemon", store.url, reason, *map(str, (epoch, *fds))], log, fds)
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         lease = documents.LEASE.read(store, Unreadable())

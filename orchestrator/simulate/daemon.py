@@ -20,8 +20,8 @@ from orchestrator.control.observe import Observer
 from orchestrator.control.prices import Prices
 from orchestrator.control.run_clock import RunClock
 from orchestrator.simulate.cloud import SimulatedCloud
+from orchestrator.simulate.physics import EPOCH_S
 from orchestrator.simulate.store import SimulatedStore
-from orchestrator.simulate.work import EPOCH_S
 from policies.control.snapshot import Machine
 from policies.model.events import RunCreated
 from policies.model.node_contract import TIMELINE_ENV
@@ -95,7 +95,7 @@ class SimulatedDaemon:
     def loop_once(self) -> None:
         self.busy = True
         try:
-            renew(self.store, self.controller, self.journal.epoch)
+            renew(self.store, self.controller, self.journal.epoch, self.clock.now_s())
             self.controller.tick(self.clock.now_s())
             waiting, self.actuator.waiting = self.actuator.waiting, []
             for run in waiting:

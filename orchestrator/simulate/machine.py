@@ -38,6 +38,7 @@ class Box:
     foretold_s: float | None = None  # when it does, after such a word: with a notice or without
     step: float = -1.0  # -1: it has not begun
     writes: int = 0  # of its gateway's
+    listens_as: str = ""  # the gateway's boot that has told the store where it listens
     cut_off_s: float = 0.0
     sealed: PolicyVersion | None = None  # its newest checkpoint, which may still wait in its spool
     spool: list[PolicyVersion] = field(default_factory=list)

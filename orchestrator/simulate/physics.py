@@ -7,6 +7,7 @@ from random import Random
 
 from policies.fleet.store_costs import AT_HOME, Place, of_control, tariff_of
 
+EPOCH_S = 1.7e9  # of the simulated clocks' zero
 IN_S3 = Place("aws")  # as `orchestrator.control.store_place` says of this world's store
 
 

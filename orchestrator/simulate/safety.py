@@ -8,11 +8,10 @@ from orchestrator.clouds.protocol import Order
 from orchestrator.control.actuate import ACT_WITHIN_S
 from orchestrator.simulate.machine import Box
 from orchestrator.simulate.physics import store_usd
-from orchestrator.simulate.work import EPOCH_S
 from policies.control.observed import MACHINE_LOST_S
 from policies.control.rollback.choice import choose_start, target_before_step
 from policies.control.stopping import STOP_WAIT_S
-from policies.fleet.budget import TEARDOWN_S, spent_usd
+from policies.fleet.budget import TEARDOWN_S
 from policies.model.phases import TERMINAL_RUN
 from policies.model.state import RunState
 from policies.model.vocabulary import PolicyVersion, Role, RunPhase
@@ -34,8 +33,6 @@ class Safety:
     def __init__(self, world: World) -> None:
         self._world = world
         self._allowed_usd = 0.0  # what may be spent because no controller could end it in time
-        self._unknown_usd = 0.0  # what the newest controller has no way to know of
-        self._newest: SimulatedDaemon | None = None  # to whom that applies
         self._unknown_s: dict[str, float] = {}
         self._begun = 0  # rollbacks that were looked at
         self._told: set[str] = set()
@@ -80,7 +77,7 @@ class Safety:
             return
         run = daemon.controller.state
         entries = reversed(self._world.objects.folder("journal").values())
-        intended = any(f'"{order.node}"'.encode() in entry for entry in entries)
+        intended = any(f'"{order.node}"'.encode() in entry.data for entry in entries)
         self.check(intended, f"{order.node} is bought without an entry in the journal")
         self.check(run.phase not in TERMINAL_RUN, f"{order.node} is bought for a run that is {run.phase}")
 
@@ -126,15 +123,10 @@ class Safety:
 
     def _check_money(self) -> None:
         """The cap holds while a controller can see and act. Where none could, what was spent by then may be passed
-        by what it takes to stop, and by no more. On a host whose clock is behind a controller cannot know what
-        was spent since the journal's last entries: that comes on top of the cap."""
+        by what it takes to stop, and by no more."""
         world, spent = self._world, self._world.spent_usd
         if (cap := world.spec.budget.usd) is None:
             return
-        if world.newest is not (before := self._newest):
-            self._newest = world.newest
-            skewed = world.clocks_were_set or (before is not None and before.ahead_s != world.skew_s)
-            self._unknown_usd = self._missed_usd(spent) if skewed else 0.0
         if world.in_trouble or not any(one.steers for one in world.daemons):
             rates = [
                 (world.cloud.charged_usd_per_h(box), STOP_WAIT_S * (box.role is Role.TRAINER) + TEARDOWN_S)
@@ -143,15 +135,8 @@ class Safety:
             asking_usd = store_usd(STOP_WAIT_S + TEARDOWN_S, len(rates))
             self._allowed_usd = spent + asking_usd + sum(usd_per_h * for_s / 3600 for usd_per_h, for_s in rates)
             return
-        most = max(cap + self._unknown_usd, self._allowed_usd)
+        most = max(cap, self._allowed_usd)
         self.check(spent <= most, f"{spent:.2f} USD are spent, and {most:.2f} may be; the budget is {cap:.2f}")
-
-    def _missed_usd(self, spent: float) -> float:
-        """What a controller that has just taken over counts too little."""
-        if self._newest is None:
-            return 0.0
-        now_s = EPOCH_S + self._world.time_s + self._newest.ahead_s
-        return max(0.0, spent - spent_usd(self._newest.controller.state, now_s))
 
     def _check_known(self, daemon: SimulatedDaemon, state: RunState, dt_s: float) -> None:
         """No machine is on no books for long while its controller looks."""

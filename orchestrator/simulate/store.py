@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
 from random import Random
@@ -10,8 +12,6 @@ from random import Random
 from checkpoint.store.backends import BytesLike
 from checkpoint.store.errors import AlreadyExists, NotFound, StoreUnavailable
 from checkpoint.store.run_store import Entry, Store
-
-_DATE = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Trouble(Enum):
@@ -22,17 +22,40 @@ class Trouble(Enum):
     AWAY = "it answers nothing"
 
 
-class Objects:
-    """The objects, and the trouble that all parties have. Some writes that failed were done, or are late."""
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An object, and when the store says that it was written."""
 
-    def __init__(self, random: Random) -> None:
+    data: bytes
+    modified_at: datetime
+
+
+class Objects:
+    """The objects, and the trouble that all parties have. Some writes that failed were done, or are late.
+
+    Args:
+        random: draws which of them.
+        clock: seconds since the epoch, as the store's own clock tells them; it dates in whole ones.
+    """
+
+    def __init__(self, random: Random, clock: Callable[[], float] = lambda: 0.0) -> None:
         self.random = random
-        self.folders: dict[str, dict[str, bytes]] = {}  # by the first part of their names: listings are many
+        self.clock = clock
+        self.folders: dict[str, dict[str, Kept]] = {}  # by the first part of their names: listings are many
         self.trouble = Trouble.NONE
         self.late: list[Callable[[], object]] = []
 
-    def folder(self, key: str) -> dict[str, bytes]:
+    def folder(self, key: str) -> dict[str, Kept]:
         return self.folders.setdefault(key.partition("/")[0], {})
+
+    def write(self, key: str, data: bytes) -> None:
+        """Write it, dated by the store's clock."""
+        self.folder(key)[key] = Kept(data, datetime.fromtimestamp(math.floor(self.clock()), UTC))
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write it now, unless there is one."""
+        if key not in self.folder(key):
+            self.write(key, data)
 
     def clear(self) -> None:
         self.trouble = Trouble.NONE
@@ -60,26 +83,26 @@ class SimulatedStore(Store):
         folder = self._objects.folder(key)
         if key not in folder:
             raise NotFound(key)
-        return memoryview(folder[key])
+        return memoryview(folder[key].data)
 
     def put(self, key: str, data: BytesLike) -> None:
         self._write(key)
-        self._objects.folder(key)[key] = bytes(data)
+        self._objects.write(key, bytes(data))
 
     def create(self, key: str, data: BytesLike) -> None:
-        kept, folder = bytes(data), self._objects.folder(key)
+        kept = bytes(data)
         try:
             self._write(key)
         except StoreUnavailable:
             match self._objects.random.randrange(8):
                 case 0:  # done, and nobody hears of it
-                    folder.setdefault(key, kept)
+                    self._objects.create(key, kept)
                 case 1:  # on its way for as long as the trouble lasts
-                    self._objects.late.append(lambda: folder.setdefault(key, kept))
+                    self._objects.late.append(lambda: self._objects.create(key, kept))
             raise
-        if key in folder:
+        if key in self._objects.folder(key):
             raise AlreadyExists(key)
-        folder[key] = kept
+        self._objects.write(key, kept)
 
     def put_parts(self, key: str, parts: Callable[[], Iterable[BytesLike]]) -> None:
         self.put(key, b"".join(bytes(part) for part in parts()))
@@ -88,7 +111,7 @@ class SimulatedStore(Store):
         self._read(prefix)
         folder = self._objects.folder(prefix)
         found = (key for key in folder if key.startswith(f"{prefix}/") and (after is None or key > after))
-        return [Entry(key, len(folder[key]), _DATE) for key in sorted(found)]
+        return [Entry(key, len(folder[key].data), folder[key].modified_at) for key in sorted(found)]
 
     def folders(self, prefix: str) -> list[str]:
         depth = prefix.count("/") + 2

@@ -20,6 +20,7 @@ from checkpoint.stream.catalog import Checkpoint, Revision
 from orchestrator.simulate.cloud import SimulatedCloud
 from orchestrator.simulate.kept import stored
 from orchestrator.simulate.machine import Box
+from orchestrator.simulate.physics import EPOCH_S
 from policies.control.rollback.choice import choose_start
 from policies.control.snapshot import OWN_GENERATION, Trainer
 from policies.detect.divergence import Health, Verdict
@@ -29,7 +30,6 @@ from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion, Role
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
 
-EPOCH_S = 1.7e9  # of the simulated clock's zero
 TOKENS_A_STEP = 1e6
 
 Trips = Mapping[int, tuple[int, int]]  # by timeline: the step at which its guard trips, and the onset
@@ -239,5 +239,9 @@ class Work:
             up_s = now_s - max(box.up_at_s, box.works_at_s - box.works_in_s)
             status = GatewayStatus(boot_id, policy, members, seq=box.writes, up_s=up_s)
             with contextlib.suppress(StoreUnavailable):
-                documents.gateway(box.precedence).write(box.store, GatewayAddress("http://10.0.0.1:1", boot_id))
+                if box.listens_as != boot_id:
+                    documents.gateway(box.precedence).write(
+                        box.store, GatewayAddress("http://10.0.0.1:1", boot_id)
+                    )
+                    box.listens_as = boot_id
                 documents.members(box.precedence).write(box.store, status)

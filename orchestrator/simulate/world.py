@@ -19,11 +19,11 @@ from orchestrator.control.controller import Decide
 from orchestrator.simulate.climates import climate
 from orchestrator.simulate.cloud import SimulatedCloud
 from orchestrator.simulate.daemon import SimulatedDaemon
-from orchestrator.simulate.physics import BRISK, Physics, Prices, store_usd
+from orchestrator.simulate.physics import BRISK, EPOCH_S, Physics, Prices, store_usd
 from orchestrator.simulate.safety import Safety
 from orchestrator.simulate.store import Objects, SimulatedStore
 from orchestrator.simulate.weather import Weather
-from orchestrator.simulate.work import EPOCH_S, Trips, Work
+from orchestrator.simulate.work import Trips, Work
 from policies.control.decide import decide
 from policies.control.stopping import DOWN
 from policies.fleet import disks
@@ -36,6 +36,7 @@ STEADY = (DT_S,)
 # For days in which little happens: two looks in half a minute, so near to each other that the second finds fresh
 # what the gateway wrote in between.
 COARSE = (4.0, 25.0)
+STORE_SKEW_S = 10 * 86400.0  # its clock may be so far off; no story sets it
 RESUME_S = 60.0  # until somebody elsewhere resumes a run that has no daemon
 
 
@@ -72,7 +73,8 @@ class World:
         self.seed, self.spec, self.decide = seed, spec, decide
         self.random = Random(seed)
         self.time_s = 1000.0
-        self.objects = Objects(self.random)
+        self.store_ahead_s = Random(f"store's clock {seed}").uniform(-STORE_SKEW_S, STORE_SKEW_S)
+        self.objects = Objects(self.random, lambda: EPOCH_S + self.time_s + self.store_ahead_s)
         weather = climate("unclouded", seed, spec.rollout.replicas.max) if weather is None else weather
         self.cloud = SimulatedCloud(weather, physics, prices or Prices(), self.objects, self.random)
         self.cloud.time_s = self.time_s
@@ -82,7 +84,6 @@ class World:
         self.daemons: list[SimulatedDaemon] = []
         self.took_over: list[tuple[int, float]] = []
         self.log: list[str] = []
-        self.clocks_were_set = False
         self.skew_s = 0.0  # of the hosts on which the run will be resumed
         self.store_usd = 0.0  # what it has charged
         self.stopping = False  # somebody has asked for it
@@ -149,7 +150,7 @@ class World:
             self.safety.check_pause(state)
         if state.phase is RunPhase.FINISHED:
             check(self.work.stored_step == self.work.max_steps, "its last checkpoint is not stored")
-        check(journal.recover(newest.store).state == state, "state and journal disagree")
+        check(journal.recover(SimulatedStore(self.objects)).state == state, "state and journal disagree")
         bought = len(self.cloud.bought)
         self.run_for(600.0)
         check(len(self.cloud.bought) == bought, "machines are bought for a run that has ended")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
 from checkpoint.store.run_store import Store
 from orchestrator.control.observe import GatewayWatch
 from orchestrator.views.measured.activity_log import ActivityLog, LastHour
 from orchestrator.views.measured.rates import Rates
 from orchestrator.views.model import RunView
 from orchestrator.views.reader import Reader
-from orchestrator.views.run_view import view_of
+from orchestrator.views.run_time import RunTime
+from orchestrator.views.run_view import described
 from policies.serving.gateway_status import GatewayStatus
 
 
@@ -22,6 +21,7 @@ class Looker:
         self.gateway: GatewayStatus | None = None  # as of the last look; None when it is not heard from
         self.rates = Rates()
         self.activity = ActivityLog(store)
+        self._time = RunTime()
         self._last_hour = LastHour(self.activity)
         self._watch = GatewayWatch(store, believe_first=True, unreadable=self.reader.unreadable)
 
@@ -29,6 +29,7 @@ class Looker:
         """The run as it is now. Raises StoreError."""
         self.gateway = self._watch.look()
         self.rates.see(self.gateway)
-        now_s = time.time()
+        self.reader.refresh()
+        now_s = self._time.now_s(self.reader.lease, self.reader.state.told_s)
         minutes = self._last_hour.until(now_s)
-        return view_of(self.reader, now_s, self.gateway, self.rates.by_machine, minutes)
+        return described(self.reader, now_s, self.gateway, self.rates.by_machine, minutes)

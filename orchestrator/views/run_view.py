@@ -56,15 +56,22 @@ NO_MINUTES: Mapping[str, bytes] = MappingProxyType({})
 
 
 def view_of(
+    reader: Reader, now_s: float, gateway: GatewayStatus | None, minutes: Mapping[str, bytes] = NO_MINUTES
+) -> RunView:
+    """Refresh `reader` and describe the run, as `described` does."""
+    reader.refresh()
+    return described(reader, now_s, gateway, minutes=minutes)
+
+
+def described(
     reader: Reader,
     now_s: float,
     gateway: GatewayStatus | None,
     tokens_per_s: Mapping[str, float] = NO_RATES,
     minutes: Mapping[str, bytes] = NO_MINUTES,
 ) -> RunView:
-    """Refresh `reader` and describe the run at `now_s`. `gateway` is what it last wrote, `tokens_per_s` of each
-    machine what its engines counted, `minutes` of each slot what is kept of the last hour."""
-    reader.refresh()
+    """Describe the run at `now_s`, as `reader` has read it. `gateway` is what it last wrote, `tokens_per_s` of
+    each machine what its engines counted, `minutes` of each slot what is kept of the last hour."""
     if not reader.state.live(Role.TRAINER):
         gateway = None  # it went with the trainer's machine
     beat, rows, state = reader.trainer, reader.path, reader.state

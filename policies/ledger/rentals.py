@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from policies.ledger.accounting import History
 from policies.model.events import MachineBought, NodeMoved, NodeRequested, StoreCharged, TookOver
+from policies.model.folding.clocks import behind_s
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role
 
 
@@ -89,9 +90,10 @@ def rentals(history: History, now_s: float) -> list[Rental]:
     told_s = 0.0
     for _, time_s, events in history:
         for event in events:
-            back_s, told_s = max(0.0, told_s - time_s), time_s
+            before_s, told_s = told_s, time_s
             match event:
                 case TookOver():
+                    back_s = behind_s(before_s, time_s, event.since_told_s)
                     running = {
                         node: replace(rental, from_s=rental.from_s - back_s) for node, rental in running.items()
                     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Protocol
 
 from checkpoint.store.errors import StoreError
@@ -38,6 +39,10 @@ class Fault:
 
 class Backend(Protocol):
     """Objects below one URL. Keys are relative to it."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Where they are files; None elsewhere. It may not be there yet."""
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:

@@ -22,7 +22,7 @@ class FolderBackend:
 
     def __init__(self, url: str, path: str) -> None:
         self._url = url
-        self._path = path
+        self.folder = Path(path)
         self._opened: ObstoreBackend | None = None  # kept: a folder that vanishes later is not made anew
         with contextlib.suppress(*self.errors):  # whoever reads or writes is told
             self._found()
@@ -42,7 +42,7 @@ class FolderBackend:
         self._made().create(key, data)
 
     def secure(self, keys: Sequence[str]) -> None:
-        files.secure(Path(self._path) / key for key in keys)
+        files.secure(self.folder / key for key in keys)
 
     def delete(self, keys: Sequence[str]) -> None:
         if (found := self._found()) is not None:
@@ -57,16 +57,16 @@ class FolderBackend:
         return [] if found is None else found.folders(prefix)
 
     def sweep(self, prefix: str, older_than_s: float) -> None:
-        files.sweep(Path(self._path) / prefix, older_than_s)
+        files.sweep(self.folder / prefix, older_than_s)
 
     def fault(self, error: Exception) -> Fault | None:
         return fault_of(error, "")
 
     def _found(self) -> ObstoreBackend | None:
         """The store, once somebody has made its folder. Raises OSError."""
-        if self._opened is None and Path(self._path).is_dir():
-            local = LocalStore(prefix=self._path, automatic_cleanup=True)
-            self._opened = ObstoreBackend(local, local, folder=Path(self._path))
+        if self._opened is None and self.folder.is_dir():
+            local = LocalStore(prefix=self.folder, automatic_cleanup=True)
+            self._opened = ObstoreBackend(local, local, folder=self.folder)
         return self._opened
 
     def _made(self) -> ObstoreBackend:
@@ -74,7 +74,7 @@ class FolderBackend:
         if (found := self._found()) is not None:
             return found
         try:
-            files.make(Path(self._path))
+            files.make(self.folder)
         except OSError as error:
             raise StoreUnusable(
                 f"store {self._url!r}: {error.strerror}", "name a folder that can be written"

@@ -61,7 +61,7 @@ class FsspecBackend:
 
     def __init__(self, filesystem: Any, root: str, is_s3: bool) -> None:
         self._fs = filesystem
-        self._folder = Path(root) if isinstance(filesystem, LocalFileSystem) else None
+        self.folder = Path(root) if isinstance(filesystem, LocalFileSystem) else None
         self._creates = _creates(filesystem)
         self._root = root.rstrip("/")
         self._is_s3 = is_s3
@@ -93,8 +93,8 @@ class FsspecBackend:
             self._write(key, data, "create")
 
     def secure(self, keys: Sequence[str]) -> None:
-        if self._folder is not None:
-            files.secure(self._folder / key for key in keys)
+        if self.folder is not None:
+            files.secure(self.folder / key for key in keys)
 
     def delete(self, keys: Sequence[str]) -> None:
         # Bulk deletion takes names for patterns: those with pattern characters are deleted one by one.
@@ -107,8 +107,8 @@ class FsspecBackend:
             except FileNotFoundError as error:
                 if _code(error) == "NoSuchBucket":
                     raise
-        if self._folder is not None:
-            files.remove_empty({(self._folder / key).parent for key in keys}, self._folder)
+        if self.folder is not None:
+            files.remove_empty({(self.folder / key).parent for key in keys}, self.folder)
 
     def entries(self, prefix: str, after: str | None) -> list[Entry]:  # noqa: ARG002  # fsspec lists whole folders
         below = f"{self._path(prefix)}/"
@@ -134,8 +134,8 @@ class FsspecBackend:
 
     def sweep(self, prefix: str, older_than_s: float) -> None:
         """Only for files: what other filesystems leave behind shows in their listings."""
-        if self._folder is not None:
-            files.sweep(self._folder / prefix, older_than_s)
+        if self.folder is not None:
+            files.sweep(self.folder / prefix, older_than_s)
 
     def fault(self, error: Exception) -> Fault | None:
         if isinstance(error, RuntimeError):
@@ -164,8 +164,8 @@ class FsspecBackend:
         return Fault(StoreUnavailable, one_line(str(error) or type(error).__name__))
 
     def _write(self, key: str, data: BytesLike, mode: str) -> None:
-        if self._folder is not None:
-            files.write(self._folder / key, data, create=mode == "create")
+        if self.folder is not None:
+            files.write(self.folder / key, data, create=mode == "create")
             return
         # Copied: the libraries below only take bytes.
         path, content = self._path(key), bytes(data)
@@ -178,7 +178,7 @@ class FsspecBackend:
             self._fs.pipe_file(path, content, mode=mode)
 
     def _is_staged(self, path: str) -> bool:
-        return self._folder is not None and files.is_staged(path)
+        return self.folder is not None and files.is_staged(path)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"

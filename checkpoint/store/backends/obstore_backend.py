@@ -83,7 +83,7 @@ class ObstoreBackend:
         self._slow = slow
         self._bucket = bucket
         self._keeps_input = keeps_input
-        self._folder = folder
+        self.folder = folder
 
     def get(self, key: str) -> memoryview:
         return memoryview(cast(Any, obstore.get(self._quick, key).bytes()))
@@ -92,12 +92,12 @@ class ObstoreBackend:
         self._put(key, data, "overwrite")
 
     def secure(self, keys: Sequence[str]) -> None:
-        if self._folder is not None:
-            files.secure(self._folder / key for key in keys)
+        if self.folder is not None:
+            files.secure(self.folder / key for key in keys)
 
     def put_parts(self, key: str, parts: Iterable[BytesLike]) -> None:
-        if self._folder is not None:
-            files.check(self._folder)
+        if self.folder is not None:
+            files.check(self.folder)
         with obstore.open_writer(self._slow, key, buffer_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE) as out:
             for part in parts:
                 out.write(part)
@@ -124,16 +124,16 @@ class ObstoreBackend:
         return list(obstore.list_with_delimiter(self._quick, prefix)["common_prefixes"])
 
     def sweep(self, prefix: str, older_than_s: float) -> None:
-        if self._folder is not None:
-            files.sweep(self._folder / prefix, older_than_s)
+        if self.folder is not None:
+            files.sweep(self.folder / prefix, older_than_s)
 
     def fault(self, error: Exception) -> Fault | None:
         return fault_of(error, self._bucket)
 
     def _put(self, key: str, data: BytesLike, mode: Literal["overwrite", "create"]) -> None:
-        if self._folder is not None:
-            files.check(self._folder)
-            files.write(self._folder / key, data, create=mode == "create")
+        if self.folder is not None:
+            files.check(self.folder)
+            files.write(self.folder / key, data, create=mode == "create")
             return
         store = self._slow if memoryview(data).nbytes > LARGE_BYTES else self._quick
         content = bytes(data) if self._keeps_input else data

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from checkpoint.store.bucket import BucketRules, rules_of
@@ -45,13 +47,28 @@ def examine_store(storage: Storage) -> Iterator[Finding]:
     """Try the store for real, and look at the run that is there already."""
     try:
         store = open_store(storage)
-        probe(store)
-        yield Finding("store", True, True, f"{storage.url} can be written, read, listed and deleted from")
+        yield _tried(store)
         yield from passing_credentials(store)
         yield from lifecycle(store)
         yield from _checkpoints(store)
     except StoreError as error:
         yield Finding("store", False, True, str(error))
+
+
+def _tried(store: Store) -> Finding:
+    """Whether it does what a run needs; of a folder that is not there, where it is to be. Raises StoreError."""
+    if store.folder is not None and not os.path.lexists(store.folder):
+        return _to_be_made(store.url, store.folder)
+    probe(store)
+    return Finding("store", True, True, f"{store.url} can be written, read, listed and deleted from")
+
+
+def _to_be_made(url: str, folder: Path) -> Finding:
+    there = next(above for above in folder.parents if os.path.exists(above))  # also where one may not look further
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return Finding("store", True, True, f"{url} is not there: `up` makes it, in {there}, and tries it")
+    told = f"{url} is not there, and nothing can be made in {there}: name a folder that can be written"
+    return Finding("store", False, True, told)
 
 
 def passing_credentials(store: Store) -> Iterator[Finding]:

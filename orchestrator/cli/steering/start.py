@@ -194,7 +194,6 @@ def _start(
             by = f"{controller.cluster}, which goes with `grpo-orch down {store.quoted}` and not before"
         else:
             run_token(record.run_id)
-            _refuse_held(store)  # once more: the store was tried since, for seconds
             by = f"pid {start_daemon(store, record, reason, page)}"
             start_rehearsal(store, record)
     except TakenByAnother:

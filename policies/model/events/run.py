@@ -17,11 +17,13 @@ class RunCreated:
 
 @dataclass(frozen=True, slots=True)
 class TookOver:
-    """A controller took the run; the entry's number is its epoch."""
+    """A controller took the run; the entry's number is its epoch. `since_told_s`: how long ago the last event
+    before it was journalled, by the store's clock; 0: not known."""
 
     host: str
     pid: int
     reason: str
+    since_told_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

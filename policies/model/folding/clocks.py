@@ -9,20 +9,31 @@ from policies.model.folding.drafts import in_place_of
 from policies.model.phases import TERMINAL_RUN
 from policies.model.state import RunState
 
+MOST_UNSEEN_S = 86400.0  # the store says that more went by than hosts' clocks showed: then its own is wrong
 
-def charged_at_s(state: RunState, time_s: float) -> float:
-    """From when on a controller that takes over at `time_s` counts what steering asks of the store: what the one
-    before it had not journalled is at most CHARGED_EVERY_S old, and nobody asks for a run that is over."""
+
+def behind_s(told_s: float, time_s: float, since_told_s: float) -> float:
+    """By how much the clock of a controller that takes over at `time_s` is behind the one before it, which told of
+    its last event at `told_s`, seconds: as far as it shows. Time does not go back; and it went on for at least
+    `since_told_s`, if the store's clock tells: what cost money then was paid for."""
+    unseen_s = since_told_s - max(0.0, time_s - told_s)
+    return max(0.0, told_s - time_s) + (unseen_s if 0.0 < unseen_s <= MOST_UNSEEN_S else 0.0)
+
+
+def charged_at_s(state: RunState, time_s: float, back_s: float) -> float:
+    """From when on a controller that takes over at `time_s`, on a clock that is `back_s` behind, counts what
+    steering asks of the store: what was not journalled before is at most CHARGED_EVERY_S old, and nobody asks for
+    a run that is over."""
     if not state.store_charged_at_s or state.phase in TERMINAL_RUN:
         return time_s
-    since_s = state.store_charged_at_s - max(0.0, state.told_s - time_s)
+    since_s = state.store_charged_at_s - back_s
     return max(since_s, time_s - CHARGED_EVERY_S)
 
 
-def with_times_up_to(state: RunState, time_s: float) -> RunState:
-    """Return the state with no time after `time_s`, at which a controller takes over: what was journalled before
-    happened before, whatever the clock said then. A machine stays as old as it was known to be: it is paid for."""
-    back_s = max(0.0, state.told_s - time_s)
+def with_times_up_to(state: RunState, time_s: float, back_s: float) -> RunState:
+    """Return the state with no time after `time_s`, at which a controller takes over on a clock that is `back_s`
+    behind: what was journalled before happened before, whatever the clock said then. A machine stays as old as it
+    is known to be: it is paid for."""
     nodes = {
         name: replace(
             node,

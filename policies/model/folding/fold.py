@@ -35,7 +35,7 @@ from policies.model.events import (
     TookOver,
     TrainerGenerates,
 )
-from policies.model.folding.clocks import charged_at_s, with_times_up_to
+from policies.model.folding.clocks import behind_s, charged_at_s, with_times_up_to
 from policies.model.folding.drafts import draft, final, in_place_of
 from policies.model.folding.machine_fold import apply_to_machines
 from policies.model.folding.timeline_fold import apply_to_timelines
@@ -70,8 +70,10 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
         case RunCreated():
             return replace(state, name=event.name)
         case TookOver():
-            counted_from_s = charged_at_s(state, time_s)
-            return replace(with_times_up_to(state, time_s), epoch=number, store_charged_at_s=counted_from_s)
+            back_s = behind_s(state.told_s, time_s, event.since_told_s)
+            counted_from_s = charged_at_s(state, time_s, back_s)
+            state = with_times_up_to(state, time_s, back_s)
+            return replace(state, epoch=number, store_charged_at_s=counted_from_s)
         case RunMoved():
             return _run_moved(state, event, time_s)
         case GatewayRestarted():

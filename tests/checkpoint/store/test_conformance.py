@@ -16,9 +16,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from checkpoint.journal.store_clock import seconds_since
+from checkpoint.store import layout
 from checkpoint.store.errors import AlreadyExists, NotFound, StoreUnavailable
 from checkpoint.store.run_store import Store
-from tests.budget import examples
+from tests.budget import examples, until
 from tests.rigs.store.server import S3Server
 
 BACKENDS = ("memory", "memory-fsspec", "file", "file-fsspec", "moto", "moto-fsspec", "ceph", "ceph-fsspec")
@@ -114,6 +116,11 @@ def test_a_listing_is_of_whole_names_in_order(store: Store) -> None:
     assert all(before < entry.modified_at < before + timedelta(seconds=60) for entry in listed)
     assert [entry.key for entry in store.entries("j", after="j/1")] == ["j/2", "j/20/a", "j/3"]
     assert store.entries("j", after="j/3") == []
+
+
+def test_how_long_ago_something_was_written_is_told_by_the_stores_own_dates(store: Store) -> None:
+    store.create(layout.journal_entry(1), b"{}")
+    assert until("a second by the store's clock", lambda: seconds_since(store, 1)) in (1.0, 2.0)
 
 
 def test_folders_are_those_with_objects(store: Store) -> None:

@@ -32,6 +32,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
+from policies.serving.gateway_status import MembershipChange
 from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef
 from tests.budget import HANG_S, until
 from tests.e2e.gateway_lab.faults import Fault
@@ -88,7 +89,7 @@ class Outcome:
     """What a fault cost."""
 
     done_s: float  # from the fault to the last completion
-    out_s: float | None  # from the fault until the node was out of rotation, if it was
+    out_by: str | None  # what the gateway noticed first of the node, in its words, if it did before that healed
     handovers: int
     saved: int  # tokens
     replayed: int  # tokens
@@ -165,7 +166,9 @@ class Lab:
         struck_s = time.monotonic()
         healed = threading.Event()
         unseen = fault.serves_on or hold_s is not None
-        out = None if unseen else self._threads.submit(self._out, node, healed)
+        told = self._changes()
+        known = told[-1].seq if told else 0
+        out = None if unseen else self._threads.submit(self._noticed, node, known, healed)
         with fault.hold(node):
             if hold_s is None:
                 step.result()
@@ -177,7 +180,7 @@ class Lab:
         after = self.counts()
         outcome = Outcome(
             step.done_s - struck_s,
-            out_at_s - struck_s if out and (out_at_s := out.result(HANG_S)) else None,
+            out.result(HANG_S) if out else None,
             after.handovers - before.handovers,
             after.saved - before.saved,
             after.replayed - before.replayed,
@@ -186,11 +189,20 @@ class Lab:
         assert after.discarded == 0, "tokens that the gateway had were made again"
         return outcome
 
-    def _out(self, node: Node, healed: threading.Event) -> float | None:
-        """When the node was out of rotation; None if it healed before: where the others are quick, they have taken
-        over its requests, and nobody asks a node that has none."""
-        until(f"{node.name} out of rotation", lambda: healed.is_set() or node not in self.serving())
-        return None if node in self.serving() else time.monotonic()
+    def _noticed(self, node: Node, known: int, healed: threading.Event) -> str | None:
+        """What changed first of the node's membership after change `known`; None if it healed before: where the
+        others are quick, they have taken over its requests, and nobody asks a node that has none."""
+
+        def found() -> list[str]:
+            return [one.what for one in self._changes() if one.seq > known and node.name in one.nodes]
+
+        until(f"a change of {node.name}", lambda: healed.is_set() or found())
+        return next(iter(found()), None)
+
+    def _changes(self) -> list[MembershipChange]:
+        """What has become of the members, the oldest first."""
+        answer = self._http.get(f"{self._url}/events").json()
+        return msgspec.convert(answer["changes"], list[MembershipChange])
 
     def stop(self) -> None:
         self._gateway.kill()

@@ -10,18 +10,23 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from checkpoint.journal import journal
 from checkpoint.journal.journal import Journal
 from checkpoint.records import documents
 from checkpoint.records.documents import Lease, RunRecord
+from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from orchestrator.control import launcher, lease
+from orchestrator.home.folder import keep_run_digest
+from orchestrator.home.trust import run_digest
 from policies.model import exit_codes
 from policies.model.events import RunMoved
 from policies.model.vocabulary import RunPhase
-from tests.budget import until
+from tests.budget import HANG_S, until
 from tests.rigs.command_line import Cli
 from tests.stand_ins.world import spec
 
@@ -52,11 +57,11 @@ def quicker(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Race]:
     monkeypatch.setattr(launcher, "is_held", is_held)
 
     def steer(*phases: RunPhase) -> None:
-        journal = Journal(store, "other/1")
-        journal.take_over(time.time(), "other", 1, "resume")
-        documents.LEASE.write(store, lease.own_lease(journal.epoch, time.time()))
+        other = Journal(store, "other/1")
+        other.take_over(time.time(), "other", 1, "resume")
+        documents.LEASE.write(store, lease.own_lease(other.epoch, time.time()))
         until("a command", lambda: seen.is_set() and documents.read_commands(store))
-        journal.append(time.time(), tuple(RunMoved(phase, "told to") for phase in phases))
+        other.append(time.time(), tuple(RunMoved(phase, "told to") for phase in phases))
         documents.LEASE.drop(store)
 
     def race(*phases: RunPhase) -> None:
@@ -81,6 +86,48 @@ def test_the_slower_of_two_resumes_says_who_steers_and_ends_with_the_code_for_it
     assert answer.code == exit_codes.HELD
     assert f"{store.url} is steered by pid {os.getpid()} on " in answer.line
     assert f"stop it with `grpo-orch down '{store.url}'`" in answer.line
+
+
+@pytest.fixture
+def taken_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Another's daemon takes the run after the command has seen that nobody has it, and before its own does, which
+    is a real one. The other says that it steers before that one looks, or after."""
+    started: list[subprocess.Popen[bytes]] = []
+    spawn = launcher._spawn
+
+    def race(early: bool) -> None:
+        def take_first(*given: Any) -> subprocess.Popen[bytes]:
+            other = Journal(store, "other/1")
+            if not early:
+                other.take_over(time.time(), "other", 1, "resume")
+            lead = lease.own_lease(other.epoch, time.time())
+            if early:
+                documents.LEASE.write(store, lead)
+            started.append(spawn(*given))
+            assert started[-1].wait(HANG_S) == exit_codes.HELD
+            documents.LEASE.write(store, lead)
+            return started[-1]
+
+        monkeypatch.setattr(launcher, "_spawn", take_first)
+
+    yield race
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_of_two_daemons_that_come_up_at_once_the_second_takes_nothing(
+    store: Store, taken_meanwhile: Callable[[bool], None], grpo_orch: Cli, early: bool
+) -> None:
+    """Else the first one's command has ended with 0, and its daemon does not steer."""
+    keep_run_digest(store.url, run_digest(store.get(layout.RUN)))
+    taken_meanwhile(early)
+    epoch = journal.recover(store).state.epoch
+    answer = grpo_orch("resume", "-d", store.url)
+    assert answer.code == exit_codes.HELD
+    assert f"{store.url} is steered by pid {os.getpid()} on " in answer.line
+    assert journal.recover(store).state.epoch == epoch + (not early)
 
 
 def test_a_down_whose_daemon_is_the_slower_has_the_other_stop_the_run(

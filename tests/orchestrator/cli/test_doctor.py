@@ -193,6 +193,25 @@ def test_the_command_fails_for_what_the_run_needs(run_yaml: Path, grpo_orch: Cli
     assert "missing" in told.out
 
 
+def test_a_folder_that_is_to_be_made_is_told_of_and_not_made(run_yaml: Path, grpo_orch: Cli) -> None:
+    """It may be misspelt."""
+    there = sorted(path.name for path in run_yaml.parent.iterdir())
+    told = grpo_orch("doctor", str(run_yaml), "-o", "json")
+    found = next(one for one in json.loads(told.out)["findings"] if one["what"] == "store")
+    url = (run_yaml.parent / "run").as_uri()
+    assert (told.code, found["ok"]) == (0, True)
+    assert found["told"] == f"{url} is not there: `up` makes it, in {run_yaml.parent}, and tries it"
+    assert sorted(path.name for path in run_yaml.parent.iterdir()) == there
+
+
+def test_a_folder_that_cannot_be_made_is_missing(run_yaml: Path, grpo_orch: Cli) -> None:
+    run_yaml.write_text(run_yaml.read_text().replace("storage: ./run", f"storage: ./{run_yaml.name}/typo/run"))
+    told = grpo_orch("doctor", str(run_yaml), "-o", "json")
+    found = next(one for one in json.loads(told.out)["findings"] if one["what"] == "store")
+    assert (told.code, found["ok"]) == (1, False)
+    assert f"nothing can be made in {run_yaml}: name a folder that can be written" in found["told"]
+
+
 def test_a_run_whose_checkpoints_are_damaged_is_told_before_it_needs_them(run_yaml: Path, grpo_orch: Cli) -> None:
     store, weights = Store((run_yaml.parent / "run").as_uri()), run_yaml.parent / "weights"
 

@@ -9,9 +9,8 @@ import pytest
 
 from orchestrator.simulate.climates import climate
 from orchestrator.simulate.contest.contenders import CONTENDERS, ON_DEMAND
-from orchestrator.simulate.physics import Physics
+from orchestrator.simulate.physics import EPOCH_S, Physics
 from orchestrator.simulate.weather import Weather
-from orchestrator.simulate.work import EPOCH_S
 from orchestrator.simulate.world import COARSE, World
 from policies.model.spec import Dataset, FleetPolicy, PoliciesSpec, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.vocabulary import RunPhase

@@ -1,0 +1,97 @@
+"""How long nobody journalled anything, by the dates of files."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from checkpoint.journal import journal
+from checkpoint.journal.journal import Journal
+from checkpoint.journal.store_clock import seconds_since
+from checkpoint.records import documents
+from checkpoint.records.documents import GatewayAddress
+from checkpoint.store import layout
+from checkpoint.store.run_store import Store
+from policies.model.events import RunCreated, TookOver
+from policies.serving.gateway_status import GatewayStatus
+
+GATEWAY = (0, 1, 1)
+
+
+class World:
+    """A run's store in a folder, in which what is written can be dated."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = Store(folder.as_uri())
+        self.first = Journal(self.store, "a/1")
+        self.first.take_over(1000.0, "a", 1, "up")
+        self.first.append(1000.0, (RunCreated("r", "id"),))
+
+    def date(self, key: str, ago_s: float) -> None:
+        at_s = time.time() - ago_s
+        os.utime(self.folder / key, (at_s, at_s))
+
+    def gateway(self, began_ago_s: float, told_ago_s: float, up_s: float) -> None:
+        documents.gateway(GATEWAY).write(self.store, GatewayAddress("http://10.0.0.1:1", "boot"))
+        documents.members(GATEWAY).write(self.store, GatewayStatus("boot", None, [], up_s=up_s))
+        self.date(layout.gateway(GATEWAY), began_ago_s)
+        self.date(layout.members(GATEWAY), told_ago_s)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def taken_over(world: World) -> TookOver:
+    Journal(world.store, "b/1").take_over(500.0, "b", 1, "resume")
+    [event] = journal.read(world.store)[-1].decoded()
+    assert isinstance(event, TookOver)
+    return event
+
+
+def test_who_takes_over_journals_how_long_ago_the_last_event_was_by_the_stores_clock(world: World) -> None:
+    world.date(layout.journal_entry(2), 3600.5)
+    assert taken_over(world).since_told_s in (3600.0, 3601.0)
+
+
+def test_an_entry_without_events_tells_of_no_time(world: World) -> None:
+    world.first.append(1000.0, ())
+    world.date(layout.journal_entry(2), 3600.5)
+    assert taken_over(world).since_told_s in (3600.0, 3601.0)
+
+
+def test_a_date_in_the_future_is_none_of_the_past(world: World) -> None:
+    world.date(layout.journal_entry(2), -3600.0)
+    assert taken_over(world).since_told_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("began_ago_s", "up_s", "since_s"),
+    [
+        (5000.5, 5000.0, 4000.0),  # it lived all the time
+        (5000.5, 4990.0, 4000.0),  # it told the store of its beginning some seconds late
+        (5000.5, 1400.0, 400.0),  # an hour of all that was none
+        (5000.5, 100.0, 0.0),
+        (4000.5, 5000.0, 4000.0),  # the store was away when it began
+    ],
+)
+def test_by_how_much_a_stores_clock_was_set_ahead_a_gateway_knows(
+    world: World, began_ago_s: float, up_s: float, since_s: float
+) -> None:
+    world.gateway(began_ago_s, 0.5, up_s)
+    world.date(layout.journal_entry(2), 4000.5)
+    assert abs(seconds_since(world.store, 2) - since_s) <= 2.0
+
+
+def test_a_gateway_whose_word_is_damaged_or_of_another_boot_says_nothing(world: World) -> None:
+    world.date(layout.journal_entry(2), 4000.5)
+    world.gateway(5000.5, 0.5, 100.0)
+    documents.gateway(GATEWAY).write(world.store, GatewayAddress("http://10.0.0.1:1", "another boot"))
+    assert seconds_since(world.store, 2) >= 4000.0
+    world.store.put(layout.members(GATEWAY), b"{")
+    assert seconds_since(world.store, 2) >= 4000.0

@@ -1,0 +1,80 @@
+"""A run under a cap is taken over on a host whose clock is behind: the store's clock tells what was spent.
+
+One that is wrong itself ends no run.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import structlog
+
+from orchestrator.simulate.daemon import SimulatedDaemon
+from orchestrator.simulate.faults import HOUR_S
+from orchestrator.simulate.store import Trouble
+from orchestrator.simulate.world import World
+from policies.fleet.budget import spent_usd
+from policies.model.spec import Budget
+from policies.model.vocabulary import Role
+from tests.stand_ins.world import spec
+
+CAP_USD, OUTAGE_S = 30.0, 2 * HOUR_S
+YEAR_S = 365 * 24 * HOUR_S
+COARSE_USD = 0.01  # what machines cost in the second or two to which stores date what they hold
+
+
+@pytest.fixture(autouse=True)
+def _quiet(own_log: None) -> None:  # noqa: ARG001  # which ends it
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+
+
+def run_without_a_daemon(skew_s: float) -> World:
+    """Train for an hour; then nobody can take the run over for two, from hosts that are so far ahead."""
+    world = World(0, replace(spec(2), budget=Budget(usd=CAP_USD)), max_steps=10**6)
+    world.run_for(HOUR_S)
+    world.objects.trouble = Trouble.AWAY
+    world.daemons[0].dead, world.skew_s = True, skew_s
+    world.run_for(OUTAGE_S)
+    return world
+
+
+def successor(world: World) -> SimulatedDaemon:
+    world.objects.clear()
+    world.resume()
+    assert world.newest is not None
+    assert world.newest is not world.daemons[0]
+    return world.newest
+
+
+def counted_too_much_usd(world: World, daemon: SimulatedDaemon) -> float:
+    return spent_usd(daemon.controller.state, daemon.clock.now_s()) - world.spent_usd
+
+
+@pytest.mark.parametrize("skew_s", [-OUTAGE_S, -10 * YEAR_S, 0.0])
+def test_a_cap_holds_however_far_behind_the_next_host_is(skew_s: float) -> None:
+    """The world fails where a controller that can see and act spends more than the cap."""
+    world = run_without_a_daemon(skew_s)
+    assert abs(counted_too_much_usd(world, successor(world))) < COARSE_USD
+    world.run_to_end(8 * HOUR_S)
+    assert world.newest is not None
+    assert world.newest.controller.state.budget_reached
+
+
+@pytest.mark.parametrize("set_by_s", [-YEAR_S, -HOUR_S, HOUR_S, 20 * HOUR_S, YEAR_S])
+def test_a_stores_clock_that_is_set_counts_nothing_that_was_not_spent(set_by_s: float) -> None:
+    """A gateway that lived then knows how far it was set; and no host is a year behind."""
+    world = run_without_a_daemon(0.0)
+    world.store_ahead_s += set_by_s
+    world.objects.clear()
+    world.work.pass_time(0.0)  # gateways write as they did
+    assert abs(counted_too_much_usd(world, successor(world))) < COARSE_USD
+
+
+def test_without_a_gateway_a_stores_clock_that_is_set_by_more_than_a_day_counts_nothing() -> None:
+    world = run_without_a_daemon(0.0)
+    world.cloud.lose(world.cloud.of(Role.TRAINER)[0])
+    world.objects.folders.pop("gateways")
+    world.store_ahead_s += 25 * HOUR_S
+    assert abs(counted_too_much_usd(world, successor(world))) < COARSE_USD
