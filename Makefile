@@ -8,6 +8,9 @@ BENCHES := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.p
 
 LOCKS := tasks/sky/locks
 
+# Containers often set it. Here hundreds of processes would compile the same modules, and pytest rewrite the same tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: image image-folder check-gpu lock sandbox buildah compiler demo test test-all test-long test-node soak check bench record env node-env system-packages drawings test-packages haproxy sky-image clean $(BENCHES)
 
 env: .venv/.ready
