@@ -114,11 +114,11 @@ sky-image: env test-packages
 demo: env node-env
 	examples/tiny/demo.sh
 
-# What a person runs after a change, in as many processes as there are cores; what shares one server shares a process
-# (tests/conftest.py). The markers: pyproject.toml. Whole runs go two files beside each other: they wait for machines
-# and engines more than they compute.
+# What a person runs after a change, in two processes more than there are cores, for half of their time tests wait: for
+# processes that start or end, for servers, for clocks. What shares one server shares a process (tests/conftest.py). The
+# markers: pyproject.toml. Whole runs go two files beside each other: they start most of what they wait for themselves.
 LONG := slow or ceph or root
-SIDE_BY_SIDE := $(BIN)/python -m pytest tests --numprocesses $$(nproc) --dist loadgroup --durations=12
+SIDE_BY_SIDE := $(BIN)/python -m pytest tests --numprocesses $$(($$(nproc) + 2)) --dist loadgroup --durations=12
 WHOLE_RUNS := $(BIN)/python -m pytest tests/e2e --numprocesses 2 --dist loadfile --durations=12
 
 test: env node-env sandbox
@@ -134,7 +134,7 @@ test-long: test-node env node-env test-packages
 	$(WHOLE_RUNS) -m 'whole and ($(LONG))'
 
 test-node: node-env compiler sandbox
-	$(NODE)/python -m pytest tests/node --numprocesses $$(nproc) --dist loadfile --durations=12
+	$(NODE)/python -m pytest tests/node --numprocesses $$(($$(nproc) + 1)) --dist loadfile --durations=12
 
 # DeepSpeed compiles some of its modules when they are first used.
 compiler:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,14 @@ def test_a_rank_that_is_killed_costs_no_weight(tiny: Path, tmp_path: Path) -> No
     with open_rig(tmp_path / "calm", tiny, **of(2)) as calm:
         assert calm.wait(calm.start_ranks()) == exit_codes.OK
     with open_rig(tmp_path / "killed", tiny, **of(2)) as killed:
+        lost = threading.Event()
+
+        def hold_the_last_step(made: int) -> None:
+            """On a busy machine the run could be over before anyone is killed."""
+            if made > (STEPS - 1) * GRPO["per_device_train_batch_size"]:
+                lost.wait(HANG_S)
+
+        killed.gateway.on_completion = hold_the_last_step
         launcher = killed.start_ranks()
         step = dice.randrange(2, STEPS - 1)
         # A step's heartbeat comes before its checkpoint, which is stored beside training.
@@ -55,6 +64,7 @@ def test_a_rank_that_is_killed_costs_no_weight(tiny: Path, tmp_path: Path) -> No
         ranks = ranks_of(launcher)
         assert len(ranks) == 2
         dice.choice(ranks).kill()
+        lost.set()
         assert launcher.wait(HANG_S) != 0
         assert take_exit_code(killed.work) is None
         assert killed.wait(killed.start_ranks(2), 2) == exit_codes.OK
