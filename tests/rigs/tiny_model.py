@@ -16,7 +16,7 @@ TINY = Path(__file__).parents[2] / "examples" / "tiny"
 @cache
 def _made(python: Path) -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="tiny-")
-    command = [python, TINY / "make_model.py", "--out", folder.name]
+    command: list[str | Path] = [python, TINY / "make_model.py", "--out", folder.name]
     subprocess.run(command, check=True, timeout=HANG_S, capture_output=True)
     return folder
 
