@@ -78,7 +78,7 @@ system-packages:
 # A real S3 store for the tests: Ceph's daemons, 64 packages of 269 MB, nothing of which starts by itself; what makes
 # and reaches the machines that SkyPilot is tested on; and Chromium, 400 MB, for the run page. Where they cannot be
 # installed, their tests are skipped, and fail where CI is set.
-test-packages:
+test-packages: | system-packages # apt works for one at a time
 	@which ceph-mon ceph-osd radosgw radosgw-admin >/dev/null || \
 		{ echo 'Ceph is missing: installing it with apt-get'; apt-get update -q && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends ceph-mon ceph-osd radosgw; } || \
