@@ -8,6 +8,9 @@ BENCHES := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.p
 
 LOCKS := tasks/sky/locks
 
+# Containers often set it. Here hundreds of processes would compile the same modules, and pytest rewrite the same tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: image image-folder check-gpu lock sandbox buildah compiler demo test test-all test-long test-node soak check bench record env node-env system-packages drawings test-packages haproxy sky-image clean $(BENCHES)
 
 env: .venv/.ready
@@ -75,7 +78,7 @@ system-packages:
 # A real S3 store for the tests: Ceph's daemons, 64 packages of 269 MB, nothing of which starts by itself; what makes
 # and reaches the machines that SkyPilot is tested on; and Chromium, 400 MB, for the run page. Where they cannot be
 # installed, their tests are skipped, and fail where CI is set.
-test-packages:
+test-packages: | system-packages # apt works for one at a time
 	@which ceph-mon ceph-osd radosgw radosgw-admin >/dev/null || \
 		{ echo 'Ceph is missing: installing it with apt-get'; apt-get update -q && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends ceph-mon ceph-osd radosgw; } || \
@@ -111,11 +114,11 @@ sky-image: env test-packages
 demo: env node-env
 	examples/tiny/demo.sh
 
-# What a person runs after a change, in as many processes as there are cores; what shares one server shares a process
-# (tests/conftest.py). The markers: pyproject.toml. Whole runs go two files beside each other: they wait for machines
-# and engines more than they compute.
+# What a person runs after a change, in two processes more than there are cores, for half of their time tests wait: for
+# processes that start or end, for servers, for clocks. What shares one server shares a process (tests/conftest.py). The
+# markers: pyproject.toml. Whole runs go two files beside each other: they start most of what they wait for themselves.
 LONG := slow or ceph or root
-SIDE_BY_SIDE := $(BIN)/python -m pytest tests --numprocesses $$(nproc) --dist loadgroup --durations=12
+SIDE_BY_SIDE := $(BIN)/python -m pytest tests --numprocesses $$(($$(nproc) + 2)) --dist loadgroup --durations=12
 WHOLE_RUNS := $(BIN)/python -m pytest tests/e2e --numprocesses 2 --dist loadfile --durations=12
 
 test: env node-env sandbox
@@ -131,7 +134,7 @@ test-long: test-node env node-env test-packages
 	$(WHOLE_RUNS) -m 'whole and ($(LONG))'
 
 test-node: node-env compiler sandbox
-	$(NODE)/python -m pytest tests/node --numprocesses $$(nproc) --dist loadfile --durations=12
+	$(NODE)/python -m pytest tests/node --numprocesses $$(($$(nproc) + 1)) --dist loadfile --durations=12
 
 # DeepSpeed compiles some of its modules when they are first used.
 compiler:

@@ -17,8 +17,6 @@ from policies.model.vocabulary import NodePhase, RunPhase
 from tests.e2e.harness import Run
 from tests.stand_ins.earlier_trainer import leave_heartbeat
 
-pytestmark = pytest.mark.whole
-
 STAND_IN = Path(__file__).parents[1] / "stand_ins" / "stand_in_node.sh"
 
 
@@ -138,23 +136,23 @@ def test_machines_end_by_themselves_when_nobody_is_left(tmp_path: Path) -> None:
         run.end()
 
 
+MISTAKES = {
+    ("status", "s3-bucket/typo"): "expected a store URL",
+    ("status", "nowhere://x/y"): "expected a URL that fsspec knows",
+    ("resume", "file:///tmp/there-is-no-run-here"): "no run in file:///tmp/there-is-no-run-here",
+    ("logs", "rollout-9"): "no log of 'rollout-9'; there are logs of: ",
+    ("up", "missing.yaml"): "missing.yaml",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["status", "s3-bucket/typo"], "expected a store URL"),
-        (["status", "nowhere://x/y"], "expected a URL that fsspec knows"),
-        (["resume", "file:///tmp/there-is-no-run-here"], "no run in file:///tmp/there-is-no-run-here"),
-        (["logs", "rollout-9"], "no log of 'rollout-9'; there are logs of: "),
-        (["up", "missing.yaml"], "missing.yaml"),
-    ],
-)
-def test_mistakes_are_one_clear_line(run: Run, arguments: list[str], message: str) -> None:
+def test_mistakes_are_one_clear_line(run: Run) -> None:
     start(run)
-    done = run.cli(*arguments, code=None)
-    assert done.returncode in (exit_codes.USAGE, exit_codes.FAILED)
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    for arguments, message in MISTAKES.items():
+        done = run.cli(*arguments, code=None)
+        assert done.returncode in (exit_codes.USAGE, exit_codes.FAILED), arguments
+        assert message in done.stderr, arguments
+        assert len(done.stderr.strip().splitlines()) == 1, arguments
 
 
 def test_a_missing_node_environment_is_one_clear_line(run: Run, tmp_path: Path) -> None:

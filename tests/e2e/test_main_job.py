@@ -25,11 +25,8 @@ def test_kills_and_a_resume_lose_no_step_and_change_no_weight(tmp_path: Path) ->
     calm = tiny_run(tmp_path / "calm", tiny, replicas=1, **changes)
     run = tiny_run(tmp_path / "run", tiny, replicas=2, **changes)
     try:
-        calm.cli("up", str(calm.yaml), "-y", "-d")
-        finish(calm)
-        assert check_healthy(calm, STEPS, gain=0.0)["faults_survived"] == 0
-
-        run.cli("up", str(run.yaml), "-y", "-d")
+        for one in (calm, run):  # beside each other: they wait for processes that start
+            one.cli("up", str(one.yaml), "-y", "-d")
         reach(run, 2)
         for pid in run.pids("rollout-0-i1"):  # a whole machine, without a word
             os.kill(pid, signal.SIGKILL)
@@ -38,7 +35,9 @@ def test_kills_and_a_resume_lose_no_step_and_change_no_weight(tmp_path: Path) ->
         os.kill(run.daemon_pid, signal.SIGKILL)
         run.cli("resume", run.url, "-d")
         finish(run)
+        finish(calm)
 
+        assert check_healthy(calm, STEPS, gain=0.0)["faults_survived"] == 0
         report = check_healthy(run, STEPS, gain=0.0)
         assert report["faults_survived"] >= 2
         assert report["restarts"]["trainer-0"] == 1

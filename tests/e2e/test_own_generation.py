@@ -43,17 +43,16 @@ def test_kills_change_no_weight_and_the_reward_rises(tmp_path: Path) -> None:
     calm = tiny_run(tmp_path / "calm", tiny, replicas=0, **changes)
     run = tiny_run(tmp_path / "run", tiny, replicas=0, **changes)
     try:
-        calm.cli("up", str(calm.yaml), "-y", "-d")
-        finish(calm)
-        assert check_healthy(calm, STEPS)["faults_survived"] == 0
-
-        run.cli("up", str(run.yaml), "-y", "-d")
+        for one in (calm, run):
+            one.cli("up", str(one.yaml), "-y", "-d")
         reach(run, 6)
         kill_trainer(run)
         os.kill(run.daemon_pid, signal.SIGKILL)
         run.cli("resume", run.url, "-d")
         finish(run)
+        finish(calm)
 
+        assert check_healthy(calm, STEPS)["faults_survived"] == 0
         assert check_healthy(run, STEPS)["restarts"]["trainer-0"] == 1
         assert final_weights(run, STEPS) == final_weights(calm, STEPS)
         assert not any(entry.key.startswith("policies/") for entry in run.store.entries("policies"))

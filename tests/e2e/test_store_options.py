@@ -24,10 +24,7 @@ from tests.budget import HANG_S
 from tests.e2e.harness import Run
 from tests.e2e.test_control import STAND_IN, small_spec
 from tests.rigs.store.fault_proxy import Answer, FaultProxy, IgnoreConditions, fault_proxy
-from tests.rigs.store.moto_server import moto_server
 from tests.stand_ins.earlier_trainer import leave_heartbeat
-
-pytestmark = pytest.mark.whole
 
 NODES = ("trainer-0-i1", "rollout-0-i1", "rollout-1-i1")
 
@@ -70,12 +67,6 @@ class S3Run(Run):
 
     def written_at_home(self) -> list[Path]:
         return [path for path in Path(self.env["GRPO_ORCH_HOME"]).rglob("*") if path.is_file()]
-
-
-@pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultProxy]:
-    with moto_server(tmp_path_factory.mktemp("moto")) as server, fault_proxy(server.endpoint) as made:
-        yield made
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,18 @@ from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.transfer import read_manifest
 from policies.model.vocabulary import RunPhase
 from tests.e2e.harness import ROOT, Run
+from tests.rigs import tiny_model
 from tests.rigs.store.server import S3Server
 
 NODE_PYTHON = ROOT / ".venv-node" / "bin" / "python"
-TINY = ROOT / "examples" / "tiny"
+TINY = tiny_model.TINY
 STEPS = 30
 RUN_TIMEOUT_S = 900.0
 
 
 def make_tiny(folder: Path) -> Path:
-    """Make the model and its data in `folder`."""
-    subprocess.run([NODE_PYTHON, TINY / "make_model.py", "--out", folder], check=True)
-    return folder
+    """Put the model and its data into `folder`."""
+    return tiny_model.make_tiny(folder, NODE_PYTHON)
 
 
 def tiny_run(

@@ -1,9 +1,8 @@
 """What DeepSpeed and FSDP2 divide over two processes goes on from a checkpoint with the same weights, bit for bit.
 
 By our launcher, over gloo, on CPUs that pass for GPUs, with transformers' trainer: what TRL's does beside it, each
-window's rest and seeds, `test_killed` holds for processes that divide nothing. DeepSpeed compiles a module for
-collectives on CPUs at its first start, and one for an optimizer in the machine's memory, a minute of a processor
-and four; torch keeps both in its cache.
+window's rest and seeds, `test_killed` holds for processes that divide nothing. DeepSpeed compiles its module for
+an optimizer in the machine's memory at its first start, a minute of two processors; torch keeps it in its cache.
 """
 
 from __future__ import annotations

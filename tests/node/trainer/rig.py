@@ -46,9 +46,9 @@ from tasks.storing.heartbeat import Heartbeat
 from tasks.trainer.assemble import assemble
 from tests.budget import HANG_S
 from tests.node.trainer.stand_in_gateway import TOKEN, StandInGateway
+from tests.rigs import tiny_model
 
 REPOSITORY = Path(__file__).parents[3]
-TINY = REPOSITORY / "examples" / "tiny"
 PROMPTS = 6
 
 # Two prompts a step, so three steps are an epoch.
@@ -68,9 +68,8 @@ GRPO: dict[str, Any] = {
 
 
 def make_tiny(folder: Path) -> Path:
-    """Build the example's model and prompts once; returns the folder."""
-    command = [sys.executable, str(TINY / "make_model.py"), "--out", str(folder)]
-    subprocess.run(command, check=True, timeout=HANG_S, capture_output=True)
+    """Put the example's model and prompts into `folder`, and a few of the prompts alone; returns the folder."""
+    tiny_model.make_tiny(folder, Path(sys.executable))
     lines = (folder / "prompts.jsonl").read_text().splitlines()
     (folder / "few.jsonl").write_text("\n".join(lines[:PROMPTS]) + "\n")
     return folder

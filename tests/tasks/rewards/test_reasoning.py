@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from tasks.rewards import reasoning, reasoning_gym_reward
 from tasks.rewards.in_workers import RewardRaised
 
-pytest.importorskip("reasoning_gym")
+pytestmark = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
 
 # Modules that evaluate what they themselves have made, and nothing of an answer.
 OWN_EVALUATION = {
