@@ -1,4 +1,4 @@
-"""A trainer that generates itself while no rollout node is to be had, or parks where that is dear: what it gains.
+"""What a run gains whose trainer generates by itself while no rollout node is to be had, or parks if that is dear.
 
 `make bench-drought` simulates hours of scarce spot, and nothing else to be had, under the production controller:
 each run as it is, and beside it with `rollout.own_generation_after_s: null`. It prints each pair and one line of

@@ -19,7 +19,7 @@ class Physics:
     weights, the first of a fleet in `first_weights_s` from the store, others in `weights_s` from it. Each of these
     times differs from machine to machine by up to `spread`, a share of it.
 
-    A trainer that generates itself takes `own_slower` times as long for it as one node: on as many GPUs, by
+    A trainer that generates by itself takes `own_slower` times as long for it as one node: on as many GPUs, by
     transformers' `generate` and not by vLLM.
     """
 

@@ -155,7 +155,7 @@ class Work:
 
     def _step(self, box: Box, dt_s: float) -> bool:
         """Make a part of a step; whether it could, for which it needs a rollout node, or to have been without one
-        for so long that it generates itself."""
+        for so long that it generates by itself."""
         physics = self._cloud.physics
         working = [one for one in self._cloud.of(Role.ROLLOUT) if one.at_work(self._cloud.time_s)]
         nodes = 1 if generates_itself(self._spec) else len(working)

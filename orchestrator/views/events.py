@@ -148,7 +148,7 @@ def sentence(event: Event) -> str:
             return f"The store has caught up at step {event.step}: it has the checkpoint of {event.stored_step}"
         case TrainerGenerates():
             waited = "" if event.waited_s is None else f", and no machine for {duration(event.waited_s)}"
-            return f"No rollout node is there{waited}: from step {event.step} on the trainer generates itself"
+            return f"No rollout node is there{waited}: from step {event.step} on the trainer generates by itself"
         case NodesGenerate():
             what = f"after {duration(event.lasted_s)} in which the trainer did"
             return f"From step {event.step} on rollout nodes generate again, {what}"

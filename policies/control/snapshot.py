@@ -27,7 +27,7 @@ from policies.serving.gateway_status import MemberStatus
 from policies.serving.joining import Coming, Stage
 
 BEFORE_TRAINING = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet
-OWN_GENERATION = "generating itself"  # of one that stands in for rollout nodes
+OWN_GENERATION = "generating by itself"  # of one that stands in for rollout nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ ROLLBACK_EDGES: dict[tuple[S | None, S | None], str] = {
     (
         S.RESUMED,
         S.PROBATION,
-    ): "a rollout node serves a policy of the new timeline, or the trainer generates itself",
+    ): "a rollout node serves a policy of the new timeline, or the trainer generates by itself",
     (S.PROBATION, None): "the new timeline came far enough beyond the old one's trip",
     (S.BEGUN, S.BEGUN): "a person asks for another one, which replaces this one",
     (S.FORKED, S.BEGUN): "a person asks for another one",

@@ -127,7 +127,7 @@ class RunState:
     trainerless_since_s: float | None = None  # there has been no machine for the trainer since
     rolloutless_since_s: float | None = None  # the same, of rollout nodes
     parked_at_s: float | None = None  # while it is parked
-    own_generation_since_s: float | None = None  # the trainer generates itself, for no rollout node is there
+    own_generation_since_s: float | None = None  # the trainer generates by itself, for no rollout node is there
     trainer_usd_per_h: float = 0.0  # what its last machine cost, disk included; 0: not known
     capacity_told: frozenset[str] = frozenset()  # roles whose lack of machines was told
     commands_taken: frozenset[str] = frozenset()

@@ -98,7 +98,8 @@ class OwnGeneration:
             new = len(row) if end is None else end + 1
             why = "length" if end is None else "stop"
             token_ids, of_tokens = so_far.token_ids + row[:new], so_far.logprobs + of_row[:new]
-            yield Completion(request.index, token_ids, of_tokens, why, batch.policy.label, self._node)
+            made_by = batch.policy.label, self._node
+            yield Completion(request.index, token_ids, of_tokens, why, *made_by, handed_over=so_far.handed_over)
 
     def _longest_prompt(self, completion: int) -> int | None:
         """In tokens, so that a completion of that length fits behind it; None where the model has no bound."""

@@ -181,9 +181,7 @@ class BatchRun:
         samples = (sample for prompt in self._prompts for sample in prompt.samples)
         begun = zip(samples, self._jobs, self._tasks, strict=False)  # not all may have been begun
         return [
-            BatchLine(cut=Completion(one.index, job.token_ids, job.logprobs, CUT, job.made_from, ""))
-            for one, job, task in begun
-            if job.token_ids and not task.done()
+            BatchLine(cut=_cut(one.index, job)) for one, job, task in begun if job.token_ids and not task.done()
         ]
 
     def _say(self, line: BatchLine) -> None:
@@ -228,6 +226,11 @@ class BatchRun:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("request_broke", exc_info=error)
             self._say(BatchLine(error=f"the gateway failed: {error!r}"))
+
+
+def _cut(index: int, job: Job) -> Completion:
+    made = job.token_ids, job.logprobs
+    return Completion(index, *made, CUT, job.made_from, "", handed_over=job.handed_over)
 
 
 def _holds(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""A trainer that generates itself while no rollout node is to be had: what is told of it, and whether that pays.
+"""A trainer that generates while no rollout node is to be had: what is told of it, and whether that pays.
 
 It begins by itself (`tasks.completions.drought`), since it is paid for while it waits. What is decided here is
 whether the run goes on so, in place of parking.
@@ -27,7 +27,7 @@ def tell_own_generation(tick: Tick) -> None:
     if since_s is None and beat.activity == OWN_GENERATION:
         without_s = tick.state.rolloutless_since_s
         waited_s = None if without_s is None else tick.waited_s(without_s)
-        tick.emit(TrainerGenerates(beat.step, waited_s), "no rollout node is there: the trainer generates itself")
+        tick.emit(TrainerGenerates(beat.step, waited_s), "no rollout node is there: the trainer generates")
     elif since_s is not None and _nodes_generate(tick, beat.activity):
         lasted_s = tick.waited_s(since_s)
         tick.emit(NodesGenerate(beat.step, lasted_s), f"completions are the nodes' again, at step {beat.step}")

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from policies.serving.wire import CUT
+from policies.serving.wire import CUT, HandOver
 from tests.budget import until
 from tests.rigs.gateway_process import Rig, check_complete, hear, kill, make_batch
 from tests.stand_ins.fake_vllm import completion
@@ -49,6 +49,7 @@ def test_what_a_lost_node_has_made_is_handed_out_and_nothing_counts_as_lost(rig:
         assert 0 < made < len(tokens)
         assert (one.token_ids, one.logprobs) == (tokens[:made], logprobs[:made])
         assert (one.finish_reason, one.policy) == (CUT, "0-0")
+        assert one.handed_over == [HandOver("rollout-0", made)]
     told = sum(len(one.token_ids) for one in [*heard.completions, *heard.cut])
     assert (heard.end.tokens, heard.end.discarded) == (told, 0)
     assert until("the gateway's word", lambda: rig.status().tokens_delivered == told)

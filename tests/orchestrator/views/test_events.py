@@ -183,9 +183,9 @@ SAMPLES: list[tuple[Event, str]] = [
     (StoreSlowed(20, 0), "The store is slow: the checkpoint of step 20 is put off, none is stored"),
     (
         TrainerGenerates(130, 320.0),
-        "No rollout node is there, and no machine for 5:20 min: from step 130 on the trainer generates itself",
+        "No rollout node is there, and no machine for 5:20 min: from step 130 on the trainer generates by itself",
     ),
-    (TrainerGenerates(130), "No rollout node is there: from step 130 on the trainer generates itself"),
+    (TrainerGenerates(130), "No rollout node is there: from step 130 on the trainer generates by itself"),
     (
         NodesGenerate(133, 840.0),
         "From step 133 on rollout nodes generate again, after 14:00 min in which the trainer did",

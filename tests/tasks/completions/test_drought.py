@@ -99,7 +99,7 @@ def test_it_makes_part_after_part_and_looks_for_a_node_before_each(world: World)
     assert [one.index for one in got.completions] == list(range(6))
     assert world.gateway.asked == [(list(range(6)), AFTER_S), ([2, 3, 4, 5], 0.0), ([4, 5], 0.0)]
     assert (got.discarded, got.wait_s) == (11, 4.5)
-    assert world.heard.said == ["generating itself"] * 2
+    assert world.heard.said == ["generating by itself"] * 2
     assert world.costs.own_generate_s == world.costs.generate_s == world.costs.generated_s == 8.0
 
 
