@@ -51,7 +51,7 @@ def own_generation_pays(tick: Tick, idle_limit_s: float) -> bool:
     if tick.silent_s(max(since_s, tick.snapshot.stepped_at_s)) >= idle_limit_s + most_s:
         return False
     if own is None:
-        rows_s = TRIED_ROWS * int(tick.spec.grpo.get("logging_steps", 1)) * most_s
+        rows_s = TRIED_ROWS * max(1, int(tick.spec.grpo.get("logging_steps", 1))) * most_s
         return tick.silent_s(since_s) < idle_limit_s + rows_s
     return own.seconds(1) <= most_s or is_behind(tick)
 
