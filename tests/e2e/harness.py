@@ -100,6 +100,12 @@ class Run:
         running = (one.pid for one in found if not module or module in (one.info["cmdline"] or ()))
         return sorted({*pids} & {*running})
 
+    def own_pid(self, node: str) -> int:
+        """The process that started all others of a node's machine; numbers begin anew, so theirs may be lower."""
+        pids = self.pids(node)
+        (own,) = (pid for pid in pids if psutil.Process(pid).ppid() not in pids)
+        return own
+
     def until(self, what: str, wanted: Callable[[], bool], timeout_s: float = HANG_S) -> None:
         """Wait until `wanted()`; on time-out, fail with what the daemon's log says last."""
         deadline_s = time.monotonic() + timeout_s

@@ -287,6 +287,7 @@ def test_no_room_for_a_delta_is_no_reason_not_to_write_the_weights(
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.slow  # what goes wrong with few of them is found by the properties above
 def test_twenty_thousand_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safetensors, "PIECE_BYTES", 8 * 2**20)
     before: Weights = {f"model.layers.{n}.weight": ("BF16", bytes(n % 100 * 2)) for n in range(20_000)}

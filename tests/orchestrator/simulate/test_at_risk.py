@@ -117,6 +117,7 @@ def early(world: World) -> list[NodeRequested]:
     return [event for event in events(world) if isinstance(event, NodeRequested) and event.relieves]
 
 
+@pytest.mark.slow  # both halves are found by policies/control/fleet/test_at_risk.py, without weather
 def test_a_run_learns_in_its_weather_what_such_words_are_worth() -> None:
     """A day of each: where four of five come true others are bought before the loss, where they mean nothing next
     to none are; each in place of one that was said to be at risk, once."""
