@@ -42,11 +42,16 @@ def loss_of(grpo: Mapping[str, Any]) -> str:
 
 def is_on_policy(grpo: Mapping[str, Any], processes: int) -> bool:
     """Whether every completion is trained on by the weights that it was generated with: then the ratio is 1."""
+    return value_of(grpo, "num_iterations") == 1 and steps_of_generation(grpo, processes) <= 1
+
+
+def steps_of_generation(grpo: Mapping[str, Any], processes: int) -> float:
+    """How many optimizer steps one generation is trained on in."""
     accumulated = int(value_of(grpo, "gradient_accumulation_steps"))
     batches = int(grpo.get("steps_per_generation") or accumulated)
     if (whole := grpo.get("generation_batch_size")) is not None:
         batches = int(whole) // (int(value_of(grpo, "per_device_train_batch_size")) * processes)
-    return value_of(grpo, "num_iterations") == 1 and batches <= accumulated
+    return batches / accumulated * value_of(grpo, "num_iterations")
 
 
 def weight_cap(grpo: Mapping[str, Any]) -> float:

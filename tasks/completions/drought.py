@@ -93,10 +93,9 @@ class Drought:
                 self._take(nobody)
                 raise OwnTurn from nobody
             self._patience_s = self._after_s  # somebody serves
-            # What was begun has been made anew.
-            self._discarded += got.discarded + sum(len(one.token_ids) for one in self._begun.values())
+            self._keep(got.completions)
+            self._discarded += got.discarded
             self._wait_s += got.wait_s
-            self._made |= {one.index: one for one in got.completions}
         made, self._batch = self._made, None
         return Generated([made[one.index] for one in batch.requests], self._discarded, self._wait_s)
 
@@ -138,10 +137,21 @@ class Drought:
         self._batch = batch
 
     def _take(self, nobody: NobodyServes) -> None:
-        self._made |= {one.index: one for one in nobody.made}
-        self._begun |= {one.index: one for one in nobody.cut}
+        self._keep(nobody.made)
+        for one in nobody.cut:
+            before = self._begun.get(one.index)
+            made, there = len(one.token_ids), 0 if before is None else len(before.token_ids)
+            self._discarded += min(made, there)
+            if made > there:
+                self._begun[one.index] = one
         self._discarded += nobody.discarded
         self._wait_s += nobody.wait_s
+
+    def _keep(self, made: Sequence[Completion]) -> None:
+        """Nodes have made these. What had been begun of them was made anew."""
+        self._made |= {one.index: one for one in made}
+        begun = [self._begun.pop(one.index) for one in made if one.index in self._begun]
+        self._discarded += sum(len(one.token_ids) for one in begun)
 
 
 def _name_of(batch: Batch) -> tuple[str, list[int]]:

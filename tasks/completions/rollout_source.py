@@ -16,6 +16,7 @@ from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion, Precedence, Recovery, Role, machine_of
 from policies.serving.seeds import request_seed
 from policies.serving.wire import Batch, CompletionRequest, PolicyRef
+from tasks.completions.drought import OwnTurn
 from tasks.completions.gateway_client import Generated
 from tasks.completions.refused_prompts import RefusedPrompts
 from tasks.storing.heartbeat import Heartbeat
@@ -108,6 +109,7 @@ class RolloutSource:
         self._recovery = recovery
         self._version = PolicyVersion(-1, -1)
         self._calls = {True: 0, False: 0}  # made at that version, training and evaluation
+        self._asked_s = 0.0  # for which a call was asked for that ended with the trainer's own turn
         self._ahead: _Ahead | None = None  # what an evaluation will ask for
         self._stored: dict[tuple[PolicyVersion, int], list[str]] | None = (
             None  # records of earlier trainers, once they are asked for
@@ -182,11 +184,15 @@ class RolloutSource:
                 batch = Batch(publish(), sampling, requests, self._deadline_s, self._recovery)
                 published_s = time.monotonic()
                 got = self._gateway.complete(batch)
+            except OwnTurn:  # the same call comes again, and what it waits is told at its end
+                self._asked_s += time.monotonic() - published_s
+                raise
             finally:
                 ended_s = time.monotonic()
                 self._costs.generated_s += ended_s - began_s
+            asked_s, self._asked_s = self._asked_s + ended_s - published_s, 0.0
             if training:
-                self._costs.generated(max(0.0, ended_s - published_s - got.wait_s), _machines_of(got))
+                self._costs.generated(max(0.0, asked_s - got.wait_s), _machines_of(got))
             rollout = Rollout(
                 rollouts.SCHEMA, str(version), call, digest, got.completions, got.discarded, got.wait_s
             )

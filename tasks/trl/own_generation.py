@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class OwnGeneration:
         trainer, length = self._trainer, int(batch.sampling["max_tokens"])
         model, ends = trainer.model, list(trainer.eos_token_ids)
         nothing = Completion(-1, [], [], CUT, batch.policy.label, "")
-        there = [begun.get(one.index, nothing) for one in requests]
+        there = self._with_room(requests, [begun.get(one.index, nothing) for one in requests], length)
         texts = [one.prompt_token_ids + so_far.token_ids for one, so_far in zip(requests, there, strict=True)]
         ids, mask = _padded(texts, ends[0], model.device)
         made = [len(one.token_ids) for one in there]
@@ -100,6 +101,20 @@ class OwnGeneration:
             token_ids, of_tokens = so_far.token_ids + row[:new], so_far.logprobs + of_row[:new]
             made_by = batch.policy.label, self._node
             yield Completion(request.index, token_ids, of_tokens, why, *made_by, handed_over=so_far.handed_over)
+
+    def _with_room(
+        self, requests: list[CompletionRequest], there: list[Completion], length: int
+    ) -> list[Completion]:
+        """What was begun, as far as the model has positions behind it for as many tokens as another one lacks: all
+        are drawn on until the last one ends."""
+        longest, to_come = self._longest_prompt(length), length - min(len(one.token_ids) for one in there)
+        if longest is None:
+            return there
+        found = []
+        for request, one in zip(requests, there, strict=True):
+            room = longest + length - to_come - len(request.prompt_token_ids)
+            found.append(replace(one, token_ids=one.token_ids[:room], logprobs=one.logprobs[:room]))
+        return found
 
     def _longest_prompt(self, completion: int) -> int | None:
         """In tokens, so that a completion of that length fits behind it; None where the model has no bound."""

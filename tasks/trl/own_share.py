@@ -11,6 +11,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from policies.serving.wire import Completion
 from tasks.completions.drought import Drought, Share
 from tasks.machine.leaving import LeaveNow
+from tasks.storing.heartbeat import Fenced
 from tasks.trl.own_generation import OwnGeneration
 
 
@@ -51,7 +52,9 @@ class OwnShare:
             return [], None
         except torch.OutOfMemoryError:
             return [], ""
-        except (RuntimeError, ValueError, TypeError) as error:  # the model's, or transformers'
+        except Fenced:
+            raise
+        except Exception as error:  # noqa: BLE001  # the model's own code may raise anything
             return [], f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         finally:
             if torch.cuda.is_available():

@@ -33,6 +33,7 @@ from policies.model.timelines import lineage, on_lineage
 
 # An evaluation's name is a digest of its run.yaml: a new key of that belongs here unless it changes answers.
 LATER_KEYS = ("notify", "metrics_port")
+LATER_ROLLOUT_KEYS = ("own_generation_after_s",)
 FIRST_FLEET_KEYS = ("dead_man_min",)  # of `policies.fleet`
 NAMED_MAX = 8  # policies in an evaluation's name: a folder's has an end
 
@@ -103,7 +104,9 @@ def _without_later(spec: dict[str, Any]) -> dict[str, Any]:
     and not paid for again."""
     policies = dict(spec["policies"])
     policies["fleet"] = {key: policies["fleet"][key] for key in FIRST_FLEET_KEYS}
-    return {key: value for key, value in spec.items() if key not in LATER_KEYS} | {"policies": policies}
+    rollout = {key: value for key, value in spec["rollout"].items() if key not in LATER_ROLLOUT_KEYS}
+    known = {key: value for key, value in spec.items() if key not in LATER_KEYS}
+    return known | {"policies": policies, "rollout": rollout}
 
 
 def _contents(spec: RunSpec, problems: Dataset | tuple[Dataset, ...]) -> dict[str, str]:

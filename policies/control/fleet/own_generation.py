@@ -9,14 +9,16 @@ from __future__ import annotations
 from policies.control.fleet.deadline import is_behind
 from policies.control.fleet.size import GENERATING, hourly_prices
 from policies.control.fleet.stand_ins import on_demand_usd_per_h
+from policies.control.objective import steps_of_generation
 from policies.control.snapshot import OWN_GENERATION
 from policies.control.tick import Tick
 from policies.fleet.how_many import HourlyPrices
 from policies.fleet.parking import own_step_limit_s
 from policies.model.events import NodesGenerate, TrainerGenerates
+from policies.model.spec import processes_of
 from policies.model.vocabulary import NodePhase, Role, RunPhase
 
-TRIED_ROWS = 2  # logged steps until one is measured: it ends where the next one is logged
+TRIED_ROWS = 2  # logged steps until one is measured: it ends where the next generation is logged
 
 
 def tell_own_generation(tick: Tick) -> None:
@@ -48,10 +50,12 @@ def own_generation_pays(tick: Tick, idle_limit_s: float) -> bool:
     if since_s is None:
         return False
     most_s, own = _step_limit_s(tick, idle_limit_s), tick.snapshot.own_step
-    if tick.silent_s(max(since_s, tick.snapshot.stepped_at_s)) >= idle_limit_s + most_s:
+    # The completions of several steps are made at once, before the first of them.
+    at_once = max(1.0, steps_of_generation(tick.spec.grpo, processes_of(tick.spec)))
+    if tick.silent_s(max(since_s, tick.snapshot.stepped_at_s)) >= idle_limit_s + at_once * most_s:
         return False
     if own is None:
-        rows_s = TRIED_ROWS * max(1, int(tick.spec.grpo.get("logging_steps", 1))) * most_s
+        rows_s = TRIED_ROWS * max(at_once, int(tick.spec.grpo.get("logging_steps", 1))) * most_s
         return tick.silent_s(since_s) < idle_limit_s + rows_s
     return own.seconds(1) <= most_s or is_behind(tick)
 

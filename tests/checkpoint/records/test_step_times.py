@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checkpoint.records.metrics import GENERATE_NODE_S, GENERATE_S, OWN_GENERATE_S, REPLAYED, TOKENS, Row
+from checkpoint.records.metrics import GENERATE_NODE_S, GENERATE_S, OWN_GENERATE_S, REPLAYED, TOKENS, WAIT_S, Row
 from checkpoint.records.step_times import step_times
 from policies.fleet.measuring import MeasuredStep
 
@@ -44,6 +44,13 @@ def test_a_step_that_the_trainer_generated_itself_is_one_of_its_own() -> None:
     own.values[OWN_GENERATE_S] = 4.0
     rows = [row(1, 10.0), own, row(3, 32.0), row(4, 40.0)]
     assert step_times(rows) == [MeasuredStep(10, 4, 0, 100, own_s=4), MeasuredStep(12, 4, 2, 100)]
+
+
+def test_what_the_trainer_waited_before_it_generated_itself_is_no_part_of_such_a_step() -> None:
+    own = row(2, 320.0, nodes=0)
+    own.values.update({OWN_GENERATE_S: 4.0, WAIT_S: 300.0})
+    rows = [row(1, 10.0), own, row(3, 332.0), row(4, 340.0)]
+    assert step_times(rows)[0] == MeasuredStep(10, 4, 0, 100, own_s=4)
 
 
 def test_a_log_from_before_generation_was_measured_tells_nothing() -> None:

@@ -131,6 +131,21 @@ def test_what_nodes_have_made_stays_and_what_they_had_begun_is_gone_on_with(worl
     assert got.discarded == 5 + 1 + 2, "what was begun of 5 has been made anew"
 
 
+def test_of_what_nodes_begin_twice_the_longer_stays_and_every_lost_token_counts(world: World) -> None:
+    world.gateway.cut = [begun(4, 4), begun(5, 2)]
+    world.take(world.share(batch()))
+    world.gateway.cut, world.gateway.made = [begun(4, 1), begun(5, 3)], [2]
+    share = world.share(batch())
+    assert share.begun == [begun(4, 4)]
+    world.take(share)
+    world.gateway.made = [5]
+    with pytest.raises(OwnTurn):
+        world.drought.complete(batch())
+    got = world.drought.complete(batch())
+    assert [one.node for one in got.completions] == [TRAINER] * 2 + [NODE] + [TRAINER] * 2 + [NODE]
+    assert got.discarded == 3 * 5 + 1 + 2 + 3
+
+
 def test_another_batch_is_begun_with_nothing(world: World) -> None:
     world.take(world.share(batch()))
     share = world.share(batch(first_seed=200))

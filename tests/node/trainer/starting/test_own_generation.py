@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from checkpoint.records.metrics import read_metrics
 from checkpoint.stream.catalog import Catalog
@@ -101,6 +101,16 @@ def test_what_was_begun_elsewhere_is_gone_on_with_as_if_it_had_never_been_cut(mo
     ]
     for one, expected in zip(found, whole, strict=True):
         assert one.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def test_what_was_begun_is_drawn_to_no_position_that_the_model_has_not() -> None:
+    config = GPT2Config(vocab_size=40, n_positions=16, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
+    few = GPT2LMHeadModel(config)
+    asked = batch([[3] * 10, [7]], [1, 2], max_tokens=6)
+    whole = engine(few, [0]).complete(asked).completions
+    cut = replace(whole[0], token_ids=whole[0].token_ids[:5], logprobs=whole[0].logprobs[:5], finish_reason=CUT)
+    found = engine(few, [0]).complete(asked, [cut]).completions
+    assert [one.token_ids for one in found] == [one.token_ids for one in whole]
 
 
 def test_tokens_are_drawn_as_often_as_the_model_says(model: Any) -> None:

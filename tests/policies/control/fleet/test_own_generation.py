@@ -26,7 +26,8 @@ PARKS_AFTER_S = IDLE_MIN_S + 90.0  # this world's trainer boots in seconds
 
 @dataclass
 class Alone(TwoMarkets):
-    """Its trainer generates once no node is there, a step in `own_step_s`; infinite: it does not get on."""
+    """Its trainer generates once no node is there, a step in `own_step_s`; infinite: it does not get on. The
+    completions of `at_once` steps are made before the first of them ends."""
 
     own_step_s: float = 300.0
     own_after_s: float = 100.0
@@ -35,24 +36,27 @@ class Alone(TwoMarkets):
     own_steps: float = 0.0
     shape: StepShape | None = SHAPE
     measured: bool = True
+    at_once: int = 1
+    seen: int = 0  # the step that the heartbeat says
 
     def snapshot(self) -> Snapshot:
         looked = super().snapshot()
-        known = self.own_steps >= 1 and self.measured
+        known = self.own_steps >= 2 * self.at_once - 1 and self.measured  # once the next generation is logged
         own = StepShape(SHAPE.fixed_s, self.own_step_s - SHAPE.fixed_s) if known else None
         return replace(looked, own_step=own, stepped_at_s=self.stepped_at_s)
 
     def _advance_trainer(self, trainer: Machine, dt_s: float) -> None:
-        before = int(self.steps)
         super()._advance_trainer(trainer, dt_s)
         assert self.beat is not None
         self.alone_s = self.alone_s + dt_s if self.beat.activity == "waiting" else 0.0
         if self.alone_s >= self.own_after_s:
             self.steps += dt_s / self.own_step_s
             self.own_steps += dt_s / self.own_step_s
-            self.beat = replace(self.beat, activity=OWN_GENERATION, step=int(self.steps))
-        if int(self.steps) != before:
-            self.stepped_at_s = self.now_s
+            self.beat = replace(self.beat, activity=OWN_GENERATION)
+        seen = int(self.steps) - int(self.own_steps) % self.at_once
+        if seen != self.seen:
+            self.seen, self.stepped_at_s = seen, self.now_s
+        self.beat = replace(self.beat, step=seen)
 
     def dry_up(self) -> float:
         """No rollout node can be had from now on. Returns the time."""
@@ -123,6 +127,16 @@ def test_where_nothing_is_measured_it_has_as_long_again_as_its_wait() -> None:
     world = alone(own_step_s=math.inf, measured=False, shape=None)
     parked_s = until_parked(world)
     assert 2 * IDLE_MIN_S <= parked_s <= world.own_after_s + 2 * PARKS_AFTER_S
+
+
+@pytest.mark.parametrize(
+    "grpo", [{"steps_per_generation": 8}, {"num_iterations": 8}, {"generation_batch_size": 64}], ids=str
+)
+def test_one_that_generates_for_several_steps_at_once_has_the_time_of_all_of_them(grpo: dict[str, int]) -> None:
+    of_eight = replace(spec(2), grpo={**spec(2).grpo, "per_device_train_batch_size": 8, **grpo})
+    assert until_parked(alone(of_eight, at_once=8)) == math.inf
+    # But no more than that.
+    assert until_parked(alone(of_eight, at_once=8, own_step_s=math.inf, measured=False)) < 2 * HOUR_S
 
 
 def test_a_run_behind_its_deadline_takes_what_it_can_get() -> None:

@@ -1,0 +1,73 @@
+"""What becomes of a part that a process of the trainer cannot make: the run waits for nodes as if it had not tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
+from tasks.completions.drought import Drought, Share
+from tasks.machine.leaving import LeaveNow
+from tasks.storing.heartbeat import Fenced
+from tasks.trl.own_generation import OwnGeneration
+from tasks.trl.own_share import OwnShare
+
+BATCH = Batch(PolicyRef("0-3", "p"), {"max_tokens": 9}, [CompletionRequest(0, [5], 1)], 60.0)
+
+
+class Told:
+    """What a drought is told of one part."""
+
+    def __init__(self) -> None:
+        self.made: list[Completion] = []
+        self.said: list[str] = []
+
+    def share(self, _processes: int) -> Share:
+        return Share(BATCH, [])
+
+    def take(self, made: Sequence[Completion], _took_s: float, *, training: bool) -> None:
+        assert training
+        self.made += made
+
+    def does_not_fit(self) -> None:
+        self.said.append("does not fit")
+
+    def cannot(self, why: str) -> None:
+        self.said.append(why)
+
+
+class Broken:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def complete(self, *_: Any) -> Any:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), ["does not fit"]),
+        (LeaveNow(), []),
+        (RuntimeError("no kernel\nand more"), ["RuntimeError: no kernel"]),
+        (AttributeError("it has no attribute 'generate'"), ["AttributeError: it has no attribute 'generate'"]),
+        (KeyError("cache"), ["KeyError: 'cache'"]),
+        (AssertionError(), ["AssertionError: "]),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_whatever_its_model_raises_the_trainer_goes_on(error: Exception, said: list[str]) -> None:
+    told = Told()
+    share = OwnShare(cast(Drought, told), cast(OwnGeneration, Broken(error)))
+    share.make(Accelerator(cpu=True), training=True)
+    assert (told.made, told.said) == ([], said)
+
+
+def test_a_trainer_that_was_replaced_ends() -> None:
+    share = OwnShare(cast(Drought, Told()), cast(OwnGeneration, Broken(Fenced())))
+    with pytest.raises(Fenced):
+        share.make(Accelerator(cpu=True), training=True)
