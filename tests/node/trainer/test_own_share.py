@@ -1,4 +1,4 @@
-"""What becomes of a part that a process of the trainer cannot make: the run waits for nodes as if it had not tried."""
+"""A part that a process of the trainer cannot make: the run waits for nodes as if it had not tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call in which the trainer took a turn of its own: the nodes' time in it is told, before that turn and after it."""
+"""A call in which the trainer took a turn of its own: the nodes' time before and after it is told."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Nodes:
         time.sleep(BEFORE_S if self.turns == 1 else AFTER_S)
         if self.turns == 1:
             raise OwnTurn
-        made = [Completion(one.index, [1], [0.0], "stop", batch.policy.label, "rollout-0") for one in batch.requests]
+        label = batch.policy.label
+        made = [Completion(one.index, [1], [0.0], "stop", label, "rollout-0") for one in batch.requests]
         return Generated(made, 0, WAIT_OF_ALL_S)
 
 

@@ -104,8 +104,8 @@ def test_what_was_begun_elsewhere_is_gone_on_with_as_if_it_had_never_been_cut(mo
 
 
 def test_what_was_begun_is_drawn_to_no_position_that_the_model_has_not() -> None:
-    config = GPT2Config(vocab_size=40, n_positions=16, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
-    few = GPT2LMHeadModel(config)
+    size = {"vocab_size": 40, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    few = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
     asked = batch([[3] * 10, [7]], [1, 2], max_tokens=6)
     whole = engine(few, [0]).complete(asked).completions
     cut = replace(whole[0], token_ids=whole[0].token_ids[:5], logprobs=whole[0].logprobs[:5], finish_reason=CUT)
