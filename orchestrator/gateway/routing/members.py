@@ -28,7 +28,7 @@ from policies.serving.gateway_status import MembershipChange, MemberStatus, Vers
 from policies.serving.member import Change, Row, Wanted
 from policies.serving.membership import Membership
 from policies.serving.silence import SilenceLimits
-from policies.serving.wire import Announce, AnnounceReply, PolicyRef
+from policies.serving.wire import SILENT_S, Announce, AnnounceReply, PolicyRef
 
 log = structlog.get_logger()
 
@@ -109,7 +109,12 @@ class Members:
         return self._table.serving(wanted)
 
     def anyone(self) -> bool:
-        """Whether a member is there that has work, or may come to serve what is wanted."""
+        """Whether a member is there that has work, or may come to serve what is wanted.
+
+        To a gateway that has just begun those of the one before it may return.
+        """
+        if time.monotonic() - self._started_at_s < SILENT_S:
+            return True
         return any(row.running or not (row.unfit or self._table.draining(row.node)) for row in self._table.rows)
 
     def draining(self, node: str) -> bool:
