@@ -103,7 +103,9 @@ class Drought:
         """What the trainer's processes are to make next."""
         assert self._batch is not None
         self._heartbeat.say(OWN_GENERATION)
-        part = self._left(self._batch)[: self._at_once * processes]
+        # What was begun comes first: what a node takes over is made anew.
+        left = sorted(self._left(self._batch), key=lambda one: one.index not in self._begun)
+        part = left[: self._at_once * processes]
         log.info("trainer_generates", completions=len(part), policy=self._batch.policy.label)
         begun = [self._begun[one.index] for one in part if one.index in self._begun]
         return Share(replace(self._batch, requests=part), begun)

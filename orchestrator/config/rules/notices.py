@@ -91,10 +91,14 @@ def _nodes_that_are_not_there(spec: RunSpec, findings: Findings) -> None:
 
 def _own_generation(spec: RunSpec, findings: Findings) -> None:
     key, after_s = "own_generation_after_s", spec.rollout.own_generation_after_s
-    if generates_itself(spec) or after_s in (None, getattr(RolloutSpec(), key)):
+    if generates_itself(spec) or after_s is None:
         return
-    if why := why_not_itself(spec):
+    why = why_not_itself(spec)
+    if why and after_s != getattr(RolloutSpec(), key):
         findings.notice(("rollout", key), f"not used: {why}")
+    elif not why and after_s >= spec.rollout.deadline_s:
+        message = f"without a node a request fails before the trainer generates ({key}: {after_s:g})"
+        findings.notice(("rollout", "deadline_s"), message)
 
 
 def _several_regions(spec: RunSpec, findings: Findings) -> None:

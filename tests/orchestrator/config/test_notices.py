@@ -24,6 +24,8 @@ IDLE = (
     "each node has 8 GPUs and each of its engines takes 3, so 2 would be idle; "
     "set rollout.vllm.tensor-parallel-size to a divisor of 8, or have nodes of 3"
 )
+EXACT = "with recovery: exact no completion may differ from what a rollout node would make"
+TOO_LATE = "without a node a request fails before the trainer generates (own_generation_after_s: 300)"
 UNUSED = "not used: with replicas: 0 the trainer generates, without vLLM"
 DROP = VALID[VALID.index("rehearse:") :]
 SAME = (
@@ -95,6 +97,16 @@ def late(logging_steps: int, checkpoints: int = 0) -> str:
         (
             [("replicas: 2", "replicas: 0"), (DROP, "")],
             [f"run.yaml:17: rollout.vllm: {UNUSED}", f"run.yaml:18: rollout.env: {UNUSED}"],
+        ),
+        ([("  replicas: 2", "  replicas: 2\n  own_generation_after_s: 60")], []),
+        (
+            [("  replicas: 2", "  replicas: 2\n  own_generation_after_s: 60\n  recovery: exact")],
+            [f"run.yaml:17: rollout.own_generation_after_s: not used: {EXACT}"],
+        ),
+        ([("  replicas: 2", "  replicas: 2\n  recovery: exact")], []),
+        (
+            [("  replicas: 2", "  replicas: 2\n  deadline_s: 300")],
+            [f"run.yaml:17: rollout.deadline_s: {TOO_LATE}"],
         ),
         ([(BETA, f"{BETA}  logging_steps: 1\n")], []),
         ([(BETA, f"{BETA}  logging_steps: 2\n")], [f"run.yaml:15: grpo.logging_steps: {late(2)}"]),

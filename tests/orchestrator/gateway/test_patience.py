@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ import httpx
 import msgspec
 import pytest
 
-from policies.serving.wire import CUT, HandOver
+from orchestrator.gateway.routing.members import Members
+from policies.serving.wire import CUT, SILENT_S, HandOver
 from tests.budget import until
 from tests.rigs.gateway_process import Rig, check_complete, hear, kill, make_batch
 from tests.stand_ins.fake_vllm import completion
@@ -67,6 +69,17 @@ def test_a_node_that_is_there_and_does_not_hold_the_policy_yet_is_waited_for(rig
     heard = hear(iter([*read, *lines]))
     check_complete(batch, heard)
     assert heard.cut == []
+
+
+def test_a_gateway_that_has_just_begun_gives_the_members_of_the_one_before_it_time_to_return(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    members = Members("secret")
+    assert members.anyone()
+    now_s[0] += SILENT_S
+    assert not members.anyone()
 
 
 @pytest.mark.parametrize("patience_s", [-1.0, float("nan")])

@@ -121,26 +121,25 @@ def test_the_next_step_of_a_drought_waits_for_nobody(world: World) -> None:
 
 
 def test_what_nodes_have_made_stays_and_what_they_had_begun_is_gone_on_with(world: World) -> None:
-    world.gateway.made, world.gateway.cut = [0, 3], [begun(1, 4), begun(5, 2)]
+    world.gateway.made, world.gateway.cut = [0, 3], [begun(2, 4), begun(4, 3), begun(5, 2)]
     share = world.share(batch())
-    assert (indices(share), share.begun) == ([1, 2], [begun(1, 4)])
+    assert (indices(share), share.begun) == ([2, 4], [begun(2, 4), begun(4, 3)])
     world.take(share)
     world.gateway.there = True
     got = world.drought.complete(batch())
-    assert [one.node for one in got.completions] == [NODE, TRAINER, TRAINER, NODE, NODE, NODE]
+    assert [one.node for one in got.completions] == [NODE, NODE, TRAINER, NODE, TRAINER, NODE]
     assert got.discarded == 5 + 1 + 2, "what was begun of 5 has been made anew"
 
 
 def test_of_what_nodes_begin_twice_the_longer_stays_and_every_lost_token_counts(world: World) -> None:
-    world.gateway.cut = [begun(4, 4), begun(5, 2)]
+    world.gateway.cut = [begun(0, 1), begun(1, 1), begun(4, 4), begun(5, 2)]
     world.take(world.share(batch()))
     world.gateway.cut, world.gateway.made = [begun(4, 1), begun(5, 3)], [2]
     share = world.share(batch())
-    assert share.begun == [begun(4, 4)]
-    world.take(share)
+    assert (indices(share), share.begun) == ([4, 5], [begun(4, 4), begun(5, 3)])
+    world.drought.take([finished(4, TRAINER)], 4.0, training=True)
     world.gateway.made = [5]
-    with pytest.raises(OwnTurn):
-        world.drought.complete(batch())
+    world.take(world.share(batch()))
     got = world.drought.complete(batch())
     assert [one.node for one in got.completions] == [TRAINER] * 2 + [NODE] + [TRAINER] * 2 + [NODE]
     assert got.discarded == 3 * 5 + 1 + 2 + 3
