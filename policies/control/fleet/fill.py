@@ -67,8 +67,9 @@ def fill_slots(tick: Tick) -> None:
     release_idle(tick)
     tell_risks(tick)
     size_fleet(tick)
-    return_surplus(tick)
-    return_relieved(tick)
+    if tick.snapshot.machines is not None:  # else nobody knows which of them are still there
+        return_surplus(tick)
+        return_relieved(tick)
     _judge_kinds(tick)
     _stand_in(tick)
     places = _empty_slots(tick)

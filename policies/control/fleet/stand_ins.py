@@ -22,8 +22,9 @@ def stand_ins_of(state: RunState) -> list[Node]:
 
 
 def surplus(tick: Tick) -> int:
-    """How many may go: spot machines that have held do as well, and the deadline is as safe with them."""
-    if not (there := stand_ins_of(tick.state)):
+    """How many may go: spot machines that have held do as well, and the deadline is as safe with them. None while
+    the cloud does not answer: nobody knows which are still there."""
+    if tick.snapshot.machines is None or not (there := stand_ins_of(tick.state)):
         return 0
     held = [one for one in _on_spot(tick) if tick.waited_s(one.since_s) >= HELD_S and one.served]
     held = [one for one in held if one.phase is NodePhase.SERVING]

@@ -58,6 +58,25 @@ def test_the_run_goes_on_without_spot_and_goes_back_once_spot_has_held() -> None
     assert len(world.of(NodeRequested)) == before
 
 
+def test_none_goes_back_while_the_cloud_does_not_answer_and_what_stood_for_spot_may_be_lost() -> None:
+    world = TwoMarkets(spec(2))
+    world.let_pass(1.0)
+    world.no_spot = False
+    while not serving_on_spot(world):
+        world.let_pass(10.0 / 3600)
+    looked = world.snapshot
+    world.snapshot = lambda: replace(looked(), machines=None)  # type: ignore[method-assign]
+    world.no_spot = True
+    for node in serving_on_spot(world):
+        world.lose(node)
+    world.let_pass(2 * HELD_S / 3600)
+    assert len(stand_ins_of(world.state)) == 1
+    world.snapshot = looked  # type: ignore[method-assign]
+    world.let_pass(2 * HELD_S / 3600)
+    assert serving_on_spot(world) == []
+    assert len(stand_ins_of(world.state)) == 1
+
+
 @pytest.mark.parametrize(("low", "shape"), [(3, None), (1, StepShape(1.0, 100.0))])
 def test_all_of_them_go_back_also_where_a_step_is_cheapest_with_as_many_as_there_may_be(
     low: int, shape: StepShape | None
