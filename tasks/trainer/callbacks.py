@@ -36,6 +36,7 @@ ADD_UP = (  # over a row's logs
     metrics.WAIT_S,
     metrics.GENERATE_S,
     metrics.GENERATE_NODE_S,
+    metrics.OWN_GENERATE_S,
     metrics.REWARDS_S,
     metrics.STORE_S,
     metrics.PROMPTS_REFUSED,
@@ -94,7 +95,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             self._step, self._values = state.global_step, {}
         for name, value in self._costs.take().items():
             adds_up = name in ADD_UP
-            self._values[name] = round(value + self._values.get(name, 0.0), 3) if adds_up else value
+            self._values[name] = round(value + self._values.get(name, 0.0), 6) if adds_up else value
         self._values.update(storable(logs))
         said = {name: self._values[name] for name in SAID if name in logs and name in self._values}
         if said:
