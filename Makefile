@@ -117,9 +117,11 @@ demo: env node-env
 # What a person runs after a change, in two processes more than there are cores, for half of their time tests wait: for
 # processes that start or end, for servers, for clocks. What shares one server shares a process (tests/conftest.py). The
 # markers: pyproject.toml. Whole runs go two files beside each other: they start most of what they wait for themselves.
+# What hangs past every limit of its own says where, and ends, before CI is cut off: the longest test takes two minutes.
+PYTEST := python -m pytest --durations=12 -o faulthandler_timeout=1500 -o faulthandler_exit_on_timeout=true
 LONG := slow or ceph or root
-SIDE_BY_SIDE := $(BIN)/python -m pytest tests --numprocesses $$(($$(nproc) + 2)) --dist loadgroup --durations=12
-WHOLE_RUNS := $(BIN)/python -m pytest tests/e2e --numprocesses 2 --dist loadfile --durations=12
+SIDE_BY_SIDE := $(BIN)/$(PYTEST) tests --numprocesses $$(($$(nproc) + 2)) --dist loadgroup
+WHOLE_RUNS := $(BIN)/$(PYTEST) tests/e2e --numprocesses 2 --dist loadfile
 
 test: env node-env sandbox
 	$(SIDE_BY_SIDE) -m 'not (whole or soak or $(LONG))'
@@ -134,7 +136,7 @@ test-long: test-node env node-env test-packages
 	$(WHOLE_RUNS) -m 'whole and ($(LONG))'
 
 test-node: node-env compiler sandbox
-	$(NODE)/python -m pytest tests/node --numprocesses $$(($$(nproc) + 1)) --dist loadfile --durations=12
+	$(NODE)/$(PYTEST) tests/node --numprocesses $$(($$(nproc) + 1)) --dist loadfile
 
 # DeepSpeed compiles some of its modules when they are first used.
 compiler:

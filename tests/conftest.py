@@ -7,6 +7,7 @@ import os
 os.environ["COLUMNS"] = "200"  # the terminal of the commands, which is measured when they are imported
 
 import tempfile
+import time
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,6 +52,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("ceph"))
         if fixtures & ROOT_FIXTURES:
             item.add_marker(pytest.mark.root)
+
+
+@pytest.hookimpl(trylast=True)  # once there is a terminal
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("CI") and terminal is not None:  # the processes of tests have none
+        config.pluginmanager.register(FailuresAtOnce(terminal))
+
+
+def pytest_report_header() -> str:
+    return time.strftime("begun at %T")
+
+
+class FailuresAtOnce:
+    """In CI a failure is said when it is seen, and when that was: a run may be cut off before its summary."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self.terminal = terminal
+
+    @pytest.hookimpl(trylast=True)  # behind its letter
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.terminal.write_line(f"\n{time.strftime('%T')} {report.nodeid} failed in {report.duration:.0f} s")
+            self.terminal.write_line(report.longreprtext)
 
 
 @pytest.hookimpl(wrapper=True)
