@@ -107,8 +107,9 @@ def test_killed_trainer_ends_in_the_same_weights(name: str, tiny: Path, tmp_path
     assert both
     assert [found[step] for step in both] == [kept[step] for step in both]
     if "samples_not_kept" not in calm.log().read_text():
-        assert found.keys() <= kept.keys()
         assert STEPS in kept or STEPS - 3 in kept
+        since = min(kept.keys() - {1})  # some time after a checkpoint older ones are deleted
+        assert {step for step in found if step >= since} <= kept.keys()
     assert len({loss for *_, loss in results(calm.store)}) == STEPS, "nothing was learned, so this proves nothing"
 
 
