@@ -148,11 +148,13 @@ class Lab:
         status = documents.members(documents.newest_gateway(self.store)).read(self.store)
         return status.members if status else []
 
-    def ask(self, policy: PolicyRef, deadline_s: float = HANG_S, **sampling: Any) -> Iterator[BatchLine]:
+    def ask(
+        self, policy: PolicyRef, count: int = 16, deadline_s: float = HANG_S, **sampling: Any
+    ) -> Iterator[BatchLine]:
         batch = Batch(
             policy=policy,
             sampling={"temperature": 1.0, "max_tokens": 16, **sampling},
-            requests=[CompletionRequest(i, [5 + i % 4, 6, 7], seed=i) for i in range(16)],
+            requests=[CompletionRequest(i, [5 + i % 4, 6, 7], seed=i) for i in range(count)],
             deadline_s=deadline_s,
         )
         address = documents.read_gateway(self.store)
@@ -274,9 +276,11 @@ def test_the_nodes_door_lets_nobody_else_in(lab: Lab) -> None:
 
 
 def test_new_weights_end_what_runs_and_nothing_is_made_of_two_policies(lab: Lab) -> None:
-    old = lab.ask(PolicyRef("0-1", "policies/0000/00000001"), max_tokens=250, ignore_eos=True, deadline_s=5.0)
+    next_one = lab.publish("0-2", seed=3)  # of which the node hears once it is asked for
+    long = {"count": 256, "max_tokens": 250, "ignore_eos": True}  # many times as long as a load
+    old = lab.ask(PolicyRef("0-1", "policies/0000/00000001"), deadline_s=5.0, **long)
     before = next(line.progress for line in old if line.progress and line.progress.tokens)
-    new = completions(list(lab.ask(lab.publish("0-2", seed=3))))
+    new = completions(list(lab.ask(next_one)))
     assert largest_difference(lab.models["0-2"], new) < 1e-5
     rest = list(old)
     assert before.tokens > 0
@@ -317,10 +321,11 @@ def test_a_policy_that_lacks_a_tensor_is_never_served_and_the_next_one_is(lab: L
 
 def test_a_killed_vllm_is_a_new_boot_that_serves_only_with_the_policy(lab: Lab) -> None:
     policy = lab.publish("0-7", seed=7)
-    undisturbed = completions(list(lab.ask(policy, max_tokens=250, ignore_eos=True)))
+    long = {"count": 64, "max_tokens": 250, "ignore_eos": True}  # so that it is killed before their end
+    undisturbed = completions(list(lab.ask(policy, **long)))
     before = until("a member", lab.member)
     old = lab.processes()
-    lines = lab.ask(policy, max_tokens=250, ignore_eos=True)
+    lines = lab.ask(policy, **long)
     read = [next(line for line in lines if line.progress and line.progress.tokens)]
     lab.kill_vllm()
     made = completions(read + list(lines))
