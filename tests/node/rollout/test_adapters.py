@@ -261,12 +261,13 @@ def test_a_killed_vllm_comes_back_with_the_wanted_adapter(tmp_path: Path) -> Non
         made = completions(list(lab.ask(first)))
         assert largest_difference(trainer.models[first.label], made) < ROUNDING
         second = trainer.put(2)
-        made = completions(list(lab.ask(second, max_tokens=200, ignore_eos=True)))
+        long = {"count": 64, "max_tokens": 200, "ignore_eos": True}  # so that it is killed before their end
+        made = completions(list(lab.ask(second, **long)))
         assert {one.policy for one in made} == {second.label}
         assert largest_difference(trainer.models[second.label], made) < ROUNDING
         assert largest_difference(trainer.models[first.label], made) > 0.1
         before = until("a member", lab.member)
-        lines = lab.ask(second, max_tokens=200, ignore_eos=True)
+        lines = lab.ask(second, **long)
         read = [next(line for line in lines if line.progress and line.progress.tokens)]
         lab.kill_vllm()
         assert undisturbed_by_its_loss(completions(read + list(lines))) == made
