@@ -110,13 +110,18 @@ def test_a_launch_on_a_full_disk_leaves_what_is_there_readable(cloud: LocalCloud
 
 
 def test_a_process_without_an_environment_belongs_to_no_machine(tmp_path: Path) -> None:
-    process = subprocess.Popen(["sleep", str(HANG_S)], env={})
+    process = subprocess.Popen(["cat"], env={}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"a")
+        process.stdin.flush()
+        assert process.stdout.read(1) == b"a"  # execve(2) is over once the program answers; Popen returns before
         assert not is_between_programs(Path(f"/proc/{process.pid}/stat").read_text())
         assert not carries_mark(process.pid, tmp_path)
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def test_a_preempted_machine_is_gone_with_everything_on_it(cloud: LocalCloud) -> None:
