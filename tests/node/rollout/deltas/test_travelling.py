@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,10 @@ from policies.serving.wire import PolicyRef
 from policies.weights.dtypes import ServedTypes
 from tasks.rollout.policy_folders import PolicyFolders
 from tasks.storing import publish
+from tests.budget import HANG_S
 from tests.node.rollout.deltas.world import World, always, check, kind, snapshots
-from tests.tasks.peers.rig import nodes
+from tests.tasks.peers.patience import with_patience
+from tests.tasks.peers.rig import Together, nodes
 
 
 def test_after_the_first_version_only_what_has_changed_travels(world: World) -> None:
@@ -151,9 +154,14 @@ def test_whatever_happens_a_node_gets_what_the_label_names_or_nothing(
 
 def test_of_nodes_that_fetch_at_once_only_one_reads_a_chunk(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 4096)
+    with_patience(monkeypatch)
     publisher = world.publisher()
     with nodes(4, "127.0.0.1") as peers:
-        folders = [PolicyFolders(world.store, world.folder / f"peer-{at}", one) for at, one in enumerate(peers)]
+        at_once = threading.Barrier(len(peers), timeout=HANG_S)
+        folders = [
+            PolicyFolders(world.store, world.folder / f"peer-{at}", Together(one, at_once))
+            for at, one in enumerate(peers)
+        ]
         for step in range(3):
             ref = world.publish(publisher, step)
             world.store.read.clear()
