@@ -22,6 +22,7 @@ from tasks.models import hub
 from tests.budget import HANG_S
 
 COMMIT = "c" * 40
+PATIENT = dict.fromkeys(("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"), f"{HANG_S:.0f}")  # 10 s by default
 BIG_BYTES = 48 << 20  # its client writes pieces of 10 MiB
 
 
@@ -93,7 +94,7 @@ def at_hub(tmp_path: Path) -> Iterator[dict[str, str]]:
     away = ("HF_TOKEN", "HF_HUB_OFFLINE", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
     env = {name: value for name, value in os.environ.items() if name not in away}
     env |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hf")}
-    env |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    env |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **PATIENT}
     yield env
     Hub.sends.set()
     server.shutdown()

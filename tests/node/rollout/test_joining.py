@@ -18,6 +18,7 @@ from tasks.rollout.vllm.server import PolicyRefused
 from tasks.rollout.vllm.worker import Extension
 from tasks.trl.canary import canary_of
 from tests.node.rollout.test_canary import Node, dense_model, policy, without_a_layer
+from tests.node.test_hub import PATIENT
 
 
 def test_a_worker_tells_which_parameters_have_had_no_weights() -> None:
@@ -116,6 +117,7 @@ def test_a_models_tensors_are_read_from_the_hub_without_its_weights(
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
         "HF_HOME": str(tmp_path),
         "HF_HUB_OFFLINE": "0",
+        **PATIENT,
     }
     asked = (
         "import json; from tasks.machine.base_model import hub_tensors; "
