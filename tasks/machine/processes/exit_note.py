@@ -7,10 +7,13 @@ from pathlib import Path
 from policies.model import exit_codes
 
 NOTE = "trainer_exit"
+TOLD = frozenset({exit_codes.OK, exit_codes.STOPPED})  # by the launcher, too, once another process has failed
 
 
 def leave_exit_code(workdir: Path, code: int) -> None:
-    (workdir / NOTE).write_text(str(code))
+    note = workdir / NOTE
+    if code not in TOLD or not note.exists():  # else it is another process's reason, for which this one ends
+        note.write_text(str(code))
 
 
 def take_exit_code(workdir: Path) -> int | None:

@@ -25,3 +25,11 @@ def test_a_trainer_is_done_only_by_its_own_word(tmp_path: Path, ended: int, note
         leave_exit_code(tmp_path, noted)
     assert told_exit_code(tmp_path, ended) == told
     assert take_exit_code(tmp_path) is None, "it is of this attempt alone"
+
+
+@pytest.mark.parametrize("told_to_end", [exit_codes.OK, exit_codes.STOPPED])
+def test_a_process_that_is_told_to_end_leaves_the_others_reason(tmp_path: Path, told_to_end: int) -> None:
+    """As a launcher tells all once one has failed."""
+    leave_exit_code(tmp_path, exit_codes.BAD_SPEC)
+    leave_exit_code(tmp_path, told_to_end)
+    assert take_exit_code(tmp_path) == exit_codes.BAD_SPEC
