@@ -68,13 +68,21 @@ def kill_one(way: str, folder: Path, tiny: Path, seed: int, limit_s: float) -> K
     calm_s, begun_s = time.monotonic() - begun_s, time.monotonic()
     with open_rig(folder / "killed", tiny, **run) as killed:
         last, rank = dice.randrange(2 * A_STEP, (STEPS - 1) * A_STEP), dice.randrange(2)
-        reached = threading.Event()
-        killed.gateway.on_completion = lambda made: reached.set() if made > last else None
+        reached, killed_one = threading.Event(), threading.Event()
+
+        def hold(made: int) -> None:  # it cannot end before it is killed
+            if made > last:
+                reached.set()
+                killed_one.wait(limit_s)
+
+        killed.gateway.on_completion = hold
+        killed.gateway.on_asked = lambda _: hold(killed.gateway.made)  # who hears nothing asks again
         launcher = killed.start_ranks(module=module)
         assert reached.wait(limit_s), killed.log().read_text()[-4000:]
         # Beside training: a step may be ahead of its checkpoint.
         killed.until("stored", lambda: bool(killed.stored()))
         ranks_of(launcher)[rank].kill()
+        killed_one.set()
         assert launcher.wait(limit_s) != 0, "it has ended before"
         restored = max(at.step for at in killed.stored())
         again = killed.start_ranks(2, module)

@@ -111,7 +111,7 @@ def run_spec(
         rollout=RolloutSpec(
             replicas=Replicas(min=replicas, max=replicas),
             vllm={"dtype": "float32"},
-            deadline_s=60.0,
+            deadline_s=HANG_S,
             own_generation_after_s=own_generation_after_s,
         ),
         checkpoints=checkpoints or CheckpointsSpec(),
