@@ -74,12 +74,23 @@ def test_a_rank_that_is_killed_costs_no_weight(tiny: Path, tmp_path: Path) -> No
 
 def test_ranks_end_with_their_launcher(tiny: Path, tmp_path: Path) -> None:
     with open_rig(tmp_path, tiny, **of(2)) as rig:
+        asked, over = threading.Event(), threading.Event()
+
+        def hold(version: str) -> None:  # they cannot end by themselves
+            if PolicyVersion.parse(version).step >= 1:
+                asked.set()
+                over.wait(HANG_S)
+                raise ConnectionError("who asked is gone")
+
+        rig.gateway.on_asked = hold
         launcher = rig.start_ranks()
-        rig.until("training", lambda: (beat := rig.beat()) is not None and beat.step >= 1)
+        rig.until("training", asked.is_set)
         ranks = ranks_of(launcher)
+        assert len(ranks) == 2
         launcher.kill()
         launcher.wait()
         _, alive = psutil.wait_procs(ranks, timeout=HANG_S)
+        over.set()
         assert not alive
 
 
