@@ -33,6 +33,7 @@ from tasks.rollout.vllm.server import PolicyRefused
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts
 from tasks.trl.canary import canary_of
+from tests.budget import HANG_S
 from tests.node.rollout.test_rollout_node import TOKEN, VOCABULARY, make_model
 
 Tensors = dict[str, torch.Tensor]
@@ -114,7 +115,7 @@ class Node:
 
 
 async def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300))
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HANG_S))
 
 
 def policy(folder: Path, model: Any, change: Callable[[Tensors], Tensors] = lambda tensors: tensors) -> Path:

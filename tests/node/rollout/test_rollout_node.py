@@ -232,7 +232,7 @@ def test_the_nodes_door_lets_nobody_else_in(lab: Lab) -> None:
     member = until("a member", lab.member)
     check_closed(HOST, int(member.address.rpartition(":")[2]), TOKEN)
     node = f"https://{member.address}"
-    http = httpx.Client(verify=identity.client_context(TOKEN))
+    http = httpx.Client(verify=identity.client_context(TOKEN), timeout=HANG_S)
     body = {"model": "policy", "prompt": [5], "max_tokens": 1}
     right = {
         "Authorization": f"Bearer {TOKEN}",

@@ -21,6 +21,7 @@ from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from tasks.machine.node_env import NodeEnv
 from tasks.rollout.vllm import server as vllm_server
 from tasks.rollout.vllm.sampling import numbers_at
+from tests.budget import HANG_S
 from tests.node.rollout.test_rollout_node import TOKEN, VOCABULARY, make_model
 
 SEED = 20
@@ -84,7 +85,7 @@ class Node:
         self._loop.run_until_complete(self.server.load("0-0", folder / "policy"))
 
     async def _session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300))
+        return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HANG_S))
 
     def make(self, asked: list[Asked]) -> list[Made]:
         """Have it make them all at once."""
