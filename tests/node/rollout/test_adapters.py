@@ -30,10 +30,10 @@ from tests.node.rollout.test_canary import Node
 from tests.node.rollout.test_rollout_node import (
     VOCABULARY,
     Lab,
+    check_killed_vllm,
     completions,
     largest_difference,
     make_model,
-    undisturbed_by_its_loss,
 )
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]  # vLLM holds q, k, v as one, and gate with up
@@ -261,16 +261,12 @@ def test_a_killed_vllm_comes_back_with_the_wanted_adapter(tmp_path: Path) -> Non
         made = completions(list(lab.ask(first)))
         assert largest_difference(trainer.models[first.label], made) < ROUNDING
         second = trainer.put(2)
-        long = {"count": 64, "max_tokens": 200, "ignore_eos": True}  # so that it is killed before their end
-        made = completions(list(lab.ask(second, **long)))
+        made = completions(list(lab.ask(second, max_tokens=200, ignore_eos=True)))
         assert {one.policy for one in made} == {second.label}
         assert largest_difference(trainer.models[second.label], made) < ROUNDING
         assert largest_difference(trainer.models[first.label], made) > 0.1
         before = until("a member", lab.member)
-        lines = lab.ask(second, **long)
-        read = [next(line for line in lines if line.progress and line.progress.tokens)]
-        lab.kill_vllm()
-        assert undisturbed_by_its_loss(completions(read + list(lines))) == made
+        check_killed_vllm(lab, second, max_tokens=200)
         until("its next boot", lambda: (one := lab.member()) is not None and one.boot_id != before.boot_id)
     finally:
         lab.stop()
