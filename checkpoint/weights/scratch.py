@@ -108,8 +108,11 @@ def _present(path: Path, tensors: Mapping[str, Tensor]) -> Layout | None:
 
 @dataclass(frozen=True, slots=True)
 class _InHand:
+    """`content` is emptied at its end: a thread may hold on to what it has run until its next turn."""
+
     name: str
     placed: Placed
+    content: list[Bytes]
     digest: Future[str]
     pieces: list[Future[bytes]]
 
@@ -141,11 +144,15 @@ class _Rewriting:
         """Have threads write a tensor; return once there is room for the next one."""
         placed, compares = self._layout[name], self.writer is not None
 
+        content = [new]
+
         def one(at: int, size_bytes: int) -> bytes:
-            return self._overwrite(at, new[at - placed.begin :][:size_bytes], placed.item_bytes if compares else 0)
+            piece = content[0][at - placed.begin :][:size_bytes]
+            return self._overwrite(at, piece, placed.item_bytes if compares else 0)
 
         pieces = [self._pool.submit(one, at, size_bytes) for at, size_bytes in placed.pieces]
-        self._in_hand.append(_InHand(name, placed, self._pool.submit(_digest, new), pieces))
+        digest = self._pool.submit(lambda: _digest(content[0]))
+        self._in_hand.append(_InHand(name, placed, content, digest, pieces))
         self._ahead_bytes += placed.size_bytes
         while self._ahead_bytes > AHEAD_BYTES:
             self._finish()
@@ -171,7 +178,7 @@ class _Rewriting:
         one = self._in_hand[0]
         changed = [piece.result() for piece in one.pieces]
         self.digests[one.name] = one.digest.result()
-        self._in_hand.popleft()
+        self._in_hand.popleft().content.clear()
         self._ahead_bytes -= one.placed.size_bytes
         self._done_bytes += one.placed.size_bytes
         if self.writer is not None:
