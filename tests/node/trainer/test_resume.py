@@ -141,10 +141,17 @@ def read(store: Store) -> dict[int, list[Group]]:
 
 
 def kill_after_completion(rig: Rig, attempt: int, count: int) -> None:
-    """SIGKILL the trainer once the gateway has sent it so many completions of this attempt."""
-    due = threading.Event()
+    """SIGKILL the trainer once the gateway has sent it so many completions of this attempt, and before it sends
+    one more: who kills may be slower than what is left of a batch."""
+    due, killed = threading.Event(), threading.Event()
     aim = rig.gateway.made + count
-    rig.gateway.on_completion = lambda made: due.set() if made >= aim else None
+
+    def hold(made: int) -> None:
+        if made >= aim:
+            due.set()
+            killed.wait(HANG_S)
+
+    rig.gateway.on_completion = hold
     trainer = rig.start_trainer(attempt)
     try:
         until = time.monotonic() + HANG_S
@@ -155,6 +162,7 @@ def kill_after_completion(rig: Rig, attempt: int, count: int) -> None:
         trainer.kill()
         trainer.wait(HANG_S)
         rig.gateway.on_completion = lambda _: None
+        killed.set()
 
 
 def kill_at_step(rig: Rig, attempt: int, step: int, delay_s: float) -> None:
