@@ -118,7 +118,9 @@ def read(store: Store) -> dict[int, list[Group]]:
     """What people read of each step that was kept: whole, and of the completions that it trained on."""
     found = {}
     for version, keys in samples.stored_calls(store).items():
-        made = rollouts.stored_since(store, version)[version, 0]
+        made = rollouts.stored_since(store, version).get((version, 0))
+        if made is None:  # its uploader was ended while it deleted both
+            continue
         trained = rollouts.read_rollout(store, made[0])
         head, groups = samples.read_samples(store, keys[0])
         found[head.step] = list(groups)
