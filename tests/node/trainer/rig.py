@@ -111,7 +111,7 @@ def run_spec(
         rollout=RolloutSpec(
             replicas=Replicas(min=replicas, max=replicas),
             vllm={"dtype": "float32"},
-            deadline_s=60.0,
+            deadline_s=HANG_S,
             own_generation_after_s=own_generation_after_s,
         ),
         checkpoints=checkpoints or CheckpointsSpec(),
@@ -195,6 +195,15 @@ class Rig:
         """`python -m tasks.machine.uploader`, its output in uploader.log."""
         argv = [sys.executable, "-m", "tasks.machine.uploader"]
         self.uploader = self._start(argv, 1, self.folder / "uploader.log")
+
+    def no_nodes_from(self, step: int) -> None:
+        """No node is there for the policy of that step and later ones: however late who waits for it, the trainer
+        takes no further one."""
+
+        def look(version: str) -> None:
+            self.gateway.members = int(PolicyVersion.parse(version).step < step)
+
+        self.gateway.on_asked = look
 
     def stored(self) -> list[PolicyVersion]:
         """The checkpoints in the store, once nothing that a trainer sealed is on its way there."""
