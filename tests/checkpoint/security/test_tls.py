@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import ssl
 import subprocess
@@ -62,11 +63,6 @@ def test_a_run_under_tls_completes_its_batches_and_its_gateway_tells_strangers_n
     check_closed(HOST, urlsplit(rig.url).port or 0, TOKEN)
 
 
-def listens(port: int) -> bool:
-    with socket.socket() as sock:
-        return sock.connect_ex((HOST, port)) == 0
-
-
 async def answer(scope: dict[str, Any], _receive: object, send: Any) -> None:
     """Served in the place of vLLM's app."""
     if scope["type"] == "http":
@@ -76,12 +72,9 @@ async def answer(scope: dict[str, Any], _receive: object, send: Any) -> None:
 
 def test_the_server_below_vllm_tells_strangers_nothing_with_the_flags_of_a_node(tmp_path: Path) -> None:
     identity.write_pem(TOKEN, tmp_path / "identity.pem")
-    with socket.socket() as sock:
-        sock.bind((HOST, 0))
-        port = sock.getsockname()[1]
     trainer = TrainerSpec(model="model", dataset=Dataset(path="json"), reward_funcs=())
     spec = RunSpec(name="t", storage="memory://t", trainer=trainer, grpo={}, workdir="", rollout=RolloutSpec())
-    given = argv_of(spec, HOST, port, tmp_path / "identity.pem")
+    given = argv_of(spec, HOST, 1, tmp_path / "identity.pem")
     flags = [word for pair in pairwise(given) if pair[0].startswith("--ssl-") for word in pair]
     assert len(flags) == 8
     # vLLM hands them to uvicorn, where they have the same names.
@@ -93,13 +86,15 @@ def test_the_server_below_vllm_tells_strangers_nothing_with_the_flags_of_a_node(
         "--host",
         HOST,
         "--port",
-        str(port),
+        "0",  # one that is free, and that it names
         *flags,
     ]
-    server = subprocess.Popen(argv, cwd=ROOT)
+    log = tmp_path / "uvicorn.log"
+    with log.open("wb") as out:
+        server = subprocess.Popen(argv, cwd=ROOT, stderr=out)
     try:
-        until("uvicorn", lambda: listens(port))
-        check_closed(HOST, port, TOKEN)
+        found = until("uvicorn", lambda: re.search(rb" running on https://[\d.]+:(\d+)", log.read_bytes()))
+        check_closed(HOST, int(found[1]), TOKEN)
     finally:
         server.kill()
         server.wait()

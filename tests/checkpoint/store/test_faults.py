@@ -39,6 +39,7 @@ from tests.rigs.store.fault_proxy import (
 from tests.rigs.store.server import S3Server, through
 
 AWAY_S = 8.0
+IMPATIENT = {"hang_s": 1.0, "whole_s": 4.0}
 DATA = os.urandom(3 << 20)
 
 
@@ -49,8 +50,8 @@ def driver(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def open_store(moto: S3Server, proxy: FaultProxy, driver: str, tmp_path: Path) -> Callable[..., Store]:
-    def opens(retry_s: float = 10.0) -> Store:
-        return through(moto.at(proxy.endpoint), tmp_path.name, driver, retry_s)
+    def opens(retry_s: float = HANG_S, hang_s: float = HANG_S, whole_s: float = HANG_S) -> Store:
+        return through(moto.at(proxy.endpoint), tmp_path.name, driver, retry_s, hang_s, whole_s)
 
     return opens
 
@@ -72,10 +73,13 @@ PASSING: list[tuple[Fault, int]] = [
 def test_a_write_outlasts_a_passing_fault(
     open_store: Callable[..., Store], proxy: FaultProxy, fault: Fault, times: int
 ) -> None:
-    store = open_store()
+    hangs = isinstance(fault, Hang)
+    store = open_store(**IMPATIENT) if hangs else open_store()
     proxy.inject(fault, times)
     store.put("a/large", DATA)
-    assert proxy.seen == ["PUT"] * (times + 1)
+    assert set(proxy.seen) == {"PUT"}
+    more = len(proxy.seen) - (times + 1)
+    assert more >= 0 if hangs else more == 0  # to who soon gives up, a request may seem to hang once more
     assert store.get("a/large") == DATA
 
 
@@ -96,7 +100,7 @@ READS: list[tuple[str, Fault]] = [
 def test_a_read_outlasts_a_passing_fault(
     open_store: Callable[..., Store], proxy: FaultProxy, call: str, fault: Fault
 ) -> None:
-    store = open_store()
+    store = open_store(**IMPATIENT) if isinstance(fault, Hang) else open_store()
     store.put("a/large", DATA)
     proxy.seen.clear()
     proxy.inject(fault, times=1)
@@ -114,7 +118,7 @@ def test_a_read_outlasts_a_passing_fault(
 
 
 def test_a_store_that_is_away_is_waited_for(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
-    store = through(moto.at(proxy.endpoint), tmp_path.name, "", retry_s=60.0)
+    store = through(moto.at(proxy.endpoint), tmp_path.name, "", HANG_S)
     store.put("a", b"1")
     proxy.inject(Away())
     began = time.monotonic()
@@ -131,7 +135,7 @@ def test_retries_end(open_store: Callable[..., Store], proxy: FaultProxy, fault:
     began = time.monotonic()
     with pytest.raises(StoreUnavailable, match=f"write a in {store.url}") as caught:
         store.put("a", b"1")
-    assert 1.0 <= time.monotonic() - began < 20.0
+    assert 1.0 <= time.monotonic() - began < HANG_S
     assert "\n" not in str(caught.value)
 
 
@@ -148,13 +152,13 @@ def test_nothing_below_retries_on_its_own(open_store: Callable[..., Store], prox
 def test_a_read_that_hangs_is_given_up_long_before_one_that_is_slow(
     moto: S3Server, proxy: FaultProxy, tmp_path: Path
 ) -> None:
-    options = moto.at(proxy.endpoint).options(read_timeout="1s", timeout="20s")
-    store = Store(moto.url(tmp_path.name), options=options)
+    options = moto.at(proxy.endpoint).options(read_timeout="1s", timeout=f"{2 * HANG_S:.0f}s")
+    store = Store(moto.url(tmp_path.name), retry_s=HANG_S, options=options)
     store.put("a", b"1")
     proxy.inject(Hang(), times=1)
     began = time.monotonic()
     assert store.get("a") == b"1"
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < HANG_S
 
 
 @pytest.mark.parametrize(
@@ -196,10 +200,13 @@ def test_what_only_the_user_can_mend_is_told_at_once_and_without_secrets(
 def test_a_full_store_says_what_to_do(open_store: Callable[..., Store], proxy: FaultProxy, answer: Answer) -> None:
     store = open_store(retry_s=1.0)
     store.put("a", b"0")  # a client's first request takes long, and tries are counted here
-    proxy.seen.clear()
     proxy.inject(answer)
-    with pytest.raises(StoreUnavailable, match="free some space"):
-        store.put("a", b"1")
+    for store.retry_s in (1.0, 10.0, 100.0):  # on a busy machine one try may take as long as the first
+        proxy.seen.clear()
+        with pytest.raises(StoreUnavailable, match="free some space"):
+            store.put("a", b"1")
+        if len(proxy.seen) >= 2:
+            break
     assert len(proxy.seen) >= 2
 
 
@@ -218,7 +225,7 @@ def test_a_create_whose_answer_is_lost_makes_one_object(
 def test_a_large_write_is_one_put_and_never_a_multipart_upload(
     moto: S3Server, proxy: FaultProxy, tmp_path: Path
 ) -> None:
-    store = through(moto.at(proxy.endpoint), tmp_path.name, "", retry_s=10.0)
+    store = through(moto.at(proxy.endpoint), tmp_path.name, "", HANG_S)
     store.put("a", DATA * 2)  # obstore itself would begin a multipart upload from 5 MiB on
     assert proxy.seen == ["PUT"]
     assert "Uploads" not in moto.client().list_multipart_uploads(Bucket=moto.bucket)
@@ -235,7 +242,7 @@ def test_two_creators_at_once_are_told_apart_by_the_store(
 
 
 def test_slow_is_not_dead(open_store: Callable[..., Store], proxy: FaultProxy) -> None:
-    store = open_store()
+    store = open_store(hang_s=1.0)
     store.put("a", DATA)
     proxy.seen.clear()
     proxy.inject(Slow(3 << 19))
@@ -273,7 +280,7 @@ def test_a_missing_bucket_is_named(moto: S3Server, driver: str) -> None:
 
 
 def test_every_reader_waits_through_the_same_fault(open_store: Callable[..., Store], proxy: FaultProxy) -> None:
-    store = open_store(retry_s=20.0)
+    store = open_store()
     for number in range(8):
         store.put(f"a/{number}", b"x" * 1000)
     proxy.inject(Away())

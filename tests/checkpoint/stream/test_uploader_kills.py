@@ -36,7 +36,7 @@ def kill_and_look(store: Store, folder: Path, env: dict[str, str], kills: int, s
     processes = Processes(store.url, folder, env)
     seen = 0
     try:
-        until("a first checkpoint", lambda: bool(ever_listed(store)))
+        until("enough checkpoints", lambda: len(ever_listed(store)) > KEEP_LAST)
         for number in range(kills):
             time.sleep(rng.uniform(0.0, PAUSE_MAX_S))
             # Each of them at least once, and the uploader most.

@@ -196,6 +196,15 @@ class Rig:
         argv = [sys.executable, "-m", "tasks.machine.uploader"]
         self.uploader = self._start(argv, 1, self.folder / "uploader.log")
 
+    def no_nodes_from(self, step: int) -> None:
+        """No node is there for the policy of that step and later ones: however late who waits for it, the trainer
+        takes no further one."""
+
+        def look(version: str) -> None:
+            self.gateway.members = int(PolicyVersion.parse(version).step < step)
+
+        self.gateway.on_asked = look
+
     def stored(self) -> list[PolicyVersion]:
         """The checkpoints in the store, once nothing that a trainer sealed is on its way there."""
         spool, until = find_spool(self.work), time.monotonic() + HANG_S

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 CALLS_WITHIN_MEMORY = 3  # one before the training, and two steps
 EXBIBYTE = 1 << 60
+HELD = "RIG_HELD"
+HELD_FROM = 3
 
 _calls = 0
 
@@ -35,6 +40,13 @@ def insatiable(completions: list[str], **_: Any) -> list[float]:
     _calls += 1
     if _calls > CALLS_WITHIN_MEMORY:
         torch.empty(EXBIBYTE, dtype=torch.uint8)
+    return lower_share(completions)
+
+
+def held(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
+    """The same; from the fourth step on it does not return while there is the file that HELD names."""
+    while trainer_state.global_step >= HELD_FROM and Path(os.environ[HELD]).exists():
+        time.sleep(0.01)
     return lower_share(completions)
 
 

@@ -32,6 +32,9 @@ from tasks.rollout.policy_folders import PolicyFolders
 from tasks.trl.canary import canary_of
 
 TOKEN = "run-secret"
+TELL_S = (
+    0.25  # as often, the trainer hears that it is there: of a gateway that is silent it thinks that it is gone
+)
 
 
 class StandInGateway:
@@ -120,30 +123,37 @@ class StandInGateway:
             self._stream(handler, batch)
 
     def _stream(self, handler: BaseHTTPRequestHandler, batch: Batch) -> None:
-        tokens, since_s = 0, time.monotonic()
+        told = _Told(handler, lambda: self.members)
+        try:
+            self._tell(told, batch)
+        finally:
+            told.stop()
+
+    def _tell(self, told: _Told, batch: Batch) -> None:
+        since_s = time.monotonic()
         while self.members == 0:
-            _line(handler, BatchLine(progress=Progress(0, 0, 0, len(batch.requests))))
+            told.line(BatchLine(progress=Progress(0, 0, 0, len(batch.requests))))
             time.sleep(0.05)
             if batch.patience_s is not None and time.monotonic() - since_s > batch.patience_s:
                 break
         for request in batch.requests if self.members else []:
             with self._lock:
                 completion = self._complete(batch, request.index, request.prompt_token_ids, request.seed)
-            tokens += len(completion.token_ids)
             if self.cut_after is not None:
                 if self.cut_after == 0:
                     # These tokens were on their way: they arrived at the gateway, their completion never left it.
-                    _line(handler, BatchLine(progress=Progress(tokens, 0, self.members, 0)))
+                    told.tokens += len(completion.token_ids)
+                    told.line(BatchLine(progress=told.progress()))
                     self.cut_after = None
-                    handler.close_connection = True
-                    handler.connection.close()
+                    told.cut()
                     return
                 self.cut_after -= 1
-            _line(handler, BatchLine(completion=completion))
+            told.line(BatchLine(completion=completion))
             self.made += 1
             self.on_completion(self.made)
-        _line(handler, BatchLine(end=Progress(tokens, 0, self.members, 0)))
-        handler.wfile.write(b"0\r\n\r\n")
+        told.stop()
+        told.line(BatchLine(end=told.progress()))
+        told.end()
 
     def _complete(self, batch: Batch, index: int, prompt: list[int], seed: int) -> Completion:
         if self.refuses(prompt):
@@ -177,6 +187,46 @@ def _unproved(model: torch.nn.Module, folder: Path) -> list[str]:
     return [f"{folder.name}: {why}"] if why else []
 
 
+class _Told:
+    """An answer on its way: lines, and between them every TELL_S how far it is, however long one takes."""
+
+    def __init__(self, handler: BaseHTTPRequestHandler, members: Callable[[], int]) -> None:
+        self.tokens = 0
+        self._handler, self._members = handler, members
+        self._stopped, self._one_at_a_time = threading.Event(), threading.Lock()
+        self._ticks = threading.Thread(target=self._tick, daemon=True)
+        self._ticks.start()
+
+    def line(self, line: BatchLine) -> None:
+        data = to_json(line) + b"\n"
+        with self._one_at_a_time:
+            self._handler.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+            self._handler.wfile.flush()
+            self.tokens += 0 if line.completion is None else len(line.completion.token_ids)
+
+    def progress(self) -> Progress:
+        return Progress(self.tokens, 0, self._members(), 0)
+
+    def stop(self) -> None:
+        """From now on only lines are sent."""
+        self._stopped.set()
+        self._ticks.join()
+
+    def cut(self) -> None:
+        """Close the connection without a word."""
+        self.stop()
+        self._handler.close_connection = True
+        self._handler.connection.close()
+
+    def end(self) -> None:
+        self._handler.wfile.write(b"0\r\n\r\n")
+
+    def _tick(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the trainer was killed
+            while not self._stopped.wait(TELL_S):
+                self.line(BatchLine(progress=self.progress()))
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
@@ -206,9 +256,3 @@ def _sample(
             break
         inputs = torch.tensor([[token]])
     return token_ids, logprobs
-
-
-def _line(handler: BaseHTTPRequestHandler, line: BatchLine) -> None:
-    data = to_json(line) + b"\n"
-    handler.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-    handler.wfile.flush()

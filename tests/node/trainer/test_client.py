@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from policies.serving.pieces import in_pieces
 from policies.serving.seeds import request_seed
 from policies.serving.wire import Batch, BatchLine, CompletionRequest, PolicyRef, Progress
 from tasks.completions import gateway_client
-from tasks.completions.gateway_client import GatewayClient, GenerationFailed, _Call
+from tasks.completions.gateway_client import RETRY_S, GatewayClient, GenerationFailed, _Call
 from tasks.completions.refused_prompts import NONE_TAKEN, BadPrompts, RefusedPrompts
 from tasks.completions.rollout_source import EVALUATION_CALLS, RolloutSource
 from tasks.storing.heartbeat import Heartbeat
@@ -46,14 +46,14 @@ class World:
         self.costs = StepCosts()
         self.rule: OnBadPrompt = "skip"
 
-    def client(self, token: str = TOKEN) -> GatewayClient:
-        return GatewayClient(self.store, token, self.heartbeat)
+    def client(self, token: str = TOKEN, interrupt: Callable[[], None] = lambda: None) -> GatewayClient:
+        return GatewayClient(self.store, token, self.heartbeat, interrupt)
 
     def source(self, by: Precedence = BY) -> RolloutSource:
         refused, client = RefusedPrompts(self.rule, self.costs), self.client()
         refused.row_of = lambda prompt: 100 + prompt[0]
         return RolloutSource(
-            self.store, client, self.heartbeat, self.costs, refused, by=by, run_seed=42, deadline_s=10.0
+            self.store, client, self.heartbeat, self.costs, refused, by=by, run_seed=42, deadline_s=HANG_S
         )
 
 
@@ -113,13 +113,19 @@ def test_a_batch_that_is_served_at_once_has_not_waited(world: World) -> None:
 
 
 def test_a_gateway_that_is_not_there_yet_is_waited_for(world: World) -> None:
-    opening = threading.Timer(0.8, world.gateway.open)
-    opening.start()
+    opened: list[bool] = []
+
+    def opens() -> None:
+        """Once it has looked for it in vain."""
+        if not opened:
+            world.gateway.open()
+            opened.append(True)
+
     began_s = time.monotonic()
-    got = world.client().complete(batch())
+    got = world.client(interrupt=opens).complete(batch())
     world.gateway.close()
     assert len(got.completions) == 6
-    assert 0.5 < got.wait_s <= time.monotonic() - began_s
+    assert RETRY_S <= got.wait_s <= time.monotonic() - began_s
 
 
 def test_nothing_until_the_deadline_is_an_error(world: World) -> None:

@@ -5,6 +5,7 @@ What goes on from there ends in the same weights, bit for bit, as a run that not
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from checkpoint.records import documents, metrics
+from policies.control.snapshot import Trainer
 from policies.model import exit_codes
 from policies.model.vocabulary import PolicyVersion
 from tasks.machine.spooling import find_spool
@@ -110,10 +112,9 @@ def test_sigterm_to_the_machine_stores_what_it_has(tiny: Path, tmp_path: Path) -
         rig.gateway.close()
         rig.gateway.open(BESIDE)
         machine = rig.start_trainer(argv=[sys.executable, "-m", "tasks.machine.trainer_machine"])
+        rig.no_nodes_from(3)  # of which the step does not end
         try:
-            rig.until("training", lambda: (beat := rig.beat()) is not None and beat.step >= 3)
-            rig.gateway.members = 0  # from here no step ends
-            rig.until("waiting", lambda: (beat := rig.beat()) is not None and beat.activity == "waiting")
+            rig.until("waiting", lambda: (beat := rig.beat()) is not None and waits(beat, step=3))
             machine.send_signal(signal.SIGTERM)
             assert machine.wait(HANG_S) == exit_codes.STOPPED, rig.log().read_text()[-4000:]
         finally:
@@ -125,12 +126,26 @@ def test_sigterm_to_the_machine_stores_what_it_has(tiny: Path, tmp_path: Path) -
 def test_a_notice_is_trained_through_as_far_as_it_lasts(tiny: Path, tmp_path: Path) -> None:
     with open_rig(tmp_path, tiny, grpo={**NEVER, "max_steps": 10_000}) as rig:
         trainer = rig.start_trainer()
-        when_made(rig, 20, lambda: (rig.work / "notice").write_text("3"))
-        noticed_s = time.monotonic()
+        noticed_s: list[float] = []
+        when_made(rig, 20, lambda: noticed_s.append(notice(rig.work, lasts_s=3)))
         assert trainer.wait(HANG_S) == exit_codes.STOPPED, rig.log().read_text()[-4000:]
-        assert time.monotonic() - noticed_s > 1.0, "half of the notice, for nothing is measured yet"
+        assert time.monotonic() - noticed_s[0] > 1.0, "half of the notice, for nothing is measured yet"
         check_all_is_stored(rig)
         assert find_spool(rig.work) is None
+
+
+def waits(beat: Trainer, *, step: int) -> bool:
+    return (beat.activity, beat.step) == ("waiting", step)
+
+
+def notice(work: Path, *, lasts_s: int) -> float:
+    """Give notice; returns when. However late the trainer looks, for it the notice has just come: one that is over
+    by then would be none."""
+    part, now_s = work / "notice.part", time.monotonic()
+    part.write_text(str(lasts_s))
+    os.utime(part, (time.time() + HANG_S,) * 2)
+    part.rename(work / "notice")
+    return now_s
 
 
 def when_made(rig: Rig, count: int, then: Callable[[], object], *, then_hold: bool = False) -> None:

@@ -118,7 +118,9 @@ def read(store: Store) -> dict[int, list[Group]]:
     """What people read of each step that was kept: whole, and of the completions that it trained on."""
     found = {}
     for version, keys in samples.stored_calls(store).items():
-        made = rollouts.stored_since(store, version)[version, 0]
+        made = rollouts.stored_since(store, version).get((version, 0))
+        if made is None:  # its uploader was ended while it deleted both
+            continue
         trained = rollouts.read_rollout(store, made[0])
         head, groups = samples.read_samples(store, keys[0])
         found[head.step] = list(groups)
@@ -141,10 +143,17 @@ def read(store: Store) -> dict[int, list[Group]]:
 
 
 def kill_after_completion(rig: Rig, attempt: int, count: int) -> None:
-    """SIGKILL the trainer once the gateway has sent it so many completions of this attempt."""
-    due = threading.Event()
+    """SIGKILL the trainer once the gateway has sent it so many completions of this attempt, and before it sends
+    one more: who kills may be slower than what is left of a batch."""
+    due, killed = threading.Event(), threading.Event()
     aim = rig.gateway.made + count
-    rig.gateway.on_completion = lambda made: due.set() if made >= aim else None
+
+    def hold(made: int) -> None:
+        if made >= aim:
+            due.set()
+            killed.wait(HANG_S)
+
+    rig.gateway.on_completion = hold
     trainer = rig.start_trainer(attempt)
     try:
         until = time.monotonic() + HANG_S
@@ -155,6 +164,7 @@ def kill_after_completion(rig: Rig, attempt: int, count: int) -> None:
         trainer.kill()
         trainer.wait(HANG_S)
         rig.gateway.on_completion = lambda _: None
+        killed.set()
 
 
 def kill_at_step(rig: Rig, attempt: int, step: int, delay_s: float) -> None:

@@ -256,6 +256,7 @@ class Folder(Sink):
 
     def __init__(self) -> None:
         super().__init__()
+        self.begun = threading.Event()  # with the first step
         self.back = threading.Event()
         self.ended = threading.Event()
         self.logging_dir = "nowhere"
@@ -264,6 +265,7 @@ class Folder(Sink):
 
     def on_log(self, *args: Any, **told: Any) -> None:
         _, state, _ = args
+        self.begun.set()
         assert self.back.wait(HANG_S)
         self.told.append(f"{state.global_step} {told['logs']}")
 
@@ -299,7 +301,9 @@ def test_a_folder_that_never_comes_back_is_left_out(monkeypatch: pytest.MonkeyPa
     folder: Any = type("TensorBoardCallback", (Folder,), {})()
     begin(folder, beginning(FIRST))
     with capture_logs() as logged:
-        for _ in range(100):
+        folder.on_log(None, STATE, None, logs={})
+        assert folder.begun.wait(HANG_S)  # from here it makes no room for others
+        for _ in range(99):
             folder.on_log(None, STATE, None, logs={})
         folder.on_train_end(None, STATE, None)
     assert [one["event"] for one in logged] == ["report_failed", *["report_failed"] * 2, "report_left_out"]
@@ -401,6 +405,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_until(rig: Rig, attempt: int, step: int) -> None:
     """Start a trainer, and kill it once a step is stored."""
+    rig.no_nodes_from(step)
     trainer, until = rig.start_trainer(attempt), time.monotonic() + HANG_S
     while max((row.step for row in read_metrics(rig.store) if row.attempt == attempt), default=0) < step:
         assert trainer.poll() is None, rig.log(attempt).read_text()[-4000:]
@@ -420,6 +425,7 @@ def test_tensorboard_has_each_step_once_whatever_was_killed(tiny: Path, tmp_path
         train_until(rig, 2, 5)
         assert len(list(folder.iterdir())) == 2
         shutil.rmtree(rig.work / "reports")
+        rig.no_nodes_from(STEPS)
         assert rig.wait(rig.start_trainer(3), 3) == exit_codes.OK
         assert len(list(folder.iterdir())) == 2
         found = reader.EventAccumulator(str(folder)).Reload()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from aiohttp import web
 from yarl import URL
 
 from tests.budget import HANG_S
-from tests.rigs.store.server import free_port
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class FaultProxy:
         self._released = asyncio.Event()
         self._runner = web.ServerRunner(web.Server(self._serve), shutdown_timeout=0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
 
     async def _inject(self, fault: Fault, times: int | None) -> None:
         self._plan = _Plan(fault, times)
@@ -242,11 +242,15 @@ def fault_proxy(upstream: str) -> Iterator[FaultProxy]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="fault-proxy", daemon=True)
     thread.start()
-    proxy = FaultProxy(upstream, free_port(), loop)
+    held = socket.socket()  # the port, also while nobody listens: else others may get it
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for who listens, and asks for it too
+    held.bind(("127.0.0.1", 0))
+    proxy = FaultProxy(upstream, held.getsockname()[1], loop)
     proxy._await(proxy.start())
     try:
         yield proxy
     finally:
+        held.close()
         proxy._await(proxy.stop())
         loop.call_soon_threadsafe(loop.stop)
         thread.join(timeout=HANG_S)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.store.run_store import Store
+from tests.budget import HANG_S
 
 REGION = "us-east-1"
 
@@ -57,12 +58,15 @@ class S3Server:
         )
 
 
-def through(server: S3Server, name: str, driver: str, retry_s: float) -> Store:
-    """A store that gives up a hanging request after a second, so that tests do not take half a minute."""
+def through(
+    server: S3Server, name: str, driver: str, retry_s: float, hang_s: float = HANG_S, whole_s: float = HANG_S
+) -> Store:
+    """A store that gives up a request of which nothing is heard for `hang_s`, or that takes longer than `whole_s`:
+    seconds where one is to hang, so that tests do not take half a minute."""
     if driver == "fsspec":
-        options = server.fsspec_options(config_kwargs={"read_timeout": 1, "connect_timeout": 1})
+        options = server.fsspec_options(config_kwargs={"read_timeout": hang_s, "connect_timeout": hang_s})
     else:
-        options = server.options(read_timeout="1s", timeout="4s")
+        options = server.options(read_timeout=f"{hang_s:g}s", timeout=f"{whole_s:g}s")
     return Store(server.url(name), retry_s=retry_s, options=options)
 
 

@@ -13,7 +13,7 @@ from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Entry, Store
 from policies.model.node_contract import DEAD_MAN_ENV
 from tasks.machine.dead_man import LOOKS, UNREADABLE_S, DeadManSwitch, start
-from tests.budget import HANG_S
+from tests.budget import HANG_S, until
 
 MEMBERS = layout.members((0, 1, 1))
 LIMIT_S = 1800.0
@@ -110,6 +110,11 @@ def test_it_is_called_once_in_a_run_that_was_never_heard_and_never_where_it_is_o
     store, ended = Store(f"memory://dead-man-{next(names)}"), threading.Event()
     start(store, {DEAD_MAN_ENV: "0.05"}, ended.set)
     assert ended.wait(HANG_S)
+    until("the end of its thread, which has only said so", lambda: not watching())
     start(store, {DEAD_MAN_ENV: "0"}, ended.clear)
     start(store, {}, ended.clear)
-    assert not any(thread.name == "dead-man" and thread.is_alive() for thread in threading.enumerate())
+    assert not watching()
+
+
+def watching() -> bool:
+    return any(thread.name == "dead-man" for thread in threading.enumerate())

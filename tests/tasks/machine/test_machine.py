@@ -30,10 +30,11 @@ NODE = "rollout-0-i1"
 # Runs the wrapper over the work that its arguments name, with one metadata service.
 WRAPPER = """
 import sys
-from tasks.machine.cloud_machine import run
+from tasks.machine import cloud_machine
 from tasks.machine.metadata import Aws
 from tasks.machine.node_env import read_node_env
-sys.exit(run(read_node_env(), sys.argv[3:], [Aws(sys.argv[2])], drain_s=float(sys.argv[1])))
+cloud_machine.LOCK_WAIT_S = float(sys.argv[3])
+sys.exit(cloud_machine.run(read_node_env(), sys.argv[4:], [Aws(sys.argv[2])], drain_s=float(sys.argv[1])))
 """
 # Says that it runs, and ends when it is told how: by a file with the exit code. On SIGTERM it ends with 20.
 WORK = """
@@ -58,6 +59,7 @@ class Rig:
 
     folder: Path
     drain_s: float = 600.0
+    lock_wait_s: float = HANG_S  # for one that only ends slowly
     metadata_url: str = "http://127.0.0.1:1"
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -79,7 +81,8 @@ class Rig:
             "GRPO_ORCH_WORKDIR": str(self.workdir),
             "GRPO_ORCH_NODE_HOST": "10.0.0.7",
         }
-        argv = [sys.executable, "-c", WRAPPER, str(self.drain_s), self.metadata_url, sys.executable, "-c", work]
+        told = [str(self.drain_s), self.metadata_url, str(self.lock_wait_s)]
+        argv = [sys.executable, "-c", WRAPPER, *told, sys.executable, "-c", work]
         self.processes.append(subprocess.Popen(argv, env=environment))
         return self.processes[-1]
 
@@ -281,6 +284,7 @@ def test_a_newer_attempt_starts_when_the_older_one_lets_go(rig: Rig) -> None:
 def test_a_newer_attempt_does_not_wait_for_ever(rig: Rig) -> None:
     older = rig.start(attempt=1)
     rig.running()
+    rig.lock_wait_s = 1.0
     assert rig.start(attempt=2).wait(HANG_S) == exit_codes.HELD
     assert older.poll() is None
     assert len(rig.runs()) == 1

@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from checkpoint.store.errors import NotFound, StoreUnavailable
 from checkpoint.stream import manifest
 from checkpoint.stream.chunks import TRANSFERS
 from tasks.peers import download, peer, server
+from tasks.peers.download import PeerDownload
 from tasks.peers.peers import Peers
+from tests.budget import HANG_S, until
 from tests.stand_ins.catalog_rig import CHUNK
 from tests.stand_ins.strangers import check_closed
 from tests.tasks.peers import liar as lies
@@ -26,14 +29,21 @@ from tests.tasks.peers.rig import CHUNKS, PREFIX, TOKEN, Rig, introduce, nodes
 LOCAL, SECURED = "127.0.0.1", "0.0.0.0"
 
 
-@pytest.fixture
-def impatient() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer, "SILENT_S", 0.3)
-        patch.setattr(peer, "HOLD_S", 0.3)
-        patch.setattr(server, "HOLD_S", 0.1)
-        patch.setattr(download, "PATIENCE_S", (0.3, 0.3))
-        yield
+class Impatient:
+    """A node that soon gives a peer up, once it has met it: what has hardly begun may be slow to say that it is
+    there."""
+
+    def __init__(self, peers: Peers, patch: pytest.MonkeyPatch) -> None:
+        self._peers, self._patch = peers, patch
+
+    @contextmanager
+    def download(self, root: str, names: Sequence[str], folders: Sequence[Path]) -> Iterator[PeerDownload]:
+        with self._peers.download(root, names, folders) as one:
+            self._patch.setattr(peer, "SILENT_S", 0.3)
+            self._patch.setattr(peer, "HOLD_S", 0.3)
+            self._patch.setattr(server, "HOLD_S", 0.1)
+            self._patch.setattr(download, "PATIENCE_S", (0.3, 0.3))
+            yield one
 
 
 @pytest.fixture(params=[LOCAL, SECURED])
@@ -41,7 +51,6 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Rig:
     return Rig(tmp_path, request.param)
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     "answer",
     [
@@ -57,13 +66,16 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Rig:
         lies.no_http,
     ],
 )
-def test_a_peer_that_lies_costs_time_and_is_soon_left_alone(rig: Rig, answer: Answer) -> None:
+def test_a_peer_that_lies_costs_time_and_is_soon_left_alone(
+    rig: Rig, answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = sorted(rig.policy.chunks)
     with nodes(1, rig.host) as found, liar(rig.host, names, CHUNK, answer, TOKEN) as other:
-        introduce(found, other.address)
-        rig.fetch(0, found[0])
+        for greeted in found[0].know([found[0].address, other.address]):
+            greeted.result(HANG_S)
+        rig.fetch(0, Impatient(found[0], monkeypatch))
         assert len(rig.store.read) == CHUNKS
-        assert other.asked > 0
+        until("it was asked", lambda: other.asked)
         if answer is not lies.has_nothing and answer is not lies.promises:
             assert other.asked <= 2 * TRANSFERS
 

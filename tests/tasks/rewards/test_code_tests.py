@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tasks.rewards import code_tests
+from tasks.rewards.in_workers import WALL_FACTOR
 from tasks.rewards.workers.pool import Limits, NoWorker
 from tasks.rewards.workers.sandbox import sandboxes
 from tests.budget import HANG_S
@@ -22,13 +23,14 @@ from tests.budget import HANG_S
 DOUBLE = "Sure:\n```python\nprint(int(input()) * 2)\n```\nThat doubles."
 PAIR = [{"input": "3\n", "output": "6\n"}, {"input": "4", "output": "9"}]
 
+LONG_S = int(HANG_S / WALL_FACTOR)  # CPU time, for programs that end: by the clock they may take long
 REACHES = "import socket\ntry:\n    {}\nexcept OSError:\n    print('no')"
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed: make test-packages")
 
 
 def share(program: str, *tests: Any) -> float | None:
-    return code_tests([program], tests=[list(tests)])[0]
+    return code_tests([program], tests=[list(tests)], limit_s=LONG_S)[0]
 
 
 def passes(program: str, output: str = "") -> bool:

@@ -20,6 +20,7 @@ from tasks.evaluating.scoring import _said
 from tasks.rewards import readable_by
 from tasks.rewards.guard import BadReward
 from tasks.trl.trl_evaluating import EvaluatingTrainer, Made
+from tests.budget import HANG_S
 from tests.node.trainer.evaluating import test_evaluator as evaluator
 from tests.node.trainer.rig import PROMPTS, Rig, make_tiny, open_rig, run_spec
 from tests.node.trainer.rig_tools import make_chatty
@@ -69,19 +70,19 @@ def takes_all(completions: list[str], **_: Any) -> list[bool]:
     return found
 
 
-def judged_by(says: Any) -> tuple[Any, Made]:
+def judged_by(says: Any, timeout_s: float = HANG_S) -> tuple[Any, Made]:
     @readable_by(says)
     def right(completions: list[str], **_: Any) -> list[float]:
         return [1.0 for _ in completions]
 
     rows = [{"prompt": "a"}, {"prompt": "b"}]
     made = Made(["a", "b"], ["x", "y"], [[5], [6]])
-    return SimpleNamespace(rewards={"right": right}, rows=rows, timeout_s=0.2), made
+    return SimpleNamespace(rewards={"right": right}, rows=rows, timeout_s=timeout_s), made
 
 
 @pytest.mark.parametrize(("says", "told"), [(hangs, "took too long"), (leaves, "raised SystemExit: 3")])
 def test_what_says_which_can_be_read_is_under_the_rules_of_what_scores(says: Any, told: str) -> None:
-    of, made = judged_by(says)
+    of, made = judged_by(says, 0.2 if says is hangs else HANG_S)
     with pytest.raises(BadReward, match=f"what right says of which completions can be read {told}"):
         _said(of, "right", made)
 

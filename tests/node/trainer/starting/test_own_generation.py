@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,8 @@ from checkpoint.stream.transfer import read_manifest
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import CUT, Batch, CompletionRequest, PolicyRef
 from tasks.trl.own_generation import OwnGeneration
-from tests.budget import HANG_S
 from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
+from tests.node.trainer.rig_rewards import HELD, HELD_FROM
 
 STEPS = GRPO["max_steps"]
 SAMPLING = {
@@ -185,15 +184,17 @@ def test_a_run_trains_without_nodes_and_publishes_nothing(calm: Rig) -> None:
 
 
 def test_a_killed_trainer_reads_its_completions_back_and_ends_with_the_same_weights(
-    calm: Rig, tiny: Path, tmp_path: Path
+    calm: Rig, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_rig(tmp_path, tiny, replicas=0, grpo={"save_steps": 100}, evaluates=True) as rig:
-        trainer, until_s = rig.start_trainer(), time.monotonic() + HANG_S
-        while (beat := rig.beat()) is None or beat.step < 3:
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+    monkeypatch.setenv(HELD, str(tmp_path / "held"))
+    spec: dict[str, Any] = {"grpo": {"save_steps": 100}, "reward": "rig_rewards.held"}
+    with open_rig(tmp_path, tiny, replicas=0, evaluates=True, **spec) as rig:
+        (tmp_path / "held").touch()  # it has taken no further step when it is killed
+        trainer = rig.start_trainer()
+        rig.until("in the fourth step", lambda: (beat := rig.beat()) is not None and beat.step == HELD_FROM)
         trainer.kill()
         trainer.wait()
+        (tmp_path / "held").unlink()
         assert rig.wait(rig.start_trainer(attempt=2), attempt=2) == 0
         rig.stored()
         assert "rollout_replayed" in rig.log(2).read_text()
