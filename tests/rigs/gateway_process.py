@@ -65,7 +65,7 @@ class Rig:
         assert self.http.get(f"{self.url}/health").status_code == 200
         return process
 
-    def node(self, name: str, **options: float | str | bool) -> subprocess.Popen[bytes]:
+    def node(self, name: str, **options: float | str | bool | Path) -> subprocess.Popen[bytes]:
         """Start a stand-in; options are those of `tests.stand_ins.fake_vllm`."""
         flags: list[str] = []
         for key, value in options.items():
