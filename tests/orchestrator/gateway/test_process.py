@@ -164,9 +164,10 @@ def test_with_nobody_to_serve_a_batch_waits_until_its_deadline_and_says_why(rig:
     until("nobody waits", lambda: rig.status().requests_waiting == 0)
 
 
-def test_a_drained_node_finishes_what_it_has_and_leaves(rig: Rig) -> None:
+def test_a_drained_node_finishes_what_it_has_and_leaves(rig: Rig, tmp_path: Path) -> None:
     rig.gateway()
-    leaving = rig.node("rollout-0", event_s=0.4)
+    seen = tmp_path / "seen"
+    leaving = rig.node("rollout-0", until=seen)  # else it may be gone before anybody sees that it drains
     rig.until_members("rollout-0")
     batch = make_batch("0-0", requests=4)
     lines = rig.ask(batch)
@@ -174,6 +175,7 @@ def test_a_drained_node_finishes_what_it_has_and_leaves(rig: Rig) -> None:
     rig.http.post(f"{rig.url}/members/rollout-0/drain")
     drained = until("it drains", lambda: (one := rig.member("rollout-0")) and one.draining and one)
     assert not drained.serving
+    seen.touch()
     heard += list(lines)
     assert sum(line.completion is not None for line in heard) == 4
     assert heard[-1].end is not None
