@@ -86,7 +86,7 @@ def test_nothing_is_said_without_the_secret(rig: Rig) -> None:
             ("POST", "/members/rollout-0/drain"),
             ("DELETE", "/members/rollout-0?boot=x"),
         ):
-            answer = httpx.request(method, f"{rig.url}{path}", headers=headers)
+            answer = httpx.request(method, f"{rig.url}{path}", headers=headers, timeout=HANG_S)
             assert (answer.status_code, answer.content) == (401, b"")
             assert not answer.headers.get("server")
 
