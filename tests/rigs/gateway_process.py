@@ -57,10 +57,11 @@ class Rig:
         self.processes.append(process)
         return process
 
-    def gateway(self) -> subprocess.Popen[bytes]:
-        """Start a gateway and return once it has written its address and answers there."""
+    def gateway(self, *, calm: bool = False) -> subprocess.Popen[bytes]:
+        """Start a gateway, if it is to be so a `calm_gateway`; return once it has written its address and answers
+        there."""
         before = documents.read_gateway(self.store)
-        process = self.spawn("-m", "orchestrator.gateway")
+        process = self.spawn("-m", "tests.rigs.calm_gateway" if calm else "orchestrator.gateway")
         until("a new gateway's address", lambda: documents.read_gateway(self.store) != before)
         assert self.http.get(f"{self.url}/health").status_code == 200
         return process
