@@ -57,15 +57,16 @@ class Rig:
         self.processes.append(process)
         return process
 
-    def gateway(self) -> subprocess.Popen[bytes]:
-        """Start a gateway and return once it has written its address and answers there."""
+    def gateway(self, *, calm: bool = False) -> subprocess.Popen[bytes]:
+        """Start a gateway, if it is to be so a `calm_gateway`; return once it has written its address and answers
+        there."""
         before = documents.read_gateway(self.store)
-        process = self.spawn("-m", "orchestrator.gateway")
+        process = self.spawn("-m", "tests.rigs.calm_gateway" if calm else "orchestrator.gateway")
         until("a new gateway's address", lambda: documents.read_gateway(self.store) != before)
         assert self.http.get(f"{self.url}/health").status_code == 200
         return process
 
-    def node(self, name: str, **options: float | str | bool) -> subprocess.Popen[bytes]:
+    def node(self, name: str, **options: float | str | bool | Path) -> subprocess.Popen[bytes]:
         """Start a stand-in; options are those of `tests.stand_ins.fake_vllm`."""
         flags: list[str] = []
         for key, value in options.items():

@@ -30,6 +30,7 @@ class Served(World):
 
     def __init__(self, gateway: Gateway, sock: socket.socket, http: httpx.AsyncClient) -> None:
         self.gateway = gateway
+        self.loop = asyncio.get_running_loop()
         self.port: int = sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = http

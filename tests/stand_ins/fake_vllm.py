@@ -146,7 +146,9 @@ class FakeNode:
         """Every event of the answer but the one that says that it is whole."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for event in chat_events(body) if "messages" in body else events(body):
+        for number, event in enumerate(chat_events(body) if "messages" in body else events(body)):
+            if number:
+                await self.may_go_on(request)
             await asyncio.sleep(self.options.event_s)
             if policy != self.policy:
                 event = {"error": {"message": "other weights now", "code": 409}}
@@ -155,6 +157,13 @@ class FakeNode:
                 await response.write(BREAKS[self.options.breaks])
                 break
         return response
+
+    async def may_go_on(self, request: web.Request) -> None:
+        """Wait for the file `--until`, or for the gateway to leave."""
+        while self.options.until and not Path(self.options.until).exists():
+            if request.transport is None or request.transport.is_closing():
+                raise ConnectionResetError("the gateway left")
+            await asyncio.sleep(0.01)
 
     def note(self, status: int, body: dict[str, Any], asked: tuple[str | None, str | None]) -> None:
         line = {"status": status, "seed": body["seed"], "boot": asked[0], "policy": asked[1], "held": self.policy}
@@ -262,11 +271,7 @@ def main() -> None:
     parser.add_argument("--never-load", action="store_true")
     parser.add_argument("--breaks", choices=BREAKS, help="end every stream early, in this way")
     parser.add_argument("--status", type=int, default=0, help="answer this to every request")
-    parser.add_argument(
-        "--stalls", type=int, default=0, help="send no token after so many, but answer GET /health"
-    )
-    parser.add_argument("--hangs", type=int, default=0, help="send nothing at all after so many tokens")
-    parser.add_argument("--no-done", action="store_true", help="never end an answer after its last event")
+    parser.add_argument("--until", help="send only the first event of an answer before this file is there")
     asyncio.run(serve(parser.parse_args()))
 
 

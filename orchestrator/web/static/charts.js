@@ -8,7 +8,7 @@
     { name: "loss", lines: [["loss", "--green", "a step"]] },
   ];
   const box = document.getElementById("charts"), toggle = document.getElementById("axis"), where = document.getElementById("where");
-  let axis = "step", drawn = null, range = null, plots = [], data = null;
+  let axis = "step", drawn = null, range = null, plots = [], data = null, asked = 0;
   const number = (v) => v == null ? "–" : Math.abs(v) >= 1000 ? v.toFixed(0) : String(+v.toPrecision(3));
 
   // How far apart two neighbours of a curve may be: beyond that the line has a hole.
@@ -163,11 +163,14 @@
   };
   const load = async () => {
     document.body.dispatchEvent(new CustomEvent("window", { detail: { axis, range } }));
+    const mine = ++asked;
     const query = new URLSearchParams({ x: axis, points: String(Math.max(100, Math.min(2000, box.clientWidth))) });
     if (range) { query.set("from", String(range[0])); query.set("to", String(range[1])); }
     const answer = await fetch("/series?" + query);
     if (!answer.ok) return;
-    data = await answer.json();
+    const found = await answer.json();
+    if (mine !== asked) return;  // it was asked for something else meanwhile
+    data = found;
     refresh();
   };
   box.addEventListener("dblclick", () => { range = null; load(); });

@@ -11,6 +11,7 @@ from orchestrator.gateway.job import Finished, Job
 from orchestrator.gateway.nodes.connection import Pool
 from policies.serving.silence import SilenceLimits
 from policies.serving.wire import HandOver
+from tests.budget import HANG_S
 from tests.stand_ins.fake_vllm import BREAKS, texts
 from tests.stand_ins.gateway_world import EVENT_STREAM, World, job, run, undisturbed
 
@@ -232,7 +233,7 @@ def test_who_leaves_late_does_not_take_the_next_ones_connection_along() -> None:
     async def story(world: World) -> None:
         node = await world.node("first")
         pool = Pool(node.row.address, None)
-        connection, health = await pool.connect(1.0), [b"GET /health HTTP/1.1\r\nContent-Length: 0\r\n\r\n"]
+        connection, health = await pool.connect(HANG_S), [b"GET /health HTTP/1.1\r\nContent-Length: 0\r\n\r\n"]
         first, second = Listener(), Listener()
         connection.ask(health, first)
         assert await first.over == ""

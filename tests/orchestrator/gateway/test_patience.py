@@ -33,8 +33,8 @@ def test_nobody_is_there_and_the_batch_ends_at_once(rig: Rig) -> None:
     assert (heard.end.members, heard.end.tokens) == (0, 0)
 
 
-def test_what_a_lost_node_has_made_is_handed_out_and_nothing_counts_as_lost(rig: Rig) -> None:
-    node = rig.node("rollout-0", event_s=0.2)
+def test_what_a_lost_node_has_made_is_handed_out_and_nothing_counts_as_lost(rig: Rig, tmp_path: Path) -> None:
+    node = rig.node("rollout-0", until=tmp_path / "never")  # so that no answer is whole before it is lost
     rig.until_members("rollout-0")
     batch = replace(make_batch("0-0"), patience_s=0.0)
     lines = rig.ask(batch)

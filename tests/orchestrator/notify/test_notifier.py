@@ -194,6 +194,7 @@ def test_a_store_that_stays_away_is_asked_now_and_then_while_a_message_waits(
     one = run.notifier(told)
     told.wait()
     looks.away = True
+    looks.looked = threading.Semaphore(0)  # however often it looked before
     told_again = 0
     while looks.looked.acquire(timeout=0.3):  # the one at which it is found away is the last for RETRY_S
         told_again += 1

@@ -123,13 +123,32 @@ def gateway(**options: Any) -> Iterator[Served]:
     assert not broken, broken
 
 
+@contextmanager
+def asked(served: Served, sent: bytes) -> Iterator[socket.socket]:
+    """A connection on which all of it is there when the gateway looks, however slow this thread is to send it."""
+    stands, goes_on = threading.Event(), threading.Event()
+
+    def stand_still() -> None:
+        stands.set()
+        goes_on.wait(HANG_S)
+
+    served.loop.call_soon_threadsafe(stand_still)
+    assert stands.wait(HANG_S)
+    try:
+        with connected(served.port) as sock:
+            sock.sendall(sent)
+            goes_on.set()
+            yield sock
+    finally:
+        goes_on.set()
+
+
 def check_serves(served: Served) -> None:
     """A correct batch is completed as if nothing had been."""
     served.nodes[0].raw = b""
     batch = make_batch("0-0", requests=16)
     body = msgspec.json.encode(batch)
-    with connected(served.port) as sock:
-        sock.sendall(request("POST", ROLLOUTS, body, f"{PROOF}Connection: close\r\n"))
+    with asked(served, request("POST", ROLLOUTS, body, f"{PROOF}Connection: close\r\n")) as sock:
         got = heard(sock)
     lines = [part for part in got.partition(b"\r\n\r\n")[2].split(b"\n") if part.startswith(b"{")]
     check_complete(batch, hear(msgspec.json.decode(line, type=BatchLine) for line in lines))
@@ -192,8 +211,7 @@ def test_who_does_not_finish_his_head_is_cut(drip: bytes) -> None:
         with connected(served.port) as sock:
             sock.sendall(drip)
             assert heard(sock) == b""
-        with connected(served.port) as sock:  # and so in his second request
-            sock.sendall(request("GET", "/health"))
+        with asked(served, request("GET", "/health")) as sock:  # and so in his second request
             assert status_of(heard(sock, lambda got: b"\r\n\r\n" in got)) == 200
             sock.sendall(b"GET /health HT")
             assert heard(sock) == b""
@@ -201,11 +219,12 @@ def test_who_does_not_finish_his_head_is_cut(drip: bytes) -> None:
 
 
 def test_who_does_not_finish_his_body_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "BODY_S", 0.2)
     with gateway() as served:
-        for path in (ROLLOUTS, COMPLETIONS, "/members/a"):
-            got = answer(served.port, request("POST", path, b"x" * 100)[:-1])
-            assert status_of(got) == 408
+        with monkeypatch.context() as patch:  # what is sent whole afterwards has its time
+            patch.setattr(admission, "BODY_S", 0.2)
+            for path in (ROLLOUTS, COMPLETIONS, "/members/a"):
+                got = answer(served.port, request("POST", path, b"x" * 100)[:-1])
+                assert status_of(got) == 408
         check_serves(served)
 
 
