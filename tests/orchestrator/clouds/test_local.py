@@ -185,11 +185,13 @@ def test_a_spool_outlives_the_work_and_nothing_of_another_name_is_removed(
     assert (tmp_path / "theirs" / "checkpoint-50" / "model.safetensors").exists()
 
 
-def test_capacity_comes_back_by_itself(cloud: LocalCloud) -> None:
+def test_capacity_comes_back_by_itself(cloud: LocalCloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s)
     cloud.refuse(["rollout-0"], 0.3)
     with pytest.raises(CloudRefused, match="no spot capacity for rollout-0"):
         cloud.launch(order())
-    time.sleep(0.35)
+    now_s += 0.35
     cloud.launch(order())
     until(cloud, "rollout-0-i1", up)
 
