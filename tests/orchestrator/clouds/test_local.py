@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.clouds.local.cloud import LocalCloud
-from orchestrator.clouds.local.processes import MARK, carries_mark, marked_processes
+from orchestrator.clouds.local.processes import MARK, carries_mark, marked_processes, on_record
 from orchestrator.clouds.protocol import CloudRefused, Order
 from orchestrator.control.lease import process_started
 from policies.control.snapshot import Machine
@@ -143,7 +143,8 @@ def a_spool(cloud: LocalCloud, node: str, folder: Path) -> Path:
 
 
 def killed(cloud: LocalCloud, node: str) -> None:
-    os.kill(min(processes(cloud, node)), signal.SIGKILL)
+    _, _, machine = on_record(cloud._folder / node)  # which need not be the lowest of its processes: pids wrap
+    os.kill(machine, signal.SIGKILL)
     until(cloud, node, gone)
 
 
