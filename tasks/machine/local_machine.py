@@ -2,8 +2,9 @@
 
 Unlike `tasks.machine.cloud_machine` it writes no reports to the store, for the local cloud can look into the
 machine's folder. It holds a lock for as long as the work runs, so that launching twice launches once: the second
-process leaves. Closing FD tells the launcher that the attempt is on record. When this process is gone and the
-record has no exit code, the machine died.
+process leaves. The next attempt, ordered once the end of this one is on record, waits the moment until the lock is
+free. Closing FD tells the launcher that the attempt is on record. When this process is gone and the record has no
+exit code, the machine died.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import TextIO
 
 from checkpoint.store.run_store import Store
 from policies.model.node_contract import RUN_ENV
@@ -21,11 +24,15 @@ from tasks.machine import dead_man
 from tasks.machine.processes.attempts import Started, record, started, take
 from tasks.machine.processes.children import end_in_order, exit_code_of, start_child
 
+POLL_S = 0.01  # between two looks at the lock
+
 
 def main() -> int:
     registers, folder, attempt, argv = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
     with (folder / "lock").open("a") as lock:
-        if not take(lock) or started(folder).attempt >= attempt:  # the latter: of a launch that overtook this one
+        if not _locked(lock, folder):
+            return 0
+        if started(folder).attempt >= attempt:  # of a launch that overtook this one
             return 0
         record(folder, Started(attempt, pid=os.getpid()))
         os.close(registers)
@@ -36,6 +43,15 @@ def main() -> int:
         if silent.is_set():  # nobody will clear away what the work has left
             os.killpg(0, signal.SIGKILL)
     return 0
+
+
+def _locked(lock: TextIO, folder: Path) -> bool:
+    """Take the lock, from an attempt that has ended a moment after it says so. False where one is at work."""
+    while not take(lock):
+        if started(folder).exit_code is None:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def _watch_run(work: subprocess.Popen[bytes]) -> threading.Event:

@@ -19,7 +19,7 @@ from checkpoint.records import documents
 from checkpoint.records.documents import MachineReport, RunRecord
 from checkpoint.store.run_store import Store
 from orchestrator.clouds.local.cloud import LocalCloud
-from orchestrator.clouds.local.processes import marked_processes
+from orchestrator.clouds.local.processes import marked_processes, on_record
 from orchestrator.clouds.protocol import Cloud, CloudRefused
 from orchestrator.clouds.sky import watch
 from orchestrator.clouds.sky.cloud import SkyCloud
@@ -82,7 +82,8 @@ class LocalWorld:
         return [int(line.removeprefix("attempt ")) for line in said]
 
     def kill(self, node: str) -> None:
-        os.kill(min(marked_processes(self._folder / node)), signal.SIGKILL)
+        _, _, machine = on_record(self._folder / node)  # not the lowest of its processes: pids wrap
+        os.kill(machine, signal.SIGKILL)
 
     def notice(self, node: str) -> None:
         self.open().notify(node)

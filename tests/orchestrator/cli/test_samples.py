@@ -102,7 +102,11 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(100), deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],  # in place of the profile's
+    max_examples=examples(100),
+    deadline=None,
+)
 @given(TEXT, TEXT, TEXT)
 def test_whatever_a_text_holds_80_columns_of_plain_characters_are_printed(
     store: Store, cli: Cli, prompt: str, completion: str, name: str

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.clouds.local.cloud import LocalCloud
-from orchestrator.clouds.local.processes import MARK, carries_mark, marked_processes
+from orchestrator.clouds.local.processes import MARK, carries_mark, marked_processes, on_record
 from orchestrator.clouds.protocol import CloudRefused, Order
 from orchestrator.control.lease import process_started
 from policies.control.snapshot import Machine
@@ -143,7 +143,8 @@ def a_spool(cloud: LocalCloud, node: str, folder: Path) -> Path:
 
 
 def killed(cloud: LocalCloud, node: str) -> None:
-    os.kill(min(processes(cloud, node)), signal.SIGKILL)
+    _, _, machine = on_record(cloud._folder / node)  # which need not be the lowest of its processes: pids wrap
+    os.kill(machine, signal.SIGKILL)
     until(cloud, node, gone)
 
 
@@ -185,11 +186,13 @@ def test_a_spool_outlives_the_work_and_nothing_of_another_name_is_removed(
     assert (tmp_path / "theirs" / "checkpoint-50" / "model.safetensors").exists()
 
 
-def test_capacity_comes_back_by_itself(cloud: LocalCloud) -> None:
+def test_capacity_comes_back_by_itself(cloud: LocalCloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s)
     cloud.refuse(["rollout-0"], 0.3)
     with pytest.raises(CloudRefused, match="no spot capacity for rollout-0"):
         cloud.launch(order())
-    time.sleep(0.35)
+    now_s += 0.35
     cloud.launch(order())
     until(cloud, "rollout-0-i1", up)
 

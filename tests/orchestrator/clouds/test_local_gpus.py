@@ -63,14 +63,14 @@ def launch(cloud: LocalCloud, node: str, attempt: int = 1, **environment: str) -
     cloud.launch(Order(node, role_of(node), Market.SPOT, attempt, environment))
 
 
-def seen_by(cloud: LocalCloud, node: str) -> str | None:
+def seen_by(cloud: LocalCloud, node: str, variable: str = VISIBLE) -> str | None:
     """What the processes of the machine have for the variable, each the same."""
     until_s = time.monotonic() + HANG_S
     while time.monotonic() < until_s:
         with contextlib.suppress(psutil.NoSuchProcess):  # one that has just ended
             every = [psutil.Process(pid).environ() for pid in marked_processes(cloud._folder / node)]
             if every and all(every):  # between two programs a process shows none
-                (seen,) = {one.get(VISIBLE) for one in every}
+                (seen,) = {one.get(variable) for one in every}
                 return None if seen is None else str(seen)
     raise AssertionError(f"the processes of {node} show no environment")
 
@@ -102,8 +102,7 @@ def test_numbers_mean_the_same_to_the_tool_and_to_cuda(
     gpus(1)
     cloud = opened()
     launch(cloud, TRAINER)
-    (pid, *_) = marked_processes(cloud._folder / TRAINER)
-    assert psutil.Process(pid).environ()["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert seen_by(cloud, TRAINER, "CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
 
 
 def until_dead(cloud: LocalCloud, node: str) -> None:

@@ -22,6 +22,7 @@ from orchestrator.config.sizes import model as sizes
 from orchestrator.config.sizes.model import NotKnown, find_size
 from policies.weights.disk_size import gb_of
 from policies.weights.disks import ModelSize
+from tests.budget import HANG_S
 from tests.generators.config_world import VALID, furnish
 
 SKY = VALID[: VALID.index("rehearse:")].replace("storage: ./run", "storage: s3://bucket/run\ncloud: sky")
@@ -183,6 +184,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(sizes, "ASK_S", HANG_S)  # a busy machine is no hub that says nothing
     yield Hub
     server.shutdown()
     server.server_close()

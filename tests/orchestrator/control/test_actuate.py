@@ -165,7 +165,10 @@ def test_a_refusal_of_what_is_being_given_back_is_told_once_that_is_done(
     assert told == [LaunchRefused("rollout-0-i1", Refusal.UNKNOWN, "called off", left)]
 
 
-def test_a_cloud_that_does_not_answer_is_not_asked_again_at_once(cloud: Clouds, actuator: Actuator) -> None:
+def test_a_cloud_that_does_not_answer_is_not_asked_again_at_once(
+    cloud: Clouds, actuator: Actuator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actuate, "UNAVAILABLE_WAIT_S", HANG_S)
     cloud.fails = CloudUnavailable("the API server is away")
     cloud.go.set()
     actuator.submit((LAUNCH,), held)

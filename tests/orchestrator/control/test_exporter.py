@@ -7,12 +7,15 @@ import re
 import socket
 import urllib.request
 from pathlib import Path
+from typing import Any
 
-from prometheus_client import generate_latest
+import pytest
+from prometheus_client import generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from checkpoint.records.metrics import Row
+from orchestrator.control import exporter as exporting
 from orchestrator.control.exporter import Exporter, Seen
 from policies.model.vocabulary import Role
 from tests.policies.control.fleet.worlds import Priced, capped
@@ -47,14 +50,21 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
-def test_the_run_is_told_over_http_on_loopback() -> None:
+def test_the_run_is_told_over_http_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = []
+
+    def start(*given: Any) -> None:
+        servers.append(start_http_server(*given)[0])
+
+    monkeypatch.setattr(exporting, "start_http_server", start)
     exporter = Exporter("demo")
     world = lived(exporter)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    exporter.serve(port)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+    exporter.serve(0)  # a port that is chosen before it is taken may be another's by then
+    (server,) = servers
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics") as answer:
         told = samples(answer.read().decode())
+    server.shutdown()
+    server.server_close()
     assert told["grpo_run_phase{training,demo}"] == 1
     assert told["grpo_run_phase{failed,demo}"] == 0
     assert told["grpo_run_step{demo}"] == 7

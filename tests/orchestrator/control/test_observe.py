@@ -250,7 +250,7 @@ class OneMachine:
 
 def test_a_snapshot_tells_absent_from_unknown() -> None:
     world, cloud = World(), OneMachine()
-    observer = Observer(world.store, cloud, spec())  # type: ignore[arg-type]  # of a cloud it wants the machines alone
+    observer = Observer(world.store, cloud, spec(), lambda: world.now_s)  # type: ignore[arg-type]  # of a cloud it wants the machines alone
     before = observer.look(1.0, (), RunState())
     assert (before.members, before.gateway_boot_id) == (None, None)
     world.writes(1)
