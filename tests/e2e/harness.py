@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import yaml
 from checkpoint.journal import journal
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
-from orchestrator.clouds.local.processes import marked_processes
+from orchestrator.clouds.local.processes import kill_all, marked_processes
 from policies.model.state import RunState
 from tests.budget import HANG_S
 from tests.rigs.store.server import S3Server
@@ -120,14 +122,19 @@ class Run:
 
     def end(self) -> None:
         """Take everything down, however far the test came."""
-        for pid in self._own_daemons():
-            os.kill(pid, 9)
+        kill(self._own_daemons())
         for folder in Path(self.env["GRPO_ORCH_HOME"]).glob("*/machines/*"):
-            for pid in marked_processes(folder):
-                os.kill(pid, 9)
+            kill_all(folder)
             if (spool := folder / "work" / "spool").is_symlink():
                 shutil.rmtree(spool.resolve(), ignore_errors=True)
 
     def _own_daemons(self) -> list[int]:
         found = psutil.process_iter(["cmdline"])
         return [one.pid for one in found if self.url in (one.info["cmdline"] or ()) and one.pid != os.getpid()]
+
+
+def kill(pids: Iterable[int]) -> None:
+    """SIGKILL, all of them. Some may end before their turn: by themselves, or with one whose child they are."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ import pytest
 from checkpoint.records import documents
 from checkpoint.records.metrics import REPLAYED, read_metrics
 from checkpoint.stream.catalog import Catalog
-from tests.e2e.harness import Run
+from tests.e2e.harness import Run, kill
 from tests.e2e.tiny import (
     RUN_TIMEOUT_S,
     STEPS,
@@ -57,8 +57,7 @@ def test_every_fault_is_survived_and_changes_no_weight(
         run.cli("up", str(run.yaml), "-y", "-d")
         reach(run, 3)
 
-        for pid in run.pids("rollout-0-i1"):  # a whole machine, without a word
-            os.kill(pid, signal.SIGKILL)
+        kill(run.pids("rollout-0-i1"))  # a whole machine, without a word
         reach(run, step(run) + 2)
 
         (gateway,) = run.pids("trainer-0-i1", "orchestrator.gateway")
@@ -85,8 +84,7 @@ def test_every_fault_is_survived_and_changes_no_weight(
 
         for node in list(run.state.nodes):  # nobody home
             if node.startswith("rollout"):
-                for pid in run.pids(node):
-                    os.kill(pid, signal.SIGKILL)
+                kill(run.pids(node))
         finish(run)
 
         report = check_healthy(run)
