@@ -20,7 +20,8 @@ import yaml
 from checkpoint.journal import journal
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
-from orchestrator.clouds.local.processes import kill_all, marked_processes
+from orchestrator.clouds.local.processes import carries_mark, kill_all, marked_processes, on_record
+from policies.model.node_contract import MACHINE
 from policies.model.state import RunState
 from tests.budget import HANG_S
 from tests.rigs.store.server import S3Server
@@ -102,11 +103,26 @@ class Run:
         running = (one.pid for one in found if not module or module in (one.info["cmdline"] or ()))
         return sorted({*pids} & {*running})
 
-    def own_pid(self, node: str) -> int:
-        """The process that started all others of a node's machine; numbers begin anew, so theirs may be lower."""
-        pids = self.pids(node)
-        (own,) = (pid for pid in pids if psutil.Process(pid).ppid() not in pids)
-        return own
+    def pid(self, node: str, module: str) -> int:
+        """The process that runs it there, once there is one; for a moment its fork may look like another."""
+        found: list[int] = []
+
+        def one() -> bool:
+            found[:] = self.pids(node, module)
+            return len(found) == 1
+
+        self.until(f"{module} on {node}", one)
+        return found[0]
+
+    def own_pids(self) -> dict[str, int]:
+        """Of each machine that lives, the process that started all others; those may come and go."""
+        found = {}
+        for path in Path(self.env["GRPO_ORCH_HOME"]).glob(f"*/machines/*/{MACHINE}"):
+            with contextlib.suppress(FileNotFoundError):  # it is being terminated
+                _, _, pid = on_record(path.parent)
+                if carries_mark(pid, path.parent):
+                    found[path.parent.name] = pid
+        return found
 
     def until(self, what: str, wanted: Callable[[], bool], timeout_s: float = HANG_S) -> None:
         """Wait until `wanted()`; on time-out, fail with what the daemon's log says last."""
