@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from checkpoint.records import documents
 from checkpoint.records.metrics import REPLAYED, read_metrics
 from checkpoint.stream.catalog import Catalog
+from policies.model.node_contract import NOTICE
+from tests.budget import HANG_S
 from tests.e2e.harness import Run, kill
 from tests.e2e.tiny import (
     RUN_TIMEOUT_S,
@@ -30,6 +33,7 @@ from tests.rigs.store.server import S3Server
 
 pytestmark = [pytest.mark.whole, pytest.mark.slow]
 
+LEAVES_IN_S = 4.0
 TRAINERS = ("tasks.trainer.main", "tasks.machine.uploader", "orchestrator.gateway")  # all on its machine
 
 
@@ -101,7 +105,7 @@ def test_neither_a_notice_nor_down_loses_a_step(undisturbed: str, tiny: Path, tm
     try:
         run.cli("up", str(run.yaml), "-y", "-d")
         reach(run, 3)
-        (run.machine("trainer-0-i1") / "work" / "notice").write_text("8")  # seconds
+        give_notice(run, "trainer-0-i1")
         run.until("another machine trains", lambda: trained_by(run) == "trainer-0-i2", RUN_TIMEOUT_S)
         run.until("the other one is gone", lambda: run.pids("trainer-0-i1") == [])
         assert stored(run) == [step_restored(run)], "it goes on from what was stored last"
@@ -117,6 +121,20 @@ def test_neither_a_notice_nor_down_loses_a_step(undisturbed: str, tiny: Path, tm
         assert final_weights(run) == undisturbed
     finally:
         run.end()
+
+
+def give_notice(run: Run, node: str) -> None:
+    """A notice of which half will be over in a few seconds: then a trainer leaves that has stored nothing so far.
+    The other half is long, for a busy one to store what it has. The daemon hears of it once the trainer has said
+    that it leaves: one that is slow to say so would be replaced before."""
+    part = run.machine(node) / "part"
+    part.write_text(f"{2 * HANG_S}")
+    begun_s = time.time() - HANG_S + LEAVES_IN_S
+    os.utime(part, (begun_s, begun_s))
+    os.kill(run.daemon_pid, signal.SIGSTOP)
+    part.rename(run.machine(node) / "work" / NOTICE)
+    run.until("it leaves", lambda: (beat := documents.TRAINER.read(run.store)) is not None and beat.leaving)
+    os.kill(run.daemon_pid, signal.SIGCONT)
 
 
 def lasting(run: Run) -> set[int]:
