@@ -19,7 +19,8 @@ from orchestrator.home.folder import run_dir
 from orchestrator.home.trust import known_run
 from policies.model import exit_codes
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 300.0  # it loads in a second or two: minutes on busy cores; one that fails ends by itself
+TAKEN_S = 30.0  # until another that was quicker says so
 POLL_S = 0.05
 
 
@@ -54,7 +55,7 @@ def start_daemon(store: Store, record: RunRecord, reason: str, page: socket.sock
             if process.returncode == exit_codes.OK:
                 return process.pid  # nothing was left to steer
             if process.returncode == exit_codes.HELD:
-                raise _taken(store, deadline_s)
+                raise _taken(store, time.monotonic() + TAKEN_S)
             last = (log.read_text("utf-8", "replace").strip().splitlines() or ["no output"])[-1]
             raise DaemonFailed(f"the daemon ended with exit code {process.returncode}: {last}; its log is {log}")
         time.sleep(POLL_S)

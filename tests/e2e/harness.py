@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ import yaml
 from checkpoint.journal import journal
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
-from orchestrator.clouds.local.processes import marked_processes
+from orchestrator.clouds.local.processes import carries_mark, kill_all, marked_processes, on_record
+from policies.model.node_contract import MACHINE
 from policies.model.state import RunState
 from tests.budget import HANG_S
 from tests.rigs.store.server import S3Server
@@ -100,11 +103,26 @@ class Run:
         running = (one.pid for one in found if not module or module in (one.info["cmdline"] or ()))
         return sorted({*pids} & {*running})
 
-    def own_pid(self, node: str) -> int:
-        """The process that started all others of a node's machine; numbers begin anew, so theirs may be lower."""
-        pids = self.pids(node)
-        (own,) = (pid for pid in pids if psutil.Process(pid).ppid() not in pids)
-        return own
+    def pid(self, node: str, module: str) -> int:
+        """The process that runs it there, once there is one; for a moment its fork may look like another."""
+        found: list[int] = []
+
+        def one() -> bool:
+            found[:] = self.pids(node, module)
+            return len(found) == 1
+
+        self.until(f"{module} on {node}", one)
+        return found[0]
+
+    def own_pids(self) -> dict[str, int]:
+        """Of each machine that lives, the process that started all others; those may come and go."""
+        found = {}
+        for path in Path(self.env["GRPO_ORCH_HOME"]).glob(f"*/machines/*/{MACHINE}"):
+            with contextlib.suppress(FileNotFoundError):  # it is being terminated
+                _, _, pid = on_record(path.parent)
+                if carries_mark(pid, path.parent):
+                    found[path.parent.name] = pid
+        return found
 
     def until(self, what: str, wanted: Callable[[], bool], timeout_s: float = HANG_S) -> None:
         """Wait until `wanted()`; on time-out, fail with what the daemon's log says last."""
@@ -120,14 +138,19 @@ class Run:
 
     def end(self) -> None:
         """Take everything down, however far the test came."""
-        for pid in self._own_daemons():
-            os.kill(pid, 9)
+        kill(self._own_daemons())
         for folder in Path(self.env["GRPO_ORCH_HOME"]).glob("*/machines/*"):
-            for pid in marked_processes(folder):
-                os.kill(pid, 9)
+            kill_all(folder)
             if (spool := folder / "work" / "spool").is_symlink():
                 shutil.rmtree(spool.resolve(), ignore_errors=True)
 
     def _own_daemons(self) -> list[int]:
         found = psutil.process_iter(["cmdline"])
         return [one.pid for one in found if self.url in (one.info["cmdline"] or ()) and one.pid != os.getpid()]
+
+
+def kill(pids: Iterable[int]) -> None:
+    """SIGKILL, all of them. Some may end before their turn: by themselves, or with one whose child they are."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from checkpoint.store import layout
 from checkpoint.stream import manifest
+from tests.e2e.harness import kill
 from tests.e2e.tiny import check_healthy, finish, make_tiny, reach, tiny_run
 
 pytestmark = [pytest.mark.whole, pytest.mark.slow]
@@ -23,8 +22,7 @@ def test_a_run_of_lora_publishes_adapters_and_outlives_its_node(tmp_path: Path) 
     try:
         run.cli("up", str(run.yaml), "-y", "-d")
         reach(run, 3)
-        for pid in run.pids("rollout-0-i1"):
-            os.kill(pid, signal.SIGKILL)
+        kill(run.pids("rollout-0-i1"))
         finish(run)
         check_healthy(run, STEPS, gain=-1.0)  # eight steps of an adapter teach next to nothing
         keys = [entry.key for entry in run.store.entries(layout.POLICIES)]

@@ -108,7 +108,7 @@ def test_down_without_a_daemon_takes_everything_down(run: Run) -> None:
 
 def test_a_killed_machine_is_replaced(run: Run) -> None:
     start(run)
-    os.kill(run.own_pid("rollout-1-i1"), signal.SIGKILL)
+    os.kill(run.own_pids()["rollout-1-i1"], signal.SIGKILL)
     run.until("its replacement", lambda: "rollout-1-i2" in run.state.nodes and booted(run))
     assert run.pids("rollout-1-i1") == []
     events = run.cli("events", run.url).stdout

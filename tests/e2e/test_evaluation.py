@@ -4,8 +4,6 @@ once more, and a server's machine is killed in the middle."""
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +21,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog
 from orchestrator.clouds.local.processes import marked_processes
 from policies.model import exit_codes
-from tests.e2e.harness import Run
+from tests.e2e.harness import Run, kill
 from tests.e2e.tiny import RUN_TIMEOUT_S, finish, make_tiny, tiny_run
 
 pytestmark = [pytest.mark.whole, pytest.mark.slow]
@@ -82,8 +80,7 @@ def base_with_a_kill(run: Run, *command: str) -> tuple[str, Store]:
         run.until("a member", lambda: bool(members(store())), RUN_TIMEOUT_S)
         node = members(store())[0]
         home = Path(run.env["GRPO_ORCH_HOME"]) / documents.read_run(store()).run_id
-        for pid in marked_processes(home / "machines" / node):
-            os.kill(pid, signal.SIGKILL)
+        kill(marked_processes(home / "machines" / node))
         process.communicate(timeout=RUN_TIMEOUT_S)
     assert process.returncode == 0, run.last_words()
     return node, store()

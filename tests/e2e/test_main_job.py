@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.harness import kill
 from tests.e2e.tiny import check_healthy, final_weights, finish, kill_trainer, make_tiny, reach, tiny_run
 
 pytestmark = pytest.mark.whole
@@ -28,8 +29,7 @@ def test_kills_and_a_resume_lose_no_step_and_change_no_weight(tmp_path: Path) ->
         for one in (calm, run):  # beside each other: they wait for processes that start
             one.cli("up", str(one.yaml), "-y", "-d")
         reach(run, 2)
-        for pid in run.pids("rollout-0-i1"):  # a whole machine, without a word
-            os.kill(pid, signal.SIGKILL)
+        kill(run.pids("rollout-0-i1"))  # a whole machine, without a word
         reach(run, 5)
         kill_trainer(run)
         os.kill(run.daemon_pid, signal.SIGKILL)

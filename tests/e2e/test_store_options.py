@@ -80,8 +80,9 @@ def run(tmp_path: Path, proxy: FaultProxy) -> Iterator[S3Run]:
 
 def test_a_secret_reaches_the_processes_and_nothing_that_is_written(run: S3Run) -> None:
     run.start()
+    run.until("their work and its child", lambda: all(len(run.pids(node)) == 3 for node in NODES))
     for pid in (run.daemon_pid, *(pid for node in NODES for pid in run.pids(node))):
-        assert json.loads(psutil.Process(pid).environ()[OPTIONS_ENV]) == run.options
+        assert json.loads(environment(run, pid)[OPTIONS_ENV]) == run.options
         assert run.secret not in " ".join(psutil.Process(pid).cmdline())
     os.kill(run.daemon_pid, signal.SIGKILL)
     run.cli("resume", run.url, "-d")
@@ -97,6 +98,13 @@ def test_a_secret_reaches_the_processes_and_nothing_that_is_written(run: S3Run) 
     (kept,) = (path for path in run.written_at_home() if secret in path.read_bytes())
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     assert run.secret not in "".join(run.said)
+
+
+def environment(run: Run, pid: int) -> dict[str, str]:
+    """Of a process, once it is not in the middle of execve(2) any more, where it reads as empty."""
+    found: dict[str, str] = {}
+    run.until(f"the environment of {pid}", lambda: bool(found.update(psutil.Process(pid).environ()) or found))
+    return found
 
 
 @pytest.mark.slow

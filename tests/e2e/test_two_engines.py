@@ -6,8 +6,6 @@ The rest is real: daemon, trainer, gateway, two vLLM servers.
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import psutil
@@ -15,7 +13,7 @@ import pytest
 import yaml
 
 from policies.model.gpus import VISIBLE
-from tests.e2e.harness import Run
+from tests.e2e.harness import Run, kill
 from tests.e2e.tiny import RUN_TIMEOUT_S, check_healthy, final_weights, finish, make_tiny, reach, step, tiny_run
 
 pytestmark = [pytest.mark.whole, pytest.mark.slow]
@@ -96,8 +94,7 @@ def test_one_of_a_machines_two_engines_is_killed_and_comes_back(tmp_path: Path) 
         hold(run)
         run.until("both serve", lambda: sorted(serving(run)) == ENGINES, RUN_TIMEOUT_S)
         before = serving(run)
-        for pid in processes_of(run, before[ENGINES[1]]):
-            os.kill(pid, signal.SIGKILL)
+        kill(processes_of(run, before[ENGINES[1]]))
         run.until("it is out", lambda: ENGINES[1] not in serving(run), RUN_TIMEOUT_S)
         killed_at = step(run)
         let_go(run)

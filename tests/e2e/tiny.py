@@ -74,8 +74,7 @@ def reach(run: Run, wanted: int) -> None:
 
 def kill_trainer(run: Run) -> None:
     """Kill the first trainer, without its machine, and return once the next attempt has begun."""
-    (trainer,) = run.pids("trainer-0-i1", "tasks.trainer.main")
-    os.kill(trainer, signal.SIGKILL)
+    os.kill(run.pid("trainer-0-i1", "tasks.trainer.main"), signal.SIGKILL)
     run.until(
         "another trainer",
         lambda: (beat := documents.TRAINER.read(run.store)) is not None and beat.attempt == 2,

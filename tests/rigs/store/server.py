@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import subprocess
 import time
@@ -15,6 +16,7 @@ from checkpoint.store.run_store import Store
 from tests.budget import HANG_S
 
 REGION = "us-east-1"
+FIRST_PORT = 10_000  # many of those below have names
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,19 @@ def through(
 
 
 def free_port() -> int:
+    """A port for a server that binds it later: none that the kernel gives to whoever asks for any, or connects."""
+    kernels_first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    below = range(FIRST_PORT, kernels_first) or range(FIRST_PORT, 2**16)  # where it gives out nearly all
+    return next(port for port in random.SystemRandom().sample(below, len(below)) if _is_free(port))
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 @contextlib.contextmanager
