@@ -118,7 +118,9 @@ demo: env node-env
 # processes that start or end, for servers, for clocks. What shares one server shares a process (tests/conftest.py). The
 # markers: pyproject.toml. Whole runs go two files beside each other: they start most of what they wait for themselves.
 # What hangs past every limit of its own says where, and ends, before CI is cut off: the longest test takes two minutes.
-PYTEST := python -m pytest --durations=12 -o faulthandler_timeout=1500 -o faulthandler_exit_on_timeout=true
+# A process that ended so is not replaced: xdist was seen to wait for ever after that.
+PYTEST := python -m pytest --durations=12 -o faulthandler_timeout=1500 -o faulthandler_exit_on_timeout=true \
+	--max-worker-restart=0
 LONG := slow or ceph or root
 SIDE_BY_SIDE := $(BIN)/$(PYTEST) tests --numprocesses $$(($$(nproc) + 2)) --dist loadgroup
 WHOLE_RUNS := $(BIN)/$(PYTEST) tests/e2e --numprocesses 2 --dist loadfile

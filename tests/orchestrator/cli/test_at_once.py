@@ -37,6 +37,7 @@ Race = Callable[..., None]
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(launcher, "START_TIMEOUT_S", HANG_S)
+    monkeypatch.setattr(launcher, "TAKEN_S", HANG_S)
     made = Store(f"file://{tmp_path}/my run")
     run = replace(spec(), cloud="local", storage=made.url, workdir=str(tmp_path))
     documents.create_run(made, RunRecord(documents.SCHEMA, "sim-0", time.time(), run))

@@ -23,7 +23,7 @@ from tasks.trainer import reports
 from tasks.trainer.overdue import ended_after
 from tasks.trainer.preflight import check_prompts, check_rewards
 from tasks.trainer.user_objects import BadSpec, load_rewards
-from tests.budget import HANG_S
+from tests.budget import HANG_S, until
 from tests.node.trainer.rig import make_tiny, open_rig
 from tests.node.trainer.rig_rewards import lower_share
 
@@ -325,13 +325,13 @@ def test_one_line_says_what_is_wrong_with_a_module_or_a_reward(name: str, says: 
     assert "\n" not in str(caught.value)
 
 
-def test_a_call_that_ends_the_process_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_call_that_ends_the_process_is_named(tmp_path: Path) -> None:
+    said = tmp_path / "said"
     if (pid := os.fork()) == 0:
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
         with ended_after(HANG_S, tmp_path, "late", "trainer.reward_funcs: my.own"):
             os._exit(3)
     os.waitpid(pid, 0)
-    said = ""
-    while "\n" not in said:  # of the process beside it, which outlives it for a moment
-        said += capfd.readouterr().err
-    assert said == "grpo-orch trainer: the process ended within trainer.reward_funcs: my.own\n"
+    until("what the process beside it says, which outlives it for a moment", lambda: "\n" in said.read_text())
+    assert said.read_text() == "grpo-orch trainer: the process ended within trainer.reward_funcs: my.own\n"
     assert take_exit_code(tmp_path) is None
