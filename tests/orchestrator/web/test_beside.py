@@ -25,6 +25,7 @@ from orchestrator.home.folder import keep_run_digest
 from orchestrator.home.trust import run_digest
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from tests.budget import HANG_S, until
+from tests.rigs.store.server import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -59,12 +60,6 @@ class Steered:
         with suppress(URLError, ConnectionError), urlopen(self.url + "?format=json", timeout=HANG_S) as answer:
             return bool(json.loads(answer.read())["run"]["name"] == "sim")
         return False
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def is_there(pid: int) -> bool:
