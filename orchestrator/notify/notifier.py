@@ -1,7 +1,7 @@
 """Tells people what the journal says, beside the daemon's loop, which never waits for it.
 
 What was told is known by a cursor in the store, moved after each delivery: so whatever dies in between, the next
-daemon tells again what may not have arrived. See docs/decisions/057-telling-people.md.
+daemon tells again what may not have arrived. See decision 057 in docs/decisions/README.md.
 """
 
 from __future__ import annotations
