@@ -40,8 +40,7 @@ from orchestrator.control.run_clock import RunClock
 from orchestrator.home import trust
 from orchestrator.home.folder import HomeUnusable, run_token, token_mark
 from orchestrator.home.run_secrets import all_secrets, handed_on, missing, secrets_for
-from orchestrator.notify.begin import begin
-from orchestrator.notify.notifier import DRAIN_S
+from orchestrator.notify.notifier import DRAIN_S, start_notifier
 from policies.control.snapshot import Decision, Launch
 from policies.model import exit_codes
 from policies.model.events import Event, RunCreated, RunMoved
@@ -116,7 +115,7 @@ def steer(
     trust.vouch(store, token, run_json)
     cloud = open_cloud(record, store)
     redact = _redactor(record)
-    notifier = begin(store, record, os.environ)
+    notifier = start_notifier(store, record, os.environ)
     actuator = Actuator(cloud, store, partial(_environment, record.spec, store.url, token), redact)
     observer = Observer(store, cloud, record.spec)
     controller = Controller(store, record.spec, journal, state, observer, actuator)

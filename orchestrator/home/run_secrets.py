@@ -55,13 +55,12 @@ def handed_on(secrets: Mapping[str, str]) -> dict[str, str]:
 def all_secrets(spec: RunSpec, environment: Mapping[str, str]) -> dict[str, str]:
     """Those of every role, and the daemon's own."""
     found = {name: value for role in Role for name, value in secrets_for(spec, role, environment).items()}
-    webhook = webhook_url(spec, environment)
-    return found | ({spec.notify.webhook_env: webhook} if spec.notify.webhook_env and webhook else {})
+    return found | notify_urls(spec, environment)
 
 
-def webhook_url(spec: RunSpec, environment: Mapping[str, str]) -> str:
-    """Where the daemon posts what people are to be told; no machine of the run is given it. Empty: nowhere."""
-    return environment.get(spec.notify.webhook_env or "", "")
+def notify_urls(spec: RunSpec, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the URLs that the daemon sends notifications to, by variable. No machine of the run receives them."""
+    return {name: environment[name] for name in spec.notify.url_env if environment.get(name)}
 
 
 def missing(spec: RunSpec, environment: Mapping[str, str]) -> str:

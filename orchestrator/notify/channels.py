@@ -1,124 +1,99 @@
-"""The two ways out: a webhook in Slack's form, and a command. Neither can hold its caller up for longer than it is
-given."""
+"""The ways a message reaches people: a service that apprise knows, or a command.
+
+Each delivery is a process of its own, which is killed with its group at its time limit: neither a name server
+nor a mail server nor a user's script can hold up the daemon.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
+import logging
 import os
+import re
 import signal
-import socket
 import subprocess
-import threading
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Protocol
 
-import aiohttp
-from aiohttp.abc import AbstractResolver, ResolveResult
-
 from orchestrator.notify.message import Message
+
+# apprise's own command line, from this environment.
+_APPRISE = (sys.executable, "-c", "from apprise.cli import main; main()", "-v", "--storage-mode=memory")
+_TYPES = {"finished": "success", "failed": "failure", "gave_up": "failure", "unparked": "info"}
+_SECRET_LENGTH_MIN = 4  # parts of a URL that short are ports, paths like `v1` and the like
+_TIMESTAMP = re.compile(r"^[-\d]+ [\d:,]+ - ")
+
+
+EXPECTED_SERVICE_URL = (
+    "not a URL that apprise knows; expected one such as slack://TOKEN_A/TOKEN_B/TOKEN_C, "
+    "mailto://USER:PASSWORD@HOST or json://HOST/PATH, as https://appriseit.com/services lists them"
+)
 
 
 class Undelivered(Exception):
-    """A message did not arrive, or may not have. Says why without the URL, which is a secret."""
+    """A message was not delivered, or may not have been. The reason quotes no URL, which is a secret."""
 
 
 class Channel(Protocol):
-    """One way out. `name` is its key in the cursor."""
+    """One way to reach people. `name` is its key in the cursor."""
 
     name: str
 
     def deliver(self, message: Message, limit_s: float, /) -> None:
-        """Tell it within `limit_s` seconds. Raises Undelivered."""
+        """Deliver within `limit_s` seconds. Raises Undelivered."""
 
 
-class Webhook:
-    """Posts `{"text": ...}`. Any answer of 200 to 299 says that it arrived; what else is in it is not read."""
+class Service:
+    """Sends through apprise.
 
-    name = "webhook"
+    Args:
+        variable: the environment variable that holds the URL; the channel's name.
+        url: an apprise URL, such as `slack://...`, `mailto://...` or `json://host/path`.
+    """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, variable: str, url: str) -> None:
+        self.name = variable
         self._url = url
 
     def deliver(self, message: Message, limit_s: float) -> None:
-        try:
-            status = asyncio.run(self._post(slack_text(message), limit_s))
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            raise Undelivered(type(error).__name__) from None
-        if not 200 <= status < 300:
-            raise Undelivered(f"HTTP status {status}")
+        kind = _TYPES.get(message.kind, "warning")
+        argv = (*_APPRISE, f"--notification-type={kind}")
+        # In the environment, because other users can read a process' arguments.
+        environment = {**os.environ, "APPRISE_URLS": self._url}
+        body = f"{message.text} ({message.id})".encode()
+        status, output = _run(self.name, argv, body, limit_s, env=environment, stdout=subprocess.PIPE)
+        if status != 0:
+            raise Undelivered(f"{self.name}: {self._reason(output, status)}")
 
-    async def _post(self, text: str, limit_s: float) -> int:
-        whole = aiohttp.ClientTimeout(total=limit_s)  # a server that answers a byte a second has no more either
-        async with (
-            aiohttp.TCPConnector(resolver=_Resolver()) as connector,
-            aiohttp.ClientSession(connector=connector, timeout=whole, trust_env=True) as session,
-            session.post(self._url, json={"text": text}, allow_redirects=False) as answer,
-        ):
-            return answer.status
-
-
-class _Resolver(AbstractResolver):
-    """Looks each name up in a thread that nobody waits for.
-
-    The event loop's own would be waited for when the loop closes and when the process ends, for as long as a name
-    server says nothing.
-    """
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
-        """Return the addresses. Raises OSError."""
-        loop = asyncio.get_running_loop()
-        found: asyncio.Future[list[ResolveResult]] = loop.create_future()
-
-        def tell(answer: list[ResolveResult] | OSError) -> None:
-            if found.done():
-                return  # it was given up
-            if isinstance(answer, OSError):
-                found.set_exception(answer)
-            else:
-                found.set_result(answer)
-
-        def look_up() -> None:
-            try:
-                answer: list[ResolveResult] | OSError = _addresses(host, port, family)
-            except OSError as error:
-                answer = error
-            except UnicodeError:  # no name of a host
-                answer = OSError("no such host name")
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(tell, answer)
-
-        threading.Thread(target=look_up, name="webhook-name", daemon=True).start()
-        return await found
-
-    async def close(self) -> None:
-        """It holds nothing."""
+    def _reason(self, output: bytes, status: int) -> str:
+        """Return apprise's last line without any part of the URL."""
+        lines = output.decode(errors="replace").strip().splitlines()
+        if not lines:
+            return f"apprise returned {status}"
+        reason = _TIMESTAMP.sub("", lines[-1])
+        for part in re.split(r"[/:@?&=,\s]+", self._url):
+            if len(part) >= _SECRET_LENGTH_MIN:
+                reason = reason.replace(part, "***")
+        return reason
 
 
-def _addresses(host: str, port: int, family: socket.AddressFamily) -> list[ResolveResult]:
-    found = socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
-    flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-    return [
-        ResolveResult(hostname=host, host=str(at[0]), port=port, family=kind, proto=proto, flags=flags)
-        for kind, _, proto, _, at in found
-    ]
+def is_service_url(url: str) -> bool:
+    """Return whether apprise can send to this URL. Nothing is sent."""
+    import apprise  # half a second, for the few commands that need it
 
-
-def slack_text(message: Message) -> str:
-    """With its id, and with the three characters quoted that mean something to Slack."""
-    text = f"{message.text} ({message.id})"
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    logging.getLogger("apprise").setLevel(logging.CRITICAL + 1)  # its messages quote the URL
+    return apprise.Apprise.instantiate(url, suppress_exceptions=True) is not None
 
 
 class Command:
-    """Runs a program with the message as one line of JSON on its standard input. Exit code 0 says that it arrived.
+    """Runs a program with the message as one line of JSON on its standard input. Exit code 0 means delivered.
 
     Args:
-        argv: the program and its arguments; no shell is between.
-        folder: where it runs; None: where the daemon does.
+        argv: the program and its arguments; no shell is involved.
+        folder: the working folder; None for the daemon's own.
     """
 
     name = "command"
@@ -128,23 +103,43 @@ class Command:
         self._folder = folder
 
     def deliver(self, message: Message, limit_s: float) -> None:
-        try:
-            process = subprocess.Popen(
-                self._argv,
-                cwd=self._folder,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        except (OSError, ValueError) as error:
-            raise Undelivered(f"{self._argv[0]}: {getattr(error, 'strerror', None) or error}") from None
-        try:
-            process.communicate(json.dumps(asdict(message)).encode() + b"\n", timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise Undelivered(f"{self._argv[0]} was not done within {limit_s:.0f} s") from None
-        if process.returncode != 0:
-            raise Undelivered(f"{self._argv[0]} ended with exit code {process.returncode}")
+        line = json.dumps(asdict(message)).encode() + b"\n"
+        status, _ = _run(self._argv[0], self._argv, line, limit_s, cwd=self._folder)
+        if status != 0:
+            raise Undelivered(f"{self._argv[0]} ended with exit code {status}")
+
+
+def _run(
+    name: str,
+    argv: Sequence[str],
+    stdin: bytes,
+    limit_s: float,
+    *,
+    cwd: str | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: int = subprocess.DEVNULL,
+) -> tuple[int, bytes]:
+    """Run a program in a process group of its own; return its exit code and its output.
+
+    Raises Undelivered if it cannot be started or does not end within `limit_s`.
+    """
+    try:
+        process = subprocess.Popen(
+            argv,
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        raise Undelivered(f"{name}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        output, _ = process.communicate(stdin, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise Undelivered(f"{name} did not finish within {limit_s:.0f} s") from None
+    return process.returncode, output or b""

@@ -9,19 +9,22 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import structlog
 
 from checkpoint.journal import journal
 from checkpoint.records import documents
-from checkpoint.records.documents import Notified
+from checkpoint.records.documents import Notified, RunRecord
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
-from orchestrator.notify.channels import Channel, Undelivered
+from orchestrator.home.run_secrets import notify_urls
+from orchestrator.notify.channels import Channel, Command, Service, Undelivered
 from orchestrator.notify.message import Message, messages_in
+from policies.model.spec import Notify
 
 log = structlog.get_logger()
 
@@ -29,6 +32,25 @@ LIMIT_S = 15.0  # for one delivery
 DRAIN_S = 15.0  # for all that are left when the daemon ends; the one under way may take its own limit
 RETRY_S = 5.0  # after the first failure in a row, then twice as long each time
 RETRY_MAX_S = 600.0
+
+
+def start_notifier(store: Store, record: RunRecord, environment: MutableMapping[str, str]) -> Notifier:
+    """Start the notifier that run.yaml asks for.
+
+    Removes the URLs from `environment`, because the processes of local nodes inherit it.
+    """
+    urls = notify_urls(record.spec, environment)
+    for name in record.spec.notify.url_env:
+        environment.pop(name, None)
+        if name not in urls:
+            log.warning("notify_url_missing", variable=name)
+    # An evaluation sends nothing: whoever started it is waiting for it.
+    wanted = Notify() if record.evaluation is not None else record.spec.notify
+    channels: list[Channel] = [Service(name, urls[name]) for name in wanted.url_env if name in urls]
+    if wanted.command:
+        folder = record.spec.workdir if Path(record.spec.workdir).is_dir() else None
+        channels.append(Command(wanted.command, folder))
+    return Notifier(store, record.spec.name, record.run_id, channels)
 
 
 @dataclass

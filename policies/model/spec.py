@@ -166,10 +166,12 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notify:
-    """Where the daemon tells people what should not wait until they look. Unset: nowhere."""
+    """Where the daemon sends notifications. Unset: nowhere."""
 
-    webhook_env: str | None = None  # the daemon's environment variable with the URL, which is a secret
-    command: tuple[str, ...] = ()  # program and arguments; gets the message as JSON on its standard input
+    url_env: tuple[
+        str, ...
+    ] = ()  # environment variables of the daemon, each with an apprise URL, which is a secret
+    command: tuple[str, ...] = ()  # program and arguments; reads the message as JSON from standard input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

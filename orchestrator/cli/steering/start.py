@@ -46,8 +46,9 @@ from orchestrator.home.folder import (
     token_file,
     token_mark,
 )
-from orchestrator.home.run_secrets import missing, webhook_url
+from orchestrator.home.run_secrets import missing, notify_urls
 from orchestrator.home.trust import run_digest
+from orchestrator.notify.channels import EXPECTED_SERVICE_URL, is_service_url
 from orchestrator.plan.gather import make_plan
 from orchestrator.plan.models import FindSize, asked_once
 from orchestrator.plan.prices import by_offers
@@ -88,7 +89,7 @@ def up(
     spec = loaded.spec
     storage = load_storage(run_yaml)
     refuse_missing_secrets(spec)
-    warn_of_webhook(spec)
+    check_notify_urls(spec)
     store = open_store(storage)
     record = RunRecord(documents.SCHEMA, run_id_of(spec.name, store.url), time.time(), spec)
     _refuse_existing(store)
@@ -115,10 +116,14 @@ def refuse_missing_secrets(spec: RunSpec) -> None:
         raise Stop(f"{wrong}; export or remove it", exit_codes.USAGE)
 
 
-def warn_of_webhook(spec: RunSpec) -> None:
-    """Say that nobody will be told by a webhook whose URL is not here."""
-    if spec.notify.webhook_env and not webhook_url(spec, os.environ):
-        console.print(f"{spec.notify.webhook_env} is not set here: no webhook is told", highlight=False)
+def check_notify_urls(spec: RunSpec) -> None:
+    """Report variables of `notify.url_env` that are not set. Raises Stop for a URL that apprise cannot use."""
+    urls = notify_urls(spec, os.environ)
+    for name in spec.notify.url_env:
+        if name not in urls:
+            console.print(f"{name} is not set: no notifications will be sent to it", highlight=False)
+        elif not is_service_url(urls[name]):
+            raise Stop(f"{name}: {EXPECTED_SERVICE_URL}", exit_codes.USAGE)
 
 
 def resume(
@@ -150,7 +155,7 @@ def resume(
             exit_codes.USAGE,
         )
     refuse_missing_secrets(record.spec)
-    warn_of_webhook(record.spec)
+    check_notify_urls(record.spec)
     controller = controller_of(record, store, wanted=remote)
     if controller is not None:
         refuse_unknown_machines(controller, store, sorted(state.nodes))

@@ -37,8 +37,9 @@ def write_out(document: Document, workdir: Path, findings: Findings) -> None:
     if isinstance(data.get("secrets"), str):
         data["secrets"] = [data["secrets"]]
     notify = data.get("notify")
-    if isinstance(notify, dict) and isinstance(notify.get("command"), str):
-        notify["command"] = [notify["command"]]
+    for key in ("url_env", "command"):
+        if isinstance(notify, dict) and isinstance(notify.get(key), str):
+            notify[key] = [notify[key]]
     trainer = data.get("trainer")
     if isinstance(trainer, dict):
         setup = trainer.get("setup")

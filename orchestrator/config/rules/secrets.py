@@ -12,7 +12,7 @@ from policies.model.spec import RunSpec
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OURS = "GRPO_ORCH_"
 EXPECTED = "expected the name of an environment variable, as in HF_TOKEN"
-EXPECTED_URL = "expected the name of an environment variable that holds the URL, as in SLACK_WEBHOOK_URL"
+EXPECTED_URL = "expected the name of an environment variable that holds the URL, as in SLACK_URL"
 # What begins as the keys of well-known services do.
 _VALUE = re.compile(
     r"""(?<![A-Za-z0-9_-])(?:
@@ -51,19 +51,20 @@ def check_secrets(run: EffectiveRun, findings: Findings) -> None:
             for section in ("trainer", "rollout"):
                 if name in (run.at(section, "env") or {}):
                     findings.add(here, f"{name} is set in {section}.env as well; remove it there")
-    _check_webhook(run, names, findings)
+    _check_notify_urls(run, names, findings)
 
 
-def _check_webhook(run: EffectiveRun, names: list[Any], findings: Findings) -> None:
-    name, here = run.at("notify", "webhook_env"), ("notify", "webhook_env")
-    if name is None:
-        return
-    if not _VARIABLE.fullmatch(name) or looks_like_secret("", name):
-        findings.add(here, f"{EXPECTED_URL}; the URL itself does not belong in a file that is copied to the store")
-    elif name.startswith(_OURS):
-        findings.add(here, f"{name} is set by grpo-orch itself; use another name")
-    elif name in names:
-        findings.add(here, f"{name} is the daemon's alone, and `secrets` hands it to machines; remove it there")
+def _check_notify_urls(run: EffectiveRun, secrets: list[Any], findings: Findings) -> None:
+    for index, name in enumerate(run.at("notify", "url_env") or ()):
+        here = ("notify", "url_env", index)
+        if not _VARIABLE.fullmatch(name) or looks_like_secret("", name):
+            findings.add(
+                here, f"{EXPECTED_URL}; the URL itself does not belong in a file that is copied to the store"
+            )
+        elif name.startswith(_OURS):
+            findings.add(here, f"{name} is set by grpo-orch itself; use another name")
+        elif name in secrets:
+            findings.add(here, f"{name} is for the daemon only; remove it from `secrets`, which machines receive")
 
 
 def looks_like_secret(name: str, value: str) -> bool:

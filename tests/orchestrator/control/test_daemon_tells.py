@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from tests.stand_ins.world import spec
 def test_a_run_that_failed_is_told_before_its_daemon_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard = []
 
-    class Slack(BaseHTTPRequestHandler):
+    class Service(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             heard.append(self.rfile.read(int(self.headers["content-length"])))
             self.send_response(200)
@@ -37,24 +38,26 @@ def test_a_run_that_failed_is_told_before_its_daemon_ends(tmp_path: Path, monkey
 
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
     store = Store((tmp_path / "store").as_uri())
-    notify = Notify(webhook_env="HOOK", command=("sh", "-c", "cat > told; env > environment"))
+    notify = Notify(url_env=("HOOK",), command=("sh", "-c", "cat > told; env > environment"))
     run = replace(spec(), storage=store.url, workdir=str(tmp_path), notify=notify)
     record = RunRecord(documents.SCHEMA, "sim-0", time.time(), run)
     keep_run_digest(store.url, run_digest(documents.create_run(store, record)))
     before = Journal(store, "before/1")
     before.take_over(0.0, "before", 1, "up")
     before.append(0.0, (RunCreated("sim", "sim-0"), RunMoved(RunPhase.FAILED, "the trainer failed 5 times")))
-    with HTTPServer(("127.0.0.1", 0), Slack) as server:
+    with HTTPServer(("127.0.0.1", 0), Service) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/secret"
+        url = f"json://127.0.0.1:{server.server_port}/secret"
         words = [sys.executable, "-m", "orchestrator.control.daemon", store.url, "up"]
         done = subprocess.run(
             words, env={**os.environ, "HOOK": url}, capture_output=True, text=True, timeout=HANG_S, check=True
         )
         server.shutdown()
-    assert heard == [b'{"text": "sim failed: the trainer failed 5 times (sim-0/2.1)"}']
+    assert [json.loads(body)["message"] for body in heard] == [
+        "sim failed: the trainer failed 5 times (sim-0/2.1)"
+    ]
     assert '"id": "sim-0/2.1"' in (tmp_path / "told").read_text()
     told = documents.NOTIFIED.read(store)
     assert told is not None
-    assert told.told == {"webhook": 3, "command": 3}
+    assert told.told == {"HOOK": 3, "command": 3}
     assert url not in (tmp_path / "environment").read_text() + done.stdout + done.stderr

@@ -17,10 +17,9 @@ from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from orchestrator.home.run_secrets import all_secrets, secrets_for
 from orchestrator.notify import notifier as module
-from orchestrator.notify.begin import begin
 from orchestrator.notify.channels import Undelivered
 from orchestrator.notify.message import Message
-from orchestrator.notify.notifier import Notifier
+from orchestrator.notify.notifier import Notifier, start_notifier
 from policies.model.events import BudgetNeared, CapacityMissing, Event, RunCreated, RunMoved
 from policies.model.spec import Notify
 from policies.model.vocabulary import Role, RunPhase
@@ -37,9 +36,9 @@ DONE = RunMoved(RunPhase.FINISHED, "the trainer reached its last step")
 class Told:
     """A channel that keeps what it is told; while `broken` it refuses."""
 
-    name = "webhook"
+    name = "service"
 
-    def __init__(self, name: str = "webhook") -> None:
+    def __init__(self, name: str = "service") -> None:
         self.name = name
         self.kinds: list[str] = []
         self.ids: list[str] = []
@@ -141,13 +140,13 @@ def test_a_daemon_that_died_between_telling_and_noting_it_tells_again_with_the_s
 
 
 def test_a_channel_that_one_daemon_lacks_keeps_its_place() -> None:
-    run, webhook, command = Run(), Told(), Told("command")
+    run, service, command = Run(), Told(), Told("command")
     run.happens(NEAR)
-    run.notifier(webhook, command).close(drain_s=HANG_S)
+    run.notifier(service, command).close(drain_s=HANG_S)
     run.happens(WAITS)
-    run.notifier(command).close(drain_s=HANG_S)  # on a machine without the webhook's URL
-    run.notifier(webhook, command).close(drain_s=HANG_S)
-    assert webhook.kinds == ["budget_neared", "no_capacity"]
+    run.notifier(command).close(drain_s=HANG_S)  # on a machine without the URL
+    run.notifier(service, command).close(drain_s=HANG_S)
+    assert service.kinds == ["budget_neared", "no_capacity"]
 
 
 class Looks:
@@ -234,11 +233,11 @@ def test_whatever_breaks_in_it_stays_in_it() -> None:
 
 def test_the_url_stays_with_the_daemon() -> None:
     run = Run()
-    wanted = RunRecord(1, "demo-1", 0.0, replace(spec(), notify=Notify(webhook_env="SLACK", command=("true",))))
-    environment = {"SLACK": "http://127.0.0.1:1/secret", "HOME": "/"}
+    wanted = RunRecord(1, "demo-1", 0.0, replace(spec(), notify=Notify(url_env=("SLACK",), command=("true",))))
+    environment = {"SLACK": "json://127.0.0.1:1/secret", "HOME": "/"}
     assert all_secrets(wanted.spec, environment) == {"SLACK": environment["SLACK"]}  # what a log blanks
     assert [secrets_for(wanted.spec, role, environment) for role in Role] == [{}, {}]
-    begin(run.store, wanted, environment).close(drain_s=0.0)
+    start_notifier(run.store, wanted, environment).close(drain_s=0.0)
     assert environment == {"HOME": "/"}
-    begin(run.store, wanted, environment).close(drain_s=0.0)  # a missing one is no error
+    start_notifier(run.store, wanted, environment).close(drain_s=0.0)  # a missing one is no error
     assert not any(b"127.0.0.1" in run.store.get(entry.key) for entry in run.store.entries(""))
