@@ -16,9 +16,7 @@ from dataclasses import replace
 
 from benchmarks.fleet import FLEET, HOURS, quiet, spec
 from orchestrator.simulate.climates import climate
-from orchestrator.simulate.contest.compare import steer
-from orchestrator.simulate.contest.contenders import CONTENDERS
-from orchestrator.simulate.contest.outcome import Outcome
+from orchestrator.simulate.outcome import Outcome, simulate_hours
 from orchestrator.simulate.physics import Physics, Prices
 from policies.model.spec import RolloutSpec
 
@@ -44,7 +42,7 @@ def steered(physics: Physics, prices: Prices, seed: int, after_s: float | None) 
     run = spec(FLEET)
     rollout = replace(run.rollout, resources={"use_spot": True}, own_generation_after_s=after_s)
     weather = climate(CLIMATE, seed, FLEET)
-    return steer(CONTENDERS["ours"], replace(run, rollout=rollout), weather, physics, prices, HOURS, seed)
+    return simulate_hours(replace(run, rollout=rollout), weather, physics, prices, HOURS, seed)
 
 
 def main() -> None:

@@ -31,11 +31,12 @@ from types import MappingProxyType
 
 import structlog
 
+from benchmarks.contest.compare import contenders, steer
+from benchmarks.contest.contenders import CONTENDERS
+from benchmarks.contest.markets import MARKETS, market
+from benchmarks.contest.oracle import ORACLE, oracle
 from orchestrator.clouds.protocol import Order
-from orchestrator.simulate.climates import CLIMATES, climate
-from orchestrator.simulate.contest.compare import contenders, steer
-from orchestrator.simulate.contest.contenders import CONTENDERS, ON_DEMAND
-from orchestrator.simulate.contest.oracle import ORACLE, oracle
+from orchestrator.simulate.outcome import ON_DEMAND
 from orchestrator.simulate.physics import BRISK, Physics, Prices
 from orchestrator.simulate.world import World
 from policies.model.spec import Budget, Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
@@ -52,7 +53,7 @@ INSTANT = replace(PHYSICS, launch_s=0.0, setup_s=0.0, first_weights_s=0.0, weigh
 CAPS_USD = (1.0, 8.0)  # drawn from between these
 CAP_HOURS = 6.0  # by when each is reached, if it is
 BUDGET = "under a budget"  # in the place of a policy: CAPPED runs, one after the other
-CAPPED = 26  # a thousand in three seeds of thirteen climates
+CAPPED = 26  # a thousand in three seeds of eleven markets
 
 Job = tuple[str, int, str]  # climate, seed, policy
 
@@ -98,10 +99,9 @@ def _serving(slot: str, now_s: float) -> Node:
 
 def article_usd() -> tuple[float, float]:
     """A day's USD, with a pair on spot and with all on demand."""
-    weather = climate("unclouded", 0, 2)
+    weather = market("unclouded", 0, 2)
     ours, on_demand = (
-        steer(CONTENDERS[name], spec(2, 2), weather, INSTANT, Prices(), 24.0, 0).usd
-        for name in ("ours", ON_DEMAND)
+        steer(name, spec(2, 2), weather, INSTANT, Prices(), 24.0, 0).usd for name in ("ours", ON_DEMAND)
     )
     return ours, on_demand
 
@@ -111,16 +111,16 @@ def measure(job: Job) -> float:
     name, seed, policy = job
     if policy == BUDGET:
         return max(_over_usd(name, seed * CAPPED + one) for one in range(CAPPED))
-    weather = climate(name, seed, FLEET)
+    weather = market(name, seed, FLEET)
     if policy == ORACLE:
         return oracle(spec(FLEET), weather, PHYSICS, Prices(), HOURS).steps_per_usd
-    return steer(CONTENDERS[policy], spec(FLEET), weather, PHYSICS, Prices(), HOURS, seed).steps_per_usd
+    return steer(policy, spec(FLEET), weather, PHYSICS, Prices(), HOURS, seed).steps_per_usd
 
 
 def _over_usd(name: str, seed: int) -> float:
     cap_usd = Random(f"cap {name} {seed}").uniform(*CAPS_USD)
     run = replace(spec(FLEET), budget=Budget(usd=cap_usd))
-    world = World(seed, run, weather=climate(name, seed, FLEET), physics=BRISK, max_steps=10**9)
+    world = World(seed, run, weather=market(name, seed, FLEET), physics=BRISK, max_steps=10**9)
     world.rest()
     while not world.is_over and world.time_s < CAP_HOURS * 3600:
         world.run_for(60.0)
@@ -130,9 +130,9 @@ def _over_usd(name: str, seed: int) -> float:
 def jobs(seeds: int) -> list[Job]:
     return [
         (name, seed, policy)
-        for name in CLIMATES
+        for name in MARKETS
         for seed in range(seeds)
-        for policy in (BUDGET, *contenders(climate(name, seed, FLEET)), ORACLE)
+        for policy in (BUDGET, *contenders(market(name, seed, FLEET)), ORACLE)
     ]
 
 
@@ -158,7 +158,7 @@ def ratios_of(found: Mapping[Job, float], seeds: int) -> dict[str, dict[str, flo
     order = [*CONTENDERS, ORACLE]
     return {
         name: {policy: round(statistics.median(each[name][policy]), 3) for policy in order if policy in each[name]}
-        for name in CLIMATES
+        for name in MARKETS
         if name in each and len(each[name][ORACLE]) == seeds
     }
 
@@ -215,7 +215,7 @@ def main() -> None:
         for name, seed, policy in found
         if policy == ORACLE
     }
-    by_climate = {name: [shares[name, seed] for seed in range(seeds)] for name in CLIMATES}
+    by_climate = {name: [shares[name, seed] for seed in range(seeds)] for name in MARKETS}
     mixed, on_demand = article_usd()
     print(f"a day without preemption: {mixed:.2f} USD, all on demand {on_demand:.2f} USD")
     figures = {
@@ -227,7 +227,7 @@ def main() -> None:
         "article": {"ours_usd": round(mixed, 2), "on_demand_usd": round(on_demand, 2)},
         "hours": HOURS,
         "seeds": seeds,
-        "capped_runs": len(CLIMATES) * seeds * CAPPED,
+        "capped_runs": len(MARKETS) * seeds * CAPPED,
         "took_s": round(time.monotonic() - began_s),
     }
     told_aims(figures, ticks, ratios)

@@ -1,4 +1,4 @@
-"""A run in simulated weather, before a dollar is spent: `simulate`; and the weather that runs met: `weather`."""
+"""`simulate`: a run on a simulated cloud; `weather export`: the spot market that a run met."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run
 from orchestrator.config.load import load_spec
 from orchestrator.simulate.climates import CLIMATES, climate
-from orchestrator.simulate.contest.compare import HOURS, compete, contenders
+from orchestrator.simulate.outcome import HOURS, ON_DEMAND, THIS_RUN, Outcome, on_demand, simulate_hours
 from orchestrator.simulate.physics import Physics, Prices
 from orchestrator.simulate.recorded import recorded, to_plain
 from orchestrator.simulate.safety import Broken
@@ -51,9 +51,9 @@ def simulate(
     out: Annotated[Path | None, typer.Option("--out", help="A PNG to write.")] = None,
     output: AsJson = Output.TEXT,
 ) -> None:
-    """Run a run.yaml on a simulated cloud: its controller through faults and spot weather, and what it would cost.
+    """Simulate a run: its controller through faults and a spot market, and what it would cost.
 
-    Nothing is started. Exit code: 1 when a promise was broken, with the command that replays it.
+    Starts nothing. Exit code 1 means that a promise was broken; the message names the command that replays it.
     """
     spec = load_spec(run_yaml)
     if climate_name and trace:
@@ -69,10 +69,10 @@ def simulate(
     replay = f"grpo-orch simulate {quote(str(run_yaml))} {option} {quote(name)} --seeds 1 --seed"
     with _quiet(), Progress(console=errors, transient=True, disable=output is Output.JSON) as progress:
         stories = list(_stories(range(seed, seed + seeds), spec, weather_of, replay, progress))
-        shown = progress.add_task("policies side by side", total=len(contenders(weather_of(seed))) + 1)
-        outcomes = {}
-        for policy, outcome in compete(spec, weather_of(seed), Physics(), _prices(spec), HOURS, seed):
-            outcomes[policy] = outcome
+        shown = progress.add_task("this run and all on demand", total=2)
+        outcomes: dict[str, Outcome] = {}
+        for label, run in ((THIS_RUN, spec), (ON_DEMAND, on_demand(spec))):
+            outcomes[label] = simulate_hours(run, weather_of(seed), Physics(), _prices(spec), HOURS, seed)
             progress.advance(shown)
     found = Simulation(name, HOURS, stories, outcomes)
     if output is Output.JSON:

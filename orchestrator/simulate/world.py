@@ -16,7 +16,7 @@ from checkpoint.journal.journal import Fenced
 from checkpoint.records import documents
 from checkpoint.store.errors import StoreUnavailable
 from orchestrator.control.controller import Decide
-from orchestrator.simulate.climates import climate
+from orchestrator.simulate.climates import plentiful
 from orchestrator.simulate.cloud import SimulatedCloud
 from orchestrator.simulate.daemon import SimulatedDaemon
 from orchestrator.simulate.physics import BRISK, EPOCH_S, Physics, Prices, store_usd
@@ -75,7 +75,7 @@ class World:
         self.time_s = 1000.0
         self.store_ahead_s = Random(f"store's clock {seed}").uniform(-STORE_SKEW_S, STORE_SKEW_S)
         self.objects = Objects(self.random, lambda: EPOCH_S + self.time_s + self.store_ahead_s)
-        weather = climate("unclouded", seed, spec.rollout.replicas.max) if weather is None else weather
+        weather = plentiful(spec.rollout.replicas.max) if weather is None else weather
         self.cloud = SimulatedCloud(weather, physics, prices or Prices(), self.objects, self.random)
         self.cloud.time_s = self.time_s
         self.cloud.disk_usd_per_h = {role: disks.usd_per_h(spec, role, None) for role in Role}

@@ -1,4 +1,4 @@
-"""What a simulation found: for people, and as plain values for programs."""
+"""The result of a simulation, as text and as plain values."""
 
 from __future__ import annotations
 
@@ -8,39 +8,35 @@ from typing import Any
 
 from rich.table import Table
 
-from orchestrator.simulate.contest.contenders import ON_DEMAND
-from orchestrator.simulate.contest.oracle import ORACLE
-from orchestrator.simulate.contest.outcome import Outcome
+from orchestrator.simulate.outcome import ON_DEMAND, THIS_RUN, Outcome
 from orchestrator.simulate.stories import Told
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Stories in a weather, and policies side by side in it."""
+    """Scenarios with faults, and this run without faults next to the same run on demand."""
 
     weather: str
-    hours: float  # of each policy
+    hours: float  # of each outcome
     stories: Sequence[Told]
     outcomes: Mapping[str, Outcome]
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Steps a dollar, as a ratio to all on demand."""
+        """Steps per USD, as a ratio to all on demand."""
         base = self.outcomes[ON_DEMAND].steps_per_usd
         return {name: one.steps_per_usd / base if base else 0.0 for name, one in self.outcomes.items()}
 
 
 def to_json(found: Simulation) -> dict[str, Any]:
-    ratios = found.ratios
     return {
         "weather": found.weather,
         "seeds": len(found.stories),
         "broken": 0,
         "stories": [asdict(one) for one in found.stories],
         "hours": found.hours,
-        "goodput_per_dollar": {name: round(ratio, 3) for name, ratio in ratios.items()},
-        "oracle_share": round(ratios["ours"] / ratios[ORACLE], 3),
-        "policies": {name: asdict(one) for name, one in found.outcomes.items()},
+        "steps_per_usd_to_on_demand": round(found.ratios[THIS_RUN], 3),
+        "outcomes": {name: asdict(outcome) for name, outcome in found.outcomes.items()},
     }
 
 
@@ -57,7 +53,7 @@ def stories_line(stories: Sequence[Told]) -> str:
 def render(found: Simulation) -> Table:
     title = f"{found.hours:.0f} h of weather: {found.weather}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("policy")
+    table.add_column("")
     for name in ("steps", "USD", "steps a USD", "of all on demand", "machines"):
         table.add_column(name, justify="right")
     for name, one in found.outcomes.items():

@@ -15,7 +15,7 @@ from random import Random
 import pytest
 import structlog
 
-from orchestrator.simulate.climates import CLIMATES, climate
+from benchmarks.contest.markets import MARKETS, market
 from orchestrator.simulate.physics import Prices
 from orchestrator.simulate.stories import tell
 from policies.model.spec import Budget
@@ -31,14 +31,14 @@ NODES = 2
 def test_no_cap_is_passed_while_a_controller_can_see_and_act() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     print(f"{STORIES} stories from SEED={SEED}")
-    names, prices = [None, *CLIMATES], Prices()
+    names, prices = [None, *MARKETS], Prices()
     hour_usd = prices.trainer_usd_per_h + NODES * prices.spot_usd_per_h
     over_usd: list[float] = []
     for seed in range(SEED, SEED + STORIES):
         name = names[seed % len(names)]
         cap_usd = hour_usd * Random(f"cap {seed}").uniform(0.3, 2.0)
         capped = replace(spec(NODES), budget=Budget(usd=cap_usd))
-        weather = None if name is None else climate(name, seed, NODES)
+        weather = None if name is None else market(name, seed, NODES)
         told = tell(seed, capped, weather=weather, prices=prices)  # what it raises names the seed
         over_usd.append(max(0.0, told.usd - cap_usd))
     passed = [usd for usd in over_usd if usd]

@@ -12,7 +12,7 @@ import time
 import pytest
 import structlog
 
-from orchestrator.simulate.climates import CLIMATES, climate
+from benchmarks.contest.markets import MARKETS, market
 from orchestrator.simulate.stories import tell
 from tests.stand_ins.world import spec
 
@@ -25,9 +25,9 @@ SEED = int(os.environ.get("SEED", str(time.time_ns() % 10**9)))
 def test_any_number_of_stories() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     print(f"{STORIES} stories from SEED={SEED}")
-    names = [None, *CLIMATES]
+    names = [None, *MARKETS]
     for seed in range(SEED, SEED + STORIES):
         name = names[seed % len(names)]
         tell(
-            seed, spec(2), weather=None if name is None else climate(name, seed, 2)
+            seed, spec(2), weather=None if name is None else market(name, seed, 2)
         )  # what it raises names the seed

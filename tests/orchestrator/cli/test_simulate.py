@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from orchestrator.cli import app, simulate
 from orchestrator.cli.console import Stop
-from orchestrator.simulate.contest import contenders
+from orchestrator.simulate.outcome import Outcome
 from orchestrator.simulate.safety import Broken
 from orchestrator.simulate.stories import Told
 from policies.model.spec import RunSpec
@@ -40,9 +40,9 @@ def test_a_run_is_simulated_for_programs(run_yaml: Path, monkeypatch: pytest.Mon
     assert found.exit_code == 0, found.output
     told = json.loads(found.stdout)
     assert told["weather"] == "storms"
-    assert set(told["goodput_per_dollar"]) == {*contenders.CONTENDERS, "oracle"} - {"cheapest", "deaf"}
-    assert told["goodput_per_dollar"][contenders.ON_DEMAND] == 1.0
-    assert told["policies"]["ours"]["steps"] > 0
+    assert set(told["outcomes"]) == {"this run", "on-demand"}
+    assert told["outcomes"]["this run"]["steps"] > 0
+    assert told["steps_per_usd_to_on_demand"] > 0
     assert out.stat().st_size > 1000
 
 
@@ -56,7 +56,7 @@ def test_a_deadline_is_left_out_and_that_is_said(run_yaml: Path, monkeypatch: py
         return told
 
     monkeypatch.setattr(simulate, "tell", tell)
-    monkeypatch.setattr(simulate, "compete", lambda *_: iter(()))
+    monkeypatch.setattr(simulate, "simulate_hours", lambda *_: Outcome(1.0, 1.0))
     monkeypatch.setattr(simulate, "render", lambda _: "")
     found = CliRunner().invoke(app, ["simulate", str(run_yaml), "--seeds", "1"])
     assert found.exit_code == 0, found.output
@@ -80,7 +80,7 @@ def test_a_broken_promise_names_the_command_that_replays_it(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--climate", "balmy"], "expected one of unclouded, calm"),
+        (["--climate", "balmy"], "expected one of calm, daily"),
         (["--climate", "calm", "--trace", "t"], "one of them"),
         (["--seeds", "0"], "above 0"),
         (["--trace", "missing.json"], "missing.json"),

@@ -7,8 +7,9 @@ from functools import cache
 
 import pytest
 
-from orchestrator.simulate.climates import climate
-from orchestrator.simulate.contest.contenders import CONTENDERS, ON_DEMAND
+from benchmarks.contest.contenders import CONTENDERS
+from benchmarks.contest.markets import market
+from orchestrator.simulate.outcome import ON_DEMAND
 from orchestrator.simulate.physics import EPOCH_S, Physics
 from orchestrator.simulate.weather import Weather
 from orchestrator.simulate.world import COARSE, World
@@ -56,14 +57,14 @@ def lived(policy: str, run: RunSpec, weather: Weather, seed: int = 0) -> World:
 @cache
 def on_demand() -> tuple[float, float]:
     """Seconds and USD of the run with all on demand."""
-    world = lived(ON_DEMAND, spec(), climate("unclouded", 0, NODES))
+    world = lived(ON_DEMAND, spec(), market("unclouded", 0, NODES))
     return world.time_s - BEGINS_S, world.cloud.spent_usd
 
 
 def check(name: str, seed: int) -> None:
     took_s, usd = on_demand()
     deadline_s = BEGINS_S + SLACK * took_s
-    world = lived("ours", spec(deadline_s), climate(name, seed, NODES), seed)
+    world = lived("ours", spec(deadline_s), market(name, seed, NODES), seed)
     assert world.newest is not None
     state = world.newest.controller.state
     assert state.phase is RunPhase.FINISHED, f"seed {seed}"
@@ -82,7 +83,7 @@ def test_it_is_met_for_less_than_all_on_demand_costs(name: str) -> None:
 
 def test_without_one_the_same_run_is_cheaper_and_late() -> None:
     """So that the others show something. By a tenth: three nodes are tried before the others, on demand, too."""
-    world = lived("ours", spec(), climate("calm", 0, NODES))
+    world = lived("ours", spec(), market("calm", 0, NODES))
     assert world.time_s > BEGINS_S + 1.1 * on_demand()[0]
 
 
@@ -94,8 +95,8 @@ def test_it_is_met_in_other_weather(name: str) -> None:
 
 
 def test_one_out_of_reach_costs_no_more_than_none() -> None:
-    free = lived("ours", spec(), climate("calm", 0, NODES))
-    late = lived("ours", spec(BEGINS_S + 1800.0), climate("calm", 0, NODES))
+    free = lived("ours", spec(), market("calm", 0, NODES))
+    late = lived("ours", spec(BEGINS_S + 1800.0), market("calm", 0, NODES))
     assert late.newest is not None
     assert late.newest.controller.state.deadline_missed
     assert late.cloud.spent_usd < 1.1 * free.cloud.spent_usd

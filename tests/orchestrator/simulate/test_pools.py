@@ -8,13 +8,12 @@ from random import Random
 
 import pytest
 
+from benchmarks.contest.compare import contenders, steer
+from benchmarks.contest.markets import MARKETS, market
+from benchmarks.contest.oracle import oracle
+from benchmarks.contest.spot_hedge import active, next_pool
 from orchestrator.clouds.protocol import CloudRefused, Order
-from orchestrator.simulate.climates import CLIMATES, climate
 from orchestrator.simulate.cloud import SimulatedCloud
-from orchestrator.simulate.contest.compare import contenders, steer
-from orchestrator.simulate.contest.contenders import CONTENDERS
-from orchestrator.simulate.contest.oracle import oracle
-from orchestrator.simulate.contest.spot_hedge import active, next_pool
 from orchestrator.simulate.physics import BRISK, Physics, Prices
 from orchestrator.simulate.store import Objects
 from orchestrator.simulate.stories import tell
@@ -25,7 +24,7 @@ from policies.model.state import RunState
 from policies.model.vocabulary import Market, Refusal, Role
 from tests.stand_ins.world import spec
 
-POOLED = [name for name in CLIMATES if any(zone.region for zone in climate(name, 0, 2))]
+POOLED = [name for name in MARKETS if any(zone.region for zone in market(name, 0, 2))]
 ON_DEMAND = Market.ON_DEMAND
 
 
@@ -50,15 +49,15 @@ def why(of: SimulatedCloud, wanted: Order) -> Refusal | None:
     return None
 
 
-def test_there_are_six_climates_to_choose_in() -> None:
-    assert len(POOLED) == 6
+def test_pooled_markets_offer_zones_and_both_markets() -> None:
+    assert len(POOLED) == 4
     for name in POOLED:
-        weather = climate(name, 5, 4)
+        weather = market(name, 5, 4)
         assert len({one.name for one in weather if one.market is Market.SPOT}) >= 3
         assert any(one.market is ON_DEMAND for one in weather)
         assert len({one.key for one in weather}) == len(weather)
-    assert len({one.region for one in climate("regions", 5, 4)}) == 2
-    assert len({one.machine for one in climate("regions", 5, 4)}) == 2
+    assert len({one.region for one in market("regions", 5, 4)}) == 2
+    assert len({one.machine for one in market("regions", 5, 4)}) == 2
 
 
 def test_a_launch_goes_where_it_is_pinned_and_is_refused_where_there_is_no_room() -> None:
@@ -102,7 +101,7 @@ def test_a_quota_is_its_regions_kinds_and_markets() -> None:
 
 
 def test_what_is_held_is_counted_whatever_becomes_of_it() -> None:
-    weather = climate("zone-out", 3, 4)
+    weather = market("zone-out", 3, 4)
     found, random = cloud(*weather), Random(1)
     for node in range(300):
         found.pass_time(found.time_s + 400.0)
@@ -142,20 +141,18 @@ def test_prices_of_pools_are_those_of_the_last_full_hour() -> None:
 
 @pytest.mark.parametrize("name", POOLED)
 def test_no_promise_breaks_where_there_is_a_choice(name: str) -> None:
-    tell(4, spec(2), weather=climate(name, 4, 2))
+    tell(4, spec(2), weather=market(name, 4, 2))
 
 
 def test_a_memory_of_pools_leaves_a_zone_that_takes_what_it_gives() -> None:
     """Without one, a machine is bought there again and again."""
     bad = replace(zone("a", 3, price=0.85), losses_an_hour=4.0)
     weather: Weather = (bad, zone("b", 3), replace(zone("b", 9), market=ON_DEMAND))
-    ours, cheapest = (
-        steer(CONTENDERS[name], spec(2), weather, Physics(), Prices(), 3.0, 0) for name in ("ours", "cheapest")
-    )
+    ours, cheapest = (steer(name, spec(2), weather, Physics(), Prices(), 3.0, 0) for name in ("ours", "cheapest"))
     assert 2 * ours.bought <= cheapest.bought
     assert ours.steps > cheapest.steps
     assert "cheapest" in contenders(weather)
-    assert "cheapest" not in contenders(climate("storms", 0, 2))
+    assert "cheapest" not in contenders(market("storms", 0, 2))
 
 
 def test_the_oracle_knows_regions_quotas_and_speeds() -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.simulate.climates import CLIMATES, climate
-from orchestrator.simulate.contest.contenders import CONTENDERS, ON_DEMAND
-from orchestrator.simulate.contest.oracle import oracle
+from benchmarks.contest.contenders import CONTENDERS
+from benchmarks.contest.markets import MARKETS, market
+from benchmarks.contest.oracle import oracle
+from orchestrator.simulate.outcome import ON_DEMAND
 from orchestrator.simulate.physics import Physics, Prices
 from orchestrator.simulate.recorded import LAUNCH, LOSS, NOTICE, REFUSAL, RETURN, recorded, replayed, to_plain
 from orchestrator.simulate.stories import tell
@@ -27,10 +28,10 @@ from tests.stand_ins.world import spec
 LINE = '{"time_s": %f, "what": "refusal", "node": "n", "role": "rollout", "market": "spot", "where": "z"}'
 
 
-@pytest.mark.parametrize("name", CLIMATES)
+@pytest.mark.parametrize("name", MARKETS)
 def test_a_climate_follows_from_its_seed(name: str) -> None:
-    assert climate(name, 3, 4) == climate(name, 3, 4)
-    spot = [zone for zone in climate(name, 3, 4) if zone.market is Market.SPOT]
+    assert market(name, 3, 4) == market(name, 3, 4)
+    spot = [zone for zone in market(name, 3, 4) if zone.market is Market.SPOT]
     assert all(0 <= count <= 4 for zone in spot for count in zone.counts)
 
 
@@ -41,16 +42,16 @@ def drops_a_day(zone: Zone) -> float:
 
 
 def test_scarce_weather_is_as_public_traces_show() -> None:
-    found = [climate("scarce", seed, 4)[0] for seed in range(40)]
+    found = [market("scarce", seed, 4)[0] for seed in range(40)]
     assert all(0.16 <= zone.counts.count(0) / len(zone.counts) <= 0.62 for zone in found)
     assert all(3 <= drops_a_day(zone) <= 11 for zone in found)
 
 
 def test_a_storm_takes_a_zone_at_once_and_prices_go_to_war() -> None:
-    storms = climate("storms", 1, 4)
+    storms = market("storms", 1, 4)
     assert len(storms) == 3
     assert {0, 4} == {count for zone in storms for count in zone.counts}
-    prices = [zone.price_at(at) for zone in climate("price-war", 1, 4) for at in range(0, 7 * 86400, 300)]
+    prices = [zone.price_at(at) for zone in market("price-war", 1, 4) for at in range(0, 7 * 86400, 300)]
     assert min(prices) < 0.8
     assert max(prices) > 2.0
 
@@ -166,7 +167,7 @@ def test_a_run_that_waits_for_spot_machines_breaks_no_promise(
     run = spec(2)
     sections = replace(run.trainer, resources=trainer), replace(run.rollout, resources=rollout)
     run = replace(run, trainer=sections[0], rollout=sections[1])
-    assert tell(2, run, weather=climate("never", 2, 2)).phase is end
+    assert tell(2, run, weather=market("never", 2, 2)).phase is end
 
 
 def test_a_run_that_stops_at_its_budget_has_ended() -> None:
@@ -174,7 +175,7 @@ def test_a_run_that_stops_at_its_budget_has_ended() -> None:
 
 
 def test_a_run_that_is_asked_to_stop_as_it_ends_has_ended() -> None:
-    assert tell(6, spec(3), weather=climate("storms", 6, 3)).phase is RunPhase.FINISHED
+    assert tell(6, spec(3), weather=market("storms", 6, 3)).phase is RunPhase.FINISHED
 
 
 def test_hours_without_preemption_cost_what_machines_cost() -> None:
@@ -191,4 +192,4 @@ def test_hours_without_preemption_cost_what_machines_cost() -> None:
 def test_a_run_on_spot_alone_whose_only_zone_is_lost_for_good_waits_and_breaks_no_promise() -> None:
     run = spec(2)
     run = replace(run, rollout=replace(run.rollout, resources={"use_spot": True}))
-    assert tell(14, run, weather=climate("unclouded", 14, 2)).phase is RunPhase.PARKED
+    assert tell(14, run, weather=market("unclouded", 14, 2)).phase is RunPhase.PARKED

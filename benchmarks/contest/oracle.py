@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from orchestrator.simulate.contest.outcome import Outcome
+from orchestrator.simulate.outcome import Outcome
 from orchestrator.simulate.physics import Physics, Prices
 from orchestrator.simulate.weather import Weather, Zone
 from policies.control.fleet.markets import market_of

@@ -7,16 +7,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from benchmarks.contest.spot_hedge import spot_hedge
 from orchestrator.control.controller import Decide
-from orchestrator.simulate.contest.spot_hedge import spot_hedge
+from orchestrator.simulate.outcome import ON_DEMAND, on_demand
 from policies.control.decide import decide
 from policies.control.snapshot import Decision, Launch, Snapshot
 from policies.model.events import Event, NodeRequested
 from policies.model.spec import RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import Market, Role
-
-ON_DEMAND = "on-demand"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,6 @@ class Contender:
     decide: Decide
     spec_of: Callable[[RunSpec], RunSpec] = field(default=lambda spec: spec)
     chooses: bool = False  # it differs from ours only where there are pools to choose from
-    heeds: bool = True  # else it differs from ours only where machines are said to be at risk
 
 
 def greedy(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
@@ -42,14 +40,6 @@ def greedy(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
 def cheapest(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     """Ours without a memory of pools: each launch goes from zone to zone by their prices, as SkyPilot does."""
     return decide(state, replace(snapshot, pools=()), spec)
-
-
-def deaf(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
-    """Ours, to which nobody says that a machine is at risk."""
-    if snapshot.machines is None:
-        return decide(state, snapshot, spec)
-    unsaid = {name: replace(one, at_risk=False) for name, one in snapshot.machines.items()}
-    return decide(state, replace(snapshot, machines=unsaid), spec)
 
 
 def on_markets(market_of: Callable[[str], Market]) -> Decide:
@@ -78,23 +68,16 @@ def _rollouts_on_spot(spec: RunSpec) -> RunSpec:
     return replace(spec, rollout=replace(spec.rollout, resources={**spec.rollout.resources, "use_spot": True}))
 
 
-def _all_on_demand(spec: RunSpec) -> RunSpec:
-    rollout = replace(spec.rollout, resources={**spec.rollout.resources, "use_spot": False})
-    trainer = replace(spec.trainer, resources={**spec.trainer.resources, "use_spot": False})
-    return replace(spec, rollout=rollout, trainer=trainer)
-
-
 def _half(slot: str) -> Market:
     return Market.SPOT if int(slot.rpartition("-")[2]) % 2 else Market.ON_DEMAND
 
 
 CONTENDERS: Mapping[str, Contender] = {
     "ours": Contender(decide),
-    "deaf": Contender(deaf, heeds=False),
     "cheapest": Contender(cheapest, chooses=True),
     "spot-hedge": Contender(spot_hedge),
     "greedy": Contender(greedy),
     "spot-only": Contender(on_markets(lambda _: Market.SPOT), _rollouts_on_spot),
     "half-and-half": Contender(on_markets(_half)),
-    ON_DEMAND: Contender(on_markets(lambda _: Market.ON_DEMAND), _all_on_demand),
+    ON_DEMAND: Contender(on_markets(lambda _: Market.ON_DEMAND), on_demand),
 }

@@ -1,0 +1,23 @@
+"""Fleet policies side by side: each controls the same run in the same market, judged by steps per dollar."""
+
+from __future__ import annotations
+
+from benchmarks.contest.contenders import CONTENDERS
+from orchestrator.simulate.outcome import Outcome, simulate_hours
+from orchestrator.simulate.physics import Physics, Prices
+from orchestrator.simulate.weather import Weather
+from policies.model.spec import RunSpec
+
+
+def contenders(weather: Weather) -> list[str]:
+    """Return the names of the policies that differ in this market."""
+    pooled = any(zone.region for zone in weather)
+    return [name for name, contender in CONTENDERS.items() if pooled or not contender.chooses]
+
+
+def steer(
+    name: str, spec: RunSpec, weather: Weather, physics: Physics, prices: Prices, hours: float, seed: int
+) -> Outcome:
+    """Return what a contender makes of `hours`."""
+    contender = CONTENDERS[name]
+    return simulate_hours(contender.spec_of(spec), weather, physics, prices, hours, seed, contender.decide)
