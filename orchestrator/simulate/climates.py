@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate
 from random import Random
 
-from orchestrator.simulate.pooled import bad_zone, cheapest_refuses, false_alarms, foretold, regions, zone_out
+from orchestrator.simulate.pooled import bad_zone, cheapest_refuses, regions, zone_out
 from orchestrator.simulate.weather import DAY_GAPS, DAYS, DEAREST, GAP_S, ZONES, Weather, Zone
 
 
@@ -93,8 +93,6 @@ CLIMATES: Mapping[str, Callable[[Random, int], Weather]] = {
     "cheapest-refuses": cheapest_refuses,
     "zone-out": zone_out,
     "regions": regions,
-    "foretold": foretold,
-    "false-alarms": false_alarms,
 }
 
 

@@ -39,28 +39,6 @@ def zone_out(random: Random, nodes: int) -> Weather:
     return *zones, *_on_demand(random, EAST, nodes)
 
 
-def foretold(random: Random, nodes: int) -> Weather:
-    """Three zones; each machine is said to be at risk every two or three hours, and four of five are taken in a
-    quarter of an hour."""
-    return _said(random, nodes, foretold=0.8, losses_an_hour=0.03)
-
-
-def false_alarms(random: Random, nodes: int) -> Weather:
-    """The same words, which mean nothing: whatever was said of a machine, within half an hour it is lost in one
-    case of ten, about as many as above in all."""
-    return _said(random, nodes, foretold=0.0, losses_an_hour=0.2)
-
-
-def _said(random: Random, nodes: int, foretold: float, losses_an_hour: float) -> Weather:
-    found = []
-    for zone, price in zip("abc", (0.98, 1.0, 1.02), strict=True):
-        a_gap = random.uniform(0.3, 0.5) * GAP_S / 3600  # of a machine
-        words = tuple(sum(random.random() < a_gap for _ in range(nodes)) for _ in range(GAPS))
-        here = replace(_zone(f"{EAST}-{zone}", (nodes,) * GAPS, price), losses_an_hour=losses_an_hour)
-        found.append(replace(here, at_risk=words, foretold=foretold, foretold_s=(60.0, 900.0)))
-    return *found, *_on_demand(random, EAST, nodes)
-
-
 def regions(random: Random, nodes: int) -> Weather:
     """Two regions of two zones, two kinds in each, a quota in one; droughts take a region at once, for hours. The
     second kind is slower by a quarter and cheaper by a tenth."""

@@ -40,7 +40,7 @@ from policies.model.events import (
     NodesGenerate,
     Noticed,
     ProbationPassed,
-    RiskTold,
+    RebalanceRecommended,
     RollbackBegun,
     RunCreated,
     RunMoved,
@@ -116,8 +116,10 @@ def sentence(event: Event) -> str:
             return f"{event.node} was refused, {why}: {event.reason}"
         case NodeMoved():
             return f"{event.node} {_NODE_VERBS[event.phase]}: {event.reason}"
-        case BuyingStopped() | BuyingResumed() | FleetSized() | CapacityMissing() | DeadlineMissed() | RiskTold():
+        case BuyingStopped() | BuyingResumed() | FleetSized() | CapacityMissing() | DeadlineMissed():
             return _fleet(event)
+        case RebalanceRecommended():
+            return f"{event.node} has a rebalance recommendation of its cloud: {event.reason}"
         case BudgetReached() | BudgetRefused() | BudgetNeared() | BudgetSet() | StoreCharged():
             return _money(event)
         case MachineBought():
@@ -160,9 +162,7 @@ def sentence(event: Event) -> str:
             assert_never(event)
 
 
-def _fleet(
-    event: BuyingStopped | BuyingResumed | FleetSized | CapacityMissing | DeadlineMissed | RiskTold,
-) -> str:
+def _fleet(event: BuyingStopped | BuyingResumed | FleetSized | CapacityMissing | DeadlineMissed) -> str:
     match event:
         case BuyingStopped():
             return f"No more machines are bought, {event.kind}, but one now and then to try: {event.reason}"
@@ -174,8 +174,6 @@ def _fleet(
             return f"The run waits for machines: {event.reason}"
         case DeadlineMissed():
             return _late(event)
-        case RiskTold():
-            return f"{event.node} may soon be taken, says its cloud: {event.reason}"
         case _:
             assert_never(event)
 

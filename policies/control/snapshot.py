@@ -45,7 +45,7 @@ class Machine:
     on_demand_usd_per_h: float = 0.0  # what it would cost on that market
     where: str = ""  # cloud/region/zone and what it is, in the cloud's words
     pool: Pool | None = None  # the same, in parts; None: its cloud has no pools
-    at_risk: bool = False  # the cloud has said that it may soon take it: AWS's rebalance recommendation
+    rebalance_recommended: bool = False  # by the cloud: it may preempt the machine soon
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ def compete(
 
 def contenders(weather: Weather) -> list[str]:
     """Return the names of those that differ in this weather."""
-    pooled, said = any(zone.region for zone in weather), any(any(zone.at_risk) for zone in weather)
-    return [name for name, one in CONTENDERS.items() if (pooled or not one.chooses) and (said or one.heeds)]
+    pooled = any(zone.region for zone in weather)
+    return [name for name, one in CONTENDERS.items() if pooled or not one.chooses]
 
 
 def steer(

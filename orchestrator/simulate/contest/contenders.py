@@ -26,7 +26,6 @@ class Contender:
     decide: Decide
     spec_of: Callable[[RunSpec], RunSpec] = field(default=lambda spec: spec)
     chooses: bool = False  # it differs from ours only where there are pools to choose from
-    heeds: bool = True  # else it differs from ours only where machines are said to be at risk
 
 
 def greedy(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
@@ -42,14 +41,6 @@ def greedy(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
 def cheapest(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     """Ours without a memory of pools: each launch goes from zone to zone by their prices, as SkyPilot does."""
     return decide(state, replace(snapshot, pools=()), spec)
-
-
-def deaf(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
-    """Ours, to which nobody says that a machine is at risk."""
-    if snapshot.machines is None:
-        return decide(state, snapshot, spec)
-    unsaid = {name: replace(one, at_risk=False) for name, one in snapshot.machines.items()}
-    return decide(state, replace(snapshot, machines=unsaid), spec)
 
 
 def on_markets(market_of: Callable[[str], Market]) -> Decide:
@@ -90,7 +81,6 @@ def _half(slot: str) -> Market:
 
 CONTENDERS: Mapping[str, Contender] = {
     "ours": Contender(decide),
-    "deaf": Contender(deaf, heeds=False),
     "cheapest": Contender(cheapest, chooses=True),
     "spot-hedge": Contender(spot_hedge),
     "greedy": Contender(greedy),

@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
-from policies.control.fleet.at_risk import relief_of, return_relieved, tell_risks, unrelieved
 from policies.control.fleet.deadline import is_behind
 from policies.control.fleet.markets import market_of
 from policies.control.fleet.overdue import release_idle, replace_overdue
@@ -36,7 +35,7 @@ from policies.control.fleet.where import (
 from policies.control.stopping import release_machines
 from policies.control.tick import Tick
 from policies.model.buying import HELD_S, REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
-from policies.model.events import BuyingResumed, BuyingStopped, NodeRequested
+from policies.model.events import BuyingResumed, BuyingStopped, NodeRequested, RebalanceRecommended
 from policies.model.phases import FILLING_NODE, TERMINAL_RUN
 from policies.model.spec import RunSpec
 from policies.model.state import Node, Slot
@@ -65,17 +64,26 @@ def fill_slots(tick: Tick) -> None:
         return
     replace_overdue(tick)
     release_idle(tick)
-    tell_risks(tick)
+    _note_rebalance_recommendations(tick)
     size_fleet(tick)
     if tick.snapshot.machines is not None:  # else nobody knows which of them are still there
         return_surplus(tick)
-        return_relieved(tick)
     _judge_kinds(tick)
     _stand_in(tick)
-    places = _empty_slots(tick)
-    _fill(tick, places)
-    if not places:
-        _relieve(tick)
+    _fill(tick, _empty_slots(tick))
+
+
+def _note_rebalance_recommendations(tick: Tick) -> None:
+    """Journal each machine's rebalance recommendation once, unless its preemption notice is there already."""
+    for machine in (tick.snapshot.machines or {}).values():
+        node = tick.node(machine.node) if machine.rebalance_recommended else None
+        if node is None or node.rebalance_recommended or node.phase not in (NodePhase.BOOTING, NodePhase.SERVING):
+            continue
+        record = None if node.pool is None else tick.state.pools.get(str(node.pool))
+        count, taken = (record.rebalances, record.rebalances_taken) if record else (0, 0)
+        reason = f"of {count} machines with one in {node.pool or 'its pool'}, the cloud took {taken}"
+        text = f"{node.id} has a rebalance recommendation: {reason}"
+        tick.emit(RebalanceRecommended(node.id, reason), text)
 
 
 class _Buyer:
@@ -141,21 +149,6 @@ def _fill(tick: Tick, places: list[tuple[Role, str, bool]]) -> None:
         counted = f"{there} of {rollouts_wanted(tick.state, tick.spec)} rollout nodes"
         if not buyer.buys(role, name, market, "" if role is Role.TRAINER else counted):
             break
-
-
-def _relieve(tick: Tick) -> None:
-    """Request nodes in place of those at risk, where that pays."""
-    if not (nodes := unrelieved(tick)):
-        return
-    purse, crowds = Purse(tick), Crowds(tick)
-    for node in nodes:
-        relief = relief_of(tick, purse, crowds, node)
-        if isinstance(relief, str) or not relief.pays:
-            continue
-        words = f"{node.id} is at risk", relief.words, purse.words()
-        _request(tick, Role.ROLLOUT, node.slot, Market.SPOT, relief.terms, *words, relieves=node.id)
-        purse.add(Role.ROLLOUT, relief.terms.usd_per_h or 0.0)
-        crowds.add(Role.ROLLOUT, relief.terms.where)
 
 
 def _stand_in(tick: Tick) -> None:
@@ -225,14 +218,7 @@ def _rollouts_there(tick: Tick) -> int:
 
 
 def _request(
-    tick: Tick,
-    role: Role,
-    name: str,
-    market: Market,
-    terms: Terms,
-    *words: str,
-    stand_in: bool = False,
-    relieves: str = "",
+    tick: Tick, role: Role, name: str, market: Market, terms: Terms, *words: str, stand_in: bool = False
 ) -> None:
     slot = tick.state.slots.get(name, Slot())
     incarnation = slot.incarnations + 1
@@ -241,9 +227,7 @@ def _request(
     place, pool = ("", None) if terms.where is None else (terms.where.words, terms.where.offer.pool)
     reason = "; ".join(part for part in (before, *words, place) if part)
     most_usd, disk_usd = terms.machine_usd_per_h or 0.0, terms.disk_usd_per_h
-    event = NodeRequested(
-        node, role, name, incarnation, market, reason, most_usd, pool, stand_in, disk_usd, relieves
-    )
+    event = NodeRequested(node, role, name, incarnation, market, reason, most_usd, pool, stand_in, disk_usd)
     tick.emit(event, f"{node} requested ({reason})")
 
 

@@ -18,7 +18,7 @@ from policies.model.events.machines import (
     MachineEvent,
     NodeMoved,
     NodeRequested,
-    RiskTold,
+    RebalanceRecommended,
 )
 from policies.model.events.money import (
     BudgetNeared,
@@ -95,7 +95,7 @@ __all__ = [
     "NodesGenerate",
     "Noticed",
     "ProbationPassed",
-    "RiskTold",
+    "RebalanceRecommended",
     "RollbackBegun",
     "RunCreated",
     "RunEvent",

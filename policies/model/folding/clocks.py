@@ -40,7 +40,6 @@ def with_times_up_to(state: RunState, time_s: float, back_s: float) -> RunState:
             since_s=min(node.since_s, time_s),
             requested_at_s=min(node.requested_at_s - back_s, time_s),
             attempt_ended_at_s=_not_after(node.attempt_ended_at_s, time_s),
-            at_risk_since_s=_not_after(node.at_risk_since_s, time_s),
         )
         for name, node in state.nodes.items()
     }

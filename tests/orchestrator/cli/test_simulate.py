@@ -40,7 +40,7 @@ def test_a_run_is_simulated_for_programs(run_yaml: Path, monkeypatch: pytest.Mon
     assert found.exit_code == 0, found.output
     told = json.loads(found.stdout)
     assert told["weather"] == "storms"
-    assert set(told["goodput_per_dollar"]) == {*contenders.CONTENDERS, "oracle"} - {"cheapest", "deaf"}
+    assert set(told["goodput_per_dollar"]) == {*contenders.CONTENDERS, "oracle"} - {"cheapest"}
     assert told["goodput_per_dollar"][contenders.ON_DEMAND] == 1.0
     assert told["policies"]["ours"]["steps"] > 0
     assert out.stat().st_size > 1000

@@ -37,7 +37,7 @@ from policies.model.events import (
     NodesGenerate,
     Noticed,
     ProbationPassed,
-    RiskTold,
+    RebalanceRecommended,
     RollbackBegun,
     RunCreated,
     RunMoved,
@@ -83,8 +83,9 @@ SAMPLES: list[tuple[Event, str]] = [
         "There are to be 2 rollout nodes in place of 4: 2.2 make it cheapest",
     ),
     (
-        RiskTold("rollout-0-i1", 0.52, "of 3 told so in its pool 1 was taken within 30 min"),
-        "rollout-0-i1 may soon be taken, says its cloud: of 3 told so in its pool 1 was taken within 30 min",
+        RebalanceRecommended("rollout-0-i1", "of 3 machines with one in its pool, the cloud took 1"),
+        "rollout-0-i1 has a rebalance recommendation of its cloud: of 3 machines with one in its pool, the cloud "
+        "took 1",
     ),
     (
         BudgetReached(480.5, "480.50 USD spent", "pause"),
