@@ -46,7 +46,6 @@ from policies.model.events import (
     RunMoved,
     SpecProved,
     StoreCaughtUp,
-    StoreCharged,
     StoreSlowed,
     TimelineForked,
     TimelineResumed,
@@ -120,7 +119,7 @@ def sentence(event: Event) -> str:
             return _fleet(event)
         case RebalanceRecommended():
             return f"{event.node} has a rebalance recommendation of its cloud: {event.reason}"
-        case BudgetReached() | BudgetRefused() | BudgetNeared() | BudgetSet() | StoreCharged():
+        case BudgetReached() | BudgetRefused() | BudgetNeared() | BudgetSet():
             return _money(event)
         case MachineBought():
             where = event.where or "here"
@@ -178,7 +177,7 @@ def _fleet(event: BuyingStopped | BuyingResumed | FleetSized | CapacityMissing |
             assert_never(event)
 
 
-def _money(event: BudgetReached | BudgetRefused | BudgetNeared | BudgetSet | StoreCharged) -> str:
+def _money(event: BudgetReached | BudgetRefused | BudgetNeared | BudgetSet) -> str:
     match event:
         case BudgetReached():
             return f"The budget is reached, the run is to {event.at}: {event.reason}"
@@ -188,10 +187,6 @@ def _money(event: BudgetReached | BudgetRefused | BudgetNeared | BudgetSet | Sto
             return f"{event.spent_usd:.2f} of {event.usd:.2f} USD are spent, four fifths of the budget"
         case BudgetSet():
             return f"The budget is {event.usd:.2f} USD from now on"
-        case StoreCharged():
-            moved = f"{event.sent_bytes / 1e9:.1f} GB sent, {event.fetched_bytes / 1e9:.1f} GB fetched"
-            asked = f"{event.requests:,} requests, {moved} (estimated)"
-            return f"The store has cost {event.usd:.2f} USD more: {asked}"
         case _:
             assert_never(event)
 

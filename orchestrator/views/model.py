@@ -80,7 +80,6 @@ class MoneyView:
     budget_usd: float | None
     budget_usd_per_h: float | None
     not_counted: str
-    store_usd: float = 0.0  # of what is spent, as journalled
 
 
 @dataclass(frozen=True, slots=True)

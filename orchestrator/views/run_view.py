@@ -110,7 +110,7 @@ def described(
         ),
         fleet=_fleet(reader.spec, state, rows),
         deadline=_deadline(reader, beat, now_s, eta_s),
-        money=_money(reader, now_s, step, max_steps, eta_s),
+        money=_money(reader, now_s, step, eta_s),
         not_bought=_not_bought(state) if running else (),
         checkpoint=_checkpoint(reader, now_s),
         store_slow=state.store_slow and running,
@@ -173,8 +173,8 @@ def _deadline(reader: Reader, beat: Trainer | None, now_s: float, eta_s: float |
     return DeadlineView(course.deadline_s, course.expected(), course.is_behind, nodes, end_s)
 
 
-def _money(reader: Reader, now_s: float, step: int, max_steps: int | None, eta_s: float | None) -> MoneyView:
-    """What the run costs. To the end machines cost by the hour, and the store as much a step as until now."""
+def _money(reader: Reader, now_s: float, step: int, eta_s: float | None) -> MoneyView:
+    """Return what the run's machines cost, and will have cost at its end."""
     state, controller = reader.state, reader.controller
     beside_usd = sum(one.usd for one in reader.controllers(now_s))
     spent = spent_usd(state, now_s) + beside_usd
@@ -182,7 +182,6 @@ def _money(reader: Reader, now_s: float, step: int, max_steps: int | None, eta_s
     on_demand = on_demand_usd(state, now_s) + beside_usd
     rate = sum(node.usd_per_h for node in state.nodes.values()) + steering_usd_per_h
     tokens = sum(row.tokens for row in reader.path)
-    store_to_come_usd = state.store_usd / step * max(0, max_steps - step) if step and max_steps else 0.0
     caps = caps_of(state, reader.spec)
     return MoneyView(
         spent_usd=spent,
@@ -191,11 +190,10 @@ def _money(reader: Reader, now_s: float, step: int, max_steps: int | None, eta_s
         usd_per_h=rate,
         usd_per_step=spent / step if step else None,
         usd_per_million_tokens=spent / tokens * 1e6 if tokens else None,
-        forecast_usd=None if eta_s is None else spent + rate * eta_s / 3600 + store_to_come_usd,
+        forecast_usd=None if eta_s is None else spent + rate * eta_s / 3600,
         budget_usd=caps.usd,
         budget_usd_per_h=caps.usd_per_h,
-        store_usd=state.store_usd,
-        not_counted=not_counted(reader.spec, reader.tariff),
+        not_counted=not_counted(reader.spec),
     )
 
 

@@ -108,12 +108,6 @@ class RunState:
     pools: Mapping[str, PoolRecord] = field(default_factory=lambda: MappingProxyType({}))  # by a pool's text
     spent_usd: float = 0.0  # on machines that are gone; see policies.fleet.budget
     spent_on_demand_usd: float = 0.0  # what they would have cost on demand
-    store_usd: float = 0.0  # on the store's requests and bytes, as journalled
-    store_until_s: float = 0.0  # steps that were logged until then are in it, by the trainer's clock
-    store_charged_at_s: float = 0.0  # when it was last journalled, or a controller began to count
-    joined_rollouts: int = 0  # rollout nodes that first served since then
-    joined_trainers: int = 0
-    stopped_trainers: int = 0  # that stored what they had
     budget_usd: float | None = None  # what a user has set in place of run.yaml's
     budget_reached: bool = False  # which is why it stops, or has
     unspent_usd: float = 0.0  # counted until then for requests that turned out to have bought nothing

@@ -28,7 +28,6 @@ from policies.model.events.money import (
     CapacityMissing,
     DeadlineMissed,
     MoneyEvent,
-    StoreCharged,
 )
 from policies.model.events.run import (
     CommandTaken,
@@ -102,7 +101,6 @@ __all__ = [
     "RunMoved",
     "SpecProved",
     "StoreCaughtUp",
-    "StoreCharged",
     "StoreSlowed",
     "TimelineEvent",
     "TimelineForked",

@@ -125,17 +125,9 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
         state = replace(state, nodes=without_item(state.nodes, node.id))
     else:
         served = node.served or event.phase is NodePhase.SERVING
-        if served and not node.served:
-            state = _joined(state, node.role)
         node = replace(node, phase=event.phase, since_s=time_s, reason=event.reason, served=served)
         state = _with_node(state, node)
     return _noting_machines(state, node.role, event.phase, time_s)
-
-
-def _joined(state: RunState, role: Role) -> RunState:
-    if role is Role.TRAINER:
-        return replace(state, joined_trainers=state.joined_trainers + 1)
-    return replace(state, joined_rollouts=state.joined_rollouts + 1)
 
 
 def _noting_spot(state: RunState, node: Node, move: NodeMoved, time_s: float) -> RunState:
@@ -172,8 +164,6 @@ def _without_since(state: RunState, role: Role, since_s: float | None, time_s: f
 def _exited(state: RunState, event: JobExited, time_s: float) -> RunState:
     node = state.nodes[event.node]
     state = _with_node(state, replace(node, attempt_ended_at_s=time_s))
-    if node.role is Role.TRAINER and event.exit_code == exit_codes.STOPPED:
-        state = replace(state, stopped_trainers=state.stopped_trainers + 1)
     replaced = event.exit_code == exit_codes.FENCED or node.phase is NodePhase.DRAINING
     if node.role is not Role.TRAINER or event.exit_code in (exit_codes.OK, exit_codes.STOPPED) or replaced:
         return state

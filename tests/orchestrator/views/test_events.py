@@ -43,7 +43,6 @@ from policies.model.events import (
     RunMoved,
     SpecProved,
     StoreCaughtUp,
-    StoreCharged,
     StoreSlowed,
     TimelineForked,
     TimelineResumed,
@@ -192,10 +191,6 @@ SAMPLES: list[tuple[Event, str]] = [
         "From step 133 on rollout nodes generate again, after 14:00 min in which the trainer did",
     ),
     (StoreCaughtUp(130, 100), "The store has caught up at step 130: it has the checkpoint of 100"),
-    (
-        StoreCharged(11.83, 35_190, 65_600_000_000, 524_800_000_000, 1.0),
-        "The store has cost 11.83 USD more: 35,190 requests, 65.6 GB sent, 524.8 GB fetched (estimated)",
-    ),
     (SpecProved(), "The trainer can work with run.yaml: rollout nodes are asked for from now on"),
     (
         DataSetAside("commands/000-x.json", "Input data was truncated"),
