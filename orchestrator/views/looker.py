@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from checkpoint.store.run_store import Store
 from orchestrator.control.observe import GatewayWatch
-from orchestrator.views.measured.activity_log import ActivityLog, LastHour
 from orchestrator.views.measured.rates import Rates
 from orchestrator.views.model import RunView
 from orchestrator.views.reader import Reader
@@ -20,9 +19,7 @@ class Looker:
         self.reader = Reader(store)
         self.gateway: GatewayStatus | None = None  # as of the last look; None when it is not heard from
         self.rates = Rates()
-        self.activity = ActivityLog(store)
         self._time = RunTime()
-        self._last_hour = LastHour(self.activity)
         self._watch = GatewayWatch(store, believe_first=True, unreadable=self.reader.unreadable)
 
     def look(self) -> RunView:
@@ -31,5 +28,4 @@ class Looker:
         self.rates.see(self.gateway)
         self.reader.refresh()
         now_s = self._time.now_s(self.reader.lease, self.reader.state.told_s)
-        minutes = self._last_hour.until(now_s)
-        return described(self.reader, now_s, self.gateway, self.rates.by_machine, minutes)
+        return described(self.reader, now_s, self.gateway, self.rates.by_machine)

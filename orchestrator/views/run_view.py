@@ -52,15 +52,12 @@ PACE_STEPS = 20  # steps that tell how fast the run is now
 EVENTS_SHOWN = 20
 MEMBERSHIP_SHOWN = 5
 NO_RATES: Mapping[str, float] = MappingProxyType({})
-NO_MINUTES: Mapping[str, bytes] = MappingProxyType({})
 
 
-def view_of(
-    reader: Reader, now_s: float, gateway: GatewayStatus | None, minutes: Mapping[str, bytes] = NO_MINUTES
-) -> RunView:
+def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunView:
     """Refresh `reader` and describe the run, as `described` does."""
     reader.refresh()
-    return described(reader, now_s, gateway, minutes=minutes)
+    return described(reader, now_s, gateway)
 
 
 def described(
@@ -68,10 +65,9 @@ def described(
     now_s: float,
     gateway: GatewayStatus | None,
     tokens_per_s: Mapping[str, float] = NO_RATES,
-    minutes: Mapping[str, bytes] = NO_MINUTES,
 ) -> RunView:
-    """Describe the run at `now_s`, as `reader` has read it. `gateway` is what it last wrote, `tokens_per_s` of
-    each machine what its engines counted, `minutes` of each slot what is kept of the last hour."""
+    """Describe the run at `now_s`, as `reader` has read it. `gateway` is its newest status, `tokens_per_s` is
+    by machine."""
     if not reader.state.live(Role.TRAINER):
         gateway = None  # it went with the trainer's machine
     beat, rows, state = reader.trainer, reader.path, reader.state
@@ -105,8 +101,7 @@ def described(
         eta_s=eta_s,
         requests_waiting=gateway.requests_waiting if gateway else None,
         nodes=tuple(
-            replace(one, tokens_per_s=tokens_per_s.get(one.node), minutes=minutes.get(one.slot, b""))
-            for one in _nodes(reader, beat, gateway, now_s)
+            replace(one, tokens_per_s=tokens_per_s.get(one.node)) for one in _nodes(reader, beat, gateway, now_s)
         ),
         fleet=_fleet(reader.spec, state, rows),
         deadline=_deadline(reader, beat, now_s, eta_s),
