@@ -1,4 +1,4 @@
-"""Divides the work anew when it has become uneven, because a member came late or is done early.
+"""Divides the work again when it has become uneven: a member came late, is done early, or has become slow.
 
 It ends tries, as all that moves requests does; the completer then places their jobs where the least is to be done.
 """
@@ -11,14 +11,14 @@ from statistics import median
 from orchestrator.gateway.nodes.attempt import Attempt, NodeFailed, Why
 from orchestrator.gateway.routing.members import Members
 from policies.serving.member import Row, Wanted
-from policies.serving.sharing import Movable, Sharer, share_out
-from policies.serving.takeover import tokens_left
+from policies.serving.sharing import Movable, Sharer, share_out, tokens_left
 
 SPEED_S = 1.0  # between two measurements of a member's speed
 # A look reads how much is left of each request, in about a microsecond. With so long for each until the next look,
 # 0.15 s for 2,000 requests and 1.5 s for 20,000, that is below a fiftieth of the event loop's time.
 REQUEST_S = 75e-6
 MOVES_MAX = 2  # of one job: members come one after another, but a job must get on
+SLOW_SHARE = 0.5  # of the fastest member's speed: the last requests of a slower member may move
 
 
 class Balance:
@@ -47,7 +47,8 @@ class Balance:
     def _divide(self, policy: str) -> None:
         rows = [row for row in self._members.serving(Wanted(policy)) if not row.stuck]
         most, least = max((one.running for one in rows), default=0), min((one.running for one in rows), default=0)
-        if most - least < 2 or self._members.places.awaited(policy):
+        is_even = most - least < 2 and not (most and self._is_any_slow(rows))
+        if is_even or self._members.places.awaited(policy):
             return
         attempts: list[Attempt] = []
         moves = share_out(list(self._sharers(policy, rows, attempts)), begun=policy in self._begun)
@@ -56,6 +57,11 @@ class Balance:
             attempt = attempts[move.request]
             attempt.job.shared += 1
             attempt.fail(NodeFailed(Why.SHARED, f"{move.node} has less to do"))
+
+    def _is_any_slow(self, rows: list[Row]) -> bool:
+        links = (self._members.links.get(row.term) for row in rows)
+        speeds = [link.speed_tokens_s for link in links if link and link.speed_tokens_s]
+        return bool(speeds) and min(speeds) < SLOW_SHARE * max(speeds)
 
     def _sharers(self, policy: str, rows: list[Row], attempts: list[Attempt]) -> Iterator[Sharer]:
         """What is not known of a member yet is taken to be as the others'. Fills `attempts`."""

@@ -1,4 +1,4 @@
-"""What the gateway does unasked: finds silence, clears drained members, has idle members take over slow requests.
+"""The gateway's own initiative: find silent members, clear drained ones, balance the others.
 
 All of it ends tries of requests; the completer then places them on another member.
 """
@@ -6,23 +6,17 @@ All of it ends tries of requests; the completer then places them on another memb
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Iterator
-from statistics import median
 
-from orchestrator.gateway.nodes.attempt import Attempt, NodeFailed, Why
+from orchestrator.gateway.nodes.attempt import NodeFailed, Why
 from orchestrator.gateway.nodes.connection import STALLED_S
 from orchestrator.gateway.nodes.link import PROBE_S, Link
 from orchestrator.gateway.routing.balance import Balance
 from orchestrator.gateway.routing.members import Members
 from policies.serving.member import Wanted
 from policies.serving.silence import MOST_S
-from policies.serving.takeover import Idle, Running, take_over
 
 LOOK_S = 0.1
 SELDOM_S = 1.0  # between two looks at what is in no hurry
-# A member with fewer requests makes one more about as fast as a single one.
-IDLE_REQUESTS = 16
 # A cloud's notice is 30 s at least. What does not finish in the first half goes on elsewhere, if it can.
 DRAIN_S = 15.0
 
@@ -72,7 +66,6 @@ class Watch:
                 row = self._members.row(link.node)
                 queued = row is not None and row.engine is not None and row.engine.waiting > 0
                 _end_stuck(link, queued, now_s)
-            self._take_over(now_s)
 
     def _listen(self, link: Link, now_s: float) -> None:
         silent_s = now_s - link.heard_s
@@ -109,41 +102,6 @@ class Watch:
                     if attempt.movable:
                         attempt.fail(NodeFailed(Why.DRAINED, f"it drains and was not done in {self._drain_s:g} s"))
         self._drained_at_s = seen
-
-    def _take_over(self, now_s: float) -> None:
-        if self._members.waiting.count or self._members.expected_tokens <= 0:
-            return
-        alike: dict[tuple[str, int], list[tuple[str, Attempt]]] = defaultdict(list)
-        for link in self._members.links.values():
-            for attempt in link.running:
-                if attempt.begun_s is not None and not attempt.job.taken_over and attempt.movable:
-                    alike[attempt.policy, attempt.max_tokens].append((link.node, attempt))
-        for (policy, max_tokens), attempts in alike.items():
-            idle = list(self._idle(policy))
-            running = [
-                Running(number, node, one.job.prompt_tokens, len(one.job.token_ids), pace)
-                for number, (node, one) in enumerate(attempts)
-                if (pace := one.pace_tokens_s(now_s)) is not None
-            ]
-            for move in take_over(running, idle, self._members.expected_tokens, max_tokens=max_tokens):
-                _, attempt = attempts[move.request]
-                attempt.job.taken_over = True
-                attempt.fail(NodeFailed(Why.SLOW, f"{move.node} will finish it sooner"))
-
-    def _idle(self, policy: str) -> Iterator[Idle]:
-        """The members with little to do. A pace that is not known yet is taken to be as the others'."""
-        known = [link for link in self._members.links.values() if link.rate_tokens_s and link.prefill_tokens_s]
-        for row in self._members.serving(Wanted(policy)):
-            free = min(row.allowed, row.max_requests, IDLE_REQUESTS) - row.running
-            if free > 0 and known:
-                link = self._members.links.get(row.term)
-                like = [link] if link in known else known
-                yield Idle(
-                    row.node,
-                    free,
-                    median(one.rate_tokens_s for one in like if one),
-                    median(one.prefill_tokens_s for one in like if one),
-                )
 
 
 def _end_stuck(link: Link, engine_full: bool, now_s: float) -> None:

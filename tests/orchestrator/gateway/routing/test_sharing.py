@@ -14,8 +14,7 @@ from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.routing.watch import LOOK_S
 from policies.serving.member import Load
 from policies.serving.membership import TOGETHER_REQUESTS
-from policies.serving.sharing import DOUBLING_REQUESTS, Movable
-from policies.serving.takeover import tokens_left
+from policies.serving.sharing import DOUBLING_REQUESTS, Movable, tokens_left
 from policies.serving.wire import Announce, PolicyRef
 from tests.stand_ins.gateway_world import Node, World, job, run, undisturbed
 
@@ -143,6 +142,27 @@ def test_those_without_a_token_go_first_and_lose_nothing() -> None:
         for node in (early, late):
             node.change(event_s=0.001, stalls=1000)
         await asyncio.gather(*asked)
+
+    run(story)
+
+
+def test_last_request_of_a_slow_member_moves_to_an_idle_one() -> None:
+    async def story(world: World) -> None:
+        slow, fast = [await world.node(name) for name in ("slow", "fast")]
+        for node in (slow, fast):
+            node.row.allowed, node.event_s = node.max_requests, 0.05
+        jobs = [job(group=str(number), max_tokens=97) for number in range(2)]
+        asked = [world.ask(one) for one in jobs]
+        await world.until(lambda: slow.running == fast.running == 1)
+        await world.until(lambda: len([link for link in world.members.links.values() if link.speed_tokens_s]) == 2)
+        slow.change(event_s=1.0)
+        fast.change(event_s=0.01)
+        got = await asyncio.gather(*asked)
+        assert [one.node for one in got] == ["fast", "fast"]
+        for one, made in zip(jobs, got, strict=True):
+            assert (made.token_ids, made.logprobs, made.finish_reason) == undisturbed(one)
+        assert world.ledger.handovers_by == {"shared": 1}
+        assert world.ledger.discarded == 0
 
     run(story)
 
