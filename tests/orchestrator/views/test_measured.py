@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.records.metrics import Row
+from orchestrator.views.looker import Rates
 from orchestrator.views.measured.lanes import (
     LANE_S,
     SPAN_LEAST_S,
@@ -20,7 +21,6 @@ from orchestrator.views.measured.lanes import (
     shares_at_work,
     span_of,
 )
-from orchestrator.views.measured.rates import Rates
 from orchestrator.views.measured.step_split import step_split
 from orchestrator.views.reader import Reader
 from orchestrator.views.run_view import view_of
