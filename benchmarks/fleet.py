@@ -124,7 +124,7 @@ def _over_usd(name: str, seed: int) -> float:
     world.rest()
     while not world.is_over and world.time_s < CAP_HOURS * 3600:
         world.run_for(60.0)
-    return max(0.0, world.spent_usd - cap_usd)
+    return max(0.0, world.cloud.spent_usd - cap_usd)
 
 
 def jobs(seeds: int) -> list[Job]:

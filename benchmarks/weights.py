@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from benchmarks.rig.local_run import NODE_PYTHON, ROOT
-from benchmarks.rig.weights.fan_out import fan_out
 from benchmarks.rig.weights.joining import join_compiled_s, join_s
 from benchmarks.rig.weights.links import Link, paced_s3
 from checkpoint.store import layout
@@ -288,8 +287,6 @@ def main() -> None:
         parts = pauses(found["changed_share"][f"{USUAL:g}"])
         found["pause_share"] = round(parts.pop("pause_share"), 2)
         found["pause_s"] = {part: round(took, 3) for part, took in parts.items() if part != "weights_bytes"}
-    with figures.part("nodes that fetch at once"):
-        found |= fan_out()
     with figures.part("a node that joins") as folder:
         found["join_s"] = {"slow store": join_s(folder, JOIN_BYTES_PER_S)}
     with figures.part("nodes that join and compile") as folder:

@@ -107,7 +107,7 @@ class MachineReport:
     zone: str  # in its cloud's words; empty while unknown
     boot_id: str  # the kernel's, new at each boot
     at_s: float  # by this machine's own clock
-    at_risk: bool = False  # its cloud has said that it may soon take it; older machines do not tell
+    rebalance_recommended: bool = False  # by its cloud: it may preempt the machine soon
 
 
 @dataclass(frozen=True, slots=True)

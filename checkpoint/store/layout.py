@@ -36,7 +36,6 @@ ROLLOUTS = "rollouts"
 SAMPLES = "samples"  # what people read of a step: texts, rewards, advantages
 COMPILED = "compiled"  # what rollout nodes have compiled, by what it depends on
 METRICS = "metrics"
-ACTIVITY = "activity"  # what rollout machines' time went to, as gateways saw it
 RESUME = "resume"
 TIMELINES = "timelines"  # how each timeline but the first began
 REHEARSAL = "rehearsal"
@@ -54,7 +53,6 @@ METRICS_CHUNK_STEPS = 100  # steps in one metrics object: rewriting it each step
 _TIMELINE = re.compile(rf"{TIMELINES}/([0-9]{{4,}})\.json")
 _REHEARSAL = re.compile(rf"{REHEARSAL}/([0-9]{{4,}})\.json")
 _METRICS = re.compile(rf"{METRICS}/[0-9]{{4,}}/([0-9]{{8,}})\.jsonl")
-_ACTIVITY = re.compile(rf"{ACTIVITY}/[0-9]{{4}}/([0-9]{{8,}})-[0-9a-z]*\.json\.zst")
 _NUMBERED = re.compile(rf"(?:{JOURNAL}|{SEGMENTS}|{CATALOG})/([0-9]{{12}})\.json")
 _CHUNK = re.compile(rf"{BLOBS}/([0-9a-f]{{64}}\.[0-9]+)")
 _GATEWAY = re.compile(rf"{GATEWAYS}/([0-9]+)-([0-9]+)-([0-9]+)\.json")
@@ -194,22 +192,6 @@ def metrics_chunk(timeline: int, step: int) -> str:
 def metrics_chunk_of(key: str) -> int | None:
     """The number in the name of a metrics object: its steps over METRICS_CHUNK_STEPS. None for a foreign one."""
     found = _METRICS.fullmatch(key)
-    return int(found[1]) if found else None
-
-
-def activities(slot_s: int) -> str:
-    """The folder of what is told in slots of that length."""
-    return f"{ACTIVITY}/{slot_s:04d}"
-
-
-def activity(slot_s: int, group: int, boot_id: str) -> str:
-    """What a gateway process has seen in a group of such slots, counted from the epoch."""
-    return f"{activities(slot_s)}/{group:08d}-{boot_id}.json.zst"
-
-
-def activity_group_of(key: str) -> int | None:
-    """The group in the name of such an object; None for a foreign one."""
-    found = _ACTIVITY.fullmatch(key)
     return int(found[1]) if found else None
 
 

@@ -2,7 +2,7 @@
 
 Every chunk is one object, written by one PUT: a killed process leaves no multipart upload behind, what it had
 finished is not moved again, and a file that is already stored, such as a frozen reference model, is not stored
-twice. Transfers run side by side; their number, and of a download its bytes in flight, bound the memory.
+twice. Transfers run in parallel; their number bounds the memory.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 from blake3 import blake3
@@ -26,7 +27,7 @@ log = structlog.get_logger()
 # Large enough that a request's latency hardly counts at 100 MB/s, small enough to hold several in memory.
 CHUNK_BYTES = 16 * 1024 * 1024
 # At a time: S3 gives each 85 to 90 MB/s (docs.aws.amazon.com, "Performance design patterns for Amazon S3"), and
-# machines have about four times that much network for each core. Each takes a chunk of memory.
+# machines have about four times that much network for each core. Each holds a chunk in memory: up to 2 GiB.
 TRANSFERS = min(128, max(8, 4 * (os.cpu_count() or 1)))
 READS = 3  # of a chunk whose bytes are wrong; the wire may be at fault, not the store
 
@@ -122,3 +123,14 @@ def window(path: Path, offset: int) -> Iterator[memoryview]:
 def offsets(size_bytes: int) -> range:
     """Where the chunks of a file of that size begin."""
     return range(0, size_bytes, CHUNK_BYTES)
+
+
+def all_or_first_error(transfers: Sequence[Future[Any]], pool: ThreadPoolExecutor) -> None:
+    """Wait for all transfers; at the first error cancel those that have not begun, and raise it."""
+    try:
+        wait(transfers, return_when="FIRST_EXCEPTION")
+        for transfer in transfers:
+            if transfer.done():
+                transfer.result()
+    finally:
+        pool.shutdown(cancel_futures=True)

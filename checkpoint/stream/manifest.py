@@ -6,10 +6,13 @@ are never listed; a chunk whose digest differs from its name is never used.
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from blake3 import blake3
 
@@ -17,9 +20,8 @@ from checkpoint.store import layout
 from checkpoint.store.codec import check_schema, from_json, to_json
 from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
 from checkpoint.store.run_store import Store
+from checkpoint.stream import chunks
 from checkpoint.stream.chunks import File, Progress
-from checkpoint.stream.elsewhere import Elsewhere
-from checkpoint.stream.receiving import receive
 from checkpoint.stream.sending import send
 from policies.model.vocabulary import PolicyVersion
 
@@ -150,12 +152,12 @@ def materialize(
     files: list[File],
     folder: Path,
     progress: Progress = lambda _: None,
-    elsewhere: Elsewhere | None = None,
 ) -> None:
     """Download files of a manifest into `folder`, which appears only when every chunk has been verified.
 
-    One process at a time may fill a folder. What a killed one left beside it is reused. `elsewhere` is asked for
-    chunks beside the store. Raises NotFound, Corrupt, StoreError, OSError.
+    Only one process at a time may fill a folder. Chunks that a killed process left next to it are reused.
+
+    Raises NotFound, Corrupt, StoreError, OSError.
     """
     part = part_of(folder)
     part.mkdir(parents=True, exist_ok=True)
@@ -163,16 +165,77 @@ def materialize(
     for name, path in files_below(part):  # of another manifest, begun earlier
         if name not in wanted:
             path.unlink()
-    names = [chunk for file in files for chunk in file.chunks]
-    others = nullcontext() if elsewhere is None else elsewhere.download(root, names, (part, folder))
     try:
-        with others as download:
-            receive(store, root, files, part, progress=progress, download=download)
+        receive(store, root, files, part, progress)
     except (Corrupt, NotFound):  # no further try can help
         shutil.rmtree(part, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
+
+
+def receive(
+    store: Store, root: str, files: Iterable[File], folder: Path, progress: Progress = lambda _: None
+) -> None:
+    """Download files into `folder`, many chunks at a time, each verified. Valid chunks of an earlier try are kept.
+
+    The transfers bound the memory: `chunks.TRANSFERS` chunks at most. Raises DamagedChunk, Corrupt, NotFound,
+    StoreError, OSError.
+    """
+    wanted = [chunk for file in files for chunk in _wanted_chunks(root, file, folder)]
+    with ThreadPoolExecutor(chunks.TRANSFERS, thread_name_prefix="receive") as pool:
+        futures = [pool.submit(chunk.receive, store, root, progress) for chunk in wanted]
+        chunks.all_or_first_error(futures, pool)
+
+
+@dataclass(frozen=True, slots=True)
+class _WantedChunk:
+    """A chunk and its place in a file. `may_exist`: an earlier download may have written it."""
+
+    name: str
+    path: Path
+    offset: int
+    size_bytes: int
+    may_exist: bool
+
+    def receive(self, store: Store, root: str, progress: Progress) -> None:
+        """Write the verified chunk into the file. Raises DamagedChunk, Corrupt, NotFound, StoreError, OSError."""
+        if not (self.may_exist and self._exists()):
+            data = chunks.verified(store, f"{root}/{self.name}")
+            if len(data) != self.size_bytes:
+                raise Corrupt(f"{root}/{self.name}: {len(data)} bytes where the manifest needs {self.size_bytes}")
+            with self.path.open("r+b") as out:
+                written = os.pwrite(out.fileno(), data, self.offset)
+            if written != self.size_bytes:  # the disk is full
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        progress(self.size_bytes)
+
+    def _exists(self) -> bool:
+        with chunks.window(self.path, self.offset) as content:
+            return chunks.matches(content, self.name)
+
+
+def _wanted_chunks(root: str, file: File, folder: Path) -> Iterator[_WantedChunk]:
+    """Give the file its size and yield its chunks. Raises Corrupt, OSError."""
+    path = _path_below(folder, file.name, root)
+    offsets = chunks.offsets(file.size_bytes)
+    if file.size_bytes < 0 or len(offsets) != len(file.chunks):
+        raise Corrupt(f"{root}: {file.name} has {file.size_bytes} bytes in {len(file.chunks)} chunks")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    may_exist = path.exists()
+    with path.open("ab") as out:
+        out.truncate(file.size_bytes)
+    for offset, name in zip(offsets, file.chunks, strict=True):
+        size_bytes = min(chunks.CHUNK_BYTES, file.size_bytes - offset)
+        yield _WantedChunk(name, path, offset, size_bytes, may_exist)
+
+
+def _path_below(folder: Path, name: str, root: str) -> Path:
+    """Return the path of a file of a manifest. Raises Corrupt for a name that leaves the folder."""
+    parts = PurePosixPath(name).parts
+    if not parts or ".." in parts or name.startswith("/") or "\0" in name:
+        raise Corrupt(f"{root}: file name {name!r} leaves its folder")
+    return folder / name
 
 
 def remove(store: Store, prefix: str) -> None:

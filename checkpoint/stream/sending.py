@@ -12,7 +12,6 @@ from blake3 import blake3
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks
 from checkpoint.stream.chunks import File, Progress
-from checkpoint.stream.side_by_side import all_or_first_error
 
 
 class Sending:
@@ -69,7 +68,7 @@ class Sending:
             for at in chunks.offsets(size_bytes)[len(begun) :]:
                 begun.append(self._pool.submit(self._send, path, at))
             sent.append((name, size_bytes, begun))
-        all_or_first_error([future for _, _, futures in sent for future in futures], self._pool)
+        chunks.all_or_first_error([future for _, _, futures in sent for future in futures], self._pool)
         return [_file(name, size_bytes, [one.result() for one in futures]) for name, size_bytes, futures in sent]
 
     def _send(self, path: Path, offset: int) -> str:

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from checkpoint.store.run_store import Store
 from orchestrator.control.observe import GatewayWatch
-from orchestrator.views.measured.activity_log import ActivityLog, LastHour
 from orchestrator.views.reader import Reader
 from orchestrator.views.run_view import view_of
 from orchestrator.views.terminal.screen import Screen
@@ -28,11 +27,10 @@ WIDTH, HEIGHT = 100, 24
 
 def draw_live_view(store: Store, out: Path) -> None:
     """Write the view of the run in `store` as an SVG that loads no font from elsewhere."""
-    reader, hour, now_s = Reader(store), LastHour(ActivityLog(store)), time.time()
-    view = view_of(reader, now_s, GatewayWatch(store, believe_first=True).look(), minutes=hour.until(now_s))
+    reader = Reader(store)
+    view = view_of(reader, time.time(), GatewayWatch(store, believe_first=True).look())
     if view.over and reader.last is not None:
-        end_s = reader.last.time_s
-        view = view_of(reader, end_s, None, minutes=hour.until(end_s))
+        view = view_of(reader, reader.last.time_s, None)
     console = Console(record=True, width=WIDTH, height=HEIGHT, file=io.StringIO(), force_terminal=True)
     console.print(Screen(view, HEIGHT))
     svg = console.export_svg(title="grpo-orch status", unique_id="live-view")

@@ -14,12 +14,12 @@ from orchestrator.cli.target import open_store
 from orchestrator.clouds import list_prices
 from orchestrator.config.load import Storage, load, load_storage
 from orchestrator.config.sizes.model import find_size
-from orchestrator.control.store_place import store_place
 from orchestrator.plan.gather import NOWHERE, make_plan
 from orchestrator.plan.measured import Measured, measure
 from orchestrator.plan.model import to_json
 from orchestrator.plan.models import asked_once
 from orchestrator.plan.prices import PriceBook, by_catalog, by_rehearsal
+from orchestrator.plan.store_place import store_place
 from orchestrator.views import plan as views
 from policies.fleet.store_costs import Place
 from policies.model.spec import RunSpec

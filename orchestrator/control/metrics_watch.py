@@ -25,7 +25,6 @@ from policies.detect.divergence import Detector, Point, follow
 from policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls
 from policies.fleet.how_many import StepShape
 from policies.fleet.measuring import own_shape_of, shape_of
-from policies.fleet.store_costs import Stored
 from policies.model.timelines import Fork, lineage, on_lineage
 from policies.model.vocabulary import PolicyVersion
 
@@ -77,7 +76,6 @@ class MetricsWatch:
         self._shape: StepShape | None = None  # of them
         self._own_step: StepShape | None = None  # of those that were made without nodes
         self._shape_is_old = False
-        self._stored: tuple[float, Stored] | None = None  # what was told of them last, and after when
         self._attempt: tuple[str, int] | None = None  # of the trainer that was last seen to train
         self._stored_step = 0  # its newest stored checkpoint then
 
@@ -108,26 +106,6 @@ class MetricsWatch:
     def newest_row(self) -> Row | None:
         """The last row that was read; None before there is one."""
         return self._recent[-1] if self._recent else None
-
-    def stored_after(self, time_s: float) -> Stored:
-        """What the rows that were logged after that, of those that were read last, say of the store's use."""
-        if self._stored is None or self._stored[0] != time_s:  # rows come once in many looks
-            self._stored = time_s, self._stored_after(time_s)
-        return self._stored[1]
-
-    def _stored_after(self, time_s: float) -> Stored:
-        rows = [row for row in self._recent if row.time_s > time_s]
-        published = (row for row in reversed(self._recent) if row.values.get(metrics.PUBLISHED))
-        last = next(published, None)
-        return Stored(
-            steps=len(rows) * self._logging_steps,
-            tokens=sum(row.tokens for row in rows),
-            sent_bytes=sum(row.values.get(metrics.PUBLISHED_BYTES, 0.0) for row in rows),
-            policy_bytes=0.0
-            if last is None
-            else last.values.get(metrics.WEIGHTS_BYTES, 0.0) / last.values[metrics.PUBLISHED],
-            until_s=max((row.time_s for row in rows), default=0.0),
-        )
 
     def step_shape(self) -> StepShape | None:
         """What the newest steps with nodes that were read consist of; None before there are enough."""
@@ -202,7 +180,7 @@ class MetricsWatch:
         for row in rows:
             if row.step > known.step:
                 self._recent.append(row)
-                self._shape_is_old, self._stored = True, None
+                self._shape_is_old = True
                 detector = follow(detector, metrics.point_of(row), self._limit)
         for row in rows if closed else rows[:-1]:
             if row.step > noticed_step:

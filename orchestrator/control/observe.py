@@ -19,10 +19,8 @@ from orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from orchestrator.control.metrics_watch import MetricsWatch
 from orchestrator.control.prices import Prices
 from orchestrator.control.run_clock import awake_or_asleep_s
-from orchestrator.control.store_place import store_place
 from policies.control.fleet.markets import may_stand_in
 from policies.control.snapshot import Command, LaunchRefused, Machine, Snapshot, Trainer
-from policies.fleet.store_costs import AT_HOME, NOTHING_STORED
 from policies.ledger.rentals import ControllerRental
 from policies.model import exit_codes
 from policies.model.spec import Budget, RunSpec
@@ -231,7 +229,6 @@ class Observer:
         self._spec, self._budgeted = spec, spec.budget != Budget()
         self._prices = prices(cloud)
         self._pooled = spec.cloud == "sky"
-        self._store_place = store_place(store) if spec.cloud == "sky" else AT_HOME
 
     def look(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState) -> Snapshot:
         """Return what is there now. Raises StoreError when the store cannot be read.
@@ -266,8 +263,6 @@ class Observer:
             prices=self._prices.look() if priced else None,
             pools=self._prices.pools() if self._pooled else (),
             prices_trouble=self._prices.trouble(),
-            store_place=self._store_place,
-            stored=self._metrics.stored_after(state.store_until_s) if self._pooled else NOTHING_STORED,
             controller_usd=controller_usd,
             controller_usd_per_h=controller_usd_per_h,
             step_shape=self._metrics.step_shape(),

@@ -19,7 +19,6 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import structlog
@@ -31,7 +30,6 @@ from checkpoint.security import identity
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
 from orchestrator.gateway.routing.watch import Watch
-from orchestrator.gateway.surface.activity_writer import ActivityWriter
 from orchestrator.gateway.surface.app import Gateway
 from orchestrator.gateway.surface.listener import BACKLOG, listening
 from orchestrator.gateway.surface.status_writer import StatusWriter
@@ -85,15 +83,14 @@ async def serve(
     sock: socket.socket,
     tls: ssl.SSLContext | None,
     gateway: Gateway,
-    writers: Sequence[StatusWriter | ActivityWriter],
+    writer: StatusWriter,
 ) -> None:
     """Serve until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with listening(gateway.app(), gateway.knows, sock, tls):
-        runs = [Watch(gateway.members).run(), *(writer.run() for writer in writers)]
-        endless = {asyncio.ensure_future(one) for one in runs}
+        endless = {asyncio.ensure_future(Watch(gateway.members).run()), asyncio.ensure_future(writer.run())}
         await asyncio.wait({*endless, asyncio.ensure_future(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
         for task in endless:
             if task.done():
@@ -116,11 +113,7 @@ def main() -> int:
     gateway = Gateway(boot_id, token)
     by = own_precedence()
     documents.gateway(by).write(store, GatewayAddress(url, boot_id))
-    # Each has a store of its own, for each writes in a thread of its own.
-    writers = (
-        StatusWriter(Store(store.url, retry_s=0.0), by, gateway.status),
-        ActivityWriter(Store(store.url, retry_s=0.0), boot_id, gateway.members.status),
-    )
+    writer = StatusWriter(Store(store.url, retry_s=0.0), by, gateway.status)
     # Every request under way has a connection, and the usual limit is 1,024 open files.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -129,7 +122,7 @@ def main() -> int:
     gc.set_threshold(GC_OBJECTS)
     log.info("gateway_up", url=url, boot_id=boot_id)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(sock, tls, gateway, writers))
+        runner.run(serve(sock, tls, gateway, writer))
     log.info("gateway_down")
     return exit_codes.OK
 

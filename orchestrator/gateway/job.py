@@ -67,7 +67,6 @@ class Job:
     saved: int = 0  # tokens that arrived and were kept when their node was lost
     last_failure: str = ""
     first_token_s: float | None = None  # on the event loop's clock
-    taken_over: bool = False  # moved to finish sooner, which is done only once
     refused_by: frozenset[str] = frozenset()  # nodes that will not take it
     context_tokens: int | None = None  # how long a sequence may be, where a node has said so
     told: int = 0  # tokens that the asker knows of

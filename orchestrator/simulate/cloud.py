@@ -13,7 +13,6 @@ from orchestrator.simulate.store import Objects, SimulatedStore
 from orchestrator.simulate.weather import DEAREST, Weather, Zone
 from policies.control.snapshot import Machine
 from policies.model.node_contract import TIMELINE_ENV
-from policies.model.pool_record import AT_RISK_S
 from policies.model.pools import PoolOffer
 from policies.model.vocabulary import Market, Refusal, Role, kind_of
 
@@ -56,16 +55,12 @@ class SimulatedCloud:
 
     def pass_time(self, time_s: float) -> None:
         """Charge what is there up to `time_s`, and take back what the weather does not leave."""
-        before_s, hours = self.time_s, (time_s - self.time_s) / 3600
+        hours = (time_s - self.time_s) / 3600
         self.spent_usd += hours * sum(self.charged_usd_per_h(box) for box in self.boxes.values() if not box.gone)
         self.time_s = time_s
         for zone in self.weather:
             if zone.market is Market.SPOT:
                 self._take_back(zone, hours)
-                self._say_risks(zone, zone.at_risk_from(before_s, time_s))
-        for box in self.boxes.values():
-            if box.foretold_s is not None and time_s >= box.foretold_s and box.holds:
-                self._take(box)
         for box in self.boxes.values():
             if box.taken_at_s is not None and time_s >= box.taken_at_s and not box.gone:
                 self.lose(box)
@@ -233,33 +228,13 @@ class SimulatedCloud:
             return
         held = [box for box in self.boxes.values() if box.key == zone.key and box.holds]
         taken = self._random.sample(held, min(len(held), excess))
-        if said := [
-            box for box in taken and held if self._was_said(box)
-        ]:  # what is replayed may have been foretold
-            taken = [*said, *(box for box in taken if box not in said)][: len(taken)]
         lost = zone.losses_an_hour * hours
         taken += [box for box in held if lost and self._random.random() < lost and box not in taken]
         for box in taken:
             self._take(box)
-
-    def _was_said(self, box: Box) -> bool:
-        return box.at_risk_s is not None and self.time_s - box.at_risk_s < AT_RISK_S
 
     def _take(self, box: Box) -> None:
         if self._random.random() < self.physics.noticed:
             self.warn(box, self.time_s + self.physics.take_back_s)
         else:
             self.lose(box)
-
-    def say_risk(self, box: Box, taken_at_s: float | None) -> None:
-        """The cloud says that it may soon take a machine; with None it does not do so."""
-        box.at_risk_s, box.foretold_s = self.time_s, taken_at_s
-
-    def _say_risks(self, zone: Zone, count: int) -> None:
-        if not count:
-            return
-        there = [box for box in self.boxes.values() if box.key == zone.key and box.holds]
-        there = [box for box in there if box.at_risk_s is None and box.is_up(self.time_s)]
-        for box in self._random.sample(there, min(len(there), count)):
-            foretold = self._random.random() < zone.foretold
-            self.say_risk(box, self.time_s + self._random.uniform(*zone.foretold_s) if foretold else None)

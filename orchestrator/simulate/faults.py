@@ -89,15 +89,15 @@ def notice(world: World, random: Random) -> None:
         world.note(f"{box.node} has a notice{', and stays' if stays else ''}")
 
 
-def at_risk(world: World, random: Random) -> None:
-    """One machine, or a whole zone; nothing follows, or its end, a while later or at the same moment."""
+def rebalance(world: World, random: Random) -> None:
+    """A rebalance recommendation, perhaps with a notice at the same moment."""
     if not (box := _any(world, random)):
         return
-    there = [one for one in world.cloud.boxes.values() if not one.gone and one.zone == box.zone]
-    follows_s = random.choice((None, 0.0, 60.0, 400.0))
-    for one in random.choice(([box], there)):
-        world.cloud.say_risk(one, None if follows_s is None else world.time_s + follows_s)
-        world.note(f"{one.node} is said to be at risk{'' if follows_s is None else ', and is'}")
+    box.rebalance_recommended = True
+    noticed = random.random() < 0.5
+    if noticed:
+        world.cloud.warn(box, world.time_s + world.cloud.physics.take_back_s)
+    world.note(f"{box.node} has a rebalance recommendation{' and a notice' if noticed else ''}")
 
 
 def work_ends(world: World, random: Random) -> None:
@@ -234,7 +234,7 @@ FAULTS: tuple[Fault, ...] = (
     stale_listing,
     never_work,
     slow_launches,
-    at_risk,
+    rebalance,
 )
 # What may stay for good: the run ends all the same where the first do, and where the others do is left waiting,
 # for a stated reason and with a try now and then.

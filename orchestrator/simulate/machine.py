@@ -34,8 +34,7 @@ class Box:
     gone: bool = False
     notice: bool = False
     taken_at_s: float | None = None  # when the cloud takes it
-    at_risk_s: float | None = None  # when the cloud said that it may
-    foretold_s: float | None = None  # when it does, after such a word: with a notice or without
+    rebalance_recommended: bool = False
     step: float = -1.0  # -1: it has not begun
     writes: int = 0  # of its gateway's
     listens_as: str = ""  # the gateway's boot that has told the store where it listens
@@ -100,5 +99,5 @@ class Box:
             on_demand_usd_per_h,
             self.zone if self.pool is None else f"{self.pool.place} {self.pool.machine}",
             self.pool,
-            self.at_risk_s is not None,
+            self.rebalance_recommended,
         )

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from policies.fleet.store_costs import AT_HOME, Place, of_control, tariff_of
-
 EPOCH_S = 1.7e9  # of the simulated clocks' zero
-IN_S3 = Place("aws")  # as `orchestrator.control.store_place` says of this world's store
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +48,6 @@ class Prices:
     trainer_usd_per_h: float = 3.96
     node_usd_per_h: float = 3.96
     spot_usd_per_h: float = 1.19
-
-
-def store_usd(seconds: float, machines: int) -> float:
-    """Return what S3 takes for what steering so many machines asks of it, as the controller reckons."""
-    return tariff_of(IN_S3, AT_HOME).usd(of_control(seconds, machines))
 
 
 # A step a second or so, and machines that come within minutes: for stories in which faults are what takes time.

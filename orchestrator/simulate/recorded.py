@@ -1,5 +1,4 @@
-"""The weather that real runs met: each launch, refusal, word of risk, notice, loss and return of a machine, from
-the journal.
+"""The weather that real runs met: each launch, refusal, notice, loss and return of a machine, from the journal.
 
 One JSON object a line, to be learnt from and replayed:
 `{"time_s": 1.7e9, "what": "launch", "node": "rollout-0-i1", "role": "rollout", "market": "spot",
@@ -10,18 +9,17 @@ asked, where one was.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from orchestrator.simulate.weather import ZONES, Weather, Zone
 from policies.ledger.accounting import History
-from policies.model.events import MachineBought, NodeMoved, NodeRequested, RiskTold
+from policies.model.events import MachineBought, NodeMoved, NodeRequested
 from policies.model.vocabulary import Market, NodePhase, Role
 
-LAUNCH, REFUSAL, RISK, NOTICE, LOSS, RETURN = "launch", "refusal", "risk", "notice", "loss", "return"
-KINDS = (LAUNCH, REFUSAL, RISK, NOTICE, LOSS, RETURN)
+LAUNCH, REFUSAL, NOTICE, LOSS, RETURN = "launch", "refusal", "notice", "loss", "return"
+KINDS = (LAUNCH, REFUSAL, NOTICE, LOSS, RETURN)
 GAP_S = 60.0
 MINUTES_MAX = 1_000_000
 
@@ -70,10 +68,6 @@ def recorded(history: History) -> list[Met]:
                         met = replace(met, why="")
                         there[event.node] = met
                     found.append(met)
-                case RiskTold() if event.node in there:
-                    after_s = time_s - asked[event.node][0]
-                    launched = there[event.node]
-                    found.append(replace(launched, time_s=time_s, what=RISK, after_s=after_s, why=event.reason))
                 case MachineBought() if event.node in there:
                     before = there[event.node]
                     known = replace(
@@ -107,8 +101,7 @@ def replayed(lines: Iterable[Mapping[str, Any]], nodes: int) -> Weather:
     """Return weather in which a run of `nodes` would meet the same: of spot machines alone.
 
     A refusal, a notice or a loss shows that a zone has no more than what is held; the next launch there shows that
-    it has again. A refusal that names no zone is every zone's; a word of risk says nothing of what there is.
-    Raises KeyError, TypeError, ValueError for what is
+    it has again. A refusal that names no zone is every zone's. Raises KeyError, TypeError, ValueError for what is
     no such line.
     """
     spot = [one for one in lines if one["market"] == Market.SPOT and one["role"] == Role.ROLLOUT]
@@ -122,13 +115,10 @@ def replayed(lines: Iterable[Mapping[str, Any]], nodes: int) -> Weather:
 
 def _replayed_zone(name: str, spot: Sequence[Mapping[str, Any]], nodes: int, begin_s: float, end_s: float) -> Zone:
     counts: list[int] = []
-    at_risk = Counter(
-        minutes(float(one["time_s"]) - begin_s) for one in spot if one["what"] == RISK and _zone(one) == name
-    )
     held: set[str] = set()
     now = nodes
     for one in spot:
-        if _zone(one) not in ("", name) or one["what"] == RISK:
+        if _zone(one) not in ("", name):
             continue
         counts += [now] * (minutes(float(one["time_s"]) - begin_s) - len(counts))
         if one["what"] == LAUNCH:
@@ -140,8 +130,7 @@ def _replayed_zone(name: str, spot: Sequence[Mapping[str, Any]], nodes: int, beg
             held.discard(one["node"])
             now = len(held)
     counts += [now] * (minutes(end_s - begin_s) + 1 - len(counts))
-    said = tuple(at_risk[gap] for gap in range(len(counts))) if at_risk else ()
-    return Zone(name, GAP_S, tuple(counts), at_risk=said)
+    return Zone(name, GAP_S, tuple(counts))
 
 
 def minutes(seconds: float) -> int:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from orchestrator.clouds.protocol import Order
 from orchestrator.control.actuate import ACT_WITHIN_S
 from orchestrator.simulate.machine import Box
-from orchestrator.simulate.physics import store_usd
 from policies.control.observed import MACHINE_LOST_S
 from policies.control.rollback.choice import choose_start, target_before_step
 from policies.control.stopping import STOP_WAIT_S
@@ -124,7 +123,7 @@ class Safety:
     def _check_money(self) -> None:
         """The cap holds while a controller can see and act. Where none could, what was spent by then may be passed
         by what it takes to stop, and by no more."""
-        world, spent = self._world, self._world.spent_usd
+        world, spent = self._world, self._world.cloud.spent_usd
         if (cap := world.spec.budget.usd) is None:
             return
         if world.in_trouble or not any(one.steers for one in world.daemons):
@@ -132,8 +131,7 @@ class Safety:
                 (world.cloud.charged_usd_per_h(box), STOP_WAIT_S * (box.role is Role.TRAINER) + TEARDOWN_S)
                 for box in world.cloud.boxes.values()
             ]
-            asking_usd = store_usd(STOP_WAIT_S + TEARDOWN_S, len(rates))
-            self._allowed_usd = spent + asking_usd + sum(usd_per_h * for_s / 3600 for usd_per_h, for_s in rates)
+            self._allowed_usd = spent + sum(usd_per_h * for_s / 3600 for usd_per_h, for_s in rates)
             return
         most = max(cap, self._allowed_usd)
         self.check(spent <= most, f"{spent:.2f} USD are spent, and {most:.2f} may be; the budget is {cap:.2f}")

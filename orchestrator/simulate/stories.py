@@ -54,7 +54,9 @@ def tell(seed: int, spec: RunSpec, *, weather: Weather | None = None, prices: Pr
     assert world.newest is not None
     state = world.newest.controller.state
     hours = (world.time_s - 1000.0) / 3600
-    return Told(seed, state.phase, state.reason, hours, world.spent_usd, len(world.cloud.bought), world.digest)
+    return Told(
+        seed, state.phase, state.reason, hours, world.cloud.spent_usd, len(world.cloud.bought), world.digest
+    )
 
 
 def _enduring(spec: RunSpec) -> RunSpec:

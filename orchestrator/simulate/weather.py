@@ -32,11 +32,6 @@ class Zone:
     losses_an_hour: float = 0.0  # of each machine, beside those that `counts` takes back
     quota: int | None = None  # machines of the kind and market in the region
     speed: float = 1.0  # of a machine
-    # At `k * gap_s` so many machines more are said to be at risk, any of which that was not said yet. Of these a
-    # share is taken, beside those that `counts` takes, after a time between two.
-    at_risk: tuple[int, ...] = ()
-    foretold: float = 0.0
-    foretold_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def pool(self) -> Pool | None:
@@ -52,13 +47,6 @@ class Zone:
 
     def count_at(self, time_s: float) -> int:
         return self.counts[int(time_s / self.gap_s) % len(self.counts)]
-
-    def at_risk_from(self, before_s: float, time_s: float) -> int:
-        """How many machines are said to be at risk after `before_s`, up to then."""
-        if not self.at_risk:
-            return 0
-        gaps = range(int(before_s / self.gap_s) + 1, int(time_s / self.gap_s) + 1)
-        return sum(self.at_risk[gap % len(self.at_risk)] for gap in gaps)
 
     def price_at(self, time_s: float) -> float:
         return self.prices[int(time_s / self.gap_s) % len(self.prices)] if self.prices else 1.0

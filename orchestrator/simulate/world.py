@@ -19,7 +19,7 @@ from orchestrator.control.controller import Decide
 from orchestrator.simulate.climates import plentiful
 from orchestrator.simulate.cloud import SimulatedCloud
 from orchestrator.simulate.daemon import SimulatedDaemon
-from orchestrator.simulate.physics import BRISK, EPOCH_S, Physics, Prices, store_usd
+from orchestrator.simulate.physics import BRISK, EPOCH_S, Physics, Prices
 from orchestrator.simulate.safety import Safety
 from orchestrator.simulate.store import Objects, SimulatedStore
 from orchestrator.simulate.weather import Weather
@@ -85,7 +85,6 @@ class World:
         self.took_over: list[tuple[int, float]] = []
         self.log: list[str] = []
         self.skew_s = 0.0  # of the hosts on which the run will be resumed
-        self.store_usd = 0.0  # what it has charged
         self.stopping = False  # somebody has asked for it
         self._rhythm = cycle(rhythm)
         self._nobody_since_s = self.time_s
@@ -99,11 +98,7 @@ class World:
             self.time_s += dt_s
             self.cloud.pass_time(self.time_s)
             self.work.pass_time(dt_s)
-            steering = [one for one in self.daemons if one.steers]
-            if steering:
-                there = sum(not box.gone for box in self.cloud.boxes.values())
-                self.store_usd += store_usd(dt_s, there)
-            for daemon in steering:
+            for daemon in [one for one in self.daemons if one.steers]:
                 daemon.loop_once()
                 self._nobody_since_s = self.time_s
             if self.time_s - self._nobody_since_s >= RESUME_S and not self.is_over:
@@ -154,11 +149,6 @@ class World:
         bought = len(self.cloud.bought)
         self.run_for(600.0)
         check(len(self.cloud.bought) == bought, "machines are bought for a run that has ended")
-
-    @property
-    def spent_usd(self) -> float:
-        """What cloud and store have charged."""
-        return self.cloud.spent_usd + self.store_usd
 
     @property
     def is_over(self) -> bool:

@@ -40,13 +40,12 @@ from policies.model.events import (
     NodesGenerate,
     Noticed,
     ProbationPassed,
-    RiskTold,
+    RebalanceRecommended,
     RollbackBegun,
     RunCreated,
     RunMoved,
     SpecProved,
     StoreCaughtUp,
-    StoreCharged,
     StoreSlowed,
     TimelineForked,
     TimelineResumed,
@@ -116,9 +115,11 @@ def sentence(event: Event) -> str:
             return f"{event.node} was refused, {why}: {event.reason}"
         case NodeMoved():
             return f"{event.node} {_NODE_VERBS[event.phase]}: {event.reason}"
-        case BuyingStopped() | BuyingResumed() | FleetSized() | CapacityMissing() | DeadlineMissed() | RiskTold():
+        case BuyingStopped() | BuyingResumed() | FleetSized() | CapacityMissing() | DeadlineMissed():
             return _fleet(event)
-        case BudgetReached() | BudgetRefused() | BudgetNeared() | BudgetSet() | StoreCharged():
+        case RebalanceRecommended():
+            return f"{event.node} has a rebalance recommendation of its cloud: {event.reason}"
+        case BudgetReached() | BudgetRefused() | BudgetNeared() | BudgetSet():
             return _money(event)
         case MachineBought():
             where = event.where or "here"
@@ -160,9 +161,7 @@ def sentence(event: Event) -> str:
             assert_never(event)
 
 
-def _fleet(
-    event: BuyingStopped | BuyingResumed | FleetSized | CapacityMissing | DeadlineMissed | RiskTold,
-) -> str:
+def _fleet(event: BuyingStopped | BuyingResumed | FleetSized | CapacityMissing | DeadlineMissed) -> str:
     match event:
         case BuyingStopped():
             return f"No more machines are bought, {event.kind}, but one now and then to try: {event.reason}"
@@ -174,13 +173,11 @@ def _fleet(
             return f"The run waits for machines: {event.reason}"
         case DeadlineMissed():
             return _late(event)
-        case RiskTold():
-            return f"{event.node} may soon be taken, says its cloud: {event.reason}"
         case _:
             assert_never(event)
 
 
-def _money(event: BudgetReached | BudgetRefused | BudgetNeared | BudgetSet | StoreCharged) -> str:
+def _money(event: BudgetReached | BudgetRefused | BudgetNeared | BudgetSet) -> str:
     match event:
         case BudgetReached():
             return f"The budget is reached, the run is to {event.at}: {event.reason}"
@@ -190,10 +187,6 @@ def _money(event: BudgetReached | BudgetRefused | BudgetNeared | BudgetSet | Sto
             return f"{event.spent_usd:.2f} of {event.usd:.2f} USD are spent, four fifths of the budget"
         case BudgetSet():
             return f"The budget is {event.usd:.2f} USD from now on"
-        case StoreCharged():
-            moved = f"{event.sent_bytes / 1e9:.1f} GB sent, {event.fetched_bytes / 1e9:.1f} GB fetched"
-            asked = f"{event.requests:,} requests, {moved} (estimated)"
-            return f"The store has cost {event.usd:.2f} USD more: {asked}"
         case _:
             assert_never(event)
 

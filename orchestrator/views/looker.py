@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+from checkpoint.records.documents import Lease
 from checkpoint.store.run_store import Store
+from orchestrator.control.lease import TTL_S
 from orchestrator.control.observe import GatewayWatch
-from orchestrator.views.measured.activity_log import ActivityLog, LastHour
-from orchestrator.views.measured.rates import Rates
+from orchestrator.control.run_clock import awake_or_asleep_s
 from orchestrator.views.model import RunView
 from orchestrator.views.reader import Reader
-from orchestrator.views.run_time import RunTime
 from orchestrator.views.run_view import described
+from policies.model.vocabulary import machine_of
 from policies.serving.gateway_status import GatewayStatus
 
 
@@ -20,9 +25,7 @@ class Looker:
         self.reader = Reader(store)
         self.gateway: GatewayStatus | None = None  # as of the last look; None when it is not heard from
         self.rates = Rates()
-        self.activity = ActivityLog(store)
         self._time = RunTime()
-        self._last_hour = LastHour(self.activity)
         self._watch = GatewayWatch(store, believe_first=True, unreadable=self.reader.unreadable)
 
     def look(self) -> RunView:
@@ -31,5 +34,71 @@ class Looker:
         self.rates.see(self.gateway)
         self.reader.refresh()
         now_s = self._time.now_s(self.reader.lease, self.reader.state.told_s)
-        minutes = self._last_hour.until(now_s)
-        return described(self.reader, now_s, self.gateway, self.rates.by_machine, minutes)
+        return described(self.reader, now_s, self.gateway, self.rates.by_machine)
+
+
+class Rates:
+    """Tokens a second of each machine, from its engines' counts in two statuses.
+
+    An engine that restarted is counted from its restart.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[float, int]] = {}  # by member: when its engine had counted how many tokens
+        self.by_machine: Mapping[str, float] = {}
+
+    def see(self, gateway: GatewayStatus | None) -> None:
+        """The gateway's newest status; None when it is not heard from."""
+        members = [] if gateway is None else gateway.members
+        counts = {one.node: (gateway.up_s, one.engine.tokens) for one in members if one.engine and gateway}
+        rates = defaultdict[str, float](float)
+        moved = False
+        for node, (at_s, tokens) in counts.items():
+            before_s, before = self._counts.get(node, (at_s, tokens))
+            moved |= at_s != before_s
+            if at_s > before_s and tokens >= before:
+                rates[machine_of(node)] += (tokens - before) / (at_s - before_s)
+        if moved or not counts:
+            self.by_machine = dict(rates)
+        self._counts = counts
+
+
+class RunTime:
+    """The clock of the run: that of the controller that journals, not the viewer's, which may be hours off.
+
+    The holder of the lease writes its own time with each renewal. `wall` is this machine's clock, used until a
+    renewal was seen; `clock` is one that is never set.
+    """
+
+    def __init__(
+        self, wall: Callable[[], float] = time.time, clock: Callable[[], float] = awake_or_asleep_s
+    ) -> None:
+        self._wall, self._clock = wall, clock
+        self._lease: Lease | None = None
+        self._looked_at_s: float | None = None
+        self._ahead_s: float | None = None  # of `clock`; as of the renewal that was seen soonest
+        self._epoch = 0  # of whose clock that is
+
+    def now_s(self, lease: Lease | None, told_s: float) -> float:
+        """Return the seconds since the epoch, for the run.
+
+        Args:
+            lease: as just read.
+            told_s: when the last event was journalled: it is later than that.
+        """
+        at_s = self._clock()
+        if lease is not None and self._is_fresh(lease, at_s):
+            self._see(lease, at_s)
+        self._lease, self._looked_at_s = lease, at_s
+        reckoned_s = self._wall() if self._ahead_s is None else at_s + self._ahead_s
+        return max(reckoned_s, told_s, 0.0 if lease is None else lease.run_time_s)
+
+    def _is_fresh(self, lease: Lease, at_s: float) -> bool:
+        """Whether it was written since a look shortly before."""
+        looked_at_s = self._looked_at_s
+        return lease != self._lease and looked_at_s is not None and at_s - looked_at_s <= TTL_S
+
+    def _see(self, lease: Lease, at_s: float) -> None:
+        ahead_s = (lease.run_time_s or lease.renewed_at_s) - at_s
+        known_s = self._ahead_s if lease.epoch == self._epoch else None
+        self._ahead_s, self._epoch = max(ahead_s, ahead_s if known_s is None else known_s), lease.epoch

@@ -39,7 +39,6 @@ class NodeView:
     pool: str = ""  # zone, machine and market where it was asked for or landed; empty: its cloud has none
     state: LaneState = LaneState.REQUESTED  # its phase, and by its gateway whether it loads or is idle
     lane: tuple[Stretch, ...] = ()  # what its slot was at in the last hour, the newest last
-    minutes: bytes = b""  # shares of each since the one an hour ago, as `policies.serving.activity` packs them
     tokens_per_s: float | None = None  # as its engines count; None before two looks
 
 
@@ -80,7 +79,6 @@ class MoneyView:
     budget_usd: float | None
     budget_usd_per_h: float | None
     not_counted: str
-    store_usd: float = 0.0  # of what is spent, as journalled
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +204,6 @@ def to_json(view: RunView) -> dict[str, Any]:
         {"step": row.step, "reward": row.values.get("reward"), "kl": row.values.get("kl")} for row in view.recent
     ]
     plain["events"] = [event_json(line) for line in view.events]
-    for node in plain["nodes"]:
-        node["minutes"] = node["minutes"].hex()
     return plain
 
 

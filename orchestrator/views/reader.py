@@ -22,16 +22,13 @@ from checkpoint.store.run_store import Entry, Store
 from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from orchestrator.control.lease import LeaseWatch
-from orchestrator.control.store_place import store_place
 from orchestrator.views.events import EventLine, lines, rehearsed_line
 from orchestrator.views.measured.lanes import LANE_S, Lanes, LaneState, phase_state
-from policies.control.fleet.store_bill import machines_at
 from policies.control.snapshot import Trainer
-from policies.fleet.store_costs import AT_HOME, Tariff, tariff_of
 from policies.ledger.abandoned import split_by_line
 from policies.ledger.accounting import surviving_rows
 from policies.ledger.rentals import ControllerRental
-from policies.model.events import Event, NodeMoved, NodeRequested, StoreCharged
+from policies.model.events import Event, NodeMoved, NodeRequested
 from policies.model.folding.fold import apply
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState
@@ -40,7 +37,6 @@ from policies.model.vocabulary import NodePhase
 
 LANE_SEGMENTS = (1, 8)  # of the journal before its end; more where one does not reach back as far as a lane
 EVENTS_KEPT = 200  # the newest, for views; the journal itself is read by `events`
-BOOKED = (StoreCharged.__name__,)  # of a dear store at every step: views have the sum, among their dollars
 ENDED = (NodePhase.GONE, NodePhase.REFUSED)
 KL_START_POINTS = 3  # their median is a run's first KL, as in the detectors
 
@@ -85,13 +81,6 @@ class Reader:
         return self._controllers_gone or ()
 
     @property
-    def tariff(self) -> Tariff:
-        """What the run pays for its store."""
-        if self.spec.cloud != "sky":
-            return tariff_of(AT_HOME, AT_HOME)
-        return tariff_of(store_place(self.store), machines_at(self.state, self.spec))
-
-    @property
     def kl_limit(self) -> float | None:
         """The KL that is too much in any case: `policies.kl.limit` above the run's own start, once known."""
         limit = self.spec.policies.kl.limit
@@ -125,7 +114,7 @@ class Reader:
 
     def _read_journal(self) -> None:
         records = entries_after(self.store, after=self.last.number) if self.last else self._recent()
-        told = [line for record in records for line in lines(record) if line.type not in BOOKED]
+        told = [line for record in records for line in lines(record)]
         for record in records:
             self._read_record(record)
         if self.spec.rehearse is not None:

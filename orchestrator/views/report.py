@@ -11,12 +11,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from checkpoint.records import documents
+from checkpoint.records import documents, metrics
 from checkpoint.records.metrics import Row, logged
 from checkpoint.records.rehearsals import RehearsedFault, read_faults
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.exports import export_of
+from orchestrator.plan.store_place import store_place
 from orchestrator.views.model import HealthView, health_of
 from orchestrator.views.reader import Reader
 from orchestrator.views.weights import WeightsView, policy_stage_words, weights_view, weights_words
@@ -32,6 +33,7 @@ from orchestrator.views.words.lineage import (
 from orchestrator.views.words.numbers import NOT_KNOWN, duration, short, usd
 from policies.detect.divergence import Health
 from policies.fleet.budget import not_counted
+from policies.fleet.store_costs import AT_HOME, Place, Stored, Tariff, of_run, tariff_of
 from policies.ledger.abandoned import abandoned
 from policies.ledger.accounting import (
     Fault,
@@ -41,8 +43,9 @@ from policies.ledger.accounting import (
     journalled_faults,
     merge_faults,
 )
-from policies.ledger.rentals import bill, rentals
+from policies.ledger.rentals import Rental, bill, rentals
 from policies.model.phases import TERMINAL_RUN
+from policies.model.processes import alternatives_of
 from policies.model.spec import RunSpec
 from policies.model.state import RunState
 from policies.model.timelines import Skipped
@@ -98,6 +101,8 @@ class Report:
     usd_per_step: float | None  # None before the first
     usd_per_million_tokens: float | None  # that were trained on
     not_counted: str
+    store_usd: float  # estimated; not part of `cost_usd`
+    store_unpriced: str  # the part of it that has no known price
     faults_survived: int
     faults: tuple[FaultCost, ...]
     restarts: dict[str, int]  # by slot, of the machine and of its work
@@ -120,7 +125,8 @@ def build_report(store: Store, now_s: float) -> Report:
     costs = tuple(fault_costs(reader.rows, run_faults(store, history), finished=finished))
     # A controller machine goes on to cost after the run's end, until `down`.
     steering_usd = sum(one.usd for one in reader.controllers(now_s))
-    money = bill(rentals(history, end_s), state.store_usd + steering_usd)
+    rented, tariff, wall_s = rentals(history, end_s), _tariff(reader), max(0.0, end_s - reader.record.created_at_s)
+    money = bill(rented, steering_usd)
     rewards, held_out = logged(rows, REWARD), logged(rows, HELD_OUT)
     rollbacks = _rollbacks(state, reader.spec, reader.rows)
     trained = sum(row.tokens for row in rows)
@@ -138,7 +144,7 @@ def build_report(store: Store, now_s: float) -> Report:
         kl_last=next(reversed(logged(rows, "kl")), None),
         sampling_logp_difference_max=max(logged(reader.rows, LOGP_DIFFERENCE), default=None),
         checkpoints=len(reader.checkpoints),
-        wall_s=max(0.0, end_s - reader.record.created_at_s),
+        wall_s=wall_s,
         seconds_lost=sum(cost.seconds_lost for cost in costs),
         tokens_generated=sum(row.tokens for row in reader.rows),
         tokens_regenerated=sum(row.tokens_discarded for row in reader.rows),
@@ -147,7 +153,9 @@ def build_report(store: Store, now_s: float) -> Report:
         saved_usd=max(0.0, money.cost_all_on_demand_usd - money.cost_usd),
         usd_per_step=money.cost_usd / rows[-1].step if rows and rows[-1].step else None,
         usd_per_million_tokens=money.cost_usd / trained * 1e6 if trained else None,
-        not_counted=not_counted(reader.spec, reader.tariff),
+        not_counted=not_counted(reader.spec),
+        store_usd=_store_usd(reader, rented, tariff, wall_s),
+        store_unpriced=_unpriced(tariff),
         faults_survived=sum(cost.survived for cost in costs),
         faults=costs,
         restarts={name: slot.incarnations - 1 + slot.job_restarts for name, slot in sorted(state.slots.items())},
@@ -187,6 +195,49 @@ def _end_s(reader: Reader, now_s: float) -> float:
     if reader.state.phase in TERMINAL_RUN and reader.last is not None:
         return reader.last.time_s
     return now_s
+
+
+def _tariff(reader: Reader) -> Tariff:
+    """Return the prices of the run's store, as seen from its machines."""
+    if reader.spec.cloud != "sky":
+        return tariff_of(AT_HOME, AT_HOME)
+    return tariff_of(store_place(reader.store), _machines_place(reader))
+
+
+def _machines_place(reader: Reader) -> Place:
+    """Return where the run's machines are or were, else the only place that run.yaml names."""
+    for node in reader.newest_node.values():
+        if node.pool is not None:
+            return Place(node.pool.cloud, node.pool.region)
+    named = [
+        str(one.get("infra") or one.get("cloud") or "*") for one in alternatives_of(reader.spec.trainer.resources)
+    ]
+    places = {tuple(place.lower().split("/")[:2]) for place in named}
+    if len(places) != 1 or "*" in (only := places.pop())[0]:
+        return Place("")
+    return Place(only[0], only[1] if len(only) > 1 and only[1] != "*" else "")
+
+
+def _store_usd(reader: Reader, rented: Sequence[Rental], tariff: Tariff, wall_s: float) -> float:
+    """Estimate the cost of the store's requests and traffic over the whole run."""
+    spec, rows = reader.spec, reader.rows
+    published = next((row.values for row in reversed(rows) if row.values.get(metrics.PUBLISHED)), None)
+    policy_bytes = 0.0
+    if published is not None:
+        policy_bytes = published.get(metrics.WEIGHTS_BYTES, 0.0) / published[metrics.PUBLISHED]
+    stored = Stored(
+        steps=len(rows) * int(spec.grpo.get("logging_steps", 1)),
+        tokens=sum(row.tokens for row in rows),
+        sent_bytes=sum(row.values.get(metrics.PUBLISHED_BYTES, 0.0) for row in rows),
+        policy_bytes=policy_bytes,
+    )
+    return tariff.usd(of_run(stored, [(one.role, one.hours) for one in rented], wall_s, spec))
+
+
+def _unpriced(tariff: Tariff) -> str:
+    requests = "its requests (no price is known)" if tariff.put_usd is None else ""
+    traffic = f"its traffic ({tariff.why})" if tariff.why else ""
+    return ", ".join(part for part in (requests, traffic) if part)
 
 
 def _rehearsed(fault: RehearsedFault) -> Fault:
@@ -251,6 +302,9 @@ def _figures(report: Report) -> RenderableType:
     if report.cost_usd > 0 and report.usd_per_step is not None and report.usd_per_million_tokens is not None:
         each = f"{usd(report.usd_per_step)} a step, {usd(report.usd_per_million_tokens)} a million trained tokens"
         table.add_row("", f"{each}; {usd(report.saved_usd)} saved; not counted: {report.not_counted}")
+    if report.store_usd or report.store_unpriced:
+        without = f", without {report.store_unpriced}" if report.store_unpriced else ""
+        table.add_row("store", f"about {usd(report.store_usd)} more{without}")
     drift = f"{short(report.sampling_logp_difference_max)}, the largest log-probability difference"
     table.add_row("sampling drift", drift)
     if report.weights is not None:

@@ -52,15 +52,12 @@ PACE_STEPS = 20  # steps that tell how fast the run is now
 EVENTS_SHOWN = 20
 MEMBERSHIP_SHOWN = 5
 NO_RATES: Mapping[str, float] = MappingProxyType({})
-NO_MINUTES: Mapping[str, bytes] = MappingProxyType({})
 
 
-def view_of(
-    reader: Reader, now_s: float, gateway: GatewayStatus | None, minutes: Mapping[str, bytes] = NO_MINUTES
-) -> RunView:
+def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunView:
     """Refresh `reader` and describe the run, as `described` does."""
     reader.refresh()
-    return described(reader, now_s, gateway, minutes=minutes)
+    return described(reader, now_s, gateway)
 
 
 def described(
@@ -68,10 +65,9 @@ def described(
     now_s: float,
     gateway: GatewayStatus | None,
     tokens_per_s: Mapping[str, float] = NO_RATES,
-    minutes: Mapping[str, bytes] = NO_MINUTES,
 ) -> RunView:
-    """Describe the run at `now_s`, as `reader` has read it. `gateway` is what it last wrote, `tokens_per_s` of
-    each machine what its engines counted, `minutes` of each slot what is kept of the last hour."""
+    """Describe the run at `now_s`, as `reader` has read it. `gateway` is its newest status, `tokens_per_s` is
+    by machine."""
     if not reader.state.live(Role.TRAINER):
         gateway = None  # it went with the trainer's machine
     beat, rows, state = reader.trainer, reader.path, reader.state
@@ -105,12 +101,11 @@ def described(
         eta_s=eta_s,
         requests_waiting=gateway.requests_waiting if gateway else None,
         nodes=tuple(
-            replace(one, tokens_per_s=tokens_per_s.get(one.node), minutes=minutes.get(one.slot, b""))
-            for one in _nodes(reader, beat, gateway, now_s)
+            replace(one, tokens_per_s=tokens_per_s.get(one.node)) for one in _nodes(reader, beat, gateway, now_s)
         ),
         fleet=_fleet(reader.spec, state, rows),
         deadline=_deadline(reader, beat, now_s, eta_s),
-        money=_money(reader, now_s, step, max_steps, eta_s),
+        money=_money(reader, now_s, step, eta_s),
         not_bought=_not_bought(state) if running else (),
         checkpoint=_checkpoint(reader, now_s),
         store_slow=state.store_slow and running,
@@ -173,8 +168,8 @@ def _deadline(reader: Reader, beat: Trainer | None, now_s: float, eta_s: float |
     return DeadlineView(course.deadline_s, course.expected(), course.is_behind, nodes, end_s)
 
 
-def _money(reader: Reader, now_s: float, step: int, max_steps: int | None, eta_s: float | None) -> MoneyView:
-    """What the run costs. To the end machines cost by the hour, and the store as much a step as until now."""
+def _money(reader: Reader, now_s: float, step: int, eta_s: float | None) -> MoneyView:
+    """Return what the run's machines cost, and will have cost at its end."""
     state, controller = reader.state, reader.controller
     beside_usd = sum(one.usd for one in reader.controllers(now_s))
     spent = spent_usd(state, now_s) + beside_usd
@@ -182,7 +177,6 @@ def _money(reader: Reader, now_s: float, step: int, max_steps: int | None, eta_s
     on_demand = on_demand_usd(state, now_s) + beside_usd
     rate = sum(node.usd_per_h for node in state.nodes.values()) + steering_usd_per_h
     tokens = sum(row.tokens for row in reader.path)
-    store_to_come_usd = state.store_usd / step * max(0, max_steps - step) if step and max_steps else 0.0
     caps = caps_of(state, reader.spec)
     return MoneyView(
         spent_usd=spent,
@@ -191,11 +185,10 @@ def _money(reader: Reader, now_s: float, step: int, max_steps: int | None, eta_s
         usd_per_h=rate,
         usd_per_step=spent / step if step else None,
         usd_per_million_tokens=spent / tokens * 1e6 if tokens else None,
-        forecast_usd=None if eta_s is None else spent + rate * eta_s / 3600 + store_to_come_usd,
+        forecast_usd=None if eta_s is None else spent + rate * eta_s / 3600,
         budget_usd=caps.usd,
         budget_usd_per_h=caps.usd_per_h,
-        store_usd=state.store_usd,
-        not_counted=not_counted(reader.spec, reader.tariff),
+        not_counted=not_counted(reader.spec),
     )
 
 

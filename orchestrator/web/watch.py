@@ -22,7 +22,6 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Checkpoint
 from orchestrator.views.events import EventLine, lines, rehearsed_line
 from orchestrator.views.looker import Looker
-from orchestrator.views.measured.activity_log import ActivityLog
 from orchestrator.views.model import RunView
 from policies.control.snapshot import Trainer
 from policies.ledger.rentals import ControllerRental
@@ -40,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A run as it was at one moment. Nothing in it changes, but for what `activity` reads when it is asked."""
+    """A run as it was at one moment."""
 
     number: int  # grows with every look that found something new
     store: Store
@@ -57,7 +56,6 @@ class Look:
     trainer: Trainer | None
     controllers: tuple[ControllerRental, ...]  # of a `--remote` run
     gateway: GatewayStatus | None
-    activity: ActivityLog  # which goes on
     trouble: str = ""  # why it is not newer
     _made: dict[str, Any] = field(default_factory=dict)
 
@@ -164,7 +162,6 @@ class Watch:
             trainer=reader.trainer,
             controllers=reader.controllers(view.now_s),
             gateway=self._looker.gateway,
-            activity=self._looker.activity,
         )
 
 

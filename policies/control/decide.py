@@ -12,7 +12,6 @@ from policies.control.fleet.fill import fill_slots
 from policies.control.fleet.own_generation import tell_own_generation
 from policies.control.fleet.parking import steer_parking
 from policies.control.fleet.spending import stop_at_cap
-from policies.control.fleet.store_bill import charge_store
 from policies.control.fleet.where import tell_unknown
 from policies.control.lifecycle import run_lifecycle
 from policies.control.observed import HEARTBEAT_FRESH_S, update_node_phases
@@ -50,7 +49,6 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     update_node_phases(tick)
     steer_timeline(tick)
     run_lifecycle(tick)
-    charge_store(tick)
     stop_at_cap(tick)
     tell_unknown(tick)
     tell_own_generation(tick)

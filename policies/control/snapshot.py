@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from policies.detect.divergence import Verdict
 from policies.detect.pitfalls import Pitfall
 from policies.fleet.how_many import StepShape
-from policies.fleet.store_costs import AT_HOME, NOTHING_STORED, Place, Stored
 from policies.model.events import Event
 from policies.model.pools import Pool, PoolOffer
 from policies.model.state import Node
@@ -45,7 +44,7 @@ class Machine:
     on_demand_usd_per_h: float = 0.0  # what it would cost on that market
     where: str = ""  # cloud/region/zone and what it is, in the cloud's words
     pool: Pool | None = None  # the same, in parts; None: its cloud has no pools
-    at_risk: bool = False  # the cloud has said that it may soon take it: AWS's rebalance recommendation
+    rebalance_recommended: bool = False  # by the cloud: it may preempt the machine soon
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +128,6 @@ class Snapshot:
     # Where machines may be bought, on either market. Empty: there is nothing to choose; None: not known yet.
     pools: tuple[PoolOffer, ...] | None = ()
     prices_trouble: str = ""  # why either is not known though it was asked again and again
-    store_place: Place = AT_HOME
-    stored: Stored = NOTHING_STORED  # logged since the store was last charged for
     controller_usd: float = 0.0  # what the machine of a `--remote` daemon has cost so far
     controller_usd_per_h: float = 0.0
     step_shape: StepShape | None = None  # of the newest steps with nodes; None before enough were made

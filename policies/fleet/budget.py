@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from policies.fleet import disks
-from policies.fleet.store_costs import Tariff
 from policies.model.spec import RunSpec
 from policies.model.state import RunState
 
@@ -52,27 +51,19 @@ class Caps:
 
 
 def spent_usd(state: RunState, now_s: float) -> float:
-    """Return what the run's machines have cost until now, and its store as far as that is journalled."""
-    return state.spent_usd + state.store_usd + sum(node.cost_usd(now_s) for node in state.nodes.values())
+    """Return what the run's machines have cost until now."""
+    return state.spent_usd + sum(node.cost_usd(now_s) for node in state.nodes.values())
 
 
 def on_demand_usd(state: RunState, now_s: float) -> float:
     """Return what the same machines would have cost on demand."""
-    return (
-        state.spent_on_demand_usd
-        + state.store_usd
-        + sum(node.on_demand_cost_usd(now_s) for node in state.nodes.values())
-    )
+    return state.spent_on_demand_usd + sum(node.on_demand_cost_usd(now_s) for node in state.nodes.values())
 
 
-def not_counted(spec: RunSpec, store: Tariff) -> str:
-    """Say what such a run costs beyond what is counted."""
+def not_counted(spec: RunSpec) -> str:
+    """Name the costs of such a run that are not counted."""
     unpriced = [f"disks at {cloud or 'an unnamed cloud'} (no price is known)" for cloud in disks.unknown(spec)]
-    if store.put_usd is None:
-        unpriced.append("the store's requests (no price is known)")
-    if store.why:
-        unpriced.append(f"the store's traffic ({store.why})")
-    return ", ".join([*unpriced, "what stays in the store, traffic between zones"])
+    return ", ".join([*unpriced, "the store, traffic between zones"])
 
 
 def excess(caps: Caps, spent: float, running: Iterable[Running]) -> str:

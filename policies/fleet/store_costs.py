@@ -1,10 +1,9 @@
-"""What a run pays for its store: requests, and bytes that leave a region or a cloud. Estimated: nobody counts.
+"""An estimate of what a run pays for its store: requests, and bytes that leave a region or a cloud.
 
 Of each step: the policy's bytes as they were sent, fetched by every node; the completions; and a checkpoint's
-bytes, divided over the steps between two. Of each machine that joins: the whole policy, of a trainer a checkpoint,
-and of a trainer that stops another. Of each second in which a daemon steers: what daemon, gateway and trainer
-read, list and write, as counted on a run in the simulator. Nodes that fetch from each other take less from the
-store: an upper bound.
+bytes, divided over the steps between two. Of each machine that joins: the whole policy, of a trainer a checkpoint.
+Of each second in which a daemon steers: what daemon, gateway and trainer read, list and write, as counted on a run
+in the simulator.
 
 Traffic within a region is free. Bytes that come in are, too, but who sends them may pay: the machines' cloud for
 what goes into a store elsewhere, the store's cloud for what machines elsewhere fetch.
@@ -12,11 +11,13 @@ what goes into a store elsewhere, the store's cloud for what machines elsewhere 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 
 from policies.fleet.list_prices import OWN, store_price
 from policies.model.spec import RunSpec
+from policies.model.vocabulary import Role
 from policies.weights.disks import checkpoint_bytes_each
 
 GB = 10**9
@@ -42,25 +43,22 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What was logged since the store was last charged for.
+    """What a run's steps stored.
 
     Attributes:
-        steps: how many.
+        steps: their number.
         tokens: of their completions.
-        sent_bytes: of their policies, that went to the store.
-        policy_bytes: a whole policy's; 0 before the first.
-        until_s: when the newest of them was logged, by the trainer's clock.
+        sent_bytes: of their policies.
+        policy_bytes: of one whole policy; 0 before the first.
     """
 
-    steps: int = 0
-    tokens: int = 0
-    sent_bytes: float = 0.0
-    policy_bytes: float = 0.0
-    until_s: float = 0.0
+    steps: int
+    tokens: int
+    sent_bytes: float
+    policy_bytes: float
 
 
 AT_HOME = Place("local")
-NOTHING_STORED = Stored()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,7 @@ class Tariff:
     why: str = ""
 
     def usd(self, use: Use) -> float:
-        """What it cost; what has no price counts as nothing, and `why` is to be told beside it."""
+        """Return what it cost; what has no price counts as nothing."""
         requests = use.puts * (self.put_usd or 0.0) + use.gets * (self.get_usd or 0.0)
         sent = use.sent_bytes / GB * (self.sent_usd_per_gb or 0.0)
         return requests + sent + use.fetched_bytes / GB * (self.fetched_usd_per_gb or 0.0)
@@ -118,7 +116,7 @@ def tariff_of(store: Place, machine: Place) -> Tariff:
     )
 
 
-def of_steps(stored: Stored, nodes: int, spec: RunSpec) -> Use:
+def of_steps(stored: Stored, nodes: float, spec: RunSpec) -> Use:
     """Return what such steps asked of the store, with so many nodes."""
     save_steps = float(spec.grpo.get("save_steps", 500))
     kept = stored.steps / max(1.0, save_steps) * checkpoint_bytes(stored.policy_bytes, spec)
@@ -138,18 +136,30 @@ def of_send(size_bytes: float) -> Use:
     return Use(puts=size_bytes / CHUNK_BYTES, sent_bytes=size_bytes)
 
 
-def are_reports_listed(machines: int) -> bool:
+def are_reports_listed(machines: float) -> bool:
     """Whether what so many machines say of themselves is listed, and read where it has changed: to read each
     report each time would cost more."""
     return machines > LISTING_READS
 
 
-def of_control(seconds: float, machines: int) -> Use:
+def of_control(seconds: float, machines: float) -> Use:
     """Return what steering so many machines asks of the store in so many seconds."""
     listed = are_reports_listed(machines)
     puts = CONTROL_PUTS_A_S + REPORTS_A_S * (ceil(machines / LISTED) if listed else 0)
     gets = CONTROL_GETS_A_S + LEASES_A_S * machines + REPORTS_A_S * (0 if listed else machines)
     return Use(puts=puts * seconds, gets=gets * seconds)
+
+
+def of_run(stored: Stored, machines: Iterable[tuple[Role, float]], wall_s: float, spec: RunSpec) -> Use:
+    """Return what a run asked of its store in `wall_s`. `machines`: the role and the hours of each."""
+    machines, wall_h = list(machines), max(wall_s / 3600, 1e-9)
+    nodes_h = sum(hours for role, hours in machines if role is Role.ROLLOUT)
+    use = of_steps(stored, nodes_h / wall_h, spec)
+    use += of_control(wall_s, sum(hours for _, hours in machines) / wall_h)
+    for role, _ in machines:
+        is_trainer = role is Role.TRAINER
+        use += of_fetch(checkpoint_bytes(stored.policy_bytes, spec) if is_trainer else stored.policy_bytes)
+    return use
 
 
 def checkpoint_bytes(policy_bytes: float, spec: RunSpec) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from policies.ledger.accounting import History
-from policies.model.events import MachineBought, NodeMoved, NodeRequested, StoreCharged, TookOver
+from policies.model.events import MachineBought, NodeMoved, NodeRequested, TookOver
 from policies.model.folding.clocks import behind_s
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role
 
@@ -62,7 +62,6 @@ class SpentAt:
         spot_usd, on_demand_usd: rollout nodes.
         controller_usd: the machine of a `--remote` run's daemon.
         disks_usd: of all machines but the controller's.
-        store_usd: the run's requests to its store, and the bytes that are charged for.
     """
 
     time_s: float
@@ -71,13 +70,12 @@ class SpentAt:
     on_demand_usd: float = 0.0
     controller_usd: float = 0.0
     disks_usd: float = 0.0
-    store_usd: float = 0.0
 
     @property
     def usd(self) -> float:
         """All of it."""
         machines = self.trainer_usd + self.spot_usd + self.on_demand_usd + self.controller_usd
-        return machines + self.disks_usd + self.store_usd
+        return machines + self.disks_usd
 
 
 def rentals(history: History, now_s: float) -> list[Rental]:
@@ -117,13 +115,6 @@ def rentals(history: History, now_s: float) -> list[Rental]:
     return sorted([*ended, *running.values()], key=lambda rental: (rental.from_s, rental.node))
 
 
-def store_charges(history: History) -> list[tuple[float, float]]:
-    """Return when the journal told of the store's costs, and USD each time."""
-    return [
-        (time_s, event.usd) for _, time_s, events in history for event in events if isinstance(event, StoreCharged)
-    ]
-
-
 def bill(rented: Iterable[Rental], beside_usd: float = 0.0) -> Bill:
     """Price the rentals as they were, and as if each had been on demand, where that price is known; what is spent
     beside them is the same either way."""
@@ -138,30 +129,24 @@ def bill(rented: Iterable[Rental], beside_usd: float = 0.0) -> Bill:
 def spent_over_time(history: History, now_s: float, controller: Iterable[ControllerRental] = ()) -> list[SpentAt]:
     """Return what was spent by each moment at which something began or ended to cost, and by `now_s`, in order.
 
-    Between two moments it grows evenly; the store's costs are told now and then, each time for the hour or so
-    before. Prices are those that became known in the end, from the request on: what a
-    machine might have cost, and did not, is in no sum. Empty where nothing was ever asked for.
+    Between two moments it grows evenly. Prices are those that became known in the end, from the request on: what
+    a machine might have cost, and did not, is in no sum. Empty where nothing was ever asked for.
 
     Args:
         history: the run's journal.
         now_s: seconds since the epoch; what still runs is counted until then.
         controller: the machines of a `--remote` run's daemon, which the journal does not tell of.
     """
-    history = list(history)
-    rented, charges = rentals(history, now_s), store_charges(history)
-    changes = sorted([*_changes(rented), *_controller_changes(controller, now_s)])
-    times_s = sorted({time_s for time_s, _, _ in changes} | {time_s for time_s, _ in charges})
+    changes = sorted([*_changes(rentals(history, now_s)), *_controller_changes(controller, now_s)])
+    times_s = sorted({time_s for time_s, _, _ in changes})
     if not times_s:
         return []
     rates, totals = dict.fromkeys(_CATEGORIES, 0.0), dict.fromkeys(_CATEGORIES, 0.0)
-    found, place, told = [], 0, 0
+    found, place = [], 0
     for time_s, next_s in pairwise([*times_s, times_s[-1]]):
         while place < len(changes) and changes[place][0] <= time_s:
             rates[changes[place][1]] += changes[place][2]
             place += 1
-        while told < len(charges) and charges[told][0] <= time_s:
-            totals["store_usd"] += charges[told][1]
-            told += 1
         found.append(SpentAt(time_s, **totals))
         for name, rate in rates.items():
             # Rates come and go in floating point: what is left of none is none.
@@ -169,7 +154,7 @@ def spent_over_time(history: History, now_s: float, controller: Iterable[Control
     return found
 
 
-_CATEGORIES = ("trainer_usd", "spot_usd", "on_demand_usd", "controller_usd", "disks_usd", "store_usd")
+_CATEGORIES = ("trainer_usd", "spot_usd", "on_demand_usd", "controller_usd", "disks_usd")
 
 
 def _rental(asked: NodeRequested, time_s: float, until_s: float) -> Rental:

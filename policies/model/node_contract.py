@@ -25,6 +25,6 @@ MACHINE = "machine.json"  # in the machine's folder: its newest attempt, see `ta
 
 # In the machine's working folder:
 NOTICE = "notice"  # it will be taken back: how many seconds it stays, or nothing
-AT_RISK = "at-risk"  # it may be: AWS's rebalance recommendation
+REBALANCE = "rebalance"  # the cloud recommended a rebalance
 SPOOL = "spool"  # a link to the spool, wherever that is
 SPOOL_PREFIX = "grpo-orch-"  # of the names of spools: nothing else that the link leads to is ever removed

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from policies.model.buying import MachineKind
 from policies.model.events import DataSetAside, Diverged, DivergenceWatched
-from policies.model.phases import FILLING_NODE, LIVE_NODE
+from policies.model.phases import LIVE_NODE
 from policies.model.pool_record import PoolRecord
 from policies.model.pools import Pool
 from policies.model.timelines import Fork, probation_until
@@ -39,9 +39,7 @@ class Node:
     came_at_s: float | None = None  # when its machine was seen in its pool
     stand_in: bool = False  # on demand, in place of a spot machine that cannot be had
     disk_usd_per_h: float = 0.0  # by list price, from its request on
-    at_risk_since_s: float | None = None  # when its cloud said that it may soon take it
-    relieves: str = ""  # the node at risk in whose place it was asked for early
-    relieved: bool = False  # another was asked for in its place, early: once is enough
+    rebalance_recommended: bool = False  # its cloud gave a rebalance recommendation
 
     @property
     def may_be_working(self) -> bool:
@@ -110,12 +108,6 @@ class RunState:
     pools: Mapping[str, PoolRecord] = field(default_factory=lambda: MappingProxyType({}))  # by a pool's text
     spent_usd: float = 0.0  # on machines that are gone; see policies.fleet.budget
     spent_on_demand_usd: float = 0.0  # what they would have cost on demand
-    store_usd: float = 0.0  # on the store's requests and bytes, as journalled
-    store_until_s: float = 0.0  # steps that were logged until then are in it, by the trainer's clock
-    store_charged_at_s: float = 0.0  # when it was last journalled, or a controller began to count
-    joined_rollouts: int = 0  # rollout nodes that first served since then
-    joined_trainers: int = 0
-    stopped_trainers: int = 0  # that stored what they had
     budget_usd: float | None = None  # what a user has set in place of run.yaml's
     budget_reached: bool = False  # which is why it stops, or has
     unspent_usd: float = 0.0  # counted until then for requests that turned out to have bought nothing
@@ -166,19 +158,6 @@ class RunState:
     def trainer_machines(self) -> list[Node]:
         """The trainer's nodes that have a machine and are not going down."""
         return [node for node in self.live(Role.TRAINER) if node.phase is not NodePhase.REQUESTED]
-
-    @property
-    def beyond(self) -> frozenset[str]:
-        """Nodes beyond the wanted count: each is to take the place of one at risk, which is still there."""
-        return frozenset(
-            node.id
-            for node in self.nodes.values()
-            if node.relieves and node.phase in FILLING_NODE and self._fills(node.relieves)
-        )
-
-    def _fills(self, node_id: str) -> bool:
-        node = self.nodes.get(node_id)
-        return node is not None and node.phase in FILLING_NODE
 
     def live(self, role: Role) -> list[Node]:
         """Nodes of a role that are wanted or working, in slot order."""

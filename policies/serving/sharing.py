@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from policies.serving.member import REPLAY_TOKENS_MAX
-from policies.serving.takeover import Move
 
 # With so many more requests a token takes a member twice as long: reading their keys and values then costs as much
 # as reading the weights. For dense models of 7B to 32B at 2,000 to 8,000 tokens a request it is 32 to 128.
@@ -24,6 +23,14 @@ SAVED_S = 0.3
 SAVED_SHARE = 0.05  # of the time until the last is done
 ALIKE_SHARE = 0.2  # of a speed: a measurement of one second is off by so much
 EVEN_SHARE = 0.02  # once begun, dividing goes on until no more than this is to be gained
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The request continues at the node."""
+
+    request: int
+    node: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,11 @@ class Sharer:
     prefill_tokens_s: float
     replaying: int
     movable: Iterable[Movable] = ()
+
+
+def tokens_left(arrived: int, expected_tokens: float, max_tokens: int) -> float:
+    """Return the tokens to come. A request longer than expected is taken to get half of the expectation more."""
+    return min(max_tokens - arrived, max(expected_tokens - arrived, expected_tokens / 2))
 
 
 def alone_tokens_s(rate_tokens_s: float, requests: float) -> float:

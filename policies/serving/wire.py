@@ -6,7 +6,6 @@
 | node agent whose vLLM starts, gateway | `POST /comers/{node}` | Stage | AnnounceReply, at once |
 | the same, of an earlier release | `GET /wanted` | | AnnounceReply, at once |
 | node agent, gateway | `DELETE /members/{node}?boot=ID` | | 204 |
-| node agent, gateway | `POST /peers/{node}` | PeerWord | PeerList, every `PEERS_S` |
 | trainer, gateway | `POST /v1/rollouts` | lines: Batch, PromptLine ... | lines: BatchLine, as each is done |
 | controller, gateway | `POST /members/{node}/drain` | | 204 |
 | gateway, node | `POST /v1/completions` | vLLM's | vLLM's events |
@@ -15,8 +14,8 @@
 For all others the gateway writes a GatewayStatus to the run's store, since they may not reach it.
 
 A node of one engine is one member, under its own name. A machine of several is as many members, NODE.0, NODE.1
-and so on (`policies.model.vocabulary.member_of`); in `drain`, `DELETE` without a boot and `/peers` its own name
-means the machine, and so all of them.
+and so on (`policies.model.vocabulary.member_of`); in `drain` and in `DELETE` without a boot the machine's own name
+means all of them.
 
 Every request carries `Authorization: Bearer TOKEN`, the run's secret. What the gateway asks of a node also carries
 `X-Grpo-Boot` and `X-Grpo-Policy`; a node that is not that boot or does not hold that policy answers 409, so that a
@@ -39,9 +38,6 @@ SILENT_S = 2.5  # a member that has announced nothing for so long is out
 REFUSED = "refused"  # the finish reason of a completion that no node takes
 CUT = "cut"  # of one that is not finished
 STATUS_S = 2.0  # the gateway writes its status to the store at least so often
-PEERS_S = 2.0  # so often a node says where its peers find it, and learns where they are
-PEERS_SILENT_S = 10.0
-PEERS = "/peers"
 ROLLOUTS = "/v1/rollouts"
 WANTED = "/wanted"
 COMERS = "/comers"
@@ -126,20 +122,6 @@ class AnnounceReply:
 
     policy: PolicyRef | None = None
     drain: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PeerWord:
-    """Where a node gives others the chunks that it has: host:port. It does so before it is a member."""
-
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class PeerList:
-    """Where the other nodes do, as far as each has said so in the last `PEERS_SILENT_S`."""
-
-    addresses: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """A machine of a cloud, `python -m tasks.machine.cloud_machine ROLE`: runs the work, and says what becomes of it.
 
 The controller cannot look into such a machine. So this process, whose child the work is, writes the machine's
-report to the run's store: at the start, at a preemption notice or a word of risk, and with the exit code when the
-work has ended.
+report to the run's store: at the start, at a preemption notice or rebalance recommendation, and at the end of
+the work, with its exit code.
 
 An attempt runs once on a machine, however often it is started. A lock says whether another such process is at
 work, `machine.json` which attempt it was and how it ended; both outlive a process that was killed. Started again
@@ -42,7 +42,7 @@ from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from policies.control.fleet.leaving import NOTICE_S
 from policies.model import exit_codes
-from policies.model.node_contract import AT_RISK, NOTICE, WORK
+from policies.model.node_contract import NOTICE, REBALANCE, WORK
 from policies.model.vocabulary import Role
 from tasks.machine import dead_man, metadata
 from tasks.machine.metadata import MetadataService
@@ -145,12 +145,12 @@ def _attempt(
         (workdir / NOTICE).write_text(str(lasts_s))  # the work's word for it
         reporter.notice()
 
-    def at_risk(why: str) -> None:
-        log.warning("at_risk", why=why)
-        (workdir / AT_RISK).touch()  # for the next attempt on this machine
-        reporter.at_risk()
+    def rebalance(why: str) -> None:
+        log.warning("rebalance_recommended", why=why)
+        (workdir / REBALANCE).touch()  # for the next attempt on this machine
+        reporter.rebalance()
 
-    stop, heard = threading.Event(), metadata.Heard(reporter.locate, at_risk, noticed)
+    stop, heard = threading.Event(), metadata.Heard(reporter.locate, rebalance, noticed)
     threading.Thread(target=metadata.watch, args=(known, heard, stop), daemon=True).start()
     dead_man.start(store, os.environ, partial(end_in_order, work))
     threading.Thread(target=_pass_on_sigterm, args=(work, drain_s, noticed), daemon=True).start()
@@ -187,8 +187,9 @@ def _pass_on_sigterm(work: subprocess.Popen[bytes], drain_s: float, noticed: Cal
 
 
 def _reporter(env: NodeEnv, store: Store) -> Reporter:
-    notice, at_risk = ((Path(env.workdir) / name).exists() for name in (NOTICE, AT_RISK))
-    return Reporter(store, first_report(env.node, env.attempt, env.host, notice=notice, at_risk=at_risk))
+    notice, recommended = ((Path(env.workdir) / name).exists() for name in (NOTICE, REBALANCE))
+    report = first_report(env.node, env.attempt, env.host, notice=notice, rebalance_recommended=recommended)
+    return Reporter(store, report)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Preemption notices, as the metadata services of AWS, GCP and Azure give them to the machine they are about, and
-what AWS says before: that the machine is at risk.
+AWS's rebalance recommendations.
 
 First it is found out which cloud this is; from then on that one is asked every second. Where no service answers,
 as on Kubernetes or on one's own machines, nothing is said and hardly anything asked. Nothing here raises for what
@@ -40,8 +40,8 @@ class MetadataService(Protocol):
     def notice(self, http: httpx.Client) -> str:
         """What the cloud is about to do to the machine; empty while it says nothing."""
 
-    def risk(self, http: httpx.Client) -> str:
-        """That the cloud may soon take the machine; empty while it says nothing. Most such machines live on."""
+    def rebalance(self, http: httpx.Client) -> str:
+        """Return the rebalance recommendation; empty while there is none. The machine may stay all the same."""
 
 
 @dataclass(slots=True)
@@ -68,8 +68,8 @@ class Aws:
         action = msgspec.json.decode(answer.content, type=_AwsAction)
         return f"{action.action} at {action.time}"
 
-    def risk(self, http: httpx.Client) -> str:
-        """See `MetadataService.risk`. Once said, it stays said, whatever becomes of the machine."""
+    def rebalance(self, http: httpx.Client) -> str:
+        """See `MetadataService.rebalance`. EC2 never withdraws one."""
         answer = self._ask(http, "events/recommendations/rebalance")
         if answer.status_code != httpx.codes.OK:
             return ""
@@ -113,8 +113,8 @@ class Gcp:
         event = self._get(http, "maintenance-event").text.strip()
         return event if event.startswith("TERMINATE") else ""
 
-    def risk(self, http: httpx.Client) -> str:  # noqa: ARG002  # the protocol's signature
-        """See `MetadataService.risk`. Nothing of the kind is told."""
+    def rebalance(self, http: httpx.Client) -> str:  # noqa: ARG002  # the protocol's signature
+        """See `MetadataService.rebalance`. GCP gives none."""
         return ""
 
     def _get(self, http: httpx.Client, path: str) -> httpx.Response:
@@ -149,8 +149,8 @@ class Azure:
         mine = (event for event in found.Events if event.EventType == "Preempt" and self.name in event.Resources)
         return next((f"Preempt not before {event.NotBefore or 'now'}" for event in mine), "")
 
-    def risk(self, http: httpx.Client) -> str:  # noqa: ARG002  # the protocol's signature
-        """See `MetadataService.risk`. Nothing of the kind is told in this version of the service."""
+    def rebalance(self, http: httpx.Client) -> str:  # noqa: ARG002  # the protocol's signature
+        """See `MetadataService.rebalance`. This version of the service gives none."""
         return ""
 
     def _get(self, http: httpx.Client, path: str, version: str) -> httpx.Response:
@@ -195,11 +195,11 @@ def services() -> tuple[MetadataService, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Who is told what, each once: the zone; that the machine is at risk; the notice, and for how many seconds the
-    machine stays."""
+    """Callbacks, each called once at most: with the zone; with a rebalance recommendation; with the notice and for
+    how many seconds the machine stays."""
 
     located: Callable[[str], None]
-    at_risk: Callable[[str], None]
+    rebalance: Callable[[str], None]
     noticed: Callable[[str, float], None]
 
 
@@ -215,11 +215,11 @@ def watch(known: Sequence[MetadataService], heard: Heard, stop: threading.Event,
                 return
         service, zone = found
         heard.located(zone)
-        told = False
+        recommended = False
         while not (why := _said(service.notice, http)):
-            if not told and (risk := _said(service.risk, http)):
-                told = True
-                heard.at_risk(risk)
+            if not recommended and (advice := _said(service.rebalance, http)):
+                recommended = True
+                heard.rebalance(advice)
             if stop.wait(poll_s):
                 return
         heard.noticed(why, service.notice_s)

@@ -44,11 +44,11 @@ class Reporter:
         with self._changed:
             self._say(replace(self._report, notice=True))
 
-    def at_risk(self) -> None:
-        """The cloud has said that it may soon take the machine back."""
+    def rebalance(self) -> None:
+        """The cloud recommends a rebalance."""
         with self._changed:
-            if not self._report.at_risk:
-                self._say(replace(self._report, at_risk=True))
+            if not self._report.rebalance_recommended:
+                self._say(replace(self._report, rebalance_recommended=True))
 
     def finish(self, exit_code: int) -> None:
         """The work has ended. Returns when the store has it."""
@@ -82,7 +82,9 @@ class Reporter:
                 self._changed.notify_all()
 
 
-def first_report(node: str, attempt: int, address: str, *, notice: bool, at_risk: bool) -> MachineReport:
-    """What a machine says when the work is started."""
+def first_report(
+    node: str, attempt: int, address: str, *, notice: bool, rebalance_recommended: bool
+) -> MachineReport:
+    """Return a machine's report at the start of the work."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return MachineReport(node, attempt, None, notice, address, "", boot_id, time.time(), at_risk)
+    return MachineReport(node, attempt, None, notice, address, "", boot_id, time.time(), rebalance_recommended)

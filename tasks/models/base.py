@@ -15,7 +15,6 @@ import structlog
 
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from checkpoint.stream.elsewhere import Elsewhere
 from checkpoint.stream.manifest import Manifest
 from policies.model.spec import RunSpec
 from policies.serving.joining import BASE_MODEL, Stage
@@ -65,7 +64,6 @@ class BaseModel:
         env: in which the hub is asked.
         limit_of_silence_s: how long the hub may give nothing.
         say: told how far it is.
-        peers: nodes that may have it, too.
     """
 
     def __init__(
@@ -76,7 +74,6 @@ class BaseModel:
         env: Mapping[str, str],
         limit_of_silence_s: float,
         say: Callable[[Stage], None] = lambda _: None,
-        peers: Elsewhere | None = None,
     ) -> None:
         self._store = store
         self._source = source
@@ -84,7 +81,6 @@ class BaseModel:
         self._env = env
         self._limit_s = limit_of_silence_s
         self._tell = say
-        self._peers = peers
         self._closed = threading.Event()
         self._of_hub: Path | None = None  # once the hub gave it: a later engine needs no second one from the store
 
@@ -127,7 +123,7 @@ class BaseModel:
     def _bring(self, found: Manifest, folder: Path, *, weights: bool) -> None:
         total_bytes = sum(file.size_bytes for file in shared.files_of(found, weights=weights))
         told = TransferLog(BASE_MODEL, total_bytes, self._say)
-        shared.bring(self._store, found, folder, weights=weights, progress=told.add, peers=self._peers)
+        shared.bring(self._store, found, folder, weights=weights, progress=told.add)
 
     def _from_hub(self) -> Path | None:
         one = self._source

@@ -19,7 +19,6 @@ from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks, manifest
 from checkpoint.stream.chunks import Progress
-from checkpoint.stream.elsewhere import Elsewhere
 from checkpoint.stream.manifest import Manifest
 from checkpoint.stream.sending import send
 from policies.model.vocabulary import PolicyVersion
@@ -50,14 +49,13 @@ def bring(
     *,
     weights: bool,
     progress: Progress = lambda _: None,
-    peers: Elsewhere | None = None,
 ) -> None:
     """Bring its files, every chunk verified, to `folder`, which is there only once they all are.
 
     Raises Corrupt, NotFound, StoreError, OSError.
     """
     if not folder.exists():
-        manifest.materialize(store, found.root, files_of(found, weights=weights), folder, progress, peers)
+        manifest.materialize(store, found.root, files_of(found, weights=weights), folder, progress)
 
 
 def files_of(found: Manifest, *, weights: bool) -> list[chunks.File]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
@@ -37,7 +36,6 @@ from tasks.machine.processes.children import adopt_orphans
 from tasks.machine.processes.launching import counted_gpus
 from tasks.machine.user_setup import set_up
 from tasks.machine.versions import ROLLOUT, DriverTooOld, WrongVersions, check_versions
-from tasks.peers.peers import Peers, may_pay
 from tasks.rollout.node_agent import Agent
 from tasks.rollout.rollout_engine import GaveUp
 
@@ -49,15 +47,13 @@ THREADS = 16  # for the store, files and whatever ends
 async def serve(env: NodeEnv, spec: RunSpec, store: Store, shares: Sequence[str]) -> int:
     """Run the agent, an engine for each of these shares of the GPUs, until SIGTERM. Returns the exit code."""
     tls = aiohttp.TCPConnector(ssl=identity.client_context(env.token))  # for the URLs that say https
-    peers = Peers(env.host, env.token) if may_pay(store.url, store.options, env.host) else None
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(THREADS + len(shares)))  # one each waits for the end of its vLLM
     async with aiohttp.ClientSession(connector=tls) as http:
-        with peers or contextlib.nullcontext():
-            work = asyncio.ensure_future(Agent(env, spec, store, http, peers, shares).run())
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, work.cancel)
-            await asyncio.wait({work})
+        work = asyncio.ensure_future(Agent(env, spec, store, http, shares).run())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, work.cancel)
+        await asyncio.wait({work})
     if work.cancelled():
         log.info("stopped")
         return exit_codes.OK

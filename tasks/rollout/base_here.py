@@ -11,7 +11,6 @@ from policies.model.spec import RunSpec
 from policies.serving.joining import ENGINE, ENGINE_ANEW, Stage, limit_s
 from tasks.machine.node_env import NodeEnv
 from tasks.models.base import BaseModel, with_model
-from tasks.peers.peers import Peers
 from tasks.rollout.compiled.caches import CompileCaches
 from tasks.rollout.policy_check import PolicyCheck
 from tasks.rollout.vllm import flags as vllm_flags
@@ -32,7 +31,7 @@ class BaseHere:
         stage: what the machine is at, while none of its engines is up.
     """
 
-    def __init__(self, env: NodeEnv, spec: RunSpec, store: Store, peers: Peers | None) -> None:
+    def __init__(self, env: NodeEnv, spec: RunSpec, store: Store) -> None:
         self.spec = self._of_run = spec
         self.check = PolicyCheck(spec)
         self.stage = Stage(ENGINE)
@@ -44,7 +43,7 @@ class BaseHere:
         if (source := vllm_flags.source(spec)) is not None:
             hub = {**os.environ, **spec.rollout.env}
             still_s = spec.policies.boot_timeout_s
-            self._model = BaseModel(store, source, Path(env.workdir), hub, still_s, self._say, peers)
+            self._model = BaseModel(store, source, Path(env.workdir), hub, still_s, self._say)
 
     async def prepare(self, *, may_be_bare: bool) -> tuple[RunSpec, bool]:
         """Have what the next vLLM needs on this machine. Returns the run as that one reads it, and whether it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 from dataclasses import dataclass
 
@@ -15,19 +14,8 @@ from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import machine_of
 from policies.serving.joining import Stage
-from policies.serving.wire import (
-    COMERS,
-    HOLD_S,
-    PEERS,
-    PEERS_S,
-    Announce,
-    AnnounceReply,
-    PeerList,
-    PeerWord,
-    PolicyRef,
-)
+from policies.serving.wire import COMERS, HOLD_S, Announce, AnnounceReply, PolicyRef
 from tasks.machine.node_env import NodeEnv
-from tasks.peers.peers import Peers
 
 ANSWER_S = 5.0  # beyond the time for which the gateway holds an announcement
 LEAVE_S = 1.0
@@ -88,15 +76,6 @@ class GatewayLink:
             await self._ask("POST", f"{COMERS}/{machine_of(self._node)}", timeout_s=ANSWER_S, body=body)
         ).policy
 
-    async def ask_peers(self, address: str) -> list[str]:
-        """Say where this node's peers find it, and return where they are. Raises GatewayUnreachable."""
-        body = msgspec.json.encode(PeerWord(address))
-        answer = await self._ask("POST", f"{PEERS}/{self._node}", timeout_s=ANSWER_S, body=body)
-        try:
-            return msgspec.json.decode(answer, type=PeerList).addresses
-        except msgspec.DecodeError as error:
-            raise GatewayUnreachable(f"it answered {answer[:80]!r}: {error}") from error
-
     async def drain(self) -> None:
         """Ask the gateway for no more work. Raises GatewayUnreachable."""
         await self._ask("POST", f"/members/{self._node}/drain", timeout_s=ANSWER_S)
@@ -149,11 +128,3 @@ def _reply(answer: bytes) -> AnnounceReply:
         return msgspec.json.decode(answer, type=AnnounceReply)
     except msgspec.DecodeError as error:
         raise GatewayUnreachable(f"it answered {answer[:80]!r}: {error}") from error
-
-
-async def meet(peers: Peers | None, gateway: GatewayLink) -> None:
-    """Tell the gateway where other nodes get what this one has, and learn the same of them, until cancelled."""
-    while peers is not None and peers.address:
-        with contextlib.suppress(GatewayUnreachable):  # the announcements say so
-            peers.know(await gateway.ask_peers(peers.address))
-        await asyncio.sleep(PEERS_S)

@@ -31,9 +31,8 @@ from policies.model.vocabulary import member_of
 from policies.serving.fitness import AGAIN_S
 from policies.serving.wire import PolicyRef, PolicyStages
 from tasks.machine.node_env import NodeEnv
-from tasks.peers.peers import Peers
 from tasks.rollout.base_here import BaseHere
-from tasks.rollout.gateway_link import GatewayLink, meet
+from tasks.rollout.gateway_link import GatewayLink
 from tasks.rollout.patching.loader import PolicyLoader, Ready
 from tasks.rollout.policy_folders import DiskFailed, Overtaken, PolicyFolders
 from tasks.rollout.rollout_engine import GaveUp, Place, RolloutEngine
@@ -60,15 +59,13 @@ class Agent:
         spec: RunSpec,
         store: Store,
         http: aiohttp.ClientSession,
-        peers: Peers | None = None,
         shares: Sequence[str] = ("",),
     ) -> None:
         self._env = env
         self._gateway = GatewayLink(store, env, http)
-        self._peers = peers
-        self._folders = PolicyFolders(store, Path(env.workdir) / "policies", peers)
+        self._folders = PolicyFolders(store, Path(env.workdir) / "policies")
         self._loader = PolicyLoader(self._folders)
-        self._base = BaseHere(env, spec, store, peers)
+        self._base = BaseHere(env, spec, store)
         self._wanted: PolicyRef | None = None
         self._stages = PolicyStages("")  # of what was fetched last
         self._work = asyncio.Event()  # a server or a wanted policy is new
@@ -90,7 +87,6 @@ class Agent:
         """Work until cancelled, then leave the gateway and stop every vLLM. Raises GaveUp, in a group."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(meet(self._peers, self._gateway))
                 group.create_task(self._load_wanted())
                 group.create_task(self._watch_for_notice())
                 group.create_task(self._base.keep())

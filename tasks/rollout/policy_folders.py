@@ -23,7 +23,6 @@ from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
 from checkpoint.stream.chunks import Progress
-from checkpoint.stream.elsewhere import Elsewhere
 from checkpoint.stream.manifest import Manifest
 from checkpoint.weights import delta, safetensors
 from policies.serving.joining import POLICY, Stage
@@ -65,15 +64,13 @@ class PolicyFolders:
     Args:
         store: the run's.
         root: nobody else's folder.
-        peers: nodes that may have what is fetched.
     """
 
-    def __init__(self, store: Store, root: Path, peers: Elsewhere | None = None) -> None:
+    def __init__(self, store: Store, root: Path) -> None:
         self._store = store
         self._root = root
         self.fetched_bytes = 0  # by the last `fetch` or `stage`
         self.coming: Stage | None = None  # of a whole policy, while it is fetched
-        self._peers = peers
         self._pool = ThreadPoolExecutor(delta.WORKERS, thread_name_prefix="weights")
         self._file = threading.Lock()  # held by who may change the weights' file
         # By their places: those of staged deltas may go from the store before the file has followed.
@@ -140,8 +137,10 @@ class PolicyFolders:
         return Staged(deltas, [base, *(digest_of(one) for one in route.deltas)], beside)
 
     def settle(self, wanted: PolicyRef, still: Callable[[], bool]) -> Path:
-        """Bring the file to a policy that an engine holds, and forget what led to the one before: what leads here
-        other nodes may be fetching from this one. Raises as `fetch`."""
+        """Bring the file to a policy that an engine holds, and delete the deltas of the policy before it.
+
+        Raises as `fetch`.
+        """
         before = self._applied
         folder = self.fetch(wanted, still)
         spent = [one for one in before if one not in self._applied]
@@ -193,7 +192,7 @@ class PolicyFolders:
                 delta.verify(deltas[-1])
             except (FileNotFoundError, Corrupt):  # which it has become since it came
                 files = [file for file in one.files if file.name == delta.NAME]
-                manifest.materialize(self._store, one.root, files, deltas[-1].parent, check, self._peers)
+                manifest.materialize(self._store, one.root, files, deltas[-1].parent, check)
                 delta.verify(deltas[-1])
         beside = staged / f"{wanted.version}@{digest_of(wanted)}"
         if not beside.exists():
@@ -213,7 +212,7 @@ class PolicyFolders:
             files = [file for file in route.whole.files if file.name != delta.NAME]
             progress = self._counted(sum(file.size_bytes for file in files), check)
             try:
-                manifest.materialize(self._store, route.whole.root, files, start, progress, self._peers)
+                manifest.materialize(self._store, route.whole.root, files, start, progress)
             finally:
                 self.coming = None
             if manifest.WEIGHTS in route.whole.meta and not fuzzy:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 import random
 import tempfile
-from collections import defaultdict
 from itertools import groupby
 from pathlib import Path
 
 from checkpoint.journal import journal
 from checkpoint.records import documents, forks
-from checkpoint.records.activity import SLOTS, write_part
 from checkpoint.records.metrics import (
     GENERATE_S,
     PUBLISH_S,
@@ -79,7 +77,6 @@ from policies.model.vocabulary import (
     precedence_of,
     role_of,
 )
-from policies.serving.activity import UNKNOWN
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from policies.serving.wire import EngineWord
 
@@ -91,7 +88,6 @@ POOLS = (
     Pool("gcp", "us-central1", "us-central1-a", "g2-standard-48", "L4:4", Market.SPOT),
 )
 TRAINER = "trainer-0-i1"
-SHARES = (0x13, 0x13, 0x14, 0x14, 0x15, 0x03, 0x23, 0x24, 0x17)  # of a minute: loading, idle
 EVIDENCE = (
     "KL 0.61, 14 times its calm level of 0.043",
     "reward 0.41, down from 0.74",
@@ -119,7 +115,6 @@ class LongRun:
         self.began_s = now_s - steps * step_s
         self._metrics = MetricsWriter(self.store)
         self._journal = journal.Journal(self.store, "build-7/4242")
-        self._served: list[tuple[str, float, float]] = []  # machine, from when until when
         self._forks = tuple(self._fork(number) for number in (1, 2))
         self._beats = 0
         self._create()
@@ -127,7 +122,6 @@ class LongRun:
         self._write_rows()
         self._save()
         self.beat()
-        self._record()
 
     def goes_on(self) -> None:
         """One more step."""
@@ -240,7 +234,6 @@ class LongRun:
                 (at_s + boots_s + 110, NodeMoved(node, NodePhase.SERVING, "it is in the membership")),
             ]
             lost_s = at_s + boots_s + 150 + life_s
-            self._served.append((node, at_s + boots_s + 110, min(lost_s, end_s)))
             if lost_s >= end_s:
                 break
             if chance.random() < 0.5:
@@ -298,20 +291,6 @@ class LongRun:
                 version = PolicyVersion(timeline, step)
                 transfer.upload(self.store, catalog, files_below(Path(name)), version, self._at_s(step), {})
         catalog.pin(self._at_s(self.step), PolicyVersion(0, int(0.32 * self.step)), pinned=True)
-
-    def _record(self) -> None:
-        """What the machines' time went to, as gateways keep it."""
-        chance = random.Random(11)
-        for slot_s, slots in SLOTS.items():
-            groups = defaultdict[int, dict[str, bytes]](dict)
-            for node, from_s, until_s in self._served:
-                first, end = int(from_s // slot_s), math.ceil(until_s / slot_s)
-                for group in range(first // slots, (end - 1) // slots + 1):
-                    low, high = max(first, group * slots), min(end, (group + 1) * slots)
-                    line = bytes(chance.choices(SHARES, k=high - low))
-                    groups[group][node] = bytes([UNKNOWN]) * (low - group * slots) + line
-            for group, machines in groups.items():
-                write_part(self.store, slot_s, group, "9a7e", machines)
 
     def beat(self) -> None:
         """The trainer's and the gateway's word."""

@@ -88,7 +88,6 @@ def node_views(draw: st.DrawFn) -> NodeView:
         pool=draw(st.sampled_from(["", "aws/us-east-1/us-east-1b p5.48xlarge H100:8 spot", f"k8s/{'z' * 60} m"])),
         state=draw(st.sampled_from(LaneState)),
         lane=draw(lanes),
-        minutes=draw(st.binary(max_size=61)),
         tokens_per_s=draw(st.none() | amounts),
     )
 

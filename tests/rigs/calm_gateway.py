@@ -13,11 +13,10 @@ from tests.budget import HANG_S
 wire.HOLD_S = wire.SILENT_S = HANG_S  # before they are imported from there
 
 from orchestrator.gateway import __main__ as gateway  # noqa: E402
-from orchestrator.gateway.routing import balance, watch  # noqa: E402
+from orchestrator.gateway.routing import watch  # noqa: E402
 from policies.serving.silence import SilenceLimits  # noqa: E402
 
 if __name__ == "__main__":
     SilenceLimits.soft_s = HANG_S  # type: ignore[misc]  # it is for ever elsewhere
-    balance.SPEED_S = HANG_S  # of a member whose speed is not known nothing is taken
-    watch.IDLE_REQUESTS = 0  # so nobody takes over what is slow
+    watch.SPEED_S = HANG_S  # of a member whose speed is not known nothing is taken
     sys.exit(gateway.main())

@@ -21,7 +21,7 @@ class FakeMetadata:
     cloud: str
     url: str = ""
     noticed: bool = False
-    at_risk: bool = False
+    rebalance: bool = False
     advice: str = '{"noticeTime": "2026-05-01T10:00:00Z"}'
     token: str = "token-1"
     silent: bool = False  # it takes the request, and says nothing for longer than anybody waits
@@ -56,7 +56,7 @@ class FakeMetadata:
             return 401, "", {}
         if path == "/latest/meta-data/placement/availability-zone":
             return 200, "us-east-1a", {}
-        if path == "/latest/meta-data/events/recommendations/rebalance" and self.at_risk:
+        if path == "/latest/meta-data/events/recommendations/rebalance" and self.rebalance:
             return 200, self.advice, {}
         if path == "/latest/meta-data/spot/instance-action" and self.noticed:
             return 200, '{"action": "terminate", "time": "2026-05-01T10:02:00Z"}', {}

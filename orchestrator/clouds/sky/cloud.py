@@ -296,5 +296,5 @@ def _machine(node: str, entry: Entry, report: MachineReport | None) -> Machine:
         where=f"{entry.cluster.infra} {entry.cluster.machine}".strip(),
         # With neither, what it may cost at most goes on counting.
         pool=None if entry.cluster.price_usd_per_h is None else pool_of(entry.cluster),
-        at_risk=bool(report and report.at_risk),
+        rebalance_recommended=bool(report and report.rebalance_recommended),
     )

@@ -8,9 +8,6 @@ from enum import StrEnum
 
 from orchestrator.gateway.job import Job
 
-PACE_S = 2.0  # its pace is known after so long, ...
-PACE_MAX_S = 8.0  # ... and after so long only the last part counts
-
 
 class Why(StrEnum):
     """Why a job left a member."""
@@ -22,7 +19,6 @@ class Why(StrEnum):
     SILENT = "silent"
     LEFT = "left"  # its term ended
     DRAINED = "drained"
-    SLOW = "tail"  # another will finish it sooner; the metrics have always called it so
     SHARED = "shared"  # another has less to do
 
 
@@ -58,7 +54,6 @@ class Attempt:
     __slots__ = (
         "_before",
         "_done",
-        "_mark",
         "begun_s",
         "heard_s",
         "job",
@@ -76,7 +71,6 @@ class Attempt:
         self.sent_s = self.heard_s = loop.time()
         self.begun_s: float | None = None
         self.queued_s = 0.0
-        self._mark = (self.sent_s, self._before)  # a time, and how many tokens there were then
 
     @property
     def continued(self) -> bool:
@@ -92,15 +86,6 @@ class Attempt:
     def movable(self) -> bool:
         """Whether the job loses nothing when it goes on elsewhere."""
         return not self.job.token_ids or self.job.may_continue()
-
-    def pace_tokens_s(self, now_s: float) -> float | None:
-        """Its recent tokens per second, or None while that is not known."""
-        since_s, tokens = self._mark
-        elapsed_s = now_s - max(since_s, self.begun_s or now_s)
-        pace = (len(self.job.token_ids) - tokens) / elapsed_s if elapsed_s >= PACE_S else None
-        if elapsed_s >= PACE_MAX_S:
-            self._mark = (now_s, len(self.job.token_ids))
-        return pace
 
     def fail(self, error: Exception) -> None:
         """End this try, unless it is over."""

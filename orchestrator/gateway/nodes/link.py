@@ -16,8 +16,6 @@ from policies.serving.wire import HEADER_BOOT, HEADER_POLICY
 PROBE_S = 1.5  # vLLM's server has been busy for half a second with a burst of 256 requests
 PROMPTS_FADE = 0.99  # of the most prompt tokens in a second, with each measurement
 SPEED_SHARE = 0.3  # of each measurement in what is known
-PACE_SHARE = 0.1  # of each finished request in what is known
-PACE_TOKENS_MIN = 8  # shorter ones say nothing of a member's pace
 _HEADER_SAFE = re.compile(r"[\x21-\x7e]*")
 
 
@@ -53,8 +51,6 @@ class Link:
     prompts: int = 0  # tokens of those that got a first token here
     most_prompts_tokens_s: float = 0.0  # the most prompt tokens in a second of late; many are computed at a time
     speed_tokens_s: float = 0.0  # of a request that is alone; 0 while unknown
-    rate_tokens_s: float = 0.0  # of one request among others, as they finished here; 0 while unknown
-    prefill_tokens_s: float = 0.0
     _since: _Measured | None = None
     _head: tuple[str, str, str] = ("", "", "")  # the last one made: path, policy, and all but the size
 
@@ -98,12 +94,6 @@ class Link:
                 speed = alone_tokens_s((self.arrived - since.arrived) / requests / took_s, requests)
                 self.speed_tokens_s = moving_mean(self.speed_tokens_s, speed, SPEED_SHARE)
         self._since = _Measured(now_s, self.arrived, self.prompts, begun)
-
-    def learn_pace(self, prompt_tokens: int, prefill_s: float, tokens: int, took_s: float) -> None:
-        """A request finished here: its prompt took `prefill_s`, and all its tokens `took_s` after the first."""
-        if tokens >= PACE_TOKENS_MIN and took_s > 0 and prefill_s > 0:
-            self.rate_tokens_s = moving_mean(self.rate_tokens_s, tokens / took_s, PACE_SHARE)
-            self.prefill_tokens_s = moving_mean(self.prefill_tokens_s, prompt_tokens / prefill_s, PACE_SHARE)
 
     def give_up(self, why: Why, message: str) -> None:
         """End every try that runs here: their jobs go on elsewhere."""

@@ -24,7 +24,7 @@ from policies.serving.wire import HandOver
 RETRY_S = 0.05  # after the second try in a row that brought no token, doubled after each later one
 RETRY_MAX_S = 1.0
 # The member was judged already, or is not at fault.
-_NO_DOUBT = frozenset({Why.LEFT, Why.SILENT, Why.DRAINED, Why.SLOW, Why.SHARED})
+_NO_DOUBT = frozenset({Why.LEFT, Why.SILENT, Why.DRAINED, Why.SHARED})
 
 
 @dataclass(slots=True)
@@ -160,10 +160,6 @@ class Completer:
 
     def _finish(self, job: Job, attempt: VllmAttempt, end: End, asked_s: float) -> Finished:
         self._members.learn_length(len(job.token_ids))
-        if attempt.begun_s is not None:
-            prompt_tokens = job.prompt_tokens + len(job.token_ids) - attempt.tokens
-            prefill_s, took_s = attempt.begun_s - attempt.sent_s, attempt.heard_s - attempt.begun_s
-            attempt.link.learn_pace(prompt_tokens, prefill_s, attempt.tokens, took_s)
         self._ledger.finished += 1
         finished = Finished(
             token_ids=job.token_ids,

@@ -10,29 +10,30 @@ import asyncio
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import structlog
 
 from orchestrator.gateway.nodes.attempt import Why
 from orchestrator.gateway.nodes.connection import Pool
 from orchestrator.gateway.nodes.link import Link, moving_mean
-from orchestrator.gateway.routing.announcements import Announcements
-from orchestrator.gateway.routing.comers import Comers
 from orchestrator.gateway.routing.places import Places
-from orchestrator.gateway.routing.spreads import Spreads
 from orchestrator.gateway.routing.waiting import Waiting
 from orchestrator.gateway.turns import Turns
 from policies.model.vocabulary import Recovery, machine_of
 from policies.serving.gateway_status import MembershipChange, MemberStatus, VersionSpread
+from policies.serving.joining import Coming, Stage, gets_on
 from policies.serving.member import Change, Row, Wanted
 from policies.serving.membership import Membership
 from policies.serving.silence import SilenceLimits
-from policies.serving.wire import SILENT_S, Announce, AnnounceReply, PolicyRef
+from policies.serving.wire import HOLD_S, SILENT_S, Announce, AnnounceReply, PolicyRef, PolicyStages
 
 log = structlog.get_logger()
 
 GONE = "it is no member any more"
+COMERS_MAX = 256  # those heard last; of one that has fallen silent the controller has yet to learn how long
+VERSIONS_KEPT = 8
 CHANGES_MAX = 64  # of the membership that are remembered
 LENGTH_SHARE = 0.02  # of each finished completion in the mean length
 
@@ -279,3 +280,119 @@ class Members:
             unfit=row.unfit,
             stage=row.stage,
         )
+
+
+class Announcements:
+    """Announcements that are held open until there is something to answer: one at most for each node."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, asyncio.Future[None]] = {}
+
+    async def hold(self, node: str, lost: Callable[[], None]) -> None:
+        """Return when the announcement is to be answered, after HOLD_S at the latest.
+
+        Args:
+            node: that announced itself; what is held of it already must have been answered.
+            lost: called when the node's connection breaks meanwhile, which cancels this.
+        """
+        held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._held[node] = held
+        try:
+            await asyncio.wait({held}, timeout=HOLD_S)
+        except asyncio.CancelledError:
+            if self._held.get(node) is held:
+                lost()
+            raise
+        finally:
+            if self._held.get(node) is held:
+                del self._held[node]
+
+    def answer(self, node: str) -> None:
+        """Answer the node's announcement now, if one is held."""
+        held = self._held.pop(node, None)
+        if held is not None and not held.done():
+            held.set_result(None)
+
+    def answer_all(self) -> None:
+        """Answer every announcement that is held."""
+        for node in list(self._held):
+            self.answer(node)
+
+
+class Comers:
+    """Nodes that are not members yet: their stages, and since when they make no progress.
+
+    `moves` counts the progress of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.moves = 0
+        # By node: its stage now, the one at which it last got on, and when that was.
+        self._told: dict[str, tuple[Stage, Stage, float]] = {}
+
+    def tell(self, node: str, stage: Stage, now_s: float) -> None:
+        """A node says what it is at."""
+        before = self._told.pop(node, None)
+        if before is None or gets_on(before[1], stage):
+            self._told[node] = stage, stage, now_s
+            self.moves += 1
+        else:
+            self._told[node] = stage, *before[1:]
+        while len(self._told) > COMERS_MAX:
+            del self._told[next(iter(self._told))]
+
+    def forget(self, node: str) -> None:
+        """It is of use: should it have to come again, it begins anew."""
+        self._told.pop(node, None)
+
+    def status(self, machines: Container[str], now_s: float) -> list[Coming]:
+        """Those that are not on these machines, which have members."""
+        told = [(node, *told) for node, told in self._told.items() if machine_of(node) not in machines]
+        return [Coming(node, stage, now_s - at_s) for node, stage, _, at_s in told]
+
+
+@dataclass(slots=True)
+class _Version:
+    spread: VersionSpread
+    wanted_at_s: float
+    waited_for: set[str]  # nodes
+
+
+class Spreads:
+    """How the last policies reached the members: after how long, and in which stages.
+
+    `now_s` is any clock that does not go back. A node that joins later is not waited for: it reports `join_s`.
+    """
+
+    def __init__(self) -> None:
+        self._last: deque[_Version] = deque(maxlen=VERSIONS_KEPT)
+
+    @property
+    def last(self) -> list[VersionSpread]:
+        """The last policies that were wanted, the oldest first."""
+        return [one.spread for one in self._last]
+
+    def want(self, label: str, rows: Iterable[Row], now_s: float) -> None:
+        """A policy is wanted, of members that may hold it already."""
+        if all(one.spread.policy != label for one in self._last):
+            nodes = {row.node for row in rows if row.policy != label}
+            self._last.append(_Version(VersionSpread(label, len(nodes)), now_s, nodes))
+
+    def hear(self, node: str, said: Announce, now_s: float) -> None:
+        """A member says what it holds."""
+        for one in self._last:
+            if one.spread.policy == said.policy and node in one.waited_for:
+                one.waited_for.remove(node)
+                one.spread = _with(one.spread, said.stages or PolicyStages(""), now_s - one.wanted_at_s)
+
+
+def _with(spread: VersionSpread, took: PolicyStages, ready_s: float) -> VersionSpread:
+    return replace(
+        spread,
+        ready=spread.ready + 1,
+        first_ready_s=spread.first_ready_s if spread.ready else ready_s,
+        last_ready_s=ready_s,
+        fetch_s=max(spread.fetch_s, took.fetch_s),
+        fetched_bytes=max(spread.fetched_bytes, took.fetched_bytes),
+        load_s=max(spread.load_s, took.load_s),
+    )

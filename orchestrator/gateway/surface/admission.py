@@ -176,7 +176,7 @@ def check_announce(said: Announce) -> None:
     name_of("boot_id", said.boot_id)
     if said.policy is not None:
         name_of("policy", said.policy)
-    check_address(said.address)
+    _check_address(said.address)
     if len(said.unfit) > LINE_SIZE_MAX or not said.unfit.isprintable():
         raise Refused(400, f"unfit must be one printable line of at most {LINE_SIZE_MAX} characters")
     if not 0 < said.max_requests < NUMBER_END:
@@ -206,7 +206,7 @@ def check_stage(said: Stage) -> None:
         raise Refused(400, "done_bytes and total_bytes must be at least 0")
 
 
-def check_address(address: str) -> None:
+def _check_address(address: str) -> None:
     """Raise Refused unless it is one that can be connected to."""
     found = _ADDRESS.fullmatch(address)
     if found is None or not 0 < int(found[2]) < 2**16:

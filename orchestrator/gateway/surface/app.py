@@ -17,7 +17,6 @@ from checkpoint.security import identity
 from orchestrator.gateway.job import QueueFull
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.routing.peers import PeerAddresses
 from orchestrator.gateway.surface import admission
 from orchestrator.gateway.surface.admin import Admin, node_of
 from orchestrator.gateway.surface.admission import Refused
@@ -27,10 +26,9 @@ from orchestrator.gateway.surface.openai import OpenAI, error_document
 from policies.model.vocabulary import machine_of
 from policies.serving.gateway_status import GatewayStatus
 from policies.serving.joining import Stage
-from policies.serving.wire import COMERS, PEERS, ROLLOUTS, WANTED, Announce, AnnounceReply, PeerList, PeerWord
+from policies.serving.wire import COMERS, ROLLOUTS, WANTED, Announce, AnnounceReply
 
 _announce = msgspec.json.Decoder(Announce)
-_peer_word = msgspec.json.Decoder(PeerWord)
 _stage = msgspec.json.Decoder(Stage)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -47,7 +45,6 @@ class Gateway:
         self.boot_id = boot_id
         self.members = Members(token, identity.client_context(token))
         self._expected = f"Bearer {token}".encode()
-        self._peers = PeerAddresses()
         self._ledger = Ledger()
         self._metrics = Metrics(self.members, self._ledger)
         self._completer = Completer(self.members, self._ledger, self._metrics.observe)
@@ -65,7 +62,6 @@ class Gateway:
                 web.post("/members/{node}", self._announce),
                 web.get(WANTED, self._wanted),
                 web.post(f"{COMERS}/{{node}}", self._tell_stage),
-                web.post(f"{PEERS}/{{node}}", self._tell_peers),
                 *Admin(self.members).routes(),
                 *OpenAI(self.members, self._completer, self._ledger, int(time.time())).routes(),
             ]
@@ -143,14 +139,6 @@ class Gateway:
         admission.check_stage(said)
         self.members.comers.tell(node, said, time.monotonic())
         return await self._wanted(request)
-
-    async def _tell_peers(self, request: web.Request) -> web.Response:
-        node = node_of(request)
-        said = admission.decode(
-            await admission.read(request, admission.ANNOUNCE_SIZE_MAX), _peer_word, "a PeerWord"
-        )
-        admission.check_address(said.address)
-        return _json(PeerList(self._peers.tell(node, said.address, time.monotonic())))
 
     async def _rollouts(self, request: web.Request) -> web.StreamResponse:
         try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from rich.text import Text
 
-from orchestrator.views.measured.lanes import AT_WORK, LANE_S, Cell, LaneState, cells, shares_at_work, span_of
+from orchestrator.views.measured.lanes import AT_WORK, LANE_S, LaneState, cells, shares_at_work, span_of
 from orchestrator.views.model import NodeView, RunView
 from orchestrator.views.terminal.lines import cut, fit, in_lines, left, right
 from orchestrator.views.words.numbers import NOT_KNOWN, duration, short
@@ -181,22 +181,15 @@ def _columns(rows: Sequence[_Row], width: int) -> tuple[_Column, _Column, int, l
 
 
 def _strip(view: RunView, nodes: Sequence[NodeView], count: int, span_s: float) -> Text:
-    """What one machine did, what serves as high as its share; of several the share of them that was at work."""
+    """Draw what one machine did; for several, the share of them that served."""
     line = Text()
     if len(nodes) == 1:
-        for cell in cells(nodes[0].lane, nodes[0].state, view.now_s, count, nodes[0].minutes, span_s):
-            line.append(*_look(cell))
+        for state in cells(nodes[0].lane, nodes[0].state, view.now_s, count, span_s):
+            line.append(*(LOOKS[state] if state is not None else (" ", "")))
         return line
     shares = shares_at_work([one.lane for one in nodes], view.now_s, count, span_s)
     # Rounded up: one that works is seen among a thousand.
     return line.append("".join(_SHARES[math.ceil(8 * share)] for share in shares), "green")
-
-
-def _look(cell: Cell | None) -> tuple[str, str]:
-    if cell is None:
-        return " ", ""
-    glyph, style = LOOKS[cell.state]
-    return (_SHARES[math.ceil(8 * cell.share)] if cell.state is LaneState.SERVING else glyph), style
 
 
 def _counts(view: RunView, width: int) -> list[Text]:

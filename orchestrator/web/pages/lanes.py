@@ -1,8 +1,7 @@
 """The machines over time: a lane for each place in the fleet, its machines one after another, and when policies
 changed.
 
-Phases are the journal's. How much of its time a machine that serves was loading a policy or had nothing to do is
-what its gateway has kept of it.
+All of it is drawn from the journal; only what each machine does now comes from the gateway.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from itertools import groupby
 from typing import Any
 
 from checkpoint.records.metrics import PUBLISHED
-from orchestrator.views.measured.activity_log import Recorded
 from orchestrator.web.page import Asked, Page
 from orchestrator.web.pages.nodes import states_of
-from orchestrator.web.pages.shares import CELLS, Cells, cells_of, shares
 from orchestrator.web.pages.window import Window, extent, window_of
 from orchestrator.web.watch import Look
 from policies.ledger.lives import End, Life, lives
@@ -26,7 +23,8 @@ from policies.model.vocabulary import Role
 
 LANES, LANES_MOST = 24, 200
 FAR = 10**6
-SPANS_MOST = 240  # of a lane; beyond that what is shorter than a cell is told with its neighbours
+SPANS_MOST = 240  # of a lane; with more, spans shorter than a cell are merged with their neighbours
+CELLS = 400
 POLICIES_MOST = 12
 MARKS_MOST = 40
 
@@ -41,14 +39,11 @@ def _data(look: Look, asked: Asked) -> dict[str, Any]:
         *(_last_changed_first(past, window) if ended or not present else ()),
     ]
     states = look.once("states", lambda: states_of(look))
-    recorded = look.activity.between(window.from_s, window.until_s)
-    cells = cells_of(window, recorded.slot_s)
     return {
         "from_s": window.from_s,
         "until_s": window.until_s,
         "end_s": extent(look)[1],
-        "lanes": [_lane(own, window, states, recorded, cells) for own in shown[first : first + count]],
-        "cells": {"from_s": cells.from_s, "cell_s": cells.cell_s},  # of each lane's `shares`
+        "lanes": [_lane(own, window, states) for own in shown[first : first + count]],
         "first": first,
         "count": count,
         "total": len(shown),
@@ -79,9 +74,7 @@ def _last_changed_first(places: Sequence[list[Life]], window: Window) -> list[li
     return sorted(there, key=lambda own: (own[-1].role is not Role.TRAINER, -last_change_s(own)))
 
 
-def _lane(
-    own: Sequence[Life], window: Window, states: dict[str, str], recorded: Recorded, cells: Cells
-) -> dict[str, Any]:
+def _lane(own: Sequence[Life], window: Window, states: dict[str, str]) -> dict[str, Any]:
     inside = [life for life in own if life.until_s >= window.from_s and life.from_s <= window.until_s]
     told = sum(len(life.spans) for life in inside)
     newest = own[-1]
@@ -90,7 +83,6 @@ def _lane(
         "role": newest.role,
         "now": states.get(newest.node, "") if newest.end is None else "",
         "machines": [_machine(life) for life in inside] if told <= SPANS_MOST else _crowd(inside, window),
-        "shares": shares(inside, recorded, cells),
     }
 
 

@@ -53,28 +53,6 @@
     ctx.fillStyle = c[phase] ?? c.requested;
     ctx.fillRect(a, top, Math.max(.75, b - a), size);
   };
-  // Of a cell's time: a byte, fifteenths of loading and of being idle; null where nothing is known.
-  const share = (one, cell) => {
-    const loading = parseInt(one.shares[2 * cell], 16), idle = parseInt(one.shares[2 * cell + 1], 16);
-    return loading + idle <= 15 ? { loading: loading / 15, idle: idle / 15 } : null;
-  };
-  const cellsIn = (from, to) => {
-    const { from_s, cell_s } = data.cells, last = Math.ceil((Math.min(to, data.until_s) - from_s) / cell_s), found = [];
-    for (let cell = Math.max(0, Math.floor((from - from_s) / cell_s)); cell < last; cell++) found.push(cell);
-    return found;
-  };
-  // Over what serves: as high as their share of the time, loading from below and idle from above.
-  const divide = (c, one, from, to, top, size) => {
-    const { from_s, cell_s } = data.cells;
-    for (const cell of cellsIn(from, to)) {
-      const told = share(one, cell);
-      if (!told) continue;
-      const a = Math.max(from, from_s + cell * cell_s), b = Math.min(to, from_s + (cell + 1) * cell_s);
-      const idle = told.idle && Math.max(1, size * told.idle), loading = told.loading && Math.max(1.5, size * told.loading);
-      bar(c, "idle", a, b, top, idle);
-      bar(c, "loading", a, b, top + size - loading, loading);
-    }
-  };
   const lane = (c, one, row) => {
     const top = HEAD + row * LANE + (LANE - BAR) / 2;
     ctx.fillStyle = c.soft; ctx.textAlign = "left";
@@ -86,7 +64,6 @@
       const over = one.machines[i + 1]?.spans[0][1] ?? Infinity;
       for (const [phase, from, to] of machine.spans) {
         bar(c, phase, from, Math.min(to, over), top, BAR);
-        if (phase === "serving" && one.shares) divide(c, one, from, Math.min(to, over), top, BAR);
         bar(c, phase, Math.max(from, over), to, top + BAR - 2, 3);
       }
       const [, begun] = machine.spans[0], left = machine.spans.at(-1)[2];
@@ -141,20 +118,13 @@
     if (data.ended) parts.push(button(ended ? "without the ended" : `and ${data.ended.toLocaleString("en")} ended`, () => { ended = !ended; first = 0; }));
     more.replaceChildren(...parts);
   };
-  // What of the time around `t` went to loading and to waiting, in words.
-  const atWork = (one, [phase, from, to], t) => {
-    if (phase !== "serving" || !one.shares) return "";
-    const cell = cellsIn(Math.max(from, Math.min(t, to)), t + 1e-3)[0], told = cell == null ? null : share(one, cell);
-    if (!told) return "";
-    return `of ${duration(data.cells.cell_s)} here ${Math.round(100 * told.loading)} % loading, ${Math.round(100 * told.idle)} % idle`;
-  };
   const under = (px, py) => {
     const one = data.lanes[Math.floor((py - HEAD) / LANE)];
     if (!one || py < HEAD) return null;
     const t = time(px), slack = (data.until_s - data.from_s) / Math.max(1, width()) * 2;
     for (const machine of [...one.machines].reverse()) {
       const span = machine.spans.find(([, from, to]) => t >= from - slack && t <= to + slack);
-      if (span) return { machine, span, told: atWork(one, span, t) };
+      if (span) return { machine, span };
     }
     return { slot: one.slot };
   };
@@ -163,8 +133,8 @@
     if (!at) { told.textContent = told.dataset.idle; return; }
     const when = new Date(time(event.offsetX) * 1000).toLocaleString("en-GB");
     if (!at.machine) { told.textContent = `${when} · ${at.slot}: no machine`; return; }
-    const { machine, span: [phase, from, to], told: work } = at, last = machine.spans.at(-1)[2];
-    const parts = [when, `${machine.node} ${phase}, ${duration(to - from)}`, work, machine.pool.endsWith(machine.market) ? "" : machine.market, machine.pool];
+    const { machine, span: [phase, from, to] } = at, last = machine.spans.at(-1)[2];
+    const parts = [when, `${machine.node} ${phase}, ${duration(to - from)}`, machine.pool.endsWith(machine.market) ? "" : machine.market, machine.pool];
     if (machine.price_usd_per_h) parts.push(`$${machine.price_usd_per_h.toFixed(2)} an hour`);
     if (machine.end) parts.push(`${machine.end} after ${duration(last - machine.spans[0][1])}: ${machine.reason}`);
     else parts.push(machine.reason);

@@ -3,7 +3,7 @@
 (() => {
   const HEIGHT = 260;
   const COLOURS = {
-    trainer: "--blue", spot: "--green", "on demand": "--orange", controller: "--grey", disks: "--ochre", store: "--violet",
+    trainer: "--blue", spot: "--green", "on demand": "--orange", controller: "--grey", disks: "--ochre",
   };
   const box = document.getElementById("dollars"), told = document.getElementById("dollars-told");
   let data = null, plot = null;

@@ -6,15 +6,12 @@ nothing is generated, so that nothing is on it; one that has not come up yet goe
 
 from __future__ import annotations
 
-from functools import partial
-
 from policies.control.fleet.deadline import course_now, deadline_words, nodes_in_time
 from policies.control.snapshot import OWN_GENERATION
 from policies.control.tick import Tick
 from policies.fleet.how_many import HourlyPrices, StepShape, damped_count, optimum
 from policies.model.events import FleetSized
 from policies.model.phases import FILLING_NODE
-from policies.model.pool_record import AT_RISK_S
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import NodePhase, Role
@@ -66,29 +63,23 @@ def size_words(shape: StepShape, prices: HourlyPrices) -> str:
 
 
 def return_surplus(tick: Tick) -> None:
-    """Return the nodes that are too many: those that do not serve first, then those at risk, then
-    the dearest."""
+    """Return the surplus nodes: first those that do not serve, then those with a rebalance recommendation, then
+    the most expensive."""
     nodes = [node for node in tick.state.live(Role.ROLLOUT) if node.phase in FILLING_NODE and not node.stand_in]
-    wanted = rollouts_wanted(tick.state, tick.spec) + len(tick.state.beyond)
+    wanted = rollouts_wanted(tick.state, tick.spec)
     if len(nodes) <= wanted:
         return
     pays = "are enough in time" if tick.spec.policies.fleet.deadline else "make a step cheapest"
-    for node in sorted(nodes, key=partial(_worth, tick))[: len(nodes) - wanted]:
+    for node in sorted(nodes, key=_worth)[: len(nodes) - wanted]:
         if node.phase is not NodePhase.SERVING or may_go(tick):
             price = f" at {node.price_usd_per_h:.2f} USD/h" if node.price_usd_per_h else ""
             why = f"returned{price}, one of {len(nodes)} where {wanted} {pays}"
             tick.move(node, NodePhase.TERMINATING, why)
 
 
-def _worth(tick: Tick, node: Node) -> tuple[int, bool, float, float]:
+def _worth(node: Node) -> tuple[int, bool, float, float]:
     serves = [NodePhase.REQUESTED, NodePhase.BOOTING, NodePhase.SERVING].index(node.phase)
-    return serves, not is_at_risk(tick, node), -node.price_usd_per_h, -node.requested_at_s
-
-
-def is_at_risk(tick: Tick, node: Node) -> bool:
-    """Whether its cloud has said that it may soon take it, and it has not lived on since."""
-    since_s = node.at_risk_since_s
-    return since_s is not None and node.phase in FILLING_NODE and tick.waited_s(since_s) < AT_RISK_S
+    return serves, not node.rebalance_recommended, -node.price_usd_per_h, -node.requested_at_s
 
 
 def may_go(tick: Tick) -> bool:

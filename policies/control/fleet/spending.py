@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from policies.control.fleet import store_bill
 from policies.control.stopping import STOP_WAIT_S
 from policies.control.tick import Tick
 from policies.fleet.budget import Caps, Running, excess, spent_usd, together
@@ -59,10 +58,6 @@ class Purse:
         self._prices_known = tick.snapshot.prices is not None
         self._spent = _spent(tick)
         self._running = _running(tick, tick.state.nodes.values() if nodes is None else nodes)
-        self._join_usd = {role: store_bill.join_usd(tick, role) for role in Role}
-
-    def _one_more(self, role: Role, usd_per_h: float) -> Running:
-        return Running(usd_per_h, _stop_s(role), self._join_usd[role])
 
     def refusal(self, role: Role, kind: str, most_usd_per_h: float | None) -> str:
         """Say why a machine more, which may cost so much, is not bought; empty: it is."""
@@ -72,19 +67,19 @@ class Purse:
             return PRICES_UNKNOWN
         if most_usd_per_h is None:
             return f"no price is known of machines of the kind {kind}, and there is a budget"
-        return excess(self._caps, self._spent, [*self._running, self._one_more(role, most_usd_per_h)])
+        return excess(self._caps, self._spent, [*self._running, Running(most_usd_per_h, _stop_s(role))])
 
     def fits(self, role: Role, usd_per_h: float) -> bool:
         """Whether a machine more at that price is bought."""
         return not self.refusal(role, "", usd_per_h)
 
     def add(self, role: Role, most_usd_per_h: float) -> None:
-        self._running = together([*self._running, self._one_more(role, most_usd_per_h)])
+        self._running = together([*self._running, Running(most_usd_per_h, _stop_s(role))])
 
     def keep_back(self, role: Role, likely_usd_per_h: float, most_usd_per_h: float) -> None:
         """Count one that will be asked for later: an hour at what it is likely to cost, in all at the most."""
-        likely, most = (self._one_more(role, usd) for usd in (likely_usd_per_h, most_usd_per_h))
-        once_usd = likely.once_usd + most.reserve_usd - likely.reserve_usd
+        likely, most = (Running(usd, _stop_s(role)) for usd in (likely_usd_per_h, most_usd_per_h))
+        once_usd = most.reserve_usd - likely.reserve_usd
         self._running = together([*self._running, replace(likely, once_usd=once_usd)])
 
     def words(self) -> str:
@@ -122,7 +117,7 @@ def refuse(
 def _in_its_way(tick: Tick, trainer_usd_per_h: float, nodes: list[Node]) -> list[Node]:
     """Return the rollout nodes, the dearest first, without which there is room for a trainer's machine under the
     cap an hour; none where that is not all it takes."""
-    one = _one_more(tick, Role.TRAINER, trainer_usd_per_h)
+    one = Running(trainer_usd_per_h, _stop_s(Role.TRAINER))
     if excess(Caps(caps_of(tick.state, tick.spec).usd, None), _spent(tick), [*_running(tick, nodes), one]):
         return []
     rollouts = sorted((one for one in nodes if one.role is Role.ROLLOUT), key=lambda one: -one.usd_per_h)
@@ -135,27 +130,18 @@ def _in_its_way(tick: Tick, trainer_usd_per_h: float, nodes: list[Node]) -> list
 
 
 def _spent(tick: Tick) -> float:
-    journalled = spent_usd(tick.state, tick.snapshot.now_s)
-    return journalled + store_bill.pending_usd(tick) + tick.snapshot.controller_usd
+    return spent_usd(tick.state, tick.snapshot.now_s) + tick.snapshot.controller_usd
 
 
 def excess_with(tick: Tick, role: Role, most_usd_per_h: float, nodes: Iterable[Node]) -> str:
     """Say which cap these nodes and one more at that price do not fit under; empty: they do."""
-    running = [*_running(tick, nodes), _one_more(tick, role, most_usd_per_h)]
+    running = [*_running(tick, nodes), Running(most_usd_per_h, _stop_s(role))]
     return excess(caps_of(tick.state, tick.spec), _spent(tick), running)
 
 
-def _one_more(tick: Tick, role: Role, usd_per_h: float) -> Running:
-    return Running(usd_per_h, _stop_s(role), store_bill.join_usd(tick, role))
-
-
 def _running(tick: Tick, nodes: Iterable[Node]) -> list[Running]:
-    join_usd = {role: store_bill.join_usd(tick, role) for role in Role}
-    running = [
-        Running(node.usd_per_h, _stop_s(node.role), 0.0 if node.served else join_usd[node.role]) for node in nodes
-    ]
-    store = Running(store_bill.usd_per_h(tick), STOP_WAIT_S, store_bill.stop_usd(tick))
-    return together([*running, store, Running(tick.snapshot.controller_usd_per_h, STOP_WAIT_S)])
+    running = [Running(node.usd_per_h, _stop_s(node.role)) for node in nodes]
+    return together([*running, Running(tick.snapshot.controller_usd_per_h, STOP_WAIT_S)])
 
 
 def _stop_s(role: Role) -> float:

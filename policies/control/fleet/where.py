@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,7 @@ from policies.fleet.pools import Choice, Crowd, HalfLives, choose, rest_in_s
 from policies.model.buying import MachineKind
 from policies.model.events import Noticed
 from policies.model.phases import FILLING_NODE, LIVE_RUN
-from policies.model.pools import Pool, PoolOffer
+from policies.model.pools import PoolOffer
 from policies.model.state import Node
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase, kind_of
 
@@ -91,19 +91,6 @@ def terms_of(tick: Tick, crowds: Crowds, role: Role, market: Market, fits: Calla
     priced = [(one, one.usd_per_h + disk_usd[one.pool.cloud, one.pool.region]) for one in offers if one.usd_per_h]
     cheaper = [one for one, usd_per_h in priced if fits(usd_per_h)]
     return terms(choice_of(tick, crowds, role, market, cheaper)) if cheaper else best
-
-
-def terms_elsewhere(
-    tick: Tick, crowds: Crowds, role: Role, market: Market, avoided: Container[Pool | None]
-) -> Terms | None:
-    """Return on what terms a machine of the role is bought in the best pool that is not avoided and does not rest;
-    None: there is none."""
-    now_s, records = tick.snapshot.now_s, tick.state.pools
-    found = [one for one in _offers(tick, crowds, role, market) if one.pool not in avoided]
-    choice = choice_of(
-        tick, crowds, role, market, [one for one in found if not rest_in_s(one.pool, records, now_s)]
-    )
-    return None if choice is None else _terms(tick, role, market, choice)
 
 
 def _terms(tick: Tick, role: Role, market: Market, choice: Choice | None) -> Terms:

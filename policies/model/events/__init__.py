@@ -18,7 +18,7 @@ from policies.model.events.machines import (
     MachineEvent,
     NodeMoved,
     NodeRequested,
-    RiskTold,
+    RebalanceRecommended,
 )
 from policies.model.events.money import (
     BudgetNeared,
@@ -28,7 +28,6 @@ from policies.model.events.money import (
     CapacityMissing,
     DeadlineMissed,
     MoneyEvent,
-    StoreCharged,
 )
 from policies.model.events.run import (
     CommandTaken,
@@ -95,14 +94,13 @@ __all__ = [
     "NodesGenerate",
     "Noticed",
     "ProbationPassed",
-    "RiskTold",
+    "RebalanceRecommended",
     "RollbackBegun",
     "RunCreated",
     "RunEvent",
     "RunMoved",
     "SpecProved",
     "StoreCaughtUp",
-    "StoreCharged",
     "StoreSlowed",
     "TimelineEvent",
     "TimelineForked",

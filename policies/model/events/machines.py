@@ -22,7 +22,6 @@ class NodeRequested:
     pool: Pool | None = None  # where it is asked for; None: wherever run.yaml's resources allow
     stand_in: bool = False  # on demand, in place of a spot machine that cannot be had
     disk_usd_per_h: float = 0.0  # on top; 0: its own, or not known
-    relieves: str = ""  # a node at risk, which is returned once this one serves
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +73,11 @@ class MachineBought:
 
 
 @dataclass(frozen=True, slots=True)
-class RiskTold:
-    """A machine's cloud has said that it may soon take it: AWS's rebalance recommendation. Of such machines in its
-    pool `share` are expected to be taken within `pool_record.AT_RISK_S`."""
+class RebalanceRecommended:
+    """The cloud recommends to replace a machine, which it may preempt soon. `reason` says how often that followed
+    in the same pool."""
 
     node: str
-    share: float
     reason: str
 
 
@@ -109,7 +107,7 @@ MachineEvent = (
     | BuyingResumed
     | FleetSized
     | MachineBought
-    | RiskTold
+    | RebalanceRecommended
     | JobExited
     | JobRestarted
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CHARGED_EVERY_S = 3600.0  # what the store has cost is journalled so often, or oftener
-
 
 @dataclass(frozen=True, slots=True)
 class BudgetRefused:
@@ -30,17 +28,6 @@ class BudgetNeared:
 
     spent_usd: float
     usd: float
-
-
-@dataclass(frozen=True, slots=True)
-class StoreCharged:
-    """What the run's store has cost since this was last told, estimated: `policies.fleet.store_costs`."""
-
-    usd: float
-    requests: int
-    sent_bytes: int
-    fetched_bytes: int
-    until_s: float  # when the newest step that is counted was logged, by the trainer's clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +61,4 @@ class BudgetSet:
     usd: float
 
 
-MoneyEvent = (
-    BudgetRefused | BudgetReached | BudgetNeared | StoreCharged | CapacityMissing | DeadlineMissed | BudgetSet
-)
+MoneyEvent = BudgetRefused | BudgetReached | BudgetNeared | CapacityMissing | DeadlineMissed | BudgetSet

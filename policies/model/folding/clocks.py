@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from policies.model.events.money import CHARGED_EVERY_S
 from policies.model.folding.drafts import in_place_of
-from policies.model.phases import TERMINAL_RUN
 from policies.model.state import RunState
 
 MOST_UNSEEN_S = 86400.0  # the store says that more went by than hosts' clocks showed: then its own is wrong
@@ -20,16 +18,6 @@ def behind_s(told_s: float, time_s: float, since_told_s: float) -> float:
     return max(0.0, told_s - time_s) + (unseen_s if 0.0 < unseen_s <= MOST_UNSEEN_S else 0.0)
 
 
-def charged_at_s(state: RunState, time_s: float, back_s: float) -> float:
-    """From when on a controller that takes over at `time_s`, on a clock that is `back_s` behind, counts what
-    steering asks of the store: what was not journalled before is at most CHARGED_EVERY_S old, and nobody asks for
-    a run that is over."""
-    if not state.store_charged_at_s or state.phase in TERMINAL_RUN:
-        return time_s
-    since_s = state.store_charged_at_s - back_s
-    return max(since_s, time_s - CHARGED_EVERY_S)
-
-
 def with_times_up_to(state: RunState, time_s: float, back_s: float) -> RunState:
     """Return the state with no time after `time_s`, at which a controller takes over on a clock that is `back_s`
     behind: what was journalled before happened before, whatever the clock said then. A machine stays as old as it
@@ -40,7 +28,6 @@ def with_times_up_to(state: RunState, time_s: float, back_s: float) -> RunState:
             since_s=min(node.since_s, time_s),
             requested_at_s=min(node.requested_at_s - back_s, time_s),
             attempt_ended_at_s=_not_after(node.attempt_ended_at_s, time_s),
-            at_risk_since_s=_not_after(node.at_risk_since_s, time_s),
         )
         for name, node in state.nodes.items()
     }

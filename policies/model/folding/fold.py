@@ -29,13 +29,12 @@ from policies.model.events import (
     RunMoved,
     SpecProved,
     StoreCaughtUp,
-    StoreCharged,
     StoreSlowed,
     TimelineEvent,
     TookOver,
     TrainerGenerates,
 )
-from policies.model.folding.clocks import behind_s, charged_at_s, with_times_up_to
+from policies.model.folding.clocks import behind_s, with_times_up_to
 from policies.model.folding.drafts import draft, final, in_place_of
 from policies.model.folding.machine_fold import apply_to_machines
 from policies.model.folding.timeline_fold import apply_to_timelines
@@ -71,9 +70,7 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
             return replace(state, name=event.name)
         case TookOver():
             back_s = behind_s(state.told_s, time_s, event.since_told_s)
-            counted_from_s = charged_at_s(state, time_s, back_s)
-            state = with_times_up_to(state, time_s, back_s)
-            return replace(state, epoch=number, store_charged_at_s=counted_from_s)
+            return replace(with_times_up_to(state, time_s, back_s), epoch=number)
         case RunMoved():
             return _run_moved(state, event, time_s)
         case GatewayRestarted():
@@ -102,10 +99,6 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
             return replace(state, budget_neared=True)
         case BudgetSet():
             return replace(state, budget_usd=event.usd, budget_refused=frozenset(), budget_neared=False)
-        case StoreCharged():
-            store_usd, until_s = state.store_usd + event.usd, max(state.store_until_s, event.until_s)
-            state = replace(state, store_usd=store_usd, store_until_s=until_s, store_charged_at_s=time_s)
-            return replace(state, joined_rollouts=0, joined_trainers=0, stopped_trainers=0)
         case CapacityMissing():
             return replace(state, capacity_told=state.capacity_told | {event.role})
         case DeadlineMissed():

@@ -17,7 +17,7 @@ from policies.model.events import (
     MachineEvent,
     NodeMoved,
     NodeRequested,
-    RiskTold,
+    RebalanceRecommended,
 )
 from policies.model.folding.drafts import with_item, without_item
 from policies.model.folding.pool_fold import landed_in, note_bought, note_moved
@@ -58,8 +58,8 @@ def apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> Ru
             if node.role is Role.TRAINER and event.price_usd_per_h > 0:
                 state = replace(state, trainer_usd_per_h=bought.usd_per_h)
             return _with_node(note_bought(state, event, node.pool, time_s), bought)
-        case RiskTold():
-            return _with_node(state, replace(state.nodes[event.node], at_risk_since_s=time_s))
+        case RebalanceRecommended():
+            return _with_node(state, replace(state.nodes[event.node], rebalance_recommended=True))
         case JobExited():
             return _exited(state, event, time_s)
         case JobRestarted():
@@ -87,10 +87,7 @@ def _requested(state: RunState, event: NodeRequested, time_s: float) -> RunState
         pool=event.pool,
         stand_in=event.stand_in,
         disk_usd_per_h=event.disk_usd_per_h,
-        relieves=event.relieves,
     )
-    if at_risk := state.nodes.get(event.relieves):
-        state = _with_node(state, replace(at_risk, relieved=True))
     if kind := state.kinds.get(node.kind):
         state = _with_kind(state, node.kind, replace(kind, probes=kind.probes + bool(kind.stopped)))
     slot = state.slots.get(event.slot, Slot())
@@ -105,8 +102,8 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
     unserved = node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and not node.served
     lost = event.phase is NodePhase.GONE and unserved
     state = _noting_spot(state, node, event, time_s)
-    if node.stand_in or node.relieves in state.nodes:
-        pass  # its slot's own tries go on beside it, or its slot is filled
+    if node.stand_in:
+        pass  # its slot's own tries go on beside it
     elif event.phase is NodePhase.REFUSED or event.refusal is not None or lost:
         refusals = slot.refusals_in_a_row + 1
         slot = replace(slot, refusals_in_a_row=refusals, refused_at_s=time_s, last_refusal=event.refusal)
@@ -128,17 +125,9 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
         state = replace(state, nodes=without_item(state.nodes, node.id))
     else:
         served = node.served or event.phase is NodePhase.SERVING
-        if served and not node.served:
-            state = _joined(state, node.role)
         node = replace(node, phase=event.phase, since_s=time_s, reason=event.reason, served=served)
         state = _with_node(state, node)
     return _noting_machines(state, node.role, event.phase, time_s)
-
-
-def _joined(state: RunState, role: Role) -> RunState:
-    if role is Role.TRAINER:
-        return replace(state, joined_trainers=state.joined_trainers + 1)
-    return replace(state, joined_rollouts=state.joined_rollouts + 1)
 
 
 def _noting_spot(state: RunState, node: Node, move: NodeMoved, time_s: float) -> RunState:
@@ -146,8 +135,6 @@ def _noting_spot(state: RunState, node: Node, move: NodeMoved, time_s: float) ->
     taken = move.phase in (NodePhase.REFUSED, NodePhase.GONE) and node.phase is not NodePhase.TERMINATING
     if node.role is not Role.ROLLOUT or node.stand_in or node.market is not Market.SPOT or not taken:
         return state
-    if node.relieves in state.nodes:
-        return state  # nobody lacks it
     mine = [one for one in state.nodes.values() if one.kind == node.kind and one.phase is NodePhase.SERVING]
     held = any(time_s - one.since_s >= HELD_S for one in mine)
     again = state.kinds.get(node.kind, MachineKind()).refused_in_a_row > 0
@@ -177,8 +164,6 @@ def _without_since(state: RunState, role: Role, since_s: float | None, time_s: f
 def _exited(state: RunState, event: JobExited, time_s: float) -> RunState:
     node = state.nodes[event.node]
     state = _with_node(state, replace(node, attempt_ended_at_s=time_s))
-    if node.role is Role.TRAINER and event.exit_code == exit_codes.STOPPED:
-        state = replace(state, stopped_trainers=state.stopped_trainers + 1)
     replaced = event.exit_code == exit_codes.FENCED or node.phase is NodePhase.DRAINING
     if node.role is not Role.TRAINER or event.exit_code in (exit_codes.OK, exit_codes.STOPPED) or replaced:
         return state

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from policies.model.events import MachineBought, NodeMoved
 from policies.model.folding.drafts import with_item
-from policies.model.pool_record import PoolRecord, came, refused, risked, stayed
+from policies.model.pool_record import PoolRecord, came, refused, stayed
 from policies.model.pools import Pool
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import NodePhase, Refusal
@@ -49,9 +49,12 @@ def note_moved(state: RunState, node: Node, move: NodeMoved, time_s: float) -> R
     since_s, taken = node.came_at_s, move.phase is NodePhase.GONE or move.reason == NOTICED
     if not taken and move.phase is not NodePhase.TERMINATING:
         return state
-    if (told_s := node.at_risk_since_s) is not None:
-        state = _with(state, node.pool, lambda record: risked(record, told_s, time_s, taken=taken))
-    return _with(state, node.pool, lambda record: stayed(record, since_s, time_s, taken=taken))
+    recommended = node.rebalance_recommended
+    return _with(
+        state,
+        node.pool,
+        lambda record: stayed(record, since_s, time_s, taken=taken, rebalance_recommended=recommended),
+    )
 
 
 def _with(state: RunState, pool: Pool, change: Callable[[PoolRecord], PoolRecord]) -> RunState:

@@ -25,7 +25,7 @@ def fresh() -> Store:
 def test_entries_are_numbered_and_read_back() -> None:
     store = fresh()
     writer = Journal(store, "a/1")
-    assert writer.take_over(1.0, "a", 1, "up") == RunState(epoch=1, told_s=1.0, store_charged_at_s=1.0)
+    assert writer.take_over(1.0, "a", 1, "up") == RunState(epoch=1, told_s=1.0)
     writer.append(2.0, (RunCreated("r", "id"),))
     records = journal.read(store)
     assert [r.number for r in records] == [1, 2]

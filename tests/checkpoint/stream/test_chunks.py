@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.stream import chunks, manifest, transfer
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.chunks import DamagedChunk, File
-from checkpoint.stream.receiving import receive
+from checkpoint.stream.manifest import receive
 from checkpoint.stream.sending import send
 from policies.model.vocabulary import PolicyVersion
+from tests.budget import HANG_S
 from tests.stand_ins.catalog_rig import CHUNK, DictStore
 
 SIZES = {"none": 0, "one": 1, "whole": CHUNK, "more": CHUNK + 1, "many": 5 * CHUNK + 7}
@@ -178,3 +180,26 @@ def test_the_first_error_ends_a_transfer(wire: Wire, source: Path, tmp_path: Pat
     wire.objects.clear()
     with pytest.raises(NotFound):
         receive(wire, "root", files, tmp_path / "target")
+
+
+def test_download_holds_at_most_one_chunk_per_transfer(wire: Wire, source: Path, tmp_path: Path) -> None:
+    """Each answer waits until as many chunks are in memory as transfers are allowed."""
+    files, peak, full = sent(wire, source), [0], threading.Barrier(2, timeout=HANG_S)
+    in_memory, lock = [0], threading.Lock()
+
+    class Crowded(Wire):
+        def get_buffer(self, key: str) -> memoryview:
+            with lock:
+                in_memory[0] += 1
+                peak[0] = max(peak[0], in_memory[0])
+            full.wait()
+            return memoryview(wire.get(key))
+
+    def written(_: int) -> None:
+        with lock:
+            in_memory[0] -= 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "TRANSFERS", 2)
+        receive(Crowded(), "root", files, tmp_path / "target", written)
+    assert peak == [2]

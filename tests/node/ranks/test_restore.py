@@ -7,7 +7,6 @@ import os
 import time
 from pathlib import Path
 
-from benchmarks.rig.weights.narrow_link import narrow_link
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.security.vouched import vouch
@@ -23,6 +22,7 @@ from tasks.machine.processes.launching import trainer_argv
 from tests.budget import HANG_S
 from tests.node.trainer.rig import run_spec
 from tests.node.trainer.stand_in_gateway import TOKEN
+from tests.rigs.narrow_link import narrow_link
 from tests.rigs.store.server import S3Server
 
 WEIGHTS_BYTES = 64 * 2**20

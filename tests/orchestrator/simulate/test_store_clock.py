@@ -49,7 +49,7 @@ def successor(world: World) -> SimulatedDaemon:
 
 
 def counted_too_much_usd(world: World, daemon: SimulatedDaemon) -> float:
-    return spent_usd(daemon.controller.state, daemon.clock.now_s()) - world.spent_usd
+    return spent_usd(daemon.controller.state, daemon.clock.now_s()) - world.cloud.spent_usd
 
 
 @pytest.mark.parametrize("skew_s", [-OUTAGE_S, -10 * YEAR_S, 0.0])

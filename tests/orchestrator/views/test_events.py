@@ -37,13 +37,12 @@ from policies.model.events import (
     NodesGenerate,
     Noticed,
     ProbationPassed,
-    RiskTold,
+    RebalanceRecommended,
     RollbackBegun,
     RunCreated,
     RunMoved,
     SpecProved,
     StoreCaughtUp,
-    StoreCharged,
     StoreSlowed,
     TimelineForked,
     TimelineResumed,
@@ -83,8 +82,9 @@ SAMPLES: list[tuple[Event, str]] = [
         "There are to be 2 rollout nodes in place of 4: 2.2 make it cheapest",
     ),
     (
-        RiskTold("rollout-0-i1", 0.52, "of 3 told so in its pool 1 was taken within 30 min"),
-        "rollout-0-i1 may soon be taken, says its cloud: of 3 told so in its pool 1 was taken within 30 min",
+        RebalanceRecommended("rollout-0-i1", "of 3 machines with one in its pool, the cloud took 1"),
+        "rollout-0-i1 has a rebalance recommendation of its cloud: of 3 machines with one in its pool, the cloud "
+        "took 1",
     ),
     (
         BudgetReached(480.5, "480.50 USD spent", "pause"),
@@ -191,10 +191,6 @@ SAMPLES: list[tuple[Event, str]] = [
         "From step 133 on rollout nodes generate again, after 14:00 min in which the trainer did",
     ),
     (StoreCaughtUp(130, 100), "The store has caught up at step 130: it has the checkpoint of 100"),
-    (
-        StoreCharged(11.83, 35_190, 65_600_000_000, 524_800_000_000, 1.0),
-        "The store has cost 11.83 USD more: 35,190 requests, 65.6 GB sent, 524.8 GB fetched (estimated)",
-    ),
     (SpecProved(), "The trainer can work with run.yaml: rollout nodes are asked for from now on"),
     (
         DataSetAside("commands/000-x.json", "Input data was truncated"),

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.records.metrics import Row
+from orchestrator.views.looker import Rates
 from orchestrator.views.measured.lanes import (
     LANE_S,
-    LOOKED_EVERY_S,
     SPAN_LEAST_S,
-    Cell,
     Lanes,
     LaneState,
     Stretch,
@@ -22,12 +21,10 @@ from orchestrator.views.measured.lanes import (
     shares_at_work,
     span_of,
 )
-from orchestrator.views.measured.rates import Rates
 from orchestrator.views.measured.step_split import step_split
 from orchestrator.views.reader import Reader
 from orchestrator.views.run_view import view_of
 from policies.model.vocabulary import NodePhase, Role
-from policies.serving.activity import UNKNOWN, pack
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from policies.serving.wire import EngineWord
 from tests.generators.views_world import T0, World
@@ -65,33 +62,23 @@ def test_what_was_taken_down_was_not_lost() -> None:
         assert str(phase_state(phase, None)) == str(phase)
 
 
-def test_the_gateway_tells_who_loads_and_who_is_idle_from_the_first_look_on() -> None:
+def test_gateway_adds_what_a_serving_node_does_now() -> None:
     lanes = Lanes()
     lanes.told("r", S.SERVING, 100.0)
-    looks = [([member(serving=False)], S.LOADING), ([member()], S.IDLE), ([member(running=1)], S.SERVING)]
-    at_s = 1000.0
+    leaving = MemberStatus("rollout-0-i1", "b", "h:1", "0-1", False, True, 0, 0.1)
+    looks = [
+        ([member(serving=False)], S.LOADING),
+        ([member()], S.IDLE),
+        ([member(running=1)], S.SERVING),
+        ([member(), member(running=1)], S.SERVING),
+        ([leaving], S.SERVING),
+        ([], S.SERVING),
+    ]
     for members, state in looks:
-        at_s += LOOKED_EVERY_S
-        assert lanes.look("r", Role.ROLLOUT, members, at_s)[0] is state
-    assert lanes.look("r", Role.ROLLOUT, [member()], at_s + 1)[0] is S.IDLE  # too soon to be kept
-    assert lanes.look("r", Role.ROLLOUT, [], at_s + 2) == (
-        S.SERVING,
-        (
-            Stretch(100.0, S.SERVING),
-            Stretch(1015.0, S.LOADING),
-            Stretch(1030.0, S.IDLE),
-            Stretch(1045.0, S.SERVING),
-        ),
-    )
-
-
-def test_a_lane_keeps_an_hour_however_long_somebody_watches() -> None:
-    lanes = Lanes()
-    lanes.told("r", S.SERVING, 0.0)
-    for look in range(10_000):
-        _, lane = lanes.look("r", Role.ROLLOUT, [member(running=look % 2)], 5.0 * look)
-    assert len(lane) <= LANE_S / LOOKED_EVERY_S + 1
-    assert lane[1].since_s > 5.0 * look - LANE_S
+        assert lanes.look("r", Role.ROLLOUT, members, 1000.0) == (state, (Stretch(100.0, S.SERVING),))
+    assert lanes.look("r", Role.TRAINER, [member()], 1000.0)[0] is S.SERVING
+    lanes.told("r", S.DRAINING, 1001.0)
+    assert lanes.look("r", Role.ROLLOUT, [member()], 1002.0)[0] is S.DRAINING
 
 
 NOW_S = 10_800.0
@@ -99,7 +86,7 @@ LANE = (Stretch(NOW_S - 3000, S.BOOTING), Stretch(NOW_S - 1801, S.LOST), Stretch
 
 
 def strip(lane: Sequence[Stretch], now: LaneState, count: int) -> list[LaneState | None]:
-    return [None if one is None else one.state for one in cells(lane, now, NOW_S, count)]
+    return cells(lane, now, NOW_S, count)
 
 
 def test_a_strip_shows_each_loss_however_short_and_ends_with_what_is_now() -> None:
@@ -109,34 +96,14 @@ def test_a_strip_shows_each_loss_however_short_and_ends_with_what_is_now() -> No
     assert strip(gone, S.GONE, 6)[-2:] == [S.SERVING, None]
 
 
-def test_what_a_gateway_kept_of_a_member_tells_most_of_a_part_and_its_share() -> None:
-    """Of a minute that nothing is known of, and of time in which it was no member, the lane tells."""
-    lane = (Stretch(NOW_S - 3600, S.BOOTING), Stretch(NOW_S - 2400, S.SERVING))
-    minutes = bytes([0x00] * 20 + [pack(15, 30, 60)] * 10 + [pack(40, 15, 60)] * 10 + [UNKNOWN] * 10)
-    found = [one for one in cells(lane, S.SERVING, NOW_S, 6, minutes) if one is not None]
-    assert [one.state for one in found] == [S.BOOTING, S.BOOTING, S.IDLE, S.LOADING, S.SERVING, S.SERVING]
-    assert [one.share for one in found] == pytest.approx([1, 1, 0.5, 0.67, 1, 1], abs=0.04)
-    (last, _) = cells(lane, S.SERVING, NOW_S, 2, bytes([pack(0, 15, 60)] * 30))
-    assert last == Cell(S.BOOTING)  # for most of it
-    (*_, third, _) = cells(lane, S.IDLE, NOW_S, 4, bytes([pack(6, 9, 60)] * 61))
-    assert third is not None
-    assert third.state is S.SERVING
-    assert third.share == pytest.approx(0.75, abs=0.04)
-
-
 @given(
     st.lists(st.tuples(st.floats(0, 9000), st.sampled_from(LaneState)), max_size=9),
     st.integers(1, 70),
-    st.binary(max_size=61),
 )
-def test_a_strip_of_any_lane_has_its_length(
-    times: list[tuple[float, LaneState]], count: int, minutes: bytes
-) -> None:
+def test_a_strip_of_any_lane_has_its_length(times: list[tuple[float, LaneState]], count: int) -> None:
     lane = [Stretch(NOW_S - ago_s, state) for ago_s, state in sorted(times, key=lambda one: -one[0])]
     now = lane[-1].state if lane else S.REQUESTED
-    found = cells(lane, now, NOW_S, count, minutes)
-    assert len(found) == count
-    assert all(0 < one.share <= 1 for one in found if one is not None)
+    assert len(cells(lane, now, NOW_S, count)) == count
     shares = shares_at_work([lane, lane], NOW_S, count)
     assert len(shares) == count
     assert set(shares) <= {0.0, 1.0}
@@ -148,16 +115,14 @@ def test_of_a_young_run_a_strip_is_as_long_as_the_run() -> None:
     assert span_of([lane[1:]], NOW_S) == span_of([()], NOW_S) == SPAN_LEAST_S
     assert span_of([lane, LANE], NOW_S) == 3000
     assert span_of([(Stretch(0.0, S.SERVING),)], NOW_S) == LANE_S
-    minutes = bytes([UNKNOWN] * 56 + [pack(0, 45, 60)] * 2)  # the last ones before those that are not written yet
-    found = cells(lane, S.SERVING, NOW_S, 7, minutes, 420)
-    assert [one and one.state for one in found] == [*[S.BOOTING] * 3, *[S.IDLE] * 2, *[S.SERVING] * 2]
+    assert cells(lane, S.SERVING, NOW_S, 7, 420) == [*[S.BOOTING] * 3, *[S.SERVING] * 4]
     assert shares_at_work([lane], NOW_S, 7, 420) == [0, 0, 0, 1, 1, 1, 1]
 
 
-def test_of_several_lanes_the_share_that_was_at_work_is_told() -> None:
+def test_share_of_several_lanes_that_served() -> None:
     half = (Stretch(NOW_S - 1800, S.SERVING),)
-    idle = (Stretch(NOW_S - 9000, S.IDLE),)
-    assert shares_at_work([half, idle], NOW_S, 4) == [0.5, 0.5, 1.0, 1.0]
+    whole = (Stretch(NOW_S - 9000, S.SERVING),)
+    assert shares_at_work([half, whole], NOW_S, 4) == [0.5, 0.5, 1.0, 1.0]
     assert shares_at_work([], NOW_S, 2) == [0.0, 0.0]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.views.model import DeadlineView, to_json
 from orchestrator.views.terminal import notes
-from policies.model.events import BuyingStopped, RunMoved, SpecProved, StoreCharged
+from policies.model.events import RunMoved, SpecProved
 from policies.model.vocabulary import RunPhase
 from tests.generators.views_world import T0, World, look, run_view
 
@@ -69,27 +69,3 @@ def test_the_money_and_the_split_of_a_step_are_told() -> None:
     assert view.fleet.generation_node_s == pytest.approx(8)
     assert view.fleet.cheapest == pytest.approx((7.2 * 8 / (0.9 * 6)) ** 0.5)
     assert json.dumps(to_json(view))
-
-
-def test_the_forecast_has_what_the_store_takes_of_each_step() -> None:
-    world = World()
-    world.starts()
-    for step in range(1, 11):
-        world.logs(20 + 10 * step, step)
-    world.beats(121, 10)
-    before = run_view(world.store, T0 + 121, None).money
-    world.happens(121, StoreCharged(5.0, 1, 1, 1, T0 + 120))
-    after = run_view(world.store, T0 + 121, None).money
-    assert before.forecast_usd is not None
-    assert after.forecast_usd == pytest.approx(before.forecast_usd + 5.0 + 5.0 / 10 * 30)
-
-
-def test_what_a_dear_store_costs_at_each_step_leaves_the_other_events_in_sight() -> None:
-    world = World()
-    world.starts()
-    world.happens(15, BuyingStopped("rollout on spot", "3 in a row came to nothing"))
-    for step in range(1, 30):
-        world.happens(20 + step, StoreCharged(1.5, 1, 1, 1, T0 + 20 + step))
-    view = look(world, 60)
-    assert view.events[-1].type == "BuyingStopped"
-    assert view.money.store_usd == pytest.approx(29 * 1.5)

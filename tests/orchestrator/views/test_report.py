@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from matplotlib import image
 from rich.console import Console
 
+from checkpoint.records import documents
 from checkpoint.records.metrics import Row
 from checkpoint.stream import exports
 from orchestrator.views.model import HealthView
@@ -83,6 +85,20 @@ def test_the_report_in_exact_numbers(world: World) -> None:
     assert report.cost_all_on_demand_usd == pytest.approx((183 * 7.2 + rollout_s * 3.6) / 3600)
     assert report.usd_per_step == pytest.approx(cost_usd / 10)
     assert report.usd_per_million_tokens == pytest.approx(cost_usd / 5120 * 1e6)
+    assert (report.store_usd, report.store_unpriced) == (0.0, ""), "on a machine of one's own"
+    assert "store" not in drawn(report).split("not counted")[0]
+
+
+def test_report_estimates_the_cost_of_a_store_in_a_cloud(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = documents.read_run(world.store)
+    cloud = replace(record, spec=replace(record.spec, cloud="sky"))
+    monkeypatch.setattr(documents, "read_run", lambda _: cloud)
+    monkeypatch.setattr(world.store, "url", "gs://bucket/run")
+    report = build_report(world.store, T0 + 184)
+    requests = 184 * (3.5 * 5e-6 + (6 + 4 * (1 + 1 / 60)) * 4e-7) + 10 * 10 * 5e-6
+    assert report.store_usd == pytest.approx(requests, rel=0.2)
+    assert report.store_unpriced == "its traffic (the machines' cloud is not known)"
+    assert "more, without its traffic (the machines' cloud is not known)" in " ".join(drawn(report).split())
 
 
 def test_a_run_that_has_ended_costs_no_more_as_time_goes_by(world: World) -> None:

@@ -9,9 +9,8 @@ import pytest
 
 from checkpoint.records import documents
 from checkpoint.records.documents import Lease
-from orchestrator.views import run_time
-from orchestrator.views.looker import Looker
-from orchestrator.views.run_time import RunTime
+from orchestrator.views import looker as looking
+from orchestrator.views.looker import Looker, RunTime
 from tests.budget import HANG_S
 from tests.generators.views_world import T0, World, look
 
@@ -76,7 +75,7 @@ def test_money_is_reckoned_by_the_runs_time(off_s: float, monkeypatch: pytest.Mo
     world.starts()
     world.is_steered(100.0)
     monkeypatch.setattr(time, "time", lambda: T0 + 3700.0 + off_s)
-    monkeypatch.setattr(run_time, "TTL_S", HANG_S)  # between two looks
+    monkeypatch.setattr(looking, "TTL_S", HANG_S)  # between two looks
     looker = Looker(world.store)
     looker.look()
     documents.LEASE.write(world.store, renewed(3700.0))

@@ -18,7 +18,6 @@ from orchestrator.views.terminal.screen import Screen
 from orchestrator.views.words.numbers import duration, short, sparkline, usd
 from policies.detect.divergence import Health
 from policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase
-from policies.serving.activity import UNKNOWN, pack
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from policies.serving.joining import BASE_MODEL, ENGINE, Stage
 from tests.generators.views_world import T0, World, run_view
@@ -68,12 +67,11 @@ def test_the_view_says_what_is_going_on_in_80_columns(view: RunView) -> None:
     assert lines[-1].rstrip().endswith("rollout-1-i2 was asked for on spot: first")
 
 
-def test_a_strip_is_as_high_as_the_share_of_time_that_served(view: RunView) -> None:
-    minutes = bytes([pack(6, 18, 60)] * 20 + [pack(0, 40, 60)] * 20 + [pack(35, 10, 60)] * 10 + [UNKNOWN] * 11)
-    lane = (Stretch(view.now_s - 3600, LaneState.SERVING),)
-    node = replace(view.nodes[1], lane=lane, minutes=minutes, state=LaneState.IDLE)
+def test_strip_of_a_serving_machine_ends_with_its_state_now(view: RunView) -> None:
+    lane = (Stretch(view.now_s - 3600, LaneState.BOOTING), Stretch(view.now_s - 1800, LaneState.SERVING))
+    node = replace(view.nodes[1], lane=lane, state=LaneState.IDLE)
     line = line_with(drawn(replace(view, nodes=(node,)), width=200), "rollout-0-i1")
-    assert [glyph for glyph, _ in groupby(line.split()[2])] == ["▅", "░", "▒", "█", "░"]
+    assert [glyph for glyph, _ in groupby(line.split()[2])] == [":", "█", "░"]
 
 
 def test_a_run_without_anything_yet_can_be_drawn() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from checkpoint.records.activity import HOUR_S, MINUTE_S, write_part
-from orchestrator.web.pages.lanes import SPANS_MOST
-from orchestrator.web.pages.shares import CELLS
+from orchestrator.web.pages.lanes import CELLS, SPANS_MOST
 from policies.model.events import NodeMoved
 from policies.model.vocabulary import NodePhase
 from tests.generators.views_world import FIRST_FORK, T0, World, requested
@@ -106,40 +104,6 @@ def test_a_lane_of_hundreds_of_machines_stays_small() -> None:
     assert sum(len(one["spans"]) for one in busy["machines"]) <= CELLS
     near = next(one for one in closer["lanes"] if one["slot"] == "rollout-1")
     assert "rollout-1-i500" in [one["node"] for one in near["machines"]]
-
-
-def test_what_a_machines_time_went_to_is_told_of_the_past() -> None:
-    """T0 is 13 minutes and 20 seconds into an hour."""
-    world = run_of()
-    world.moves(190, "rollout-0-i1", NodePhase.GONE)
-    hour = int(T0 // 3600)
-    lines = {"rollout-0-i1": [0xFF] * 13 + [0x1E, 0x20, 0x33, 0x44, 0x55], "trainer-0-i1": [0x11] * 60}
-    write_part(world.store, MINUTE_S, hour, "b00t", {node: bytes(line) for node, line in lines.items()})
-    told, closer, later = ask(
-        world,
-        {"ended": "yes"},
-        {"ended": "yes", "x": "time", "from": str(T0 + 45), "to": str(T0 + 50)},
-        {"ended": "yes", "x": "time", "from": str(T0 + 600), "to": str(T0 + 700)},
-    )
-    assert (told["cells"]["from_s"], told["cells"]["cell_s"]) == (hour * 3600 + 13 * 60, 60)
-    shares = {one["slot"]: one["shares"] for one in told["lanes"]}
-    # To the minute in which it was lost: the last is of a machine that was not there any more.
-    assert shares == {"trainer-0": "11111111", "rollout-0": "1e203344", "rollout-1": ""}
-    assert [one["shares"] for one in closer["lanes"] if one["slot"] == "rollout-0"] == ["20"]
-    assert [one["shares"] for one in later["lanes"]] == []
-
-
-def test_a_long_time_is_told_in_cells_of_hours() -> None:
-    world = run_of()
-    days = 20
-    world.moves(days * 86_400, "rollout-1-i1", NodePhase.DRAINING)
-    for day in range(int(T0 // 86_400), int(T0 // 86_400) + days + 1):
-        write_part(world.store, HOUR_S, day, "b00t", {"rollout-0-i1": bytes([0x21, 0x43] * 12)})
-    (told,) = ask(world, {"x": "time"})
-    assert told["cells"]["cell_s"] == 2 * 3600
-    (lane,) = [one for one in told["lanes"] if one["slot"] == "rollout-0"]
-    assert len(lane["shares"]) == 2 * 241
-    assert {lane["shares"][i : i + 2] for i in range(2, 480, 2)} == {"32"}  # the mean of both
 
 
 def test_what_makes_no_sense_is_refused() -> None:

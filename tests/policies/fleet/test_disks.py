@@ -10,13 +10,10 @@ import pytest
 from policies.fleet import disks
 from policies.fleet.budget import not_counted
 from policies.fleet.list_prices import MONTH_H, disk_usd_per_h
-from policies.fleet.store_costs import Tariff
 from policies.model.pools import Pool
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Market, Role
 from tests.stand_ins.world import spec
-
-FREE = Tariff(0.0, 0.0, 0.0, 0.0)
 
 
 def at(cloud: str, region: str) -> Pool:
@@ -84,5 +81,5 @@ def test_the_dearest_disk_that_a_machine_may_have_counts_and_in_its_pool_the_one
 def test_a_disk_without_a_price_is_told() -> None:
     run = on({"infra": "aws"}, {"any_of": [{"infra": "lambda"}, {"infra": "aws"}]})
     assert disks.unknown(run) == ["lambda"]
-    assert "disks at lambda (no price is known)" in not_counted(run, FREE)
-    assert "disks" not in not_counted(on({"infra": "aws"}), FREE)
+    assert "disks at lambda (no price is known)" in not_counted(run)
+    assert "disks" not in not_counted(on({"infra": "aws"}))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.serving.member import REPLAY_TOKENS_MAX
-from policies.serving.sharing import DOUBLING_REQUESTS, Movable, Sharer, alone_tokens_s, share_out
+from policies.serving.sharing import DOUBLING_REQUESTS, Movable, Sharer, alone_tokens_s, share_out, tokens_left
 
 FREE = 1000
 
@@ -146,3 +146,10 @@ def test_an_even_division_is_left_alone(fleet: list[Sharer]) -> None:
         first += running
     if share_out(fleet):
         assert not share_out(again)
+
+
+def test_tokens_left_of_a_request_longer_than_expected() -> None:
+    assert tokens_left(100, 200.0, 1000) == 100
+    assert tokens_left(150, 200.0, 1000) == 100, "half of the expectation, at least"
+    assert tokens_left(500, 200.0, 1000) == 100
+    assert tokens_left(950, 200.0, 1000) == 50, "no more than its limit"

@@ -308,7 +308,7 @@ def test_an_engine_that_needs_weights_is_not_started_on_what_has_none(
     place = shared.place_of(GATED.model, None)
     store.put(next(one.key for one in store.entries(place) if one.size_bytes == 4096), bytes(4096))
     env = NodeEnv(store.url, "rollout-0-i1", "token", 1, 0, str(tmp_path / "node"), "127.0.0.1")
-    here = BaseHere(env, run_of(tmp_path, cloud="sky"), store, None)
+    here = BaseHere(env, run_of(tmp_path, cloud="sky"), store)
     here._compiled._on = False  # it asks the hub for the configuration, as the next does
     monkeypatch.setattr(vllm_flags, "base_bytes", lambda _: 0)
     spec, bare = asyncio.run(here.prepare(may_be_bare=False))
@@ -357,7 +357,7 @@ def test_an_agent_brings_the_model_before_vllm_starts_and_says_how_far_it_is(
         world.comes_up.clear()
         plain, world.engine._bare = world.agent._base.spec, bare
         spec = replace(plain, cloud="sky", trainer=replace(plain.trainer, model=GATED.model))
-        world.agent._base = world.engine._base = BaseHere(world.agent._env, spec, store, None)
+        world.agent._base = world.engine._base = BaseHere(world.agent._env, spec, store)
         return world
 
     run_agent(node, story, monkeypatch)

@@ -333,19 +333,19 @@ def test_a_notice_reaches_the_work_and_the_store_at_once(rig: Rig) -> None:
     assert rig.reported(lambda report: report.attempt == 2).notice
 
 
-def test_that_it_is_at_risk_is_reported_and_known_to_the_next_attempt(rig: Rig) -> None:
+def test_rebalance_recommendation_is_reported_by_later_attempts(rig: Rig) -> None:
     with fake_metadata("aws") as cloud:
         rig.metadata_url = cloud.url
         wrapper = rig.start()
         rig.running()
-        assert rig.reported(lambda report: report.zone == "us-east-1a").at_risk is False
-        cloud.at_risk = True
-        assert rig.reported(lambda report: report.at_risk).notice is False
+        assert rig.reported(lambda report: report.zone == "us-east-1a").rebalance_recommended is False
+        cloud.rebalance = True
+        assert rig.reported(lambda report: report.rebalance_recommended).notice is False
         assert not (rig.workdir / "notice").exists(), "nobody leaves for it"
         rig.end_work(4)
         assert wrapper.wait(timeout=HANG_S) == 4
     rig.start(attempt=2)  # with no metadata service to tell it again
-    assert rig.reported(lambda report: report.attempt == 2).at_risk
+    assert rig.reported(lambda report: report.attempt == 2).rebalance_recommended
 
 
 def test_a_rollout_node_drains_on_sigterm(rig: Rig) -> None:

@@ -21,13 +21,13 @@ class Watched:
 
     known: tuple[MetadataService, ...]
     zones: list[str] = field(default_factory=list)
-    risks: list[str] = field(default_factory=list)
+    recommendations: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
-        heard = Heard(self.zones.append, self.risks.append, lambda why, _: self.notices.append(why))
+        heard = Heard(self.zones.append, self.recommendations.append, lambda why, _: self.notices.append(why))
         args = (self.known, heard, self.stop, 0.02)
         self.thread = threading.Thread(target=metadata.watch, args=args)
         self.thread.start()
@@ -87,45 +87,43 @@ REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 ADVICE = "rebalance recommendation of 2026-05-01T10:00:00Z"
 
 
-def test_that_a_machine_is_at_risk_is_told_once_however_long_its_cloud_says_it_and_is_no_notice(
-    stack: ExitStack,
-) -> None:
+def test_rebalance_recommendation_is_reported_once_and_is_no_notice(stack: ExitStack) -> None:
     fake, watched = on(stack, "aws")
     until("looks without one", lambda: fake.asked.count(REBALANCE) > 2)
-    assert watched.risks == []
-    fake.at_risk = True
-    until("the word", lambda: watched.risks)
+    assert watched.recommendations == []
+    fake.rebalance = True
+    until("the recommendation", lambda: watched.recommendations)
     asked = len(fake.asked)
     until("looks after it", lambda: len(fake.asked) > asked + 3)
-    assert (watched.risks, watched.notices) == ([ADVICE], [])
+    assert (watched.recommendations, watched.notices) == ([ADVICE], [])
     fake.noticed = True
     until("the notice", lambda: watched.notices)
-    assert (watched.risks, watched.notices) == ([ADVICE], [SAID["aws"]])
+    assert (watched.recommendations, watched.notices) == ([ADVICE], [SAID["aws"]])
 
 
-def test_a_notice_at_the_same_moment_is_all_that_is_told(stack: ExitStack) -> None:
+def test_notice_at_the_same_moment_hides_a_recommendation(stack: ExitStack) -> None:
     fake = stack.enter_context(fake_metadata("aws"))
-    fake.at_risk = fake.noticed = True
+    fake.rebalance = fake.noticed = True
     watched = Watched((Aws(fake.url),))
     stack.callback(watched.close)
     until("the notice", lambda: watched.notices)
-    assert watched.risks == []
+    assert watched.recommendations == []
 
 
-def test_nonsense_in_place_of_the_word_of_risk_delays_no_notice(stack: ExitStack) -> None:
+def test_malformed_recommendation_delays_no_notice(stack: ExitStack) -> None:
     fake, watched = on(stack, "aws")
-    fake.advice, fake.at_risk = "<html>", True
+    fake.advice, fake.rebalance = "<html>", True
     until("looks", lambda: fake.asked.count(REBALANCE) > 2)
     fake.noticed = True
     until("the notice", lambda: watched.notices)
-    assert watched.risks == []
+    assert watched.recommendations == []
 
 
-def test_a_session_token_that_ran_out_hides_no_word_of_risk(stack: ExitStack) -> None:
+def test_expired_session_token_hides_no_recommendation(stack: ExitStack) -> None:
     fake, watched = on(stack, "aws")
     until("the zone", lambda: watched.zones)
-    fake.token, fake.at_risk = "token-2", True
-    until("the word", lambda: watched.risks)
+    fake.token, fake.rebalance = "token-2", True
+    until("the recommendation", lambda: watched.recommendations)
 
 
 def test_no_one_answers_and_nothing_is_said(stack: ExitStack) -> None:

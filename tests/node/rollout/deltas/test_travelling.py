@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,17 +12,12 @@ from safetensors.torch import load_file
 from checkpoint.records import metrics
 from checkpoint.store import layout
 from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreUnavailable
-from checkpoint.stream import chunks, manifest
-from checkpoint.weights import delta, scratch
+from checkpoint.weights import scratch
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
 from policies.weights.dtypes import ServedTypes
-from tasks.rollout.policy_folders import PolicyFolders
 from tasks.storing import publish
-from tests.budget import HANG_S
-from tests.node.rollout.deltas.world import World, always, check, kind, snapshots
-from tests.tasks.peers.patience import with_patience
-from tests.tasks.peers.rig import Together, nodes
+from tests.node.rollout.deltas.world import World, check, kind, snapshots
 
 
 def test_after_the_first_version_only_what_has_changed_travels(world: World) -> None:
@@ -150,34 +142,3 @@ def test_whatever_happens_a_node_gets_what_the_label_names_or_nothing(
                 check(one, world.made[one.name])
     assert got > 30
     assert scratch.PAYS_BELOW == 0.5
-
-
-def test_of_nodes_that_fetch_at_once_only_one_reads_a_chunk(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4096)
-    with_patience(monkeypatch)
-    publisher = world.publisher()
-    with nodes(4, "127.0.0.1") as peers:
-        at_once = threading.Barrier(len(peers), timeout=HANG_S)
-        folders = [
-            PolicyFolders(world.store, world.folder / f"peer-{at}", Together(one, at_once))
-            for at, one in enumerate(peers)
-        ]
-        for step in range(3):
-            ref = world.publish(publisher, step)
-            world.store.read.clear()
-            with ThreadPoolExecutor(len(folders)) as pool:
-                got = list(pool.map(partial(PolicyFolders.fetch, wanted=ref, still=always), folders))
-            for one, folder in zip(folders, got, strict=True):
-                check(folder, world.made[ref.label])
-                one.keep_only(folder)
-                assert [path.name for path in folder.parent.iterdir()] == [ref.label]
-            wanted = [
-                f"{found.root}/{chunk}"
-                for found in [manifest.load(world.store, ref.prefix)]
-                for file in found.files
-                if file.name == (delta.NAME if step else layout.MODEL)
-                for chunk in file.chunks
-            ]
-            read = [key for key in world.store.read if key in wanted]
-            assert len(read) < 2 * len(wanted) + 1, kind(world, ref)
-            world.step()

@@ -211,16 +211,13 @@ def test_a_machine_that_is_slow_to_tell_of_its_jobs_is_left_to_them(
     assert len(asked) == 1
 
 
-def test_that_a_machine_is_at_risk_is_seen_and_one_that_does_not_tell_is_not(clouds: Clouds) -> None:
+def test_machine_reporting_a_rebalance_recommendation_is_seen(clouds: Clouds) -> None:
     cloud, node = running(clouds), "rollout-0-i1"
     key = layout.machine(node)
-    said = msgspec.json.decode(clouds.store.get(key))
-    older = {name: value for name, value in said.items() if name != "at_risk"}
-    clouds.store.put(key, msgspec.json.encode({**older, "attempt": 2}))
-    until(cloud, lambda machines: machines[node].attempt == 2)
-    assert not seen(cloud)[node].at_risk
-    clouds.store.put(key, msgspec.json.encode({**older, "attempt": 2, "at_risk": True}))
-    until(cloud, lambda machines: machines[node].at_risk)
+    assert not seen(cloud)[node].rebalance_recommended
+    report = msgspec.json.decode(clouds.store.get(key))
+    clouds.store.put(key, msgspec.json.encode({**report, "rebalance_recommended": True}))
+    until(cloud, lambda machines: machines[node].rebalance_recommended)
     assert not seen(cloud)[node].notice
 
 

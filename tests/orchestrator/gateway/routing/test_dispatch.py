@@ -93,28 +93,6 @@ def test_who_waits_because_one_member_refused_it_keeps_nobody_from_that_member()
     run(story)
 
 
-def test_a_slow_members_tail_is_taken_over_once() -> None:
-    async def story(world: World) -> None:
-        slow = await world.node("slow")
-        slow.event_s = 0.002
-        for _ in range(3):
-            await world.ask(job(max_tokens=80))  # its pace, and how long completions are
-        slow.event_s = 0.5
-        one = job(max_tokens=80)
-        asked = world.ask(one)
-        await world.until(lambda: slow.running == 1)
-        idle = await world.node("idle")
-        idle.event_s = 0.002
-        got = await asked
-        assert (got.node, got.token_ids) == ("idle", undisturbed(one)[0])
-        assert world.ledger.handovers_by == {"tail": 1}
-        assert one.taken_over
-        assert world.ledger.discarded == 0
-        assert (await world.ask(job())).handovers == 0
-
-    run(story)
-
-
 def test_what_a_drained_member_does_not_finish_goes_on_elsewhere() -> None:
     async def story(world: World) -> None:
         leaving = await world.node("leaving")

@@ -9,13 +9,12 @@ import pytest
 
 from orchestrator.gateway.job import Finished
 from orchestrator.gateway.nodes.upstream import VllmAttempt
-from orchestrator.gateway.routing import balance, places
+from orchestrator.gateway.routing import places, watch
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.routing.watch import LOOK_S
 from policies.serving.member import Load
 from policies.serving.membership import TOGETHER_REQUESTS
-from policies.serving.sharing import DOUBLING_REQUESTS, Movable
-from policies.serving.takeover import tokens_left
+from policies.serving.sharing import DOUBLING_REQUESTS, Movable, tokens_left
 from policies.serving.wire import Announce, PolicyRef
 from tests.stand_ins.gateway_world import Node, World, job, run, undisturbed
 
@@ -50,7 +49,7 @@ async def until_running(world: World, nodes: list[Node], count: int) -> None:
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(balance, "SPEED_S", 0.4)
+    monkeypatch.setattr(watch, "SPEED_S", 0.4)
 
 
 @pytest.fixture
@@ -114,7 +113,7 @@ def test_who_comes_late_takes_from_those_at_work_and_nothing_is_lost() -> None:
             assert (got.token_ids, got.logprobs, got.finish_reason) == undisturbed(one)
         assert world.ledger.handovers_by.keys() == {"shared"}
         assert world.ledger.handovers >= PER_NODE - 5
-        assert max(one.shared for one in jobs) <= balance.MOVES_MAX
+        assert max(one.shared for one in jobs) <= watch.MOVES_MAX
         assert (world.ledger.discarded, world.ledger.saved > 0) == (0, True)
 
     run(story)
@@ -147,12 +146,33 @@ def test_those_without_a_token_go_first_and_lose_nothing() -> None:
     run(story)
 
 
+def test_last_request_of_a_slow_member_moves_to_an_idle_one() -> None:
+    async def story(world: World) -> None:
+        slow, fast = [await world.node(name) for name in ("slow", "fast")]
+        for node in (slow, fast):
+            node.row.allowed, node.event_s = node.max_requests, 0.05
+        jobs = [job(group=str(number), max_tokens=97) for number in range(2)]
+        asked = [world.ask(one) for one in jobs]
+        await world.until(lambda: slow.running == fast.running == 1)
+        await world.until(lambda: len([link for link in world.members.links.values() if link.speed_tokens_s]) == 2)
+        slow.change(event_s=1.0)
+        fast.change(event_s=0.01)
+        got = await asyncio.gather(*asked)
+        assert [one.node for one in got] == ["fast", "fast"]
+        for one, made in zip(jobs, got, strict=True):
+            assert (made.token_ids, made.logprobs, made.finish_reason) == undisturbed(one)
+        assert world.ledger.handovers_by == {"shared": 1}
+        assert world.ledger.discarded == 0
+
+    run(story)
+
+
 class Counted:
     """A fleet's requests, and how much of them is read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *counts: int) -> None:
         self.members = Members("a token")
-        self.balance = balance.Balance(self.members)
+        self.balance = watch.Balance(self.members)
         self.read = self.built = 0
         for name, count in zip("abcd", counts, strict=False):
             said = Announce(f"boot-{name}", "127.0.0.1:9", NEW, max(counts))
@@ -164,8 +184,8 @@ class Counted:
                 attempt = VllmAttempt(job(policy=NEW, max_tokens=400), place.link, NEW, lambda: None)
                 place.link.running.add(attempt)
                 place.link.speed_tokens_s = 50.0
-        monkeypatch.setattr(balance, "tokens_left", self._tokens_left)
-        monkeypatch.setattr(balance, "Movable", self._movable)
+        monkeypatch.setattr(watch, "tokens_left", self._tokens_left)
+        monkeypatch.setattr(watch, "Movable", self._movable)
 
     def _tokens_left(self, *args: int) -> float:
         self.read += 1
@@ -199,10 +219,10 @@ def test_many_requests_are_looked_at_more_seldom(monkeypatch: pytest.MonkeyPatch
     async def story() -> None:
         few, many = Counted(monkeypatch, 100, 97), Counted(monkeypatch, 3000, 2997)
         for fleet in (many, few):
-            monkeypatch.setattr(balance, "tokens_left", fleet._tokens_left)
+            monkeypatch.setattr(watch, "tokens_left", fleet._tokens_left)
             for tick in range(1, 101):
                 fleet.balance.look(tick * LOOK_S)
         assert few.read == 100 * 197  # at each
-        assert 2 * 5997 < many.read <= 100 * LOOK_S / balance.REQUEST_S + 5997
+        assert 2 * 5997 < many.read <= 100 * LOOK_S / watch.REQUEST_S + 5997
 
     asyncio.run(story())

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from orchestrator.gateway.routing.spreads import KEPT, Spreads
+from orchestrator.gateway.routing.members import VERSIONS_KEPT, Spreads
 from orchestrator.gateway.surface.admission import Refused, check_announce
 from policies.serving.gateway_status import VersionSpread
 from policies.serving.member import Row
@@ -45,9 +45,9 @@ def test_a_node_of_before_there_were_stages_counts_with_its_time_alone() -> None
 
 def test_a_few_versions_are_kept_and_one_that_comes_late_counts_for_its_own() -> None:
     spreads = Spreads()
-    for step in range(KEPT + 2):
+    for step in range(VERSIONS_KEPT + 2):
         spreads.want(f"0-{step}", [row("a", None)], float(step))
-    assert [one.policy for one in spreads.last] == [f"0-{step}" for step in range(2, KEPT + 2)]
+    assert [one.policy for one in spreads.last] == [f"0-{step}" for step in range(2, VERSIONS_KEPT + 2)]
     spreads.hear("a", says("0-5"), 50.0)
     assert [(one.policy, one.last_ready_s) for one in spreads.last if one.ready] == [("0-5", 45.0)]
 

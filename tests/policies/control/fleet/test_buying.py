@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from policies.control.decide import decide
-from policies.control.fleet.overdue import HOLD_MIN_S
+from policies.control.fleet.fill import HOLD_MIN_S
 from policies.control.observed import HEARTBEAT_LOST_S
 from policies.control.snapshot import Trainer
 from policies.model import exit_codes

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from orchestrator.gateway.routing.comers import COMERS_MAX, Comers
+from orchestrator.gateway.routing.members import COMERS_MAX, Comers
 from policies.control.snapshot import Snapshot
 from policies.model.events import NodeMoved
 from policies.model.vocabulary import NodePhase, Refusal, Role

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from policies.control.fleet.room import STAYS_S
+from policies.control.fleet.fill import STAYS_S
 from policies.control.fleet.stand_ins import stand_ins_of
 from policies.fleet.how_many import StepShape
 from policies.model.events import BudgetReached, BudgetRefused

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkpoint.store.run_store import Store
-from orchestrator.control.store_place import store_place
+from orchestrator.plan.store_place import store_place
 from policies.fleet.store_costs import Place
 
 
