@@ -203,11 +203,11 @@ def endless(series: Mapping[str, Series]) -> bool:
 
 
 def best_until(reward: Series | None) -> int:
-    """Return the last step at which a reward that had surely gained stood at its best; 0 if it never gained."""
+    """Return the last step at which a reward that has surely gained or fallen stood at its best, else 0."""
     if reward is None or reward.start is None:
         return 0
     sure, best = SURE_WOBBLES * reward.wobble, max(reward.levels)
-    if best - reward.start <= 2 * sure:
+    if best - min(reward.start, reward.levels[-1]) <= 2 * sure:
         return 0
     # A level is a running median: half a window of it may already be worse.
     return max(end for end, level in zip(reward.ends, reward.levels, strict=True) if level >= best - sure / 2)
