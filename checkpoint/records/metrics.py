@@ -8,6 +8,7 @@ next written: the run does not depend on it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -114,10 +115,10 @@ def point_at(step: int, values: Mapping[str, float]) -> Point:
     Only what training itself logged: an evaluation at that step is added to the row after the guard has judged it,
     and whoever reads the row later must come to the same verdict.
     """
-    told: dict[str, float | None] = {name: value for name, value in values.items() if _is_trainings(name)}
+    logged: dict[str, float | None] = {name: value for name, value in values.items() if _is_trainings(name)}
     lost = (name.removeprefix(NONFINITE) for name in values if name.startswith(NONFINITE))
-    told.update({name: None for name in lost if _is_trainings(name)})
-    return Point(step, told)
+    logged.update({name: math.nan for name in lost if _is_trainings(name)})
+    return Point(step, logged)
 
 
 def _is_trainings(name: str) -> bool:

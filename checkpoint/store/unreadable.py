@@ -1,4 +1,4 @@
-"""Optional data that cannot be read: left out, and noted by object name so that it can be reported.
+"""Optional data that cannot be read or evaluated: left out, and noted by name so that it can be reported.
 
 Control depends on run.json, the journal, the catalog, the timelines and on who has machines (controller.json,
 secret.json): if one of these is damaged, its reader stops. Everything else may be absent because nobody has
@@ -20,5 +20,16 @@ class Unreadable:
 
     def note(self, key: str, error: Corrupt) -> None:
         """Remember that an object, or a part of it, cannot be read."""
-        why = " ".join(str(error).removeprefix(f"{key}: ").split())
-        self.found[key] = why if len(why) <= SHOWN_CHARS else why[: SHOWN_CHARS - 3] + "..."
+        self._note(key, str(error).removeprefix(f"{key}: "))
+
+    def note_failure(self, what: str, step: int, error: Exception) -> None:
+        """Remember that something which only watches the run failed at a step.
+
+        Args:
+            what: for example "divergence detector".
+        """
+        self._note(what, f"failed at step {step}, which it leaves out: {type(error).__name__}: {error}")
+
+    def _note(self, key: str, reason: str) -> None:
+        reason = " ".join(reason.split())
+        self.found[key] = reason if len(reason) <= SHOWN_CHARS else reason[: SHOWN_CHARS - 3] + "..."

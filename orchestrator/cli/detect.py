@@ -19,6 +19,7 @@ from orchestrator.views.detection.verdicts import detect as follow
 from policies.model import exit_codes
 
 PICTURE = Path("detect.png")
+REASON_CHARACTERS = 200
 
 
 def detect(
@@ -70,11 +71,15 @@ def _judge(file: Path, limit: float | None, save_steps: int | None) -> list[Dete
     """Every run in the file; one that cannot be read is told at once, on stderr."""
     try:
         traces = read_traces(file)
+        runs = [one.name.removeprefix(str(file)).removeprefix("#") for one in traces]
+        named = zip(runs, traces, strict=True)
+        return [follow(str(file), run, trace.trace, limit, save_steps) for run, trace in named]
     except NotATrace as error:
-        errors.print(str(error), highlight=False, soft_wrap=True)
-        return [Unreadable(str(file), str(error).removeprefix(f"{file}: "))]
-    runs = [one.name.removeprefix(str(file)).removeprefix("#") for one in traces]
-    return [follow(str(file), run, one.trace, limit, save_steps) for run, one in zip(runs, traces, strict=True)]
+        reason = str(error).removeprefix(f"{file}: ")
+    except Exception as error:  # noqa: BLE001  # one file that breaks a reader must not cost the others
+        reason = f"cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:REASON_CHARACTERS]}"
+    errors.print(f"{file}: {reason}", highlight=False, soft_wrap=True)
+    return [Unreadable(str(file), reason)]
 
 
 def _draw(found: Sequence[Detection], out: Path, *, tell: bool) -> bool:

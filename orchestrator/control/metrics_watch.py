@@ -13,6 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
+
+import structlog
 
 from checkpoint.records import metrics
 from checkpoint.records.metrics import Row
@@ -25,8 +29,13 @@ from policies.detect.divergence import Detector, Point, follow
 from policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls
 from policies.fleet.how_many import StepShape
 from policies.fleet.measuring import own_shape_of, shape_of
+from policies.model.spec import KlPolicy
 from policies.model.timelines import Fork, lineage, on_lineage
 from policies.model.vocabulary import PolicyVersion
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
 
 OBJECTS_A_LOOK = 4  # of a hundred rows each, which take 20 ms
 RECENT_ROWS = 500  # the newest, from which it is told what a step consists of
@@ -56,16 +65,16 @@ class MetricsWatch:
 
     Args:
         store: the run's.
-        limit: `policies.kl.limit`.
+        kl: `policies.kl`.
         logging_steps: how many steps lie between two rows.
         unreadable: takes note of rows that cannot be read; they are left out.
     """
 
     def __init__(
-        self, store: Store, limit: float | None, logging_steps: int, unreadable: Unreadable | None = None
+        self, store: Store, kl: KlPolicy, logging_steps: int, unreadable: Unreadable | None = None
     ) -> None:
         self._store = store
-        self._limit = limit
+        self._kl = kl
         self._logging_steps = logging_steps
         self._unreadable = unreadable or Unreadable()
         self._line: Stretches = (0,)  # oldest first
@@ -181,15 +190,31 @@ class MetricsWatch:
             if row.step > known.step:
                 self._recent.append(row)
                 self._shape_is_old = True
-                detector = follow(detector, metrics.point_of(row), self._limit)
+                detector = self._guarded(
+                    row,
+                    "divergence detector",
+                    partial(follow, detector, metrics.point_of(row), self._kl.limit, self._kl.task_changes),
+                    detector,
+                )
         for row in rows if closed else rows[:-1]:
             if row.step > noticed_step:
                 noticed_step = row.step
                 # With what `point_of` leaves out: evaluations and our own numbers are what pitfalls are seen in.
-                pitfalls, new = find_pitfalls(pitfalls, Point(row.step, row.values))
+                found = partial(find_pitfalls, pitfalls, Point(row.step, row.values))
+                nothing: tuple[Pitfalls, tuple[Pitfall, ...]] = (pitfalls, ())
+                pitfalls, new = self._guarded(row, "pitfalls", found, nothing)
                 self._found += new
         step = max([known.step, *(row.step for row in rows)])
         self._known = replace(known, step=step, noticed_step=noticed_step, detector=detector, pitfalls=pitfalls)
+
+    def _guarded(self, row: Row, what: str, evaluate: Callable[[], T], otherwise: T) -> T:
+        """Evaluate a row; if that fails, report it once and continue as if the row had not been logged."""
+        try:
+            return evaluate()
+        except Exception as error:  # an error in watching must not end what is watched
+            log.exception("watch_failed", what=what, step=row.step)
+            self._unreadable.note_failure(what, row.step, error)
+            return otherwise
 
     def _keep(self, chunk: int) -> None:
         """Go on with another object, and remember what is known before it."""

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import structlog
+
 from checkpoint.records import documents, forks
 from checkpoint.records.documents import ControllerMachine
 from checkpoint.records.metrics import Row
-from checkpoint.store.errors import Corrupt
+from checkpoint.store.errors import Corrupt, StoreError
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream import exports
@@ -20,15 +22,18 @@ from orchestrator.control.metrics_watch import MetricsWatch
 from orchestrator.control.prices import Prices
 from orchestrator.control.run_clock import awake_or_asleep_s
 from policies.control.fleet.markets import may_stand_in
-from policies.control.snapshot import Command, LaunchRefused, Machine, Snapshot, Trainer
+from policies.control.snapshot import Command, LaunchRefused, Machine, Snapshot, Trainer, Watched
 from policies.ledger.rentals import ControllerRental
 from policies.model import exit_codes
 from policies.model.spec import Budget, RunSpec
 from policies.model.state import RunState
+from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.gateway_status import GatewayStatus
 from policies.serving.joining import Stage, gets_on
 from policies.serving.wire import STATUS_S
+
+log = structlog.get_logger()
 
 FRESH_S = 3 * STATUS_S  # what is older than this says nothing about now
 # A store takes as much for a listing as for a dozen reads, so that nothing is listed with each look.
@@ -224,7 +229,7 @@ class Observer:
         self._commands = CommandWatch(store, clock, self._unreadable)
         self._controller = ControllerCosts(store, clock)
         logging_steps = int(spec.grpo.get("logging_steps", 1))
-        self._metrics = MetricsWatch(store, spec.policies.kl.limit, logging_steps, self._unreadable)
+        self._metrics = MetricsWatch(store, spec.policies.kl, logging_steps, self._unreadable)
         self._catalog = Catalog(store, "controller")
         self._spec, self._budgeted = spec, spec.budget != Budget()
         self._prices = prices(cloud)
@@ -240,7 +245,7 @@ class Observer:
         trainer = self._trainer.look(now_s)
         commands = self._commands.look(state)
         target_wanted = _wants_a_target(state, machines, commands)
-        watched = self._metrics.look(trainer, state.forks)
+        watched = self._watched(trainer, state.forks)
         budgeted = self._budgeted or state.budget_usd is not None  # which a user may set later
         priced = budgeted or may_stand_in(self._spec)
         controller_usd, controller_usd_per_h = self._controller.look() if budgeted else (0.0, 0.0)
@@ -274,6 +279,17 @@ class Observer:
             exported_to=None if state.healthy is None else self._exported_to(state.healthy),
             unreadable=dict(self._unreadable.found),
         )
+
+    def _watched(self, trainer: Trainer | None, forks: Sequence[Fork]) -> Watched | None:
+        """Return the verdict on the metrics. An error in watching them must not end what is watched."""
+        try:
+            return self._metrics.look(trainer, forks)
+        except StoreError:
+            raise
+        except Exception as error:
+            log.exception("watch_failed", what="metrics")
+            self._unreadable.note_failure("metrics", 0 if trainer is None else trainer.step, error)
+            return None
 
     def newest_row(self) -> Row | None:
         """The newest logged step that was looked at."""

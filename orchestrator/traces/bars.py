@@ -42,6 +42,8 @@ def number_rows(parts: Sequence[Row | Bar]) -> list[Row]:
         before, after = _beside(parts, trained, total)
         best = max(best, before, after, key=_fits)
     if _fits(best)[0] * 2 <= len(best):  # a log that was written in blocks, far from its bars
+        best = _evenly(parts, len(best))
+    if not best:
         return rows
     found = iter(best)
     return [{**row, "step": next(found)} if one else row for row, one in zip(rows, trained, strict=True)]
@@ -60,6 +62,13 @@ def _beside(parts: Sequence[Row | Bar], trained: Sequence[bool], total: int | No
         elif next(kinds):
             before.append(shown)
     return before, after + before[len(after) :]
+
+
+def _evenly(parts: Sequence[Row | Bar], rows: int) -> list[int]:
+    """The steps of so many rows up to where a bar came, if that is a whole number of steps for each; else none."""
+    done = max(part.done for part in parts if isinstance(part, Bar))
+    every = done // rows
+    return [every * (at + 1) for at in range(rows)] if every and done - every * rows < every else []
 
 
 def _fits(steps: Sequence[int]) -> tuple[int, int]:

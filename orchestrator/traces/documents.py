@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.traces.model import Log, Row
 from orchestrator.traces.names import TRAINING, metric
+
+_TABLE, _ROW = re.compile(r"<table.*?</table>", re.DOTALL), re.compile(r"<tr.*?</tr>", re.DOTALL)
+_CELL, _TAG = re.compile(r"<t[dh][^>]*>(.*?)</t[dh]>", re.DOTALL), re.compile(r"<[^>]*>")
 
 
 def parse(text: str) -> tuple[Any, str]:
@@ -29,12 +33,40 @@ def read_document(document: list[Any] | dict[str, Any]) -> Log:
         return Log(_objects(document))
     history = document.get("log_history")
     if isinstance(history, list):
-        every = _positive(document.get("logging_steps")) or 1
-        return Log(_objects(history), every, _positive(document.get("save_steps")))
+        return Log(
+            _objects(history), _positive(document.get("logging_steps")), _positive(document.get("save_steps"))
+        )
     if any(metric(key)[0] in TRAINING and isinstance(value, list) for key, value in document.items()):
         return Log(_of_columns({key: value for key, value in document.items() if isinstance(value, list)}))
     tables = [_objects(value) for value in document.values() if isinstance(value, list)]
     return Log(max(tables, key=len, default=[]) or [document])
+
+
+def notebook_text(cells: list[Any]) -> str:
+    """Return what a Jupyter notebook's cells printed; HTML tables as Markdown's."""
+    parts: list[str] = []
+    for cell in _objects(cells):
+        outputs = cell.get("outputs")
+        for output in _objects(outputs) if isinstance(outputs, list) else ():
+            data = output.get("data")
+            data = data if isinstance(data, dict) else {}
+            if tables := _joined(data.get("text/html")):
+                parts += [_table_text(table) for table in _TABLE.findall(tables)]
+            parts.append(_joined(output.get("text")) or _joined(data.get("text/plain")))
+    return "\n".join(parts)
+
+
+def _joined(lines: Any) -> str:
+    """A notebook keeps text as one string or as a list of lines."""
+    if isinstance(lines, list):
+        return "".join(line for line in lines if isinstance(line, str))
+    return lines if isinstance(lines, str) else ""
+
+
+def _table_text(table: str) -> str:
+    rows = [[_TAG.sub("", cell).strip() for cell in _CELL.findall(row)] for row in _ROW.findall(table)]
+    lines = ["| " + " | ".join(row) + " |" for row in rows if row]
+    return "\n".join([*lines[:1], "|---|", *lines[1:], ""])
 
 
 def _objects(rows: list[Any]) -> list[Row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from policies.detect.divergence import Point
@@ -25,10 +25,16 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a file says of a run. `save_steps`: how often it saved, None where the file does not say."""
+    """What a file holds of a run.
+
+    `save_steps` is how often the run saved, None where the file does not say. If `counts_records`, no step was
+    logged, and points are numbered by their records. `columns` names each metric by the file's column for it.
+    """
 
     points: tuple[Point, ...]
     save_steps: int | None = None
+    counts_records: bool = False
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     def logged(self, name: str) -> bool:
         """Whether the metric was ever logged."""
@@ -48,5 +54,5 @@ class Log:
     """A file's rows in its order, under the names that they have there, as a format's reader hands them on."""
 
     rows: Sequence[Row]
-    logging_steps: int = 1  # how far apart rows without a step are
+    logging_steps: int | None = None  # how far apart rows without a step are; None: unknown
     save_steps: int | None = None

@@ -12,6 +12,7 @@ What is not here matters as much. `actor/ppo_kl` (verl), `policy/approxkl_avg` (
 from __future__ import annotations
 
 import re
+from functools import cache
 
 KL, KL_SEQUENCE = "kl", "kl_sequence"  # to the reference: per token, and summed over the completion
 
@@ -108,8 +109,27 @@ _NAMES = {
     for rank, alias in enumerate((name, *aliases))
 }  # fmt: skip
 
-# People say of what they log that it is a mean in front of its name or behind it.
+# Names of means: the mean is said in front of the name or behind it.
 _MEAN = re.compile(r"^(?:avg|average|mean)_|[_/](?:avg|average|mean)$")
+
+# What the last part of a name may also be, where no whole name fits: SkyRL, AReaL, ROLL, PipelineRL and others put
+# their own groups in front.
+_LAST_PARTS = {
+    "exact_kl": KL,
+    "kl_rewards": KL,
+    "policy_kl": KL,
+    "raw_reward": "reward",
+    "task_reward": "reward",
+    "score": "reward",
+    "raw_grad_norm": "grad_norm",
+    "num_tokens": "completions/mean_length",
+    "response_len": "completions/mean_length",
+    "seq_len": "completions/mean_length",
+}
+# Groups of other things than the policy in training.
+_OTHER_GROUPS = frozenset(
+    ("eval", "val", "valid", "validation", "test", "critic", "value", "ref", "rollout_corr", "mismatch", "rewards")
+)
 
 # A row that has none of these is no row of metrics: a configuration that was printed, say.
 TRAINING = frozenset((KL, KL_SEQUENCE, "loss", "grad_norm", "reward", "entropy", "completions/mean_length"))
@@ -125,22 +145,31 @@ STEPS = (
     "training_step",
     "train_step",
     "step",
+    "system/step",  # ROLL's
     "_step",
 )
 RUNS = ("run_name", "run", "run_id")
 EPOCH, SUMMARY, TIMELINE = "epoch", "train_runtime", "timeline"  # a summary is what a Trainer logs at its end
 
 
+@cache
 def metric(key: str) -> tuple[str, int]:
-    """The metric's name, TRL's where we know it, and how much it resembles it: 0 for TRL's own."""
+    """Return the metric's name, TRL's where it is known, and a rank: 0 for TRL's own, higher for less alike."""
     plain = key.strip().strip('"').removeprefix("train/")
     if plain.startswith("eval/"):
         plain = f"eval_{plain.removeprefix('eval/')}"
     found = _NAMES.get(plain) or _NAMES.get(spelt(plain))
     if found is not None:
         return found
-    of_mean = _NAMES.get(_MEAN.sub("", spelt(plain)))
-    return (of_mean[0], of_mean[1] + len(_NAMES)) if of_mean else (plain, 0)
+    without_mean = _MEAN.sub("", spelt(plain))
+    if of_mean := _NAMES.get(without_mean):
+        return of_mean[0], of_mean[1] + len(_NAMES)
+    *groups, last = without_mean.split("/")
+    if _OTHER_GROUPS.isdisjoint(groups) and not last.startswith("eval_") and groups[:1] != ["orch"]:
+        last = _MEAN.sub("", last)
+        if name := _LAST_PARTS.get(last) or _NAMES.get(last, ("", 0))[0]:
+            return name, 2 * len(_NAMES)
+    return plain, 0
 
 
 def spelt(key: str) -> str:

@@ -54,6 +54,13 @@ class _Run:
         return tuple(Point(step, self.steps[step]) for step in sorted(self.steps))
 
 
+def counts_records(log: Log) -> bool:
+    """Return whether no step is known, so that points are numbered by their records."""
+    if log.logging_steps is not None:
+        return False
+    return all(of.step(row) is None for row in log.rows if of.metrics(row) is not None)
+
+
 def runs(log: Log) -> Named:
     """The log's runs that have a metric of training, by name: "" for the only one, else the file's name or a
     number from 1."""
@@ -62,7 +69,7 @@ def runs(log: Log) -> Named:
         by_name[of.run(row)].append(row)
     found: Named = []
     for name, rows in by_name.items():
-        several = [run.points for run in _runs(rows, log.logging_steps) if run.first is not None]
+        several = [run.points for run in _runs(rows, log.logging_steps or 1) if run.first is not None]
         for at, points in enumerate(several, start=1):
             number = str(at) if len(several) > 1 else ""
             found.append(("#".join(filter(None, (name, number))), points))

@@ -19,31 +19,53 @@ Values = dict[str, float | None]
 
 
 def metrics(row: Row) -> Values | None:
-    """The row's metrics, None for one that was no finite number; None where it is no row of metrics."""
+    """Return the row's metrics, with None for a null or a number that is not finite; None for any other row."""
     if SUMMARY in row:
         return None
     values: Values = {}
     empty: Values = {}
     ranks: dict[str, int] = {}
-    for key, value in next((row[name] for name in _NESTED if isinstance(row.get(name), dict)), row).items():
+    for key, value in _logged(row).items():
         name, rank = metric(key)
-        if spelt(key) in STEPS or name in (EPOCH, TIMELINE, *RUNS) or ranks.get(name, rank) < rank:
+        if _is_no_metric(key, name) or ranks.get(name, rank) < rank:
             continue
         if name.startswith(NONFINITE):
-            values[name.removeprefix(NONFINITE)] = None
+            values[name.removeprefix(NONFINITE)] = math.nan
         elif value in (None, "None", "null"):
             empty[name] = None
         else:
             with suppress(ValueError, TypeError):
                 values[name] = number(value)
                 ranks[name] = rank
-    if TRAINING & values.keys():  # where all is empty, as in a table with a row for everything, nothing was logged
+    evaluated = {name: value for name, value in values.items() if name.startswith("eval_")}
+    trained = TRAINING & values.keys()
+    # Some writers give a row of evaluation every column of training, as NaN.
+    if trained and any(values[name] is not None for name in trained):
         return {**empty, **values}
-    return values if any(name.startswith("eval_") for name in values) else None
+    if any(value is not None for value in evaluated.values()):
+        return evaluated
+    return {**empty, **values} if trained else None
+
+
+def columns(row: Row) -> dict[str, str]:
+    """Return the names of the row's metrics, by the names of their columns."""
+    named = {key: metric(key)[0] for key in _logged(row)}
+    return {key: name for key, name in named.items() if not _is_no_metric(key, name)}
+
+
+def _logged(row: Row) -> Row:
+    return next((row[name] for name in _NESTED if isinstance(row.get(name), dict)), row)
+
+
+def _is_no_metric(key: str, name: str) -> bool:
+    return spelt(key) in STEPS or name in (EPOCH, TIMELINE, *RUNS)
 
 
 def number(value: Any) -> float | None:
-    """A float, or None where it is no finite one. Raises ValueError or TypeError for a word, a list and so on."""
+    """Return a float, of a list its mean; None if it is not finite. Raises ValueError or TypeError."""
+    if isinstance(value, list | tuple) and value:
+        numbers = [found for part in value if (found := number(part)) is not None]
+        return sum(numbers) / len(numbers) if numbers else None
     if isinstance(value, str):
         wrapped = _WRAPPED.fullmatch(value.strip())
         value = float(wrapped.group(1) if wrapped else value)

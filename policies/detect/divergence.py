@@ -12,7 +12,7 @@ What is lost slowly is told over longer windows (`policies.detect.slides`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -28,6 +28,7 @@ from policies.detect.symptoms import (
     REWARD,
     SURE_WOBBLES,
     Symptom,
+    best_until,
     endless,
     follow_signals,
     gained_wobbles,
@@ -50,6 +51,10 @@ OVERFLOW_STEPS = 16
 NOT_FINITE = ("kl", "loss", "reward", "grad_norm")
 
 
+# Nothing that is logged tells a harder task from a policy that forgets.
+TASK_HINT = "if the tasks became harder there, name that step in policies.kl.task_changes"
+
+
 class Health(StrEnum):
     """How a run is."""
 
@@ -64,7 +69,11 @@ TYPICAL_DELAY_POINTS = 11
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was logged at one step, by TRL's names. None: it was logged and was no finite number."""
+    """What was logged at one step, by TRL's names.
+
+    NaN and infinity are what they are. None is a null: it counts as not finite only in a column that has had a
+    number, because other frameworks write null in columns that they never log.
+    """
 
     step: int
     values: Mapping[str, float | None]
@@ -87,45 +96,53 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Detector:
-    """What must be remembered between two points. JSON types only, and no more of them the longer the run.
+    """The state between two points. JSON types only, and its size does not grow with the run.
 
-    `not_finite` is by signal: for how many points in a row it was none, and a step from before them. `quiet`
-    counts the points since what is watched was last seen. What an older version called `series` is left behind.
+    `not_finite` is by signal: the number of points in a row that were not finite, and a step from before them.
+    `numbers` names the signals of NOT_FINITE that have had a finite value. `quiet` counts the points since the
+    watched symptom was last seen.
     """
 
     verdict: Verdict = Verdict()
     points: int = 0
     signals: dict[str, Series] = field(default_factory=dict)
     not_finite: dict[str, tuple[int, int]] = field(default_factory=dict)
+    numbers: tuple[str, ...] = ()
     quiet: int = 0
 
 
-def follow(detector: Detector, point: Point, limit: float | None = None) -> Detector:
-    """Return the detector after one more logged point.
+def follow(
+    detector: Detector, point: Point, limit: float | None = None, task_changes: Collection[int] = ()
+) -> Detector:
+    """Return the detector after one more logged point. Never raises.
 
     Args:
         limit: `policies.kl.limit`, KL above the run's own start; None where the user gave none.
+        task_changes: `policies.kl.task_changes`, the first steps of new tasks. There every signal but the KL
+            starts over: a harder task's rewards have no past.
     """
     before = detector.verdict
     if point.step <= before.step:
         return detector
     if before.health is Health.TRIPPED:
         return replace(detector, verdict=replace(before, step=point.step), points=detector.points + 1)
+    if any(before.step < step <= point.step for step in task_changes):
+        detector = replace(detector, signals={KL: detector.signals[KL]} if KL in detector.signals else {})
     after = _remember(detector, point)
     health, found = _judge(after, point.step, limit)
     if health is Health.HEALTHY:
         if before.health is Health.HEALTHY or detector.quiet == WINDOW_POINTS:
             return replace(after, verdict=Verdict(step=point.step))
         return replace(after, verdict=replace(before, step=point.step), quiet=detector.quiet + 1)
-    onset = max(1, min(one.onset_step for one in found))
+    onset = _onset(found, after.signals.get(REWARD))
     if health is Health.WATCH and before.onset_step is not None:
-        onset = min(onset, before.onset_step)  # what is kept stays; a trip is dated by all that is known then
-    if health is Health.TRIPPED and onset == 1:  # all that the run did is beyond its start
-        onset = max(onset, learnt_until(after.signals.get(REWARD)))
-    tripped_step = point.step if health is Health.TRIPPED else None
-    return replace(
-        after, verdict=Verdict(health, point.step, onset, tripped_step, tuple(one.text for one in found))
-    )
+        onset = min(onset, before.onset_step)  # watched checkpoints stay; a trip is dated by all evidence up to it
+    evidence = tuple(symptom.text for symptom in found)
+    if health is not Health.TRIPPED:
+        return replace(after, verdict=Verdict(health, point.step, onset, None, evidence))
+    if any(symptom.group == REWARD for symptom in found):
+        evidence += (TASK_HINT,)
+    return replace(after, verdict=Verdict(health, point.step, onset, point.step, evidence))
 
 
 def trip_at(detector: Detector, step: int, onset_step: int, evidence: str) -> Detector:
@@ -142,14 +159,17 @@ def _remember(detector: Detector, point: Point) -> Detector:
     # An infinite KL in the loss makes the gradients so: where these are finite, it is the logged mean that
     # overflowed, at single tokens. What is infinite in the loss or the reward reaches the gradients or stops them.
     sound = finite.keys() | ({KL} if finite.get("grad_norm", 0.0) > 0.0 else set())
-    not_finite = {name: told for name, told in detector.not_finite.items() if name not in sound}
+    not_finite = {name: count for name, count in detector.not_finite.items() if name not in sound}
     for name in NOT_FINITE:
-        if name in point.values and name not in sound:
+        if name not in point.values or name in sound:
+            continue
+        if point.values[name] is not None or name in detector.numbers:
             # With several steps to a point the one before may hold some that were not finite: those are left out.
             count, since = not_finite.get(name, (0, 2 * detector.verdict.step - point.step))
             not_finite[name] = (count + 1, since)
     signals = follow_signals(detector.signals, point.step, finite)
-    return Detector(detector.verdict, detector.points + 1, signals, not_finite)
+    numbers = tuple(name for name in NOT_FINITE if name in detector.numbers or name in finite)
+    return Detector(detector.verdict, detector.points + 1, signals, not_finite, numbers)
 
 
 def _judge(detector: Detector, step: int, limit: float | None) -> tuple[Health, Sequence[Symptom]]:
@@ -180,7 +200,7 @@ def _judge(detector: Detector, step: int, limit: float | None) -> tuple[Health, 
         lasts = any(one.points >= LASTING_POINTS for one in hacked)
         return (Health.TRIPPED if lasts else Health.WATCH), hacked
     groups = {one.group for one in shown}
-    if len(groups) >= 2 or groups & {REWARD, "gradients"}:
+    if len(groups) >= 2 or REWARD in groups:
         return Health.WATCH, shown
     return health, found
 
@@ -218,6 +238,20 @@ def _excess(kl: Series) -> float:
     """Nats per token that the past does not explain."""
     level = math.exp(kl.sustained(1.0))
     return level - math.exp(explained(kl, 1.0))
+
+
+def _onset(found: Sequence[Symptom], reward: Series | None) -> int:
+    """Return the first step that the excursion may have touched.
+
+    A run that learnt was well meanwhile and is never dated to its start: it was well until its reward last stood
+    at its best, or, where the KL had left its past by then, until the reward had surely gained.
+    """
+    onset = min(symptom.onset_step for symptom in found)
+    if onset > 1:
+        return onset
+    kl_onset = min((symptom.onset_step for symptom in found if symptom.group == KL), default=math.inf)
+    best = best_until(reward)
+    return max(1, best if best <= kl_onset else learnt_until(reward))
 
 
 def _over(kl: Series | None, limit: float | None) -> list[Symptom]:

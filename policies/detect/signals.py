@@ -178,6 +178,11 @@ def _with_block(
     return tuple(sizes), tuple(ends), tuple(levels)
 
 
+def resolution(level: float) -> float:
+    """Return the difference below which two levels are equal: they are stored with five digits."""
+    return abs(level) / 1e4
+
+
 def _short(value: float) -> float:
-    """Five digits: what is remembered is written often."""
+    """Round to five digits, because the state is written often."""
     return float(f"{value:.5g}")

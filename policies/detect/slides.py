@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from policies.detect.signals import PAST_POINTS, WINDOW_POINTS, Series, dated, median
+from policies.detect.signals import PAST_POINTS, WINDOW_POINTS, Series, dated, median, resolution
 from policies.detect.symptoms import (
     ENTROPY,
     FACTOR,
@@ -134,8 +134,8 @@ class _Sums:
             max(now, self._mean(self._first_within(LASTING_POINTS), last)),
             self._luck / math.sqrt(window),
         )
-        least = abs(best) / 1e4  # levels are kept to five digits
-        if best - there <= max(2 * SURE_WOBBLES * luck, (best - lowest) / 2, least) or self._rises(best_end):
+        least = max(2 * SURE_WOBBLES * luck, (best - lowest) / 2, resolution(best))
+        if best - there <= least or self._rises(best_end):
             return None
         still = best - max(SURE_WOBBLES * luck, (best - there) / 5)
         _, late, late_end = next(one for one in reversed(before) if one[0] >= still)

@@ -22,6 +22,7 @@ from policies.detect.signals import (
     explained,
     follow_series,
     median,
+    resolution,
 )
 
 KL, REWARD = "kl", "reward"
@@ -147,8 +148,13 @@ def natural(signal: Signal, level: float) -> float:
 def symptoms(series: Mapping[str, Series]) -> tuple[Symptom, ...]:
     """Return every symptom that the last points show, without the KL's, the reward's first."""
     found = [_collapse(REWARD, "reward", series.get(REWARD))]
-    found += [symptom(signal, series.get(signal.name)) for signal in SIGNALS]
-    return tuple(one for one in found if one is not None)
+    found += [symptom(signal, series.get(signal.name)) for signal in SIGNALS if _has_past(series.get(signal.name))]
+    return tuple(symptom for symptom in found if symptom is not None)
+
+
+def _has_past(series: Series | None) -> bool:
+    """Return whether there is a full window before the present one: with less, a first value would be the past."""
+    return series is not None and series.points >= 2 * WINDOW_POINTS
 
 
 def tricked(series: Mapping[str, Series]) -> tuple[Symptom, ...]:
@@ -196,6 +202,17 @@ def endless(series: Mapping[str, Series]) -> bool:
     return cut is not None and cut.levels[0] <= 0.0 and cut.sustained(1.0) >= 2 * math.log(FACTOR)
 
 
+def best_until(reward: Series | None) -> int:
+    """Return the last step at which a reward that has surely gained or fallen stood at its best, else 0."""
+    if reward is None or reward.start is None:
+        return 0
+    sure, best = SURE_WOBBLES * reward.wobble, max(reward.levels)
+    if best - min(reward.start, reward.levels[-1]) <= 2 * sure:
+        return 0
+    # A level is a running median: half a window of it may already be worse.
+    return max(end for end, level in zip(reward.ends, reward.levels, strict=True) if level >= best - sure / 2)
+
+
 def learnt_until(reward: Series | None) -> int:
     """The last step before the reward had surely gained, where it has surely fallen since; 0 where not.
 
@@ -216,7 +233,7 @@ def _collapse(group: str, words: str, reward: Series | None) -> Symptom | None:
         return None
     top = explained(reward, -1.0, concave=False)
     fell = top - reward.sustained(-1.0)
-    if fell <= max(SURE_WOBBLES * reward.wobble, (top - reward.start) / 2, 0.0):
+    if fell <= max(SURE_WOBBLES * reward.wobble, (top - reward.start) / 2, resolution(top)):
         return None
     shift = dated(reward, -1.0, fell, ramp=False)
     if shift.points > PAST_POINTS:
@@ -226,8 +243,9 @@ def _collapse(group: str, words: str, reward: Series | None) -> Symptom | None:
     if not sure or before - after <= max(SURE_WOBBLES * reward.wobble, (before - reward.start) / 2):
         return None
     text = f"{words} {after:.3g}, fallen from {before:.3g} since step {shift.calm_step}"
-    since = [one for one in zip(reward.levels, reward.ends, strict=True) if one[1] > shift.calm_step]
-    return replace(_of(group, text, shift), lowest_step=min(since)[1])
+    since = [(level, end) for level, end in zip(reward.levels, reward.ends, strict=True) if end > shift.calm_step]
+    _, lowest_step = min(since, default=(0.0, shift.calm_step))
+    return replace(_of(group, text, shift), lowest_step=lowest_step)
 
 
 def _rooted(points: int) -> float:

@@ -106,9 +106,10 @@ class RollbackBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlPolicy:
-    """What is done about a run that diverges. `pause` returns the machines, `alert` journals it and goes on."""
+    """What is done about a run that diverges. `pause` returns the machines, `alert` journals it and continues."""
 
     limit: float | None = None  # KL above the run's own start; None: judged by the run's own history alone
+    task_changes: tuple[int, ...] = ()  # first steps of new tasks, such as the stages of a curriculum
     action: Literal["rollback", "pause", "alert"] = "rollback"
     on_rollback: OnRollback = field(default_factory=OnRollback)
     budget: RollbackBudget = field(default_factory=RollbackBudget)

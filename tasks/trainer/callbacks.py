@@ -140,7 +140,12 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]  # transformers has 
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         point = metrics.point_at(state.global_step, storable(logs))
-        self._take(follow(self.detector, point, self._policy.limit))
+        try:
+            detector = follow(self.detector, point, self._policy.limit, self._policy.task_changes)
+        except Exception:  # an error in watching must not end training; the daemon, which judges alike, reports it
+            log.exception("guard_failed", step=point.step)
+            return
+        self._take(detector)
 
     def policy_is_gone(self, step: int, onset_step: int) -> None:
         """The weights of `step` compute no number, from which no completion comes and so nothing to log.

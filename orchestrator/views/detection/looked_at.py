@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,7 +45,9 @@ def courses(points: Sequence[Point]) -> dict[str, Course]:
     """The course of each metric that the detectors look at and the run has logged."""
     found = {}
     for name in WORDS:
-        values = [value for point in points if (value := point.values.get(name)) is not None]
+        values = [
+            value for point in points if (value := point.values.get(name)) is not None and math.isfinite(value)
+        ]
         if values:
             wobble = median(abs(b - a) for a, b in pairwise(values)) if len(values) > 1 else 0.0
             start, end = median(values[:ENDS_POINTS]), median(values[-ENDS_POINTS:])

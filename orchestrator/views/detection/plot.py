@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ MARKS: tuple[tuple[str, str, Literal["--", "-", "-."]], ...] = (
 )
 PALE = "#9aa2ad"
 ROWS_MAX = 40  # more make a picture that nobody can open; the worst are drawn
-WIDTH_INCHES, ROW_INCHES, HEAD_INCHES = 13.0, 2.1, 0.7
+WIDTH_INCHES, ROW_INCHES, HEAD_INCHES, FOOT_INCHES = 13.0, 2.1, 0.7, 0.45
 NAME_LETTERS = 80
 LOGARITHMIC_FROM = 30.0  # times the lowest of its runs' medians that a metric's highest value is
 DECADES_MAX = 6  # of a logarithmic axis: a KL begins at 0
@@ -49,10 +50,21 @@ class Scale:
 def plot_detections(found: Sequence[Detection], path: Path) -> None:
     """Draw them to a PNG at `path`, at most ROWS_MAX. Raises OSError."""
     shown = _worst(list(zip(labels(found), found, strict=True)))
-    size = (WIDTH_INCHES, HEAD_INCHES + ROW_INCHES * len(shown))
-    figure = Figure(figsize=size, dpi=110, facecolor="white", layout="constrained")
+    size = (WIDTH_INCHES, HEAD_INCHES + ROW_INCHES * len(shown) + FOOT_INCHES)
+    figure = Figure(figsize=size, dpi=110, facecolor="white")
     FigureCanvasAgg(figure)
-    rows = figure.subplots(len(shown), len(PANELS), squeeze=False, sharex="row")
+    # Margins by hand: matplotlib's automatic layout draws 40 rows many times over, for minutes.
+    height = size[1]
+    rows = figure.subplots(
+        len(shown),
+        len(PANELS),
+        squeeze=False,
+        sharex="row",
+        gridspec_kw={
+            **{"left": 0.06, "right": 0.99, "wspace": 0.2, "hspace": 0.5},
+            **{"top": 1 - HEAD_INCHES / height, "bottom": FOOT_INCHES / height},
+        },
+    )
     for panels, (name, unit, colour) in zip(rows.T, PANELS, strict=True):
         scale = _scale([one for _, one in shown], name)
         for panel, (_, one) in zip(panels, shown, strict=True):
@@ -60,7 +72,6 @@ def plot_detections(found: Sequence[Detection], path: Path) -> None:
                 _scaled(panel, scale)
                 _marks(panel, one)
             _finish(panel, "KL of completions, nats" if _metric(one, name) == KL_SEQUENCE else unit)
-        figure.align_ylabels(panels)
     for row, (label, one) in zip(rows, shown, strict=True):
         row[0].set_title(_elided(label), loc="left", fontsize=10, fontweight="bold", color=INK, parse_math=False)
         row[-1].set_title(_outcome(one), loc="right", fontsize=10, color=COLOURS[one.health])
@@ -99,12 +110,17 @@ def _metric(one: Detection, name: str) -> str:
 def _drawn(one: Detection, name: str) -> list[tuple[int, float]]:
     """Steps and finite values."""
     logged = ((point.step, point.values.get(_metric(one, name))) for point in one.trace.points)
-    return [(step, max(-DRAWN_MAX, min(DRAWN_MAX, value))) for step, value in logged if value is not None]
+    return [
+        (step, max(-DRAWN_MAX, min(DRAWN_MAX, value)))
+        for step, value in logged
+        if value is not None and math.isfinite(value)
+    ]
 
 
 def _lost(one: Detection, name: str) -> list[int]:
     """The steps at which it was logged and no finite number."""
-    return [point.step for point in one.trace.points if point.values.get(_metric(one, name), 0.0) is None]
+    logged = ((point.step, point.values.get(_metric(one, name), 0.0)) for point in one.trace.points)
+    return [step for step, value in logged if value is None or not math.isfinite(value)]
 
 
 def _scale(found: Sequence[Detection], name: str) -> Scale:
@@ -183,4 +199,4 @@ def _legend(figure: Figure, found: Sequence[Detection]) -> None:
     if any(_lost(one, name) for one in found for name, _, _ in PANELS):
         lines.append(Line2D([], [], color=RED, marker="x", markersize=4, linestyle="none", label="not a number"))
     if lines:
-        figure.legend(handles=lines, loc="outside upper left", ncols=4, frameon=False, fontsize=9, labelcolor=INK)
+        figure.legend(handles=lines, loc="upper left", ncols=4, frameon=False, fontsize=9, labelcolor=INK)

@@ -21,6 +21,7 @@ HEALTH_STYLES = {
     CANNOT_TELL: "yellow",
     Health.HEALTHY: "green",
 }
+RECORDS = "the log names no steps: trip and onset count its records, and no checkpoint can be named"
 ANY_STEP = (
     "target: the last step logged before the onset, where no file says how often its run saved; "
     "with --save-steps N the newest checkpoint from before it"
@@ -65,6 +66,10 @@ def render(found: Sequence[Detection]) -> RenderableType:
 
 
 def _told(one: Detection) -> list[str]:
+    notes = [RECORDS] if one.trace.counts_records else []
+    renamed = [f"{name} from {column}" for name, column in one.columns_taken.items() if name != column]
+    if renamed:
+        notes.append(f"columns taken: {', '.join(renamed)}; {len(one.columns_unused)} others are not judged")
     if one.tripped:
-        return one.evidence
-    return [*([one.unknown] if one.unknown else []), *one.evidence, one.looked_at]
+        return [*one.evidence, *notes]
+    return [*([one.unknown] if one.unknown else []), *one.evidence, one.looked_at, *notes]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.traces.model import Trace
 from orchestrator.views.detection.looked_at import Course, courses, in_words, kl_of, why_unknown
-from policies.detect.divergence import Detector, Health, Verdict, follow
+from policies.detect.divergence import NOT_FINITE, Detector, Health, Verdict, follow
+from policies.detect.symptoms import KL, KL_SEQUENCE, SIGNALS
 
 CANNOT_TELL = "cannot tell"
+JUDGED = frozenset((KL, KL_SEQUENCE, *NOT_FINITE, *(signal.name for signal in SIGNALS)))
+_STEP = re.compile(r"\bstep(?= \d)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +30,9 @@ class Detection:
     """The verdict at the end of a run.
 
     `run` names it within its file, "" where that holds one. `target_step` is of the checkpoint that a rollback
-    would go to, 0 for the start; None where nothing tripped. `save_steps`: how often the run saved, None where
-    nobody says. `unknown`: why it cannot be called healthy, None where it can or is worse.
+    would go to, 0 for the start; None where nothing tripped or the file names no steps. `save_steps`: how often
+    the run saved, None where nobody says. `unknown`: why it cannot be called healthy, None where it can or is
+    worse.
     """
 
     file: str
@@ -62,7 +67,18 @@ class Detection:
     def evidence(self) -> list[str]:
         """In words; of a run that ends under watch, that it does."""
         watch = f"on watch at its end, step {self.verdict.step}, since step {self.verdict.onset_step}"
-        return ([watch] if self.verdict.health is Health.WATCH else []) + list(self.verdict.evidence)
+        found = ([watch] if self.verdict.health is Health.WATCH else []) + list(self.verdict.evidence)
+        return [_STEP.sub("record", sentence) for sentence in found] if self.trace.counts_records else found
+
+    @property
+    def columns_taken(self) -> dict[str, str]:
+        """The file's columns by the metric they were taken for, of those that the detector judges."""
+        return {name: column for column, name in self.trace.columns.items() if name in JUDGED}
+
+    @property
+    def columns_unused(self) -> list[str]:
+        """The file's other columns."""
+        return [column for column, name in self.trace.columns.items() if name not in JUDGED]
 
 
 def detect(file: str, run: str, trace: Trace, limit: float | None, save_steps: int | None) -> Detection:
@@ -78,7 +94,7 @@ def detect(file: str, run: str, trace: Trace, limit: float | None, save_steps: i
         detector = follow(detector, point, limit)
     verdict, saved = detector.verdict, trace.save_steps or save_steps
     target = None
-    if verdict.health is Health.TRIPPED and verdict.onset_step is not None:
+    if verdict.health is Health.TRIPPED and verdict.onset_step is not None and not trace.counts_records:
         target = _target(trace, verdict.onset_step, saved)
     seen = courses(trace.points)
     unknown = why_unknown(trace.points, seen) if verdict.health is Health.HEALTHY else None
@@ -100,6 +116,7 @@ def to_json(one: Detection | Unreadable) -> dict[str, Any]:
         "file": one.file,
         "run": one.run or None,
         "points": len(one.trace.points),
+        "unit": "record" if one.trace.counts_records else "step",
         "health": one.health,
         "reason": one.unknown,
         "tripped": one.tripped,
@@ -107,6 +124,8 @@ def to_json(one: Detection | Unreadable) -> dict[str, Any]:
         "onset_step": one.verdict.onset_step if one.tripped else None,
         "target_step": one.target_step,
         "evidence": one.evidence,
+        "columns": one.columns_taken,
+        "columns_unused": one.columns_unused,
         "looked_at": {
             name: {"points": course.points, "start": course.start, "end": course.end}
             for name, course in one.seen.items()
@@ -120,6 +139,7 @@ KEYS = (
         "file",
         "run",
         "points",
+        "unit",
         "health",
         "reason",
         "tripped",
@@ -128,5 +148,5 @@ KEYS = (
         "target_step",
         "evidence",
     ),
-    *("looked_at", "error"),
+    *("columns", "columns_unused", "looked_at", "error"),
 )

@@ -6,7 +6,8 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
 from tasks.machine.processes.exit_note import leave_exit_code, take_exit_code
 from tasks.machine.spooling import find_spool
+from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.saving import RUN_FILE, read_resume_state
+from tasks.trainer import callbacks
 from tasks.trainer.user_objects import is_out_of_memory
 from tests.budget import HANG_S
 from tests.node.trainer.rig import Rig, make_tiny, open_rig
@@ -200,3 +203,23 @@ def test_a_reward_function_of_weight_0_is_a_witness(tiny: Path, tmp_path: Path) 
         assert {name for name in values if name.startswith(WITNESS)} == {WITNESS + "digit_share"}
         assert values[WITNESS + "digit_share"] == pytest.approx(values["rewards/digit_share/mean"], abs=1e-6)
         assert values["reward"] == pytest.approx(values["rewards/lower_share/mean"], abs=1e-6)
+
+
+def test_guard_that_raises_leaves_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: dict[str, Any] = {}
+    heartbeat = SimpleNamespace(say=lambda **values: said.update(values))
+    guard = callbacks.GuardCallback(cast(Heartbeat, heartbeat), KlPolicy(), Detector())
+
+    def log(step: int, kl: float) -> None:
+        guard.on_log(None, SimpleNamespace(global_step=step), None, {"kl": kl, "reward": 0.5})
+
+    log(1, 0.01)
+    before = guard.detector
+    with monkeypatch.context() as broken:
+        broken.setattr(callbacks, "follow", lambda *_: min(()))
+        log(2, 0.01)
+    assert guard.detector is before
+    for step in range(3, 26):
+        log(step, 0.01 if step < 20 else 30.0)
+    with pytest.raises(callbacks.Diverged):
+        log(26, 30.0)

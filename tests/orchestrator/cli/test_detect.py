@@ -27,6 +27,7 @@ KEYS = (
         "file",
         "run",
         "points",
+        "unit",
         "health",
         "reason",
         "tripped",
@@ -35,7 +36,7 @@ KEYS = (
         "target_step",
         "evidence",
     ),
-    *("looked_at", "error"),
+    *("columns", "columns_unused", "looked_at", "error"),
 )
 RECORDED = Path(__file__).parents[2] / "policies" / "detect" / "traces"
 TRIPPED = 3
@@ -90,11 +91,14 @@ def test_every_format_is_read_alike(written: Callable[[Rows], str], cli: Detect)
     assert (bad["file"], bad["points"], bad["health"], bad["tripped"]) == ("bad", 300, "tripped", True)
     assert ONSET < bad["trip_step"] <= ONSET + 25
     assert 150 < bad["onset_step"] <= ONSET
-    assert bad["target_step"] == (bad["onset_step"] - 1) // 50 * 50
+    saved_before = (bad["onset_step"] - 1) // 50 * 50
+    assert bad["target_step"] == (None if bad["unit"] == "record" else saved_before)
     assert bad["evidence"]
-    looked_at = good.pop("looked_at")
+    looked_at, taken = good.pop("looked_at"), good.pop("columns")
+    assert {"kl", "reward"} <= taken.keys()
     told = {"file": "good", "points": 300, "health": "healthy", "tripped": False, "evidence": []}
-    assert {**good, "looked_at": None} == dict.fromkeys(KEYS) | told
+    unknown = {"looked_at": None, "columns": None, "unit": None, "columns_unused": None}
+    assert {**good, **unknown} == dict.fromkeys(KEYS) | told
     assert looked_at["kl"] == {"points": 300, "start": pytest.approx(0.05, 0.2), "end": pytest.approx(0.05, 0.2)}
     assert looked_at["reward"]["end"] == pytest.approx(0.6, 0.1)
 
@@ -192,7 +196,9 @@ def test_kl_or_reward_is_enough_to_be_called_healthy(rows: list[dict[str, float]
 
 
 def test_a_divergence_that_shows_without_kl_and_reward_is_one(cli: Detect) -> None:
-    Path("run").write_text(json_lines([{**row, "loss": math.nan} for row in only("loss")[:9]]))
+    Path("run").write_text(
+        json_lines([{**row, "loss": math.nan if row["step"] > 3 else 0.1} for row in only("loss")[:9]])
+    )
     (found,) = cli("run", "-o", "json").found
     assert (found["health"], found["reason"]) == ("tripped", None)
 
@@ -203,6 +209,9 @@ def test_a_run_that_ends_under_watch_says_so_and_has_no_target() -> None:
     assert found == dict.fromkeys(KEYS) | {
         "file": "run",
         "points": 1,
+        "unit": "step",
+        "columns": {},
+        "columns_unused": [],
         "health": "watch",
         "tripped": False,
         "evidence": ["on watch at its end, step 300, since step 290", "KL rises"],

@@ -66,7 +66,7 @@ def spoken(hint: Any) -> str:
     if get_origin(hint) is dict:
         return "mapping of texts" if get_args(hint)[1] is str else "mapping"
     if get_origin(hint) is tuple:
-        return "list of texts"
+        return "list of integers" if hint == tuple[int, ...] else "list of texts"
     return "section" if dataclasses.is_dataclass(hint) else TYPES[hint]
 
 

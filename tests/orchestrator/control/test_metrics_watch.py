@@ -15,9 +15,12 @@ import pytest
 from checkpoint.records.metrics import MetricsWriter, Row, point_of
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Entry, Store
+from checkpoint.store.unreadable import Unreadable
+from orchestrator.control import metrics_watch
 from orchestrator.control.metrics_watch import OBJECTS_A_LOOK, MetricsWatch
 from policies.control.snapshot import Trainer, Watched
-from policies.detect.divergence import Detector, Health, Verdict, follow
+from policies.detect.divergence import Detector, Health, Point, Verdict, follow
+from policies.model.spec import KlPolicy
 from policies.model.timelines import Fork
 
 names = itertools.count()
@@ -56,7 +59,7 @@ class Run:
         self.writer = MetricsWriter(self.store)
 
     def watcher(self) -> MetricsWatch:
-        return MetricsWatch(self.store, LIMIT, self.logging_steps)
+        return MetricsWatch(self.store, KlPolicy(limit=LIMIT), self.logging_steps)
 
     def restarts(self, timeline: int, attempt: int) -> None:
         self.beat = Trainer("trainer-0-i1", attempt, timeline, 0, 1000, "starting", 1.0)
@@ -94,6 +97,23 @@ class Run:
                 values = {"kl": kl, "reward": 0.5, "grad_norm": 1.0}
                 detector = follow(detector, point_of(Row(0, step, 0.0, 1, values)), LIMIT)
         return detector.verdict
+
+
+def test_detector_that_raises_is_reported_and_watching_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises_at_seven(detector: Detector, point: Point, *_: object) -> Detector:
+        if point.step == 7:
+            raise ValueError("min() arg is an empty sequence")
+        return follow(detector, point, LIMIT)
+
+    monkeypatch.setattr(metrics_watch, "follow", raises_at_seven)
+    run, unreadable = Run(), Unreadable()
+    run.watch = MetricsWatch(run.store, KlPolicy(limit=LIMIT), 1, unreadable)
+    run.trains(1, 30, 0.01)
+    assert run.looks().verdict.step == 30
+    assert list(unreadable.found) == ["divergence detector"]
+    assert "step 7" in unreadable.found["divergence detector"]
+    run.trains(31, 60, 9.0)
+    assert run.looks().verdict.health is Health.TRIPPED
 
 
 def test_nothing_is_known_before_a_trainer_has_spoken() -> None:

@@ -24,7 +24,9 @@ BROKEN: list[Case] = [
     (
         "a bare number for the KL policy",
         [("{limit: 0.5}", "0.5")],
-        ["run.yaml:20: policies.kl: expected a mapping with the keys limit, action, on_rollback, budget, got 0.5"],
+        [
+            "run.yaml:20: policies.kl: expected a mapping with the keys limit, task_changes, action, on_rollback, budget, got 0.5"
+        ],
     ),
     (
         "an action that there is not",
