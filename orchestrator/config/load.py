@@ -37,6 +37,7 @@ from orchestrator.config.rules.notices import find_notices
 from orchestrator.config.rules.rehearsal import write_out_rehearsal
 from orchestrator.config.rules.resources import check_resources
 from orchestrator.config.rules.rewards import argument_problem, reward_problem
+from orchestrator.config.rules.rows import check_rows
 from orchestrator.config.rules.shadows import check_shadows
 from orchestrator.config.rules.storage import EXPECTED, Storage, write_out_storage
 from orchestrator.config.rules.trl_features import check_quantised, check_turns
@@ -122,6 +123,7 @@ def _checked(document: Document, workdir: Path, now_s: float, findings: Findings
     _check_rewards(data, workdir, findings)
     check_turns(data.get("trainer", {}), workdir, findings)
     check_datasets(data.get("trainer", {}), workdir, findings)
+    check_rows(data, workdir, findings)
     check_shadows(workdir, findings)
     return data
 

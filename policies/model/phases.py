@@ -56,6 +56,7 @@ RUN_EDGES: dict[tuple[R, R], str] = {
     (R.STOPPING, R.PAUSED): "every machine is gone, and a person is to decide on the budget",
     (R.STOPPING, R.STARTING): "resumed before it had stopped",
     (R.STOPPED, R.STARTING): "resumed, or rolled back by hand",
+    (R.FINISHED, R.STARTING): "resumed with more steps",
     (R.FAILED, R.STARTING): "resumed after a repair, or rolled back by hand",
     (R.PAUSED, R.STARTING): "rolled back by hand, or resumed with another budget",
     (R.GAVE_UP, R.STARTING): "rolled back by hand",

@@ -31,7 +31,7 @@ from checkpoint.store.run_store import Store
 from policies.control.snapshot import Trainer
 from policies.model import exit_codes
 from policies.model.spec import RunSpec, model_settings
-from policies.model.timelines import Fork, lineage
+from policies.model.timelines import Fork, forked_spec, lineage
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.joining import Stage
 from tasks.completions.gateway_client import GenerationFailed
@@ -133,7 +133,7 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
     restored = told_by_first(workdir, env.attempt, fetch if RANK == 0 else None, leaving)
     resumed_at = PolicyVersion(env.timeline, 0) if restored is None else restored.at
     heartbeat.say("starting", step=resumed_at.step)
-    if restored is not None and _is_last(restored.folder):
+    if restored is not None and _is_last(restored.folder, _max_steps(record.spec, forks)):
         if RANK == 0:
             heartbeat.say(max_steps=resumed_at.step)
             heartbeat.stop("done")
@@ -229,9 +229,14 @@ def _read_forks(store: Store, timeline: int) -> tuple[Fork, ...]:
     return forks
 
 
-def _is_last(checkpoint: Path) -> bool:
+def _max_steps(spec: RunSpec, forks: Sequence[Fork]) -> int:
+    return int(forked_spec(spec, forks[-1] if forks else None).grpo.get("max_steps", -1))
+
+
+def _is_last(checkpoint: Path, max_steps: int) -> bool:
+    """Return whether no step is left. `max_steps` may have been raised since the checkpoint; -1: by epochs."""
     state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text())
-    return bool(state["global_step"] >= state["max_steps"])
+    return bool(state["global_step"] >= (max_steps if max_steps > 0 else state["max_steps"]))
 
 
 def end_at_once(workdir: Path, code: int) -> None:

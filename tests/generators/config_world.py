@@ -57,7 +57,7 @@ raise RuntimeError("a reward module must not be run to be checked")
 def furnish(folder: Path) -> Path:
     """Write the valid file and all it names; return its path."""
     (folder / "model").mkdir(exist_ok=True)
-    (folder / "prompts.jsonl").write_text('{"prompt": "1"}\n')
+    (folder / "prompts.jsonl").write_text('{"prompt": "1"}\n' * 1024)
     (folder / "rewards.py").write_text(REWARDS)
     run_yaml = folder / "run.yaml"
     run_yaml.write_text(VALID)

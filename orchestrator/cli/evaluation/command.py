@@ -29,7 +29,8 @@ from orchestrator.cli.evaluation.pins import pin
 from orchestrator.cli.evaluation.question import find_problems, find_subjects, run_of
 from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.steering.remote import is_steered
-from orchestrator.cli.steering.start import refuse_missing_secrets, show_plan
+from orchestrator.cli.steering.rollback import refuse_missing_secrets
+from orchestrator.cli.steering.start import show_plan
 from orchestrator.cli.target import open_run
 from orchestrator.config.sizes.model import find_size
 from orchestrator.control.launcher import TakenByAnother, start_daemon

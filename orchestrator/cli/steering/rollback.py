@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -18,16 +19,16 @@ from orchestrator.cli.checkpoints import find_checkpoint
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.steering.remote import controller_of, is_steered, start_remote
-from orchestrator.cli.steering.start import refuse_missing_secrets
 from orchestrator.cli.target import open_run
 from orchestrator.control.launcher import TakenByAnother, start_daemon
+from orchestrator.home.run_secrets import missing
 from policies.control.objective import effects
 from policies.control.rollback.begin import NAME_A_TARGET, RUN_START, WHOLE_NUMBER_KEYS, target_by_hand
 from policies.model import exit_codes
-from policies.model.spec import processes_of
+from policies.model.spec import RunSpec, processes_of
 from policies.model.state import Rollback, RunState
 from policies.model.timelines import Fork, forked_spec
-from policies.model.vocabulary import RunPhase
+from policies.model.vocabulary import PolicyVersion, RunPhase
 
 # The keys that a restarted trainer can take over, as they change no shape: the least that each may be, and whether
 # it must be more.
@@ -39,6 +40,7 @@ CHANGEABLE: dict[str, tuple[float, bool]] = {
     "max_grad_norm": (0.0, True),
     "temperature": (0.0, True),
     "max_completion_length": (1.0, False),
+    "max_steps": (1.0, False),
 }
 TAKEN_S = 60.0  # how long the daemon may take to begin
 POLL_S = 0.2
@@ -59,14 +61,17 @@ def rollback(
     output: AsJson = Output.TEXT,
 ) -> None:
     """Go back to a checkpoint and on from there on a new timeline, with something changed."""
-    wanted = dict(_change(text) for text in changes or [])
+    wanted = dict(read_change(text) for text in changes or [])
     store, record = open_run(target)
     if not is_steered(store):
         refuse_missing_secrets(record.spec)
     state = journal.recover(store).state
-    if state.phase in (RunPhase.FINISHED, RunPhase.STOPPING):
-        raise Stop(f"{record.spec.name} is {state.phase}: there is nothing to go back from", exit_codes.USAGE)
+    if state.phase is RunPhase.STOPPING:
+        raise Stop(f"{record.spec.name} is stopping; wait for its end", exit_codes.USAGE)
+    if state.phase is RunPhase.FINISHED and "max_steps" not in wanted:
+        raise Stop(f"{record.spec.name} is finished; {more_steps(store, record.spec)}", exit_codes.USAGE)
     start = _start(store, to)
+    _refuse_reached_steps(wanted, start)
     if start is None:
         _refuse_without_target(store, state)
     controller = controller_of(record, store)
@@ -99,12 +104,34 @@ def rollback(
             )
 
 
+def refuse_missing_secrets(spec: RunSpec) -> None:
+    """Raise Stop when the environment lacks a secret that the nodes need."""
+    if wrong := missing(spec, os.environ):
+        raise Stop(f"{wrong}; export or remove it", exit_codes.USAGE)
+
+
 def _new_changes(fork: Fork, grpo: Mapping[str, Any]) -> dict[str, float]:
     """What a fork changed, beyond its predecessors."""
     return {key: value for key, value in fork.changes.items() if grpo.get(key) != value}
 
 
-def _change(text: str) -> tuple[str, float]:
+def more_steps(store: Store, spec: RunSpec) -> str:
+    """Say how a finished run is trained further."""
+    steps = int(spec.grpo.get("max_steps", -1))
+    example = 2 * steps if steps > 0 else "N"
+    return f"train it further with: grpo-orch resume {store.quoted} --set max_steps={example}"
+
+
+def _refuse_reached_steps(changes: Mapping[str, float], start: str | None) -> None:
+    """Raise Stop where no step would be left to train."""
+    steps = changes.get("max_steps")
+    reached = 0 if start in (None, RUN_START) else PolicyVersion.parse(start).step
+    if steps is not None and steps <= reached:
+        message = f"--set max_steps={steps:g}: the checkpoint has reached step {reached}; expected more"
+        raise Stop(message, exit_codes.USAGE)
+
+
+def read_change(text: str) -> tuple[str, float]:
     """`beta=0.08` as key and value. Raises Stop."""
     key, _, number = text.partition("=")
     if key not in CHANGEABLE:

@@ -6,8 +6,9 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -28,13 +29,14 @@ from orchestrator.cli.steering.remote import (
     refuse_unknown_machines,
     start_remote,
 )
+from orchestrator.cli.steering.rollback import CHANGEABLE, more_steps, refuse_missing_secrets, rollback
 from orchestrator.cli.target import keep_options, open_store, record_of, storage_of
 from orchestrator.cli.write import count_gpus, print_notices
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.local.cloud import node_python
 from orchestrator.clouds.protocol import Offer
 from orchestrator.clouds.sky.remote import RemoteController
-from orchestrator.config.load import load, load_storage
+from orchestrator.config.load import ConfigError, load, load_storage
 from orchestrator.config.sizes.model import find_size
 from orchestrator.control.launcher import TakenByAnother, start_daemon, start_rehearsal
 from orchestrator.home.folder import (
@@ -46,7 +48,7 @@ from orchestrator.home.folder import (
     token_file,
     token_mark,
 )
-from orchestrator.home.run_secrets import missing, notify_urls
+from orchestrator.home.run_secrets import notify_urls
 from orchestrator.home.trust import run_digest
 from orchestrator.notify.channels import EXPECTED_SERVICE_URL, is_service_url
 from orchestrator.plan.gather import make_plan
@@ -110,12 +112,6 @@ def up(
     _start(store, record, "up", detach, controller, page)
 
 
-def refuse_missing_secrets(spec: RunSpec) -> None:
-    """Raise Stop when the environment lacks a secret that the nodes need."""
-    if wrong := missing(spec, os.environ):
-        raise Stop(f"{wrong}; export or remove it", exit_codes.USAGE)
-
-
 def check_notify_urls(spec: RunSpec) -> None:
     """Report variables of `notify.url_env` that are not set. Raises Stop for a URL that apprise cannot use."""
     urls = notify_urls(spec, os.environ)
@@ -133,19 +129,35 @@ def resume(
     budget_usd: Annotated[
         float | None, typer.Option("--budget-usd", min=0, help="Another `budget.usd` for the run, from now on.")
     ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=NUMBER",
+            help="Continue from the newest checkpoint with a key of grpo changed, such as max_steps.",
+        ),
+    ] = None,
     web: Web = False,
     web_port: WebPort = None,
 ) -> None:
-    """Take a run up again after anything: its daemon gone, its machines gone, stopped by hand."""
-    page = _page_socket(web or web_port is not None, web_port, remote)
+    """Resume a run after anything: its daemon or machines are gone, it was stopped, or it needs more steps."""
     storage = storage_of(target)
     store = open_store(storage)
     record = record_of(store)
     _refuse_held(store)
     state = _state(store)
+    changes = [*(changes or []), *_changed_steps(target, record.spec, changes)]
+    if changes:
+        rollback(target, to="latest", changes=changes)
+        if not detach:
+            attach(store)
+        return
+    page = _page_socket(web or web_port is not None, web_port, remote)
     if state.phase is RunPhase.FINISHED and not state.nodes:
         raise Stop(
-            f"{record.spec.name} is finished; `grpo-orch report {store.quoted}` tells how it went", exit_codes.OK
+            f"{record.spec.name} is finished; see it with `grpo-orch report {store.quoted}`, or "
+            f"{more_steps(store, record.spec)}",
+            exit_codes.OK,
         )
     ended_diverged = state.phase in (RunPhase.PAUSED, RunPhase.GAVE_UP) and not state.budget_reached
     if ended_diverged and not state.nodes and state.exported == state.healthy:
@@ -166,6 +178,53 @@ def resume(
     if budget_usd is not None:
         documents.send_command(store, BUDGET, time.time(), changes={"usd": budget_usd})
     _start(store, record, "resume", detach, controller, page)
+
+
+def _changed_steps(target: str | None, own: RunSpec, changes: list[str] | None) -> list[str]:
+    """Return the change of `max_steps` that the run.yaml named as target asks for.
+
+    Raises Stop for a run.yaml that differs from the run's own in anything else, which names each key.
+    """
+    file = Path(target or "run.yaml")
+    if file.suffix not in (".yaml", ".yml") or not file.is_file():
+        return []
+    try:
+        wanted = load(file).spec
+    except ConfigError:
+        return []  # the run has its own copy, and no longer needs the file
+    differs = changed_keys(own, wanted)
+    steps = differs.pop("grpo.max_steps", None)
+    if differs:
+        keys = "; ".join(f"{key}: {now} there, {then} in the run" for key, (then, now) in sorted(differs.items()))
+        raise Stop(
+            f"{file} differs from the run's own copy, which resume uses ({keys}). "
+            f"Undo that, start a new run with another `storage:`, or name the run by its store. "
+            f"Of grpo, `--set` changes {', '.join(CHANGEABLE)}",
+            exit_codes.USAGE,
+        )
+    named = {change.partition("=")[0] for change in changes or []}
+    return [] if steps is None or "max_steps" in named else [f"max_steps={steps[1]}"]
+
+
+# What a run trains with; the rest of run.yaml says where and how.
+_COMPARED = ("grpo", "trainer", "rollout", "policies", "checkpoints")
+_NOT_COMPARED = ("resources", "env", "setup")
+
+
+def changed_keys(own: RunSpec, wanted: RunSpec) -> dict[str, tuple[object, object]]:
+    """Return the value in the run and the wanted one of each key that differs and that training depends on."""
+    before, after = (_leaves(msgspec.to_builtins(spec)) for spec in (own, wanted))
+    keys = [key for key in before.keys() | after.keys() if key.split(".")[0] in _COMPARED]
+    keys = [key for key in keys if not set(_NOT_COMPARED) & set(key.split("."))]
+    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
+
+
+def _leaves(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        name = f"{prefix}{key}"
+        found |= _leaves(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return found
 
 
 def _page_socket(wanted: bool, port: int | None, remote: bool) -> socket.socket | None:

@@ -19,7 +19,8 @@ from orchestrator.config.reading.problems import Findings, KeyPath, unknown_key
 _GATEWAY = "completions come through the gateway"
 _NODE = "it belongs to the rollout nodes; set rollout.vllm.{}"
 _STORE = "checkpoints go to `storage` and are restored from there"
-_HUB = "weights go to `storage`; `grpo-orch export` writes them as from_pretrained reads them, ready to be pushed"
+_EXPORT = "`grpo-orch checkpoints export` writes them as from_pretrained reads them, ready to be pushed"
+_HUB = f"weights go to `storage`; {_EXPORT}"
 _OWN_ORDER = "GRPO goes through the prompts in an order of its own; see shuffle_dataset"
 _OWN_GENERATION = "it belongs to TRL's own generation; " + _GATEWAY
 _NO_BEST = "no checkpoint is chosen by a metric; see checkpoints for those that stay"

@@ -19,17 +19,22 @@ HARMLESS = frozenset({"antigravity", "idlelib", "test", "this", "turtledemo"})  
 
 
 def check_shadows(workdir: Path, findings: Findings) -> None:
-    """Report each module or package in the folder of run.yaml that has the name of one that is needed."""
+    """Report all modules and packages in the folder of run.yaml that have the name of one that is needed."""
     try:
         modules = [
             one for one in sorted(workdir.iterdir()) if one.suffix == ".py" or (one / "__init__.py").is_file()
         ]
     except OSError:
         return
-    for path in modules:
-        if whose := _whose(path.stem):
-            message = f"{path.name} beside this file takes the place of {whose} `{path.stem}`; rename it"
-            findings.add(("trainer",), message)
+    shadows = [(path.name, whose, path.stem) for path in modules if (whose := _whose(path.stem))]
+    if shadows:
+        named = ", ".join(f"{name} ({whose} `{stem}`)" for name, whose, stem in shadows)
+        message = f"beside this file take the place of other modules: {named}; rename {_them(len(shadows))}"
+        findings.add(("trainer",), message)
+
+
+def _them(count: int) -> str:
+    return "it" if count == 1 else "them"
 
 
 def _whose(name: str) -> str:

@@ -39,13 +39,16 @@ NOTHING_SMALLER = (
     "nothing is left to make smaller without other completions: `grpo-orch rollback --to latest --set "
     "max_completion_length=NUMBER` makes them shorter, and so does policies.min_completion_length by itself"
 )
-WHOLE_NUMBER_KEYS = frozenset({"max_completion_length"})  # keys that a person may set, and that are whole numbers
+WHOLE_NUMBER_KEYS = frozenset(
+    {"max_completion_length", "max_steps"}
+)  # keys that a person may set, and that are whole numbers
 
 
 def begin_by_hand(tick: Tick, command: Command) -> None:
     """Begin the rollback that a user asked for. A run that has ended continues with it."""
     state = tick.state
-    if state.phase in (RunPhase.FINISHED, RunPhase.STOPPING):
+    finished = state.phase is RunPhase.FINISHED
+    if state.phase is RunPhase.STOPPING or (finished and "max_steps" not in command.changes):
         return
     if tick.snapshot.checkpoints is None:
         _refuse_by_hand(tick, tick.snapshot.damaged)
@@ -63,7 +66,7 @@ def begin_by_hand(tick: Tick, command: Command) -> None:
         return
     changes = {key: _as_whole(key, value) for key, value in command.changes.items()} or _changes_by_rule(tick)
     if state.phase not in LIVE_RUN:
-        tick.move_run(RunPhase.STARTING, "rolled back by hand")
+        tick.move_run(RunPhase.STARTING, "resumed with more steps" if finished else "rolled back by hand")
     _begin(tick, target.start, Cause.USER, changes, "asked for by hand")
 
 

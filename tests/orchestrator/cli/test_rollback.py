@@ -142,8 +142,8 @@ def test_the_newest_checkpoint_has_a_name(run: Run, cli: Cli) -> None:
         (["--set", "learning_rate=0"], "--set learning_rate=0: expected a number above 0"),
         (["--set", "max_completion_length=2.5"], "--set max_completion_length=2.5: expected a whole number"),
         (
-            ["--set", "max_steps=3"],
-            "--set max_steps=3: expected KEY=NUMBER, KEY one of beta, epsilon, epsilon_high",
+            ["--set", "weight_decay=3"],
+            "--set weight_decay=3: expected KEY=NUMBER, KEY one of beta, epsilon, epsilon_high",
         ),
     ],
 )
@@ -157,11 +157,15 @@ def test_mistakes_are_one_line_and_change_nothing(run: Run, cli: Cli, words: lis
     assert not run.started
 
 
-def test_a_finished_run_is_left_alone(run: Run, cli: Cli) -> None:
+def test_finished_run_names_the_command_for_more_steps(run: Run, cli: Cli) -> None:
+    run.saves("0-4")
     run.happens(RunMoved(RunPhase.FINISHED, "done"))
     code, _, err = cli("rollback")
     assert code == exit_codes.USAGE
-    assert "is finished: there is nothing to go back from" in err
+    assert "--set max_steps=" in err
+    code, _, err = cli("rollback", "--to", "latest", "--set", "max_steps=4")
+    assert code == exit_codes.USAGE
+    assert "has reached step 4; expected more" in err
     assert not documents.read_commands(run.store)
 
 

@@ -208,6 +208,19 @@ def test_a_person_who_steps_in_renews_the_budget() -> None:
     assert begun(world)[2].cause is Cause.DIVERGED
 
 
+def test_finished_run_continues_with_more_steps() -> None:
+    world = world_of({})
+    world.run()
+    assert (world.state.phase, world.steps) == (RunPhase.FINISHED, 40)
+    world.max_steps = 50  # as TRL is told by the fork's change
+    world.commands = [Command("c1", "rollback", "0-40", {"max_steps": 50.0})]
+    world.take_over()
+    world.run()
+    (one,) = begun(world)
+    assert (one.cause, one.fork.start, one.fork.changes) == (Cause.USER, "0-40", {"max_steps": 50})
+    assert (world.state.phase, world.steps) == (RunPhase.FINISHED, 50)
+
+
 def test_a_finished_run_does_not_go_back() -> None:
     world = world_of({})
     world.run()

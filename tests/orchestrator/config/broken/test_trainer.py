@@ -157,4 +157,18 @@ def test_a_module_beside_the_file_that_hides_another(tmp_path: Path, made: str, 
         load_spec(tmp_path / "run.yaml")
     (problem,) = caught.value.problems
     assert problem.key == "trainer"
-    assert problem.message == f"{made.partition('/')[0]} beside this file takes the place of {says}; rename it"
+    name = made.partition("/")[0]
+    assert problem.message == f"beside this file take the place of other modules: {name} ({says}); rename it"
+
+
+def test_all_modules_that_hide_others_are_named_at_once(tmp_path: Path) -> None:
+    furnish(tmp_path)
+    for name in ("tasks.py", "checkpoint.py", "utils.py"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "run.yaml").write_text(VALID)
+    with pytest.raises(ConfigError) as caught:
+        load_spec(tmp_path / "run.yaml")
+    (problem,) = caught.value.problems
+    assert "checkpoint.py" in problem.message
+    assert "tasks.py" in problem.message
+    assert "utils.py" not in problem.message
