@@ -17,7 +17,7 @@ from orchestrator.traces.model import NotATrace
 from orchestrator.traces.read import read_traces
 from tests.rigs.command_line import Answer, Cli
 
-FOREIGN = Path(__file__).parents[2] / "recordings" / "foreign"
+FOREIGN = Path(__file__).parent / "foreign_logs"
 Detect = Callable[..., list[dict[str, Any]]]
 
 

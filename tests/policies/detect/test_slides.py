@@ -92,7 +92,7 @@ def test_a_reward_that_slides_while_other_things_are_written_trips(written: dict
     found = trip(logged(losing, **written))
     assert ONSET < (found.tripped_step or 0) <= ONSET + OVER + 60
     assert ONSET - 60 <= (found.onset_step or 0) <= ONSET + 5
-    assert len(found.evidence) == 2
+    assert len(found.evidence) == 3  # the last is the hint at harder tasks
     assert found.evidence[0].startswith("reward 0.")
 
 
