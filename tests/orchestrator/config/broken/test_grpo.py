@@ -148,7 +148,7 @@ BROKEN: list[Case] = [
         [(GRPO, f"{GRPO}\n  ignore_data_skip: true\n  push_to_hub: true")],
         [
             "run.yaml:15: grpo.ignore_data_skip: cannot be set, remove it: a restart would train on other prompts than the next ones",
-            "run.yaml:16: grpo.push_to_hub: cannot be set, remove it: weights go to `storage`; `grpo-orch export` writes them as from_pretrained reads them, ready to be pushed",
+            "run.yaml:16: grpo.push_to_hub: cannot be set, remove it: weights go to `storage`; `grpo-orch checkpoints export` writes them as from_pretrained reads them, ready to be pushed",
         ],
     ),
     (
