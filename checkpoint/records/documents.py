@@ -108,6 +108,7 @@ class MachineReport:
     boot_id: str  # the kernel's, new at each boot
     at_s: float  # by this machine's own clock
     at_risk: bool = False  # its cloud has said that it may soon take it; older machines do not tell
+    exit_reason: str = ""  # the last line of work that has ended; empty where it left none
 
 
 @dataclass(frozen=True, slots=True)
