@@ -231,7 +231,8 @@ def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
         why = f"at step {trainer.state.global_step + 1}: {error}; see policies.on_bad_reward"
         return exit_codes.UNAVAILABLE, why
     except NothingToLearn as error:
-        return exit_codes.NOTHING_LEARNT, f"stopped at step {trainer.state.global_step + 1}: {error}"
+        why = f"stopped at step {trainer.state.global_step + 1}: {error}"
+        return exit_codes.NOTHING_LEARNT if RANK == 0 else exit_codes.OK, why  # as where it is told to leave
     except Diverged as error:
         return exit_codes.DIVERGED, f"stopped at step {trainer.state.global_step}: {error}"
     except FORESEEN:

@@ -30,9 +30,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small_run(folder: Path, tiny: Path, **trainer: Any) -> Run:
-    run = tiny_run(folder, tiny, replicas=1, max_steps=3, save_steps=3, eval_steps=3)
+    run = tiny_run(folder, tiny, replicas=1, max_steps=3, save_steps=3)
     spec = yaml.safe_load(run.yaml.read_text())
     spec["trainer"].pop("eval_dataset")
+    spec["grpo"] = {key: value for key, value in spec["grpo"].items() if "eval" not in key}
     spec["trainer"].update(trainer)
     run.yaml.write_text(yaml.safe_dump(spec))
     return run

@@ -13,10 +13,11 @@ from checkpoint.store.run_store import Store
 from policies.detect.pitfalls import UNREWARDED_MAX
 from policies.detect.symptoms import NO_VARIANCE
 from policies.model import exit_codes
-from tasks.machine.processes.exit_note import take_reason
+from tasks.machine.processes.exit_note import take_exit_code, take_reason
 from tasks.trainer.lessons import Lessons, lessons_of
 from tasks.trainer.main import _end_of_training, _unforeseen
 from tasks.trl.unrewarded import NothingToLearn, Unrewarded
+from tests.node.ranks.test_killed import of
 from tests.node.trainer.rig import Rig, make_tiny, open_rig
 
 TAUGHT = {"reward": 0.5, NO_VARIANCE: 0.75}
@@ -50,6 +51,15 @@ def test_rewards_all_none_for_few_steps_stop_the_trainer(tiny: Path, tmp_path: P
         assert f"stopped at step {UNREWARDED_MAX}: none of 8 completions had a reward" in last
         assert rig.log().read_text().count("no_reward") == 1
         assert [at.step for at in rig.stored()] == [2], "what was sealed is stored"
+
+
+def test_rewards_all_none_stop_every_process(tiny: Path, tmp_path: Path) -> None:
+    with open_rig(tmp_path, tiny, **of(2), reward="rig_rewards.none") as rig:
+        assert rig.start_ranks().wait() != exit_codes.OK
+        assert take_exit_code(rig.work) == exit_codes.NOTHING_LEARNT
+        beat = rig.beat()
+    assert beat is not None
+    assert beat.activity == "nothing_learnt", "all that was sealed is stored"
 
 
 def test_rewards_all_none_to_the_last_step_are_no_success(tiny: Path, tmp_path: Path) -> None:
