@@ -161,6 +161,7 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
         log.info("training", from_policy=str(resumed_at), timeline=env.timeline, attempt=env.attempt)
     code, why = _train_to_the_end(trainer, None if restored is None else str(restored.folder))
     if code == exit_codes.OK and RANK == 0:
+        heartbeat.say(max_steps=trainer.state.global_step)  # of epochs transformers may have guessed more
         code, why = _what_was_learnt(store, record.spec, why)
     if spool is not None and code in LAST_WORDS:
         heartbeat.say("storing")

@@ -79,6 +79,16 @@ def test_groups_all_alike_finish_with_a_warning(tiny: Path, tmp_path: Path) -> N
     assert "complete at step 2; no group ever had variance in its rewards: nothing was learnt" in last
 
 
+def test_epochs_that_are_done_are_complete(tiny: Path, tmp_path: Path) -> None:
+    grpo = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
+    with open_rig(tmp_path, tiny, grpo=grpo) as rig:
+        code, last = ended(rig)
+        beat = rig.beat()
+    assert beat is not None
+    assert (code, beat.activity, beat.step, beat.max_steps) == (exit_codes.OK, "done", 2, 2)
+    assert last.endswith("complete at step 2")
+
+
 def test_mistake_in_the_first_step_ends_the_first_attempt(tiny: Path, tmp_path: Path) -> None:
     """TRL refuses it only once it makes the loss."""
     with open_rig(tmp_path, tiny, grpo={"loss_type": "dap"}) as rig:
