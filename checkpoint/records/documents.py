@@ -108,6 +108,7 @@ class MachineReport:
     boot_id: str  # the kernel's, new at each boot
     at_s: float  # by this machine's own clock
     rebalance_recommended: bool = False  # by its cloud: it may preempt the machine soon
+    exit_reason: str = ""  # the last line of work that has ended; empty where it left none
 
 
 @dataclass(frozen=True, slots=True)

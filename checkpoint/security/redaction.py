@@ -69,9 +69,13 @@ def secret_names(environment: Mapping[str, str]) -> list[str]:
     return [name for name in environment.get(NAMES_ENV, "").split(",") if name]
 
 
+def own_redactor() -> Redactor:
+    """Return what blanks the secrets in this process's environment."""
+    names = [*secret_names(os.environ), TOKEN_ENV]
+    return Redactor(os.environ[name] for name in names if name in os.environ)
+
+
 def guard_output(redact: Redactor | None = None) -> None:
     """Make this process print no secret from now on; without `redact`, none of its node's."""
-    if redact is None:
-        names = [*secret_names(os.environ), TOKEN_ENV]
-        redact = Redactor(os.environ[name] for name in names if name in os.environ)
+    redact = redact or own_redactor()
     sys.stdout, sys.stderr = (cast(TextIO, _Guarded(stream, redact)) for stream in (sys.stdout, sys.stderr))

@@ -128,7 +128,9 @@ def sentence(event: Event) -> str:
             other = f" ({event.on_demand_usd_per_h:.2f} on demand)" if dearer else ""
             return f"{event.node} has a machine {market_words(event.market)}, {where}, at {price}{other}"
         case JobExited():
-            return f"{event.node} {_end_words(event.exit_code)} at step {event.step} (attempt {event.attempt})"
+            why = f": {event.reason}" if event.reason else ""
+            ended = f"{event.node} {_end_words(event.exit_code)} at step {event.step}"
+            return f"{ended} (attempt {event.attempt}){why}"
         case JobRestarted():
             return f"{event.node} starts its work again (attempt {event.attempt}): {event.reason}"
         case GatewayRestarted():

@@ -285,6 +285,8 @@ def _figures(report: Report) -> RenderableType:
     table.add_column()
     moved = [slot for slot in report.restarts.items() if slot[1]]
     restarts = ", ".join(f"{slot} {count}" for slot, count in moved) or "none"
+    if report.phase in TERMINAL_RUN:
+        table.add_row("why", Text(report.reason))
     table.add_row("steps", f"{report.steps} in {duration(report.wall_s)}, {report.checkpoints} checkpoint(s) kept")
     table.add_row("reward", f"{short(report.reward_first)} → {short(report.reward_last)}")
     if report.held_out_first is not None:

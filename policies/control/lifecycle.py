@@ -28,6 +28,7 @@ from policies.serving.fitness import STARTS_MAX
 RESTART_WAIT_S = 1.0  # before the first restart of a node's work; doubled for each in a row
 RESTART_WAIT_MAX_S = 60.0
 ROLLOUT_ATTEMPTS = 5  # runs of a rollout node's work on one machine; then the machine is replaced
+ALIKE_MAX = 2  # failures in a row with the same last line, before the first step
 WORTH_ITS_START_S = 3600.0  # a machine that lived this long was worth its start, a tenth or two of it
 # A cloud gives 120 s (AWS) or less from the notice to the end. A machine that is still there after this is paid
 # for in vain: it has left the gateway for good.
@@ -151,30 +152,55 @@ def _has_fresh_heartbeat(tick: Tick, node: Node) -> bool:
 
 
 def _trainer_ended(tick: Tick, node: Node, exit_code: int, ended_at_s: float) -> None:
-    log = f"see `grpo-orch logs {node.id}`"
+    log, why = f"see `grpo-orch logs {node.id}`", _why(tick, node)
     failures, rollback = tick.state.trainer_failures, tick.state.rollback
     if rollback is not None and rollback.stage in (RollbackStage.BEGUN, RollbackStage.FORKED):
         return  # it goes on with the new timeline, once that is there
     parked = tick.state.phase is RunPhase.PARKED
-    if exit_code == exit_codes.OK and not (parked and _has_steps_left(tick, node)):
-        tick.move_run(RunPhase.FINISHED, "the trainer reached its last step")
+    if exit_code == exit_codes.OK and not _has_steps_left(tick, node):
+        tick.move_run(RunPhase.FINISHED, tick.snapshot.exit_reason_of(node) or "the trainer reached its last step")
+    elif exit_code == exit_codes.OK and not parked:
+        tick.move_run(RunPhase.FAILED, f"the trainer ended before its last step{_steps_done(tick, node)}; {log}")
     elif exit_code == exit_codes.BAD_SPEC or (exit_code == exit_codes.UNFIT_MACHINE and not tick.state.proved):
-        tick.move_run(RunPhase.FAILED, f"the trainer cannot work with this run.yaml; {log}")
+        tick.move_run(RunPhase.FAILED, f"the trainer cannot work with this run.yaml{why}; {log}")
+    elif exit_code == exit_codes.NOTHING_LEARNT:
+        tick.move_run(RunPhase.FAILED, f"training can teach nothing{why}; {log}")
     elif exit_code == exit_codes.NO_INTACT_CHECKPOINT:
-        tick.move_run(RunPhase.FAILED, f"it has checkpoints and none of them can be restored; {log}")
+        tick.move_run(RunPhase.FAILED, f"it has checkpoints and none of them can be restored{why}; {log}")
     elif failures > tick.spec.policies.trainer_restarts:
-        tick.move_run(RunPhase.FAILED, f"the trainer failed {failures} times without a step of progress; {log}")
+        without = f"the trainer failed {failures} times without a step of progress"
+        tick.move_run(RunPhase.FAILED, f"{without}{why}; {log}")
+    elif exit_code == exit_codes.FAILED and _fails_the_same_way(tick):
+        alike = f"the trainer failed {tick.state.trainer_failed_alike} times in the same way before its first step"
+        tick.move_run(RunPhase.FAILED, f"{alike}{why}; {log}")
     elif exit_code == exit_codes.UNFIT_MACHINE:
-        why = f"it cannot work with this run.yaml, though a trainer could; {log}"
-        tick.move(node, NodePhase.TERMINATING, why, _failure_of(tick, node))
+        unfit = f"it cannot work with this run.yaml, though a trainer could{why}; {log}"
+        tick.move(node, NodePhase.TERMINATING, unfit, _failure_of(tick, node))
     elif node.phase is not NodePhase.DRAINING and tick.waited_s(ended_at_s) >= restart_wait_s(failures):
         tick.restart(node, f"restarted after exit code {exit_code}")
 
 
+def _why(tick: Tick, node: Node) -> str:
+    """Return the last line of work that ended, as the end of a sentence."""
+    reason = tick.snapshot.exit_reason_of(node)
+    return f": {reason}" if reason else ""
+
+
 def _has_steps_left(tick: Tick, node: Node) -> bool:
-    """Whether a trainer that was told to end did so before it trained."""
+    """Whether the last heartbeat of a trainer that ended contradicts that it reached its last step."""
     beat = tick.snapshot.heartbeat_of(node)
-    return beat is not None and beat.step < beat.max_steps
+    return beat is not None and (beat.max_steps == 0 or beat.step < beat.max_steps)
+
+
+def _steps_done(tick: Tick, node: Node) -> str:
+    beat = tick.snapshot.heartbeat_of(node)
+    return f", at {beat.step} of {beat.max_steps}" if beat is not None and beat.max_steps else ""
+
+
+def _fails_the_same_way(tick: Tick) -> bool:
+    """Whether the trainer has failed with one and the same line again and again, and never trained a step: the
+    user's mistake, which further attempts only repeat."""
+    return tick.state.trainer_failed_step == 0 and tick.state.trainer_failed_alike >= ALIKE_MAX
 
 
 def _rollout(tick: Tick, node: Node) -> None:
@@ -189,7 +215,7 @@ def _rollout(tick: Tick, node: Node) -> None:
     elif tick.snapshot.exit_code_of(node) == exit_codes.UNFIT_MACHINE:
         _unfit(tick, node)
     elif node.attempt >= ROLLOUT_ATTEMPTS:
-        why = f"its work failed {node.attempt} times; see `grpo-orch logs {node.id}`"
+        why = f"its work failed {node.attempt} times{_why(tick, node)}; see `grpo-orch logs {node.id}`"
         tick.move(node, NodePhase.TERMINATING, why, _failure_of(tick, node))
     elif tick.waited_s(node.attempt_ended_at_s) >= restart_wait_s(node.attempt):
         tick.restart(node, "its work is started again")
@@ -211,10 +237,10 @@ def _spec_refused(tick: Tick, node: Node) -> None:
     log = f"see `grpo-orch logs {node.id}`"
     kind = tick.state.kinds.get(node.kind, MachineKind())
     if kind.served or any(other.served for other in tick.state.nodes.values() if other.kind == node.kind):
-        why = f"it cannot work with this run.yaml, though others could; {log}"
+        why = f"it cannot work with this run.yaml, though others could{_why(tick, node)}; {log}"
         tick.move(node, NodePhase.TERMINATING, why, _failure_of(tick, node))
     elif tick.state.phase in LIVE_RUN:
-        tick.move_run(RunPhase.FAILED, f"{node.id} cannot work with this run.yaml; {log}")
+        tick.move_run(RunPhase.FAILED, f"{node.id} cannot work with this run.yaml{_why(tick, node)}; {log}")
 
 
 def _unfit(tick: Tick, node: Node) -> None:
@@ -225,6 +251,8 @@ def _unfit(tick: Tick, node: Node) -> None:
     worked |= any(one.served for one in tick.state.nodes.values() if one.role is node.role)
     in_vain = tick.state.kinds.get(node.kind, MachineKind()).unserved_in_a_row + 1
     if not worked and in_vain >= REFUSALS and tick.state.phase in LIVE_RUN:
-        tick.move_run(RunPhase.FAILED, f"{in_vain} machines in a row cannot work with this run.yaml; {log}")
+        why = _why(tick, node)
+        tick.move_run(RunPhase.FAILED, f"{in_vain} machines in a row cannot work with this run.yaml{why}; {log}")
     else:
-        tick.move(node, NodePhase.TERMINATING, f"its machine cannot begin; {log}", _failure_of(tick, node))
+        unfit = f"its machine cannot begin{_why(tick, node)}; {log}"
+        tick.move(node, NodePhase.TERMINATING, unfit, _failure_of(tick, node))

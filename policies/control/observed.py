@@ -78,7 +78,7 @@ def _machine_present(tick: Tick, node: Node, machine: Machine) -> None:
         return
     node = tick.state.nodes[node.id]
     if machine.attempt == node.attempt and machine.exit_code is not None and node.attempt_ended_at_s is None:
-        tick.exited(node, machine.exit_code)
+        tick.exited(node, machine.exit_code, machine.exit_reason)
         if node.phase is NodePhase.SERVING and machine.exit_code != exit_codes.OK:
             tick.move(node, NodePhase.BOOTING, f"its work ended with exit code {machine.exit_code}")
         return

@@ -45,6 +45,7 @@ class Machine:
     where: str = ""  # cloud/region/zone and what it is, in the cloud's words
     pool: Pool | None = None  # the same, in parts; None: its cloud has no pools
     rebalance_recommended: bool = False  # by the cloud: it may preempt the machine soon
+    exit_reason: str = ""  # the last line of the work that ended; empty where it left none
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,11 @@ class Snapshot:
         """What the present attempt of the node's work has ended with."""
         machine = (self.machines or {}).get(node.id)
         return machine.exit_code if machine is not None and machine.attempt == node.attempt else None
+
+    def exit_reason_of(self, node: Node) -> str:
+        """Return the last line of the present attempt of the node's work; empty where it left none."""
+        machine = (self.machines or {}).get(node.id)
+        return machine.exit_reason if machine is not None and machine.attempt == node.attempt else ""
 
     def silent_s(self, since_s: float) -> float:
         """Seconds since then in which the controller would have noticed a word."""

@@ -51,9 +51,10 @@ class Tick:
         event = MachineBought(machine.node, machine.market, machine.where, *prices, machine.pool, disk)
         self.emit(event, f"{machine.node} costs {machine.price_usd_per_h:.2f} USD/h")
 
-    def exited(self, node: Node, exit_code: int) -> None:
+    def exited(self, node: Node, exit_code: int, reason: str) -> None:
         step = self.snapshot.trainer.step if self.snapshot.trainer else 0
-        self.emit(JobExited(node.id, node.attempt, exit_code, step), f"{node.id}: its work ended with {exit_code}")
+        event = JobExited(node.id, node.attempt, exit_code, step, reason)
+        self.emit(event, f"{node.id}: its work ended with {exit_code}")
 
     def restart(self, node: Node, reason: str) -> None:
         self.emit(JobRestarted(node.id, node.attempt + 1, reason), f"{node.id}: {reason}")

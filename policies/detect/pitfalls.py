@@ -25,6 +25,9 @@ EVAL_REWARD, REWARD = "eval_reward", "reward"
 WAIT_S, STEP_TIME = "orch/wait_s", "step_time"
 PROMPTS_REFUSED = "orch/prompts_refused"
 REFUSED_ROW, REFUSED_TOKENS, REFUSED_LIMIT = "orch/refused_row", "orch/refused_tokens", "orch/refused_limit_tokens"
+# Steps in a row without any reward, after which the trainer stops: before the guard takes it for a divergence.
+UNREWARDED_MAX = 4
+NO_REWARD = "orch/nonfinite/reward"  # in the row of a step whose reward is no number
 WAITING_SHARE = 0.25  # of the time of its steps: a fourth node for three would pay
 
 
@@ -123,6 +126,8 @@ def _remember(state: Pitfalls, values: Mapping[str, float], step: int) -> Pitfal
     windows[PROMPTS_REFUSED] = (*windows.get(PROMPTS_REFUSED, ()), values.get(PROMPTS_REFUSED, 0.0))[
         -WINDOW_POINTS:
     ]
+    if NO_REWARD in values or REWARD in values:
+        windows[NO_REWARD] = (float(REWARD not in values),)
     if PROMPTS_REFUSED in values:
         for name in (REFUSED_ROW, REFUSED_TOKENS, REFUSED_LIMIT):
             windows[name] = (values[name],) if name in values else ()
@@ -155,9 +160,20 @@ def _found(state: Pitfalls) -> Iterator[_Found]:
         count = sum(value >= high.least for value in window)
         there, gone = count >= WINDOW_POINTS - OUTLIERS, 2 * count < len(window)
         yield _Found(high.kind, there, gone, high.text.format(median(window) if window else 0.0))
+    yield _unrewarded(state.windows.get(NO_REWARD, ()))
     yield _refused(state.windows)
     yield _waiting(state.windows.get(WAIT_S, ()), sum(state.windows.get(STEP_TIME, ())))
     yield _overfits(state.evaluations)
+
+
+def _unrewarded(newest: tuple[float, ...]) -> _Found:
+    """Whether no completion of the newest point had a reward. One point is enough: it teaches nothing for sure."""
+    text = (
+        "no completion had a reward: every reward function returned None or NaN for all of them, and such a step "
+        f"teaches nothing; after {UNREWARDED_MAX} in a row the run stops: have one function return a number for "
+        "every completion"
+    )
+    return _Found("no_reward", newest == (1.0,), newest == (0.0,), text)
 
 
 def _refused(windows: Mapping[str, tuple[float, ...]]) -> _Found:

@@ -7,6 +7,8 @@ USAGE = 2
 TRIPPED = 3
 # sysexits.h: the configuration is wrong, and running it again will not help.
 BAD_SPEC = 78
+# sysexits.h EX_UNAVAILABLE: the network, the store, the rollout nodes or a GPU failed. Another try may succeed.
+UNAVAILABLE = 69
 # sysexits.h EX_TEMPFAIL: somebody else holds the run.
 HELD = 75
 # The trainer met a newer trainer of its own run and stopped.
@@ -25,3 +27,5 @@ NO_INTACT_CHECKPOINT = 81
 # trainer too few of them. Unless a trainer has come as far as training with this run.yaml, its is as BAD_SPEC;
 # rollout nodes' is, where none has ever worked, once several in a row have ended so.
 UNFIT_MACHINE = 82
+# Steps were trained, and none could teach anything: no completion had a reward. Another try would not, either.
+NOTHING_LEARNT = 83

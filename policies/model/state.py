@@ -126,6 +126,8 @@ class RunState:
     gateway_boot_id: str | None = None
     trainer_failures: int = 0  # exits in a row without one step of progress between them
     trainer_failed_step: int = -1
+    trainer_failed_alike: int = 0  # of these failures, the last ones with one and the same last line
+    trainer_failed_reason: str = ""  # that line
     watched: DivergenceWatched | None = None  # what is off on the present timeline
     diverged: Diverged | None = None  # what has tripped on the present timeline
     diverged_at_s: float = 0.0

@@ -131,6 +131,7 @@ class RolloutSource:
         Raises GenerationFailed, OwnTurn, BadPrompts, Fenced, LeaveNow, StoreError.
         """
         self._heartbeat.check()
+        self._heartbeat.say("training")  # the prompts are tokens now: rollout nodes are worth their money
         call = self._next_call(version, training)
         ahead = None if training else self._ahead
         if ahead is not None and ahead.has(version, call, prompts, samples):

@@ -64,7 +64,7 @@ def main() -> int:
         print(f"grpo-orch evaluator: {error}", file=sys.stderr, flush=True)
         return exit_codes.USAGE
     code, why = _run(env)
-    leave_exit_code(Path(env.workdir), code)
+    leave_exit_code(Path(env.workdir), code, why)
     print(f"grpo-orch evaluator: {why}", file=sys.stderr, flush=True)
     return code
 
@@ -87,11 +87,11 @@ def _run(env: NodeEnv) -> End:
     except Fenced as error:
         return exit_codes.FENCED, f"stopped: {error}"
     except GenerationFailed as error:
-        return exit_codes.FAILED, f"generation failed: {error}"
+        return exit_codes.UNAVAILABLE, f"generation failed: {error}"
     except (BadPrompts, NotVouched, WrongVersions) as error:
         return exit_codes.BAD_SPEC, str(error)
     except StoreError as error:
-        return exit_codes.FAILED, f"the run store failed: {error}"
+        return exit_codes.UNAVAILABLE, f"the run store failed: {error}"
 
 
 def _evaluate(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, leaving: Leaving) -> End:
@@ -120,7 +120,7 @@ def _evaluate(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbea
         except LeaveNow:
             return exit_codes.STOPPED, "told to end; the completions so far are stored"
         except (BadReward, ToolFailed) as error:
-            return exit_codes.FAILED, f"{error}; see policies.on_bad_reward"
+            return exit_codes.UNAVAILABLE, f"{error}; see policies.on_bad_reward"
         except (BadSpec, UnsupportedType) as error:
             return exit_codes.BAD_SPEC, str(error)
         except (NotFound, Corrupt) as error:
@@ -130,6 +130,7 @@ def _evaluate(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbea
                 raise
             # No OUT_OF_MEMORY, to which a run answers with another timeline: what it changes is of training alone.
             return exit_codes.FAILED, f"out of memory: {str(error).strip().partition(chr(10))[0]}"
+    heartbeat.say(step=len(evaluation.subjects))  # the controller compares it with max_steps
     _unpin(evaluation)
     evaluated.drop_kept(store)
     return exit_codes.OK, f"evaluated {', '.join(one.name for one in evaluation.subjects)}"

@@ -55,6 +55,7 @@ from tasks.machine.processes.children import (
     exit_code_of,
     start_child,
 )
+from tasks.machine.processes.exit_note import take_reason
 from tasks.machine.reporter import Reporter, first_report
 
 log = structlog.get_logger()
@@ -124,8 +125,8 @@ def _report_again(env: NodeEnv, store: Store, before: Started) -> int:
     """The attempt has ended, or was killed: what of it may not have reached the store."""
     code = KILLED if before.exit_code is None else before.exit_code
     log.info("attempt_has_ended", attempt=before.attempt, exit_code=code)
-    record(Path(env.workdir), Started(before.attempt, code))
-    _reporter(env, store).finish(code)
+    record(Path(env.workdir), Started(before.attempt, code, reason=before.reason))
+    _reporter(env, store).finish(code, before.reason)
     return code
 
 
@@ -135,6 +136,7 @@ def _attempt(
     workdir = Path(env.workdir)
     record(workdir, Started(env.attempt, pid=os.getpid()))  # which a Kubernetes pod's hook sends a SIGTERM to
     adopt_orphans()
+    take_reason(workdir)  # of an earlier attempt
     work = start_child(list(argv), {**os.environ, MARK: str(workdir)})  # before there are threads: it forks
     # The threads below inherit it: SIGTERM then waits for the one that takes it. Until here it ends this process.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -154,12 +156,12 @@ def _attempt(
     threading.Thread(target=metadata.watch, args=(known, heard, stop), daemon=True).start()
     dead_man.start(store, os.environ, partial(end_in_order, work))
     threading.Thread(target=_pass_on_sigterm, args=(work, drain_s, noticed), daemon=True).start()
-    code = exit_code_of(work.wait())
-    record(workdir, Started(env.attempt, code))
+    code, reason = exit_code_of(work.wait()), take_reason(workdir)
+    record(workdir, Started(env.attempt, code, reason=reason))
     stop.set()
     end_descendants(GRACE_S)  # what outlives its parent would be in the next attempt's way
     log.info("work_ended", attempt=env.attempt, exit_code=code)
-    reporter.finish(code)
+    reporter.finish(code, reason)
     return code
 
 

@@ -23,6 +23,7 @@ from policies.model.node_contract import RUN_ENV
 from tasks.machine import dead_man
 from tasks.machine.processes.attempts import Started, record, started, take
 from tasks.machine.processes.children import end_in_order, exit_code_of, start_child
+from tasks.machine.processes.exit_note import take_reason
 
 POLL_S = 0.01  # between two looks at the lock
 
@@ -36,10 +37,12 @@ def main() -> int:
             return 0
         record(folder, Started(attempt, pid=os.getpid()))
         os.close(registers)
+        take_reason(folder / "work")  # of an earlier attempt
         work = start_child(argv, dict(os.environ))
         signal.signal(signal.SIGTERM, lambda *_: work.terminate())
         silent = _watch_run(work)
-        record(folder, Started(attempt, exit_code_of(work.wait()), os.getpid()))
+        code = exit_code_of(work.wait())
+        record(folder, Started(attempt, code, os.getpid(), take_reason(folder / "work")))
         if silent.is_set():  # nobody will clear away what the work has left
             os.killpg(0, signal.SIGKILL)
     return 0

@@ -50,10 +50,10 @@ class Reporter:
             if not self._report.rebalance_recommended:
                 self._say(replace(self._report, rebalance_recommended=True))
 
-    def finish(self, exit_code: int) -> None:
-        """The work has ended. Returns when the store has it."""
+    def finish(self, exit_code: int, reason: str = "") -> None:
+        """The work has ended, for the reason that it gave itself. Returns when the store has it."""
         with self._changed:
-            self._say(replace(self._report, exit_code=exit_code))
+            self._say(replace(self._report, exit_code=exit_code, exit_reason=reason))
             while self._written is not self._report and self._thread.is_alive():
                 self._changed.wait(timeout=1.0)
 

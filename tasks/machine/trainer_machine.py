@@ -26,7 +26,7 @@ from policies.model.vocabulary import Role
 from tasks.machine.leaving import stop_file
 from tasks.machine.node_env import read_node_env, read_run_here
 from tasks.machine.processes.children import exit_code_of, start_child
-from tasks.machine.processes.exit_note import take_exit_code, told_exit_code
+from tasks.machine.processes.exit_note import leave_reason, take_exit_code, told_exit_code
 from tasks.machine.processes.launching import counted_gpus, trainer_argv, unfit_gpus, with_one_gpu, with_own_builds
 from tasks.machine.spooling import find_spool
 from tasks.machine.user_setup import set_up
@@ -45,23 +45,24 @@ def main() -> int:
     try:
         record = read_run_here(Store(env.run), env.token)
     except NotVouched as error:
-        print(f"grpo-orch trainer machine: {error}", file=sys.stderr, flush=True)
+        _last_line(str(error))
         return exit_codes.BAD_SPEC
     spec = record.spec
-    if not set_up(Path(env.workdir), spec.trainer.setup):
+    if (failed := set_up(Path(env.workdir), spec.trainer.setup)) is not None:
+        _last_line(f"trainer.{failed}")
         return exit_codes.UNFIT_MACHINE
     told = with_own_builds({**os.environ, **spec.trainer.env}, Path(env.workdir))
     try:
         gpus = counted_gpus(Role.TRAINER, spec, told)
     except DriverFailed as error:
-        print(f"grpo-orch trainer machine: {error}; {DRIVER_HINT}", file=sys.stderr, flush=True)
+        _last_line(f"{error}; {DRIVER_HINT}")
         return exit_codes.UNFIT_MACHINE
     evaluates = record.evaluation is not None
     if evaluates:
         told = with_one_gpu(told)
     elif (unfit := unfit_gpus(spec, gpus)) is not None:
         code, why = unfit
-        print(f"grpo-orch trainer machine: {why}", file=sys.stderr, flush=True)
+        _last_line(why)
         return code
     take_exit_code(Path(env.workdir))  # of an earlier attempt
     argv = [sys.executable, "-m", node_contract.EVALUATOR] if evaluates else trainer_argv(env, spec)
@@ -84,11 +85,17 @@ def main() -> int:
             code = told_exit_code(Path(env.workdir), ended)
             if ended == exit_codes.OK != code:
                 why = "its process ended with 0 before its end, as os._exit(0) in a reward function has it do"
-                print(f"grpo-orch trainer machine: {why}", file=sys.stderr, flush=True)
+                _last_line(why)
             return code
         for one in beside:
             if pid == one.process.pid:
                 one.restart(status)
+
+
+def _last_line(why: str) -> None:
+    """Print why the work here ends, and note it for the controller."""
+    leave_reason(Path(read_node_env().workdir), why)
+    print(f"grpo-orch trainer machine: {why}", file=sys.stderr, flush=True)
 
 
 def let_upload(workdir: Path, timeout_s: float = UPLOAD_S) -> None:

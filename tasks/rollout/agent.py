@@ -33,6 +33,7 @@ from policies.model.vocabulary import Role
 from tasks.machine.lasting_log import lasting
 from tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
 from tasks.machine.processes.children import adopt_orphans
+from tasks.machine.processes.exit_note import leave_reason
 from tasks.machine.processes.launching import counted_gpus
 from tasks.machine.user_setup import set_up
 from tasks.machine.versions import ROLLOUT, DriverTooOld, WrongVersions, check_versions
@@ -82,6 +83,12 @@ def gpus_of_engines(spec: RunSpec) -> list[str]:
     return shares
 
 
+def _last_line(env: NodeEnv, why: str) -> None:
+    """Print why the work here ends, and note it for the controller."""
+    leave_reason(Path(env.workdir), why)
+    print(f"grpo-orch rollout: {why}", file=sys.stderr, flush=True)
+
+
 def main() -> int:
     guard_output()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(lasting(sys.stderr)))
@@ -90,16 +97,17 @@ def main() -> int:
     try:
         spec = read_run_here(store, env.token).spec
     except NotVouched as error:
-        print(f"grpo-orch rollout: {error}", file=sys.stderr, flush=True)
+        _last_line(env, str(error))
         return exit_codes.BAD_SPEC
-    if not set_up(Path(env.workdir), spec.rollout.setup):
+    if (failed := set_up(Path(env.workdir), spec.rollout.setup)) is not None:
+        _last_line(env, f"rollout.{failed}")
         return exit_codes.UNFIT_MACHINE
     try:
         check_versions(ROLLOUT)
         shares = gpus_of_engines(spec)
     except (WrongVersions, DriverFailed) as error:
         hint = f"; {DRIVER_HINT}" if isinstance(error, DriverFailed) else ""
-        print(f"grpo-orch rollout: {error}{hint}", file=sys.stderr, flush=True)
+        _last_line(env, f"{error}{hint}")
         unfit = isinstance(error, DriverFailed | DriverTooOld)
         return exit_codes.UNFIT_MACHINE if unfit else exit_codes.BAD_SPEC
     shutil.rmtree(Path(env.workdir) / "policies", ignore_errors=True)

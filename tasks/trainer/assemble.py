@@ -45,7 +45,7 @@ from tasks.storing.served_types import read_served_types
 from tasks.storing.sharing import Restored
 from tasks.storing.step_costs import StepCosts
 from tasks.trainer import callbacks
-from tasks.trainer.preflight import check_packages, check_prompts, check_rewards
+from tasks.trainer.preflight import check_packages, check_prompts, check_rewards, check_row_count, check_tokens
 from tasks.trainer.reports import keep_reports, name_reports, prepare_reports
 from tasks.trainer.sinks import Beginning
 from tasks.trainer.start import Start
@@ -168,8 +168,9 @@ def _trainer(start: Start, client: FleetClient, config: Any, replaced: Callable[
     check_packages(config)
     name_reports(config, start.spec.name, start.record.run_id, start.env.timeline)
     prepare_reports(config, Path(start.env.workdir))
+    check_row_count(len(data.rows), config)
+    tried = {**data.firsts, **(held_out.firsts if held_out else {})}
     if start.restored is None and config.process_index == 0:
-        tried = {**data.firsts, **(held_out.firsts if held_out else {})}
         check_prompts(tried)
         begun = check_turns(turns, tried, config.num_generations, start.limited)
         check_rewards(rewards, wanted.reward_funcs, tried, config, start.limited, begun)
@@ -194,6 +195,8 @@ def _trainer(start: Start, client: FleetClient, config: Any, replaced: Callable[
         if passes(error):
             raise
         raise BadSpec(f"trainer.model {wanted.model}, with the settings of `grpo`: {first_line(error)}") from error
+    if start.restored is None:
+        check_tokens(trainer, tried, wanted.model)
     if start.restored is not None and (why := why_not_resumable(trainer, start.restored.folder)):
         raise BadSpec(f"trainer: {why}")
     quantised = getattr(plain_model(trainer.model).config, "quantization_config", None)

@@ -58,7 +58,10 @@ class HeartbeatCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         self._checkpoints.begin_from(state.global_step, state.logging_steps)
         self._leaving.begin(self._checkpoints.last_store_s)
-        self._heartbeat.say("training", step=state.global_step, max_steps=state.max_steps)
+        # Rollout nodes are bought once the trainer is `training`. Before its first request for completions the
+        # first step may still fail over what run.yaml says.
+        activity = "training" if state.global_step else None
+        self._heartbeat.say(activity, step=state.global_step, max_steps=state.max_steps)
 
     def on_step_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
         self._heartbeat.check()

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -60,9 +61,12 @@ LAST_WORDS = {
     exit_codes.DIVERGED: "diverged",
     exit_codes.STOPPED: "stopped",
     exit_codes.OUT_OF_MEMORY: "out_of_memory",
+    exit_codes.NOTHING_LEARNT: "nothing_learnt",
 }
 End = tuple[int, str]  # an exit code and why
 RANK = int(os.environ.get("RANK", "0"))  # set by accelerate's launcher; the first process speaks for all
+# `_run` knows how each of them ends the trainer.
+FORESEEN = (Fenced, LeaveNow, BadPrompts, GenerationFailed, NothingWhole, NotVouched, WrongVersions, StoreError)
 RESTORED = "restored"  # folder of the machine's
 END_S = 120.0  # for trackers of runs to send what they still have; nodes and the next trainer wait meanwhile
 
@@ -78,7 +82,7 @@ def main() -> int:
         return exit_codes.USAGE
     code, why = _run(env)
     if RANK == 0 or code != exit_codes.OK:  # what the others end with does not take the place of a reason
-        leave_exit_code(Path(env.workdir), code)
+        leave_exit_code(Path(env.workdir), code, why)
         print(f"grpo-orch trainer: {why}", file=sys.stderr, flush=True)
     return code
 
@@ -102,17 +106,20 @@ def _run(env: NodeEnv) -> End:
     except Fenced as error:
         return exit_codes.FENCED, f"stopped: {error}"
     except LeaveNow:
-        return exit_codes.OK, "told to end before it trained"
+        return exit_codes.STOPPED if RANK == 0 else exit_codes.OK, "told to end before it trained"
     except BadPrompts as error:
         return exit_codes.BAD_SPEC, str(error)
     except GenerationFailed as error:
-        return exit_codes.FAILED, f"generation failed: {error}"
+        return exit_codes.UNAVAILABLE, f"generation failed: {error}"
     except NothingWhole as error:
         return exit_codes.NO_INTACT_CHECKPOINT, str(error)
     except (NotVouched, WrongVersions) as error:
         return exit_codes.BAD_SPEC, str(error)
     except StoreError as error:
-        return exit_codes.FAILED, f"the run store failed: {error}"
+        return exit_codes.UNAVAILABLE, f"the run store failed: {error}"
+    except Exception as error:  # noqa: BLE001  # the last line says why, whatever it is
+        traceback.print_exception(error)
+        return exit_codes.FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, leaving: Leaving) -> End:
@@ -134,18 +141,28 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
     resumed_at = PolicyVersion(env.timeline, 0) if restored is None else restored.at
     heartbeat.say("starting", step=resumed_at.step)
     if restored is not None and _is_last(restored.folder, _max_steps(record.spec, forks)):
-        if RANK == 0:
-            heartbeat.say(max_steps=resumed_at.step)
-            heartbeat.stop("done")
-        return exit_codes.OK, f"nothing left to train: the run is complete at step {resumed_at.step}"
+        why = f"nothing left to train: the run is complete at step {resumed_at.step}"
+        if RANK != 0:
+            return exit_codes.OK, why
+        code, why = _what_was_learnt(store, record.spec, why)
+        heartbeat.say(max_steps=resumed_at.step)
+        heartbeat.stop(LAST_WORDS[code])
+        return code, why
     try:
         brought = found_here(workdir)
         trainer, spool = assemble(env, record, store, heartbeat, leaving, restored, forks, brought)
     except BadSpec as error:
         return exit_codes.BAD_SPEC, str(error)
+    except FORESEEN:
+        raise
+    except Exception as error:  # noqa: BLE001  # libraries and the user's data may raise anything
+        return _unforeseen(error, is_first=restored is None, when="before training")
     if RANK == 0:
         log.info("training", from_policy=str(resumed_at), timeline=env.timeline, attempt=env.attempt)
     code, why = _train_to_the_end(trainer, None if restored is None else str(restored.folder))
+    if code == exit_codes.OK and RANK == 0:
+        heartbeat.say(max_steps=trainer.state.global_step)  # of epochs transformers may have guessed more
+        code, why = _what_was_learnt(store, record.spec, why)
     if spool is not None and code in LAST_WORDS:
         heartbeat.say("storing")
         wait_until_stored(spool, heartbeat)
@@ -198,7 +215,8 @@ def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
     """Train, and say how it ended. Raises errors that another try may not meet."""
     from tasks.storing.tensor_types import UnsupportedType
     from tasks.trainer.callbacks import Diverged
-    from tasks.trainer.user_objects import BadSpec, is_out_of_memory
+    from tasks.trainer.user_objects import BadSpec
+    from tasks.trl.unrewarded import NothingToLearn
 
     try:
         trainer.train(resume_from_checkpoint=resume_from)
@@ -210,15 +228,65 @@ def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
     except (NoRoom, UnsupportedType, BadSpec) as error:
         return exit_codes.BAD_SPEC, str(error)
     except (BadReward, ToolFailed) as error:
-        return exit_codes.FAILED, f"at step {trainer.state.global_step + 1}: {error}; see policies.on_bad_reward"
+        # A judge over the network may come back.
+        why = f"at step {trainer.state.global_step + 1}: {error}; see policies.on_bad_reward"
+        return exit_codes.UNAVAILABLE, why
+    except NothingToLearn as error:
+        why = f"stopped at step {trainer.state.global_step + 1}: {error}"
+        return exit_codes.NOTHING_LEARNT if RANK == 0 else exit_codes.OK, why  # as where it is told to leave
     except Diverged as error:
         return exit_codes.DIVERGED, f"stopped at step {trainer.state.global_step}: {error}"
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        said = str(error).strip().partition("\n")[0]
-        return exit_codes.OUT_OF_MEMORY, f"out of memory at step {trainer.state.global_step + 1}: {said}"
-    return exit_codes.OK, f"complete at step {trainer.state.global_step}"
+    except FORESEEN:
+        raise
+    except Exception as error:  # noqa: BLE001  # libraries and the user's data may raise anything
+        step = trainer.state.global_step
+        return _unforeseen(error, is_first=step == 0, when=f"at step {step + 1}", trains=True)
+    return _end_of_training(trainer)
+
+
+def _end_of_training(trainer: Any) -> End:
+    """Return OK only for a trainer that has made every step: transformers also ends without an error where the
+    data gives no further batch."""
+    state, config = trainer.state, trainer.args
+    by_epochs = config.max_steps <= 0 and (state.epoch or 0.0) >= config.num_train_epochs
+    if state.global_step >= state.max_steps or (by_epochs and state.global_step):
+        return exit_codes.OK, f"complete at step {state.global_step}"
+    done = f"training ended at step {state.global_step} of {state.max_steps}"
+    return exit_codes.FAILED, f"{done}: trainer.dataset ({len(trainer.train_dataset)} rows) gave no further batch"
+
+
+def _what_was_learnt(store: Store, spec: RunSpec, why: str) -> End:
+    """Return how a trainer ends that has made every step: not as a success where no step had a reward."""
+    from tasks.trainer.lessons import lessons_of
+
+    lessons, names = lessons_of(store), ", ".join(spec.trainer.reward_funcs)
+    if lessons.rows and not lessons.rewarded:
+        returned = f"trainer.reward_funcs ({names}) returned None or NaN for all of them"
+        return exit_codes.NOTHING_LEARNT, f"{why}, and no completion ever had a reward: {returned}"
+    if lessons.rows and not lessons.varied:
+        why += "; no group ever had variance in its rewards: nothing was learnt"
+        log.warning("nothing_learnt", logged_steps=lessons.rows, reward_functions=names)
+    return exit_codes.OK, why
+
+
+def _unforeseen(error: Exception, *, is_first: bool, when: str, trains: bool = False) -> End:
+    """Return how an error without a rule of its own ends the trainer.
+
+    Args:
+        is_first: the run has not made a step yet, so that TRL, transformers or the data refuse what run.yaml says.
+        when: in words.
+        trains: whether less memory may help, as in training.
+    """
+    from tasks.trainer.user_objects import is_mistake, is_of_machine, is_out_of_memory, passes
+
+    line = " ".join(str(error).split())
+    if trains and is_out_of_memory(error):
+        return exit_codes.OUT_OF_MEMORY, f"out of memory {when}: {line}"
+    traceback.print_exception(error)
+    why = f"{when}: {type(error).__name__}: {line}"
+    if passes(error) or is_of_machine(error):
+        return exit_codes.UNAVAILABLE, why
+    return exit_codes.BAD_SPEC if is_first and is_mistake(error) else exit_codes.FAILED, why
 
 
 def _read_forks(store: Store, timeline: int) -> tuple[Fork, ...]:

@@ -44,7 +44,7 @@ def main() -> None:
     if over:  # a call that comes back ends this process first
         print(f"grpo-orch trainer: the process ended within {within}", file=sys.stderr, flush=True)
     elif os.getppid() == trainer:
-        leave_exit_code(Path(workdir), exit_codes.BAD_SPEC)
+        leave_exit_code(Path(workdir), exit_codes.BAD_SPEC, why)
         print(f"grpo-orch trainer: {why}", file=sys.stderr, flush=True)
         os.kill(trainer, signal.SIGKILL)
 

@@ -19,8 +19,8 @@ from transformers import TrainerState
 from transformers.utils import is_liger_kernel_available
 
 from tasks.rewards.guard import FAULTS, NO_SCORES, call_alone
-from tasks.trainer.user_objects import BadSpec, first_line, passes
-from tasks.trainer.user_prompts import EXPECTED, is_chat, shown
+from tasks.trainer.user_objects import BadSpec, first_line, is_mistake, passes
+from tasks.trainer.user_prompts import EXPECTED, in_one_line, is_chat, shown
 
 # More than one, so that a function that returns one number for all is found out. A model may say anything.
 ANSWERS = ("42", "The answer is 42.")
@@ -37,6 +37,35 @@ def check_prompts(firsts: Mapping[str, Mapping[str, Any]]) -> None:
             raise BadSpec(f"{key}: its first prompt is {shown(row['prompt'])}; {EXPECTED}")
         if IMAGES & row.keys() or _shows_image(row["prompt"]):
             raise BadSpec(f"{key}: its prompts have images, and completions are made of text alone; drop them")
+
+
+def check_row_count(rows: int, config: Any) -> None:
+    """Raise BadSpec where the dataset has fewer rows than one batch of completions has prompts: TRL leaves out the
+    incomplete last batch, so nothing would be trained."""
+    needed = config.generation_batch_size // config.num_generations
+    if rows < needed:
+        counts = f"has {rows} {'row' if rows == 1 else 'rows'}, and a batch takes {needed} prompts"
+        sizes = f"{config.generation_batch_size} completions, {config.num_generations} of each prompt"
+        lower = "grpo.per_device_train_batch_size or gradient_accumulation_steps"
+        raise BadSpec(f"trainer.dataset: it {counts} ({sizes}); add rows, or lower {lower}")
+
+
+def check_tokens(trainer: Any, firsts: Mapping[str, Mapping[str, Any]], model: str) -> None:
+    """Make tokens of the first prompt of each dataset as a step does. Raises BadSpec naming the dataset."""
+    for key, row in firsts.items():
+        try:
+            trainer.try_prompt(row["prompt"])
+        except Exception as error:
+            if not is_mistake(error):
+                raise
+            if is_chat(row["prompt"]) and not getattr(trainer.processing_class, "chat_template", None):
+                hint = "put a chat_template.jinja into the model's folder, name a model that has one, or "
+                texts = 'make the prompts texts, as `prompt: "{column}"` does'
+                raise BadSpec(
+                    f"{key}: its prompts are chats, and trainer.model {model} has no chat template; {hint}{texts}"
+                ) from error
+            raised = f"{type(error).__name__}: {in_one_line(error)}"
+            raise BadSpec(f"{key}: its first prompt cannot be made into tokens: {raised}") from error
 
 
 def check_packages(config: Any) -> None:

@@ -7,6 +7,7 @@ is a function of run.yaml and of the data alone, so that a restart sees the same
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,7 @@ def _made(key: str, wanted: Dataset) -> datasets.Dataset:
 
 
 def _load(key: str, wanted: Dataset, workdir: Path, rows_used: int) -> datasets.Dataset:
+    _check_cache()
     path = workdir / wanted.path
     kind = file_kind(path.name)
     asked = {"split": wanted.split, "streaming": wanted.streaming}
@@ -93,12 +95,30 @@ def _load(key: str, wanted: Dataset, workdir: Path, rows_used: int) -> datasets.
     return loaded
 
 
+def _check_cache() -> None:
+    """Raise BadSpec where the folder cannot be written that `datasets` prepares every dataset in.
+
+    In a container it lies below a home that is missing or read-only.
+    """
+    folder = Path(datasets.config.HF_DATASETS_CACHE)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if passes(error):
+            raise
+        cannot = f"{folder} cannot be written ({error.strerror}), and datasets are prepared there"
+        hint = "set HOME or HF_HOME there to a folder that can be, as `HF_HOME: /tmp/huggingface`"
+        raise BadSpec(f"trainer.env: {cannot}; {hint}") from error
+
+
 def _with_prompts(key: str, rows: datasets.Dataset, wanted: Dataset, workdir: Path) -> datasets.Dataset:
     if wanted.prompt is None:
         if "prompt" not in rows.column_names:
-            only, example = ", ".join(rows.column_names), "{" + rows.column_names[0] + "}"
+            only = ", ".join(rows.column_names)
             message = f"{wanted.path or wanted.reasoning_gym} has no column `prompt`, only {only}"
-            raise BadSpec(f'{key}: {message}; say how one is made, as in `prompt: "{example}"`')
+            raise BadSpec(f"{key}: {message}; {_how_to_make_prompts(rows)}")
         _check_column(key, rows)
         return rows
     make = prompt_maker(f"{key}.prompt", wanted.prompt, rows, workdir)
@@ -109,6 +129,15 @@ def _with_prompts(key: str, rows: datasets.Dataset, wanted: Dataset, workdir: Pa
         if passes(error):
             raise
         raise BadSpec(f"{key}.prompt: what it returns is no column: {in_one_line(error)}") from error
+
+
+def _how_to_make_prompts(rows: datasets.Dataset) -> str:
+    """A hint for data without prompts, by what its first row holds."""
+    chats = [name for name, value in rows[0].items() if is_chat(value)]
+    if chats:
+        function = "name a function that returns those to answer, as `prompt: prompts.of_row`"
+        return f"`{chats[0]}` holds chats: {function}, or rename it if its chats end before the answer"
+    return f'say how one is made, as in `prompt: "{{{rows.column_names[0]}}}"`'
 
 
 def _check_column(key: str, rows: datasets.Dataset) -> None:

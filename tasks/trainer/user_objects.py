@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import importlib
 import inspect
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
+from jinja2 import TemplateError
 from transformers import AutoConfig
 
 from policies.model.spec import RunSpec, TrainerSpec
@@ -28,6 +30,21 @@ from tasks.rewards.in_workers import with_arguments
 PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 # CUDA's and ROCm's allocators, cuBLAS for its workspace, and torch's allocator of the machine's own memory.
 OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+
+# What TRL, transformers, datasets and templates raise for a configuration or data that they cannot work with. An
+# OSError is none of these: it may pass.
+MISTAKES = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    NameError,
+    ImportError,
+    SyntaxError,
+    AssertionError,
+    NotImplementedError,
+    TemplateError,
+)
 
 Reward = Callable[..., Any] | str  # a function, or the name of a model
 
@@ -184,6 +201,16 @@ def passes(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether an error before the first step is the user's to repair: it would be raised again each time."""
+    return isinstance(error, MISTAKES) and not isinstance(error, json.JSONDecodeError) and not passes(error)
+
+
+def is_of_machine(error: BaseException) -> bool:
+    """Whether a GPU or the connection between processes has failed."""
+    return isinstance(error, torch.AcceleratorError | torch.distributed.DistError)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -37,6 +37,7 @@ from tasks.trl.parts.samples import KeepsSamples
 from tasks.trl.parts.saving import SavesIntoSpool
 from tasks.trl.parts.turns import TakesTurnsTogether
 from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before, walk_of
+from tasks.trl.unrewarded import Unrewarded
 from tasks.trl.weights import adapter_tensors, plain_model, stored_buffers, whole_weights
 
 # The trainer generates nothing itself, and importing vLLM takes longer than all else that a restart does. TRL
@@ -233,6 +234,7 @@ class FleetGRPOTrainer(
         self._costs = costs
         self._timeline = timeline
         self._replaced = replaced
+        self._unrewarded = Unrewarded()
         with _generation_through(client):
             super().__init__(**kwargs)
 
@@ -264,9 +266,20 @@ class FleetGRPOTrainer(
             rewards = (per_function * self.reward_weights.to(per_function.device)).nansum(dim=1)
             scored = ~torch.isnan(per_function).all(dim=1)
             self._costs.rewards.extend(rewards[scored].tolist())
+            self._unrewarded.note(*self._counts(per_function), self.reward_func_names)
         self._log_witnesses(per_function)
         self._rewarded = per_function
         return per_function
+
+    def _counts(self, per_function: torch.Tensor) -> tuple[int, int]:
+        """Completions of all processes that a node made, and those of them that have a reward."""
+        refused = 0 if self._refused is None else int(self._refused.sum())
+        return len(per_function) - refused, int((~torch.isnan(per_function).all(dim=1)).sum())
+
+    def try_prompt(self, prompt: Any) -> None:
+        """Make tokens of a prompt as a step does. Raises what TRL, transformers and the chat template raise."""
+        if self.environment_factories is None:
+            self._tokenize_prompts([prompt])
 
     def _log_witnesses(self, per_function: torch.Tensor) -> None:
         """Say which scores are not trained on: nothing that is logged tells the weights of reward functions."""

@@ -119,7 +119,7 @@ class Run:
         found = {}
         for path in Path(self.env["GRPO_ORCH_HOME"]).glob(f"*/machines/*/{MACHINE}"):
             with contextlib.suppress(FileNotFoundError):  # it is being terminated
-                _, _, pid = on_record(path.parent)
+                pid = on_record(path.parent).pid
                 if carries_mark(pid, path.parent):
                     found[path.parent.name] = pid
         return found

@@ -82,7 +82,7 @@ class LocalWorld:
         return [int(line.removeprefix("attempt ")) for line in said]
 
     def kill(self, node: str) -> None:
-        _, _, machine = on_record(self._folder / node)  # not the lowest of its processes: pids wrap
+        machine = on_record(self._folder / node).pid  # not the lowest of its processes: pids wrap
         os.kill(machine, signal.SIGKILL)
 
     def notice(self, node: str) -> None:

@@ -279,8 +279,8 @@ class World:
     def lose(self, node: str) -> None:
         self.machines[node] = replace(self.machines[node], state=MachineState.GONE, why="preempted")
 
-    def exit(self, node: str, code: int) -> None:
-        self.machines[node] = replace(self.machines[node], exit_code=code)
+    def exit(self, node: str, code: int, reason: str = "") -> None:
+        self.machines[node] = replace(self.machines[node], exit_code=code, exit_reason=reason)
 
     def up(self, role: Role) -> list[str]:
         return [n for n, m in self.machines.items() if n.startswith(role) and m.state is MachineState.UP]

@@ -160,13 +160,13 @@ class LocalCloud:
         return {name: path for name, path in found.items() if path.exists()}
 
     def _machine(self, folder: Path) -> Machine:
-        attempt, exit_code, pid = on_record(folder)
+        found = on_record(folder)
         state, why = MachineState.UP, ""
         if (folder / "gone").exists():
             state, why = MachineState.GONE, (folder / "gone").read_text()
-        elif exit_code is None and not carries_mark(pid, folder):
-            attempt, exit_code, _ = on_record(folder)  # it may have ended between the two looks
-            if exit_code is None:
+        elif found.exit_code is None and not carries_mark(found.pid, folder):
+            found = on_record(folder)  # it may have ended between the two looks
+            if found.exit_code is None:
                 _destroy(folder)  # what has outlived the machine
                 state, why = MachineState.GONE, "its processes died"
         market = Market((folder / "market").read_text())
@@ -174,8 +174,9 @@ class LocalCloud:
         return Machine(
             node=folder.name,
             state=state,
-            attempt=attempt,
-            exit_code=exit_code,
+            attempt=found.attempt,
+            exit_code=found.exit_code,
+            exit_reason=found.exit_reason,
             why=why,
             notice=(folder / "work" / NOTICE).exists(),
             market=market,

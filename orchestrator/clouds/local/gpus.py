@@ -120,5 +120,5 @@ def _holds(machine: Path) -> bool:
         return True
     with contextlib.suppress(FileNotFoundError):
         # Its work has ended and it is up: its next attempt takes them.
-        return on_record(machine)[1] is not None and not (machine / "gone").exists()
+        return on_record(machine).exit_code is not None and not (machine / "gone").exists()
     return False

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -45,11 +46,21 @@ def carries_mark(pid: int, folder: Path) -> bool:
     return False
 
 
-def on_record(folder: Path) -> tuple[int, int | None, int]:
-    """The machine's newest attempt, its exit code if it has ended, and the pid of the machine's own process."""
+class OnRecord(NamedTuple):
+    """A machine's newest attempt. `exit_code` is None until it has ended, `pid` is the machine's own process and
+    `exit_reason` the last line of the work that ended."""
+
+    attempt: int
+    exit_code: int | None
+    pid: int
+    exit_reason: str
+
+
+def on_record(folder: Path) -> OnRecord:
+    """Read the machine's record."""
     document = json.loads((folder / MACHINE).read_text())
     attempt, exit_code = document["attempt"], document.get("exit_code")
     if exit_code is None and (older := folder / OLD_EXIT).exists():
         ended = json.loads(older.read_text())
         exit_code = ended["exit_code"] if ended["attempt"] == attempt else None
-    return attempt, exit_code, document["pid"]
+    return OnRecord(attempt, exit_code, document["pid"], document.get("reason", ""))

@@ -288,6 +288,7 @@ def _machine(node: str, entry: Entry, report: MachineReport | None) -> Machine:
         state=MachineState.GONE if entry.lost else state,
         attempt=attempt,
         exit_code=exit_code,
+        exit_reason=report.exit_reason if report and report.attempt == attempt else "",
         why=entry.lost,
         notice=bool(report and report.notice),
         market=Market.SPOT if entry.cluster.spot else Market.ON_DEMAND,

@@ -83,12 +83,14 @@ class RebalanceRecommended:
 
 @dataclass(frozen=True, slots=True)
 class JobExited:
-    """The work of a node ended while its machine is up. `attempt` says which run of the work."""
+    """The work of a node ended while its machine is up. `attempt` says which run of the work; `reason` is its last
+    line, empty where it left none."""
 
     node: str
     attempt: int
     exit_code: int
     step: int
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

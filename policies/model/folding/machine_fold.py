@@ -169,8 +169,13 @@ def _exited(state: RunState, event: JobExited, time_s: float) -> RunState:
         return state
     progressed = event.step > state.trainer_failed_step
     failures = 1 if progressed else state.trainer_failures + 1
+    is_alike = failures > 1 and event.reason == state.trainer_failed_reason
     return replace(
-        state, trainer_failures=failures, trainer_failed_step=max(event.step, state.trainer_failed_step)
+        state,
+        trainer_failures=failures,
+        trainer_failed_step=max(event.step, state.trainer_failed_step),
+        trainer_failed_alike=(state.trainer_failed_alike if is_alike else 0) + bool(event.reason),
+        trainer_failed_reason=event.reason,
     )
 
 

@@ -13,11 +13,13 @@ from policies.model.node_contract import MACHINE
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The newest attempt that was started here, by process `pid`. `exit_code` is None until its end was seen."""
+    """The newest attempt that was started here, by process `pid`. `exit_code` is None until its end was seen;
+    `reason` is the work's own last line."""
 
     attempt: int
     exit_code: int | None = None
     pid: int = 0
+    reason: str = ""
 
 
 def take(lock: TextIO) -> bool:

@@ -1,18 +1,26 @@
-"""The trainer's exit code, past accelerate's launcher: that one ends with 1 if any of its processes fails."""
+"""How the work on this machine ended: the trainer's exit code, and in one line why any work ended.
+
+The exit code passes accelerate's launcher in a file, because that ends with 1 if any of its processes fails.
+The reason passes the machine's own processes in another; the machine's record takes it to the controller.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from checkpoint.security.redaction import own_redactor
 from policies.model import exit_codes
 
 NOTE = "trainer_exit"
+REASON = "exit_reason"
+REASON_CHARS_MAX = 400
 TOLD = frozenset({exit_codes.OK, exit_codes.STOPPED})  # by the launcher, too, once another process has failed
 
 
-def leave_exit_code(workdir: Path, code: int) -> None:
+def leave_exit_code(workdir: Path, code: int, reason: str = "") -> None:
     note = workdir / NOTE
     if code not in TOLD or not note.exists():  # else it is another process's reason, for which this one ends
+        leave_reason(workdir, reason)
         note.write_text(str(code))
 
 
@@ -38,3 +46,20 @@ def told_exit_code(workdir: Path, code: int) -> int:
     if code == exit_codes.OK:
         return exit_codes.FAILED if noted is None else code
     return code if noted is None else noted
+
+
+def leave_reason(workdir: Path, reason: str) -> None:
+    """Note why the work here ends, in one line of limited length and without secrets."""
+    line = own_redactor()(" ".join(reason.split()))
+    (workdir / REASON).write_text(line if len(line) <= REASON_CHARS_MAX else f"{line[:REASON_CHARS_MAX]}...")
+
+
+def take_reason(workdir: Path) -> str:
+    """Return the reason that was noted since the last call, or an empty text."""
+    note = workdir / REASON
+    try:
+        return note.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+    finally:
+        note.unlink(missing_ok=True)

@@ -61,3 +61,13 @@ def endless(**_: Any) -> list[float]:
     """No scores: an expression that takes longer than the universe, and holds the interpreter's lock meanwhile."""
     re.match(r"(a+)+$", "a" * 64 + "b")
     return []
+
+
+def none(completions: list[str], **_: Any) -> list[None]:
+    """No reward."""
+    return [None for _ in completions]
+
+
+def half(completions: list[str], **_: Any) -> list[float]:
+    """The same reward for every completion."""
+    return [0.5 for _ in completions]

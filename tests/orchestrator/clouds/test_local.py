@@ -143,7 +143,7 @@ def a_spool(cloud: LocalCloud, node: str, folder: Path) -> Path:
 
 
 def killed(cloud: LocalCloud, node: str) -> None:
-    _, _, machine = on_record(cloud._folder / node)  # which need not be the lowest of its processes: pids wrap
+    machine = on_record(cloud._folder / node).pid  # which need not be the lowest of its processes: pids wrap
     os.kill(machine, signal.SIGKILL)
     until(cloud, node, gone)
 
@@ -184,6 +184,15 @@ def test_a_spool_outlives_the_work_and_nothing_of_another_name_is_removed(
     a_spool(cloud, "trainer-0-i1", tmp_path / "theirs")
     cloud.terminate("trainer-0-i1")
     assert (tmp_path / "theirs" / "checkpoint-50" / "model.safetensors").exists()
+
+
+def test_last_line_of_work_is_the_machines_until_its_next_attempt(cloud: LocalCloud) -> None:
+    cloud.launch(order("trainer-0-i1", STAND_IN_EXIT="78", STAND_IN_REASON="no such column"))
+    ended = until(cloud, "trainer-0-i1", lambda m: m is not None and m.exit_code is not None)
+    assert (ended.exit_code, ended.exit_reason) == (78, "no such column")
+    cloud.launch(order("trainer-0-i1", attempt=2, STAND_IN_EXIT="137"))
+    again = until(cloud, "trainer-0-i1", lambda m: m is not None and m.exit_code == 137)
+    assert again.exit_reason == ""
 
 
 def test_capacity_comes_back_by_itself(cloud: LocalCloud, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,10 @@ SAMPLES: list[tuple[Event, str]] = [
     ),
     (JobExited("trainer-0-i1", 1, -9, 7), "trainer-0-i1 ended with signal 9 at step 7 (attempt 1)"),
     (JobExited("trainer-0-i1", 2, 78, 0), "trainer-0-i1 ended with exit code 78 at step 0 (attempt 2)"),
+    (
+        JobExited("trainer-0-i1", 1, 1, 0, "KeyError: 'a'"),
+        "trainer-0-i1 ended with exit code 1 at step 0 (attempt 1): KeyError: 'a'",
+    ),
     (JobExited("trainer-0-i1", 1, 143, 7), "trainer-0-i1 ended, as it was told to, at step 7 (attempt 1)"),
     (JobExited("trainer-0-i1", 2, 0, 40), "trainer-0-i1 finished its work at step 40 (attempt 2)"),
     (

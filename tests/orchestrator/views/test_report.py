@@ -63,6 +63,12 @@ def drawn(report: Report) -> str:
     return console.export_text()
 
 
+def test_ended_run_shows_why_and_a_running_one_does_not(world: World) -> None:
+    assert "why" not in drawn(build_report(world.store, T0 + 184))
+    world.happens(185, RunMoved(RunPhase.FINISHED, "complete at step 10; nothing was learnt"))
+    assert "complete at step 10; nothing was learnt" in drawn(build_report(world.store, T0 + 186))
+
+
 def test_the_report_in_exact_numbers(world: World) -> None:
     report = build_report(world.store, T0 + 184)
     assert (report.steps, report.phase, report.wall_s) == (10, RunPhase.TRAINING, 184.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from policies.control.decide import decide
 from policies.control.lifecycle import NOTICE_TAKES_S
 from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
-from policies.control.snapshot import Launch, Terminate
+from policies.control.snapshot import Launch, Terminate, Trainer
 from policies.model import exit_codes
 from policies.model.events import JobExited, NodeMoved
 from policies.model.vocabulary import NodePhase, Role, RunPhase
@@ -30,8 +31,10 @@ def test_trainer_exit_restarts_its_work_on_the_same_machine() -> None:
 @pytest.mark.parametrize(
     ("code", "phase"),
     [
-        (exit_codes.OK, RunPhase.FINISHED),
+        (exit_codes.OK, RunPhase.FAILED),  # its last heartbeat is of step 2 of 10
         (exit_codes.BAD_SPEC, RunPhase.FAILED),
+        (exit_codes.NOTHING_LEARNT, RunPhase.FAILED),
+        (exit_codes.UNAVAILABLE, RunPhase.TRAINING),
         (exit_codes.UNFIT_MACHINE, RunPhase.TRAINING),
         (exit_codes.NO_INTACT_CHECKPOINT, RunPhase.FAILED),
         (1, RunPhase.TRAINING),
@@ -42,6 +45,96 @@ def test_what_the_trainers_exit_code_decides(code: int, phase: RunPhase) -> None
     world.exit("trainer-0-i1", code)
     world.tick()
     assert world.state.phase is phase
+
+
+def test_exit_0_before_the_last_step_fails_with_both_numbers() -> None:
+    world = until_training(World())
+    world.exit("trainer-0-i1", exit_codes.OK)
+    world.tick()
+    assert world.state.reason.startswith("the trainer ended before its last step, at 2 of 10; see ")
+
+
+def test_exit_0_before_the_first_heartbeat_of_training_fails() -> None:
+    """Its heartbeat does not know yet how many steps there are."""
+    world = until_training(World())
+    assert world.beat is not None
+    world.beat = replace(world.beat, step=0, max_steps=0, activity="starting")
+    world.exit("trainer-0-i1", exit_codes.OK)
+    world.tick()
+    assert world.state.phase is RunPhase.FAILED
+
+
+def test_finished_run_carries_the_trainers_last_line() -> None:
+    world = until_training(World())
+    assert world.beat is not None
+    world.beat = replace(world.beat, step=10, activity="done")
+    world.exit("trainer-0-i1", exit_codes.OK, "complete at step 10; nothing was learnt")
+    world.tick()
+    assert (world.state.phase, world.state.reason) == (
+        RunPhase.FINISHED,
+        "complete at step 10; nothing was learnt",
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "before"),
+    [
+        (exit_codes.BAD_SPEC, "the trainer cannot work with this run.yaml"),
+        (exit_codes.NOTHING_LEARNT, "training can teach nothing"),
+        (exit_codes.NO_INTACT_CHECKPOINT, "it has checkpoints and none of them can be restored"),
+    ],
+)
+def test_failed_runs_reason_has_the_trainers_last_line(code: int, before: str) -> None:
+    world = until_training(World())
+    world.exit("trainer-0-i1", code, "trainer.dataset: it has 1 row")
+    world.tick()
+    assert world.state.reason == (f"{before}: trainer.dataset: it has 1 row; see `grpo-orch logs trainer-0-i1`")
+    assert world.of(JobExited)[-1].reason == "trainer.dataset: it has 1 row"
+
+
+def until_ended(world: World, ends: Callable[[int], tuple[int, str]], *, before_training: bool) -> World:
+    """Let each attempt of the trainer end with what `ends` returns for its number."""
+    attempts: set[int] = set()
+    for _ in range(2000):
+        machine = world.machines.get("trainer-0-i1")
+        if machine is not None and machine.exit_code is None and machine.attempt not in attempts:
+            if before_training:
+                world.beat = Trainer("trainer-0-i1", machine.attempt, 0, 0, 0, "starting", world.now_s)
+            attempts.add(machine.attempt)
+            world.exit("trainer-0-i1", *ends(len(attempts)))
+        if world.tick():
+            return world
+        world.now_s += 0.5
+    raise AssertionError(f"did not end: {world.state}")
+
+
+@pytest.mark.parametrize(
+    ("ends", "attempts", "says"),
+    [
+        (lambda _: (1, "KeyError: 'a'"), 2, "failed 2 times in the same way before its first step: KeyError: 'a'"),
+        (lambda number: (1, f"lost {number}"), 4, "failed 4 times without a step of progress: lost 4"),
+        (lambda number: (1, "ab"[number % 3 == 0]), 2, "failed 2 times in the same way before its first step: a"),
+        (lambda number: (1, "aba"[number % 2]), 4, "failed 4 times without a step of progress"),
+        (lambda _: (137, ""), 4, "failed 4 times without a step of progress; see"),
+        (lambda _: (1, ""), 4, "failed 4 times without a step of progress; see"),
+        (lambda _: (exit_codes.UNAVAILABLE, "the store is away"), 4, "failed 4 times without a step of progress"),
+    ],
+)
+def test_same_last_line_twice_before_step_1_fails_the_run(
+    ends: Callable[[int], tuple[int, str]], attempts: int, says: str
+) -> None:
+    world = until_ended(World(spec(trainer_restarts=3)), ends, before_training=True)
+    assert world.state.phase is RunPhase.FAILED
+    assert says in world.state.reason
+    assert len(world.of(JobExited)) == attempts
+
+
+def test_same_last_line_after_a_step_is_tried_again() -> None:
+    world = until_training(World(spec(trainer_restarts=3)))
+    assert world.beat is not None
+    assert world.beat.step > 0
+    world = until_ended(world, lambda _: (1, "KeyError: 'a'"), before_training=False)
+    assert "the trainer failed 4 times without a step of progress: KeyError: 'a'" in world.state.reason
 
 
 def test_a_trainers_machine_that_is_unfit_is_replaced_and_so_many_of_them_fail_the_run() -> None:

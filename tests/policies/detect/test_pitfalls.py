@@ -9,11 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.records.metrics import PROMPTS_REFUSED, REFUSED_LIMIT, REFUSED_ROW, REFUSED_TOKENS, WAIT_S
+from checkpoint.records.metrics import (
+    NONFINITE,
+    PROMPTS_REFUSED,
+    REFUSED_LIMIT,
+    REFUSED_ROW,
+    REFUSED_TOKENS,
+    WAIT_S,
+)
 from checkpoint.store.codec import from_json, to_json
 from policies.detect import pitfalls
 from policies.detect.divergence import Point
-from policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls
+from policies.detect.pitfalls import NO_REWARD, UNREWARDED_MAX, Pitfall, Pitfalls, find_pitfalls
 
 Values = dict[str, float | None]
 ZERO_STD, CLIPPED = "frac_reward_zero_std", "completions/clipped_ratio"
@@ -156,3 +163,16 @@ def test_nothing_that_is_logged_raises_and_a_store_in_between_changes_nothing(
         stored, theirs = find_pitfalls(from_json(to_json(stored), Pitfalls, "stored"), Point(step, values))
         assert (stored, theirs) == (straight, ours)
     assert len(to_json(straight)) < 6_000
+
+
+def test_step_without_any_reward_is_noticed_at_once() -> None:
+    def values(step: int) -> Values:
+        return {NO_REWARD: 1.0} if step in (3, 4, 8) else {"reward": 0.5}
+
+    found = told(logged(9, values))
+    assert [(one.kind, one.step) for one in found] == [("no_reward", 3), ("no_reward", 8)]
+    assert f"after {UNREWARDED_MAX} in a row the run stops" in found[0].text
+
+
+def test_name_of_a_lost_reward_is_the_stores() -> None:
+    assert f"{NONFINITE}reward" == NO_REWARD

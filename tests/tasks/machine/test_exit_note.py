@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.security.redaction import NAMES_ENV
 from policies.model import exit_codes
-from tasks.machine.processes.exit_note import leave_exit_code, take_exit_code, told_exit_code
+from tasks.machine.processes.exit_note import (
+    REASON_CHARS_MAX,
+    leave_exit_code,
+    take_exit_code,
+    take_reason,
+    told_exit_code,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,3 +40,19 @@ def test_a_process_that_is_told_to_end_leaves_the_others_reason(tmp_path: Path, 
     leave_exit_code(tmp_path, exit_codes.BAD_SPEC)
     leave_exit_code(tmp_path, told_to_end)
     assert take_exit_code(tmp_path) == exit_codes.BAD_SPEC
+
+
+def test_reason_is_one_bounded_line_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NAMES_ENV, "HF_TOKEN")
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijkl")
+    leave_exit_code(tmp_path, exit_codes.BAD_SPEC, "401 for\nhf_abcdefghijkl " + "x" * 2 * REASON_CHARS_MAX)
+    reason = take_reason(tmp_path)
+    assert reason.startswith("401 for [secret] xxx")
+    assert len(reason) == REASON_CHARS_MAX + len("...")
+    assert take_reason(tmp_path) == "", "it is of this attempt alone"
+
+
+def test_reason_of_the_process_that_failed_first_stays(tmp_path: Path) -> None:
+    leave_exit_code(tmp_path, exit_codes.BAD_SPEC, "no such column")
+    leave_exit_code(tmp_path, exit_codes.OK, "told to end")
+    assert take_reason(tmp_path) == "no such column"

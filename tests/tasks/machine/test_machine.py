@@ -22,6 +22,7 @@ from policies.model import exit_codes
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from tasks.machine.node_env import read_run_here
 from tasks.machine.processes.attempts import Started, record
+from tasks.machine.processes.exit_note import leave_reason
 from tests.budget import HANG_S, until
 from tests.rigs.metadata import fake_metadata
 from tests.tasks.rollout.test_rollout_agent import alive
@@ -229,12 +230,15 @@ def test_of_many_started_at_once_one_works(rig: Rig) -> None:
 def test_an_attempt_that_has_ended_is_reported_again_and_not_run(rig: Rig) -> None:
     wrapper = rig.start()
     rig.running()
+    leave_reason(rig.workdir, "no such column")
     rig.end_work(5)
     wrapper.wait(timeout=HANG_S)
+    rig.reported(lambda report: report.exit_reason == "no such column")
     (rig.store_folder / "machines" / f"{NODE}.json").unlink()  # as if it had been lost
     assert rig.start().wait(timeout=HANG_S) == 5
     assert len(rig.runs()) == 1
-    rig.reported(lambda report: (report.attempt, report.exit_code) == (1, 5))
+    again = rig.reported(lambda report: (report.attempt, report.exit_code) == (1, 5))
+    assert again.exit_reason == "no such column"
 
 
 def test_a_killed_wrapper_takes_the_work_with_it_and_the_next_one_says_so(rig: Rig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -17,11 +18,11 @@ from transformers import TrainerCallback
 
 from policies.control.snapshot import BEFORE_TRAINING
 from policies.model import exit_codes
-from tasks.machine.processes.exit_note import take_exit_code
+from tasks.machine.processes.exit_note import take_exit_code, take_reason
 from tasks.rewards.guard import guarded
 from tasks.trainer import reports
 from tasks.trainer.overdue import ended_after
-from tasks.trainer.preflight import check_prompts, check_rewards
+from tasks.trainer.preflight import check_prompts, check_rewards, check_row_count
 from tasks.trainer.user_objects import BadSpec, load_rewards
 from tests.budget import HANG_S, until
 from tests.node.trainer.rig import make_tiny, open_rig
@@ -335,3 +336,63 @@ def test_a_call_that_ends_the_process_is_named(tmp_path: Path) -> None:
     until("what the process beside it says, which outlives it for a moment", lambda: "\n" in said.read_text())
     assert said.read_text() == "grpo-orch trainer: the process ended within trainer.reward_funcs: my.own\n"
     assert take_exit_code(tmp_path) is None
+
+
+def row_counts(batch: int, group: int) -> Any:
+    """What is read of TRL's configuration."""
+    return SimpleNamespace(generation_batch_size=batch, num_generations=group)
+
+
+def test_dataset_smaller_than_a_batch_is_named_with_both_numbers() -> None:
+    check_row_count(2, row_counts(8, 4))
+    with pytest.raises(BadSpec, match=r"it has 1 row, and a batch takes 2 prompts \(8 completions, 4 of each"):
+        check_row_count(1, row_counts(8, 4))
+
+
+def first_attempt(tiny: Path, folder: Path, **spec: Any) -> str:
+    """The last line of a trainer that ends before any rollout node is asked for."""
+    with open_rig(folder, tiny, grpo={}, **spec) as rig:
+        assert rig.wait(rig.start_trainer()) == exit_codes.BAD_SPEC
+        beat = rig.beat()
+        assert beat is not None
+        assert beat.activity in BEFORE_TRAINING, "the controller asks for no rollout node"
+        assert rig.published() == []
+        last = rig.log().read_text().splitlines()[-1]
+        assert take_reason(rig.work) == last.removeprefix("grpo-orch trainer: ")
+    return last
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (['{"prompt": "1 apples:"}'], "trainer.dataset: it has 1 row, and a batch takes 2 prompts"),
+        (
+            ['{"prompt": [{"role": "user", "content": "1 apples:"}]}'] * 3,
+            "its prompts are chats, and trainer.model MODEL has no chat template; put a chat_template.jinja into",
+        ),
+    ],
+)
+def test_data_that_no_step_can_be_made_of_end_the_first_attempt(
+    rows: list[str], says: str, tiny: Path, tmp_path: Path
+) -> None:
+    (tiny / "own.jsonl").write_text("\n".join(rows) + "\n")
+    last = first_attempt(tiny, tmp_path, dataset="own.jsonl", reward="rig_rewards.none")
+    assert says.replace("MODEL", str(tiny / "model")) in last
+
+
+def test_template_that_raises_ends_the_first_attempt(tiny: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny / "model", model)
+    (model / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    (tiny / "own.jsonl").write_text('{"prompt": [{"role": "user", "content": "1 apples:"}]}\n' * 3)
+    last = first_attempt(tiny, tmp_path / "run", dataset="own.jsonl", model=str(model), reward="rig_rewards.none")
+    assert "its first prompt cannot be made into tokens: TemplateError: roles must alternate" in last
+
+
+def test_home_that_cannot_be_written_is_named(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("HF_HOME", "XDG_CACHE_HOME", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    last = first_attempt(tiny, tmp_path)
+    assert "trainer.env: /proc/nowhere/.cache/huggingface/datasets cannot be written (" in last
+    assert "HF_HOME: /tmp/huggingface" in last

@@ -333,3 +333,9 @@ def test_what_is_said(folder: Path, parts: list[Dataset], says: str) -> None:
         load(folder, *parts)
     assert str(caught.value).startswith("trainer.dataset")
     assert "\n" not in str(caught.value)
+
+
+def test_chats_in_another_column_are_named_with_the_way_out(folder: Path) -> None:
+    (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "1 apples:"}]}\n')
+    with pytest.raises(BadSpec, match=r"only messages; `messages` holds chats: name a function"):
+        load_data("trainer.dataset", Dataset(path="chats.jsonl"), folder, 1)

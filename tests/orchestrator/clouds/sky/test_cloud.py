@@ -60,8 +60,11 @@ class Clouds:
         self.opened.append(made)
         return made
 
-    def says(self, node: str, attempt: int, exit_code: int | None = None, notice: bool = False) -> None:
-        report = MachineReport(node, attempt, exit_code, notice, "172.31.0.7", "us-east-1a", "boot", 1000.0)
+    def says(
+        self, node: str, attempt: int, exit_code: int | None = None, notice: bool = False, reason: str = ""
+    ) -> None:
+        at = "172.31.0.7", "us-east-1a", "boot", 1000.0
+        report = MachineReport(node, attempt, exit_code, notice, *at, exit_reason=reason)
         documents.machine(report.node).write(self.store, report)
 
 
@@ -143,12 +146,13 @@ def test_the_token_goes_as_a_secret(clouds: Clouds) -> None:
 
 def test_work_that_ended_is_run_again_on_the_same_machine(clouds: Clouds) -> None:
     cloud = running(clouds)
-    clouds.says("trainer-0-i1", 1, exit_code=7)
+    clouds.says("trainer-0-i1", 1, exit_code=7, reason="no such column")
     until(cloud, lambda machines: machines["trainer-0-i1"].exit_code == 7)
+    assert cloud.machines()["trainer-0-i1"].exit_reason == "no such column"
     cloud.launch(order(attempt=2))
     assert clouds.sky.asked[-1] == "run_again trainer-0-i1"
     machine = seen(cloud)["trainer-0-i1"]
-    assert (machine.attempt, machine.exit_code) == (2, None)
+    assert (machine.attempt, machine.exit_code, machine.exit_reason) == (2, None, "")
 
 
 def test_a_machine_is_not_given_up_because_skypilot_cannot_reach_it(clouds: Clouds) -> None:
