@@ -15,7 +15,6 @@ from policies.model.linux import BETWEEN_PROGRAMS_LOOKS, BETWEEN_PROGRAMS_S, is_
 from policies.model.node_contract import MACHINE
 
 MARK = "GRPO_ORCH_MACHINE"  # in the environment of every process of a machine: its folder
-OLD_EXIT = "exit.json"  # where a machine that an older version started leaves its exit code
 
 
 def kill_all(folder: Path) -> None:
@@ -48,8 +47,4 @@ def carries_mark(pid: int, folder: Path) -> bool:
 def on_record(folder: Path) -> tuple[int, int | None, int]:
     """The machine's newest attempt, its exit code if it has ended, and the pid of the machine's own process."""
     document = json.loads((folder / MACHINE).read_text())
-    attempt, exit_code = document["attempt"], document.get("exit_code")
-    if exit_code is None and (older := folder / OLD_EXIT).exists():
-        ended = json.loads(older.read_text())
-        exit_code = ended["exit_code"] if ended["attempt"] == attempt else None
-    return attempt, exit_code, document["pid"]
+    return document["attempt"], document.get("exit_code"), document["pid"]
