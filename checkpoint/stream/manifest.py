@@ -28,9 +28,8 @@ from policies.model.vocabulary import PolicyVersion
 SCHEMA = 2  # 1 kept whole files
 # A node tells policies apart by it alone, so two of one digest must not arise, by accident or on purpose.
 DIGEST_BYTES = 16
-OLD_DIGEST_CHARS = 12  # as trainers of older releases shorten it
 
-# Keys of a published policy's `meta`; without them it is a whole one of an older release.
+# Keys of a published policy's `meta`.
 KIND = "kind"
 # All weights, perhaps with a delta beside them; a delta alone; a LoRA adapter for base weights that nodes have.
 WHOLE, DELTA, ADAPTER = "whole", "delta", "adapter"
@@ -61,10 +60,8 @@ class Manifest:
         return blake3(lines.encode()).hexdigest(DIGEST_BYTES)
 
     def digest_as(self, wanted: str) -> str:
-        """The digest in a policy's label: of its weights alone, or, from trainers of older releases, of all files.
-        It has the length of `wanted`, for some of those name fewer digits, and none if any content will do."""
-        digest = self.meta.get(WEIGHTS, self.digest)
-        return digest[: len(wanted)] if len(wanted) in (0, OLD_DIGEST_CHARS) else digest
+        """Return the digest in a policy's label, that of its weights; empty if `wanted` is, for any content."""
+        return self.meta.get(WEIGHTS, self.digest) if wanted else ""
 
     @property
     def size_bytes(self) -> int:

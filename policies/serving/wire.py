@@ -4,7 +4,6 @@
 |---|---|---|---|
 | node agent, gateway | `POST /members/{node}` | Announce | AnnounceReply, held until it changes or `HOLD_S` |
 | node agent whose vLLM starts, gateway | `POST /comers/{node}` | Stage | AnnounceReply, at once |
-| the same, of an earlier release | `GET /wanted` | | AnnounceReply, at once |
 | node agent, gateway | `DELETE /members/{node}?boot=ID` | | 204 |
 | trainer, gateway | `POST /v1/rollouts` | lines: Batch, PromptLine ... | lines: BatchLine, as each is done |
 | controller, gateway | `POST /members/{node}/drain` | | 204 |
@@ -39,7 +38,6 @@ REFUSED = "refused"  # the finish reason of a completion that no node takes
 CUT = "cut"  # of one that is not finished
 STATUS_S = 2.0  # the gateway writes its status to the store at least so often
 ROLLOUTS = "/v1/rollouts"
-WANTED = "/wanted"
 COMERS = "/comers"
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

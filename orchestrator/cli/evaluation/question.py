@@ -31,10 +31,10 @@ from policies.model.evaluation import BASE, Evaluation, Subject
 from policies.model.spec import Dataset, RunSpec, datasets_of
 from policies.model.timelines import lineage, on_lineage
 
-# An evaluation's name is a digest of its run.yaml: a new key of that belongs here unless it changes answers.
-LATER_KEYS = ("notify", "metrics_port")
-LATER_ROLLOUT_KEYS = ("own_generation_after_s",)
-FIRST_FLEET_KEYS = ("dead_man_min",)  # of `policies.fleet`
+# An evaluation's name is a digest of its run.yaml without the keys that change no answer.
+IDLE_KEYS = ("notify", "metrics_port")
+IDLE_POLICIES = ("fleet", "kl")
+IDLE_ROLLOUT_KEYS = ("own_generation_after_s",)
 NAMED_MAX = 8  # policies in an evaluation's name: a folder's has an end
 
 
@@ -88,7 +88,7 @@ def run_of(
 ) -> tuple[Store, RunRecord]:
     """The evaluation's store and its run, named by what is evaluated and how."""
     evaluation = Evaluation(parent.url, subjects, rows)
-    asked = _without_later(to_builtins(as_run(record.spec, "", problems)))
+    asked = _without_idle_keys(to_builtins(as_run(record.spec, "", problems)))
     told = to_json([evaluation, asked, _contents(record.spec, problems)])
     named = [one.name for one in subjects[:NAMED_MAX]]
     more = [f"{len(subjects) - NAMED_MAX}-more"] if len(subjects) > NAMED_MAX else []
@@ -99,14 +99,12 @@ def run_of(
     return store, RunRecord(documents.SCHEMA, run_id, time.time(), spec, evaluation)
 
 
-def _without_later(spec: dict[str, Any]) -> dict[str, Any]:
-    """The spec without keys that came later and change no answer, so that what an older version has begun is found
-    and not paid for again."""
-    policies = dict(spec["policies"])
-    policies["fleet"] = {key: policies["fleet"][key] for key in FIRST_FLEET_KEYS}
-    rollout = {key: value for key, value in spec["rollout"].items() if key not in LATER_ROLLOUT_KEYS}
-    known = {key: value for key, value in spec.items() if key not in LATER_KEYS}
-    return known | {"policies": policies, "rollout": rollout}
+def _without_idle_keys(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return the spec without the keys that change no answer, so that they cause no second evaluation."""
+    rollout = {key: value for key, value in spec["rollout"].items() if key not in IDLE_ROLLOUT_KEYS}
+    policies = {key: value for key, value in spec["policies"].items() if key not in IDLE_POLICIES}
+    answering = {key: value for key, value in spec.items() if key not in IDLE_KEYS}
+    return answering | {"policies": policies, "rollout": rollout}
 
 
 def _contents(spec: RunSpec, problems: Dataset | tuple[Dataset, ...]) -> dict[str, str]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.clouds.local.gpus import GPUS, share_for
-from orchestrator.clouds.local.processes import MARK, OLD_EXIT, carries_mark, kill_all, on_record
+from orchestrator.clouds.local.processes import MARK, carries_mark, kill_all, on_record
 from orchestrator.clouds.protocol import CloudRefused, Offer, Order
 from policies.control.fleet.fill import wanted_slots
 from policies.control.fleet.markets import market_of
@@ -66,7 +66,7 @@ class LocalCloud:
         folder = self._folder / node
         if folder.exists():
             _destroy(folder)
-            for name in (f"work/{NOTICE}", "gone", GPUS, OLD_EXIT, MACHINE):  # the record last: it may be cut off
+            for name in (f"work/{NOTICE}", "gone", GPUS, MACHINE):  # the record last: it may be cut off
                 (folder / name).unlink(missing_ok=True)
 
     def confirm(self, node: str) -> None:

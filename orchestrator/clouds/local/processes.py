@@ -16,7 +16,6 @@ from policies.model.linux import BETWEEN_PROGRAMS_LOOKS, BETWEEN_PROGRAMS_S, is_
 from policies.model.node_contract import MACHINE
 
 MARK = "GRPO_ORCH_MACHINE"  # in the environment of every process of a machine: its folder
-OLD_EXIT = "exit.json"  # where a machine that an older version started leaves its exit code
 
 
 def kill_all(folder: Path) -> None:
@@ -59,8 +58,4 @@ class OnRecord(NamedTuple):
 def on_record(folder: Path) -> OnRecord:
     """Read the machine's record."""
     document = json.loads((folder / MACHINE).read_text())
-    attempt, exit_code = document["attempt"], document.get("exit_code")
-    if exit_code is None and (older := folder / OLD_EXIT).exists():
-        ended = json.loads(older.read_text())
-        exit_code = ended["exit_code"] if ended["attempt"] == attempt else None
-    return OnRecord(attempt, exit_code, document["pid"], document.get("reason", ""))
+    return OnRecord(document["attempt"], document.get("exit_code"), document["pid"], document.get("reason", ""))

@@ -26,7 +26,7 @@ from orchestrator.gateway.surface.openai import OpenAI, error_document
 from policies.model.vocabulary import machine_of
 from policies.serving.gateway_status import GatewayStatus
 from policies.serving.joining import Stage
-from policies.serving.wire import COMERS, ROLLOUTS, WANTED, Announce, AnnounceReply
+from policies.serving.wire import COMERS, ROLLOUTS, Announce, AnnounceReply
 
 _announce = msgspec.json.Decoder(Announce)
 _stage = msgspec.json.Decoder(Stage)
@@ -60,7 +60,6 @@ class Gateway:
                 web.get("/metrics", self._tell_metrics),
                 web.post(ROLLOUTS, self._rollouts),
                 web.post("/members/{node}", self._announce),
-                web.get(WANTED, self._wanted),
                 web.post(f"{COMERS}/{{node}}", self._tell_stage),
                 *Admin(self.members).routes(),
                 *OpenAI(self.members, self._completer, self._ledger, int(time.time())).routes(),
@@ -130,15 +129,12 @@ class Gateway:
         admission.check_announce(said)
         return _json(await self.members.announce(node, said))
 
-    async def _wanted(self, _: web.Request) -> web.Response:
-        return _json(AnnounceReply(policy=self.members.wanted))
-
     async def _tell_stage(self, request: web.Request) -> web.Response:
         node = node_of(request)
         said = admission.decode(await admission.read(request, admission.ANNOUNCE_SIZE_MAX), _stage, "a Stage")
         admission.check_stage(said)
         self.members.comers.tell(node, said, time.monotonic())
-        return await self._wanted(request)
+        return _json(AnnounceReply(policy=self.members.wanted))
 
     async def _rollouts(self, request: web.Request) -> web.StreamResponse:
         try:

@@ -219,17 +219,3 @@ def test_offers_have_the_rehearsals_prices(cloud: LocalCloud) -> None:
         (Role.ROLLOUT, Market.SPOT, 1.5),
         (Role.ROLLOUT, Market.SPOT, 1.5),
     ]
-
-
-def test_the_end_of_work_that_an_older_version_started_is_read(cloud: LocalCloud, tmp_path: Path) -> None:
-    folder = tmp_path / "machines" / "trainer-0-i1"
-    (folder / "work").mkdir(parents=True)
-    spool = a_spool(cloud, "trainer-0-i1", tmp_path / "grpo-orch-memory")
-    (folder / "market").write_text(Market.SPOT)
-    (folder / "machine.json").write_text('{"attempt": 2, "pid": 4194304}')
-    (folder / "exit.json").write_text('{"attempt": 2, "exit_code": 77}')
-    machine = cloud.machines()["trainer-0-i1"]
-    assert (machine.state, machine.attempt, machine.exit_code) == (MachineState.UP, 2, 77)
-    assert spool.exists()
-    (folder / "exit.json").write_text('{"attempt": 1, "exit_code": 0}')
-    assert cloud.machines()["trainer-0-i1"].state is MachineState.GONE

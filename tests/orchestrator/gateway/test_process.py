@@ -79,7 +79,6 @@ def test_nothing_is_said_without_the_secret(rig: Rig) -> None:
         for method, path in (
             ("GET", "/health"),
             ("GET", "/nowhere"),
-            ("GET", "/wanted"),
             ("POST", "/comers/rollout-0"),
             ("POST", "/v1/rollouts"),
             ("POST", "/members/rollout-0"),

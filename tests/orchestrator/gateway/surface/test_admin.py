@@ -17,7 +17,7 @@ from orchestrator.gateway.surface.describe import State, describe, state_of
 from orchestrator.home.folder import run_dir
 from policies.serving.gateway_status import MembershipChange, MemberStatus
 from policies.serving.joining import BASE_MODEL, ENGINE, POLICY, Coming, Stage
-from policies.serving.wire import Announce, AnnounceReply, BatchLine, PolicyRef
+from policies.serving.wire import Announce, AnnounceReply, BatchLine
 from tasks.completions.gateway_client import body_of
 from tests.rigs.command_line import Cli
 from tests.rigs.gateway_process import TOKEN, Rig, make_batch
@@ -37,19 +37,6 @@ def test_members_are_listed_with_their_state_and_why() -> None:
         assert listed["members"][0]["reason"] == "joined as boot boot-of-a, holds 0-0"
 
     serve(story)
-
-
-def test_what_members_are_to_hold_is_told_to_a_node_that_is_none_yet() -> None:
-    async def story(served: Served) -> None:
-        nothing = await served.http.get("/wanted")
-        assert (nothing.status_code, nothing.json()["policy"]) == (200, None)
-        wanted = PolicyRef("0-7", "policies/0/7", "ab" * 16)
-        served.members.want(wanted)
-        told = msgspec.json.decode((await served.http.get("/wanted")).content, type=AnnounceReply)
-        assert told == AnnounceReply(policy=wanted)
-        assert served.members.rows == ()
-
-    serve(story, policy="")
 
 
 def test_what_a_node_that_comes_is_at_is_told_until_it_is_a_member() -> None:
