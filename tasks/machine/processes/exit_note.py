@@ -6,6 +6,7 @@ The reason passes the machine's own processes in another; the machine's record t
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from checkpoint.security.redaction import own_redactor
@@ -51,7 +52,9 @@ def told_exit_code(workdir: Path, code: int) -> int:
 def leave_reason(workdir: Path, reason: str) -> None:
     """Note why the work here ends, in one line of limited length and without secrets."""
     line = own_redactor()(" ".join(reason.split()))
-    (workdir / REASON).write_text(line if len(line) <= REASON_CHARS_MAX else f"{line[:REASON_CHARS_MAX]}...")
+    shown = line if len(line) <= REASON_CHARS_MAX else f"{line[:REASON_CHARS_MAX]}..."
+    with contextlib.suppress(OSError):  # a full disk costs the line, not the exit code
+        (workdir / REASON).write_text(shown)
 
 
 def take_reason(workdir: Path) -> str:

@@ -9,6 +9,7 @@ import pytest
 from checkpoint.security.redaction import NAMES_ENV
 from policies.model import exit_codes
 from tasks.machine.processes.exit_note import (
+    REASON,
     REASON_CHARS_MAX,
     leave_exit_code,
     take_exit_code,
@@ -56,3 +57,9 @@ def test_reason_of_the_process_that_failed_first_stays(tmp_path: Path) -> None:
     leave_exit_code(tmp_path, exit_codes.BAD_SPEC, "no such column")
     leave_exit_code(tmp_path, exit_codes.OK, "told to end")
     assert take_reason(tmp_path) == "no such column"
+
+
+def test_reason_that_cannot_be_written_leaves_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / REASON).mkdir()
+    leave_exit_code(tmp_path, exit_codes.BAD_SPEC, "no such column")
+    assert take_exit_code(tmp_path) == exit_codes.BAD_SPEC
