@@ -62,7 +62,7 @@ def test_a_rank_that_is_killed_costs_no_weight(tiny: Path, tmp_path: Path) -> No
         dice.choice(ranks).kill()
         killed_one.set()
         assert launcher.wait(HANG_S) != 0
-        assert take_exit_code(killed.work) is None
+        assert take_exit_code(killed.work) in (None, exit_codes.FAILED), "the other rank lost its connection"
         assert killed.wait(killed.start_ranks(2), 2) == exit_codes.OK
         assert killed.log(2).read_text().count("checkpoint_restored") == 1
         assert [path.name for path in killed.work.glob("policy*")] == ["policy"]

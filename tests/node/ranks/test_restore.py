@@ -32,7 +32,7 @@ UNLIMITED = 1e15  # bytes a second: the link is here to count
 def test_eight_processes_read_a_checkpoint_once(moto: S3Server, tmp_path: Path) -> None:
     """The last one, after which nothing is left to train: all that a trainer reads is what it restores."""
     store = Store(moto.url("ranks"), options=moto.options())
-    spec = run_spec(store.url, tmp_path, grpo={}, model="none", accelerators="H100:8")
+    spec = run_spec(store.url, tmp_path, grpo={"max_steps": 6}, model="none", accelerators="H100:8")
     documents.create_run(store, RunRecord(documents.SCHEMA, "id", time.time(), spec))
     vouch(store, TOKEN)
     saved = tmp_path / "saved"

@@ -119,9 +119,10 @@ def plain(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("made", [tied_qwen, llama_with_biases])
 def test_where_matrices_are_packed_away_all_is_reloaded_and_that_is_said_once(
-    tmp_path: Path, made: Callable[[], Any]
+    tmp_path: Path, made: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As vLLM's build for CPUs does, whose parameters are empty then; a head that is the embedding is not."""
+    """Their parameters are empty then; a head that is the embedding is not."""
+    monkeypatch.setitem(vllm_flags.FIXED, "worker-extension-cls", "tests.stand_ins.packed_linears.Extension")
     following = Following(tmp_path, made(), {})
     try:
         assert following.follow(following.publish()) == (False, [])

@@ -182,4 +182,4 @@ def test_a_whole_policy_that_takes_longer_than_a_step_arrives_all_the_same(
             break
         except Overtaken:
             overtaken += 1
-    assert 1 < overtaken < len(keys)
+    assert 0 < overtaken < len(keys)
