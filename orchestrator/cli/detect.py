@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +38,12 @@ def detect(
         int | None,
         typer.Option("--save-steps", metavar="N", help="How often the run saved, where a file does not say."),
     ] = None,
+    task_change: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--task-change", metavar="STEP", help="The first step of harder tasks; give it once for each."
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help=f"The PNG to write; default: {PICTURE}, and with `-o json` none."),
@@ -53,7 +59,7 @@ def detect(
         raise Stop(f"--limit {limit:g}: expected a number above 0", exit_codes.USAGE)
     if save_steps is not None and save_steps < 1:
         raise Stop(f"--save-steps {save_steps}: expected a whole number above 0", exit_codes.USAGE)
-    told = [one for file in files for one in _judge(file, limit, save_steps)]
+    told = [one for file in files for one in _judge(file, limit, save_steps, task_change or ())]
     found = [one for one in told if isinstance(one, Detection)]
     if output is Output.JSON:
         print_json([to_json(one) for one in told])
@@ -67,13 +73,15 @@ def detect(
         raise typer.Exit(exit_codes.USAGE)
 
 
-def _judge(file: Path, limit: float | None, save_steps: int | None) -> list[Detection | Unreadable]:
+def _judge(
+    file: Path, limit: float | None, save_steps: int | None, task_changes: Collection[int]
+) -> list[Detection | Unreadable]:
     """Every run in the file; one that cannot be read is told at once, on stderr."""
     try:
         traces = read_traces(file)
         runs = [one.name.removeprefix(str(file)).removeprefix("#") for one in traces]
         named = zip(runs, traces, strict=True)
-        return [follow(str(file), run, trace.trace, limit, save_steps) for run, trace in named]
+        return [follow(str(file), run, trace.trace, limit, save_steps, task_changes) for run, trace in named]
     except NotATrace as error:
         reason = str(error).removeprefix(f"{file}: ")
     except Exception as error:  # noqa: BLE001  # one file that breaks a reader must not cost the others

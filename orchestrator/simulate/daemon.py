@@ -46,10 +46,10 @@ class QueuedActuator(Actuator):
             clock=lambda: world.time_s,
         )
         self.waiting: list[Callable[[], None]] = []
-        self._random = world.random
+        self._random, self._daemon = world.random, daemon
 
     def _spawn(self, run: Callable[[], None], name: str) -> None:  # noqa: ARG002  # the Actuator's own signature
-        if self._random.random() < 0.5:
+        if self._random.random() < 0.5 and not self._daemon.stops_at_action:
             run()
         else:
             self.waiting.append(run)
@@ -66,6 +66,7 @@ class SimulatedDaemon:
         self.store = SimulatedStore(world.objects)
         self.clock = RunClock(lambda: EPOCH_S + world.time_s + self.ahead_s, lambda: world.time_s)
         self.stop_in: int | None = None  # operations until this process is stopped
+        self.stops_at_action = False  # between its look at the journal and its next action
         self.stop_for_s = 0.0
         self.die_in: int | None = None  # operations until it is killed
         self.busy = self.dead = False
@@ -99,6 +100,8 @@ class SimulatedDaemon:
             self.controller.tick(self.clock.now_s())
             waiting, self.actuator.waiting = self.actuator.waiting, []
             for run in waiting:
+                if self.stops_at_action:
+                    self.stops_at_action, self.stop_in = False, 0
                 self._operation()
                 run()
         except (_Died, Fenced):

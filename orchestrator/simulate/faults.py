@@ -51,9 +51,13 @@ def clocks_set(world: World, random: Random) -> None:
 
 def suspended(world: World, random: Random) -> None:
     for daemon in [one for one in world.daemons if not one.dead]:
-        daemon.stop_in = random.randrange(OPERATIONS)
         daemon.stop_for_s = random.choice((20.0, 121.0, HOUR_S))
-        world.note(f"{daemon.name} is stopped in {daemon.stop_in} operations for {daemon.stop_for_s:.0f} s")
+        if random.random() < 0.5:
+            daemon.stops_at_action = True
+            world.note(f"{daemon.name} is stopped at its next action for {daemon.stop_for_s:.0f} s")
+        else:
+            daemon.stop_in = random.randrange(OPERATIONS)
+            world.note(f"{daemon.name} is stopped in {daemon.stop_in} operations for {daemon.stop_for_s:.0f} s")
 
 
 def daemon_dies(world: World, random: Random) -> None:

@@ -52,7 +52,9 @@ NOT_FINITE = ("kl", "loss", "reward", "grad_norm")
 
 
 # Nothing that is logged tells a harder task from a policy that forgets.
-TASK_HINT = "if the tasks became harder there, name that step in policies.kl.task_changes"
+TASK_HINT = (
+    "if the tasks became harder there, name that step in policies.kl.task_changes, or to detect as --task-change"
+)
 
 
 class Health(StrEnum):

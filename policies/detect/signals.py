@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 # Points. The present: all but OUTLIERS of them must say so. Spikes of the KL come in twos and threes.
 WINDOW_POINTS = 7
@@ -144,6 +144,19 @@ def around(series: Series, points: int) -> tuple[float, float]:
         weights[side] += size
         count += size
     return sums[0] / max(weights[0], 1), sums[1] / max(weights[1], 1)
+
+
+def lucky(series: Series, points: int) -> float:
+    """The mean distance of a mean of so many points from its true level: as if they were independent, or as the
+    run's own blocks are apart, whichever is more."""
+    told: list[float] = []
+    for (oldest, older), (_, size) in pairwise(pairwise(series.sizes)):
+        if size <= WINDOW_POINTS:
+            break
+        at = len(told)
+        off = abs(series.levels[at + 2] - 2 * series.levels[at + 1] + series.levels[at])
+        told.append(off / math.sqrt(1 / oldest + 4 / older + 1 / size))
+    return max(series.wobble, median(told) if told else 0.0) / math.sqrt(points)
 
 
 def _changed_at(levels: Sequence[float], sizes: Sequence[int], calm: float, present: float, *, ramp: bool) -> int:

@@ -12,9 +12,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
-from policies.detect.signals import PAST_POINTS, WINDOW_POINTS, Series, dated, median, resolution
+from policies.detect.signals import PAST_POINTS, Series, dated, lucky, resolution
 from policies.detect.symptoms import (
     ENTROPY,
     FACTOR,
@@ -57,7 +57,7 @@ class Slide:
 
 def slid(series: Mapping[str, Series]) -> tuple[Symptom, ...]:
     """Return the reward's symptom where it has slid, and after it those of what else is written since: of the
-    shortest window that has any of those, else of the shortest."""
+    shortest window that has any of those, else of the shortest of LASTING_POINTS or more."""
     alone: tuple[Symptom, ...] = ()
     for slide in slides_of(series[REWARD]) if REWARD in series else ():
         text = (
@@ -68,7 +68,8 @@ def slid(series: Mapping[str, Series]) -> tuple[Symptom, ...]:
         found = (lead, *(one for one in beside if one is not None))
         if len(found) > 1:
             return found
-        alone = alone or found
+        if slide.window >= LASTING_POINTS:
+            alone = alone or found
     return alone
 
 
@@ -77,19 +78,6 @@ def slides_of(series: Series) -> Iterator[Slide]:
     sums = _Sums(series)
     found = (sums.slide(window) for window in sums.windows())
     return (one for one in found if one is not None)
-
-
-def lucky(series: Series, points: int) -> float:
-    """The mean distance of a mean of so many points from its true level: as if they were independent, or as the
-    run's own blocks are apart, whichever is more."""
-    told: list[float] = []
-    for (oldest, older), (_, size) in pairwise(pairwise(series.sizes)):
-        if size <= WINDOW_POINTS:
-            break
-        at = len(told)
-        off = abs(series.levels[at + 2] - 2 * series.levels[at + 1] + series.levels[at])
-        told.append(off / math.sqrt(1 / oldest + 4 / older + 1 / size))
-    return max(series.wobble, median(told) if told else 0.0) / math.sqrt(points)
 
 
 class _Sums:
@@ -104,8 +92,11 @@ class _Sums:
         self._sums = [0.0, *accumulate(s * level for s, level in zip(series.sizes, series.levels, strict=True))]
 
     def windows(self) -> Iterator[int]:
-        """Lengths, doubling, of which there are three in the series: the best of one is none."""
-        window = LASTING_POINTS
+        """Lengths, doubling, of which there are three in the series: the best of one is none.
+
+        A short log has one window of half of LASTING_POINTS.
+        """
+        window = LASTING_POINTS if self._counts[-1] >= 3 * LASTING_POINTS else LASTING_POINTS // 2
         while 3 * window <= self._counts[-1]:
             yield window
             window *= 2

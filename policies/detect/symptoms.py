@@ -21,6 +21,7 @@ from policies.detect.signals import (
     dated,
     explained,
     follow_series,
+    lucky,
     median,
     resolution,
 )
@@ -239,7 +240,7 @@ def _collapse(group: str, words: str, reward: Series | None) -> Symptom | None:
     if shift.points > PAST_POINTS:
         return None
     before, after = around(reward, shift.points)
-    sure = (before - after) * _rooted(shift.points) >= 2 * SURE_WOBBLES * reward.wobble
+    sure = (before - after) * _rooted(shift.points) >= 2 * SURE_WOBBLES * lucky(reward, 1)
     if not sure or before - after <= max(SURE_WOBBLES * reward.wobble, (before - reward.start) / 2):
         return None
     text = f"{words} {after:.3g}, fallen from {before:.3g} since step {shift.calm_step}"

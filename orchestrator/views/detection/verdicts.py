@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,17 +81,25 @@ class Detection:
         return [column for column, name in self.trace.columns.items() if name not in JUDGED]
 
 
-def detect(file: str, run: str, trace: Trace, limit: float | None, save_steps: int | None) -> Detection:
+def detect(
+    file: str,
+    run: str,
+    trace: Trace,
+    limit: float | None,
+    save_steps: int | None,
+    task_changes: Collection[int] = (),
+) -> Detection:
     """Follow the trace from its first point to its last.
 
     Args:
         limit: for KL above the run's own start; None for none.
         save_steps: how often the run saved, where the file does not say. Where nobody does, it could go back to
             any step that it logged.
+        task_changes: the first steps of harder tasks.
     """
     detector = Detector()
     for point in trace.points:
-        detector = follow(detector, point, limit)
+        detector = follow(detector, point, limit, task_changes)
     verdict, saved = detector.verdict, trace.save_steps or save_steps
     target = None
     if verdict.health is Health.TRIPPED and verdict.onset_step is not None and not trace.counts_records:

@@ -122,6 +122,13 @@ def test_a_checkpoint_of_the_onset_itself_is_no_target(cli: Detect) -> None:
     assert cli("run", "-o", "json", "--save-steps", str(onset - 1)).found[0]["target_step"] == onset - 1
 
 
+def test_declared_task_changes_are_no_fall(cli: Detect) -> None:
+    rows = [{"step": step, "reward": min(0.8, 0.1 + step / 100) if step <= 100 else 0.1} for step in range(1, 301)]
+    Path("run").write_text(json_lines(rows))
+    assert "--task-change" in cli("run").words
+    assert not cli("run", "-o", "json", "--task-change", "50", "--task-change", "101").found[0]["tripped"]
+
+
 def test_the_table_has_a_line_a_run_and_below_it_why(cli: Detect) -> None:
     Path("bad").write_text(state(run(diverges=True), save_steps=25))
     Path("good").write_text(json_lines(run(diverges=False)))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
 import pytest
 
 from policies.detect.divergence import Health, Point
-from policies.detect.signals import Series, follow_series
-from policies.detect.slides import lucky, slides_of
+from policies.detect.signals import Series, follow_series, lucky
+from policies.detect.slides import slides_of
 from tests.policies.detect.test_divergence import Metric, after, level, run, trip, verdicts
 
 ONSET, OVER, STEPS = 200, 80, 400
@@ -109,3 +110,24 @@ def test_a_sliding_reward_lowers_the_bar_of_the_kl_to_a_third() -> None:
     kl = after(ONSET, level(0.05, 0.05), lambda step: 0.05 + 0.5 * min(1.0, (step - ONSET) / 60))
     assert trip(logged(losing, kl=kl)).evidence[1].startswith("reward 0.")
     assert Health.TRIPPED not in {one.health for one in verdicts(logged(steady, kl=kl))}
+
+
+def short(*, slides: bool, seed: int) -> list[Point]:
+    """40 points of many answers each; the reward and the length of answers go down from the 15th to the 30th."""
+    drawn, points = random.Random(seed), []
+    for at in range(40):
+        gone = min(1.0, max(0, at - 15) / 15) if slides else 0.0
+        learnt = 0.3 + 0.5 * (1 - math.exp(-at / 6))
+        reward = learnt * (1 - gone) + 0.1 * gone + drawn.gauss(0.0, 0.06)
+        length = 200 * 8.0**-gone * drawn.lognormvariate(0.0, 0.05)
+        points.append(Point(at * 10 + 10, {"reward": reward, "kl": 0.01, "completions/mean_length": length}))
+    return points
+
+
+def test_a_slow_slide_is_seen_in_a_log_of_40_points() -> None:
+    found = [verdicts(short(slides=True, seed=seed))[-1] for seed in range(20)]
+    assert sum(one.health is Health.TRIPPED for one in found) >= 15
+    assert all((one.onset_step or 0) >= 100 for one in found if one.health is Health.TRIPPED)
+    assert not [
+        seed for seed in range(20) if verdicts(short(slides=False, seed=seed))[-1].health is Health.TRIPPED
+    ]
