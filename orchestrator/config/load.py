@@ -33,6 +33,7 @@ from orchestrator.config.rules.foreign_keys import (
     without_idle_switches,
 )
 from orchestrator.config.rules.gpus import check_local_gpus
+from orchestrator.config.rules.lengths import check_lengths
 from orchestrator.config.rules.notices import find_notices
 from orchestrator.config.rules.rehearsal import write_out_rehearsal
 from orchestrator.config.rules.resources import check_resources
@@ -120,6 +121,7 @@ def _checked(document: Document, workdir: Path, now_s: float, findings: Findings
     data = check_structure(RunSpec, document.data, (), findings)
     _check_foreign(data, findings)
     cross_check(data, findings)
+    check_lengths(data, workdir, findings)
     _check_rewards(data, workdir, findings)
     check_turns(data.get("trainer", {}), workdir, findings)
     check_datasets(data.get("trainer", {}), workdir, findings)
