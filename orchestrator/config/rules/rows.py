@@ -80,7 +80,8 @@ def check_rows(data: dict[str, Any], workdir: Path, findings: Findings) -> Mappi
         needed = batch = group = 0  # reported already
     found: dict[str, list[tuple[dict[str, Any], _Rows | None]]] = {}
     for path, dataset in each_dataset(trainer):
-        rows = None if findings.doubtful(path) else _read(path, dataset, workdir, needed, findings)
+        known = not findings.doubtful(path) and not findings.holds_doubtful((*path, "prompt"))
+        rows = _read(path, dataset, workdir, needed, findings) if known else None
         found.setdefault(str(path[1]), []).append((dataset, rows))
         if rows is not None:
             _check_columns(path, dataset, rows, findings)
@@ -174,8 +175,8 @@ def _read(path: KeyPath, dataset: dict[str, Any], workdir: Path, needed: int, fi
         )
         findings.add((*path, "split"), message)
         return None
-    counted = "[" in split and _is_small(file)
     try:
+        counted = "[" in split and _is_small(file)
         if file.stat().st_size == 0:
             findings.add((*path, "path"), f"{file.name} is empty; expected {FORMS[kind]}")
         if file.stat().st_size == 0 or file.suffix not in READERS:

@@ -63,6 +63,19 @@ def test_template_that_names_a_missing_column_is_refused(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ("'{question'", "prompt: expected '}' before end of string"),
+        ("[{role: user}]", "prompt[0]: expected a message with the texts"),
+        ("[{role: user, content: 3}]", "prompt[0]: expected a message with the texts"),
+    ],
+)
+def test_malformed_prompt_of_a_local_file_is_reported(folder: Path, prompt: str, says: str) -> None:
+    found = problem(folder, ("dataset: prompts.jsonl", f"dataset: {{path: prompts.jsonl, prompt: {prompt}}}"))
+    assert found.startswith(f"trainer.dataset.{says}")
+
+
 def test_csv_rows_are_counted_by_record(folder: Path) -> None:
     (folder / "rows.csv").write_text('prompt\n"a\nb"\nc\n')
     found = problem(folder, ("dataset: prompts.jsonl", "dataset: rows.csv"))
