@@ -143,16 +143,16 @@ def test_commands_take_the_clock_that_the_daemon_began_with(
     world = World()
     world.starts()
     world.saves(3000.0, 5, tmp_path)
-    set_back = RunTime(lambda: T0 + 3700.0 - HOUR_S, lambda: 0.0)  # since the daemon began
+    set_back = RunTime(lambda: T0 + 3800.0 - HOUR_S, lambda: 0.0)  # since the daemon began
     monkeypatch.setattr(looking, "RunTime", lambda: set_back)
     here = Lease("h/1", socket.gethostname(), 1, "1", 1, T0 + 3700.0 - HOUR_S, 15.0, T0 + 3700.0)
     documents.LEASE.write(world.store, here)
     for module in (commands, checkpoints):
         monkeypatch.setattr(module, "open_run", lambda _: (world.store, documents.read_run(world.store)))
     commands.report(None, Output.JSON)
-    assert json.loads(capsys.readouterr().out)["wall_s"] == pytest.approx(3700.0, abs=60.0)
+    assert json.loads(capsys.readouterr().out)["wall_s"] == pytest.approx(3800.0, abs=1.0)
     commands.status(None, False, Output.JSON)
     spent_usd = json.loads(capsys.readouterr().out)["money"]["spent_usd"]
-    assert spent_usd == pytest.approx(look(world, 3700.0).money.spent_usd, abs=0.2)
+    assert spent_usd == pytest.approx(look(world, 3800.0).money.spent_usd, abs=0.001)
     checkpoints.ls(None, Output.TEXT)
-    assert "11:40" in capsys.readouterr().out
+    assert "13:20" in capsys.readouterr().out
