@@ -28,6 +28,7 @@ from checkpoint.stream.transfer import verify as read_all
 from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run
+from orchestrator.views.looker import Looker
 from orchestrator.views.words.kept import kept_as
 from orchestrator.views.words.numbers import NOT_KNOWN, data_size, duration
 from policies.model import exit_codes
@@ -59,8 +60,9 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
     for title in ("version", "age", "size"):
         table.add_column(title, no_wrap=True)
     table.add_column("kept as")
+    now_s = Looker(store).settle()
     for one in listed:
-        age = duration(time.time() - one.created_at_s)
+        age = duration(now_s - one.created_at_s)
         why = ", ".join(reasons[one.at]) or NOT_KNOWN
         table.add_row(one.version, age, data_size(one.size_bytes), why)
     console.print(table, highlight=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +23,6 @@ from orchestrator.views import model
 from orchestrator.views import report as reports
 from orchestrator.views.events import EventLine, event_json, lines, rehearsed_line
 from orchestrator.views.looker import Looker
-from orchestrator.views.model import RunView
 from orchestrator.views.report import Report
 from orchestrator.views.terminal import live
 from orchestrator.views.terminal.lines import plain, wrap
@@ -51,9 +50,10 @@ def status(
     if watch and output is Output.TEXT:
         attach(store)
         return
-    look = _looker(store)
+    looker = Looker(store)
+    looker.settle()
     while True:
-        view = look()
+        view = looker.look()
         if output is Output.TEXT:
             console.print(Screen(view, max(HEIGHT, console.height if console.is_terminal else 0)))
         else:
@@ -103,7 +103,7 @@ def _print_event(line: EventLine) -> None:
 def report(target: Target = None, output: AsJson = Output.TEXT) -> None:
     """Sum a run up: steps, rewards, faults survived, and what was lost and paid."""
     store, _ = open_run(target)
-    built = reports.build_report(store, time.time())
+    built = _report(Looker(store))
     if output is Output.JSON:
         print_json(reports.to_json(built))
     else:
@@ -127,8 +127,9 @@ def plot(
 
 def attach(store: Store) -> None:
     """Watch until the run is over, then sum it up; Ctrl-C detaches. Raises Stop when it ended as it should not."""
+    looker = Looker(store)
     try:
-        live.watch(_looker(store), threading.Event().wait, console)
+        live.watch(looker.look, threading.Event().wait, console)
     except KeyboardInterrupt:
         console.print(
             f"\nDetached; the run goes on. Come back with: grpo-orch status -w {store.quoted}\n"
@@ -137,7 +138,7 @@ def attach(store: Store) -> None:
             soft_wrap=True,
         )
         return
-    built = reports.build_report(store, time.time())
+    built = _report(looker)
     console.print(reports.render(built))
     if (stop := _bad_end(built, spec_refused=_spec_was_refused(store))) is not None:
         raise stop
@@ -186,8 +187,9 @@ def _log(store: Store, record: RunRecord, node: str, follow: bool) -> Iterator[s
         raise Stop(f"no log of {node!r}; there are logs of: {known}", exit_codes.USAGE) from None
 
 
-def _looker(store: Store) -> Callable[[], RunView]:
-    return Looker(store).look
+def _report(looker: Looker) -> Report:
+    now_s = looker.settle()
+    return reports.build_report(looker.reader, now_s)
 
 
 def _event_lines(store: Store, follow: bool) -> Iterator[EventLine]:

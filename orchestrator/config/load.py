@@ -7,8 +7,8 @@ earlier one has reported. Nothing is imported, started or written.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,12 @@ from orchestrator.config.rules.foreign_keys import (
     without_idle_switches,
 )
 from orchestrator.config.rules.gpus import check_local_gpus
+from orchestrator.config.rules.lengths import check_lengths
 from orchestrator.config.rules.notices import find_notices
 from orchestrator.config.rules.rehearsal import write_out_rehearsal
 from orchestrator.config.rules.resources import check_resources
-from orchestrator.config.rules.rewards import argument_problem, reward_problem
-from orchestrator.config.rules.rows import check_rows
+from orchestrator.config.rules.rewards import argument_problem, call_of, reward_problem
+from orchestrator.config.rules.rows import Columns, check_rows
 from orchestrator.config.rules.shadows import check_shadows
 from orchestrator.config.rules.storage import EXPECTED, Storage, write_out_storage
 from orchestrator.config.rules.trl_features import check_quantised, check_turns
@@ -120,10 +121,10 @@ def _checked(document: Document, workdir: Path, now_s: float, findings: Findings
     data = check_structure(RunSpec, document.data, (), findings)
     _check_foreign(data, findings)
     cross_check(data, findings)
-    _check_rewards(data, workdir, findings)
+    check_lengths(data, workdir, findings)
     check_turns(data.get("trainer", {}), workdir, findings)
     check_datasets(data.get("trainer", {}), workdir, findings)
-    check_rows(data, workdir, findings)
+    _check_rewards(data, workdir, check_rows(data, workdir, findings), findings)
     check_shadows(workdir, findings)
     return data
 
@@ -145,14 +146,21 @@ def _check_foreign(data: dict[str, Any], findings: Findings) -> None:
         rollout["vllm"] = without_idle_switches(flags)
 
 
-def _check_rewards(data: dict[str, Any], workdir: Path, findings: Findings) -> None:
+def _check_rewards(
+    data: dict[str, Any], workdir: Path, columns: Mapping[str, Columns], findings: Findings
+) -> None:
     trainer = data.get("trainer", {})
+    call = call_of(trainer, columns)
     arguments, has_setup = dict(trainer.get("reward_args", {})), bool(trainer.get("setup"))
     functions = {name.rpartition(".")[2]: name for name in trainer.get("reward_funcs", ())}
     for index, name in enumerate(trainer.get("reward_funcs", ())):
-        if problem := reward_problem(name, workdir, has_setup=has_setup):
+        fixed = arguments.get(short := name.rpartition(".")[2])
+        own_call = replace(call, fixed=tuple(fixed) if isinstance(fixed, dict) else ())
+        if fixed and (not isinstance(fixed, dict) or argument_problem(name, workdir, fixed, has_setup=has_setup)):
+            own_call = replace(call, columns={})  # what it lacks may be what is misspelled
+        if problem := reward_problem(name, workdir, own_call, has_setup=has_setup):
             findings.add(("trainer", "reward_funcs", index), problem)
-            arguments.pop(name.rpartition(".")[2], None)
+            arguments.pop(short, None)
     for name, values in arguments.items():
         here: KeyPath = ("trainer", "reward_args", name)
         if name not in functions:

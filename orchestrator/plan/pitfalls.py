@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from orchestrator.clouds.sky.work import places
@@ -18,7 +17,8 @@ from policies.model.gpus import VISIBLE, engine_gpus
 from policies.model.sharding import divided
 from policies.model.spec import RunSpec, generates_itself, model_settings, processes_of
 from policies.model.vocabulary import Market, Role
-from policies.sizing.engine import engine_of, whole_number
+from policies.sizing.context import context_problem
+from policies.sizing.engine import engine_of
 from policies.sizing.gpus import Gpu, gpu_named
 from policies.sizing.memory import GIB
 from policies.sizing.training import training_of
@@ -170,18 +170,11 @@ def cache_makes_rounds(seen: Seen) -> Iterator[Warned]:
 
 
 def context_is_too_long(seen: Seen) -> Iterator[Warned]:
-    """vLLM refuses a context above the model's own, and a model above it writes nonsense."""
-    longest = _positions(seen.model.config)
-    if longest is None or any(name in seen.spec.rollout.vllm for name in ("hf-overrides", "rope-scaling")):
-        return
-    flags = {name.replace("_", "-"): value for name, value in seen.spec.rollout.vllm.items()}
-    asked = whole_number(flags.get("max-model-len"))
-    if not generates_itself(seen.spec) and asked > longest:
-        told = f"{asked} is above the model's own context, {longest}, and vLLM does not start"
-        yield Warned("rollout.vllm.max-model-len", f"{told}; expected at most that")
-    elif completion_tokens(seen.spec) >= longest:
-        told = f"completions of {completion_tokens(seen.spec)} tokens leave no prompt room in the model's context"
-        yield Warned("grpo.max_completion_length", f"{told}, {longest}")
+    """`validate` has no config.json of a model that is not in a folder here."""
+    spec = seen.spec
+    flags = {} if generates_itself(spec) else spec.rollout.vllm
+    if found := context_problem(flags, spec.rollout.env, completion_tokens(spec), seen.model.config):
+        yield Warned(".".join(found[0]), found[1])
 
 
 def adapter_is_merged(seen: Seen) -> Iterator[Warned]:
@@ -269,9 +262,3 @@ RULES: tuple[Callable[[Seen], Iterator[Warned]], ...] = (
 
 def _accelerators(machine: MachinePlan) -> str:
     return f"{machine.role}.resources.accelerators"
-
-
-def _positions(config: Mapping[str, Any]) -> int | None:
-    text = config.get("text_config")
-    found = (text if isinstance(text, Mapping) else config).get("max_position_embeddings")
-    return found if isinstance(found, int) and found > 0 else None

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 from checkpoint.records.documents import Lease
 from checkpoint.store.run_store import Store
-from orchestrator.control.lease import TTL_S
+from orchestrator.control.lease import LOOK_EVERY_S, LOOKS, NO_SKEW_S, TTL_S
 from orchestrator.control.observe import GatewayWatch
 from orchestrator.control.run_clock import awake_or_asleep_s
 from orchestrator.views.model import RunView
 from orchestrator.views.reader import Reader
 from orchestrator.views.run_view import described
+from policies.model.phases import TERMINAL_RUN
 from policies.model.vocabulary import machine_of
 from policies.serving.gateway_status import GatewayStatus
 
@@ -33,8 +35,26 @@ class Looker:
         self.gateway = self._watch.look()
         self.rates.see(self.gateway)
         self.reader.refresh()
-        now_s = self._time.now_s(self.reader.lease, self.reader.state.told_s)
-        return described(self.reader, now_s, self.gateway, self.rates.by_machine)
+        return described(self.reader, self._now_s(), self.gateway, self.rates.by_machine)
+
+    def settle(self, wait: Callable[[float], object] = time.sleep) -> float:
+        """Read the run and return its time, for a command that looks once. Raises StoreError.
+
+        Where another machine steers and this one's clock disagrees with the lease, it waits some seconds for the
+        lease to be renewed. No renewal: the holder is dead, and this machine's clock has to do.
+        """
+        self.reader.refresh()
+        now_s = self._now_s()
+        for _ in range(LOOKS):
+            if self.reader.state.phase in TERMINAL_RUN or self._time.is_settled(self.reader.lease):
+                break
+            wait(LOOK_EVERY_S)
+            self.reader.refresh()
+            now_s = self._now_s()
+        return now_s
+
+    def _now_s(self) -> float:
+        return self._time.now_s(self.reader.lease, self.reader.state.told_s)
 
 
 class Rates:
@@ -90,8 +110,15 @@ class RunTime:
         if lease is not None and self._is_fresh(lease, at_s):
             self._see(lease, at_s)
         self._lease, self._looked_at_s = lease, at_s
-        reckoned_s = self._wall() if self._ahead_s is None else at_s + self._ahead_s
+        reckoned_s = self._wall() + _set_by_s(lease) if self._ahead_s is None else at_s + self._ahead_s
         return max(reckoned_s, told_s, 0.0 if lease is None else lease.run_time_s)
+
+    def is_settled(self, lease: Lease | None) -> bool:
+        """Whether the run's time is known, or no renewal of this lease can be expected to tell it."""
+        if self._ahead_s is not None or lease is None or lease.host == socket.gethostname():
+            return True
+        behind_s = self._wall() - lease.renewed_at_s
+        return abs(behind_s) < lease.ttl_s or behind_s > NO_SKEW_S
 
     def _is_fresh(self, lease: Lease, at_s: float) -> bool:
         """Whether it was written since a look shortly before."""
@@ -102,3 +129,8 @@ class RunTime:
         ahead_s = (lease.run_time_s or lease.renewed_at_s) - at_s
         known_s = self._ahead_s if lease.epoch == self._epoch else None
         self._ahead_s, self._epoch = max(ahead_s, ahead_s if known_s is None else known_s), lease.epoch
+
+
+def _set_by_s(lease: Lease | None) -> float:
+    """How far the run's clock is ahead of that of the holder's machine, which was set since the holder started."""
+    return lease.run_time_s - lease.renewed_at_s if lease is not None and lease.run_time_s else 0.0

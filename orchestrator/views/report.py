@@ -115,11 +115,9 @@ class Report:
     weights: WeightsView | None  # the policies' way to the nodes; of that what the last gateway remembers
 
 
-def build_report(store: Store, now_s: float) -> Report:
-    """Read the run and sum it up as of `now_s`. Raises NotFound when there is no run, Corrupt."""
-    reader = Reader(store)
-    reader.refresh()
-    rows, state = reader.path, reader.state
+def build_report(reader: Reader, now_s: float) -> Report:
+    """Sum the run up as of `now_s`, as `reader` has read it. Raises Corrupt."""
+    store, rows, state = reader.store, reader.path, reader.state
     end_s, history = _end_s(reader, now_s), reader.history()
     finished = state.phase is RunPhase.FINISHED
     costs = tuple(fault_costs(reader.rows, run_faults(store, history), finished=finished))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,13 @@ def file_kind(name: str) -> str | None:
 def is_import_path(text: str) -> bool:
     """Whether a prompt is `module.function` and no template."""
     return _IMPORT_PATH.fullmatch(text) is not None
+
+
+def counts_of(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """How many rows are taken of each of several datasets in these shares: each of its rows at least once, and
+    those of one that is too small for its share again."""
+    longest = max(size / weight for size, weight in zip(sizes, weights, strict=True))
+    return [max(size, round(longest * weight)) for size, weight in zip(sizes, weights, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

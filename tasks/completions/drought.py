@@ -24,6 +24,10 @@ log = structlog.get_logger()
 # Completions that one process makes at once: more take memory for their keys and values, and every one of them
 # waits for the longest; fewer leave a GPU idle. Halved for as long as they do not fit.
 AT_ONCE = 64
+# Where its model fails, nodes are waited for twice as long before each other try, and after so many up to the
+# deadline: a driver or a full memory may recover, a model without `generate` does not.
+TRIES = 3
+RETRY_LEAST_S = 60.0
 
 
 class OwnTurn(Exception):
@@ -69,8 +73,9 @@ class Drought:
         costs: StepCosts,
     ) -> None:
         self._gateway, self._may_go_on, self._heartbeat, self._costs = gateway, may_go_on, heartbeat, costs
-        self._after_s: float | None = after_s  # None: it cannot generate
-        self._patience_s: float | None = after_s
+        self._after_s = after_s
+        self._patience_s: float | None = after_s  # None: nodes alone can make the batch
+        self._failed = 0  # tries in a row that made nothing, since a node served
         self._at_once = AT_ONCE
         self._batch: Batch | None = None
         self._made: dict[int, Completion] = {}  # of the batch
@@ -92,7 +97,7 @@ class Drought:
             except NobodyServes as nobody:
                 self._take(nobody)
                 raise OwnTurn from nobody
-            self._patience_s = self._after_s  # somebody serves
+            self._patience_s, self._failed = self._after_s, 0  # somebody serves
             self._keep(got.completions)
             self._discarded += got.discarded
             self._wait_s += got.wait_s
@@ -112,7 +117,9 @@ class Drought:
 
     def take(self, made: Sequence[Completion], took_s: float, *, training: bool) -> None:
         """The trainer has made these of a share; what it was told to and has not made is asked for again."""
-        self._patience_s = None if self._after_s is None else 0.0
+        self._patience_s = 0.0
+        if made:
+            self._failed = 0
         self._made |= {one.index: one for one in made}
         for one in made:
             self._begun.pop(one.index, None)
@@ -125,9 +132,11 @@ class Drought:
         self._at_once = max(1, self._at_once // 2)
 
     def cannot(self, why: str) -> None:
-        """The trainer's model does not generate here: from now on nodes are waited for."""
-        log.warning("trainer_cannot_generate", why=why)
-        self._after_s = self._patience_s = None
+        """The trainer's model has failed to generate. Wait for nodes, then try again: TRIES in a row."""
+        self._failed += 1
+        again_s = max(self._after_s, RETRY_LEAST_S) * 2**self._failed
+        self._patience_s = again_s if self._failed < TRIES else None
+        log.warning("trainer_cannot_generate", why=why, tries=self._failed, again_after_s=self._patience_s)
 
     def _left(self, batch: Batch) -> list[CompletionRequest]:
         return [one for one in batch.requests if one.index not in self._made]

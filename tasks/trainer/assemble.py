@@ -45,7 +45,14 @@ from tasks.storing.served_types import read_served_types
 from tasks.storing.sharing import Restored
 from tasks.storing.step_costs import StepCosts
 from tasks.trainer import callbacks
-from tasks.trainer.preflight import check_packages, check_prompts, check_rewards, check_row_count, check_tokens
+from tasks.trainer.preflight import (
+    check_lengths,
+    check_packages,
+    check_prompts,
+    check_rewards,
+    check_row_count,
+    check_tokens,
+)
 from tasks.trainer.reports import keep_reports, name_reports, prepare_reports
 from tasks.trainer.sinks import Beginning
 from tasks.trainer.start import Start
@@ -196,6 +203,7 @@ def _trainer(start: Start, client: FleetClient, config: Any, replaced: Callable[
             raise
         raise BadSpec(f"trainer.model {wanted.model}, with the settings of `grpo`: {first_line(error)}") from error
     if start.restored is None:
+        check_lengths(start.spec, config.max_completion_length, plain_model(trainer.model).config.to_dict())
         check_tokens(trainer, tried, wanted.model)
     if start.restored is not None and (why := why_not_resumable(trainer, start.restored.folder)):
         raise BadSpec(f"trainer: {why}")

@@ -18,6 +18,8 @@ import torch
 from transformers import TrainerState
 from transformers.utils import is_liger_kernel_available
 
+from policies.model.spec import RunSpec, generates_itself
+from policies.sizing.context import context_problem
 from tasks.rewards.guard import FAULTS, NO_SCORES, call_alone
 from tasks.trainer.user_objects import BadSpec, first_line, is_mistake, passes
 from tasks.trainer.user_prompts import EXPECTED, in_one_line, is_chat, shown
@@ -66,6 +68,16 @@ def check_tokens(trainer: Any, firsts: Mapping[str, Mapping[str, Any]], model: s
                 ) from error
             raised = f"{type(error).__name__}: {in_one_line(error)}"
             raise BadSpec(f"{key}: its first prompt cannot be made into tokens: {raised}") from error
+
+
+def check_lengths(spec: RunSpec, completion: int, config: Mapping[str, Any]) -> None:
+    """Raise BadSpec where every prompt would be refused, whatever its length. `config`: the model's config.json.
+
+    `validate` knows it only of a model in a folder beside run.yaml.
+    """
+    flags = {} if generates_itself(spec) else spec.rollout.vllm
+    if found := context_problem(flags, spec.rollout.env, completion, config):
+        raise BadSpec(f"{'.'.join(found[0])}: {found[1]}")
 
 
 def check_packages(config: Any) -> None:

@@ -17,7 +17,7 @@ import datasets
 import numpy
 from datasets.exceptions import DatasetNotFoundError
 
-from policies.model.datasets import FILE_KINDS, file_kind
+from policies.model.datasets import FILE_KINDS, counts_of, file_kind
 from policies.model.spec import Dataset, datasets_of
 from tasks.trainer.generated_data import reasoning_gym_rows
 from tasks.trainer.user_objects import BadSpec, passes
@@ -193,8 +193,7 @@ def _unlike(parts: Mapping[str, datasets.Dataset]) -> tuple[str, dict[str, str]]
 
 def _shared(rows: datasets.Dataset, sizes: list[int], weights: list[float]) -> datasets.Dataset:
     """Rows in the shares of `weights`, each at least once, evenly mixed: what is too few for its share repeats."""
-    longest = max(size / weight for size, weight in zip(sizes, weights, strict=True))
-    counts = [max(size, round(longest * weight)) for size, weight in zip(sizes, weights, strict=True)]
+    counts = counts_of(sizes, weights)
     starts = itertools.accumulate(sizes, initial=0)
     taken = [start + numpy.arange(count) % size for start, count, size in zip(starts, counts, sizes, strict=False)]
     places = [(numpy.arange(count) + 0.5) / count for count in counts]

@@ -15,6 +15,7 @@ from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.manifest import files_below
 from orchestrator.views.model import RunView
 from orchestrator.views.reader import Reader
+from orchestrator.views.report import Report, build_report
 from orchestrator.views.run_view import view_of
 from policies.control.snapshot import Trainer
 from policies.model import exit_codes
@@ -171,6 +172,13 @@ def requested(node: str) -> NodeRequested:
 def run_view(store: Store, now_s: float, gateway: GatewayStatus | None) -> RunView:
     """What is seen by who looks once."""
     return view_of(Reader(store), now_s, gateway)
+
+
+def report_of(store: Store, now_s: float) -> Report:
+    """What `report` shows at that time."""
+    reader = Reader(store)
+    reader.refresh()
+    return build_report(reader, now_s)
 
 
 def look(world: World, at_s: float, gateway: GatewayStatus | None = None) -> RunView:

@@ -97,6 +97,10 @@ class Findings:
         """Tell whether the value at `path`, or one that holds it, was reported."""
         return any(path[:length] in self.refused for length in range(len(path) + 1))
 
+    def holds_doubtful(self, path: KeyPath) -> bool:
+        """Tell whether the value at `path`, or one below it, was reported."""
+        return any(refused[: len(path)] == path for refused in self.refused)
+
     def _file(self, known: KeyPath) -> str:
         return self.files.get(known, self.file)
 

@@ -19,7 +19,7 @@ from orchestrator.config.rules.effective import Doubtful, EffectiveRun
 from orchestrator.config.rules.processes import check_processes, one_generates
 from orchestrator.config.rules.rewards import is_model
 from orchestrator.config.rules.secrets import check_secrets
-from orchestrator.config.rules.trl_features import check_reference_model, check_vespo, takes_turns
+from orchestrator.config.rules.trl_features import check_reference_model, check_vespo
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")  # it becomes part of machine names
 LOGGING_STEPS = 1
@@ -139,19 +139,6 @@ def _reward_weights(run: EffectiveRun, findings: Findings) -> None:
         findings.add(("grpo", "reward_weights"), message)
 
 
-def _room_for_prompts(run: EffectiveRun, findings: Findings) -> None:
-    room, length = run.at("rollout", "vllm", "max-model-len"), run.grpo("max_completion_length")
-    if not isinstance(room, int) or room <= 0:
-        return
-    key: KeyPath = ("rollout", "vllm", "max-model-len")
-    if room <= length:
-        message = f"{room} leaves no room for a prompt: grpo.max_completion_length is {length}"
-        findings.add(key, f"{message}; expected more than that")
-    elif room <= 2 * length and takes_turns(run):
-        message = f"{room} leaves no room for another turn, whose prompt holds the turns before it"
-        findings.add(key, f"{message}; expected more than twice grpo.max_completion_length, {length}")
-
-
 def _no_speculative_decoding(run: EffectiveRun, findings: Findings) -> None:
     if run.at("rollout", "recovery") == "exact":
         return
@@ -204,7 +191,6 @@ CHECKS: tuple[Callable[[EffectiveRun, Findings], None], ...] = (
     _evaluation,
     batches.eval_batch_holds_groups,
     _reward_weights,
-    _room_for_prompts,
     _no_speculative_decoding,
     _no_common_seed,
     _precision,

@@ -1,10 +1,14 @@
-"""What the rows of a dataset that lies here tell before anything is started: columns, how many, chats or texts."""
+"""What the rows of a dataset that lies here tell before anything is started: columns, how many, chats or texts.
+
+JSON lines and CSV files are read. Parquet takes a library that nodes alone have: their trainer looks at it.
+"""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,66 +17,121 @@ from typing import Any
 from orchestrator.config.reading.datasets import each_dataset
 from orchestrator.config.reading.problems import Findings, KeyPath
 from orchestrator.config.rules.effective import Doubtful, EffectiveRun
-from policies.model.datasets import is_import_path, read_template
+from policies.model.datasets import counts_of, file_kind, is_import_path, read_template
 
 PREPARED = ("reasoning_gym", "streaming", "name", "revision")  # rows that are not simply those of the file
 COLUMNS_SHOWN = 12
+SCANNED_BYTES_MAX = 64 * 2**20  # a larger file is read as far as one step needs
+FORMS = {
+    "json": 'one JSON object a line, as in {"prompt": "1 + 1"}',
+    "csv": "a line of column names, and one line or more of values",
+    "parquet": "a Parquet file with rows",
+}
+NO_ROWS = {"json": "blank lines alone", "csv": "no line of values"}
+SPLITS = ("train", "all")  # of one file, for `datasets` (5.2, `arrow_reader.py`)
+_PART = re.compile(r"train(?:\[(-?\d+)?(%)?:(-?\d+)?(%)?\])?")
+OWN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})  # TRL passes these under other names
+
+UNREADABLE = (OSError, ValueError, TypeError, csv.Error, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A file's first row, and how many there are, counted up to what one step needs."""
+    """A file's first row, and how many there are, counted up to what one step needs; None: not known."""
 
+    file: Path
     first: dict[str, Any]
-    count: int
+    count: int | None
+
+    def has(self, column: str) -> bool:
+        """Whether any row has the column, or may have it."""
+        try:
+            small = _is_small(self.file)
+            return column in self.first or not small or any(column in row for row in _rows_of(self.file))
+        except UNREADABLE:
+            return True
 
 
-def check_rows(data: dict[str, Any], workdir: Path, findings: Findings) -> None:
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The dataset's columns that TRL passes to a reward function."""
+
+    names: tuple[str, ...]  # of the first rows
+    files: tuple[_Rows, ...]
+
+    def has(self, name: str) -> bool:
+        """Whether a column of that name is passed, or may be."""
+        return name not in OWN_COLUMNS and any(rows.has(name) for rows in self.files)
+
+
+def check_rows(data: dict[str, Any], workdir: Path, findings: Findings) -> Mapping[str, Columns]:
     """Report datasets of which the trainer could make no prompt, or no step.
 
-    Files are read as far as one step needs. What `trainer.setup` may still write is not looked at.
+    Files are read as far as one step needs. What `trainer.setup` may still write is not looked at. Returns the
+    columns of `trainer.dataset` and `trainer.eval_dataset`, by key, where they are known.
     """
     trainer, run = data.get("trainer", {}), EffectiveRun(data, findings)
     if trainer.get("setup"):
-        return
+        return {}
     try:
         group, batch = run.grpo("num_generations"), run.generation_batch
         needed = batch // group
     except (Doubtful, ZeroDivisionError):
-        return  # reported already
-    sizes: list[int | None] = []
+        needed = batch = group = 0  # reported already
+    found: dict[str, list[tuple[dict[str, Any], _Rows | None]]] = {}
     for path, dataset in each_dataset(trainer):
-        if findings.doubtful(path):
-            continue
-        rows = _read(dataset, workdir, needed)
-        if path[1] == "dataset":
-            sizes.append(None if rows is None or "[" in dataset.get("split", "") else rows.count)
+        known = not findings.doubtful(path) and not findings.holds_doubtful((*path, "prompt"))
+        rows = _read(path, dataset, workdir, needed, findings) if known else None
+        found.setdefault(str(path[1]), []).append((dataset, rows))
         if rows is not None:
             _check_columns(path, dataset, rows, findings)
             _check_template(path, dataset, rows, trainer.get("model"), workdir, findings)
-    known = [size for size in sizes if size is not None]
-    if sizes and len(known) == len(sizes) and sum(known) < needed:
-        found = f"{sum(known)} {'row' if sum(known) == 1 else 'rows'}"
+    if (count := _count(found.get("dataset", ()))) is not None and count < needed:
+        batch_of = f"generation batch {batch} / num_generations {group}"
         message = (
-            f"{found}, and one step takes {needed} different prompts (generation batch {batch} / "
-            f"num_generations {group}): not one step would be trained; expected at least "
-            f"{needed} rows, or a smaller batch"
+            f"{count} {'row' if count == 1 else 'rows'}, and one step takes {needed} different prompts "
+            f"({batch_of}): not one step would be trained; expected at least {needed} rows, or a smaller batch"
         )
         findings.add(("trainer", "dataset"), message)
+    dropped = bool(data.get("grpo", {}).get("remove_unused_columns"))
+    passed = {f"trainer.{key}": _passed(several, dropped=dropped) for key, several in found.items()}
+    return {key: columns for key, columns in passed.items() if columns is not None}
+
+
+def _count(several: Sequence[tuple[dict[str, Any], _Rows | None]]) -> int | None:
+    """How many rows all datasets have together; None where that is not known."""
+    sizes = [rows.count for _, rows in several if rows is not None and rows.count is not None]
+    if not sizes or len(sizes) < len(several):
+        return None
+    weights = [dataset["weight"] for dataset, _ in several if (dataset.get("weight") or 0) > 0]
+    return sum(counts_of(sizes, weights) if len(weights) == len(sizes) else sizes)
+
+
+def _passed(several: Sequence[tuple[dict[str, Any], _Rows | None]], *, dropped: bool) -> Columns | None:
+    """None where a file is not read here, or a function may add columns."""
+    if dropped:
+        return Columns((), ())
+    files = [rows for _, rows in several if rows is not None]
+    made = [dataset["prompt"] for dataset, _ in several if isinstance(dataset.get("prompt"), str)]
+    if len(files) < len(several) or any(map(is_import_path, made)):
+        return None
+    names = dict.fromkeys(name for rows in files for name in rows.first if name not in OWN_COLUMNS)
+    return Columns(tuple(names), tuple(files))
 
 
 def _check_columns(path: KeyPath, dataset: dict[str, Any], rows: _Rows, findings: Findings) -> None:
-    prompt, columns = dataset.get("prompt"), rows.first.keys()
+    prompt = dataset.get("prompt")
     if prompt is None:
         needed: tuple[str, ...] = ("prompt",)
     elif isinstance(prompt, str):
         needed = () if is_import_path(prompt) else read_template(prompt).columns
     else:
         needed = tuple(name for message in prompt for name in read_template(message["content"]).columns)
-    missing = [name for name in needed if name not in columns]
+    missing = [name for name in needed if not rows.has(name)]
     if not missing:
         return
-    shown = ", ".join(list(columns)[:COLUMNS_SHOWN])
+    columns = list(rows.first)
+    shown = ", ".join(columns[:COLUMNS_SHOWN])
     if prompt is not None:
         findings.add((*path, "prompt"), f"names {', '.join(missing)}, and the file's columns are {shown}")
         return
@@ -101,20 +160,61 @@ def _check_template(
     findings.add(path, f"{message}; add {model}/chat_template.jinja, or make the prompts texts")
 
 
-def _read(dataset: dict[str, Any], workdir: Path, needed: int) -> _Rows | None:
-    """The rows of a JSON lines or CSV file; None for anything else, or where only the trainer can read it."""
-    named = dataset.get("path")
+def _read(path: KeyPath, dataset: dict[str, Any], workdir: Path, needed: int, findings: Findings) -> _Rows | None:
+    """The rows of a JSON lines or CSV file; None for anything else, where the trainer alone can read it, or where
+    it was reported."""
+    named, split = dataset.get("path"), str(dataset.get("split", "train"))
     if not isinstance(named, str) or any(dataset.get(key) for key in PREPARED):
         return None
-    file = workdir / named
-    reader = {".jsonl": _json_lines, ".csv": _csv_rows}.get(file.suffix)
-    if reader is None or not file.is_file():
+    file, kind = workdir / named, file_kind(named)
+    if kind is None or not file.is_file():
+        return None
+    if any(part.split("[")[0].strip() not in SPLITS for part in split.split("+")):
+        message = (
+            f"all rows of one file are called train; expected train, or a part as in train[:500], got {split}"
+        )
+        findings.add((*path, "split"), message)
         return None
     try:
-        found = list(islice(reader(file), max(1, needed)))
-    except (OSError, ValueError, TypeError, csv.Error, RecursionError):
+        counted = "[" in split and _is_small(file)
+        if file.stat().st_size == 0:
+            findings.add((*path, "path"), f"{file.name} is empty; expected {FORMS[kind]}")
+        if file.stat().st_size == 0 or file.suffix not in READERS:
+            return None
+        rows = list(islice(_rows_of(file), None if counted else max(1, needed)))
+    except UNREADABLE:
         return None  # what is wrong with it is the library's to say
-    return _Rows(found[0], len(found)) if found else None
+    if not rows:
+        findings.add((*path, "path"), f"{file.name} has {NO_ROWS[kind]}; expected {FORMS[kind]}")
+        return None
+    taken = _taken(split, len(rows)) if counted or "[" not in split else None
+    if taken == 0:
+        message = f"{split} takes none of the {len(rows)} rows of {file.name}; expected a part that has some"
+        findings.add((*path, "split"), message)
+        return None
+    return _Rows(file, rows[0], taken)
+
+
+def _taken(split: str, count: int) -> int | None:
+    """How many of a file's rows a split takes, as `datasets` counts them; None where it is none of those known."""
+    total = 0
+    for part in split.split("+"):
+        if (found := _PART.fullmatch(part.strip())) is None:
+            return None
+        start, of_start, end, of_end = found.groups()
+        unit = count / 100 if of_start or of_end else 1
+        bounds = [round(int(one) * unit) for one in (start or 0, end or 0)]
+        first, last = (min(count, max(0, one + count) if one < 0 else one) for one in bounds)
+        total += max(0, (last if end else count) - first)
+    return total
+
+
+def _is_small(file: Path) -> bool:
+    return file.stat().st_size <= SCANNED_BYTES_MAX
+
+
+def _rows_of(file: Path) -> Iterator[dict[str, Any]]:
+    return READERS[file.suffix](file)
 
 
 def _json_lines(file: Path) -> Iterator[dict[str, Any]]:
@@ -130,3 +230,6 @@ def _json_lines(file: Path) -> Iterator[dict[str, Any]]:
 def _csv_rows(file: Path) -> Iterator[dict[str, Any]]:
     with file.open(encoding="utf-8-sig", newline="") as lines:
         yield from csv.DictReader(lines)
+
+
+READERS: Mapping[str, Callable[[Path], Iterator[dict[str, Any]]]] = {".jsonl": _json_lines, ".csv": _csv_rows}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def free(row, *, style="plain", **_):
 def folder(tmp_path: Path) -> Path:
     furnish(tmp_path)
     (tmp_path / "prompts.py").write_text(PROMPTS)
-    (tmp_path / "math.jsonl.gz").write_bytes(b"")
+    (tmp_path / "math.jsonl.gz").write_bytes(gzip.compress(b""))
     return tmp_path
 
 

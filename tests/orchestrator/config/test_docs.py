@@ -171,7 +171,7 @@ def test_the_examples_load(tmp_path: Path) -> None:
     assert generates_itself(load.load(tmp_path / "run.yaml", lambda: 1).spec)
     (tmp_path / "run.yaml").write_text(whole.replace("storage: ./run\n", store))
     assert load.load_spec(tmp_path / "run.yaml").storage == "s3://my-bucket/runs/demo"
-    (tmp_path / "held_out.jsonl").write_text("")
+    (tmp_path / "held_out.jsonl").write_text('{"question": "1"}\n')
     (tmp_path / "rewards.py").write_text("def exact(**kwargs):\n    return []\n")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(yaml.safe_load(whole) | yaml.safe_load(data)))
     (dataset,) = spec.datasets_of(load.load_spec(tmp_path / "run.yaml").trainer.dataset)

@@ -50,12 +50,30 @@ def test_messages_without_a_prompt_column_are_refused(folder: Path) -> None:
     assert "`prompt: module.function`" in found
 
 
+def test_column_of_a_later_row_counts(folder: Path) -> None:
+    write(folder, *[{"question": "?"}] * 7, {"question": "?", "query": "?"})
+    assert problem(folder, ("dataset: prompts.jsonl", 'dataset: {path: prompts.jsonl, prompt: "{query}"}')) == ""
+
+
 def test_template_that_names_a_missing_column_is_refused(folder: Path) -> None:
     write(folder, *[{"question": "?", "answer": 1}] * 8)
     dataset = ("dataset: prompts.jsonl", 'dataset: {path: prompts.jsonl, prompt: "{query}"}')
     assert problem(folder, dataset) == (
         "trainer.dataset.prompt: names query, and the file's columns are question, answer"
     )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ("'{question'", "prompt: expected '}' before end of string"),
+        ("[{role: user}]", "prompt[0]: expected a message with the texts"),
+        ("[{role: user, content: 3}]", "prompt[0]: expected a message with the texts"),
+    ],
+)
+def test_malformed_prompt_of_a_local_file_is_reported(folder: Path, prompt: str, says: str) -> None:
+    found = problem(folder, ("dataset: prompts.jsonl", f"dataset: {{path: prompts.jsonl, prompt: {prompt}}}"))
+    assert found.startswith(f"trainer.dataset.{says}")
 
 
 def test_csv_rows_are_counted_by_record(folder: Path) -> None:
@@ -81,7 +99,59 @@ def test_rows_that_setup_may_still_write_are_not_judged(folder: Path) -> None:
     assert problem(folder, ("dataset: prompts.jsonl", "dataset: prompts.jsonl\n  setup: python prepare.py")) == ""
 
 
-@pytest.mark.parametrize("content", [b"", b"[1]\n", b"{not json\n", b"\xff\xfe\x00", b"{}\n"])
+JSON_FORM = 'expected one JSON object a line, as in {"prompt": "1 + 1"}'
+CSV_FORM = "expected a line of column names, and one line or more of values"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", b"", f"a.jsonl is empty; {JSON_FORM}"),
+        ("a.jsonl", b"\n \n\n", f"a.jsonl has blank lines alone; {JSON_FORM}"),
+        ("a.csv", b"prompt,answer\n", f"a.csv has no line of values; {CSV_FORM}"),
+        ("a.parquet", b"", "a.parquet is empty; expected a Parquet file with rows"),
+        ("a.jsonl.gz", b"", f"a.jsonl.gz is empty; {JSON_FORM}"),
+    ],
+)
+@pytest.mark.parametrize("key", ["dataset", "eval_dataset"])
+def test_file_without_rows_is_refused(folder: Path, key: str, name: str, content: bytes, says: str) -> None:
+    (folder / name).write_bytes(content)
+    written = f"dataset: {name}" if key == "dataset" else f"dataset: prompts.jsonl\n  eval_dataset: {name}"
+    assert problem(folder, ("dataset: prompts.jsonl", written)) == f"trainer.{key}: {says}"
+
+
+@pytest.mark.parametrize(
+    ("split", "says"),
+    [
+        ("train", ""),
+        ("train[2:]", ""),
+        ("train[4:]", "train[4:] takes none of the 4 rows of few.jsonl; expected a part that has some"),
+        ("train[:10%]", "train[:10%] takes none of the 4 rows of few.jsonl; expected a part that has some"),
+        ("train[-1:]+train[9:]", ""),
+        ("train[:10%](pct1_dropremainder)", ""),  # the trainer's to say
+        ("test", "all rows of one file are called train; expected train, or a part as in train[:500], got test"),
+    ],
+)
+def test_held_out_split_without_rows_is_refused(folder: Path, split: str, says: str) -> None:
+    write(folder, *[{"prompt": "1"}] * 4, name="few.jsonl")
+    held_out = f'eval_dataset: {{path: few.jsonl, split: "{split}"}}'
+    found = problem(folder, ("dataset: prompts.jsonl", f"dataset: prompts.jsonl\n  {held_out}"))
+    assert found == (says and f"trainer.eval_dataset.split: {says}")
+
+
+def test_part_with_fewer_rows_than_a_step_takes_is_refused(folder: Path) -> None:
+    part = ("dataset: prompts.jsonl", 'dataset: {path: prompts.jsonl, split: "train[:3]"}')
+    assert problem(folder, part).startswith("trainer.dataset: 3 rows, and one step takes 4 different prompts")
+
+
+def test_rows_repeated_for_their_share_are_counted(folder: Path) -> None:
+    write(folder, {"prompt": "1"}, name="one.jsonl")
+    write(folder, *[{"prompt": "1"}] * 2, name="two.jsonl")
+    parts = "[{path: one.jsonl, weight: 1}, {path: two.jsonl, weight: 1}]"
+    assert problem(folder, ("dataset: prompts.jsonl", f"dataset: {parts}")) == ""
+
+
+@pytest.mark.parametrize("content", [b"[1]\n", b"{not json\n", b"\xff\xfe\x00", b"{}\n"])
 def test_unreadable_rows_are_left_to_the_trainer(folder: Path, content: bytes) -> None:
     (folder / "prompts.jsonl").write_bytes(content)
     found = problem(folder)

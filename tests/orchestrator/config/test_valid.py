@@ -188,7 +188,7 @@ def test_vllm_flags_come_out_as_vllm_spells_them(folder: Path) -> None:
         "[rewards.judged]",
         "[rewards.named]",
         "[trl.rewards.think_format_reward]",
-        "[tasks.rewards.code_tests, tasks.rewards.math_reward, tasks.rewards.json_schema]",
+        "[tasks.rewards.code_tests, tasks.rewards.math_reward]",
         "[tasks.rewards.xml_format]\n  reward_args: {xml_format: {tags: [think, answer]}}",
         "[tasks.rewards.json_schema]\n  reward_args: {json_schema: {schema: {type: object}}}",
     ],

@@ -155,8 +155,8 @@ BROKEN: list[tuple[Callable[..., Any], str, Change, str, str]] = [
         pitfalls.context_is_too_long,
         "math-two-gpus",
         grpo(max_completion_length=4096),
-        "grpo.max_completion_length",
-        "no prompt room",
+        "rollout.vllm.max-model-len",
+        "4096 leaves no room for a prompt",
     ),
     (
         pitfalls.store_is_elsewhere,

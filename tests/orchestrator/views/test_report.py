@@ -18,13 +18,13 @@ from checkpoint.records.metrics import Row
 from checkpoint.stream import exports
 from orchestrator.views.model import HealthView
 from orchestrator.views.plots import AbandonedRows, FaultMark, RollbackMark, plot, plot_run
-from orchestrator.views.report import Report, build_report, render, to_json
+from orchestrator.views.report import Report, render, to_json
 from orchestrator.views.words.lineage import Change
 from policies.detect.divergence import Health
 from policies.model.events import HealthyChosen, JobExited, JobRestarted, ProbationPassed, RunMoved
 from policies.model.timelines import Fork
 from policies.model.vocabulary import Cause, NodePhase, PolicyVersion, RunPhase
-from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World
+from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World, report_of
 
 
 @pytest.fixture
@@ -64,13 +64,13 @@ def drawn(report: Report) -> str:
 
 
 def test_ended_run_shows_why_and_a_running_one_does_not(world: World) -> None:
-    assert "why" not in drawn(build_report(world.store, T0 + 184))
+    assert "why" not in drawn(report_of(world.store, T0 + 184))
     world.happens(185, RunMoved(RunPhase.FINISHED, "complete at step 10; nothing was learnt"))
-    assert "complete at step 10; nothing was learnt" in drawn(build_report(world.store, T0 + 186))
+    assert "complete at step 10; nothing was learnt" in drawn(report_of(world.store, T0 + 186))
 
 
 def test_the_report_in_exact_numbers(world: World) -> None:
-    report = build_report(world.store, T0 + 184)
+    report = report_of(world.store, T0 + 184)
     assert (report.steps, report.phase, report.wall_s) == (10, RunPhase.TRAINING, 184.0)
     assert (report.reward_first, report.reward_last) == pytest.approx((0.3, 0.8))
     assert (report.held_out_first, report.held_out_last) == (0.1, 0.5)
@@ -100,7 +100,7 @@ def test_report_estimates_the_cost_of_a_store_in_a_cloud(world: World, monkeypat
     cloud = replace(record, spec=replace(record.spec, cloud="sky"))
     monkeypatch.setattr(documents, "read_run", lambda _: cloud)
     monkeypatch.setattr(world.store, "url", "gs://bucket/run")
-    report = build_report(world.store, T0 + 184)
+    report = report_of(world.store, T0 + 184)
     requests = 184 * (3.5 * 5e-6 + (6 + 4 * (1 + 1 / 60)) * 4e-7) + 10 * 10 * 5e-6
     assert report.store_usd == pytest.approx(requests, rel=0.2)
     assert report.store_unpriced == "its traffic (the machines' cloud is not known)"
@@ -110,13 +110,13 @@ def test_report_estimates_the_cost_of_a_store_in_a_cloud(world: World, monkeypat
 def test_a_run_that_has_ended_costs_no_more_as_time_goes_by(world: World) -> None:
     world.happens(190, RunMoved(RunPhase.FINISHED, "the last step"))
     world.moves(191, "trainer-0-i1", NodePhase.TERMINATING)
-    first, later = build_report(world.store, T0 + 200), build_report(world.store, T0 + 86400)
+    first, later = report_of(world.store, T0 + 200), report_of(world.store, T0 + 86400)
     assert first == later
     assert first.wall_s == 191.0
 
 
 def test_a_run_without_a_step_has_a_report() -> None:
-    report = build_report(World(rehearse=None, kl_limit=None).store, T0 + 5)
+    report = report_of(World(rehearse=None, kl_limit=None).store, T0 + 5)
     assert (report.steps, report.reward_first, report.reward_last, report.kl_last) == (0, None, None, None)
     assert (report.sampling_logp_difference_max, report.faults, report.cost_usd) == (None, (), 0.0)
     assert "none" in drawn(report)
@@ -126,12 +126,12 @@ def test_short_runs_average_what_there_is() -> None:
     world = World()
     world.logs(1, 1, reward=0.0)
     world.logs(2, 2, reward=1.0)
-    report = build_report(world.store, T0 + 3)
+    report = report_of(world.store, T0 + 3)
     assert (report.reward_first, report.reward_last) == (0.5, 0.5)
 
 
 def test_json_has_the_keys_that_programs_read(world: World) -> None:
-    plain = json.loads(json.dumps(to_json(build_report(world.store, T0 + 184))))
+    plain = json.loads(json.dumps(to_json(report_of(world.store, T0 + 184))))
     assert {
         "steps",
         "reward_first",
@@ -155,7 +155,7 @@ def test_json_has_the_keys_that_programs_read(world: World) -> None:
 
 
 def test_the_report_is_drawn_in_80_columns(world: World) -> None:
-    text = drawn(build_report(world.store, T0 + 184))
+    text = drawn(report_of(world.store, T0 + 184))
     assert max(map(len, text.splitlines())) <= 80
     assert "0.3 → 0.8" in text
     assert "2 of 2" in text
@@ -186,7 +186,7 @@ BY_HAND = Fork(
 
 
 def test_the_report_tells_rollbacks(rolled_back: World) -> None:
-    report = build_report(rolled_back.store, T0 + 231)
+    report = report_of(rolled_back.store, T0 + 231)
     assert (report.timeline, report.steps, report.kl_last) == (2, 8, 0.06)
     assert report.reward_last == pytest.approx((0.4 + 0.5 + 0.9 + 0.9 + 1.0) / 5), "of the line, in its order"
     assert report.tokens_generated == 5120 + 3 * 500 + 400
@@ -205,7 +205,7 @@ def test_the_report_tells_rollbacks(rolled_back: World) -> None:
 
 
 def test_rollbacks_in_json(rolled_back: World) -> None:
-    plain = json.loads(json.dumps(to_json(build_report(rolled_back.store, T0 + 231))))
+    plain = json.loads(json.dumps(to_json(report_of(rolled_back.store, T0 + 231))))
     assert plain["rollbacks"][0] == {
         "timeline": 1,
         "cause": "diverged",
@@ -221,11 +221,11 @@ def test_rollbacks_in_json(rolled_back: World) -> None:
         "tokens_abandoned": 2560,
         "outcome": "was left by the next",
     }
-    assert set(plain) == set(to_json(build_report(World().store, T0)))
+    assert set(plain) == set(to_json(report_of(World().store, T0)))
 
 
 def test_rollbacks_are_drawn_in_80_columns(rolled_back: World) -> None:
-    text = drawn(build_report(rolled_back.store, T0 + 231))
+    text = drawn(report_of(rolled_back.store, T0 + 231))
     assert max(map(len, text.splitlines())) <= 80
     words = " ".join(text.split())
     assert "rollbacks 2; 6 steps and 3,060 tokens thrown away" in words
@@ -241,7 +241,7 @@ def test_rollbacks_are_drawn_in_80_columns(rolled_back: World) -> None:
 def test_a_rollback_that_has_passed_says_so_and_one_that_changes_nothing_too(world: World) -> None:
     world.rolls_back(183, Fork(1, None, reason="asked [for]"), 10, Cause.USER)
     world.happens(190, ProbationPassed(1, 21))
-    report = build_report(world.store, T0 + 191)
+    report = report_of(world.store, T0 + 191)
     assert (report.rollbacks[0].start, report.rollbacks[0].steps_abandoned) == (None, 10)
     assert (report.steps, report.reward_first) == (0, None)
     words = " ".join(drawn(report).split())
@@ -252,11 +252,11 @@ def test_a_rollback_that_has_passed_says_so_and_one_that_changes_nothing_too(wor
 def test_a_run_that_gave_up_names_what_is_healthy_and_where_it_is(world: World) -> None:
     world.diverges(182, onset_step=7, step=10)
     world.happens(183, HealthyChosen("0-5"), RunMoved(RunPhase.GAVE_UP, "diverged at step 10"))
-    report = build_report(world.store, T0 + 184)
+    report = report_of(world.store, T0 + 184)
     assert (report.healthy, report.exported_to) == ("0-5", None)
     assert report.health == HealthView(Health.TRIPPED, 10, 7, EVIDENCE)
     assert exports.export_weights(world.store, PolicyVersion(0, 5)).prefix
-    report = build_report(world.store, T0 + 184)
+    report = report_of(world.store, T0 + 184)
     assert report.exported_to == f"{world.store.url}/exports/0-5"
     words = " ".join(drawn(report).split())
     assert f"diverged since step 7: {EVIDENCE[0]}; {EVIDENCE[1]}" in words

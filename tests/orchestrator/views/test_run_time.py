@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from checkpoint.records import documents
 from checkpoint.records.documents import Lease
+from orchestrator.cli import checkpoints
+from orchestrator.cli import look as commands
+from orchestrator.cli.options import Output
+from orchestrator.control.lease import LOOKS
 from orchestrator.views import looker as looking
 from orchestrator.views.looker import Looker, RunTime
+from policies.model.events import RunMoved
+from policies.model.vocabulary import RunPhase
 from tests.budget import HANG_S
 from tests.generators.views_world import T0, World, look
 
 HOUR_S = 3600.0
 OFF_S = (-HOUR_S, HOUR_S, 300 * 24 * HOUR_S)
+
+
+class Steered:
+    """A run whose daemon is on another machine, and renews its lease every 2 s; `off_s`: the viewer's clock."""
+
+    def __init__(self, off_s: float, monkeypatch: pytest.MonkeyPatch, *, is_alive: bool = True) -> None:
+        self.world, self.at_s, self.waits, self.is_alive = World(), 3700.0, 0, is_alive
+        self.world.starts()
+        documents.LEASE.write(self.world.store, renewed(3700.0))
+        by_viewer = RunTime(lambda: T0 + self.at_s + off_s, lambda: self.at_s)
+        monkeypatch.setattr(looking, "RunTime", lambda: by_viewer)
+
+    def wait(self, seconds: float) -> None:
+        self.at_s, self.waits = self.at_s + seconds, self.waits + 1
+        if self.is_alive and self.at_s % 2 == 0:
+            documents.LEASE.write(self.world.store, renewed(self.at_s))
 
 
 class Viewer:
@@ -81,3 +106,53 @@ def test_money_is_reckoned_by_the_runs_time(off_s: float, monkeypatch: pytest.Mo
     documents.LEASE.write(world.store, renewed(3700.0))
     shown, right = looker.look().money, look(world, 3700.0).money
     assert shown.spent_usd == pytest.approx(right.spent_usd, abs=0.01)
+
+
+@pytest.mark.parametrize("off_s", [-HOUR_S, HOUR_S])
+def test_one_look_waits_for_a_renewal_where_clocks_differ(off_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    steered = Steered(off_s, monkeypatch)
+    looker = Looker(steered.world.store)
+    assert looker.settle(steered.wait) == pytest.approx(T0 + 3702.0, abs=0.5)
+    assert steered.waits == 4
+    shown, right = looker.look().money, look(steered.world, 3702.0).money
+    assert shown.spent_usd == pytest.approx(right.spent_usd, abs=0.01)
+
+
+def test_one_look_waits_for_nothing_where_clocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    steered = Steered(-3.0, monkeypatch)
+    assert Looker(steered.world.store).settle(steered.wait) == T0 + 3700.0, "the last renewal"
+    assert steered.waits == 0
+
+
+def test_one_look_at_a_dead_holder_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    steered = Steered(HOUR_S, monkeypatch, is_alive=False)
+    assert Looker(steered.world.store).settle(steered.wait) == T0 + steered.at_s + HOUR_S
+    assert steered.waits == LOOKS
+
+
+def test_one_look_at_a_run_that_has_ended_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    steered = Steered(HOUR_S, monkeypatch)
+    steered.world.happens(3690.0, RunMoved(RunPhase.FINISHED, "complete"))
+    Looker(steered.world.store).settle(steered.wait)
+    assert steered.waits == 0
+
+
+def test_commands_take_the_clock_that_the_daemon_began_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = World()
+    world.starts()
+    world.saves(3000.0, 5, tmp_path)
+    set_back = RunTime(lambda: T0 + 3800.0 - HOUR_S, lambda: 0.0)  # since the daemon began
+    monkeypatch.setattr(looking, "RunTime", lambda: set_back)
+    here = Lease("h/1", socket.gethostname(), 1, "1", 1, T0 + 3700.0 - HOUR_S, 15.0, T0 + 3700.0)
+    documents.LEASE.write(world.store, here)
+    for module in (commands, checkpoints):
+        monkeypatch.setattr(module, "open_run", lambda _: (world.store, documents.read_run(world.store)))
+    commands.report(None, Output.JSON)
+    assert json.loads(capsys.readouterr().out)["wall_s"] == pytest.approx(3800.0, abs=1.0)
+    commands.status(None, False, Output.JSON)
+    spent_usd = json.loads(capsys.readouterr().out)["money"]["spent_usd"]
+    assert spent_usd == pytest.approx(look(world, 3800.0).money.spent_usd, abs=0.001)
+    checkpoints.ls(None, Output.TEXT)
+    assert "13:20" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from orchestrator.views import report
 from orchestrator.views.terminal.screen import Screen
 from orchestrator.views.weights import WeightsView, newest_weights, policy_stage_words, weights_view, weights_words
 from policies.serving.gateway_status import GatewayStatus, VersionSpread
-from tests.generators.views_world import T0, World, run_view
+from tests.generators.views_world import T0, World, report_of, run_view
 
 MIB = 2**20
 
@@ -93,7 +93,7 @@ def test_status_and_report_show_them_on_80_columns() -> None:
     assert line.split(maxsplit=1)[1] == "123.4 MiB in 12.3 s (12.3 % of whole); all ready in 12.3 to 15.0 s"
     documents.members((0, 1, 1)).write(world.store, replace(status, seq=1))
     documents.gateway((0, 1, 1)).write(world.store, documents.GatewayAddress("http://h:1", "boot"))
-    told = report.build_report(world.store, T0 + 42)
+    told = report_of(world.store, T0 + 42)
     assert report.to_json(told)["weights"] == asdict(view.weights)
     console.print(report.render(told))
     text = console.export_text()

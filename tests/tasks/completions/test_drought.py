@@ -169,16 +169,41 @@ def test_what_does_not_fit_is_halved_until_nothing_does(world: World, monkeypatc
     assert sizes == [4, 2, 1]
     world.gateway.there = True
     world.drought.complete(batch())
-    assert world.gateway.asked[-1] == (list(range(6)), None), "nodes are waited for"
+    assert world.gateway.asked[-1] == (list(range(6)), 2 * AFTER_S), "nodes are waited for"
 
 
-def test_a_trainer_that_cannot_waits_for_nodes_from_then_on(world: World) -> None:
-    world.share(batch())
-    world.drought.cannot("the model says no")
+def fail(world: World, asked: Batch) -> None:
+    """Have the trainer's model fail at a share."""
+    world.share(asked)
     world.drought.take([], 1.0, training=True)
+    world.drought.cannot("the model says no")
+
+
+def test_failed_generation_is_tried_again_later_and_not_forever(world: World) -> None:
+    for _ in range(3):
+        fail(world, batch())
     world.gateway.there = True
     world.drought.complete(batch())
-    assert world.gateway.asked[-1][1] is None
+    assert [patience_s for _, patience_s in world.gateway.asked] == [AFTER_S, 2 * AFTER_S, 4 * AFTER_S, None]
+
+
+def test_failed_generation_is_tried_again_at_the_next_step(world: World) -> None:
+    for _ in range(3):
+        fail(world, batch())
+    world.gateway.there = True
+    world.drought.complete(batch())
+    world.gateway.there = False
+    world.take(world.share(batch(first_seed=200)))
+    assert world.gateway.asked[-1][1] == AFTER_S
+
+
+def test_completions_that_were_made_forgive_earlier_failures(world: World) -> None:
+    for _ in range(2):
+        fail(world, batch())
+    world.take(world.share(batch()))
+    fail(world, batch())
+    world.share(batch())
+    assert world.gateway.asked[-1][1] == 2 * AFTER_S
 
 
 def test_a_trainer_that_is_to_end_begins_no_other_part(world: World) -> None:

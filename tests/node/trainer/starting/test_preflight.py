@@ -351,7 +351,7 @@ def test_dataset_smaller_than_a_batch_is_named_with_both_numbers() -> None:
 
 def first_attempt(tiny: Path, folder: Path, **spec: Any) -> str:
     """The last line of a trainer that ends before any rollout node is asked for."""
-    with open_rig(folder, tiny, grpo={}, **spec) as rig:
+    with open_rig(folder, tiny, **{"grpo": {}, **spec}) as rig:
         assert rig.wait(rig.start_trainer()) == exit_codes.BAD_SPEC
         beat = rig.beat()
         assert beat is not None
@@ -378,6 +378,11 @@ def test_data_that_no_step_can_be_made_of_end_the_first_attempt(
     (tiny / "own.jsonl").write_text("\n".join(rows) + "\n")
     last = first_attempt(tiny, tmp_path, dataset="own.jsonl", reward="rig_rewards.none")
     assert says.replace("MODEL", str(tiny / "model")) in last
+
+
+def test_completions_as_long_as_the_context_end_the_first_attempt(tiny: Path, tmp_path: Path) -> None:
+    last = first_attempt(tiny, tmp_path, grpo={"max_completion_length": 100_000})
+    assert "grpo.max_completion_length: 100000 leaves no room for a prompt in the model's context" in last
 
 
 def test_template_that_raises_ends_the_first_attempt(tiny: Path, tmp_path: Path) -> None:

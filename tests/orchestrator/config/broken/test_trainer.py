@@ -121,7 +121,7 @@ def test_machines_of_a_cloud_get_nothing_from_beside_the_folder_of_the_file(tmp_
     (tmp_path / "run").mkdir()
     run_yaml = furnish(tmp_path / "run")
     (tmp_path / "model").mkdir()
-    (tmp_path / "prompts.jsonl").write_text("")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1"}\n' * 8)
     elsewhere = [
         ("./model", "./a/../../model"),
         ("dataset: prompts.jsonl", "dataset: ../prompts.jsonl"),

@@ -1,0 +1,128 @@
+"""What `validate` reads of a reward function's parameters, beside what TRL and the rows hold for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.load import ConfigError, load_spec
+from tests.generators.config_world import changed, furnish
+
+FUNCTIONS = """\
+import torch_of_mine  # never imported here
+from tasks.rewards import in_workers
+
+def judged(completions, answer, **kwargs): ...
+def misspelled(completions, answr, **kwargs): ...
+def by_key(*, completions, solution, weight=1.0, **kwargs): ...
+def by_place(completions, answer, /, **kwargs): ...
+def narrow(prompts, completions, completion_ids, trainer_state, log_extra, log_metric): ...
+def exact(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, question, answer): ...
+async def waits(completions, solution, **kwargs): ...
+def played(completions, environments, **kwargs): ...
+def own_prompt(completions, prompt, **kwargs): ...
+
+@in_workers()
+def scored(text, answer, prompt): ...
+
+@in_workers(limit_s=3.0)
+def scored_by(text, key): ...
+
+def decorated(function): ...
+
+@decorated
+def hidden(anything): ...
+"""
+ROW = {"prompt": "1 + 1", "question": "?", "answer": "2"}
+COLUMNS = "which has question, answer; expected a column, a default, or a value in trainer.reward_args"
+
+
+def problem(folder: Path, function: str, *changes: tuple[str, str]) -> str:
+    """The only problem of a run.yaml with that reward function; empty where there is none."""
+    if not (folder / "run.yaml").exists():
+        furnish(folder)
+        (folder / "prompts.jsonl").write_text(f"{json.dumps(ROW)}\n" * 8)
+    (folder / "my.py").write_text(FUNCTIONS)
+    (folder / "run.yaml").write_text(changed(("[rewards.digit_share]", f"[{function}]"), *changes))
+    try:
+        load_spec(folder / "run.yaml")
+    except ConfigError as error:
+        [found] = error.problems
+        return f"{found.key}: {found.message}"
+    return ""
+
+
+@pytest.mark.parametrize("function", ["my.judged", "my.exact", "my.scored", "my.hidden"])
+def test_function_that_trl_can_call_is_taken(tmp_path: Path, function: str) -> None:
+    assert problem(tmp_path, function) == ""
+
+
+@pytest.mark.parametrize(
+    ("function", "parameter", "near"),
+    [
+        ("misspelled", "answr", '; did you mean "answer"?'),
+        ("by_key", "solution", '; did you mean "question"?'),
+        ("waits", "solution", '; did you mean "question"?'),
+        ("played", "environments", ""),
+        ("own_prompt", "prompt", ""),
+        ("scored_by", "key", ""),
+    ],
+)
+def test_parameter_without_a_value_is_named(tmp_path: Path, function: str, parameter: str, near: str) -> None:
+    assert problem(tmp_path, f"my.{function}") == (
+        f"trainer.reward_funcs[0]: parameter {parameter} of {function} is neither passed by TRL nor a column of "
+        f"trainer.dataset, {COLUMNS}{near}"
+    )
+
+
+def test_function_without_kwargs_lacks_a_column(tmp_path: Path) -> None:
+    assert problem(tmp_path, "my.narrow") == (
+        "trainer.reward_funcs[0]: narrow cannot be called by TRL, which passes question too"
+        "; give it a **kwargs parameter"
+    )
+
+
+def test_parameter_by_position_alone_is_refused(tmp_path: Path) -> None:
+    assert problem(tmp_path, "my.by_place") == (
+        "trainer.reward_funcs[0]: by_place takes completions by position alone, and TRL passes it by name"
+        "; remove the `/`"
+    )
+
+
+def test_missing_function_is_named(tmp_path: Path) -> None:
+    assert problem(tmp_path, "my.judge") == (
+        'trainer.reward_funcs[0]: my.py defines no judge; expected a function of that name; did you mean "judged"?'
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "change"),
+    [
+        ("my.by_key", ("grpo:\n", "  reward_args: {by_key: {solution: 3}}\ngrpo:\n")),
+        ("my.scored_by", ("grpo:\n", "  reward_args: {scored_by: {key: 3}}\ngrpo:\n")),
+        ("my.misspelled", ("dataset: prompts.jsonl", "dataset: someone/on-the-hub")),
+        (
+            "my.misspelled",
+            ("dataset: prompts.jsonl", "dataset: {path: prompts.jsonl, prompt: rewards.digit_share}"),
+        ),
+        ("my.misspelled", ("dataset: prompts.jsonl", "dataset: prompts.jsonl\n  setup: python rows.py")),
+    ],
+)
+def test_value_from_elsewhere_is_not_judged(tmp_path: Path, function: str, change: tuple[str, str]) -> None:
+    assert problem(tmp_path, function, change) == ""
+
+
+def test_column_that_only_training_rows_have_is_named(tmp_path: Path) -> None:
+    furnish(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text(f"{json.dumps(ROW)}\n" * 8)
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "1", "question": "?"}\n')
+    held_out = ("dataset: prompts.jsonl", "dataset: prompts.jsonl\n  eval_dataset: held_out.jsonl")
+    assert "nor a column of trainer.eval_dataset, which has question;" in problem(tmp_path, "my.judged", held_out)
+
+
+def test_no_column_is_passed_where_they_are_dropped(tmp_path: Path) -> None:
+    dropped = ("  beta: 0.02", "  beta: 0.02\n  remove_unused_columns: true")
+    assert "trainer.dataset, which has no others than prompt;" in problem(tmp_path, "my.judged", dropped)
+    assert problem(tmp_path, "my.narrow", dropped) == ""
