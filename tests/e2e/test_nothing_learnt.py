@@ -55,8 +55,10 @@ def ended(run: Run) -> tuple[str, list[Any]]:
     ids=["few rows", "no chat template"],
 )
 def test_unusable_data_fails_at_once_and_buys_no_node(rows: str, says: str, tiny: Path, tmp_path: Path) -> None:
-    data = tmp_path / "prompts.jsonl"
-    data.write_text(rows)
+    """Of a folder, which only the trainer reads: `validate` refuses the same rows in a file."""
+    data = tmp_path / "prompts"
+    data.mkdir()
+    (data / "train.jsonl").write_text(rows)
     run = small_run(tmp_path / "run", tiny, dataset=str(data))
     try:
         message, events = ended(run)
