@@ -15,7 +15,7 @@ from orchestrator.config.reading.problems import Findings, KeyPath
 from orchestrator.config.rules.effective import Doubtful, EffectiveRun
 from policies.model.datasets import is_import_path, read_template
 
-PREPARED = ("reasoning_gym", "streaming", "name", "revision")  # rows that are not simply those of the file
+PREPARED = ("streaming", "name", "revision")  # rows that are not simply those of the file
 COLUMNS_SHOWN = 12
 
 
