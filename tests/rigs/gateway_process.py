@@ -88,7 +88,7 @@ class Rig:
 
     def _written(self) -> GatewayStatus | None:
         address = documents.read_gateway(self.store)
-        status = documents.members(documents.newest_gateway(self.store)).read(self.store)
+        status = documents.read_members(self.store)
         assert address is not None
         return status if status is not None and status.boot_id == address.boot_id else None
 
