@@ -42,7 +42,7 @@ node-env: .venv-node/.ready
 UV := build/uv/bin/uv
 COMPILE = $(UV) pip compile --quiet $(UPGRADE) --python-version 3.11 --no-header --no-annotate
 NODE_LOCK = $(COMPILE) --python-platform x86_64-manylinux_2_28 pyproject.toml \
-	$(addprefix --extra ,test bnb deepspeed liger math reasoning tensorboard wandb) --no-emit-package setuptools
+	$(addprefix --extra ,test bnb deepspeed liger math tensorboard wandb) --no-emit-package setuptools
 lock:
 	$(PYTHON) -m venv build/uv
 	build/uv/bin/pip install --quiet uv

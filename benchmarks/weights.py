@@ -183,7 +183,7 @@ def published(
     streams: bool,
 ) -> PolicyRef:
     """Publish weights as a trainer does, which streams them, or as one that does not."""
-    version, prefix = PolicyVersion(0, step), layout.policy(PolicyVersion(0, step))
+    version, prefix = PolicyVersion(0, step), layout.policy(PolicyVersion(0, step), (0, 1, 1))
     path, changed = folder / layout.MODEL, folder / delta.NAME
     with Sending(store, prefix, stored={}) as sending:
         grown = sending.grown if streams else lambda *_: None
@@ -193,7 +193,7 @@ def published(
         if written.delta_bytes is not None:
             before, file = PolicyVersion(0, step - 1), (delta.NAME, changed)
             meta |= {manifest.KIND: manifest.DELTA, manifest.BASE: f"{before}@{base}"}
-            meta[manifest.BASE_PREFIX] = layout.policy(before)
+            meta[manifest.BASE_PREFIX] = layout.policy(before, (0, 1, 1))
         manifest.publish_once(store, prefix, sending.finish([file]), version, time.time(), meta)
     return PolicyRef(str(version), prefix, written.digest)
 

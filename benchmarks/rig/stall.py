@@ -69,7 +69,7 @@ def save_then_upload(work: Work, store: Store, folder: Path, step: int) -> float
     save_file(work.model.state_dict(), slot / "model.safetensors", metadata={"format": "pt"})
     torch.save(work.optimizer.state_dict(), slot / "optimizer.pt")
     version = PolicyVersion(0, step)
-    manifest.publish(store, layout.policy(version), slot, version, time.time())
+    manifest.publish(store, layout.policy(version, (0, 1, 1)), slot, version, time.time())
     shutil.rmtree(slot)
     return time.perf_counter() - begun_s
 

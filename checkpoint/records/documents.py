@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-
-import msgspec
+from dataclasses import dataclass
 
 from checkpoint.store import layout
 from checkpoint.store.codec import check_schema, from_json, to_json
@@ -18,7 +16,6 @@ from checkpoint.store.document import Document, OptionalDocument
 from checkpoint.store.errors import AlreadyExists, NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
-from policies.control.fleet.markets import may_stand_in
 from policies.control.rollback.begin import RUN_START
 from policies.control.snapshot import Command, Trainer
 from policies.ledger.rentals import ControllerRental
@@ -45,7 +42,7 @@ class RunRecord:
 @dataclass(frozen=True, slots=True)
 class Lease:
     """Who steers the run. Stale after `ttl_s` without renewal. `run_time_s`: the renewal by the clock of the
-    holder's journal entries, which is never set; 0: an older release's."""
+    holder's journal entries, which is never set."""
 
     writer: str
     host: str
@@ -54,7 +51,7 @@ class Lease:
     epoch: int
     renewed_at_s: float
     ttl_s: float
-    run_time_s: float = 0.0
+    run_time_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,22 +148,7 @@ def decode_run(store: Store, data: bytes) -> RunRecord:
     where = f"{store.url}/{layout.RUN}"
     record = from_json(data, RunRecord, where)
     check_schema(record.schema, SCHEMA, where)
-    return record if _knew_stand_ins(data) else replace(record, spec=_on_spot_alone(record.spec))
-
-
-def _knew_stand_ins(data: bytes) -> bool:
-    """Whether run.json is of a release that bought rollout nodes on demand where spot could not be had: what came
-    with it is in each run.json since."""
-    plain = msgspec.json.decode(data)
-    return "loss_half_life_h" in plain["spec"].get("policies", {}).get("fleet", {})
-
-
-def _on_spot_alone(spec: RunSpec) -> RunSpec:
-    """The spec of an older run, whose owner was promised spot alone where run.yaml names no market."""
-    if not may_stand_in(spec):
-        return spec
-    resources = {**spec.rollout.resources, "use_spot": True}
-    return replace(spec, rollout=replace(spec.rollout, resources=resources))
+    return record
 
 
 LEASE = OptionalDocument(layout.LEASE, Lease)
@@ -182,17 +164,14 @@ def machine(node: str) -> OptionalDocument[MachineReport]:
     return OptionalDocument(layout.machine(node), MachineReport, _check_machine)
 
 
-def gateway(by: Precedence | None) -> OptionalDocument[GatewayAddress]:
-    """Where the gateway beside the trainer of that precedence listens; None: the only one of a run that began
-    before they had names."""
-    return OptionalDocument(layout.OLD_GATEWAY if by is None else layout.gateway(by), GatewayAddress)
+def gateway(by: Precedence) -> OptionalDocument[GatewayAddress]:
+    """Where the gateway beside the trainer of that precedence listens."""
+    return OptionalDocument(layout.gateway(by), GatewayAddress)
 
 
-def members(by: Precedence | None) -> OptionalDocument[GatewayStatus]:
-    """What that gateway knows of the rollout nodes; None as for `gateway`."""
-    return OptionalDocument(
-        layout.OLD_MEMBERS if by is None else layout.members(by), GatewayStatus, _check_members
-    )
+def members(by: Precedence) -> OptionalDocument[GatewayStatus]:
+    """What that gateway knows of the rollout nodes."""
+    return OptionalDocument(layout.members(by), GatewayStatus, _check_members)
 
 
 def command(command_id: str) -> OptionalDocument[Command]:
@@ -201,14 +180,21 @@ def command(command_id: str) -> OptionalDocument[Command]:
 
 
 def newest_gateway(store: Store) -> Precedence | None:
-    """Whose gateway is the run's: an older one, however late it writes, is not. None where none has a name."""
+    """Whose gateway is the run's: an older one, however late it writes, is not. None before the first."""
     found = (layout.gateway_of(entry.key) for entry in store.entries(layout.GATEWAYS))
     return max((by for by in found if by is not None), default=None)
 
 
 def read_gateway(store: Store) -> GatewayAddress | None:
     """Where the run's gateway listens, or None while it has not said so."""
-    return gateway(newest_gateway(store)).read(store)
+    by = newest_gateway(store)
+    return None if by is None else gateway(by).read(store)
+
+
+def read_members(store: Store) -> GatewayStatus | None:
+    """What the run's gateway knows of the rollout nodes, or None while it has not written it."""
+    by = newest_gateway(store)
+    return None if by is None else members(by).read(store, Unreadable())
 
 
 def ask_to_stop(store: Store, node: str, attempt: int, now_s: float) -> None:

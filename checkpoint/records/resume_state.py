@@ -13,7 +13,7 @@ from checkpoint.store.run_store import Store
 from policies.detect.divergence import Detector
 from policies.model.vocabulary import PolicyVersion
 
-SCHEMA = 3  # 1 had no steps in `kl`, 2 no detector
+SCHEMA = 3
 KL_KEPT = 100  # logged KL values kept, the newest last
 
 

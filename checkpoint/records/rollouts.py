@@ -60,9 +60,9 @@ def read_rollout(store: Store, key: str) -> Rollout | None:
 def stored_since(store: Store, version: PolicyVersion) -> dict[tuple[PolicyVersion, int], list[str]]:
     """The keys of this version's records and of later ones on its timeline, by version and call: the newest
     trainer's first, however late an older one wrote."""
-    folder, _, first = layout.rollout(version, 0).rpartition("/")
+    before = layout.rollouts_of(version)
     found: dict[tuple[PolicyVersion, int], list[str]] = {}
-    for entry in store.entries(folder, after=f"{folder}/{first.partition('-')[0]}"):
+    for entry in store.entries(before.rpartition("/")[0], after=before):
         with contextlib.suppress(ValueError):  # a foreign file in the prefix
             found.setdefault(layout.call_of(entry.key), []).append(entry.key)
     return {call: sorted(keys, key=layout.author_of, reverse=True) for call, keys in found.items()}

@@ -19,8 +19,6 @@ NOTIFIED = "notified.json"  # up to where of the journal people were told
 SECRET = "secret.json"  # a digest of the secret that the machines hold
 GATEWAYS = "gateways"  # where each trainer machine's gateway listens; the newest machine's is the run's
 MEMBERS = "members"  # what each of them knows of the rollout nodes
-OLD_GATEWAY = "gateway.json"  # in runs that began before each machine had its own
-OLD_MEMBERS = "members.json"
 TRAINER = "trainer.json"  # the trainer's heartbeat
 STOPS = "stops"  # which attempts of a trainer are asked to end
 MACHINES = "machines"  # what each machine says of itself
@@ -56,7 +54,7 @@ _METRICS = re.compile(rf"{METRICS}/[0-9]{{4,}}/([0-9]{{8,}})\.jsonl")
 _NUMBERED = re.compile(rf"(?:{JOURNAL}|{SEGMENTS}|{CATALOG})/([0-9]{{12}})\.json")
 _CHUNK = re.compile(rf"{BLOBS}/([0-9a-f]{{64}}\.[0-9]+)")
 _GATEWAY = re.compile(rf"{GATEWAYS}/([0-9]+)-([0-9]+)-([0-9]+)\.json")
-_ROLLOUT = re.compile(rf"{ROLLOUTS}/[0-9]+/[0-9]+-([0-9]+)(?:-i[0-9]+-a[0-9]+)?\.json")
+_ROLLOUT = re.compile(rf"{ROLLOUTS}/[0-9]+/[0-9]+-([0-9]+)-i[0-9]+-a[0-9]+\.json")
 _SAMPLES = re.compile(rf"{SAMPLES}/[0-9]+/[0-9]+-([0-9]+)-i[0-9]+-a[0-9]+\.jsonl\.zst")
 _AUTHOR = re.compile(r"-i([0-9]+)-a([0-9]+)(?:\.json|\.jsonl\.zst|/|$)")
 _CHECKPOINT = re.compile(rf"{CHECKPOINTS}/[0-9]{{4,}}/[0-9]{{8,}}-[0-9a-f]+\.json")
@@ -130,14 +128,19 @@ def _numbers(by: Precedence) -> str:
     return "{:04d}-{:06d}-{:04d}".format(*by)
 
 
-def policy(version: PolicyVersion, by: Precedence | None = None) -> str:
-    """A publisher's own folder. Without `by`: the shared one of older releases."""
+def policy(version: PolicyVersion, by: Precedence) -> str:
+    """A publisher's own folder."""
     return f"{POLICIES}/{version.timeline:04d}/{version.step:08d}{_author(by)}"
 
 
-def rollout(version: PolicyVersion, call: int, by: Precedence | None = None) -> str:
-    """A trainer's own record of a call. Without `by`: the shared one of older releases."""
-    return f"{ROLLOUTS}/{version.timeline:04d}/{version.step:08d}-{call:02d}{_author(by)}.json"
+def rollouts_of(version: PolicyVersion) -> str:
+    """How the names of the version's records begin."""
+    return f"{ROLLOUTS}/{version.timeline:04d}/{version.step:08d}"
+
+
+def rollout(version: PolicyVersion, call: int, by: Precedence) -> str:
+    """A trainer's own record of a call."""
+    return f"{rollouts_of(version)}-{call:02d}{_author(by)}.json"
 
 
 def call_of(key: str) -> tuple[PolicyVersion, int]:
@@ -162,14 +165,15 @@ def scored_call_of(key: str) -> tuple[PolicyVersion, int]:
 
 
 def author_of(key: str) -> Precedence:
-    """Who wrote what has that name below POLICIES, ROLLOUTS or SAMPLES; the lowest precedence of its timeline
-    where the name does not say. Raises ValueError for a foreign name."""
-    found, timeline = _AUTHOR.search(key), version_of(key).timeline
-    return (timeline, int(found[1]), int(found[2])) if found else (timeline, 0, 0)
+    """Who wrote what has that name below POLICIES, ROLLOUTS or SAMPLES. Raises ValueError for a foreign name."""
+    found = _AUTHOR.search(key)
+    if found is None:
+        raise ValueError(f"no author in the name: {key!r}")
+    return version_of(key).timeline, int(found[1]), int(found[2])
 
 
-def _author(by: Precedence | None) -> str:
-    return "" if by is None else f"-i{by[1]}-a{by[2]}"  # the timeline is in the folder's name
+def _author(by: Precedence) -> str:
+    return f"-i{by[1]}-a{by[2]}"  # the timeline is in the folder's name
 
 
 def compiled(key: str, number: int) -> str:

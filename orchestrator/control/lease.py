@@ -21,7 +21,7 @@ LOOKS, LOOK_EVERY_S = 13, 0.5  # three renewals
 NO_SKEW_S = 86400.0  # no host's clock is off by more
 
 
-def own_lease(epoch: int, now_s: float, run_time_s: float = 0.0) -> Lease:
+def own_lease(epoch: int, now_s: float, run_time_s: float) -> Lease:
     """A lease for this process; `now_s` is by the machine's clock, which others compare theirs with."""
     host, pid = socket.gethostname(), os.getpid()
     return Lease(f"{host}/{pid}", host, pid, process_started(pid) or "", epoch, now_s, TTL_S, run_time_s)

@@ -103,6 +103,9 @@ class GatewayWatch:
     def _look(self) -> GatewayStatus | None:
         now_s = self._clock()
         by = self._newest(now_s)
+        if by is None:
+            self._looked_at_s = now_s
+            return None
         address = documents.gateway(by).read(self._store, self._unreadable)
         found = documents.members(by).read(self._store, self._unreadable)
         # Of the process before, on the same machine: the one that listens now has not written yet.

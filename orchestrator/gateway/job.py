@@ -25,8 +25,7 @@ class Job:
     Args:
         body: vLLM's parameters: `prompt` (text or token ids) or, for CHAT, `messages`; `seed`; sampling. With a
             seed, the completion does not depend on the nodes that make it.
-        policy: the label of the wanted version.
-        max_staleness_steps: how many steps older the version may be that makes it instead.
+        policy: the label of the version that makes all of it.
         group: what the requests of one prompt have in common; they go to one node while that is sensible.
         prompt_tokens: the prompt's length, or a guess.
         path: COMPLETIONS or CHAT.
@@ -45,7 +44,6 @@ class Job:
     policy: str
     group: Hashable
     prompt_tokens: int
-    max_staleness_steps: int = 0
     path: str = COMPLETIONS
     recovery: Recovery = "continue"
     admitted: bool = False
@@ -59,7 +57,6 @@ class Job:
     tokens: list[str] = field(default_factory=list)  # each token's text, as vLLM's logprobs have it
     top_logprobs: list[dict[str, float]] = field(default_factory=list)  # for each token, where they were asked for
     prompt_token_ids: Sequence[int] | None = None  # known from the first event on, of a token prompt at once
-    made_from: str = ""  # the label of the version that makes it
     waiting: bool = False  # for a member
     handovers: int = 0
     handed_over: list[HandOver] = field(default_factory=list)  # by nodes that had made some of it
@@ -141,7 +138,7 @@ class Job:
             arrived = self.token_ids, self.logprobs, self.tokens, self.top_logprobs
             self._kept = Arrived(*arrived, self.text, self.whole())
         self.token_ids, self.logprobs, self.tokens, self.top_logprobs = [], [], [], []
-        self.text = self.made_from = ""
+        self.text = ""
         self.handed_over = [replace(one, tokens=0) for one in self.handed_over]
         return lost
 

@@ -87,7 +87,7 @@ def why_none(store: Store) -> str:
     """Why a run whose steps have no samples has none. Raises StoreError."""
     if next(iter(store.entries(layout.ROLLOUTS)), None) is None:
         return "no step has been scored yet"
-    return "the run has no samples: the release that trained it kept none, or no step since has been scored"
+    return "the run has no samples: its steps have not been scored yet, or their samples could not be stored"
 
 
 def groups_of(store: Store, step: Step) -> Iterator[tuple[int, Head, Group]]:

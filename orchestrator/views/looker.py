@@ -126,7 +126,7 @@ class RunTime:
         return lease != self._lease and looked_at_s is not None and at_s - looked_at_s <= TTL_S
 
     def _see(self, lease: Lease, at_s: float) -> None:
-        ahead_s = (lease.run_time_s or lease.renewed_at_s) - at_s
+        ahead_s = lease.run_time_s - at_s
         known_s = self._ahead_s if lease.epoch == self._epoch else None
         self._ahead_s, self._epoch = max(ahead_s, ahead_s if known_s is None else known_s), lease.epoch
 

@@ -222,7 +222,7 @@ def _store_usd(reader: Reader, rented: Sequence[Rental], tariff: Tariff, wall_s:
     published = next((row.values for row in reversed(rows) if row.values.get(metrics.PUBLISHED)), None)
     policy_bytes = 0.0
     if published is not None:
-        policy_bytes = published.get(metrics.WEIGHTS_BYTES, 0.0) / published[metrics.PUBLISHED]
+        policy_bytes = published[metrics.WEIGHTS_BYTES] / published[metrics.PUBLISHED]
     stored = Stored(
         steps=len(rows) * int(spec.grpo.get("logging_steps", 1)),
         tokens=sum(row.tokens for row in rows),
@@ -273,7 +273,7 @@ def _exported_to(store: Store, healthy: str | None) -> str | None:
 
 
 def _versions(store: Store) -> list[VersionSpread]:
-    status = documents.members(documents.newest_gateway(store)).read(store, Unreadable())
+    status = documents.read_members(store)
     return [] if status is None else status.versions
 
 

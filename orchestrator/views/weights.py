@@ -42,9 +42,9 @@ def weights_view(rows: Iterable[Row], versions: Sequence[VersionSpread]) -> Weig
     told = [row.values for row in rows if metrics.PUBLISHED_BYTES in row.values]
     if not told:
         return None
-    policies = max(1, round(sum(one.get(metrics.PUBLISHED, 1.0) for one in told)))
+    policies = round(sum(one[metrics.PUBLISHED] for one in told))
     names = (metrics.WEIGHTS_BYTES, metrics.PUBLISHED_BYTES, metrics.PUBLISH_S, metrics.ENCODE_S)
-    weights, sent, publish_s, encode_s = (sum(one.get(name, 0.0) for one in told) / policies for name in names)
+    weights, sent, publish_s, encode_s = (sum(one[name] for one in told) / policies for name in names)
     published = WeightsView(policies, weights, sent, publish_s, encode_s)
     held = [one for one in versions if one.ready]
     if not held:

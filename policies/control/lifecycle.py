@@ -96,8 +96,8 @@ def _store(tick: Tick) -> None:
 def _proof(tick: Tick) -> None:
     """Journal once that a trainer can work with run.yaml: one trains, or has trained.
 
-    The last heartbeat in the store may be a lost machine's, under an earlier release, too; one that starts from a
-    checkpoint tells its step.
+    The last heartbeat in the store may be a lost machine's; a trainer that starts from a checkpoint reports its
+    step.
     """
     beat = tick.snapshot.trainer
     if beat is None or tick.state.proved:

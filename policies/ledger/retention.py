@@ -104,9 +104,7 @@ def at_doubling_ages(line: Sequence[PolicyVersion]) -> set[PolicyVersion]:
 def on_probation(line: Sequence[PolicyVersion], forks: Sequence[Fork]) -> list[int]:
     """Return the start steps of rollbacks whose probation `line` has not passed yet."""
     reached = line[-1].step if line else 0
-    waiting = [
-        one for one in forks if one.probation_until_step is not None and reached <= one.probation_until_step
-    ]
+    waiting = [one for one in forks if reached <= one.probation_until_step]
     return [0 if one.start_at is None else one.start_at.step for one in waiting]
 
 

@@ -25,16 +25,14 @@ OnBadReward = Literal["none", "fail"]
 class Dataset:
     """Arguments of `datasets.load_dataset`: a hub name or a folder or file, and which part of it; and how a prompt
     is made of a row: by a template with columns in braces, one in each message of a chat, or a function's import
-    path. None: the rows have a column `prompt`. Or, without a path, what makes the rows."""
+    path. None: the rows have a column `prompt`."""
 
-    path: str = ""
+    path: str
     name: str | None = None
     split: str = "train"
     revision: str | None = None
     prompt: str | tuple[dict[str, str], ...] | None = None
     streaming: bool = False  # only the rows that the run can use are fetched
-    reasoning_gym: str | None = None  # a task of that package's, whose problems are the rows
-    args: dict[str, Any] = field(default_factory=dict)  # of the task
     weight: float | None = None  # of several: its share of the prompts; None: each of its rows once
 
 

@@ -29,7 +29,7 @@ class Fork:
     `start` is the checkpoint that it continues from, a PolicyVersion as text; None: it begins where the run began.
     `changes` are all its differences from run.yaml, those of its predecessors included; `skipped` are
     the steps whose prompts it leaves out until it has passed its probation. `from_step` is how far the timeline
-    before had come; None in a store from before it was noted.
+    before had come.
     """
 
     timeline: int
@@ -37,16 +37,16 @@ class Fork:
     changes: Mapping[str, bool | int | float] = field(default_factory=dict)  # keys of `grpo`
     skipped: tuple[Skipped, ...] = ()
     reason: str = ""
-    from_step: int | None = None
+    from_step: int = 0
 
     @property
     def start_at(self) -> PolicyVersion | None:
         return None if self.start is None else PolicyVersion.parse(self.start)
 
     @property
-    def probation_until_step(self) -> int | None:
-        """The last step of its probation; None where `from_step` is not known."""
-        return None if self.from_step is None else probation_until(self.from_step, self.start_at)
+    def probation_until_step(self) -> int:
+        """The last step of its probation."""
+        return probation_until(self.from_step, self.start_at)
 
 
 def probation_until(from_step: int, start: PolicyVersion | None) -> int:

@@ -1,4 +1,4 @@
-"""One member of the gateway's table, what a request wants of it and costs it, and what a change of it is."""
+"""One member of the gateway's table, what a request costs it, and what a change of it is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from policies.serving.joining import Stage
-from policies.serving.wire import EngineWord, labelled_version
+from policies.serving.wire import EngineWord
 
 # A new member may be cold, or not work at all: it gets so many requests first, and one more for each that gets its
 # first token, which doubles them with every round.
@@ -14,24 +14,6 @@ EASE_IN_REQUESTS = 8
 # The tokens of requests that are handed over are computed again as prompts, which stalls whoever decodes there. So
 # many at a time are two of vLLM's own steps of 8,192.
 REPLAY_TOKENS_MAX = 16_384
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The policy that a request is for: its label, and how many steps older on its timeline another may be."""
-
-    label: str
-    max_staleness_steps: int = 0
-
-    def accepts(self, held: str | None) -> bool:
-        """Whether a member that holds this label may serve."""
-        if held == self.label or held is None or self.max_staleness_steps == 0:
-            return held == self.label
-        try:
-            want, have = labelled_version(self.label), labelled_version(held)
-        except ValueError:
-            return False
-        return want.timeline == have.timeline and 0 < want.step - have.step <= self.max_staleness_steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from policies.model.vocabulary import machine_of
-from policies.serving.member import EASE_IN_REQUESTS, Change, Load, Row, Wanted
+from policies.serving.member import EASE_IN_REQUESTS, Change, Load, Row
 from policies.serving.wire import SILENT_S, Announce
 
 # Requests of one prompt stay together on the member that has the prompt cached, until that member has so many such
@@ -182,25 +182,25 @@ class Membership:
         nodes, terms = tuple(row.node for row in silent), tuple(row.term for row in silent)
         return Change(nodes, f"nothing heard for {SILENT_S:g} s", terms)
 
-    def serving(self, wanted: Wanted) -> tuple[Row, ...]:
-        """The members that may serve it and are not leaving, in doubt or mute, whether they have room or not."""
+    def serving(self, policy: str) -> tuple[Row, ...]:
+        """The members that hold this policy and are not leaving, in doubt or mute, with or without room."""
         return tuple(
             row
             for row in self._rows.values()
-            if not row.doubted and not row.mute and not self.draining(row.node) and wanted.accepts(row.policy)
+            if not row.doubted and not row.mute and not self.draining(row.node) and row.policy == policy
         )
 
-    def loading(self, wanted: Wanted) -> tuple[Row, ...]:
-        """The members that do not hold it and, as far as is known, will."""
+    def loading(self, policy: str) -> tuple[Row, ...]:
+        """The members that do not hold the policy and, as far as is known, will."""
         return tuple(
             row
             for row in self._rows.values()
-            if not (row.mute or row.stuck or row.unfit or self.draining(row.node) or wanted.accepts(row.policy))
+            if not (row.mute or row.stuck or row.unfit or self.draining(row.node) or row.policy == policy)
         )
 
     def choose(
         self,
-        wanted: Wanted,
+        policy: str,
         load: Load,
         avoid: frozenset[str] = frozenset(),
         refused_by: frozenset[str] = frozenset(),
@@ -211,13 +211,13 @@ class Membership:
         not much more. One that was stuck is taken only when no other has room.
 
         Args:
-            wanted: what the member must hold.
+            policy: the label of the policy that the member must hold.
             load: the request.
             avoid: nodes where the request failed last; taken only when no other has room, for a node that has come
                 back must not stand idle while the others are full.
             refused_by: nodes that refused it; taken only when no other serves.
         """
-        serving = self.serving(wanted)
+        serving = self.serving(policy)
         serving = tuple(row for row in serving if row.node not in refused_by) or serving
         well = tuple(row for row in serving if not row.stuck)
         others = tuple(row for row in well if row.node not in avoid)

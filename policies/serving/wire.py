@@ -166,8 +166,7 @@ class Batch:
     """What a trainer wants generated. `sampling` holds vLLM's completion parameters.
 
     A completion whose node is lost goes on elsewhere from the tokens that have arrived, or with `recovery: exact`
-    starts over; both give what the undisturbed one would have been. Nodes that hold a version at most
-    `max_staleness_steps` older than `policy` may serve as well; each completion says which version made all of it.
+    starts over; both give what the undisturbed one would have been. Only nodes that hold `policy` serve.
 
     Once no node has been there for `patience_s`, the batch ends with what there is of each completion as `cut`.
     """
@@ -177,7 +176,6 @@ class Batch:
     requests: list[CompletionRequest]
     deadline_s: float
     recovery: Recovery = "continue"
-    max_staleness_steps: int = 0
     patience_s: float | None = None  # None: up to the deadline
 
 

@@ -38,7 +38,7 @@ class DeadManSwitch:
         self._limit_s = silent_s
         self._clock = clock
         self._words: dict[str, bytes | None] = {}  # by object, as last read
-        self._members = layout.OLD_MEMBERS  # of the newest gateway that is known
+        self._members: str | None = None  # of the newest gateway that is known
         self._silent_s = self._unread_s = 0.0
         self._looked_at_s = clock()
 
@@ -58,10 +58,12 @@ class DeadManSwitch:
     def _is_word(self) -> bool:
         """Whether either has written. What shows it is asked first and the rest not at all: all machines ask,
         again and again, and a listing costs as much as a dozen reads. Raises StoreError."""
-        if self._has_changed(layout.LEASE) or self._has_changed(self._members):
+        if self._has_changed(layout.LEASE) or (self._members is not None and self._has_changed(self._members)):
             return True
         newest = documents.newest_gateway(self._store)
-        self._members = layout.OLD_MEMBERS if newest is None else layout.members(newest)
+        if newest is None:
+            return False
+        self._members = layout.members(newest)
         return self._has_changed(self._members)
 
     def _has_changed(self, key: str) -> bool:

@@ -9,7 +9,6 @@ from tasks.rewards.formats import think_format, xml_format
 from tasks.rewards.gsm8k import gsm8k_reward
 from tasks.rewards.in_workers import in_workers
 from tasks.rewards.mathematics import math_reward
-from tasks.rewards.reasoning import reasoning_gym_reward
 from tasks.rewards.says import form, readable_by
 from tasks.rewards.schemas import json_schema, pydantic_model
 from tasks.rewards.shaping import length_penalty, weighted_sum
@@ -24,7 +23,6 @@ __all__ = [
     "math_reward",
     "pydantic_model",
     "readable_by",
-    "reasoning_gym_reward",
     "think_format",
     "weighted_sum",
     "xml_format",

@@ -53,8 +53,8 @@ class PolicyCheck:
         return bool(base) and not (self._tied and any(HEAD.search(name) for name in base))
 
     def passed(self, folder: Path, *, bare: bool = False) -> Canary | None:
-        """Return the canary of a policy whose tensors are those that the engine expects; None if its trainer, an
-        older one or one whose weights are divided over processes, published none.
+        """Return the canary of a policy whose tensors are those that the engine expects; None if its
+        trainer, whose weights are then divided over processes, published none.
 
         Args:
             folder: the policy's.

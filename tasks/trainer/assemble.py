@@ -16,7 +16,6 @@ from transformers.utils import SAFE_WEIGHTS_NAME as WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar
 
 from checkpoint.records.documents import RunRecord
-from checkpoint.records.metrics import read_metrics
 from checkpoint.store.run_store import Store
 from checkpoint.stream.manifest import files_below
 from checkpoint.stream.spool import Spool
@@ -24,6 +23,7 @@ from policies.detect.divergence import Detector
 from policies.model.node_contract import SPOOL
 from policies.model.spec import RunSpec, generates_itself
 from policies.model.timelines import Fork, forked_spec
+from policies.model.vocabulary import Precedence
 from policies.sizing.generation import why_not_itself
 from policies.weights.adapters import QUANTISED, engine_type, why_whole
 from policies.weights.dtypes import ServedTypes
@@ -54,7 +54,6 @@ from tasks.trainer.preflight import (
     check_tokens,
 )
 from tasks.trainer.reports import keep_reports, name_reports, prepare_reports
-from tasks.trainer.sinks import Beginning
 from tasks.trainer.start import Start
 from tasks.trainer.turns import check_turns, guarded_turns, load_turns
 from tasks.trainer.user_data import load_data, prompts_used
@@ -77,6 +76,7 @@ from tasks.trl.weights import checkpoint_bytes, plain_model
 
 log = structlog.get_logger()
 
+FIRST: Precedence = (0, 1, 1)  # of a run's first trainer
 SAMPLES_RETRY_S = 30.0  # what nothing depends on is worth no longer wait
 SAVES_BEHIND_MAX = 10  # without `checkpoints.max_behind_steps`: how many saves the store may be behind
 
@@ -127,10 +127,7 @@ def assemble(
     spool = _spool(Path(env.workdir), start.spec, trainer)
     if spool is not None:
         timeline_id = f"{record.run_id}-t{env.timeline}"
-        fork = next((one for one in forks if one.timeline == env.timeline), None)
-        past = functools.partial(read_metrics, store, env.timeline)
-        beginning = Beginning(env.precedence, env.node, fork, timeline_id, past)
-        keep_reports(trainer, Path(env.workdir), beginning)
+        keep_reports(trainer, Path(env.workdir), timeline_id, is_first=env.precedence == FIRST)
         _add_first(start, trainer, client, spool)
     return trainer, spool
 

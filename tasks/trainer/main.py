@@ -49,7 +49,6 @@ from tasks.rewards.guard import BadReward
 from tasks.rewards.guarded_turns import ToolFailed
 from tasks.storing.heartbeat import Fenced, Heartbeat
 from tasks.storing.sharing import Restored, told_by_first
-from tasks.trainer import unhurried
 
 log = structlog.get_logger()
 
@@ -320,7 +319,6 @@ def end_process(code: int) -> None:
         at_last = threading.Timer(END_S, os._exit, (code,))
         at_last.daemon = True
         at_last.start()
-        unhurried.finish()  # before the threads below: what it sends goes through them
         threading._shutdown()  # type: ignore[attr-defined]  # typeshed has what is public
         atexit._run_exitfuncs()  # a tracker of runs ends its own by it
     sys.stdout.flush()

@@ -1,32 +1,43 @@
 """Where TRL reports to besides the run's store: TensorBoard, Weights & Biases, the table of completions.
 
-What lies in files of theirs stays on the trainer's machine, in REPORTS. The run's store has the metrics and the
-completions in any case.
+transformers' own callbacks send the reports. Each timeline is one run of the service, which a restarted trainer
+resumes; a step that is trained again after a crash is logged again. Files stay on the trainer's machine, in
+REPORTS. The run's store has the metrics and the completions in any case.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import json
 import netrc
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import structlog
 from transformers.integrations import get_reporting_integration_callbacks
 
-from tasks.trainer.sinks import Beginning, keep_sinks
-from tasks.trainer.user_objects import BadSpec, first_line
+from tasks.trainer.user_objects import BadSpec, first_line, passes
 
 log = structlog.get_logger()
 
 REPORTS = "reports"  # in the trainer's working folder
 COMPLETIONS = "completions"  # TRL's name for its folder of tables
 NO_KEY_NEEDED = ("offline", "disabled", "dryrun")
+TIMELINE_TAG = "grpo_orch.timeline"  # identifies MLflow's run of a timeline
+# By default MLflow makes seven retries of two minutes each, and TRL's timings are sent in the middle of a step.
+MLFLOW_DEFAULTS = {
+    "MLFLOW_ENABLE_ASYNC_LOGGING": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+}
 
 
 def prepare_reports(config: Any, workdir: Path) -> None:
-    """Say where files of reports go, and try what `report_to` names. Raises BadSpec for what is not there."""
+    """Set where report files go, and import what `report_to` names. Raises BadSpec for a missing package."""
     folder = os.environ.get("TENSORBOARD_LOGGING_DIR") or workdir / REPORTS / "tensorboard"
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(Path(folder, config.run_name))  # a folder is a run to TensorBoard
     for kind in _kinds(config):
@@ -40,10 +51,10 @@ def prepare_reports(config: Any, workdir: Path) -> None:
 
 
 def name_reports(config: Any, run_name: str, run_id: str, timeline: int) -> None:
-    """Have each timeline be one run of the sinks', however often its trainer is started again.
+    """Make each timeline one run of the services', however often its trainer restarts.
 
-    A rollback takes steps back. No sink has a word for that: drawn as one run, abandoned steps and those that
-    replace them would be one curve. What run.yaml says of a name or in `trainer.env` stays.
+    In one run for all timelines, abandoned steps and their replacements would be one curve. The names in run.yaml
+    and `trainer.env` take precedence.
 
     Args:
         config: GRPOConfig; its `run_name` gets the timeline.
@@ -58,10 +69,17 @@ def name_reports(config: Any, run_name: str, run_id: str, timeline: int) -> None
     os.environ.setdefault("WANDB_RUN_GROUP", group)
 
 
-def keep_reports(trainer: Any, workdir: Path, beginning: Beginning) -> None:
-    """Have TRL's tables of completions on the disk and not in the spool, and the reports as `sinks` says."""
+def keep_reports(trainer: Any, workdir: Path, timeline_id: str, *, is_first: bool) -> None:
+    """Write TRL's tables of completions to the disk instead of the spool, and guard training from report errors.
+
+    Args:
+        timeline_id: unique among the timelines of all runs.
+        is_first: this is the run's first trainer.
+    """
     kinds = tuple(_kinds(trainer.args))
-    keep_sinks([one for one in trainer.callback_handler.callbacks if isinstance(one, kinds)], beginning)
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, kinds):
+            _guard(callback, timeline_id, is_first=is_first)
     if not trainer.log_completions:
         return
     folder, link = workdir / REPORTS / COMPLETIONS, Path(trainer.args.output_dir, COMPLETIONS)
@@ -70,6 +88,54 @@ def keep_reports(trainer: Any, workdir: Path, beginning: Beginning) -> None:
         shutil.rmtree(link, ignore_errors=True)
         link.symlink_to(folder)
     log.info("completions_are_written", folder=str(folder), stored=False)
+
+
+def _guard(callback: Any, timeline_id: str, *, is_first: bool) -> None:
+    """Make an error disable the service's callback instead of ending the training.
+
+    The run's first trainer raises BadSpec if the service cannot start, because that is a mistake in run.yaml.
+    """
+    service, failed = type(callback).__name__.removesuffix("Callback"), False
+
+    def call(name: str, event: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        nonlocal failed
+        if failed:
+            return
+        starts = name == "on_train_begin"
+        try:
+            if starts and service == "MLflow":
+                _resume_mlflow(timeline_id)
+            event(*args, **kwargs)
+        except Exception as error:  # each service raises its own
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            if starts and is_first:
+                if passes(error):
+                    raise
+                raise BadSpec(f"grpo.report_to: {service}: {reason}") from error
+            failed = True
+            log.warning("report_disabled", service=service, error=reason)
+
+    for name in [name for name in dir(callback) if name.startswith("on_")]:
+        setattr(callback, name, functools.partial(call, name, getattr(callback, name)))
+
+
+def _resume_mlflow(timeline_id: str) -> None:
+    """Find the timeline's run, if there is one, by a tag: MLflow chooses the ids of runs itself."""
+    for name, value in MLFLOW_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if os.environ.get("MLFLOW_RUN_ID"):
+        return
+    tags = {**json.loads(os.environ.get("MLFLOW_TAGS") or "{}"), TIMELINE_TAG: timeline_id}
+    os.environ["MLFLOW_TAGS"] = json.dumps(tags)
+    experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME")
+    found = importlib.import_module("mlflow").search_runs(
+        filter_string=f"tags.`{TIMELINE_TAG}` = '{timeline_id}'",
+        max_results=1,
+        output_format="list",
+        **({"experiment_names": [experiment]} if experiment else {"search_all_experiments": True}),
+    )
+    if found:
+        os.environ["MLFLOW_RUN_ID"] = found[0].info.run_id
 
 
 def _kinds(config: Any) -> list[Any]:

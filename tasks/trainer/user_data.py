@@ -19,7 +19,6 @@ from datasets.exceptions import DatasetNotFoundError
 
 from policies.model.datasets import FILE_KINDS, counts_of, file_kind
 from policies.model.spec import Dataset, datasets_of
-from tasks.trainer.generated_data import reasoning_gym_rows
 from tasks.trainer.user_objects import BadSpec, passes
 from tasks.trainer.user_prompts import in_one_line, is_chat, prompt_maker
 
@@ -43,8 +42,7 @@ def load_data(key: str, wanted: Dataset | tuple[Dataset, ...], workdir: Path, ro
     several = datasets_of(wanted)
     for index, one in enumerate(several):
         here = key if one is wanted else f"{key}[{index}]"
-        loaded = _load(here, one, workdir, rows_used) if one.reasoning_gym is None else _made(here, one)
-        parts[here] = _with_prompts(here, loaded, one, workdir)
+        parts[here] = _with_prompts(here, _load(here, one, workdir, rows_used), one, workdir)
     rows = _together(key, parts)
     starts = itertools.accumulate(map(len, parts.values()), initial=0)
     firsts = {here: rows[start] for here, start in zip(parts, starts, strict=False)}
@@ -58,11 +56,6 @@ def prompts_used(config: Any) -> int:
     batches = config.max_steps * config.gradient_accumulation_steps
     generations = -(-batches // (config.steps_per_generation * config.num_iterations))
     return int(generations * (config.generation_batch_size // config.num_generations))
-
-
-def _made(key: str, wanted: Dataset) -> datasets.Dataset:
-    assert wanted.reasoning_gym is not None
-    return reasoning_gym_rows(f"{key}.reasoning_gym", wanted.reasoning_gym, wanted.args)
 
 
 def _load(key: str, wanted: Dataset, workdir: Path, rows_used: int) -> datasets.Dataset:
@@ -117,7 +110,7 @@ def _with_prompts(key: str, rows: datasets.Dataset, wanted: Dataset, workdir: Pa
     if wanted.prompt is None:
         if "prompt" not in rows.column_names:
             only = ", ".join(rows.column_names)
-            message = f"{wanted.path or wanted.reasoning_gym} has no column `prompt`, only {only}"
+            message = f"{wanted.path} has no column `prompt`, only {only}"
             raise BadSpec(f"{key}: {message}; {_how_to_make_prompts(rows)}")
         _check_column(key, rows)
         return rows

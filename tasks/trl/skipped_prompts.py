@@ -68,14 +68,14 @@ class Walk:
 @dataclass(frozen=True, slots=True)
 class ReplacedPrompts:
     """Prompts in the place of others, by their numbers in the dataset, in windows that begin at `until_step` or
-    before; None: in all."""
+    before."""
 
     others: Mapping[int, int] = field(default_factory=dict)
-    until_step: int | None = None
+    until_step: int = 0
 
     def at(self, step: int) -> Mapping[int, int]:
         """What stands in the place of what in a window that begins with `step`."""
-        return self.others if self.until_step is None or step <= self.until_step else {}
+        return self.others if step <= self.until_step else {}
 
     def seen(self, walk: Walk, first_step: int, last_step: int) -> set[int]:
         """The prompts that these steps really see."""

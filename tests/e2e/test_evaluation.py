@@ -93,7 +93,7 @@ def activity(store: Store) -> str:
 
 def members(store: Store) -> list[str]:
     """The nodes that the gateway has last said to serve."""
-    status = documents.members(documents.newest_gateway(store)).read(store)
+    status = documents.read_members(store)
     return [] if status is None else [one.node for one in status.members if one.policy is not None]
 
 

@@ -167,7 +167,8 @@ class LongRun:
         for _, tick in groupby(told, key=lambda one: one[0] // TICK_S):
             events = list(tick)
             self._journal.append(events[-1][0], tuple(event for _, event in events))
-        lease = documents.Lease("build-7/4242", "another-host.invalid", 4242, "1", 1, self._at_s(self.step), 3600)
+        at_s = self._at_s(self.step)
+        lease = documents.Lease("build-7/4242", "another-host.invalid", 4242, "1", 1, at_s, 3600, at_s)
         documents.LEASE.write(self.store, lease)
 
     def _run_events(self) -> list[tuple[float, Event]]:

@@ -148,7 +148,7 @@ class World:
         self.happens(at_s + 5, FleetMoved(timeline, f"{timeline}-{start_step}"))
 
     def is_steered(self, at_s: float) -> None:
-        lease = documents.Lease("build-7/42", "another-host.invalid", 42, "1", 1, T0 + at_s, 15.0)
+        lease = documents.Lease("build-7/42", "another-host.invalid", 42, "1", 1, T0 + at_s, 15.0, T0 + at_s)
         documents.LEASE.write(self.store, lease)
 
     def saves(self, at_s: float, step: int, folder: Path, timeline: int = 0) -> None:

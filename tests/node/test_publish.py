@@ -112,7 +112,6 @@ def test_remains_go_and_foreign_files_stay(world: World) -> None:
     world.store.put("policies/README", b"a foreign file")
     world.store.put("policies/notes/mine/text", b"another")
     world.store.put(f"{layout.policy(PolicyVersion(0, 7), FIRST)}/chunk", b"cut off before its manifest")
-    world.store.put(f"{layout.policy(PolicyVersion(0, 3))}/manifest.json", b"as earlier releases named it")
     publish(world.publisher(SECOND), 0, 5, 6)
     assert world.left() == ["", "0000/00000005-i2-a1", "0000/00000006-i2-a1", "notes/mine"]
 

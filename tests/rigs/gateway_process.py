@@ -88,7 +88,7 @@ class Rig:
 
     def _written(self) -> GatewayStatus | None:
         address = documents.read_gateway(self.store)
-        status = documents.members(documents.newest_gateway(self.store)).read(self.store)
+        status = documents.read_members(self.store)
         assert address is not None
         return status if status is not None and status.boot_id == address.boot_id else None
 
@@ -135,7 +135,6 @@ def make_batch(
     max_tokens: int = 16,
     deadline_s: float = HANG_S,
     recovery: Literal["continue", "exact"] = "continue",
-    max_staleness_steps: int = 0,
     **sampling: object,
 ) -> Batch:
     """Requests in groups of eight, as a trainer makes them."""
@@ -145,7 +144,6 @@ def make_batch(
         requests=[CompletionRequest(i, [1, 2, 3 + i // 8], seed=1000 + i) for i in range(requests)],
         deadline_s=deadline_s,
         recovery=recovery,
-        max_staleness_steps=max_staleness_steps,
     )
 
 

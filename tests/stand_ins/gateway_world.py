@@ -234,7 +234,7 @@ def job(*, chat: bool = False, policy: str = "0-0", group: object = None, **body
     prompt: dict[str, Any] = {"prompt": [1, 2, 3]}
     if chat:
         prompt = {"messages": [{"role": "user", "content": "hello"}]}
-    options = {name: body.pop(name) for name in ("recovery", "keep_text", "max_staleness_steps") if name in body}
+    options = {name: body.pop(name) for name in ("recovery", "keep_text") if name in body}
     whole = {"temperature": 1.0, "max_tokens": 16, "seed": seed, **prompt, **body}
     return Job(
         body=whole,

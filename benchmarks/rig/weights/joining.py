@@ -126,7 +126,7 @@ def _begin_run(store: Store, folder: Path, vllm: dict[str, Any]) -> PolicyRef:
     )
     documents.create_run(store, RunRecord(documents.SCHEMA, "joining", 0.0, spec))
     vouch(store, TOKEN)
-    prefix = layout.policy(VERSION)
+    prefix = layout.policy(VERSION, (0, 1, 1))
     found = manifest.publish(store, prefix, folder / "model", VERSION, now_s=0.0)
     return PolicyRef(str(VERSION), prefix, found.digest)
 
@@ -168,7 +168,7 @@ def _env(store: Store, folder: Path, server: S3Server, node: str) -> dict[str, s
 
 
 def _status(store: Store) -> GatewayStatus:
-    return _until(lambda: documents.members(documents.newest_gateway(store)).read(store))
+    return _until(lambda: documents.read_members(store))
 
 
 def _until(look: Callable[[], T | None]) -> T:

@@ -58,4 +58,4 @@ class OnRecord(NamedTuple):
 def on_record(folder: Path) -> OnRecord:
     """Read the machine's record."""
     document = json.loads((folder / MACHINE).read_text())
-    return OnRecord(document["attempt"], document.get("exit_code"), document["pid"], document.get("reason", ""))
+    return OnRecord(document["attempt"], document["exit_code"], document["pid"], document["reason"])

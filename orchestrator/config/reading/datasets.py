@@ -12,8 +12,6 @@ from orchestrator.config.reading.kinds import shown
 from orchestrator.config.reading.problems import Findings, KeyPath
 from policies.model.datasets import is_import_path, read_template
 
-REASONING_GYM_SIZE = 500  # its default
-_OF_FILES = ("path", "name", "split", "revision", "streaming")
 _EXPECTED = "expected a text with columns in braces, as in {question}, or module.function"
 
 
@@ -39,9 +37,7 @@ def check_datasets(trainer: dict[str, Any], workdir: Path, findings: Findings) -
                 findings.add(here, problem)
         elif prompt is not None and _columns(prompt, here, findings) == ():
             findings.add(here, f"{_EXPECTED}; got {shown(prompt)}")
-        _check_source(path, dataset, findings)
         _check_streaming(path, dataset, findings)
-    _check_overlap(trainer, findings)
     for key in ("dataset", "eval_dataset"):
         _check_weights(trainer.get(key), ("trainer", key), findings)
 
@@ -65,54 +61,6 @@ def _columns(text: str, path: KeyPath, findings: Findings) -> tuple[str, ...] | 
     except ValueError as error:
         findings.add(path, str(error))
         return None
-
-
-def _check_source(path: KeyPath, dataset: dict[str, Any], findings: Findings) -> None:
-    """Rows are read or made, and made ones are the same at a restart."""
-    if any(findings.doubtful((*path, key)) for key in ("path", "reasoning_gym")):
-        return
-    if dataset.get("reasoning_gym") is None:
-        if "path" not in dataset:
-            expected = "a dataset's name on the hub, a folder or a file, or a task as `reasoning_gym`"
-            findings.missing((*path, "path"), f"missing; expected {expected}")
-        if "args" in dataset:
-            findings.add((*path, "args"), "they are a task's of `reasoning_gym`, and there is none; remove them")
-        return
-    for key in (key for key in _OF_FILES if key in dataset):
-        findings.add((*path, key), "says which rows are read, and those of `reasoning_gym` are made; remove it")
-    args = dataset.get("args") or {}
-    for key, needed in (("seed", True), ("size", False)):
-        value = args.get(key)
-        if (value is not None or needed) and not (isinstance(value, int) and value >= 0):
-            message = "a restart has to make the same problems" if needed else "it is how many problems are made"
-            findings.add(path, f"args: expected `{key}` as a whole number, got {shown(value)}; {message}")
-
-
-def _check_overlap(trainer: dict[str, Any], findings: Findings) -> None:
-    """reasoning-gym makes its problem i of the seed plus i: neighbouring seeds give the same ones."""
-    made = [
-        (path, one["reasoning_gym"], dict(one["args"]))
-        for path, one in each_dataset(trainer)
-        if isinstance(one.get("reasoning_gym"), str) and isinstance(one.get("args"), dict)
-    ]
-    sound = [one for one in made if not findings.doubtful(one[0])]
-    trained_on = [one for one in sound if one[0][1] == "dataset"]
-    for path, task, args in (one for one in sound if one[0][1] == "eval_dataset"):
-        start, end = _numbers(args)
-        for _, same, others in trained_on:
-            other_start, other_end = _numbers(others)
-            alike = same == task and _difficulty(args) == _difficulty(others)
-            if alike and start < other_end and other_start < end:
-                message = "has problems of trainer.dataset, for each is made of the seed plus its number"
-                findings.add(path, f"{message}; expected args.seed from {other_end} on")
-
-
-def _numbers(args: dict[str, Any]) -> tuple[int, int]:
-    return args["seed"], args["seed"] + (args.get("size") or REASONING_GYM_SIZE)
-
-
-def _difficulty(args: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in args.items() if key not in ("seed", "size")}
 
 
 def _check_streaming(path: KeyPath, dataset: dict[str, Any], findings: Findings) -> None:

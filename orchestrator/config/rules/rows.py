@@ -19,7 +19,7 @@ from orchestrator.config.reading.problems import Findings, KeyPath
 from orchestrator.config.rules.effective import Doubtful, EffectiveRun
 from policies.model.datasets import counts_of, file_kind, is_import_path, read_template
 
-PREPARED = ("reasoning_gym", "streaming", "name", "revision")  # rows that are not simply those of the file
+PREPARED = ("streaming", "name", "revision")  # rows that are not simply those of the file
 COLUMNS_SHOWN = 12
 SCANNED_BYTES_MAX = 64 * 2**20  # a larger file is read as far as one step needs
 FORMS = {

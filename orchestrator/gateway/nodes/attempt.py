@@ -43,7 +43,6 @@ class Attempt:
 
     Attributes:
         job: filled as tokens come.
-        policy: the label that the member holds and is asked for.
         max_tokens: the job's.
         sent_s: when the request was sent.
         begun_s: when its first token came; None before.
@@ -58,14 +57,13 @@ class Attempt:
         "heard_s",
         "job",
         "max_tokens",
-        "policy",
         "queued_s",
         "sent_s",
     )
 
-    def __init__(self, job: Job, policy: str) -> None:
+    def __init__(self, job: Job) -> None:
         loop = asyncio.get_running_loop()
-        self.job, self.policy, self.max_tokens = job, policy, job.max_tokens
+        self.job, self.max_tokens = job, job.max_tokens
         self._before = len(job.token_ids)
         self._done: asyncio.Future[End] = loop.create_future()
         self.sent_s = self.heard_s = loop.time()

@@ -41,14 +41,13 @@ class VllmAttempt(Attempt):
     Args:
         job: filled as tokens come.
         link: the member.
-        policy: the label that it holds and is asked for.
         begun: called when its first token comes.
     """
 
     __slots__ = ("_begun", "_connection", "_error_body", "_now", "_rest", "_status", "link")
 
-    def __init__(self, job: Job, link: Link, policy: str, begun: Callable[[], None]) -> None:
-        super().__init__(job, policy)
+    def __init__(self, job: Job, link: Link, begun: Callable[[], None]) -> None:
+        super().__init__(job)
         self.link, self._begun = link, begun
         self._now = asyncio.get_running_loop().time
         self._connection: Connection | None = None
@@ -138,7 +137,7 @@ class VllmAttempt(Attempt):
             encoded = _encode(body)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise RequestRefused(f"it cannot be sent to a node: {error}") from error
-        return [self.link.head("POST", path, self.policy, len(encoded)), encoded]
+        return [self.link.head("POST", path, self.job.policy, len(encoded)), encoded]
 
     async def _connect(self) -> Connection:
         """Connect, unless this try ends before that."""

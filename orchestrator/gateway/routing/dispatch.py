@@ -81,7 +81,7 @@ class Completer:
                 raise refused
             refused = None
             place = await self._place(job, avoid)
-            attempt = VllmAttempt(job, place.link, place.policy, partial(self._members.places.begun, place))
+            attempt = VllmAttempt(job, place.link, partial(self._members.places.begun, place))
             try:
                 end = await attempt.run()
             except NodeFailed as error:
@@ -117,9 +117,6 @@ class Completer:
         # What one member has computed, the next must compute again.
         replayed = 0 if job.first_token_s is None else job.prompt_tokens + len(job.token_ids)
         place = await self._members.places.lend(job, self._load(job, replayed), avoid)
-        if job.token_ids and place.policy != job.made_from:
-            self._start_over(job)
-        job.made_from = place.policy
         self._ledger.replayed_prefill += replayed
         return place
 
@@ -168,7 +165,7 @@ class Completer:
             stop_reason=end.stop_reason,
             text=job.text if job.keep_text else None,
             prompt_token_ids=job.prompt_token_ids,
-            policy=job.made_from,
+            policy=job.policy,
             node=attempt.link.node,
             handovers=job.handovers,
             first_token_s=(job.first_token_s or attempt.heard_s) - asked_s,

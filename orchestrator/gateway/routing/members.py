@@ -24,7 +24,7 @@ from orchestrator.gateway.turns import Turns
 from policies.model.vocabulary import Recovery, machine_of
 from policies.serving.gateway_status import MembershipChange, MemberStatus, VersionSpread
 from policies.serving.joining import Coming, Stage, gets_on
-from policies.serving.member import Change, Row, Wanted
+from policies.serving.member import Change, Row
 from policies.serving.membership import Membership
 from policies.serving.silence import SilenceLimits
 from policies.serving.wire import HOLD_S, SILENT_S, Announce, AnnounceReply, PolicyRef, PolicyStages
@@ -105,9 +105,9 @@ class Members:
         """The node's row, or None when it is not a member."""
         return self._table.row(node)
 
-    def serving(self, wanted: Wanted) -> tuple[Row, ...]:
-        """The members that may serve it and are not leaving."""
-        return self._table.serving(wanted)
+    def serving(self, policy: str) -> tuple[Row, ...]:
+        """The members that hold this policy and are not leaving."""
+        return self._table.serving(policy)
 
     def anyone(self) -> bool:
         """Whether a member is there that has work, or may come to serve what is wanted.
@@ -144,7 +144,7 @@ class Members:
     def status(self) -> list[MemberStatus]:
         """Every member, in the order in which they came."""
         now_s = time.monotonic()
-        serving = () if self._wanted is None else self._table.serving(Wanted(self._wanted.label))
+        serving = () if self._wanted is None else self._table.serving(self._wanted.label)
         terms = {row.term for row in serving}
         return [self._status_of(row, row.term in terms, now_s) for row in self._table.rows]
 

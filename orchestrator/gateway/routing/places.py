@@ -10,7 +10,7 @@ from types import MappingProxyType
 from orchestrator.gateway.job import Job
 from orchestrator.gateway.nodes.link import Link
 from orchestrator.gateway.routing.waiting import Place, Queue, Waiter, Waiting
-from policies.serving.member import Load, Row, Wanted
+from policies.serving.member import Load, Row
 from policies.serving.membership import Membership
 
 # For so long the first member with a new policy gets no more than its share while others load it. What it got
@@ -32,8 +32,8 @@ class Places:
         self._connect = connect
         self._left = left
         self._links: dict[int, Link] = {}
-        self._queues: dict[Wanted, Queue] = {}
-        self._wanted: Wanted | None = None
+        self._queues: dict[str, Queue] = {}  # by the policy that is asked for
+        self._wanted = ""  # the policy
         self._changed = asyncio.Event()  # set once, by the next change
         self._shares_until_s: float | None = 0.0  # while members load; None: nobody serves yet
         self.waiting = Waiting()
@@ -45,7 +45,7 @@ class Places:
 
     def want(self, policy: str) -> None:
         """Members are told to hold this policy from now on."""
-        self._wanted = Wanted(policy)
+        self._wanted = policy
         self._shares_until_s = None
         self._table.forget_groups()
         self.note_change()
@@ -66,14 +66,13 @@ class Places:
 
         Raises QueueFull.
         """
-        wanted = Wanted(job.policy, job.max_staleness_steps)
-        if wanted not in self._queues or load.replayed:
-            row = self._choose(wanted, job, load, avoid)
+        if job.policy not in self._queues or load.replayed:
+            row = self._choose(job, load, avoid)
             if row is not None:
                 return self._place_on(row, load)
         with self.waiting.with_one_more(job):
             waiter = Waiter(job, load, avoid, asyncio.get_running_loop().create_future())
-            self._queues.setdefault(wanted, Queue()).add(waiter)
+            self._queues.setdefault(job.policy, Queue()).add(waiter)
             self._serve_waiting()  # those before it may have gone away
             try:
                 return await waiter.place
@@ -100,21 +99,20 @@ class Places:
 
         Raises QueueFull.
         """
-        wanted = Wanted(job.policy, job.max_staleness_steps)
-        if _not_refused(job, self._table.serving(wanted)):
+        if _not_refused(job, self._table.serving(job.policy)):
             return True
         with self.waiting.with_one_more(job):
-            while self._wanted and wanted.accepts(self._wanted.label):
-                if not _not_refused(job, self._table.loading(wanted)):
+            while self._wanted == job.policy:
+                if not _not_refused(job, self._table.loading(job.policy)):
                     break
                 await self._changed.wait()
-                if _not_refused(job, self._table.serving(wanted)):
+                if _not_refused(job, self._table.serving(job.policy)):
                     return True
         return False
 
     def awaited(self, policy: str) -> bool:
-        """Whether a job waits for a place that a member with this policy could have."""
-        return any(wanted.accepts(policy) for wanted in self._queues)
+        """Whether a job waits for a place on a member with this policy."""
+        return policy in self._queues
 
     def fill(self) -> None:
         """Members have more room, or there are more of them: lend it to those who wait."""
@@ -126,13 +124,13 @@ class Places:
 
     def _serve_waiting(self) -> None:
         """Give places to those who wait, in their order, for as long as there are any."""
-        for wanted, queue in list(self._queues.items()):
+        for policy, queue in list(self._queues.items()):
             for waiters in (queue.handed_over, queue.new):
                 aside = []  # what one member has refused does not keep the others from that member
                 while waiters:
                     waiter = waiters[0]
                     if not waiter.place.done():
-                        row = self._choose(wanted, waiter.job, waiter.load, waiter.avoid)
+                        row = self._choose(waiter.job, waiter.load, waiter.avoid)
                         if row is None and waiter.job.refused_by:
                             aside.append(waiters.popleft())
                             continue
@@ -142,25 +140,20 @@ class Places:
                     queue.tokens -= waiters.popleft().load.tokens
                 waiters.extendleft(reversed(aside))
             if not queue:
-                del self._queues[wanted]
+                del self._queues[policy]
 
-    def _choose(self, wanted: Wanted, job: Job, load: Load, avoid: frozenset[str]) -> Row | None:
-        """A completion is of one policy: that which made what has arrived, while anybody serves it."""
-        if job.token_ids and job.made_from != wanted.label:
-            same = Wanted(job.made_from)
-            if self._table.serving(same):
-                return self._table.choose(same, load, avoid, job.refused_by)
-        row = self._table.choose(wanted, load, avoid, job.refused_by)
-        return None if row is not None and not load.replayed and self._has_its_share(wanted, row) else row
+    def _choose(self, job: Job, load: Load, avoid: frozenset[str]) -> Row | None:
+        row = self._table.choose(job.policy, load, avoid, job.refused_by)
+        return None if row is not None and not load.replayed and self._has_its_share(job.policy, row) else row
 
-    def _has_its_share(self, wanted: Wanted, row: Row) -> bool:
+    def _has_its_share(self, policy: str, row: Row) -> bool:
         """Whether the rest is kept for members that load."""
         if self._shares_until_s is None or time.monotonic() >= self._shares_until_s:
             return False
-        serving, loading = self._table.serving(wanted), self._table.loading(wanted)
+        serving, loading = self._table.serving(policy), self._table.loading(policy)
         if not loading:
             return False
-        queue = self._queues.get(wanted)
+        queue = self._queues.get(policy)
         tokens = sum(one.outstanding for one in serving) + (queue.tokens if queue else 0)
         return row.outstanding * (len(serving) + len(loading)) >= tokens
 
@@ -169,8 +162,7 @@ class Places:
         if link is None:
             link = self._links[row.term] = self._connect(row)
         self._table.started(row.node, load)
-        assert row.policy is not None
-        return Place(link, row.policy, load)
+        return Place(link, load)
 
 
 def _not_refused(job: Job, rows: tuple[Row, ...]) -> bool:

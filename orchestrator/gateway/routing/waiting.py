@@ -25,7 +25,6 @@ class Place:
     """A job's place on a member, to be given back with `Places.give_back`."""
 
     link: Link
-    policy: str  # the label that the member held then
     load: Load
     begun: bool = False
 

@@ -13,7 +13,7 @@ from orchestrator.gateway.nodes.attempt import Attempt, NodeFailed, Why
 from orchestrator.gateway.nodes.connection import STALLED_S
 from orchestrator.gateway.nodes.link import PROBE_S, Link
 from orchestrator.gateway.routing.members import Members
-from policies.serving.member import Row, Wanted
+from policies.serving.member import Row
 from policies.serving.sharing import Movable, Sharer, share_out, tokens_left
 from policies.serving.silence import MOST_S
 
@@ -105,7 +105,7 @@ class Watch:
             if not row.running or not members.draining(row.node):
                 continue
             seen[row.term] = self._drained_at_s.get(row.term, now_s)
-            if now_s - seen[row.term] > self._drain_s and row.policy and members.serving(Wanted(row.policy)):
+            if now_s - seen[row.term] > self._drain_s and row.policy and members.serving(row.policy):
                 for attempt in list(members.links[row.term].running):
                     if attempt.movable:
                         attempt.fail(NodeFailed(Why.DRAINED, f"it drains and was not done in {self._drain_s:g} s"))
@@ -146,7 +146,7 @@ class Balance:
         self._begun &= held
 
     def _divide(self, policy: str) -> None:
-        rows = [row for row in self._members.serving(Wanted(policy)) if not row.stuck]
+        rows = [row for row in self._members.serving(policy) if not row.stuck]
         most, least = max((one.running for one in rows), default=0), min((one.running for one in rows), default=0)
         is_even = most - least < 2 and not (most and self._is_any_slow(rows))
         if is_even or self._members.places.awaited(policy):
@@ -200,7 +200,7 @@ class Balance:
 
 
 def _goes(attempt: Attempt, policy: str) -> bool:
-    return attempt.policy == policy and attempt.job.shared < MOVES_MAX and attempt.movable
+    return attempt.job.policy == policy and attempt.job.shared < MOVES_MAX and attempt.movable
 
 
 def _order(attempt: Attempt) -> tuple[bool, float]:

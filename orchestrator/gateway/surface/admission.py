@@ -223,8 +223,6 @@ def check_batch(batch: Batch) -> None:
     _check_sampling(batch.sampling)
     if not (math.isfinite(batch.deadline_s) and batch.deadline_s > 0):
         raise Refused(400, f"deadline_s must be above 0, not {batch.deadline_s}")
-    if not 0 <= batch.max_staleness_steps < NUMBER_END:
-        raise Refused(400, "max_staleness_steps must be at least 0")
     if batch.patience_s is not None and not batch.patience_s >= 0:
         raise Refused(400, f"patience_s must be at least 0, not {batch.patience_s}")
 

@@ -14,7 +14,7 @@ from orchestrator.gateway.job import Job, RequestRefused, WeightsRefused
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface.admission import Prompt
-from policies.serving.member import Row, Wanted
+from policies.serving.member import Row
 from policies.serving.wire import CUT, REFUSED, Batch, BatchLine, Completion, Progress, Sample
 
 log = structlog.get_logger()
@@ -40,7 +40,7 @@ class BatchRun:
         self, batch: Batch, prompts: list[Prompt], members: Members, completer: Completer, ledger: Ledger
     ) -> None:
         self._batch = batch
-        self._wanted = Wanted(batch.policy.label, batch.max_staleness_steps)
+        self._policy = batch.policy.label
         self._members = members
         self._completer = completer
         self._ledger = ledger
@@ -136,10 +136,9 @@ class BatchRun:
     def _job(self, prompt: array[int], sample: Sample, group: int, size: int) -> Job:
         return Job(
             body={**self._batch.sampling, "prompt": prompt, "seed": sample.seed},
-            policy=self._batch.policy.label,
+            policy=self._policy,
             group=group,
             prompt_tokens=len(prompt),
-            max_staleness_steps=self._batch.max_staleness_steps,
             recovery=self._batch.recovery,
             prompt_token_ids=prompt,
             admitted=True,
@@ -189,7 +188,7 @@ class BatchRun:
         self._news.set()
 
     def _serving(self) -> int:
-        return len(self._members.serving(self._wanted))
+        return len(self._members.serving(self._policy))
 
     def _tokens(self) -> int:
         return sum(len(job.token_ids) for job in self._jobs)
@@ -203,7 +202,7 @@ class BatchRun:
         return Progress(self._tokens(), self._discarded(), self._serving(), waiting, moves)
 
     def _too_late(self) -> str:
-        policy, within = self._wanted.label, f"within {self._batch.deadline_s:g} s (`rollout.deadline_s`)"
+        policy, within = self._policy, f"within {self._batch.deadline_s:g} s (`rollout.deadline_s`)"
         last = next((job.last_failure for job in self._jobs if job.last_failure), "")
         failure = f"; a failure was {last}" if last else ""
         if not self._serving():
@@ -216,7 +215,7 @@ class BatchRun:
         tokens = self._tokens()
         self._ledger.discarded += tokens
         self._ledger.owed += tokens + self._discarded()
-        log.warning("batch_given_up", policy=self._wanted.label, tokens=tokens)
+        log.warning("batch_given_up", policy=self._policy, tokens=tokens)
         # The frames of cancelled tasks hold each other, and garbage is looked for rarely.
         for prompt in self._prompts:
             del prompt.token_ids[:]
@@ -230,7 +229,7 @@ class BatchRun:
 
 def _cut(index: int, job: Job) -> Completion:
     made = job.token_ids, job.logprobs
-    return Completion(index, *made, CUT, job.made_from, "", handed_over=job.handed_over)
+    return Completion(index, *made, CUT, job.policy, "", handed_over=job.handed_over)
 
 
 def _holds(row: Row) -> str:

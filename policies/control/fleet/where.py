@@ -40,7 +40,7 @@ def tell_unknown(tick: Tick) -> None:
 
 def may_choose(tick: Tick) -> bool:
     """Whether it is known where machines can be had and where the run's are, on which the region depends. The
-    journal tells that but of those that an older version bought, of which the cloud does once it is heard."""
+    journal has that, except for machines bought while no pools were known; the cloud's listing then shows it."""
     offers = tick.snapshot.pools
     if not offers or tick.snapshot.machines is not None:
         return offers is not None

@@ -113,10 +113,8 @@ class SavesIntoSpool:
         self._step, self._buffered_inputs = state["step"], state["buffered"]
         if self.args.sync_ref_model:
             load_model(self.accelerator.unwrap_model(self.ref_model), str(Path(checkpoint) / REF_MODEL_FILE))
-        # A checkpoint from before there were forks names neither.
-        if state.get("timeline", 0) != self._timeline or not as_many:
-            first_of_group = self.optimizer.param_groups[0].get("initial_lr", self.args.learning_rate)
-            self._begin_timeline(state.get("learning_rate", first_of_group))
+        if state["timeline"] != self._timeline or not as_many:
+            self._begin_timeline(state["learning_rate"])
 
     def _begin_timeline(self, learning_rate: float) -> None:
         """Make of what an earlier timeline saved, or another number of processes, a beginning of what is to come.
@@ -150,7 +148,7 @@ def why_not_resumable(trainer: Any, checkpoint: Path) -> str:
     state, as_many = _window_state(checkpoint, trainer.args, torch.device("cpu"))
     if as_many:
         return ""
-    now, then = completions_per_step(trainer.args), state.get("completions_per_step")
+    now, then = completions_per_step(trainer.args), state["completions_per_step"]
     saved, processes = len(_window_files(checkpoint)), trainer.args.world_size
     message = f"the checkpoint is of {saved} processes, and {processes} are to go on from it"
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:

@@ -53,5 +53,5 @@ def test_what_the_trainer_waited_before_it_generated_itself_is_no_part_of_such_a
     assert step_times(rows)[0] == MeasuredStep(10, 4, 0, 100, own_s=4)
 
 
-def test_a_log_from_before_generation_was_measured_tells_nothing() -> None:
+def test_rows_without_a_generation_tell_nothing() -> None:
     assert step_times([Row(0, n, 10.0 * n, 1, {TOKENS: 9.0}) for n in range(9)]) == []

@@ -54,7 +54,7 @@ OPTIONAL: dict[str, bytes] = {
     layout.gateway(BEAT.precedence): to_json(GatewayAddress("http://10.0.0.1:1", "g1")),
     layout.members(BEAT.precedence): to_json(MEMBERS),
     layout.TRAINER: to_json(BEAT),
-    layout.LEASE: to_json(Lease("h/1", "h", 1, "", 1, NOW_S, 15.0)),
+    layout.LEASE: to_json(Lease("h/1", "h", 1, "", 1, NOW_S, 15.0, NOW_S)),
     COMMAND_KEY: to_json(Command("000000000000001-ab", "rollback", "0-2", {"beta": 0.5})),
     ROWS_KEY: b"".join(to_json(row) + b"\n" for row in ROWS),
     f"{layout.export(HEALTHY)}.json": to_json(Export(str(HEALTHY), "exports/0-2")),

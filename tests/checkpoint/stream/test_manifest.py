@@ -17,7 +17,7 @@ from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import labelled_version
 
 VERSION = PolicyVersion(0, 7)
-PREFIX = layout.policy(VERSION)
+PREFIX = layout.policy(VERSION, (0, 1, 1))
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -36,7 +36,7 @@ def folder(path: Path, **files: bytes) -> Path:
 def test_a_folder_exists_only_with_its_manifest(store: Store, tmp_path: Path) -> None:
     source = folder(tmp_path / "src", one=b"1" * 1000, two=b"2", none=b"")
     published = manifest.publish(store, PREFIX, source, VERSION, 5.0, {"torch": "2"})
-    cut_off = layout.policy(PolicyVersion(0, 9))
+    cut_off = layout.policy(PolicyVersion(0, 9), (0, 1, 1))
     store.put(f"{cut_off}/one", b"cut off before its manifest")
     with pytest.raises(NotFound):
         manifest.fetch(store, cut_off, tmp_path / "none")

@@ -113,8 +113,10 @@ class Lab:
         documents.create_run(self._store, RunRecord(documents.SCHEMA, "test", 0.0, spec))
         vouch(self._store, TOKEN)
         version = PolicyVersion.parse("0-0")
-        made = manifest.publish(self._store, layout.policy(version), folder / "policy", version, now_s=0.0)
-        self._policy = PolicyRef("0-0", layout.policy(version), made.digest)
+        made = manifest.publish(
+            self._store, layout.policy(version, (0, 1, 1)), folder / "policy", version, now_s=0.0
+        )
+        self._policy = PolicyRef("0-0", layout.policy(version, (0, 1, 1)), made.digest)
         env = {**os.environ, "GRPO_ORCH_RUN": self._store.url, "GRPO_ORCH_TOKEN": TOKEN}
         env["GRPO_ORCH_GATEWAY_HOST"] = GATEWAY
         self._gateway = subprocess.Popen([NODE_PYTHON, "-m", "orchestrator.gateway"], env=env)

@@ -131,8 +131,8 @@ class Lab:
             tensors = load_file(folder / "model.safetensors")
             del tensors[lacking]
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        manifest.publish(self.store, layout.policy(parsed), folder, parsed, now_s=0.0)
-        return PolicyRef(version, layout.policy(parsed))
+        manifest.publish(self.store, layout.policy(parsed, (0, 1, 1)), folder, parsed, now_s=0.0)
+        return PolicyRef(version, layout.policy(parsed, (0, 1, 1)))
 
     def kill_vllm(self) -> None:
         """As the kernel does where memory is short."""
@@ -148,7 +148,7 @@ class Lab:
         return next(iter(self.members()), None)
 
     def members(self) -> list[MemberStatus]:
-        status = documents.members(documents.newest_gateway(self.store)).read(self.store)
+        status = documents.read_members(self.store)
         return status.members if status else []
 
     def ask(

@@ -116,7 +116,7 @@ WINDOW: dict[str, Any] = {
 def test_the_prompts_of_skipped_steps_are_not_seen_again(rig: Rig) -> None:
     train_here(rig, 0, None)
     # The two of step 5 (of policy 0-4), and on the next timeline one of theirs again, a replacement among them.
-    write_fork(rig.store, Fork(1, str(START), {}, (Skipped(0, 5, 5),)))
+    write_fork(rig.store, Fork(1, str(START), {}, (Skipped(0, 5, 5),), from_step=STEPS))
     train_here(rig, 1, START)
     seen = rig.gateway.prompts
     gone = seen["0-4"]
@@ -144,7 +144,7 @@ def test_skipped_prompts_come_back_once_the_probation_is_over(rig: Rig) -> None:
 @pytest.mark.parametrize("rig", [WINDOW], ids=["window"], indirect=True)
 def test_a_window_that_the_fork_divides_is_made_anew_with_other_prompts(rig: Rig) -> None:
     train_here(rig, 0, None)
-    write_fork(rig.store, Fork(1, "0-3", {}, (Skipped(0, 4, 4),)))
+    write_fork(rig.store, Fork(1, "0-3", {}, (Skipped(0, 4, 4),), from_step=STEPS))
     train_here(rig, 1, PolicyVersion(0, 3))
     seen = rig.gateway.prompts
     assert set(seen) == {"0-0", "0-4", "1-3", "1-4"}, "the rest of the window, and the next one in time"
@@ -209,7 +209,7 @@ def replaced(forks: Sequence[Fork], timeline: int) -> list[int]:
     return [found.others.get(prompt, prompt) for prompt in range(10)]
 
 
-FIRST = Fork(1, "0-2", {}, (Skipped(0, 3, 4),))  # of prompts 2 and 3
+FIRST = Fork(1, "0-2", {}, (Skipped(0, 3, 4),), from_step=9)  # of prompts 2 and 3
 
 
 def test_replacements() -> None:

@@ -61,7 +61,7 @@ def quicker(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Race]:
     def steer(*phases: RunPhase) -> None:
         other = Journal(store, "other/1")
         other.take_over(time.time(), "other", 1, "resume")
-        documents.LEASE.write(store, lease.own_lease(other.epoch, time.time()))
+        documents.LEASE.write(store, lease.own_lease(other.epoch, time.time(), time.time()))
         until("a command", lambda: seen.is_set() and documents.read_commands(store))
         other.append(time.time(), tuple(RunMoved(phase, "told to") for phase in phases))
         documents.LEASE.drop(store)
@@ -102,7 +102,7 @@ def taken_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
             other = Journal(store, "other/1")
             if not early:
                 other.take_over(time.time(), "other", 1, "resume")
-            lead = lease.own_lease(other.epoch, time.time())
+            lead = lease.own_lease(other.epoch, time.time(), time.time())
             if early:
                 documents.LEASE.write(store, lead)
             started.append(spawn(*given))

@@ -28,7 +28,7 @@ NAMES = ["plain", "two words", "it's", 'a "b"', "$HOME", "`id`", "a[b]", "a;b&c"
 def test_what_a_command_tells_to_do_next_can_be_pasted(name: str, grpo_orch: Cli, tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}/{name}")
     documents.create_run(store, RunRecord(documents.SCHEMA, "sim-0", 0.0, spec()))
-    documents.LEASE.write(store, own_lease(1, time.time()))
+    documents.LEASE.write(store, own_lease(1, time.time(), time.time()))
     held = grpo_orch("resume", store.url)
     assert held.code == exit_codes.HELD
     told = held.line.partition("watch it with `")[2].partition("`, stop it with ")[0]

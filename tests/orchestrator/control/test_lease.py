@@ -16,7 +16,7 @@ NOW_S = 1.7e9
 
 
 def elsewhere(ahead_s: float) -> Lease:
-    return Lease("there/7", "there", 7, "1", 3, NOW_S + ahead_s, TTL_S)
+    return Lease("there/7", "there", 7, "1", 3, NOW_S + ahead_s, TTL_S, NOW_S)
 
 
 class Holder:
@@ -48,7 +48,7 @@ def test_who_lives_is_seen_to_whatever_its_clock_says(ahead_s: float, monkeypatc
 
 def test_nobody_waits_for_what_is_certain(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
-    own = own_lease(1, time.time() - HOUR_S)
+    own = own_lease(1, time.time() - HOUR_S, NOW_S)
     assert own.host == socket.gethostname()
     assert is_held(lambda: own, waited.append)
     assert not is_held(lambda: replace(own, pid_started="another"), waited.append)

@@ -11,7 +11,6 @@ import pytest
 from checkpoint.records import documents, forks
 from checkpoint.records.documents import GatewayAddress
 from checkpoint.store import layout
-from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Entry, Store
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from orchestrator.clouds.protocol import CloudUnavailable, Offer
@@ -342,8 +341,7 @@ def test_a_gateway_that_was_replaced_takes_nothing_back_however_late_it_writes()
     for by, boot_id in (((0, 1, 1), "g1"), ((0, 2, 1), "g2"), ((0, 1, 1), "g1"), ((0, 1, 9), "g1 once more")):
         documents.gateway(by).write(world.store, GatewayAddress(f"http://{boot_id}", boot_id))
         documents.members(by).write(world.store, GatewayStatus(boot_id, "0-1", [], seq=99))
-    newest = documents.newest_gateway(world.store)
-    found, status = documents.gateway(newest).read(world.store), documents.members(newest).read(world.store)
+    found, status = documents.read_gateway(world.store), documents.read_members(world.store)
     assert found is not None
     assert status is not None
     assert (found.url, found.boot_id, status.boot_id) == ("http://g2", "g2", "g2")
@@ -352,19 +350,6 @@ def test_a_gateway_that_was_replaced_takes_nothing_back_however_late_it_writes()
     for by in [*order, *order[:-1]]:
         documents.gateway(by).write(world.store, GatewayAddress("http://x", str(by)))
     assert documents.newest_gateway(world.store) == order[-1]
-
-
-def test_a_store_of_an_earlier_release_names_its_gateway_until_a_new_one_listens() -> None:
-    world = World(gateway=None)
-    world.store.put("gateway.json", to_json(GatewayAddress("http://old", "g0")))
-    world.store.put("members.json", to_json(GatewayStatus("g0", "0-1", [], seq=1)))
-    world.looks()
-    world.store.put("members.json", to_json(GatewayStatus("g0", "0-1", [], seq=2)))
-    assert world.looks() == 2
-    world.starts("g1")
-    assert world.looks() is None
-    world.writes(1)
-    assert world.looks() == 1
 
 
 def test_a_budget_that_a_user_sets_later_needs_prices_too() -> None:

@@ -86,12 +86,11 @@ def test_a_holder_whose_clock_was_set_tells_the_time_of_its_journal() -> None:
     assert viewer.looks(14.0, renewed(13.0, ahead_s=HOUR_S)) == HOUR_S + 13.0
 
 
-def test_the_next_holder_has_another_clock_and_an_older_release_one_alone() -> None:
+def test_the_next_holder_has_another_clock() -> None:
     viewer = Viewer(0.0)
     viewer.looks(10.0, renewed(8.0, ahead_s=HOUR_S))
     viewer.looks(14.0, renewed(13.0, ahead_s=HOUR_S))
     assert viewer.looks(18.0, renewed(17.0, epoch=2)) == 17.0
-    assert viewer.looks(22.0, replace(renewed(21.0, epoch=3), run_time_s=0.0)) == 21.0
 
 
 @pytest.mark.parametrize("off_s", OFF_S)

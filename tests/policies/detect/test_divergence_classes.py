@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.store.codec import from_json
-from policies.detect.divergence import Detector, Health, Point, Verdict, follow
+from policies.detect.divergence import Health, Point
 from tests.policies.detect.test_divergence import FALLEN, ONSET, STEPS, Metric, after, level, run, trip, verdicts
 
 
@@ -255,15 +254,3 @@ def test_where_the_reward_has_its_zero_and_its_unit_changes_nothing(shift: float
     told = [verdicts(run(kl=kl, reward=fallen))[-1]]
     told += [verdicts(run(kl=kl, reward=lambda step: shift + unit * (fallen(step) or 0.0)))[-1]]
     assert len({(one.health, one.tripped_step, one.onset_step) for one in told}) == 1
-
-
-def test_a_state_of_an_older_version_is_begun_anew() -> None:
-    old = (
-        b'{"verdict":{"health":"watch","step":9,"onset_step":7,"tripped_step":null,"evidence":["x"]},"points":9,'
-        b'"series":{"kl":{"points":9,"recent":[-2.5],"steps":[9],"sizes":[1],"ends":[9],"levels":[-2.5],'
-        b'"start":-2.5,"best":-2.5,"wobble":0.1}},"not_finite":{},"paid":{"gained":null,"kl":-1e30,'
-        b'"surely_gained":null,"sure_kl":-1e30},"quiet":0}'
-    )
-    detector = from_json(old, Detector, "stored")
-    assert detector.verdict == Verdict(Health.WATCH, 9, 7, None, ("x",))
-    assert follow(detector, Point(10, {"kl": 0.1})).verdict.health is Health.WATCH

@@ -29,10 +29,7 @@ def versions(text: str) -> list[PolicyVersion]:
 def forked(text: str) -> list[Fork]:
     """`0-10:14`: the next timeline began from 0-10 when the one before had come to 14."""
     told = [one.partition(":") for one in text.split()]
-    return [
-        Fork(number, start, from_step=int(reached) if reached else None)
-        for number, (start, _, reached) in enumerate(told, 1)
-    ]
+    return [Fork(number, start, from_step=int(reached or 0)) for number, (start, _, reached) in enumerate(told, 1)]
 
 
 # what it shows, the forks, checkpoints, what is stored, keep_last, sample_steps, what stays

@@ -29,9 +29,7 @@ def forked(text: str) -> tuple[Fork, ...]:
     forks = []
     for number, one in enumerate(text.split(), 1):
         start, _, reached = one.partition(":")
-        forks.append(
-            Fork(number, None if start == "start" else start, from_step=int(reached) if reached else None)
-        )
+        forks.append(Fork(number, None if start == "start" else start, from_step=int(reached or 0)))
     return tuple(forks)
 
 

@@ -6,13 +6,13 @@ import pytest
 
 from policies.model.gpus import divided
 from policies.model.vocabulary import machine_of, member_of
-from policies.serving.member import Load, Wanted
+from policies.serving.member import Load
 from policies.serving.membership import Membership
 from policies.serving.wire import Announce
 
 NODE, OTHER = "rollout-0-i1", "rollout-1-i1"
 ENGINES = [member_of(NODE, engine, 2) for engine in range(2)]
-WANTED = Wanted("0-1")
+WANTED = "0-1"
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from policies.serving.gateway_status import MembershipChange
-from policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Load, Row, Wanted
+from policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Load, Row
 from policies.serving.membership import TOGETHER_REQUESTS, Membership
 from policies.serving.wire import SILENT_S, Announce, EngineWord
 
@@ -30,7 +30,7 @@ def table() -> Membership:
 def choose(
     table: Membership, policy: str = "0-1", load: Load = ONE, avoid: frozenset[str] = frozenset()
 ) -> Row | None:
-    return table.choose(Wanted(policy), load, avoid)
+    return table.choose(policy, load, avoid)
 
 
 def test_of_a_change_that_was_written_down_it_is_known_whom_it_concerns(table: Membership) -> None:
@@ -76,8 +76,8 @@ def test_news_is_what_changes_the_table(table: Membership) -> None:
 
 
 def test_only_the_exact_version_serves(table: Membership) -> None:
-    assert [row.node for row in table.serving(Wanted("0-1"))] == ["a"]
-    assert table.serving(Wanted("0-2")) == ()
+    assert [row.node for row in table.serving("0-1")] == ["a"]
+    assert table.serving("0-2") == ()
     table.announce("a", say("x", None), 0.1)
     assert choose(table) is None
 
@@ -143,7 +143,7 @@ def test_it_is_taken_as_well_when_the_others_are_full_but_not_where_it_was_refus
     chosen = choose(table, avoid=frozenset("a"))
     assert chosen is not None
     assert chosen.node == "a"
-    assert table.choose(Wanted("0-1"), ONE, refused_by=frozenset("a")) is None
+    assert table.choose("0-1", ONE, refused_by=frozenset("a")) is None
 
 
 def eased_in(table: Membership, node: str) -> None:
@@ -236,24 +236,13 @@ def test_replayed_tokens_are_computed_a_few_at_a_time() -> None:
     assert table.rows[0].replaying == 0
 
 
-@pytest.mark.parametrize(
-    ("held", "steps", "accepted"),
-    [
-        ("0-5@aa", 0, True),
-        ("0-5@bb", 0, False),
-        ("0-5@bb", 3, False),  # other weights of the same step
-        ("0-4@cc", 0, False),
-        ("0-4@cc", 1, True),
-        ("0-3", 1, False),
-        ("0-3", 2, True),
-        ("0-6@dd", 2, False),
-        ("1-4@cc", 2, False),
-        ("base", 2, False),
-        (None, 2, False),
-    ],
-)
-def test_what_is_wanted_accepts_what_is_not_too_old(held: str | None, steps: int, accepted: bool) -> None:
-    assert Wanted("0-5@aa", steps).accepts(held) is accepted
+@pytest.mark.parametrize("held", ["0-5@bb", "0-4@aa", "0-5", "1-5@aa", "base", None])
+def test_only_a_member_with_the_same_label_serves_a_policy(held: str | None) -> None:
+    table = Membership()
+    table.announce("a", say("x", held), 0.0)
+    assert table.serving("0-5@aa") == ()
+    table.announce("a", say("x", "0-5@aa"), 0.1)
+    assert [row.node for row in table.serving("0-5@aa")] == ["a"]
 
 
 def test_a_mute_member_serves_again_once_it_answers(table: Membership) -> None:
@@ -314,7 +303,7 @@ def test_a_member_that_was_stuck_is_taken_when_no_other_has_room_until_it_makes_
 
 
 def test_a_node_that_says_it_is_unfit_is_waited_for_no_longer(table: Membership) -> None:
-    wanted = Wanted("0-2")
+    wanted = "0-2"
     assert [row.node for row in table.loading(wanted)] == ["a"]
     why = "policy 0-2: no such tensor"
     change = table.announce("a", Announce("x", "h:1", None, 4, unfit=why), 0.1)

@@ -7,13 +7,12 @@ the table counts follows from these.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Change, Load, Row, Wanted
+from policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Change, Load, Row
 from policies.serving.membership import DOUBTED_REQUESTS, TOGETHER_REQUESTS, Membership
 from policies.serving.wire import SILENT_S, Announce
 from tests.budget import examples
@@ -206,7 +205,6 @@ class AnySequence(RuleBasedStateMachine):
     @rule(
         label=st.sampled_from(LABELS),
         like=st.sampled_from((None, *NODES)),
-        staleness=st.sampled_from((0, 0, 1, 3)),
         load=st.builds(
             Load, st.integers(0, 2), st.sampled_from((1, 500, 9000)), st.sampled_from((0, 0, 0, 5000, 20_000))
         ),
@@ -218,7 +216,6 @@ class AnySequence(RuleBasedStateMachine):
         self,
         label: str,
         like: str | None,
-        staleness: int,
         load: Load,
         avoid: frozenset[str],
         refused_by: frozenset[str],
@@ -228,7 +225,7 @@ class AnySequence(RuleBasedStateMachine):
         if said is not None and said in LABELS:
             label = said
         for _ in range(count):
-            serving = self.serving(label, staleness)
+            serving = self.serving(label)
             serving = serving - refused_by or serving
             well = {node for node in serving if not self.members[node].stuck}
             for some in (well - avoid, well):
@@ -236,7 +233,7 @@ class AnySequence(RuleBasedStateMachine):
                     serving = some
                     break
             able = {node for node in serving if self.has_room(node, load)}
-            row = self.table.choose(Wanted(label, staleness), load, avoid, refused_by)
+            row = self.table.choose(label, load, avoid, refused_by)
             if not able:
                 assert row is None
                 return
@@ -266,14 +263,11 @@ class AnySequence(RuleBasedStateMachine):
     def replaying(self, node: str) -> int:
         return sum(one.load.replayed for one in self.running(node) if not one.begun)
 
-    def serving(self, label: str, staleness: int) -> set[str]:
+    def serving(self, label: str) -> set[str]:
         return {
             node
             for node, member in self.members.items()
-            if may_serve(member.said.policy, label, staleness)
-            and not member.doubted
-            and not member.mute
-            and node not in self.draining
+            if member.said.policy == label and not member.doubted and not member.mute and node not in self.draining
         }
 
     def has_room(self, node: str, load: Load) -> bool:
@@ -300,9 +294,8 @@ class AnySequence(RuleBasedStateMachine):
         } == {node: member.shown() for node, member in self.members.items()}
         assert seen.draining == self.draining
         for label in LABELS:
-            for staleness in (0, 2):
-                serving = {row.node for row in self.table.serving(Wanted(label, staleness))}
-                assert serving == self.serving(label, staleness)
+            serving = {row.node for row in self.table.serving(label)}
+            assert serving == self.serving(label)
 
     @invariant()
     def the_counts_are_of_the_requests_that_run(self) -> None:
@@ -322,21 +315,6 @@ class AnySequence(RuleBasedStateMachine):
         for row in sorted(self.table.rows, key=lambda row: row.term):
             assert row.term in self.lives or row.term > max(self.lives, default=0)
             assert self.lives.setdefault(row.term, (row.node, row.boot_id)) == (row.node, row.boot_id)
-
-
-def may_serve(held: str | None, label: str, staleness: int) -> bool:
-    """The same weights, or some that are a few steps older on the same timeline."""
-    if held in (None, "odd", label):
-        return held == label
-    timeline, step = version(label)
-    held_timeline, held_step = version(held)
-    return timeline == held_timeline and 1 <= step - held_step <= staleness
-
-
-@cache
-def version(label: str) -> tuple[int, int]:
-    timeline, step = label.split("@")[0].split("-")
-    return int(timeline), int(step)
 
 
 AnySequence.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=50, deadline=None)

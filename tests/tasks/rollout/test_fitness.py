@@ -109,8 +109,8 @@ def publish(folder: Path, step: int, files: int = 1, size_bytes: int = 3 * MIB) 
     weights.mkdir(exist_ok=True)
     for number in range(files):
         (weights / f"{number}.safetensors").write_bytes(weights_of(size_bytes))
-    digest = manifest.publish(store, layout.policy(version), weights, version, 0.0).digest
-    return store, PolicyRef(str(version), layout.policy(version), digest)
+    digest = manifest.publish(store, layout.policy(version, (0, 1, 1)), weights, version, 0.0).digest
+    return store, PolicyRef(str(version), layout.policy(version, (0, 1, 1)), digest)
 
 
 def test_a_full_disk_is_freed_of_what_is_not_needed(disk: SmallDisk, tmp_path: Path) -> None:

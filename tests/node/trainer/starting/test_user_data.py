@@ -14,7 +14,6 @@ import datasets
 import pytest
 
 from policies.model.spec import Dataset
-from tasks.rewards import reasoning_gym_reward
 from tasks.trainer.preflight import check_prompts, check_rewards
 from tasks.trainer.user_data import Data, load_data, prompts_used
 from tasks.trainer.user_objects import BadSpec
@@ -107,34 +106,6 @@ def test_raw_rows_by_a_template_keep_their_columns(folder: Path) -> None:
     assert rows[1]["prompt"] == "Q: Ann has 1 pens and buys 2. How many?\nPut it in \\boxed{}.\nA:"
     assert rows["answer"][:] == [row["answer"] for row in GSM8K]
     assert load(folder, math(prompt="{problem}")).rows.column_names == [*MATH[0], "prompt"]
-
-
-def test_rows_that_reasoning_gym_makes(folder: Path) -> None:
-    pytest.importorskip("reasoning_gym")
-    made = Dataset(reasoning_gym="leg_counting", args={"seed": 3, "size": 4}, prompt="{question}")
-    first, again = load(folder, made, gsm8k(prompt="{question}")), load(folder, made)
-    assert first.rows[:4]["prompt"] == again.rows["prompt"][:] == again.rows["question"][:]
-    assert first.rows[4]["problem"] is None
-    config = SimpleNamespace(num_generations=2, max_steps=3, remove_unused_columns=False)
-    check_rewards([reasoning_gym_reward], ("tasks.rewards.reasoning_gym_reward",), first.firsts, config)
-    answers = [f"<answer>{one}</answer>" for one in first.rows["answer"]]
-    told = {name: first.rows[name][:] for name in first.rows.column_names}
-    prompts = told.pop("prompt")
-    assert reasoning_gym_reward(prompts, answers, **told)[:5] == [1.0, 1.0, 1.0, 1.0, None]
-
-
-def test_a_package_that_is_not_there_and_a_task_that_it_lacks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("reasoning_gym")
-    with pytest.raises(BadSpec, match=r"^trainer\.dataset\.reasoning_gym: reasoning-gym has no task"):
-        load(folder, Dataset(reasoning_gym="leg_countin", args={"seed": 3}))
-    with pytest.raises(BadSpec, match=r"^trainer\.dataset: leg_counting has no column `prompt`, only quest"):
-        load(folder, Dataset(reasoning_gym="leg_counting", args={"seed": 3, "size": 1}))
-    monkeypatch.setattr(sys, "path", [str(folder)])
-    monkeypatch.delitem(sys.modules, "reasoning_gym", raising=False)
-    with pytest.raises(BadSpec, match=r"is not installed; add `pip install reasoning-gym` to trainer\.setup$"):
-        load(folder, Dataset(reasoning_gym="leg_counting", args={"seed": 3}))
 
 
 def test_a_template_in_each_message_makes_a_chat(folder: Path) -> None:

@@ -114,44 +114,24 @@ def test_what_a_drained_member_does_not_finish_goes_on_elsewhere() -> None:
     run(story, drain_s=0.1)
 
 
-def test_an_older_policy_serves_within_the_bound_and_is_never_mixed() -> None:
+def test_cut_completion_waits_for_a_member_of_its_policy() -> None:
     async def story(world: World) -> None:
-        first = await world.node("first", policy="0-4")
+        older = await world.node("older", policy="0-4")
+        first = await world.node("first", policy="0-5")
         first.stalls = 5
-        one, two = (job(policy="0-5", max_staleness_steps=1) for _ in range(2))
-        fresh = job(policy="0-5")
-        asked = [world.ask(each) for each in (one, two, fresh)]
-        await world.until(lambda: all(len(each.token_ids) == 5 for each in (one, two)))
-        assert fresh.waiting
-        same = await world.node("same", policy="0-4", max_requests=1)
-        same.stalls = 0
-        await world.node("newer", policy="0-5")
-        assert (await asked[2]).policy == "0-5"
-        first.kill()
-        await world.until(lambda: same.running == 1)
-        same.change(stalls=100)
-        for each, got in zip((one, two), await asyncio.gather(*asked[:2]), strict=True):
-            assert (got.policy, got.node, got.token_ids) == ("0-4", "same", undisturbed(each)[0])
-        assert world.ledger.discarded == 0
-
-    run(story)
-
-
-def test_without_a_member_of_its_policy_a_stale_job_starts_over_with_the_wanted_one() -> None:
-    async def story(world: World) -> None:
-        first = await world.node("first", policy="0-4")
-        first.stalls = 5
-        one = job(policy="0-5", max_staleness_steps=1)
+        one = job(policy="0-5")
         asked = world.ask(one)
         await world.until(lambda: len(one.token_ids) == 5)
-        newer = await world.node("newer", policy="0-5")
-        first.change(policy="0-5", stalls=100)  # its agent says so with its next word
         first.kill()
+        await world.node("newer", policy="0-6")
+        await world.until(lambda: one.waiting)
+        await asyncio.sleep(0.1)
+        assert (older.asked, asked.done()) == ([], False)
+        await world.node("same", policy="0-5")
         got = await asked
-        assert (got.policy, got.token_ids) == ("0-5", undisturbed(one)[0])
-        assert newer.asked[0]["prompt"] == [1, 2, 3]
-        assert (world.ledger.saved, world.ledger.discarded) == (0, 5)
-        assert one.handed_over == [HandOver("first", 0)]  # five were there and are no part of it
+        assert (got.policy, got.node, got.token_ids) == ("0-5", "same", undisturbed(one)[0])
+        assert one.handed_over == [HandOver("first", 5)]
+        assert world.ledger.discarded == 0
 
     run(story)
 

@@ -181,7 +181,7 @@ class Counted:
             row.allowed = max(counts)
             for _ in range(count):
                 place = self.members.places._place_on(row, Load(None))
-                attempt = VllmAttempt(job(policy=NEW, max_tokens=400), place.link, NEW, lambda: None)
+                attempt = VllmAttempt(job(policy=NEW, max_tokens=400), place.link, lambda: None)
                 place.link.running.add(attempt)
                 place.link.speed_tokens_s = 50.0
         monkeypatch.setattr(watch, "tokens_left", self._tokens_left)

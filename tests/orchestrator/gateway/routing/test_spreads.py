@@ -36,7 +36,7 @@ def test_each_stage_is_the_most_that_any_member_took_from_when_the_policy_was_wa
     assert spreads.last == [VersionSpread("0-1", 3, 2, 4.0, 5.0, 3.0, 500, 1.0)]
 
 
-def test_a_node_of_before_there_were_stages_counts_with_its_time_alone() -> None:
+def test_a_node_without_stages_counts_with_its_time_alone() -> None:
     spreads = Spreads()
     spreads.want("0-1", [row("a", None)], 1.0)
     spreads.hear("a", says("0-1"), 3.5)

@@ -392,7 +392,6 @@ def test_a_batch_is_refused_for_each_thing_that_no_node_could_do() -> None:
         without(lambda b: b["policy"].update(digest="a\nb")),
         without(lambda b: b.update(deadline_s=0)),
         without(lambda b: b.update(recovery="maybe")),
-        without(lambda b: b.update(max_staleness_steps=-1)),
         without(lambda b: b["sampling"].update(max_tokens=-1)),
         without(lambda b: b["sampling"].update(max_tokens=True)),
         without(lambda b: b["sampling"].update(min_tokens=0.5)),

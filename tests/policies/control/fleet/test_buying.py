@@ -51,7 +51,6 @@ def test_a_run_yaml_that_the_trainer_cannot_work_with_costs_one_machine_and_one_
     ("activity", "asked"), [("starting", 0), ("restoring", 0), ("training", 2), ("waiting", 2), ("generating", 2)]
 )
 def test_rollout_nodes_are_asked_for_first_once_the_trainer_can_train(activity: str, asked: int) -> None:
-    """So, too, where an earlier release has journalled nothing of it: the heartbeat tells."""
     world = World(boot_s={Role.TRAINER: 1e9})
     for _ in range(3):
         world.tick()
@@ -62,8 +61,8 @@ def test_rollout_nodes_are_asked_for_first_once_the_trainer_can_train(activity: 
 
 
 @pytest.mark.parametrize(("activity", "step"), [("training", 0), ("starting", 4)])
-def test_what_an_earlier_release_has_trained_is_not_proved_again(activity: str, step: int) -> None:
-    """Its machine is lost, and its journal says nothing of a proof: the store has its last heartbeat."""
+def test_trainer_lost_before_its_proof_was_journalled_is_not_proved_again(activity: str, step: int) -> None:
+    """No controller was alive while it trained: the store has its last heartbeat."""
     world = World(boot_s={Role.TRAINER: 1e9})
     world.beat = Trainer("trainer-0-i0", 1, 0, step, 10, activity, world.now_s - 600.0)
     for _ in range(3):

@@ -229,7 +229,7 @@ def test_each_of_a_burst_of_requests_costs_the_same() -> None:
     assert calls_of_burst(400) < 5 * calls_of_burst(100)
 
 
-def test_nodes_join_the_machines_whose_pool_an_older_version_did_not_journal() -> None:
+def test_nodes_join_the_machines_whose_pool_was_not_journalled() -> None:
     """Private addresses do not reach another region, however cheap. Nothing is bought before the cloud was heard,
     and what those machines cost stays as it was journalled."""
     world = Zones(spec=spec(2), offers=(), has=frozenset({"ra"}), max_steps=10**6)
