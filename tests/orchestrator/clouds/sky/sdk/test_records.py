@@ -1,0 +1,43 @@
+"""SkyPilot's objects in our types."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from orchestrator.clouds.sky.sdk.prices import list_price_of
+from orchestrator.clouds.sky.sdk.records import offer_of
+
+
+@pytest.mark.parametrize(
+    ("cost", "known"), [(2.5, 2.5), (0, 0.0), *((cost, None) for cost in (math.nan, math.inf, -1.0, None))]
+)
+def test_price_that_is_no_number_is_not_known(cost: float | None, known: float | None) -> None:
+    """JSON has no NaN: a journal entry with such a price could not be read back, and the run not be resumed."""
+    machine = SimpleNamespace(
+        infra=SimpleNamespace(to_str=lambda: "aws/r1"),
+        instance_type="g5.xlarge",
+        accelerators=None,
+        use_spot=True,
+        get_cost=lambda _: cost,
+    )
+    offer = offer_of(machine)
+    assert (None if offer is None else offer.price_usd_per_h) == known
+
+
+@pytest.mark.parametrize("price", [None, math.nan, math.inf])
+def test_list_price_that_is_no_number_is_not_known(price: float | None) -> None:
+    row = SimpleNamespace(
+        cloud="AWS",
+        region="r1",
+        instance_type="g5.xlarge",
+        accelerator_name="A10G",
+        accelerator_count=1,
+        device_memory=price,
+        price=price,
+        spot_price=price,
+    )
+    found = list_price_of(row)
+    assert (found.gpu_memory_mib, found.on_demand_usd_per_h, found.spot_usd_per_h) == (None, None, None)
