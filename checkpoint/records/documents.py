@@ -9,8 +9,7 @@ import contextlib
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-
-import msgspec
+from typing import Any
 
 from checkpoint.store import layout
 from checkpoint.store.codec import check_schema, from_json, to_json
@@ -151,13 +150,13 @@ def decode_run(store: Store, data: bytes) -> RunRecord:
     where = f"{store.url}/{layout.RUN}"
     record = from_json(data, RunRecord, where)
     check_schema(record.schema, SCHEMA, where)
-    return record if _knew_stand_ins(data) else replace(record, spec=_on_spot_alone(record.spec))
+    return record if _knew_stand_ins(data, where) else replace(record, spec=_on_spot_alone(record.spec))
 
 
-def _knew_stand_ins(data: bytes) -> bool:
+def _knew_stand_ins(data: bytes, where: str) -> bool:
     """Whether run.json is of a release that bought rollout nodes on demand where spot could not be had: what came
     with it is in each run.json since."""
-    plain = msgspec.json.decode(data)
+    plain = from_json(data, dict[str, Any], where)
     return "loss_half_life_h" in plain["spec"].get("policies", {}).get("fleet", {})
 
 
