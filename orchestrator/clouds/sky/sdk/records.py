@@ -24,9 +24,13 @@ _STATES = {
 
 
 def cluster_of(record: Any) -> Cluster:
-    """The cluster that a record of `sky.status` is of."""
+    """The cluster that a record of `sky.status` is of. One that cannot be read whole hides none of the others."""
     state = _STATES.get(record.status.value, ClusterState.STARTING)
-    return cluster_at(record.name, state, record.handle)
+    try:
+        return cluster_at(record.name, state, record.handle)
+    except Exception as error:  # noqa: BLE001 whatever it is, only this one record is odd
+        say_once("cluster_half_read", record.name, why_not(error))
+        return cluster_at(record.name, state, None)
 
 
 def cluster_at(name: str, state: ClusterState, handle: Any) -> Cluster:
