@@ -20,7 +20,7 @@ from checkpoint.journal import segments
 from checkpoint.journal.entries import SCHEMA, Record, advance, entries_after, entry
 from checkpoint.journal.store_clock import seconds_since
 from checkpoint.store import layout
-from checkpoint.store.codec import event_to_plain, to_json
+from checkpoint.store.codec import event_to_plain, from_json, to_json
 from checkpoint.store.errors import AlreadyExists, StoreError
 from checkpoint.store.run_store import Store
 from policies.model.events import Event, TookOver
@@ -107,7 +107,8 @@ class Journal:
     def append(self, now_s: float, events: tuple[Event, ...]) -> Record:
         """Write one entry. Returns it once it is durable.
 
-        Raises Fenced. After a StoreError the entry may be in the store, or not, or arrive late: `settle` it before
+        Raises Fenced; Corrupt, with nothing written, for events that could not be read back. After another
+        StoreError the entry may be in the store, or not, or arrive late: `settle` it before
         the next.
         """
         return self._append(now_s, events, [])
@@ -137,6 +138,9 @@ class Journal:
             events=[event_to_plain(event) for event in events],
             set_aside=set_aside,
         )
+        # What no later controller could decode must not be stored, such as a price of NaN, which JSON has as null:
+        # entries are never deleted, and nobody could take the run over any more.
+        from_json(to_json(record), Record, layout.journal_entry(record.number)).decoded()
         self._open.append(record)
         return self._write(record)
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import structlog
 
 from checkpoint.store import layout
-from checkpoint.store.codec import to_json
+from checkpoint.store.codec import from_json, to_json
 from checkpoint.store.document import Document
+from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import Precedence
 from policies.serving.wire import Completion
@@ -74,8 +74,8 @@ def kept(store: Store, digest: str) -> dict[int, Completion]:
     found: dict[int, Completion] = {}
     for entry in store.entries(layout.kept(digest)):
         try:
-            part = msgspec.json.decode(store.get(entry.key), type=list[Completion])
-        except msgspec.MsgspecError as error:  # a torn one: its completions are made again
+            part = from_json(store.get(entry.key), list[Completion], entry.key)
+        except Corrupt as error:  # a torn one: its completions are made again
             log.warning("completions_unreadable", key=entry.key, error=str(error))
             continue
         for one in part:

@@ -11,6 +11,7 @@ from checkpoint.store.codec import from_json, to_json
 from checkpoint.store.errors import AlreadyExists, Corrupt
 from checkpoint.store.run_store import Store
 from policies.model.timelines import Fork
+from policies.model.vocabulary import PolicyVersion
 
 
 def write_fork(store: Store, fork: Fork) -> None:
@@ -55,7 +56,11 @@ def _numbers(store: Store) -> list[int]:
 
 def _read(store: Store, key: str) -> Fork:
     """Raises NotFound, Corrupt."""
-    fork = from_json(store.get(key), Fork, key)
+    return from_json(store.get(key), Fork, key, _check)
+
+
+def _check(fork: Fork, key: str) -> None:
     if layout.timeline(fork.timeline) != key:
-        raise Corrupt(f"{key}: holds timeline {fork.timeline}")
-    return fork
+        raise ValueError(f"holds timeline {fork.timeline}")
+    if fork.start is not None:
+        PolicyVersion.parse(fork.start)

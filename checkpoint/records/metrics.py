@@ -48,6 +48,7 @@ REFUSED_LIMIT = "orch/refused_limit_tokens"
 # JSON has no NaN: a value that was logged as NaN, infinite or None is left out, and `orch/nonfinite/NAME` is 1.
 NONFINITE = "orch/nonfinite/"
 OURS = "orch/"
+NUMBER_END = 2.0**63
 # What is logged once more at a step that has its row: by an evaluation, and at the end of training.
 ADDED_LATER = ("eval_", "train_", "total_flos")
 
@@ -144,15 +145,23 @@ def rows_of(data: bytes, key: str, unreadable: Unreadable | None = None) -> list
     rows = []
     for line in data.splitlines():
         try:
-            row = from_json(line, Row, key)
-            if layout.metrics_chunk(row.timeline, row.step) != key:
-                raise Corrupt(f"{key}: a row of timeline {row.timeline}, step {row.step}, which belongs elsewhere")
+            row = from_json(line, Row, key, _check)
         except Corrupt as error:
             if unreadable is not None:
                 unreadable.note(key, error)
         else:
             rows.append(row)
     return rows
+
+
+def _check(row: Row, key: str) -> None:
+    """Raise ValueError for what is no row of that object, and for times and counts that sums and calendars of all
+    views would overflow with."""
+    if layout.metrics_chunk(row.timeline, row.step) != key:
+        raise ValueError(f"a row of timeline {row.timeline}, step {row.step}, which belongs elsewhere")
+    ours = [value for name, value in row.values.items() if name.startswith(OURS)]
+    if not all(abs(value) < NUMBER_END for value in (row.time_s, row.reached_s, *ours)):
+        raise ValueError(f"a row of step {row.step} with a time or a count of more than 64 bits")
 
 
 class MetricsWriter:

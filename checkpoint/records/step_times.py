@@ -40,7 +40,7 @@ def _generates(row: Row) -> bool:
 
 def _step(begun: Row, took_s: float, steps: float) -> MeasuredStep:
     generated_s = begun.values[GENERATE_S]
-    nodes = begun.values[GENERATE_NODE_S] / generated_s
+    nodes = begun.values.get(GENERATE_NODE_S, 0.0) / generated_s
     own_s = begun.values.get(OWN_GENERATE_S, 0.0)
     if own_s:  # a drought's first step waits for nodes before it begins, and no other does
         took_s = max(generated_s, took_s - begun.values.get(WAIT_S, 0.0))

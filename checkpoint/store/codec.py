@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -16,6 +18,10 @@ from policies.model.state import RunState
 # events: a state that was stored under another number is not continued but folded anew.
 STATE_SCHEMA = 28
 
+# No number here has so many digits, and arithmetic that meets one with a float raises OverflowError.
+_INT_END = 2**64
+_MANY_DIGITS = re.compile(rb"[0-9]{20}")
+
 T = TypeVar("T")
 
 
@@ -24,15 +30,35 @@ def to_json(document: object) -> bytes:
     return msgspec.json.encode(document)
 
 
-def from_json(data: bytes, cls: type[T], where: str) -> T:
-    """Decode and check against `cls`. Raises Corrupt naming `where`, Torn for what is no JSON at all."""
+def from_json(data: bytes, cls: type[T], where: str, check: Callable[[T, str], object] | None = None) -> T:
+    """Decode and check against `cls`. Raises Corrupt naming `where`, Torn for what is no JSON at all.
+
+    `check` is called with the value and `where`, and raises ValueError for what has the right types and still
+    cannot be worked with.
+    """
+    hint = "it was not written by this version of grpo-orch"
     try:
-        return msgspec.json.decode(data, type=cls)
+        value = msgspec.json.decode(data, type=cls)
+        if _MANY_DIGITS.search(data):
+            _check_ints(msgspec.json.decode(data))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        told, hint = f"{where}: {error}", "it was not written by this version of grpo-orch"
         if isinstance(error, msgspec.ValidationError | RecursionError):
-            raise Corrupt(told, hint) from error
+            raise Corrupt(f"{where}: {error}", hint) from error
         raise Torn(f"{where}: {len(data)} bytes, {error}", "it was damaged, or its write was cut off") from error
+    try:
+        if check:
+            check(value, where)
+    except ValueError as error:
+        raise Corrupt(f"{where}: {error}", hint) from error
+    return value
+
+
+def _check_ints(plain: Any) -> None:
+    """Raise ValidationError for an integer that fits no machine word."""
+    if isinstance(plain, int) and not -_INT_END < plain < _INT_END:
+        raise msgspec.ValidationError("an integer of more than 64 bits")
+    for inner in plain.values() if isinstance(plain, dict) else plain if isinstance(plain, list) else ():
+        _check_ints(inner)
 
 
 def check_schema(schema: int, newest: int, where: str) -> None:
@@ -49,7 +75,7 @@ def event_to_plain(event: Event) -> dict[str, Any]:
 def event_from_plain(data: dict[str, Any], where: str) -> Event:
     """The inverse of `event_to_plain`. Raises Corrupt for an event of a newer version."""
     fields = dict(data)
-    cls = EVENT_TYPES.get(fields.pop("type", ""))
+    cls = EVENT_TYPES.get(str(fields.pop("type", "")))
     if cls is None:
         raise Corrupt(
             f"{where}: unknown event {data.get('type')!r}", "use the grpo-orch that wrote it, or a newer one"

@@ -18,8 +18,7 @@ T = TypeVar("T")
 class Document(Generic[T]):
     """Where a document is and what it holds.
 
-    `check` is called with what was read and the key, and raises ValueError for what has the right types and still
-    cannot be worked with.
+    `check`: as `from_json` takes it.
     """
 
     key: str
@@ -32,15 +31,7 @@ class Document(Generic[T]):
     def read(self, store: Store) -> T | None:
         """The value, or None where there is no such object. Raises Corrupt."""
         data = store.get_or_none(self.key)
-        if data is None:
-            return None
-        value = from_json(data, self.cls, self.key)
-        try:
-            if self.check:
-                self.check(value, self.key)
-        except ValueError as error:
-            raise Corrupt(f"{self.key}: {error}", "it was not written by this version of grpo-orch") from error
-        return value
+        return None if data is None else from_json(data, self.cls, self.key, self.check)
 
     def drop(self, store: Store) -> None:
         store.delete([self.key])

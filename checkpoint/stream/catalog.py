@@ -195,10 +195,15 @@ class Catalog:
             return False
 
 
+def _check(revision: Revision, _: str) -> None:
+    for checkpoint in revision.checkpoints:
+        PolicyVersion.parse(checkpoint.version)
+
+
 def _read(store: Store, key: str) -> Revision:
     for left in reversed(range(READS)):
         try:
-            revision = from_json(store.get(key), Revision, key)
+            revision = from_json(store.get(key), Revision, key, _check)
             break
         except Torn:
             if not left:

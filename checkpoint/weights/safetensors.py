@@ -71,7 +71,7 @@ def layout_of(path: Path) -> Layout:
         header = json.loads(head)
         header.pop("__metadata__", None)
         found = {name: _placed(one, 8 + length) for name, one in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise Corrupt(f"{path.name} is no safetensors file: {error}") from error
     if any(one.size_bytes < 0 or one.begin + one.size_bytes > size_bytes for one in found.values()):
         raise Corrupt(f"{path.name} is cut off")

@@ -128,8 +128,9 @@ class MetricsWatch:
 
     def _measure(self) -> None:
         if self._shape_is_old:
+            self._shape_is_old = False  # also where it fails: the next rows are another try
             steps = step_times(self._recent)
-            self._shape, self._own_step, self._shape_is_old = shape_of(steps), own_shape_of(steps), False
+            self._shape, self._own_step = shape_of(steps), own_shape_of(steps)
 
     def _goes_on(self, trainer: Trainer) -> bool:
         return self._attempt in (None, (trainer.node, trainer.attempt))

@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import structlog
 
@@ -22,18 +24,19 @@ from orchestrator.control.metrics_watch import MetricsWatch
 from orchestrator.control.prices import Prices
 from orchestrator.control.run_clock import awake_or_asleep_s
 from policies.control.fleet.markets import may_stand_in
-from policies.control.snapshot import Command, LaunchRefused, Machine, Snapshot, Trainer, Watched
+from policies.control.snapshot import Command, LaunchRefused, Machine, Snapshot, Trainer
 from policies.ledger.rentals import ControllerRental
 from policies.model import exit_codes
 from policies.model.spec import Budget, RunSpec
 from policies.model.state import RunState
-from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.gateway_status import GatewayStatus
 from policies.serving.joining import Stage, gets_on
 from policies.serving.wire import STATUS_S
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 FRESH_S = 3 * STATUS_S  # what is older than this says nothing about now
 # A store takes as much for a listing as for a dozen reads, so that nothing is listed with each look.
@@ -248,7 +251,7 @@ class Observer:
         trainer = self._trainer.look(now_s)
         commands = self._commands.look(state)
         target_wanted = _wants_a_target(state, machines, commands)
-        watched = self._watched(trainer, state.forks)
+        watched = self._watching(trainer, partial(self._metrics.look, trainer, state.forks))
         budgeted = self._budgeted or state.budget_usd is not None  # which a user may set later
         priced = budgeted or may_stand_in(self._spec)
         controller_usd, controller_usd_per_h = self._controller.look() if budgeted else (0.0, 0.0)
@@ -273,8 +276,8 @@ class Observer:
             prices_trouble=self._prices.trouble(),
             controller_usd=controller_usd,
             controller_usd_per_h=controller_usd_per_h,
-            step_shape=self._metrics.step_shape(),
-            own_step=self._metrics.own_step(),
+            step_shape=self._watching(trainer, self._metrics.step_shape),
+            own_step=self._watching(trainer, self._metrics.own_step),
             checkpoints=None if catalog is None else tuple(one.at for one in catalog.checkpoints),
             damaged=damaged,
             ever_stored=catalog is not None and catalog.number > 0,
@@ -283,10 +286,10 @@ class Observer:
             unreadable=dict(self._unreadable.found),
         )
 
-    def _watched(self, trainer: Trainer | None, forks: Sequence[Fork]) -> Watched | None:
-        """Return the verdict on the metrics. An error in watching them must not end what is watched."""
+    def _watching(self, trainer: Trainer | None, look: Callable[[], T]) -> T | None:
+        """Return what `look` makes of the metrics. An error in watching them must not end what is watched."""
         try:
-            return self._metrics.look(trainer, forks)
+            return look()
         except StoreError:
             raise
         except Exception as error:

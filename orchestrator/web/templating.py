@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from orchestrator.views.words.numbers import data_size, duration, short, usd
+from orchestrator.views.words.numbers import data_size, duration, short, usd, written
 from orchestrator.views.words.text import shown
 
 
 def _day_and_time(time_s: float) -> str:
     """`21 Nov 14:03:59`, local."""
-    return time.strftime("%d %b %H:%M:%S", time.localtime(time_s))
+    return written(time_s, "%d %b %H:%M:%S")
 
 
 def _iso(time_s: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_s))
+    return written(time_s, "%Y-%m-%dT%H:%M:%SZ", local=False)
 
 
 def _as_text(value: Any) -> Any:

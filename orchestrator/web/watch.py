@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import structlog
+
 from checkpoint.journal import journal
 from checkpoint.records.documents import RunRecord
 from checkpoint.records.metrics import Row
@@ -34,6 +36,7 @@ from policies.serving.gateway_status import GatewayStatus
 SOONEST_S, LATEST_S = 2.0, 4.0
 OVER_S = 30.0  # at one that is over
 
+log = structlog.get_logger()
 T = TypeVar("T")
 
 
@@ -124,8 +127,11 @@ class Watch:
     async def _look_again(self) -> None:
         try:
             look = await asyncio.to_thread(self._look)
-        except StoreError as error:
-            look = replace(self.newest, number=self.newest.number + 1, trouble=str(error), _made={})
+        except Exception as error:  # whatever it is, the page shows it beside the last look, and tries again
+            if not isinstance(error, StoreError):
+                log.exception("look_failed")
+            trouble = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+            look = replace(self.newest, number=self.newest.number + 1, trouble=trouble, _made={})
         self._looked_at_s = time.monotonic()
         if look.trouble != self.newest.trouble or _mark(look) != _mark(self.newest):
             async with self._changed:

@@ -144,9 +144,8 @@ def _experts(family: Family, read: _Read, layers: int) -> Experts | None:
     if not family.experts:
         return None
     sparse_step = read.count("decoder_sparse_step", default=1)
-    dense = set(read.config.get("mlp_only_layers") or ()) | set(
-        range(read.count("first_k_dense_replace", default=0))
-    )
+    named, first = read.config.get("mlp_only_layers"), read.count("first_k_dense_replace", default=0)
+    dense = [*(named if isinstance(named, list) else ()), *range(first)]
     width = read.count("moe_intermediate_size", "intermediate_size")
     return Experts(
         count=read.count("num_experts", "num_local_experts", "n_routed_experts"),

@@ -170,7 +170,7 @@ class GatewayClient:
         with self._http.stream("POST", where, content=_pieces(body), headers=size) as answer:
             if answer.status_code in FATAL_STATUS:
                 raise GenerationFailed(
-                    f"the gateway answered {answer.status_code}: {answer.read().decode()[:500]}"
+                    f"the gateway answered {answer.status_code}: {answer.read().decode(errors='replace')[:500]}"
                 )
             if answer.status_code != 200:
                 raise GatewayLost(f"it answered {answer.status_code}")
@@ -178,7 +178,7 @@ class GatewayClient:
             for line in _split(answer.iter_bytes()):
                 try:
                     yield _decoder.decode(line)
-                except msgspec.DecodeError as error:
+                except (ValueError, RecursionError) as error:  # DecodeError is a ValueError, as no UTF-8 is
                     raise GatewayLost(f"it sent {line[:80]!r}: {error}") from error
 
     def _tell(self, call: _Call, error: Exception | None = None) -> None:

@@ -33,6 +33,12 @@ IDENTITY_BYTES = 16
 _PARTS: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": NOT_FILES}
 
 
+class _Index(msgspec.Struct):
+    """What a model's index tells: the file of each tensor."""
+
+    weight_map: dict[str, str]
+
+
 def model_folder(model: str, **hub: Any) -> Path | None:
     """The folder with a model's files: its own, or that of the hub's cache on this machine.
 
@@ -130,8 +136,8 @@ def _fetched(model: str, name: str, **hub: Any) -> Path | None:
 def _weight_files(folder: Path) -> list[Path]:
     """The files that engines load: those of the index, else the whole one, else all."""
     if (folder / INDEX).is_file():
-        named = json.loads((folder / INDEX).read_bytes())["weight_map"]
-        return [folder / name for name in sorted(set(named.values()))]
+        index = msgspec.json.decode((folder / INDEX).read_bytes(), type=_Index)
+        return [folder / name for name in sorted(set(index.weight_map.values()))]
     if (folder / layout.MODEL).is_file():
         return [folder / layout.MODEL]
     return sorted(folder.glob("*.safetensors"))

@@ -22,11 +22,13 @@ BASE = "http://169.254.169.254"  # link-local, the same on all three
 TIMEOUT_S = 1.0
 POLL_S = 1.0
 DETECT_S = 60.0  # between two looks for a service where none has answered
+# ValueError: no UTF-8, no JSON of the service's shape, or a token that no header can hold.
+NO_ANSWER = (httpx.HTTPError, ValueError, RecursionError)
 AWS_TOKEN_TTL_S = 21600  # the longest there is
 
 
 class MetadataService(Protocol):
-    """One cloud's. Both calls raise httpx.HTTPError when it does not answer, msgspec.DecodeError for nonsense.
+    """One cloud's. All calls raise NO_ANSWER when it does not answer, or answers nonsense.
 
     `notice_s` is how long the machine stays after a notice, at least.
     """
@@ -229,7 +231,7 @@ def _detect(known: Sequence[MetadataService], http: httpx.Client) -> tuple[Metad
     for service in known:
         try:
             zone = service.locate(http)
-        except (httpx.HTTPError, msgspec.DecodeError):
+        except NO_ANSWER:
             continue
         if zone is not None:
             return service, zone
@@ -239,5 +241,5 @@ def _detect(known: Sequence[MetadataService], http: httpx.Client) -> tuple[Metad
 def _said(ask: Callable[[httpx.Client], str], http: httpx.Client) -> str:
     try:
         return ask(http)
-    except (httpx.HTTPError, msgspec.DecodeError):
+    except NO_ANSWER:
         return ""

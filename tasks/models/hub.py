@@ -64,7 +64,7 @@ def fetch(
         for line in process.stdout:
             try:
                 told = msgspec.json.decode(line, type=Told)
-            except msgspec.DecodeError:  # something installed here speaks whenever Python starts
+            except (ValueError, RecursionError):  # something installed here speaks whenever Python starts
                 continue
             if told.folder:
                 return Path(told.folder)

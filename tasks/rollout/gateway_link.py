@@ -10,7 +10,8 @@ import aiohttp
 import msgspec
 
 from checkpoint.records import documents
-from checkpoint.store.errors import StoreError
+from checkpoint.store.codec import from_json
+from checkpoint.store.errors import Corrupt, StoreError
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import machine_of
 from policies.serving.joining import Stage
@@ -125,6 +126,6 @@ class GatewayLink:
 
 def _reply(answer: bytes) -> AnnounceReply:
     try:
-        return msgspec.json.decode(answer, type=AnnounceReply)
-    except msgspec.DecodeError as error:
-        raise GatewayUnreachable(f"it answered {answer[:80]!r}: {error}") from error
+        return from_json(answer, AnnounceReply, f"{answer[:80]!r}")
+    except Corrupt as error:
+        raise GatewayUnreachable(f"it answered {error}") from error

@@ -115,10 +115,11 @@ def fake_metadata(cloud: str) -> Iterator[FakeMetadata]:
             headers = {name.lower(): value for name, value in self.headers.items()}
             status, text, more = service.answer(self.command, self.path, headers)
             self.send_response(status)
-            for name, value in {**more, "Content-Length": str(len(text.encode()))}.items():
+            body = text.encode(errors="surrogateescape")
+            for name, value in {**more, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(text.encode())
+            self.wfile.write(body)
 
         do_GET = do_PUT = handle_any
 

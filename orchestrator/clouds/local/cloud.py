@@ -163,20 +163,20 @@ class LocalCloud:
         found = on_record(folder)
         state, why = MachineState.UP, ""
         if (folder / "gone").exists():
-            state, why = MachineState.GONE, (folder / "gone").read_text()
+            state, why = MachineState.GONE, (folder / "gone").read_text(errors="replace")
         elif found.exit_code is None and not carries_mark(found.pid, folder):
             found = on_record(folder)  # it may have ended between the two looks
             if found.exit_code is None:
                 _destroy(folder)  # what has outlived the machine
                 state, why = MachineState.GONE, "its processes died"
-        market = Market((folder / "market").read_text())
+        market = _market_of(folder)
         role = role_of(folder.name)
         return Machine(
             node=folder.name,
             state=state,
             attempt=found.attempt,
             exit_code=found.exit_code,
-            exit_reason=found.exit_reason,
+            exit_reason=found.reason,
             why=why,
             notice=(folder / "work" / NOTICE).exists(),
             market=market,
@@ -219,6 +219,14 @@ def node_python() -> str:
     if importlib.util.find_spec("vllm"):
         return sys.executable
     raise CloudRefused(Refusal.CREDENTIALS, f"no node environment at {beside}; make it with `make node-env`")
+
+
+def _market_of(folder: Path) -> Market:
+    """The market of a machine; on demand where a power cut has left no readable note of it."""
+    try:
+        return Market((folder / "market").read_text())
+    except ValueError:
+        return Market.ON_DEMAND
 
 
 def _destroy(folder: Path) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
+from checkpoint.store.codec import from_json
+from checkpoint.store.errors import Corrupt
 from policies.model.linux import BETWEEN_PROGRAMS_LOOKS, BETWEEN_PROGRAMS_S, is_between_programs
 from policies.model.node_contract import MACHINE
 
@@ -45,17 +46,28 @@ def carries_mark(pid: int, folder: Path) -> bool:
     return False
 
 
-class OnRecord(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class OnRecord:
     """A machine's newest attempt. `exit_code` is None until it has ended, `pid` is the machine's own process and
-    `exit_reason` the last line of the work that ended."""
+    `reason` the last line of the work that ended."""
 
     attempt: int
-    exit_code: int | None
     pid: int
-    exit_reason: str
+    exit_code: int | None = None
+    reason: str = ""
+
+
+_DIED = OnRecord(0, 0)  # no process has the pid 0
 
 
 def on_record(folder: Path) -> OnRecord:
-    """Read the machine's record."""
-    document = json.loads((folder / MACHINE).read_text())
-    return OnRecord(document["attempt"], document["exit_code"], document["pid"], document["reason"])
+    """Read the machine's record. Raises FileNotFoundError.
+
+    A damaged record counts as that of a machine whose process died: a power cut, which ends the processes too, may
+    leave it empty. The daemon reads it in every tick, and launches of other runs read it.
+    """
+    data = (folder / MACHINE).read_bytes()
+    try:
+        return from_json(data, OnRecord, str(folder / MACHINE))
+    except Corrupt:
+        return _DIED

@@ -77,7 +77,7 @@ def _progress(view: RunView, width: int) -> Text:
     room = width - cell_len(said) - 2
     if room < BAR_MIN:
         return Text(said, no_wrap=True)
-    done = round(room * min(1.0, view.step / view.max_steps)) if view.max_steps else 0
+    done = round(room * min(1.0, max(0.0, view.step / view.max_steps))) if view.max_steps else 0
     line = Text(no_wrap=True)
     line.append("━" * done, RUN_STYLES[view.phase]).append("─" * (room - done), "grey30")
     return line.append(f"  {said}")

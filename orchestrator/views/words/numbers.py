@@ -12,19 +12,26 @@ _BARS = "▁▂▃▄▅▆▇█"
 _LAST_S = 253_402_300_799.0  # the last second of the year 9999: a run that gets on by nothing ends at no time
 
 
+def written(time_s: float, form: str, *, local: bool = True) -> str:
+    """A time in a form of strftime's; one outside the years that calendars have is their first or last moment."""
+    within_s = max(0.0, min(time_s, _LAST_S))
+    return time.strftime(form, time.localtime(within_s) if local else time.gmtime(within_s))
+
+
 def clock(time_s: float) -> str:
     """Local time of day, `14:03:59`."""
-    return time.strftime("%H:%M:%S", time.localtime(time_s))
+    return written(time_s, "%H:%M:%S")
 
 
 def moment(time_s: float) -> str:
     """A day and a time that all read alike, `2026-11-30 18:00 UTC`."""
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(min(time_s, _LAST_S)))
+    return written(time_s, "%Y-%m-%d %H:%M UTC", local=False)
 
 
 def duration(seconds: float) -> str:
     """`8 s`, `3:07 min`, `2:03 h`, `4.0 d`: two figures that matter, and the unit."""
-    whole = round(max(0.0, seconds))
+    seconds = max(0.0, min(seconds, _LAST_S))
+    whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:

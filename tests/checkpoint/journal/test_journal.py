@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from checkpoint.journal.journal import Fenced, Journal
 from checkpoint.store import layout
 from checkpoint.store.errors import Corrupt, StoreUnavailable
 from checkpoint.store.run_store import Store
-from policies.model.events import RunCreated, TookOver
+from policies.model.events import BudgetSet, RunCreated, TookOver
 from policies.model.state import RunState
 
 names = itertools.count()
@@ -33,6 +34,18 @@ def test_entries_are_numbered_and_read_back() -> None:
     assert records[1].decoded() == (RunCreated("r", "id"),)
     assert [r.number for r in journal.read(store, after=1)] == [2]
     assert writer.epoch == 1
+
+
+def test_event_that_could_not_be_read_back_is_never_written() -> None:
+    """JSON has no NaN. Entries are never deleted, so that such an entry would end the run for good."""
+    store = fresh()
+    writer = Journal(store, "a/1")
+    writer.take_over(1.0, "a", 1, "up")
+    with pytest.raises(Corrupt, match="usd"):
+        writer.append(2.0, (BudgetSet(math.nan),))
+    assert writer.settle(3.0) is None
+    writer.append(4.0, (BudgetSet(5.0),))
+    assert journal.recover(store).state.budget_usd == 5.0
 
 
 def test_the_late_controller_is_fenced_and_stays_fenced() -> None:

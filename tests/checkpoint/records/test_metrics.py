@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import threading
 
-from checkpoint.records.metrics import MetricsWriter, Row, point_at, point_of, read_metrics
+import pytest
+
+from checkpoint.records.metrics import TOKENS, MetricsWriter, Row, point_at, point_of, read_chunk, read_metrics
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Store
+from checkpoint.store.unreadable import Unreadable
 from policies.detect.divergence import Point
 from tests.budget import HANG_S
 
@@ -43,6 +46,19 @@ def test_the_objects_of_a_long_run_are_read_side_by_side() -> None:
         key = layout.metrics_chunk(0, step)
         store.put(key, to_json(Row(0, step, float(step), 1, {"reward": 1.0})) + b"\n")
     assert [row.step for row in read_metrics(store)] == [1, 101, 201, 301]
+
+
+@pytest.mark.parametrize(
+    "row", [Row(0, 2, 1e300, 1, {}), Row(0, 2, 2.0, 1, {TOKENS: 1e300}), Row(0, 2, 2.0, 1, {}, -1e300)]
+)
+def test_row_with_an_impossible_time_or_count_is_left_out(row: Row) -> None:
+    """Sums over a run's rows are shown as numbers and times, and JSON has no infinity."""
+    store, unreadable = Store(f"memory://metrics-impossible-{row.time_s:g}-{len(row.values)}"), Unreadable()
+    good = Row(0, 1, 1.0, 1, {TOKENS: 5.0, "reward": 1e300})
+    key = layout.metrics_chunk(0, 1)
+    store.put(key, to_json(good) + b"\n" + to_json(row) + b"\n")
+    assert read_chunk(store, key, unreadable) == [good]
+    assert list(unreadable.found) == [key]
 
 
 def test_a_row_tells_the_detector_what_the_guard_was_told() -> None:

@@ -46,6 +46,12 @@ def test_a_step_that_the_trainer_generated_itself_is_one_of_its_own() -> None:
     assert step_times(rows) == [MeasuredStep(10, 4, 0, 100, own_s=4), MeasuredStep(12, 4, 2, 100)]
 
 
+def test_step_without_logged_node_seconds_has_no_nodes() -> None:
+    """Values that are not finite are left out of the log."""
+    rows = [row(1, 10.0), Row(0, 2, 20.0, 1, {GENERATE_S: 4.0, OWN_GENERATE_S: 4.0}), row(3, 30.0), row(4, 40.0)]
+    assert [step.nodes for step in step_times(rows)] == [0.0, 2.0]
+
+
 def test_what_the_trainer_waited_before_it_generated_itself_is_no_part_of_such_a_step() -> None:
     own = row(2, 320.0, nodes=0)
     own.values.update({OWN_GENERATE_S: 4.0, WAIT_S: 300.0})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,6 +145,16 @@ def test_a_torn_row_is_told_once_and_those_around_it_are_followed() -> None:
     assert run.controller.state.nodes, "the fleet is asked for all the same"
     view = run_view(run.store, NOW_S, None)
     assert ([point.step for point in view.recent], view.kl) == ([1, 3, 4], 0.1)
+
+
+def test_steps_that_cannot_be_measured_are_told_and_the_tick_goes_on() -> None:
+    run = Steered()
+    values = {metrics.GENERATE_S: 5e-324, metrics.GENERATE_NODE_S: 1.0}
+    run.store.put(ROWS_KEY, b"".join(to_json(Row(0, n, NOW_S + n, 1, values)) + b"\n" for n in range(1, 9)))
+    documents.TRAINER.write(run.store, replace(BEAT, step=8))
+    run.ticks()
+    assert run.told() == ["metrics"]
+    assert run.controller.state.nodes, "the fleet is asked for all the same"
 
 
 def test_a_trainer_that_starts_again_writes_over_a_torn_row() -> None:

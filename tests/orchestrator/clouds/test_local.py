@@ -133,6 +133,20 @@ def test_a_preempted_machine_is_gone_with_everything_on_it(cloud: LocalCloud) ->
     assert processes(cloud, "rollout-0-i1") == []
 
 
+@pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"{}", b'{"attempt": "1", "pid": 1}'])
+def test_machine_with_damaged_record_is_gone_and_can_be_terminated(cloud: LocalCloud, data: bytes) -> None:
+    """As a power cut leaves it: every tick reads the records, and one must not hide the other machines."""
+    cloud.launch(order("rollout-1-i1"))
+    folder = cloud._folder / "rollout-0-i1"
+    folder.mkdir()
+    (folder / "machine.json").write_bytes(data)
+    (folder / "market").write_bytes(data)
+    states = {node: machine.state for node, machine in cloud.machines().items()}
+    assert states == {"rollout-0-i1": MachineState.GONE, "rollout-1-i1": MachineState.UP}
+    cloud.terminate("rollout-0-i1")
+    assert list(cloud.machines()) == ["rollout-1-i1"]
+
+
 def a_spool(cloud: LocalCloud, node: str, folder: Path) -> Path:
     """What a trainer leaves: a folder elsewhere with a checkpoint in it, and the link to it."""
     (folder / "checkpoint-50").mkdir(parents=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
@@ -15,7 +16,7 @@ from orchestrator.views.measured.lanes import LaneState, Stretch
 from orchestrator.views.model import HealthView, MembershipView, NodeView, RollbackView, RunView, StoppedKindView
 from orchestrator.views.terminal.live import changes, watch
 from orchestrator.views.terminal.screen import Screen
-from orchestrator.views.words.numbers import duration, short, sparkline, usd
+from orchestrator.views.words.numbers import clock, duration, moment, short, sparkline, usd
 from policies.detect.divergence import Health
 from policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
@@ -329,6 +330,16 @@ def test_numbers_for_people() -> None:
     ]
     assert [short(v) for v in (None, 0.0, 0.12345, 1e-6, 123456.0)] == ["–", "0", "0.123", "0.000001", "123,456"]
     assert [usd(v) for v in (0.0, 0.0123, 0.1, 1234.5)] == ["$0.00", "$0.0123", "$0.10", "$1,234.50"]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 1e300, -1e300, 2.0**63])
+def test_times_outside_the_calendar_are_written(value: float) -> None:
+    assert all(write(value) for write in (clock, moment, duration))
+
+
+def test_negative_last_step_draws_an_empty_bar(view: RunView) -> None:
+    """transformers' `max_steps` is -1 where epochs decide."""
+    assert "━" not in "".join(drawn(replace(view, max_steps=-1)))
 
 
 def test_it_says_how_far_nodes_are_that_come(view: RunView) -> None:

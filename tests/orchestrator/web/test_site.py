@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
+import pytest
 from aiohttp import ClientResponse, ClientSession, web
 from aiohttp.test_utils import TestClient, TestServer
 
@@ -234,6 +235,21 @@ def test_news_arrives_while_one_watches() -> None:
         told = await (await client.get("/?format=json")).json()
         assert told["run"]["recent"][-1]["step"] == 13
         live.close()
+
+    browse(world, story)
+
+
+def test_look_that_fails_is_told_and_the_next_one_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that one page cannot work with must not leave every page as it was for good."""
+    world = run_of()
+    monkeypatch.setattr(Watch, "pace_s", 0.0)
+
+    async def story(client: Client) -> None:
+        with monkeypatch.context() as broken:
+            broken.setattr(Watch, "_look", lambda _: 1 // 0)
+            assert "ZeroDivisionError" in await (await client.get("/")).text()
+        told = await (await client.get("/")).text()
+        assert "ZeroDivisionError" not in told
 
     browse(world, story)
 

@@ -23,7 +23,7 @@ from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, RUN_ENV, TOKEN_E
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.serving.joining import BASE_MODEL, ENGINE, Stage
 from policies.weights.tensors import Tensor
-from tasks.machine.base_model import TENSORS, tensors_in
+from tasks.machine.base_model import INDEX, TENSORS, tensors_in
 from tasks.machine.node_env import NodeEnv
 from tasks.models import hub, publishing, shared
 from tasks.models.base import FOLDER, BaseModel, Closed, Source, found_here, source_of, with_model
@@ -147,6 +147,13 @@ class Failing(Store):
                 raise StoreUnavailable("the machine is gone")
             write()
             self.taken.append(key)
+
+
+@pytest.mark.parametrize("index", [b"", b"[]", b"{}", b'{"weight_map": null}', b'{"weight_map": {"a": "\xff"}}'])
+def test_damaged_index_of_a_model_is_a_value_error(tmp_path: Path, index: bytes) -> None:
+    (tmp_path / INDEX).write_bytes(index)
+    with pytest.raises(ValueError):
+        tensors_in(tmp_path)
 
 
 def test_half_an_upload_is_never_seen_and_the_next_one_sends_the_rest(tmp_path: Path) -> None:

@@ -110,13 +110,25 @@ def test_notice_at_the_same_moment_hides_a_recommendation(stack: ExitStack) -> N
     assert watched.recommendations == []
 
 
-def test_malformed_recommendation_delays_no_notice(stack: ExitStack) -> None:
+@pytest.mark.parametrize("advice", ["<html>", "[" * 100_000, '{"noticeTime": "\udcff"}'])
+def test_malformed_recommendation_delays_no_notice(stack: ExitStack, advice: str) -> None:
+    """Nor does one that is nested too deeply, or no UTF-8."""
     fake, watched = on(stack, "aws")
-    fake.advice, fake.rebalance = "<html>", True
+    fake.advice, fake.rebalance = advice, True
     until("looks", lambda: fake.asked.count(REBALANCE) > 2)
     fake.noticed = True
     until("the notice", lambda: watched.notices)
     assert watched.recommendations == []
+
+
+def test_token_that_no_header_can_hold_hides_no_other_cloud(stack: ExitStack) -> None:
+    portal, _ = on(stack, "aws")
+    portal.token = "\u00e9"
+    gcp = stack.enter_context(fake_metadata("gcp"))
+    watched = Watched((Aws(portal.url), Gcp(gcp.url)))
+    stack.callback(watched.close)
+    until("the zone", lambda: watched.zones)
+    assert watched.zones == [CLOUDS["gcp"]]
 
 
 def test_expired_session_token_hides_no_recommendation(stack: ExitStack) -> None:

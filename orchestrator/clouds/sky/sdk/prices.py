@@ -57,4 +57,4 @@ def list_price_of(row: Any) -> ListPrice:
 
 def _number(value: Any) -> float | None:
     """None for what a list leaves open."""
-    return None if value is None or math.isnan(value) else float(value)
+    return None if value is None or not math.isfinite(value) else float(value)

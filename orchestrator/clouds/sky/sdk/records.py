@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -23,9 +24,13 @@ _STATES = {
 
 
 def cluster_of(record: Any) -> Cluster:
-    """The cluster that a record of `sky.status` is of."""
+    """The cluster that a record of `sky.status` is of. One that cannot be read whole hides none of the others."""
     state = _STATES.get(record.status.value, ClusterState.STARTING)
-    return cluster_at(record.name, state, record.handle)
+    try:
+        return cluster_at(record.name, state, record.handle)
+    except Exception as error:  # noqa: BLE001 whatever it is, only this one record is odd
+        say_once("cluster_half_read", record.name, why_not(error))
+        return cluster_at(record.name, state, None)
 
 
 def cluster_at(name: str, state: ClusterState, handle: Any) -> Cluster:
@@ -88,9 +93,13 @@ def offer_of(machine: Any) -> SkyOffer | None:
 
 
 def _usd_per_h(machine: Callable[[], Any], what: str) -> float | None:
-    """None, which is said once, where SkyPilot's catalog has no price (ValueError) or two (AssertionError)."""
+    """None, which is said once, where SkyPilot's catalog has no price (ValueError), two (AssertionError) or one
+    that is no number: a price is added up, compared and journalled, and JSON has no NaN."""
     try:
-        return float(machine().get_cost(HOUR_S))
+        price = float(machine().get_cost(HOUR_S))
+        if not 0.0 <= price < math.inf:
+            raise ValueError(f"a price of {price}")
+        return price
     except Exception as error:  # noqa: BLE001 whatever it is, this one price is not known
         say_once("price_not_known", what, why_not(error))
         return None
