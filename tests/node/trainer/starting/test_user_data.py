@@ -318,7 +318,7 @@ def test_weights_are_shares_of_the_prompts_and_lose_no_row(folder: Path) -> None
         ),
         ([Dataset(path="holes.jsonl", prompt="{a}")], "prompt: row 1: its a is nothing; expected a text or a num"),
         ([Dataset(path="lists.jsonl", prompt="{a}")], "prompt: row 0: its a is a list; expected a text or a num"),
-        ([Dataset(path="broken.jsonl")], r"broken\.jsonl: line 2: Expecting ',' delimiter; expected a JSON object"),
+        ([Dataset(path="broken.jsonl")], r"broken\.jsonl: line 2: Expecting ',' delimiter; expected a JSON obj"),
         ([Dataset(path="latin.jsonl")], r"latin\.jsonl: line 3: 'utf-8' codec can't decode byte 0xe9"),
         ([Dataset(path="latin.jsonl", streaming=True)], r"latin\.jsonl: line 3: 'utf-8' codec can't decode byte"),
         ([Dataset(path="broken.json")], r"broken\.json: (?!An error occurred)"),
