@@ -54,14 +54,14 @@ def leave_reason(workdir: Path, reason: str) -> None:
     line = own_redactor()(" ".join(reason.split()))
     shown = line if len(line) <= REASON_CHARS_MAX else f"{line[:REASON_CHARS_MAX]}..."
     with contextlib.suppress(OSError):  # a full disk costs the line, not the exit code
-        (workdir / REASON).write_text(shown)
+        (workdir / REASON).write_text(shown, "utf-8", "replace")
 
 
 def take_reason(workdir: Path) -> str:
     """Return the reason that was noted since the last call, or an empty text."""
     note = workdir / REASON
     try:
-        return note.read_text(errors="replace").strip()
+        return note.read_text("utf-8", "replace").strip()
     except OSError:
         return ""
     finally:
