@@ -59,14 +59,12 @@ def test_reason_is_one_bounded_line_without_secrets(tmp_path: Path, monkeypatch:
 
 def test_reason_is_whole_in_an_ascii_locale(tmp_path: Path) -> None:
     """It may quote the user's rows and file names."""
-    leaves = "import sys, pathlib; from tasks.machine.processes.exit_note import leave_reason as leave"
-    command = [
-        sys.executable,
-        "-c",
-        rf"{leaves}; leave(pathlib.Path(sys.argv[1]), 'no column yan\u0131t')",
-        tmp_path,
-    ]
-    subprocess.run(command, env={**os.environ, **ASCII_LOCALE}, check=True)
+    code = rf"""
+from pathlib import Path
+from tasks.machine.processes.exit_note import leave_reason
+leave_reason(Path({str(tmp_path)!r}), "no column yan\u0131t")
+"""
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **ASCII_LOCALE}, check=True)
     assert take_reason(tmp_path) == "no column yanıt"
 
 
