@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import MutableMapping
 from importlib.metadata import version
@@ -41,8 +42,19 @@ def _options(
     """GRPO post-training on spot machines that die, without losing a step or a token."""
 
 
+def _read_names_as_utf8() -> None:
+    """Start this command again in Python's UTF-8 mode if the locale has another encoding.
+
+    Libraries written in Rust read file names as UTF-8, in every process of a run. The terminal keeps its encoding.
+    """
+    if sys.getfilesystemencoding() != "utf-8":
+        printed = {"PYTHONIOENCODING": os.environ.get("PYTHONIOENCODING") or sys.stdout.encoding}
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **printed, "PYTHONUTF8": "1"})
+
+
 def main() -> None:
     """Run the command line. A user's mistake is one line and an exit code, never a traceback."""
+    _read_names_as_utf8()
     processors = [_without_retries, *structlog.get_config()["processors"]]
     # stdout is for what was asked.
     structlog.configure(processors=processors, logger_factory=structlog.PrintLoggerFactory(sys.stderr))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from policies.model import exit_codes
 START_TIMEOUT_S = 300.0  # it loads in a second or two: minutes on busy cores; one that fails ends by itself
 TAKEN_S = 30.0  # until another that was quicker says so
 POLL_S = 0.05
+# Completions, dataset rows and file names are in no locale's alphabet: printing one must not raise in any process.
+PRINTS_ANY_TEXT = {"PYTHONIOENCODING": "utf-8:backslashreplace"}
 
 
 class DaemonFailed(Exception):
@@ -89,4 +92,5 @@ def _spawn(arguments: list[str], log: Path, fds: Sequence[int] = ()) -> subproce
             stderr=subprocess.STDOUT,
             start_new_session=True,
             pass_fds=fds,
+            env={**os.environ, **PRINTS_ANY_TEXT},
         )

@@ -27,7 +27,14 @@ from tasks.machine.leaving import stop_file
 from tasks.machine.node_env import read_node_env, read_run_here
 from tasks.machine.processes.children import exit_code_of, start_child
 from tasks.machine.processes.exit_note import leave_reason, take_exit_code, told_exit_code
-from tasks.machine.processes.launching import counted_gpus, trainer_argv, unfit_gpus, with_one_gpu, with_own_builds
+from tasks.machine.processes.launching import (
+    counted_gpus,
+    trainer_argv,
+    unfit_gpus,
+    with_one_gpu,
+    with_own_builds,
+    without_ranks,
+)
 from tasks.machine.spooling import find_spool
 from tasks.machine.user_setup import set_up
 
@@ -51,7 +58,7 @@ def main() -> int:
     if (failed := set_up(Path(env.workdir), spec.trainer.setup)) is not None:
         _last_line(f"trainer.{failed}")
         return exit_codes.UNFIT_MACHINE
-    told = with_own_builds({**os.environ, **spec.trainer.env}, Path(env.workdir))
+    told = with_own_builds({**without_ranks(os.environ), **spec.trainer.env}, Path(env.workdir))
     try:
         gpus = counted_gpus(Role.TRAINER, spec, told)
     except DriverFailed as error:

@@ -29,6 +29,7 @@ ENVIRONMENT = (
     "HOME",
     "LANG",
     "LC_ALL",
+    "PYTHONIOENCODING",
     "LD_LIBRARY_PATH",
     "OMP_NUM_THREADS",
     "HF_HOME",

@@ -7,6 +7,7 @@ is a function of run.yaml and of the data alone, so that a restart sees the same
 from __future__ import annotations
 
 import itertools
+import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,6 +69,8 @@ def _load(key: str, wanted: Dataset, workdir: Path, rows_used: int) -> datasets.
             if kind is None:
                 raise BadSpec(f"{key}: {path} is not read; expected a file in {', '.join(FILE_KINDS)}")
             loaded = datasets.load_dataset(kind, wanted.name, data_files=str(path), **asked)
+            if kind == "json" and not wanted.streaming:  # its reader alone does not look whether texts are UTF-8
+                loaded.data.table.validate(full=True)
         elif path.is_dir():
             loaded = datasets.load_dataset(str(path), wanted.name, **asked)
         elif kind is not None or wanted.path.startswith((".", "/", "~")):
@@ -82,10 +85,31 @@ def _load(key: str, wanted: Dataset, workdir: Path, rows_used: int) -> datasets.
     except (DatasetNotFoundError, ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         if passes(error):
             raise
-        raise BadSpec(f"{key}: {wanted.path}: {in_one_line(error)}") from error
+        reason = _bad_line(path) or in_one_line(_first_cause(error))
+        raise BadSpec(f"{key}: {wanted.path}: {reason}") from error
     if len(loaded) == 0:
         raise BadSpec(f"{key}: {wanted.path} has no rows")
     return loaded
+
+
+def _bad_line(path: Path) -> str:
+    """Name the first line of a JSON lines file that is not JSON in UTF-8; empty for any other file."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        return ""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                json.loads(line.strip() or b"null")
+            except ValueError as error:
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else in_one_line(error)
+                return f"line {number}: {reason}; expected a JSON object in UTF-8 in every line"
+    return ""
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Return what a DatasetGenerationError hides: its own text is the same for every fault."""
+    hidden = isinstance(error, datasets.exceptions.DatasetGenerationError)
+    return error.__cause__ if hidden and error.__cause__ is not None else error
 
 
 def _check_cache() -> None:

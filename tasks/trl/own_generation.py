@@ -55,15 +55,13 @@ class OwnGeneration:
         Raises Fenced, LeaveNow, torch.OutOfMemoryError.
         """
         most = self._longest_prompt(int(batch.sampling["max_tokens"]))
-        fit = [
-            one
-            for one in batch.requests
-            if one.prompt_token_ids and (most is None or len(one.prompt_token_ids) <= most)
-        ]
+        refused = {
+            one.index: end for one in batch.requests if (end := self._refusal(one, most, batch.policy.label))
+        }
+        fit = [one for one in batch.requests if one.index not in refused]
         before = {one.index: one for one in begun}
         made = {one.index: one for one in self._generated(batch, fit, before)} if fit else {}
-        policy = batch.policy.label
-        found = [made.get(one.index) or self._refused(one, policy) for one in batch.requests]
+        found = [made.get(one.index) or refused[one.index] for one in batch.requests]
         return Generated(found, discarded=0, wait_s=0.0)
 
     def _generated(
@@ -121,11 +119,18 @@ class OwnGeneration:
         positions = getattr(self._trainer.model.config.get_text_config(), "max_position_embeddings", None)
         return None if positions is None else int(positions) - completion
 
-    def _refused(self, request: CompletionRequest, policy: str) -> Completion:
-        if not request.prompt_token_ids:
-            return Completion(request.index, [], [], REFUSED, policy, self._node, "the prompt has no token")
-        limit = int(self._trainer.model.config.get_text_config().max_position_embeddings)
-        why = f"prompt and completion are longer than the model's {limit} positions"
+    def _refusal(self, request: CompletionRequest, longest: int | None, policy: str) -> Completion | None:
+        """Return the end of a request that the model cannot complete, or None."""
+        config, prompt, limit = self._trainer.model.config.get_text_config(), request.prompt_token_ids, None
+        if not prompt:
+            why = "the prompt has no token"
+        elif max(prompt) >= config.vocab_size:
+            why = f"token {max(prompt)} of the prompt is not in the model's vocabulary of {config.vocab_size}"
+        elif longest is not None and len(prompt) > longest:
+            limit = int(config.max_position_embeddings)
+            why = f"prompt and completion are longer than the model's {limit} positions"
+        else:
+            return None
         return Completion(request.index, [], [], REFUSED, policy, self._node, why, limit)
 
 

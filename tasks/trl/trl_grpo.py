@@ -277,9 +277,18 @@ class FleetGRPOTrainer(
         return len(per_function) - refused, int((~torch.isnan(per_function).all(dim=1)).sum())
 
     def try_prompt(self, prompt: Any) -> None:
-        """Make tokens of a prompt as a step does. Raises what TRL, transformers and the chat template raise."""
-        if self.environment_factories is None:
-            self._tokenize_prompts([prompt])
+        """Make tokens of a prompt as a step does. A token that was added to the tokenizer alone has no embedding.
+
+        Raises ValueError for such a token, and what TRL, transformers and the chat template raise.
+        """
+        if self.environment_factories is not None:
+            return
+        largest = max(self._tokenize_prompts([prompt])[0][0], default=0)
+        known = self.model.config.get_text_config().vocab_size
+        if largest >= known:
+            token = self._tokenizer.convert_ids_to_tokens(largest)
+            told = f"{token} is token {largest}, and the model has {known}"
+            raise ValueError(f"{told}; call `resize_token_embeddings` on the model, or take it from the tokenizer")
 
     def _log_witnesses(self, per_function: torch.Tensor) -> None:
         """Say which scores are not trained on: nothing that is logged tells the weights of reward functions."""

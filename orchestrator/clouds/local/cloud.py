@@ -240,7 +240,7 @@ def _destroy(folder: Path) -> None:
 
 def lines_of(path: Path, follow: bool) -> Iterator[str]:
     """The lines of a file; with `follow`, on as they come."""
-    with path.open(errors="replace") as log:
+    with path.open(encoding="utf-8", errors="replace") as log:
         while True:
             line = log.readline()
             if line:

@@ -36,7 +36,7 @@ def marked_processes(folder: Path) -> list[int]:
 
 def carries_mark(pid: int, folder: Path) -> bool:
     """Whether the process belongs to the machine. A dead one does not, also while it waits to be reaped."""
-    mark = f"{MARK}={folder}".encode()
+    mark = os.fsencode(f"{MARK}={folder}")
     with contextlib.suppress(OSError):
         for _ in range(BETWEEN_PROGRAMS_LOOKS):
             environment = Path(f"/proc/{pid}/environ").read_bytes()

@@ -89,8 +89,9 @@ def _worst(named: list[tuple[str, Detection]]) -> list[tuple[str, Detection]]:
 
 
 def _elided(label: str) -> str:
-    """A long name without its middle: its ends tell runs apart."""
+    """A name that can be drawn, a long one without its middle: its ends tell runs apart."""
     half = NAME_LETTERS // 2
+    label = label.encode(errors="replace").decode()  # a file's name may be no text in UTF-8
     return label if len(label) <= NAME_LETTERS else f"{label[: half - 1]}…{label[-half:]}"
 
 

@@ -20,6 +20,20 @@ from tasks.machine.node_env import NodeEnv
 
 log = structlog.get_logger()
 
+# Ranks that torchrun, mpirun or a cluster's operator give the processes of a job; accelerate reads all of them.
+RANKS = frozenset(
+    (
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        *(
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+        *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    )
+)
 SMI_S = 60.0  # the driver answers within seconds; it has loaded itself by then
 
 
@@ -48,6 +62,14 @@ def _with_whole_weights(own: Mapping[str, Any]) -> dict[str, Any]:
     if "deepspeed_config_file" in whole.get("deepspeed_config", {}):  # accelerate takes no second word beside it
         del whole["deepspeed_config"]
     return {**own, **whole}
+
+
+def without_ranks(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the ranks of a job that grpo-orch itself may be part of.
+
+    The trainer would take itself for one of that job's processes, and wait for the others.
+    """
+    return {name: value for name, value in env.items() if name not in RANKS}
 
 
 def with_own_builds(env: Mapping[str, str], workdir: Path) -> dict[str, str]:

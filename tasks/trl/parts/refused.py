@@ -52,8 +52,8 @@ class LeavesOutRefused:
             mask = mask or [[1] * len(ids) for ids in completion_ids]
             self._count_lengths_again(completion_ids, mask)
             mask = [[0] * len(one) if out else one for one, out in zip(mask, here, strict=True)]
-            token = [self.eos_token_ids[0]]  # for a prompt that has none
-            prompt_ids = [(ids[-1:] or token) if out else ids for ids, out in zip(prompt_ids, here, strict=True)]
+            token = [self.eos_token_ids[0]]  # none of its own: the model may have no embedding for them
+            prompt_ids = [token if out else ids for ids, out in zip(prompt_ids, here, strict=True)]
         return prompt_ids, completion_ids, mask, completions, logprobs, *more
 
     def _generate_and_score_completions(self: Any, inputs: list[Any]) -> dict[str, Any]:

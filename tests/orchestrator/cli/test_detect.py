@@ -324,6 +324,12 @@ BROKEN: dict[str, tuple[bytes, str]] = {
 }
 
 
+def test_file_named_in_another_encoding_is_drawn(cli: Detect) -> None:
+    Path(os.fsdecode(b"caf\xe9.json")).write_text(state(run(diverges=False)))
+    answer = cli("caf\udce9.json")
+    assert (answer.code, answer.lines[-1]) == (0, "Wrote detect.png")
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_file_that_is_no_trace_is_named_in_one_line_and_the_others_are_judged(name: str, cli: Detect) -> None:
     data, says = BROKEN[name]

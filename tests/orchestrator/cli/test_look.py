@@ -16,6 +16,7 @@ from policies.model import exit_codes
 from policies.model.events import Exported, HealthyChosen, JobExited, RunMoved
 from policies.model.vocabulary import PolicyVersion, RunPhase
 from tests.generators.views_world import World
+from tests.rigs.locales import ASCII_LOCALE
 
 
 def ended(phase: RunPhase, reason: str) -> World:
@@ -93,3 +94,11 @@ def test_a_locale_that_lacks_a_character_gets_another_and_no_traceback() -> None
         [sys.executable, "-c", shows], env=ascii_alone, capture_output=True, text=True, check=False
     )
     assert (told.stdout, told.returncode) == ("? done\n", 0)
+
+
+def test_name_in_utf8_is_read_in_an_ascii_locale(tmp_path: Path) -> None:
+    (tmp_path / "grün").mkdir()
+    missing = tmp_path / "grün" / "run.yaml"
+    command = [sys.executable, "-c", "from orchestrator import cli; cli.main()", "validate", str(missing)]
+    told = subprocess.run(command, env={**os.environ, **ASCII_LOCALE}, capture_output=True, check=False)
+    assert told.stderr.decode("ascii").startswith(f"{tmp_path}/gr\\xfcn/run.yaml: no such file")

@@ -83,6 +83,16 @@ def test_a_process_between_two_programs_still_belongs_to_its_machine(tmp_path: P
         process.wait()
 
 
+def test_process_of_a_folder_in_another_encoding_belongs_to_it(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    process = subprocess.Popen(["sleep", "60"], env={**os.environ, MARK: str(folder)})
+    try:
+        assert process.pid in marked_processes(folder)
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_process_may_be_called_anything(tmp_path: Path) -> None:
     """One that has ended has no environment, and its name is the first thing that is read of it then: of a longer
     one the kernel keeps fifteen bytes, wherever that cuts a letter in two."""

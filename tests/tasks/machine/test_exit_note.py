@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from tasks.machine.processes.exit_note import (
     take_reason,
     told_exit_code,
 )
+from tests.rigs.locales import ASCII_LOCALE
 
 
 @pytest.mark.parametrize(
@@ -60,6 +64,17 @@ def test_reason_is_one_bounded_line_without_secrets(tmp_path: Path, monkeypatch:
     assert reason.startswith("401 for [secret] xxx")
     assert len(reason) == REASON_CHARS_MAX + len("...")
     assert take_reason(tmp_path) == "", "it is of this attempt alone"
+
+
+def test_reason_is_whole_in_an_ascii_locale(tmp_path: Path) -> None:
+    """It may quote the user's rows and file names."""
+    code = rf"""
+from pathlib import Path
+from tasks.machine.processes.exit_note import leave_reason
+leave_reason(Path({str(tmp_path)!r}), "no column yan\u0131t")
+"""
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **ASCII_LOCALE}, check=True)
+    assert take_reason(tmp_path) == "no column yanıt"
 
 
 def test_reason_of_the_process_that_failed_first_stays(tmp_path: Path) -> None:

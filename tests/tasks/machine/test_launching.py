@@ -28,6 +28,7 @@ from tasks.machine.processes.launching import (
     unfit_gpus,
     visible_gpus,
     with_own_builds,
+    without_ranks,
 )
 from tests.budget import HANG_S
 
@@ -205,3 +206,8 @@ def test_a_lock_that_a_killed_build_has_left_is_waited_for_by_nobody(tmp_path: P
     assert with_own_builds({"PATH": "p"}, tmp_path) == first
     assert [one.name for one in lock.parent.iterdir()] == ["cpu_adam.so"]
     assert with_own_builds({"TORCH_EXTENSIONS_DIR": "theirs"}, tmp_path) == {"TORCH_EXTENSIONS_DIR": "theirs"}
+
+
+def test_ranks_of_a_job_around_the_run_are_dropped() -> None:
+    job = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_PORT": "1", "OMPI_COMM_WORLD_RANK": "3", "PMI_SIZE": "8"}
+    assert without_ranks({**job, "PATH": "p"}) == {"PATH": "p"}

@@ -151,6 +151,15 @@ def test_a_prompt_without_a_token_is_refused(model: Any) -> None:
     assert [one.refused for one in found] == ["the prompt has no token", ""]
 
 
+def test_prompt_with_a_token_beyond_the_vocabulary_is_refused(model: Any) -> None:
+    size = model.config.vocab_size
+    found = engine(model).complete(batch([[5, size], [5]], [1, 2])).completions
+    assert [one.refused for one in found] == [
+        f"token {size} of the prompt is not in the model's vocabulary of {size}",
+        "",
+    ]
+
+
 def test_the_models_own_settings_come_back_and_count_for_nothing(model: Any) -> None:
     model.generation_config.repetition_penalty = 50.0
     before = model.generation_config

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 from policies.control.snapshot import BEFORE_TRAINING
 from policies.model import exit_codes
@@ -392,6 +392,22 @@ def test_template_that_raises_ends_the_first_attempt(tiny: Path, tmp_path: Path)
     (tiny / "own.jsonl").write_text('{"prompt": [{"role": "user", "content": "1 apples:"}]}\n' * 3)
     last = first_attempt(tiny, tmp_path / "run", dataset="own.jsonl", model=str(model), reward="rig_rewards.none")
     assert "its first prompt cannot be made into tokens: TemplateError: roles must alternate" in last
+
+
+def with_token(tiny: Path, folder: Path) -> Path:
+    """Copy the tiny model, with a token `<think>` in its tokenizer that the model has no embedding for."""
+    shutil.copytree(tiny / "model", folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<think>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_token_without_an_embedding_ends_the_first_attempt(tiny: Path, tmp_path: Path) -> None:
+    model = with_token(tiny, tmp_path / "model")
+    (tiny / "own.jsonl").write_text('{"prompt": "1 apples:<think>"}\n' * 3)
+    last = first_attempt(tiny, tmp_path / "run", dataset="own.jsonl", model=str(model), reward="rig_rewards.none")
+    assert "<think> is token 84, and the model has 84; call `resize_token_embeddings` on the model" in last
 
 
 def test_home_that_cannot_be_written_is_named(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from checkpoint.records import metrics
 from checkpoint.store import layout
@@ -93,3 +95,21 @@ def test_a_prompt_without_a_token_leaves_the_step_to_the_others(tiny: Path, tmp_
         assert row["kl"] >= 0.0
         assert row["grad_norm"] > 0.0
         assert {seed for _, seed in rig.gateway.asked} != set()
+
+
+def test_refused_token_without_an_embedding_stays_out_of_the_model(tiny: Path, tmp_path: Path) -> None:
+    """As of a special token that was added to the tokenizer alone: it would index past the model's embedding."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny / "model", model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<think>"], special_tokens=True)
+    tokenizer.save_pretrained(model)
+    rows = ({"prompt": "1 apples:"}, {"prompt": "1 apples:<think>"})
+    (tiny / "thinks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    grpo = {**GRPO, "gradient_accumulation_steps": 8, "max_steps": 1}
+    with open_rig(tmp_path / "run", tiny, grpo=grpo, dataset="thinks.jsonl", model=str(model)) as rig:
+        rig.gateway.refuses = lambda prompt: max(prompt) >= size
+        assert rig.wait(rig.start_trainer()) == 0
+        (row,) = [row.values for row in metrics.read_metrics(rig.store) if "reward" in row.values]
+        assert (row[metrics.PROMPTS_REFUSED], row[metrics.REFUSED_ROW]) == (1, 1)

@@ -289,6 +289,10 @@ def test_weights_are_shares_of_the_prompts_and_lose_no_row(folder: Path) -> None
         ),
         ([Dataset(path="holes.jsonl", prompt="{a}")], "prompt: row 1: its a is nothing; expected a text or a num"),
         ([Dataset(path="lists.jsonl", prompt="{a}")], "prompt: row 0: its a is a list; expected a text or a num"),
+        ([Dataset(path="broken.jsonl")], r"broken\.jsonl: line 2: Expecting ',' delimiter; expected a JSON obj"),
+        ([Dataset(path="latin.jsonl")], r"latin\.jsonl: line 3: 'utf-8' codec can't decode byte 0xe9"),
+        ([Dataset(path="latin.jsonl", streaming=True)], r"latin\.jsonl: line 3: 'utf-8' codec can't decode byte"),
+        ([Dataset(path="broken.json")], r"broken\.json: (?!An error occurred)"),
     ],
 )  # fmt: skip
 def test_what_is_said(folder: Path, parts: list[Dataset], says: str) -> None:
@@ -300,6 +304,9 @@ def test_what_is_said(folder: Path, parts: list[Dataset], says: str) -> None:
     write(folder / "mixed.jsonl", [{"prompt": "p"}, {"prompt": [{"role": "user", "content": "p"}]}])
     write(folder / "struct.jsonl", [{"prompt": "p", "m": {"a": 1}}])
     write(folder / "list.jsonl", [{"prompt": "p", "m": []}])
+    (folder / "broken.json").write_text('[{"prompt": "p"}, {"prompt": "p"]')
+    (folder / "broken.jsonl").write_text('{"prompt": "p"}\n{"prompt": "p"\n{"prompt": "p"}\n')
+    (folder / "latin.jsonl").write_bytes(b'{"prompt": "p"}\n\n{"prompt": "p", "city": "Orl\xe9ans"}\n')
     with pytest.raises(BadSpec, match=says) as caught:
         load(folder, *parts)
     assert str(caught.value).startswith("trainer.dataset")
