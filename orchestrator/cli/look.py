@@ -152,7 +152,9 @@ def _spec_was_refused(store: Store) -> bool:
             match event:
                 case RunMoved(phase=RunPhase.STARTING):
                     refused = False
-                case JobExited(exit_code=exit_codes.BAD_SPEC | exit_codes.UNFIT_MACHINE):
+                case JobExited(
+                    exit_code=exit_codes.BAD_SPEC | exit_codes.UNFIT_MACHINE | exit_codes.NOTHING_LEARNT
+                ):
                     refused = True
                 case _:
                     pass

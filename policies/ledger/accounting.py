@@ -35,8 +35,8 @@ DAEMON = "daemon"
 TICK_S = 2.0  # an event bears the time at which its tick began: a fault may strike between that and the look
 # A trace in the journal this long after a fault is still that fault's; a dead machine is seen sooner.
 TRACE_S = 60.0
-# A trainer that stops by itself because it was told to, or because the run diverges: a rollback, no fault.
-STOPPED_BY_ITSELF = (exit_codes.FENCED, exit_codes.DIVERGED)
+# No faults: a trainer that was told to stop, a run that diverges, and a run.yaml that no attempt can train.
+STOPPED_BY_ITSELF = (exit_codes.FENCED, exit_codes.DIVERGED, exit_codes.BAD_SPEC, exit_codes.NOTHING_LEARNT)
 
 
 class LoggedRow(Protocol):

@@ -108,6 +108,9 @@ def fault(struck_s: float, seen_s: float | None = None, target: str = "rollout-0
             ["gateway restarted"],
         ),
         ([JobExited(TRAINER, 1, exit_codes.OUT_OF_MEMORY, 7)], [f"{TRAINER} exited with 80"]),
+        # What only a change of run.yaml mends.
+        ([JobExited(TRAINER, 1, exit_codes.BAD_SPEC, 0)], []),
+        ([JobExited(TRAINER, 1, exit_codes.NOTHING_LEARNT, 3)], []),
         ([requested("rollout-1-i1"), NodeMoved("rollout-1-i1", NodePhase.REFUSED, "", Refusal.NO_CAPACITY)], []),
         # Resumed after a stop: on purpose, with a new controller and a new gateway.
         (
