@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.traces.model import Trace
+from orchestrator.traces.read import Trace
 from orchestrator.views.detection.looked_at import Course, courses, in_words, kl_of, why_unknown
 from policies.detect.divergence import NOT_FINITE, Detector, Health, Verdict, follow
 from policies.detect.symptoms import KL, KL_SEQUENCE, SIGNALS
