@@ -8,6 +8,8 @@ on with it, or shows what it found.
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,30 +18,30 @@ from typing import Annotated
 import typer
 
 from checkpoint.journal import journal
-from checkpoint.records import documents, evaluated
+from checkpoint.records import documents, evaluated, evaluations
 from checkpoint.records.documents import RunRecord
 from checkpoint.records.evaluated import Evaluated
 from checkpoint.store import layout
 from checkpoint.store.errors import AlreadyExists
 from checkpoint.store.probe import probe
 from checkpoint.store.run_store import Store
+from checkpoint.stream.catalog import Catalog
 from orchestrator.cli.checkpoints import NEWEST
 from orchestrator.cli.console import Stop, console, errors
-from orchestrator.cli.evaluation.pins import pin
 from orchestrator.cli.evaluation.question import find_problems, find_subjects, run_of
 from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.steering.remote import is_steered
 from orchestrator.cli.steering.rollback import refuse_missing_secrets
 from orchestrator.cli.steering.start import show_plan
 from orchestrator.cli.target import open_run
-from orchestrator.config.sizes.model import find_size
+from orchestrator.config.model_size import find_size
 from orchestrator.control.launcher import TakenByAnother, start_daemon
 from orchestrator.home.folder import keep_run_digest, keep_store_options, run_token
 from orchestrator.home.trust import run_digest
 from orchestrator.plan.models import asked_once
 from orchestrator.views import evaluation as views
 from policies.model import exit_codes
-from policies.model.evaluation import Subject
+from policies.model.evaluation import BASE, Subject
 from policies.model.phases import TERMINAL_RUN
 from policies.model.vocabulary import RunPhase
 
@@ -175,3 +177,38 @@ def _show(found: Sequence[Evaluated], store: Store, output: Output) -> None:
     console.print(views.table(found), highlight=False)
     told = f"Each completion with its scores: {store.url}/{layout.EVALUATED}/"
     console.print(told, highlight=False, soft_wrap=True)
+
+
+# Evaluated checkpoints are kept from their run's retention until they are evaluated.
+
+
+def pin(parent: Store, subjects: Sequence[Subject]) -> tuple[Subject, ...]:
+    """Keep each checkpoint from its run's retention until it is evaluated, unless somebody keeps it already.
+
+    The last evaluation of a checkpoint unpins what the first has pinned. Raises Stop where one is gone.
+    """
+    catalog = Catalog(parent, f"{socket.gethostname()}/{os.getpid()}")
+    listed, shared = catalog.newest().checkpoints, _pinned_by_others(parent)
+    there = {(one.version, one.digest): one for one in listed}
+    if gone := [one.name for one in subjects if one.name != BASE and (one.name, one.digest) not in there]:
+        hint = f"`grpo-orch checkpoints ls {parent.quoted}` shows what is left"
+        raise Stop(f"{', '.join(gone)}: retired meanwhile; {hint}", exit_codes.FAILED)
+    made: list[Subject] = []
+    for subject in subjects:
+        one = there.get((subject.name, subject.digest))
+        if one is not None and not one.pinned:
+            catalog.pin(time.time(), one.at, pinned=True)
+        ours = one is not None and (subject.pinned or not one.pinned or one.version in shared)
+        made.append(replace(subject, pinned=ours))
+    return tuple(made)
+
+
+def _pinned_by_others(parent: Store) -> set[str]:
+    """The checkpoints that evaluations which are not done have pinned."""
+    return {
+        subject.name
+        for store, evaluation in evaluations.of_run(parent)
+        if journal.recover(store).state.phase is not RunPhase.FINISHED
+        for subject in evaluation.subjects
+        if subject.pinned
+    }
