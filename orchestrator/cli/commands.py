@@ -33,7 +33,7 @@ COMMANDS = {
     "web": "web:web",
     "detect": "detect:detect",
     "simulate": "simulate:simulate",
-    "eval": "evaluation.command:evaluate",
+    "eval": "evaluate:evaluate",
     "checkpoints": "checkpoints:app",
     "members": "members:app",
     "weather": "simulate:app",

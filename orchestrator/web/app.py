@@ -21,34 +21,22 @@ from orchestrator.views.words.numbers import data_size, duration, short, usd
 from orchestrator.views.words.text import shown
 from orchestrator.web.access import Access, add_headers
 from orchestrator.web.page import Asked, Page, Refused
-from orchestrator.web.pages import (
-    checkpoints,
-    diary,
-    lanes,
-    money,
-    nodes,
-    rollbacks,
-    run,
-    sample,
-    samples,
-    series,
-    split,
-)
+from orchestrator.web.pages import lanes, nodes, run, samples, series
 from orchestrator.web.strip import deadline_line, headline, strip, troubles
 from orchestrator.web.watch import Look, Watch, looks
 
 # In the order of the navigation.
 PAGES: tuple[Page, ...] = (
-    run.PAGE,
+    run.RUN,
     nodes.PAGE,
-    money.PAGE,
-    samples.PAGE,
-    sample.PAGE,
-    checkpoints.PAGE,
-    rollbacks.PAGE,
-    diary.PAGE,
-    series.PAGE,
-    split.PAGE,
+    run.MONEY,
+    samples.SAMPLES,
+    samples.SAMPLE,
+    run.CHECKPOINTS,
+    run.ROLLBACKS,
+    run.DIARY,
+    series.SERIES,
+    series.SPLIT,
     lanes.PAGE,
 )
 

@@ -324,7 +324,7 @@ def _reason(cloud: Any) -> str:
     return one_line(" ".join(str(reason or "left out by `allowed_clouds` in ~/.sky/config.yaml").split()))
 
 
-# What a run adds to the user's configuration of SkyPilot, for its own requests. Imports no SkyPilot.
+# What a run adds to the user's configuration of SkyPilot, for its own requests.
 _GROUP = ("aws", "security_group_name")
 
 
