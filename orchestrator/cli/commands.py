@@ -19,7 +19,7 @@ COMMANDS = {
     "init": "write:init",
     "validate": "write:validate",
     "plan": "plan:plan",
-    "doctor": "doctor.command:doctor",
+    "doctor": "doctor:doctor",
     "up": "steering.start:up",
     "status": "look:status",
     "logs": "look:logs",
