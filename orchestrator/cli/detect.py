@@ -11,8 +11,7 @@ import typer
 
 from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.options import AsJson, Output, print_json
-from orchestrator.traces.model import NotATrace
-from orchestrator.traces.read import read_traces
+from orchestrator.traces.read import NotATrace, read_traces
 from orchestrator.views.detection.table import render
 from orchestrator.views.detection.verdicts import Detection, Unreadable, to_json
 from orchestrator.views.detection.verdicts import detect as follow

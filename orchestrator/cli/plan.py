@@ -13,7 +13,7 @@ from orchestrator.cli.options import AsJson, Output, print_json
 from orchestrator.cli.target import open_store
 from orchestrator.clouds import list_prices
 from orchestrator.config.load import Storage, load, load_storage
-from orchestrator.config.sizes.model import find_size
+from orchestrator.config.model_size import find_size
 from orchestrator.plan.gather import NOWHERE, make_plan
 from orchestrator.plan.measured import Measured, measure
 from orchestrator.plan.model import to_json

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import shlex
+import tempfile
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+import orchestrator
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.options import AsJson, Output, print_json
 from orchestrator.clouds.local.gpus import gpus_here
 from orchestrator.config.load import ConfigError, Loaded, Problem, load
-from orchestrator.config.recipes import recipe_lines, write_recipe
+from orchestrator.config.model_size import find_size
 from orchestrator.config.rules.checks import name_problem
-from orchestrator.config.sizes.model import find_size
-from orchestrator.config.template import init_text
 from policies.model import exit_codes
 
 
@@ -128,3 +129,47 @@ def _checked(
 
 def _plain(found: Problem) -> dict[str, Any]:
     return {"file": found.file, "line": found.line or None, "key": found.key, "message": found.message}
+
+
+# The run.yaml that `grpo-orch init` writes.
+
+
+def init_text(name: str) -> str:
+    """The commented template, for a run of that name."""
+    text = resources.files("orchestrator.config").joinpath("template.yaml").read_text("utf-8")
+    return text.replace("name: my-run", f"name: {name}", 1)
+
+
+# The recipes that come with grpo-orch: folders that run, with what there is to change in them.
+# They lie in `orchestrator/recipes`, so that an installed package has them as a checkout does.
+RECIPES = Path(orchestrator.__file__).parent / "recipes"
+
+
+def recipe_lines() -> dict[str, str]:
+    """What each recipe trains, by its name: the heading of its README.md."""
+    headings = (path.read_text("utf-8").partition("\n")[0] for path in sorted(RECIPES.glob("*/README.md")))
+    named = (heading.removeprefix("# ").partition(": ") for heading in headings)
+    return {name: line for name, _, line in named}
+
+
+def write_recipe(recipe: str, target: Path, name: str | None) -> list[str]:
+    """Write a recipe's folder as `target`, whole or not at all; return the names of its files.
+
+    Args:
+        recipe: one of `recipe_lines`.
+        name: the run's, in the place of the recipe's own.
+
+    Raises:
+        OSError: there is something of that name already, or it cannot be written.
+    """
+    files = [path for path in sorted((RECIPES / recipe).iterdir()) if path.is_file()]
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as part:
+        folder = Path(part, "recipe")
+        folder.mkdir()
+        for path in files:
+            text = path.read_text("utf-8")
+            if name is not None and path.name == "run.yaml":
+                text = text.replace(f"\nname: {recipe}\n", f"\nname: {name}\n", 1)
+            (folder / path.name).write_text(text, "utf-8")
+        folder.rename(target)  # which takes the place of an empty folder and of nothing else
+    return [path.name for path in files]

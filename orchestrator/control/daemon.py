@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -35,7 +36,6 @@ from orchestrator.control.controller import Controller
 from orchestrator.control.exporter import Exporter, Seen
 from orchestrator.control.lease import RENEW_S, is_alive, own_lease
 from orchestrator.control.observe import Observer
-from orchestrator.control.page import start_page
 from orchestrator.control.run_clock import RunClock
 from orchestrator.home import trust
 from orchestrator.home.folder import HomeUnusable, run_token, token_mark
@@ -242,3 +242,22 @@ def _clean_up(
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+# The run page beside the daemon: a process of its own, which neither holds the run up nor outlives the daemon.
+
+
+def start_page(store_url: str, listening_fd: int) -> subprocess.Popen[bytes] | None:
+    """Have another process serve the page on a socket that listens already, and keep nothing of the socket here.
+
+    It reads from a pipe that this process holds, and ends when that does: however this one ends. What goes wrong
+    there is in the daemon's log.
+    """
+    argv = [sys.executable, "-m", "orchestrator.web.server", store_url, str(listening_fd)]
+    try:
+        return subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=(listening_fd,))
+    except OSError as error:
+        log.warning("page_not_started", error=str(error))
+        return None
+    finally:
+        os.close(listening_fd)

@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from orchestrator.plan.costs import disks_usd_per_h, most_usd_per_h, plan_kinds, plan_lost, plan_money, step_costs
-from orchestrator.plan.deadline import plan_deadline
+from orchestrator.clouds.sky.sdk.types import ListPrice
 from orchestrator.plan.deepspeed_file import unread_deepspeed, with_deepspeed
-from orchestrator.plan.instances import with_instances
-from orchestrator.plan.machines import kinds_with, plan_machine
+from orchestrator.plan.machines import Kinds, fits, kinds_with, needed_gpus, plan_machine
 from orchestrator.plan.measured import Measured
-from orchestrator.plan.model import MachinePlan, ModelPlan, Plan
+from orchestrator.plan.model import (
+    CheckpointPlan,
+    DeadlinePlan,
+    KindPlan,
+    LostPlan,
+    MachinePlan,
+    ModelPlan,
+    MoneyPlan,
+    Plan,
+    StepPlan,
+)
 from orchestrator.plan.models import FindSize, KnownModel, know_model
 from orchestrator.plan.pitfalls import Seen, find_pitfalls
-from orchestrator.plan.prices import PriceBook
+from orchestrator.plan.prices import PriceBook, cloud_prices
 from orchestrator.plan.steps import hourly_prices, plan_nodes, plan_step, plan_syncs, time_step
-from orchestrator.plan.storing import plan_checkpoints
-from orchestrator.plan.workload import PROMPT_TOKENS, grpo, steps_of
-from policies.fleet.store_costs import Place
-from policies.model.spec import RunSpec, generates_itself
-from policies.model.vocabulary import Role
+from orchestrator.plan.workload import PROMPT_TOKENS, grpo, prompt_tokens, steps_of
+from policies.control.fleet.deadline import BOOT_S
+from policies.fleet import disks
+from policies.fleet.deadline import Course, nodes_for, time_of
+from policies.fleet.how_many import StepShape
+from policies.fleet.list_prices import store_price
+from policies.fleet.store_costs import GB, Place, of_send
+from policies.model.processes import ALTERNATIVES, alternatives_of
+from policies.model.spec import RunSpec, generates_itself, model_settings, processes_of
+from policies.model.vocabulary import Market, Role
 from policies.sizing import speed
+from policies.sizing.adapter import trained_params
 from policies.sizing.gpus import gpu_named
+from policies.sizing.money import Prices, again_usd, cost, hourly
+from policies.sizing.storing import STORE_BYTES_PER_S, most_kept
+from policies.sizing.training import training_of
 from policies.weights.adapters import DEFAULT_RANK
+from policies.weights.disks import ModelSize, checkpoint_bytes, checkpoint_bytes_each
 
 NOWHERE = Place("")
 ESTIMATED = (
@@ -148,3 +170,212 @@ def _notes(measured: Measured | None, book: PriceBook) -> Iterator[str]:
     yield ESTIMATED
     if book.source:
         yield book.source
+
+
+# A plan against `policies.fleet.deadline`: how many nodes keep it, and when the run is expected to end.
+
+
+def plan_deadline(spec: RunSpec, shape: StepShape | None, pays: int, now_s: float) -> DeadlinePlan | None:
+    """Return what the deadline takes of a run that begins now; None where it has none.
+
+    Args:
+        spec: the run's.
+        shape: of a step; None where nobody can tell.
+        pays: rollout nodes that there would be without a deadline.
+        now_s: seconds since the epoch.
+    """
+    named, steps = spec.policies.fleet.deadline, steps_of(spec)
+    if named is None:
+        return None
+    deadline_s, most = time_of(named), max(1, spec.rollout.replicas.max)
+    if shape is None or steps is None:
+        return DeadlinePlan(deadline_s=deadline_s, nodes=max(1, pays), end_s=None, kept=None)
+    begins_s = now_s + BOOT_S
+    course = Course(begins_s, begins_s, deadline_s, BOOT_S, 0, steps)
+    nodes = max(1, pays, nodes_for(course, shape, most))
+    kept = course.end_s(shape, nodes) <= deadline_s
+    end_s = course.end_s(shape, nodes if kept else most)
+    return DeadlinePlan(deadline_s=deadline_s, nodes=nodes, end_s=end_s, kept=kept)
+
+
+# GPUs of machines that run.yaml names by their `instance_type` alone: a price list tells which they have.
+
+
+def with_instances(spec: RunSpec, listed: Sequence[ListPrice]) -> RunSpec:
+    """Return the run with `accelerators` beside each `instance_type` that the list knows.
+
+    Its nodes find these GPUs when they start. As many processes train as run.yaml says without them: a trainer is
+    started by what is written there.
+    """
+    trainer = _named(spec.trainer.resources, listed)
+    rollout = _named(spec.rollout.resources, listed)
+    if trainer != spec.trainer.resources:
+        accelerate = {**(spec.trainer.accelerate or {}), "num_processes": processes_of(spec)}
+        spec = replace(spec, trainer=replace(spec.trainer, resources=trainer, accelerate=accelerate))
+    return replace(spec, rollout=replace(spec.rollout, resources=rollout))
+
+
+def _named(resources: dict[str, Any], listed: Sequence[ListPrice]) -> dict[str, Any]:
+    several = next((key for key in ALTERNATIVES if resources.get(key)), None)
+    found = [_with_gpus(one, listed) for one in alternatives_of(resources)]
+    return {several: found} if several else found[0]
+
+
+def _with_gpus(machine: dict[str, Any], listed: Sequence[ListPrice]) -> dict[str, Any]:
+    kind = machine.get("instance_type")
+    of_kind = next((one for one in listed if one.instance_type == kind), None)
+    if not kind or machine.get("accelerators") or of_kind is None:
+        return machine
+    return {**machine, "accelerators": f"{of_kind.gpu}:{of_kind.gpus:g}"}
+
+
+# What a run keeps of itself: how large a checkpoint is, how long it is on its way, what stays and costs.
+
+
+def plan_checkpoints(
+    spec: RunSpec, model: KnownModel, step: StepPlan | None, store: Place
+) -> CheckpointPlan | None:
+    """Return what the run's checkpoints take; None where the model's size is not known."""
+    size = _size_bytes(spec, model)
+    if size is None:
+        return None
+    save_steps, steps = max(1, int(grpo(spec, "save_steps"))), steps_of(spec)
+    logging_steps = max(1, int(grpo(spec, "logging_steps")))
+    most = None if steps is None else most_kept(spec.checkpoints, save_steps, logging_steps, steps)
+    base = _base_bytes(spec, model)
+    stay = None if most is None else most * size + base
+    price = store_price(store.cloud)
+    return CheckpointPlan(
+        size_bytes=size,
+        save_steps=save_steps,
+        every_s=None if step is None else save_steps * step.step_s,
+        stored_s={speed // 10**6: size / speed for speed in STORE_BYTES_PER_S},
+        most=most,
+        base_bytes=base,
+        stay_bytes=stay,
+        stay_usd_per_month=None if stay is None or price is None else stay / GB * price.usd_per_gb_month,
+        sent_usd=None if price is None else of_send(size).puts * price.put_usd,
+    )
+
+
+def _size_bytes(spec: RunSpec, model: KnownModel) -> int | None:
+    """Exact where the model's shape is known; else what a disk is asked for by, which adapters do not fill."""
+    if model.shape is not None:
+        return checkpoint_bytes_each(spec) * trained_params(
+            model.shape, training_of(spec, model.shape, prompt_tokens(spec))
+        )
+    if model.params is None or model.stored_bytes is None:
+        return None
+    return checkpoint_bytes(spec, ModelSize(model.params, model.stored_bytes, model.config))
+
+
+def _base_bytes(spec: RunSpec, model: KnownModel) -> int:
+    """Of the base model, if it comes through the store: the hub's, where machines share nothing else."""
+    name = spec.trainer.model
+    is_folder = name.startswith((".", "/", "~")) or Path(spec.workdir, name).is_dir()
+    if spec.cloud != "sky" or is_folder or model_settings(spec.grpo).get("trust_remote_code"):
+        return 0
+    return model.stored_bytes or 0
+
+
+# What a plan comes to in dollars, on each market, and what a lost step costs again.
+WAYS = (
+    ("all on demand", Market.ON_DEMAND, Market.ON_DEMAND),
+    ("rollout on spot", Market.ON_DEMAND, Market.SPOT),
+    ("all on spot", Market.SPOT, Market.SPOT),
+)
+
+
+def plan_money(
+    trainer: MachinePlan, rollout: MachinePlan | None, nodes: int, hours: float | None, beside_usd_per_h: float
+) -> tuple[MoneyPlan, ...]:
+    """Each way of buying a trainer and so many rollout nodes, run.yaml's marked; what is beside them on top."""
+    wanted = (trainer.market, rollout.market if rollout is not None else trainer.market)
+    ways = [(name, (a, b)) for name, a, b in WAYS if rollout is not None or a is b]
+    if wanted not in [markets for _, markets in ways]:
+        ways.append(("trainer on spot", wanted))
+    node = rollout.prices if rollout is not None else Prices()
+    found = []
+    for name, markets in ways:
+        per_h = hourly(trainer.prices, node, nodes if rollout is not None else 0, markets, beside_usd_per_h)
+        priced = None if per_h is None else cost(per_h, hours)
+        found.append(
+            MoneyPlan(name=name, used=markets == wanted, trainer=markets[0], rollout=markets[1], cost=priced)
+        )
+    return tuple(found)
+
+
+def most_usd_per_h(trainer: MachinePlan, rollout: MachinePlan | None, beside_usd_per_h: float) -> float | None:
+    """USD an hour of all machines that run.yaml allows, on the markets that it has them on."""
+    if rollout is None:
+        return hourly(trainer.prices, Prices(), 0, (trainer.market, trainer.market), beside_usd_per_h)
+    markets = (trainer.market, rollout.market)
+    return hourly(trainer.prices, rollout.prices, rollout.most, markets, beside_usd_per_h)
+
+
+def step_costs(step: StepPlan | None, money: tuple[MoneyPlan, ...]) -> tuple[float | None, float | None]:
+    """USD of a step, and of a million trained tokens, as run.yaml buys; None where a price or the time is not
+    known."""
+    used = next((one.cost for one in money if one.used), None)
+    if step is None or used is None:
+        return None, None
+    usd, tokens = used.usd_per_h * step.step_s / 3600, step.completions * step.completion_tokens
+    return usd, usd / tokens * 1e6 if tokens else None
+
+
+def disks_usd_per_h(spec: RunSpec, nodes: int) -> float:
+    """USD an hour of the disks of a trainer and so many rollout nodes, the dearest that they may have."""
+    return disks.usd_per_h(spec, Role.TRAINER, None) + nodes * disks.usd_per_h(spec, Role.ROLLOUT, None)
+
+
+def plan_lost(spec: RunSpec, step: StepPlan | None, money: tuple[MoneyPlan, ...]) -> LostPlan | None:
+    """What is made again after the trainer's loss. Completions are stored, unless the trainer's own were in the
+    air: only training is done again."""
+    if step is None:
+        return None
+    again_s = step.step_s if step.train_s is None else step.train_s
+    steps = min(int(grpo(spec, "save_steps")), steps_of(spec) or sys.maxsize)
+    used = next((one.cost for one in money if one.used), None)
+    usd = None if used is None else again_usd(again_s, used.usd_per_h)
+    return LostPlan(
+        step_s=again_s,
+        step_usd=usd,
+        steps_most=steps,
+        most_s=steps * again_s,
+        most_usd=None if usd is None else steps * usd,
+    )
+
+
+def plan_kinds(
+    spec: RunSpec,
+    model: KnownModel,
+    kinds: Kinds,
+    book: PriceBook,
+    trainer: MachinePlan,
+    rollout: MachinePlan | None,
+) -> tuple[KindPlan, ...]:
+    """Every kind of GPU that is large enough for a role, the smallest first; none where nobody can tell."""
+    if model.shape is None or grpo(spec, "use_cpu"):
+        return ()
+    found = []
+    for gpu in sorted(kinds.all.values(), key=lambda one: (one.memory_mib, one.name)):
+        for_trainer = needed_gpus(spec, Role.TRAINER) if fits(spec, model, Role.TRAINER, gpu) else None
+        apart = rollout is not None and fits(spec, model, Role.ROLLOUT, gpu)
+        for_rollout = needed_gpus(spec, Role.ROLLOUT) if apart else None
+        if for_trainer is None and for_rollout is None:
+            continue
+        of_trainer = cloud_prices(book.listed, gpu.name, for_trainer, trainer.market) if for_trainer else ()
+        of_rollout = (
+            cloud_prices(book.listed, gpu.name, for_rollout, rollout.market) if rollout and for_rollout else ()
+        )
+        found.append(
+            KindPlan(
+                gpu=gpu.name,
+                memory_bytes=gpu.memory_bytes,
+                trainer_gpus=for_trainer,
+                rollout_gpus=for_rollout,
+                trainer_prices=of_trainer,
+                rollout_prices=of_rollout,
+            )
+        )
+    return tuple(found)

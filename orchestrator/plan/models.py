@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.config.sizes.model import NotKnown, find_config
+from orchestrator.config.model_size import NotKnown, find_config
 from policies.model.spec import RunSpec
 from policies.sizing.read_shape import UnknownShape, shape_of
 from policies.sizing.shapes import Shape, with_all_params

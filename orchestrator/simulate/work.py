@@ -18,14 +18,14 @@ from checkpoint.records.documents import GatewayAddress
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.stream.catalog import Checkpoint, Revision
 from orchestrator.simulate.cloud import SimulatedCloud
-from orchestrator.simulate.kept import stored
 from orchestrator.simulate.machine import Box
 from orchestrator.simulate.physics import EPOCH_S
 from policies.control.rollback.choice import choose_start
 from policies.control.snapshot import OWN_GENERATION, Trainer
 from policies.detect.divergence import Health, Verdict
+from policies.ledger.retention import RetentionRules, StoredCheckpoint, keep_before, keep_since, versions_to_retire
 from policies.model import exit_codes
-from policies.model.spec import RunSpec, generates_itself
+from policies.model.spec import CheckpointsSpec, RunSpec, generates_itself
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion, Role
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
@@ -245,3 +245,27 @@ class Work:
                     )
                     box.listens_as = boot_id
                 documents.members(box.precedence).write(box.store, status)
+
+
+# The simulated world's run store: what it keeps of the checkpoints that its trainer saves.
+
+
+def stored(
+    listed: Sequence[PolicyVersion],
+    new: PolicyVersion,
+    verdict: Verdict,
+    forks: Sequence[Fork],
+    spec: CheckpointsSpec,
+    logging_steps: int = 1,
+) -> list[PolicyVersion]:
+    """Return what is listed once `new` is, and retention was applied as the uploader does: with what the trainer's
+    guard said when it sealed `new`, and the forks that are in the store after its listing."""
+    held = sorted({*listed, new})
+    rules = RetentionRules(
+        spec.keep_last,
+        spec.keep_every_steps,
+        keep_before(new.step, verdict, logging_steps),
+        keep_since(new.step, logging_steps),
+    )
+    gone = versions_to_retire([StoredCheckpoint(one) for one in held], forks, rules)
+    return [one for one in held if one not in gone]

@@ -1,27 +1,47 @@
 """The traces of the runs whose metrics a file or a folder holds, whatever wrote it.
 
-What a file is, its content says: nobody names logs alike. Only TensorBoard's event files begin with nothing of
-their own; they are known by name.
+The content decides what a file is, for logs have no common names. Only TensorBoard's event files, which begin with
+nothing of their own, are known by name. In this order: what is handed out, files and their content, folders, and
+how rows become the points of runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import os
 import re
 import sys
 import zlib
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator.traces import folder, trackio
-from orchestrator.traces.console import read_console
-from orchestrator.traces.documents import notebook_text, parse, read_document
-from orchestrator.traces.events import NAME, read_events
-from orchestrator.traces.model import EXPECTED, Log, NamedTrace, NotATrace, Row, Trace, Unreadable
-from orchestrator.traces.runs import counts_records, runs
-from orchestrator.traces.tables import is_table, read_markdown, read_table
-from orchestrator.traces.values import columns
+from orchestrator.traces import names
+from orchestrator.traces.formats import (
+    EVENT_FILE,
+    SQLITE_MAGIC,
+    Log,
+    Unreadable,
+    is_table,
+    notebook_text,
+    parse_json,
+    read_console,
+    read_document,
+    read_events,
+    read_markdown,
+    read_table,
+    read_trackio,
+)
+from orchestrator.traces.names import TIMELINE, TRAINING, Row, Values
+from policies.detect.divergence import Point
 
+EXPECTED = (
+    "expected a trainer's log, trainer_state.json, JSON lines, CSV with a header, "
+    "a TensorBoard event file or a trackio database"
+)
 STDIN = Path("-")
 COLUMNS_SHOWN = 12
 WANDB_MAGIC = b":W&B"
@@ -33,6 +53,36 @@ WANDB_NEEDED = (
 _GZIP = b"\x1f\x8b"
 _UTF16 = (BOM_UTF16_LE, BOM_UTF16_BE)  # what PowerShell writes where a command's output goes to a file
 _LINE = re.compile(r"\S[^\n\r]*")
+
+
+class NotATrace(Exception):
+    """A file from which no metrics can be read; the message is one line and names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a file holds of a run.
+
+    `save_steps` is how often the run saved, None where the file does not say. If `counts_records`, no step was
+    logged, and points are numbered by their records. `columns` names each metric by the file's column for it.
+    """
+
+    points: tuple[Point, ...]
+    save_steps: int | None = None
+    counts_records: bool = False
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+    def logged(self, name: str) -> bool:
+        """Whether the metric was ever logged."""
+        return any(name in point.values for point in self.points)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTrace:
+    """A trace and what to call it: the file, with `#` and the run where the file holds several."""
+
+    name: str
+    trace: Trace
 
 
 def read_traces(path: Path) -> list[NamedTrace]:
@@ -49,9 +99,9 @@ def read_traces(path: Path) -> list[NamedTrace]:
         raise NotATrace(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     except Unreadable as error:
         raise NotATrace(f"{path}: {error}") from None
-    counted, columns = counts_records(log), _columns(log)
+    is_counted, columns = _counts_records(log), _columns(log)
     return [
-        NamedTrace(f"{path}#{name}" if name else str(path), Trace(points, log.save_steps, counted, columns))
+        NamedTrace(f"{path}#{name}" if name else str(path), Trace(points, log.save_steps, is_counted, columns))
         for name, points in found
     ]
 
@@ -59,47 +109,26 @@ def read_traces(path: Path) -> list[NamedTrace]:
 def _columns(log: Log) -> dict[str, str]:
     found: dict[str, str] = {}
     for row in log.rows:
-        found.update(columns(row))
+        found.update(names.columns(row))
     return found
 
 
 def _columns_seen(log: Log) -> str:
-    names = list(_columns(log))
-    if not names:
+    seen = list(_columns(log))
+    if not seen:
         return ""
-    more = f" and {len(names) - COLUMNS_SHOWN} more" if len(names) > COLUMNS_SHOWN else ""
-    return f"; columns seen: {', '.join(names[:COLUMNS_SHOWN])}{more}"
-
-
-def _log_of_folder(path: Path) -> Log:
-    states = [_log(state) for state in folder.states(path)]
-    if states:
-        return max(states, key=lambda log: max((points[-1].step for _, points in runs(log)), default=0))
-    rows: list[Row] = []
-    file = folder.log(path)
-    try:
-        event_files = folder.event_files(path)
-    except folder.TooMany:
-        if file is None:
-            raise
-        event_files = {}
-    for run, files in event_files.items():
-        rows += [{**row, "run_name": run} for file in files for row in read_events(file)]
-    if rows:
-        return Log(rows)
-    if file is None:
-        raise Unreadable(f"no metrics of training found; {folder.EXPECTED}")
-    return _log(file)
+    more = f" and {len(seen) - COLUMNS_SHOWN} more" if len(seen) > COLUMNS_SHOWN else ""
+    return f"; columns seen: {', '.join(seen[:COLUMNS_SHOWN])}{more}"
 
 
 def _log(path: Path) -> Log:
-    if NAME.search(path.name):
+    if EVENT_FILE.search(path.name):
         return Log(list(read_events(path)))
     data = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
     if data.startswith(WANDB_MAGIC):
         raise Unreadable(WANDB_NEEDED)
-    if data.startswith(trackio.MAGIC):
-        return Log(list(trackio.read_database(path)))
+    if data.startswith(SQLITE_MAGIC):
+        return Log(list(read_trackio(path)))
     text = _text(data)
     del data  # a console's log may have hundreds of megabytes
     return _log_of_text(text, path.suffix == ".json")
@@ -120,7 +149,7 @@ def _text(data: bytes) -> str:
 
 
 def _log_of_text(text: str, named_json: bool) -> Log:
-    document, damage = parse(text)
+    document, damage = parse_json(text)
     if isinstance(document, dict) and isinstance(document.get("cells"), list):
         return _log_of_text(notebook_text(document["cells"]), named_json=False)
     if isinstance(document, (list, dict)):
@@ -134,3 +163,173 @@ def _log_of_text(text: str, named_json: bool) -> Log:
     if named_json and damage and not runs(log):
         raise Unreadable(f"no metrics of training found; as JSON: {damage}; {EXPECTED}")
     return log
+
+
+# Folders: which of their files hold the metrics of a run.
+STATE = "trainer_state.json"
+# LLaMA-Factory's, ms-swift's, and those of Weights & Biases.
+LOGS = ("trainer_log.jsonl", "logging.jsonl", "wandb-history.jsonl", "output.log")
+EXPECTED_IN_FOLDER = (
+    f"expected {STATE}, checkpoint-*/{STATE}, TensorBoard event files or one of {', '.join(LOGS)} in it"
+)
+LOOKED_AT_MAX = 100_000  # far more than runs have; a whole disk has millions
+_CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
+
+
+class _TooMany(Unreadable):
+    """The folder has too many files to be one of runs; the message names the files that were expected."""
+
+
+def _log_of_folder(path: Path) -> Log:
+    states = [_log(state) for state in _states(path)]
+    if states:
+        return max(states, key=lambda log: max((points[-1].step for _, points in runs(log)), default=0))
+    rows: list[Row] = []
+    file = _known_log(path)
+    try:
+        event_files = _event_files(path)
+    except _TooMany:
+        if file is None:
+            raise
+        event_files = {}
+    for run, files in event_files.items():
+        rows += [{**row, "run_name": run} for file in files for row in read_events(file)]
+    if rows:
+        return Log(rows)
+    if file is None:
+        raise Unreadable(f"no metrics of training found; {EXPECTED_IN_FOLDER}")
+    return _log(file)
+
+
+def _states(folder: Path) -> list[Path]:
+    """Return the newest checkpoint's state and that of the end of training; either may be the newer."""
+    numbered = [
+        (int(found[1]), state)
+        for state in folder.glob(f"checkpoint-*/{STATE}")
+        if (found := _CHECKPOINT.fullmatch(state.parent.name))
+    ]
+    newest = [max(numbered)[1]] if numbered else []
+    return newest + [state for state in [folder / STATE] if state.is_file()]
+
+
+def _event_files(folder: Path) -> dict[str, Sequence[Path]]:
+    """Return a run's files by its folder: a folder is a run, as for TensorBoard, and its files follow one another.
+
+    Raises _TooMany.
+    """
+    found: dict[str, list[Path]] = {}
+    for path in sorted(_event_files_below(folder)):
+        found.setdefault(str(path.parent.relative_to(folder)), []).append(path)
+    return dict(found)
+
+
+def _event_files_below(top: Path) -> Iterator[Path]:
+    looked_at, folders = 0, [top]
+    for folder in folders:
+        with contextlib.suppress(OSError), os.scandir(folder) as listed:  # it may be unreadable, or gone
+            for entry in listed:
+                looked_at += 1
+                if looked_at > LOOKED_AT_MAX:
+                    raise _TooMany(f"more than {LOOKED_AT_MAX:,} files and folders below it; {EXPECTED_IN_FOLDER}")
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry))
+                elif EVENT_FILE.search(entry.name) and entry.is_file():
+                    yield Path(entry)
+
+
+def _known_log(folder: Path) -> Path | None:
+    """Return the first of the known logs that exists; a run's folder of Weights & Biases has them in `files`."""
+    paths = (parent / name for name in LOGS for parent in (folder, folder / "files"))
+    return next((path for path in paths if path.is_file()), None)
+
+
+# Runs: rows become points, one a step, and are separated where they are of several runs. A file may name its runs.
+# Where it does not, a metric whose steps fall back means a restart. One that falls to the first step that was
+# logged, or below, is another run. One that falls short of it resumed from a checkpoint: the same run, and the
+# steps that it logs again replace all from there on, as a rollback's do. A start that died within its first logged
+# steps is no run of its own.
+STEPS_OF_A_RUN = 3  # logged: with fewer it is a start that failed
+
+
+@dataclass(slots=True)
+class _Run:
+    steps: dict[int, Values] = field(default_factory=dict)
+    first: int | None = None  # step that was logged
+    last: dict[str, int] = field(default_factory=dict)  # step of each metric
+    timeline: int = 0
+
+    def falls_back(self, step: int, metrics: Iterable[str]) -> bool:
+        """Whether one of the metrics falls back to a step that has it, or to before all of them."""
+        back = [name for name in metrics if self.last.get(name, step) > step]
+        return any(name in self.steps.get(step, {}) for name in back) or bool(back and self.begins_anew(step))
+
+    def begins_anew(self, step: int) -> bool:
+        return self.first is not None and step <= self.first
+
+    def forget(self, step: int) -> None:
+        """Drop the values from the step on."""
+        self.steps = {at: kept for at, kept in self.steps.items() if at < step}
+        self.last = {name: min(last, step - 1) for name, last in self.last.items()}
+
+    def add(self, step: int, values: Values) -> None:
+        self.steps.setdefault(step, {}).update(values)
+        trained = TRAINING & values.keys()
+        if trained and self.first is None:
+            self.first = step
+        self.last.update(dict.fromkeys(trained, step))
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        return tuple(Point(step, self.steps[step]) for step in sorted(self.steps))
+
+
+def _counts_records(log: Log) -> bool:
+    """Return whether no step is known, so that points are numbered by their records."""
+    if log.logging_steps is not None:
+        return False
+    return all(names.step(row) is None for row in log.rows if names.metrics(row) is not None)
+
+
+def runs(log: Log) -> list[tuple[str, tuple[Point, ...]]]:
+    """Return the names and points of the log's runs that have a metric of training.
+
+    The only run has no name; several have the file's names, or numbers from 1.
+    """
+    by_name: dict[str, list[Row]] = defaultdict(list)
+    for row in log.rows:
+        by_name[names.run(row)].append(row)
+    found: list[tuple[str, tuple[Point, ...]]] = []
+    for name, rows in by_name.items():
+        several = [run.points for run in _runs(rows, log.logging_steps or 1) if run.first is not None]
+        for at, points in enumerate(several, start=1):
+            number = str(at) if len(several) > 1 else ""
+            found.append(("#".join(filter(None, (name, number))), points))
+    return found if len(found) > 1 else [("", points) for _, points in found]
+
+
+def _runs(rows: Iterable[Row], logging_steps: int) -> list[_Run]:
+    """Join the rows of one step in its point, and count rows where none has a step.
+
+    Evaluation without a step belongs to the row before it.
+    """
+    found = [(row, values) for row in rows if (values := names.metrics(row)) is not None]
+    counted = all(names.step(row) is None for row, _ in found)
+    several = [_Run()]
+    at = 0
+    for row, values in found:
+        run, step, timeline = several[-1], names.step(row), row.get(TIMELINE)
+        if counted and TRAINING & values.keys():
+            at += logging_steps
+        elif step is not None:
+            at = step
+        if isinstance(timeline, int):
+            if timeline > run.timeline:
+                run.timeline = timeline
+                run.forget(at)
+        elif run.falls_back(at, TRAINING & values.keys()):
+            if run.begins_anew(at) and len(run.steps) >= STEPS_OF_A_RUN:
+                several.append(run := _Run())
+            else:
+                run.forget(at)
+        run.add(at, values)
+    return several

@@ -8,9 +8,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.plan.model import DeadlinePlan, KindPlan, MachinePlan, MoneyPlan, NodesPlan, Plan, StepPlan
+from orchestrator.plan.model import (
+    CheckpointPlan,
+    DeadlinePlan,
+    KindPlan,
+    MachinePlan,
+    MoneyPlan,
+    NodesPlan,
+    Plan,
+    StepPlan,
+)
 from orchestrator.views.words.numbers import NOT_KNOWN, duration, moment, short, usd
-from orchestrator.views.words.stored import stored_words
 from policies.model.vocabulary import Market
 from policies.sizing.memory import GIB
 
@@ -293,3 +301,24 @@ def _table(first: str, *titles: str) -> Table:
     for title in titles:
         table.add_column(title, no_wrap=True, justify="right" if title else "left")
     return table
+
+
+# What a plan says of checkpoints, in a line.
+
+
+def stored_words(plan: CheckpointPlan) -> str:
+    """`6.44 GB every 50 steps (1:12 h), stored in 1:04 min at 100 MB/s, 6 s at 1,000 MB/s; ...`."""
+    every = "" if plan.every_s is None else f" ({duration(plan.every_s)})"
+    took = ", ".join(f"{duration(seconds)} at {speed:,} MB/s" for speed, seconds in plan.stored_s.items())
+    told = f"{short(plan.size_bytes / GB)} GB every {plan.save_steps} steps{every}, stored in {took}"
+    return f"{told}; {_stay_words(plan)}" if plan.stay_bytes is not None else told
+
+
+def _stay_words(plan: CheckpointPlan) -> str:
+    base = " and the base model" if plan.base_bytes else ""
+    stay = f"at most {plan.most}{base} stay, {short((plan.stay_bytes or 0) / GB)} GB"
+    if plan.stay_usd_per_month is None:
+        return f"{stay}; the store's price is not known"
+    if not plan.stay_usd_per_month:
+        return stay
+    return f"{stay}, {usd(plan.stay_usd_per_month)} a month"

@@ -12,39 +12,30 @@ from importlib import resources
 from typing import Any
 
 from aiohttp import hdrs, web
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from checkpoint.store.errors import NotFound, StoreError
+from orchestrator.views.words.numbers import data_size, duration, short, usd, written
+from orchestrator.views.words.text import shown
 from orchestrator.web.access import Access, add_headers
 from orchestrator.web.page import Asked, Page, Refused
-from orchestrator.web.pages import (
-    checkpoints,
-    diary,
-    lanes,
-    money,
-    nodes,
-    rollbacks,
-    run,
-    sample,
-    samples,
-    series,
-    split,
-)
+from orchestrator.web.pages import lanes, nodes, run, samples, series
 from orchestrator.web.strip import deadline_line, headline, strip, troubles
-from orchestrator.web.templating import render
 from orchestrator.web.watch import Look, Watch, looks
 
 # In the order of the navigation.
 PAGES: tuple[Page, ...] = (
-    run.PAGE,
+    run.RUN,
     nodes.PAGE,
-    money.PAGE,
-    samples.PAGE,
-    sample.PAGE,
-    checkpoints.PAGE,
-    rollbacks.PAGE,
-    diary.PAGE,
-    series.PAGE,
-    split.PAGE,
+    run.MONEY,
+    samples.SAMPLES,
+    samples.SAMPLE,
+    run.CHECKPOINTS,
+    run.ROLLBACKS,
+    run.DIARY,
+    series.SERIES,
+    series.SPLIT,
     lanes.PAGE,
 )
 
@@ -190,3 +181,44 @@ def _static_files() -> dict[str, tuple[bytes, str, str]]:
                 suffix = "; charset=utf-8" if kind.startswith("text/") else ""
                 found[prefix + one.name] = data, kind + suffix, f'"{hashlib.sha256(data).hexdigest()[:20]}"'
     return found
+
+
+# The templates, with everything escaped, and how numbers and times are written in them.
+
+
+def _day_and_time(time_s: float) -> str:
+    """`21 Nov 14:03:59`, local."""
+    return written(time_s, "%d %b %H:%M:%S")
+
+
+def _iso(time_s: float) -> str:
+    return written(time_s, "%Y-%m-%dT%H:%M:%SZ", local=False)
+
+
+def _as_text(value: Any) -> Any:
+    """Every text that a template prints goes through `shown`."""
+    return value if isinstance(value, Markup) or not isinstance(value, str) else shown(value)
+
+
+_environment = Environment(
+    loader=PackageLoader("orchestrator.web"),
+    autoescape=True,
+    finalize=_as_text,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_environment.filters.update(
+    short=short,
+    usd=lambda value: "–" if value is None else usd(value),
+    duration=lambda value: "–" if value is None else duration(value),
+    data_size=data_size,
+    time=_day_and_time,
+    iso=_iso,
+    cut=shown,
+)
+
+
+def render(template: str, data: dict[str, Any]) -> str:
+    """Draw a template."""
+    return _environment.get_template(template).render(data)

@@ -1,4 +1,4 @@
-"""What a page is: a path, the data it shows, and the template that draws them. One module has one page.
+"""What a page is: a path, the data it shows, and the template that draws them.
 
 Its data are JSON: `?format=json` answers with them, for programs. What a page is asked for comes from anybody's
 browser and is checked here.

@@ -6,7 +6,6 @@ an action that was lost with a daemon is simply requested again by the next one.
 
 from __future__ import annotations
 
-from policies.control.fleet.capacity import tell_missing
 from policies.control.fleet.deadline import tell_late
 from policies.control.fleet.fill import fill_slots
 from policies.control.fleet.own_generation import tell_own_generation
@@ -29,10 +28,11 @@ from policies.control.snapshot import (
 )
 from policies.control.stopping import stop_requests
 from policies.control.tick import Tick
-from policies.model.phases import FILLING_NODE, TERMINAL_RUN
+from policies.model.events import CapacityMissing
+from policies.model.phases import FILLING_NODE, LIVE_RUN, TERMINAL_RUN
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState
-from policies.model.vocabulary import MachineState, NodePhase, Role, RollbackStage
+from policies.model.vocabulary import MachineState, NodePhase, Role, RollbackStage, RunPhase, role_of
 
 BUSY_TICK_S = 0.25  # while something has just changed: the next change is often near
 BUSY_S = 10.0  # a launch, a boot or a return that takes longer takes minutes, and each look costs store requests
@@ -132,3 +132,31 @@ def _steady(state: RunState, snapshot: Snapshot) -> str:
     serving = sum(node.phase is NodePhase.SERVING and node.role is Role.ROLLOUT for node in nodes)
     where = f"step {snapshot.trainer.step} of {snapshot.trainer.max_steps}" if snapshot.trainer else "no step yet"
     return f"run {state.phase}, {where}, {serving} rollout nodes serving"
+
+
+MISSING_S = 3600.0  # without a machine of a role; shorter shortages are usual, and pass
+
+
+def tell_missing(tick: Tick) -> None:
+    """Journal that a run has waited for a machine for an hour, as far as this controller has watched: without one
+    for the trainer, or without any for rollouts while the trainer works."""
+    if tick.state.phase not in LIVE_RUN or tick.state.phase is RunPhase.PARKED:
+        return  # a parked run has told it
+    trainers = tick.state.trainer_machines
+    if not trainers:
+        _tell(tick, Role.TRAINER, tick.state.trainerless_since_s)
+        return
+    since_s = tick.state.rolloutless_since_s
+    waits = min((node.since_s for node in trainers if node.phase is NodePhase.SERVING), default=None)
+    if tick.spec.rollout.replicas.max and since_s is not None and waits is not None:
+        _tell(tick, Role.ROLLOUT, max(since_s, waits))
+
+
+def _tell(tick: Tick, role: Role, since_s: float | None) -> None:
+    if since_s is None or role in tick.state.capacity_told or tick.silent_s(since_s) < MISSING_S:
+        return
+    minutes = f"no {role} machine for {tick.silent_s(since_s) / 60:.0f} min"
+    refused = [slot for name, slot in tick.state.slots.items() if role_of(name) is role and slot.last_refusal]
+    newest = max(refused, key=lambda slot: slot.refused_at_s, default=None)
+    why = f"{minutes}; last refused: {newest.last_refusal}" if newest else minutes
+    tick.emit(CapacityMissing(role, since_s, why), why)

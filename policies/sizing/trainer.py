@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from policies.sizing.activations import head_pass, layer_pass
+from policies.sizing.adapter import adapted
 from policies.sizing.generation import generating
 from policies.sizing.held import CUDA_BYTES, held_by, host_memory
 from policies.sizing.memory import Memory, TrainerMemory, memory_of
-from policies.sizing.shapes import Shape
-from policies.sizing.training import Training
+from policies.sizing.shapes import Linear, Shape
+from policies.sizing.training import FLOAT32, Training
 
 
 def trainer_memory(shape: Shape, training: Training) -> TrainerMemory:
@@ -72,3 +73,181 @@ def moments(shape: Shape, training: Training) -> Iterator[Memory]:
 def _bool_mask(training: Training) -> int:
     length = training.prompt_tokens + training.completion_tokens
     return 0 if training.attention == "flash" else training.sequences * length * length
+
+
+# What one layer, and the head, hold of a batch between forward and backward pass.
+# Counted from what autograd saves in transformers 5.19's decoders under sdpa (`modeling_qwen2.py` and its
+# likes), PEFT 0.21's layers and TRL 1.16's head. The textbook's 34 bytes x hidden a token and layer (arXiv
+# 2205.05198) are of another MLP, with dropouts and without grouped heads. What is saved differs by four things:
+# - *mixed precision* (float32 weights under autocast): norms stay in float32, each linear layer keeps its own cast
+#   of its input, and the cast weights are kept too.
+# - *weights in bfloat16*: norms compute in a float32 copy; linear layers share their input.
+# - *adapters*: a frozen layer keeps no input, an adapted one a copy of its own.
+# - *Liger's kernels* (0.8, `ops/rms_norm.py`, `ops/swiglu.py`): norms keep their input alone, the MLP gate and up.
+
+# TRL 1.16 computes logits in tiles of so many tokens and words (`kernels/chunked_logprob.py`).
+TILE_TOKENS = 4096
+TILE_VOCAB = 32_768
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Bytes of one layer's pass.
+
+    Attributes:
+        input: that a checkpoint keeps.
+        saved: what autograd keeps of it, its input left out.
+        forward: what comes and goes in the forward pass where nothing is saved.
+        backward: what comes and goes in the backward pass, over what is saved.
+        casts: of its weights, where they are cast to be computed with.
+    """
+
+    input: int
+    saved: int
+    forward: int
+    backward: int
+    casts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Bytes of the head's pass, and of the embedding's, in which a step ends.
+
+    Attributes:
+        hidden: the states that are scored, with their gradients.
+        tile: of logits, with the slices of the weight that it is computed from.
+        gradient: in float32 while it is added up, and a copy in the weights' type.
+        kept_gradient: what of it waits for the embedding's, where the two are tied.
+        embedding: what the end of the backward pass takes for the embedding.
+    """
+
+    hidden: int
+    tile: int
+    gradient: int
+    kept_gradient: int
+    embedding: int
+
+
+def layer_pass(shape: Shape, training: Training) -> Layer:
+    """Return what the largest layer holds of a batch."""
+    tokens, compute, stored = training.tokens, training.compute_bytes, training.weight_bytes
+    hidden, width = shape.hidden, _width(shape)
+    casts = _linear_params(shape) * compute if training.is_mixed else 0
+    saved = tokens * (_norms(shape, training) + _mlp(shape, training) + _attention(shape, training))
+    saved += tokens * _inputs(shape, training) + _mask(shape, training)
+    if training.lora is None:
+        in_flight, beside = 2 * width * compute, hidden * stored
+    else:
+        down = any(one.name == "down_proj" for one in adapted(shape.mlp, training.lora))
+        in_flight = width * ((compute + FLOAT32) if down else 3 * compute)
+        beside = 5 * hidden * compute
+    return Layer(
+        input=tokens * hidden * stored,
+        saved=saved + casts,
+        forward=tokens * (3 * width * compute + hidden * (2 * compute + 2 * stored)) + _mask(shape, training),
+        backward=tokens * (in_flight + beside),
+        casts=casts,
+    )
+
+
+def head_pass(shape: Shape, training: Training) -> Head:
+    """Return what head and embedding hold. The whole logits are never there.
+
+    Only completions are scored; the head's gradient is added up in float32 (TRL 1.16, `ChunkedLogProbFunction`).
+    """
+    scored = training.sequences * training.completion_tokens
+    rows, words = min(scored, TILE_TOKENS), min(TILE_VOCAB, shape.vocab)
+    compute, stored = training.compute_bytes, training.weight_bytes
+    slices = 2 * words * shape.hidden * compute if training.is_mixed else 0
+    narrow = shape.embedding_params * stored if stored < FLOAT32 else 0
+    trains = training.lora is None
+    trains_head = training.lora is None or "lm_head" in training.lora.whole
+    whole = shape.embedding_params * stored
+    return Head(
+        hidden=scored * shape.hidden * (stored + FLOAT32) + rows * shape.hidden * compute,
+        tile=rows * TILE_VOCAB * compute + slices,
+        gradient=shape.embedding_params * FLOAT32 + narrow if trains_head else 0,
+        kept_gradient=whole if trains and shape.tied else 0,
+        embedding=(2 if shape.tied else 1) * whole if trains else 0,
+    )
+
+
+def _width(shape: Shape) -> int:
+    """Of the inner layer of a token's MLP: of all the experts that it is sent to."""
+    if shape.experts is None:
+        return shape.mlp_width
+    return max(
+        shape.experts.chosen * shape.experts.width + shape.experts.shared_width, shape.mlp_width * _dense(shape)
+    )
+
+
+def _dense(shape: Shape) -> bool:
+    return shape.experts is None or shape.experts.layers < shape.layers
+
+
+def _linear_params(shape: Shape) -> int:
+    return shape.layer_params - shape.norms
+
+
+def _norms(shape: Shape, training: Training) -> int:
+    """What a layer's norms keep: a token's bytes, the layer's input left out.
+
+    In float32 a norm's input is the stream itself, of which the first is the layer's input.
+    """
+    wide = (shape.norms - _head_norms(shape)) // shape.hidden * shape.hidden
+    heads = (shape.heads + shape.kv_heads) * shape.head_dim if _head_norms(shape) else 0
+    trains, compute = training.lora is None, training.compute_bytes
+    if training.fused_layers:
+        return (wide - shape.hidden) * training.weight_bytes + heads * compute
+    normalised = heads * (FLOAT32 + (compute if trains else 0))
+    if training.weight_bytes == FLOAT32:
+        return (wide - shape.hidden) * FLOAT32 + (wide * FLOAT32 if trains else 0) + normalised
+    return wide * (FLOAT32 + (compute if trains else 0)) + normalised
+
+
+def _head_norms(shape: Shape) -> int:
+    """Elements of the norms of queries and keys, if there are any."""
+    rest = shape.norms % shape.hidden
+    return rest if shape.latent is None else 0
+
+
+def _mlp(shape: Shape, training: Training) -> int:
+    """Gate, its activation and up: a token's bytes. Experts also keep the tokens that they were sent."""
+    each = 2 if training.fused_layers else 3
+    sent = 2 * shape.experts.chosen * shape.hidden if shape.experts is not None else 0
+    return (each * _width(shape) + sent) * training.compute_bytes
+
+
+def _attention(shape: Shape, training: Training) -> int:
+    """Queries, keys and values, which are repeated for each head, and the result: a token's bytes."""
+    width = shape.heads * shape.head_dim
+    values = shape.heads * (shape.latent.value_dim if shape.latent else shape.head_dim)
+    return (2 * width + 2 * values) * training.compute_bytes + shape.heads * FLOAT32
+
+
+def _inputs(shape: Shape, training: Training) -> int:
+    """What linear layers keep to compute their gradients with: a token's bytes."""
+    compute = training.compute_bytes
+    if training.lora is not None:
+        ours = (*adapted(shape.attention, training.lora), *adapted(shape.mlp, training.lora))
+        return sum(one.inputs + training.lora.rank for one in ours) * compute
+    inner = _width(shape) * compute
+    if training.is_mixed:
+        return inner + _readers(shape) * shape.hidden * compute
+    return inner + 2 * shape.hidden * compute
+
+
+def _readers(shape: Shape) -> int:
+    """How many linear layers read the hidden state."""
+    layers: tuple[Linear, ...] = (*shape.attention, *shape.mlp)
+    return sum(one.inputs == shape.hidden and one.name not in ("o_proj", "down_proj") for one in layers)
+
+
+def _mask(shape: Shape, training: Training) -> int:
+    """A padded batch's mask of (sequences x 1 x tokens x tokens), which each layer's sdpa converts to add it;
+    with `eager` attention the scores of all heads and their softmax too."""
+    if training.attention == "flash":
+        return 0
+    length = training.prompt_tokens + training.completion_tokens
+    scores = 2 * shape.heads if training.attention == "eager" else 0
+    return training.sequences * length * length * training.compute_bytes * (1 + scores)

@@ -18,7 +18,7 @@ from checkpoint.journal.journal import Journal
 from orchestrator.control import actuate
 from orchestrator.control.controller import Controller
 from orchestrator.control.observe import Observer
-from orchestrator.simulate import kept, stories
+from orchestrator.simulate import stories, work
 from orchestrator.simulate.safety import Broken
 from policies.control import decide as deciding
 from policies.control.decide import done
@@ -79,7 +79,7 @@ def _retention_keeps_the_newest_alone() -> AbstractContextManager[object]:
     def retire(ones: list[StoredCheckpoint], *_: object) -> tuple[PolicyVersion, ...]:
         return tuple(sorted(one.version for one in ones)[:-1])
 
-    return mock.patch.object(kept, "versions_to_retire", retire)
+    return mock.patch.object(work, "versions_to_retire", retire)
 
 
 def _does_not_look_whether_it_was_replaced() -> AbstractContextManager[object]:

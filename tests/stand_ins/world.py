@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from orchestrator.simulate.kept import stored
+from orchestrator.simulate.work import stored
 from policies.control.decide import decide, done
 from policies.control.rollback.choice import choose_start
 from policies.control.snapshot import (

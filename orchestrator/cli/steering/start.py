@@ -37,7 +37,7 @@ from orchestrator.clouds.local.cloud import node_python
 from orchestrator.clouds.protocol import Offer
 from orchestrator.clouds.sky.remote import RemoteController
 from orchestrator.config.load import ConfigError, load, load_storage
-from orchestrator.config.sizes.model import find_size
+from orchestrator.config.model_size import find_size
 from orchestrator.control.launcher import TakenByAnother, start_daemon, start_rehearsal
 from orchestrator.home.folder import (
     keep_run_digest,

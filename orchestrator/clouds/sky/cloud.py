@@ -19,7 +19,6 @@ from checkpoint.store.run_store import Store
 from orchestrator.clouds.local.cloud import lines_of
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
 from orchestrator.clouds.sky.clusters import Clusters, Entry
-from orchestrator.clouds.sky.failed import FailedLaunches
 from orchestrator.clouds.sky.pinning import offers_of, pool_of, resources_in
 from orchestrator.clouds.sky.quotas import quota_lines
 from orchestrator.clouds.sky.sdk.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S, timed
@@ -43,7 +42,7 @@ from policies.control.fleet.markets import market_of
 from policies.control.snapshot import Machine
 from policies.model import exit_codes
 from policies.model.pools import PoolOffer
-from policies.model.vocabulary import MachineState, Market, Role, slot_and_incarnation
+from policies.model.vocabulary import MachineState, Market, Refusal, Role, slot_and_incarnation
 
 if TYPE_CHECKING:
     from orchestrator.clouds.sky.sdk.skypilot import SkyPilot
@@ -299,3 +298,43 @@ def _machine(node: str, entry: Entry, report: MachineReport | None) -> Machine:
         pool=None if entry.cluster.price_usd_per_h is None else pool_of(entry.cluster),
         rebalance_recommended=bool(report and report.rebalance_recommended),
     )
+
+
+# What a launch that failed has brought: a machine that is there is paid for, and one that never was is not.
+
+
+class FailedLaunches:
+    """Asked by the threads that launch and take down the clusters of one run."""
+
+    def __init__(self, sky: SkyPilot, unrecorded: UnrecordedClusters, clusters: Clusters) -> None:
+        self._sky, self._unrecorded, self._clusters = sky, unrecorded, clusters
+        self._unbought: set[str] = set()  # launches that are called off, and have brought nothing
+
+    def call_off(self, name: str) -> None:
+        """A launch that is under way is about to be ended. SkyPilot will not say what it had come to."""
+        if self._sky.is_bought(name) is False:
+            self._unbought.add(name)
+
+    def ended(self, name: str) -> None:
+        """A launch has ended, one way or another."""
+        self._unbought.discard(name)
+
+    def what_to_raise(self, name: str, error: Exception) -> Exception:
+        """Return what is to be raised for the failure of a launch, by what the cloud has of it."""
+        match error:
+            case CloudUnavailable() if name in self._unbought:
+                return CloudRefused(Refusal.UNKNOWN, "it was called off before its cloud had a machine")
+            case CloudRefused():
+                return self._refused(name, error)
+            case _:
+                return error
+
+    def _refused(self, name: str, error: CloudRefused) -> CloudRefused | CloudUnavailable:
+        try:
+            left = self._unrecorded.confirm(name, CALL_TIMEOUT_S)
+        except CloudUnavailable as unknown:
+            return CloudUnavailable(f"{error}; whether it left a machine is not known: {unknown}")
+        if left is None:
+            return error
+        self._clusters.saw(left)
+        return CloudRefused(error.refusal, str(error), left=True)

@@ -26,7 +26,6 @@ from checkpoint.store.run_store import OPTIONS_ENV, Store
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
 from orchestrator.clouds.sky.sdk.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S
 from orchestrator.clouds.sky.sdk.types import SkyOffer, controller_name, nodes_name
-from orchestrator.clouds.sky.settings import settings_elsewhere
 from orchestrator.clouds.sky.work import Work, places, region_of, script, work_for
 from orchestrator.clouds.wheel import build_wheel
 from orchestrator.home.folder import kept_run_digest, run_dir
@@ -178,3 +177,28 @@ def as_shipped(record: RunRecord) -> RunRecord:
     """The record with the run's folder as this machine has it: elsewhere than where run.yaml was written."""
     folder = os.environ.get(FOLDER_ENV)
     return replace(record, spec=replace(record.spec, workdir=folder)) if folder else record
+
+
+# The user's settings of SkyPilot, `~/.sky/config.yaml`, for a machine that has a SkyPilot of its own.
+_LEFT_HERE = ("admin_policy", "api_server", "db")  # code, a server and a database that are not there
+_PROXY = "ssh_proxy_command"
+
+
+def settings_elsewhere(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that hold on a machine among those that it launches, as SkyPilot's own controllers get them.
+
+    It reaches them without a proxy. One that is named by region stays as the region's name: no other is used.
+    """
+    return {key: _without_proxies(value) for key, value in settings.items() if key not in _LEFT_HERE}
+
+
+def _without_proxies(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_proxies(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _no_proxy(one) if key == _PROXY else _without_proxies(one) for key, one in value.items()}
+
+
+def _no_proxy(command: Any) -> dict[str, None] | None:
+    return dict.fromkeys(command) if isinstance(command, dict) else None

@@ -18,9 +18,9 @@ from orchestrator.gateway.job import QueueFull
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface import admission
-from orchestrator.gateway.surface.admin import Admin, node_of
 from orchestrator.gateway.surface.admission import Refused
 from orchestrator.gateway.surface.batch import BatchRun
+from orchestrator.gateway.surface.describe import describe
 from orchestrator.gateway.surface.metrics import CONTENT_TYPE, Metrics
 from orchestrator.gateway.surface.openai import OpenAI, error_document
 from policies.model.vocabulary import machine_of
@@ -168,3 +168,49 @@ def _json(document: object, status: int = 200) -> web.Response:
 
 async def _hide_server(_: web.Request, response: web.StreamResponse) -> None:
     response.headers.pop(hdrs.SERVER, None)
+
+
+# The gateway's members, for those who look after them: list, drain, remove, and what happened to them.
+
+
+class Admin:
+    """The handlers."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def routes(self) -> list[web.RouteDef]:
+        """The paths and their handlers."""
+        return [
+            web.get("/members", self._list),
+            web.get("/events", self._events),
+            web.delete("/members/{node}", self._remove),
+            web.post("/members/{node}/drain", self._drain),
+        ]
+
+    async def _list(self, _: web.Request) -> web.Response:
+        members, policy = self._members, self._members.wanted
+        wanted = None if policy is None else policy.label
+        return _json({"policy": wanted, "members": describe(members.status(), members.changes, wanted)})
+
+    async def _events(self, _: web.Request) -> web.Response:
+        return _json({"changes": self._members.changes})
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        """A node that is no member is drained as soon as it comes."""
+        self._members.drain(node_of(request))
+        return web.Response(status=204)
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        """With `?boot=ID` that boot leaves, as its own agent says; without it, whatever boot is there."""
+        node, boot_id = node_of(request), request.query.get("boot")
+        if boot_id is not None:
+            self._members.leave(node, admission.name_of("boot", boot_id))
+        elif not self._members.remove(node):
+            raise Refused(404, f"{node} is no member")
+        return web.Response(status=204)
+
+
+def node_of(request: web.Request) -> str:
+    """The node that the path names. Raises Refused."""
+    return admission.name_of("node", request.match_info["node"])

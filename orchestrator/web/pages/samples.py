@@ -9,8 +9,8 @@ from itertools import groupby
 from typing import Any
 
 from orchestrator.samples import plain
-from orchestrator.samples.choose import Order, Wanted, choose
-from orchestrator.samples.steps import NoSamples, find_step, groups_of, stored_steps, why_none
+from orchestrator.samples.choose import Found, Order, Wanted, choose
+from orchestrator.samples.steps import Link, NoSamples, find_step, groups_of, stored_steps, why_none
 from orchestrator.web.page import Asked, Page, Refused
 from orchestrator.web.watch import Look
 
@@ -19,7 +19,7 @@ FAR = 10**9
 _ONLY = {"": (None, None), "cut": (True, None), "whole": (False, None), "handed_over": (None, True)}
 
 
-def _data(look: Look, asked: Asked) -> dict[str, Any]:
+def _samples(look: Look, asked: Asked) -> dict[str, Any]:
     order = Order(asked.choice("order", tuple(Order)))
     only = asked.choice("only", tuple(_ONLY))
     first = asked.whole("first", 0, 0, FAR)
@@ -68,4 +68,28 @@ def _number(asked: Asked, name: str) -> float | None:
     return asked.number(name, 0.0, -1e9, 1e9) if asked.text(name) else None
 
 
-PAGE = Page("/samples", _data, "samples.html", "Samples")
+SAMPLES = Page("/samples", _samples, "samples.html", "Samples")
+
+
+# One completion, whole, under a name that lasts as long as its step's samples are kept.
+
+
+def _sample(look: Look, asked: Asked) -> dict[str, Any]:
+    try:
+        link = Link.parse("/".join(asked.text(name) for name in ("step", "group", "index")))
+        step = find_step(stored_steps(look.store), link.step)
+    except NoSamples as error:
+        raise Refused(404, str(error)) from None
+    for number, head, group in groups_of(look.store, step):
+        if number == link.group and link.index < len(group.samples):
+            one = Found(link, head, group, group.samples[link.index])
+            return {
+                "step": str(step),
+                "prompt": plain.messages(group.prompt),
+                "completion": plain.completion(one),
+                "beside": len(group.samples),
+            }
+    raise Refused(404, f"step {step} has no completion {link.group}/{link.index}")
+
+
+SAMPLE = Page("/samples/{step}/{group}/{index}", _sample, "sample.html")

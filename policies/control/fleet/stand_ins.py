@@ -1,4 +1,9 @@
-"""Rollout nodes on demand in place of spot machines, as the controller steers them: see `policies.fleet.when`."""
+"""Rollout nodes on demand that replace unavailable spot machines: when they pay, how many, and for how long.
+
+With k nodes on spot at q an hour, j on demand at p and P for everything else, a step costs
+(P + k q + j p)(a + b/(k + j)). With n = k + j that is (P - k (p - q) + n p)(a + b/n): the sum of
+`policies.fleet.how_many`, with less beside the nodes. So the more there is on spot, the fewer stand in.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,46 @@ from policies.control.fleet.probing import may_probe
 from policies.control.fleet.size import hourly_prices
 from policies.control.fleet.where import is_paid_for
 from policies.control.tick import Tick
-from policies.fleet.when import WAIT_MIN_S, stand_ins, wait_s
+from policies.fleet.how_many import HourlyPrices, StepShape, best_count
 from policies.model.buying import HELD_S, MachineKind
 from policies.model.phases import FILLING_NODE
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of
+
+WAIT_MIN_S = 60.0  # zones that refuse for a moment are no outage
+
+
+def stand_ins(
+    shape: StepShape | None,
+    beside_usd_per_h: float,
+    on_demand_usd_per_h: float,
+    spot: int,
+    spot_usd_per_h: float,
+    low: int,
+    high: int,
+) -> int:
+    """Return how many nodes on demand make a step cheapest beside `spot` ones, `low` to `high` nodes in all.
+
+    Without a measured step, what the trainer needs to go on: `low` or one node in all.
+    """
+    least = max(low, spot, 1)
+    if shape is None or spot >= high:
+        return max(0, min(least, high) - spot)
+    beside = beside_usd_per_h - spot * (on_demand_usd_per_h - spot_usd_per_h)
+    if beside <= 0:
+        return least - spot
+    return best_count(shape, HourlyPrices(beside, on_demand_usd_per_h), least, high) - spot
+
+
+def wait_s(nodes: int, on_demand_usd_per_h: float, beside_usd_per_h: float, boot_s: float) -> float:
+    """Seconds of an idle trainer that cost what starting so many nodes on demand does.
+
+    Waiting so long before they are bought costs at most twice the best choice, however long spot stays away.
+    Raises ValueError where a price is not known.
+    """
+    if beside_usd_per_h <= 0 or on_demand_usd_per_h <= 0:
+        raise ValueError("the wait needs both prices")
+    return max(WAIT_MIN_S, nodes * on_demand_usd_per_h * boot_s / beside_usd_per_h)
 
 
 def stand_ins_of(state: RunState) -> list[Node]:

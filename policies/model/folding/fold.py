@@ -11,36 +11,57 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import assert_never
 
+from policies.model import exit_codes
+from policies.model.buying import HELD_S, MachineKind, after_move
 from policies.model.events import (
     BudgetNeared,
     BudgetReached,
     BudgetRefused,
     BudgetSet,
+    BuyingResumed,
+    BuyingStopped,
     CapacityMissing,
     CommandTaken,
     DataSetAside,
     DeadlineMissed,
+    Diverged,
+    DivergenceCleared,
+    DivergenceWatched,
     Event,
+    Exported,
+    FleetMoved,
+    FleetSized,
     GatewayRestarted,
+    HealthyChosen,
+    JobExited,
+    JobRestarted,
+    MachineBought,
     MachineEvent,
+    NodeMoved,
+    NodeRequested,
     NodesGenerate,
     Noticed,
+    ProbationPassed,
+    RebalanceRecommended,
+    RollbackBegun,
     RunCreated,
     RunMoved,
     SpecProved,
     StoreCaughtUp,
     StoreSlowed,
     TimelineEvent,
+    TimelineForked,
+    TimelineResumed,
     TookOver,
+    TrainerFenced,
     TrainerGenerates,
 )
 from policies.model.folding.clocks import behind_s, with_times_up_to
-from policies.model.folding.drafts import draft, final, in_place_of
-from policies.model.folding.machine_fold import apply_to_machines
-from policies.model.folding.timeline_fold import apply_to_timelines
-from policies.model.phases import RUN_EDGES, check_move
-from policies.model.state import RunState
-from policies.model.vocabulary import RunPhase
+from policies.model.folding.drafts import draft, final, in_place_of, with_item, without_item
+from policies.model.folding.pool_fold import landed_in, note_bought, note_moved
+from policies.model.phases import LIVE_NODE, NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, check_move
+from policies.model.state import Node, Rollback, RunState, Slot
+from policies.model.vocabulary import Market, NodePhase, Role, RollbackStage, RunPhase, kind_of
 
 
 def fold(history: Iterable[tuple[int, float, Iterable[Event]]]) -> RunState:
@@ -121,3 +142,221 @@ def _run_moved(state: RunState, event: RunMoved, time_s: float) -> RunState:
     # Somebody has mended something, or wants another try.
     state = replace(state, budget_reached=False, unspent_usd=0.0)
     return replace(state, trainer_failures=0, kinds=in_place_of(state.kinds, {}))
+
+
+# How journalled events change what is known of divergences, rollbacks and timelines.
+
+
+def apply_to_timelines(state: RunState, event: TimelineEvent, time_s: float) -> RunState:
+    """Return the state after one event of them. Raises IllegalMove for a move that no table has."""
+    match event:
+        case DivergenceWatched():
+            return replace(state, watched=event)
+        case DivergenceCleared():
+            return replace(state, watched=None)
+        case Diverged():
+            return replace(state, watched=None, diverged=event, diverged_at_s=time_s)
+        case RollbackBegun():
+            return _begun(state, event, time_s)
+        case TimelineForked():
+            state = replace(state, watched=None, diverged=None, trainer_failures=0, trainer_failed_step=-1)
+            return _at_stage(state, RollbackStage.FORKED, time_s)
+        case TrainerFenced():
+            return _at_stage(state, RollbackStage.FENCED, time_s)
+        case TimelineResumed():
+            return _at_stage(state, RollbackStage.RESUMED, time_s)
+        case FleetMoved():
+            return _at_stage(state, RollbackStage.PROBATION, time_s)
+        case ProbationPassed():
+            check_move(ROLLBACK_EDGES, _stage(state), None)
+            return replace(state, rollbacks=(*state.rollbacks[:-1], replace(state.rollbacks[-1], passed=True)))
+        case HealthyChosen():
+            return replace(state, healthy=event.version, exported=None)
+        case Exported():
+            return replace(state, exported=event.version)
+        case _:
+            assert_never(event)
+
+
+def _begun(state: RunState, event: RollbackBegun, time_s: float) -> RunState:
+    check_move(ROLLBACK_EDGES, _stage(state), RollbackStage.BEGUN)
+    begun = Rollback(event.fork, event.cause, event.from_step, RollbackStage.BEGUN, time_s)
+    kept = [one for one in state.rollbacks if one.stage is not RollbackStage.BEGUN]
+    return replace(state, rollbacks=(*kept, begun), healthy=None, exported=None)
+
+
+def _stage(state: RunState) -> RollbackStage | None:
+    return None if state.rollback is None else state.rollback.stage
+
+
+def _at_stage(state: RunState, stage: RollbackStage, time_s: float) -> RunState:
+    check_move(ROLLBACK_EDGES, _stage(state), stage)
+    moved = replace(state.rollbacks[-1], stage=stage, since_s=time_s)
+    return replace(state, rollbacks=(*state.rollbacks[:-1], moved))
+
+
+# How journalled events change what is known of machines, from the order to the end, and of their work.
+_HAS_MACHINE = LIVE_NODE - {NodePhase.REQUESTED}
+
+
+def apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> RunState:
+    """Return the state after one event of them. Raises IllegalMove for a move that no table has."""
+    match event:
+        case NodeRequested():
+            return _requested(state, event, time_s)
+        case NodeMoved():
+            return _moved(state, event, time_s)
+        case BuyingStopped():
+            kind = state.kinds.get(event.kind, MachineKind())
+            stopped = replace(kind, stopped=event.reason, stopped_at_s=time_s, probes=0)
+            return _with_kind(state, event.kind, stopped)
+        case BuyingResumed():
+            kind = state.kinds.get(event.kind, MachineKind())
+            return _with_kind(state, event.kind, replace(kind, stopped="", probes=0, broke_in_a_row=0))
+        case FleetSized():
+            return replace(state, fleet_size=event.nodes, fleet_sized_at_s=time_s)
+        case MachineBought():
+            node, disk = state.nodes[event.node], event.disk_usd_per_h
+            bought = replace(
+                node,
+                market=event.market,
+                price_usd_per_h=event.price_usd_per_h,
+                on_demand_usd_per_h=event.on_demand_usd_per_h,
+                pool=landed_in(node.pool, event.pool),
+                came_at_s=time_s if node.came_at_s is None else node.came_at_s,
+                disk_usd_per_h=node.disk_usd_per_h if disk is None else disk,
+            )
+            if node.role is Role.TRAINER and event.price_usd_per_h > 0:
+                state = replace(state, trainer_usd_per_h=bought.usd_per_h)
+            return _with_node(note_bought(state, event, node.pool, time_s), bought)
+        case RebalanceRecommended():
+            return _with_node(state, replace(state.nodes[event.node], rebalance_recommended=True))
+        case JobExited():
+            return _exited(state, event, time_s)
+        case JobRestarted():
+            node = replace(state.nodes[event.node], attempt=event.attempt, attempt_ended_at_s=None)
+            slot = state.slots.get(node.slot, Slot())
+            state = _with_slot(state, node.slot, replace(slot, job_restarts=slot.job_restarts + 1))
+            return _with_node(state, node)
+        case _:
+            assert_never(event)
+
+
+def _requested(state: RunState, event: NodeRequested, time_s: float) -> RunState:
+    node = Node(
+        id=event.node,
+        role=event.role,
+        slot=event.slot,
+        incarnation=event.incarnation,
+        market=event.market,
+        phase=NodePhase.REQUESTED,
+        since_s=time_s,
+        requested_at_s=time_s,
+        reason=event.reason,
+        kind=kind_of(event.role, event.market),
+        most_usd_per_h=event.most_usd_per_h,
+        pool=event.pool,
+        stand_in=event.stand_in,
+        disk_usd_per_h=event.disk_usd_per_h,
+    )
+    if kind := state.kinds.get(node.kind):
+        state = _with_kind(state, node.kind, replace(kind, probes=kind.probes + bool(kind.stopped)))
+    slot = state.slots.get(event.slot, Slot())
+    return _with_node(_with_slot(state, event.slot, replace(slot, incarnations=event.incarnation)), node)
+
+
+def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
+    node = state.nodes[event.node]
+    check_move(NODE_EDGES, node.phase, event.phase)
+    state = note_moved(state, node, event, time_s)
+    slot = state.slots.get(node.slot, Slot())
+    unserved = node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and not node.served
+    lost = event.phase is NodePhase.GONE and unserved
+    state = _noting_spot(state, node, event, time_s)
+    if node.stand_in:
+        pass  # its slot's own tries go on beside it
+    elif event.phase is NodePhase.REFUSED or event.refusal is not None or lost:
+        refusals = slot.refusals_in_a_row + 1
+        slot = replace(slot, refusals_in_a_row=refusals, refused_at_s=time_s, last_refusal=event.refusal)
+    elif event.phase is NodePhase.SERVING:
+        slot = replace(slot, refusals_in_a_row=0, last_refusal=None)
+    state = _with_slot(state, node.slot, slot)
+    came, served = node.phase is not NodePhase.REQUESTED, node.served or node.phase is NodePhase.TERMINATING
+    kind = state.kinds.get(node.kind, MachineKind())
+    kind = after_move(kind, event, time_s, came=came, served=served, asked_at_s=node.requested_at_s)
+    state = _with_kind(state, node.kind, kind)
+    if event.phase is NodePhase.GONE and event.refusal is not None:  # it was never bought
+        unspent_usd = node.cost_usd(time_s) if state.budget_reached else 0.0
+        state = replace(state, unspent_usd=state.unspent_usd + unspent_usd)
+    elif event.phase is NodePhase.GONE:
+        spent_usd = state.spent_usd + node.cost_usd(time_s)
+        on_demand_usd = state.spent_on_demand_usd + node.on_demand_cost_usd(time_s)
+        state = replace(state, spent_usd=spent_usd, spent_on_demand_usd=on_demand_usd)
+    if event.phase in (NodePhase.GONE, NodePhase.REFUSED):
+        state = replace(state, nodes=without_item(state.nodes, node.id))
+    else:
+        served = node.served or event.phase is NodePhase.SERVING
+        node = replace(node, phase=event.phase, since_s=time_s, reason=event.reason, served=served)
+        state = _with_node(state, node)
+    return _noting_machines(state, node.role, event.phase, time_s)
+
+
+def _noting_spot(state: RunState, node: Node, move: NodeMoved, time_s: float) -> RunState:
+    """Note since when spot does not give what is asked of it: from a refusal or loss on, unless one has held."""
+    taken = move.phase in (NodePhase.REFUSED, NodePhase.GONE) and node.phase is not NodePhase.TERMINATING
+    if node.role is not Role.ROLLOUT or node.stand_in or node.market is not Market.SPOT or not taken:
+        return state
+    mine = [one for one in state.nodes.values() if one.kind == node.kind and one.phase is NodePhase.SERVING]
+    held = any(time_s - one.since_s >= HELD_S for one in mine)
+    again = state.kinds.get(node.kind, MachineKind()).refused_in_a_row > 0
+    if state.spot_short_since_s is None or (held and not again):
+        return replace(state, spot_short_since_s=time_s)
+    return state
+
+
+def _noting_machines(state: RunState, role: Role, phase: NodePhase, time_s: float) -> RunState:
+    """Note since when there has been no machine of a role, after one of `role` moved to `phase`."""
+    trainer, rollout = state.trainerless_since_s, state.rolloutless_since_s
+    if role is Role.TRAINER:  # whose machines change with its own moves alone
+        trainer = _without_since(state, Role.TRAINER, trainer, time_s)
+    if role is Role.TRAINER or rollout is None or phase in _HAS_MACHINE:
+        rollout = _without_since(state, Role.ROLLOUT, rollout, time_s)
+    without = {role for role, since_s in ((Role.TRAINER, trainer), (Role.ROLLOUT, rollout)) if since_s is not None}
+    told = state.capacity_told & {str(role) for role in without}
+    return replace(state, trainerless_since_s=trainer, rolloutless_since_s=rollout, capacity_told=told)
+
+
+def _without_since(state: RunState, role: Role, since_s: float | None, time_s: float) -> float | None:
+    if any(node.role is role and node.phase in _HAS_MACHINE for node in state.nodes.values()):
+        return None
+    return time_s if since_s is None else since_s
+
+
+def _exited(state: RunState, event: JobExited, time_s: float) -> RunState:
+    node = state.nodes[event.node]
+    state = _with_node(state, replace(node, attempt_ended_at_s=time_s))
+    replaced = event.exit_code == exit_codes.FENCED or node.phase is NodePhase.DRAINING
+    if node.role is not Role.TRAINER or event.exit_code in (exit_codes.OK, exit_codes.STOPPED) or replaced:
+        return state
+    progressed = event.step > state.trainer_failed_step
+    failures = 1 if progressed else state.trainer_failures + 1
+    is_alike = failures > 1 and event.reason == state.trainer_failed_reason
+    return replace(
+        state,
+        trainer_failures=failures,
+        trainer_failed_step=max(event.step, state.trainer_failed_step),
+        trainer_failed_alike=(state.trainer_failed_alike if is_alike else 0) + bool(event.reason),
+        trainer_failed_reason=event.reason,
+    )
+
+
+def _with_node(state: RunState, node: Node) -> RunState:
+    return replace(state, nodes=with_item(state.nodes, node.id, node))
+
+
+def _with_kind(state: RunState, name: str, kind: MachineKind) -> RunState:
+    return replace(state, kinds=with_item(state.kinds, name, kind))
+
+
+def _with_slot(state: RunState, name: str, slot: Slot) -> RunState:
+    return replace(state, slots=with_item(state.slots, name, slot))

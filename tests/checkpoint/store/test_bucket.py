@@ -11,7 +11,7 @@ import pytest
 from checkpoint.store import bucket
 from checkpoint.store.bucket import BucketRules, RulesUnknown, rules_of
 from checkpoint.store.run_store import Store
-from orchestrator.cli.doctor.store import lifecycle
+from orchestrator.cli.doctor import lifecycle
 from tests.rigs.store.server import S3Server
 
 

@@ -13,7 +13,7 @@ from checkpoint.records.forks import write_fork
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Checkpoint
 from checkpoint.stream.spool import Seal
-from orchestrator.simulate.kept import stored
+from orchestrator.simulate.work import stored
 from policies.control.snapshot import Trainer
 from policies.detect.divergence import Verdict
 from policies.ledger.retention import keep_before, keep_since

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import median
 
-from orchestrator.simulate.kept import stored
+from orchestrator.simulate.work import stored
 from policies.detect.divergence import Detector, Health, Point, Verdict, follow
 from policies.model.spec import CheckpointsSpec
 from policies.model.vocabulary import PolicyVersion

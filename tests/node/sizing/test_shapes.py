@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from policies.sizing.families import FAMILIES
-from policies.sizing.read_shape import shape_of
+from policies.sizing.read_shape import FAMILIES, shape_of
 from policies.sizing.shapes import with_all_params
 
 SIZES: dict[str, Any] = {

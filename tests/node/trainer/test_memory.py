@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from checkpoint.records import documents
-from policies.control.memory import changes_to_save_memory
+from policies.control.rollback.begin import changes_to_save_memory
 from policies.control.snapshot import Trainer
 from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv

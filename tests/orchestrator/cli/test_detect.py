@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from orchestrator.traces.folder import EXPECTED
-from orchestrator.traces.model import Trace
+from orchestrator.traces.read import EXPECTED_IN_FOLDER, Trace
 from orchestrator.views.detection import plot
 from orchestrator.views.detection.verdicts import Detection, to_json
 from policies.detect.divergence import Health, Point, Verdict
@@ -383,7 +382,7 @@ def test_where_no_file_can_be_read_nothing_is_written(cli: Detect) -> None:
     ("words", "says"),
     [
         (("missing",), "missing: No such file or directory"),
-        (("folder",), f"folder: no metrics of training found; {EXPECTED}"),
+        (("folder",), f"folder: no metrics of training found; {EXPECTED_IN_FOLDER}"),
         (("good", "--limit", "0"), "--limit 0: expected a number above 0"),
         (("good", "--limit", "nan"), "--limit nan: expected a number above 0"),
         (("good", "--save-steps", "0"), "--save-steps 0: expected a whole number above 0"),

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.traces.model import NotATrace
-from orchestrator.traces.read import read_traces
+from orchestrator.traces.read import NotATrace, read_traces
 from tests.rigs.command_line import Answer, Cli
 
 FOREIGN = Path(__file__).parent / "foreign_logs"

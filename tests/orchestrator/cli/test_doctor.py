@@ -14,9 +14,7 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog
-from orchestrator.cli.doctor.command import INSTALL, SkyPilotLike, examine, is_usable
-from orchestrator.cli.doctor.finding import Finding
-from orchestrator.cli.doctor.store import passing_credentials
+from orchestrator.cli.doctor import INSTALL, Finding, SkyPilotLike, examine, is_usable, passing_credentials
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky.sdk.types import ApiServer, CloudCheck, SkyOffer
 from policies.model.spec import RunSpec

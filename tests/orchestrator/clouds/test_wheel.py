@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.cli.write import recipe_lines
 from orchestrator.clouds.wheel import PACKAGES, build_wheel
-from orchestrator.config.recipes import recipe_lines
 
 ROOT = Path(__file__).parents[3]
 BUILD = "import sys; from pathlib import Path; from orchestrator.clouds.wheel import build_wheel; "
@@ -26,7 +26,7 @@ import importlib.resources, os
 import checkpoint.store.run_store, policies.control.decide, tasks
 from importlib import metadata
 from orchestrator.config.load import load_spec
-from orchestrator.config.recipes import recipe_lines
+from orchestrator.cli.write import recipe_lines
 
 print(tasks.__file__)
 print((importlib.resources.files("tasks") / "sky" / "setup.sh").is_file())

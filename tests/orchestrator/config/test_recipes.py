@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from orchestrator.cli.write import RECIPES, recipe_lines, write_recipe
 from orchestrator.config.load import load
-from orchestrator.config.recipes import FOLDER, recipe_lines, write_recipe
 from policies.model.spec import Dataset, Replicas, RunSpec, datasets_of, generates_itself
 from tests.rigs.command_line import Cli
 
@@ -20,12 +20,12 @@ NOTICES = {"math-two-gpus": ["grpo.beta"]}  # it has no KL on purpose
 
 
 def spec_of(recipe: str) -> RunSpec:
-    return load(FOLDER / recipe / "run.yaml", lambda: 2).spec
+    return load(RECIPES / recipe / "run.yaml", lambda: 2).spec
 
 
 def module(recipe: str, name: str) -> ModuleType:
     """A recipe's own; all are called the same."""
-    found = importlib.util.spec_from_file_location(f"{recipe}_{name}", FOLDER / recipe / f"{name}.py")
+    found = importlib.util.spec_from_file_location(f"{recipe}_{name}", RECIPES / recipe / f"{name}.py")
     assert found is not None
     assert found.loader is not None
     made = importlib.util.module_from_spec(found)
@@ -50,11 +50,11 @@ def test_it_is_valid_as_it_is_written_out(recipe: str, tmp_path: Path) -> None:
 
 def test_each_has_a_line_a_page_and_a_link() -> None:
     lines = recipe_lines()
-    assert lines.keys() == {path.parent.name for path in FOLDER.glob("*/run.yaml")}
+    assert lines.keys() == {path.parent.name for path in RECIPES.glob("*/run.yaml")}
     assert all(lines.values())
     for name in lines:
         assert (ROOT / "docs" / "recipes" / f"{name}.md").read_text().startswith(f"# {name}\n")
-        assert (ROOT / "examples" / name / "run.yaml").samefile(FOLDER / name / "run.yaml")
+        assert (ROOT / "examples" / name / "run.yaml").samefile(RECIPES / name / "run.yaml")
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
@@ -123,7 +123,7 @@ def test_what_the_overlays_of_one_recipe_change() -> None:
 
     def over(name: str) -> RunSpec:
         """The overlay, with name and store of what it extends."""
-        spec = load(FOLDER / "math-two-gpus" / f"{name}.yaml", lambda: 2).spec
+        spec = load(RECIPES / "math-two-gpus" / f"{name}.yaml", lambda: 2).spec
         assert spec.name != base.name
         assert spec.storage != base.storage
         return replace(spec, name=base.name, storage=base.storage)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.cli import write
 from orchestrator.config.load import load_spec
-from orchestrator.config.recipes import FOLDER
 from policies.model.spec import RunSpec, datasets_of, generates_itself
 
 TWINS = Path(__file__).parents[3] / "examples" / "twins"
@@ -28,7 +28,7 @@ ROWS = 512
 
 def twin(recipe: str, folder: Path, file: str) -> RunSpec:
     """As `make.py` writes it, without what is in the model, and with rows alike."""
-    shutil.copytree(FOLDER / recipe, folder)
+    shutil.copytree(write.RECIPES / recipe, folder)
     text = (TWINS / f"{recipe}.yaml").read_text()
     (folder / "tiny.yaml").write_text(text)
     shutil.copyfile(TWINS / "alone.yaml", folder / "alone.yaml")
@@ -40,13 +40,16 @@ def twin(recipe: str, folder: Path, file: str) -> RunSpec:
 
 
 def test_each_recipe_has_one() -> None:
-    assert sorted(path.parent.name for path in FOLDER.glob("*/run.yaml") if path.parent.name != "tiny") == RECIPES
+    assert (
+        sorted(path.parent.name for path in write.RECIPES.glob("*/run.yaml") if path.parent.name != "tiny")
+        == RECIPES
+    )
 
 
 @pytest.mark.parametrize("file", ["tiny.yaml", "alone.yaml"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_it_keeps(recipe: str, file: str, tmp_path: Path) -> None:
-    whole, small = load_spec(FOLDER / recipe / "run.yaml"), twin(recipe, tmp_path / "twin", file)
+    whole, small = load_spec(write.RECIPES / recipe / "run.yaml"), twin(recipe, tmp_path / "twin", file)
     keys = whole.grpo.keys() | small.grpo.keys()
     assert {key for key in keys if whole.grpo.get(key) != small.grpo.get(key)} <= CHANGED
     for key in ("reward_funcs", "reward_args", "peft"):

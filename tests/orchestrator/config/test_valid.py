@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from orchestrator.cli.write import init_text
 from orchestrator.config.load import ConfigError, Storage, load_spec, load_storage
 from orchestrator.config.load import load as load_config
-from orchestrator.config.template import init_text
 from policies.model.spec import (
     CheckpointsSpec,
     Dataset,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orchestrator.cli.write import RECIPES
 from orchestrator.clouds.sky.sdk.types import ListPrice, PriceList
 from orchestrator.config.load import load
-from orchestrator.config.recipes import FOLDER
-from orchestrator.config.sizes.model import NotKnown
+from orchestrator.config.model_size import NotKnown
 from orchestrator.plan.gather import make_plan
 from orchestrator.plan.measured import Measured
 from orchestrator.plan.model import Plan
@@ -48,7 +48,7 @@ PRICES = PriceList(
 
 
 def spec_of(recipe: str) -> RunSpec:
-    return load(FOLDER / recipe / "run.yaml", lambda: 2).spec
+    return load(RECIPES / recipe / "run.yaml", lambda: 2).spec
 
 
 def size_of(spec: RunSpec, config: Mapping[str, Any] | None = None) -> ModelSize:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.plan.deadline import plan_deadline
+from orchestrator.plan.gather import plan_deadline
 from orchestrator.plan.model import DeadlinePlan
 from orchestrator.views.plan import _deadline_words
 from policies.control.fleet.deadline import BOOT_S

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.plan.gather import make_plan
 from orchestrator.plan.model import CheckpointPlan
 from orchestrator.plan.prices import PriceBook
-from orchestrator.views.words.stored import stored_words
+from orchestrator.views.plan import stored_words
 from policies.fleet.store_costs import Place
 from policies.model.spec import RunSpec
 from policies.sizing.read_shape import shape_of

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from orchestrator.traces.console import pieces, read_console
-from orchestrator.traces.model import Log
-from orchestrator.traces.runs import runs
+from orchestrator.traces.formats import Log, pieces, read_console
+from orchestrator.traces.read import runs
 
 VERL = (
     "step:{step} - global_seqlen/min:1182 - global_seqlen/mean:1480.25 - actor/entropy:np.float64(0.31) "
@@ -74,6 +73,8 @@ def test_verls_lines(before: str) -> None:
             },
         ),
         ("reward=0.3 step=7", {"reward": 0.3}),
+        ("  3%|▎   | 7/500 [00:01<00:41]step=7 reward=0.3", {"reward": 0.3}),
+        ("[Step 7/500] Reward: 0.3 | KL: 0.01", {"reward": 0.3, "kl": 0.01}),
         (
             "[Step 7/500] loss=-0.00 reward_avg=0.125 tokens_per_sec=27.3 avg_response_len=6.6 entropy_avg=1.24",
             {
@@ -151,6 +152,13 @@ def test_other_bars_are_no_steps() -> None:
         for step in range(1, 9)
     )
     assert list(points(text)) == [5 * step for step in range(1, 9)]
+
+
+def test_steps_in_completions_do_not_hide_the_bars() -> None:
+    text = "".join(
+        f"Step 1, add them\n{{'kl': 0.1}}\n  3%|▎   | {step}/90 [01:00<10:00]\n" for step in (30, 60, 90)
+    )
+    assert list(points(text)) == [30, 60, 90]
 
 
 def test_a_log_that_was_written_in_blocks_is_counted() -> None:

@@ -14,9 +14,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary import Writer
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from orchestrator.traces.events import NEEDED
-from orchestrator.traces.model import NotATrace
-from orchestrator.traces.read import read_traces
+from orchestrator.traces.formats import TENSORBOARD_NEEDED
+from orchestrator.traces.read import NotATrace, read_traces
 
 Rows = Sequence[tuple[int, Mapping[str, float]]]
 ROWS: Rows = [(step, {"train/kl": step / 8, "train/reward": 0.5, "eval/loss": 0.25}) for step in range(5, 101, 5)]
@@ -98,4 +97,4 @@ def test_without_the_reader_a_line_says_what_to_install(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_file_loader", None)
     with pytest.raises(NotATrace) as refused:
         read_traces(tmp_path)
-    assert str(refused.value) == f"{tmp_path}: {NEEDED}"
+    assert str(refused.value) == f"{tmp_path}: {TENSORBOARD_NEEDED}"

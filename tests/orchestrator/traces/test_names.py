@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.traces.names import metric
-from orchestrator.traces.values import metrics, run, step
+from orchestrator.traces.names import metric, metrics, run, step
 
 
 @pytest.mark.parametrize(

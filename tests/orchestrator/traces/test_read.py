@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from checkpoint.records.metrics import NONFINITE, Row
 from checkpoint.store.codec import to_json
-from orchestrator.traces import folder
-from orchestrator.traces.model import NotATrace, Trace
-from orchestrator.traces.read import read_traces
+from orchestrator.traces import read
+from orchestrator.traces.read import NotATrace, Trace, read_traces
 from policies.detect.divergence import Point
 from tests.generators.metric_files import FORMATS, json_lines, run, state
 
@@ -239,7 +238,7 @@ def test_of_a_folder_without_a_state_its_log_is_read(name: str, tmp_path: Path) 
 def test_a_folder_of_far_too_much_is_not_walked_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder, "LOOKED_AT_MAX", 20)
+    monkeypatch.setattr(read, "LOOKED_AT_MAX", 20)
     for number in range(20):
         (tmp_path / f"folder-{number}" / "below").mkdir(parents=True)
     listed: list[Path] = []

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from orchestrator.traces.model import Log, Row
-from orchestrator.traces.runs import runs
+from orchestrator.traces.formats import Log
+from orchestrator.traces.names import Row
+from orchestrator.traces.read import runs
 
 
 def rows(steps: Iterable[int], kl: float = 0.1) -> list[Row]:

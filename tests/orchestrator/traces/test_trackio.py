@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.traces.model import NotATrace
-from orchestrator.traces.read import read_traces
+from orchestrator.traces.read import NotATrace, read_traces
 
 COLUMNS = {
     "first": "id INTEGER, timestamp TEXT, project_name TEXT, run_name TEXT, step INTEGER, metrics TEXT",

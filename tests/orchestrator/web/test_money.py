@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.web.pages.money import POINTS
+from orchestrator.web.pages.run import MONEY_POINTS
 from policies.model.events import BudgetSet, RunMoved
 from policies.model.vocabulary import NodePhase, RunPhase
 from tests.generators.views_world import T0, World
@@ -51,7 +51,7 @@ def test_however_many_machines_there_were_it_is_a_few_hundred_points() -> None:
         world.moves(20 + 10 * number, f"rollout-0-i{number - 1}", NodePhase.GONE)
         world.asks_for(21 + 10 * number, f"rollout-0-i{number}")
     dollars = told_by(world)["over_time"]
-    assert {len(dollars["x"]), *map(len, dollars["usd"].values())} == {POINTS}
+    assert {len(dollars["x"]), *map(len, dollars["usd"].values())} == {MONEY_POINTS}
     for column in dollars["usd"].values():
         assert column == sorted(column)
 

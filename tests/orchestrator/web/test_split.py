@@ -6,7 +6,7 @@ import pytest
 
 from checkpoint.records.metrics import GENERATE_S, Row
 from checkpoint.records.step_split import PARTS, TRAINING, split
-from orchestrator.web.pages.split import table
+from orchestrator.web.pages.series import split_table
 from tests.orchestrator.web.test_site import Client, browse, run_of
 
 
@@ -16,7 +16,7 @@ def at(row: Row) -> float:
 
 def test_ten_thousand_steps_in_five_hundred_points_add_up() -> None:
     rows = [Row(0, step, 8.0 * step, 1, {GENERATE_S: 6.0 if step > 5000 else 2.0}) for step in range(10_000)]
-    found = table(split(rows), at, 500)
+    found = split_table(split(rows), at, 500)
     seconds = found["seconds"]
     assert len(found["x"]) == 500 == len(seconds[TRAINING])
     assert (seconds["generating"][0], seconds["generating"][-1]) == (2.0, 6.0)
@@ -26,7 +26,7 @@ def test_ten_thousand_steps_in_five_hundred_points_add_up() -> None:
 
 def test_rows_of_several_steps_are_told_a_step() -> None:
     rows = [Row(0, step, 8.0 * step, 1, {GENERATE_S: 20.0}) for step in (0, 5, 10)]
-    found = table(split(rows), at, 500)
+    found = split_table(split(rows), at, 500)
     assert (found["seconds"]["generating"], found["seconds"][TRAINING]) == ([4.0, 4.0], [4.0, 4.0])
     assert found["steps"] == 10
 

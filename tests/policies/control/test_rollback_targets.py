@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.simulate.kept import stored
+from orchestrator.simulate.work import stored
 from policies.control.rollback.choice import Target, choose_start, choose_target, target_before_step
 from policies.detect.divergence import Health, Verdict
 from policies.model.spec import CheckpointsSpec

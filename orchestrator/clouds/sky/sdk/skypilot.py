@@ -35,7 +35,6 @@ from orchestrator.clouds.sky.sdk.each import decode_each, read_each, say_once, w
 from orchestrator.clouds.sky.sdk.errors import one_line
 from orchestrator.clouds.sky.sdk.log import lines_from
 from orchestrator.clouds.sky.sdk.offers import cheapest_first
-from orchestrator.clouds.sky.sdk.overlay import keep_home, own_group
 from orchestrator.clouds.sky.sdk.prices import day_fetched
 from orchestrator.clouds.sky.sdk.records import (
     clouds_with_machines,
@@ -323,3 +322,26 @@ def _reason(cloud: Any) -> str:
     except Exception as error:  # noqa: BLE001 whatever it is, it is the reason
         reason = str(error)
     return one_line(" ".join(str(reason or "left out by `allowed_clouds` in ~/.sky/config.yaml").split()))
+
+
+# What a run adds to the user's configuration of SkyPilot, for its own requests.
+_GROUP = ("aws", "security_group_name")
+
+
+def own_group(config: Any, group: str) -> None:
+    """Have clusters whose names begin with `group` in a security group of that name.
+
+    SkyPilot's own is one for whatever a user launches from one host: these machines reach each other, those that
+    the same user launches from another host are shut out, and nobody can tell when it is not needed any more.
+    A group that the user's configuration names is kept to.
+    """
+    named = config.get_nested(_GROUP, default_value=[])
+    if isinstance(named, list):
+        config.set_nested(_GROUP, [*named, {f"{group}*": group}])
+
+
+def keep_home(config: Any, withheld: Iterable[str]) -> None:
+    """Have no machine get these clouds' credentials. The user's own setting is kept."""
+    for cloud in withheld:
+        if config.get_nested((cloud, "remote_identity"), default_value=None) is None:
+            config.set_nested((cloud, "remote_identity"), "NO_UPLOAD")

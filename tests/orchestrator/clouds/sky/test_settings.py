@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.clouds.sky.settings import settings_elsewhere
+from orchestrator.clouds.sky.remote import settings_elsewhere
 
 SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),

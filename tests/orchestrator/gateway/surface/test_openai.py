@@ -11,7 +11,7 @@ import pytest
 from orchestrator.gateway.job import Job
 from orchestrator.gateway.routing import waiting
 from orchestrator.gateway.surface import openai
-from orchestrator.gateway.surface.openai_answer import AnswerFormat, Told
+from orchestrator.gateway.surface.openai import AnswerFormat, Told
 from orchestrator.gateway.surface.openai_request import Asked
 from policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY
 from tests.budget import HANG_S

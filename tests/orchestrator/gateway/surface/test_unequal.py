@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from orchestrator.gateway.job import Job
 from orchestrator.gateway.surface.admission import Refused
-from orchestrator.gateway.surface.openai import _Run, error_document
-from orchestrator.gateway.surface.openai_answer import AnswerFormat, Told
+from orchestrator.gateway.surface.openai import AnswerFormat, Told, _Run, error_document
 from orchestrator.gateway.surface.openai_request import read_chat, read_completion
 from policies.serving.wire import CHAT as CHAT_PATH
 from tests.stand_ins.fake_vllm import completion, expected, prompt_of

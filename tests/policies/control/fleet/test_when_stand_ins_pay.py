@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.control.fleet.stand_ins import WAIT_MIN_S, stand_ins, wait_s
 from policies.fleet.how_many import StepShape
-from policies.fleet.when import WAIT_MIN_S, stand_ins, wait_s
 
 usd = st.floats(0.5, 50.0)
 seconds = st.floats(1.0, 2000.0)

@@ -1,0 +1,377 @@
+"""The formats in which trainers leave their metrics; each reader hands on rows under the file's own names.
+
+In this order: a console's text and its progress bars, tables, JSON documents, TensorBoard's event files, trackio's
+database. Which of them a file is, `read` decides. What the names mean, `names` knows.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import sqlite3
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import dropwhile, groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+from orchestrator.traces.names import STEPS, TRAINING, Row, metric, metrics, spelt, step
+
+
+class Unreadable(Exception):
+    """What a reader finds wrong, in words that follow the file's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A file's rows, in its order."""
+
+    rows: Sequence[Row]
+    logging_steps: int | None = None  # how far apart rows without a step are; None: unknown
+    save_steps: int | None = None
+
+
+# A console's text: rows amid other text, with colours, progress bars and names of processes. Rows are
+# - objects of JSON, on a line of their own or amid one;
+# - dictionaries as Python prints them: TRL's, or OpenRLHF's and slime's after `step 5:`;
+# - lines of names and values that name their step, with `:` or `=` between a name and its value:
+#   `step:5 - actor/kl_loss:0.1` (verl), `Step 5 | Loss: 0.1` (prime-rl), `Epoch:[1/2](5/900), Reward: 0.1`
+#   (MiniMind) and, of loops of one's own, `step=5 reward=0.1`, `[Step 5/900] reward=0.1`, `Step: 5/900, KL: 0.1`.
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# Ray's `(TaskRunner pid=7, ip=10.0.0.1) ` and torchrun's `[rank0]:`, `[default0]:`, before each line of a process.
+_PROCESS = re.compile(r"^(?:\([^()\n]*\bpid=\d+[^()\n]*\)|\[(?:rank|default)?\d+\]:) ?", re.MULTILINE)
+_BAR = r"(?:(?<=[\n\r\]}])|\A)[ ]*\d+%\|[^|\n\r]*\|[ ]*(?P<done>\d+)/(?P<total>\d+)[ ]\["
+_BRACES = r"(?:\bstep[ :=]*(?P<before>\d+)(?:/\d+)?:?[ ]*)?(?P<braces>\{[^{}]*\})"
+_BATCH = r"\bepoch:\[(?P<epoch>\d+)/\d+\]\((?P<batch>\d+)/(?P<batches>\d+)\)"  # counted anew in each epoch
+_NAMED = rf"(?:{_BATCH}|\bstep(?:[: ]|: )(?P<at>\d+)(?:/\d+)?)(?: [-|] |, |\] )(?P<named>[^\n\r]+)"
+_EQUAL = r"(?P<equal>\b(?:\w+_)?step=\d)[^\n\r{}]*"
+_PARTS = re.compile(f"{_BAR}|{_BRACES}|{_NAMED}|{_EQUAL}", re.IGNORECASE)
+_IN_BRACES = re.compile(r"""['"]([^'"]+)['"]\s*:\s*(?:'([^']*)'|"([^"]*)"|([^,}]+))""")
+_BETWEEN = re.compile(r" [-|] |[,;] ")
+_EQUAL_PAIR = re.compile(r"([\w./@-]+)=([^\s,;|=]+)")
+# Patterns copy what they read, and a console's log may have hundreds of megabytes.
+_PIECE_CHARACTERS = 1 << 23
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A progress bar as it was drawn: `done` of `total`."""
+
+    done: int
+    total: int
+
+
+def read_console(text: str) -> list[Row]:
+    """Return the rows in the text; where none has a step, they get those of the progress bars next to them."""
+    plain = (_PROCESS.sub("", _COLOURS.sub("", piece)) for piece in pieces(text, _PIECE_CHARACTERS))
+    return _number_rows([part for piece in plain for part in _parts(piece)])
+
+
+def pieces(text: str, characters: int) -> Iterator[str]:
+    """Cut the text into pieces of at least so many characters, at ends of lines and not within a row's braces."""
+    begin = 0
+    while begin < len(text):
+        end = text.find("\n", begin + characters) + 1 or len(text)
+        while end < len(text) and text.rfind("{", begin, end) > text.rfind("}", begin, end):
+            closed = text.find("}", end)
+            end = text.find("\n", closed) + 1 or len(text) if closed >= 0 else len(text)
+        yield text[begin:end]
+        begin = end
+
+
+def _parts(text: str) -> Iterator[Row | Bar]:
+    """In their order. Only \\n and \\r end lines: other separators may stand in a completion."""
+    begin = 0
+    for line in re.finditer(r"^[ \t]*\{[^\n\r]*", text, re.MULTILINE):
+        row = _json_object(line.group())
+        if row is not None:
+            yield from _parts_of_prose(text[begin : line.start()])
+            yield row
+            begin = line.end()
+    yield from _parts_of_prose(text[begin:])
+
+
+def _json_object(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # Python's notation, or a line that was cut off
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _parts_of_prose(text: str) -> Iterator[Row | Bar]:
+    begin = 0
+    for part in _PARTS.finditer(text):
+        if part["done"]:
+            yield Bar(_digits(part["done"]), _digits(part["total"]))
+        elif part["braces"]:
+            # A terminal breaks lines where they end, in names and numbers too.
+            inside = part["braces"].replace("\n", "").replace("\r", "")
+            row = {name: a or b or c for name, a, b, c in _IN_BRACES.findall(inside)}
+            yield {"step": part["before"], **row} if part["before"] else row
+        else:  # before the step, too, names may stand
+            ended = (text.rfind(end, begin, part.start()) + 1 for end in "\n\r")
+            row = dict(_EQUAL_PAIR.findall(text[max(begin, *ended) : part.end()]))
+            if part["named"]:
+                pairs = (pair.rpartition(":") for pair in _BETWEEN.split(part["named"]))
+                named = {name.strip(): value.strip() for name, _, value in pairs if name and "=" not in name}
+                row = {"step": part["at"] or _step_over_epochs(part), **named, **row}
+            yield row
+        begin = part.end()
+
+
+def _step_over_epochs(part: re.Match[str]) -> int:
+    return (_digits(part["epoch"]) - 1) * _digits(part["batches"]) + _digits(part["batch"])
+
+
+def _digits(text: str) -> int:
+    return int(text[:18])
+
+
+# Steps from bars. A Trainer prints a dictionary every `logging_steps` steps and redraws its bar below it. Where
+# both go to one log, the bar's `50/1875` is the row's step. The bar before a row may lag by a tenth of a second,
+# the bar after it may be of the next step, and bars of an evaluation or a reward function stand between. So each
+# choice is tried, and the one taken by which most rows have a step of their own, at the most even distance.
+_BARS_TRIED = 3  # the most frequent, identified by their totals
+
+
+def _number_rows(parts: Sequence[Row | Bar]) -> list[Row]:
+    """Return the rows; those of training get a step from the bars if none has one and the bars show it."""
+    rows = [part for part in parts if not isinstance(part, Bar)]
+    trained = [bool(TRAINING & (metrics(row) or {}).keys()) for row in rows]
+    totals = Counter(part.total for part in parts if isinstance(part, Bar))
+    numbered = any(step(row) is not None for row, is_trained in zip(rows, trained, strict=True) if is_trained)
+    if not totals or not any(trained) or numbered:
+        return rows
+    best: list[int] = []
+    for total in (None, *(total for total, _ in totals.most_common(_BARS_TRIED))):
+        before, after = _steps_shown(parts, trained, total)
+        best = max(best, before, after, key=_fits)
+    if _fits(best)[0] * 2 <= len(best):  # a log that was written in blocks, far from its bars
+        best = _evenly(parts, len(best))
+    if not best:
+        return rows
+    steps = iter(best)
+    return [
+        {**row, "step": next(steps)} if is_trained else row for row, is_trained in zip(rows, trained, strict=True)
+    ]
+
+
+def _steps_shown(
+    parts: Sequence[Row | Bar], trained: Sequence[bool], total: int | None
+) -> tuple[list[int], list[int]]:
+    """Return what the bar of this total, None for any, shows before each row of training, and after it."""
+    before: list[int] = []
+    after: list[int] = []
+    shown, kinds = 0, iter(trained)
+    for part in parts:
+        if isinstance(part, Bar):
+            if total in (None, part.total):
+                shown = part.done
+                after += [shown] * (len(before) - len(after))
+        elif next(kinds):
+            before.append(shown)
+    return before, after + before[len(after) :]
+
+
+def _evenly(parts: Sequence[Row | Bar], rows: int) -> list[int]:
+    """Return steps at an even distance up to where a bar came, if that is a whole number; else none."""
+    done = max(part.done for part in parts if isinstance(part, Bar))
+    every = done // rows
+    return [every * (at + 1) for at in range(rows)] if every and done - every * rows < every else []
+
+
+def _fits(steps: Sequence[int]) -> tuple[int, int]:
+    """How many rows have a step above the row's before, and the distance that all of those have in common."""
+    rises = [later - earlier for earlier, later in pairwise((0, *steps)) if later > earlier]
+    return len(rises), math.gcd(*rises)
+
+
+# Tables: CSV, the same with tabs, as a notebook's table is copied, and Markdown's, as pasted into an issue.
+# Weights & Biases exports a chart with a column for each run and metric, `RUN - train/kl`, and the extremes of the
+# points that the chart drew as one, `RUN - train/kl__MIN` and `__MAX`. Those are not the metric.
+_EXTREMES = ("__MIN", "__MAX")
+_OF_RUN = " - "
+
+
+def is_table(header: str) -> bool:
+    """Whether the line names columns of which one is a metric of training."""
+    return _has_metric(header.split(_separator(header)))
+
+
+def read_table(lines: Sequence[str]) -> Iterator[Row]:
+    """Yield the rows below the header, the first line. Raises Unreadable."""
+    try:
+        yield from _named(csv.reader(lines, delimiter=_separator(lines[0])))
+    except csv.Error as error:
+        raise Unreadable(f"as CSV: {error}") from None
+
+
+def read_markdown(text: str) -> Iterator[Row]:
+    """Yield the rows of the tables amid the text; the dashes below a header are a row without a number."""
+    for is_piped, block in groupby(text.splitlines(), key=lambda line: "|" in line):
+        if is_piped:
+            lines = (line.strip().removeprefix("|").removesuffix("|").split("|") for line in block)
+            cells = ([cell.strip() for cell in line] for line in lines)
+            yield from _named(dropwhile(lambda header: not _has_metric(header), cells))
+
+
+def _has_metric(header: Sequence[str]) -> bool:
+    return any(metric(name.rpartition(_OF_RUN)[2])[0] in TRAINING for name in header)
+
+
+def _named(table: Iterator[Sequence[str]]) -> Iterator[Row]:
+    """Name each row's cells by the header, the first row; of an export, yield a row for each run."""
+    header = next(table, ())
+    for row in table:
+        yield from _by_run({name: cell for name, cell in zip(header, row, strict=False) if name and cell.strip()})
+
+
+def _separator(header: str) -> str:
+    return "\t" if "\t" in header else ","
+
+
+def _by_run(cells: Mapping[str, str]) -> list[Row]:
+    shared: dict[str, str] = {}
+    by_run: dict[str, dict[str, str]] = defaultdict(dict)
+    for column, cell in cells.items():
+        run, dash, name = column.rpartition(_OF_RUN)
+        if column.endswith(_EXTREMES):
+            continue
+        if dash and (metric(name)[0] != name or name in TRAINING or spelt(name) in STEPS or "/" in name):
+            by_run[run][name] = cell
+        else:
+            shared[column] = cell
+    return [{**shared, **own, "run_name": run} for run, own in by_run.items()] or [shared]
+
+
+# JSON documents: a `trainer_state.json`, a list of rows, an object that holds one, columns, one row, a notebook.
+_TABLE, _ROW = re.compile(r"<table.*?</table>", re.DOTALL), re.compile(r"<tr.*?</tr>", re.DOTALL)
+_CELL, _TAG = re.compile(r"<t[dh][^>]*>(.*?)</t[dh]>", re.DOTALL), re.compile(r"<[^>]*>")
+
+
+def parse_json(text: str) -> tuple[Any, str]:
+    """Return the document that the text is, None if it is none; and what is wrong with it, in words."""
+    if text.lstrip()[:1] not in ("{", "["):
+        return None, ""
+    try:
+        return json.loads(text), ""
+    except json.JSONDecodeError as error:
+        return None, f"line {error.lineno}, column {error.colno}: {error.msg}"
+    except RecursionError:
+        return None, "too deep"
+    except ValueError:
+        return None, "a number too long"
+
+
+def read_document(document: list[Any] | dict[str, Any]) -> Log:
+    """Return the rows of any document but a notebook."""
+    if isinstance(document, list):
+        return Log(_objects(document))
+    history = document.get("log_history")
+    if isinstance(history, list):
+        return Log(
+            _objects(history), _positive(document.get("logging_steps")), _positive(document.get("save_steps"))
+        )
+    lists = {key: value for key, value in document.items() if isinstance(value, list)}
+    if any(metric(key)[0] in TRAINING for key in lists):
+        return Log(_of_columns(lists))
+    tables = [_objects(value) for value in lists.values()]
+    return Log(max(tables, key=len, default=[]) or [document])
+
+
+def notebook_text(cells: list[Any]) -> str:
+    """Return what a Jupyter notebook's cells printed; HTML tables as Markdown's."""
+    parts: list[str] = []
+    for cell in _objects(cells):
+        outputs = cell.get("outputs")
+        for output in _objects(outputs) if isinstance(outputs, list) else ():
+            data = output.get("data")
+            data = data if isinstance(data, dict) else {}
+            parts += [_table_text(table) for table in _TABLE.findall(_joined(data.get("text/html")))]
+            parts.append(_joined(output.get("text")) or _joined(data.get("text/plain")))
+    return "\n".join(parts)
+
+
+def _joined(lines: Any) -> str:
+    """A notebook keeps text as one string or as a list of lines."""
+    if isinstance(lines, list):
+        return "".join(line for line in lines if isinstance(line, str))
+    return lines if isinstance(lines, str) else ""
+
+
+def _table_text(table: str) -> str:
+    rows = [[_TAG.sub("", cell).strip() for cell in _CELL.findall(row)] for row in _ROW.findall(table)]
+    return "\n".join(["| " + " | ".join(row) + " |" for row in rows if row] + [""])
+
+
+def _objects(rows: list[Any]) -> list[Row]:
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def _of_columns(columns: Mapping[str, list[Any]]) -> list[Row]:
+    return [
+        {key: column[at] for key, column in columns.items() if at < len(column)}
+        for at in range(max(map(len, columns.values())))
+    ]
+
+
+def _positive(value: Any) -> int | None:
+    """A whole number above 0, else None: save_steps may be a share of the run."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+# TensorBoard's event files are read by TensorBoard itself, an extra: nothing else here needs it or its 50 MB.
+EVENT_FILE = re.compile(r"\.tfevents\.")
+TENSORBOARD_NEEDED = "a TensorBoard event file, which needs: pip install tensorboard"
+
+
+def read_events(path: Path) -> Iterator[Row]:
+    """Yield a row for each event that holds scalars, in the file's order. Raises Unreadable.
+
+    What follows damage is left out, as TensorBoard does.
+    """
+    try:
+        from google.protobuf.message import DecodeError
+        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+        from tensorboard.util.tensor_util import make_ndarray
+    except ImportError:
+        raise Unreadable(TENSORBOARD_NEEDED) from None
+    try:
+        for event in LegacyEventFileLoader(str(path)).Load():
+            row: dict[str, float] = {}
+            for value in event.summary.value:
+                if value.HasField("simple_value"):
+                    row[value.tag] = value.simple_value
+                elif value.HasField("tensor"):
+                    scalar = make_ndarray(value.tensor)
+                    if scalar.size == 1 and scalar.dtype.kind == "f":
+                        row[value.tag] = scalar.item()
+            if row:
+                yield {"step": event.step, **row}
+    except OSError as error:
+        raise Unreadable(error.strerror or str(error)) from None
+    except (DecodeError, TypeError, ValueError) as error:
+        raise Unreadable(f"as a TensorBoard event file: {' '.join(str(error).split())}") from None
+
+
+# trackio's database: SQLite, a table `metrics` with a row for each call of `log`, its values as JSON.
+SQLITE_MAGIC = b"SQLite format 3\0"
+_LOGGED = "SELECT run_name, step, metrics FROM metrics ORDER BY rowid"
+
+
+def read_trackio(path: Path) -> Iterator[Row]:
+    """Yield the rows of every run in the database, in the order in which they were logged. Raises Unreadable."""
+    try:
+        # Read-only, so that a training that writes it is not disturbed.
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            for run, at, values in database.execute(_LOGGED):
+                logged = json.loads(values)
+                if isinstance(logged, dict):
+                    yield {"step": at, **logged, "run_name": str(run)}
+    except (sqlite3.Error, ValueError, TypeError, RecursionError) as error:
+        raise Unreadable(f"as a trackio database: {' '.join(str(error).split())}") from None
