@@ -104,13 +104,20 @@ def test_told_to_stop_it_loses_no_step(name: str, tiny: Path, tmp_path: Path) ->
     assert results(told.store) == results(calm.store)
 
 
-def test_sigterm_to_the_machine_stores_what_it_has(tiny: Path, tmp_path: Path) -> None:
-    """Trainer, uploader and their supervisor, as a cloud starts them; the step is longer than anyone waits."""
+def test_sigterm_to_the_machine_stores_what_it_has(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer, uploader and their supervisor, as a cloud starts them; the step is longer than anyone waits.
+
+    The container is one of another job's, whose ranks are no affair of the trainer's.
+    """
     with open_rig(tmp_path, tiny, grpo=NEVER) as rig:
         rig.uploader.kill()  # the machine brings its own, and a gateway, before which the stand-in goes
         rig.uploader.wait()
         rig.gateway.close()
         rig.gateway.open(BESIDE)
+        for name, value in {"RANK": "3", "WORLD_SIZE": "8", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
         machine = rig.start_trainer(argv=[sys.executable, "-m", "tasks.machine.trainer_machine"])
         rig.no_nodes_from(3)  # of which the step does not end
         try:
