@@ -158,7 +158,7 @@ def test_a_torn_row_is_told_once_and_those_around_it_are_followed() -> None:
     assert ([point.step for point in view.recent], view.kl) == ([1, 3, 4], 0.1)
 
 
-def test_steps_that_cannot_be_measured_are_told_and_the_tick_goes_on() -> None:
+def test_tick_goes_on_where_steps_cannot_be_measured() -> None:
     run = Steered()
     values = {metrics.GENERATE_S: 5e-324, metrics.GENERATE_NODE_S: 1.0}
     run.store.put(ROWS_KEY, b"".join(to_json(Row(0, n, NOW_S + n, 1, values)) + b"\n" for n in range(1, 9)))
