@@ -16,6 +16,7 @@ from checkpoint.store.document import Document, OptionalDocument
 from checkpoint.store.errors import AlreadyExists, NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
+from policies.control.fleet.spending import BUDGET
 from policies.control.rollback.begin import RUN_START
 from policies.control.snapshot import Command, Trainer
 from policies.ledger.rentals import ControllerRental
@@ -243,6 +244,8 @@ def _check_command(command: Command, key: str) -> None:
         PolicyVersion.parse(command.start or "")
     if layout.command(command.command_id) != key:
         raise ValueError(f"command {command.command_id!r} under another one's name")
+    if command.kind == BUDGET and not command.changes.get("usd", -1.0) >= 0:
+        raise ValueError("a command for a budget without one")
 
 
 def _check_machine(report: MachineReport, key: str) -> None:

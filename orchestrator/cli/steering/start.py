@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -141,6 +142,8 @@ def resume(
     web_port: WebPort = None,
 ) -> None:
     """Resume a run after anything: its daemon or machines are gone, it was stopped, or it needs more steps."""
+    if budget_usd is not None and not math.isfinite(budget_usd):
+        raise Stop(f"--budget-usd {budget_usd}: expected a number of USD, as in 500", exit_codes.USAGE)
     storage = storage_of(target)
     store = open_store(storage)
     record = record_of(store)

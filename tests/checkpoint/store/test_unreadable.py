@@ -26,6 +26,7 @@ from checkpoint.stream.exports import Export
 from orchestrator.control.controller import Controller
 from orchestrator.control.observe import COMMANDS_EVERY_S, Observer
 from orchestrator.views.model import to_json as view_json
+from policies.control.fleet.spending import BUDGET
 from policies.control.snapshot import Action, Command, Launch, LaunchRefused, Machine, Trainer
 from policies.detect.divergence import Health, Verdict
 from policies.model.events import DataSetAside, HealthyChosen, RunCreated
@@ -49,14 +50,15 @@ MEMBERS = GatewayStatus(
     changes=[MembershipChange(1, 2.0, "rollout-0-i1: joined")],
 )
 ROWS_KEY = layout.metrics_chunk(0, 0)
-COMMAND_KEY = layout.command("000000000000001-ab")
+COMMAND_ID = "000000000000001-ab"
+COMMAND_KEY = layout.command(COMMAND_ID)
 # Every optional object that a tick or a view reads, as it is when nothing is wrong.
 OPTIONAL: dict[str, bytes] = {
     layout.gateway(BEAT.precedence): to_json(GatewayAddress("http://10.0.0.1:1", "g1")),
     layout.members(BEAT.precedence): to_json(MEMBERS),
     layout.TRAINER: to_json(BEAT),
     layout.LEASE: to_json(Lease("h/1", "h", 1, "", 1, NOW_S, 15.0, NOW_S)),
-    COMMAND_KEY: to_json(Command("000000000000001-ab", "rollback", "0-2", {"beta": 0.5})),
+    COMMAND_KEY: to_json(Command(COMMAND_ID, "rollback", "0-2", {"beta": 0.5})),
     ROWS_KEY: b"".join(to_json(row) + b"\n" for row in ROWS),
     f"{layout.export(HEALTHY)}.json": to_json(Export(str(HEALTHY), "exports/0-2")),
 }
@@ -119,7 +121,16 @@ class Steered:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"\xff\xfe", b"null", b"[]", OPTIONAL[COMMAND_KEY].replace(b"0-2", b"0-xyz"), b'{"a":' * 9999],
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"null",
+        b"[]",
+        OPTIONAL[COMMAND_KEY].replace(b"0-2", b"0-xyz"),
+        b'{"a":' * 9999,
+        to_json(Command(COMMAND_ID, BUDGET)),
+    ],
 )
 def test_a_command_that_cannot_be_read_is_told_once_and_moved_and_the_next_one_is_taken(data: bytes) -> None:
     run = Steered()
@@ -147,7 +158,7 @@ def test_a_torn_row_is_told_once_and_those_around_it_are_followed() -> None:
     assert ([point.step for point in view.recent], view.kl) == ([1, 3, 4], 0.1)
 
 
-def test_steps_that_cannot_be_measured_are_told_and_the_tick_goes_on() -> None:
+def test_tick_goes_on_where_steps_cannot_be_measured() -> None:
     run = Steered()
     values = {metrics.GENERATE_S: 5e-324, metrics.GENERATE_NODE_S: 1.0}
     run.store.put(ROWS_KEY, b"".join(to_json(Row(0, n, NOW_S + n, 1, values)) + b"\n" for n in range(1, 9)))

@@ -157,6 +157,13 @@ def test_mistakes_are_one_line_and_change_nothing(run: Run, cli: Cli, words: lis
     assert not run.started
 
 
+def test_resume_refuses_an_infinite_budget(run: Run, cli: Cli) -> None:
+    """JSON has no infinity, so that the daemon could not read the command."""
+    code, _, err = cli("resume", "--budget-usd", "inf")
+    assert (code, err) == (exit_codes.USAGE, "--budget-usd inf: expected a number of USD, as in 500\n")
+    assert not documents.read_commands(run.store)
+
+
 def test_finished_run_names_the_command_for_more_steps(run: Run, cli: Cli) -> None:
     run.saves("0-4")
     run.happens(RunMoved(RunPhase.FINISHED, "done"))

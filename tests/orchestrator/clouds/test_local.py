@@ -144,7 +144,7 @@ def test_a_preempted_machine_is_gone_with_everything_on_it(cloud: LocalCloud) ->
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"{}", b'{"attempt": "1", "pid": 1}'])
-def test_machine_with_damaged_record_is_gone_and_can_be_terminated(cloud: LocalCloud, data: bytes) -> None:
+def test_machine_with_damaged_record_is_gone_and_removable(cloud: LocalCloud, data: bytes) -> None:
     """As a power cut leaves it: every tick reads the records, and one must not hide the other machines."""
     cloud.launch(order("rollout-1-i1"))
     folder = cloud._folder / "rollout-0-i1"

@@ -44,7 +44,7 @@ def test_list_price_that_is_no_number_is_not_known(price: float | None) -> None:
     assert (found.gpu_memory_mib, found.on_demand_usd_per_h, found.spot_usd_per_h) == (None, None, None)
 
 
-def test_record_with_an_odd_handle_is_a_cluster_of_which_only_the_name_is_known() -> None:
+def test_record_with_odd_handle_is_a_cluster_without_price() -> None:
     """The look at all clusters reads it again and again: an error there would hide every machine of the run."""
     handle = SimpleNamespace(launched_resources=SimpleNamespace(accelerators={"L4": "x"}))
     found = cluster_of(SimpleNamespace(name="c-0", status=SimpleNamespace(value="UP"), handle=handle))
