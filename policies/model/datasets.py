@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,17 @@ def counts_of(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
     those of one that is too small for its share again."""
     longest = max(size / weight for size, weight in zip(sizes, weights, strict=True))
     return [max(size, round(longest * weight)) for size, weight in zip(sizes, weights, strict=True)]
+
+
+def bad_line(lines: Iterable[bytes]) -> str:
+    """Name the first line of a JSON lines file that is not JSON in UTF-8; empty where each is."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            json.loads(line.strip() or b"null")
+        except ValueError as error:
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else " ".join(str(error).split())
+            return f"line {number}: {reason}; expected a JSON object in UTF-8 in every line"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

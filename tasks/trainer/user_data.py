@@ -7,7 +7,6 @@ is a function of run.yaml and of the data alone, so that a restart sees the same
 from __future__ import annotations
 
 import itertools
-import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import datasets
 import numpy
 from datasets.exceptions import DatasetNotFoundError
 
-from policies.model.datasets import FILE_KINDS, counts_of, file_kind
+from policies.model.datasets import FILE_KINDS, bad_line, counts_of, file_kind
 from policies.model.spec import Dataset, datasets_of
 from tasks.trainer.user_objects import BadSpec, passes
 from tasks.trainer.user_prompts import in_one_line, is_chat, prompt_maker
@@ -93,17 +92,10 @@ def _load(key: str, wanted: Dataset, workdir: Path, rows_used: int) -> datasets.
 
 
 def _bad_line(path: Path) -> str:
-    """Name the first line of a JSON lines file that is not JSON in UTF-8; empty for any other file."""
     if path.suffix != ".jsonl" or not path.is_file():
         return ""
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                json.loads(line.strip() or b"null")
-            except ValueError as error:
-                reason = error.msg if isinstance(error, json.JSONDecodeError) else in_one_line(error)
-                return f"line {number}: {reason}; expected a JSON object in UTF-8 in every line"
-    return ""
+        return bad_line(lines)
 
 
 def _first_cause(error: BaseException) -> BaseException:

@@ -17,7 +17,7 @@ from typing import Any
 from orchestrator.config.reading.datasets import each_dataset
 from orchestrator.config.reading.problems import Findings, KeyPath
 from orchestrator.config.rules.effective import Doubtful, EffectiveRun
-from policies.model.datasets import counts_of, file_kind, is_import_path, read_template
+from policies.model.datasets import bad_line, counts_of, file_kind, is_import_path, read_template
 
 PREPARED = ("streaming", "name", "revision")  # rows that are not simply those of the file
 COLUMNS_SHOWN = 12
@@ -181,6 +181,9 @@ def _read(path: KeyPath, dataset: dict[str, Any], workdir: Path, needed: int, fi
             findings.add((*path, "path"), f"{file.name} is empty; expected {FORMS[kind]}")
         if file.stat().st_size == 0 or file.suffix not in READERS:
             return None
+        if reason := _bad_line(file):
+            findings.add((*path, "path"), f"{file.name}, {reason}")
+            return None
         rows = list(islice(_rows_of(file), None if counted else max(1, needed)))
     except UNREADABLE:
         return None  # what is wrong with it is the library's to say
@@ -209,6 +212,15 @@ def _taken(split: str, count: int) -> int | None:
     return total
 
 
+def _bad_line(file: Path) -> str:
+    """What is wrong with a small file of JSON lines, which begins with an object: `datasets` reads other forms, too."""
+    if file.suffix != ".jsonl" or not _is_small(file):
+        return ""
+    next(_json_lines(file), None)
+    with file.open("rb") as lines:
+        return bad_line(lines)
+
+
 def _is_small(file: Path) -> bool:
     return file.stat().st_size <= SCANNED_BYTES_MAX
 
@@ -218,10 +230,10 @@ def _rows_of(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    with file.open(encoding="utf-8-sig") as lines:
+    with file.open("rb") as lines:
         for line in lines:
             if line.strip():
-                row = json.loads(line)
+                row = json.loads(line.strip())
                 if not isinstance(row, dict):
                     raise TypeError(row)
                 yield row

@@ -156,3 +156,11 @@ def test_unreadable_rows_are_left_to_the_trainer(folder: Path, content: bytes) -
     (folder / "prompts.jsonl").write_bytes(content)
     found = problem(folder)
     assert found == "" or found.startswith("trainer.dataset: ")
+
+
+@pytest.mark.parametrize("line", [b'{"prompt": "a}', b'{"prompt": "\xfcber"}'])
+def test_line_that_is_no_json_is_named(folder: Path, line: bytes) -> None:
+    (folder / "prompts.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "1"}\n' + b'{"prompt": "1"}\n' * 99 + line)
+    found = problem(folder)
+    assert found.startswith("trainer.dataset: prompts.jsonl, line 101: ")
+    assert found.endswith("; expected a JSON object in UTF-8 in every line")
