@@ -213,7 +213,7 @@ def _taken(split: str, count: int) -> int | None:
 
 
 def _bad_line(file: Path) -> str:
-    """What is wrong with a small file of JSON lines, which begins with an object: `datasets` reads other forms, too."""
+    """What is wrong with a small file of JSON lines, which begins with an object: other forms are read too."""
     if file.suffix != ".jsonl" or not _is_small(file):
         return ""
     next(_json_lines(file), None)
