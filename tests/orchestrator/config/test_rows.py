@@ -156,3 +156,13 @@ def test_unreadable_rows_are_left_to_the_trainer(folder: Path, content: bytes) -
     (folder / "prompts.jsonl").write_bytes(content)
     found = problem(folder)
     assert found == "" or found.startswith("trainer.dataset: ")
+
+
+def test_csv_whose_rows_are_longer_than_its_header_is_left_to_the_trainer(folder: Path) -> None:
+    (folder / "rows.csv").write_text("question,answer\n" + "a,b,c\n" * 8)
+    assert problem(folder, ("dataset: prompts.jsonl", "dataset: rows.csv")) == ""
+
+
+def test_blank_lines_before_the_columns_of_a_csv_are_skipped(folder: Path) -> None:
+    (folder / "rows.csv").write_text("\n\nprompt,answer\n\n" + "a,b\n" * 8)
+    assert problem(folder, ("dataset: prompts.jsonl", "dataset: rows.csv")) == ""
