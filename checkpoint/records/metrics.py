@@ -159,7 +159,8 @@ def _check(row: Row, key: str) -> None:
     views would overflow with."""
     if layout.metrics_chunk(row.timeline, row.step) != key:
         raise ValueError(f"a row of timeline {row.timeline}, step {row.step}, which belongs elsewhere")
-    ours = [value for name, value in row.values.items() if name.startswith(OURS)]
+    scores = (REWARD_MIN, REWARD_MAX)  # the user's, as large as they like: no view sums them
+    ours = [value for name, value in row.values.items() if name.startswith(OURS) and name not in scores]
     if not all(abs(value) < NUMBER_END for value in (row.time_s, row.reached_s, *ours)):
         raise ValueError(f"a row of step {row.step} with a time or a count of more than 64 bits")
 

@@ -9,7 +9,7 @@ from policies.sizing.engine import whole_number
 
 MAX_MODEL_LEN = "max-model-len"
 # With these vLLM takes another length than config.json has (0.32, `_get_and_verify_max_len`).
-REPLACED_BY = ("hf-overrides", "rope-scaling")
+REPLACED_BY = ("config-format", "hf-config-path", "hf-overrides", "rope-scaling")
 OF_MODEL = "its max_position_embeddings"
 ALLOWED_BY = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 # Ways to stretch RoPE that max_position_embeddings counts already; for any other vLLM multiplies it by a factor.
@@ -39,7 +39,8 @@ def context_problem(
         return key, f"{message}; expected more than that"
     if positions is None:
         return None
-    if asked > positions and env.get(ALLOWED_BY, "0") == "0":
+    longest = max(positions, whole_number(config.get("model_max_length")))  # as vLLM lets it be asked for
+    if asked > longest and env.get(ALLOWED_BY, "0") == "0":
         message = f"{asked} is above the model's own context, and vLLM does not start"
         return key, f"{message}; expected at most {positions}, {OF_MODEL}"
     if not asked and positions <= completion:

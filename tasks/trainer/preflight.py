@@ -151,7 +151,7 @@ def _check_reward(function: Callable[..., Any], key: str, told: dict[str, Any], 
         if inspect.iscoroutinefunction(function):
             found = asyncio.run(_awaited(found))
     except FAULTS as error:  # the user's code may raise anything
-        if passes(error) or isinstance(error, TimeoutError):
+        if passes(error):
             raise
         raise BadSpec(f"{key} raised {type(error).__name__}: {first_line(error)}; {called}") from error
     if inspect.iscoroutine(found):

@@ -20,6 +20,7 @@ from tasks.rewards.guarded_turns import Rule, guarded_factory, guarded_tool
 from tasks.trainer.user_objects import (
     BadSpec,
     first_line,
+    is_cut_off,
     is_out_of_memory,
     load_environments,
     load_function,
@@ -47,7 +48,7 @@ def guarded_turns(turns: Mapping[str, Any], spec: RunSpec) -> dict[str, Any]:
     """What was loaded, with its hangs and an environment's errors under the rules for rewards."""
     policies, found = spec.policies, dict(turns)
     rule = Rule(
-        policies.on_bad_reward, policies.reward_timeout_s, lambda one: passes(one) or is_out_of_memory(one)
+        policies.on_bad_reward, policies.reward_timeout_s, lambda one: is_cut_off(one) or is_out_of_memory(one)
     )
     if "tools" in found:
         named = zip(found["tools"], spec.trainer.tools, strict=True)
@@ -105,7 +106,7 @@ def _begun(factory: Callable[[], Any], key: str, row: dict[str, Any]) -> Any:
         made = factory()
         made.reset(**row)
     except FAULTS as error:  # the user's code may raise anything
-        if passes(error) or isinstance(error, TimeoutError):
+        if passes(error):
             raise
         said = f"{type(error).__name__}: {first_line(error)}"
         raise BadSpec(f"{ENVIRONMENTS}: beginning one with the first row of {key} raised {said}") from error

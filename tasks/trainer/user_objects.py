@@ -9,15 +9,17 @@ import errno
 import importlib
 import inspect
 import json
+import socket
+import ssl
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import constants
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from jinja2 import TemplateError
 from transformers import AutoConfig
 
@@ -27,7 +29,21 @@ from tasks.rewards.guard import FAULTS, guarded
 from tasks.rewards.in_workers import with_arguments
 
 # Of the machine or the network, not of run.yaml: another try may find them gone.
-PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+PASSING = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE}
+)
+# Of `datasets`, pyarrow and safetensors, without a number.
+FULL_DISK_TEXTS = ("Not enough disk space", "No space left on device", "Disk quota exceeded")
+UNREACHABLE = frozenset({errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH})
+# Of the HTTP clients that libraries bring, by name: not all of them are installed.
+NETWORK_ERRORS = frozenset(
+    {
+        *("aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError"),
+        *("httpx.TransportError", "httpx2.TransportError"),
+        *("requests.ChunkedEncodingError", "requests.ConnectionError", "requests.Timeout"),
+    }
+)
+BUSY = frozenset({408, 425, 429})  # statuses of a server that may answer later, as those from 500
 # CUDA's and ROCm's allocators, cuBLAS for its workspace, and torch's allocator of the machine's own memory.
 OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 
@@ -88,7 +104,7 @@ def guarded_rewards(rewards: Sequence[Reward], spec: RunSpec) -> list[Reward]:
     rule, timeout_s = spec.policies.on_bad_reward, spec.policies.reward_timeout_s
 
     def one(function: Callable[..., Any], path: str) -> Callable[..., Any]:
-        return guarded(function, path, rule, timeout_s, lambda error: passes(error) or is_out_of_memory(error))
+        return guarded(function, path, rule, timeout_s, lambda error: is_cut_off(error) or is_out_of_memory(error))
 
     named = list(zip(rewards, spec.trainer.reward_funcs, strict=True))
     made = [found if isinstance(found, torch.nn.Module | str) else one(found, path) for found, path in named]
@@ -192,15 +208,42 @@ def local_folder(spec: TrainerSpec, workdir: Path) -> Path | None:
     return model_folder(str(folder) if folder.is_dir() else spec.model)
 
 
-def passes(error: BaseException | None) -> bool:
+def passes(error: BaseException) -> bool:
     """Whether an error, or one that it came from, is worth another try: a hub out of reach, a full disk."""
-    while error is not None:
-        if isinstance(error, LocalEntryNotFoundError | ConnectionError) and not constants.is_offline_mode():
-            return True
-        if isinstance(error, OSError) and error.errno in PASSING:
-            return True
+    return is_cut_off(error) or any(map(_is_of_network, _chain(error)))
+
+
+def is_cut_off(error: BaseException) -> bool:
+    """Whether the machine is at fault, or its network, so that no rule for bad rewards is asked."""
+    return any(map(_is_cut_off, _chain(error)))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it came from, each once: `raise error from error` makes a ring."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
         error = error.__cause__ or error.__context__
-    return False
+
+
+def _is_cut_off(error: BaseException) -> bool:
+    if isinstance(error, LocalEntryNotFoundError | ConnectionError):
+        return not constants.is_offline_mode()
+    return isinstance(error, OSError) and error.errno in PASSING
+
+
+def _is_of_network(error: BaseException) -> bool:
+    """Whether a server did not answer, or is busy; or a disk is full that does not say so by its number."""
+    if isinstance(error, TimeoutError | socket.gaierror | ssl.SSLError):
+        return not isinstance(error, ssl.SSLCertVerificationError)
+    if isinstance(error, HfHubHTTPError):
+        status = getattr(getattr(error, "response", None), "status_code", 0)  # none of a file that is not here
+        return status in BUSY or status >= 500
+    if isinstance(error, OSError) and error.errno in UNREACHABLE:
+        return True
+    bases = (f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(error).__mro__)
+    return not NETWORK_ERRORS.isdisjoint(bases) or any(text in str(error) for text in FULL_DISK_TEXTS)
 
 
 def is_mistake(error: BaseException) -> bool:
@@ -210,7 +253,7 @@ def is_mistake(error: BaseException) -> bool:
 
 def is_of_machine(error: BaseException) -> bool:
     """Whether a GPU or the connection between processes has failed."""
-    return isinstance(error, torch.AcceleratorError | torch.distributed.DistError)
+    return any(isinstance(one, torch.AcceleratorError | torch.distributed.DistError) for one in _chain(error))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

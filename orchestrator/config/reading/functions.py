@@ -28,9 +28,16 @@ def function_problem(path: str, workdir: Path, *, has_setup: bool, misfit: Misfi
     if not dot or not all(part.isidentifier() for part in path.split(".")):
         return f"expected an import path, module.function, got {path!r}"
     importlib.invalidate_caches()  # the module may have been written a moment ago
+    return _problem(module, name, workdir, misfit, has_setup, ())
+
+
+def _problem(module: str, name: str, workdir: Path, misfit: Misfit, may_lack: bool, seen: tuple[str, ...]) -> str:
+    """The same, of a name that other modules may import; `seen` are those that led here."""
+    if (path := f"{module}.{name}") in seen:
+        return ""  # modules that import one another: Python knows which comes first
     spec, known = _find(module, workdir)
     if spec is None:
-        if has_setup and not known:
+        if may_lack and not known:
             return ""
         if known:
             return f"no module {module}, though there is {known}; expected a file {_file_of(module)}"
@@ -40,11 +47,17 @@ def function_problem(path: str, workdir: Path, *, has_setup: bool, misfit: Misfi
         return f"{module} is a folder, not a module; expected module.function"
     if not spec.origin.endswith(".py"):
         return ""  # compiled: there is nothing to read
-    node, problem = _named(Path(spec.origin), name)
-    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-        imported = next(one.name for one in node.names if (one.asname or one.name) == name)
-        return function_problem(f"{node.module}.{imported}", workdir, has_setup=has_setup, misfit=misfit)
-    return problem if node is None else misfit(node, name)
+    nodes, problem = _named(Path(spec.origin), name)
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imported = next(one.name for one in node.names if (one.asname or one.name).split(".")[0] == name)
+            # Nodes have libraries that are not here, as TRL.
+            problem = _problem(node.module, imported, workdir, misfit, True, (*seen, path))
+        else:
+            problem = misfit(node, name)
+        if not problem:
+            return ""  # which of several it is only Python can tell, as under `if` and `try`
+    return problem
 
 
 def _find(module: str, workdir: Path) -> tuple[ModuleSpec | None, str]:
@@ -70,42 +83,48 @@ def _installed(name: str) -> ModuleSpec | None:
     return next((spec for spec in found if spec is not None), None)
 
 
-def _named(source: Path, name: str) -> tuple[ast.stmt | None, str]:
-    """What binds the name in a module, or why there is no such thing; neither where that cannot be told."""
+def _named(source: Path, name: str) -> tuple[list[ast.stmt], str]:
+    """What binds the name in a module, or why nothing does; neither where that cannot be told."""
     try:
         tree = ast.parse(source.read_bytes())
+        bound = list(_names(tree.body))
     except SyntaxError as error:
-        return None, f"{source}:{error.lineno}: {error.msg}"
-    except (OSError, ValueError, RecursionError) as error:
-        return None, f"{source} cannot be read: {error}"
-    names = dict(_names(tree.body))
-    if name not in names:
-        if "*" in names or "__getattr__" in names:
-            return None, ""  # it may come from there
-        functions = [one for one, node in names.items() if isinstance(node, FUNCTION | ast.ClassDef)]
-        expected = f"expected a function of that name{did_you_mean(name, functions)}"
-        return None, f"{source.name} defines no {name}; {expected}"
-    return names[name], ""
+        return [], f"{source}:{error.lineno}: {error.msg}"
+    except (RecursionError, MemoryError):
+        return [], ""  # nested deeper than can be read here
+    except (OSError, ValueError) as error:
+        return [], f"{source} cannot be read: {error}"
+    nodes = [node for one, node in bound if one == name]
+    if nodes or any(one in ("*", "__getattr__") for one, _ in bound) or any(map(_binds_unseen, ast.walk(tree))):
+        return nodes, ""  # where there are none it may come from elsewhere
+    functions = [one for one, node in bound if isinstance(node, FUNCTION | ast.ClassDef)]
+    expected = f"expected a function of that name{did_you_mean(name, functions)}"
+    return [], f"{source.name} defines no {name}; {expected}"
+
+
+def _binds_unseen(node: ast.AST) -> bool:
+    """Whether it may bind names of the module that its source does not show."""
+    match node:
+        case ast.Name(id="globals" | "locals" | "vars" | "exec") | ast.Attribute(attr="modules") | ast.Global():
+            return True
+    return False
 
 
 def _names(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """Names bound at the top level of a module, those under `if`, `try` and `with` too."""
+    """Names bound at the top level of a module, those under `if`, `try`, `for`, `match` and `with` too."""
     for node in body:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 yield node.name, node
-            case ast.Assign():
-                targets = [one for target in node.targets for one in ast.walk(target)]
-                yield from ((one.id, node) for one in targets if isinstance(one, ast.Name))
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                yield name, node
             case ast.Import() | ast.ImportFrom():
                 yield from (((one.asname or one.name).split(".")[0], node) for one in node.names)
             case _:
                 for part in ("body", "orelse", "finalbody"):
                     yield from _names(getattr(node, part, ()))
-                for handler in getattr(node, "handlers", ()):
-                    yield from _names(handler.body)
+                for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+                    yield from _names(part.body)
+                stored = (one for one in ast.walk(node) if isinstance(one, ast.Name))
+                yield from ((one.id, node) for one in stored if isinstance(one.ctx, ast.Store))
 
 
 def _file_of(module: str) -> str:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +241,12 @@ def _json_lines(file: Path) -> Iterator[dict[str, Any]]:
 
 def _csv_rows(file: Path) -> Iterator[dict[str, Any]]:
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        yield from csv.DictReader(lines)
+        rows = (row for row in csv.reader(lines) if row)  # before the columns' names, too, as pandas reads it
+        names = next(rows, [])
+        for row in rows:
+            if len(row) > len(names):
+                raise csv.Error("pandas takes the first column for the numbers of the rows")
+            yield dict(zip_longest(names, row))
 
 
 READERS: Mapping[str, Callable[[Path], Iterator[dict[str, Any]]]] = {".jsonl": _json_lines, ".csv": _csv_rows}

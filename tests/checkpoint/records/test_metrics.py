@@ -7,7 +7,17 @@ import threading
 
 import pytest
 
-from checkpoint.records.metrics import TOKENS, MetricsWriter, Row, point_at, point_of, read_chunk, read_metrics
+from checkpoint.records.metrics import (
+    REWARD_MAX,
+    REWARD_MIN,
+    TOKENS,
+    MetricsWriter,
+    Row,
+    point_at,
+    point_of,
+    read_chunk,
+    read_metrics,
+)
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Store
@@ -54,7 +64,7 @@ def test_the_objects_of_a_long_run_are_read_side_by_side() -> None:
 def test_row_with_an_impossible_time_or_count_is_left_out(row: Row) -> None:
     """Sums over a run's rows are shown as numbers and times, and JSON has no infinity."""
     store, unreadable = Store(f"memory://metrics-impossible-{row.time_s:g}-{len(row.values)}"), Unreadable()
-    good = Row(0, 1, 1.0, 1, {TOKENS: 5.0, "reward": 1e300})
+    good = Row(0, 1, 1.0, 1, {TOKENS: 5.0, "reward": 1e300, REWARD_MIN: -1e300, REWARD_MAX: 1e300})
     key = layout.metrics_chunk(0, 1)
     store.put(key, to_json(good) + b"\n" + to_json(row) + b"\n")
     assert read_chunk(store, key, unreadable) == [good]

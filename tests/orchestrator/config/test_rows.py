@@ -164,3 +164,13 @@ def test_line_that_is_no_json_is_named(folder: Path, line: bytes) -> None:
     found = problem(folder)
     assert found.startswith("trainer.dataset: prompts.jsonl, line 101: ")
     assert found.endswith("; expected a JSON object in UTF-8 in every line")
+
+
+def test_csv_whose_rows_are_longer_than_its_header_is_left_to_the_trainer(folder: Path) -> None:
+    (folder / "rows.csv").write_text("question,answer\n" + "a,b,c\n" * 8)
+    assert problem(folder, ("dataset: prompts.jsonl", "dataset: rows.csv")) == ""
+
+
+def test_blank_lines_before_the_columns_of_a_csv_are_skipped(folder: Path) -> None:
+    (folder / "rows.csv").write_text("\n\nprompt,answer\n\n" + "a,b\n" * 8)
+    assert problem(folder, ("dataset: prompts.jsonl", "dataset: rows.csv")) == ""

@@ -32,6 +32,7 @@ def problem(flags: dict[str, Any], completion: int, env: dict[str, str] | None =
         ({}, 2047, ""),
         ({}, 2048, f"{LENGTH}: 2048 leaves no room for a prompt in the model's context"),
         ({"hf-overrides": {"max_position_embeddings": 9000}}, 2048, ""),
+        ({"hf-config-path": "longer", "max-model-len": 9000}, 2048, ""),
     ],
 )
 def test_lengths_against_flag_and_model(flags: dict[str, Any], completion: int, expected: str) -> None:
@@ -50,3 +51,8 @@ def test_unknown_context_of_a_model_is_not_guessed() -> None:
 
 def test_context_above_the_models_is_left_to_who_allows_it() -> None:
     assert problem({"max-model-len": 4096}, 512, LONG, max_position_embeddings=2048) == ""
+
+
+def test_context_that_the_model_says_it_can_have_is_taken() -> None:
+    assert problem({"max-model-len": 4096}, 512, max_position_embeddings=2048, model_max_length=4096) == ""
+    assert problem({"max-model-len": 4097}, 512, max_position_embeddings=2048, model_max_length=4096)
