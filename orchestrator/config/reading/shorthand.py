@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,9 +103,9 @@ def _local(text: str, path: KeyPath, files: tuple[str, ...], here: _Here) -> str
         if text.startswith("~"):
             findings.add(path, "~ is not known on other machines; expected the whole path, or a relative one")
         return text
-    if _is(found, Path.is_dir) or (_is(found, Path.is_file) and found.name.endswith(files)):
+    if os.path.isdir(found) or (os.path.isfile(found) and found.name.endswith(files)):
         return text if here.is_sky else str(found)
-    if _is(found, Path.is_file):
+    if os.path.isfile(found):
         expected = f"a folder or a file that ends in {', '.join(files)}" if files else "a folder"
         findings.add(path, f"{found} is a file; expected {expected}")
     elif text.startswith(("/", "./", "../", "~")) or (files and text.endswith(files)):
@@ -121,10 +120,3 @@ def _is_made(found: Path, here: _Here) -> bool:
     words = {os.path.normpath(here.workdir / word) for word in WORDS.findall(here.setup)}
     above = [one for one in (found, *found.parents) if here.workdir in one.parents]
     return not here.is_sky and any(str(one) in words for one in above)
-
-
-def _is(path: Path, kind: Callable[[Path], bool]) -> bool:
-    try:
-        return kind(path)
-    except (OSError, ValueError):  # a name that no file system takes
-        return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ def _check_template(
     """Report chats for a tokenizer without a chat template, where the model is a folder here."""
     chats = isinstance(dataset.get("prompt"), list) or isinstance(rows.first.get("prompt"), list)
     folder = workdir / str(model)
-    if not chats or not (folder / "tokenizer_config.json").is_file():
+    if not chats or not os.path.isfile(folder / "tokenizer_config.json"):
         return
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -167,7 +168,7 @@ def _read(path: KeyPath, dataset: dict[str, Any], workdir: Path, needed: int, fi
     if not isinstance(named, str) or any(dataset.get(key) for key in PREPARED):
         return None
     file, kind = workdir / named, file_kind(named)
-    if kind is None or not file.is_file():
+    if kind is None or not os.path.isfile(file):  # `is_file` raises where a name is too long
         return None
     if any(part.split("[")[0].strip() not in SPLITS for part in split.split("+")):
         message = (

@@ -174,3 +174,8 @@ def test_csv_whose_rows_are_longer_than_its_header_is_left_to_the_trainer(folder
 def test_blank_lines_before_the_columns_of_a_csv_are_skipped(folder: Path) -> None:
     (folder / "rows.csv").write_text("\n\nprompt,answer\n\n" + "a,b\n" * 8)
     assert problem(folder, ("dataset: prompts.jsonl", "dataset: rows.csv")) == ""
+
+
+def test_name_that_no_file_can_have_is_refused(folder: Path) -> None:
+    name = f"{'a' * 300}.jsonl"
+    assert "no such file or folder" in problem(folder, ("dataset: prompts.jsonl", f"dataset: {name}"))
