@@ -240,10 +240,6 @@ def _clean_up(
         stop.wait(TROUBLE_WAIT_S)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 # The run page beside the daemon: a process of its own, which neither holds the run up nor outlives the daemon.
 
 
@@ -261,3 +257,7 @@ def start_page(store_url: str, listening_fd: int) -> subprocess.Popen[bytes] | N
         return None
     finally:
         os.close(listening_fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
