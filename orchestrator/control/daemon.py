@@ -240,14 +240,11 @@ def _clean_up(
         stop.wait(TROUBLE_WAIT_S)
 
 
-# The run page beside the daemon: a process of its own, which neither holds the run up nor outlives the daemon.
-
-
 def start_page(store_url: str, listening_fd: int) -> subprocess.Popen[bytes] | None:
-    """Have another process serve the page on a socket that listens already, and keep nothing of the socket here.
+    """Have another process serve the run page on a socket that listens already, and close the socket here.
 
-    It reads from a pipe that this process holds, and ends when that does: however this one ends. What goes wrong
-    there is in the daemon's log.
+    That process reads from a pipe that this one holds, so that it ends with the daemon, however that ends. Its
+    errors are in the daemon's log; the daemon does not depend on it.
     """
     argv = [sys.executable, "-m", "orchestrator.web.server", store_url, str(listening_fd)]
     try:

@@ -133,4 +133,4 @@ class RunTime:
 
 def _set_by_s(lease: Lease | None) -> float:
     """How far the run's clock is ahead of that of the holder's machine, which was set since the holder started."""
-    return lease.run_time_s - lease.renewed_at_s if lease is not None and lease.run_time_s else 0.0
+    return 0.0 if lease is None else lease.run_time_s - lease.renewed_at_s
