@@ -32,7 +32,8 @@ class Rollout:
     """
 
     schema: int
-    policy: str  # PolicyVersion as text
+    at: str  # the timeline and the steps that were done when it was asked for, as a PolicyVersion's text
+    policy: str  # the version that it was sampled from, as text
     call: int
     requests_digest: str
     completions: list[Completion]
@@ -47,7 +48,7 @@ def digest_of(requests: list[CompletionRequest], sampling: dict[str, Any]) -> st
 
 def write_rollout(store: Store, rollout: Rollout, by: Precedence) -> None:
     """Store a finished call as the record of the trainer `by`; another's of the same call is left alone."""
-    key = layout.rollout(PolicyVersion.parse(rollout.policy), rollout.call, by)
+    key = layout.rollout(PolicyVersion.parse(rollout.at), rollout.call, by)
     store.put(key, to_json(rollout))
     store.secure([key])  # the step that is applied next rests on it
 

@@ -42,7 +42,7 @@ from orchestrator.config.rules.rewards import argument_problem, call_of, reward_
 from orchestrator.config.rules.rows import Columns, check_rows
 from orchestrator.config.rules.shadows import check_shadows
 from orchestrator.config.rules.storage import EXPECTED, Storage, write_out_storage
-from orchestrator.config.rules.trl_features import check_quantised, check_turns
+from orchestrator.config.rules.trl_features import check_quantised, check_staleness, check_turns
 from policies.model.processes import ALTERNATIVES
 from policies.model.spec import Replicas, RunSpec, generates_itself
 from policies.model.vocabulary import Role
@@ -84,6 +84,7 @@ def load(
     data["grpo"] |= grpo_defaults(data, findings)
     spec = msgspec.convert({**data, "workdir": str(workdir)}, RunSpec)
     check_quantised(spec, findings)
+    check_staleness(spec, findings)
     if spec.cloud == "local":
         check_local_gpus(spec, gpus_here, findings)
     if findings.problems:

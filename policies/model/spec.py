@@ -77,7 +77,13 @@ class RolloutSpec:
     env: dict[str, str] = field(default_factory=dict)  # environment of the vLLM process
     deadline_s: float = 3600.0  # how long a generation request may wait, even for an empty fleet
     recovery: Recovery = "continue"  # what happens to a completion whose node was lost
+    max_staleness: int = 0  # windows that a policy may be older than the one that is trained on its completions
     own_generation_after_s: float | None = 300.0  # so long without a node, and the trainer generates; None: never
+
+
+# Of `grpo`, where windows are sampled from older policies and the file says nothing. TRL's own default masks by
+# the ratio of whole sequences, and of long ones from another policy it would leave little.
+STALE_DEFAULTS: dict[str, Any] = {"vllm_importance_sampling_mode": "token_truncate"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ for again, at whatever address the store names by then.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -107,6 +108,14 @@ class GatewayClient:
         tls = identity.client_context(token)
         self._http = httpx.Client(headers=headers, timeout=timeout, trust_env=False, verify=tls)
         self._heartbeat = heartbeat
+        self._say: Callable[[str], None] = heartbeat.say
+
+    def aside(self, say: Callable[[str], None]) -> GatewayClient:
+        """The same client for a thread beside the trainer's: `say` is called instead of the heartbeat, and nothing
+        but a newer trainer interrupts it."""
+        found = copy.copy(self)
+        found._say, found._interrupt = say, lambda: None
+        return found
 
     def complete(self, batch: Batch, arrived: Callable[[Completion], None] = lambda _: None) -> Generated:
         """Return once every request of the batch is finished; `arrived` is told of each when it is.
@@ -184,7 +193,7 @@ class GatewayClient:
     def _tell(self, call: _Call, error: Exception | None = None) -> None:
         self._heartbeat.check()
         self._interrupt()
-        self._heartbeat.say("generating" if call.served else "waiting")
+        self._say("generating" if call.served else "waiting")
         if call.idle_s > call.batch.deadline_s:
             raise GenerationFailed(
                 f"no token for {call.idle_s:.0f} s; `rollout.deadline_s` allows {call.batch.deadline_s:.0f}"

@@ -1,10 +1,17 @@
-"""Where a step's completions come from: the rollout journal where it has them, the fleet where it has not."""
+"""Where a step's completions come from: the rollout journal where it has them, the fleet where it has not.
+
+A call belongs to the step that trains on it (`at`) and is sampled from a policy, which may be an older one
+(`rollout.max_staleness`). Such calls are begun ahead: a thread of each has the gateway complete it and stores the
+result, while the trainer works at the steps before.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import structlog
@@ -17,7 +24,7 @@ from policies.model.vocabulary import PolicyVersion, Precedence, Recovery, Role,
 from policies.serving.seeds import request_seed
 from policies.serving.wire import Batch, CompletionRequest, PolicyRef
 from tasks.completions.drought import OwnTurn
-from tasks.completions.gateway_client import Generated
+from tasks.completions.gateway_client import GatewayClient, Generated
 from tasks.completions.refused_prompts import RefusedPrompts
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.step_costs import StepCosts
@@ -27,6 +34,7 @@ log = structlog.get_logger()
 # Evaluation counts its calls from here: whether a step was evaluated must not move its training seeds, and a
 # restart after an evaluation must number the training calls as before.
 EVALUATION_CALLS = 1000
+LOOK_S = 0.25  # between two looks whether the trainer is to end, while it waits for a call
 
 
 class Completes(Protocol):
@@ -37,6 +45,65 @@ class Completes(Protocol):
 
         Raises GenerationFailed, OwnTurn, Fenced, LeaveNow.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A generate call.
+
+    Args:
+        at: the timeline, and the steps that are done when it is trained on or evaluated.
+        number: of the call at that step.
+        policy: the version that it is sampled from.
+        prompts: token ids.
+        samples: completions of each.
+        sampling: vLLM's parameters.
+    """
+
+    at: PolicyVersion
+    number: int
+    policy: PolicyVersion
+    prompts: list[list[int]]
+    samples: int
+    sampling: dict[str, Any]
+
+    def requests(self, run_seed: int) -> list[CompletionRequest]:
+        """Its requests, prompt by prompt, each with a seed of its own."""
+        return [
+            CompletionRequest(
+                index=number * self.samples + sample,
+                prompt_token_ids=prompt,
+                seed=request_seed(run_seed, self.at.timeline, self.at.step, self.number, number, sample),
+            )
+            for number, prompt in enumerate(self.prompts)
+            for sample in range(self.samples)
+        ]
+
+
+Policies = Callable[[PolicyVersion], PolicyRef]
+
+
+@dataclass(slots=True)
+class _Generated:
+    """A call's completions: from the journal, or as the gateway gave them `took_s` after they were asked for."""
+
+    rollout: Rollout
+    is_stored: bool
+    is_replayed: bool = False
+    took_s: float = 0.0
+    machines: int = 0
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A call that a thread has the gateway complete. `activity` is what the trainer does while it waits for it."""
+
+    digest: str
+    made: Future[_Generated] = field(default_factory=Future)
+    activity: str = "generating"
+
+    def report(self, activity: str) -> None:
+        self.activity = activity
 
 
 @dataclass(slots=True)
@@ -83,6 +150,7 @@ class RolloutSource:
         run_seed: GRPOConfig's `seed`.
         deadline_s: how long a call may go without a token.
         recovery: what a completion does whose node is lost.
+        may_go_on: raises Fenced or LeaveNow if the trainer is to end, while it waits for a call that was begun.
     """
 
     def __init__(
@@ -97,6 +165,7 @@ class RolloutSource:
         run_seed: int,
         deadline_s: float,
         recovery: Recovery = "continue",
+        may_go_on: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._gateway = gateway
@@ -107,147 +176,207 @@ class RolloutSource:
         self._run_seed = run_seed
         self._deadline_s = deadline_s
         self._recovery = recovery
-        self._version = PolicyVersion(-1, -1)
-        self._calls = {True: 0, False: 0}  # made at that version, training and evaluation
+        self._may_go_on = may_go_on
+        self._at = PolicyVersion(-1, -1)
+        self._calls = {True: 0, False: 0}  # made at that step, training and evaluation
         self._asked_s = 0.0  # for which a call was asked for that ended with the trainer's own turn
         self._ahead: _Ahead | None = None  # what an evaluation will ask for
+        self._begun: dict[tuple[PolicyVersion, int], _Begun] = {}
+        self._new_at_step: int | None = None  # the first step with a call that the journal did not hold
         self._stored: dict[tuple[PolicyVersion, int], list[str]] | None = (
             None  # records of earlier trainers, once they are asked for
         )
 
     def complete(
         self,
-        version: PolicyVersion,
+        at: PolicyVersion,
         prompts: list[list[int]],
         samples: int,
         sampling: dict[str, Any],
         *,
         training: bool,
-        publish: Callable[[], PolicyRef],
+        policies: Policies,
+        policy: PolicyVersion | None = None,
     ) -> Rollout:
         """Return `samples` completions of each prompt, prompt by prompt.
 
-        `publish` is called only if something has to be generated, and must return once `version` can be pulled.
+        `policies` is called only if something has to be generated, and must return once that version can be
+        pulled. `policy` is the version to sample from, by default that of the step itself.
+
         Raises GenerationFailed, OwnTurn, BadPrompts, Fenced, LeaveNow, StoreError.
         """
         self._heartbeat.check()
         self._heartbeat.say("training")  # the prompts are tokens now: rollout nodes are worth their money
-        call = self._next_call(version, training)
+        call = Call(at, self._next_call(at, training), policy or at, prompts, samples, sampling)
         ahead = None if training else self._ahead
-        if ahead is not None and ahead.has(version, call, prompts, samples):
+        if ahead is not None and ahead.has(at, call.number, prompts, samples):
             if ahead.made is None:
                 every, wanted = self._requests_ahead(ahead), [one for of_call in ahead.calls for one in of_call]
-                ahead.made = self._made(version, call, every, wanted, samples, sampling, publish, training=False)
-            rollout = ahead.of(call)
-            if call == ahead.last:
+                ahead.made = self._made(replace(call, prompts=wanted), every, policies, training=False)
+            rollout = ahead.of(call.number)
+            if call.number == ahead.last:
                 self._ahead = None
         else:
-            requests = self._requests(version, call, prompts, samples)
-            rollout = self._made(version, call, requests, prompts, samples, sampling, publish, training=training)
+            rollout = self._made(call, call.requests(self._run_seed), policies, training=training)
         self._calls[training] += 1  # here: a call that could not be made is made again, and is the same
         self._heartbeat.say("training")
         return rollout
 
-    def foresee(self, version: PolicyVersion, calls: list[list[list[int]]], samples: int) -> None:
-        """Say which prompts the next evaluation calls at `version` will ask for, `samples` completions of each.
+    def begin(self, calls: Sequence[Call], policies: Policies) -> None:
+        """Have these calls made in the background, those of them that the journal does not hold; `complete` then
+        takes them. What it asks for otherwise than it was begun is made as it comes.
+
+        `policies` is as of `complete`. Raises StoreError and what `policies` does.
+        """
+        for call in calls:
+            if (call.at, call.number) in self._begun:
+                continue
+            requests = call.requests(self._run_seed)
+            begun = _Begun(rollouts.digest_of(requests, call.sampling))
+            if (stored := self._journalled(call, begun.digest)) is not None:
+                begun.made.set_result(_Generated(stored, is_stored=True, is_replayed=True))
+            else:
+                self._note_new(call)
+                batch, name = self._batch(call, requests, policies), f"call-{call.at}-{call.number}"
+                threading.Thread(target=self._work, args=(begun, call, batch), name=name, daemon=True).start()
+            self._begun[call.at, call.number] = begun
+
+    def foresee(self, at: PolicyVersion, calls: list[list[list[int]]], samples: int) -> None:
+        """Say which prompts the next evaluation calls at a step will ask for, `samples` completions of each.
 
         They are completed together at the first of these calls, each with the seed that it would have alone. A
         call that is for others, or comes in another place, is made as it comes.
         """
-        self._ahead = _Ahead(version, self._next_call(version, training=False), calls, samples)
+        self._ahead = _Ahead(at, self._next_call(at, training=False), calls, samples)
 
     def _requests_ahead(self, ahead: _Ahead) -> list[CompletionRequest]:
         found: list[CompletionRequest] = []
-        for call, prompts in enumerate(ahead.calls, ahead.first):
-            requests = self._requests(ahead.version, call, prompts, ahead.samples)
+        for number, prompts in enumerate(ahead.calls, ahead.first):
+            call = Call(ahead.version, number, ahead.version, prompts, ahead.samples, {})
+            requests = call.requests(self._run_seed)
             found += [replace(one, index=len(found) + one.index) for one in requests]
         return found
 
     def _made(
-        self,
-        version: PolicyVersion,
-        call: int,
-        requests: list[CompletionRequest],
-        prompts: list[list[int]],
-        samples: int,
-        sampling: dict[str, Any],
-        publish: Callable[[], PolicyRef],
-        *,
-        training: bool,
+        self, call: Call, requests: list[CompletionRequest], policies: Policies, *, training: bool
     ) -> Rollout:
         """The completions of one call, from the journal or made now and stored."""
-        digest = rollouts.digest_of(requests, sampling)
-        rollout = self._journalled(version, call, digest)
-        replayed = rollout is not None
-        if rollout is None:
-            began_s = time.monotonic()
-            try:
-                batch = Batch(publish(), sampling, requests, self._deadline_s, self._recovery)
-                published_s = time.monotonic()
-                got = self._gateway.complete(batch)
-            except OwnTurn:  # the same call comes again, and what it waits is told at its end
-                self._asked_s += time.monotonic() - published_s
-                raise
-            finally:
-                ended_s = time.monotonic()
-                self._costs.generated_s += ended_s - began_s
-            asked_s, self._asked_s = self._asked_s + ended_s - published_s, 0.0
-            if training:
-                self._costs.generated(max(0.0, asked_s - got.wait_s), _machines_of(got))
-            rollout = Rollout(
-                rollouts.SCHEMA, str(version), call, digest, got.completions, got.discarded, got.wait_s
-            )
-            self._refused.judge(prompts, samples, rollout.completions)  # what ends the run is asked for anew
-            if training:
-                self._leave_the_journal(version)
-            rollouts.write_rollout(self._store, rollout, self._by)
+        digest = rollouts.digest_of(requests, call.sampling)
+        begun = self._begun.pop((call.at, call.number), None)
+        if begun is not None and begun.digest == digest:
+            generated = self._awaited(begun)
+        elif (stored := self._journalled(call, digest)) is not None:
+            generated = _Generated(stored, is_stored=True, is_replayed=True)
         else:
-            self._refused.judge(prompts, samples, rollout.completions)
-        self._costs.add(rollout, training=training, replayed=replayed)
+            if training:
+                self._note_new(call)
+            generated = self._generated(call, requests, digest, policies)
+        rollout = generated.rollout
+        if training and not generated.is_replayed:
+            self._costs.generated(max(0.0, generated.took_s - rollout.wait_s), generated.machines)
+        self._refused.judge(call.prompts, call.samples, rollout.completions)  # what ends the run is asked for anew
+        if not generated.is_stored:
+            rollouts.write_rollout(self._store, rollout, self._by)
+        self._costs.add(rollout, training=training, replayed=generated.is_replayed)
         return rollout
 
-    def _leave_the_journal(self, version: PolicyVersion) -> None:
-        """Pass over what is stored of later steps: a step that was made anew leads to other weights than theirs,
-        unless all nodes compute alike to the last bit."""
-        if self._stored is not None:
-            self._stored = {call: keys for call, keys in self._stored.items() if call[0] <= version}
+    def _generated(
+        self, call: Call, requests: list[CompletionRequest], digest: str, policies: Policies
+    ) -> _Generated:
+        """Have the call made while the trainer waits."""
+        began_s = time.monotonic()
+        try:
+            batch = self._batch(call, requests, policies)
+            published_s = time.monotonic()
+            got = self._gateway.complete(batch)
+        except OwnTurn:  # the same call comes again, and what it waits is told at its end
+            self._asked_s += time.monotonic() - published_s
+            raise
+        finally:
+            ended_s = time.monotonic()
+            self._costs.generated_s += ended_s - began_s
+        asked_s, self._asked_s = self._asked_s + ended_s - published_s, 0.0
+        rollout = _rollout(call, digest, batch, got)
+        return _Generated(rollout, is_stored=False, took_s=asked_s, machines=_machines_of(got))
 
-    def _next_call(self, version: PolicyVersion, training: bool) -> int:
-        if version != self._version:
-            self._version = version
+    def _work(self, begun: _Begun, call: Call, batch: Batch) -> None:
+        """Have a call made that was begun, in its thread. Whatever ends it is raised where it is waited for."""
+        try:
+            began_s = time.monotonic()
+            assert isinstance(self._gateway, GatewayClient)
+            got = self._gateway.aside(begun.report).complete(batch)
+            took_s = time.monotonic() - began_s
+            rollout = _rollout(call, begun.digest, batch, got)
+            is_stored = not any(one.refused for one in got.completions)  # else it is judged first
+            if is_stored:
+                rollouts.write_rollout(self._store, rollout, self._by)
+            made = _Generated(rollout, is_stored, took_s=took_s, machines=_machines_of(got))
+            begun.made.set_result(made)
+        except BaseException as error:  # noqa: BLE001  # a thread that dies in silence is waited for in vain
+            begun.made.set_exception(error)
+
+    def _awaited(self, begun: _Begun) -> _Generated:
+        """Wait for a call that was begun. Raises what ended it."""
+        began_s = time.monotonic()
+        try:
+            while True:
+                try:
+                    return begun.made.result(LOOK_S if not begun.made.done() else None)
+                except TimeoutError:
+                    if begun.made.done():
+                        raise
+                self._may_go_on()
+                self._heartbeat.say(begun.activity)
+        finally:
+            self._costs.generated_s += time.monotonic() - began_s
+
+    def _batch(self, call: Call, requests: list[CompletionRequest], policies: Policies) -> Batch:
+        return Batch(policies(call.policy), call.sampling, requests, self._deadline_s, self._recovery)
+
+    def _note_new(self, call: Call) -> None:
+        """A call is made anew, so its step leads to other weights than before, unless all nodes compute alike to
+        the last bit: what is stored of later policies is not used any more."""
+        if self._new_at_step is None:
+            self._new_at_step = call.at.step
+
+    def _next_call(self, at: PolicyVersion, training: bool) -> int:
+        if at != self._at:
+            self._at = at
             self._calls = {True: 0, False: EVALUATION_CALLS}
         return self._calls[training]
 
-    def _requests(
-        self, version: PolicyVersion, call: int, prompts: list[list[int]], samples: int
-    ) -> list[CompletionRequest]:
-        return [
-            CompletionRequest(
-                index=number * samples + sample,
-                prompt_token_ids=prompt,
-                seed=request_seed(self._run_seed, version.timeline, version.step, call, number, sample),
-            )
-            for number, prompt in enumerate(prompts)
-            for sample in range(samples)
-        ]
-
-    def _journalled(self, version: PolicyVersion, call: int, digest: str) -> Rollout | None:
-        """The journal's record of the call, if it is whole and of the same requests."""
+    def _journalled(self, call: Call, digest: str) -> Rollout | None:
+        """The journal's record of the call, if it is whole, of the same requests and of the same policy."""
+        if self._new_at_step is not None and call.policy.step > self._new_at_step:
+            return None
         if self._stored is None:
-            self._stored = rollouts.stored_since(self._store, version)
-        for key in self._stored.get((version, call), ()):
+            self._stored = rollouts.stored_since(self._store, call.at)
+        for key in self._stored.get((call.at, call.number), ()):
             try:
                 rollout = rollouts.read_rollout(self._store, key)
             except Corrupt as error:
-                log.warning("rollout_unreadable", policy=str(version), call=call, error=str(error))
+                log.warning("rollout_unreadable", at=str(call.at), call=call.number, error=str(error))
                 continue
             if rollout is None:
                 continue
-            if rollout.requests_digest == digest:
-                log.info("rollout_replayed", policy=str(version), call=call)
+            if (rollout.requests_digest, rollout.policy) == (digest, str(call.policy)):
+                log.info("rollout_replayed", at=str(call.at), call=call.number)
                 return rollout
-            log.warning("rollout_of_other_requests", policy=str(version), call=call)
+            log.warning("rollout_of_other_requests", at=str(call.at), call=call.number)
         return None
+
+
+def _rollout(call: Call, digest: str, batch: Batch, got: Generated) -> Rollout:
+    return Rollout(
+        rollouts.SCHEMA,
+        str(call.at),
+        batch.policy.version,
+        call.number,
+        digest,
+        got.completions,
+        got.discarded,
+        got.wait_s,
+    )
 
 
 def _machines_of(got: Generated) -> int:

@@ -1,4 +1,5 @@
-"""Which published policies may go: two stay usable, the present one and the one before."""
+"""Which published policies may go: the present one and the one before stay usable, or more where completions are
+sampled from older ones."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from checkpoint.store import layout
 from checkpoint.store.errors import NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
-from policies.model.vocabulary import Precedence
+from policies.model.vocabulary import PolicyVersion, Precedence
 from tasks.storing.publish_resume import age
 
 
@@ -21,6 +22,10 @@ class _Bases:
     snapshot: str = ""
 
 
+def _is_of(prefix: str, timeline: int) -> bool:
+    return layout.version_of(f"{prefix}/").timeline == timeline
+
+
 class PolicyRemover:
     """Removes a publisher's own and older publishers' policies: one that was replaced and does not know it takes
     nothing from the newer one, which removes what it leaves."""
@@ -29,9 +34,11 @@ class PolicyRemover:
         self._store = store
         self._bases: dict[str, _Bases] = {}  # what each needs to be of use; manifests never change
 
-    def remove(self, present: str) -> bool:
+    def remove(self, present: str, since_step: int | None = None) -> bool:
         """Remove all but the present one and the one before, of this and of older timelines, with what they are
         deltas to; and what a killed trainer left of an unfinished one. Return whether what must stay is there.
+
+        Those of the present one's timeline since `since_step` stay, too.
 
         Raises StoreError; Corrupt, before it removes anything, where what must stay cannot be told."""
         keys = [entry.key for entry in self._store.entries(layout.POLICIES)]
@@ -41,8 +48,12 @@ class PolicyRemover:
             with contextlib.suppress(ValueError):  # a foreign file
                 older[prefix] = age(prefix)
         in_order = sorted((p for p in older if older[p] < age(present)), key=lambda p: older[p])
-        before = [prefix for prefix in in_order if prefix in whole][-1:]
-        usable = present, *before
+        there = [prefix for prefix in in_order if prefix in whole]
+        timeline = layout.version_of(f"{present}/").timeline
+        usable = {present, *there[-1:]}
+        if since_step is not None:
+            since = PolicyVersion(timeline, since_step)
+            usable |= {one for one in there if since <= layout.version_of(f"{one}/") and _is_of(one, timeline)}
         needed = {one for prefix in usable for one in self._with_its_bases(prefix)}
         snapshots = {one for prefix in usable if (one := self._bases_of(prefix).snapshot)}
         for gone in in_order:

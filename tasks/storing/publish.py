@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import threading
@@ -16,7 +17,7 @@ import torch
 
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
-from checkpoint.store.errors import Corrupt, StoreError, StoreUnavailable
+from checkpoint.store.errors import Corrupt, NotFound, StoreError, StoreUnavailable
 from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
 from checkpoint.stream.manifest import Manifest
@@ -95,11 +96,16 @@ class PolicyPublisher:
         self._removing: Future[bool] = self._remover.submit(lambda: True)
 
     def publish(
-        self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor | Unread]], canary: Canary | None
+        self,
+        version: PolicyVersion,
+        tensors: Iterable[tuple[str, torch.Tensor | Unread]],
+        canary: Canary | None,
+        since_step: int | None = None,
     ) -> PolicyRef:
         """Store the weights, named as in a Hugging Face checkpoint (tied ones once), and what they compute.
 
-        Raises StoreError, OSError, UnsupportedType.
+        Of the timeline's older policies those since `since_step` stay, by default the last one alone. Raises
+        StoreError, OSError, UnsupportedType.
         """
         self._heed_removal()
         self._idle.clear()
@@ -109,8 +115,16 @@ class PolicyPublisher:
             if self._last is None or self._last.chain == 0:
                 self._stop_snapshot()
             self._idle.set()
-        self._remove_older(ref.prefix)
+        self._remove_older(ref.prefix, since_step)
         return ref
+
+    def published(self, version: PolicyVersion) -> PolicyRef | None:
+        """The newest stored policy of that version, if there is one. Raises StoreError."""
+        for prefix in newest_first(self._store, version):
+            with contextlib.suppress(NotFound, Corrupt):
+                found = manifest.load(self._store, prefix)
+                return PolicyRef(str(version), prefix, found.meta.get(manifest.WEIGHTS) or found.digest)
+        return None
 
     def _publish(
         self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor | Unread]], canary: Canary | None
@@ -204,8 +218,8 @@ class PolicyPublisher:
         except (Corrupt, StoreUnavailable) as error:  # the next time it removes those, too
             log.warning("older_policies_not_removed", why=str(error))
 
-    def _remove_older(self, present: str) -> None:
-        self._removing = self._remover.submit(self._older.remove, present)
+    def _remove_older(self, present: str, since_step: int | None) -> None:
+        self._removing = self._remover.submit(self._older.remove, present, since_step)
 
     def _send(
         self,

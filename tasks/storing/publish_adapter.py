@@ -54,7 +54,11 @@ class AdapterPublisher(PolicyPublisher):
         super().__init__(store, _Files(config, model, base), scratch, by, served, costs)
 
     def publish(
-        self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None
+        self,
+        version: PolicyVersion,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        canary: Canary | None,
+        since_step: int | None = None,
     ) -> PolicyRef:
         """Store the adapter's tensors and what the model computes with them.
 
@@ -71,7 +75,7 @@ class AdapterPublisher(PolicyPublisher):
         meta = {manifest.KIND: manifest.ADAPTER}
         published = manifest.publish(self._store, prefix, self._beside, version, time.time(), meta)
         self._costs.publish(round(time.monotonic() - begun_s, 3), published.size_bytes, published.size_bytes)
-        self._remove_older(prefix)
+        self._remove_older(prefix, since_step)
         return PolicyRef(str(version), prefix, published.digest)
 
     def _rounded(self, trained: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

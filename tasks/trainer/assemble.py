@@ -73,6 +73,7 @@ from tasks.trl.own_share import OwnShare
 from tasks.trl.parts.saving import why_not_resumable
 from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, replacements, walk_of
 from tasks.trl.weights import checkpoint_bytes, plain_model
+from tasks.trl.windows_ahead import WindowsAhead
 
 log = structlog.get_logger()
 
@@ -121,6 +122,8 @@ def assemble(
         client.own_share = OwnShare(source if first else None, own)
     publisher = (own if source is own else policy_publisher(start, trainer)) if first else None
     client.attach(trainer, publisher, env.timeline)
+    if staleness := start.spec.rollout.max_staleness:
+        client.windows = WindowsAhead(trainer, env.timeline, _first_step(forks, env.timeline), staleness)
     trainer.remove_callback(PrinterCallback)  # MetricsCallback says in a line what it prints in thirty
     leave_if_due = functools.partial(trainer.leave_if_due, in_step=True)
     trainer.add_callback(callbacks.CheckpointCallback(lambda: trainer.save_is_due, leave_if_due))
@@ -154,6 +157,7 @@ def _rollouts(start: Start, refused: RefusedPrompts, run_seed: int, source: Comp
         run_seed=run_seed,
         deadline_s=start.spec.rollout.deadline_s,
         recovery=start.spec.rollout.recovery,
+        may_go_on=start.may_go_on,
     )
 
 
@@ -281,6 +285,12 @@ def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool | None:
     return spool
 
 
+def _first_step(forks: Sequence[Fork], timeline: int) -> int:
+    """The step of the first policy on a timeline."""
+    fork = next((fork for fork in forks if fork.timeline == timeline), None)
+    return 0 if fork is None or fork.start_at is None else fork.start_at.step
+
+
 def _spec_on(spec: RunSpec, forks: Sequence[Fork], timeline: int) -> RunSpec:
     return forked_spec(spec, next((fork for fork in forks if fork.timeline == timeline), None))
 
@@ -304,7 +314,9 @@ def _frozen(trainer: Any, base_model: Path | None) -> dict[str, Path]:
 
 def grpo_config(spec: RunSpec, output_dir: Path, *, evaluates: bool) -> Any:
     try:
-        return trl_grpo.build_config(spec.grpo, output_dir, evaluates=evaluates)
+        return trl_grpo.build_config(
+            spec.grpo, output_dir, evaluates=evaluates, max_staleness=spec.rollout.max_staleness
+        )
     except (ValueError, TypeError) as error:
         raise BadSpec(f"grpo: {first_line(error).removeprefix('GRPOConfig.__init__() ')}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+import structlog
 import torch
 
 from checkpoint.records.rollouts import Rollout
@@ -17,6 +18,9 @@ from tasks.machine.leaving import LeaveNow
 from tasks.storing.publish_adapter import AdapterPublisher
 from tasks.storing.unread import Unread
 from tasks.trl.own_share import OwnShare
+from tasks.trl.windows_ahead import WindowsAhead
+
+log = structlog.get_logger()
 
 # In the place of each completion, for all processes to read:
 LEAVING = [-1]  # the trainer is to leave, and there are none
@@ -40,9 +44,16 @@ class Publishes(Protocol):
     """What makes a policy's weights known to those who generate."""
 
     def publish(
-        self, version: PolicyVersion, named: Iterable[tuple[str, torch.Tensor | Unread]], canary: Canary | None
+        self,
+        version: PolicyVersion,
+        named: Iterable[tuple[str, torch.Tensor | Unread]],
+        canary: Canary | None,
+        since_step: int | None = None,
     ) -> PolicyRef:
-        """Raises StoreError."""
+        """Older policies may go, but for those since that step. Raises StoreError."""
+
+    def published(self, version: PolicyVersion) -> PolicyRef | None:
+        """The stored policy of that version, if there is one. Raises StoreError."""
 
 
 class FleetClient:
@@ -54,6 +65,7 @@ class FleetClient:
         foresees: whether to say what an evaluation will ask for; not where the trainer's own model would take it
             all as one batch.
         own_share: what this process makes where no rollout node can be had; None: such nodes are waited for.
+        windows: what is asked for ahead; None: nothing, and each step is sampled from its own policy.
     """
 
     def __init__(self, rollouts: RolloutSource) -> None:
@@ -68,6 +80,8 @@ class FleetClient:
         self.on_policy_gone: Callable[[int, int], None] = lambda *_: None
         self.foresees = False
         self.own_share: OwnShare | None = None
+        self.windows: WindowsAhead | None = None
+        self._begun_in: int | None = None  # the window at whose beginning calls were begun last
         self.trained_on: list[Rollout] = []  # the training calls since somebody emptied it
 
     def attach(self, trainer: Any, publisher: Publishes | None, timeline: int) -> None:
@@ -149,19 +163,25 @@ class FleetClient:
         if structured_outputs_regex is not None:
             sampling["structured_outputs"] = {"regex": structured_outputs_regex}
         sampling.update(generation_kwargs or {})
+        training = bool(self._trainer.model.training)
+        windows = self.windows if training else None
         try:
+            if windows is not None and windows.present != self._begun_in:
+                self._rollouts.begin(list(windows.calls(n, sampling)), self._policy)
+                self._begun_in = windows.present
             rollout = self._rollouts.complete(
                 self._version(),
                 [prompt for prompt in prompts if prompt != NO_PROMPT],
                 n,
                 sampling,
-                training=bool(self._trainer.model.training),
-                publish=self.publish,
+                training=training,
+                policies=self._policy,
+                policy=None if windows is None else windows.policy_of(windows.present),
             )
         except (LeaveNow, OwnTurn, _WeightsFirst) as told:
             said = _SAID[type(told)]  # in the place of completions, for which the others wait
             return {"prompt_ids": prompts, "completion_ids": [said] * (len(prompts) * n), "logprobs": None}
-        if self._trainer.model.training:
+        if training:
             self.trained_on.append(rollout)
         end = [self._trainer.eos_token_ids[0]]
         made = iter(rollout.completions)
@@ -190,6 +210,21 @@ class FleetClient:
                 raise RuntimeError("TRL generates before it has synchronized its weights")
             if self._weights is None:
                 raise _WeightsFirst
-            self._published = self._publisher.publish(self._version(), self._weights, self._canary)
+            oldest = None if self.windows is None else self.windows.policy_of(self.windows.present).step
+            self._published = self._publisher.publish(self._version(), self._weights, self._canary, oldest)
             self._weights = None
         return self._published
+
+    def _policy(self, version: PolicyVersion) -> PolicyRef:
+        """The policy of the present step, published now, or an older one that is in the store.
+
+        One that is not, since `max_staleness` was less when its step was taken, is replaced by the present one.
+        Raises StoreError.
+        """
+        if version != self._version():
+            assert self._publisher is not None
+            found = self._publisher.published(version)
+            if found is not None:
+                return found
+            log.warning("older_policy_not_stored", policy=str(version), instead=str(self._version()))
+        return self.publish()

@@ -45,9 +45,13 @@ class OwnGeneration:
         """Name the trainer whose model it is."""
         self._trainer = trainer
 
-    def publish(self, version: PolicyVersion, _weights: Any, _canary: Any) -> PolicyRef:
+    def publish(self, version: PolicyVersion, *_: Any) -> PolicyRef:
         """Name the policy, which is where it is needed."""
         return PolicyRef(str(version), "")
+
+    def published(self, _: PolicyVersion) -> PolicyRef | None:
+        """Nothing: what generates are the present weights."""
+        return None
 
     def complete(self, batch: Batch, begun: Sequence[Completion] = ()) -> Generated:
         """Return every completion, in the order of the requests; those that were `begun` go on from their tokens.

@@ -32,8 +32,12 @@ class Walk:
     order: Callable[[int], Sequence[int]]  # of the dataset's prompts in an epoch, by its number
 
     @property
+    def windows_per_epoch(self) -> int:
+        return self.prompts // self.prompts_per_window
+
+    @property
     def batches_per_epoch(self) -> int:
-        return self.prompts // self.prompts_per_window * self.batches_per_window
+        return self.windows_per_epoch * self.batches_per_window
 
     @property
     def steps_per_epoch(self) -> int:
@@ -43,6 +47,19 @@ class Walk:
         """How many batches the first `steps` steps take."""
         epochs, more = divmod(steps, self.steps_per_epoch)
         return epochs * self.batches_per_epoch + more * self.batches_per_step
+
+    def window_of_batch(self, batch: int) -> int:
+        """The number of the window that a batch is of, both counted from the start of the run."""
+        return batch // self.batches_per_window
+
+    def steps_before(self, window: int) -> int:
+        """How many steps are done when a window, counted from the start of the run, begins."""
+        return self.first_step_of(*divmod(window, self.windows_per_epoch)) - 1
+
+    def rows_of(self, window: int) -> Sequence[int]:
+        """The numbers of a window's prompts in the dataset, in the order in which they are asked for."""
+        epoch, number = divmod(window, self.windows_per_epoch)
+        return self.order(epoch)[number * self.prompts_per_window :][: self.prompts_per_window]
 
     def first_step_of(self, epoch: int, window: int) -> int:
         """The step that takes the first batch of an epoch's window."""

@@ -24,6 +24,7 @@ import trl.import_utils as trl_imports
 from accelerate.utils import broadcast_object_list
 
 from policies.detect.symptoms import WITNESS
+from policies.model.spec import STALE_DEFAULTS
 from tasks.machine.leaving import LeaveNow
 from tasks.storing.step_costs import StepCosts
 from tasks.storing.unread import Unread, at_hand
@@ -73,7 +74,7 @@ FIXED: dict[str, Any] = {
 }
 
 
-def build_config(values: dict[str, Any], output_dir: Path, *, evaluates: bool) -> Any:
+def build_config(values: dict[str, Any], output_dir: Path, *, evaluates: bool, max_staleness: int = 0) -> Any:
     """Return a GRPOConfig of run.yaml's `grpo`, word for word. Raises ValueError, TypeError as GRPOConfig does."""
     for name in FIXED.keys() & values.keys():
         if values[name] != FIXED[name]:
@@ -82,7 +83,11 @@ def build_config(values: dict[str, Any], output_dir: Path, *, evaluates: bool) -
         raise ValueError(
             "generation_kwargs: `seed` must go, as each completion has a seed of its own (see `seed`)"
         )
-    defaults = {**DEFAULTS, **(EVALUATION_DEFAULTS if evaluates else {})}
+    defaults = {
+        **DEFAULTS,
+        **(EVALUATION_DEFAULTS if evaluates else {}),
+        **(STALE_DEFAULTS if max_staleness else {}),
+    }
     return GRPOConfig(**{**defaults, **values, **FIXED, "output_dir": str(output_dir)})
 
 

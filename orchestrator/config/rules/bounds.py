@@ -12,6 +12,7 @@ _LEAST: dict[KeyPath, tuple[float, bool]] = {
     ("rollout", "replicas", "min"): (0, False),
     ("rollout", "replicas", "max"): (0, False),
     ("rollout", "deadline_s"): (0, True),
+    ("rollout", "max_staleness"): (0, False),
     ("rollout", "own_generation_after_s"): (0, False),
     ("rollout", "vllm", "gpu-memory-utilization"): (0, True),  # vLLM's own bounds (0.32, `config/cache.py`)
     ("policies", "kl", "limit"): (0, True),
@@ -60,6 +61,7 @@ _LEAST: dict[KeyPath, tuple[float, bool]] = {
 # The most, both included.
 _MOST: dict[KeyPath, float] = {
     ("metrics_port",): 65535,
+    ("rollout", "max_staleness"): 2,
     ("rollout", "vllm", "gpu-memory-utilization"): 1,
     ("policies", "reward_timeout_s"): 1e9,  # Python's own clocks end at nine times that
     ("policies", "kl", "on_rollback", "epsilon_factor"): 1,  # what diverged is to take smaller steps

@@ -20,6 +20,7 @@ from orchestrator.config.rules.processes import check_processes, one_generates
 from orchestrator.config.rules.rewards import is_model
 from orchestrator.config.rules.secrets import check_secrets
 from orchestrator.config.rules.trl_features import check_reference_model, check_vespo
+from policies.model.spec import STALE_DEFAULTS
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")  # it becomes part of machine names
 LOGGING_STEPS = 1
@@ -225,4 +226,6 @@ def grpo_defaults(data: Mapping[str, Any], findings: Findings) -> dict[str, Any]
         defaults["eval_strategy"] = "steps"
         if run.at("grpo", "eval_strategy") in (None, "steps"):
             defaults["eval_steps"] = EVAL_STEPS
+    if run.at("rollout", "max_staleness"):
+        defaults |= STALE_DEFAULTS
     return {key: value for key, value in defaults.items() if run.at("grpo", key) is None}

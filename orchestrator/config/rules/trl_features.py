@@ -44,6 +44,23 @@ def check_vespo(run: EffectiveRun, findings: Findings) -> None:
         findings.add(("grpo", "loss_type"), f"{needed}; set one of them")
 
 
+def check_staleness(spec: RunSpec, findings: Findings) -> None:
+    """Check that windows can be sampled ahead: of what the dataset alone says, by rollout nodes, and corrected."""
+    key = ("rollout", "max_staleness")
+    if not spec.rollout.max_staleness:
+        return
+    if generates_itself(spec):
+        findings.add(key, "needs rollout nodes: with replicas: 0 the trainer generates with its present weights")
+    for name in ("environment_factory", "rollout_func"):
+        if getattr(spec.trainer, name) is not None:
+            findings.add(
+                key, f"does not work with trainer.{name}, whose prompts are not known before"
+            )
+    if not spec.grpo.get("vllm_importance_sampling_correction", True):
+        why = "without it completions of an older policy count as the present one's"
+        findings.add(key, f"needs grpo.vllm_importance_sampling_correction: {why}")
+
+
 def check_reference_model(run: EffectiveRun, findings: Findings) -> None:
     """Check a reference model that moves: it is part of the run, and must come through a restart."""
     if not run.at("grpo", "sync_ref_model"):

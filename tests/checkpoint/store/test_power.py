@@ -96,7 +96,7 @@ def test_acknowledged_entries_and_revisions_outlive_a_power_cut(
     files = [("model.safetensors", tmp_path / "weights")]
     transfer.upload(store, Catalog(store, "a"), files, PolicyVersion(0, 10), 1.0, {})
     completions = [Completion(0, list(range(10**5)), [0.5] * 10**5, "stop", "0-10", "n") for _ in range(3)]
-    rollout = Rollout(rollouts.SCHEMA, "0-10", 0, "digest", completions)
+    rollout = Rollout(rollouts.SCHEMA, "0-10", "0-10", 0, "digest", completions)
     rollouts.write_rollout(store, rollout, (0, 1, 1))
     left = cut()
     assert documents.read_run(left).run_id == "id"

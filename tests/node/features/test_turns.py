@@ -191,7 +191,7 @@ def test_an_empty_prompt_is_asked_for_and_none_is_not() -> None:
 
     def complete(_version: PolicyVersion, prompts: list[list[int]], *_: Any, **__: Any) -> Rollout:
         asked.extend(prompts)
-        return Rollout(1, "0-0", 0, "", made)
+        return Rollout(1, "0-0", "0-0", 0, "", made)
 
     client = FleetClient(cast("RolloutSource", SimpleNamespace(complete=complete)))
     trainer = SimpleNamespace(

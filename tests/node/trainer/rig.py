@@ -97,6 +97,7 @@ def run_spec(
     trainer: dict[str, Any] | None = None,
     own_generation_after_s: float | None = None,
     cloud: Literal["local", "sky"] = "local",
+    max_staleness: int = 0,
 ) -> RunSpec:
     """A spec over the tiny model, with `grpo` over GRPO. Without `kl` the guard only watches.
 
@@ -113,6 +114,7 @@ def run_spec(
             vllm={"dtype": "float32"},
             deadline_s=HANG_S,
             own_generation_after_s=own_generation_after_s,
+            max_staleness=max_staleness,
         ),
         checkpoints=checkpoints or CheckpointsSpec(),
         policies=PoliciesSpec(

@@ -32,6 +32,7 @@ from tasks.rollout.policy_folders import PolicyFolders
 from tasks.trl.canary import canary_of
 
 TOKEN = "run-secret"
+POLICIES_KEPT = 3  # a trainer may ask for so many at a time
 TELL_S = (
     0.25  # as often, the trainer hears that it is there: of a gateway that is silent it thinks that it is gone
 )
@@ -172,7 +173,7 @@ class StandInGateway:
             folder = self.folders.fetch(batch.policy, lambda: True)
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             self.unproved += _unproved(model, folder)
-            self.policy_of = {version: model}
+            self.policy_of = {**dict([*self.policy_of.items()][-POLICIES_KEPT + 1 :]), version: model}
             self.folders.keep_only(folder)
         return self.policy_of[version]
 

@@ -160,14 +160,14 @@ def test_a_journalled_call_is_not_made_again(world: World) -> None:
     world.gateway.open()
     version, prompts = PolicyVersion(0, 3), [[5, 6], [7, 8]]
     ref = PolicyRef(str(version), layout.policy(version, (0, 1, 1)))
-    first = world.source().complete(version, prompts, 2, SAMPLING, training=True, publish=lambda: ref)
+    first = world.source().complete(version, prompts, 2, SAMPLING, training=True, policies=lambda _: ref)
     asked = len(world.gateway.asked)
     world.gateway.close()
 
-    def publish() -> PolicyRef:
+    def publish(_: PolicyVersion) -> PolicyRef:
         raise AssertionError("weights of a replayed step were published")
 
-    again = world.source().complete(version, prompts, 2, SAMPLING, training=True, publish=publish)
+    again = world.source().complete(version, prompts, 2, SAMPLING, training=True, policies=publish)
     assert again == first
     assert len(world.gateway.asked) == asked == 4
     assert world.costs.take()["orch/replayed"] == 0  # one of the two was not
@@ -180,7 +180,7 @@ def test_a_record_of_other_requests_is_not_taken(change: str, world: World) -> N
     world.gateway.open()
     version, prompts, sampling = PolicyVersion(0, 3), [[5, 6]], dict(SAMPLING)
     ref = PolicyRef(str(version), layout.policy(version, (0, 1, 1)))
-    world.source().complete(version, prompts, 2, sampling, training=True, publish=lambda: ref)
+    world.source().complete(version, prompts, 2, sampling, training=True, policies=lambda _: ref)
     match change:
         case "prompts":
             prompts = [[5, 9]]
@@ -189,7 +189,7 @@ def test_a_record_of_other_requests_is_not_taken(change: str, world: World) -> N
         case _:
             key = layout.rollout(version, 0, BY)
             world.store.put(key, world.store.get(key)[:-20])
-    world.source().complete(version, prompts, 2, sampling, training=True, publish=lambda: ref)
+    world.source().complete(version, prompts, 2, sampling, training=True, policies=lambda _: ref)
     world.gateway.close()
     assert len(world.gateway.asked) == 4
     kept = rollouts.read_rollout(world.store, layout.rollout(version, 0, BY))
@@ -206,7 +206,7 @@ def test_behind_a_step_that_was_made_anew_nothing_is_replayed(world: World) -> N
         version = PolicyVersion(0, step)
         ref = PolicyRef(str(version), layout.policy(version, (0, 1, 1)))
         for training in (False, True, True):
-            source.complete(version, prompts, 1, SAMPLING, training=training, publish=lambda: ref)
+            source.complete(version, prompts, 1, SAMPLING, training=training, policies=lambda _: ref)
 
     def asked_for(source: RolloutSource) -> list[int]:
         counts = []
@@ -231,7 +231,7 @@ def test_what_a_replaced_trainer_stores_late_is_not_replayed(world: World) -> No
     ref = PolicyRef(str(version), layout.policy(version, (0, 1, 1)))
 
     def complete(source: RolloutSource) -> Rollout:
-        return source.complete(version, prompts, 2, SAMPLING, training=True, publish=lambda: ref)
+        return source.complete(version, prompts, 2, SAMPLING, training=True, policies=lambda _: ref)
 
     complete(world.source((0, 2, 1)))
     newer = layout.rollout(version, 0, (0, 2, 1))
@@ -254,7 +254,7 @@ def test_calls_are_numbered_within_step_and_kind(world: World) -> None:
     source, version = world.source(), PolicyVersion(0, 3)
     ref = PolicyRef(str(version), layout.policy(version, (0, 1, 1)))
     for training in (False, False, True, True):
-        source.complete(version, [[5]], 1, SAMPLING, training=training, publish=lambda: ref)
+        source.complete(version, [[5]], 1, SAMPLING, training=training, policies=lambda _: ref)
     world.gateway.close()
     calls = [EVALUATION_CALLS, EVALUATION_CALLS + 1, 0, 1]
     assert [seed for _, seed in world.gateway.asked] == [request_seed(42, 0, 3, call, 0, 0) for call in calls]
@@ -295,7 +295,7 @@ def test_a_refused_prompt_is_told_with_its_numbers_and_the_call_goes_on(world: W
     version, prompts = PolicyVersion(0, 3), [[5, 6], [7, 8, 9], [4, 4]]
     ref = PolicyRef(str(version), layout.policy(version, (0, 1, 1)))
     for _ in range(2):  # the second is from the journal
-        got = world.source().complete(version, prompts, 2, SAMPLING, training=True, publish=lambda: ref)
+        got = world.source().complete(version, prompts, 2, SAMPLING, training=True, policies=lambda _: ref)
         assert [len(one.token_ids) for one in got.completions] == [LENGTH, LENGTH, 0, 0, LENGTH, LENGTH]
     world.gateway.close()
     told = {name: value for name, value in world.costs.take().items() if "refused" in name}
@@ -314,9 +314,9 @@ def test_where_a_refused_prompt_fails_the_run_it_is_named_and_asked_for_again_la
     version, ref = PolicyVersion(0, 3), PolicyRef("0-3", "policies")
     call = ([[5, 6], [7, 8, 9]], 1, SAMPLING)
     with pytest.raises(BadPrompts, match="row 107 of the dataset has 3 tokens, and the nodes take sequences of 9"):
-        world.source().complete(version, *call, training=True, publish=lambda: ref)
+        world.source().complete(version, *call, training=True, policies=lambda _: ref)
     world.gateway.refuses = lambda _: False  # rollout.vllm.max-model-len was raised
-    got = world.source().complete(version, *call, training=True, publish=lambda: ref)
+    got = world.source().complete(version, *call, training=True, policies=lambda _: ref)
     world.gateway.close()
     assert not any(one.refused for one in got.completions)
 
@@ -327,7 +327,7 @@ def test_a_fleet_that_takes_nothing_is_not_the_prompts_fault(world: World) -> No
     source, version, ref = world.source(), PolicyVersion(0, 3), PolicyRef("0-3", "policies")
 
     def ask(*prompts: list[int]) -> None:
-        source.complete(version, list(prompts), 1, SAMPLING, training=True, publish=lambda: ref)
+        source.complete(version, list(prompts), 1, SAMPLING, training=True, policies=lambda _: ref)
 
     bad = [[2]] * (NONE_TAKEN - 1)
     ask(*bad)

@@ -87,7 +87,7 @@ def test_every_record_of_a_version_goes_and_foreign_files_stay(tmp_path: Path) -
     for step in (1, 2):
         for call in (0, 1000):
             for by in ((0, 1, 1), (0, 1, 2)):
-                rollouts.write_rollout(store, Rollout(rollouts.SCHEMA, f"0-{step}", call, "", []), by)
+                rollouts.write_rollout(store, Rollout(rollouts.SCHEMA, f"0-{step}", f"0-{step}", call, "", []), by)
     store.put(f"{layout.ROLLOUTS}/notes.txt", b"mine")
     told: list[PolicyVersion] = []
 

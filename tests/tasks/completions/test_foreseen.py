@@ -54,7 +54,7 @@ def source(store: Store, gateway: Gateway) -> RolloutSource:
 
 def asked(rollouts: RolloutSource, prompts: list[list[int]], *, training: bool = False) -> list[list[int]]:
     found = rollouts.complete(
-        AT, prompts, SAMPLES, {"temperature": 1.0}, training=training, publish=lambda: PolicyRef(str(AT), "p")
+        AT, prompts, SAMPLES, {"temperature": 1.0}, training=training, policies=lambda _: PolicyRef(str(AT), "p")
     )
     assert [one.index for one in found.completions] == list(range(len(prompts) * SAMPLES))
     return [one.token_ids for one in found.completions]

@@ -56,7 +56,7 @@ def test_what_nodes_worked_before_the_trainers_turn_is_told_and_no_wait_is_taken
     )
 
     def ask() -> None:
-        rollouts.complete(AT, [[1]], 2, {}, training=True, publish=lambda: PolicyRef(str(AT), "p"))
+        rollouts.complete(AT, [[1]], 2, {}, training=True, policies=lambda _: PolicyRef(str(AT), "p"))
 
     with pytest.raises(OwnTurn):
         ask()

@@ -1,0 +1,101 @@
+"""Windows that are sampled ahead, from older policies: always the same ones, whatever is killed when."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policies.model.vocabulary import PolicyVersion
+from policies.serving.seeds import request_seed
+from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
+from tests.node.trainer.test_resume import (
+    LORA,
+    final_files,
+    journalled_steps,
+    kill_after_completion,
+    kill_at_step,
+    results,
+)
+
+STEPS = GRPO["max_steps"]
+COMPLETIONS = GRPO["per_device_train_batch_size"]  # of a window
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run; the steps that are done when its windows begin, and the policies that these are sampled from."""
+
+    staleness: int
+    policies: dict[int, int]
+    grpo: dict[str, Any] = field(default_factory=dict)
+    peft: dict[str, Any] | None = None
+    evaluates: bool = False
+
+
+CASES = {
+    "one": Case(
+        1,
+        {step: max(0, step - 1) for step in range(STEPS)},
+        {"eval_steps": 3, "per_device_eval_batch_size": 8},
+        evaluates=True,
+    ),
+    "two": Case(2, {step: max(0, step - 2) for step in range(STEPS)}, peft=LORA),
+    # Windows of four steps: checkpoints and evaluations are in the middle of one.
+    "long": Case(
+        1,
+        {0: 0, 4: 0},
+        {"steps_per_generation": 2, "num_iterations": 2, "save_steps": 3},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_killed_trainer_ends_in_the_same_weights(name: str, tiny: Path, tmp_path: Path) -> None:
+    case, seed = CASES[name], random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    spec = {"grpo": case.grpo, "peft": case.peft, "evaluates": case.evaluates, "max_staleness": case.staleness}
+    with open_rig(tmp_path / "calm", tiny, **spec) as calm:
+        assert calm.wait(calm.start_trainer()) == 0
+    expected = {step: {policy} for step, policy in case.policies.items()}
+    assert sampled_from(calm) == expected
+    with open_rig(tmp_path / "killed", tiny, **spec) as killed:
+        kill_after_completion(killed, 1, dice.randrange(1, 3 * COMPLETIONS))
+        kill_at_step(killed, 2, dice.randrange(STEPS // 2, STEPS), delay_s=dice.random() * 0.3)
+        journalled, asked_before = journalled_steps(killed.store), len(killed.gateway.asked)
+        assert killed.wait(killed.start_trainer(3), 3) == 0
+        assert final_files(killed) == final_files(calm)
+    assert killed.gateway.unproved == calm.gateway.unproved == []
+    assert results(killed.store) == results(calm.store)
+    assert len({loss for *_, loss in results(calm.store)}) == STEPS, "nothing was learned, so this proves nothing"
+    assert sampled_from(killed) == expected
+    again = {seed for _, seed in killed.gateway.asked[asked_before:]}
+    assert not again & {seed for step in journalled for seed in seeds_of(step)}, "the journal holds these"
+
+
+def sampled_from(rig: Rig) -> dict[int, set[int]]:
+    """By the steps that are done when a window begins: those of the policies that it was asked of."""
+    steps = {seed: step for step in range(STEPS) for seed in seeds_of(step)}
+    found: dict[int, set[int]] = {}
+    for policy, seed in rig.gateway.asked:
+        if seed in steps:
+            found.setdefault(steps[seed], set()).add(PolicyVersion.parse(policy).step)
+    return found
+
+
+def seeds_of(step: int) -> set[int]:
+    """Of the completions of the first window that begins after so many steps."""
+    return {
+        request_seed(42, 0, step, 0, prompt, sample)
+        for prompt in range(COMPLETIONS // GRPO["num_generations"])
+        for sample in range(GRPO["num_generations"])
+    }
