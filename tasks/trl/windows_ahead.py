@@ -1,7 +1,7 @@
 """Which generation windows are requested while the trainer works, and of which policies (`rollout.max_staleness`).
 
 A window is what TRL generates for at once. With a staleness of s, window w is sampled from the policy that the
-trainer has when it begins window w - s; the first windows of a timeline from the policy that it starts with. So the
+trainer has when it begins window w - s; the first windows of a timeline from the policy it starts with. So the
 content of a window follows from seed, data and policies, and never from timing: a restarted trainer requests the
 same, or reads it.
 """
