@@ -48,6 +48,7 @@ class Row:
     policy: str | None
     max_requests: int
     seen_at_s: float
+    target: str = ""  # the policy that it is to hold; empty before any is asked for
     doubted: bool = False
     mute: bool = False
     stuck: bool = False

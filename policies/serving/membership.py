@@ -10,7 +10,7 @@ that fell silent and speaks again is in its second.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 from policies.model.vocabulary import machine_of
 from policies.serving.member import EASE_IN_REQUESTS, Change, Load, Row
@@ -183,11 +183,14 @@ class Membership:
         return Change(nodes, f"nothing heard for {SILENT_S:g} s", terms)
 
     def serving(self, policy: str) -> tuple[Row, ...]:
-        """The members that hold this policy and are not leaving, in doubt or mute, with or without room."""
+        """The members that hold this policy and are to keep it, and are not leaving, in doubt or mute, with or
+        without room."""
         return tuple(
             row
             for row in self._rows.values()
-            if not row.doubted and not row.mute and not self.draining(row.node) and row.policy == policy
+            if row.policy == policy
+            and row.target in ("", policy)
+            and not (row.doubted or row.mute or self.draining(row.node))
         )
 
     def loading(self, policy: str) -> tuple[Row, ...]:
@@ -195,8 +198,19 @@ class Membership:
         return tuple(
             row
             for row in self._rows.values()
-            if not (row.mute or row.stuck or row.unfit or self.draining(row.node) or row.policy == policy)
+            if row.policy != policy and row.target in ("", policy) and self._may_load(row)
         )
+
+    def able(self) -> tuple[Row, ...]:
+        """The members that hold some policy or, as far as is known, can load one."""
+        return tuple(row for row in self._rows.values() if self._may_load(row))
+
+    def aim(self, targets: Mapping[str, str]) -> tuple[str, ...]:
+        """Name the policy that each machine's members are to hold; return the members for which it is another."""
+        rows = [row for row in self._rows.values() if targets.get(machine_of(row.node), row.target) != row.target]
+        for row in rows:
+            row.target = targets[machine_of(row.node)]
+        return tuple(row.node for row in rows)
 
     def choose(
         self,
@@ -261,6 +275,9 @@ class Membership:
     def forget_groups(self) -> None:
         """New weights make every cached prompt void."""
         self._together.clear()
+
+    def _may_load(self, row: Row) -> bool:
+        return not (row.mute or row.stuck or row.unfit or self.draining(row.node))
 
     def _in_term(self, node: str, term: int) -> Row | None:
         row = self._rows.get(node)

@@ -53,9 +53,7 @@ def check_staleness(spec: RunSpec, findings: Findings) -> None:
         findings.add(key, "needs rollout nodes: with replicas: 0 the trainer generates with its present weights")
     for name in ("environment_factory", "rollout_func"):
         if getattr(spec.trainer, name) is not None:
-            findings.add(
-                key, f"does not work with trainer.{name}, whose prompts are not known before"
-            )
+            findings.add(key, f"does not work with trainer.{name}, whose prompts are not known before")
     if not spec.grpo.get("vllm_importance_sampling_correction", True):
         why = "without it completions of an older policy count as the present one's"
         findings.add(key, f"needs grpo.vllm_importance_sampling_correction: {why}")

@@ -133,7 +133,7 @@ class Completer:
         self._ledger.handovers_by[error.why] += 1
         if error.why is Why.CLOSED:  # an agent may go on announcing a dead server
             self._members.mute(attempt.link, str(error))
-        elif error.why not in _NO_DOUBT:
+        elif error.why not in _NO_DOUBT and not self._members.is_to_leave(attempt.link.node, job.policy):
             self._members.doubt(attempt.link, str(error))
         if job.may_continue():
             job.saved += made

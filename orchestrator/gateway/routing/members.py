@@ -22,6 +22,7 @@ from orchestrator.gateway.routing.places import Places
 from orchestrator.gateway.routing.waiting import Waiting
 from orchestrator.gateway.turns import Turns
 from policies.model.vocabulary import Recovery, machine_of
+from policies.serving.demand import Demand
 from policies.serving.gateway_status import MembershipChange, MemberStatus, VersionSpread
 from policies.serving.joining import Coming, Stage, gets_on
 from policies.serving.member import Change, Row
@@ -60,7 +61,7 @@ class Members:
         self._spreads = Spreads()
         self.comers = Comers()
         self._told: dict[str, AnnounceReply] = {}  # by boot
-        self._wanted: PolicyRef | None = None
+        self._demand = Demand()
         self._recovery: Recovery = "continue"
         self._expected_tokens = 0.0
         self._started_at_s = time.monotonic()
@@ -68,8 +69,8 @@ class Members:
 
     @property
     def wanted(self) -> PolicyRef | None:
-        """The policy that members are to hold."""
-        return self._wanted
+        """The newest policy that is asked for."""
+        return self._demand.newest
 
     @property
     def recovery(self) -> Recovery:
@@ -144,19 +145,55 @@ class Members:
     def status(self) -> list[MemberStatus]:
         """Every member, in the order in which they came."""
         now_s = time.monotonic()
-        serving = () if self._wanted is None else self._table.serving(self._wanted.label)
-        terms = {row.term for row in serving}
+        held = {row.policy for row in self._table.rows if row.policy and self._demand.has(row.policy)}
+        terms = {row.term for policy in held for row in self._table.serving(policy)}
         return [self._status_of(row, row.term in terms, now_s) for row in self._table.rows]
 
-    def want(self, policy: PolicyRef, recovery: Recovery = "continue") -> None:
-        """Tell every member which policy to hold from now on. `recovery` is the run's."""
+    def want(self, policy: PolicyRef, requests: int = 0, recovery: Recovery = "continue") -> None:
+        """So many more requests of a policy are open from now on. `recovery` is the run's."""
         self._recovery = recovery
-        if policy != self._wanted:
-            log.info("policy_wanted", policy=policy.label)
-            self._wanted = policy
+        if not self._demand.has(policy.label):
+            log.info("policy_wanted", policy=policy.label, requests=requests)
             self._spreads.want(policy.label, self._table.rows, time.monotonic())
-            self._places.want(policy.label)
-            self._announcements.answer_all()
+        self._change_demand(lambda: self._demand.add(policy, requests))
+
+    def finish(self, policy: str, requests: int) -> None:
+        """So many requests of a policy are done or given up."""
+        self._change_demand(lambda: self._demand.finish(policy, requests))
+
+    def _change_demand(self, change: Callable[[], None]) -> None:
+        before, had_older = self._demand.newest, self._demand.has_older
+        change()
+        newest = self._demand.newest
+        if newest is not None and newest != before:
+            self._places.want(newest.label)
+        if newest != before or self._demand.has_older != had_older:
+            self.divide()
+
+    def divide(self) -> None:
+        """Divide the members between the policies that are asked for, and tell those that are to change."""
+        newest = self._demand.newest
+        if newest is None:
+            return
+        targets = {machine_of(row.node): newest.label for row in self._table.rows}
+        if self._demand.has_older:
+            targets |= self._demand.targets(self._table.able())
+        changed = self._table.aim(targets)
+        for node in changed:
+            self._announcements.answer(node)
+        if changed:
+            self._places.note_change()
+            self._places.fill()
+
+    @property
+    def serves_several(self) -> bool:
+        """Whether more than one policy is asked for."""
+        return self._demand.has_older
+
+    def is_to_leave(self, node: str, policy: str) -> bool:
+        """Whether a member is to hold another policy than this one."""
+        row = self._table.row(node)
+        return row is not None and row.target not in ("", policy)
 
     async def announce(self, node: str, said: Announce) -> AnnounceReply:
         """Take an announcement and return the answer: at once if it is news to that boot, else after HOLD_S."""
@@ -169,6 +206,8 @@ class Members:
         if self._table.is_void(said.boot_id):
             return AnnounceReply(drain=True)
         self._spreads.hear(node, said, time.monotonic())
+        if self._demand.newest is not None and (row := self._table.row(node)) is not None and not row.target:
+            self._table.aim({machine_of(node): self._target_on(machine_of(node), self._demand.newest.label)})
         if before is None:
             self.comers.forget(machine_of(node))
         if said.stage is None:
@@ -248,8 +287,12 @@ class Members:
     def _reply(self, node: str) -> AnnounceReply:
         row = self._table.row(node)
         if row is None or not self._table.draining(node):
-            return AnnounceReply(policy=self._wanted)
+            return AnnounceReply(policy=self._demand.ref(row.target) if row is not None else self._demand.newest)
         return AnnounceReply(drain=row.running == 0)
+
+    def _target_on(self, machine: str, newest: str) -> str:
+        """What the other engines of a machine are to hold, which fetches one policy at a time."""
+        return next((row.target for row in self._table.on(machine) if row.target), newest)
 
     def _tell_if_done(self, node: str) -> None:
         """A job has left it; with the last one, a node that drains may go."""

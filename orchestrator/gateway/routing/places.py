@@ -102,9 +102,7 @@ class Places:
         if _not_refused(job, self._table.serving(job.policy)):
             return True
         with self.waiting.with_one_more(job):
-            while self._wanted == job.policy:
-                if not _not_refused(job, self._table.loading(job.policy)):
-                    break
+            while _not_refused(job, self._table.loading(job.policy)):
                 await self._changed.wait()
                 if _not_refused(job, self._table.serving(job.policy)):
                     return True

@@ -66,6 +66,8 @@ class Watch:
             if row is not None and row.mute:
                 self._probe(link, now_s)
         self._clear_drained(now_s)
+        if self._members.serves_several:
+            self._members.divide()
         self._balance.look(now_s)
         if now_s - self._seldom_at_s >= SELDOM_S:
             self._seldom_at_s = now_s

@@ -142,7 +142,6 @@ class Gateway:
         except QueueFull as error:
             raise Refused(503, str(error)) from error
         batch, prompts = await admission.read_batch(request, self.members.turns)
-        self.members.want(batch.policy, batch.recovery)
         response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "application/x-ndjson"})
         await response.prepare(request)
         run = BatchRun(batch, prompts, self.members, self._completer, self._ledger)

@@ -45,7 +45,7 @@ class BatchRun:
         self._completer = completer
         self._ledger = ledger
         self._prompts = prompts
-        self._count = sum(len(prompt.samples) for prompt in prompts)
+        self._count = self._open = sum(len(prompt.samples) for prompt in prompts)
         self._jobs: list[Job] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._lines: list[BatchLine] = []
@@ -60,6 +60,7 @@ class BatchRun:
 
         Closing the iterator early gives up the batch and frees its places.
         """
+        self._members.want(self._batch.policy, self._count, self._batch.recovery)
         starting = asyncio.ensure_future(self._start())
         starting.add_done_callback(self._say_if_broken)
         loop = asyncio.get_running_loop()
@@ -70,6 +71,7 @@ class BatchRun:
             while left and not ended:
                 lines = await self._next(progress_at_s - loop.time())
                 now_s, left = loop.time(), left - len(lines)
+                self._finish(len(lines))
                 ended = any(line.error is not None for line in lines)
                 if lines:
                     moved_at_s = now_s
@@ -92,9 +94,17 @@ class BatchRun:
                 yield _encode(BatchLine(end=self._progress())) + b"\n"
         finally:
             starting.cancel()
+            self._finish(self._open)
             await self._end()
             if not self._complete:
                 self._give_up()
+
+    def _finish(self, requests: int) -> None:
+        """So many more requests are done: fewer members need the policy."""
+        done = min(requests, self._open)
+        self._open -= done
+        if done:
+            self._members.finish(self._policy, done)
 
     async def _next(self, timeout_s: float) -> list[BatchLine]:
         """Return the lines that there are, waiting `timeout_s` for the first."""
