@@ -46,6 +46,7 @@ class Node:
         self.at_a_time = 1_000_000  # requests that its engine works at; the others wait in their order
         self.loses: set[int] = set()  # seeds of which it makes nothing
         self.engine: EngineWord | None = None  # what it says of itself
+        self.loads = False  # turns to the policy that it is told to hold
         self.running = 0
         self.sent = 0  # tokens
         self._working: list[object] = []
@@ -84,9 +85,12 @@ class Node:
         port = self._server.sockets[0].getsockname()[1]
         while True:
             said = Announce(self.boot_id, f"127.0.0.1:{port}", self.policy, self.max_requests, engine=self.engine)
-            if (await self.world.members.announce(self.name, said)).drain:
+            reply = await self.world.members.announce(self.name, said)
+            if reply.drain:
                 self.world.members.leave(self.name, self.boot_id)
                 return
+            if self.loads and reply.policy is not None and reply.policy.label != self.policy:
+                self.change(policy=reply.policy.label)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
@@ -143,7 +147,7 @@ class Node:
             await asyncio.sleep(self.event_s * (1 + (self.running / self.doubling if self.doubling else 0)))
             tokens = sum(len(choice.get("token_ids") or []) for choice in event["choices"])
             self.stalled += sent >= self.stalls
-            await self._until(lambda sent=sent: sent < self.stalls, reader)  # type: ignore[misc]
+            await self._until(lambda sent=sent: sent < self.stalls or self.policy != policy, reader)  # type: ignore[misc]
             if self.policy != policy:
                 event = {"error": {"message": "other weights now", "code": 409}}
             writer.write(_chunk(b"data: " + json.dumps(event).encode() + b"\n\n"))
