@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from checkpoint.records.metrics import GENERATE_S, PUBLISH_S, REWARDS_S, STORE_S, WAIT_S, Row
+from checkpoint.records.metrics import AHEAD_S, GENERATE_S, PUBLISH_S, REWARDS_S, STORE_S, WAIT_S, Row
 
 # What rows tell, in the order of a step; what is left of it is training and whatever is not told.
 TOLD = {
@@ -16,6 +16,7 @@ TOLD = {
     "publishing weights": PUBLISH_S,
     "storing": STORE_S,
 }
+OVERLAPPED = ("waiting for nodes", "generating")  # what a window ahead takes while the trainer works is no part
 TRAINING, STARTED_AGAIN = "training", "started again"
 PARTS = (*TOLD, TRAINING, STARTED_AGAIN)
 
@@ -42,8 +43,12 @@ def split(rows: Sequence[Row]) -> list[StepSplit]:
         if (row.timeline, row.attempt) != (before.timeline, before.attempt):
             seconds[STARTED_AGAIN] = left_s
         else:
+            ahead_s = row.values.get(AHEAD_S, 0.0)
             for part, name in TOLD.items():
-                seconds[part] = min(left_s, max(0.0, row.values.get(name, 0.0)))
+                part_s = max(0.0, row.values.get(name, 0.0))
+                if part in OVERLAPPED:
+                    part_s, ahead_s = max(0.0, part_s - ahead_s), max(0.0, ahead_s - part_s)
+                seconds[part] = min(left_s, part_s)
                 left_s -= seconds[part]
             seconds[TRAINING] = left_s
         found.append(StepSplit(row, max(1, row.step - before.step), seconds))

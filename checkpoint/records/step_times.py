@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from checkpoint.records.metrics import GENERATE_NODE_S, GENERATE_S, OWN_GENERATE_S, REPLAYED, WAIT_S, Row
+from checkpoint.records.metrics import (
+    AHEAD_S,
+    GENERATE_NODE_S,
+    GENERATE_S,
+    OWN_GENERATE_S,
+    REPLAYED,
+    WAIT_S,
+    Row,
+)
 from policies.fleet.measuring import MeasuredStep
 
 
@@ -44,4 +52,7 @@ def _step(begun: Row, took_s: float, steps: float) -> MeasuredStep:
     own_s = begun.values.get(OWN_GENERATE_S, 0.0)
     if own_s:  # a drought's first step waits for nodes before it begins, and no other does
         took_s = max(generated_s, took_s - begun.values.get(WAIT_S, 0.0))
-    return MeasuredStep(took_s / steps, generated_s / steps, nodes, begun.tokens / steps, own_s / steps)
+    ahead_s = min(generated_s, begun.values.get(AHEAD_S, 0.0))
+    return MeasuredStep(
+        took_s / steps, generated_s / steps, nodes, begun.tokens / steps, own_s / steps, ahead_s / steps
+    )

@@ -32,9 +32,12 @@ class Timing:
     sync_s: float
     alone_s: float  # of generation: one completion by itself, or all of it where the trainer generates
     shared_node_s: float
+    overlaps: bool = False  # completions are made while the trainer is at work on earlier steps
 
     @property
     def shape(self) -> StepShape:
+        if self.overlaps:
+            return StepShape(self.train_s + self.sync_s, self.shared_node_s, ahead_s=self.alone_s)
         return StepShape(self.train_s + self.sync_s + self.alone_s, self.shared_node_s)
 
 
@@ -107,7 +110,8 @@ def time_step(
     engines = max(1, rollout.gpus // engine_gpus(spec.rollout.vllm))
     used = next((one for one in syncs if one.used), None)
     sync_s = used.seconds[USUAL_LINK] if used else 0.0
-    return Timing(train_s, sync_s, *speed.shared_by_nodes(engine, work, engines))
+    shared = speed.shared_by_nodes(engine, work, engines)
+    return Timing(train_s, sync_s, *shared, overlaps=spec.rollout.max_staleness > 0)
 
 
 def _own_engine(spec: RunSpec, shape: Shape, trainer: MachinePlan) -> speed.Engine:

@@ -86,10 +86,8 @@ def nodes_for(course: Course, shape: StepShape, most: int, spare: float = 0.0) -
     """
     if course.is_late(shape, most):
         return 0
-    shared_s = (1 - spare) * course.step_s - shape.fixed_s
-    if shared_s * most <= shape.generation_node_s:
-        return most
-    return max(1, math.ceil(shape.generation_node_s / shared_s))
+    needed = shape.nodes((1 - spare) * course.step_s)
+    return most if needed >= most else max(1, math.ceil(needed))
 
 
 def time_of(deadline: str) -> float:

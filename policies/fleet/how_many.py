@@ -6,6 +6,10 @@ else, P (the trainer's machine, the controller's), and for a node, p, it costs (
 n* = sqrt(P b / (p a)), and grows with n/n* + n*/n on both sides of it: flat near n*, steep far from it. So a fleet
 that is a little off costs next to nothing, and DAMPING keeps it from following every breath of a measurement.
 
+Where the next step's completions are made while the trainer works (`rollout.max_staleness`), a step takes the
+longer of a and c + b/n, with c for what of generation no further node shortens. More nodes than make both alike
+shorten nothing; up to there (P + n p)(c + b/n) is least at sqrt(P b / (p c)), as above.
+
 Nodes of unlike speed count as the average node: b in seconds of one, p the average price.
 """
 
@@ -18,18 +22,31 @@ from dataclasses import dataclass
 # (n/n* + n*/n - 2) / 4, less than 1 % of a step's cost, is what is paid too much, and rounding to whole nodes adds
 # more than that: 6 % at most, between one node and two.
 DAMPING = 1.2
+DAMPED_SHARE = 0.05  # of a step's cost, which a change must save where generation and training overlap
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step consists of: `fixed_s` (a), and `generation_node_s` (b) in node-seconds; 0 or more each."""
+    """What a step consists of: `fixed_s` (a), and `generation_node_s` (b) in node-seconds; 0 or more each.
+
+    With `ahead_s` (c) completions are made while the trainer is at work on earlier steps; None: while it waits.
+    """
 
     fixed_s: float
     generation_node_s: float
+    ahead_s: float | None = None
 
     def seconds(self, nodes: float) -> float:
         """Seconds of a step on so many nodes, one or more."""
-        return self.fixed_s + self.generation_node_s / nodes
+        shared_s = self.generation_node_s / nodes
+        return self.fixed_s + shared_s if self.ahead_s is None else max(self.fixed_s, self.ahead_s + shared_s)
+
+    def nodes(self, seconds: float) -> float:
+        """How many nodes make a step in so many seconds; infinite where none do."""
+        shared_s = seconds - (self.fixed_s if self.ahead_s is None else self.ahead_s)
+        if shared_s <= 0 or seconds < self.fixed_s:
+            return math.inf
+        return self.generation_node_s / shared_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +74,24 @@ def optimum(shape: StepShape, prices: HourlyPrices) -> float:
     """
     if not prices.known:
         raise ValueError("the optimum needs both prices")
+    alone_s = shape.fixed_s if shape.ahead_s is None else shape.ahead_s
     dear = prices.beside_usd_per_h * shape.generation_node_s
-    cheap = prices.node_usd_per_h * shape.fixed_s
+    cheap = prices.node_usd_per_h * alone_s
     if dear == 0:
         return 0.0
-    return math.sqrt(dear / cheap) if cheap > 0 else math.inf
+    exact = math.sqrt(dear / cheap) if cheap > 0 else math.inf
+    return exact if shape.ahead_s is None else min(exact, shape.nodes(shape.fixed_s))
 
 
 def best_count(shape: StepShape, prices: HourlyPrices, low: int, high: int) -> int:
     """Return the number of nodes from `low` to `high` that makes a step cheapest; `high` without known prices."""
-    return _whole(optimum(shape, prices), low, high) if prices.known else high
+    if not prices.known:
+        return high
+    exact = optimum(shape, prices)
+    if shape.ahead_s is None or exact >= high:
+        return _whole(exact, low, high)
+    below = max(low, 1, math.floor(exact))
+    return min((below, min(below + 1, high)), key=lambda nodes: usd_a_step(shape, prices, nodes))
 
 
 def damped_count(shape: StepShape, prices: HourlyPrices, low: int, high: int, now: int) -> int:
@@ -76,6 +101,10 @@ def damped_count(shape: StepShape, prices: HourlyPrices, low: int, high: int, no
     """
     if not prices.known:
         return high
+    if shape.ahead_s is not None:
+        best = best_count(shape, prices, low, high)
+        usd, least_usd = (usd_a_step(shape, prices, max(1, nodes)) for nodes in (now, best))
+        return now if low <= now <= high and usd <= (1 + DAMPED_SHARE) * least_usd else best
     exact = optimum(shape, prices)
     return min(max(now, _whole(exact / DAMPING, low, high)), _whole(exact * DAMPING, low, high))
 

@@ -24,13 +24,15 @@ UNLIKE = 1.5  # times as many nodes, before a fit is worth more than its noise
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
     """One step: seconds in all, of these in which completions were made, by how many nodes, and the tokens; and of
-    those seconds the ones in which the trainer made them, for no node was there."""
+    those seconds the ones in which the trainer made them, for no node was there, and those in which it was at work
+    on earlier steps."""
 
     took_s: float
     generated_s: float
     nodes: float
     tokens: float
     own_s: float = 0.0
+    ahead_s: float = 0.0
 
 
 def shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
@@ -43,8 +45,10 @@ def shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
         return None
     recent = steps[-RECENT:]
     tokens = median(max(1.0, step.tokens) for step in recent)
-    other_s = median(max(0.0, step.took_s - step.generated_s) for step in recent)
+    other_s = median(max(0.0, step.took_s - step.generated_s + step.ahead_s) for step in recent)
     tail_s, shared_node_s = _split(_seconds_a_token(steps))
+    if any(step.ahead_s for step in recent):
+        return StepShape(other_s, shared_node_s * tokens, ahead_s=tail_s * tokens)
     return StepShape(other_s + tail_s * tokens, shared_node_s * tokens)
 
 

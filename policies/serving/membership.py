@@ -183,15 +183,15 @@ class Membership:
         return Change(nodes, f"nothing heard for {SILENT_S:g} s", terms)
 
     def serving(self, policy: str) -> tuple[Row, ...]:
-        """The members that hold this policy and are to keep it, and are not leaving, in doubt or mute, with or
-        without room."""
-        return tuple(
+        """The members that hold this policy and are not leaving, in doubt or mute, with or without room.
+
+        If there are any that are to keep it, these alone."""
+        holders = tuple(
             row
             for row in self._rows.values()
-            if row.policy == policy
-            and row.target in ("", policy)
-            and not (row.doubted or row.mute or self.draining(row.node))
+            if row.policy == policy and not (row.doubted or row.mute or self.draining(row.node))
         )
+        return tuple(row for row in holders if row.target in ("", policy)) or holders
 
     def loading(self, policy: str) -> tuple[Row, ...]:
         """The members that do not hold the policy and, as far as is known, will."""

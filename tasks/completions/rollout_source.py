@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -85,13 +85,16 @@ Policies = Callable[[PolicyVersion], PolicyRef]
 
 @dataclass(slots=True)
 class _Generated:
-    """A call's completions: from the journal, or as the gateway gave them `took_s` after they were asked for."""
+    """A call's completions: from the journal, or as the gateway gave them, `took_s` after they were asked for and
+    those of earlier calls were there."""
 
     rollout: Rollout
     is_stored: bool
     is_replayed: bool = False
     took_s: float = 0.0
     machines: int = 0
+    ahead_s: float = 0.0  # of these, those before the trainer waited for it
+    done_at_s: float = 0.0  # on the monotonic clock
 
 
 @dataclass(slots=True)
@@ -182,6 +185,7 @@ class RolloutSource:
         self._asked_s = 0.0  # for which a call was asked for that ended with the trainer's own turn
         self._ahead: _Ahead | None = None  # what an evaluation will ask for
         self._begun: dict[tuple[PolicyVersion, int], _Begun] = {}
+        self._done_at_s = 0.0  # when the last of those that were taken was done
         self._new_at_step: int | None = None  # the first step with a call that the journal did not hold
         self._stored: dict[tuple[PolicyVersion, int], list[str]] | None = (
             None  # records of earlier trainers, once they are asked for
@@ -273,7 +277,8 @@ class RolloutSource:
             generated = self._generated(call, requests, digest, policies)
         rollout = generated.rollout
         if training and not generated.is_replayed:
-            self._costs.generated(max(0.0, generated.took_s - rollout.wait_s), generated.machines)
+            seconds = max(0.0, generated.took_s - rollout.wait_s)
+            self._costs.generated(seconds, generated.machines, generated.ahead_s)
         self._refused.judge(call.prompts, call.samples, rollout.completions)  # what ends the run is asked for anew
         if not generated.is_stored:
             rollouts.write_rollout(self._store, rollout, self._by)
@@ -310,7 +315,9 @@ class RolloutSource:
             is_stored = not any(one.refused for one in got.completions)  # else it is judged first
             if is_stored:
                 rollouts.write_rollout(self._store, rollout, self._by)
-            made = _Generated(rollout, is_stored, took_s=took_s, machines=_machines_of(got))
+            made = _Generated(
+                rollout, is_stored, took_s=took_s, machines=_machines_of(got), done_at_s=began_s + took_s
+            )
             begun.made.set_result(made)
         except BaseException as error:  # noqa: BLE001  # a thread that dies in silence is waited for in vain
             begun.made.set_exception(error)
@@ -319,16 +326,17 @@ class RolloutSource:
         """Wait for a call that was begun. Raises what ended it."""
         began_s = time.monotonic()
         try:
-            while True:
-                try:
-                    return begun.made.result(LOOK_S if not begun.made.done() else None)
-                except TimeoutError:
-                    if begun.made.done():
-                        raise
+            while not wait([begun.made], LOOK_S).done:
                 self._may_go_on()
                 self._heartbeat.say(begun.activity)
+            generated = begun.made.result()
         finally:
-            self._costs.generated_s += time.monotonic() - began_s
+            waited_s = time.monotonic() - began_s
+            self._costs.generated_s += waited_s
+        # Calls that were begun together are made one after the other, as far as their number allows.
+        took_s = min(generated.took_s, max(0.0, generated.done_at_s - self._done_at_s))
+        self._done_at_s = max(self._done_at_s, generated.done_at_s)
+        return replace(generated, took_s=took_s, ahead_s=max(0.0, took_s - waited_s))
 
     def _batch(self, call: Call, requests: list[CompletionRequest], policies: Policies) -> Batch:
         return Batch(policies(call.policy), call.sampling, requests, self._deadline_s, self._recovery)

@@ -18,6 +18,7 @@ class StepCosts:
     wait_s: float = 0.0
     generate_s: float = 0.0  # seconds in which completions to train on were made
     generate_node_s: float = 0.0  # the same, times the machines that made them
+    ahead_s: float = 0.0  # of these and of `wait_s`, in which the trainer was at work on earlier steps
     own_generate_s: float = 0.0  # of these, in which the trainer made them in place of nodes that were not there
     rewards_s: float = 0.0  # seconds in which completions to train on were scored
     store_s: float = 0.0  # seconds in which the trainer stood still for a checkpoint
@@ -34,8 +35,10 @@ class StepCosts:
             self.tokens += sum(len(one.token_ids) for one in rollout.completions)
             self.replayed.append(replayed)
 
-    def generated(self, seconds: float, machines: int) -> None:
-        """So many machines made completions to train on for so many seconds."""
+    def generated(self, seconds: float, machines: int, ahead_s: float = 0.0) -> None:
+        """So many machines made completions to train on for so many seconds; for `ahead_s` of these, and of those
+        in which no node served, the trainer was at work on earlier steps."""
+        self.ahead_s += ahead_s
         self.generate_s += seconds
         self.generate_node_s += seconds * machines
 
@@ -81,9 +84,13 @@ class StepCosts:
             values[metrics.REWARD_MIN], values[metrics.REWARD_MAX] = min(finite), max(finite)
         if self.own_generate_s:
             values[metrics.OWN_GENERATE_S] = round(self.own_generate_s, 3)
+        if self.ahead_s:
+            values[metrics.AHEAD_S] = round(self.ahead_s, 3)
         values |= self.refused | self.published
         self.tokens, self.discarded, self.wait_s, self.refused, self.published = 0, 0, 0.0, {}, {}
-        self.generate_s = self.generate_node_s = self.own_generate_s = self.rewards_s = self.store_s = 0.0
+        self.generate_s = self.generate_node_s = self.ahead_s = self.own_generate_s = self.rewards_s = (
+            self.store_s
+        ) = 0.0
         self.replayed.clear()
         self.rewards.clear()
         return values

@@ -36,6 +36,7 @@ ADD_UP = (  # over a row's logs
     metrics.WAIT_S,
     metrics.GENERATE_S,
     metrics.GENERATE_NODE_S,
+    metrics.AHEAD_S,
     metrics.OWN_GENERATE_S,
     metrics.REWARDS_S,
     metrics.STORE_S,

@@ -57,7 +57,8 @@ def size_fleet(tick: Tick) -> None:
 
 def size_words(shape: StepShape, prices: HourlyPrices) -> str:
     """Say why, with the numbers."""
-    step = f"a step is {shape.fixed_s:.1f} s and {shape.generation_node_s:.1f} node-seconds of generation"
+    beside = "and" if shape.ahead_s is None else "beside"
+    step = f"a step is {shape.fixed_s:.1f} s {beside} {shape.generation_node_s:.1f} node-seconds of generation"
     usd = f"the trainer costs {prices.beside_usd_per_h:.2f} USD/h and a node {prices.node_usd_per_h:.2f}"
     return f"{step}, {usd}: {optimum(shape, prices):.1f} make it cheapest"
 

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from checkpoint.records.metrics import GENERATE_NODE_S, GENERATE_S, OWN_GENERATE_S, REPLAYED, TOKENS, WAIT_S, Row
+from checkpoint.records.metrics import (
+    AHEAD_S,
+    GENERATE_NODE_S,
+    GENERATE_S,
+    OWN_GENERATE_S,
+    REPLAYED,
+    TOKENS,
+    WAIT_S,
+    Row,
+)
 from checkpoint.records.step_times import step_times
 from policies.fleet.measuring import MeasuredStep
 
@@ -22,6 +31,16 @@ def row(
 def test_each_step_between_two_rows() -> None:
     rows = [row(1, 10.0), row(2, 20.0), row(3, 32.0, nodes=3), row(4, 40.0)]
     assert step_times(rows) == [MeasuredStep(10, 4, 2, 100), MeasuredStep(12, 4, 3, 100)]
+
+
+def test_what_is_generated_ahead_is_told_from_what_the_trainer_waits_for() -> None:
+    rows = [row(number, 10.0 * number) for number in range(1, 4)]
+    rows[1].values[AHEAD_S] = 3.0
+    rows[2].values[AHEAD_S] = 99.0  # more than there was is none
+    assert step_times([*rows, row(4, 40.0)])[:2] == [
+        MeasuredStep(10, 4, 2, 100, ahead_s=3),
+        MeasuredStep(10, 4, 2, 100, ahead_s=4),
+    ]
 
 
 def test_a_generation_that_serves_two_steps_is_theirs_by_half() -> None:

@@ -12,7 +12,7 @@ H200_AND_SPOT_PAIR = HourlyPrices(beside_usd_per_h=3.96, node_usd_per_h=2.38)
 
 seconds = st.floats(0, 1e5)
 prices = st.builds(HourlyPrices, st.floats(0.01, 1e3), st.floats(0.01, 1e3))
-shapes = st.builds(StepShape, seconds, seconds)
+shapes = st.builds(StepShape, seconds, seconds, st.none() | seconds)
 bounds = st.tuples(st.integers(1, 64), st.integers(0, 64)).map(lambda b: (b[0], b[0] + b[1]))
 
 
@@ -22,6 +22,18 @@ bounds = st.tuples(st.integers(1, 64), st.integers(0, 64)).map(lambda b: (b[0], 
 def test_one_h200_trains_and_spot_pairs_generate(b_over_a: float, nodes: int) -> None:
     """By hand: n* = sqrt(1.664 b/a) is .58, 1.29, 1.82, 2.23, 2.88, 4.08, 5.0 and 5.77."""
     assert best_count(StepShape(60, 60 * b_over_a), H200_AND_SPOT_PAIR, 1, 8) == nodes
+
+
+@pytest.mark.parametrize(("ahead_s", "nodes"), [(0.0, 4), (59.0, 3)])
+def test_overlapped_generation_gets_no_nodes_that_shorten_nothing(ahead_s: float, nodes: int) -> None:
+    """A step is 60 s of training beside 240 node-seconds: 4 nodes make both alike.
+
+    Where one completion is 59 s, 240 do, but from sqrt(1.664 * 240 / 59) = 2.6 on more cost more than they save.
+    """
+    shape = StepShape(60, 240, ahead_s)
+    assert shape.seconds(shape.nodes(60)) == pytest.approx(60)
+    assert shape.nodes(59.9) == float("inf")
+    assert best_count(shape, H200_AND_SPOT_PAIR, 1, 64) == nodes
 
 
 def test_a_step_on_one_h200_and_a_spot_pair_costs_what_both_cost_for_its_seconds() -> None:

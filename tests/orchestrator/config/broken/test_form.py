@@ -16,7 +16,7 @@ BROKEN: list[Case] = [
         "unknown key",
         [("replicas: 2", "replica: 2"), (DROP, "")],
         [
-            'run.yaml:16: rollout.replica: unknown key; expected one of deadline_s, env, own_generation_after_s, recovery, replicas, resources, setup, vllm; did you mean "replicas"?'
+            'run.yaml:16: rollout.replica: unknown key; expected one of deadline_s, env, max_staleness, own_generation_after_s, recovery, replicas, resources, setup, vllm; did you mean "replicas"?'
         ],
     ),
     (

@@ -33,6 +33,23 @@ BROKEN: list[Case] = [
         ],
     ),
     (
+        "policies older than two windows",
+        [("replicas: 2", "replicas: 2\n  max_staleness: 3")],
+        ["run.yaml:16: rollout.max_staleness: expected at most 2, got 3"],
+    ),
+    (
+        "windows ahead that cannot be asked for, or are not corrected",
+        [
+            ("replicas: 2", "replicas: 2\n  max_staleness: 1"),
+            ("  reward_funcs", "  rollout_func: rewards.digit_share\n  reward_funcs"),
+            (GRPO, f"{GRPO}\n  vllm_importance_sampling_correction: false"),
+        ],
+        [
+            "run.yaml:17: rollout.max_staleness: does not work with trainer.rollout_func, whose prompts are not known before",
+            "run.yaml:17: rollout.max_staleness: needs grpo.vllm_importance_sampling_correction: without it completions of an older policy count as the present one's",
+        ],
+    ),
+    (
         "one flag in two spellings",
         [("max-model-len: 256", "max-model-len: 256, max_model_len: 512")],
         ["run.yaml:17: rollout.vllm.max_model_len: given twice, in two spellings; keep max-model-len"],
@@ -116,6 +133,13 @@ BROKEN: list[Case] = [
             "run.yaml:25: rehearse.faults[0].kill: there are no rollout nodes: rollout.replicas is 0",
             "run.yaml:26: rehearse.faults[1].preempt: there are no rollout nodes: rollout.replicas is 0",
             "run.yaml:28: rehearse.faults[3].no_capacity: there are no rollout nodes: rollout.replicas is 0",
+        ],
+    ),
+    (
+        "windows ahead without nodes",
+        [("replicas: 2", "replicas: 0\n  max_staleness: 1"), (DROP, "")],
+        [
+            "run.yaml:17: rollout.max_staleness: needs rollout nodes: with replicas: 0 the trainer generates with its present weights"
         ],
     ),
     (
