@@ -35,18 +35,26 @@ BROKEN: list[Case] = [
     (
         "policies older than two windows",
         [("replicas: 2", "replicas: 2\n  max_staleness: 3")],
-        ["run.yaml:16: rollout.max_staleness: expected at most 2, got 3"],
+        ["run.yaml:17: rollout.max_staleness: expected at most 2, got 3"],
     ),
     (
-        "windows ahead that cannot be asked for, or are not corrected",
+        "windows ahead whose prompts are not known",
         [
             ("replicas: 2", "replicas: 2\n  max_staleness: 1"),
             ("  reward_funcs", "  rollout_func: rewards.digit_share\n  reward_funcs"),
+        ],
+        [
+            "run.yaml:18: rollout.max_staleness: does not work with trainer.rollout_func, whose prompts are not known before"
+        ],
+    ),
+    (
+        "windows ahead that are not corrected",
+        [
+            ("replicas: 2", "replicas: 2\n  max_staleness: 1"),
             (GRPO, f"{GRPO}\n  vllm_importance_sampling_correction: false"),
         ],
         [
-            "run.yaml:17: rollout.max_staleness: does not work with trainer.rollout_func, whose prompts are not known before",
-            "run.yaml:17: rollout.max_staleness: needs grpo.vllm_importance_sampling_correction: without it completions of an older policy count as the present one's",
+            "run.yaml:18: rollout.max_staleness: needs grpo.vllm_importance_sampling_correction: without it completions of an older policy count as the present one's"
         ],
     ),
     (
