@@ -28,7 +28,7 @@ REPLAYED = "orch/replayed"  # 1 where the completions came from the store
 WAIT_S = "orch/wait_s"  # seconds in which no node could serve
 GENERATE_S = "orch/generate_s"  # seconds in which completions to train on were made
 GENERATE_NODE_S = "orch/generate_node_s"  # the same, times the machines that made them
-# Of WAIT_S and GENERATE_S, seconds in which the trainer was at work on earlier steps (`rollout.max_staleness`).
+# Of GENERATE_S, seconds in which the trainer was at work on earlier steps; absent where none.
 AHEAD_S = "orch/ahead_s"
 # Of GENERATE_S, seconds in which the trainer made them in place of nodes that were not there; absent where none.
 OWN_GENERATE_S = "orch/own_generate_s"

@@ -16,7 +16,7 @@ TOLD = {
     "publishing weights": PUBLISH_S,
     "storing": STORE_S,
 }
-OVERLAPPED = ("waiting for nodes", "generating")  # what a window ahead takes while the trainer works is no part
+GENERATING = "generating"
 TRAINING, STARTED_AGAIN = "training", "started again"
 PARTS = (*TOLD, TRAINING, STARTED_AGAIN)
 
@@ -43,12 +43,11 @@ def split(rows: Sequence[Row]) -> list[StepSplit]:
         if (row.timeline, row.attempt) != (before.timeline, before.attempt):
             seconds[STARTED_AGAIN] = left_s
         else:
-            ahead_s = row.values.get(AHEAD_S, 0.0)
             for part, name in TOLD.items():
-                part_s = max(0.0, row.values.get(name, 0.0))
-                if part in OVERLAPPED:
-                    part_s, ahead_s = max(0.0, part_s - ahead_s), max(0.0, ahead_s - part_s)
-                seconds[part] = min(left_s, part_s)
+                part_s = row.values.get(name, 0.0)
+                if part == GENERATING:  # not what the trainer's work hides
+                    part_s -= row.values.get(AHEAD_S, 0.0)
+                seconds[part] = min(left_s, max(0.0, part_s))
                 left_s -= seconds[part]
             seconds[TRAINING] = left_s
         found.append(StepSplit(row, max(1, row.step - before.step), seconds))

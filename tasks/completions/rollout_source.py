@@ -94,6 +94,7 @@ class _Generated:
     took_s: float = 0.0
     machines: int = 0
     ahead_s: float = 0.0  # of these, those before the trainer waited for it
+    wait_s: float = 0.0  # while the trainer waited: those in which no node could serve it
     done_at_s: float = 0.0  # on the monotonic clock
 
 
@@ -238,7 +239,7 @@ class RolloutSource:
             requests = call.requests(self._run_seed)
             begun = _Begun(rollouts.digest_of(requests, call.sampling))
             if (stored := self._journalled(call, begun.digest)) is not None:
-                begun.made.set_result(_Generated(stored, is_stored=True, is_replayed=True))
+                begun.made.set_result(_replayed(stored))
             else:
                 self._note_new(call)
                 batch, name = self._batch(call, requests, policies), f"call-{call.at}-{call.number}"
@@ -270,19 +271,19 @@ class RolloutSource:
         if begun is not None and begun.digest == digest:
             generated = self._awaited(begun)
         elif (stored := self._journalled(call, digest)) is not None:
-            generated = _Generated(stored, is_stored=True, is_replayed=True)
+            generated = _replayed(stored)
         else:
             if training:
                 self._note_new(call)
             generated = self._generated(call, requests, digest, policies)
         rollout = generated.rollout
         if training and not generated.is_replayed:
-            seconds = max(0.0, generated.took_s - rollout.wait_s)
+            seconds = max(0.0, generated.took_s - generated.wait_s)
             self._costs.generated(seconds, generated.machines, generated.ahead_s)
         self._refused.judge(call.prompts, call.samples, rollout.completions)  # what ends the run is asked for anew
         if not generated.is_stored:
             rollouts.write_rollout(self._store, rollout, self._by)
-        self._costs.add(rollout, training=training, replayed=generated.is_replayed)
+        self._costs.add(rollout, generated.wait_s, training=training, replayed=generated.is_replayed)
         return rollout
 
     def _generated(
@@ -302,7 +303,8 @@ class RolloutSource:
             self._costs.generated_s += ended_s - began_s
         asked_s, self._asked_s = self._asked_s + ended_s - published_s, 0.0
         rollout = _rollout(call, digest, batch, got)
-        return _Generated(rollout, is_stored=False, took_s=asked_s, machines=_machines_of(got))
+        machines = _machines_of(got)
+        return _Generated(rollout, is_stored=False, took_s=asked_s, machines=machines, wait_s=got.wait_s)
 
     def _work(self, begun: _Begun, call: Call, batch: Batch) -> None:
         """Have a call made that was begun, in its thread. Whatever ends it is raised where it is waited for."""
@@ -324,11 +326,14 @@ class RolloutSource:
 
     def _awaited(self, begun: _Begun) -> _Generated:
         """Wait for a call that was begun. Raises what ended it."""
-        began_s = time.monotonic()
+        began_s = looked_s = time.monotonic()
+        nobody_s = 0.0
         try:
             while not wait([begun.made], LOOK_S).done:
                 self._may_go_on()
                 self._heartbeat.say(begun.activity)
+                before_s, looked_s = looked_s, time.monotonic()
+                nobody_s += looked_s - before_s if begun.activity == "waiting" else 0.0
             generated = begun.made.result()
         finally:
             waited_s = time.monotonic() - began_s
@@ -336,7 +341,7 @@ class RolloutSource:
         # Calls that were begun together are made one after the other, as far as their number allows.
         took_s = min(generated.took_s, max(0.0, generated.done_at_s - self._done_at_s))
         self._done_at_s = max(self._done_at_s, generated.done_at_s)
-        return replace(generated, took_s=took_s, ahead_s=max(0.0, took_s - waited_s))
+        return replace(generated, took_s=took_s, ahead_s=max(0.0, took_s - waited_s), wait_s=nobody_s)
 
     def _batch(self, call: Call, requests: list[CompletionRequest], policies: Policies) -> Batch:
         return Batch(policies(call.policy), call.sampling, requests, self._deadline_s, self._recovery)
@@ -372,6 +377,10 @@ class RolloutSource:
                 return rollout
             log.warning("rollout_of_other_requests", at=str(call.at), call=call.number)
         return None
+
+
+def _replayed(stored: Rollout) -> _Generated:
+    return _Generated(stored, is_stored=True, is_replayed=True, wait_s=stored.wait_s)
 
 
 def _rollout(call: Call, digest: str, batch: Batch, got: Generated) -> Rollout:

@@ -28,9 +28,10 @@ class StepCosts:
     published: dict[str, float] = field(default_factory=dict)  # policies: seconds, bytes
     refused: dict[str, float] = field(default_factory=dict)  # how many prompts, and the numbers of the last one
 
-    def add(self, rollout: Rollout, *, training: bool, replayed: bool) -> None:
+    def add(self, rollout: Rollout, wait_s: float, *, training: bool, replayed: bool) -> None:
+        """A call's completions; for `wait_s` the trainer waited for them and no node could serve."""
         self.discarded += rollout.discarded
-        self.wait_s += rollout.wait_s
+        self.wait_s += wait_s
         if training:
             self.tokens += sum(len(one.token_ids) for one in rollout.completions)
             self.replayed.append(replayed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from checkpoint.records.metrics import GENERATE_S, PUBLISH_S, REWARDS_S, STORE_S, WAIT_S, Row
+from checkpoint.records.metrics import AHEAD_S, GENERATE_S, PUBLISH_S, REWARDS_S, STORE_S, WAIT_S, Row
 from checkpoint.records.step_split import PARTS, STARTED_AGAIN, TRAINING, split
 
 VALUES = {WAIT_S: 3.0, GENERATE_S: 10.0, REWARDS_S: 1.0, PUBLISH_S: 2.0, STORE_S: 4.0}
@@ -22,6 +22,12 @@ def test_what_is_not_told_is_training() -> None:
         TRAINING: 10.0,
         STARTED_AGAIN: 0.0,
     }
+
+
+def test_generation_that_training_hides_is_no_part_of_a_step() -> None:
+    values = {**VALUES, AHEAD_S: 8.0}
+    (one,) = split([Row(0, 1, 100.0, 1, {}), Row(0, 2, 130.0, 1, values)])
+    assert (one.seconds["generating"], one.seconds[TRAINING]) == (2.0, 18.0)
 
 
 @pytest.mark.parametrize(("timeline", "attempt"), [(0, 2), (1, 1)])
