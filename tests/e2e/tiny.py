@@ -35,6 +35,7 @@ def tiny_run(
     replicas: int,
     server: S3Server | None = None,
     peft: dict[str, Any] | None = None,
+    max_staleness: int = 0,
     **changes: Any,
 ) -> Run:
     spec = yaml.safe_load((TINY / "run.yaml").read_text())
@@ -46,7 +47,7 @@ def tiny_run(
     if peft is not None:
         spec["trainer"]["peft"] = peft
     spec["grpo"] = {**spec["grpo"], "max_steps": STEPS, "save_steps": 10, "eval_steps": 10, **changes}
-    spec["rollout"]["replicas"] = replicas
+    spec["rollout"] |= {"replicas": replicas, "max_staleness": max_staleness}
     spec["rollout"]["own_generation_after_s"] = (
         None  # on a busy machine nodes may take long, and weights are compared
     )
