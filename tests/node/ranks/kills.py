@@ -55,19 +55,20 @@ class Killed:
     killed_s: float
 
 
-def kill_one(way: str, folder: Path, tiny: Path, seed: int, limit_s: float) -> Killed:
+def kill_one(way: str, folder: Path, tiny: Path, seed: int, limit_s: float, max_staleness: int = 0) -> Killed:
     """Train twice, once with a rank killed at a random completion of a random step, and compare."""
     dice = random.Random(f"{way} {seed}")
     # What divides nothing works on CPUs as it is.
     module, on_cpu = (TRAINER, True) if WAYS[way]["accelerate"] is None else (cpu_for_gpu.__name__, False)
-    run = {**of(2, use_cpu=on_cpu), **WAYS[way]}
+    run = {**of(2, use_cpu=on_cpu), **WAYS[way], "max_staleness": max_staleness}
     begun_s = time.monotonic()
     with open_rig(folder / "calm", tiny, **run) as calm:
         assert calm.wait(calm.start_ranks(module=module), timeout_s=limit_s) == exit_codes.OK
         whole = weights_of(calm)
     calm_s, begun_s = time.monotonic() - begun_s, time.monotonic()
     with open_rig(folder / "killed", tiny, **run) as killed:
-        last, rank = dice.randrange(2 * A_STEP, (STEPS - 1) * A_STEP), dice.randrange(2)
+        first = (2 + max_staleness) * A_STEP  # a checkpoint is made by then
+        last, rank = dice.randrange(first, (STEPS - 1) * A_STEP), dice.randrange(2)
         reached, killed_one = threading.Event(), threading.Event()
 
         def hold(made: int) -> None:  # it cannot end before it is killed
