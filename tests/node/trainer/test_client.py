@@ -49,11 +49,21 @@ class World:
     def client(self, token: str = TOKEN, interrupt: Callable[[], None] = lambda: None) -> GatewayClient:
         return GatewayClient(self.store, token, self.heartbeat, interrupt)
 
-    def source(self, by: Precedence = BY) -> RolloutSource:
-        refused, client = RefusedPrompts(self.rule, self.costs), self.client()
+    def source(
+        self, by: Precedence = BY, token: str = TOKEN, may_go_on: Callable[[], None] = lambda: None
+    ) -> RolloutSource:
+        refused, client = RefusedPrompts(self.rule, self.costs), self.client(token)
         refused.row_of = lambda prompt: 100 + prompt[0]
         return RolloutSource(
-            self.store, client, self.heartbeat, self.costs, refused, by=by, run_seed=42, deadline_s=HANG_S
+            self.store,
+            client,
+            self.heartbeat,
+            self.costs,
+            refused,
+            by=by,
+            run_seed=42,
+            deadline_s=HANG_S,
+            may_go_on=may_go_on,
         )
 
 

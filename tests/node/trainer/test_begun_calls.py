@@ -1,0 +1,127 @@
+"""Calls that are begun ahead: taken when their turn comes, stored before, and never waited for in vain."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from checkpoint.records import rollouts
+from checkpoint.store import layout
+from checkpoint.store.errors import StoreUnavailable
+from checkpoint.store.run_store import Store
+from policies.model.vocabulary import PolicyVersion
+from policies.serving.wire import PolicyRef
+from tasks.completions.gateway_client import GenerationFailed
+from tasks.completions.rollout_source import Call, RolloutSource
+from tasks.machine.leaving import LeaveNow
+from tests.budget import HANG_S
+from tests.node.trainer.test_client import BY, SAMPLING, World
+
+NOW, NEXT = PolicyVersion(0, 3), PolicyVersion(0, 4)
+PROMPTS = [[5, 6], [7, 8]]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def ref(version: PolicyVersion) -> PolicyRef:
+    return PolicyRef(str(version), layout.policy(version, (0, 1, 1)))
+
+
+def no_policy(version: PolicyVersion) -> PolicyRef:
+    raise AssertionError(f"{version} was published")
+
+
+def ahead(prompts: list[list[int]] = PROMPTS) -> Call:
+    """The next step's call, of the present policy."""
+    return Call(NEXT, 0, NOW, prompts, 2, SAMPLING)
+
+
+def take(source: RolloutSource, prompts: list[list[int]] = PROMPTS) -> rollouts.Rollout:
+    return source.complete(NEXT, prompts, 2, SAMPLING, training=True, policies=no_policy, policy=NOW)
+
+
+def test_begun_call_is_stored_before_it_is_taken_and_not_made_again(world: World) -> None:
+    world.gateway.open()
+    source = world.source()
+    source.begin([ahead()], ref)
+    source.begin([ahead()], no_policy)
+    key = layout.rollout(NEXT, 0, BY)
+    until_s = time.monotonic() + HANG_S
+    while rollouts.read_rollout(world.store, key) is None:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    got = take(source)
+    assert len(world.gateway.asked) == len(got.completions) == 4
+    assert {one.policy for one in got.completions} == {"0-3"}
+    assert (got.at, got.policy) == ("0-4", "0-3")
+    world.gateway.close()
+    restarted = world.source((0, 1, 2))
+    restarted.begin([ahead()], no_policy)
+    assert take(restarted) == got
+    assert world.costs.take()["orch/replayed"] == 0  # one of the two was not
+
+
+def test_call_that_is_asked_for_otherwise_is_made_as_it_comes(world: World) -> None:
+    world.gateway.open()
+    source = world.source()
+    source.begin([ahead([[1, 2]])], ref)
+    got = source.complete(NEXT, PROMPTS, 2, SAMPLING, training=True, policies=ref, policy=NOW)
+    world.gateway.close()
+    assert [one.index for one in got.completions] == [0, 1, 2, 3]
+    assert world.gateway.prompts["0-3"] >= {tuple(prompt) for prompt in PROMPTS}
+    assert rollouts.read_rollout(world.store, layout.rollout(NEXT, 0, BY)) == got
+
+
+def test_what_ends_a_begun_call_is_raised_where_it_is_taken(world: World) -> None:
+    """Whichever thread or queue it was in: nothing is waited for that cannot come."""
+    world.gateway.open()
+    source = world.source(token="wrong")
+    source.begin([ahead()], ref)
+    with pytest.raises(GenerationFailed, match="401"):
+        take(source)
+    world.gateway.close()
+
+
+def test_store_that_fails_in_the_background_is_an_error_of_the_step(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise StoreUnavailable("no bucket")
+
+    world.gateway.open()
+    source = world.source()
+    monkeypatch.setattr(rollouts, "write_rollout", fails)
+    source.begin([ahead()], ref)
+    with pytest.raises(StoreUnavailable, match="no bucket"):
+        take(source)
+    world.gateway.close()
+
+
+def test_trainer_that_is_to_leave_does_not_wait_for_a_begun_call(world: World) -> None:
+    def leave() -> None:
+        raise LeaveNow
+
+    world.gateway.members = 0
+    world.gateway.open()
+    source = world.source(may_go_on=leave)
+    source.begin([ahead()], ref)
+    with pytest.raises(LeaveNow):
+        take(source)
+    world.gateway.close()
+
+
+def test_refused_prompt_is_judged_before_it_is_stored(world: World) -> None:
+    """What ends the run is asked for anew: a record would end it again after the user has mended its cause."""
+    world.gateway.refuses = lambda prompt: prompt == PROMPTS[1]
+    world.gateway.open()
+    source = world.source()
+    source.begin([ahead()], ref)
+    got = take(source)
+    world.gateway.close()
+    assert [bool(one.refused) for one in got.completions] == [False, False, True, True]
+    assert rollouts.read_rollout(Store(world.store.url), layout.rollout(NEXT, 0, BY)) == got
