@@ -24,8 +24,7 @@ from checkpoint.store.codec import check_schema, event_from_plain, from_json
 from checkpoint.store.errors import Corrupt, Torn
 from checkpoint.store.run_store import Store
 from policies.model.events import Event
-from policies.model.folding.drafts import draft, final
-from policies.model.folding.fold import apply
+from policies.model.fold import apply, draft, final
 from policies.model.state import RunState
 
 SCHEMA = 1

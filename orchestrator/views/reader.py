@@ -29,7 +29,7 @@ from policies.ledger.abandoned import split_by_line
 from policies.ledger.accounting import surviving_rows
 from policies.ledger.rentals import ControllerRental
 from policies.model.events import Event, NodeMoved, NodeRequested
-from policies.model.folding.fold import apply
+from policies.model.fold import apply
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState
 from policies.model.timelines import lineage, on_lineage

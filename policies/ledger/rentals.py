@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from policies.ledger.accounting import History
 from policies.model.events import MachineBought, NodeMoved, NodeRequested, TookOver
-from policies.model.folding.clocks import behind_s
+from policies.model.fold import behind_s
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role
 
 

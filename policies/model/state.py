@@ -1,4 +1,4 @@
-"""What the controller knows of a run: a fold of the journal, and of nothing else: `policies.model.folding`."""
+"""What the controller knows of a run: a fold of the journal, and of nothing else: `policies.model.fold`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from checkpoint.store.codec import from_json, state_from_plain
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
 from policies.model.events import CommandTaken, GatewayRestarted, TookOver
-from policies.model.folding.fold import fold
+from policies.model.fold import fold
 from policies.model.state import RunState
 from tests.budget import examples
 from tests.stand_ins.journal_rig import Actor, Fate, arrive

@@ -23,7 +23,7 @@ from checkpoint.store.codec import STATE_SCHEMA, from_json, state_from_plain, st
 from checkpoint.store.errors import Corrupt, StoreDenied, StoreUnavailable
 from checkpoint.store.run_store import Entry, Store
 from policies.model.events import CommandTaken, GatewayRestarted
-from policies.model.folding.fold import fold
+from policies.model.fold import fold
 from policies.model.state import RunState
 from policies.model.vocabulary import Role
 from tests.budget import examples
