@@ -66,6 +66,11 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
+# Who folds many events changes mappings of its own, where a state's are copied each time. A `RunState` is a value. A
+# draft is one, too, to everybody but who made it: `apply` changes its mappings in place, and the draft before is not
+# to be used any more.
+
+
 class _Own(dict[K, V]):
     """A draft's mapping."""
 
@@ -239,7 +244,7 @@ def fold(history: Iterable[tuple[int, float, Iterable[Event]]]) -> RunState:
 
 
 def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState:
-    """Return the state after one event of entry `number`; a draft (`drafts`) is used up.
+    """Return the state after one event of entry `number`; a draft is used up.
 
     Raises IllegalMove for a move that no table has.
     """
