@@ -57,8 +57,7 @@ from policies.model.events import (
     TrainerGenerates,
 )
 from policies.model.phases import LIVE_NODE, NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, check_move
-from policies.model.pool_record import PoolRecord, came, refused, stayed
-from policies.model.pools import Pool
+from policies.model.pools import Pool, PoolRecord, came, refused, stayed
 from policies.model.state import Node, Rollback, RunState, Slot
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase, kind_of
 
