@@ -9,7 +9,7 @@ from checkpoint.records.evaluated import evaluated
 from checkpoint.store import layout
 from checkpoint.store.errors import NotFound
 from checkpoint.store.run_store import Store
-from policies.model.evaluation import Evaluation
+from policies.model.spec import Evaluation
 
 
 def of_run(parent: Store) -> Iterator[tuple[Store, Evaluation]]:

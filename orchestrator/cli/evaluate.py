@@ -49,9 +49,8 @@ from orchestrator.views import evaluation as views
 from policies.evaluation.as_run import as_run
 from policies.model import exit_codes
 from policies.model.datasets import FILE_KINDS, file_kind, is_import_path
-from policies.model.evaluation import BASE, Evaluation, Subject
 from policies.model.phases import TERMINAL_RUN
-from policies.model.spec import Dataset, RunSpec, datasets_of
+from policies.model.spec import BASE, Dataset, Evaluation, RunSpec, Subject, datasets_of
 from policies.model.timelines import lineage, on_lineage
 from policies.model.vocabulary import RunPhase
 

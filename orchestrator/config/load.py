@@ -43,8 +43,7 @@ from orchestrator.config.rules.rows import Columns, check_rows
 from orchestrator.config.rules.shadows import check_shadows
 from orchestrator.config.rules.storage import EXPECTED, Storage, write_out_storage
 from orchestrator.config.rules.trl_features import check_quantised, check_turns
-from policies.model.processes import ALTERNATIVES
-from policies.model.spec import Replicas, RunSpec, generates_itself
+from policies.model.spec import ALTERNATIVES, Replicas, RunSpec, generates_itself
 from policies.model.vocabulary import Role
 from policies.weights.disk_size import KEY, gb_of
 from policies.weights.disks import GB, ModelSize, disk_gb, disk_parts

@@ -35,8 +35,14 @@ from policies.fleet.deadline import Course, nodes_for, time_of
 from policies.fleet.how_many import StepShape
 from policies.fleet.list_prices import store_price
 from policies.fleet.store_costs import GB, Place, of_send
-from policies.model.processes import ALTERNATIVES, alternatives_of
-from policies.model.spec import RunSpec, generates_itself, model_settings, processes_of
+from policies.model.spec import (
+    ALTERNATIVES,
+    RunSpec,
+    alternatives_of,
+    generates_itself,
+    model_settings,
+    processes_of,
+)
 from policies.model.vocabulary import Market, Role
 from policies.sizing import speed
 from policies.sizing.adapter import trained_params

@@ -45,8 +45,7 @@ from policies.ledger.accounting import (
 )
 from policies.ledger.rentals import Rental, bill, rentals
 from policies.model.phases import TERMINAL_RUN
-from policies.model.processes import alternatives_of
-from policies.model.spec import RunSpec
+from policies.model.spec import RunSpec, alternatives_of
 from policies.model.state import RunState
 from policies.model.timelines import Skipped
 from policies.model.vocabulary import Cause, PolicyVersion, RunPhase

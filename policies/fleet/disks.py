@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from policies.fleet.list_prices import DISK_GB, clouds_with_disks, disk_usd_per_h
 from policies.model.pools import Pool
-from policies.model.processes import alternatives_of
-from policies.model.spec import RunSpec, generates_itself
+from policies.model.spec import RunSpec, alternatives_of, generates_itself
 from policies.model.vocabulary import Role
 from policies.weights.disk_size import KEY, gb_of
 

@@ -7,8 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from policies.model.sharding import Sharding, computes_in_half, divided
-from policies.model.spec import RunSpec, generates_itself, model_settings, processes_of
+from policies.model.spec import (
+    RunSpec,
+    Sharding,
+    computes_in_half,
+    generates_itself,
+    model_settings,
+    processes_of,
+    sharding_of,
+)
 from policies.sizing.shapes import Shape
 from policies.weights.adapters import ALL_LINEAR, DEFAULT_RANK
 from policies.weights.dtypes import NAMED, WIDTH
@@ -93,7 +100,7 @@ def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
         prompt_tokens: of the longest prompt, which only its dataset tells.
     """
     grpo = spec.grpo
-    sharding, optimizer_away, weights_away = divided(spec)
+    sharding, optimizer_away, weights_away = sharding_of(spec)
     half = computes_in_half(spec)
     loaded_bytes = stored_bytes = _weight_bytes(grpo)
     # DeepSpeed converts the model; FSDP2 casts what it gathers, and accelerate keeps what is trained in float32.
@@ -131,7 +138,7 @@ def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
 
 def divides_weights(spec: RunSpec) -> bool:
     """Whether each process keeps a part of the weights alone, by ZeRO-3 or FSDP2."""
-    return divided(spec)[0] in ("zero3", "fsdp")
+    return sharding_of(spec)[0] in ("zero3", "fsdp")
 
 
 def lora_of(peft: Mapping[str, Any] | None, shape: Shape) -> Lora | None:

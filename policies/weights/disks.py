@@ -27,8 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from policies.model.sharding import Sharding, computes_in_half, divided
-from policies.model.spec import RunSpec, generates_itself, model_settings
+from policies.model.spec import RunSpec, Sharding, computes_in_half, generates_itself, model_settings, sharding_of
 from policies.model.vocabulary import Role
 from policies.weights.adapters import DEFAULT_RANK, why_whole
 from policies.weights.dtypes import WIDTH, served_types
@@ -96,12 +95,12 @@ def checkpoint_bytes_each(spec: RunSpec) -> int:
 
 
 def _sharding(spec: RunSpec) -> Sharding:
-    """How it is divided; what stands in a file of DeepSpeed's may be stage 2, which stores most."""
+    """How it is sharding_of; what stands in a file of DeepSpeed's may be stage 2, which stores most."""
     own = (spec.trainer.accelerate or {}).get("deepspeed_config")
     in_a_file = isinstance(spec.grpo.get("deepspeed"), str) or (
         isinstance(own, Mapping) and "deepspeed_config_file" in own
     )
-    return "zero2" if in_a_file else divided(spec)[0]
+    return "zero2" if in_a_file else sharding_of(spec)[0]
 
 
 def _policy_bytes(spec: RunSpec, model: ModelSize) -> int:

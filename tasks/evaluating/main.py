@@ -27,7 +27,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from policies.control.snapshot import Trainer
 from policies.model import exit_codes
-from policies.model.evaluation import BASE, Evaluation, Subject
+from policies.model.spec import BASE, Evaluation, Subject
 from policies.model.vocabulary import PolicyVersion
 from tasks.completions.gateway_client import GenerationFailed
 from tasks.completions.refused_prompts import BadPrompts

@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestrator.config.reading.kinds import Kind, mismatch, shown
 from orchestrator.config.reading.problems import Findings, KeyPath, unknown_key
-from policies.model.processes import ALTERNATIVES
+from policies.model.spec import ALTERNATIVES
 from policies.weights import disk_size
 
 WHOSE = "SkyPilot's resources keys (0.14.1)"

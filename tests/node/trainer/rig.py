@@ -23,11 +23,11 @@ from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.manifest import Manifest
 from checkpoint.stream.transfer import read_manifest
 from policies.control.snapshot import Trainer
-from policies.model.evaluation import Evaluation
 from policies.model.node_contract import TRAINER
 from policies.model.spec import (
     CheckpointsSpec,
     Dataset,
+    Evaluation,
     KlPolicy,
     OnBadPrompt,
     OnBadReward,

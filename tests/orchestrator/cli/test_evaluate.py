@@ -25,8 +25,17 @@ from orchestrator.cli.checkpoints import NEWEST
 from orchestrator.cli.console import Stop
 from orchestrator.cli.evaluate import find_problems, find_subjects, pin, run_of
 from policies.model import exit_codes
-from policies.model.evaluation import BASE, Evaluation, Subject
-from policies.model.spec import Dataset, FleetPolicy, Notify, PoliciesSpec, RunSpec, TrainerSpec
+from policies.model.spec import (
+    BASE,
+    Dataset,
+    Evaluation,
+    FleetPolicy,
+    Notify,
+    PoliciesSpec,
+    RunSpec,
+    Subject,
+    TrainerSpec,
+)
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
 from tasks.evaluating.main import _unpin

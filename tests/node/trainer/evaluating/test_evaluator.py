@@ -23,9 +23,8 @@ from checkpoint.stream.catalog import Catalog
 from policies.control.snapshot import Trainer
 from policies.evaluation.as_run import as_run
 from policies.model import exit_codes
-from policies.model.evaluation import BASE, Evaluation, Subject
 from policies.model.node_contract import EVALUATOR
-from policies.model.spec import Dataset, Replicas
+from policies.model.spec import BASE, Dataset, Evaluation, Replicas, Subject
 from policies.model.vocabulary import PolicyVersion
 from tasks.evaluating.keeping import KEEP_S
 from tasks.evaluating.main import _evaluate
