@@ -45,11 +45,10 @@ from policies.model.spec import (
 )
 from policies.model.vocabulary import Market, Role
 from policies.sizing import speed
-from policies.sizing.adapter import trained_params
 from policies.sizing.gpus import gpu_named
 from policies.sizing.money import Prices, again_usd, cost, hourly
 from policies.sizing.storing import STORE_BYTES_PER_S, most_kept
-from policies.sizing.training import training_of
+from policies.sizing.training import trained_params, training_of
 from policies.weights.adapters import DEFAULT_RANK
 from policies.weights.disks import ModelSize, checkpoint_bytes, checkpoint_bytes_each
 

@@ -12,11 +12,10 @@ from policies.fleet.how_many import HourlyPrices, StepShape, best_count, optimum
 from policies.model.gpus import engine_gpus
 from policies.model.spec import RunSpec, generates_itself, processes_of
 from policies.sizing import speed, sync
-from policies.sizing.adapter import adapter_params
 from policies.sizing.engine import engine_of
 from policies.sizing.gpus import gpu_named
 from policies.sizing.shapes import Shape
-from policies.sizing.training import lora_of, training_of
+from policies.sizing.training import adapter_params, lora_of, training_of
 from policies.weights.adapters import engine_type, why_whole
 from policies.weights.dtypes import WIDTH, served_types
 

@@ -15,11 +15,10 @@ from typing import Any
 
 from policies.model.gpus import engine_gpus
 from policies.model.spec import RunSpec
-from policies.sizing.adapter import adapter_params
 from policies.sizing.held import CUDA_BYTES, PROCESS_BYTES
 from policies.sizing.memory import GIB, EngineMemory, memory_of
 from policies.sizing.shapes import Shape
-from policies.sizing.training import lora_of
+from policies.sizing.training import adapter_params, lora_of
 from policies.weights.adapters import ALL_LINEAR, engine_rank, why_whole
 from policies.weights.dtypes import NAMED, WIDTH, served_types
 

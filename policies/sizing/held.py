@@ -21,10 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import assert_never
 
-from policies.sizing.adapter import adapter_params, copied_params, trained_params
 from policies.sizing.memory import Memory, memory_of
 from policies.sizing.shapes import Shape
-from policies.sizing.training import FLOAT32, Training
+from policies.sizing.training import FLOAT32, Training, adapter_params, copied_params, trained_params
 
 # DeepSpeed 0.19's `reduce_bucket_size`, allocated whatever the model's size, twice in stage 3 (`overlap_comm`),
 # and `stage3_max_live_parameters`; elements.

@@ -24,7 +24,7 @@ from policies.model.node_contract import SPOOL
 from policies.model.spec import RunSpec, generates_itself
 from policies.model.timelines import Fork, forked_spec
 from policies.model.vocabulary import Precedence
-from policies.sizing.generation import why_not_itself
+from policies.sizing.training import why_not_itself
 from policies.weights.adapters import QUANTISED, engine_type, why_whole
 from policies.weights.dtypes import ServedTypes
 from tasks.completions.drought import Drought
