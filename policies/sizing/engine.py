@@ -15,8 +15,7 @@ from typing import Any
 
 from policies.model.gpus import engine_gpus
 from policies.model.spec import RunSpec
-from policies.sizing.held import CUDA_BYTES, PROCESS_BYTES
-from policies.sizing.memory import GIB, EngineMemory, memory_of
+from policies.sizing.memory import CUDA_BYTES, GIB, PROCESS_BYTES, EngineMemory, memory_of
 from policies.sizing.shapes import Shape
 from policies.sizing.training import adapter_params, lora_of
 from policies.weights.adapters import ALL_LINEAR, engine_rank, why_whole

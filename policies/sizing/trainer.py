@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from policies.sizing.held import CUDA_BYTES, held_by, host_memory
-from policies.sizing.memory import Memory, TrainerMemory, memory_of
+from policies.sizing.memory import CUDA_BYTES, Memory, TrainerMemory, held_by, host_memory, memory_of
 from policies.sizing.shapes import Linear, Shape
 from policies.sizing.training import FLOAT32, Training, adapted, generating
 
