@@ -16,8 +16,7 @@ from orchestrator.plan.workload import completion_tokens, grpo, prompt_tokens
 from policies.model.gpus import VISIBLE, engine_gpus
 from policies.model.spec import RunSpec, generates_itself, model_settings, processes_of, sharding_of
 from policies.model.vocabulary import Market, Role
-from policies.sizing.context import context_problem
-from policies.sizing.engine import engine_of
+from policies.sizing.engine import context_problem, engine_of
 from policies.sizing.gpus import Gpu, gpu_named
 from policies.sizing.memory import GIB
 from policies.sizing.training import divides_weights, training_of
