@@ -45,8 +45,8 @@ from policies.model.spec import (
 )
 from policies.model.vocabulary import Market, Role
 from policies.sizing import speed
-from policies.sizing.gpus import gpu_named
 from policies.sizing.money import Prices, again_usd, cost, hourly
+from policies.sizing.speed import gpu_named
 from policies.sizing.storing import STORE_BYTES_PER_S, most_kept
 from policies.sizing.training import trained_params, training_of
 from policies.weights.adapters import DEFAULT_RANK

@@ -17,8 +17,8 @@ from policies.model.gpus import VISIBLE, engine_gpus
 from policies.model.spec import RunSpec, generates_itself, model_settings, processes_of, sharding_of
 from policies.model.vocabulary import Market, Role
 from policies.sizing.engine import context_problem, engine_of
-from policies.sizing.gpus import Gpu, gpu_named
 from policies.sizing.memory import GIB
+from policies.sizing.speed import Gpu, gpu_named
 from policies.sizing.training import divides_weights, training_of
 from policies.weights.adapters import QUANTISED, why_whole
 

@@ -65,9 +65,8 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-# Who folds many events changes mappings of its own, where a state's are copied each time. A `RunState` is a value. A
-# draft is one, too, to everybody but who made it: `apply` changes its mappings in place, and the draft before is not
-# to be used any more.
+# Folding many events changes mappings in place instead of copying them each time. A `RunState` is a value. So is a
+# draft, except to its holder: `apply` changes its mappings, and the draft before is used up.
 
 
 class _Own(dict[K, V]):
