@@ -35,6 +35,7 @@ from policies.fleet.deadline import Course, nodes_for, time_of
 from policies.fleet.how_many import StepShape
 from policies.fleet.list_prices import store_price
 from policies.fleet.store_costs import GB, Place, of_send
+from policies.ledger.retention import STORE_BYTES_PER_S, most_kept
 from policies.model.spec import (
     ALTERNATIVES,
     RunSpec,
@@ -47,7 +48,6 @@ from policies.model.vocabulary import Market, Role
 from policies.sizing import speed
 from policies.sizing.money import Prices, again_usd, cost, hourly
 from policies.sizing.speed import gpu_named
-from policies.sizing.storing import STORE_BYTES_PER_S, most_kept
 from policies.sizing.training import trained_params, training_of
 from policies.weights.adapters import DEFAULT_RANK
 from policies.weights.disks import ModelSize, checkpoint_bytes, checkpoint_bytes_each

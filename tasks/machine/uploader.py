@@ -23,8 +23,7 @@ from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.catalog import Checkpoint
 from checkpoint.stream.spool import Seal
 from checkpoint.stream.uploader import LOOK_S, Retire, Tidy, Uploader, yield_to_others
-from policies.ledger.replay import versions_to_delete
-from policies.ledger.retention import RetentionRules, StoredCheckpoint, versions_to_retire
+from policies.ledger.retention import RetentionRules, StoredCheckpoint, versions_to_delete, versions_to_retire
 from policies.model import exit_codes
 from policies.model.spec import CheckpointsSpec
 from policies.model.timelines import lineage, on_lineage

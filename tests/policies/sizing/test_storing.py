@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 
 from policies.detect.divergence import Verdict
-from policies.ledger.retention import RetentionRules, StoredCheckpoint, keep_before, keep_since, versions_to_retire
+from policies.ledger.retention import (
+    RetentionRules,
+    StoredCheckpoint,
+    keep_before,
+    keep_since,
+    most_kept,
+    versions_to_retire,
+)
 from policies.model.spec import CheckpointsSpec
 from policies.model.vocabulary import PolicyVersion
-from policies.sizing import storing
-from policies.sizing.storing import most_kept
 
 
 @pytest.mark.parametrize(("save_steps", "kept"), [(10, 20), (25, 17), (50, 15), (100, 12)])
