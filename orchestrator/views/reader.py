@@ -25,8 +25,7 @@ from orchestrator.control.lease import LeaseWatch
 from orchestrator.views.events import EventLine, lines, rehearsed_line
 from orchestrator.views.measured.lanes import LANE_S, Lanes, LaneState, phase_state
 from policies.control.snapshot import Trainer
-from policies.ledger.abandoned import split_by_line
-from policies.ledger.accounting import surviving_rows
+from policies.ledger.accounting import split_by_line, surviving_rows
 from policies.ledger.rentals import ControllerRental
 from policies.model.events import Event, NodeMoved, NodeRequested
 from policies.model.fold import apply

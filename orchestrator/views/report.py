@@ -34,11 +34,11 @@ from orchestrator.views.words.numbers import NOT_KNOWN, duration, short, usd
 from policies.detect.divergence import Health
 from policies.fleet.budget import not_counted
 from policies.fleet.store_costs import AT_HOME, Place, Stored, Tariff, of_run, tariff_of
-from policies.ledger.abandoned import abandoned
 from policies.ledger.accounting import (
     Fault,
     FaultCost,
     History,
+    abandoned,
     fault_costs,
     journalled_faults,
     merge_faults,
