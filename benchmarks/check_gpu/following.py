@@ -21,7 +21,7 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
-from policies.weights.dtypes import ServedTypes
+from policies.weights.tensors import ServedTypes
 from tasks.rollout.patching.worker import Patching
 from tasks.rollout.policy_folders import PolicyFolders
 from tasks.storing.publish import PolicyPublisher

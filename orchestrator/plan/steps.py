@@ -17,7 +17,7 @@ from policies.sizing.shapes import Shape
 from policies.sizing.speed import gpu_named
 from policies.sizing.training import adapter_params, lora_of, training_of
 from policies.weights.adapters import engine_type, why_whole
-from policies.weights.dtypes import WIDTH, served_types
+from policies.weights.tensors import WIDTH, served_types
 
 USUAL_LINK = speed.LINKS_GBIT_PER_S[0]  # a step is counted with the slowest
 SHOWN_NODES = 8

@@ -19,7 +19,7 @@ from policies.sizing.memory import CUDA_BYTES, GIB, PROCESS_BYTES, EngineMemory,
 from policies.sizing.shapes import Shape
 from policies.sizing.training import adapter_params, lora_of
 from policies.weights.adapters import ALL_LINEAR, engine_rank, why_whole
-from policies.weights.dtypes import NAMED, WIDTH, served_types
+from policies.weights.tensors import NAMED, WIDTH, served_types
 
 DEFAULT_UTILIZATION = 0.92  # vLLM 0.32's
 BLOCK_TOKENS = 16  # of its cache

@@ -18,7 +18,7 @@ from policies.model.spec import (
 )
 from policies.sizing.shapes import Linear, Shape
 from policies.weights.adapters import ALL_LINEAR, DEFAULT_RANK
-from policies.weights.dtypes import NAMED, WIDTH
+from policies.weights.tensors import NAMED, WIDTH
 
 Attention = Literal["sdpa", "eager", "flash"]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from policies.model.spec import RunSpec, model_settings
-from policies.weights.dtypes import NAMED, served_types
+from policies.weights.tensors import NAMED, served_types
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"  # PEFT's names
 ADAPTER_CONFIG = "adapter_config.json"

@@ -30,7 +30,7 @@ from typing import Any
 from policies.model.spec import RunSpec, Sharding, computes_in_half, generates_itself, model_settings, sharding_of
 from policies.model.vocabulary import Role
 from policies.weights.adapters import DEFAULT_RANK, why_whole
-from policies.weights.dtypes import WIDTH, served_types
+from policies.weights.tensors import WIDTH, served_types
 
 GB = 10**9
 # An image with drivers and SkyPilot's runtime, and a log: an assumption. SkyPilot refuses less than its image has.

@@ -27,8 +27,7 @@ from checkpoint.weights.scratch import Written
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.canary import Canary
 from policies.serving.wire import PolicyRef
-from policies.weights.dtypes import ServedTypes
-from policies.weights.tensors import Tensor
+from policies.weights.tensors import ServedTypes, Tensor
 from tasks.storing.policy_remover import PolicyRemover
 from tasks.storing.publish_resume import Published, find, newest_first
 from tasks.storing.publish_snapshot import Snapshot

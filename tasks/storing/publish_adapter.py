@@ -18,8 +18,7 @@ from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.canary import Canary
 from policies.serving.wire import PolicyRef
 from policies.weights.adapters import ADAPTER_BASE, ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from policies.weights.dtypes import ServedTypes
-from policies.weights.tensors import Tensor
+from policies.weights.tensors import ServedTypes, Tensor
 from tasks.storing.publish import OF_TYPE, PolicyPublisher
 from tasks.storing.step_costs import StepCosts
 from tasks.storing.tensor_types import type_name

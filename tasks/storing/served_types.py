@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from policies.weights.dtypes import ServedTypes, served_types
+from policies.weights.tensors import ServedTypes, served_types
 from tasks.machine.base_model import tensors_in
 
 log = structlog.get_logger()

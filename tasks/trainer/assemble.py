@@ -26,7 +26,7 @@ from policies.model.timelines import Fork, forked_spec
 from policies.model.vocabulary import Precedence
 from policies.sizing.training import why_not_itself
 from policies.weights.adapters import QUANTISED, engine_type, why_whole
-from policies.weights.dtypes import ServedTypes
+from policies.weights.tensors import ServedTypes
 from tasks.completions.drought import Drought
 from tasks.completions.gateway_client import GatewayClient
 from tasks.completions.refused_prompts import RefusedPrompts

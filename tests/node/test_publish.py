@@ -19,7 +19,7 @@ from checkpoint.stream import manifest
 from checkpoint.weights import scratch
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.wire import PolicyRef
-from policies.weights.dtypes import ServedTypes
+from policies.weights.tensors import ServedTypes
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts
 from tasks.storing.unread import Unread

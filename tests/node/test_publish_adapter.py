@@ -19,7 +19,7 @@ from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
 from policies.weights.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from policies.weights.dtypes import ServedTypes
+from policies.weights.tensors import ServedTypes
 from tasks.machine.base_model import identity_of
 from tasks.rollout.adapters import takes_adapters
 from tasks.storing.publish_adapter import AdapterPublisher

@@ -20,7 +20,7 @@ from accelerate import PartialState
 
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion
-from policies.weights.dtypes import ServedTypes
+from policies.weights.tensors import ServedTypes
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts
 from tasks.storing.unread import Unread, at_hand
