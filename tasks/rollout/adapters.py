@@ -14,8 +14,14 @@ import numpy as np
 import structlog
 
 from policies.model.spec import RunSpec
-from policies.weights.adapter_tensors import adapter_mismatch
-from policies.weights.adapters import ADAPTER_BASE, ADAPTER_CONFIG, ADAPTER_WEIGHTS, engine_rank, why_whole
+from policies.weights.adapters import (
+    ADAPTER_BASE,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapter_mismatch,
+    engine_rank,
+    why_whole,
+)
 from policies.weights.tensors import Tensor
 from tasks.machine.base_model import identity_of, layout_of, tensors_of
 from tasks.rollout.vllm.flags import base_config, base_folder
