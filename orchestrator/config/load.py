@@ -45,8 +45,7 @@ from orchestrator.config.rules.storage import EXPECTED, Storage, write_out_stora
 from orchestrator.config.rules.trl_features import check_quantised, check_turns
 from policies.model.spec import ALTERNATIVES, Replicas, RunSpec, generates_itself
 from policies.model.vocabulary import Role
-from policies.weights.disk_size import KEY, gb_of
-from policies.weights.disks import GB, ModelSize, disk_gb, disk_parts
+from policies.weights.disks import GB, KEY, ModelSize, disk_gb, disk_parts, gb_of
 
 __all__ = ["ConfigError", "Loaded", "Problem", "Storage", "load", "load_spec", "load_storage"]
 

@@ -8,7 +8,7 @@ from policies.fleet.list_prices import DISK_GB, clouds_with_disks, disk_usd_per_
 from policies.model.pools import Pool
 from policies.model.spec import RunSpec, alternatives_of, generates_itself
 from policies.model.vocabulary import Role
-from policies.weights.disk_size import KEY, gb_of
+from policies.weights.disks import KEY, gb_of
 
 ANYWHERE = ("", "*")
 
