@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from policies.ledger.accounting import History
-from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested, TookOver
+from policies.model.events import MachineBought, NodeMoved, NodeRequested, TookOver
 from policies.model.fold import behind_s
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role
 
@@ -184,8 +184,6 @@ def _for(from_s: float, until_s: float, name: str, usd_per_h: float) -> Iterator
 
 
 # Each machine's life, from the journal alone: its phases and when, where, at what price, and how it ended.
-
-History = Iterable[tuple[int, float, Iterable[Event]]]  # (entry number, time_s, events), as `fold.fold` takes it
 
 
 class End(StrEnum):

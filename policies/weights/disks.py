@@ -122,8 +122,8 @@ def _adapter_params(spec: RunSpec, model: ModelSize) -> int:
 # unit; then `parse_memory_resource` (`sky/utils/resources_utils.py`) wants whole GB of them, units being powers of
 # 1024.
 
-KEY = "disk_size"
-EXPECTED = "expected whole GB, as 500, 500GB or 2TB"
+DISK_SIZE = "disk_size"
+DISK_SIZE_EXPECTED = "expected whole GB, as 500, 500GB or 2TB"
 _UNITS = ("k", "m", "g", "t", "p")  # each 1024 times the one before
 _SIZE = re.compile(
     "([0-9]+)(" + "|".join(form for one in _UNITS for form in (f"{one}[bi]", f"{one.upper()}[BIbi]")) + ")?"

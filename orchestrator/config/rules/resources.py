@@ -52,8 +52,8 @@ def check_resources(data: dict[str, Any], path: KeyPath, findings: Findings, *, 
             findings.add(below, unknown_key(key, allowed, WHOSE))
         elif message := mismatch(value, Kind(allowed[key])):
             findings.add(below, message)
-        elif key == disks.KEY and disks.gb_of(value) is None:
-            findings.add(below, f"{disks.EXPECTED}, got {shown(value)}")
+        elif key == disks.DISK_SIZE and disks.gb_of(value) is None:
+            findings.add(below, f"{disks.DISK_SIZE_EXPECTED}, got {shown(value)}")
         elif key in ALTERNATIVES:
             for index, item in enumerate(value):
                 if message := mismatch(item, Kind("dict")):
