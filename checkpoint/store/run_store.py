@@ -104,7 +104,7 @@ class Store:
         """Write the object only if there is none of that name. Raises AlreadyExists.
 
         If an answer is lost, the retry meets its own object: a caller that must know reads it back (see
-        `checkpoint.journal.journal`).
+        `checkpoint.journal`).
         """
         self._try(f"create {key}", lambda: self._backend.create(key, data))
 

@@ -21,7 +21,7 @@ import typer
 from blake3 import blake3
 from msgspec import to_builtins
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records import documents, evaluated, evaluations
 from checkpoint.records.documents import RunRecord
 from checkpoint.records.evaluated import Evaluated

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records.documents import RunRecord
 from checkpoint.records.rehearsals import read_faults
 from checkpoint.store.run_store import Store

@@ -21,7 +21,7 @@ from shlex import quote
 
 import structlog
 
-from checkpoint.journal.journal import Fenced, Journal
+from checkpoint.journal import Fenced, Journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.security.redaction import Redactor, guard_output

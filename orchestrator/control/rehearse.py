@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import structlog
 
-from checkpoint.journal.journal import recover
+from checkpoint.journal import recover
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.records.rehearsals import RehearsedFault, read_faults, write_fault

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.records.documents import Notified, RunRecord
 from checkpoint.store.errors import StoreError

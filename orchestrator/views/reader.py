@@ -12,8 +12,8 @@ from dataclasses import replace
 from datetime import datetime
 from statistics import median
 
-from checkpoint.journal import journal
-from checkpoint.journal.entries import Record, entries_after
+from checkpoint import journal
+from checkpoint.journal import Record, entries_after
 from checkpoint.records import documents, metrics
 from checkpoint.records.metrics import Row, logged
 from checkpoint.records.rehearsals import RehearsedFault, read_faults

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records.documents import RunRecord
 from checkpoint.records.metrics import Row
 from checkpoint.records.rehearsals import RehearsedFault

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records import forks
 from checkpoint.records.metrics import Row, read_metrics
 from checkpoint.stream.catalog import Catalog

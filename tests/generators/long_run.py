@@ -12,7 +12,7 @@ import tempfile
 from itertools import groupby
 from pathlib import Path
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records import documents, forks
 from checkpoint.records.metrics import (
     GENERATE_S,

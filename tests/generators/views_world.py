@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from checkpoint.journal.journal import Journal
+from checkpoint.journal import Journal
 from checkpoint.records import documents, metrics
 from checkpoint.records.metrics import Row
 from checkpoint.records.rehearsals import RehearsedFault, write_fault

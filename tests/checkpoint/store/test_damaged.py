@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from checkpoint.journal import journal
-from checkpoint.journal.entries import Record
+from checkpoint import journal
+from checkpoint.journal import Record
 from checkpoint.records import documents, forks
 from checkpoint.records.documents import RunRecord
 from checkpoint.records.evaluated import kept

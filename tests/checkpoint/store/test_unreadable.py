@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoint.journal import journal
-from checkpoint.journal.journal import Journal
+from checkpoint import journal
+from checkpoint.journal import Journal
 from checkpoint.records import documents, metrics
 from checkpoint.records.documents import GatewayAddress, Lease, MachineReport, RunRecord
 from checkpoint.records.metrics import MetricsWriter, Row

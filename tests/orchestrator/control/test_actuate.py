@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from checkpoint.journal.journal import Fenced
+from checkpoint.journal import Fenced
 from checkpoint.records import forks
 from checkpoint.store.backends import BytesLike
 from checkpoint.store.errors import StoreUnavailable
