@@ -33,9 +33,9 @@ from checkpoint.store.codec import (
     state_to_plain,
     to_json,
 )
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreError, Torn
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from policies.model.events import Event, TookOver
 from policies.model.fold import apply, draft, final
 from policies.model.state import RunState

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from checkpoint.store import layout
 from checkpoint.store.codec import check_schema, from_json, to_json
-from checkpoint.store.document import Document, OptionalDocument
+from checkpoint.store.document import Document, OptionalDocument, Unreadable
 from checkpoint.store.errors import AlreadyExists, NotFound
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from policies.control.fleet.spending import BUDGET
 from policies.control.rollback.begin import RUN_START
 from policies.control.snapshot import Command, Trainer

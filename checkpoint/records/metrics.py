@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 from checkpoint.store import layout
 from checkpoint.store.codec import from_json, to_json
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from policies.detect.divergence import Point
 
 READERS = 16  # requests at once; a store answers one in tens of milliseconds

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from checkpoint.store import layout
-from checkpoint.store.document import OptionalDocument
+from checkpoint.store.document import OptionalDocument, Unreadable
 from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream import chunks
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.transfer import read_manifest

@@ -14,9 +14,9 @@ import structlog
 from checkpoint.records import documents, forks
 from checkpoint.records.documents import ControllerMachine
 from checkpoint.records.metrics import Row
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import Corrupt, StoreError
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream import exports
 from checkpoint.stream.catalog import Catalog, Revision
 from orchestrator.clouds.protocol import Cloud, CloudUnavailable

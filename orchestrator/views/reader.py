@@ -18,8 +18,8 @@ from checkpoint.records import documents, metrics
 from checkpoint.records.metrics import Row, logged
 from checkpoint.records.rehearsals import RehearsedFault, read_faults
 from checkpoint.store import layout
+from checkpoint.store.document import Unreadable
 from checkpoint.store.run_store import Entry, Store
-from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from orchestrator.control.lease import LeaseWatch
 from orchestrator.views.events import EventLine, lines, rehearsed_line

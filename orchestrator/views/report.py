@@ -14,8 +14,8 @@ from rich.text import Text
 from checkpoint.records import documents, metrics
 from checkpoint.records.metrics import Row, logged
 from checkpoint.records.rehearsals import RehearsedFault, read_faults
+from checkpoint.store.document import Unreadable
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.exports import export_of
 from orchestrator.plan.store_place import store_place
 from orchestrator.views.model import HealthView, health_of

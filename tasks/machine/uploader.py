@@ -17,9 +17,9 @@ from checkpoint.records import documents, rollouts
 from checkpoint.records.forks import read_forks
 from checkpoint.security.redaction import guard_output
 from checkpoint.security.vouched import NotVouched
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.catalog import Checkpoint
 from checkpoint.stream.spool import Seal
 from checkpoint.stream.uploader import LOOK_S, Retire, Tidy, Uploader, yield_to_others

@@ -19,9 +19,9 @@ from checkpoint.records.documents import GatewayAddress, Lease, MachineReport, R
 from checkpoint.records.metrics import MetricsWriter, Row
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.exports import Export
 from orchestrator.control.controller import Controller
 from orchestrator.control.observe import COMMANDS_EVERY_S, Observer
