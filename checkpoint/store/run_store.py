@@ -21,8 +21,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_aft
 
 from checkpoint.store.backends import Backend, BytesLike, Entry, Options
 from checkpoint.store.backends.answers import one_line
-from checkpoint.store.backends.folder import open_folder
-from checkpoint.store.backends.obstore_backend import open_obstore
+from checkpoint.store.backends.obstore_backend import open_folder, open_obstore
 from checkpoint.store.errors import NotFound, StoreUnavailable, StoreUnusable
 
 log = structlog.get_logger()
