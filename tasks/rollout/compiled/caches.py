@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from checkpoint.security.sealed import MAC_BYTES, seal, unseal
+from checkpoint.security.vouched import MAC_BYTES, seal, unseal
 from checkpoint.store import layout
 from checkpoint.store.errors import AlreadyExists, Corrupt, StoreError
 from checkpoint.store.run_store import Store

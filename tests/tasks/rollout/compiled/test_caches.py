@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from checkpoint.security.sealed import MAC_BYTES, seal, unseal
+from checkpoint.security.vouched import MAC_BYTES, seal, unseal
 from checkpoint.store import layout
 from checkpoint.store.errors import Corrupt, StoreUnavailable
 from checkpoint.store.run_store import Store
