@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from checkpoint.records.metrics import GENERATE_NODE_S, GENERATE_S, OWN_GENERATE_S, REPLAYED, TOKENS, WAIT_S, Row
-from checkpoint.records.step_times import step_times
+from checkpoint.records.metrics import (
+    GENERATE_NODE_S,
+    GENERATE_S,
+    OWN_GENERATE_S,
+    REPLAYED,
+    TOKENS,
+    WAIT_S,
+    Row,
+    step_times,
+)
 from policies.fleet.measuring import MeasuredStep
 
 
