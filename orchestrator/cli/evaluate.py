@@ -22,9 +22,9 @@ from blake3 import blake3
 from msgspec import to_builtins
 
 from checkpoint import journal
-from checkpoint.records import documents, evaluated, evaluations
+from checkpoint.records import documents, evaluations
 from checkpoint.records.documents import RunRecord
-from checkpoint.records.evaluated import Evaluated
+from checkpoint.records.evaluations import Evaluated
 from checkpoint.records.forks import read_forks
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
@@ -148,7 +148,7 @@ def _wait(store: Store, subjects: Sequence[Subject]) -> None:
                 break
             beat = documents.TRAINER.read(store)
             activity = "waiting for machines" if beat is None else beat.activity
-            stored = evaluated.count_kept(store) if beat is not None else 0
+            stored = evaluations.count_kept(store) if beat is not None else 0
             status.update(f"{there} of {len(subjects)} policies; {activity}; {stored} completions stored")
             time.sleep(POLL_S)
     if len(_found(store, subjects)) == len(subjects):
@@ -173,7 +173,7 @@ def _say_where(store: Store, output: Output) -> None:
 
 
 def _found(store: Store, subjects: Sequence[Subject]) -> list[Evaluated]:
-    read = (evaluated.evaluated(one.name).read(store) for one in subjects)
+    read = (evaluations.evaluated(one.name).read(store) for one in subjects)
     return [one for one in read if one is not None]
 
 

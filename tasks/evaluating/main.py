@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from checkpoint.records import evaluated, evaluations
+from checkpoint.records import evaluations
 from checkpoint.records.documents import RunRecord
 from checkpoint.security.redaction import guard_output
 from checkpoint.security.vouched import NotVouched
@@ -102,7 +102,7 @@ def _evaluate(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbea
     missing = [
         (number, subject)
         for number, subject in enumerate(evaluation.subjects)
-        if evaluated.evaluated(subject.name).read(store) is None
+        if evaluations.evaluated(subject.name).read(store) is None
     ]
     heartbeat.say(max_steps=len(evaluation.subjects), step=len(evaluation.subjects) - len(missing))
     if missing:
@@ -132,7 +132,7 @@ def _evaluate(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbea
             return exit_codes.FAILED, f"out of memory: {str(error).strip().partition(chr(10))[0]}"
     heartbeat.say(step=len(evaluation.subjects))  # the controller compares it with max_steps
     _unpin(evaluation)
-    evaluated.drop_kept(store)
+    evaluations.drop_kept(store)
     return exit_codes.OK, f"evaluated {', '.join(one.name for one in evaluation.subjects)}"
 
 
@@ -175,8 +175,8 @@ def _evaluate_each(
         log.info("evaluating", subject=subject.name, rows=len(evaluator.rows))
         evaluator.trainer.load(number, folders[subject.name])
         summary, samples = evaluate(evaluator, subject.name)
-        evaluated.write_samples(store, subject.name, samples)
-        evaluated.evaluated(subject.name).write(store, summary)  # last: it says that the samples are whole
+        evaluations.write_samples(store, subject.name, samples)
+        evaluations.evaluated(subject.name).write(store, summary)  # last: it says that the samples are whole
         heartbeat.say("training", step=number + 1)
 
 

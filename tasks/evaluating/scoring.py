@@ -7,7 +7,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from checkpoint.records.evaluated import SCHEMA, Evaluated, Scored, evaluated
+from checkpoint.records.evaluations import SCHEMA, Evaluated, Scored, evaluated
 from checkpoint.store.run_store import Store
 from policies.evaluation.judging import told_readable, verdict
 from policies.model.spec import Evaluation

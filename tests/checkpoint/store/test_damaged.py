@@ -11,7 +11,7 @@ from checkpoint import journal
 from checkpoint.journal import Record
 from checkpoint.records import documents, forks
 from checkpoint.records.documents import RunRecord
-from checkpoint.records.evaluated import kept
+from checkpoint.records.evaluations import kept
 from checkpoint.store import layout
 from checkpoint.store.codec import from_json, to_json
 from checkpoint.store.errors import Corrupt
