@@ -14,9 +14,8 @@ from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks, manifest
 from checkpoint.stream.catalog import Catalog, Checkpoint, Condemned, Revision
-from checkpoint.stream.chunks import Progress
+from checkpoint.stream.chunks import Progress, send
 from checkpoint.stream.manifest import Manifest
-from checkpoint.stream.sending import send
 from policies.model.vocabulary import PolicyVersion
 
 RECENT = 8  # revisions; chunks that an earlier upload has left are sent again

@@ -18,9 +18,8 @@ from checkpoint.store import layout
 from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks, manifest
-from checkpoint.stream.chunks import Progress
+from checkpoint.stream.chunks import Progress, send
 from checkpoint.stream.manifest import Manifest
-from checkpoint.stream.sending import send
 from policies.model.vocabulary import PolicyVersion
 from tasks.machine.base_model import FILES, NOT_FILES, TENSORS, WEIGHTS, tensors_in
 

@@ -19,8 +19,8 @@ from checkpoint.store.codec import to_json
 from checkpoint.store.errors import Corrupt, StoreError, StoreUnavailable
 from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
+from checkpoint.stream.chunks import Sending
 from checkpoint.stream.manifest import Manifest
-from checkpoint.stream.sending import Sending
 from checkpoint.weights import delta, safetensors, scratch
 from checkpoint.weights.safetensors import Bytes
 from checkpoint.weights.scratch import Written

@@ -18,8 +18,8 @@ from pathlib import Path
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks, manifest
+from checkpoint.stream.chunks import Sending
 from checkpoint.stream.manifest import Manifest
-from checkpoint.stream.sending import Sending
 from checkpoint.weights import safetensors
 from policies.serving.wire import PolicyRef, labelled_version
 

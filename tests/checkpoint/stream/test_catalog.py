@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from checkpoint.store import layout
 from checkpoint.store.errors import Corrupt, NotFound, StoreUnavailable
 from checkpoint.store.run_store import Store
-from checkpoint.stream import chunks, collect, manifest, sending, transfer
+from checkpoint.stream import chunks, collect, manifest, transfer
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.collect import Collector
 from policies.model.vocabulary import PolicyVersion
