@@ -180,7 +180,7 @@ def in_parallel(read: Callable[[int], T], numbers: Iterable[int]) -> list[T]:
 
 SEGMENT_SCHEMA = 1
 SEGMENT_ENTRIES = 256  # part of the format: segments end at its multiples
-STATES_TRIED = 2  # newest_segment first; if neither serves, all of them were written by another version
+STATES_TRIED = 2  # newest first; if neither serves, all of them were written by another version
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def write_segment(store: Store, records: list[Record], state: RunState) -> None:
 
 
 def newest_segment(store: Store, after: int = 0) -> int:
-    """Return the last number of the newest_segment segment beyond `after` in the listing, or 0."""
+    """Return the last number of the newest segment beyond `after` in the listing, or 0."""
     start = layout.segment(after) if after else None
     numbers = (layout.number_of(one.key) for one in store.entries(layout.SEGMENTS, after=start))
     return max((number for number in numbers if number and number % SEGMENT_ENTRIES == 0), default=0)
@@ -215,9 +215,9 @@ def records_between(store: Store, after: int, last: int) -> list[Record]:
 
 
 def newest_state(store: Store, last: int) -> tuple[int, RunState]:
-    """Return the number and the state of the newest_segment segment up to `last` that this version can continue.
+    """Return the number and the state of the newest segment up to `last` that this version can continue.
 
-    `(0, RunState())`, the beginning, where none of the STATES_TRIED newest_segment serves.
+    `(0, RunState())`, the beginning, where none of the STATES_TRIED newest serves.
     """
     for end in range(last, max(0, last - STATES_TRIED * SEGMENT_ENTRIES), -SEGMENT_ENTRIES):
         try:

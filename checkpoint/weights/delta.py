@@ -1,6 +1,6 @@
 """A file of what has changed from one policy's weights to the next's, and what applies it.
 
-After eight bytes that say what it is come the changed pieces (`checkpoint.weights.sparse`), tensor by tensor in
+After eight bytes that say what it is come the changed pieces (as below), tensor by tensor in
 the order of the weights' file; a compressed index; the index's lengths, as it is and before it was compressed; and
 BLAKE3 of everything before. So it is written in one pass, and refused as a whole when a bit of it is wrong.
 """
@@ -61,14 +61,14 @@ def encode_piece(old: Bytes, new: Bytes, item_bytes: int) -> bytes:
 
 
 def decode_piece(data: memoryview, piece: Bytes, item_bytes: int) -> None:
-    """Overwrite what has changed_elements in `piece`. Raises Corrupt before it writes anything."""
+    """Overwrite what has changed in `piece`. Raises Corrupt before it writes anything."""
     elements = piece.view(f"<u{item_bytes}")
     places, values = read_piece(data, len(elements), item_bytes)
     elements[places] = values
 
 
 def read_piece(data: memoryview, elements: int, item_bytes: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Which of so many elements have changed_elements, in ascending order, and their new bits as unsigned words. Raises
+    """Which of so many elements have changed, in ascending order, and their new bits as unsigned words. Raises
     Corrupt."""
     head_bytes = 4 * (4 + item_bytes)
     if len(data) < head_bytes:

@@ -48,7 +48,7 @@ FATES = [Fate.DONE] * 12 + [fate for fate in Fate if fate is not Fate.DONE]
 def small_and_in_turn() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "CHUNK_BYTES", CHUNK)
-        for module in (chunks, sending, manifest):
+        for module in (chunks, manifest):
             patch.setattr(module, "ThreadPoolExecutor", InTurn)
         patch.setattr(upkeep, "IN_FLIGHT_S", 0.0)
         yield

@@ -241,7 +241,7 @@ def test_a_delta_that_does_not_pay_is_given_up_and_the_weights_are_whole(
         compared.append(1)
         return encode(*piece)
 
-    monkeypatch.setattr(delta, "encode", counted)
+    monkeypatch.setattr(delta, "encode_piece", counted)
     second = rewrite(tmp_path / "w", after, first.digest, tmp_path / "d")
     assert second.delta_bytes is None
     assert len(compared) < 4000 / 64 * 20 / 3, "once it does not pay no more is compared"

@@ -110,7 +110,7 @@ def test_weights_that_do_not_come_out_as_named_are_given_up(
     publisher, node = world.publisher(), world.node()
     world.fetch(node, world.publish(publisher, 0))
     [ref] = world.steps(publisher, 1)
-    monkeypatch.setattr(delta, "decode", lambda *_: None)
+    monkeypatch.setattr(delta, "decode_piece", lambda *_: None)
     if anchored:
         world.fetch(node, ref)
         return
