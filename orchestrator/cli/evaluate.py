@@ -23,9 +23,8 @@ from msgspec import to_builtins
 
 from checkpoint import journal
 from checkpoint.records import documents, evaluations
-from checkpoint.records.documents import RunRecord
+from checkpoint.records.documents import RunRecord, read_forks
 from checkpoint.records.evaluations import Evaluated
-from checkpoint.records.forks import read_forks
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from checkpoint.store.errors import AlreadyExists

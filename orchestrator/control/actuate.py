@@ -19,7 +19,7 @@ from typing import assert_never
 
 import structlog
 
-from checkpoint.records import documents, forks
+from checkpoint.records import documents
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from checkpoint.stream import exports
@@ -159,7 +159,7 @@ class Actuator:
             case AskToStop():
                 documents.ask_to_stop(self._store, action.node, action.attempt, time.time())
             case WriteFork():
-                forks.write_fork(self._store, action.fork)
+                documents.write_fork(self._store, action.fork)
             case Export():
                 exports.export_weights(self._store, PolicyVersion.parse(action.version))
             case _:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import structlog
 
-from checkpoint.records import documents, forks
+from checkpoint.records import documents
 from checkpoint.records.documents import ControllerMachine
 from checkpoint.records.metrics import Row
 from checkpoint.store.document import Unreadable
@@ -281,7 +281,7 @@ class Observer:
             checkpoints=None if catalog is None else tuple(one.at for one in catalog.checkpoints),
             damaged=damaged,
             ever_stored=catalog is not None and catalog.number > 0,
-            timeline=forks.newest_timeline(self._store) if state.rollback is not None or target_wanted else 0,
+            timeline=documents.newest_timeline(self._store) if state.rollback is not None or target_wanted else 0,
             exported_to=None if state.healthy is None else self._exported_to(state.healthy),
             unreadable=dict(self._unreadable.found),
         )

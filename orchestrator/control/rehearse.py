@@ -19,8 +19,7 @@ import structlog
 
 from checkpoint.journal import recover
 from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.records.rehearsals import RehearsedFault, read_faults, write_fault
+from checkpoint.records.documents import RehearsedFault, RunRecord, read_faults, write_fault
 from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store

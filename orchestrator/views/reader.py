@@ -15,8 +15,8 @@ from statistics import median
 from checkpoint import journal
 from checkpoint.journal import Record, entries_after
 from checkpoint.records import documents, metrics
+from checkpoint.records.documents import RehearsedFault, read_faults
 from checkpoint.records.metrics import Row, logged
-from checkpoint.records.rehearsals import RehearsedFault, read_faults
 from checkpoint.store import layout
 from checkpoint.store.document import Unreadable
 from checkpoint.store.run_store import Entry, Store

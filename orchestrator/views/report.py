@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from checkpoint.records import documents, metrics
+from checkpoint.records.documents import RehearsedFault, read_faults
 from checkpoint.records.metrics import Row, logged
-from checkpoint.records.rehearsals import RehearsedFault, read_faults
 from checkpoint.store.document import Unreadable
 from checkpoint.store.run_store import Store
 from checkpoint.stream.exports import export_of

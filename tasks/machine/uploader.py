@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 
 from checkpoint.records import documents, rollouts
-from checkpoint.records.forks import read_forks
+from checkpoint.records.documents import read_forks
 from checkpoint.security.redaction import guard_output
 from checkpoint.security.vouched import NotVouched
 from checkpoint.store.document import Unreadable

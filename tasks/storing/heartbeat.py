@@ -16,7 +16,7 @@ from dataclasses import replace
 import structlog
 
 from checkpoint.records import documents
-from checkpoint.records.forks import newest_timeline
+from checkpoint.records.documents import newest_timeline
 from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store

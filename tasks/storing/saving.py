@@ -10,9 +10,8 @@ from pathlib import Path
 
 import structlog
 
-from checkpoint.records import resume_state
-from checkpoint.records.documents import RunRecord
-from checkpoint.records.resume_state import ResumeState
+from checkpoint.records import documents
+from checkpoint.records.documents import ResumeState, RunRecord
 from checkpoint.store.codec import to_json
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.stream.spool import Seal, Spool, UploaderState
@@ -174,4 +173,4 @@ def package_versions() -> dict[str, str]:
 
 def read_resume_state(checkpoint: Path) -> ResumeState:
     """The resume state that a restored checkpoint holds. Raises Corrupt."""
-    return resume_state.decode((checkpoint / RESUME_FILE).read_bytes(), str(checkpoint / RESUME_FILE))
+    return documents.decode_resume_state((checkpoint / RESUME_FILE).read_bytes(), str(checkpoint / RESUME_FILE))

@@ -14,9 +14,9 @@ from typing import Any
 import structlog
 from transformers import TrainerCallback
 
-from checkpoint.records import metrics, resume_state
+from checkpoint.records import documents, metrics
+from checkpoint.records.documents import ResumeState
 from checkpoint.records.metrics import Row
-from checkpoint.records.resume_state import ResumeState
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from policies.detect.divergence import Detector, Health, Verdict, follow, trip_at
@@ -190,7 +190,7 @@ class ResumeStateCallback(TrainerCallback):  # type: ignore[misc]  # transformer
         self._store = store
         self._timeline = timeline
         self._every_steps = every_steps
-        self._kl: deque[tuple[int, float | None]] = deque(maxlen=resume_state.KL_KEPT)
+        self._kl: deque[tuple[int, float | None]] = deque(maxlen=documents.KL_KEPT)
         self._best: tuple[float, int] | None = None
         self._stored_step = 0
         if kept is not None:
@@ -204,7 +204,7 @@ class ResumeStateCallback(TrainerCallback):  # type: ignore[misc]  # transformer
         best_reward, best_step = self._best or (None, None)
         at = str(PolicyVersion(self._timeline, step))
         kl, detector = list(self._kl), self._detector()
-        return ResumeState(resume_state.SCHEMA, at, time.time(), kl, best_reward, best_step, detector)
+        return ResumeState(documents.RESUME_SCHEMA, at, time.time(), kl, best_reward, best_step, detector)
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         values, step = storable(logs), state.global_step
@@ -215,7 +215,7 @@ class ResumeStateCallback(TrainerCallback):  # type: ignore[misc]  # transformer
             self._best = (reward, step)
         if step // self._every_steps > self._stored_step // self._every_steps:
             self._stored_step = step
-            resume_state.write_resume_state(self._store, self.state(step))
+            documents.write_resume_state(self._store, self.state(step))
 
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here

@@ -23,8 +23,7 @@ from typing import Any
 
 import structlog
 
-from checkpoint.records.documents import RunRecord
-from checkpoint.records.forks import read_forks
+from checkpoint.records.documents import RunRecord, read_forks
 from checkpoint.security.redaction import guard_output
 from checkpoint.security.vouched import NotVouched
 from checkpoint.store.errors import NotFound, NothingWhole, StoreError

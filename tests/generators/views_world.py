@@ -7,8 +7,8 @@ from pathlib import Path
 
 from checkpoint.journal import Journal
 from checkpoint.records import documents, metrics
+from checkpoint.records.documents import RehearsedFault, write_fault
 from checkpoint.records.metrics import Row
-from checkpoint.records.rehearsals import RehearsedFault, write_fault
 from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog

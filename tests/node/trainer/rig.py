@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from checkpoint.records import documents, resume_state
-from checkpoint.records.documents import RunRecord
-from checkpoint.records.resume_state import ResumeState
+from checkpoint.records import documents
+from checkpoint.records.documents import ResumeState, RunRecord
 from checkpoint.security.vouched import vouch
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
@@ -163,7 +162,9 @@ class Rig:
         self.store = Store(f"file://{folder}/store")
         made = run_spec(self.store.url, tiny, **spec) if ready is None else ready
         self.spec = replace(made, storage=self.store.url)
-        documents.create_run(self.store, RunRecord(documents.SCHEMA, "id", time.time(), self.spec, evaluation))
+        documents.create_run(
+            self.store, RunRecord(documents.RESUME_SCHEMA, "id", time.time(), self.spec, evaluation)
+        )
         vouch(self.store, TOKEN)
         self.gateway = StandInGateway(self.store, folder / "scratch")
 
@@ -216,7 +217,7 @@ class Rig:
     def newest_resume_state(self) -> ResumeState:
         """The light resume state that was stored last."""
         key = self.store.entries(layout.RESUME)[-1].key
-        return resume_state.decode(self.store.get(key), key)
+        return documents.decode_resume_state(self.store.get(key), key)
 
     def restore(self, at: PolicyVersion, folder: Path) -> Manifest:
         """Fetch a checkpoint into a folder."""

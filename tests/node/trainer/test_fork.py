@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback
 
 from checkpoint.records import documents
-from checkpoint.records.forks import read_forks, write_fork
+from checkpoint.records.documents import read_forks, write_fork
 from policies.control.snapshot import Trainer
 from policies.model.timelines import Fork, Skipped
 from policies.model.vocabulary import PolicyVersion

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from checkpoint.records import metrics
-from checkpoint.records.documents import RunRecord
-from checkpoint.records.forks import write_fork
+from checkpoint.records.documents import RunRecord, write_fork
 from checkpoint.store.codec import from_json
 from policies.control.snapshot import Trainer
 from policies.detect.divergence import Detector, Health, Verdict, follow

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from checkpoint.records import documents, evaluations
-from checkpoint.records.documents import RunRecord
+from checkpoint.records.documents import RunRecord, write_fork
 from checkpoint.records.evaluations import SCHEMA, Evaluated
-from checkpoint.records.forks import write_fork
 from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog, Revision

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from checkpoint.journal import Fenced
-from checkpoint.records import forks
+from checkpoint.records import documents
 from checkpoint.store.backends import BytesLike
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
@@ -192,10 +192,10 @@ def test_a_fork_is_written_though_the_store_was_away(
     def written() -> bool:
         actuator.submit((WriteFork(fork),), held)
         actuator.collect()
-        return forks.newest_timeline(store) == 1
+        return documents.newest_timeline(store) == 1
 
     until("done", written)
-    assert forks.read_forks(store) == (fork,)
+    assert documents.read_forks(store) == (fork,)
 
 
 def test_an_export_that_cannot_be_is_told_and_not_tried_for_ever(store: AwayStore, actuator: Actuator) -> None:
