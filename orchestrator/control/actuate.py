@@ -22,7 +22,7 @@ import structlog
 from checkpoint.records import documents
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from checkpoint.stream import exports
+from checkpoint.stream import transfer
 from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, Order
 from orchestrator.control.run_clock import awake_or_asleep_s
 from policies.control.snapshot import (
@@ -161,7 +161,7 @@ class Actuator:
             case WriteFork():
                 documents.write_fork(self._store, action.fork)
             case Export():
-                exports.export_weights(self._store, PolicyVersion.parse(action.version))
+                transfer.export_weights(self._store, PolicyVersion.parse(action.version))
             case _:
                 assert_never(action)
 

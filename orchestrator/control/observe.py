@@ -17,7 +17,7 @@ from checkpoint.records.metrics import Row
 from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import Corrupt, StoreError
 from checkpoint.store.run_store import Store
-from checkpoint.stream import exports
+from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog, Revision
 from orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from orchestrator.control.metrics_watch import MetricsWatch
@@ -309,7 +309,7 @@ class Observer:
             return None, str(error)
 
     def _exported_to(self, version: str) -> str | None:
-        export = exports.export_of(PolicyVersion.parse(version)).read(self._store, self._unreadable)
+        export = transfer.export_of(PolicyVersion.parse(version)).read(self._store, self._unreadable)
         return None if export is None else export.prefix
 
     def _machines(self) -> dict[str, Machine] | None:

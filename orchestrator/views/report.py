@@ -16,7 +16,7 @@ from checkpoint.records.documents import RehearsedFault, read_faults
 from checkpoint.records.metrics import Row, logged
 from checkpoint.store.document import Unreadable
 from checkpoint.store.run_store import Store
-from checkpoint.stream.exports import export_of
+from checkpoint.stream.transfer import export_of
 from orchestrator.plan.store_place import store_place
 from orchestrator.views.model import HealthView, health_of
 from orchestrator.views.reader import Reader

@@ -14,8 +14,8 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest, transfer
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from checkpoint.stream.chunks import DamagedChunk, same
-from checkpoint.stream.exports import is_weights
 from checkpoint.stream.manifest import Manifest
+from checkpoint.stream.transfer import is_weights
 from policies.model.timelines import on_lineage
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.joining import CHECKPOINT, Stage

@@ -22,7 +22,7 @@ from checkpoint.store.codec import to_json
 from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
-from checkpoint.stream.exports import Export
+from checkpoint.stream.transfer import Export
 from orchestrator.control.controller import Controller
 from orchestrator.control.observe import COMMANDS_EVERY_S, Observer
 from orchestrator.views.model import to_json as view_json
