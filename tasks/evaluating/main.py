@@ -36,8 +36,7 @@ from tasks.machine.node_env import NodeEnv, NotANode, read_node_env, read_run_he
 from tasks.machine.processes.exit_note import leave_exit_code
 from tasks.machine.versions import TRAINER, WrongVersions, check_versions
 from tasks.models.base import found_here
-from tasks.rewards.guard import BadReward
-from tasks.rewards.guarded_turns import ToolFailed
+from tasks.rewards.guard import BadReward, ToolFailed
 from tasks.storing.heartbeat import Fenced, Heartbeat
 from tasks.trainer.main import (
     BEAT_RETRY_S,

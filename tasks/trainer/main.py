@@ -44,8 +44,7 @@ from tasks.machine.spooling import NoRoom, find_spool, remove_spool
 from tasks.machine.versions import TRAINER, WrongVersions, check_versions
 from tasks.models import publishing
 from tasks.models.base import BaseModel, found_here, source_of
-from tasks.rewards.guard import BadReward
-from tasks.rewards.guarded_turns import ToolFailed
+from tasks.rewards.guard import BadReward, ToolFailed
 from tasks.storing.heartbeat import Fenced, Heartbeat
 from tasks.storing.sharing import Restored, told_by_first
 
