@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tasks.rewards.in_workers import WALL_FACTOR, answered
+from tasks.rewards.pool import Limits, NoWorker, Pool
 from tasks.rewards.texts import answer_of, fenced, text_of
 from tasks.rewards.workers import sandboxed
-from tasks.rewards.workers.pool import Limits, NoWorker, Pool
 
 # The sandbox in which programs that a model wrote are run: bubblewrap's namespaces around
 # `tasks.rewards.workers.sandboxed`.

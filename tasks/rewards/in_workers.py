@@ -14,8 +14,8 @@ from typing import Any
 
 import structlog
 
+from tasks.rewards.pool import Answer, Limits, NoWorker, Pool
 from tasks.rewards.texts import shown, text_of
-from tasks.rewards.workers.pool import Answer, Limits, NoWorker, Pool
 
 log = structlog.get_logger()
 

@@ -17,7 +17,7 @@ import pytest
 from tasks.rewards import code_tests
 from tasks.rewards.code_tests import sandboxes
 from tasks.rewards.in_workers import WALL_FACTOR
-from tasks.rewards.workers.pool import Limits, NoWorker
+from tasks.rewards.pool import Limits, NoWorker
 from tests.budget import HANG_S
 
 DOUBLE = "Sure:\n```python\nprint(int(input()) * 2)\n```\nThat doubles."
