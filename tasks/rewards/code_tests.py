@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tasks.rewards import sandboxed
 from tasks.rewards.in_workers import WALL_FACTOR, answered
 from tasks.rewards.pool import Limits, NoWorker, Pool
 from tasks.rewards.texts import answer_of, fenced, text_of
-from tasks.rewards.workers import sandboxed
 
 # The sandbox in which programs that a model wrote are run: bubblewrap's namespaces around
-# `tasks.rewards.workers.sandboxed`.
+# `tasks.rewards.sandboxed`.
 #
 # Inside there is Python and /usr, all read-only, and nothing else of the machine: no home, no environment, no
 # /proc, no network, no other process, no folder to write to. Where no such sandbox can be had, nothing is run: a
