@@ -21,16 +21,15 @@ from checkpoint.stream.uploader import yield_to_others
 from tasks.machine.node_env import read_node_env
 from tasks.machine.processes.children import end_with_parent
 from tasks.models import shared
-from tasks.models.base import Source
 
 log = structlog.get_logger()
 
 STORE_RETRY_S = 600.0
 
 
-def begin(source: Source, folder: Path) -> subprocess.Popen[bytes]:
+def begin(model: str, revision: str | None, folder: Path) -> subprocess.Popen[bytes]:
     """Start publishing; it ends with this process, and the next one goes on."""
-    argv = [sys.executable, "-m", "tasks.models.publishing", source.model, source.revision or "", str(folder)]
+    argv = [sys.executable, "-m", "tasks.models.publishing", model, revision or "", str(folder)]
     return subprocess.Popen(argv)
 
 

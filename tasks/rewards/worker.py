@@ -1,4 +1,4 @@
-"""A worker: `python -m tasks.rewards.workers.worker MODULE FUNCTION MEMORY_BYTES`. It calls the function with
+"""A worker: `python -m tasks.rewards.worker MODULE FUNCTION MEMORY_BYTES`. It calls the function with
 what it reads.
 
 It has none of the trainer's secrets in its environment, and memory of its own: see `tasks.rewards.in_workers`,

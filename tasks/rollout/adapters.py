@@ -20,11 +20,10 @@ from policies.weights.adapters import (
     ADAPTER_WEIGHTS,
     adapter_mismatch,
     engine_rank,
-    why_whole,
 )
 from policies.weights.tensors import Tensor
 from tasks.machine.base_model import identity_of, layout_of, tensors_of
-from tasks.rollout.vllm.flags import base_config, base_folder
+from tasks.rollout.vllm.flags import base_folder
 
 log = structlog.get_logger()
 
@@ -36,11 +35,6 @@ EXPONENTS = {
     "BF16": (np.uint16, 0x7F80),
     "F16": (np.uint16, 0x7C00),
 }
-
-
-def takes_adapters(spec: RunSpec) -> bool:
-    """Whether this run's policies come as adapters."""
-    return not why_whole(spec, base_config(spec) if spec.trainer.peft is not None else {})
 
 
 class AdapterCheck:

@@ -20,8 +20,8 @@ from policies.model.spec import RunSpec
 from policies.serving.canary import Canary
 from policies.weights.tensors import HEAD, Tensor, mismatch
 from tasks.machine.base_model import tensors_in
-from tasks.rollout.adapters import AdapterCheck, takes_adapters
-from tasks.rollout.vllm.flags import base_config, base_folder, base_on_hub, may_start_bare
+from tasks.rollout.adapters import AdapterCheck
+from tasks.rollout.vllm.flags import base_config, base_folder, base_on_hub, may_start_bare, takes_adapters
 from tasks.rollout.vllm.server import PolicyRefused
 
 log = structlog.get_logger()

@@ -201,7 +201,7 @@ def have_base_model(
     if folder is None:
         folder = BaseModel(store, source, workdir, os.environ, spec.policies.boot_timeout_s, say).whole()
     if folder is not None and source.is_shared and folder != found_here(workdir):
-        publishing.begin(source, folder)
+        publishing.begin(source.model, source.revision, folder)
 
 
 def _say_stage(heartbeat: Heartbeat, stage: Stage) -> None:

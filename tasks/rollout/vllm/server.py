@@ -33,10 +33,9 @@ from policies.serving.wire import COMPLETIONS, MODEL, NODE_IDLE_S, EngineWord, L
 from policies.weights.adapters import BASE_MODEL
 from tasks.machine.node_env import NodeEnv
 from tasks.machine.processes.children import end_descendants, start_child
-from tasks.rollout.adapters import takes_adapters
 from tasks.rollout.engine import EngineLimits, read_metrics
 from tasks.rollout.policy_folders import Staged
-from tasks.rollout.vllm.flags import argv_of, uncompiled_env
+from tasks.rollout.vllm.flags import argv_of, takes_adapters, uncompiled_env
 
 log = structlog.get_logger()
 
