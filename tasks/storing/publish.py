@@ -28,9 +28,8 @@ from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.canary import Canary
 from policies.serving.wire import PolicyRef
 from policies.weights.tensors import ServedTypes, Tensor
-from tasks.storing.policy_remover import PolicyRemover
-from tasks.storing.publish_resume import Published, find, newest_first
 from tasks.storing.publish_snapshot import Snapshot
+from tasks.storing.published import PolicyRemover, Published, find, newest_first
 from tasks.storing.step_costs import StepCosts
 from tasks.storing.tensor_types import TYPES, type_name
 from tasks.storing.unread import Unread, at_hand
