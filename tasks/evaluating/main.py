@@ -108,7 +108,7 @@ def _evaluate(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbea
         # After the first heartbeat: these imports take seconds.
         import torch
 
-        from tasks.storing.tensor_types import UnsupportedType
+        from tasks.storing.tensors import UnsupportedType
         from tasks.trainer.user_objects import BadSpec, is_out_of_memory
 
         if threads := os.environ.get("OMP_NUM_THREADS"):

@@ -31,8 +31,7 @@ from policies.serving.wire import PolicyRef, labelled_version
 from policies.weights.tensors import ServedTypes, Tensor
 from tasks.storing.published import PolicyRemover, Published, find, newest_first
 from tasks.storing.step_costs import StepCosts
-from tasks.storing.tensor_types import TYPES, type_name
-from tasks.storing.unread import Unread, at_hand
+from tasks.storing.tensors import TYPES, Unread, at_hand, type_name
 
 log = structlog.get_logger()
 

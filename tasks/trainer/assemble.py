@@ -41,9 +41,9 @@ from tasks.storing.publish_adapter import AdapterPublisher
 from tasks.storing.restoring import BASE_MODEL
 from tasks.storing.sample_writer import SampleWriter
 from tasks.storing.saving import CheckpointSaver, read_resume_state
-from tasks.storing.served_types import read_served_types
 from tasks.storing.sharing import Restored
 from tasks.storing.step_costs import StepCosts
+from tasks.storing.tensors import read_served_types
 from tasks.trainer import callbacks
 from tasks.trainer.preflight import (
     check_lengths,

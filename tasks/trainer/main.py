@@ -210,7 +210,7 @@ def _say_stage(heartbeat: Heartbeat, stage: Stage) -> None:
 
 def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
     """Train, and say how it ended. Raises errors that another try may not meet."""
-    from tasks.storing.tensor_types import UnsupportedType
+    from tasks.storing.tensors import UnsupportedType
     from tasks.trainer.callbacks import Diverged
     from tasks.trainer.user_objects import BadSpec
     from tasks.trl.unrewarded import NothingToLearn

@@ -15,7 +15,7 @@ from tasks.completions.drought import OwnTurn
 from tasks.completions.rollout_source import RolloutSource
 from tasks.machine.leaving import LeaveNow
 from tasks.storing.publish_adapter import AdapterPublisher
-from tasks.storing.unread import Unread
+from tasks.storing.tensors import Unread
 from tasks.trl.own_share import OwnShare
 
 # In the place of each completion, for all processes to read:

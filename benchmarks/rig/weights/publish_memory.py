@@ -23,7 +23,7 @@ from policies.model.vocabulary import PolicyVersion
 from policies.weights.tensors import ServedTypes
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts
-from tasks.storing.unread import Unread, at_hand
+from tasks.storing.tensors import Unread, at_hand
 from tests.node.ranks.divided import adapted, divided, generation_with, join
 
 SIZES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12}
