@@ -38,10 +38,9 @@ from tasks.machine.spooling import NoRoom, make_spool
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.publish_adapter import AdapterPublisher
-from tasks.storing.restoring import BASE_MODEL
+from tasks.storing.restoring import BASE_MODEL, Restored
 from tasks.storing.sample_writer import SampleWriter
 from tasks.storing.saving import CheckpointSaver, read_resume_state
-from tasks.storing.sharing import Restored
 from tasks.storing.step_costs import StepCosts
 from tasks.storing.tensors import read_served_types
 from tasks.trainer import callbacks

@@ -46,7 +46,7 @@ from tasks.models import publishing
 from tasks.models.base import BaseModel, found_here, source_of
 from tasks.rewards.guard import BadReward, ToolFailed
 from tasks.storing.heartbeat import Fenced, Heartbeat
-from tasks.storing.sharing import Restored, told_by_first
+from tasks.storing.restoring import Restored, told_by_first
 
 log = structlog.get_logger()
 

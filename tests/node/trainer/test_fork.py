@@ -19,7 +19,7 @@ from policies.model.vocabulary import PolicyVersion
 from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv
 from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.sharing import Restored
+from tasks.storing.restoring import Restored
 from tasks.trainer.assemble import assemble
 from tasks.trl.parts.saving import scale_learning_rate
 from tasks.trl.skipped_prompts import Walk, replacements
