@@ -42,7 +42,7 @@ from tasks.machine.processes.children import end_with_parent
 from tasks.machine.processes.exit_note import leave_exit_code
 from tasks.machine.spooling import NoRoom, find_spool, remove_spool
 from tasks.machine.versions import TRAINER, WrongVersions, check_versions
-from tasks.models import publishing
+from tasks.models import shared
 from tasks.models.base import BaseModel, found_here, source_of
 from tasks.rewards.guard import BadReward, ToolFailed
 from tasks.storing.heartbeat import Fenced, Heartbeat
@@ -201,7 +201,7 @@ def have_base_model(
     if folder is None:
         folder = BaseModel(store, source, workdir, os.environ, spec.policies.boot_timeout_s, say).whole()
     if folder is not None and source.is_shared and folder != found_here(workdir):
-        publishing.begin(source.model, source.revision, folder)
+        shared.begin_publishing(source.model, source.revision, folder)
 
 
 def _say_stage(heartbeat: Heartbeat, stage: Stage) -> None:
