@@ -45,16 +45,19 @@ from policies.model import exit_codes
 from policies.model.node_contract import NOTICE, REBALANCE, WORK
 from policies.model.vocabulary import Role
 from tasks.machine import dead_man, metadata
-from tasks.machine.metadata import MetadataService
-from tasks.machine.node_env import NodeEnv, NotANode, read_node_env
-from tasks.machine.processes.attempts import Started, record, started, take
-from tasks.machine.processes.children import (
+from tasks.machine.children import (
+    Started,
     adopt_orphans,
     end_descendants,
     end_in_order,
     exit_code_of,
+    record,
     start_child,
+    started,
+    take,
 )
+from tasks.machine.metadata import MetadataService
+from tasks.machine.node_env import NodeEnv, NotANode, read_node_env
 from tasks.machine.processes.exit_note import take_reason
 from tasks.machine.reporter import Reporter, first_report
 

@@ -29,8 +29,8 @@ from checkpoint.stream.manifest import Manifest
 from checkpoint.stream.uploader import yield_to_others
 from policies.model.vocabulary import PolicyVersion
 from tasks.machine.base_model import FILES, NOT_FILES, TENSORS, WEIGHTS, tensors_in
+from tasks.machine.children import end_with_parent
 from tasks.machine.node_env import read_node_env
-from tasks.machine.processes.children import end_with_parent
 
 log = structlog.get_logger()
 

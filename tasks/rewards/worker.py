@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from tasks.machine.processes.children import end_with_parent
+from tasks.machine.children import end_with_parent
 
 SAID_MAX = 300  # characters of an error
 

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-from tasks.machine.processes.children import adopt_orphans, end_descendants, exit_code_of, start_child
+from tasks.machine.children import adopt_orphans, end_descendants, exit_code_of, start_child
 
 # Long enough to shut down in order, which also removes shared memory; a new server may not start before.
 GRACE_S = 5.0

@@ -31,8 +31,8 @@ from policies.serving.joining import READ_BYTES_PER_S
 from policies.serving.position_trial import judge
 from policies.serving.wire import COMPLETIONS, MODEL, NODE_IDLE_S, EngineWord, LoadPolicy, ProvePolicy
 from policies.weights.adapters import BASE_MODEL
+from tasks.machine.children import end_descendants, start_child
 from tasks.machine.node_env import NodeEnv
-from tasks.machine.processes.children import end_descendants, start_child
 from tasks.rollout.engine import EngineLimits, read_metrics
 from tasks.rollout.policy_folders import Staged
 from tasks.rollout.vllm.flags import argv_of, takes_adapters, uncompiled_env

@@ -20,8 +20,8 @@ from checkpoint.security.vouched import vouch
 from checkpoint.store.run_store import Store
 from policies.model import exit_codes
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
+from tasks.machine.children import Started, record
 from tasks.machine.node_env import read_run_here
-from tasks.machine.processes.attempts import Started, record
 from tasks.machine.processes.exit_note import leave_reason
 from tests.budget import HANG_S, until
 from tests.rigs.metadata import fake_metadata

@@ -104,7 +104,7 @@ def test_the_whole_tree_ends_when_a_signal_comes_while_it_is_ended(
 def test_the_tree_ends_when_the_one_who_started_it_is_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     starter = (
-        "import signal, sys, os; from tasks.machine.processes.children import start_child; "
+        "import signal, sys, os; from tasks.machine.children import start_child; "
         f"start_child([sys.executable, '-m', '{ENDS_AS_ONE}', sys.executable, '-c', *sys.argv[1:]],"
         " dict(os.environ), death_signal=signal.SIGTERM).wait()"
     )
