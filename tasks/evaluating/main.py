@@ -31,9 +31,9 @@ from policies.model.spec import BASE, Evaluation, Subject
 from policies.model.vocabulary import PolicyVersion
 from tasks.completions.gateway_client import GenerationFailed
 from tasks.completions.refused_prompts import BadPrompts
+from tasks.machine.exit_note import leave_exit_code
 from tasks.machine.leaving import LeaveNow, Leaving, await_predecessor, stop_file
 from tasks.machine.node_env import NodeEnv, NotANode, read_node_env, read_run_here
-from tasks.machine.processes.exit_note import leave_exit_code
 from tasks.machine.versions import TRAINER, WrongVersions, check_versions
 from tasks.models.base import found_here
 from tasks.rewards.guard import BadReward, ToolFailed

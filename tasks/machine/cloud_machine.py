@@ -56,9 +56,9 @@ from tasks.machine.children import (
     started,
     take,
 )
+from tasks.machine.exit_note import take_reason
 from tasks.machine.metadata import MetadataService
 from tasks.machine.node_env import NodeEnv, NotANode, read_node_env
-from tasks.machine.processes.exit_note import take_reason
 from tasks.machine.reporter import Reporter, first_report
 
 log = structlog.get_logger()

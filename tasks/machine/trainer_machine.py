@@ -24,9 +24,9 @@ from policies.model import exit_codes, node_contract
 from policies.model.gpus import DRIVER_HINT, DriverFailed
 from policies.model.vocabulary import Role
 from tasks.machine.children import exit_code_of, start_child
+from tasks.machine.exit_note import leave_reason, take_exit_code, told_exit_code
 from tasks.machine.leaving import stop_file
 from tasks.machine.node_env import read_node_env, read_run_here
-from tasks.machine.processes.exit_note import leave_reason, take_exit_code, told_exit_code
 from tasks.machine.processes.launching import (
     counted_gpus,
     trainer_argv,

@@ -37,9 +37,9 @@ from policies.serving.joining import Stage
 from tasks.completions.gateway_client import GenerationFailed
 from tasks.completions.refused_prompts import BadPrompts
 from tasks.machine.children import end_with_parent
+from tasks.machine.exit_note import leave_exit_code
 from tasks.machine.leaving import LeaveNow, Leaving, await_predecessor, stop_file
 from tasks.machine.node_env import NodeEnv, NotANode, read_node_env, read_run_here
-from tasks.machine.processes.exit_note import leave_exit_code
 from tasks.machine.spooling import NoRoom, find_spool, remove_spool
 from tasks.machine.versions import TRAINER, WrongVersions, check_versions
 from tasks.models import shared

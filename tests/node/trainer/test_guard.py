@@ -22,7 +22,7 @@ from policies.model import exit_codes
 from policies.model.spec import CheckpointsSpec, KlPolicy
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
-from tasks.machine.processes.exit_note import leave_exit_code, take_exit_code
+from tasks.machine.exit_note import leave_exit_code, take_exit_code
 from tasks.machine.spooling import find_spool
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.saving import RUN_FILE, read_resume_state

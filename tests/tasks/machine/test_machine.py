@@ -21,8 +21,8 @@ from checkpoint.store.run_store import Store
 from policies.model import exit_codes
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from tasks.machine.children import Started, record
+from tasks.machine.exit_note import leave_reason
 from tasks.machine.node_env import read_run_here
-from tasks.machine.processes.exit_note import leave_reason
 from tests.budget import HANG_S, until
 from tests.rigs.metadata import fake_metadata
 from tests.tasks.rollout.test_rollout_agent import alive
