@@ -33,9 +33,8 @@ from policies.model.vocabulary import Role
 from tasks.machine.children import adopt_orphans
 from tasks.machine.exit_note import leave_reason
 from tasks.machine.lasting_log import lasting
+from tasks.machine.launching import counted_gpus, set_up
 from tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
-from tasks.machine.processes.launching import counted_gpus
-from tasks.machine.user_setup import set_up
 from tasks.machine.versions import ROLLOUT, DriverTooOld, WrongVersions, check_versions
 from tasks.rollout.node_agent import Agent
 from tasks.rollout.rollout_engine import GaveUp

@@ -37,9 +37,9 @@ from policies.model.spec import (
     TrainerSpec,
 )
 from policies.model.vocabulary import PolicyVersion
+from tasks.machine.launching import trainer_argv
 from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv
-from tasks.machine.processes.launching import trainer_argv
 from tasks.machine.spooling import find_spool, remove_spool
 from tasks.storing.heartbeat import Heartbeat
 from tasks.trainer.assemble import assemble
