@@ -31,7 +31,7 @@ def start_child(
     """Start a process that gets `death_signal` from the kernel when this one ends.
 
     To be called from the main thread: the kernel means the thread that starts it. The signal reaches the child
-    alone, not the processes that it starts; for a tree see `tasks.machine.processes.process_tree`.
+    alone, not the processes that it starts; for a tree see `tasks.machine.process_tree`.
     """
     parent = os.getpid()
 

@@ -245,7 +245,7 @@ async def start(
     argv = [
         sys.executable,
         "-m",
-        "tasks.machine.processes.process_tree",
+        "tasks.machine.process_tree",
         sys.executable,
         *argv_of(spec, node.host, port, pem, adapters=adapters, bare=bare),
     ]
