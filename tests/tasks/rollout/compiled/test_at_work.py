@@ -11,9 +11,8 @@ import pytest
 
 from checkpoint.store import layout
 from policies.serving.joining import ENGINE, ENGINE_ANEW
-from tasks.rollout import base_here, rollout_engine
-from tasks.rollout.compiled import caches
-from tasks.rollout.compiled.caches import CompileCaches
+from tasks.rollout import base_here, compile_caches, rollout_engine
+from tasks.rollout.compile_caches import CompileCaches
 from tasks.rollout.vllm.server import PolicyRefused, Server, ServerFailed
 from tests.tasks.rollout.compiled.nodes import KERNELS, SECRET, Machines, read, write
 from tests.tasks.rollout.test_fitness import World, publish, run_agent
@@ -38,7 +37,7 @@ def home(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[
     """A world, and where its agent keeps what is compiled."""
     store, wanted = publish(machines.folder, 0, size_bytes=10)
     monkeypatch.setenv("HOME", str(machines.folder))
-    monkeypatch.setattr(caches, "key_of", lambda *_: "key")
+    monkeypatch.setattr(compile_caches, "key_of", lambda *_: "key")
     monkeypatch.setattr(rollout_engine, "RESTART_WAIT_S", 0.0)
 
     def world() -> Home:
@@ -163,7 +162,7 @@ def test_once_three_are_bad_each_compiles_for_itself(machines: Machines) -> None
         node.works()
         node.store()
     assert machines.brought() == {}
-    assert len(machines.places()) == 2 * len(caches.NUMBERS)
+    assert len(machines.places()) == 2 * len(compile_caches.NUMBERS)
 
 
 def test_what_is_compiled_is_stored_once_the_node_has_served_for_a_while(
@@ -186,5 +185,5 @@ def test_what_is_compiled_is_stored_once_the_node_has_served_for_a_while(
         world.comes_up.clear()
         return world
 
-    monkeypatch.setattr(caches, "SERVED_S", 0.0)
+    monkeypatch.setattr(compile_caches, "SERVED_S", 0.0)
     run_agent(slow, story, monkeypatch)

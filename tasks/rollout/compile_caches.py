@@ -8,25 +8,157 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import json
 import os
+import platform
 import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
+from functools import cache
+from importlib import metadata
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import structlog
+import zstandard
+from blake3 import blake3
 
 from checkpoint.security.vouched import MAC_BYTES, seal, unseal
 from checkpoint.store import layout
 from checkpoint.store.errors import AlreadyExists, Corrupt, StoreError
 from checkpoint.store.run_store import Store
 from policies.model.spec import RunSpec
-from tasks.rollout.compiled import archive
-from tasks.rollout.compiled.key import key_of
 from tasks.rollout.vllm.flags import base_config, uncompiled_env
 
 log = structlog.get_logger()
+
+# A folder of files as one compressed archive and back, neither larger than is allowed.
+
+PACKED_BYTES_MAX = 256 << 20  # written in one request, and held in memory once
+UNPACKED_BYTES_MAX = 1 << 30
+LEVEL = 3
+# What compilers write beside their results, and what is still being written.
+_PASSING = (".lock", ".tmp")
+
+
+class TooLarge(Exception):
+    """It may not travel."""
+
+
+def pack(folder: Path) -> bytes:
+    """The plain files below a folder, without locks and files that are being written. Raises TooLarge, OSError."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+    files = [path for path in files if path.suffix not in _PASSING]
+    size_bytes = sum(path.stat().st_size for path in files)
+    if size_bytes > UNPACKED_BYTES_MAX:
+        raise TooLarge(f"{size_bytes >> 20} MiB where {UNPACKED_BYTES_MAX >> 20} may travel")
+    packed = io.BytesIO()
+    with (
+        zstandard.ZstdCompressor(LEVEL).stream_writer(packed, closefd=False) as out,
+        tarfile.open(fileobj=out, mode="w|") as tar,
+    ):
+        for path in files:
+            tar.add(path, path.relative_to(folder).as_posix(), recursive=False)
+    if packed.tell() > PACKED_BYTES_MAX:
+        raise TooLarge(f"{packed.tell() >> 20} MiB packed where {PACKED_BYTES_MAX >> 20} may travel")
+    return packed.getvalue()
+
+
+def unpack(packed: memoryview, folder: Path) -> None:
+    """Write the files of an archive into a folder that is not there yet, which appears once all are written;
+    that above it is there.
+
+    Raises Corrupt where it is no such archive, or would leave the folder, or is too large; OSError.
+    """
+    part = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))  # another engine here may be at it, too
+    try:
+        with (
+            zstandard.ZstdDecompressor().stream_reader(packed) as plain,
+            tarfile.open(fileobj=plain, mode="r|") as tar,
+        ):
+            _write(tar, part)
+        part.rename(folder)
+    except (tarfile.TarError, zstandard.ZstdError, EOFError, ValueError) as error:
+        raise Corrupt(f"no archive of files: {error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write(tar: tarfile.TarFile, folder: Path) -> None:
+    left_bytes = UNPACKED_BYTES_MAX
+    for member in tar:
+        name = PurePosixPath(member.name)
+        left_bytes -= member.size
+        if not member.isreg() or name.is_absolute() or ".." in name.parts or left_bytes < 0:
+            raise Corrupt(f"{member.name!r} of {member.size} bytes is not to be written")
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        source = tar.extractfile(member)
+        assert source is not None
+        with path.open("wb") as out:
+            shutil.copyfileobj(source, out)
+
+
+# What compiled code depends on: machines on which all of it is the same may use what one of them has compiled.
+#
+# vLLM and Inductor look into their caches by keys of their own, which cover the model's code and configuration.
+# This one covers what they leave out: the processor for which C++ was compiled, and everything that is installed.
+
+KEY_CHARS = 32
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader")
+ASKED_S = 30.0  # a driver that is being initialised takes seconds
+AMD = Path("/dev/kfd")  # whose kinds are not told apart here
+
+
+def key_of(spec: RunSpec, config: dict[str, Any]) -> str | None:
+    """Names what is compiled for this run, whose model has that config.json, on machines like this one; None where
+    this one's kind is unknown."""
+    accelerators = kind_of_accelerators()
+    if accelerators is None:
+        return None
+    on = {"environment": environment(), "processor": processor(), "accelerators": accelerators}
+    of = {
+        "model": spec.trainer.model,
+        "config": config,
+        "flags": spec.rollout.vllm,
+        "env": spec.rollout.env,
+        "peft": spec.trainer.peft is not None,
+    }
+    text = json.dumps([on, of], sort_keys=True, default=str)
+    return blake3(text.encode()).hexdigest()[:KEY_CHARS]
+
+
+@cache
+def environment() -> tuple[str, ...]:
+    """Python, where it is, the C library, and each package with its version, as they are at the first call."""
+    packages = {f"{one.name}=={one.version}" for one in metadata.distributions()}
+    return (sys.version, sys.prefix, " ".join(platform.libc_ver()), *sorted(packages))
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Its architecture and instructions: Inductor compiles C++ for the machine that it runs on."""
+    lines = cpuinfo.read_text().splitlines()
+    sets = {line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))}
+    return f"{platform.machine()} {' '.join(sorted({one for some in sets for one in some.split()}))}"
+
+
+def kind_of_accelerators() -> str | None:
+    """The kinds of NVIDIA GPUs here, with their driver; empty without any; None where they cannot be told."""
+    if AMD.exists():
+        return None
+    try:
+        said = subprocess.run(NVIDIA_SMI, stdout=subprocess.PIPE, timeout=ASKED_S, check=True, env=os.environ)
+    except FileNotFoundError:
+        return ""
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return "; ".join(sorted(set(said.stdout.decode(errors="replace").split("\n")) - {""}))
+
 
 FOLDERS = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 MODELS = "models"  # links to models' folders, beside the keys
@@ -120,11 +252,11 @@ class CompileCaches:
         if self._folder is None or self._place is None:
             return
         try:
-            packed = archive.pack(self._folder)
+            packed = pack(self._folder)
             self._store.create(self._place, seal(self._secret, self._place, packed))
         except AlreadyExists:  # another node of this kind, or this one, whose answer was lost
             self._place = None
-        except (archive.TooLarge, StoreError, OSError) as error:
+        except (TooLarge, StoreError, OSError) as error:
             log.warning("compiled_not_stored", why=str(error))
         else:
             log.info("compiled_stored", place=self._place, bytes=len(packed))
@@ -182,9 +314,9 @@ class CompileCaches:
                 log.info("compiled_known_as_bad", place=place)
                 continue
             try:
-                if sizes[place] > archive.PACKED_BYTES_MAX + MAC_BYTES:
+                if sizes[place] > PACKED_BYTES_MAX + MAC_BYTES:
                     raise Corrupt(f"{place}: {sizes[place]} bytes")
-                archive.unpack(unseal(self._secret, place, self._store.get_buffer(place)), folder)
+                unpack(unseal(self._secret, place, self._store.get_buffer(place)), folder)
             except Corrupt as error:
                 log.warning("compiled_not_ours", why=str(error))
             else:
