@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from checkpoint.weights import delta
-from tasks.rollout.patching.places import NotFollowed, Places, bits, places_of
+from tasks.rollout.vllm.places import NotFollowed, Places, bits, places_of
 
 TYPES = {
     "F64": torch.float64,
