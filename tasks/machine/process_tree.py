@@ -1,4 +1,4 @@
-"""Runs a program whose process tree must end as one: `python -m tasks.machine.processes.process_tree PROGRAM
+"""Runs a program whose process tree must end as one: `python -m tasks.machine.process_tree PROGRAM
 ARGUMENT...`.
 
 vLLM's server starts an engine, which starts workers; when the server is killed they go on, and hold the

@@ -108,7 +108,7 @@ def is_wanted(name: str) -> bool:
     return any(fnmatch(name, one) for one in FILES) and not any(fnmatch(name, one) for one in NOT_FILES)
 
 
-# Publishes a base model into the run's store, `python -m tasks.models.publishing MODEL REVISION FOLDER`.
+# Publishes a base model into the run's store, `python -m tasks.models.shared MODEL REVISION FOLDER`.
 #
 # Beside the trainer that has fetched it, and with the lowest priority: a node that comes before it is there asks
 # the hub, as that trainer did.
@@ -118,7 +118,7 @@ STORE_RETRY_S = 600.0
 
 def begin_publishing(model: str, revision: str | None, folder: Path) -> subprocess.Popen[bytes]:
     """Start publishing; it ends with this process, and the next one goes on."""
-    argv = [sys.executable, "-m", "tasks.models.publishing", model, revision or "", str(folder)]
+    argv = [sys.executable, "-m", "tasks.models.shared", model, revision or "", str(folder)]
     return subprocess.Popen(argv)
 
 

@@ -379,7 +379,7 @@ def test_a_trainer_publishes_what_it_has_not_got_from_the_store(
     snapshot, begun = from_the_hub(tmp_path / "hub"), list[subprocess.Popen[bytes]]()
     monkeypatch.setattr(hub, "fetch", lambda *_: snapshot)
     begin = shared.begin_publishing
-    monkeypatch.setattr(shared, "begin", lambda *given: begun.append(begin(*given)))
+    monkeypatch.setattr(shared, "begin_publishing", lambda *given: begun.append(begin(*given)))
     for name, value in {RUN_ENV: store.url, NODE_ENV: "trainer-0-i1", TOKEN_ENV: "t", ATTEMPT_ENV: "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(WORKDIR_ENV, str(tmp_path))
