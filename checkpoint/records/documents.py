@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Collection, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from checkpoint.store import layout
 from checkpoint.store.codec import check_schema, from_json, to_json
@@ -18,7 +18,6 @@ from checkpoint.store.run_store import Store
 from policies.control.fleet.spending import BUDGET
 from policies.control.rollback.begin import RUN_START
 from policies.control.snapshot import Command, Trainer
-from policies.detect.divergence import Detector
 from policies.ledger.rentals import ControllerRental
 from policies.model.spec import Evaluation, RunSpec
 from policies.model.timelines import Fork
@@ -101,10 +100,6 @@ class MachineReport:
     attempt: int  # which run of the node's work this is about
     exit_code: int | None  # of that attempt's work; None: it runs
     notice: bool  # its cloud has announced that it will take the machine back
-    address: str  # where the run's other machines reach it
-    zone: str  # in its cloud's words; empty while unknown
-    boot_id: str  # the kernel's, new at each boot
-    at_s: float  # by this machine's own clock
     rebalance_recommended: bool = False  # by its cloud: it may preempt the machine soon
     exit_reason: str = ""  # the last line of work that has ended; empty where it left none
 
@@ -363,38 +358,3 @@ def read_faults(store: Store, known: Container[int] = ()) -> list[RehearsedFault
             with contextlib.suppress(Corrupt):
                 found.append(from_json(store.get(entry.key), RehearsedFault, entry.key))
     return sorted(found, key=lambda fault: fault.time_s)
-
-
-# The resume state: what the divergence detector knows of the steps before a restart, in a few kilobytes.
-#
-# Each checkpoint has one; it is also stored by itself, more often than checkpoints are.
-
-RESUME_SCHEMA = 3
-KL_KEPT = 100  # logged KL values kept, the newest last
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeState:
-    """The run as of one step; `best_*` are None before any reward.
-
-    `kl` holds (step, KL) as logged; a KL that was not a finite number is None.
-    """
-
-    schema: int
-    policy: str  # PolicyVersion as text
-    saved_at_s: float
-    kl: list[tuple[int, float | None]] = field(default_factory=list)
-    best_reward: float | None = None
-    best_step: int | None = None
-    detector: Detector = field(default_factory=Detector)
-
-
-def write_resume_state(store: Store, state: ResumeState) -> None:
-    store.put(layout.resume_state(PolicyVersion.parse(state.policy)), to_json(state))
-
-
-def decode_resume_state(data: bytes, where: str) -> ResumeState:
-    """Read a stored state. Raises Corrupt naming `where`."""
-    state = from_json(data, ResumeState, where)
-    check_schema(state.schema, RESUME_SCHEMA, where)
-    return state

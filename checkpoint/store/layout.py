@@ -34,7 +34,6 @@ ROLLOUTS = "rollouts"
 SAMPLES = "samples"  # what people read of a step: texts, rewards, advantages
 COMPILED = "compiled"  # what rollout nodes have compiled, by what it depends on
 METRICS = "metrics"
-RESUME = "resume"
 TIMELINES = "timelines"  # how each timeline but the first began
 REHEARSAL = "rehearsal"
 MODELS = "models"  # base models, as they were on the hub
@@ -199,10 +198,6 @@ def metrics_chunk_of(key: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def resume_state(version: PolicyVersion) -> str:
-    return f"{RESUME}/{version.timeline:04d}/{version.step:08d}.json"
-
-
 def timeline(number: int) -> str:
     return f"{TIMELINES}/{number:04d}.json"
 
@@ -258,7 +253,7 @@ def export(version: PolicyVersion) -> str:
 
 
 def version_of(key: str) -> PolicyVersion:
-    """Read the version back from any key under checkpoints/, policies/, resume/, rollouts/ or samples/.
+    """Read the version back from any key under checkpoints/, policies/, rollouts/ or samples/.
 
     Raises ValueError for a foreign name.
     """

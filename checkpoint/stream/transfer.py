@@ -110,7 +110,7 @@ def verify(store: Store, checkpoint: Checkpoint, *, progress: Progress = lambda 
 TRAINING_STATE = (".pt", ".pth", ".bin")
 # The last three are DeepSpeed's.
 TRAINING_FILES = frozenset(
-    {"ref_model.safetensors", "resume_state.json", "run.json", "latest", "zero_to_fp32.py", "zero_to_torch.py"}
+    {"ref_model.safetensors", "detector.json", "run.json", "latest", "zero_to_fp32.py", "zero_to_torch.py"}
 )
 
 

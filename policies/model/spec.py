@@ -187,7 +187,6 @@ class PoliciesSpec:
 
     kl: KlPolicy = field(default_factory=KlPolicy)
     fleet: FleetPolicy = field(default_factory=FleetPolicy)
-    resume_state_steps: int = 25  # how often the light resume state is stored
     boot_timeout_s: float = 900.0  # from the request to the first work; then the machine is replaced
     on_bad_prompt: OnBadPrompt = "skip"  # one prompt of many thousands is no reason to lose a night
     on_bad_reward: OnBadReward = "fail"  # what is wrong with a function is mostly wrong with all of its scores

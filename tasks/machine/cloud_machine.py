@@ -85,11 +85,6 @@ class Reporter:
         self._thread = threading.Thread(target=self._write, name="reporter", daemon=True)
         self._thread.start()
 
-    def locate(self, zone: str) -> None:
-        """The cloud has said in which zone the machine is."""
-        with self._changed:
-            self._say(replace(self._report, zone=zone))
-
     def notice(self) -> None:
         """The cloud has said that it will take the machine back."""
         with self._changed:
@@ -109,7 +104,7 @@ class Reporter:
                 self._changed.wait(timeout=1.0)
 
     def _say(self, report: MachineReport) -> None:
-        self._report = replace(report, at_s=time.time())
+        self._report = report
         self._changed.notify_all()
 
     def _write(self) -> None:
@@ -131,14 +126,6 @@ class Reporter:
             with self._changed:
                 self._written = report
                 self._changed.notify_all()
-
-
-def first_report(
-    node: str, attempt: int, address: str, *, notice: bool, rebalance_recommended: bool
-) -> MachineReport:
-    """Return a machine's report at the start of the work."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return MachineReport(node, attempt, None, notice, address, "", boot_id, time.time(), rebalance_recommended)
 
 
 LOCK_WAIT_S = 5.0
@@ -223,6 +210,9 @@ def _attempt(
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     reporter = _reporter(env, store)
 
+    def located(zone: str) -> None:
+        log.info("metadata_found", zone=zone)
+
     def noticed(why: str, lasts_s: float) -> None:
         log.warning("preemption_notice", why=why, lasts_s=lasts_s)
         (workdir / NOTICE).write_text(str(lasts_s))  # the work's word for it
@@ -233,7 +223,7 @@ def _attempt(
         (workdir / REBALANCE).touch()  # for the next attempt on this machine
         reporter.rebalance()
 
-    stop, heard = threading.Event(), metadata.Heard(reporter.locate, rebalance, noticed)
+    stop, heard = threading.Event(), metadata.Heard(located, rebalance, noticed)
     threading.Thread(target=metadata.watch, args=(known, heard, stop), daemon=True).start()
     dead_man.start(store, os.environ, partial(end_in_order, work))
     threading.Thread(target=_pass_on_sigterm, args=(work, drain_s, noticed), daemon=True).start()
@@ -271,7 +261,7 @@ def _pass_on_sigterm(work: subprocess.Popen[bytes], drain_s: float, noticed: Cal
 
 def _reporter(env: NodeEnv, store: Store) -> Reporter:
     notice, recommended = ((Path(env.workdir) / name).exists() for name in (NOTICE, REBALANCE))
-    report = first_report(env.node, env.attempt, env.host, notice=notice, rebalance_recommended=recommended)
+    report = MachineReport(env.node, env.attempt, None, notice, recommended)
     return Reporter(store, report)
 
 

@@ -1,6 +1,6 @@
 """The policies on a rollout node's disk: one is fetched at a time, and what is not needed makes room for it.
 
-What has changed is staged first, for an engine to take from there at once (see `policy_loader`); the file's weights
+What has changed is staged first, for an engine to take from there (see `policy_loader`); the file's weights
 follow, in one pass for all that is staged. They are overwritten in place: a step writes no second model.
 While they are neither the old ones nor the new ones their folder has a name that begins with a dot, which is never
 taken for a policy: it gets its name once every tensor was read again and found to be what that name says.

@@ -193,7 +193,7 @@ def test_what_control_depends_on_is_never_left_out(key: str) -> None:
 
 def test_a_report_of_one_machine_that_is_damaged_keeps_no_other_from_being_heard() -> None:
     store, unreadable = Store(f"memory://unreadable-{next(names)}"), Unreadable()
-    good = MachineReport("rollout-1-i1", 1, None, False, "10.0.0.1", "", "b", NOW_S)
+    good = MachineReport("rollout-1-i1", 1, None, False)
     documents.machine(good.node).write(store, good)
     for data in (b"", to_json(good)):
         store.put(layout.machine("rollout-0-i1"), data)

@@ -29,7 +29,7 @@ FILES = {
     "rng_state.pth": b"r",
     "grpo_window_0.pt": b"g",
     "ref_model.safetensors": b"f",
-    "resume_state.json": b"{}",
+    "detector.json": b"{}",
     "run.json": b"{}",
     "latest": b"global_step8",
     "zero_to_fp32.py": b"import torch",

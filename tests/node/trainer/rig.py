@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from checkpoint.records import documents
-from checkpoint.records.documents import ResumeState, RunRecord
+from checkpoint.records.documents import RunRecord
 from checkpoint.security.vouched import vouch
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
@@ -115,7 +115,6 @@ def run_spec(
         ),
         checkpoints=checkpoints or CheckpointsSpec(),
         policies=PoliciesSpec(
-            resume_state_steps=3,
             kl=kl or KlPolicy(action="alert"),
             on_bad_prompt=on_bad_prompt,
             boot_timeout_s=boot_timeout_s,
@@ -162,9 +161,7 @@ class Rig:
         self.store = Store(f"file://{folder}/store")
         made = run_spec(self.store.url, tiny, **spec) if ready is None else ready
         self.spec = replace(made, storage=self.store.url)
-        documents.create_run(
-            self.store, RunRecord(documents.RESUME_SCHEMA, "id", time.time(), self.spec, evaluation)
-        )
+        documents.create_run(self.store, RunRecord(documents.SCHEMA, "id", time.time(), self.spec, evaluation))
         vouch(self.store, TOKEN)
         self.gateway = StandInGateway(self.store, folder / "scratch")
 
@@ -213,11 +210,6 @@ class Rig:
             assert time.monotonic() < until, (self.folder / "uploader.log").read_text()[-4000:]
             time.sleep(0.01)
         return [one.at for one in Catalog(self.store, "test").newest().checkpoints]
-
-    def newest_resume_state(self) -> ResumeState:
-        """The light resume state that was stored last."""
-        key = self.store.entries(layout.RESUME)[-1].key
-        return documents.decode_resume_state(self.store.get(key), key)
 
     def restore(self, at: PolicyVersion, folder: Path) -> Manifest:
         """Fetch a checkpoint into a folder."""

@@ -52,9 +52,7 @@ class Fleet:
         self.reports = Reports(self.store, clock=lambda: self.store.now_s)
 
     def says(self, node: str, zone: str = "z0", *, notice: bool = False) -> None:
-        documents.machine(node).write(
-            self.store, MachineReport(node, 1, None, notice, "172.31.0.7", zone, "boot", 1000.0)
-        )
+        documents.machine(node).write(self.store, MachineReport(node, 1, None, notice, exit_reason=zone))
 
     def looks(self, seconds: int) -> None:
         for _ in range(seconds):
