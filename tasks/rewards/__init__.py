@@ -11,10 +11,8 @@ from tasks.rewards.graders import (
     json_schema,
     length_penalty,
     math_reward,
-    pydantic_model,
     readable_by,
     think_format,
-    weighted_sum,
     xml_format,
 )
 from tasks.rewards.in_workers import in_workers
@@ -27,9 +25,7 @@ __all__ = [
     "json_schema",
     "length_penalty",
     "math_reward",
-    "pydantic_model",
     "readable_by",
     "think_format",
-    "weighted_sum",
     "xml_format",
 ]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, TypeVar
@@ -254,23 +253,6 @@ def json_schema(text: str, schema: Any) -> float | None:
         return 0.0
 
 
-@in_workers(needs=("pydantic",))
-def pydantic_model(text: str, model: str) -> float:
-    """1 for JSON of which the Pydantic model can be made, else 0.
-
-    Args:
-        model: the import path of a model, as in `rewards.Answer`.
-    """
-    from pydantic import ValidationError
-
-    module, _, name = model.rpartition(".")
-    try:
-        getattr(importlib.import_module(module), name).model_validate_json(_document(text))
-    except (ValidationError, UnicodeEncodeError):
-        return 0.0
-    return 1.0
-
-
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
@@ -299,7 +281,7 @@ def _file(name: str) -> Path:
     return found
 
 
-# What is added to a reward: a penalty for length, and sums.
+# A penalty for length.
 
 
 def length_penalty(
@@ -315,28 +297,3 @@ def length_penalty(
         raise ValueError(f"expected 0 <= free_tokens < most_tokens, got {free_tokens} and {most_tokens}")
     room = most_tokens - free_tokens
     return [max(-1.0, min(0.0, (free_tokens - len(ids)) / room)) for ids in completion_ids]
-
-
-def weighted_sum(
-    name: str, weights: Mapping[Callable[..., Sequence[float | None]], float]
-) -> Callable[..., list[float | None]]:
-    """Return a reward function that is the sum of others, times their weights; None of it where all are None.
-
-    In run.yaml `grpo.reward_weights` does the same, and each part has a curve of its own.
-
-    Args:
-        name: by which TRL logs it.
-    """
-
-    def reward(**told: Any) -> list[float | None]:
-        parts = [(weight, function(**told)) for function, weight in weights.items()]
-        count = len(told["completions"])
-        return [_sum([(weight, scores[index]) for weight, scores in parts]) for index in range(count)]
-
-    reward.__name__ = name
-    return reward
-
-
-def _sum(weighed: Sequence[tuple[float, float | None]]) -> float | None:
-    there = [weight * score for weight, score in weighed if score is not None]
-    return sum(there) if there else None
