@@ -175,13 +175,8 @@ def _author(by: Precedence) -> str:
     return f"-i{by[1]}-a{by[2]}"  # the timeline is in the folder's name
 
 
-def compiled(key: str, number: int) -> str:
-    return f"{COMPILED}/{key}/{number}"
-
-
-def compiled_bad(place: str) -> str:
-    """What is there once vLLM did not work with what `compiled` names, and worked without."""
-    return f"{place}.bad"
+def compiled(key: str) -> str:
+    return f"{COMPILED}/{key}"
 
 
 def metrics(timeline: int) -> str:

@@ -228,10 +228,9 @@ def _parsed_mathematics(text: str, **how: Any) -> list[Any]:
     return found
 
 
-# Whether a completion is JSON of a given form, by a JSON schema or a Pydantic model.
+# Whether a completion is JSON of a given form, by a JSON schema.
 #
-# A schema may hold a pattern that takes for ever over some text, a model the user's own code: both are tried in
-# processes that can be killed.
+# A schema may hold a pattern that takes forever over some text: it is tried in processes that can be killed.
 
 
 @in_workers(needs=("jsonschema",))

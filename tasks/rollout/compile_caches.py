@@ -7,7 +7,6 @@ It is code, so it is used only where the run's secret vouches for it, for the ve
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import json
 import os
@@ -162,10 +161,6 @@ def kind_of_accelerators() -> str | None:
 
 FOLDERS = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 MODELS = "models"  # links to models' folders, beside the keys
-PLACE = ".place"  # beside a key's folder: where in the store it came from
-# Of one key: the first that is as it was written and that vLLM works with is used. More than one there are only
-# where it is not so of some.
-NUMBERS = range(3)
 SERVED_S = 60.0  # until it is stored: the first steps compile, too, and go before
 
 
@@ -191,8 +186,8 @@ class CompileCaches:
         self.of_others = False  # whether what is there was compiled by others, or earlier
         self.doubted = False  # whether vLLM did not work with that
         self._place: str | None = None  # where it goes in the store
-        self._suspect: str | None = None  # where that came from with which vLLM did not work
-        self._works_without = False
+        self._replaces = False  # what is there, which is damaged or with which vLLM did not work
+        self._works = True
         self.took_s = 0.0  # to bring it
 
     def bring(self, spec: RunSpec) -> RunSpec:
@@ -226,14 +221,13 @@ class CompileCaches:
         """vLLM did not work with what is here: of what others have compiled nothing is used any more."""
         if self._folder is not None and self.of_others:
             log.warning("compiled_not_used", folder=str(self._folder))
-            self.of_others, self.doubted, self._place = False, True, None
-            with contextlib.suppress(OSError):  # of an earlier run of the machine's there is none
-                self._suspect = self._came_from.read_text()
+            self.of_others, self.doubted, self._works = False, True, False
+            self._place, self._replaces = layout.compiled(self._folder.name), True
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def works(self) -> None:
         """vLLM works with what is here now."""
-        self._works_without = self._suspect is not None
+        self._works = True
 
     async def keep(self, serves: asyncio.Event) -> None:
         """Store what is compiled here if nobody else has, whenever the node has served for a while."""
@@ -245,15 +239,13 @@ class CompileCaches:
             self._place = None  # what could not be stored is not packed again and again
 
     def store(self) -> None:
-        """Store what is compiled here unless another has been first. Before, mark what vLLM did not work with,
-        so that nobody else tries it."""
-        if self._suspect is not None and self._works_without:
-            self._mark(self._suspect)
-        if self._folder is None or self._place is None:
+        """Store what is compiled here, in place of what does not work, else unless another has been first."""
+        if self._folder is None or self._place is None or not self._works:
             return
         try:
             packed = pack(self._folder)
-            self._store.create(self._place, seal(self._secret, self._place, packed))
+            write = self._store.put if self._replaces else self._store.create
+            write(self._place, seal(self._secret, self._place, packed))
         except AlreadyExists:  # another node of this kind, or this one, whose answer was lost
             self._place = None
         except (TooLarge, StoreError, OSError) as error:
@@ -261,25 +253,6 @@ class CompileCaches:
         else:
             log.info("compiled_stored", place=self._place, bytes=len(packed))
             self._place = None
-
-    def _mark(self, place: str) -> None:
-        """Say in the store that vLLM does not work with what is at that place, and take the next for our own."""
-        assert self._folder is not None
-        try:
-            with contextlib.suppress(AlreadyExists):
-                self._store.create(layout.compiled_bad(place), b"")
-            log.warning("compiled_marked", place=place)
-            taken = {entry.key for entry in self._store.entries(f"{layout.COMPILED}/{self._folder.name}")}
-        except StoreError as error:
-            log.warning("compiled_not_marked", why=str(error))
-            return
-        places = (layout.compiled(self._folder.name, number) for number in NUMBERS)
-        self._suspect, self._place = None, next((one for one in places if one not in taken), None)
-
-    @property
-    def _came_from(self) -> Path:
-        assert self._folder is not None
-        return self._folder.with_name(f"{self._folder.name}{PLACE}")
 
     def _bring(self, config: dict[str, Any]) -> None:
         begun_s = time.monotonic()
@@ -301,25 +274,20 @@ class CompileCaches:
         self.took_s = time.monotonic() - begun_s
 
     def _look(self, key: str, folder: Path) -> None:
-        """Bring what others have stored, or find a place for what is compiled here. Raises StoreError, OSError."""
-        sizes = {entry.key: entry.size_bytes for entry in self._store.entries(f"{layout.COMPILED}/{key}")}
-        for number in NUMBERS:
-            place = layout.compiled(key, number)
-            if place not in sizes:
-                self._place = place
-                return
-            if folder.exists():
-                return
-            if layout.compiled_bad(place) in sizes:
-                log.info("compiled_known_as_bad", place=place)
-                continue
-            try:
-                if sizes[place] > PACKED_BYTES_MAX + MAC_BYTES:
-                    raise Corrupt(f"{place}: {sizes[place]} bytes")
-                unpack(unseal(self._secret, place, self._store.get_buffer(place)), folder)
-            except Corrupt as error:
-                log.warning("compiled_not_ours", why=str(error))
-            else:
-                self._came_from.write_text(place)
-                log.info("compiled_brought", place=place, bytes=sizes[place])
-                return
+        """Bring what others have stored, or have what is compiled here stored. Raises StoreError, OSError."""
+        place = layout.compiled(key)
+        sizes = {entry.key: entry.size_bytes for entry in self._store.entries(layout.COMPILED)}
+        if place not in sizes:
+            self._place = place
+            return
+        if folder.exists():
+            return
+        try:
+            if sizes[place] > PACKED_BYTES_MAX + MAC_BYTES:
+                raise Corrupt(f"{place}: {sizes[place]} bytes")
+            unpack(unseal(self._secret, place, self._store.get_buffer(place)), folder)
+        except Corrupt as error:
+            log.warning("compiled_not_ours", why=str(error))
+            self._place, self._replaces = place, True
+        else:
+            log.info("compiled_brought", place=place, bytes=sizes[place])
