@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks.rewards import code_tests, gsm8k_reward, json_schema, math_reward, think_format, xml_format
-from tasks.rewards.mathematics import math_verified
-from tasks.rewards.workers.sandbox import sandboxes
+from tasks.rewards.code_tests import sandboxes
+from tasks.rewards.graders import math_verified
 
 AT_LEAST_S = 2.0
 ROUNDS = 3

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.rig.local_run import ROOT, TINY, make_tiny, run
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records.metrics import Row
 from checkpoint.store.run_store import Store
 from policies.model.events import Event, FleetMoved, RollbackBegun, TimelineForked, TimelineResumed, TrainerFenced

@@ -34,7 +34,7 @@ from benchmarks.rig.weights.links import Link, paced_s3
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks, manifest
-from checkpoint.stream.sending import Sending
+from checkpoint.stream.chunks import Sending
 from checkpoint.weights import delta, safetensors, scratch
 from checkpoint.weights.scratch import Tensor
 from policies.model.vocabulary import PolicyVersion

@@ -16,11 +16,11 @@ from checkpoint.store.run_store import Store
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
-from policies.weights.dtypes import ServedTypes
+from policies.weights.tensors import ServedTypes
 from tasks.machine.node_env import NodeEnv
-from tasks.rollout.patching.loader import PolicyLoader
 from tasks.rollout.policy_check import PolicyCheck
 from tasks.rollout.policy_folders import PolicyFolders
+from tasks.rollout.policy_loader import PolicyLoader
 from tasks.rollout.vllm import server as vllm_server
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts

@@ -21,9 +21,9 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
-from policies.weights.dtypes import ServedTypes
-from tasks.rollout.patching.worker import Patching
+from policies.weights.tensors import ServedTypes
 from tasks.rollout.policy_folders import PolicyFolders
+from tasks.rollout.vllm.worker import Patching
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.publish_adapter import AdapterPublisher
 from tasks.storing.step_costs import StepCosts

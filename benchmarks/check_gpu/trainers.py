@@ -24,8 +24,8 @@ from checkpoint.stream.transfer import read_manifest
 from policies.model import node_contract
 from policies.model.spec import Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
+from tasks.machine.launching import trainer_argv
 from tasks.machine.node_env import NodeEnv
-from tasks.machine.processes.launching import trainer_argv
 from tasks.machine.spooling import remove_spool
 
 TOKEN, NODE = "the-run's-secret", "trainer-0-i1"

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from checkpoint.journal import segments
-from checkpoint.journal.entries import SCHEMA, Record, advance
-from checkpoint.journal.journal import Journal, recover
+from checkpoint import journal
+from checkpoint.journal import SCHEMA, Journal, Record, advance, recover
 from checkpoint.store import layout
 from checkpoint.store.codec import event_to_plain, to_json
 from checkpoint.store.run_store import Entry, Store
@@ -71,9 +70,9 @@ def write_journal(store: Store, entries: int) -> RunState:
                 list(pool.map(lambda one: store.create(layout.journal_entry(one.number), to_json(one)), batch))
                 batch = []
             since.append(record)
-            if len(since) == segments.SEGMENT_ENTRIES:
+            if len(since) == journal.SEGMENT_ENTRIES:
                 state = advance(state, since)
-                segments.write(store, since, state)
+                journal.write_segment(store, since, state)
                 since = []
     return advance(state, since)
 

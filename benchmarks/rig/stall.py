@@ -28,8 +28,8 @@ from checkpoint.stream import manifest
 from checkpoint.stream.spool import Seal, Spool
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
+from tasks.machine.children import start_child
 from tasks.machine.node_env import read_node_env
-from tasks.machine.processes.children import start_child
 from tasks.machine.spooling import make_spool, remove_spool
 from tasks.trl import fast_save
 

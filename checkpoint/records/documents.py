@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 
 from checkpoint.store import layout
 from checkpoint.store.codec import check_schema, from_json, to_json
-from checkpoint.store.document import Document, OptionalDocument
-from checkpoint.store.errors import AlreadyExists, NotFound
+from checkpoint.store.document import Document, OptionalDocument, Unreadable
+from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from policies.control.fleet.spending import BUDGET
 from policies.control.rollback.begin import RUN_START
 from policies.control.snapshot import Command, Trainer
 from policies.ledger.rentals import ControllerRental
-from policies.model.evaluation import Evaluation
-from policies.model.spec import RunSpec
+from policies.model.spec import Evaluation, RunSpec
+from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.gateway_status import GatewayStatus
 from policies.serving.wire import labelled_version
@@ -101,10 +100,6 @@ class MachineReport:
     attempt: int  # which run of the node's work this is about
     exit_code: int | None  # of that attempt's work; None: it runs
     notice: bool  # its cloud has announced that it will take the machine back
-    address: str  # where the run's other machines reach it
-    zone: str  # in its cloud's words; empty while unknown
-    boot_id: str  # the kernel's, new at each boot
-    at_s: float  # by this machine's own clock
     rebalance_recommended: bool = False  # by its cloud: it may preempt the machine soon
     exit_reason: str = ""  # the last line of work that has ended; empty where it left none
 
@@ -273,3 +268,93 @@ def forget_controller(store: Store, now_s: float) -> None:
     if CONTROLLER.read(store) is not None:
         CONTROLLERS_BEFORE.write(store, ControllersBefore(controller_stays(store, now_s)))
         CONTROLLER.drop(store)
+
+
+# The run's forks in the store: one small document for each timeline that a rollback began, written once.
+#
+# The document is also a fence: once it is written the run goes on from there, and a trainer of an older timeline
+# stops when it sees it.
+
+
+def write_fork(store: Store, fork: Fork) -> None:
+    """Begin a timeline. Writing the same fork again, after a lost answer or by another controller, changes
+    nothing.
+
+    Raises Corrupt if that timeline has begun differently, StoreError.
+    """
+    key = layout.timeline(fork.timeline)
+    try:
+        store.create(key, to_json(fork))
+    except AlreadyExists as error:
+        there = _read_fork(store, key)
+        if there != fork:
+            was = f"from {there.start or 'the start'}, {there.reason!r}"
+            raise Corrupt(f"{key} exists: {was}", "another fork was to be written") from error
+
+
+def read_forks(store: Store) -> tuple[Fork, ...]:
+    """Return how each timeline but the first began, oldest first.
+
+    Raises Corrupt, also for a timeline that goes on from one that never began, StoreError.
+    """
+    forks = tuple(_read_fork(store, layout.timeline(number)) for number in _timeline_numbers(store))
+    begun = {0}
+    for fork in forks:
+        if fork.start_at is not None and fork.start_at.timeline not in begun:
+            raise Corrupt(f"{layout.timeline(fork.timeline)}: begins at {fork.start}, on no earlier timeline")
+        begun.add(fork.timeline)
+    return forks
+
+
+def newest_timeline(store: Store) -> int:
+    """Return the number of the newest timeline, 0 before any rollback. One listing. Raises StoreError."""
+    return max(_timeline_numbers(store), default=0)
+
+
+def _timeline_numbers(store: Store) -> list[int]:
+    found = (layout.timeline_of(entry.key) for entry in store.entries(layout.TIMELINES))
+    return sorted(number for number in found if number is not None)
+
+
+def _read_fork(store: Store, key: str) -> Fork:
+    """Raises NotFound, Corrupt."""
+    return from_json(store.get(key), Fork, key, _check_fork)
+
+
+def _check_fork(fork: Fork, key: str) -> None:
+    if layout.timeline(fork.timeline) != key:
+        raise ValueError(f"holds timeline {fork.timeline}")
+    if fork.start is not None:
+        PolicyVersion.parse(fork.start)
+
+
+# What the rehearsal did, and when: one small object per fault, so that a report can say what each one cost.
+
+
+@dataclass(frozen=True, slots=True)
+class RehearsedFault:
+    """One fault as it was done. `target` is a slot, `rollouts`, `gateway`, `trainer` or `daemon`."""
+
+    number: int  # place in run.yaml's list, from 1; the order in which they are done is that of their steps
+    fault: str  # kill, preempt, no_capacity
+    target: str
+    at_step: int
+    time_s: float  # just before it was done, seconds since the epoch
+    detail: str  # for people: what exactly was hit
+
+
+def write_fault(store: Store, fault: RehearsedFault) -> None:
+    """Record a fault. Recording the same number again replaces it."""
+    store.put(layout.rehearsal(fault.number), to_json(fault))
+
+
+def read_faults(store: Store, known: Container[int] = ()) -> list[RehearsedFault]:
+    """Return the faults whose number is not in `known`, in the order in which they were done. Unreadable ones are
+    left out: only the report needs them."""
+    found = []
+    for entry in store.entries(layout.REHEARSAL):
+        number = layout.rehearsal_of(entry.key)
+        if number is not None and number not in known:
+            with contextlib.suppress(Corrupt):
+                found.append(from_json(store.get(entry.key), RehearsedFault, entry.key))
+    return sorted(found, key=lambda fault: fault.time_s)

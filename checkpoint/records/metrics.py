@@ -12,13 +12,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from checkpoint.store import layout
 from checkpoint.store.codec import from_json, to_json
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from policies.detect.divergence import Point
+from policies.fleet.measuring import MeasuredStep
 
 READERS = 16  # requests at once; a store answers one in tens of milliseconds
 # Ours, beside TRL's names.
@@ -183,3 +185,95 @@ class MetricsWriter:
         first = self._rows.get(row.step)
         self._rows[row.step] = row if first is None else replace(row, first_time_s=first.reached_s)
         self._store.put(key, b"".join(to_json(self._rows[step]) + b"\n" for step in sorted(self._rows)))
+
+
+# Where the time of the logged steps went.
+
+# What rows tell, in the order of a step; what is left of it is training and whatever is not told.
+TOLD = {
+    "waiting for nodes": WAIT_S,
+    "generating": GENERATE_S,
+    "rewards": REWARDS_S,
+    "publishing weights": PUBLISH_S,
+    "storing": STORE_S,
+}
+GENERATING = "generating"
+TRAINING, STARTED_AGAIN = "training", "started again"
+PARTS = (*TOLD, TRAINING, STARTED_AGAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSplit:
+    """The time until one row since the row before it. `seconds` has every one of PARTS."""
+
+    row: Row
+    steps: int  # that the row is of
+    seconds: dict[str, float]
+
+
+def split(rows: Sequence[Row]) -> list[StepSplit]:
+    """Return where the time between each two of `rows`, in the order of time, went.
+
+    Between two lives of a trainer it is all put down to the new start, with the steps that were made again. Parts
+    are never more than the whole: where they overlap, as publishing does with training, the later in PARTS is cut.
+    """
+    found = []
+    for before, row in pairwise(rows):
+        left_s = max(0.0, row.time_s - before.time_s)
+        seconds = dict.fromkeys(PARTS, 0.0)
+        if (row.timeline, row.attempt) != (before.timeline, before.attempt):
+            seconds[STARTED_AGAIN] = left_s
+        else:
+            for part, name in TOLD.items():
+                part_s = row.values.get(name, 0.0)
+                if part == GENERATING:  # not what the trainer's work hides
+                    part_s -= row.values.get(AHEAD_S, 0.0)
+                seconds[part] = min(left_s, max(0.0, part_s))
+                left_s -= seconds[part]
+            seconds[TRAINING] = left_s
+        found.append(StepSplit(row, max(1, row.step - before.step), seconds))
+    return found
+
+
+# How long the logged steps took, and how much of that completions were made in.
+
+
+def step_times(rows: Sequence[Row]) -> list[MeasuredStep]:
+    """Return the steps among `rows`, in the order of time, that one life of a trainer has made.
+
+    A generation may serve several steps: those until the next one make one entry, and share it evenly. The newest
+    are left out until the next generation is logged.
+    """
+    found: list[MeasuredStep] = []
+    took_s = steps = 0.0
+    begun: Row | None = None  # the row whose generation the present steps share
+    for before, row in pairwise(rows):
+        same_life = (row.timeline, row.attempt) == (before.timeline, before.attempt)
+        goes_on = same_life and row.step > before.step and not row.values.get(REPLAYED)
+        if begun is not None and steps and (not goes_on or _generates(row)):
+            found.append(_step(begun, took_s, steps))
+        if not goes_on:
+            begun, steps = None, 0.0
+            continue
+        if _generates(row):
+            begun, took_s, steps = row, 0.0, 0.0
+        took_s += max(0.0, row.time_s - before.time_s)
+        steps += row.step - before.step
+    return found
+
+
+def _generates(row: Row) -> bool:
+    made_by = row.values.get(GENERATE_NODE_S, 0.0) + row.values.get(OWN_GENERATE_S, 0.0)
+    return row.values.get(GENERATE_S, 0.0) > 0 and made_by > 0
+
+
+def _step(begun: Row, took_s: float, steps: float) -> MeasuredStep:
+    generated_s = begun.values[GENERATE_S]
+    nodes = begun.values.get(GENERATE_NODE_S, 0.0) / generated_s
+    own_s = begun.values.get(OWN_GENERATE_S, 0.0)
+    if own_s:  # a drought's first step waits for nodes before it begins, and no other does
+        took_s = max(generated_s, took_s - begun.values.get(WAIT_S, 0.0))
+    ahead_s = min(generated_s, begun.values.get(AHEAD_S, 0.0))
+    return MeasuredStep(
+        took_s / steps, generated_s / steps, nodes, begun.tokens / steps, own_s / steps, ahead_s / steps
+    )

@@ -14,7 +14,7 @@ from checkpoint.store.errors import Corrupt, Torn
 from policies.model.events import EVENT_TYPES, Event
 from policies.model.state import RunState
 
-# Raise it whenever a state's fields change, or `policies.model.folding.fold.apply` makes another state of the same
+# Raise it whenever a state's fields change, or `policies.model.fold.apply` makes another state of the same
 # events: a state that was stored under another number is not continued but folded anew.
 STATE_SCHEMA = 28
 

@@ -34,7 +34,6 @@ ROLLOUTS = "rollouts"
 SAMPLES = "samples"  # what people read of a step: texts, rewards, advantages
 COMPILED = "compiled"  # what rollout nodes have compiled, by what it depends on
 METRICS = "metrics"
-RESUME = "resume"
 TIMELINES = "timelines"  # how each timeline but the first began
 REHEARSAL = "rehearsal"
 MODELS = "models"  # base models, as they were on the hub
@@ -176,13 +175,8 @@ def _author(by: Precedence) -> str:
     return f"-i{by[1]}-a{by[2]}"  # the timeline is in the folder's name
 
 
-def compiled(key: str, number: int) -> str:
-    return f"{COMPILED}/{key}/{number}"
-
-
-def compiled_bad(place: str) -> str:
-    """What is there once vLLM did not work with what `compiled` names, and worked without."""
-    return f"{place}.bad"
+def compiled(key: str) -> str:
+    return f"{COMPILED}/{key}"
 
 
 def metrics(timeline: int) -> str:
@@ -197,10 +191,6 @@ def metrics_chunk_of(key: str) -> int | None:
     """The number in the name of a metrics object: its steps over METRICS_CHUNK_STEPS. None for a foreign one."""
     found = _METRICS.fullmatch(key)
     return int(found[1]) if found else None
-
-
-def resume_state(version: PolicyVersion) -> str:
-    return f"{RESUME}/{version.timeline:04d}/{version.step:08d}.json"
 
 
 def timeline(number: int) -> str:
@@ -258,7 +248,7 @@ def export(version: PolicyVersion) -> str:
 
 
 def version_of(key: str) -> PolicyVersion:
-    """Read the version back from any key under checkpoints/, policies/, resume/, rollouts/ or samples/.
+    """Read the version back from any key under checkpoints/, policies/, rollouts/ or samples/.
 
     Raises ValueError for a foreign name.
     """

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
@@ -19,14 +21,61 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_aft
 
 from checkpoint.store.backends import Backend, BytesLike, Entry, Options
 from checkpoint.store.backends.answers import one_line
-from checkpoint.store.backends.folder import open_folder
-from checkpoint.store.backends.obstore_backend import open_obstore
+from checkpoint.store.backends.obstore_backend import open_folder, open_obstore
 from checkpoint.store.errors import NotFound, StoreUnavailable, StoreUnusable
-from checkpoint.store.pace import Pace, interval_of
+
+log = structlog.get_logger()
+
+# Spaces out writes to one object, where the store requires it.
+#
+# Google Cloud Storage takes one write a second to a name and refuses more with 429
+# (https://cloud.google.com/storage/quotas, "Maximum rate of writes to the same object name"). A heartbeat, a
+# status or a row of metrics may come sooner: its writer waits here, and what comes meanwhile goes into the next
+# write. S3 and Azure take thousands of writes a second to one name.
+
+INTERVALS_S = {"gs": 1.0, "gcs": 1.0}  # by scheme
+
+
+def interval_of(url: str) -> float:
+    """How far apart writes to one object must be, in seconds."""
+    return INTERVALS_S.get(url.partition("://")[0], 0.0)
+
+
+class Pace:
+    """Remembers when each name was last written. Thread-safe.
+
+    Args:
+        interval_s: between two writes to one name; 0: no waiting.
+    """
+
+    def __init__(
+        self,
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._sleep = sleep
+        self._last_s: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def wait(self, key: str) -> None:
+        """Return when the object may be written; the next caller for it waits its turn."""
+        if not self._interval_s:
+            return
+        with self._lock:
+            now_s = self._clock()
+            begun_s = now_s - self._interval_s
+            self._last_s = {name: at_s for name, at_s in self._last_s.items() if at_s > begun_s}
+            at_s = max(now_s, self._last_s.get(key, begun_s) + self._interval_s)
+            self._last_s[key] = at_s
+        if at_s > now_s:
+            self._sleep(at_s - now_s)
+
 
 __all__ = ["OPTIONS_ENV", "Entry", "Store"]
 
-log = structlog.get_logger()
 T = TypeVar("T")
 
 OPTIONS_ENV = "GRPO_ORCH_STORAGE_OPTIONS"  # the options as a JSON object, for daemon and nodes
@@ -104,7 +153,7 @@ class Store:
         """Write the object only if there is none of that name. Raises AlreadyExists.
 
         If an answer is lost, the retry meets its own object: a caller that must know reads it back (see
-        `checkpoint.journal.journal`).
+        `checkpoint.journal`).
         """
         self._try(f"create {key}", lambda: self._backend.create(key, data))
 

@@ -21,8 +21,7 @@ from checkpoint.store.codec import check_schema, from_json, to_json
 from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks
-from checkpoint.stream.chunks import File, Progress
-from checkpoint.stream.sending import send
+from checkpoint.stream.chunks import File, Progress, send
 from policies.model.vocabulary import PolicyVersion
 
 SCHEMA = 2  # 1 kept whole files

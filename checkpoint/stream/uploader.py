@@ -19,10 +19,9 @@ from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog, Checkpoint
-from checkpoint.stream.collect import Collector
 from checkpoint.stream.manifest import files_below
 from checkpoint.stream.spool import Seal, Spool, UploaderState
-from checkpoint.stream.upkeep import Upkeep
+from checkpoint.stream.upkeep import Collector, Upkeep
 from policies.model.vocabulary import PolicyVersion
 
 log = structlog.get_logger()

@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 from blake3 import blake3
 
-from checkpoint.weights import safetensors, sparse
+from checkpoint.weights import delta, safetensors
 from checkpoint.weights.delta import DeltaWriter
 from checkpoint.weights.safetensors import Bytes, Layout, Placed
 
@@ -213,7 +213,7 @@ class _Rewriting:
         """Write a piece; return what has changed in it, where elements of `item_bytes` are compared."""
         changed = b""
         if item_bytes:
-            changed = sparse.encode(safetensors.read(self._file, at, len(new)), new, item_bytes)
+            changed = delta.encode_piece(safetensors.read(self._file, at, len(new)), new, item_bytes)
             if not changed:
                 return b""
         safetensors.write(self._file, at, new)

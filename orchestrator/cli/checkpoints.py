@@ -16,10 +16,10 @@ from rich import progress as bars
 from rich.table import Table
 
 from checkpoint.records import documents
-from checkpoint.records.forks import read_forks
+from checkpoint.records.documents import read_forks
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import NotFound
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream import manifest
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from checkpoint.stream.chunks import Progress

@@ -21,11 +21,10 @@ import typer
 from blake3 import blake3
 from msgspec import to_builtins
 
-from checkpoint.journal import journal
-from checkpoint.records import documents, evaluated, evaluations
-from checkpoint.records.documents import RunRecord
-from checkpoint.records.evaluated import Evaluated
-from checkpoint.records.forks import read_forks
+from checkpoint import journal
+from checkpoint.records import documents, evaluations
+from checkpoint.records.documents import RunRecord, read_forks
+from checkpoint.records.evaluations import Evaluated
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from checkpoint.store.errors import AlreadyExists
@@ -49,9 +48,8 @@ from orchestrator.views import evaluation as views
 from policies.evaluation.as_run import as_run
 from policies.model import exit_codes
 from policies.model.datasets import FILE_KINDS, file_kind, is_import_path
-from policies.model.evaluation import BASE, Evaluation, Subject
 from policies.model.phases import TERMINAL_RUN
-from policies.model.spec import Dataset, RunSpec, datasets_of
+from policies.model.spec import BASE, Dataset, Evaluation, RunSpec, Subject, datasets_of
 from policies.model.timelines import lineage, on_lineage
 from policies.model.vocabulary import RunPhase
 
@@ -149,7 +147,7 @@ def _wait(store: Store, subjects: Sequence[Subject]) -> None:
                 break
             beat = documents.TRAINER.read(store)
             activity = "waiting for machines" if beat is None else beat.activity
-            stored = evaluated.count_kept(store) if beat is not None else 0
+            stored = evaluations.count_kept(store) if beat is not None else 0
             status.update(f"{there} of {len(subjects)} policies; {activity}; {stored} completions stored")
             time.sleep(POLL_S)
     if len(_found(store, subjects)) == len(subjects):
@@ -174,7 +172,7 @@ def _say_where(store: Store, output: Output) -> None:
 
 
 def _found(store: Store, subjects: Sequence[Subject]) -> list[Evaluated]:
-    read = (evaluated.evaluated(one.name).read(store) for one in subjects)
+    read = (evaluations.evaluated(one.name).read(store) for one in subjects)
     return [one for one in read if one is not None]
 
 

@@ -10,9 +10,8 @@ from typing import Annotated
 
 import typer
 
-from checkpoint.journal import journal
-from checkpoint.records.documents import RunRecord
-from checkpoint.records.rehearsals import read_faults
+from checkpoint import journal
+from checkpoint.records.documents import RunRecord, read_faults
 from checkpoint.store.run_store import Store
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.options import AsJson, Output, Target, print_json

@@ -15,7 +15,7 @@ import structlog
 import typer
 from rich.progress import Progress, TaskID
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run

@@ -43,11 +43,9 @@ from orchestrator.config.rules.rows import Columns, check_rows
 from orchestrator.config.rules.shadows import check_shadows
 from orchestrator.config.rules.storage import EXPECTED, Storage, write_out_storage
 from orchestrator.config.rules.trl_features import check_quantised, check_staleness, check_turns
-from policies.model.processes import ALTERNATIVES
-from policies.model.spec import Replicas, RunSpec, generates_itself
+from policies.model.spec import ALTERNATIVES, Replicas, RunSpec, generates_itself
 from policies.model.vocabulary import Role
-from policies.weights.disk_size import KEY, gb_of
-from policies.weights.disks import GB, ModelSize, disk_gb, disk_parts
+from policies.weights.disks import DISK_SIZE, GB, ModelSize, disk_gb, disk_parts, gb_of
 
 __all__ = ["ConfigError", "Loaded", "Problem", "Storage", "load", "load_spec", "load_storage"]
 
@@ -198,7 +196,7 @@ def size_disks(spec: RunSpec, find_size: Callable[[RunSpec], ModelSize], finding
     try:
         size = find_size(spec)
     except NotKnown as error:
-        kept = f"no disk is asked for beyond {KEY} of `resources`, or SkyPilot's {DEFAULT_GB} GB"
+        kept = f"no disk is asked for beyond {DISK_SIZE} of `resources`, or SkyPilot's {DEFAULT_GB} GB"
         findings.notice(("trainer", "model"), f"its size is not known here ({error}), so {kept}")
         return spec
     trainer, rollout = spec.trainer, spec.rollout
@@ -221,18 +219,18 @@ def _sized(
     asks = not named and not _has_its_own(resources)
     parts = [f"{what} {bytes_ / GB:.0f}" for what, bytes_ in disk_parts(role, spec, size).items()]
     if asks:
-        said = f"no {KEY} is named, so {needed_gb} GB are asked for"
+        said = f"no {DISK_SIZE} is named, so {needed_gb} GB are asked for"
     else:
-        has = f"{KEY} is {smallest_gb} GB" if named else f"no {KEY} is asked for on such machines"
+        has = f"{DISK_SIZE} is {smallest_gb} GB" if named else f"no {DISK_SIZE} is asked for on such machines"
         said = f"{has}, and about {needed_gb} GB are needed"
-    findings.notice((role.value, "resources", KEY), f"{said}: {', '.join(parts)}")
-    return {**resources, KEY: needed_gb} if asks else resources
+    findings.notice((role.value, "resources", DISK_SIZE), f"{said}: {', '.join(parts)}")
+    return {**resources, DISK_SIZE: needed_gb} if asks else resources
 
 
 def _named_gb(resources: Mapping[str, Any]) -> list[int]:
     """The sizes in it, those of alternatives included."""
     nested = [one for key in ALTERNATIVES for one in resources.get(key) or () if isinstance(one, Mapping)]
-    return [found for one in (resources, *nested) if (found := gb_of(one.get(KEY))) is not None]
+    return [found for one in (resources, *nested) if (found := gb_of(one.get(DISK_SIZE))) is not None]
 
 
 def _has_its_own(resources: Mapping[str, Any]) -> bool:

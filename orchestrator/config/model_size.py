@@ -15,7 +15,7 @@ from checkpoint.weights.safetensors import layout_of
 from orchestrator.config.reading.json_files import config_in, config_of, json_in
 from policies.model.spec import RunSpec
 from policies.weights.disks import ModelSize
-from policies.weights.dtypes import NAMED, WIDTH
+from policies.weights.tensors import NAMED, WIDTH
 
 INDEX = "model.safetensors.index.json"
 ASK_S = 5.0  # for the whole of it, the look-up of the hub's address included

@@ -19,10 +19,10 @@ from typing import assert_never
 
 import structlog
 
-from checkpoint.records import documents, forks
+from checkpoint.records import documents
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from checkpoint.stream import exports
+from checkpoint.stream import transfer
 from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, Order
 from orchestrator.control.run_clock import awake_or_asleep_s
 from policies.control.snapshot import (
@@ -159,9 +159,9 @@ class Actuator:
             case AskToStop():
                 documents.ask_to_stop(self._store, action.node, action.attempt, time.time())
             case WriteFork():
-                forks.write_fork(self._store, action.fork)
+                documents.write_fork(self._store, action.fork)
             case Export():
-                exports.export_weights(self._store, PolicyVersion.parse(action.version))
+                transfer.export_weights(self._store, PolicyVersion.parse(action.version))
             case _:
                 assert_never(action)
 

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import structlog
 
-from checkpoint.journal.entries import Record, advance
-from checkpoint.journal.journal import Journal
+from checkpoint.journal import Journal, Record, advance
 from checkpoint.records import documents
 from checkpoint.store import layout
 from checkpoint.store.errors import StoreError

@@ -21,14 +21,14 @@ from shlex import quote
 
 import structlog
 
-from checkpoint.journal.journal import Fenced, Journal
+from checkpoint.journal import Fenced, Journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.security.redaction import Redactor, guard_output
 from checkpoint.security.vouched import NotVouched
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import OPTIONS_ENV, Store
-from checkpoint.store.unreadable import Unreadable
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable
 from orchestrator.control.actuate import Actuator

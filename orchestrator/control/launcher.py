@@ -10,11 +10,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
+from checkpoint.store.document import Unreadable
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from orchestrator.control.lease import is_held
 from orchestrator.home.folder import run_dir
 from orchestrator.home.trust import known_run

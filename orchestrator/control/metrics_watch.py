@@ -19,11 +19,10 @@ from typing import TypeVar
 import structlog
 
 from checkpoint.records import metrics
-from checkpoint.records.metrics import Row
-from checkpoint.records.step_times import step_times
+from checkpoint.records.metrics import Row, step_times
 from checkpoint.store import layout
+from checkpoint.store.document import Unreadable
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from policies.control.snapshot import Trainer, Watched
 from policies.detect.divergence import Detector, Point, follow
 from policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls

@@ -11,13 +11,13 @@ from typing import TypeVar
 
 import structlog
 
-from checkpoint.records import documents, forks
+from checkpoint.records import documents
 from checkpoint.records.documents import ControllerMachine
 from checkpoint.records.metrics import Row
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import Corrupt, StoreError
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
-from checkpoint.stream import exports
+from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog, Revision
 from orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from orchestrator.control.metrics_watch import MetricsWatch
@@ -281,7 +281,7 @@ class Observer:
             checkpoints=None if catalog is None else tuple(one.at for one in catalog.checkpoints),
             damaged=damaged,
             ever_stored=catalog is not None and catalog.number > 0,
-            timeline=forks.newest_timeline(self._store) if state.rollback is not None or target_wanted else 0,
+            timeline=documents.newest_timeline(self._store) if state.rollback is not None or target_wanted else 0,
             exported_to=None if state.healthy is None else self._exported_to(state.healthy),
             unreadable=dict(self._unreadable.found),
         )
@@ -309,7 +309,7 @@ class Observer:
             return None, str(error)
 
     def _exported_to(self, version: str) -> str | None:
-        export = exports.export_of(PolicyVersion.parse(version)).read(self._store, self._unreadable)
+        export = transfer.export_of(PolicyVersion.parse(version)).read(self._store, self._unreadable)
         return None if export is None else export.prefix
 
     def _machines(self) -> dict[str, Machine] | None:

@@ -17,13 +17,12 @@ from pathlib import Path
 import psutil
 import structlog
 
-from checkpoint.journal.journal import recover
+from checkpoint.journal import recover
 from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.records.rehearsals import RehearsedFault, read_faults, write_fault
+from checkpoint.records.documents import RehearsedFault, RunRecord, read_faults, write_fault
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from orchestrator.clouds import open_local
 from orchestrator.clouds.local.cloud import LocalCloud
 from orchestrator.clouds.local.processes import marked_processes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from checkpoint.journal.entries import Record
+from checkpoint.journal import Record
 from policies.model.events import (
     BudgetNeared,
     BudgetReached,

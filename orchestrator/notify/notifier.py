@@ -15,12 +15,12 @@ from pathlib import Path
 
 import structlog
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.records.documents import Notified, RunRecord
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from orchestrator.home.run_secrets import notify_urls
 from orchestrator.notify.channels import Channel, Command, Service, Undelivered
 from orchestrator.notify.message import Message, messages_in

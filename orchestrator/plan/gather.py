@@ -35,15 +35,20 @@ from policies.fleet.deadline import Course, nodes_for, time_of
 from policies.fleet.how_many import StepShape
 from policies.fleet.list_prices import store_price
 from policies.fleet.store_costs import GB, Place, of_send
-from policies.model.processes import ALTERNATIVES, alternatives_of
-from policies.model.spec import RunSpec, generates_itself, model_settings, processes_of
+from policies.ledger.retention import STORE_BYTES_PER_S, most_kept
+from policies.model.spec import (
+    ALTERNATIVES,
+    RunSpec,
+    alternatives_of,
+    generates_itself,
+    model_settings,
+    processes_of,
+)
 from policies.model.vocabulary import Market, Role
 from policies.sizing import speed
-from policies.sizing.adapter import trained_params
-from policies.sizing.gpus import gpu_named
 from policies.sizing.money import Prices, again_usd, cost, hourly
-from policies.sizing.storing import STORE_BYTES_PER_S, most_kept
-from policies.sizing.training import training_of
+from policies.sizing.speed import gpu_named
+from policies.sizing.training import trained_params, training_of
 from policies.weights.adapters import DEFAULT_RANK
 from policies.weights.disks import ModelSize, checkpoint_bytes, checkpoint_bytes_each
 

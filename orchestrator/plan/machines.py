@@ -12,13 +12,12 @@ from orchestrator.plan.models import KnownModel
 from orchestrator.plan.workload import grpo, prompt_tokens
 from policies.control.fleet.markets import market_of
 from policies.model.gpus import engine_gpus, gpus_of
-from policies.model.processes import alternatives_of
-from policies.model.spec import RunSpec, generates_itself, processes_of
+from policies.model.spec import RunSpec, alternatives_of, generates_itself, processes_of
 from policies.model.vocabulary import Role
 from policies.sizing.engine import engine_memory, engine_of
-from policies.sizing.gpus import GPUS, Gpu, gpu_named
 from policies.sizing.memory import EngineMemory, TrainerMemory
 from policies.sizing.money import Prices
+from policies.sizing.speed import GPUS, Gpu, gpu_named
 from policies.sizing.trainer import trainer_memory
 from policies.sizing.training import training_of
 

@@ -7,8 +7,7 @@ from itertools import pairwise
 from statistics import mean, median
 
 from checkpoint.records import metrics
-from checkpoint.records.metrics import logged, read_metrics
-from checkpoint.records.step_times import step_times
+from checkpoint.records.metrics import logged, read_metrics, step_times
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from policies.fleet.how_many import StepShape

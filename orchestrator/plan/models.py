@@ -8,8 +8,7 @@ from typing import Any
 
 from orchestrator.config.model_size import NotKnown, find_config
 from policies.model.spec import RunSpec
-from policies.sizing.read_shape import UnknownShape, shape_of
-from policies.sizing.shapes import Shape, with_all_params
+from policies.sizing.shapes import Shape, UnknownShape, shape_of, with_all_params
 from policies.weights.adapters import QUANTISED_WORDS
 from policies.weights.disks import ModelSize
 

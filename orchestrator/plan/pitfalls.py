@@ -14,13 +14,11 @@ from orchestrator.plan.model import LostPlan, MachinePlan, MoneyPlan, StepPlan, 
 from orchestrator.plan.models import KnownModel
 from orchestrator.plan.workload import completion_tokens, grpo, prompt_tokens
 from policies.model.gpus import VISIBLE, engine_gpus
-from policies.model.sharding import divided
-from policies.model.spec import RunSpec, generates_itself, model_settings, processes_of
+from policies.model.spec import RunSpec, generates_itself, model_settings, processes_of, sharding_of
 from policies.model.vocabulary import Market, Role
-from policies.sizing.context import context_problem
-from policies.sizing.engine import engine_of
-from policies.sizing.gpus import Gpu, gpu_named
+from policies.sizing.engine import context_problem, engine_of
 from policies.sizing.memory import GIB
+from policies.sizing.speed import Gpu, gpu_named
 from policies.sizing.training import divides_weights, training_of
 from policies.weights.adapters import QUANTISED, why_whole
 
@@ -112,7 +110,7 @@ def updates_are_lost(seen: Seen) -> Iterator[Warned]:
     dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "").removeprefix("torch.")
     if seen.spec.trainer.peft is not None or dtype != "bfloat16" or rate >= KEPT_UPDATE:
         return
-    if divided(seen.spec)[0] != "none":  # DeepSpeed's optimizer and FSDP keep what they update in float32
+    if sharding_of(seen.spec)[0] != "none":  # DeepSpeed's optimizer and FSDP keep what they update in float32
         return
     told = f"weights that are trained in bfloat16 lose most updates at a learning rate of {rate:g}"
     yield Warned("grpo.model_init_kwargs", f"{told}; leave dtype out, for float32, or train adapters")
@@ -312,7 +310,7 @@ def _divided_further(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
     accelerate, count = spec.trainer.accelerate or {}, 2 * processes_of(spec)
     while divides_weights(spec) and count <= MACHINE_GPUS:
         more = replace(spec.trainer, accelerate={**accelerate, "num_processes": count})
-        yield f"{count} GPUs, over which the weights are divided", replace(spec, trainer=more)
+        yield f"{count} GPUs, over which the weights are sharding_of", replace(spec, trainer=more)
         count *= 2
 
 

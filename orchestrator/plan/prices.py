@@ -12,8 +12,7 @@ from orchestrator.clouds.sky.sdk.types import ListPrice, PriceList
 from orchestrator.clouds.sky.work import places
 from orchestrator.plan.machines import kinds_in
 from orchestrator.plan.model import CloudPrice
-from policies.model.processes import alternatives_of, gpu_counts
-from policies.model.spec import RunSpec
+from policies.model.spec import RunSpec, alternatives_of, gpu_counts
 from policies.model.vocabulary import Market, Role
 from policies.sizing.money import Prices
 

@@ -11,16 +11,15 @@ from orchestrator.plan.workload import grpo, passes_of, work_of
 from policies.fleet.how_many import HourlyPrices, StepShape, best_count, optimum, usd_a_step
 from policies.model.gpus import engine_gpus
 from policies.model.spec import RunSpec, generates_itself, processes_of
-from policies.sizing import speed, sync
-from policies.sizing.adapter import adapter_params
+from policies.sizing import speed
 from policies.sizing.engine import engine_of
-from policies.sizing.gpus import gpu_named
 from policies.sizing.shapes import Shape
-from policies.sizing.training import lora_of, training_of
+from policies.sizing.speed import gpu_named
+from policies.sizing.training import adapter_params, lora_of, training_of
 from policies.weights.adapters import engine_type, why_whole
-from policies.weights.dtypes import WIDTH, served_types
+from policies.weights.tensors import WIDTH, served_types
 
-USUAL_LINK = sync.LINKS_GBIT_PER_S[0]  # a step is counted with the slowest
+USUAL_LINK = speed.LINKS_GBIT_PER_S[0]  # a step is counted with the slowest
 SHOWN_NODES = 8
 
 
@@ -49,29 +48,29 @@ def plan_syncs(spec: RunSpec, model: KnownModel, measured: Measured | None) -> t
     whole, rate = float(width * model.params), float(grpo(spec, "learning_rate"))
     adapter = _adapter_bytes(spec, model)
     alone = spec.trainer.peft is not None and not why_whole(spec, model.config) and adapter is not None
-    share = sync.delta_share(rate)
+    share = speed.delta_share(rate)
     sent = measured.sent_share if measured is not None and measured.sent_share is not None and not alone else None
     share = share if sent is None else sent
-    links = sync.LINKS_GBIT_PER_S
+    links = speed.LINKS_GBIT_PER_S
     forms = [
         SyncPlan(
             form="all weights",
             used=False,
             size_bytes=whole,
             share=1.0,
-            seconds={link: sync.whole_s(whole, link) for link in links},
+            seconds={link: speed.whole_s(whole, link) for link in links},
         ),
         SyncPlan(
             form="delta",
             used=not alone,
             size_bytes=share * whole,
             share=share,
-            seconds={link: sync.delta_s(whole, share, link) for link in links},
+            seconds={link: speed.delta_s(whole, share, link) for link in links},
             source="estimated" if sent is None else "measured",
         ),
     ]
     if adapter is not None:
-        seconds = {link: sync.whole_s(adapter, link) for link in links}
+        seconds = {link: speed.whole_s(adapter, link) for link in links}
         forms.append(
             SyncPlan(form="adapter", used=alone, size_bytes=adapter, share=adapter / whole, seconds=seconds)
         )

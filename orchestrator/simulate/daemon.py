@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from checkpoint.journal.journal import Fenced, Journal
+from checkpoint.journal import Fenced, Journal
 from checkpoint.store.errors import StoreUnavailable
 from orchestrator.clouds.protocol import Cloud, Order
 from orchestrator.control.actuate import Actuator

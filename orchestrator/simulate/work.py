@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from checkpoint.records import documents, forks, metrics
+from checkpoint.records import documents, metrics
 from checkpoint.records.documents import GatewayAddress
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.stream.catalog import Checkpoint, Revision
@@ -98,7 +98,7 @@ class Work:
     def _upload(self, box: Box) -> None:
         """The uploader, which outlives the trainer."""
         while box.spool and box.store.writes:
-            known = forks.read_forks(box.store)
+            known = documents.read_forks(box.store)
             wanted = partial(self._listed, new=box.spool[0], known=known)
             self.listed = tuple(one.at for one in box.catalog.change(self._cloud.time_s, wanted).checkpoints)
             self.ever.add(box.spool.pop(0))
@@ -114,7 +114,7 @@ class Work:
         beat = None
         with contextlib.suppress(StoreUnavailable):
             beat = documents.TRAINER.read(box.store)
-            newest = forks.newest_timeline(box.store)
+            newest = documents.newest_timeline(box.store)
             if newest > box.timeline or (beat is not None and beat.precedence > box.precedence):
                 box.exit_code = exit_codes.FENCED
                 return
@@ -141,7 +141,7 @@ class Work:
         """Take up the newest checkpoint of its line; whether it could."""
         if not box.store.writes or box.spool:
             return False  # its first beat has to be written, and what was sealed here to be stored
-        known = forks.read_forks(box.store)
+        known = documents.read_forks(box.store)
         there = [one.at for one in box.catalog.newest().checkpoints]
         found = choose_start(there, known, box.timeline, None)
         begins = found.step if found is not None else 0

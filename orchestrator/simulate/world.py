@@ -11,8 +11,8 @@ import hashlib
 from itertools import cycle
 from random import Random
 
-from checkpoint.journal import journal
-from checkpoint.journal.journal import Fenced
+from checkpoint import journal
+from checkpoint.journal import Fenced
 from checkpoint.records import documents
 from checkpoint.store.errors import StoreUnavailable
 from orchestrator.control.controller import Decide

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from checkpoint.journal.entries import Record
-from checkpoint.records.rehearsals import RehearsedFault
+from checkpoint.journal import Record
+from checkpoint.records.documents import RehearsedFault
 from checkpoint.store.codec import event_to_plain
 from orchestrator.views.words.lineage import effect_words, skipped_words, start_words
 from orchestrator.views.words.numbers import duration, moment

@@ -18,8 +18,7 @@ from checkpoint.records.metrics import REWARD_MAX, REWARD_MIN, Row
 from checkpoint.store.run_store import Store
 from orchestrator.views.reader import Reader
 from orchestrator.views.report import HELD_OUT, REWARD, run_faults
-from policies.ledger.abandoned import abandoned
-from policies.ledger.accounting import fault_costs
+from policies.ledger.accounting import abandoned, fault_costs
 
 BLUE, ORANGE, GREEN, PURPLE, RED = "#3366cc", "#e07b39", "#2e8b6f", "#7a5ba8", "#c0392b"
 INK, GRID = "#333a45", "#e3e6ea"

@@ -12,24 +12,23 @@ from dataclasses import replace
 from datetime import datetime
 from statistics import median
 
-from checkpoint.journal import journal
-from checkpoint.journal.entries import Record, entries_after
+from checkpoint import journal
+from checkpoint.journal import Record, entries_after
 from checkpoint.records import documents, metrics
+from checkpoint.records.documents import RehearsedFault, read_faults
 from checkpoint.records.metrics import Row, logged
-from checkpoint.records.rehearsals import RehearsedFault, read_faults
 from checkpoint.store import layout
+from checkpoint.store.document import Unreadable
 from checkpoint.store.run_store import Entry, Store
-from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from orchestrator.control.lease import LeaseWatch
 from orchestrator.views.events import EventLine, lines, rehearsed_line
 from orchestrator.views.measured.lanes import LANE_S, Lanes, LaneState, phase_state
 from policies.control.snapshot import Trainer
-from policies.ledger.abandoned import split_by_line
-from policies.ledger.accounting import surviving_rows
+from policies.ledger.accounting import split_by_line, surviving_rows
 from policies.ledger.rentals import ControllerRental
 from policies.model.events import Event, NodeMoved, NodeRequested
-from policies.model.folding.fold import apply
+from policies.model.fold import apply
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState
 from policies.model.timelines import lineage, on_lineage

@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from checkpoint.records import documents, metrics
+from checkpoint.records.documents import RehearsedFault, read_faults
 from checkpoint.records.metrics import Row, logged
-from checkpoint.records.rehearsals import RehearsedFault, read_faults
+from checkpoint.store.document import Unreadable
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
-from checkpoint.stream.exports import export_of
+from checkpoint.stream.transfer import export_of
 from orchestrator.plan.store_place import store_place
 from orchestrator.views.model import HealthView, health_of
 from orchestrator.views.reader import Reader
@@ -34,19 +34,18 @@ from orchestrator.views.words.numbers import NOT_KNOWN, duration, short, usd
 from policies.detect.divergence import Health
 from policies.fleet.budget import not_counted
 from policies.fleet.store_costs import AT_HOME, Place, Stored, Tariff, of_run, tariff_of
-from policies.ledger.abandoned import abandoned
 from policies.ledger.accounting import (
     Fault,
     FaultCost,
     History,
+    abandoned,
     fault_costs,
     journalled_faults,
     merge_faults,
 )
 from policies.ledger.rentals import Rental, bill, rentals
 from policies.model.phases import TERMINAL_RUN
-from policies.model.processes import alternatives_of
-from policies.model.spec import RunSpec
+from policies.model.spec import RunSpec, alternatives_of
 from policies.model.state import RunState
 from policies.model.timelines import Skipped
 from policies.model.vocabulary import Cause, PolicyVersion, RunPhase

@@ -10,8 +10,7 @@ from itertools import pairwise
 from statistics import median
 from types import MappingProxyType
 
-from checkpoint.records.metrics import Row, logged
-from checkpoint.records.step_times import step_times
+from checkpoint.records.metrics import Row, logged, step_times
 from orchestrator.control.metrics_watch import RECENT_ROWS
 from orchestrator.views.measured.step_split import step_split
 from orchestrator.views.model import (

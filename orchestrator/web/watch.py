@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 
 import structlog
 
-from checkpoint.journal import journal
-from checkpoint.records.documents import RunRecord
+from checkpoint import journal
+from checkpoint.records.documents import RehearsedFault, RunRecord
 from checkpoint.records.metrics import Row
-from checkpoint.records.rehearsals import RehearsedFault
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Checkpoint

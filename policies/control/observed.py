@@ -7,7 +7,7 @@ from dataclasses import replace
 from policies.control.snapshot import Machine
 from policies.control.tick import Tick
 from policies.model import exit_codes
-from policies.model.folding.pool_fold import NOTICED
+from policies.model.fold import NOTICED
 from policies.model.state import Node
 from policies.model.vocabulary import MachineState, NodePhase, Refusal, Role
 

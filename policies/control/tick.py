@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from policies.control.snapshot import Machine, Snapshot
 from policies.fleet import disks
 from policies.model.events import Event, JobExited, JobRestarted, MachineBought, NodeMoved, RunMoved
-from policies.model.folding.drafts import draft
-from policies.model.folding.fold import apply
+from policies.model.fold import apply, draft
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import NodePhase, Refusal, RunPhase

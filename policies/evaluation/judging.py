@@ -1,6 +1,6 @@
 """What became of one problem: correct, of the right form and wrong, unreadable, or not scored at all.
 
-Reward functions say which: `tasks.rewards.says` is how.
+Reward functions say which: `tasks.rewards.graders` is how.
 """
 
 from __future__ import annotations

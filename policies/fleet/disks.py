@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 from policies.fleet.list_prices import DISK_GB, clouds_with_disks, disk_usd_per_h
 from policies.model.pools import Pool
-from policies.model.processes import alternatives_of
-from policies.model.spec import RunSpec, generates_itself
+from policies.model.spec import RunSpec, alternatives_of, generates_itself
 from policies.model.vocabulary import Role
-from policies.weights.disk_size import KEY, gb_of
+from policies.weights.disks import DISK_SIZE, gb_of
 
 ANYWHERE = ("", "*")
 
@@ -51,7 +50,7 @@ def _disks(spec: RunSpec, role: Role, pool: Pool | None) -> Iterator[tuple[str, 
             continue
         clouds = (named,) if named not in ANYWHERE else clouds_with_disks()
         clouds = clouds if pool is None else (pool.cloud,)
-        gb, tier = gb_of(machine.get(KEY)) or DISK_GB, machine.get("disk_tier")
+        gb, tier = gb_of(machine.get(DISK_SIZE)) or DISK_GB, machine.get("disk_tier")
         for one in clouds:
             yield one, disk_usd_per_h(one, None if tier is None else str(tier), gb)
 

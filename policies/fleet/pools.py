@@ -15,8 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from policies.model.pool_record import PoolRecord
-from policies.model.pools import Pool, PoolOffer
+from policies.model.pools import Pool, PoolOffer, PoolRecord
 from policies.model.state import Node
 from policies.model.vocabulary import Market
 

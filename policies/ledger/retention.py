@@ -5,10 +5,12 @@ Every rule names what stays; only what no rule names is retired.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from policies.detect.divergence import Verdict
+from policies.model.spec import CheckpointsSpec
 from policies.model.timelines import Fork, lineage, on_lineage
 from policies.model.vocabulary import PolicyVersion
 
@@ -122,3 +124,80 @@ def keep_since(step: int, logging_steps: int) -> int:
     A divergence that is noticed later may have begun after any of them, and then that one is needed.
     """
     return max(0, step - NOTICED_POINTS * logging_steps)
+
+
+# Which stored completions of a run may go: all but those that a restart may need again, and a sample.
+#
+# They are large: a token takes 26 bytes, so a step of 1,024 completions of 4,000 tokens takes 108 MB, and 5,000
+# such steps 540 GB.
+
+# The newest checkpoint may turn out damaged; a restart from the one before needs its completions, too.
+RESTARTS_FROM = 2
+
+
+def versions_to_delete(
+    stored: Sequence[PolicyVersion],
+    checkpoints: Sequence[PolicyVersion],
+    keep_last: int,
+    sample_steps: int,
+    forks: Sequence[Fork],
+) -> tuple[PolicyVersion, ...]:
+    """Return the policy versions whose stored completions no restart needs, in order.
+
+    What stays: on the newest timeline, all since the oldest of the newest `keep_last` checkpoints (at least two)
+    of its line; on earlier ones, whose seeds differ so that nothing of them is ever replayed, all until every
+    rollback has passed its probation; on the line, multiples of `sample_steps` for good; and everything of a
+    timeline that `forks` does not know.
+    """
+    newest = max((fork.timeline for fork in forks), default=0)
+    stretches = lineage(forks, newest)
+    line = [version for version in sorted(checkpoints) if on_lineage(version, stretches)]
+    oldest = line[-max(keep_last, RESTARTS_FROM) :][:1]
+    since_step = oldest[0].step if oldest else 0
+    waiting = bool(on_probation(line, forks)) or not line
+
+    def stays(version: PolicyVersion) -> bool:
+        if version.timeline > newest or (version.step % sample_steps == 0 and on_lineage(version, stretches)):
+            return True
+        return version.step >= since_step if version.timeline == newest else waiting
+
+    return tuple(version for version in sorted(set(stored)) if not stays(version))
+
+
+# How many of a run's checkpoints stay in its store at a time, before it is started.
+
+# What a store may take of one machine, slow and fast: what a `down` waits for reckons with the same two
+# (policies.control.stopping), and Ceph's gateway took 200 MB/s (docs/benchmarks.md).
+STORE_BYTES_PER_S = (100 * 10**6, 1000 * 10**6)
+# Of the newest saves, beside those that stay as recent: their number grows with the logarithm of the run's length.
+FOLLOWED = 300
+
+
+def most_kept(rules: CheckpointsSpec, save_steps: int, logging_steps: int, steps: int) -> int:
+    """Return how many checkpoints of a healthy run of so many steps stay at most, by the rules of retention."""
+    saves = steps // save_steps
+    first, most = max(0, saves - FOLLOWED - NOTICED_POINTS * logging_steps // save_steps), 0
+    line = [
+        StoredCheckpoint(PolicyVersion(0, step))
+        for step in _steps_at_doubling_ages(save_steps, save_steps * first)
+    ]
+    for step in range(save_steps * (first + 1), save_steps * saves + 1, save_steps):
+        line.append(StoredCheckpoint(PolicyVersion(0, step)))
+        before, since = keep_before(step, Verdict(), logging_steps), keep_since(step, logging_steps)
+        gone = set(versions_to_retire(line, (), RetentionRules(rules.keep_last, None, before, since)))
+        line = [one for one in line if one.version not in gone]
+        most = max(most, len(line))
+    if rules.keep_every_steps is None:
+        return most
+    return min(saves, most + steps // math.lcm(rules.keep_every_steps, save_steps))
+
+
+def _steps_at_doubling_ages(save_steps: int, newest: int) -> list[int]:
+    """Steps among which are all that the rule of doubling ages keeps at that step: what it keeps has no memory."""
+    found, width = {save_steps} if newest else set(), 1
+    while width <= newest:
+        places = range(max(0, newest // width - STRETCHES), newest // width + 1)
+        oldest = (save_steps * max(1, math.ceil(place * width / save_steps)) for place in places)
+        found.update(step for step in oldest if step <= newest)
+        width *= 2
+    return sorted(found)

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from policies.model.processes import gpu_counts
-from policies.model.spec import RunSpec, processes_of
+from policies.model.spec import RunSpec, gpu_counts, processes_of
 from policies.model.vocabulary import Role
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

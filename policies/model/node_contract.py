@@ -21,7 +21,7 @@ TRAINER = "tasks.trainer.main"  # below `WORK[Role.TRAINER]`
 EVALUATOR = "tasks.evaluating.main"  # in its place, where the run is an evaluation
 LOCAL_MACHINE = "tasks.machine.local_machine"  # above the work, on the local cloud
 
-MACHINE = "machine.json"  # in the machine's folder: its newest attempt, see `tasks.machine.processes.attempts`
+MACHINE = "machine.json"  # in the machine's folder: its newest attempt, see `tasks.machine.children`
 
 # In the machine's working folder:
 NOTICE = "notice"  # it will be taken back: how many seconds it stays, or nothing

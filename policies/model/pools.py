@@ -49,3 +49,73 @@ class PoolOffer:
     pool: Pool
     usd_per_h: float
     rank: int = 0  # place in run.yaml's `ordered`: a lower one is tried first, whatever it costs
+
+
+# What a run has lived through in one pool: launches, stays, refusals and losses, the newest of each.
+
+KEPT = 32  # launches and stays a pool; older ones count for little
+STAYED_S = 3600.0  # a machine that was there for so long shows that the pool holds again
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A machine was asked for in the pool, and came or did not."""
+
+    at_s: float
+    came: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stayed:
+    """A machine was there until then, for so many hours; the cloud took it, or it was given back."""
+
+    until_s: float
+    hours: float
+    taken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRecord:
+    """A pool's history, as far as it is kept."""
+
+    pool: Pool
+    launches: tuple[Launched, ...] = ()
+    stays: tuple[Stayed, ...] = ()
+    refused_in_a_row: int = 0  # since it last gave a machine
+    refused_at_s: float = 0.0
+    taken_in_a_row: int = 0  # each within STAYED_S
+    taken_at_s: float = 0.0
+    rebalances: int = 0  # machines that left after a rebalance recommendation
+    rebalances_taken: int = 0  # of these, machines that the cloud took
+
+
+def refused(record: PoolRecord, asked_at_s: float, time_s: float) -> PoolRecord:
+    """Return the record after the pool gave no machine. Requests side by side that it refuses are one in a row."""
+    launches = (*record.launches, Launched(time_s, False))[-KEPT:]
+    again = not record.refused_in_a_row or asked_at_s >= record.refused_at_s
+    count = record.refused_in_a_row + again
+    return replace(record, launches=launches, refused_in_a_row=count, refused_at_s=time_s)
+
+
+def came(record: PoolRecord, time_s: float) -> PoolRecord:
+    """Return the record after the pool gave a machine."""
+    launches = (*record.launches, Launched(time_s, True))[-KEPT:]
+    return replace(record, launches=launches, refused_in_a_row=0)
+
+
+def stayed(
+    record: PoolRecord, since_s: float, time_s: float, *, taken: bool, rebalance_recommended: bool = False
+) -> PoolRecord:
+    """Return the record after a machine that came at `since_s` was taken by the cloud, or given back."""
+    long_s = max(0.0, time_s - since_s)
+    stays = (*record.stays, Stayed(time_s, long_s / 3600, taken))[-KEPT:]
+    before = 0 if long_s >= STAYED_S else record.taken_in_a_row
+    count, at_s = (before + 1, time_s) if taken else (before, record.taken_at_s)
+    return replace(
+        record,
+        stays=stays,
+        taken_in_a_row=count,
+        taken_at_s=at_s,
+        rebalances=record.rebalances + rebalance_recommended,
+        rebalances_taken=record.rebalances_taken + (rebalance_recommended and taken),
+    )

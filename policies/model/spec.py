@@ -7,12 +7,67 @@ Only data and its defaults. Reading YAML, naming lines and checking keys against
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from policies.model.processes import processes_in
 from policies.model.vocabulary import Recovery
+
+# How many processes train: one for each GPU of the trainer's node, unless run.yaml says another number.
+
+ALTERNATIVES = ("any_of", "ordered")  # SkyPilot's: lists of machines, each over the keys beside the list
+
+
+def processes_in(accelerate: Mapping[str, Any], resources: Mapping[str, Any]) -> int:
+    """How many processes train, by these sections of `trainer`; of alternatives the smallest decides."""
+    count = accelerate.get("num_processes")
+    if isinstance(count, int) and count > 0:
+        return count
+    return min((count for count in gpu_counts(resources) if count), default=1)
+
+
+def gpu_counts(resources: Mapping[str, Any]) -> set[int | None]:
+    """The counts in SkyPilot's `accelerators`: `H100:8`, `H100`, `{H100: 8}`, or a list of alternatives.
+
+    One for each alternative, those of `any_of` and `ordered` too; None for one that names none.
+    """
+    return {count for one in alternatives_of(resources) for count in _counts(one)}
+
+
+def alternatives_of(resources: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The machines that SkyPilot's `resources` allows, in their order: each entry of `any_of` or `ordered` over
+    the keys beside the list; without such a list the one that is named."""
+    nested = [one for key in ALTERNATIVES for one in _listed(resources.get(key)) if isinstance(one, Mapping)]
+    beside = {key: value for key, value in resources.items() if key not in ALTERNATIVES}
+    return [{**beside, **one} for one in nested or [{}]]
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _counts(resources: Mapping[str, Any]) -> Iterator[int | None]:
+    accelerators = resources.get("accelerators")
+    if isinstance(accelerators, Mapping):
+        accelerators = [f"{name}:{count}" for name, count in accelerators.items()]
+    elif isinstance(accelerators, str):
+        accelerators = [accelerators]
+    for one in _listed(accelerators) or (None,):
+        yield _count(one) if isinstance(one, str) else None
+
+
+def _count(text: str) -> int | None:
+    """Of `NAME` or `NAME:COUNT`, read as SkyPilot does; None for what is no whole count of GPUs, which is its to
+    judge."""
+    name, _, count = text.partition(":")
+    if name.lower().startswith("tpu"):
+        return None
+    try:
+        number = float(count or 1)
+    except ValueError:
+        return None
+    return int(number) if number.is_integer() and number >= 0 else None
+
 
 # What is done about a prompt that no rollout node takes: it is left out of its step, or the run fails.
 OnBadPrompt = Literal["skip", "fail"]
@@ -138,7 +193,6 @@ class PoliciesSpec:
 
     kl: KlPolicy = field(default_factory=KlPolicy)
     fleet: FleetPolicy = field(default_factory=FleetPolicy)
-    resume_state_steps: int = 25  # how often the light resume state is stored
     boot_timeout_s: float = 900.0  # from the request to the first work; then the machine is replaced
     on_bad_prompt: OnBadPrompt = "skip"  # one prompt of many thousands is no reason to lose a night
     on_bad_reward: OnBadReward = "fail"  # what is wrong with a function is mostly wrong with all of its scores
@@ -267,3 +321,69 @@ def settings_in(grpo: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     except ValueError:  # which TRL will say
         return {}
     return read if isinstance(read, Mapping) else {}
+
+
+# How weights, gradients and the optimizer's states are divided over the processes that train.
+
+# DeepSpeed's stages, or FSDP2, which divides all of them.
+Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp"]
+
+
+def sharding_of(spec: RunSpec) -> tuple[Sharding, bool, bool]:
+    """How a run divides, and whether its optimizer and its weights stay in the machine's own memory."""
+    accelerate, grpo = spec.trainer.accelerate or {}, spec.grpo
+    if not accelerate and not grpo.get("fsdp") and not grpo.get("deepspeed"):
+        return "none", False, False
+    kind = accelerate.get("distributed_type")
+    if grpo.get("fsdp") or kind == "FSDP":
+        config = {**_mapping(accelerate.get("fsdp_config")), **_mapping(grpo.get("fsdp_config"))}
+        away = bool(config.get("fsdp_offload_params") or config.get("cpu_offload"))
+        return "fsdp", away, away
+    theirs, own = _mapping(grpo.get("deepspeed")), _mapping(accelerate.get("deepspeed_config"))
+    zero = _mapping(theirs.get("zero_optimization"))
+    stage = zero.get("stage", own.get("zero_stage", 0 if theirs else 2)) if theirs or kind == "DEEPSPEED" else 0
+    optimizer = _device(zero.get("offload_optimizer"), own.get("offload_optimizer_device"))
+    weights = _device(zero.get("offload_param"), own.get("offload_param_device"))
+    stages: dict[str, Sharding] = {"1": "zero1", "2": "zero2", "3": "zero3"}
+    return stages.get(str(stage), "none"), optimizer in ("cpu", "nvme"), weights in ("cpu", "nvme")
+
+
+def computes_in_half(spec: RunSpec) -> bool:
+    """Whether passes compute in two bytes an element: TRL's default (1.16)."""
+    return bool(spec.grpo.get("fp16")) or bool(spec.grpo.get("bf16", True))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _device(theirs: Any, own: Any) -> str:
+    return str(_mapping(theirs).get("device") or own or "none")
+
+
+# What an evaluation is of: the policies of another run. `run.json` of an evaluation's own run holds it.
+
+BASE = "base"  # the name of the model that training began from, among checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One policy. `name` is BASE, or a checkpoint's PolicyVersion as text.
+
+    Of a checkpoint `manifest` and `digest` are what the run's catalog said when the evaluation was begun: nothing
+    else is evaluated in its place. `pinned`: by the evaluation, which unpins it.
+    """
+
+    name: str
+    manifest: str = ""
+    digest: str = ""
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Which policies of the run at the store URL `of`; of the dataset the first `rows`, None: all."""
+
+    of: str
+    subjects: tuple[Subject, ...]
+    rows: int | None = None

@@ -1,4 +1,4 @@
-"""What the controller knows of a run: a fold of the journal, and of nothing else: `policies.model.folding`."""
+"""What the controller knows of a run: a fold of the journal, and of nothing else: `policies.model.fold`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from types import MappingProxyType
 from policies.model.buying import MachineKind
 from policies.model.events import DataSetAside, Diverged, DivergenceWatched
 from policies.model.phases import LIVE_NODE
-from policies.model.pool_record import PoolRecord
-from policies.model.pools import Pool
+from policies.model.pools import Pool, PoolRecord
 from policies.model.timelines import Fork, probation_until
 from policies.model.vocabulary import Cause, Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
 

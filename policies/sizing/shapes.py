@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +140,233 @@ def with_all_params(shape: Shape, counted: int) -> Shape:
     stored_head = shape.embedding_params if shape.tied else 0
     beyond = counted - shape.text_params
     return replace(shape, other_params=0 if beyond in (0, stored_head) else max(0, beyond))
+
+
+# A model's shape, read from its config.json.
+#
+# The names are those of transformers 5.19 (`models/*/modeling_*.py`), whose own models the counts are tested
+# against. What is in none of these families is UnknownShape: nothing is guessed.
+
+# The kinds of models whose shapes are known, by `model_type` (transformers 5.19, `configuration_*.py`).
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What config.json does not say of its kind.
+
+    Attributes:
+        defaults: what it may leave out.
+        tied: whether the head is the embedding where nothing is said.
+        qkv_bias: whether queries, keys and values have a bias.
+        reads_bias: whether `attention_bias` and `mlp_bias` count.
+        head_norms: whether each head's queries and keys are normalised.
+        norms: of a layer, each as wide as the hidden state.
+        fused: whether queries, keys and values are one linear layer, and gate and up.
+        windows: whether a `sliding_window` that is set is used.
+        full_every: every so many layers one looks back over everything; 0: none.
+    """
+
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    tied: bool = False
+    qkv_bias: bool = False
+    reads_bias: bool = False
+    head_norms: bool = False
+    norms: int = 2
+    fused: bool = False
+    experts: bool = False
+    shared_gate: bool = False
+    latent: bool = False
+    windows: bool = False
+    full_every: int = 0
+
+
+# A text_config is written without what is as usual.
+GEMMA_3 = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+}
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(reads_bias=True),
+    "mistral": Family(windows=True),
+    "mixtral": Family(experts=True, windows=True),
+    "qwen2": Family(qkv_bias=True),
+    "qwen2_vl": Family(qkv_bias=True),
+    "qwen2_vl_text": Family(qkv_bias=True),
+    "qwen2_5_vl": Family(qkv_bias=True),
+    "qwen2_5_vl_text": Family(qkv_bias=True),
+    "qwen2_moe": Family(qkv_bias=True, experts=True, shared_gate=True),
+    "qwen3": Family(reads_bias=True, head_norms=True, defaults={"head_dim": 128}),
+    "qwen3_vl_text": Family(reads_bias=True, head_norms=True, defaults={"head_dim": 128}),
+    "qwen3_moe": Family(reads_bias=True, head_norms=True, experts=True),
+    "gemma": Family(tied=True, reads_bias=True, defaults={"head_dim": 256}),
+    "gemma2": Family(tied=True, reads_bias=True, norms=4, windows=True, full_every=2, defaults={"head_dim": 256}),
+    "gemma3_text": Family(
+        tied=True, reads_bias=True, norms=4, head_norms=True, windows=True, full_every=6, defaults=GEMMA_3
+    ),
+    "phi3": Family(fused=True, windows=True),
+    "deepseek_v3": Family(reads_bias=True, experts=True, latent=True),
+}
+
+
+class UnknownShape(ValueError):
+    """The configuration's model is of no known kind, or a number is missing; the message says which."""
+
+
+def shape_of(config: Mapping[str, Any]) -> Shape:
+    """Return the shape of the model with this config.json, of its text part where it has others.
+
+    Raises UnknownShape.
+    """
+    text = config.get("text_config")
+    own: Mapping[str, Any] = {**text} if isinstance(text, Mapping) else config
+    kind = str(own.get("model_type") or config.get("model_type") or "")
+    if kind not in FAMILIES:
+        named = f"model_type {kind}" if kind else "a configuration without model_type"
+        raise UnknownShape(f"{named} is not among those whose memory is known: {', '.join(sorted(FAMILIES))}")
+    family = FAMILIES[kind]
+    tied = next((one["tie_word_embeddings"] for one in (own, config) if "tie_word_embeddings" in one), None)
+    return _shape(
+        kind, family, _Read(kind, {**family.defaults, **own}), family.tied if tied is None else bool(tied)
+    )
+
+
+class _Read:
+    """Whole numbers of a configuration, by the first of some names that is set."""
+
+    def __init__(self, kind: str, config: Mapping[str, Any]) -> None:
+        self._kind, self.config = kind, config
+
+    def count(self, *names: str, default: int | None = None) -> int:
+        for name in names:
+            value = self.config.get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+                return value
+        if default is None:
+            raise UnknownShape(f"the configuration, of {self._kind}, has no {names[0]}")
+        return default
+
+    def is_set(self, name: str, default: bool = False) -> bool:
+        return bool(self.config.get(name, default))
+
+
+def _shape(kind: str, family: Family, read: _Read, tied: bool) -> Shape:
+    hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
+    layers, mlp_width = read.count("num_hidden_layers"), read.count("intermediate_size")
+    if not (hidden and heads and layers):
+        raise UnknownShape(f"the configuration, of {kind}, has a size of 0")
+    kv_heads = read.count("num_key_value_heads", default=heads)
+    latent = _latent(read) if family.latent else None
+    head_dim = read.count("head_dim", default=hidden // heads)
+    if latent is not None:
+        head_dim = latent.nope_dim + latent.rope_dim
+    if not (kv_heads and head_dim and (latent is None or latent.kv_rank + latent.rope_dim)):
+        raise UnknownShape(f"the configuration, of {kind}, has a size of 0")
+    norms = family.norms * hidden + (2 * head_dim if family.head_norms else 0)
+    if latent is not None:
+        norms += latent.query_rank + latent.kv_rank
+    window, windowed = _windows(family, read, layers)
+    return Shape(
+        model_type=kind,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_width=mlp_width,
+        vocab=read.count("vocab_size"),
+        tied=tied,
+        attention=tuple(_attention(family, read, hidden, heads, kv_heads, head_dim, latent)),
+        mlp=tuple(_mlp(family, read, hidden, mlp_width)),
+        norms=norms,
+        experts=_experts(family, read, layers),
+        latent=latent,
+        window=window,
+        windowed_layers=windowed,
+    )
+
+
+def _attention(
+    family: Family, read: _Read, hidden: int, heads: int, kv_heads: int, head_dim: int, latent: Latent | None
+) -> Iterable[Linear]:
+    bias = read.is_set("attention_bias") if family.reads_bias else False
+    if latent is not None:
+        yield from _latent_attention(latent, hidden, heads, bias)
+        return
+    into = bias or (family.qkv_bias and read.is_set("qkv_bias", True))
+    if family.fused:
+        yield Linear("qkv_proj", hidden, (heads + 2 * kv_heads) * head_dim, into)
+    else:
+        yield Linear("q_proj", hidden, heads * head_dim, into)
+        yield Linear("k_proj", hidden, kv_heads * head_dim, into)
+        yield Linear("v_proj", hidden, kv_heads * head_dim, into)
+    yield Linear("o_proj", heads * head_dim, hidden, bias)
+
+
+def _latent_attention(latent: Latent, hidden: int, heads: int, bias: bool) -> Iterable[Linear]:
+    of_query = heads * (latent.nope_dim + latent.rope_dim)
+    if latent.query_rank:
+        yield Linear("q_a_proj", hidden, latent.query_rank, bias)
+        yield Linear("q_b_proj", latent.query_rank, of_query)
+    else:
+        yield Linear("q_proj", hidden, of_query)
+    yield Linear("kv_a_proj_with_mqa", hidden, latent.kv_rank + latent.rope_dim, bias)
+    yield Linear("kv_b_proj", latent.kv_rank, heads * (latent.nope_dim + latent.value_dim))
+    yield Linear("o_proj", heads * latent.value_dim, hidden, bias)
+
+
+def _mlp(family: Family, read: _Read, hidden: int, width: int) -> Iterable[Linear]:
+    bias = read.is_set("mlp_bias") if family.reads_bias else False
+    if family.fused:
+        yield Linear("gate_up_proj", hidden, 2 * width, bias)
+    else:
+        yield Linear("gate_proj", hidden, width, bias)
+        yield Linear("up_proj", hidden, width, bias)
+    yield Linear("down_proj", width, hidden, bias)
+
+
+def _latent(read: _Read) -> Latent:
+    return Latent(
+        query_rank=read.count("q_lora_rank", default=0),
+        kv_rank=read.count("kv_lora_rank"),
+        rope_dim=read.count("qk_rope_head_dim"),
+        nope_dim=read.count("qk_nope_head_dim"),
+        value_dim=read.count("v_head_dim"),
+    )
+
+
+def _experts(family: Family, read: _Read, layers: int) -> Experts | None:
+    """The mixture, and in how many layers it is: every one, every n-th, or all after the first ones."""
+    if not family.experts:
+        return None
+    sparse_step = read.count("decoder_sparse_step", default=1)
+    named, first = read.config.get("mlp_only_layers"), read.count("first_k_dense_replace", default=0)
+    dense = [*(named if isinstance(named, list) else ()), *range(first)]
+    width = read.count("moe_intermediate_size", "intermediate_size")
+    return Experts(
+        count=read.count("num_experts", "num_local_experts", "n_routed_experts"),
+        chosen=read.count("num_experts_per_tok"),
+        width=width,
+        shared_width=read.count("shared_expert_intermediate_size", default=0)
+        + read.count("n_shared_experts", default=0) * width,
+        shared_gate=family.shared_gate,
+        layers=sum(at not in dense and sparse_step > 0 and (at + 1) % sparse_step == 0 for at in range(layers)),
+    )
+
+
+def _windows(family: Family, read: _Read, layers: int) -> tuple[int | None, int]:
+    """How far windowed layers look back, and how many there are."""
+    window = read.count("sliding_window", default=0)
+    if not (window and family.windows):
+        return None, 0
+    kinds = read.config.get("layer_types")
+    if isinstance(kinds, list):
+        return window, sum(kind == "sliding_attention" for kind in kinds)
+    every = read.count("sliding_window_pattern", default=family.full_every)
+    return window, layers - (layers // every if every else 0)

@@ -10,7 +10,60 @@ the rest at 100,000. A padded batch has a mask, with which kernels compute what 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+# GPUs by SkyPilot's names: their memory, how fast they read it, and how fast they multiply.
+#
+# Memory is what NVIDIA's driver reports (`nvidia-smi`, MiB), a little less than the name on the box. Bandwidth and
+# dense bfloat16 throughput are those of NVIDIA's data sheets, without sparsity; float16's for what is older than
+# Ampere and has no bfloat16. What runs reach of them is in `speed`.
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One kind. `has_bf16`: whether it computes in bfloat16 (Ampere and later)."""
+
+    name: str
+    memory_mib: int
+    bandwidth_gb_per_s: float
+    tflops: float
+    has_bf16: bool = True
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory_mib * MIB
+
+
+GPUS: tuple[Gpu, ...] = (
+    Gpu("T4", 15_360, 320, 65, has_bf16=False),
+    Gpu("V100", 16_384, 900, 125, has_bf16=False),
+    Gpu("V100-32GB", 32_768, 900, 125, has_bf16=False),
+    Gpu("L4", 23_034, 300, 121),
+    Gpu("A10G", 23_028, 600, 70),
+    Gpu("A10", 23_028, 600, 125),
+    Gpu("RTX3090", 24_576, 936, 71),
+    Gpu("RTX4090", 24_564, 1008, 165),
+    Gpu("RTX5090", 32_607, 1792, 209),
+    Gpu("A100", 40_960, 1555, 312),
+    Gpu("L40S", 46_068, 864, 362),
+    Gpu("L40", 46_068, 864, 181),
+    Gpu("RTXA6000", 49_140, 768, 155),
+    Gpu("A100-80GB", 81_920, 2039, 312),
+    Gpu("H100", 81_559, 3350, 989),
+    Gpu("GH200", 97_871, 4000, 989),
+    Gpu("H200", 143_771, 4800, 989),
+    Gpu("B200", 183_359, 8000, 2250),
+)
+_BY_NAME: Mapping[str, Gpu] = {one.name.lower(): one for one in GPUS}
+
+
+def gpu_named(name: str) -> Gpu | None:
+    """The kind that SkyPilot calls so, in any case of letters; None for one that is not in the table."""
+    return _BY_NAME.get(name.lower())
+
 
 # Of a GPU's dense throughput in training. Published large runs reach 0.38 to 0.43 (Llama 3, arXiv 2407.21783) with
 # kernels and batches made for it; TRL pads its completions and runs plain transformers. An assumption.
@@ -142,3 +195,50 @@ def token_s(engine: Engine, work: StepWork, sequences: int) -> float:
     read_s = read_bytes / (engine.gpus * engine.bandwidth_gb_per_s * GB * BANDWIDTH_SHARE)
     compute_s = 2 * engine.params * sequences / (engine.gpus * engine.tflops * TERA * GENERATION_MFU)
     return max(read_s, compute_s, engine.token_floor_s)
+
+
+# How long new weights take from the optimizer's step until an engine may take them, by their form.
+#
+# By the arithmetic of docs/benchmarks.md (Weights), with its rates: `send` and `fetch` are a transfer each, for
+# nodes read what the trainer wrote into the store; a delta is found by going through all weights.
+
+LINKS_GBIT_PER_S = (10, 25, 100)
+# Measured (docs/benchmarks.md), one core; its arithmetic has 8 of them on each side.
+ENCODE_BYTES_PER_S = 1.0 * GB
+PROVE_BYTES_PER_S = 2.0 * GB
+CORES = 8
+# Measured there: learning rate, bytes of a delta as a share of the whole, AdamW with float32 masters.
+DELTAS = ((5e-7, 0.0106), (1e-6, 0.0178), (1e-5, 0.097))
+
+
+def delta_share(learning_rate: float) -> float:
+    """Bytes of a delta of bfloat16 weights as a share of the whole, at most 1.
+
+    Between measured learning rates, and beyond them, by the power that joins the two nearest.
+    """
+    if learning_rate <= 0:
+        return 0.0
+    upper = next((at for at in range(1, len(DELTAS)) if learning_rate <= DELTAS[at][0]), len(DELTAS) - 1)
+    (rate, share), (next_rate, next_share) = DELTAS[upper - 1], DELTAS[upper]
+    power = math.log(next_share / share) / math.log(next_rate / rate)
+    return min(1.0, share * float((learning_rate / rate) ** power))
+
+
+def whole_s(weights_bytes: float, gbit_per_s: float) -> float:
+    """Seconds for all of it, an adapter's file too: encode, send, fetch, prove."""
+    encode_s, prove_s = _encode_s(weights_bytes), weights_bytes / (CORES * PROVE_BYTES_PER_S)
+    return encode_s + 2 * _link_s(weights_bytes, gbit_per_s) + prove_s
+
+
+def delta_s(weights_bytes: float, share: float, gbit_per_s: float) -> float:
+    """Seconds for what changed: sent while it is encoded, fetched, applied to all of the weights and proved."""
+    send_s, apply_s = _link_s(share * weights_bytes, gbit_per_s), weights_bytes / (CORES * PROVE_BYTES_PER_S)
+    return max(_encode_s(weights_bytes), send_s) + send_s + apply_s
+
+
+def _encode_s(weights_bytes: float) -> float:
+    return weights_bytes / (CORES * ENCODE_BYTES_PER_S)
+
+
+def _link_s(size_bytes: float, gbit_per_s: float) -> float:
+    return size_bytes / (gbit_per_s * GB / 8)

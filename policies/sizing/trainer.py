@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from policies.sizing.adapter import adapted
-from policies.sizing.generation import generating
-from policies.sizing.held import CUDA_BYTES, held_by, host_memory
-from policies.sizing.memory import Memory, TrainerMemory, memory_of
+from policies.sizing.memory import CUDA_BYTES, Memory, TrainerMemory, held_by, host_memory, memory_of
 from policies.sizing.shapes import Linear, Shape
-from policies.sizing.training import FLOAT32, Training
+from policies.sizing.training import FLOAT32, Training, adapted, generating
 
 
 def trainer_memory(shape: Shape, training: Training) -> TrainerMemory:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from policies.model.sharding import Sharding, computes_in_half, divided
-from policies.model.spec import RunSpec, generates_itself, model_settings, processes_of
-from policies.sizing.shapes import Shape
+from policies.model.spec import (
+    RunSpec,
+    Sharding,
+    computes_in_half,
+    generates_itself,
+    model_settings,
+    processes_of,
+    sharding_of,
+)
+from policies.sizing.shapes import Linear, Shape
 from policies.weights.adapters import ALL_LINEAR, DEFAULT_RANK
-from policies.weights.dtypes import NAMED, WIDTH
+from policies.weights.tensors import NAMED, WIDTH
 
 Attention = Literal["sdpa", "eager", "flash"]
 
@@ -93,7 +100,7 @@ def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
         prompt_tokens: of the longest prompt, which only its dataset tells.
     """
     grpo = spec.grpo
-    sharding, optimizer_away, weights_away = divided(spec)
+    sharding, optimizer_away, weights_away = sharding_of(spec)
     half = computes_in_half(spec)
     loaded_bytes = stored_bytes = _weight_bytes(grpo)
     # DeepSpeed converts the model; FSDP2 casts what it gathers, and accelerate keeps what is trained in float32.
@@ -131,7 +138,7 @@ def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
 
 def divides_weights(spec: RunSpec) -> bool:
     """Whether each process keeps a part of the weights alone, by ZeRO-3 or FSDP2."""
-    return divided(spec)[0] in ("zero3", "fsdp")
+    return sharding_of(spec)[0] in ("zero3", "fsdp")
 
 
 def lora_of(peft: Mapping[str, Any] | None, shape: Shape) -> Lora | None:
@@ -182,3 +189,80 @@ def _weight_bytes(grpo: Mapping[str, Any]) -> int:
 def _attention(grpo: Mapping[str, Any]) -> Attention:
     asked = str(model_settings(grpo).get("attn_implementation") or "sdpa")
     return "eager" if asked == "eager" else "flash" if "flash" in asked else "sdpa"
+
+
+# How large a LoRA adapter is: two matrices a linear layer (arXiv 2106.09685).
+
+
+def adapter_params(shape: Shape, lora: Lora) -> int:
+    """Elements of the adapter: rank x (inputs + outputs) for each layer that it is on.
+
+    Experts are no linear layers to PEFT: transformers keeps them in one tensor for all.
+    """
+    sparse = shape.experts.layers if shape.experts else 0
+    attention = sum(_of(one, lora) for one in adapted(shape.attention, lora))
+    mlp = sum(_of(one, lora) for one in adapted(shape.mlp, lora))
+    return shape.layers * attention + (shape.layers - sparse) * mlp
+
+
+def copied_params(shape: Shape, lora: Lora) -> int:
+    """Elements of the base model's own matrices that are trained beside the adapter, each in a copy."""
+    layers = (*shape.attention, *shape.mlp)
+    ends = shape.embedding_params * len(lora.whole & {"lm_head", "embed_tokens"})
+    return ends + shape.layers * sum(one.params for one in layers if one.name in lora.whole)
+
+
+def trained_params(shape: Shape, training: Training) -> int:
+    """How many parameters the optimizer changes."""
+    lora = training.lora
+    return shape.params if lora is None else adapter_params(shape, lora) + copied_params(shape, lora)
+
+
+def adapted(layers: tuple[Linear, ...], lora: Lora | None) -> Iterator[Linear]:
+    """Those of the linear layers that have an adapter."""
+    return (one for one in layers if lora is not None and one.name in lora.targets)
+
+
+def _of(layer: Linear, lora: Lora) -> int:
+    return lora.rank * (layer.inputs + layer.outputs)
+
+
+# What a trainer takes that generates by itself, by transformers' `generate`: in a run without rollout nodes
+# (`rollout.replicas: 0`), or while none is to be had. And which trainers cannot.
+
+# Of each word for each completion where the next one is drawn: logits, shaped and as log-probabilities, in
+# float32, and their sum in float64 (`tasks/trl/own_generation.py`).
+DRAW_BYTES = 3 * 4 + 2 * 8
+
+
+def why_not_itself(spec: RunSpec) -> str:
+    """Why the trainer of a run with rollout nodes does not generate while there is none; empty where it does."""
+    if spec.rollout.recovery == "exact":
+        return "with recovery: exact no completion may differ from what a rollout node would make"
+    if spec.rollout.max_staleness:
+        return "with max_staleness the completions of a step are an older policy's, whose weights it has not"
+    if divides_weights(spec):
+        return "no process of the trainer has the whole model"
+    for key in ("generation_kwargs", "vllm_structured_outputs_regex"):
+        if spec.grpo.get(key):
+            return f"grpo.{key} is vLLM's"
+    return ""
+
+
+def generating(shape: Shape, training: Training) -> dict[str, int]:
+    """Return the parts of a batch's generation, at its last token.
+
+    A cache grows by a copy: for a moment one layer's is there twice, and repeated for each head (transformers
+    5.19, `DynamicLayer.update`, `repeat_kv`). Under autocast all weights are cast once, and kept to the end.
+    """
+    length, count = training.prompt_tokens + training.completion_tokens, training.generation_sequences
+    one = count * length * training.compute_bytes
+    of_layer = 2 * shape.kv_heads * shape.head_dim
+    if shape.latent is not None:  # transformers keeps keys and values as they are computed with
+        of_layer = shape.heads * (shape.head_dim + shape.latent.value_dim)
+    casts = (shape.text_params - shape.embedding_params) * training.compute_bytes
+    return {
+        "KV cache": one * (shape.layers * of_layer + of_layer + 2 * shape.heads * shape.head_dim),
+        "logits": count * shape.vocab * DRAW_BYTES,
+        "weights cast": casts if training.is_mixed and training.lora is None else 0,
+    }

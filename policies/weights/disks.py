@@ -23,15 +23,15 @@ half:
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from policies.model.sharding import Sharding, computes_in_half, divided
-from policies.model.spec import RunSpec, generates_itself, model_settings
+from policies.model.spec import RunSpec, Sharding, computes_in_half, generates_itself, model_settings, sharding_of
 from policies.model.vocabulary import Role
 from policies.weights.adapters import DEFAULT_RANK, why_whole
-from policies.weights.dtypes import WIDTH, served_types
+from policies.weights.tensors import WIDTH, served_types
 
 GB = 10**9
 # An image with drivers and SkyPilot's runtime, and a log: an assumption. SkyPilot refuses less than its image has.
@@ -96,12 +96,12 @@ def checkpoint_bytes_each(spec: RunSpec) -> int:
 
 
 def _sharding(spec: RunSpec) -> Sharding:
-    """How it is divided; what stands in a file of DeepSpeed's may be stage 2, which stores most."""
+    """How it is sharding_of; what stands in a file of DeepSpeed's may be stage 2, which stores most."""
     own = (spec.trainer.accelerate or {}).get("deepspeed_config")
     in_a_file = isinstance(spec.grpo.get("deepspeed"), str) or (
         isinstance(own, Mapping) and "deepspeed_config_file" in own
     )
-    return "zero2" if in_a_file else divided(spec)[0]
+    return "zero2" if in_a_file else sharding_of(spec)[0]
 
 
 def _policy_bytes(spec: RunSpec, model: ModelSize) -> int:
@@ -114,3 +114,27 @@ def _policy_bytes(spec: RunSpec, model: ModelSize) -> int:
 def _adapter_params(spec: RunSpec, model: ModelSize) -> int:
     rank = int((spec.trainer.peft or {}).get("r") or DEFAULT_RANK)
     return int(model.params * min(1.0, ADAPTER_SHARE * rank))
+
+
+# `disk_size` of `resources`, read as SkyPilot 0.14.1 does.
+#
+# Its schema (`MEMORY_SIZE_PATTERN` of `sky/skylet/constants.py`) takes whole numbers, or texts of digits and a
+# unit; then `parse_memory_resource` (`sky/utils/resources_utils.py`) wants whole GB of them, units being powers of
+# 1024.
+
+DISK_SIZE = "disk_size"
+DISK_SIZE_EXPECTED = "expected whole GB, as 500, 500GB or 2TB"
+_UNITS = ("k", "m", "g", "t", "p")  # each 1024 times the one before
+_SIZE = re.compile(
+    "([0-9]+)(" + "|".join(form for one in _UNITS for form in (f"{one}[bi]", f"{one.upper()}[BIbi]")) + ")?"
+)
+
+
+def gb_of(size: object) -> int | None:
+    """The size in SkyPilot's GB, of 1024^3 bytes; None for what SkyPilot refuses."""
+    found = _SIZE.fullmatch(str(size)) if isinstance(size, str | int) and not isinstance(size, bool) else None
+    if found is None:
+        return None
+    steps = _UNITS.index(found[2][0].lower()) - _UNITS.index("g") if found[2] else 0
+    gb, rest = divmod(int(found[1]) * 1024 ** max(0, steps), 1024 ** max(0, -steps))
+    return gb if gb > 0 and not rest else None

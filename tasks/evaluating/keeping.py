@@ -14,7 +14,7 @@ from typing import Protocol
 
 import structlog
 
-from checkpoint.records import evaluated, rollouts
+from checkpoint.records import evaluations, rollouts
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import Precedence
 from policies.serving.wire import Batch, Completion
@@ -57,7 +57,7 @@ class Keeping:
         )
         found = {
             index: one
-            for index, one in evaluated.kept(self._store, digest).items()
+            for index, one in evaluations.kept(self._store, digest).items()
             if one.policy == batch.policy.label
         }
         missing = [one for one in batch.requests if one.index not in found]
@@ -91,6 +91,6 @@ class _Parts:
 
     def flush(self) -> None:
         if self._waiting:
-            evaluated.keep(self._store, self._digest, self._by, self._number, self._waiting)
+            evaluations.keep(self._store, self._digest, self._by, self._number, self._waiting)
             self._number, self._waiting = self._number + 1, []
         self._flushed_s = self._clock()

@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from checkpoint.records import evaluated, evaluations
+from checkpoint.records import evaluations
 from checkpoint.records.documents import RunRecord
 from checkpoint.security.redaction import guard_output
 from checkpoint.security.vouched import NotVouched
@@ -27,17 +27,16 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from policies.control.snapshot import Trainer
 from policies.model import exit_codes
-from policies.model.evaluation import BASE, Evaluation, Subject
+from policies.model.spec import BASE, Evaluation, Subject
 from policies.model.vocabulary import PolicyVersion
 from tasks.completions.gateway_client import GenerationFailed
 from tasks.completions.refused_prompts import BadPrompts
+from tasks.machine.exit_note import leave_exit_code
 from tasks.machine.leaving import LeaveNow, Leaving, await_predecessor, stop_file
 from tasks.machine.node_env import NodeEnv, NotANode, read_node_env, read_run_here
-from tasks.machine.processes.exit_note import leave_exit_code
 from tasks.machine.versions import TRAINER, WrongVersions, check_versions
 from tasks.models.base import found_here
-from tasks.rewards.guard import BadReward
-from tasks.rewards.guarded_turns import ToolFailed
+from tasks.rewards.guard import BadReward, ToolFailed
 from tasks.storing.heartbeat import Fenced, Heartbeat
 from tasks.trainer.main import (
     BEAT_RETRY_S,
@@ -102,14 +101,14 @@ def _evaluate(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbea
     missing = [
         (number, subject)
         for number, subject in enumerate(evaluation.subjects)
-        if evaluated.evaluated(subject.name).read(store) is None
+        if evaluations.evaluated(subject.name).read(store) is None
     ]
     heartbeat.say(max_steps=len(evaluation.subjects), step=len(evaluation.subjects) - len(missing))
     if missing:
         # After the first heartbeat: these imports take seconds.
         import torch
 
-        from tasks.storing.tensor_types import UnsupportedType
+        from tasks.storing.tensors import UnsupportedType
         from tasks.trainer.user_objects import BadSpec, is_out_of_memory
 
         if threads := os.environ.get("OMP_NUM_THREADS"):
@@ -132,7 +131,7 @@ def _evaluate(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbea
             return exit_codes.FAILED, f"out of memory: {str(error).strip().partition(chr(10))[0]}"
     heartbeat.say(step=len(evaluation.subjects))  # the controller compares it with max_steps
     _unpin(evaluation)
-    evaluated.drop_kept(store)
+    evaluations.drop_kept(store)
     return exit_codes.OK, f"evaluated {', '.join(one.name for one in evaluation.subjects)}"
 
 
@@ -175,8 +174,8 @@ def _evaluate_each(
         log.info("evaluating", subject=subject.name, rows=len(evaluator.rows))
         evaluator.trainer.load(number, folders[subject.name])
         summary, samples = evaluate(evaluator, subject.name)
-        evaluated.write_samples(store, subject.name, samples)
-        evaluated.evaluated(subject.name).write(store, summary)  # last: it says that the samples are whole
+        evaluations.write_samples(store, subject.name, samples)
+        evaluations.evaluated(subject.name).write(store, summary)  # last: it says that the samples are whole
         heartbeat.say("training", step=number + 1)
 
 

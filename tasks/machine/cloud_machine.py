@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -37,6 +38,8 @@ from typing import TextIO
 import psutil
 import structlog
 
+from checkpoint.records import documents
+from checkpoint.records.documents import MachineReport
 from checkpoint.security.redaction import guard_output
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
@@ -45,20 +48,85 @@ from policies.model import exit_codes
 from policies.model.node_contract import NOTICE, REBALANCE, WORK
 from policies.model.vocabulary import Role
 from tasks.machine import dead_man, metadata
-from tasks.machine.metadata import MetadataService
-from tasks.machine.node_env import NodeEnv, NotANode, read_node_env
-from tasks.machine.processes.attempts import Started, record, started, take
-from tasks.machine.processes.children import (
+from tasks.machine.children import (
+    Started,
     adopt_orphans,
     end_descendants,
     end_in_order,
     exit_code_of,
+    record,
     start_child,
+    started,
+    take,
 )
-from tasks.machine.processes.exit_note import take_reason
-from tasks.machine.reporter import Reporter, first_report
+from tasks.machine.exit_note import take_reason
+from tasks.machine.metadata import MetadataService
+from tasks.machine.node_env import NodeEnv, NotANode, read_node_env
 
 log = structlog.get_logger()
+
+# Tells the run's store what becomes of this machine, in a thread of its own: the work never waits for it.
+
+RETRY_S = 0.5  # doubled with each failure in a row
+RETRY_MAX_S = 10.0
+
+
+class Reporter:
+    """Keeps the newest report in the store, for as long as it takes: a store that is away is tried again.
+
+    One thread writes, so that an older report never replaces a newer one.
+    """
+
+    def __init__(self, store: Store, first: MachineReport) -> None:
+        self._store = store
+        self._report = first
+        self._written: MachineReport | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._write, name="reporter", daemon=True)
+        self._thread.start()
+
+    def notice(self) -> None:
+        """The cloud has said that it will take the machine back."""
+        with self._changed:
+            self._say(replace(self._report, notice=True))
+
+    def rebalance(self) -> None:
+        """The cloud recommends a rebalance."""
+        with self._changed:
+            if not self._report.rebalance_recommended:
+                self._say(replace(self._report, rebalance_recommended=True))
+
+    def finish(self, exit_code: int, reason: str = "") -> None:
+        """The work has ended, for the reason that it gave itself. Returns when the store has it."""
+        with self._changed:
+            self._say(replace(self._report, exit_code=exit_code, exit_reason=reason))
+            while self._written is not self._report and self._thread.is_alive():
+                self._changed.wait(timeout=1.0)
+
+    def _say(self, report: MachineReport) -> None:
+        self._report = report
+        self._changed.notify_all()
+
+    def _write(self) -> None:
+        failed = 0
+        while True:
+            with self._changed:
+                while self._written is self._report:
+                    self._changed.wait()
+                report = self._report
+            try:
+                documents.machine(report.node).write(self._store, report)
+            except StoreError as error:  # denied, too: credentials are renewed, and an exit code is worth waiting
+                wait_s = min(RETRY_S * 2**failed, RETRY_MAX_S)
+                failed += 1
+                log.warning("machine_not_reported", why=str(error), again_in_s=wait_s)
+                time.sleep(wait_s)
+                continue
+            failed = 0
+            with self._changed:
+                self._written = report
+                self._changed.notify_all()
+
 
 LOCK_WAIT_S = 5.0
 POLL_S = 0.05
@@ -142,6 +210,9 @@ def _attempt(
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     reporter = _reporter(env, store)
 
+    def located(zone: str) -> None:
+        log.info("metadata_found", zone=zone)
+
     def noticed(why: str, lasts_s: float) -> None:
         log.warning("preemption_notice", why=why, lasts_s=lasts_s)
         (workdir / NOTICE).write_text(str(lasts_s))  # the work's word for it
@@ -152,7 +223,7 @@ def _attempt(
         (workdir / REBALANCE).touch()  # for the next attempt on this machine
         reporter.rebalance()
 
-    stop, heard = threading.Event(), metadata.Heard(reporter.locate, rebalance, noticed)
+    stop, heard = threading.Event(), metadata.Heard(located, rebalance, noticed)
     threading.Thread(target=metadata.watch, args=(known, heard, stop), daemon=True).start()
     dead_man.start(store, os.environ, partial(end_in_order, work))
     threading.Thread(target=_pass_on_sigterm, args=(work, drain_s, noticed), daemon=True).start()
@@ -190,7 +261,7 @@ def _pass_on_sigterm(work: subprocess.Popen[bytes], drain_s: float, noticed: Cal
 
 def _reporter(env: NodeEnv, store: Store) -> Reporter:
     notice, recommended = ((Path(env.workdir) / name).exists() for name in (NOTICE, REBALANCE))
-    report = first_report(env.node, env.attempt, env.host, notice=notice, rebalance_recommended=recommended)
+    report = MachineReport(env.node, env.attempt, None, notice, recommended)
     return Reporter(store, report)
 
 

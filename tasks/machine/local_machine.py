@@ -21,9 +21,8 @@ from typing import TextIO
 from checkpoint.store.run_store import Store
 from policies.model.node_contract import RUN_ENV
 from tasks.machine import dead_man
-from tasks.machine.processes.attempts import Started, record, started, take
-from tasks.machine.processes.children import end_in_order, exit_code_of, start_child
-from tasks.machine.processes.exit_note import take_reason
+from tasks.machine.children import Started, end_in_order, exit_code_of, record, start_child, started, take
+from tasks.machine.exit_note import take_reason
 
 POLL_S = 0.01  # between two looks at the lock
 

@@ -23,20 +23,20 @@ from checkpoint.stream.uploader import LOOK_S
 from policies.model import exit_codes, node_contract
 from policies.model.gpus import DRIVER_HINT, DriverFailed
 from policies.model.vocabulary import Role
-from tasks.machine.leaving import stop_file
-from tasks.machine.node_env import read_node_env, read_run_here
-from tasks.machine.processes.children import exit_code_of, start_child
-from tasks.machine.processes.exit_note import leave_reason, take_exit_code, told_exit_code
-from tasks.machine.processes.launching import (
+from tasks.machine.children import exit_code_of, start_child
+from tasks.machine.exit_note import leave_reason, take_exit_code, told_exit_code
+from tasks.machine.launching import (
     counted_gpus,
+    set_up,
     trainer_argv,
     unfit_gpus,
     with_one_gpu,
     with_own_builds,
     without_ranks,
 )
+from tasks.machine.leaving import stop_file
+from tasks.machine.node_env import read_node_env, read_run_here
 from tasks.machine.spooling import find_spool
-from tasks.machine.user_setup import set_up
 
 log = structlog.get_logger()
 

@@ -14,17 +14,16 @@ from pathlib import Path
 import structlog
 
 from checkpoint.records import documents, rollouts
-from checkpoint.records.forks import read_forks
+from checkpoint.records.documents import read_forks
 from checkpoint.security.redaction import guard_output
 from checkpoint.security.vouched import NotVouched
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.catalog import Checkpoint
 from checkpoint.stream.spool import Seal
 from checkpoint.stream.uploader import LOOK_S, Retire, Tidy, Uploader, yield_to_others
-from policies.ledger.replay import versions_to_delete
-from policies.ledger.retention import RetentionRules, StoredCheckpoint, versions_to_retire
+from policies.ledger.retention import RetentionRules, StoredCheckpoint, versions_to_delete, versions_to_retire
 from policies.model import exit_codes
 from policies.model.spec import CheckpointsSpec
 from policies.model.timelines import lineage, on_lineage

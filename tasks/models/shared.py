@@ -7,22 +7,32 @@ upload is never seen. Beside them is a table of the tensors, for nodes that need
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
 import msgspec
+import structlog
 from blake3 import blake3
 
+from checkpoint.security.redaction import guard_output
 from checkpoint.store import layout
-from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
+from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreError
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks, manifest
-from checkpoint.stream.chunks import Progress
+from checkpoint.stream.chunks import Progress, send
 from checkpoint.stream.manifest import Manifest
-from checkpoint.stream.sending import send
+from checkpoint.stream.uploader import yield_to_others
 from policies.model.vocabulary import PolicyVersion
 from tasks.machine.base_model import FILES, NOT_FILES, TENSORS, WEIGHTS, tensors_in
+from tasks.machine.children import end_with_parent
+from tasks.machine.node_env import read_node_env
+
+log = structlog.get_logger()
 
 DIGEST_BYTES = 16
 BEFORE_ALL = PolicyVersion(0, 0)
@@ -96,3 +106,39 @@ def is_wanted(name: str) -> bool:
     """Whether a file of the hub's is one of those that a run needs. Neither pickles nor Python are: what the store
     gives to nodes is data."""
     return any(fnmatch(name, one) for one in FILES) and not any(fnmatch(name, one) for one in NOT_FILES)
+
+
+# Publishes a base model into the run's store, `python -m tasks.models.shared MODEL REVISION FOLDER`.
+#
+# Beside the trainer that has fetched it, and with the lowest priority: a node that comes before it is there asks
+# the hub, as that trainer did.
+
+STORE_RETRY_S = 600.0
+
+
+def begin_publishing(model: str, revision: str | None, folder: Path) -> subprocess.Popen[bytes]:
+    """Start publishing; it ends with this process, and the next one goes on."""
+    argv = [sys.executable, "-m", "tasks.models.shared", model, revision or "", str(folder)]
+    return subprocess.Popen(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    guard_output()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    end_with_parent()
+    yield_to_others()
+    model, revision, folder = argv
+    begun_s = time.monotonic()
+    try:
+        store = Store(read_node_env().run, retry_s=STORE_RETRY_S)
+        published = publish(store, model, revision or None, Path(folder), time.time())
+    except (StoreError, OSError, ValueError) as error:
+        log.warning("base_model_not_published", model=model, why=str(error))
+        return 1
+    if published:
+        log.info("base_model_published", model=model, s=round(time.monotonic() - begun_s, 1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

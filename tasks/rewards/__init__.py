@@ -5,13 +5,17 @@ They are made for what models write: no completion ends the run, or reaches anyt
 """
 
 from tasks.rewards.code_tests import code_tests
-from tasks.rewards.formats import think_format, xml_format
-from tasks.rewards.gsm8k import gsm8k_reward
+from tasks.rewards.graders import (
+    form,
+    gsm8k_reward,
+    json_schema,
+    length_penalty,
+    math_reward,
+    readable_by,
+    think_format,
+    xml_format,
+)
 from tasks.rewards.in_workers import in_workers
-from tasks.rewards.mathematics import math_reward
-from tasks.rewards.says import form, readable_by
-from tasks.rewards.schemas import json_schema, pydantic_model
-from tasks.rewards.shaping import length_penalty, weighted_sum
 
 __all__ = [
     "code_tests",
@@ -21,9 +25,7 @@ __all__ = [
     "json_schema",
     "length_penalty",
     "math_reward",
-    "pydantic_model",
     "readable_by",
     "think_format",
-    "weighted_sum",
     "xml_format",
 ]

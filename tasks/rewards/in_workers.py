@@ -14,8 +14,8 @@ from typing import Any
 
 import structlog
 
+from tasks.rewards.pool import Answer, Limits, NoWorker, Pool
 from tasks.rewards.texts import shown, text_of
-from tasks.rewards.workers.pool import Answer, Limits, NoWorker, Pool
 
 log = structlog.get_logger()
 
@@ -163,5 +163,5 @@ def _start(module: str, name: str, memory_bytes: int) -> subprocess.Popen[bytes]
     env = {key: os.environ[key] for key in ENVIRONMENT if key in os.environ}
     env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     env["PYTHONHASHSEED"] = "0"  # what depends on the order of a set is the same in every worker
-    argv = [sys.executable, "-m", "tasks.rewards.workers.worker", module, name, str(memory_bytes)]
+    argv = [sys.executable, "-m", "tasks.rewards.worker", module, name, str(memory_bytes)]
     return subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TextIO, cast
 
 import aiohttp
 import structlog
@@ -19,28 +21,40 @@ from checkpoint.security.redaction import guard_output
 from checkpoint.security.vouched import NotVouched
 from checkpoint.store.run_store import Store
 from policies.model import exit_codes
-from policies.model.gpus import (
-    DRIVER_HINT,
-    VISIBLE,
-    DriverFailed,
-    divided,
-    engine_gpus,
-    gpus_of,
-    visible_names,
-)
+from policies.model.gpus import DRIVER_HINT, VISIBLE, DriverFailed, divided, engine_gpus, gpus_of, visible_names
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Role
-from tasks.machine.lasting_log import lasting
+from tasks.machine.children import adopt_orphans
+from tasks.machine.exit_note import leave_reason
+from tasks.machine.launching import counted_gpus, set_up
 from tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
-from tasks.machine.processes.children import adopt_orphans
-from tasks.machine.processes.exit_note import leave_reason
-from tasks.machine.processes.launching import counted_gpus
-from tasks.machine.user_setup import set_up
 from tasks.machine.versions import ROLLOUT, DriverTooOld, WrongVersions, check_versions
 from tasks.rollout.node_agent import Agent
 from tasks.rollout.rollout_engine import GaveUp
 
 log = structlog.get_logger()
+
+# Where a log goes on a machine that has to outlive its disk: what cannot be written is lost, and no more.
+
+
+def lasting(stream: TextIO) -> TextIO:
+    """The same stream for whoever writes lines; it raises no OSError, for its file may be on a full disk."""
+    return cast("TextIO", _Lasting(stream))
+
+
+class _Lasting:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
 
 THREADS = 16  # for the store, files and whatever ends
 

@@ -11,7 +11,7 @@ from policies.model.spec import RunSpec
 from policies.serving.joining import ENGINE, ENGINE_ANEW, Stage, limit_s
 from tasks.machine.node_env import NodeEnv
 from tasks.models.base import BaseModel, with_model
-from tasks.rollout.compiled.caches import CompileCaches
+from tasks.rollout.compile_caches import CompileCaches
 from tasks.rollout.policy_check import PolicyCheck
 from tasks.rollout.vllm import flags as vllm_flags
 

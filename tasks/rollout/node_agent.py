@@ -33,8 +33,8 @@ from policies.serving.wire import PolicyRef, PolicyStages
 from tasks.machine.node_env import NodeEnv
 from tasks.rollout.base_here import BaseHere
 from tasks.rollout.gateway_link import GatewayLink
-from tasks.rollout.patching.loader import PolicyLoader, Ready
 from tasks.rollout.policy_folders import DiskFailed, Overtaken, PolicyFolders
+from tasks.rollout.policy_loader import PolicyLoader, Ready
 from tasks.rollout.rollout_engine import GaveUp, Place, RolloutEngine
 from tasks.rollout.vllm.server import PolicyRefused, Server, ServerFailed
 

@@ -1,7 +1,7 @@
 """The policies on a rollout node's disk: one is fetched at a time, and what is not needed makes room for it.
 
-What has changed is staged first, for an engine to take from there at once (`tasks.rollout.patching`); the file's
-weights follow, in one pass for all that is staged. They are overwritten in place: a step writes no second model.
+What has changed is staged first, for an engine to take from there (see `policy_loader`); the file's weights
+follow, in one pass for all that is staged. They are overwritten in place: a step writes no second model.
 While they are neither the old ones nor the new ones their folder has a name that begins with a dot, which is never
 taken for a policy: it gets its name once every tensor was read again and found to be what that name says.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,17 +19,80 @@ from pathlib import Path
 import structlog
 
 from checkpoint.store import layout
-from checkpoint.store.errors import Corrupt, NotFound
+from checkpoint.store.errors import Corrupt, NotFound, StoreError
 from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
 from checkpoint.stream.chunks import Progress
 from checkpoint.stream.manifest import Manifest
 from checkpoint.weights import delta, safetensors
+from checkpoint.weights.safetensors import DIGEST_BYTES
 from policies.serving.joining import POLICY, Stage
 from policies.serving.wire import PolicyRef
-from tasks.rollout.policy_route import Route, digest_of, route_to
 
 log = structlog.get_logger()
+
+# How a node comes by a policy: by the deltas since one that it holds, or since the last that is stored whole.
+
+# Deltas at a time: more than publishers put after a whole policy, so that those of two of them are followed.
+DELTAS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where to begin and what follows. Either `start` is held, by its digest, or `whole` is to be fetched."""
+
+    deltas: list[Manifest]
+    start: str = ""
+    whole: Manifest | None = None
+
+
+def route_to(load: Callable[..., Manifest], wanted: Manifest, held: Collection[str]) -> Route:
+    """The shortest way from weights that are held, else from the nearest whole policy.
+
+    By digests alone: two trainers may have published one version, and a rollback leads to older ones.
+
+    Args:
+        load: reads a manifest at its place in the store, of another name if told so.
+        held: digests of weights.
+
+    Raises NotFound, Corrupt (deltas that nothing whole comes before), StoreError.
+    """
+    deltas, from_whole, at = list[Manifest](), None, wanted
+    lost: StoreError | None = None
+    while True:
+        if manifest.WEIGHTS in at.meta and digest_of(at) in held:
+            return Route(deltas, start=digest_of(at))
+        if from_whole is None and at.meta.get(manifest.KIND) != manifest.DELTA:
+            from_whole = Route(deltas, whole=at)
+        elif from_whole is None and at.root == wanted.meta.get(manifest.SNAPSHOT):
+            try:
+                from_whole = Route(deltas, whole=load(at.root, layout.SNAPSHOT))
+            except (NotFound, Corrupt) as error:
+                lost = error  # what is held may be before it
+        base = at.meta.get(manifest.BASE, "")
+        if not base or len(deltas) == DELTAS_MAX or (from_whole is not None and not held):
+            break
+        deltas = [at, *deltas]
+        before = base.partition("@")[2]
+        if before in held:
+            return Route(deltas, start=before)
+        try:
+            at = load(at.meta.get(manifest.BASE_PREFIX, ""))
+        except (NotFound, Corrupt) as error:
+            if from_whole is None:
+                raise lost or error from None
+            break
+        if digest_of(at) != before:
+            raise Corrupt(f"{deltas[0].root} is a delta to {base}, and {at.root} holds {digest_of(at)}")
+    if from_whole is None:
+        raise lost or Corrupt(f"{wanted.root}: {len(deltas)} deltas, and no whole policy before them")
+    return from_whole
+
+
+def digest_of(policy: Manifest) -> str:
+    """The digest in its label."""
+    return policy.digest_as("0" * 2 * DIGEST_BYTES)
+
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 STAGED = ".staged"  # fetched deltas, and what goes beside weights

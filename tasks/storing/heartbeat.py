@@ -16,10 +16,10 @@ from dataclasses import replace
 import structlog
 
 from checkpoint.records import documents
-from checkpoint.records.forks import newest_timeline
+from checkpoint.records.documents import newest_timeline
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from policies.control.snapshot import BEFORE_TRAINING, Trainer
 from policies.detect.divergence import Verdict
 from policies.model import exit_codes

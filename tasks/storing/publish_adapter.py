@@ -18,11 +18,10 @@ from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.canary import Canary
 from policies.serving.wire import PolicyRef
 from policies.weights.adapters import ADAPTER_BASE, ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from policies.weights.dtypes import ServedTypes
-from policies.weights.tensors import Tensor
+from policies.weights.tensors import ServedTypes, Tensor
 from tasks.storing.publish import OF_TYPE, PolicyPublisher
 from tasks.storing.step_costs import StepCosts
-from tasks.storing.tensor_types import type_name
+from tasks.storing.tensors import type_name
 
 # Where they lie on the machine that trains; what has the same content must have the same name on the next machine.
 OF_THIS_MACHINE = ("peft_version", "base_model_name_or_path")

@@ -2,27 +2,90 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
+from checkpoint.store.codec import from_json, to_json
 from checkpoint.store.errors import Corrupt, NotFound, NothingWhole
 from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest, transfer
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from checkpoint.stream.chunks import DamagedChunk, same
-from checkpoint.stream.exports import is_weights
 from checkpoint.stream.manifest import Manifest
+from checkpoint.stream.transfer import is_weights
 from policies.model.timelines import on_lineage
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.joining import CHECKPOINT, Stage
+from tasks.machine.leaving import LeaveNow, Leaving
 from tasks.machine.transfer_log import TransferLog
-from tasks.storing.sharing import Restored
 
 log = structlog.get_logger()
+
+# What the first of a machine's trainer processes has restored, told to the others: one download for all of them.
+#
+# By a file, not by a collective: fetching may take longer than any collective waits, and it comes before the
+# others have a process group.
+
+NOTE = "restored-{attempt}-{launcher}.json"  # of one start: a machine may be started with an attempt again
+LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A checkpoint on this machine. `base_model` is its copy of the model that training began from; None where it
+    has none, or this machine has the same."""
+
+    at: PolicyVersion
+    folder: Path
+    base_model: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    at: str | None = None
+    folder: str = ""
+    base_model: str | None = None
+
+
+def told_by_first(
+    workdir: Path, attempt: int, restore: Callable[[], Restored | None] | None, leaving: Leaving
+) -> Restored | None:
+    """Restore and tell the others, in the first process; wait to be told, in the others.
+
+    Args:
+        restore: of the first process; None in the others.
+
+    Raises LeaveNow in a process that is told to end while it waits, and what `restore` raises.
+    """
+    note = workdir / NOTE.format(attempt=attempt, launcher=os.getppid())
+    if restore is not None:
+        for older in workdir.glob(NOTE.format(attempt="*", launcher="*")):
+            older.unlink()
+        found = restore()
+        part = note.with_suffix(".part")
+        part.write_bytes(to_json(_noted(found)))
+        part.rename(note)
+        return found
+    while not note.exists():
+        if leaving.asked:  # as where the first one has failed: the launcher ends all
+            raise LeaveNow
+        time.sleep(LOOK_S)
+    told = from_json(note.read_bytes(), _Note, str(note))
+    base_model = None if told.base_model is None else Path(told.base_model)
+    return None if told.at is None else Restored(PolicyVersion.parse(told.at), Path(told.folder), base_model)
+
+
+def _noted(found: Restored | None) -> _Note:
+    if found is None:
+        return _Note()
+    return _Note(str(found.at), str(found.folder), None if found.base_model is None else str(found.base_model))
+
 
 BASE_MODEL = "base_model"  # folder of a checkpoint: the model that training began from, where it is still needed
 DAMAGE_TOLD_MAX = 3  # kinds of it

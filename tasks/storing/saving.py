@@ -10,12 +10,11 @@ from pathlib import Path
 
 import structlog
 
-from checkpoint.records import resume_state
 from checkpoint.records.documents import RunRecord
-from checkpoint.records.resume_state import ResumeState
-from checkpoint.store.codec import to_json
+from checkpoint.store.codec import from_json, to_json
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.stream.spool import Seal, Spool, UploaderState
+from policies.detect.divergence import Detector
 from policies.ledger.retention import keep_before, keep_since
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.joining import Stage
@@ -27,7 +26,7 @@ log = structlog.get_logger()
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "numpy", "safetensors", "grpo-orch")
 RUN_FILE = "run.json"
-RESUME_FILE = "resume_state.json"
+DETECTOR_FILE = "detector.json"  # what the divergence detector knows: a restart goes on with it
 LOOK_S = 0.2  # between looks for what the uploader has done
 STUCK_S = 600.0  # an uploader that gets nothing done for so long is not waited for
 
@@ -43,7 +42,7 @@ class CheckpointSaver:
         meta: kept with each manifest.
         frozen: files that belong to each checkpoint and do not change, path by name.
         max_behind_steps: the trainer waits for room once the newest stored checkpoint is so many steps old.
-        resume_state: returns the state after a step.
+        detector: returns what the guard's detector knows now.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class CheckpointSaver:
         meta: dict[str, str],
         frozen: dict[str, Path],
         max_behind_steps: int,
-        resume_state: Callable[[int], ResumeState],
+        detector: Callable[[], Detector],
     ) -> None:
         self._spool = spool
         self._heartbeat = heartbeat
@@ -65,7 +64,7 @@ class CheckpointSaver:
         self._meta = {**package_versions(), **meta}
         self._frozen = {name: str(path) for name, path in frozen.items()}
         self._max_behind_steps = max_behind_steps
-        self._resume_state = resume_state
+        self._detector = detector
         self._stored_step = 0
         self._sealed_step = 0
         self._logging_steps = 1
@@ -112,10 +111,10 @@ class CheckpointSaver:
 
     def seal(self, step: int, slot: Path) -> None:
         """Hand a written checkpoint to the uploader. Raises OSError, for want of room too."""
-        state = self._resume_state(step)
-        (slot / RESUME_FILE).write_bytes(to_json(state))
+        detector = self._detector()
+        (slot / DETECTOR_FILE).write_bytes(to_json(detector))
         (slot / RUN_FILE).write_bytes(to_json(self._record))
-        before = keep_before(step, state.detector.verdict, self._logging_steps)
+        before = keep_before(step, detector.verdict, self._logging_steps)
         since = keep_since(step, self._logging_steps)
         at = str(PolicyVersion(self._timeline, step))
         self._spool.seal(slot, Seal(at, time.time(), self._meta, self._frozen, before, since))
@@ -172,6 +171,7 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def read_resume_state(checkpoint: Path) -> ResumeState:
-    """The resume state that a restored checkpoint holds. Raises Corrupt."""
-    return resume_state.decode((checkpoint / RESUME_FILE).read_bytes(), str(checkpoint / RESUME_FILE))
+def read_detector(checkpoint: Path) -> Detector:
+    """What the detector knew at a restored checkpoint. Raises Corrupt."""
+    path = checkpoint / DETECTOR_FILE
+    return from_json(path.read_bytes(), Detector, str(path))

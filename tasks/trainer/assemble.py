@@ -24,9 +24,9 @@ from policies.model.node_contract import SPOOL
 from policies.model.spec import RunSpec, generates_itself
 from policies.model.timelines import Fork, forked_spec
 from policies.model.vocabulary import Precedence
-from policies.sizing.generation import why_not_itself
+from policies.sizing.training import why_not_itself
 from policies.weights.adapters import QUANTISED, engine_type, why_whole
-from policies.weights.dtypes import ServedTypes
+from policies.weights.tensors import ServedTypes
 from tasks.completions.drought import Drought
 from tasks.completions.gateway_client import GatewayClient
 from tasks.completions.refused_prompts import RefusedPrompts
@@ -38,12 +38,11 @@ from tasks.machine.spooling import NoRoom, make_spool
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.publish_adapter import AdapterPublisher
-from tasks.storing.restoring import BASE_MODEL
+from tasks.storing.restoring import BASE_MODEL, Restored
 from tasks.storing.sample_writer import SampleWriter
-from tasks.storing.saving import CheckpointSaver, read_resume_state
-from tasks.storing.served_types import read_served_types
-from tasks.storing.sharing import Restored
+from tasks.storing.saving import CheckpointSaver, read_detector
 from tasks.storing.step_costs import StepCosts
+from tasks.storing.tensors import read_served_types
 from tasks.trainer import callbacks
 from tasks.trainer.preflight import (
     check_lengths,
@@ -241,14 +240,11 @@ def policy_publisher(start: Start, trainer: Any) -> PolicyPublisher:
 
 
 def _add_first(start: Start, trainer: Any, client: FleetClient, spool: Spool) -> None:
-    """Add what the first process alone does: checkpoints, heartbeat, metrics, guard, resume state."""
+    """Add what the first process alone does: checkpoints, heartbeat, metrics, guard."""
     spec, heartbeat, timeline, attempt = start.spec, start.heartbeat, start.env.timeline, start.env.attempt
-    kept = read_resume_state(start.restored.folder) if start.restored is not None else None
-    guard = callbacks.GuardCallback(heartbeat, spec.policies.kl, Detector() if kept is None else kept.detector)
+    detector = read_detector(start.restored.folder) if start.restored is not None else Detector()
+    guard = callbacks.GuardCallback(heartbeat, spec.policies.kl, detector)
     client.on_policy_gone = guard.policy_is_gone
-    resume_state = callbacks.ResumeStateCallback(
-        start.store, timeline, spec.policies.resume_state_steps, kept, lambda: guard.detector
-    )
     checkpoints = CheckpointSaver(
         spool,
         heartbeat,
@@ -257,7 +253,7 @@ def _add_first(start: Start, trainer: Any, client: FleetClient, spool: Spool) ->
         meta={"node": start.env.node, "attempt": str(attempt)},
         frozen=_frozen(trainer, start.base_model or local_folder(spec.trainer, start.workdir)),
         max_behind_steps=spec.checkpoints.max_behind_steps or SAVES_BEHIND_MAX * int(trainer.args.save_steps),
-        resume_state=resume_state.state,
+        detector=lambda: guard.detector,
     )
     trainer.attach(checkpoints, start.leaving)
     trainer.samples = SampleWriter(Store(start.store.url, retry_s=SAMPLES_RETRY_S), start.env.precedence)
@@ -266,7 +262,6 @@ def _add_first(start: Start, trainer: Any, client: FleetClient, spool: Spool) ->
     trainer.add_callback(callbacks.MetricsCallback(start.store, start.costs, timeline, attempt))
     # After the metrics: what the guard judges by is in the store before it ends the trainer.
     trainer.add_callback(guard)
-    trainer.add_callback(resume_state)
 
 
 def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool | None:

@@ -1,4 +1,4 @@
-"""What the trainer tells the run store while it trains: heartbeat, metrics, resume state, checkpoints. Its guard.
+"""What the trainer tells the run store while it trains: heartbeat, metrics, checkpoints. Its guard.
 
 One small callback each, in the signature of `transformers.TrainerCallback`. Only the main process has them.
 """
@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import structlog
 from transformers import TrainerCallback
 
-from checkpoint.records import metrics, resume_state
+from checkpoint.records import metrics
 from checkpoint.records.metrics import Row
-from checkpoint.records.resume_state import ResumeState
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from policies.detect.divergence import Detector, Health, Verdict, follow, trip_at
 from policies.model.spec import KlPolicy
-from policies.model.vocabulary import PolicyVersion
 from tasks.machine.leaving import Leaving
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.sample_writer import SampleWriter
@@ -166,57 +163,6 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]  # transformers has 
             log.warning("verdict", health=verdict.health, onset_step=verdict.onset_step, evidence=verdict.evidence)
         if verdict.health is Health.TRIPPED and self._policy.action != "alert":
             raise Diverged(verdict)
-
-
-class ResumeStateCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
-    """Knows the light resume state, and stores it every so many steps.
-
-    Args:
-        store: the run's store.
-        timeline: of this trainer.
-        every_steps: how often it is stored.
-        kept: what the checkpoint held that training goes on from.
-        detector: returns the guard's, as of now.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        timeline: int,
-        every_steps: int,
-        kept: ResumeState | None,
-        detector: Callable[[], Detector],
-    ) -> None:
-        self._detector = detector
-        self._store = store
-        self._timeline = timeline
-        self._every_steps = every_steps
-        self._kl: deque[tuple[int, float | None]] = deque(maxlen=resume_state.KL_KEPT)
-        self._best: tuple[float, int] | None = None
-        self._stored_step = 0
-        if kept is not None:
-            self._stored_step = PolicyVersion.parse(kept.policy).step
-            self._kl.extend(kept.kl)
-            if kept.best_reward is not None and kept.best_step is not None:
-                self._best = (kept.best_reward, kept.best_step)
-
-    def state(self, step: int) -> ResumeState:
-        """The resume state after `step`."""
-        best_reward, best_step = self._best or (None, None)
-        at = str(PolicyVersion(self._timeline, step))
-        kl, detector = list(self._kl), self._detector()
-        return ResumeState(resume_state.SCHEMA, at, time.time(), kl, best_reward, best_step, detector)
-
-    def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
-        values, step = storable(logs), state.global_step
-        if "kl" in values or metrics.NONFINITE + "kl" in values:
-            self._kl.append((step, values.get("kl")))
-        reward = values.get("reward")
-        if reward is not None and (self._best is None or reward > self._best[0]):
-            self._best = (reward, step)
-        if step // self._every_steps > self._stored_step // self._every_steps:
-            self._stored_step = step
-            resume_state.write_resume_state(self._store, self.state(step))
 
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here

@@ -23,8 +23,7 @@ from typing import Any
 
 import structlog
 
-from checkpoint.records.documents import RunRecord
-from checkpoint.records.forks import read_forks
+from checkpoint.records.documents import RunRecord, read_forks
 from checkpoint.security.redaction import guard_output
 from checkpoint.security.vouched import NotVouched
 from checkpoint.store.errors import NotFound, NothingWhole, StoreError
@@ -37,18 +36,17 @@ from policies.model.vocabulary import PolicyVersion
 from policies.serving.joining import Stage
 from tasks.completions.gateway_client import GenerationFailed
 from tasks.completions.refused_prompts import BadPrompts
+from tasks.machine.children import end_with_parent
+from tasks.machine.exit_note import leave_exit_code
 from tasks.machine.leaving import LeaveNow, Leaving, await_predecessor, stop_file
 from tasks.machine.node_env import NodeEnv, NotANode, read_node_env, read_run_here
-from tasks.machine.processes.children import end_with_parent
-from tasks.machine.processes.exit_note import leave_exit_code
 from tasks.machine.spooling import NoRoom, find_spool, remove_spool
 from tasks.machine.versions import TRAINER, WrongVersions, check_versions
-from tasks.models import publishing
+from tasks.models import shared
 from tasks.models.base import BaseModel, found_here, source_of
-from tasks.rewards.guard import BadReward
-from tasks.rewards.guarded_turns import ToolFailed
+from tasks.rewards.guard import BadReward, ToolFailed
 from tasks.storing.heartbeat import Fenced, Heartbeat
-from tasks.storing.sharing import Restored, told_by_first
+from tasks.storing.restoring import Restored, told_by_first
 
 log = structlog.get_logger()
 
@@ -203,7 +201,7 @@ def have_base_model(
     if folder is None:
         folder = BaseModel(store, source, workdir, os.environ, spec.policies.boot_timeout_s, say).whole()
     if folder is not None and source.is_shared and folder != found_here(workdir):
-        publishing.begin(source, folder)
+        shared.begin_publishing(source.model, source.revision, folder)
 
 
 def _say_stage(heartbeat: Heartbeat, stage: Stage) -> None:
@@ -212,7 +210,7 @@ def _say_stage(heartbeat: Heartbeat, stage: Stage) -> None:
 
 def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
     """Train, and say how it ended. Raises errors that another try may not meet."""
-    from tasks.storing.tensor_types import UnsupportedType
+    from tasks.storing.tensors import UnsupportedType
     from tasks.trainer.callbacks import Diverged
     from tasks.trainer.user_objects import BadSpec
     from tasks.trl.unrewarded import NothingToLearn

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from policies.model import exit_codes
-from tasks.machine.processes.exit_note import leave_exit_code
+from tasks.machine.exit_note import leave_exit_code
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from transformers import TrainerState
 from transformers.utils import is_liger_kernel_available
 
 from policies.model.spec import RunSpec, generates_itself
-from policies.sizing.context import context_problem
+from policies.sizing.engine import context_problem
 from tasks.rewards.guard import FAULTS, NO_SCORES, call_alone
 from tasks.trainer.user_objects import BadSpec, first_line, is_mistake, passes
 from tasks.trainer.user_prompts import EXPECTED, in_one_line, is_chat, shown

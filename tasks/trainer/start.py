@@ -12,7 +12,7 @@ from policies.model.spec import RunSpec
 from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv
 from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.sharing import Restored
+from tasks.storing.restoring import Restored
 from tasks.storing.step_costs import StepCosts
 from tasks.trainer.overdue import ended_after
 

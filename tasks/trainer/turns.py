@@ -15,8 +15,7 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from policies.model.spec import RunSpec, TrainerSpec
-from tasks.rewards.guard import FAULTS
-from tasks.rewards.guarded_turns import Rule, guarded_factory, guarded_tool
+from tasks.rewards.guard import FAULTS, Rule, guarded_factory, guarded_tool
 from tasks.trainer.user_objects import (
     BadSpec,
     first_line,

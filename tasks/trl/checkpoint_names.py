@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from tasks.storing.unread import Unread
+from tasks.storing.tensors import Unread
 
 Named = Mapping[str, torch.Tensor]
 LAYER = re.compile(r"^(.*?\.\d+)\.")

@@ -16,7 +16,7 @@ from tasks.completions.drought import OwnTurn
 from tasks.completions.rollout_source import RolloutSource
 from tasks.machine.leaving import LeaveNow
 from tasks.storing.publish_adapter import AdapterPublisher
-from tasks.storing.unread import Unread
+from tasks.storing.tensors import Unread
 from tasks.trl.own_share import OwnShare
 from tasks.trl.windows_ahead import WindowsAhead
 

@@ -27,7 +27,7 @@ from policies.detect.symptoms import WITNESS
 from policies.model.spec import STALE_DEFAULTS
 from tasks.machine.leaving import LeaveNow
 from tasks.storing.step_costs import StepCosts
-from tasks.storing.unread import Unread, at_hand
+from tasks.storing.tensors import Unread, at_hand
 from tasks.trl.canary import canary_of, forget_order
 from tasks.trl.checkpoint_names import as_in_checkpoint
 from tasks.trl.fleet_client import LEAVING, OWN_TURN, WEIGHTS_FIRST, FleetClient

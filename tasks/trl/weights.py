@@ -12,7 +12,7 @@ import torch
 from peft import get_peft_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from tasks.storing.unread import Unread
+from tasks.storing.tensors import Unread
 
 Gathered = Callable[[list[Any]], AbstractContextManager[Any]]
 FLOAT32 = 4  # bytes

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import yaml
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
 from orchestrator.clouds.local.processes import carries_mark, kill_all, marked_processes, on_record

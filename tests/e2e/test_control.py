@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from policies.model import exit_codes
 from policies.model.events import NodeRequested
 from policies.model.vocabulary import NodePhase, RunPhase

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from checkpoint.records import documents, rollouts
-from checkpoint.records.evaluated import Scored
+from checkpoint.records.evaluations import Scored
 from checkpoint.records.rollouts import Rollout
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store

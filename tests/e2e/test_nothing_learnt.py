@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from policies.model import exit_codes
 from policies.model.events import JobExited, NodeRequested, Noticed
 from policies.model.vocabulary import Role, RunPhase

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 import yaml
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.records.metrics import OWN_GENERATE_S, Row, read_metrics
 from orchestrator.clouds import open_local

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from checkpoint.journal import journal
-from checkpoint.records import forks
+from checkpoint import journal
+from checkpoint.records import documents
 from checkpoint.records.metrics import Row, read_metrics
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.transfer import read_manifest
@@ -73,7 +73,7 @@ def outcome(run: Run) -> Outcome:
     assert (newest.at.timeline, newest.at.step) == (1, STEPS)
     weights = next(f.digest for f in read_manifest(run.store, newest).files if f.name == "model.safetensors")
     stages = tuple(type(event) for event in events_of(run) if isinstance(event, STAGES))
-    return Outcome(stages, forks.read_forks(run.store), weights)
+    return Outcome(stages, documents.read_forks(run.store), weights)
 
 
 def rewards(rows: list[Row], timeline: int) -> dict[int, float]:
@@ -115,7 +115,7 @@ def undisturbed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome
 def check(run: Run) -> None:
     """What a user was promised."""
     (trip,) = (event for event in events_of(run) if isinstance(event, Diverged))
-    (fork,) = forks.read_forks(run.store)
+    (fork,) = documents.read_forks(run.store)
     assert fork.start_at is not None
     assert fork.start_at.step <= 20 < trip.step, "the learning rate grows from step 21 on"
     assert fork.changes == {"beta": 0.08, "learning_rate": 3e-5}

@@ -12,8 +12,8 @@ import tempfile
 from itertools import groupby
 from pathlib import Path
 
-from checkpoint.journal import journal
-from checkpoint.records import documents, forks
+from checkpoint import journal
+from checkpoint.records import documents
 from checkpoint.records.metrics import (
     GENERATE_S,
     PUBLISH_S,
@@ -209,7 +209,7 @@ class LongRun:
                 (at_s + 24, FleetMoved(number, f"{number}-{start}")),
                 (self._at_s(passed) + 30, ProbationPassed(number, passed)),
             ]
-            forks.write_fork(self.store, fork)
+            documents.write_fork(self.store, fork)
         return told
 
     def _slot_events(self, index: int) -> list[tuple[float, Event]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from checkpoint.journal.journal import Journal
+from checkpoint.journal import Journal
 from checkpoint.records import documents, metrics
+from checkpoint.records.documents import RehearsedFault, write_fault
 from checkpoint.records.metrics import Row
-from checkpoint.records.rehearsals import RehearsedFault, write_fault
 from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from tasks.storing.tensor_types import TYPES
+from tasks.storing.tensors import TYPES
 from tasks.trl import fast_save
 from tasks.trl.fast_save import OverwrittenFile, fits, overwriting, save_tensors
 

@@ -19,10 +19,10 @@ from checkpoint.stream import manifest
 from checkpoint.weights import scratch
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.wire import PolicyRef
-from policies.weights.dtypes import ServedTypes
+from policies.weights.tensors import ServedTypes
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts
-from tasks.storing.unread import Unread
+from tasks.storing.tensors import Unread
 from tests.budget import HANG_S
 
 FIRST, SECOND, FORKED = (0, 1, 1), (0, 2, 1), (1, 2, 2)

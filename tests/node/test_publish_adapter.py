@@ -19,9 +19,9 @@ from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
 from policies.weights.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from policies.weights.dtypes import ServedTypes
+from policies.weights.tensors import ServedTypes
 from tasks.machine.base_model import identity_of
-from tasks.rollout.adapters import takes_adapters
+from tasks.rollout.vllm.flags import takes_adapters
 from tasks.storing.publish_adapter import AdapterPublisher
 from tasks.storing.step_costs import StepCosts
 from tasks.trainer.assemble import policy_publisher

@@ -21,7 +21,7 @@ from trl.trainer.utils import RepeatSampler
 from policies.serving.canary import Canary
 from policies.weights.tensors import mismatch
 from tasks.machine.base_model import tensors_in
-from tasks.storing.unread import Unread
+from tasks.storing.tensors import Unread
 from tasks.trl import trl_grpo
 from tasks.trl.checkpoint_names import as_in_checkpoint
 from tasks.trl.fleet_client import FleetClient

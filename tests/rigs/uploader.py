@@ -22,11 +22,11 @@ from checkpoint.store import layout
 from checkpoint.store.codec import from_json
 from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.store.run_store import Store
-from checkpoint.stream import chunks, collect
+from checkpoint.stream import chunks, upkeep
 from checkpoint.stream.catalog import Catalog, Checkpoint, Revision
-from checkpoint.stream.collect import Collector
 from checkpoint.stream.spool import Seal, Spool
 from checkpoint.stream.transfer import read_manifest
+from checkpoint.stream.upkeep import Collector
 from checkpoint.stream.uploader import Uploader
 from policies.model.vocabulary import PolicyVersion
 from tasks.storing.restoring import restore_newest
@@ -172,7 +172,7 @@ def check_the_end(store: Store, folder: Path) -> None:
 
 def check_nothing_is_left(store: Store) -> None:
     """With nobody alive."""
-    Collector(store, Catalog(store, "test"), retire).collect(time.time() + 2 * collect.IN_FLIGHT_S)
+    Collector(store, Catalog(store, "test"), retire).collect(time.time() + 2 * upkeep.IN_FLIGHT_S)
     listed = Catalog(store, "test").newest().checkpoints
     assert len(listed) == KEEP_LAST
     needed = {one.manifest for one in listed}
@@ -184,7 +184,7 @@ def check_nothing_is_left(store: Store) -> None:
 def main(role: str, url: str, folder: Path, *more: str) -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     chunks.CHUNK_BYTES, chunks.TRANSFERS = CHUNK, 6
-    collect.IN_FLIGHT_S = 0.0  # unreferenced objects are collected at once
+    upkeep.IN_FLIGHT_S = 0.0  # unreferenced objects are collected at once
     match role:
         case "spool":
             spool_checkpoints(folder)

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import structlog
 
-from checkpoint.journal.journal import Journal
+from checkpoint.journal import Journal
 from orchestrator.control import actuate
 from orchestrator.control.controller import Controller
 from orchestrator.control.observe import Observer

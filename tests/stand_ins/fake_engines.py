@@ -21,8 +21,8 @@ from aiohttp import web
 from checkpoint.store.codec import to_json
 from policies.serving.wire import LoadPolicy
 from tasks.rollout import agent
-from tasks.rollout.engine import EngineLimits
 from tasks.rollout.vllm import server as vllm_server
+from tasks.rollout.vllm.server import EngineLimits
 from tests.stand_ins.fake_vllm import FakeNode, completion
 
 OPTIONS = {

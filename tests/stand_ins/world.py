@@ -30,7 +30,7 @@ from policies.control.snapshot import (
 from policies.detect.divergence import Health, Verdict
 from policies.model import exit_codes
 from policies.model.events import Event, RunCreated, RunMoved, SpecProved, TookOver
-from policies.model.folding.fold import apply
+from policies.model.fold import apply
 from policies.model.spec import (
     Dataset,
     PoliciesSpec,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from benchmarks.rig.sizing.step import Case, peaks_of
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
-from policies.sizing.read_shape import shape_of
+from policies.sizing.shapes import shape_of
 from policies.sizing.trainer import moments
 from policies.sizing.training import training_of
 

@@ -20,10 +20,10 @@ from accelerate import PartialState
 
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion
-from policies.weights.dtypes import ServedTypes
+from policies.weights.tensors import ServedTypes
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts
-from tasks.storing.unread import Unread, at_hand
+from tasks.storing.tensors import Unread, at_hand
 from tests.node.ranks.divided import adapted, divided, generation_with, join
 
 SIZES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,7 +13,7 @@ from urllib.parse import urlparse
 
 import obstore
 from obstore import exceptions as raw
-from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
+from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
 from checkpoint.store.backends import BytesLike, Entry, Fault, Options, files
 from checkpoint.store.backends.answers import REACH, RIGHTS, of_answer, of_errno, one_line
@@ -237,3 +240,80 @@ def _no_credentials(text: str) -> Fault:
     status = _STATUS.search(text)
     kind = StoreDenied if status and int(status[1]) < 500 else StoreUnavailable
     return Fault(kind, "no credentials, and this machine has none of its own", "set them in the environment")
+
+
+# Stores in a folder. The first write makes it; whoever only looks finds nothing there, and leaves nothing.
+
+
+class FolderBackend:
+    """Objects below a folder that may not be there yet."""
+
+    errors = ObstoreBackend.errors
+
+    def __init__(self, url: str, path: str) -> None:
+        self._url = url
+        self.folder = Path(path)
+        self._opened: ObstoreBackend | None = None  # kept: a folder that vanishes later is not made anew
+        with contextlib.suppress(*self.errors):  # whoever reads or writes is told
+            self._found()
+
+    def get(self, key: str) -> memoryview:
+        if (found := self._found()) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return found.get(key)
+
+    def put(self, key: str, data: BytesLike) -> None:
+        self._made().put(key, data)
+
+    def put_parts(self, key: str, parts: Iterable[BytesLike]) -> None:
+        self._made().put_parts(key, parts)
+
+    def create(self, key: str, data: BytesLike) -> None:
+        self._made().create(key, data)
+
+    def secure(self, keys: Sequence[str]) -> None:
+        files.secure(self.folder / key for key in keys)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        if (found := self._found()) is not None:
+            found.delete(keys)
+
+    def entries(self, prefix: str, after: str | None) -> list[Entry]:
+        found = self._found()
+        return [] if found is None else found.entries(prefix, after)
+
+    def folders(self, prefix: str) -> list[str]:
+        found = self._found()
+        return [] if found is None else found.folders(prefix)
+
+    def sweep(self, prefix: str, older_than_s: float) -> None:
+        files.sweep(self.folder / prefix, older_than_s)
+
+    def fault(self, error: Exception) -> Fault | None:
+        return fault_of(error, "")
+
+    def _found(self) -> ObstoreBackend | None:
+        """The store, once somebody has made its folder. Raises OSError."""
+        if self._opened is None and self.folder.is_dir():
+            local = LocalStore(prefix=self.folder, automatic_cleanup=True)
+            self._opened = ObstoreBackend(local, local, folder=self.folder)
+        return self._opened
+
+    def _made(self) -> ObstoreBackend:
+        """The store, for a write. Raises StoreUnusable, OSError."""
+        if (found := self._found()) is not None:
+            return found
+        try:
+            files.make(self.folder)
+        except OSError as error:
+            raise StoreUnusable(
+                f"store {self._url!r}: {error.strerror}", "name a folder that can be written"
+            ) from error
+        return self._made()
+
+
+def open_folder(url: str, options: Options) -> FolderBackend:
+    """The backend of a `file://` URL. Raises StoreUnusable."""
+    if options:
+        raise StoreUnusable(f"store {url!r}: option {next(iter(options))!r}", "file:// has no options")
+    return FolderBackend(url, url.partition("://")[2])

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store

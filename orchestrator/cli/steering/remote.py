@@ -10,11 +10,11 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
+from checkpoint.store.document import Unreadable
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from orchestrator.cli.console import Stop, console
 from orchestrator.clouds import open_controller
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable

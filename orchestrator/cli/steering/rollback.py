@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog

@@ -14,13 +14,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.records.documents import Lease, RunRecord
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import AlreadyExists
 from checkpoint.store.probe import probe
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.look import attach
 from orchestrator.cli.options import Target

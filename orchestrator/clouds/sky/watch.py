@@ -13,9 +13,9 @@ import structlog
 from checkpoint.records import documents
 from checkpoint.records.documents import MachineReport
 from checkpoint.store import layout
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Entry, Store
-from checkpoint.store.unreadable import Unreadable
 from orchestrator.clouds.protocol import CloudUnavailable
 from orchestrator.clouds.sky.clusters import Clusters
 from orchestrator.clouds.sky.unrecorded import UnrecordedClusters

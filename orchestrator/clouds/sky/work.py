@@ -18,8 +18,7 @@ from typing import Any
 from checkpoint.security.redaction import secret_names
 from checkpoint.store.run_store import OPTIONS_ENV
 from orchestrator.clouds.protocol import CloudRefused, Order
-from policies.model.processes import ALTERNATIVES
-from policies.model.spec import RolloutSpec, RunSpec, TrainerSpec, datasets_of
+from policies.model.spec import ALTERNATIVES, RolloutSpec, RunSpec, TrainerSpec, datasets_of
 from policies.model.vocabulary import Market, Refusal, Role
 
 REMOTE_WORKDIR = "~/sky_workdir"  # where SkyPilot puts a task's workdir

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.config.reading.problems import Findings
 from orchestrator.config.rules.foreign_keys import grpo_table
-from policies.model.processes import processes_in
+from policies.model.spec import processes_in
 
 
 class Doubtful(Exception):

@@ -9,8 +9,7 @@ from orchestrator.config.reading.json_files import config_in
 from orchestrator.config.reading.problems import Findings
 from orchestrator.config.rules.effective import Doubtful, EffectiveRun
 from orchestrator.config.rules.trl_features import takes_turns
-from policies.sizing.context import MAX_MODEL_LEN, context_problem
-from policies.sizing.engine import whole_number
+from policies.sizing.engine import MAX_MODEL_LEN, context_problem, whole_number
 
 
 def check_lengths(data: dict[str, Any], workdir: Path, findings: Findings) -> None:

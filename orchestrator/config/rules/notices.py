@@ -15,7 +15,7 @@ from orchestrator.config.rules.secrets import note_secrets
 from policies.control.rollback.choice import changes_on_rollback
 from policies.detect.divergence import TYPICAL_DELAY_POINTS
 from policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of
-from policies.sizing.generation import why_not_itself
+from policies.sizing.training import why_not_itself
 from policies.weights.adapters import why_whole
 
 # More checkpoints than these between the beginning of a divergence and its notice are of no use to anyone.

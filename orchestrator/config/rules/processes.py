@@ -5,8 +5,7 @@ from __future__ import annotations
 from orchestrator.config.reading.problems import Findings
 from orchestrator.config.rules.effective import EffectiveRun
 from policies.model.gpus import named_gpus
-from policies.model.processes import gpu_counts
-from policies.model.spec import RunSpec, processes_of
+from policies.model.spec import RunSpec, gpu_counts, processes_of
 
 ACCELERATE = ("trainer", "accelerate")
 WHOLE = "FULL_STATE_DICT"  # PyTorch's name

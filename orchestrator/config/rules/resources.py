@@ -10,8 +10,8 @@ from typing import Any
 
 from orchestrator.config.reading.kinds import Kind, mismatch, shown
 from orchestrator.config.reading.problems import Findings, KeyPath, unknown_key
-from policies.model.processes import ALTERNATIVES
-from policies.weights import disk_size
+from policies.model.spec import ALTERNATIVES
+from policies.weights import disks
 
 WHOSE = "SkyPilot's resources keys (0.14.1)"
 KEYS = {
@@ -52,8 +52,8 @@ def check_resources(data: dict[str, Any], path: KeyPath, findings: Findings, *, 
             findings.add(below, unknown_key(key, allowed, WHOSE))
         elif message := mismatch(value, Kind(allowed[key])):
             findings.add(below, message)
-        elif key == disk_size.KEY and disk_size.gb_of(value) is None:
-            findings.add(below, f"{disk_size.EXPECTED}, got {shown(value)}")
+        elif key == disks.DISK_SIZE and disks.gb_of(value) is None:
+            findings.add(below, f"{disks.DISK_SIZE_EXPECTED}, got {shown(value)}")
         elif key in ALTERNATIVES:
             for index, item in enumerate(value):
                 if message := mismatch(item, Kind("dict")):

@@ -17,7 +17,7 @@ from orchestrator.config.rules.rows import Columns
 # What TRL 1.16 hands to every reward function, besides the dataset's columns.
 PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
-MARKS = ("form", "readable_by")  # of `tasks.rewards.says`
+MARKS = ("form", "readable_by")  # of `tasks.rewards.graders`
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from checkpoint.records.metrics import REPLAYED, Row
-from checkpoint.records.step_split import PARTS, STARTED_AGAIN, split
+from checkpoint.records.metrics import PARTS, REPLAYED, STARTED_AGAIN, Row, split
 
 WAITING, PUBLISHING, GENERATING = "waiting for nodes", "publishing weights", "generating"  # of PARTS
 

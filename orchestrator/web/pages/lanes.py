@@ -17,7 +17,7 @@ from orchestrator.web.page import Asked, Page
 from orchestrator.web.pages.nodes import states_of
 from orchestrator.web.pages.window import Window, extent, window_of
 from orchestrator.web.watch import Look
-from policies.ledger.lives import End, Life, lives
+from policies.ledger.rentals import End, Life, lives
 from policies.model.events import FleetMoved
 from policies.model.vocabulary import Role
 

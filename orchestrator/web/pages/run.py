@@ -20,7 +20,7 @@ from orchestrator.views.words.lineage import (
 )
 from orchestrator.web.page import Asked, Page
 from orchestrator.web.watch import Look
-from policies.ledger.abandoned import abandoned
+from policies.ledger.accounting import abandoned
 from policies.ledger.rentals import spent_over_time
 from policies.model.events import BudgetSet, Diverged
 

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from checkpoint.records.metrics import Row
-from checkpoint.records.step_split import PARTS, StepSplit, split
+from checkpoint.records.metrics import PARTS, Row, StepSplit, split
 from orchestrator.views.report import HELD_OUT, REWARD
 from orchestrator.web.page import Asked, Page
 from orchestrator.web.pages.window import window_of

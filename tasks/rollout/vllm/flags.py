@@ -10,7 +10,7 @@ from typing import Any
 
 from policies.model.spec import RunSpec
 from policies.serving.wire import MODEL
-from policies.weights.adapters import engine_flags
+from policies.weights.adapters import engine_flags, why_whole
 from policies.weights.tensors import Tensor
 from tasks.machine.base_model import hub_tensors, model_config, model_folder
 from tasks.models.base import Source, source_of
@@ -125,6 +125,11 @@ def base_on_hub(spec: RunSpec) -> dict[str, Tensor]:
     """The base model's tensors as the hub tells them; empty where they are not there."""
     model = model_of(spec)
     return {} if Path(model).is_dir() else hub_tensors(model, _hub_of(spec)["revision"])
+
+
+def takes_adapters(spec: RunSpec) -> bool:
+    """Whether this run's policies come as adapters."""
+    return not why_whole(spec, base_config(spec) if spec.trainer.peft is not None else {})
 
 
 def may_start_bare(spec: RunSpec) -> bool:

@@ -16,16 +16,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 
+from checkpoint.store import layout
 from policies.model.node_contract import TOKEN_ENV
 from policies.serving import wire
 from policies.serving.canary import QUANTISED, Canary, disagreement
-from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, LoadPolicy, ProvePolicy
-from tasks.rollout.patching import trial
-from tasks.rollout.vllm.adapters import change_adapter, drop_adapter
+from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, MODEL, LoadPolicy, ProvePolicy
 from tasks.rollout.vllm.asgi import (
     App,
     Message,
@@ -39,6 +41,115 @@ from tasks.rollout.vllm.asgi import (
     is_local,
     model_of,
 )
+
+# New weights for vLLM's engine, from within its server: reloaded whole, overwritten where they have changed, and
+# first of all both, to find out whether that comes to the same.
+#
+# What is computed from parameters when they are loaded, as packed matrices of CPUs or what some attention folds
+# into one, does not follow parameters that are overwritten. Nothing tells which models have such; so for every
+# boot of an engine the first changes are tried: overwritten and reloaded, the engine must compute the same bits,
+# and its parameters must be the file's where the changes went.
+
+
+async def reload(engine: Any, path: str) -> None:
+    """Have it read all weights from the folder `path`."""
+    await _paused(engine, "reload_all", (path,))
+
+
+async def overwrite(engine: Any, wanted: LoadPolicy) -> None:
+    """Have it overwrite what has changed. Raises what a worker raises: then its weights are those of no policy."""
+    if why := await _follow(engine, wanted):
+        raise ValueError(f"the loader of this model was followed before, and is not now: {why}")
+    await _paused(engine, "apply_deltas", (wanted.deltas, wanted.digests))
+
+
+async def both_ways(engine: Any, wanted: LoadPolicy, computed: Callable[[], Awaitable[list[float]]]) -> str:
+    """Have it overwrite what has changed, then read all weights. Returns why the two are not the same.
+
+    Args:
+        computed: what the engine computes of a fixed text.
+    """
+    if why := await _follow(engine, wanted):
+        await reload(engine, wanted.path)
+        return f"vLLM's loader of this model cannot be followed: {why}"
+    await _paused(engine, "apply_deltas", (wanted.deltas, wanted.digests))
+    overwritten = await computed()
+    await reload(engine, wanted.path)
+    reloaded = await computed()
+    if overwritten != reloaded:
+        return "with weights that were overwritten it does not compute what it does with reloaded ones"
+    if why := await _follow(engine, wanted):  # a reload may have moved parameters
+        return f"vLLM's loader of this model cannot be followed: {why}"
+    if name := await differs(engine, str(Path(wanted.path) / layout.MODEL), 0, 1):
+        return f"after a reload {name} is not in the parameters as it is in the file"
+    return ""
+
+
+async def differs(engine: Any, path: str, first: int, step: int) -> str:
+    """A tensor that the engine does not hold as the file at `path` does, of each `step`th from the `first`."""
+    return max(map(str, await engine.collective_rpc("differs", args=(path, first, step))))
+
+
+async def _follow(engine: Any, wanted: LoadPolicy) -> str:
+    return max(map(str, await engine.collective_rpc("follow_loader", args=(wanted.deltas,))))
+
+
+async def _paused(engine: Any, method: str, args: tuple[Any, ...]) -> None:
+    # Nothing runs by now; should anything be left in the engine, it is aborted here and not continued. The caches
+    # go too: what was computed from a prompt with the old weights is worthless. `engine.pause_generation` is the
+    # same, with a pause of 20 ms for the comfort of callers.
+    await engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
+    await engine.collective_rpc(method, args=args)
+    await engine.resume_generation()
+
+
+# The one adapter in vLLM's engine, from within its server: put in the place of the one before, and taken out.
+#
+# Requests ask for `MODEL`, and the server's registry of adapters says which one that is; without one there is no
+# such model, for the bare weights have another name. An adapter is known to the engine by a number of its own and
+# by its path, which names its content: vLLM keeps what it computed from a prompt by name and path. The engine's
+# base weights are never written.
+
+
+async def change_adapter(state: Any, path: str) -> str:
+    """Take out the adapter that the engine has and have it load the one in the folder `path`.
+
+    Nobody may be asking it: what is left of requests is aborted. Returns why it does not take it, and then it has
+    none; empty where it does.
+
+    Args:
+        state: `app.state` of vLLM's server.
+    """
+    engine, models = state.engine_client, state.openai_serving_models
+    await engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
+    await drop_adapter(state)
+    wanted = SimpleNamespace(lora_name=MODEL, lora_path=path, load_inplace=False, is_3d_lora_weight=False)
+    said = await models.load_lora_adapter(wanted)  # as its endpoint for development does
+    await engine.resume_generation()
+    if not isinstance(said, str):
+        return f"vLLM does not load the adapter: {said.error.message}"
+    number = models.lora_requests[MODEL].lora_int_id
+    if homeless := _everywhere(await engine.collective_rpc("layers_without_place", args=(number,))):
+        await drop_adapter(state)
+        return (
+            f"vLLM's model has no place for the adapter of {homeless[0]}, nor for {len(homeless) - 1} more;"
+            " rollout.vllm.enable-lora: false has adapters merged instead"
+        )
+    return ""
+
+
+async def drop_adapter(state: Any) -> None:
+    """Take out the adapter that the engine has, if it has one."""
+    held = state.openai_serving_models.lora_requests.pop(MODEL, None)
+    if held is not None:
+        await state.engine_client.remove_lora(held.lora_int_id)
+
+
+def _everywhere(found: list[list[str] | None]) -> list[str]:
+    """What all workers lack: where the model's layers are divided over them, each lacks those of the others."""
+    if any(one is None for one in found):
+        return ["any layer: a worker does not hold it"]
+    return sorted(set.intersection(*(set(one or ()) for one in found)))
 
 
 class _Refused(Exception):
@@ -176,11 +287,11 @@ class Guard:
             if why := await change_adapter(state, wanted.path):
                 raise _Refused(why)
         elif wanted.base and wanted.path:
-            tried = await trial.both_ways(state.engine_client, wanted, computed)
+            tried = await both_ways(state.engine_client, wanted, computed)
         elif wanted.base:
-            await trial.overwrite(state.engine_client, wanted)
+            await overwrite(state.engine_client, wanted)
         else:
-            await trial.reload(state.engine_client, wanted.path)
+            await reload(state.engine_client, wanted.path)
             if self._bare:
                 if why := await _lacks(state.engine_client):
                     raise _Refused(why)
@@ -199,7 +310,7 @@ class Guard:
             if said.version != self._policy:
                 await answer(send, 204, "")
                 return
-            name = await trial.differs(scope["app"].state.engine_client, said.path, said.first, said.step)
+            name = await differs(scope["app"].state.engine_client, said.path, said.first, said.step)
             if name:
                 self._policy = None
                 await self._end_running()

@@ -14,15 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.journal import journal, segments
-from checkpoint.journal.entries import Record
-from checkpoint.journal.journal import Fenced, Journal
+from checkpoint import journal
+from checkpoint.journal import Fenced, Journal, Record
 from checkpoint.store import layout
 from checkpoint.store.codec import from_json, state_from_plain
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
 from policies.model.events import CommandTaken, GatewayRestarted, TookOver
-from policies.model.folding.fold import fold
+from policies.model.fold import fold
 from policies.model.state import RunState
 from tests.budget import examples
 from tests.stand_ins.journal_rig import Actor, Fate, arrive
@@ -39,7 +38,7 @@ FATES = [Fate.DONE] * 10 + [fate for fate in Fate if fate is not Fate.DONE]
 @pytest.fixture(autouse=True, scope="module")
 def short_segments() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "SEGMENT_ENTRIES", SEGMENT)
+        patch.setattr(journal, "SEGMENT_ENTRIES", SEGMENT)
         yield
 
 
@@ -148,7 +147,7 @@ def check_now(store: Store) -> None:
     for one in store.entries(layout.SEGMENTS):
         last = layout.number_of(one.key)
         assert last is not None
-        segment = from_json(store.get(one.key), segments.Segment, one.key)
+        segment = from_json(store.get(one.key), journal.Segment, one.key)
         assert segment.records == records[last - SEGMENT : last], "a segment disagrees with the entries"
         assert state_from_plain(segment.state, one.key) == folded(records[:last])
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from checkpoint.journal import journal
-from checkpoint.journal.journal import Fenced, Journal
+from checkpoint import journal
+from checkpoint.journal import Fenced, Journal
 from checkpoint.store import layout
 from checkpoint.store.errors import Corrupt, StoreUnavailable
 from checkpoint.store.run_store import Store

@@ -13,17 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.journal import journal
-from checkpoint.journal.entries import Record, entries_after
-from checkpoint.journal.journal import Journal
-from checkpoint.journal.segments import SEGMENT_ENTRIES
+from checkpoint import journal
+from checkpoint.journal import SEGMENT_ENTRIES, Journal, Record, entries_after
 from checkpoint.store import layout
 from checkpoint.store.backends import BytesLike
 from checkpoint.store.codec import STATE_SCHEMA, from_json, state_from_plain, state_to_plain, to_json
 from checkpoint.store.errors import Corrupt, StoreDenied, StoreUnavailable
 from checkpoint.store.run_store import Entry, Store
 from policies.model.events import CommandTaken, GatewayRestarted
-from policies.model.folding.fold import fold
+from policies.model.fold import fold
 from policies.model.state import RunState
 from policies.model.vocabulary import Role
 from tests.budget import examples

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.journal import journal
-from checkpoint.journal.journal import Journal
-from checkpoint.journal.store_clock import seconds_since
+from checkpoint import journal
+from checkpoint.journal import Journal, seconds_since
 from checkpoint.records import documents
 from checkpoint.records.documents import GatewayAddress
 from checkpoint.store import layout

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records.forks import newest_timeline, read_forks, write_fork
+from checkpoint.records.documents import newest_timeline, read_forks, write_fork
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from checkpoint.store.errors import Corrupt

@@ -20,8 +20,8 @@ from checkpoint.records.metrics import (
 )
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
+from checkpoint.store.document import Unreadable
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from policies.detect.divergence import Point
 from tests.budget import HANG_S
 

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from checkpoint.records.metrics import AHEAD_S, GENERATE_S, PUBLISH_S, REWARDS_S, STORE_S, WAIT_S, Row
-from checkpoint.records.step_split import PARTS, STARTED_AGAIN, TRAINING, split
+from checkpoint.records.metrics import (
+    AHEAD_S,
+    GENERATE_S,
+    PARTS,
+    PUBLISH_S,
+    REWARDS_S,
+    STARTED_AGAIN,
+    STORE_S,
+    TRAINING,
+    WAIT_S,
+    Row,
+    split,
+)
 
 VALUES = {WAIT_S: 3.0, GENERATE_S: 10.0, REWARDS_S: 1.0, PUBLISH_S: 2.0, STORE_S: 4.0}
 

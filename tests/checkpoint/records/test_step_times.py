@@ -11,8 +11,8 @@ from checkpoint.records.metrics import (
     TOKENS,
     WAIT_S,
     Row,
+    step_times,
 )
-from checkpoint.records.step_times import step_times
 from policies.fleet.measuring import MeasuredStep
 
 

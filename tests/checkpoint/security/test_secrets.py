@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.security.redaction import BLANK, NAMES_ENV, Redactor

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from checkpoint.journal.store_clock import seconds_since
+from checkpoint.journal import seconds_since
 from checkpoint.store import layout
 from checkpoint.store.errors import AlreadyExists, NotFound, StoreUnavailable
 from checkpoint.store.run_store import Store

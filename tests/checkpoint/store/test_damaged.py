@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from checkpoint.journal import journal
-from checkpoint.journal.entries import Record
-from checkpoint.records import documents, forks
+from checkpoint import journal
+from checkpoint.journal import Record
+from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
-from checkpoint.records.evaluated import kept
+from checkpoint.records.evaluations import kept
 from checkpoint.store import layout
 from checkpoint.store.codec import from_json, to_json
 from checkpoint.store.errors import Corrupt
@@ -42,7 +42,7 @@ def store_with(key: str, data: bytes) -> Store:
             to_json(Revision(number=1, checkpoints=[CHECKPOINT])),
             lambda s: Catalog(s, "w").newest(),
         ),
-        (layout.timeline(1), to_json(Fork(1, "0")), forks.read_forks),
+        (layout.timeline(1), to_json(Fork(1, "0")), documents.read_forks),
         (layout.journal_entry(1), to_json(Record(1, 1, 1, "w", "n", 1.0, [{"type": []}])), journal.recover),
         (layout.RUN, RUN.replace(b'"sim-0"', b'"\xff"'), documents.read_run),
         (layout.TRAINER, to_json(BEAT).replace(b'"step":4', b'"step":4' + b"0" * 20), documents.TRAINER.read),

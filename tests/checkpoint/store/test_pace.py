@@ -12,9 +12,8 @@ from urllib.parse import unquote
 import pytest
 
 from checkpoint.records.metrics import MetricsWriter, Row
-from checkpoint.store import pace
-from checkpoint.store.pace import Pace, interval_of
-from checkpoint.store.run_store import Store
+from checkpoint.store import run_store
+from checkpoint.store.run_store import Pace, Store, interval_of
 from policies.control.snapshot import Trainer
 from tasks.storing.heartbeat import Heartbeat
 
@@ -95,7 +94,7 @@ def test_what_a_trainer_overwrites_is_spaced_out(
     google: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(pace.Pace.__init__, "__defaults__", (lambda: 100.0, slept.append))
+    monkeypatch.setattr(run_store.Pace.__init__, "__defaults__", (lambda: 100.0, slept.append))
     key = {"gcs_base_url": f"http://127.0.0.1:{google.server_port}", "disable_oauth": True}
     key |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
     options = {"service_account_key": json.dumps(key), "allow_http": "true"}

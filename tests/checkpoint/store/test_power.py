@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.journal import journal
-from checkpoint.journal.journal import Fenced, Journal
+from checkpoint import journal
+from checkpoint.journal import Fenced, Journal
 from checkpoint.records import documents, rollouts
 from checkpoint.records.documents import RunRecord
 from checkpoint.records.rollouts import Rollout

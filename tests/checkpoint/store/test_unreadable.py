@@ -12,17 +12,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoint.journal import journal
-from checkpoint.journal.journal import Journal
+from checkpoint import journal
+from checkpoint.journal import Journal
 from checkpoint.records import documents, metrics
 from checkpoint.records.documents import GatewayAddress, Lease, MachineReport, RunRecord
 from checkpoint.records.metrics import MetricsWriter, Row
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
-from checkpoint.stream.exports import Export
+from checkpoint.stream.transfer import Export
 from orchestrator.control.controller import Controller
 from orchestrator.control.observe import COMMANDS_EVERY_S, Observer
 from orchestrator.views.model import to_json as view_json
@@ -193,7 +193,7 @@ def test_what_control_depends_on_is_never_left_out(key: str) -> None:
 
 def test_a_report_of_one_machine_that_is_damaged_keeps_no_other_from_being_heard() -> None:
     store, unreadable = Store(f"memory://unreadable-{next(names)}"), Unreadable()
-    good = MachineReport("rollout-1-i1", 1, None, False, "10.0.0.1", "", "b", NOW_S)
+    good = MachineReport("rollout-1-i1", 1, None, False)
     documents.machine(good.node).write(store, good)
     for data in (b"", to_json(good)):
         store.put(layout.machine("rollout-0-i1"), data)

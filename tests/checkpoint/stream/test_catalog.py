@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from checkpoint.store import layout
 from checkpoint.store.errors import Corrupt, NotFound, StoreUnavailable
 from checkpoint.store.run_store import Store
-from checkpoint.stream import chunks, collect, manifest, sending, transfer
+from checkpoint.stream import chunks, manifest, transfer, upkeep
 from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.collect import Collector
+from checkpoint.stream.upkeep import Collector
 from policies.model.vocabulary import PolicyVersion
 from tasks.storing.restoring import restore_newest
 from tests.budget import examples
@@ -48,9 +48,9 @@ FATES = [Fate.DONE] * 12 + [fate for fate in Fate if fate is not Fate.DONE]
 def small_and_in_turn() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "CHUNK_BYTES", CHUNK)
-        for module in (chunks, sending, manifest):
+        for module in (chunks, manifest):
             patch.setattr(module, "ThreadPoolExecutor", InTurn)
-        patch.setattr(collect, "IN_FLIGHT_S", 0.0)
+        patch.setattr(upkeep, "IN_FLIGHT_S", 0.0)
         yield
 
 

@@ -13,9 +13,8 @@ from checkpoint.store import layout
 from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.stream import chunks, manifest, transfer
 from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.chunks import DamagedChunk, File
+from checkpoint.stream.chunks import DamagedChunk, File, send
 from checkpoint.stream.manifest import receive
-from checkpoint.stream.sending import send
 from policies.model.vocabulary import PolicyVersion
 from tests.budget import HANG_S
 from tests.stand_ins.catalog_rig import CHUNK, DictStore

@@ -11,11 +11,10 @@ from checkpoint.store import layout
 from checkpoint.store.backends import BytesLike
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
-from checkpoint.stream import chunks, exports
+from checkpoint.stream import chunks, transfer
 from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.exports import Export
 from checkpoint.stream.manifest import files_below
-from checkpoint.stream.transfer import upload
+from checkpoint.stream.transfer import Export, upload
 from policies.model.vocabulary import PolicyVersion
 
 names = itertools.count()
@@ -30,7 +29,7 @@ FILES = {
     "rng_state.pth": b"r",
     "grpo_window_0.pt": b"g",
     "ref_model.safetensors": b"f",
-    "resume_state.json": b"{}",
+    "detector.json": b"{}",
     "run.json": b"{}",
     "latest": b"global_step8",
     "zero_to_fp32.py": b"import torch",
@@ -75,26 +74,26 @@ def exported(store: Store) -> dict[str, bytes]:
 
 
 def test_weights_are_exported_and_what_only_a_trainer_needs_is_not(store: CuttingStore) -> None:
-    assert exports.export_of(AT).read(store) is None
-    done = exports.export_weights(store, AT)
+    assert transfer.export_of(AT).read(store) is None
+    done = transfer.export_weights(store, AT)
     assert done == Export("1-8", "exports/1-8")
-    assert exports.export_of(AT).read(store) == done
+    assert transfer.export_of(AT).read(store) == done
     assert exported(store) == EXPORTED
 
 
 def test_an_export_that_was_cut_off_does_not_count_and_is_made_again(store: CuttingStore) -> None:
     store.cuts = 1
     with pytest.raises(StoreUnavailable):
-        exports.export_weights(store, AT)
-    assert exports.export_of(AT).read(store) is None
-    exports.export_weights(store, AT)
+        transfer.export_weights(store, AT)
+    assert transfer.export_of(AT).read(store) is None
+    transfer.export_weights(store, AT)
     assert exported(store) == EXPORTED
 
 
 def test_a_damaged_checkpoint_is_told_and_not_exported(store: CuttingStore) -> None:
     for entry in store.entries(layout.BLOBS):
         store.put(entry.key, b"damaged")
-    done = exports.export_weights(store, AT)
+    done = transfer.export_weights(store, AT)
     assert done.prefix == ""
     assert done.error
-    assert exports.export_weights(store, AT) == done
+    assert transfer.export_weights(store, AT) == done

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from checkpoint.records.documents import RunRecord
-from checkpoint.records.resume_state import SCHEMA, ResumeState
 from checkpoint.store.run_store import Store
 from checkpoint.stream.spool import Seal, Spool, UploaderState
 from checkpoint.stream.uploader import Uploader
@@ -280,10 +279,16 @@ def test_a_checkpoint_that_cannot_fit_is_refused_with_the_key_to_change(
 
 def checkpoints_of(spool: Spool, timeline: int, verdict: Verdict) -> CheckpointSaver:
     heartbeat = Heartbeat(Store("memory://unused"), Trainer("trainer-0-i1", 1, timeline, 0, 0, "starting", 0.0))
-    state = ResumeState(SCHEMA, f"{timeline}-0", 0.0, detector=Detector(verdict))
     record = RunRecord(1, "id", 0.0, spec())
     return CheckpointSaver(
-        spool, heartbeat, record, timeline, meta={}, frozen={}, max_behind_steps=10, resume_state=lambda _: state
+        spool,
+        heartbeat,
+        record,
+        timeline,
+        meta={},
+        frozen={},
+        max_behind_steps=10,
+        detector=lambda: Detector(verdict),
     )
 
 

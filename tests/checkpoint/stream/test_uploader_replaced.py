@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint.records import documents
-from checkpoint.records.forks import write_fork
+from checkpoint.records.documents import write_fork
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Checkpoint
 from checkpoint.stream.spool import Seal

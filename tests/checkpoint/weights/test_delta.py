@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.store.errors import Corrupt
-from checkpoint.weights import delta, safetensors, scratch, sparse
+from checkpoint.weights import delta, safetensors, scratch
 from checkpoint.weights.delta import DeltaWriter
 from tests.checkpoint.weights.files import (
     ITEM_BYTES,
@@ -83,11 +83,11 @@ def test_a_piece_comes_back_whatever_share_of_it_has_changed(item_bytes: int, sh
     draw = np.random.default_rng(3)
     old = draw.integers(0, 256, 40_000 + 3 * item_bytes, np.uint8)
     new = np.where(np.repeat(draw.random(len(old) // item_bytes) < share, item_bytes), ~old, old)
-    data = sparse.encode(old, new, item_bytes)
+    data = delta.encode_piece(old, new, item_bytes)
     assert bool(data) == bool(share)
     piece = old.copy()
     if data:
-        sparse.decode(memoryview(data), piece, item_bytes)
+        delta.decode_piece(memoryview(data), piece, item_bytes)
     assert piece.tobytes() == new.tobytes()
 
 
@@ -95,11 +95,13 @@ def test_one_percent_of_bfloat16_takes_an_eightieth() -> None:
     draw = np.random.default_rng(5)
     old = (draw.normal(0, 0.02, 2_000_000).astype("<f4").view("<u4") >> 16).astype("<u2")
     new = old ^ (draw.random(len(old)) < 0.01)
-    assert len(sparse.encode(old.view(np.uint8), new.astype("<u2").view(np.uint8), 2)) < old.nbytes / 80 * 1.02
+    assert (
+        len(delta.encode_piece(old.view(np.uint8), new.astype("<u2").view(np.uint8), 2)) < old.nbytes / 80 * 1.02
+    )
 
 
 def test_zeros_of_both_signs_differ_and_equal_nans_do_not() -> None:
-    assert sparse.changed(array(0.0, np.nan, 1.0), array(-0.0, np.nan, 1.0), 4).tolist() == [0]
+    assert delta.changed_elements(array(0.0, np.nan, 1.0), array(-0.0, np.nan, 1.0), 4).tolist() == [0]
 
 
 def test_the_digest_names_the_content_wherever_it_is(tmp_path: Path) -> None:
@@ -174,11 +176,11 @@ def test_a_damaged_delta_changes_nothing(tmp_path: Path) -> None:
 def test_a_damaged_piece_is_refused_where_its_digest_was_made_of_the_damage() -> None:
     old = np.arange(64, dtype=np.uint8)
     new = np.where(np.arange(64) % 9 == 0, 255, old).astype(np.uint8)
-    whole = sparse.encode(old, new, 2)
+    whole = delta.encode_piece(old, new, 2)
     for damaged in damages(whole):
         piece = old.copy()
         try:
-            sparse.decode(memoryview(damaged), piece, 2)
+            delta.decode_piece(memoryview(damaged), piece, 2)
         except Corrupt:
             assert piece.tobytes() == old.tobytes()
 
@@ -188,13 +190,13 @@ def test_a_piece_whose_long_gaps_are_not_all_there_is_refused() -> None:
     new[[300, 900]] = 1  # two long gaps
     lacking = np.zeros(1200, np.uint8)
     lacking[[300, 310]] = 1
-    data, other = sparse.encode(old, new, 1), sparse.encode(old, lacking, 1)
+    data, other = delta.encode_piece(old, new, 1), delta.encode_piece(old, lacking, 1)
     head, sizes, others = 20, struct.unpack("<5I", data[:20]), struct.unpack("<5I", other[:20])
     one_long = other[head + others[2] :][: others[3]]
     begun, rest = data[head:][: sizes[2]], data[head + sizes[2] + sizes[3] :]
     damaged = struct.pack("<5I", 2, 1, sizes[2], others[3], sizes[4]) + begun + one_long + rest
     with pytest.raises(Corrupt, match="lacks gaps"):
-        sparse.decode(memoryview(damaged), old, 1)
+        delta.decode_piece(memoryview(damaged), old, 1)
 
 
 def test_a_delta_is_for_its_base_and_its_tensors_alone(tmp_path: Path) -> None:
@@ -233,13 +235,13 @@ def test_a_delta_that_does_not_pay_is_given_up_and_the_weights_are_whole(
     before: Weights = {f"t{n:02d}": ("F32", draw.bytes(4000)) for n in range(20)}
     after: Weights = {f"t{n:02d}": ("F32", draw.bytes(4000)) for n in range(20)}
     first = rewrite(tmp_path / "w", before, "", tmp_path / "d")
-    compared, encode = list[int](), sparse.encode
+    compared, encode = list[int](), delta.encode_piece
 
     def counted(*piece: Any) -> bytes:
         compared.append(1)
         return encode(*piece)
 
-    monkeypatch.setattr(sparse, "encode", counted)
+    monkeypatch.setattr(delta, "encode_piece", counted)
     second = rewrite(tmp_path / "w", after, first.digest, tmp_path / "d")
     assert second.delta_bytes is None
     assert len(compared) < 4000 / 64 * 20 / 3, "once it does not pay no more is compared"

@@ -13,7 +13,7 @@ import pytest
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
 from checkpoint.stream import chunks
-from checkpoint.stream.sending import Sending
+from checkpoint.stream.chunks import Sending
 from checkpoint.weights import scratch
 from checkpoint.weights.scratch import Tensor
 from tests.budget import HANG_S

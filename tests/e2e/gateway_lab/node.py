@@ -50,7 +50,7 @@ class Node:
         found = [
             pid
             for pid, line in self._processes()
-            if "tasks.rollout.vllm.main" in line and "tasks.machine.processes.process_tree" not in line
+            if "tasks.rollout.vllm.main" in line and "tasks.machine.process_tree" not in line
         ]
         return found[0] if found else None
 

@@ -19,7 +19,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tasks.storing.unread import Unread
+from tasks.storing.tensors import Unread
 from tasks.trl.trl_grpo import FleetGeneration
 from tasks.trl.weights import whole_weights
 

@@ -13,7 +13,7 @@ from checkpoint.stream.manifest import files_below
 from checkpoint.stream.transfer import upload
 from policies.model import exit_codes
 from policies.model.vocabulary import PolicyVersion
-from tasks.machine.processes.exit_note import take_exit_code
+from tasks.machine.exit_note import take_exit_code
 from tests.budget import HANG_S
 from tests.node.ranks.test_killed import LAST, of
 from tests.node.trainer.rig import Rig, make_tiny, open_rig

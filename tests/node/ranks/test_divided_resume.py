@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from policies.model import exit_codes
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
+from tasks.machine.launching import trainer_argv
 from tasks.machine.node_env import NodeEnv
-from tasks.machine.processes.launching import trainer_argv
 from tests.budget import HANG_S
 from tests.node.ranks import divided_trainer
 from tests.node.ranks.divided_trainer import SAVE_STEPS, STEPS

@@ -19,7 +19,7 @@ from checkpoint.stream.transfer import read_manifest
 from policies.model import exit_codes
 from policies.model.node_contract import TRAINER
 from policies.model.vocabulary import PolicyVersion
-from tasks.machine.processes.exit_note import take_exit_code
+from tasks.machine.exit_note import take_exit_code
 from tests.budget import HANG_S
 from tests.node.ranks import cpu_for_gpu
 from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig

@@ -16,9 +16,9 @@ from checkpoint.stream.manifest import files_below
 from checkpoint.stream.transfer import upload
 from policies.model import exit_codes
 from policies.model.vocabulary import PolicyVersion
+from tasks.machine.children import start_child
+from tasks.machine.launching import trainer_argv
 from tasks.machine.node_env import NodeEnv
-from tasks.machine.processes.children import start_child
-from tasks.machine.processes.launching import trainer_argv
 from tests.budget import HANG_S
 from tests.node.trainer.rig import run_spec
 from tests.node.trainer.stand_in_gateway import TOKEN

@@ -18,7 +18,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
-from policies.weights.dtypes import ServedTypes
+from policies.weights.tensors import ServedTypes
 from tasks.machine.base_model import identity_of
 from tasks.rollout.vllm.server import PolicyRefused
 from tasks.storing.publish_adapter import AdapterPublisher

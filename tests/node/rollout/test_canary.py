@@ -24,7 +24,7 @@ from checkpoint.stream import manifest
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.canary import Canary
-from policies.weights.dtypes import ServedTypes
+from policies.weights.tensors import ServedTypes
 from tasks.machine.node_env import NodeEnv
 from tasks.rollout.policy_check import PolicyCheck
 from tasks.rollout.policy_folders import PolicyFolders

@@ -16,9 +16,9 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
-from policies.weights.dtypes import ServedTypes
-from tasks.rollout.patching.loader import PolicyLoader
+from policies.weights.tensors import ServedTypes
 from tasks.rollout.policy_folders import PolicyFolders
+from tasks.rollout.policy_loader import PolicyLoader
 from tasks.rollout.vllm import flags as vllm_flags
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts

@@ -21,9 +21,9 @@ from checkpoint.store.errors import StoreError
 from checkpoint.weights import delta
 from policies.serving.canary import Canary
 from policies.serving.wire import PolicyRef
-from tasks.rollout.patching import loader
-from tasks.rollout.patching.loader import PolicyLoader
+from tasks.rollout import policy_loader
 from tasks.rollout.policy_folders import PolicyFolders, Staged
+from tasks.rollout.policy_loader import PolicyLoader
 from tasks.rollout.vllm.server import Server, ServerFailed
 from tasks.storing import publish
 from tests.node.rollout.deltas.world import World, check
@@ -88,7 +88,7 @@ class Node:
     """A loader and one engine after the other."""
 
     def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loader, "canary_in", lambda _: CANARY)
+        monkeypatch.setattr(policy_loader, "canary_in", lambda _: CANARY)
         self.world, self.boots = world, 0
         self.folders: PolicyFolders = world.node()
         self.loader = PolicyLoader(self.folders)

@@ -20,7 +20,7 @@ import pytest
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from tasks.machine.node_env import NodeEnv
 from tasks.rollout.vllm import server as vllm_server
-from tasks.rollout.vllm.sampling import numbers_at
+from tasks.rollout.vllm.worker import numbers_at
 from tests.budget import HANG_S
 from tests.node.rollout.test_rollout_node import TOKEN, VOCABULARY, make_model
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from policies.sizing.read_shape import FAMILIES, shape_of
-from policies.sizing.shapes import with_all_params
+from policies.sizing.shapes import FAMILIES, shape_of, with_all_params
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

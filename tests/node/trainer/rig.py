@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from checkpoint.records import documents, resume_state
+from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
-from checkpoint.records.resume_state import ResumeState
 from checkpoint.security.vouched import vouch
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
@@ -23,11 +22,11 @@ from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.manifest import Manifest
 from checkpoint.stream.transfer import read_manifest
 from policies.control.snapshot import Trainer
-from policies.model.evaluation import Evaluation
 from policies.model.node_contract import TRAINER
 from policies.model.spec import (
     CheckpointsSpec,
     Dataset,
+    Evaluation,
     KlPolicy,
     OnBadPrompt,
     OnBadReward,
@@ -38,9 +37,9 @@ from policies.model.spec import (
     TrainerSpec,
 )
 from policies.model.vocabulary import PolicyVersion
+from tasks.machine.launching import trainer_argv
 from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv
-from tasks.machine.processes.launching import trainer_argv
 from tasks.machine.spooling import find_spool, remove_spool
 from tasks.storing.heartbeat import Heartbeat
 from tasks.trainer.assemble import assemble
@@ -118,7 +117,6 @@ def run_spec(
         ),
         checkpoints=checkpoints or CheckpointsSpec(),
         policies=PoliciesSpec(
-            resume_state_steps=3,
             kl=kl or KlPolicy(action="alert"),
             on_bad_prompt=on_bad_prompt,
             boot_timeout_s=boot_timeout_s,
@@ -214,11 +212,6 @@ class Rig:
             assert time.monotonic() < until, (self.folder / "uploader.log").read_text()[-4000:]
             time.sleep(0.01)
         return [one.at for one in Catalog(self.store, "test").newest().checkpoints]
-
-    def newest_resume_state(self) -> ResumeState:
-        """The light resume state that was stored last."""
-        key = self.store.entries(layout.RESUME)[-1].key
-        return resume_state.decode(self.store.get(key), key)
 
     def restore(self, at: PolicyVersion, folder: Path) -> Manifest:
         """Fetch a checkpoint into a folder."""

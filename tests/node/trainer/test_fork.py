@@ -12,14 +12,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback
 
 from checkpoint.records import documents
-from checkpoint.records.forks import read_forks, write_fork
+from checkpoint.records.documents import read_forks, write_fork
 from policies.control.snapshot import Trainer
 from policies.model.timelines import Fork, Skipped
 from policies.model.vocabulary import PolicyVersion
 from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv
 from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.sharing import Restored
+from tasks.storing.restoring import Restored
 from tasks.trainer.assemble import assemble
 from tasks.trl.parts.saving import scale_learning_rate
 from tasks.trl.skipped_prompts import Walk, replacements

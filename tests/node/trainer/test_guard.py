@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from checkpoint.records import metrics
-from checkpoint.records.documents import RunRecord
-from checkpoint.records.forks import write_fork
+from checkpoint.records.documents import RunRecord, write_fork
 from checkpoint.store.codec import from_json
 from policies.control.snapshot import Trainer
 from policies.detect.divergence import Detector, Health, Verdict, follow
@@ -23,10 +22,10 @@ from policies.model import exit_codes
 from policies.model.spec import CheckpointsSpec, KlPolicy
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
-from tasks.machine.processes.exit_note import leave_exit_code, take_exit_code
+from tasks.machine.exit_note import leave_exit_code, take_exit_code
 from tasks.machine.spooling import find_spool
 from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.saving import RUN_FILE, read_resume_state
+from tasks.storing.saving import RUN_FILE, read_detector
 from tasks.trainer import callbacks
 from tasks.trainer.user_objects import is_out_of_memory
 from tests.budget import HANG_S
@@ -119,7 +118,7 @@ def test_who_reads_the_rows_comes_to_the_guards_verdict(diverged: Diverged, tmp_
         at[step] = detector
     assert detector.verdict == diverged.verdict
     diverged.rig.restore(START, tmp_path / "start")
-    assert read_resume_state(tmp_path / "start").detector == at[START.step], "a restart goes on with it"
+    assert read_detector(tmp_path / "start") == at[START.step], "a restart goes on with it"
 
 
 def test_the_next_timeline_goes_on_from_its_start_with_its_settings(diverged: Diverged, tmp_path: Path) -> None:
@@ -137,9 +136,7 @@ def test_the_next_timeline_goes_on_from_its_start_with_its_settings(diverged: Di
     rig.restore(PolicyVersion(1, STEPS), tmp_path / "last")
     record = from_json((tmp_path / "last" / RUN_FILE).read_bytes(), RunRecord, RUN_FILE)
     assert record.spec.grpo == {**rig.spec.grpo, **CALM}
-    assert read_resume_state(tmp_path / "last").detector.points == STEPS, (
-        "the guard knows what was before the start"
-    )
+    assert read_detector(tmp_path / "last").points == STEPS, "the guard knows what was before the start"
     beat = rig.beat()
     assert beat is not None
     assert (beat.timeline, beat.step, beat.activity, tripped(beat)) == (1, STEPS, "done", False)

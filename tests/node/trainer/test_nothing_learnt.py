@@ -13,7 +13,7 @@ from checkpoint.store.run_store import Store
 from policies.detect.pitfalls import UNREWARDED_MAX
 from policies.detect.symptoms import NO_VARIANCE
 from policies.model import exit_codes
-from tasks.machine.processes.exit_note import take_exit_code, take_reason
+from tasks.machine.exit_note import take_exit_code, take_reason
 from tasks.trainer.lessons import Lessons, lessons_of
 from tasks.trainer.main import _end_of_training, _unforeseen
 from tasks.trl.unrewarded import NothingToLearn, Unrewarded

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records import metrics
 from checkpoint.store import layout
 from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog
@@ -82,7 +81,7 @@ def test_behind_a_store_that_stands_still_training_goes_on_and_then_waits(
 
 
 def test_uploader_and_trainer_killed_lose_nothing_sealed(tiny: Path, slot_bytes: int, tmp_path: Path) -> None:
-    """The uploader in the middle of an upload, the trainer while it waits; the KL history goes on, too."""
+    """The uploader in the middle of an upload, the trainer while it waits."""
     spec = CheckpointsSpec(spool_gib=1.5 * slot_bytes / (1 << 30), max_behind_steps=BEHIND)
     with open_rig(tmp_path, tiny, grpo=GRPO, checkpoints=spec) as rig:
         rig.uploader.send_signal(signal.SIGSTOP)
@@ -98,11 +97,6 @@ def test_uploader_and_trainer_killed_lose_nothing_sealed(tiny: Path, slot_bytes:
         assert rig.stored()[:1] == [PolicyVersion(0, 1)]
         assert rig.wait(rig.start_trainer(attempt=2), attempt=2) == exit_codes.OK
         check_the_end(rig)
-        rows = {row.step: row.values for row in metrics.read_metrics(rig.store)}
-        state = rig.newest_resume_state()
-        steps = range(1, PolicyVersion.parse(state.policy).step + 1)
-        assert state.kl == [(step, rows[step]["kl"]) for step in steps]
-        assert state.detector.points == len(steps)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from tasks.machine.node_env import NodeEnv
 from tasks.machine.spooling import find_spool
 from tasks.rollout.policy_folders import PolicyFolders
 from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.saving import read_resume_state
+from tasks.storing.saving import read_detector
 from tasks.trainer.assemble import assemble
 from tasks.trainer.user_objects import BadSpec, passes
 from tests.budget import HANG_S
@@ -164,17 +164,11 @@ def test_two_policies_are_kept_and_are_the_trainers(finished: Finished, tmp_path
     assert (policy / "config.json").exists()
 
 
-def test_checkpoints_and_resume_state(finished: Finished, tmp_path: Path) -> None:
+def test_checkpoints_and_what_the_detector_knows(finished: Finished, tmp_path: Path) -> None:
     assert finished.rig.stored() == [PolicyVersion(0, 4), PolicyVersion(0, STEPS)]
     stored = finished.rig.restore(PolicyVersion(0, 4), tmp_path / "checkpoint")
     assert {"torch", "trl", "transformers", "python"} <= stored.meta.keys()
-    state, rows = finished.rig.newest_resume_state(), rows_of(finished)
-    assert state.policy == f"0-{STEPS}"
-    assert state.kl == [(step, rows[step]["kl"]) for step in range(1, STEPS + 1)]
-    assert state.best_step is not None
-    assert state.best_reward == rows[state.best_step]["reward"] == max(v["reward"] for v in rows.values())
-    history = read_resume_state(tmp_path / "checkpoint")
-    assert (history.kl, history.detector.points, state.detector.points) == (state.kl[:4], 4, STEPS)
+    assert read_detector(tmp_path / "checkpoint").points == 4
     names = {file.name for file in stored.files}
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= names
     assert {"base_model/model.safetensors", "run.json", "grpo_window_0.pt"} <= names

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from checkpoint.journal import journal
-from checkpoint.journal.journal import Journal
+from checkpoint import journal
+from checkpoint.journal import Journal
 from checkpoint.records import documents
 from checkpoint.records.documents import Lease, RunRecord
 from checkpoint.store import layout

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from checkpoint.records import documents
-from checkpoint.records.forks import write_fork
+from checkpoint.records.documents import write_fork
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer

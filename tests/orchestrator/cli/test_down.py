@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint.journal.journal import Journal
+from checkpoint.journal import Journal
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
 from orchestrator.cli.steering.down import Stopping, _at_work

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from checkpoint.records import documents, evaluated
-from checkpoint.records.documents import RunRecord
-from checkpoint.records.evaluated import SCHEMA, Evaluated
-from checkpoint.records.forks import write_fork
+from checkpoint.records import documents, evaluations
+from checkpoint.records.documents import RunRecord, write_fork
+from checkpoint.records.evaluations import SCHEMA, Evaluated
 from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog, Revision
@@ -25,8 +24,17 @@ from orchestrator.cli.checkpoints import NEWEST
 from orchestrator.cli.console import Stop
 from orchestrator.cli.evaluate import find_problems, find_subjects, pin, run_of
 from policies.model import exit_codes
-from policies.model.evaluation import BASE, Evaluation, Subject
-from policies.model.spec import Dataset, FleetPolicy, Notify, PoliciesSpec, RunSpec, TrainerSpec
+from policies.model.spec import (
+    BASE,
+    Dataset,
+    Evaluation,
+    FleetPolicy,
+    Notify,
+    PoliciesSpec,
+    RunSpec,
+    Subject,
+    TrainerSpec,
+)
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
 from tasks.evaluating.main import _unpin
@@ -82,7 +90,7 @@ def stored(parent: Store, subjects: list[str], problems: Dataset) -> Store:
         scores: list[float | None] = [1.0 if one == "correct" else 0.0 for one in verdicts]
         columns, tokens = {"right": scores}, [7] * len(scores)
         made_of = Evaluated(SCHEMA, subject, columns, {"right": 1.0}, "right", "right", verdicts, tokens, cut=3)
-        evaluated.evaluated(subject).write(store, made_of)
+        evaluations.evaluated(subject).write(store, made_of)
     return store
 
 
@@ -251,7 +259,7 @@ def finish(store: Store, begun: Evaluation) -> None:
     """As its evaluator and its daemon do in the end."""
     for one in begun.subjects:
         found = Evaluated(SCHEMA, one.name, {"r": [1.0]}, {"r": 1.0}, "r", "", ["correct"], [1], cut=0)
-        evaluated.evaluated(one.name).write(store, found)
+        evaluations.evaluated(one.name).write(store, found)
     _unpin(begun)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.stream.exports import export_weights
+from checkpoint.stream.transfer import export_weights
 from orchestrator.cli.console import Stop
 from orchestrator.cli.look import attach
 from policies.model import exit_codes

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.journal import journal
-from checkpoint.journal.journal import Journal
+from checkpoint import journal
+from checkpoint.journal import Journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store

@@ -20,7 +20,7 @@ from orchestrator.clouds.protocol import CloudRefused, Order
 from policies.model.gpus import VISIBLE, DriverFailed
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import MachineState, Market, Refusal, role_of
-from tasks.machine.processes.launching import visible_gpus
+from tasks.machine.launching import visible_gpus
 from tests.budget import HANG_S, until
 from tests.stand_ins.world import spec
 

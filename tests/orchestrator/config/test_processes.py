@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.config.load import ConfigError, load
-from policies.model.processes import gpu_counts, processes_in
-from policies.model.spec import processes_of
+from policies.model.spec import gpu_counts, processes_in, processes_of
 from tests.generators.config_world import VALID, furnish
 
 SKY = VALID[: VALID.index("rehearse:")].replace("storage: ./run", "storage: s3://bucket/run\ncloud: sky")

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from checkpoint.journal.journal import Fenced
-from checkpoint.records import forks
+from checkpoint.journal import Fenced
+from checkpoint.records import documents
 from checkpoint.store.backends import BytesLike
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
-from checkpoint.stream import exports
+from checkpoint.stream import transfer
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
 from orchestrator.control import actuate
 from orchestrator.control.actuate import ACT_WITHIN_S, Actuator
@@ -192,18 +192,18 @@ def test_a_fork_is_written_though_the_store_was_away(
     def written() -> bool:
         actuator.submit((WriteFork(fork),), held)
         actuator.collect()
-        return forks.newest_timeline(store) == 1
+        return documents.newest_timeline(store) == 1
 
     until("done", written)
-    assert forks.read_forks(store) == (fork,)
+    assert documents.read_forks(store) == (fork,)
 
 
 def test_an_export_that_cannot_be_is_told_and_not_tried_for_ever(store: AwayStore, actuator: Actuator) -> None:
     actuator.submit((Export("0-8"),), held)
     until(
-        "what the actuator was asked for", lambda: exports.export_of(PolicyVersion(0, 8)).read(store) is not None
+        "what the actuator was asked for", lambda: transfer.export_of(PolicyVersion(0, 8)).read(store) is not None
     )
-    done = exports.export_of(PolicyVersion(0, 8)).read(store)
+    done = transfer.export_of(PolicyVersion(0, 8)).read(store)
     assert done is not None
     assert (done.prefix, "no checkpoint 0-8" in done.error) == ("", True)
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint.journal import journal
-from checkpoint.journal.journal import Fenced, Journal
+from checkpoint import journal
+from checkpoint.journal import Fenced, Journal
 from checkpoint.records import documents
 from checkpoint.store.backends import BytesLike
 from checkpoint.store.errors import StoreUnavailable

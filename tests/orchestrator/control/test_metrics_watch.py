@@ -13,9 +13,9 @@ from typing import NoReturn
 import pytest
 
 from checkpoint.records.metrics import MetricsWriter, Row, point_of
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Entry, Store
-from checkpoint.store.unreadable import Unreadable
 from orchestrator.control import metrics_watch
 from orchestrator.control.metrics_watch import OBJECTS_A_LOOK, MetricsWatch
 from policies.control.snapshot import Trainer, Watched

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint.records import documents, forks
+from checkpoint.records import documents
 from checkpoint.records.documents import GatewayAddress
 from checkpoint.store import layout
 from checkpoint.store.run_store import Entry, Store
@@ -269,7 +269,7 @@ def test_the_checkpoints_are_looked_at_where_a_rollback_may_be_decided() -> None
     catalog = Catalog(world.store, "test")
     for step in (2, 4):
         catalog.commit(1.0, Checkpoint(f"0-{step}", f"m{step}", "", 1.0, 1), frozenset(), 0)
-    forks.write_fork(world.store, Fork(1, "0-2"))
+    documents.write_fork(world.store, Fork(1, "0-2"))
     clock = itertools.count(0.0, COMMANDS_EVERY_S).__next__
     observer = Observer(world.store, cloud, spec(), clock)  # type: ignore[arg-type]  # of a cloud it wants the machines alone
     calm = observer.look(1.0, (), RunState())

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.records.documents import MachineReport, RunRecord
 from checkpoint.store.run_store import OPTIONS_ENV, Store
@@ -66,7 +66,7 @@ class World:
 
     def says(self, node: str, attempt: int, exit_code: int | None = None) -> None:
         """A machine says what its work does."""
-        report = MachineReport(node, attempt, exit_code, False, "172.31.0.7", "us-east-1a", "boot", 1000.0)
+        report = MachineReport(node, attempt, exit_code, False)
         documents.machine(report.node).write(self.store, report)
 
     def start_daemon(self, store: Store, _: RunRecord, reason: str, _page: object = None) -> int:

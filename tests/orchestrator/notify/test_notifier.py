@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint.journal import journal
-from checkpoint.journal.entries import Record
-from checkpoint.journal.journal import Journal
+from checkpoint import journal
+from checkpoint.journal import Journal, Record
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.errors import StoreError

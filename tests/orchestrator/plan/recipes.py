@@ -16,7 +16,7 @@ from orchestrator.plan.models import KnownModel, know_model
 from orchestrator.plan.prices import by_catalog, by_rehearsal
 from policies.fleet.store_costs import Place
 from policies.model.spec import RunSpec
-from policies.sizing.read_shape import shape_of
+from policies.sizing.shapes import shape_of
 from policies.weights.disks import ModelSize
 from tests.generators.model_configs import CONFIGS
 

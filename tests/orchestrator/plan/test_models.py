@@ -15,7 +15,7 @@ from orchestrator.plan.gather import make_plan
 from orchestrator.plan.models import active_params, asked_once, know_model
 from orchestrator.plan.prices import PriceBook
 from policies.model.spec import RunSpec
-from policies.sizing.read_shape import shape_of
+from policies.sizing.shapes import shape_of
 from policies.weights.disks import ModelSize
 from tests.generators.model_configs import CONFIGS, put_in_cache
 from tests.orchestrator.plan.recipes import size_of, spec_of

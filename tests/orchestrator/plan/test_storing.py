@@ -13,7 +13,7 @@ from orchestrator.plan.prices import PriceBook
 from orchestrator.views.plan import stored_words
 from policies.fleet.store_costs import Place
 from policies.model.spec import RunSpec
-from policies.sizing.read_shape import shape_of
+from policies.sizing.shapes import shape_of
 from policies.weights.disks import ModelSize
 from tests.generators.model_configs import CONFIGS
 from tests.orchestrator.plan.recipes import spec_of

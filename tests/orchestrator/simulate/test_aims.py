@@ -8,7 +8,7 @@ import logging
 import pytest
 import structlog
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from orchestrator.simulate.physics import Physics
 from orchestrator.simulate.store import SimulatedStore
 from orchestrator.simulate.weather import Zone

@@ -10,7 +10,7 @@ import structlog
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from orchestrator.simulate.faults import (
     HOUR_S,
     Fault,

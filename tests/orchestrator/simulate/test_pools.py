@@ -18,8 +18,7 @@ from orchestrator.simulate.physics import BRISK, Physics, Prices
 from orchestrator.simulate.store import Objects
 from orchestrator.simulate.stories import tell
 from orchestrator.simulate.weather import Weather, Zone
-from policies.model.pool_record import PoolRecord, came, refused, stayed
-from policies.model.pools import Pool, PoolOffer
+from policies.model.pools import Pool, PoolOffer, PoolRecord, came, refused, stayed
 from policies.model.state import RunState
 from policies.model.vocabulary import Market, Refusal, Role
 from tests.stand_ins.world import spec

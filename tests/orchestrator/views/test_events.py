@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from checkpoint.journal.journal import read
+from checkpoint.journal import read
 from orchestrator.views.events import event_json, lines, sentence
 from policies.model.events import (
     EVENT_TYPES,

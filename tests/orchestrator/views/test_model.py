@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from checkpoint.records import documents
+from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import NotFound
 from checkpoint.store.run_store import Store
-from checkpoint.store.unreadable import Unreadable
 from orchestrator.views.model import to_json
 from orchestrator.views.reader import Reader
 from orchestrator.views.run_view import view_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.journal.segments import SEGMENT_ENTRIES
+from checkpoint.journal import SEGMENT_ENTRIES
 from checkpoint.store.run_store import Entry, Store
 from orchestrator.views.reader import EVENTS_KEPT, Reader
 from orchestrator.views.run_view import view_of

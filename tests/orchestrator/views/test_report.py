@@ -15,7 +15,7 @@ from rich.console import Console
 
 from checkpoint.records import documents
 from checkpoint.records.metrics import Row
-from checkpoint.stream import exports
+from checkpoint.stream import transfer
 from orchestrator.views.model import HealthView
 from orchestrator.views.plots import AbandonedRows, FaultMark, RollbackMark, plot, plot_run
 from orchestrator.views.report import Report, render, to_json
@@ -255,7 +255,7 @@ def test_a_run_that_gave_up_names_what_is_healthy_and_where_it_is(world: World) 
     report = report_of(world.store, T0 + 184)
     assert (report.healthy, report.exported_to) == ("0-5", None)
     assert report.health == HealthView(Health.TRIPPED, 10, 7, EVIDENCE)
-    assert exports.export_weights(world.store, PolicyVersion(0, 5)).prefix
+    assert transfer.export_weights(world.store, PolicyVersion(0, 5)).prefix
     report = report_of(world.store, T0 + 184)
     assert report.exported_to == f"{world.store.url}/exports/0-5"
     words = " ".join(drawn(report).split())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from checkpoint.records.metrics import GENERATE_S, Row
-from checkpoint.records.step_split import PARTS, TRAINING, split
+from checkpoint.records.metrics import GENERATE_S, PARTS, TRAINING, Row, split
 from orchestrator.web.pages.series import split_table
 from tests.orchestrator.web.test_site import Client, browse, run_of
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from policies.control.rollback.choice import choose_start, target_before_step
 from policies.model.events import NodeRequested, ProbationPassed, RollbackBegun
-from policies.model.folding.fold import apply
+from policies.model.fold import apply
 from policies.model.spec import KlPolicy, Replicas, RollbackBudget, RolloutSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import Cause, PolicyVersion, Role, RunPhase

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 
 from policies.fleet.pools import REST_MAX_S, Crowd, HalfLives, choose, rest_s, weather_of
 from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
-from policies.model.folding.fold import fold
-from policies.model.folding.pool_fold import NOTICED
-from policies.model.pool_record import PoolRecord, came, refused, stayed
-from policies.model.pools import Pool, PoolOffer
+from policies.model.fold import NOTICED, fold
+from policies.model.pools import Pool, PoolOffer, PoolRecord, came, refused, stayed
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role
 
 HALF = HalfLives(24.0, 6.0)

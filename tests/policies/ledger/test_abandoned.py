@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkpoint.records.metrics import TOKENS, Row
-from policies.ledger.abandoned import Abandoned, abandoned, split_by_line
+from policies.ledger.accounting import Abandoned, abandoned, split_by_line
 from policies.model.state import Rollback
 from policies.model.timelines import Fork
 from policies.model.vocabulary import Cause, RollbackStage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policies.ledger.lives import End, Span, lives
+from policies.ledger.rentals import End, Span, lives
 from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
 from policies.model.pools import Pool
 from policies.model.vocabulary import Market, NodePhase, Role

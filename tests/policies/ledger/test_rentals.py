@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from policies.fleet.budget import on_demand_usd, spent_usd
 from policies.ledger.rentals import Bill, ControllerRental, SpentAt, bill, rentals, spent_over_time
 from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested, RunCreated
-from policies.model.folding.fold import fold
+from policies.model.fold import fold
 from policies.model.vocabulary import Market, NodePhase, Role, role_of
 from tests.generators.views_world import requested
 

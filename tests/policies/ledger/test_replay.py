@@ -10,7 +10,7 @@ from checkpoint.records import rollouts
 from checkpoint.records.rollouts import Rollout
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
-from policies.ledger.replay import versions_to_delete
+from policies.ledger.retention import versions_to_delete
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
 

@@ -6,8 +6,7 @@ import pytest
 
 from policies.ledger.rentals import rentals
 from policies.model.events import Event, TookOver
-from policies.model.folding.clocks import behind_s
-from policies.model.folding.fold import fold
+from policies.model.fold import behind_s, fold
 from tests.generators.views_world import requested
 
 DAY_S = 86400.0

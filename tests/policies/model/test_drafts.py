@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
-from policies.model.folding.drafts import draft, final
-from policies.model.folding.fold import apply, fold
+from policies.model.fold import apply, draft, final, fold
 from policies.model.pools import Pool
 from policies.model.state import RunState
 from policies.model.vocabulary import Market, NodePhase, Role

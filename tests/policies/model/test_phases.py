@@ -16,7 +16,7 @@ from policies.model.events import (
     TimelineResumed,
     TrainerFenced,
 )
-from policies.model.folding.fold import fold
+from policies.model.fold import fold
 from policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, IllegalMove, check_move
 from policies.model.timelines import Fork
 from policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase

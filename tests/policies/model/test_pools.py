@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from checkpoint.store.codec import event_from_plain, event_to_plain
 from policies.model.events import Event, MachineBought, NodeRequested
-from policies.model.folding.fold import fold
+from policies.model.fold import fold
 from policies.model.pools import Pool
 from policies.model.vocabulary import Market, Role
 

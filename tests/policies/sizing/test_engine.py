@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from policies.sizing.adapter import adapter_params
 from policies.sizing.engine import Engine, engine_memory, engine_of, whole_number
 from policies.sizing.memory import GIB
-from policies.sizing.read_shape import shape_of
-from policies.sizing.training import Lora
+from policies.sizing.shapes import shape_of
+from policies.sizing.training import Lora, adapter_params
 from tests.policies.sizing import shapes_known as known
 
 SEVEN, LARGE = shape_of(known.QWEN_2_5_7B), shape_of(known.QWEN_2_5_32B)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from policies.sizing.read_shape import UnknownShape, shape_of
-from policies.sizing.shapes import with_all_params
+from policies.sizing.shapes import UnknownShape, shape_of, with_all_params
 from tests.policies.sizing import shapes_known as known
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 
 from policies.detect.divergence import Verdict
-from policies.ledger.retention import RetentionRules, StoredCheckpoint, keep_before, keep_since, versions_to_retire
+from policies.ledger import retention
+from policies.ledger.retention import (
+    RetentionRules,
+    StoredCheckpoint,
+    keep_before,
+    keep_since,
+    most_kept,
+    versions_to_retire,
+)
 from policies.model.spec import CheckpointsSpec
 from policies.model.vocabulary import PolicyVersion
-from policies.sizing import storing
-from policies.sizing.storing import most_kept
 
 
 @pytest.mark.parametrize(("save_steps", "kept"), [(10, 20), (25, 17), (50, 15), (100, 12)])
@@ -24,7 +30,7 @@ def test_a_run_of_ten_thousand_steps_keeps_what_its_page_says(save_steps: int, k
 def test_a_long_run_is_followed_at_its_end_alone(
     save_steps: int, logging_steps: int, keep_last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storing, "FOLLOWED", 64)
+    monkeypatch.setattr(retention, "FOLLOWED", 64)
     rules, saves, most = CheckpointsSpec(keep_last=keep_last), 260, 0
     line: list[StoredCheckpoint] = []
     for step in range(save_steps, save_steps * saves + 1, save_steps):

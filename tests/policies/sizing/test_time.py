@@ -6,10 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from policies.sizing.gpus import gpu_named
-from policies.sizing.read_shape import shape_of
-from policies.sizing.speed import Engine, Passes, StepWork, generate_s, shared_by_nodes, token_s, train_s
-from policies.sizing.sync import delta_s, delta_share, whole_s
+from policies.sizing.shapes import shape_of
+from policies.sizing.speed import (
+    Engine,
+    Passes,
+    StepWork,
+    delta_s,
+    delta_share,
+    generate_s,
+    gpu_named,
+    shared_by_nodes,
+    token_s,
+    train_s,
+    whole_s,
+)
 from tests.policies.sizing import shapes_known as known
 
 H200 = gpu_named("h200")

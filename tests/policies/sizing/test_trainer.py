@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from policies.model.spec import Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
-from policies.sizing.adapter import adapter_params, trained_params
 from policies.sizing.engine import Engine, engine_memory
-from policies.sizing.read_shape import shape_of
+from policies.sizing.shapes import shape_of
 from policies.sizing.trainer import moments, trainer_memory
-from policies.sizing.training import Lora, Training, lora_of, training_of
+from policies.sizing.training import Lora, Training, adapter_params, lora_of, trained_params, training_of
 from tests.policies.sizing import shapes_known as known
 
 SHAPE = shape_of(known.QWEN_2_5_7B)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from policies.weights.adapter_tensors import adapter_mismatch
-from policies.weights.adapters import engine_flags, engine_rank, engine_type, why_whole
+from policies.weights.adapters import adapter_mismatch, engine_flags, engine_rank, engine_type, why_whole
 from policies.weights.tensors import Tensor
 from tasks.rollout.vllm.flags import argv_of
 

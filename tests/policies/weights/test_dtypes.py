@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from policies.weights.dtypes import served_types
-from policies.weights.tensors import Tensor
+from policies.weights.tensors import Tensor, served_types
 
 MATRIX = "model.layers.0.mlp.down_proj.weight"
 

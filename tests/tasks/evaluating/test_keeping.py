@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records import evaluated
+from checkpoint.records import evaluations
 from checkpoint.store.run_store import Store
 from policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
 from tasks.completions.gateway_client import Generated, GenerationFailed
@@ -53,7 +53,7 @@ def test_what_came_before_the_end_is_not_asked_for_again(store: Store) -> None:
     first, second = Fleet(fails_at=4), Fleet()
     with pytest.raises(GenerationFailed):
         keeping(store, first).complete(batch())
-    assert evaluated.count_kept(store) == 4
+    assert evaluations.count_kept(store) == 4
     found = keeping(store, second, attempt=2).complete(batch())
     assert second.asked == [4, 5]
     assert [one.token_ids for one in found.completions] == [[index] for index in range(6)]
@@ -76,5 +76,5 @@ def test_a_torn_part_is_made_again_and_nothing_is_left_in_the_end(store: Store) 
     fleet = Fleet()
     keeping(store, fleet, attempt=2).complete(batch())
     assert 0 < len(fleet.asked) < 6
-    evaluated.drop_kept(store)
+    evaluations.drop_kept(store)
     assert store.entries("evaluated") == []

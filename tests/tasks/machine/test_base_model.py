@@ -25,7 +25,7 @@ from policies.serving.joining import BASE_MODEL, ENGINE, Stage
 from policies.weights.tensors import Tensor
 from tasks.machine.base_model import INDEX, TENSORS, tensors_in
 from tasks.machine.node_env import NodeEnv
-from tasks.models import hub, publishing, shared
+from tasks.models import hub, shared
 from tasks.models.base import FOLDER, BaseModel, Closed, Source, found_here, source_of, with_model
 from tasks.rollout.base_here import BaseHere
 from tasks.rollout.vllm import flags as vllm_flags
@@ -378,8 +378,8 @@ def test_a_trainer_publishes_what_it_has_not_got_from_the_store(
     store = Store((tmp_path / "store").as_uri())
     snapshot, begun = from_the_hub(tmp_path / "hub"), list[subprocess.Popen[bytes]]()
     monkeypatch.setattr(hub, "fetch", lambda *_: snapshot)
-    begin = publishing.begin
-    monkeypatch.setattr(publishing, "begin", lambda *given: begun.append(begin(*given)))
+    begin = shared.begin_publishing
+    monkeypatch.setattr(shared, "begin_publishing", lambda *given: begun.append(begin(*given)))
     for name, value in {RUN_ENV: store.url, NODE_ENV: "trainer-0-i1", TOKEN_ENV: "t", ATTEMPT_ENV: "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(WORKDIR_ENV, str(tmp_path))

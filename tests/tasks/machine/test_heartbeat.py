@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint.records import documents
-from checkpoint.records.forks import write_fork
+from checkpoint.records.documents import write_fork
 from checkpoint.store.run_store import Store
 from policies.control.snapshot import Trainer
 from policies.detect.divergence import Health, Verdict

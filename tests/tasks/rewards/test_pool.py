@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from tasks.rewards.workers.pool import Limits, Pool
+from tasks.rewards.pool import Limits, Pool
 from tests.budget import HANG_S
 
 SAYS = """

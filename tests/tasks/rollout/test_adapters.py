@@ -12,8 +12,7 @@ import pytest
 
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from tasks.machine.base_model import identity_of
-from tasks.rollout.adapters import not_finite
-from tasks.rollout.policy_check import PolicyCheck
+from tasks.rollout.policy_check import PolicyCheck, not_finite
 from tasks.rollout.vllm.server import PolicyRefused
 
 Q = "model.layers.0.self_attn.q_proj"

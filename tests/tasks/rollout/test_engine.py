@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from policies.serving.wire import EngineWord
-from tasks.rollout.engine import read_metrics
 from tasks.rollout.vllm.asgi import Message, Receive, Scope, Send
 from tasks.rollout.vllm.guard import Guard, engine_limits
+from tasks.rollout.vllm.server import read_metrics
 
 ENGINE = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -22,7 +22,7 @@ from policies.model.node_contract import NOTICE
 from policies.model.spec import RunSpec
 from policies.serving.fitness import STARTS_MAX, TRIES
 from policies.serving.wire import Announce, EngineWord
-from tasks.machine.processes.children import _descendants, end_descendants
+from tasks.machine.children import _descendants, end_descendants
 from tasks.rollout import base_here, node_agent, rollout_engine
 from tasks.rollout.agent import gpus_of_engines
 from tasks.rollout.rollout_engine import GaveUp

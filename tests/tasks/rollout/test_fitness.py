@@ -25,14 +25,13 @@ from policies.model.vocabulary import PolicyVersion
 from policies.serving.fitness import TRIES, Fitness
 from policies.serving.joining import Stage
 from policies.serving.wire import Announce, AnnounceReply, EngineWord, PolicyRef
-from tasks.machine.lasting_log import lasting
 from tasks.machine.node_env import NodeEnv
 from tasks.rollout import node_agent
-from tasks.rollout.engine import EngineLimits
+from tasks.rollout.agent import lasting
 from tasks.rollout.policy_folders import DiskFailed, Overtaken, PolicyFolders
 from tasks.rollout.rollout_engine import RolloutEngine
 from tasks.rollout.vllm import server as vllm_server
-from tasks.rollout.vllm.server import PolicyRefused, Server, ServerFailed
+from tasks.rollout.vllm.server import EngineLimits, PolicyRefused, Server, ServerFailed
 from tests.budget import HANG_S
 
 MIB = 1 << 20

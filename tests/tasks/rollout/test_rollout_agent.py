@@ -25,7 +25,7 @@ from tasks.rollout.vllm.flags import argv_of, flags_of, uncompiled_env
 from tasks.rollout.vllm.server import Server, Unfit
 from tests.budget import HANG_S, until
 
-ENDS_AS_ONE = "tasks.machine.processes.process_tree"
+ENDS_AS_ONE = "tasks.machine.process_tree"
 # A program that starts a grandchild which ignores SIGTERM, as a hung engine would, and tells both pids.
 TREE = """
 import os, signal, subprocess, sys, time
@@ -41,7 +41,7 @@ sys.exit(7)
 # Ends them as one, and is told so right when it begins to hear no signal any more.
 TOLD_WHILE_IT_ENDS = """
 import os, signal, sys
-from tasks.machine.processes import process_tree
+from tasks.machine import process_tree
 real, told = signal.signal, []
 def set_handler(number, handler):
     if handler is signal.SIG_IGN and not told:
@@ -104,7 +104,7 @@ def test_the_whole_tree_ends_when_a_signal_comes_while_it_is_ended(
 def test_the_tree_ends_when_the_one_who_started_it_is_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     starter = (
-        "import signal, sys, os; from tasks.machine.processes.children import start_child; "
+        "import signal, sys, os; from tasks.machine.children import start_child; "
         f"start_child([sys.executable, '-m', '{ENDS_AS_ONE}', sys.executable, '-c', *sys.argv[1:]],"
         " dict(os.environ), death_signal=signal.SIGTERM).wait()"
     )

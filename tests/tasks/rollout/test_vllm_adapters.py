@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from policies.serving.wire import MODEL
-from tasks.rollout.vllm.adapters import change_adapter, drop_adapter
+from tasks.rollout.vllm.guard import change_adapter, drop_adapter
 
 
 @dataclass

@@ -14,7 +14,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
 from checkpoint.weights import delta, safetensors
 from policies.model.vocabulary import PolicyVersion
-from tasks.storing.tensor_types import UnsupportedType
+from tasks.storing.tensors import UnsupportedType
 from tests.node.rollout.deltas.world import FIRST, FORKED, SECOND, World, fails, kind
 from tests.node.test_publish import settle
 

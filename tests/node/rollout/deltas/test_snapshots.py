@@ -16,7 +16,7 @@ from checkpoint.stream import chunks, manifest
 from policies.model.vocabulary import PolicyVersion
 from tasks.rollout.policy_folders import Overtaken
 from tasks.storing import publish
-from tasks.storing.publish_snapshot import Snapshot
+from tasks.storing.publish import Snapshot
 from tests.budget import HANG_S
 from tests.node.rollout.deltas.world import FIRST, World, check, kind, manifest_there, snapshots
 from tests.node.test_publish import settle

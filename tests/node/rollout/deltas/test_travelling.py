@@ -15,7 +15,7 @@ from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreUnava
 from checkpoint.weights import scratch
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
-from policies.weights.dtypes import ServedTypes
+from policies.weights.tensors import ServedTypes
 from tasks.storing import publish
 from tests.node.rollout.deltas.world import World, check, kind, snapshots
 

@@ -16,7 +16,7 @@ from checkpoint.stream import manifest
 from checkpoint.weights import delta
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.wire import PolicyRef
-from policies.weights.dtypes import ServedTypes
+from policies.weights.tensors import ServedTypes
 from tasks.rollout.policy_folders import PolicyFolders
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts

@@ -16,16 +16,15 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from checkpoint.records import documents, evaluated
-from checkpoint.records.evaluated import Evaluated, Scored
+from checkpoint.records import documents, evaluations
+from checkpoint.records.evaluations import Evaluated, Scored
 from checkpoint.store import layout
 from checkpoint.stream.catalog import Catalog
 from policies.control.snapshot import Trainer
 from policies.evaluation.as_run import as_run
 from policies.model import exit_codes
-from policies.model.evaluation import BASE, Evaluation, Subject
 from policies.model.node_contract import EVALUATOR
-from policies.model.spec import Dataset, Replicas
+from policies.model.spec import BASE, Dataset, Evaluation, Replicas, Subject
 from policies.model.vocabulary import PolicyVersion
 from tasks.evaluating.keeping import KEEP_S
 from tasks.evaluating.main import _evaluate
@@ -92,7 +91,7 @@ def evaluate(rig: Rig, attempt: int = 1) -> tuple[int, str]:
 
 
 def found(rig: Rig, subject: str) -> tuple[Evaluated, list[Scored]]:
-    summary = evaluated.evaluated(subject).read(rig.store)
+    summary = evaluations.evaluated(subject).read(rig.store)
     assert summary is not None
     lines = rig.store.get(layout.samples(subject)).splitlines()
     return summary, [msgspec.json.decode(line, type=Scored) for line in lines]
@@ -161,10 +160,10 @@ def test_a_killed_evaluator_goes_on_with_what_is_stored(trained: Rig, tiny: Path
             if made == 2 and not killed:
                 time.sleep(1.5 * KEEP_S)  # what comes next is stored with what came before, or that already is
             if made == 3 and not killed:
-                until("some are stored", lambda: evaluated.count_kept(rig.store))
+                until("some are stored", lambda: evaluations.count_kept(rig.store))
                 first.kill()
                 first.wait()
-                killed.append(evaluated.count_kept(rig.store))
+                killed.append(evaluations.count_kept(rig.store))
 
         rig.gateway.on_completion = kill
         first = rig.start_trainer(argv=argv)

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from policies.control.snapshot import BEFORE_TRAINING
 from policies.model import exit_codes
-from tasks.machine.processes.exit_note import take_exit_code, take_reason
+from tasks.machine.exit_note import take_exit_code, take_reason
 from tasks.rewards.guard import guarded
 from tasks.trainer import reports
 from tasks.trainer.overdue import ended_after

@@ -63,8 +63,7 @@ class Clouds:
     def says(
         self, node: str, attempt: int, exit_code: int | None = None, notice: bool = False, reason: str = ""
     ) -> None:
-        at = "172.31.0.7", "us-east-1a", "boot", 1000.0
-        report = MachineReport(node, attempt, exit_code, notice, *at, exit_reason=reason)
+        report = MachineReport(node, attempt, exit_code, notice, exit_reason=reason)
         documents.machine(report.node).write(self.store, report)
 
 

@@ -51,10 +51,8 @@ class Fleet:
             self.says(node)
         self.reports = Reports(self.store, clock=lambda: self.store.now_s)
 
-    def says(self, node: str, zone: str = "z0", *, notice: bool = False) -> None:
-        documents.machine(node).write(
-            self.store, MachineReport(node, 1, None, notice, "172.31.0.7", zone, "boot", 1000.0)
-        )
+    def says(self, node: str, reason: str = "z0", *, notice: bool = False) -> None:
+        documents.machine(node).write(self.store, MachineReport(node, 1, None, notice, exit_reason=reason))
 
     def looks(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -90,7 +88,7 @@ def test_what_is_said_twice_in_a_second_is_heard_though_the_list_does_not_tell()
     fleet.reports.look(fleet.nodes)
     fleet.says(fleet.nodes[1], "z2")  # as long, and within the same second
     fleet.looks(int(DATED_TO_S) + 1)
-    assert fleet.reports.said[fleet.nodes[1]].zone == "z2"
+    assert fleet.reports.said[fleet.nodes[1]].exit_reason == "z2"
 
 
 def test_a_machine_whose_report_is_dropped_has_said_nothing() -> None:
@@ -101,7 +99,7 @@ def test_a_machine_whose_report_is_dropped_has_said_nothing() -> None:
     assert set(fleet.reports.said) == {*fleet.nodes} - {fleet.nodes[1]}
     fleet.says(fleet.nodes[1], "z3")
     fleet.looks(1)
-    assert fleet.reports.said[fleet.nodes[1]].zone == "z3"
+    assert fleet.reports.said[fleet.nodes[1]].exit_reason == "z3"
 
 
 @pytest.mark.parametrize("count", [2, 40])
@@ -119,5 +117,5 @@ def test_what_was_read_before_the_fleet_grew_is_read_again() -> None:
     fleet.says(nodes[1], "z4")
     fleet.nodes = nodes
     fleet.looks(1)
-    assert fleet.reports.said[nodes[1]].zone == "z4"
+    assert fleet.reports.said[nodes[1]].exit_reason == "z4"
     assert len(fleet.reports.said) == 40

@@ -21,7 +21,7 @@ from policies.model.buying import (
     probe_wait_s,
 )
 from policies.model.events import BuyingResumed, BuyingStopped, NodeMoved, NodeRequested, RunMoved, SpecProved
-from policies.model.folding.fold import fold
+from policies.model.fold import fold
 from policies.model.state import RunState
 from policies.model.vocabulary import NodePhase, Refusal, Role, RunPhase
 from tests.policies.control.fleet.worlds import HOUR_S, let_pass

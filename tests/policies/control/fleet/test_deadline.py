@@ -11,7 +11,7 @@ from policies.control.fleet.stand_ins import stand_ins_of
 from policies.control.snapshot import Snapshot
 from policies.fleet.how_many import StepShape
 from policies.model.events import BudgetReached, BudgetRefused, DeadlineMissed, FleetSized, NodeRequested
-from policies.model.folding.fold import fold
+from policies.model.fold import fold
 from policies.model.spec import Budget, FleetPolicy, PoliciesSpec, RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import Market, Role, RunPhase

@@ -12,7 +12,7 @@ from policies.control.stopping import DOWN
 from policies.fleet.parking import IDLE_MIN_S
 from policies.model import exit_codes
 from policies.model.events import TimelineForked
-from policies.model.folding.fold import fold
+from policies.model.fold import fold
 from policies.model.vocabulary import PolicyVersion, Role, RunPhase
 from tests.policies.control.fleet.droughts import DT_S, drought, is_at, parked
 from tests.policies.control.fleet.worlds import HOUR_S, Priced, capped

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from policies.control.snapshot import Action, Launch, Snapshot
 from policies.fleet.how_many import StepShape
 from policies.model.events import NodeMoved, NodeRequested, RebalanceRecommended
-from policies.model.folding.pool_fold import NOTICED
+from policies.model.fold import NOTICED
 from policies.model.pools import Pool, PoolOffer
 from policies.model.vocabulary import Market, NodePhase, Role, role_of
 from tests.stand_ins.world import World, spec

@@ -14,7 +14,7 @@ from policies.fleet.how_many import StepShape
 from policies.model import exit_codes
 from policies.model.buying import HELD_S
 from policies.model.events import BudgetReached, BudgetRefused, BuyingStopped, NodeMoved, NodeRequested
-from policies.model.folding.fold import fold
+from policies.model.fold import fold
 from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import Budget, Replicas, RunSpec
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.rollout.compiled.caches import FOLDERS
+from tasks.rollout.compile_caches import FOLDERS
 from tests.tasks.rollout.compiled.nodes import Machines
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from policies.model.spec import RunSpec
-from tasks.rollout.compiled import key
-from tasks.rollout.compiled.caches import CompileCaches
+from tasks.rollout import compile_caches
+from tasks.rollout.compile_caches import CompileCaches
 from tests.tasks.rollout.test_rollout_agent import spec_of
 
 SECRET = "the run's secret"
@@ -29,7 +29,7 @@ class Machines:
     def node(self, spec: RunSpec | None = None, secret: str = SECRET) -> tuple[CompileCaches, Path]:
         self.count += 1
         root, spec = self.folder / str(self.count), spec or self.spec
-        return CompileCaches(self.store, spec, root, secret), root / str(key.key_of(spec, {}))
+        return CompileCaches(self.store, spec, root, secret), root / str(compile_caches.key_of(spec, {}))
 
     def compiles(self, spec: RunSpec | None = None, secret: str = SECRET) -> None:
         """A node starts, finds nothing, compiles and stores it."""

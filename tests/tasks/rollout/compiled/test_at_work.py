@@ -11,9 +11,8 @@ import pytest
 
 from checkpoint.store import layout
 from policies.serving.joining import ENGINE, ENGINE_ANEW
-from tasks.rollout import base_here, rollout_engine
-from tasks.rollout.compiled import caches
-from tasks.rollout.compiled.caches import CompileCaches
+from tasks.rollout import base_here, compile_caches, rollout_engine
+from tasks.rollout.compile_caches import CompileCaches
 from tasks.rollout.vllm.server import PolicyRefused, Server, ServerFailed
 from tests.tasks.rollout.compiled.nodes import KERNELS, SECRET, Machines, read, write
 from tests.tasks.rollout.test_fitness import World, publish, run_agent
@@ -38,7 +37,7 @@ def home(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[
     """A world, and where its agent keeps what is compiled."""
     store, wanted = publish(machines.folder, 0, size_bytes=10)
     monkeypatch.setenv("HOME", str(machines.folder))
-    monkeypatch.setattr(caches, "key_of", lambda *_: "key")
+    monkeypatch.setattr(compile_caches, "key_of", lambda *_: "key")
     monkeypatch.setattr(rollout_engine, "RESTART_WAIT_S", 0.0)
 
     def world() -> Home:
@@ -117,53 +116,22 @@ def test_a_vllm_that_ends_at_work_a_second_time_is_started_without_what_was_brou
     run_agent(make, story, monkeypatch)
 
 
-def test_what_vllm_does_not_work_with_is_marked_and_brought_to_nobody_else(machines: Machines) -> None:
+def test_what_vllm_does_not_work_with_is_replaced_once_it_works(machines: Machines) -> None:
     machines.compiles()
-    [bad] = machines.places()
+    [place] = machines.places()
     node, folder = machines.node()
     node.bring(machines.spec)
     node = CompileCaches(machines.store, machines.spec, folder.parent, SECRET)  # its agent was started again
     node.bring(machines.spec)
     assert read(folder) == KERNELS
     node.doubt()
-    node.store()
-    assert machines.places() == [bad], "it may have failed for another cause"
-    node.works()
     write(folder, {"triton/k": b"its own"})
     node.store()
-    assert machines.places() == [bad, layout.compiled_bad(bad), bad[:-1] + "1"]
-    assert machines.brought() == {"triton/k": b"its own"}
+    assert machines.brought() == KERNELS, "it may have failed for another cause"
+    node.works()
     node.store()
-    assert len(machines.places()) == 3
-
-
-def test_of_two_that_find_the_same_one_bad_each_does_all_it_has_to(machines: Machines) -> None:
-    machines.compiles()
-    nodes = [machines.node() for _ in range(2)]
-    for node, _ in nodes:
-        node.bring(machines.spec)
-        node.doubt()
-        node.works()
-    for number, (node, folder) in enumerate(nodes):
-        write(folder, {"triton/who": str(number).encode()})
-        node.store()
-    assert len(machines.places()) == 4
-    assert machines.brought() == {"triton/who": b"0"}
-
-
-def test_once_three_are_bad_each_compiles_for_itself(machines: Machines) -> None:
-    for _ in range(4):
-        node, folder = machines.node()
-        node.bring(machines.spec)
-        write(folder, KERNELS)
-        node.store()
-        node, folder = machines.node()
-        node.bring(machines.spec)
-        node.doubt()
-        node.works()
-        node.store()
-    assert machines.brought() == {}
-    assert len(machines.places()) == 2 * len(caches.NUMBERS)
+    assert machines.places() == [place]
+    assert machines.brought() == {"triton/k": b"its own"}
 
 
 def test_what_is_compiled_is_stored_once_the_node_has_served_for_a_while(
@@ -186,5 +154,5 @@ def test_what_is_compiled_is_stored_once_the_node_has_served_for_a_while(
         world.comes_up.clear()
         return world
 
-    monkeypatch.setattr(caches, "SERVED_S", 0.0)
+    monkeypatch.setattr(compile_caches, "SERVED_S", 0.0)
     run_agent(slow, story, monkeypatch)

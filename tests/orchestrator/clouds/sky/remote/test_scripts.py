@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from checkpoint.journal import journal
+from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store

@@ -6,10 +6,10 @@ the journal, knows what the last one knew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 from policies.model import exit_codes
 from policies.model.buying import HELD_S, MachineKind, after_move
@@ -56,12 +56,180 @@ from policies.model.events import (
     TrainerFenced,
     TrainerGenerates,
 )
-from policies.model.folding.clocks import behind_s, with_times_up_to
-from policies.model.folding.drafts import draft, final, in_place_of, with_item, without_item
-from policies.model.folding.pool_fold import landed_in, note_bought, note_moved
 from policies.model.phases import LIVE_NODE, NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, check_move
+from policies.model.pools import Pool, PoolRecord, came, refused, stayed
 from policies.model.state import Node, Rollback, RunState, Slot
-from policies.model.vocabulary import Market, NodePhase, Role, RollbackStage, RunPhase, kind_of
+from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase, kind_of
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+# Folding many events changes mappings in place instead of copying them each time. A `RunState` is a value. So is a
+# draft, except to its holder: `apply` changes its mappings, and the draft before is used up.
+
+
+class _Own(dict[K, V]):
+    """A draft's mapping."""
+
+
+def draft(state: RunState) -> RunState:
+    """Return a draft of the state, for one holder."""
+    return replace(
+        state,
+        nodes=_Own(state.nodes),
+        slots=_Own(state.slots),
+        kinds=_Own(state.kinds),
+        pools=_Own(state.pools),
+    )
+
+
+def final(state: RunState) -> RunState:
+    """Return a draft as a value, which nothing changes any more."""
+    return replace(
+        state,
+        nodes=MappingProxyType(state.nodes),
+        slots=MappingProxyType(state.slots),
+        kinds=MappingProxyType(state.kinds),
+        pools=MappingProxyType(state.pools),
+    )
+
+
+def with_item(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
+    """Return the mapping with that value: itself, where it is a draft's."""
+    if isinstance(mapping, _Own):
+        mapping[key] = value
+        return mapping
+    return MappingProxyType({**mapping, key: value})
+
+
+def without_item(mapping: Mapping[K, V], key: K) -> Mapping[K, V]:
+    """Return the mapping without that key: itself, where it is a draft's."""
+    if isinstance(mapping, _Own):
+        del mapping[key]
+        return mapping
+    return MappingProxyType({k: v for k, v in mapping.items() if k != key})
+
+
+def in_place_of(mapping: Mapping[K, V], changed: dict[K, V]) -> Mapping[K, V]:
+    """Return what takes the mapping's place: in a draft its own, too."""
+    return _Own(changed) if isinstance(mapping, _Own) else MappingProxyType(changed)
+
+
+# A controller takes over on a host whose clock may be another's: no time of a state lies after its own.
+
+
+MOST_UNSEEN_S = 86400.0  # the store says that more went by than hosts' clocks showed: then its own is wrong
+
+
+def behind_s(told_s: float, time_s: float, since_told_s: float) -> float:
+    """By how much the clock of a controller that takes over at `time_s` is behind the one before it, which told of
+    its last event at `told_s`, seconds: as far as it shows. Time does not go back; and it went on for at least
+    `since_told_s`, if the store's clock tells: what cost money then was paid for."""
+    unseen_s = since_told_s - max(0.0, time_s - told_s)
+    return max(0.0, told_s - time_s) + (unseen_s if 0.0 < unseen_s <= MOST_UNSEEN_S else 0.0)
+
+
+def with_times_up_to(state: RunState, time_s: float, back_s: float) -> RunState:
+    """Return the state with no time after `time_s`, at which a controller takes over on a clock that is `back_s`
+    behind: what was journalled before happened before, whatever the clock said then. A machine stays as old as it
+    is known to be: it is paid for."""
+    nodes = {
+        name: replace(
+            node,
+            since_s=min(node.since_s, time_s),
+            requested_at_s=min(node.requested_at_s - back_s, time_s),
+            attempt_ended_at_s=_not_after(node.attempt_ended_at_s, time_s),
+        )
+        for name, node in state.nodes.items()
+    }
+    slots = {name: replace(one, refused_at_s=min(one.refused_at_s, time_s)) for name, one in state.slots.items()}
+    kinds = {
+        name: replace(one, failed_at_s=min(one.failed_at_s, time_s), stopped_at_s=one.stopped_at_s - back_s)
+        for name, one in state.kinds.items()
+    }
+    pools = {
+        name: replace(one, refused_at_s=min(one.refused_at_s, time_s), taken_at_s=min(one.taken_at_s, time_s))
+        for name, one in state.pools.items()
+    }
+    return replace(
+        state,
+        nodes=in_place_of(state.nodes, nodes),
+        slots=in_place_of(state.slots, slots),
+        kinds=in_place_of(state.kinds, kinds),
+        pools=in_place_of(state.pools, pools),
+        fleet_sized_at_s=min(state.fleet_sized_at_s, time_s),
+        trainerless_since_s=_not_after(state.trainerless_since_s, time_s),
+        rolloutless_since_s=_not_after(state.rolloutless_since_s, time_s),
+        spot_short_since_s=_not_after(state.spot_short_since_s, time_s),
+        parked_at_s=_not_after(state.parked_at_s, time_s),
+        proved_at_s=_not_after(state.proved_at_s, time_s),
+        diverged_at_s=min(state.diverged_at_s, time_s),
+        rollbacks=tuple(replace(one, since_s=min(one.since_s, time_s)) for one in state.rollbacks),
+    )
+
+
+def _not_after(since_s: float | None, time_s: float) -> float | None:
+    return None if since_s is None else min(since_s, time_s)
+
+
+# How journalled events change what is known of the pools.
+
+
+NOTICED = "the cloud will take it back"  # why a node drains: its machine is as good as lost
+
+
+def note_bought(state: RunState, event: MachineBought, asked: Pool | None, time_s: float) -> RunState:
+    """The machine came: where it landed, and if that is elsewhere, not where it was asked for."""
+    landed = landed_in(asked, event.pool)
+    if landed is None or event.pool is None:
+        return state
+    if asked is not None and asked != landed:
+        state = _with(state, asked, lambda record: refused(record, time_s, time_s))
+    if landed != landed.anywhere and str(landed.anywhere) in state.pools:  # its quota has room again
+        state = _with(state, landed.anywhere, lambda record: came(record, time_s))
+    return _with(state, landed, lambda record: came(record, time_s))
+
+
+def landed_in(asked: Pool | None, landed: Pool | None) -> Pool | None:
+    """The pool that a machine is in: the one asked for where that leaves the zone to the cloud."""
+    if asked is None or landed is None:
+        return landed or asked
+    return asked if asked == replace(landed, zone=asked.zone and landed.zone) else landed
+
+
+def note_moved(state: RunState, node: Node, move: NodeMoved, time_s: float) -> RunState:
+    """`node` as it was before the move. Credentials that are refused say nothing of a pool."""
+    if node.pool is None:
+        return state
+    if move.phase is NodePhase.REFUSED:
+        if move.refusal is Refusal.CREDENTIALS:
+            return state
+        pool = node.pool.anywhere if move.refusal is Refusal.QUOTA else node.pool  # a quota is the region's
+        return _with(state, pool, lambda record: refused(record, node.requested_at_s, time_s))
+    noticed = node.phase is NodePhase.DRAINING and node.reason == NOTICED
+    if node.came_at_s is None or node.phase is NodePhase.TERMINATING or noticed:
+        return state  # told already
+    since_s, taken = node.came_at_s, move.phase is NodePhase.GONE or move.reason == NOTICED
+    if not taken and move.phase is not NodePhase.TERMINATING:
+        return state
+    recommended = node.rebalance_recommended
+    return _with(
+        state,
+        node.pool,
+        lambda record: stayed(record, since_s, time_s, taken=taken, rebalance_recommended=recommended),
+    )
+
+
+def _with(state: RunState, pool: Pool, change: Callable[[PoolRecord], PoolRecord]) -> RunState:
+    changed = change(state.pools.get(str(pool), PoolRecord(pool)))
+    return replace(state, pools=with_item(state.pools, str(pool), changed))
+
+
+# How each journalled event changes the run's state.
+#
+# `apply` is the only way state changes, in a running controller as on `resume`: so the next daemon, once it has
+# read the journal, knows what the last one knew.
 
 
 def fold(history: Iterable[tuple[int, float, Iterable[Event]]]) -> RunState:
@@ -74,7 +242,7 @@ def fold(history: Iterable[tuple[int, float, Iterable[Event]]]) -> RunState:
 
 
 def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState:
-    """Return the state after one event of entry `number`; a draft (`drafts`) is used up.
+    """Return the state after one event of entry `number`; a draft is used up.
 
     Raises IllegalMove for a move that no table has.
     """

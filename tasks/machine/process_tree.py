@@ -1,4 +1,4 @@
-"""Runs a program whose process tree must end as one: `python -m tasks.machine.processes.process_tree PROGRAM
+"""Runs a program whose process tree must end as one: `python -m tasks.machine.process_tree PROGRAM
 ARGUMENT...`.
 
 vLLM's server starts an engine, which starts workers; when the server is killed they go on, and hold the
@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-from tasks.machine.processes.children import adopt_orphans, end_descendants, exit_code_of, start_child
+from tasks.machine.children import adopt_orphans, end_descendants, exit_code_of, start_child
 
 # Long enough to shut down in order, which also removes shared memory; a new server may not start before.
 GRACE_S = 5.0

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
+from checkpoint.store.codec import from_json, to_json
 from policies.model.linux import BETWEEN_PROGRAMS_LOOKS, BETWEEN_PROGRAMS_S, is_between_programs
+from policies.model.node_contract import MACHINE
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
@@ -26,7 +31,7 @@ def start_child(
     """Start a process that gets `death_signal` from the kernel when this one ends.
 
     To be called from the main thread: the kernel means the thread that starts it. The signal reaches the child
-    alone, not the processes that it starts; for a tree see `tasks.machine.processes.process_tree`.
+    alone, not the processes that it starts; for a tree see `tasks.machine.process_tree`.
     """
     parent = os.getpid()
 
@@ -107,3 +112,39 @@ def _is_alive(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+# The attempts of a node's work on one machine: one at a time, under a lock, and the newest on record.
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The newest attempt that was started here, by process `pid`. `exit_code` is None until its end was seen;
+    `reason` is the work's own last line."""
+
+    attempt: int
+    exit_code: int | None = None
+    pid: int = 0
+    reason: str = ""
+
+
+def take(lock: TextIO) -> bool:
+    """Take the lock, which lasts as long as the file is open. Returns False where another process has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def started(folder: Path) -> Started:
+    """What is on record; attempt 0 before the first."""
+    path = folder / MACHINE
+    return from_json(path.read_bytes(), Started, str(path)) if path.exists() else Started(0)
+
+
+def record(folder: Path, newest: Started) -> None:
+    """Put it on record, whole or not at all."""
+    part = folder / "machine.part"
+    part.write_bytes(to_json(newest))
+    part.replace(folder / MACHINE)

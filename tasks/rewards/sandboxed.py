@@ -1,7 +1,7 @@
 """What runs inside the sandbox, as its first process: it tries programs, each in a process forked for it.
 
 Read by Python as a file alone: it imports nothing of this project, for nothing of it is there. It has no file
-system to write to, no network and no process but its own around it; see `sandbox` beside it. A forked process
+system to write to, no network and no process but its own around it; see `code_tests` beside it. A forked process
 gets, in addition: limits of CPU time, memory, files and threads, and a filter of system calls, all without a
 way back. It must not reach this one, which answers for it: it holds none of its pipes, may not trace it, and
 signals from within do not reach the first process of a namespace.

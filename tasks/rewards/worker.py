@@ -1,4 +1,4 @@
-"""A worker: `python -m tasks.rewards.workers.worker MODULE FUNCTION MEMORY_BYTES`. It calls the function with
+"""A worker: `python -m tasks.rewards.worker MODULE FUNCTION MEMORY_BYTES`. It calls the function with
 what it reads.
 
 It has none of the trainer's secrets in its environment, and memory of its own: see `tasks.rewards.in_workers`,
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from tasks.machine.processes.children import end_with_parent
+from tasks.machine.children import end_with_parent
 
 SAID_MAX = 300  # characters of an error
 
