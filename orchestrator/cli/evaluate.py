@@ -42,8 +42,7 @@ from orchestrator.cli.steering.start import show_plan
 from orchestrator.cli.target import open_run
 from orchestrator.config.model_size import find_size
 from orchestrator.control.launcher import TakenByAnother, start_daemon
-from orchestrator.home.folder import keep_run_digest, keep_store_options, run_id_of, run_token
-from orchestrator.home.trust import run_digest
+from orchestrator.home import keep_run_digest, keep_store_options, run_digest, run_id_of, run_token
 from orchestrator.plan.models import asked_once
 from orchestrator.views import evaluation as views
 from policies.evaluation.as_run import as_run

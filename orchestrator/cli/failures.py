@@ -10,7 +10,7 @@ from orchestrator.clouds import CloudMissing
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.config.load import ConfigError
 from orchestrator.control.launcher import DaemonFailed, TakenByAnother
-from orchestrator.home.folder import HomeUnusable
+from orchestrator.home import HomeUnusable
 from policies.model import exit_codes
 
 

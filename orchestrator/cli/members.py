@@ -17,7 +17,7 @@ from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run
 from orchestrator.control.observe import GatewayWatch
 from orchestrator.gateway.surface.describe import describe
-from orchestrator.home.folder import known_token
+from orchestrator.home import known_token
 from orchestrator.views.words.numbers import NOT_KNOWN, duration
 from policies.model import exit_codes
 from policies.model.vocabulary import machine_of

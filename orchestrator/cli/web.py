@@ -11,7 +11,7 @@ from checkpoint.security import identity
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run
-from orchestrator.home.folder import known_token, token_file
+from orchestrator.home import known_token, token_file
 from policies.model import exit_codes
 
 

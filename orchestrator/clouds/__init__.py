@@ -15,7 +15,7 @@ from orchestrator.clouds.sky.sdk.prices import price_list
 from orchestrator.clouds.sky.sdk.types import PriceList, controller_name, nodes_name
 from orchestrator.clouds.sky.unused import unused_clouds
 from orchestrator.clouds.sky.work import places
-from orchestrator.home.folder import run_dir
+from orchestrator.home import run_dir
 
 if TYPE_CHECKING:
     from orchestrator.clouds.sky.sdk.skypilot import SkyPilot

@@ -28,7 +28,7 @@ from orchestrator.clouds import open_local
 from orchestrator.clouds.local.cloud import LocalCloud
 from orchestrator.clouds.local.processes import marked_processes
 from orchestrator.control.lease import is_alive
-from orchestrator.home.folder import run_dir
+from orchestrator.home import run_dir
 from policies.model import node_contract
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import Rehearsed

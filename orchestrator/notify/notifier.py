@@ -21,7 +21,7 @@ from checkpoint.records.documents import Notified, RunRecord
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
-from orchestrator.home.run_secrets import notify_urls
+from orchestrator.home import notify_urls
 from orchestrator.notify.channels import Channel, Command, Service, Undelivered
 from orchestrator.notify.message import Message, messages_in
 from policies.model.spec import Notify

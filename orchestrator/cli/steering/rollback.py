@@ -21,7 +21,7 @@ from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.steering.remote import controller_of, is_steered, start_remote
 from orchestrator.cli.target import open_run
 from orchestrator.control.launcher import TakenByAnother, start_daemon
-from orchestrator.home.run_secrets import missing
+from orchestrator.home import missing
 from policies.control.objective import effects
 from policies.control.rollback.begin import NAME_A_TARGET, RUN_START, WHOLE_NUMBER_KEYS, target_by_hand
 from policies.model import exit_codes

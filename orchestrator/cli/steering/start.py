@@ -40,17 +40,17 @@ from orchestrator.clouds.sky.remote import RemoteController
 from orchestrator.config.load import ConfigError, load, load_storage
 from orchestrator.config.model_size import find_size
 from orchestrator.control.launcher import TakenByAnother, start_daemon, start_rehearsal
-from orchestrator.home.folder import (
+from orchestrator.home import (
     keep_run_digest,
     known_token,
+    notify_urls,
     remember_run,
+    run_digest,
     run_id_of,
     run_token,
     token_file,
     token_mark,
 )
-from orchestrator.home.run_secrets import notify_urls
-from orchestrator.home.trust import run_digest
 from orchestrator.notify.channels import EXPECTED_SERVICE_URL, is_service_url
 from orchestrator.plan.gather import make_plan
 from orchestrator.plan.models import FindSize, asked_once

@@ -36,7 +36,7 @@ from orchestrator.clouds.sky.work import (
     work_for,
 )
 from orchestrator.clouds.wheel import build_wheel
-from orchestrator.home.folder import run_dir
+from orchestrator.home import run_dir
 from policies.control.fleet.fill import wanted_slots
 from policies.control.fleet.markets import market_of
 from policies.control.snapshot import Machine

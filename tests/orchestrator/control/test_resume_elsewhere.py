@@ -25,7 +25,7 @@ from orchestrator.clouds.protocol import CloudUnavailable
 from orchestrator.clouds.sky.sdk.types import Cluster, ClusterState
 from orchestrator.clouds.sky.unrecorded import UnrecordedClusters
 from orchestrator.control import daemon
-from orchestrator.home.folder import run_token, token_file
+from orchestrator.home import run_token, token_file
 from policies.model import exit_codes
 from policies.model.events import SpecProved
 from policies.model.vocabulary import NodePhase

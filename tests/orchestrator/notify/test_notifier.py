@@ -15,7 +15,7 @@ from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from orchestrator.home.run_secrets import all_secrets, secrets_for
+from orchestrator.home import all_secrets, secrets_for
 from orchestrator.notify import notifier as module
 from orchestrator.notify.channels import Undelivered
 from orchestrator.notify.message import Message
