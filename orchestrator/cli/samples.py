@@ -14,12 +14,23 @@ from rich.text import Text
 
 from checkpoint.records.samples import Message
 from checkpoint.store.run_store import Store
+from orchestrator import samples
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run
-from orchestrator.samples import plain
-from orchestrator.samples.choose import Found, Order, Summary, Wanted, choose
-from orchestrator.samples.steps import NoSamples, Step, find_step, groups_of, stored_steps, why_none
+from orchestrator.samples import (
+    Found,
+    NoSamples,
+    Order,
+    Step,
+    Summary,
+    Wanted,
+    choose,
+    find_step,
+    groups_of,
+    stored_steps,
+    why_none,
+)
 from orchestrator.views.words.numbers import NOT_KNOWN, short
 from orchestrator.views.words.text import shown
 from policies.model import exit_codes
@@ -48,8 +59,10 @@ def samples(
     found = _step(store, step)
     chosen, told = choose(found, groups_of(store, found), Wanted(search=search), order, count)
     if output is Output.JSON:
-        listed = [{**plain.completion(one), "prompt": plain.messages(one.group.prompt)} for one in chosen]
-        print_json({**plain.summary(found, told), "completions": listed})
+        listed = [
+            {**samples.completion_plain(one), "prompt": samples.messages_plain(one.group.prompt)} for one in chosen
+        ]
+        print_json({**samples.summary_plain(found, told), "completions": listed})
         return
     _print(_headline(found, told), "bold")
     before = None
@@ -86,7 +99,7 @@ def _headline(step: Step, told: Summary) -> str:
 def _print_one(one: Found, *, with_prompt: bool) -> None:
     sample = one.sample
     _print(f"{one.link}  reward {short(sample.reward)}  advantage {short(sample.advantage)}", "bold")
-    for line in _facts(plain.completion(one)):
+    for line in _facts(samples.completion_plain(one)):
         _print(line, "dim")
     if with_prompt:
         _print("prompt", "cyan")

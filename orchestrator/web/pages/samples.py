@@ -8,9 +8,19 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from orchestrator.samples import plain
-from orchestrator.samples.choose import Found, Order, Wanted, choose
-from orchestrator.samples.steps import Link, NoSamples, find_step, groups_of, stored_steps, why_none
+from orchestrator import samples
+from orchestrator.samples import (
+    Found,
+    Link,
+    NoSamples,
+    Order,
+    Wanted,
+    choose,
+    find_step,
+    groups_of,
+    stored_steps,
+    why_none,
+)
 from orchestrator.web.page import Asked, Page, Refused
 from orchestrator.web.watch import Look
 
@@ -44,7 +54,7 @@ def _samples(look: Look, asked: Asked) -> dict[str, Any]:
     chosen, told = choose(step, groups_of(look.store, step), wanted, order, ON_A_PAGE, first)
     place = steps.index(step)
     return {
-        **plain.summary(step, told),
+        **samples.summary_plain(step, told),
         "why_none": "",
         "before": str(steps[place - 1]) if place else None,
         "after": str(steps[place + 1]) if place + 1 < len(steps) else None,
@@ -55,8 +65,8 @@ def _samples(look: Look, asked: Asked) -> dict[str, Any]:
         "groups": [
             {
                 "group": number,
-                "prompt": plain.messages(rows[0].group.prompt),
-                "completions": [plain.completion(one) for one in rows],
+                "prompt": samples.messages_plain(rows[0].group.prompt),
+                "completions": [samples.completion_plain(one) for one in rows],
             }
             for number, found in groupby(chosen, key=lambda one: one.link.group)
             for rows in [list(found)]
@@ -85,8 +95,8 @@ def _sample(look: Look, asked: Asked) -> dict[str, Any]:
             one = Found(link, head, group, group.samples[link.index])
             return {
                 "step": str(step),
-                "prompt": plain.messages(group.prompt),
-                "completion": plain.completion(one),
+                "prompt": samples.messages_plain(group.prompt),
+                "completion": samples.completion_plain(one),
                 "beside": len(group.samples),
             }
     raise Refused(404, f"step {step} has no completion {link.group}/{link.index}")
